@@ -1,0 +1,68 @@
+"""Lets torchvision be imported beside a CPU-only torch.
+
+The torchvision wheel on the package index is built for CUDA. Beside a CPU build of torch its compiled extension does
+not load, and the import then fails where Python code registers a fake kernel for `torchvision::nms`, an operator that
+the extension should have declared. timm, open_clip and transformers import torchvision, so they fail with it.
+
+`install()` puts a finder in front of the import system that acts only when `torchvision` itself is imported and only
+after that one failure: it declares the two missing operator schemas and runs the module again. Where torchvision
+loads natively it does nothing. Still missing afterwards: `torchvision.io` codecs, `nms` and `deform_conv2d`.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+_MISSING = "torchvision::nms does not exist"
+_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, native: importlib.abc.Loader) -> None:
+        self.native = native
+        self.library: object | None = None  # the declared schemas live as long as this object
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.native.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        try:
+            self.native.exec_module(module)
+        except RuntimeError as error:
+            if _MISSING not in str(error):
+                raise
+            self._declare_operators()
+            for name in [name for name in sys.modules if name.startswith("torchvision.")]:
+                del sys.modules[name]
+            self.native.exec_module(module)
+
+    def _declare_operators(self) -> None:
+        import torch
+
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for schema in _SCHEMAS:
+            library.define(schema)
+        self.library = library
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "torchvision":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+def install() -> None:
+    """Put the finder in front, once. Costs nothing until torchvision is imported."""
+    if "torchvision" not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

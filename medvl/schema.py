@@ -1,0 +1,148 @@
+"""The nouns of medvl. Read this first.
+
+A corpus yields `Sample`s; shards store them; the loader makes `Batch`es; encoders turn those into `ImageFeatures` and
+`TextFeatures`; a model turns a batch into `Losses`. This module imports nothing of medvl, and torch only for types.
+
+Shape letters, here and everywhere: B batch, T text tokens, W words, S sentences, P patches or regions, D feature
+dim, E shared embedding dim, C channels, H and W height and width, L labels, N and M counts of images and texts.
+"""
+
+from __future__ import annotations  # torch is imported for the type checker only
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+SCHEMA_VERSION = 1
+
+FINDINGS = (
+    "Atelectasis",
+    "Cardiomegaly",
+    "Consolidation",
+    "Edema",
+    "Enlarged Cardiomediastinum",
+    "Fracture",
+    "Lung Lesion",
+    "Lung Opacity",
+    "No Finding",
+    "Pleural Effusion",
+    "Pleural Other",
+    "Pneumonia",
+    "Pneumothorax",
+    "Support Devices",
+)
+"""The 14 CheXpert labels, in the alphabetical order of the MIMIC-CXR tables."""
+
+COMPETITION_FINDINGS = ("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Pleural Effusion")
+"""The five on which the CheXpert competition is judged."""
+
+POSITIVE, NEGATIVE, UNCERTAIN = 1, 0, -1
+"""Label values. A finding that a report does not mention has no entry at all (NaN in an array)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One image with its text, de-identified.
+
+    `image` says where the pixels are while a corpus is being converted; it is never written. Everything else goes
+    into `{key}.json` of a shard as it stands.
+    """
+
+    key: str
+    """Unique in its corpus; letters, digits, `-` and `_` only; carries no identifier (a salted hash)."""
+    corpus: str
+    split: str
+    patient: str
+    """Salted hash of the patient id (of the article id for literature figures): what splits are disjoint by."""
+    study: str
+    """Salted hash of the study id: images of one study share their report."""
+    image: Path | None = None
+    sections: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Text by section, in the order of the report: findings, impression, ... or caption."""
+    labels: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Label name -> 1, 0 or -1 (uncertain). A label that is not mentioned is absent."""
+    view: str | None = None
+    """PA, AP, LATERAL, ... as the corpus says it, or None."""
+    sex: str | None = None
+    """F, M or None."""
+    age: int | None = None
+    """Years, 90 standing for 90 and above."""
+    extra: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """What only some corpora have (modality, plane, licence, boxes, questions): JSON values only."""
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Batch:
+    """What the loader yields and `model(batch)` takes."""
+
+    keys: list[str]
+    image_BCHW: Tensor
+    """uint8 grey (C = 1) or RGB (C = 3); the encoder scales, normalises and expands it on the device."""
+    ids_BT: Tensor
+    """int64 token ids, padded to the longest text of this batch."""
+    mask_BT: Tensor
+    """bool, True on real tokens."""
+    labels_BL: Tensor
+    """float32: 1, 0, -1 (uncertain) or NaN (not mentioned), columns as in the manifest."""
+    texts: list[str]
+    """The texts behind `ids_BT`."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The same batch with its tensors on `device`."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        """The same batch with its tensors in page-locked memory; torch's DataLoader calls this."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        tensors = {name: function(getattr(self, name)) for name in ("image_BCHW", "ids_BT", "mask_BT", "labels_BL")}
+        return dataclasses.replace(self, **tensors)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImageFeatures:
+    """What an `ImageEncoder` returns."""
+
+    pooled_BD: Tensor
+    patches_BPD: Tensor | None
+    """Local features in row-major order over `grid`; None where the encoder has none."""
+    grid: tuple[int, int] | None
+    """(h, w) with h * w = P."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TextFeatures:
+    """What a `TextEncoder` returns."""
+
+    pooled_BD: Tensor
+    tokens_BTD: Tensor
+    mask_BT: Tensor
+    """bool, True on real tokens: whoever pools `tokens_BTD` must use it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Losses:
+    """What `model(batch)` returns: the scalar to minimise and the scalars it is made of."""
+
+    total: Tensor
+    terms: Mapping[str, Tensor]
+
+    @classmethod
+    def sum(cls, **terms: Tensor) -> Losses:
+        """The plain sum of named terms."""
+        if not terms:
+            raise ValueError("Losses.sum needs at least one term")
+        values = list(terms.values())
+        total = values[0]
+        for value in values[1:]:
+            total = total + value
+        return cls(total=total, terms=terms)
