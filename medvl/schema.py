@@ -130,6 +130,21 @@ class TextFeatures:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Embeddings:
+    """Images or texts in the shared space of a dual-encoder, as `similarity` takes them; encode once, compare often."""
+
+    global_NE: Tensor
+    """L2-normalised."""
+    local_NPE: Tensor | None = None
+    """Regions or words, for models whose similarity has a local term."""
+    mask_NP: Tensor | None = None
+    """bool, True on real words or regions."""
+
+    def __len__(self) -> int:
+        return len(self.global_NE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Losses:
     """What `model(batch)` returns: the scalar to minimise and the scalars it is made of."""
 
