@@ -1,0 +1,58 @@
+"""Which text of a report a sample is trained with. Each policy is a frozen value; its randomness is handed in."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from medvl.data.reports import split_sentences
+
+_WORD = re.compile(r"\w+")
+REPORT_SECTIONS = ("findings", "impression")
+
+
+class TextPolicy(Protocol):
+    """Chooses a text for one sample."""
+
+    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str: ...
+
+
+def choose_sections(sections: Mapping[str, str], wanted: Sequence[str]) -> list[str]:
+    """The wanted sections that are there, in the wanted order; all of them where none is.
+
+    The fallback serves captions, tables with columns of their own, and the reports that have neither findings nor
+    impression (their last paragraph stands in).
+    """
+    chosen = [sections[name] for name in wanted if sections.get(name)]
+    return chosen or [text for text in sections.values() if text]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RandomSentence:
+    """One sentence, drawn uniformly (ConVIRT, section 3; GLoRIA likewise)."""
+
+    min_tokens: int = 3
+    """Shorter sentences, counted in words, are left out unless the text has no other."""
+    sections: tuple[str, ...] = REPORT_SECTIONS
+
+    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
+        sentences = [
+            sentence for text in choose_sections(sections, self.sections) for sentence in split_sentences(text)
+        ]
+        long_enough = [sentence for sentence in sentences if len(_WORD.findall(sentence)) >= self.min_tokens]
+        candidates = long_enough or sentences
+        if not candidates:
+            return " ".join(texts)
+        return candidates[int(rng.integers(len(candidates)))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WholeText:
+    """The sections joined, nothing drawn: retrieval and validation of whole reports."""
+
+    sections: tuple[str, ...] = REPORT_SECTIONS
+
+    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
+        return " ".join(choose_sections(sections, self.sections))

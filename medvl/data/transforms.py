@@ -1,0 +1,158 @@
+"""Image transforms on the CPU: uint8 in, uint8 out; scaling and normalisation happen in the encoder, on the device.
+
+A transform is a frozen configuration; `build()` gives the function that a loader worker calls. All randomness comes
+from the generator that the loader derives of (seed, epoch, key), so an image is augmented alike whoever loads it.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import cv2
+import numpy as np
+
+from medvl.errors import ConfigError
+
+Flip = Literal["off", "swap_text", "plain"]
+"""What a horizontal flip does to the text: there is no flip, left and right are exchanged, or nothing is done (the
+image then contradicts a text that names a side, as in most published recipes)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transformed:
+    """An image as the batch will hold it, and whether it was mirrored."""
+
+    image_HWC: np.ndarray
+    flipped: bool = False
+
+
+BuiltTransform = Callable[[np.ndarray, np.random.Generator], Transformed]
+
+
+class ImageTransform(Protocol):
+    """A transform's configuration."""
+
+    @property
+    def size(self) -> int:
+        """Height and width of what comes out, in pixels."""
+
+    @property
+    def flip(self) -> Flip: ...
+
+    def build(self) -> BuiltTransform: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EvalTransform:
+    """Resize to a square without randomness."""
+
+    size: int = 224
+    fit: Literal["crop", "pad", "squash"] = "crop"
+    """crop: short side to `size`, centre crop (what the published systems do); pad: long side to `size`, black
+    borders (nothing of the lung is lost); squash: both sides to `size`."""
+
+    def __post_init__(self) -> None:
+        _check_size(self.size)
+
+    @property
+    def flip(self) -> Flip:
+        return "off"
+
+    def build(self) -> BuiltTransform:
+        return self._apply
+
+    def _apply(self, image: np.ndarray, rng: np.random.Generator) -> Transformed:
+        height, width = image.shape[:2]
+        if self.fit == "squash":
+            return Transformed(_with_channels(_resize(image, self.size, self.size)))
+        side = min(height, width) if self.fit == "crop" else max(height, width)
+        scaled_height = max(1, round(height * self.size / side))
+        scaled_width = max(1, round(width * self.size / side))
+        image = _with_channels(_resize(image, scaled_height, scaled_width))
+        if self.fit == "crop":
+            top, left = (scaled_height - self.size) // 2, (scaled_width - self.size) // 2
+            return Transformed(np.ascontiguousarray(image[top : top + self.size, left : left + self.size]))
+        square = np.zeros((self.size, self.size, image.shape[2]), np.uint8)
+        top, left = (self.size - scaled_height) // 2, (self.size - scaled_width) // 2
+        square[top : top + scaled_height, left : left + scaled_width] = image
+        return Transformed(square)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ConVIRTAugmentation:
+    """Random crop, flip, affine, brightness and contrast, blur: ConVIRT's five (appendix of arXiv 2010.00747).
+
+    Brightness and contrast are multiplicative factors around zero and around the mean, as torchvision defines them.
+    """
+
+    size: int = 224
+    flip: Flip = "swap_text"
+    """The paper flips half of the images and leaves the text alone: that is `plain`."""
+    area: tuple[float, float] = (0.6, 1.0)
+    """Range of the crop's share of the image."""
+    rotation: float = 20.0
+    """Largest rotation either way, in degrees."""
+    translation: float = 0.1
+    """Largest shift either way, as a share of the side."""
+    scale: tuple[float, float] = (0.95, 1.05)
+    brightness: float = 0.4
+    contrast: float = 0.4
+    """Factors are drawn from 1 - value to 1 + value."""
+    blur_sigma: tuple[float, float] = (0.1, 3.0)
+    """In pixels of the crop. The published range is for 224 pixels; scale it with the size."""
+
+    def __post_init__(self) -> None:
+        _check_size(self.size)
+        if not 0 < self.area[0] <= self.area[1] <= 1:
+            raise ConfigError(f"area must be a range within (0, 1], got {self.area}")
+        if self.flip not in ("off", "swap_text", "plain"):
+            raise ConfigError(f"flip must be off, swap_text or plain, got {self.flip!r}")
+
+    def build(self) -> BuiltTransform:
+        os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # or its import asks the network for a newer version
+        import albumentations
+
+        pipeline = albumentations.Compose(
+            [
+                albumentations.RandomResizedCrop((self.size, self.size), scale=self.area, p=1.0),
+                albumentations.Affine(
+                    rotate=(-self.rotation, self.rotation),
+                    translate_percent=(-self.translation, self.translation),
+                    scale=self.scale,
+                    p=1.0,
+                ),
+                albumentations.ColorJitter(
+                    brightness=(1 - self.brightness, 1 + self.brightness),
+                    contrast=(1 - self.contrast, 1 + self.contrast),
+                    saturation=(1.0, 1.0),
+                    hue=(0.0, 0.0),
+                    p=1.0,
+                ),
+                albumentations.GaussianBlur(sigma_limit=self.blur_sigma, blur_limit=0, p=1.0),
+            ]
+        )
+        flips = self.flip != "off"
+
+        def apply(image: np.ndarray, rng: np.random.Generator) -> Transformed:
+            pipeline.set_random_seed(int(rng.integers(2**31)))
+            flipped = flips and bool(rng.random() < 0.5)
+            # Mirroring first commutes with all that follows, whose distributions are symmetric.
+            source = np.ascontiguousarray(image[:, ::-1]) if flipped else image
+            return Transformed(_with_channels(pipeline(image=_with_channels(source))["image"]), flipped)
+
+        return apply
+
+
+def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    shrinks = height * width < image.shape[0] * image.shape[1]
+    return cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR)
+
+
+def _with_channels(image: np.ndarray) -> np.ndarray:
+    return image[:, :, None] if image.ndim == 2 else image
+
+
+def _check_size(size: int) -> None:
+    if not 16 <= size <= 4096:
+        raise ConfigError(f"image size must be between 16 and 4096 pixels, got {size}")
