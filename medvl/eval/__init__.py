@@ -1,0 +1,44 @@
+"""Evaluators: what a checkpoint is worth, with intervals.
+
+    scores, labels, policy -> metric rows -> results.json, a table, a page
+
+`stats` and `metrics` hold the numbers, `policies` what uncertain and missing labels mean, `prompts` the sentences;
+`zeroshot` and `retrieval` are protocols on top of them; `results` and `page` write down what they find. Everything is
+imported on first use: the statistics need numpy only.
+"""
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "LabelPolicy": "policies",
+    "MetricRow": "results",
+    "PromptSet": "prompts",
+    "RetrievalEval": "retrieval",
+    "ZeroShotEval": "zeroshot",
+    "bootstrap_auroc": "stats",
+    "bootstrap_average_precision": "stats",
+    "bootstrap_metric": "stats",
+    "choose_threshold": "metrics",
+    "format_table": "results",
+    "image_text_retrieval": "retrieval",
+    "list_prompts": "prompts",
+    "load_prompts": "prompts",
+    "read_results": "results",
+    "write_page": "page",
+    "write_results": "results",
+    "write_zero_shot_page": "zeroshot_page",
+    "zero_shot": "zeroshot",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"medvl.eval.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'medvl.eval' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

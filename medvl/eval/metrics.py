@@ -1,0 +1,169 @@
+"""Metrics of a ranking and of a decision, as functions of resample counts.
+
+Every function takes counts_NR (how often resample r drew item n, float64; a column of ones for the plain value) and
+returns one value a resample. A resample without positives or without negatives gives NaN, whatever the metric.
+
+Shape letters: N items, R resamples, K metrics, Q bins.
+"""
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from medvl.errors import EvaluationError
+
+Array = NDArray[np.float64]
+
+DECISION_METRICS = ("f1", "mcc", "accuracy", "balanced_accuracy", "sensitivity", "specificity")
+CALIBRATION_METRICS = ("brier", "ece")
+
+
+def check_scores(scores_NL: ArrayLike, labels_NL: ArrayLike) -> tuple[Array, Array]:
+    """The two as float64 arrays of one (N, L) shape, scores finite, labels 1, 0 or NaN; `EvaluationError` if not."""
+    scores, labels = np.asarray(scores_NL, dtype=np.float64), np.asarray(labels_NL, dtype=np.float64)
+    if scores.ndim != 2 or scores.shape != labels.shape or scores.size == 0:
+        raise EvaluationError(
+            f"scores {scores.shape} and labels {labels.shape} must have one shape (images, labels) and not be empty"
+        )
+    if not np.isfinite(scores).all():
+        bad = int((~np.isfinite(scores)).sum())
+        raise EvaluationError(f"{bad} of {scores.size} scores are not finite: check the model's outputs")
+    if not np.isin(labels[~np.isnan(labels)], (0.0, 1.0)).all():
+        raise EvaluationError("labels must be 1, 0 or NaN: apply a LabelPolicy to uncertain (-1) labels first")
+    return scores, labels
+
+
+class RankedColumn:
+    """One label's scores, sorted once: AUROC and average precision of any resample are then sums of counts.
+
+    `scores_N` are finite; `labels_N` are 1, 0 or NaN (left out). Ties are exact: only the places that a positive's
+    score takes among the sorted positives and negatives enter.
+    """
+
+    def __init__(self, scores_N: Array, labels_N: Array) -> None:
+        self.n = len(scores_N)
+        positives, negatives = np.flatnonzero(labels_N == 1), np.flatnonzero(labels_N == 0)
+        self.positives = positives[np.argsort(scores_N[positives], kind="stable")]
+        self.negatives = negatives[np.argsort(scores_N[negatives], kind="stable")]
+        positive_scores, negative_scores = scores_N[self.positives], scores_N[self.negatives]
+        self._positives_below = np.searchsorted(positive_scores, positive_scores, side="left")
+        self._negatives_below = np.searchsorted(negative_scores, positive_scores, side="left")
+        self._negatives_through = np.searchsorted(negative_scores, positive_scores, side="right")
+
+    def auroc_R(self, counts_NR: Array) -> Array:
+        """The chance that a positive scores above a negative, equal scores counting a half."""
+        positive_PR = counts_NR[self.positives]
+        negatives_so_far = _cumulated(counts_NR[self.negatives])
+        wins_R = np.einsum("pr,pr->r", positive_PR, negatives_so_far[self._negatives_below])
+        wins_R += np.einsum("pr,pr->r", positive_PR, negatives_so_far[self._negatives_through])
+        return _defined(wins_R / 2, positive_PR.sum(axis=0) * negatives_so_far[-1])
+
+    def average_precision_R(self, counts_NR: Array) -> Array:
+        """The mean, over positives, of the precision among all items that score at least as high."""
+        positive_PR = counts_NR[self.positives]
+        positives_so_far = _cumulated(positive_PR)
+        negatives_so_far = _cumulated(counts_NR[self.negatives])
+        true_PR = positives_so_far[-1] - positives_so_far[self._positives_below]
+        false_PR = negatives_so_far[-1] - negatives_so_far[self._negatives_below]
+        precision_PR = true_PR / np.maximum(true_PR + false_PR, 1)  # nothing drawn above a positive not drawn: 0
+        total_R = np.einsum("pr,pr->r", positive_PR, precision_PR)
+        return _defined(total_R, np.where(negatives_so_far[-1] > 0, positives_so_far[-1], 0))
+
+
+def _cumulated(counts_MR: Array) -> Array:
+    """Sums of the first m rows, for m = 0 to M."""
+    sums = np.zeros((len(counts_MR) + 1, counts_MR.shape[1]))
+    np.cumsum(counts_MR, axis=0, out=sums[1:])
+    return sums
+
+
+def _defined(numerator_R: Array, denominator_R: Array) -> Array:
+    result_R = np.full_like(numerator_R, np.nan)
+    np.divide(numerator_R, denominator_R, out=result_R, where=denominator_R > 0)
+    return result_R
+
+
+class DecisionColumn:
+    """One label's yes/no decisions: all of `DECISION_METRICS` of any resample from its four confusion counts."""
+
+    def __init__(self, predicted_N: NDArray[np.bool_], labels_N: Array) -> None:
+        positive, negative = labels_N == 1, labels_N == 0
+        cells = (predicted_N & positive, predicted_N & negative, ~predicted_N & positive, ~predicted_N & negative)
+        self._cells_N4 = np.stack(cells, axis=1).astype(np.float64)
+
+    def metrics_RK(self, counts_NR: Array) -> Array:
+        """One column a metric, in the order of `DECISION_METRICS`."""
+        return decision_metrics(*(self._cells_N4.T @ counts_NR))
+
+
+def decision_metrics(tp: ArrayLike, fp: ArrayLike, fn: ArrayLike, tn: ArrayLike) -> Array:
+    """`DECISION_METRICS` from confusion counts (each of shape R): values_RK, NaN where a class is absent.
+
+    The Matthews correlation of a constant decision is 0.
+    """
+    tp_R, fp_R, fn_R, tn_R = (np.atleast_1d(np.asarray(cell, dtype=np.float64)) for cell in (tp, fp, fn, tn))
+    positives_R, negatives_R = tp_R + fn_R, fp_R + tn_R
+    sensitivity_R = _defined(tp_R, positives_R)
+    specificity_R = _defined(tn_R, negatives_R)
+    f1_R = _defined(2 * tp_R, 2 * tp_R + fp_R + fn_R)
+    spread_R = np.sqrt((tp_R + fp_R) * (fn_R + tn_R) * positives_R * negatives_R)
+    mcc_R = (tp_R * tn_R - fp_R * fn_R) / np.where(spread_R > 0, spread_R, 1)
+    accuracy_R = _defined(tp_R + tn_R, positives_R + negatives_R)
+    balanced_R = (sensitivity_R + specificity_R) / 2
+    values_RK = np.stack((f1_R, mcc_R, accuracy_R, balanced_R, sensitivity_R, specificity_R), axis=1)
+    values_RK[(positives_R == 0) | (negatives_R == 0)] = np.nan
+    return values_RK
+
+
+class ProbabilityColumn:
+    """One label's probabilities: Brier score and expected calibration error of any resample.
+
+    The calibration error is the mean over items of |mean probability - share of positives| in the item's bin, with
+    `bins` equal-width bins over [0, 1] (Naeini et al., 2015; Guo et al., 2017).
+    """
+
+    def __init__(self, probability_N: Array, labels_N: Array, bins: int = 15) -> None:
+        known = ~np.isnan(labels_N)
+        probability, positive = np.where(known, probability_N, 0.0), np.where(known, labels_N, 0.0)
+        if ((probability < 0) | (probability > 1)).any():
+            raise EvaluationError("calibration needs probabilities between 0 and 1: these scores are not")
+        bin_of_N = np.minimum((probability * bins).astype(np.int64), bins - 1)
+        self._gap_NQ = np.zeros((len(probability), bins))
+        self._gap_NQ[np.arange(len(probability)), bin_of_N] = probability - positive
+        self._items_N3 = np.stack((known * (probability - positive) ** 2, positive, known * 1.0), axis=1)
+
+    def metrics_RK(self, counts_NR: Array) -> Array:
+        """One column a metric, in the order of `CALIBRATION_METRICS`."""
+        squares_R, positives_R, items_R = self._items_N3.T @ counts_NR
+        gaps_R = np.abs(self._gap_NQ.T @ counts_NR).sum(axis=0)
+        judged_R = np.where((positives_R > 0) & (positives_R < items_R), items_R, 0)
+        return np.stack((_defined(squares_R, judged_R), _defined(gaps_R, judged_R)), axis=1)
+
+
+def choose_threshold(scores: ArrayLike, labels: ArrayLike, rule: Literal["f1", "mcc", "youden"] = "f1") -> float:
+    """The threshold at which "score >= threshold means positive" is best by `rule`; for validation data only.
+
+    It lies halfway between two neighbouring scores; of equally good thresholds the highest is taken. NaN labels are
+    left out; NaN where a class is absent. "youden" is sensitivity + specificity - 1, that is balanced accuracy.
+    """
+    metrics = {"f1": "f1", "mcc": "mcc", "youden": "balanced_accuracy"}
+    if rule not in metrics:
+        raise EvaluationError(f"unknown threshold rule {rule!r}: choose one of {', '.join(metrics)}")
+    scores_NL, labels_NL = check_scores(np.atleast_2d(scores).T, np.atleast_2d(labels).T)
+    scores_N, labels_N = scores_NL[:, 0], labels_NL[:, 0]
+    known = ~np.isnan(labels_N)
+    order = np.argsort(-scores_N[known], kind="stable")
+    scores_N, positive_N = scores_N[known][order], labels_N[known][order] == 1
+    if positive_N.all() or not positive_N.any():
+        return float("nan")
+    last_of_tie = np.flatnonzero(np.append(np.diff(scores_N) != 0, True))
+    tp, fp = np.cumsum(positive_N)[last_of_tie], np.cumsum(~positive_N)[last_of_tie]
+    values_RK = decision_metrics(tp, fp, positive_N.sum() - tp, (~positive_N).sum() - fp)
+    best = int(np.argmax(values_RK[:, DECISION_METRICS.index(metrics[rule])]))
+    at = float(scores_N[last_of_tie[best]])
+    if best + 1 == len(last_of_tie):  # everything is positive
+        return at
+    below = float(scores_N[last_of_tie[best + 1]])
+    middle = below + (at - below) / 2
+    return middle if middle > below else at  # neighbouring floats have no middle
