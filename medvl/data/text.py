@@ -38,9 +38,8 @@ class RandomSentence:
     sections: tuple[str, ...] = REPORT_SECTIONS
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
-        sentences = [
-            sentence for text in choose_sections(sections, self.sections) for sentence in split_sentences(text)
-        ]
+        texts = choose_sections(sections, self.sections)
+        sentences = [sentence for text in texts for sentence in split_sentences(text)]
         long_enough = [sentence for sentence in sentences if len(_WORD.findall(sentence)) >= self.min_tokens]
         candidates = long_enough or sentences
         if not candidates:

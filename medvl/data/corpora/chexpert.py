@@ -64,10 +64,7 @@ def _sample(root: Path, table: Path, split: str, row: Mapping[str, str], deid: D
     if match is None:
         raise CorpusError(f"{table}: a Path is not of the form train/patient00001/study1/view1_frontal.jpg")
     folder, patient, study, file = match.groups()
-    if "lateral" in file:
-        view = "LATERAL"
-    else:
-        view = row.get("AP/PA") or "FRONTAL"
+    view = "LATERAL" if "lateral" in file else row.get("AP/PA") or "FRONTAL"
     return Sample(
         key=deid.image(f"{folder}/{patient}/{study}/{file}"),
         corpus=NAME,

@@ -32,7 +32,7 @@ def plan(
     Args:
         root: the folder that holds `files/` and the tables, of the DICOM or of the JPG release.
         deid: hashes patient, study and image ids.
-        reports: folder that holds the reports' `files/` tree; default `root` (the JPG release has no reports of its own).
+        reports: folder that holds the reports' `files/` tree; default `root`. The JPG release has none of its own.
         labeler: "chexpert" or "negbio": which table the labels come from.
         views: keep only these values of ViewPosition ("PA", "AP", "LATERAL", ...); empty keeps all.
         split: only this split; default all three.
@@ -43,7 +43,7 @@ def plan(
     root, reports = Path(root), Path(reports or root)
     if not (reports / "files").is_dir():
         raise CorpusError(
-            f"{reports} has no folder files/: --reports must name the folder that holds the reports' files/"
+            f"{reports} has no folder files/: --reports must name the folder that holds that of the reports"
         )
     if split is not None and split not in SPLITS:
         raise CorpusError(f"{NAME} has the splits {', '.join(SPLITS)}, not {split!r}")

@@ -38,7 +38,7 @@ class TableColumns:
     categories: tuple[str, ...] = ()
     """Columns that hold one of a few words: each word becomes a label `column=word`."""
     tags: tuple[str, ...] = ()
-    """Columns that hold a list (JSON, or separated by `|`): each entry becomes a label, 1 where listed and 0 elsewhere."""
+    """Columns that hold a list (JSON, or separated by `|`): each entry becomes a label, 1 where listed, else 0."""
     view: str | None = None
     sex: str | None = None
     age: str | None = None
@@ -76,7 +76,7 @@ def plan(
         parse_reports: take each text apart into its sections (FINDINGS, IMPRESSION, ...).
 
     Raises:
-        CorpusError: the table cannot be read, lacks a column, or holds a value that does not fit; the text names the row.
+        CorpusError: the table cannot be read, lacks a column, or holds a value that does not fit (the row is named).
         ConfigError: the split fractions do not sum to one.
     """
     table, where = Path(table), dict(where or {})

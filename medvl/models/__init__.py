@@ -1,0 +1,22 @@
+"""Published systems, one file each, on the shared encoders; and how a model is made, saved and loaded."""
+
+import importlib
+from typing import Any
+
+_LAZY = {
+    "create_model": "medvl.models.registry",
+    "list_models": "medvl.models.registry",
+    "load": "medvl.models.storage",
+    "load_weights": "medvl.models.storage",
+    "save": "medvl.models.storage",
+    "DualEncoder": "medvl.models.dual",
+    "ConVIRTConfig": "medvl.models.convirt",
+}
+
+__all__ = sorted(_LAZY)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'medvl.models' has no attribute {name!r}")

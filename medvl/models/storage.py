@@ -1,0 +1,117 @@
+"""A model on disk: `config.json`, `model.safetensors` and its tokenizer. Weights never need pickle."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import nn
+
+import medvl
+from medvl.data.tokenize import load_tokenizer
+from medvl.errors import CheckpointError, ConfigError
+from medvl.models.dual import DualEncoder
+from medvl.models.registry import system
+
+CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer"
+_FORMAT = 1
+_PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar")
+_SHOWN = 4
+
+
+def save(model: DualEncoder, folder: Path, run: Mapping[str, Any] | None = None) -> None:
+    """Write the model into an existing folder.
+
+    Args:
+        model: a system.
+        folder: gets `config.json`, `model.safetensors` and, if the model has a tokenizer, `tokenizer/`.
+        run: how the model came to be (recipe, data, versions); JSON values only.
+    """
+    config = {
+        "format": _FORMAT,
+        "medvl": medvl.__version__,
+        "model": {"name": model.name, "settings": dataclasses.asdict(model.config)},
+        "run": dict(run or {}),
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    safetensors.torch.save_file(tensors, folder / WEIGHTS)
+    if model.tokenizer is not None:
+        model.tokenizer.save(folder / TOKENIZER)
+
+
+def load(folder: Path | str) -> DualEncoder:
+    """The model of a checkpoint directory, in eval mode, with `.tokenizer` and `.transform`.
+
+    Raises CheckpointError when the folder is no whole checkpoint, or a weight is missing, unexpected or of another
+    shape; a file that needs pickle is refused.
+    """
+    folder = _check_folder(Path(folder))
+    described = _read_config(folder)["model"]
+    try:
+        cls = system(described["name"])
+        config = cls.Config(**described["settings"])
+    except (ConfigError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{folder / CONFIG} does not describe a model that this medvl has: {error}") from error
+    has_tokenizer = (folder / TOKENIZER).is_dir()
+    tokenizer = load_tokenizer(folder / TOKENIZER, max_tokens=config.max_tokens) if has_tokenizer else None
+    model = cls.build(config, pretrained=False, tokenizer=tokenizer)
+    load_weights(model, folder)
+    return model.eval()
+
+
+def load_weights(model: nn.Module, folder: Path | str) -> None:
+    """Load `model.safetensors` strictly into a model. Raises CheckpointError naming the first differences."""
+    path = Path(folder) / WEIGHTS
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: {folder} is not a whole checkpoint") from None
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as safetensors ({error}): it is damaged, or another format"
+        ) from None
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    differences = [
+        *(f"missing {name}" for name in expected if name not in found),
+        *(f"unexpected {name}" for name in found if name not in expected),
+        *(
+            f"{name} is {found[name]}, not {shape}"
+            for name, shape in expected.items()
+            if found.get(name, shape) != shape
+        ),
+    ]
+    if differences:
+        shown = "; ".join(differences[:_SHOWN]) + (
+            f"; and {len(differences) - _SHOWN} more" * (len(differences) > _SHOWN)
+        )
+        raise CheckpointError(f"{path} does not fit the model: {shown}")
+    model.load_state_dict(tensors, strict=True)
+
+
+def _check_folder(folder: Path) -> Path:
+    if folder.is_file():
+        kind = "it may need pickle, which can run foreign code" if folder.suffix in _PICKLES else "it is a file"
+        raise CheckpointError(
+            f"{folder} is not loaded: {kind}. medvl loads a folder with {CONFIG} and {WEIGHTS}, as training writes it."
+        )
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} does not exist")
+    return folder
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: {folder} is not a checkpoint of medvl") from None
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}): it is damaged") from error
+    if not isinstance(config, dict) or config.get("format") != _FORMAT or not isinstance(config.get("model"), dict):
+        raise CheckpointError(f"{path} is not a model configuration of format {_FORMAT}")
+    return config
