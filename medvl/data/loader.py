@@ -165,7 +165,7 @@ class _Positions(abc.ABC):
 
 
 class _TrainPositions(_Positions):
-    """Full global batches only, each cut into equal parts for the ranks. What is left over is another set each epoch."""
+    """Full global batches only, cut into equal parts for the ranks. What is left over is another set each epoch."""
 
     def __len__(self) -> int:
         return self.count // self.global_batch
@@ -332,9 +332,7 @@ def open_loader(
     if train and batch % world:
         raise ConfigError(f"a global batch of {batch} cannot be shared evenly by {world} ranks: make it a multiple")
     if train and batch > len(source):
-        raise ConfigError(
-            f"a global batch of {batch} is more than the {len(source)} samples there are: make it smaller"
-        )
+        raise ConfigError(f"a global batch of {batch} is more than the {len(source)} samples: make it smaller")
     if not len(source):
         raise ConfigError("the source has no sample")
     kind = _TrainPositions if train else _EvalPositions

@@ -8,44 +8,20 @@ import tarfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO
 
 import numpy as np
 
 from medvl.data.corpora.base import Record, read_record
 from medvl.data.dicom import DicomHeader, read_dicom
 from medvl.data.images import decode_image, encode_jpeg, encode_png, resize_short_side
+from medvl.data.shard_options import ShardOptions
 from medvl.data.shards import Index, Shard, sample_to_json, write_atomic
-from medvl.errors import ConfigError, DicomError, ImageError, ReportError
+from medvl.errors import DicomError, ImageError, ReportError
 from medvl.schema import Sample
 
 _BLOCK = tarfile.BLOCKSIZE
 _MAX_FILE_BYTES = 1 << 30
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ShardOptions:
-    """How images are stored. Everything here decides the bytes, so it is part of the manifest."""
-
-    short_side: int = 512
-    """Images are scaled down once, so that their short side has this many pixels; smaller ones stay as they are."""
-    image_format: Literal["jpg", "png"] = "jpg"
-    """png is lossless, about five times larger and seven times slower to decode."""
-    quality: int = 95
-    """Of JPEG."""
-    color: bool = False
-    """Keep three channels. Radiographs, CT and MR are grey."""
-    keep_textless: bool = False
-    """Keep images without any text (for evaluation by labels)."""
-    samples_per_shard: int = 1000
-
-    def __post_init__(self) -> None:
-        if not 16 <= self.short_side <= 8192:
-            raise ConfigError(f"short_side must be between 16 and 8192 pixels, got {self.short_side}")
-        if self.image_format not in ("jpg", "png"):
-            raise ConfigError(f"image_format must be jpg or png, got {self.image_format!r}")
-        if not 1 <= self.quality <= 100 or not 1 <= self.samples_per_shard <= 100_000:
-            raise ConfigError("quality must be within 1..100 and samples_per_shard within 1..100000")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

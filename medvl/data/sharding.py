@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 from medvl.data.corpora.base import Plan, Record
 from medvl.data.deid import Deidentifier
-from medvl.data.shard_build import ShardNote, ShardOptions, ShardTask, build_shard
+from medvl.data.shard_build import ShardNote, ShardTask, build_shard
+from medvl.data.shard_options import ShardOptions, ShardRun
 from medvl.data.shards import MANIFEST, Manifest, check_key, sample_to_json, write_atomic
 from medvl.data.splits import check_disjoint
 from medvl.errors import BudgetError, ConfigError, CorpusError, ShardError
@@ -36,49 +37,41 @@ _PACKAGES = ("medvl", "numpy", "opencv-python-headless", "pillow", "pydicom", "s
 
 
 def write_shards(
-    plan: Plan,
-    out: Path,
-    deid: Deidentifier,
-    *,
-    options: ShardOptions | None = None,
-    max_skipped: float = 0.01,
-    workers: int | None = None,
+    plan: Plan, deid: Deidentifier, run: ShardRun, options: ShardOptions | None = None
 ) -> dict[str, Manifest]:
     """Convert a corpus. Returns the manifest of each split.
 
     Args:
         plan: the records, from a module of `medvl.data.corpora`.
-        out: gets one folder a split. A second run with the same plan and options goes on where the first one ended.
         deid: the hasher that the plan was made with; its salt's fingerprint goes into the manifests.
+        run: where the shards go, budget, workers. A second run of the same plan goes on where the first one ended.
         options: how images are stored.
-        max_skipped: budget of unreadable images: below 1 a share of all images, else a number.
-        workers: processes; default one a core.
 
     Raises:
-        SplitError: a patient stands in two splits. CorpusError: no record, or two with one key. ConfigError: `out`
+        SplitError: a patient stands in two splits. CorpusError: no record, or two with one key. ConfigError: `run.out`
         holds shards of another plan. BudgetError: more unreadable images than the budget. ShardError: the disk is full,
         or a worker died.
     """
     options = options or ShardOptions()
-    out, private = Path(out), Path(out).with_name(Path(out).name + "-private")
+    private = run.out.with_name(run.out.name + "-private")
     by_split = _check_plan(plan)
-    tasks = list(_cut(plan.corpus, by_split, out, options))
-    _claim(out, private, plan, options, deid, tasks)
+    tasks = list(_cut(plan.corpus, by_split, run.out, options))
+    _claim(run.out, private, plan, options, deid, tasks)
     notes = {task.name: note for task in tasks if (note := _finished(task, private)) is not None}
-    budget = max_skipped if max_skipped >= 1 else max_skipped * len(plan.records)
+    budget = int(run.max_skipped if run.max_skipped >= 1 else run.max_skipped * len(plan.records))
     remaining = [task for task in tasks if task.name not in notes]
-    if remaining:
-        try:
-            _run(remaining, notes, private, int(budget), len(plan.records), workers or os.cpu_count() or 1)
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                raise ShardError(
-                    f"the disk that holds {out} is full: free some space and run the same command again; "
-                    f"{len(notes)} of {len(tasks)} shards are done and will be kept"
-                ) from error
-            raise
-    _check_budget(notes.values(), int(budget), private)
-    return _write_manifests(plan, by_split, [notes[task.name] for task in tasks], out, private, options, deid)
+    try:
+        if remaining:
+            _run(remaining, notes, private, budget, len(plan.records), run.workers or os.cpu_count() or 1)
+        _check_budget(notes.values(), budget, private)
+        return _write_manifests(plan, by_split, [notes[task.name] for task in tasks], run.out, private, options, deid)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise ShardError(
+                f"the disk that holds {run.out} is full: free some space and run the same command again; "
+                f"{len(notes)} of {len(tasks)} shards are done and will be kept"
+            ) from error
+        raise
 
 
 def _check_plan(plan: Plan) -> dict[str, list[Record]]:

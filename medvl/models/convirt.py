@@ -69,7 +69,7 @@ class ConVIRT(DualEncoder):
         )
 
     def forward(self, batch: Batch) -> Losses:
-        """Negatives are all other pairs of the global batch: the embeddings of all ranks are gathered, with gradient."""
+        """Negatives are all other pairs of the global batch, of every rank, with gradient."""
         image_NE = gather(self.encode_image(batch.image_BCHW))
         text_NE = gather(self.encode_text(batch.ids_BT, batch.mask_BT))
         return Losses.sum(

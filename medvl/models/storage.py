@@ -72,24 +72,18 @@ def load_weights(model: nn.Module, folder: Path | str) -> None:
         raise CheckpointError(f"{path} is missing: {folder} is not a whole checkpoint") from None
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} cannot be read as safetensors ({error}): it is damaged, or another format"
+            f"{path} is no whole safetensors file ({error}): it is damaged or something else"
         ) from None
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    differences = [
-        *(f"missing {name}" for name in expected if name not in found),
-        *(f"unexpected {name}" for name in found if name not in expected),
-        *(
-            f"{name} is {found[name]}, not {shape}"
-            for name, shape in expected.items()
-            if found.get(name, shape) != shape
-        ),
-    ]
+    differences = [f"missing {name}" for name in expected if name not in found]
+    differences += [f"unexpected {name}" for name in found if name not in expected]
+    for name, shape in expected.items():
+        if found.get(name, shape) != shape:
+            differences.append(f"{name} is {found[name]}, not {shape}")
     if differences:
-        shown = "; ".join(differences[:_SHOWN]) + (
-            f"; and {len(differences) - _SHOWN} more" * (len(differences) > _SHOWN)
-        )
-        raise CheckpointError(f"{path} does not fit the model: {shown}")
+        more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise CheckpointError(f"{path} does not fit the model: {'; '.join(differences[:_SHOWN])}{more}")
     model.load_state_dict(tensors, strict=True)
 
 

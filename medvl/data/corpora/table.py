@@ -23,33 +23,32 @@ _MAX_CATEGORIES = 200
 class TableColumns:
     """What the columns of a table mean. Only the columns named here are read; nothing else reaches a shard."""
 
-    image: str
+    image_column: str
     """Path of the image, relative to the image root."""
-    patient: str
+    patient_column: str
     """What splits are disjoint by; hashed."""
-    text: tuple[str, ...] = ()
+    text_column: tuple[str, ...] = ()
     """Report, caption, or its sections, a column each."""
-    study: str | None = None
+    study_column: str | None = None
     """Images of one study share their report; default: every image is its own study. Hashed."""
-    split: str | None = None
+    split_column: str | None = None
     """The table's own split; default: by hash of the patient."""
-    labels: tuple[str, ...] = ()
+    label_column: tuple[str, ...] = ()
     """Columns that hold 1, 0, -1 (uncertain) or nothing."""
-    categories: tuple[str, ...] = ()
+    category_column: tuple[str, ...] = ()
     """Columns that hold one of a few words: each word becomes a label `column=word`."""
-    tags: tuple[str, ...] = ()
+    tags_column: tuple[str, ...] = ()
     """Columns that hold a list (JSON, or separated by `|`): each entry becomes a label, 1 where listed, else 0."""
-    view: str | None = None
-    sex: str | None = None
-    age: str | None = None
-    extra: tuple[str, ...] = ()
+    view_column: str | None = None
+    sex_column: str | None = None
+    age_column: str | None = None
+    extra_column: tuple[str, ...] = ()
     """Further columns to keep as they are. They are not de-identified: name only what may be shared."""
 
     def names(self) -> list[str]:
         """Every column that is read."""
-        single = (self.image, self.patient, self.study, self.split, self.view, self.sex, self.age)
-        several = (*self.text, *self.labels, *self.categories, *self.tags, *self.extra)
-        return [name for name in single if name is not None] + list(several)
+        values = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        return [name for value in values if value for name in ((value,) if isinstance(value, str) else value)]
 
 
 def plan(
@@ -81,7 +80,7 @@ def plan(
     """
     table, where = Path(table), dict(where or {})
     root = Path(image_root) if image_root is not None else table.parent
-    if columns.split is None:
+    if columns.split_column is None:
         check_fractions(fractions)
     rows = list(_read_rows(table, [*columns.names(), *where]))
     kept = [
@@ -121,10 +120,10 @@ class _RowReader:
 
     def sample(self, number: int, row: Mapping[str, Any]) -> Sample:
         columns = self.columns
-        image_text, patient_text = _text(row[columns.image]), _text(row[columns.patient])
+        image_text, patient_text = _text(row[columns.image_column]), _text(row[columns.patient_column])
         if not image_text or not patient_text:
-            raise self._wrong(number, f"{columns.image} or {columns.patient} is empty")
-        study_text = (_text(row[columns.study]) if columns.study else "") or image_text
+            raise self._wrong(number, f"{columns.image_column} or {columns.patient_column} is empty")
+        study_text = (_text(row[columns.study_column]) if columns.study_column else "") or image_text
         patient = self.deid.patient(patient_text)
         return Sample(
             key=self.deid.image(image_text),
@@ -135,31 +134,31 @@ class _RowReader:
             image=self._image(number, image_text),
             sections=self._sections(row),
             labels=self._labels(number, row),
-            view=(_text(row[columns.view]) or None) if columns.view else None,
-            sex=_SEX.get(_text(row[columns.sex]).lower()) if columns.sex else None,
-            age=cap_age(row[columns.age]) if columns.age else None,
-            extra={column: _plain(row[column]) for column in columns.extra if _text(row[column])},
+            view=(_text(row[columns.view_column]) or None) if columns.view_column else None,
+            sex=_SEX.get(_text(row[columns.sex_column]).lower()) if columns.sex_column else None,
+            age=cap_age(row[columns.age_column]) if columns.age_column else None,
+            extra={column: _plain(row[column]) for column in columns.extra_column if _text(row[column])},
         )
 
     def _image(self, number: int, text: str) -> Path:
         path = (self.root / text).resolve()
         if not path.is_relative_to(self.root):
             raise self._wrong(
-                number, f"{self.columns.image} points outside of the image root; name it with --image-root"
+                number, f"{self.columns.image_column} points outside of the image root; name it with --image-root"
             )
         return path
 
     def _split(self, number: int, row: Mapping[str, Any], patient: str) -> str:
-        if self.columns.split is None:
+        if self.columns.split_column is None:
             return hash_split(patient, self.fractions)
-        split = _text(row[self.columns.split])
+        split = _text(row[self.columns.split_column])
         if not split.replace("-", "").replace("_", "").isalnum():
-            raise self._wrong(number, f"{self.columns.split} must be a plain word, as it names a folder")
+            raise self._wrong(number, f"{self.columns.split_column} must be a plain word, as it names a folder")
         return split
 
     def _sections(self, row: Mapping[str, Any]) -> dict[str, str]:
         sections: dict[str, str] = {}
-        for column in self.columns.text:
+        for column in self.columns.text_column:
             text = _text(row[column])
             if text and self.parse_reports:
                 report = parse_report(text)
@@ -170,7 +169,7 @@ class _RowReader:
 
     def _labels(self, number: int, row: Mapping[str, Any]) -> dict[str, int]:
         labels: dict[str, int] = {}
-        for column in self.columns.labels:
+        for column in self.columns.label_column:
             text = _text(row[column])
             if text:
                 if text not in ("1", "0", "-1", "1.0", "0.0", "-1.0"):
@@ -180,8 +179,8 @@ class _RowReader:
             value = _text(row[column])
             if value:
                 labels.update({f"{column}={word}": int(word == value) for word in words})
-        if self.columns.tags:
-            listed = {tag for column in self.columns.tags for tag in _list(row[column])}
+        if self.columns.tags_column:
+            listed = {tag for column in self.columns.tags_column for tag in _list(row[column])}
             labels.update({tag: int(tag in listed) for tag in self.known.tags})
         return labels
 
@@ -191,13 +190,13 @@ class _RowReader:
 
 def _collect_labels(rows: Sequence[Mapping[str, Any]], columns: TableColumns, table: Path) -> _Labels:
     by_category = {}
-    for column in columns.categories:
+    for column in columns.category_column:
         words = sorted({_text(row[column]) for row in rows} - {""})
         if len(words) > _MAX_CATEGORIES:
             raise CorpusError(f"{table}: {column} holds {len(words)} different values; a category has few")
         by_category[column] = tuple(words)
-    tags = tuple(sorted({tag for row in rows for column in columns.tags for tag in _list(row[column])}))
-    labels = _Labels(columns.labels, by_category, tags)
+    tags = tuple(sorted({tag for row in rows for column in columns.tags_column for tag in _list(row[column])}))
+    labels = _Labels(columns.label_column, by_category, tags)
     if len(set(labels.names)) != len(labels.names):
         raise ConfigError(f"{table}: two columns give rise to the same label name")
     return labels
