@@ -1,0 +1,26 @@
+# docker build -t medvl . && docker run --gpus all --ipc host -v /data:/data medvl recipes/convirt_mimic.py --help
+#
+# --ipc host: the loader's workers hand batches over through shared memory, which a container has little of.
+FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04
+
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends python3.12 python3.12-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 10001 medvl
+
+ENV PATH=/opt/medvl/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    NO_ALBUMENTATIONS_UPDATE=1
+
+WORKDIR /home/medvl/project
+COPY pyproject.toml README.md LICENSE ./
+COPY medvl ./medvl
+RUN python3.12 -m venv /opt/medvl && pip install --no-cache-dir ".[wandb]"
+COPY recipes ./recipes
+COPY scripts ./scripts
+COPY data_cards ./data_cards
+RUN chown medvl:medvl /home/medvl/project
+
+USER medvl
+ENTRYPOINT ["torchrun", "--standalone"]
+CMD ["recipes/convirt_mimic.py", "--help"]

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Sets up .venv and runs lint, types and tests. Arguments go to pytest: bash scripts/test.sh -k loader
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/setup.sh
+setup "[dev]"
+# No test needs the network; the libraries that would ask it are told so.
+export HF_HUB_OFFLINE=1 NO_ALBUMENTATIONS_UPDATE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/mypy
+.venv/bin/python -m pytest --numprocesses "${MEDVL_TEST_PROCESSES:-auto}" --dist loadfile "$@"
