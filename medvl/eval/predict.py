@@ -1,0 +1,150 @@
+"""Scores of images against prompts: images are encoded once, whatever the number of prompt sets and classes.
+
+A score depends on its own image and on the prompts, never on the other images of the test set.
+
+Shape letters: N images, M sentences, B batch, L labels or classes, E shared embedding.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from medvl.errors import EvaluationError
+from medvl.eval.metrics import Array
+from medvl.eval.prompts import PromptSet
+from medvl.eval.protocols import Loader, Model, encode_batch, evaluating
+from medvl.schema import Embeddings
+
+_TEXT_BATCH = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Predictions:
+    """What one pass over a loader gives, in the loader's order."""
+
+    keys: tuple[str, ...]
+    scores_NL: tuple[Array, ...]
+    """One array a prompt set, one column a class of it."""
+    labels_NL: Array
+    """As in the table: 1, 0, -1 or NaN, one column a name in `label_names`."""
+    label_names: tuple[str, ...]
+    unreadable: Mapping[str, int]
+    """Samples that the loader skipped, by reason: with the keys they make up the whole source."""
+
+
+def predict(
+    model: Model, loader: Loader, prompt_sets: Sequence[PromptSet], *, autocast: torch.dtype | None = None
+) -> Predictions:
+    """Scores of every image of the loader under every prompt set.
+
+    Raises `EvaluationError` when the loader does not give every sample exactly once, or a score is not finite.
+    """
+    keys: list[str] = []
+    labels: list[Tensor] = []
+    scores: list[list[Tensor]] = [[] for _ in prompt_sets]
+    skipped_before = Counter(loader.skipped)
+    with evaluating(model) as device:
+        scorers = [PromptScorer(model, prompts) for prompts in prompt_sets]
+        for batch in loader:
+            images = encode_batch(model, batch, device, autocast)
+            for collected, scorer in zip(scores, scorers, strict=True):
+                collected.append(scorer(images))
+            keys += batch.keys
+            labels.append(batch.labels_BL)
+    unreadable = Counter(loader.skipped) - skipped_before
+    check_coverage(keys, unreadable.total(), len(loader.source))
+    scores_NL = tuple(torch.cat(collected).numpy() for collected in scores)
+    for prompts, array in zip(prompt_sets, scores_NL, strict=True):
+        if not np.isfinite(array).all():
+            bad = int((~np.isfinite(array)).any(axis=1).sum())
+            raise EvaluationError(
+                f"the model's scores of {bad} of {len(keys)} images under {prompts.name!r} are not finite: "
+                "look at its weights, or evaluate without autocast"
+            )
+    labels_NL = torch.cat(labels).double().numpy()
+    return Predictions(tuple(keys), scores_NL, labels_NL, tuple(loader.source.label_names), dict(unreadable))
+
+
+def check_coverage(keys: Sequence[str], unreadable: int, expected: int) -> None:
+    """Every sample of the source exactly once, seen or counted as unreadable; `EvaluationError` if not."""
+    if len(set(keys)) != len(keys):
+        raise EvaluationError(f"{len(keys) - len(set(keys))} images came twice: evaluate with a loader for evaluation")
+    if len(keys) + unreadable != expected:
+        raise EvaluationError(
+            f"the loader gave {len(keys)} of {expected} images and skipped {unreadable}: "
+            "open it for evaluation (train=False, one rank), so that no batch is dropped"
+        )
+    if not keys:
+        raise EvaluationError("there is no image to evaluate")
+
+
+class PromptScorer:
+    """Embeds the sentences of a prompt set once and scores images against them."""
+
+    def __init__(self, model: Model, prompts: PromptSet) -> None:
+        self.model, self.prompts = model, prompts
+        texts = prompts.texts()
+        self.texts = embed_texts(model, texts)
+        place = {text: index for index, text in enumerate(texts)}
+        classes = prompts.classes.values()
+        self._positive = [torch.tensor([place[text] for text in sides.positive]) for sides in classes]
+        self._negative = [torch.tensor([place[text] for text in sides.negative]) for sides in classes if sides.negative]
+        if prompts.ensemble == "embedding_mean":
+            self._average_embeddings()
+
+    def __call__(self, images: Embeddings) -> Tensor:
+        """scores_BL, float64, on the CPU."""
+        similarity_BM = self.model.similarity(images, self.texts).cpu().double()
+        positive_BL = self._pool(similarity_BM, self._positive)
+        if self.prompts.scoring == "class_softmax":
+            return torch.softmax(positive_BL / self.prompts.temperature, dim=1)
+        margin_BL = positive_BL - self._pool(similarity_BM, self._negative)
+        if self.prompts.scoring == "margin":
+            return margin_BL
+        return torch.sigmoid(margin_BL / self.prompts.temperature)  # the softmax of the two
+
+    def _pool(self, similarity_BM: Tensor, sentences: Sequence[Tensor]) -> Tensor:
+        of_class = (similarity_BM[:, columns] for columns in sentences)
+        if self.prompts.ensemble == "similarity_max":
+            return torch.stack([similarity.amax(dim=1) for similarity in of_class], dim=1)
+        return torch.stack([similarity.mean(dim=1) for similarity in of_class], dim=1)
+
+    def _average_embeddings(self) -> None:
+        """Replace the sentences by one normalised mean a class and side."""
+        if self.texts.local_NPE is not None:
+            raise EvaluationError(
+                f"prompt set {self.prompts.name!r} averages embeddings, but this model also compares words with "
+                "regions: use the ensemble similarity_mean"
+            )
+        sides = [*self._positive, *self._negative]
+        means = [self.texts.global_NE[columns.to(self.texts.global_NE.device)].mean(dim=0) for columns in sides]
+        self.texts = Embeddings(F.normalize(torch.stack(means), dim=1))
+        single = list(torch.arange(len(sides))[:, None])
+        self._positive, self._negative = single[: len(self._positive)], single[len(self._positive) :]
+
+
+def embed_texts(model: Model, texts: Sequence[str]) -> Embeddings:
+    """Embeddings of any number of texts, in chunks. Words of different chunks are padded to one length."""
+    chunks = [model.embed_texts(texts[start : start + _TEXT_BATCH]) for start in range(0, len(texts), _TEXT_BATCH)]
+    return concatenate(chunks)
+
+
+def concatenate(parts: Sequence[Embeddings]) -> Embeddings:
+    """Embeddings one after another; local features are padded to the longest with their mask at False."""
+    global_NE = torch.cat([part.global_NE for part in parts])
+    locals_ = [part.local_NPE for part in parts if part.local_NPE is not None]
+    if not locals_:
+        return Embeddings(global_NE)
+    longest = max(local_NPE.shape[1] for local_NPE in locals_)
+    local_NPE = torch.cat([F.pad(local, (0, 0, 0, longest - local.shape[1])) for local in locals_])
+    masks = [
+        torch.ones(local.shape[:2], dtype=torch.bool, device=local.device) if part.mask_NP is None else part.mask_NP
+        for part, local in zip(parts, locals_, strict=True)
+    ]
+    mask_NP = torch.cat([F.pad(mask, (0, longest - mask.shape[1])) for mask in masks])
+    return Embeddings(global_NE, local_NPE, mask_NP)

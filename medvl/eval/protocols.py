@@ -1,0 +1,80 @@
+"""What evaluators ask of a model, a loader and its source; anything of this shape can be evaluated."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from medvl.schema import Batch, Embeddings, Sample
+
+
+class Model(Protocol):
+    """A dual-encoder."""
+
+    def embed_images(self, image_BCHW: Tensor) -> Embeddings: ...
+
+    def embed_texts(self, texts: Sequence[str]) -> Embeddings: ...
+
+    def similarity(self, images: Embeddings, texts: Embeddings) -> Tensor:
+        """similarity_NM, unscaled: a cosine, or the like with a local term."""
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+
+    def modules(self) -> Iterator[torch.nn.Module]: ...
+
+
+class Source(Protocol):
+    """Random access to the samples behind a loader."""
+
+    @property
+    def label_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def fingerprint(self) -> str | None: ...
+
+    def __len__(self) -> int: ...
+
+    def sample(self, position: int) -> Sample: ...
+
+    def pixels(self, position: int) -> NDArray[np.uint8]: ...
+
+
+class Loader(Protocol):
+    """Batches that hold every readable sample of `source` exactly once."""
+
+    @property
+    def source(self) -> Source: ...
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """Samples that could not be read, by reason, since the loader was opened."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+
+@contextlib.contextmanager
+def evaluating(model: Model) -> Iterator[torch.device]:
+    """The model in evaluation mode and without gradients; every module's own mode comes back afterwards.
+
+    Yields the model's device.
+    """
+    modes: list[tuple[Any, bool]] = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield next(model.parameters()).device
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def encode_batch(model: Model, batch: Batch, device: torch.device, autocast: torch.dtype | None) -> Embeddings:
+    """The batch's images, embedded on `device`; `autocast` is for the encoder only, comparisons stay in float32."""
+    image_BCHW = batch.image_BCHW.to(device, non_blocking=True)
+    with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+        return model.embed_images(image_BCHW)
