@@ -5,6 +5,7 @@ whose. So it lives in a file of its own (`default_salt_file`), mode 0600, never 
 only its fingerprint, which tells whether two corpora were hashed alike.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -109,11 +110,10 @@ def _create_salt(path: Path) -> None:
                 file.write(secrets.token_hex(_SALT_BYTES) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-            os.link(partial, path)  # unlike a rename, this refuses to replace the salt of another process
+            with contextlib.suppress(FileExistsError):
+                os.link(partial, path)  # unlike a rename, this does not replace the salt of another process
         finally:
             Path(partial).unlink()
-    except FileExistsError:
-        return
     except OSError as error:
         raise ConfigError(f"the salt file {path} cannot be created ({error.strerror}): set MEDVL_SALT_FILE") from None
 
