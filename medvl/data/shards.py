@@ -82,9 +82,9 @@ class Manifest:
         write_atomic(folder / MANIFEST, json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n")
 
     @classmethod
-    def read(cls, folder: Path) -> "Manifest":
+    def read(cls, folder: Path, name: str = MANIFEST) -> "Manifest":
         """Raises ShardError when the manifest is missing, damaged, or of another schema version."""
-        path = Path(folder) / MANIFEST
+        path = Path(folder) / name
         try:
             content = json.loads(path.read_bytes())
         except FileNotFoundError:

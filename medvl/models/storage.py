@@ -11,12 +11,13 @@ import safetensors.torch
 from torch import nn
 
 import medvl
+from medvl.data.shards import Manifest
 from medvl.data.tokenize import load_tokenizer
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.dual import DualEncoder
 from medvl.models.registry import system
 
-CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer"
+CONFIG, WEIGHTS, TOKENIZER, TRAIN_MANIFEST = "config.json", "model.safetensors", "tokenizer", "train_manifest.json"
 _FORMAT = 1
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar")
 _SHOWN = 4
@@ -28,13 +29,18 @@ def save(model: DualEncoder, folder: Path, run: Mapping[str, Any] | None = None)
     Args:
         model: a system.
         folder: gets `config.json`, `model.safetensors` and, if the model has a tokenizer, `tokenizer/`.
-        run: how the model came to be (recipe, data, versions); JSON values only.
+        run: how the model came to be (recipe, data, versions); JSON values only. The manifest of the training data,
+            under `train_manifest`, gets a file of its own: evaluators refuse data that shares a patient with it.
     """
+    run = dict(run or {})
+    manifest = run.pop(TRAIN_MANIFEST.removesuffix(".json"), None)
+    if manifest is not None:
+        (folder / TRAIN_MANIFEST).write_text(json.dumps(manifest, sort_keys=True) + "\n")
     config = {
         "format": _FORMAT,
         "medvl": medvl.__version__,
         "model": {"name": model.name, "settings": dataclasses.asdict(model.config)},
-        "run": dict(run or {}),
+        "run": run,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
@@ -61,6 +67,12 @@ def load(folder: Path | str) -> DualEncoder:
     model = cls.build(config, pretrained=False, tokenizer=tokenizer)
     load_weights(model, folder)
     return model.eval()
+
+
+def train_manifest(folder: Path | str) -> Manifest | None:
+    """The manifest of what a checkpoint was trained on, if it tells. Raises ShardError when it is damaged."""
+    path = Path(folder) / TRAIN_MANIFEST
+    return Manifest.read(path.parent, path.name) if path.is_file() else None
 
 
 def load_weights(model: nn.Module, folder: Path | str) -> None:

@@ -1,0 +1,123 @@
+"""ConVIRT on MIMIC-CXR (Zhang et al., arXiv 2010.00747, MLHC 2022).
+
+    torchrun --nproc-per-node 8 recipes/convirt_mimic.py --data.train DIR/train --data.valid DIR/validate
+    torchrun recipes/convirt_mimic.py tiny            # the phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/convirt_mimic.py tiny --help     # every setting
+
+Preset `paper` starts from ImageNet's ResNet-50 and Bio_ClinicalBERT (both from the hub on first use).
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from medvl.data.text import RandomSentence
+from medvl.data.transforms import ConVIRTAugmentation
+from medvl.errors import MedvlError
+from medvl.models.convirt import ConVIRTConfig
+from medvl.train.config import Cosine, OptimConfig, Plateau, TrainConfig
+from medvl.train.data import DataConfig
+from medvl.train.launch import choose
+from medvl.train.serialize import to_dict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All settings of a run."""
+
+    model: ConVIRTConfig
+    pretrained: bool
+    """Start both encoders from their published weights."""
+    data: DataConfig
+    optim: OptimConfig
+    train: TrainConfig
+    prompts: str = "chexpert_ensemble"
+    """Of the zero-shot evaluation during training."""
+
+
+paper = Recipe(
+    model=ConVIRTConfig(),
+    pretrained=True,
+    data=DataConfig(
+        train=Path("shards/mimic-cxr/train"),
+        valid=Path("shards/mimic-cxr/validate"),
+        text=RandomSentence(min_tokens=3),
+        image=ConVIRTAugmentation(size=224, flip="plain"),
+    ),
+    optim=OptimConfig(optimizer="adam", lr=1e-4, weight_decay=1e-6, schedule=Plateau(factor=0.5, patience=12)),
+    train=TrainConfig(
+        run_dir=Path("runs/convirt-mimic"),
+        epochs=200,
+        global_batch=32,
+        precision="bf16",
+        channels_last=True,
+        early_stop_patience=15,
+    ),
+)
+tiny = Recipe(
+    model=ConVIRTConfig(
+        image_encoder="tiny_cnn",
+        text_encoder="tiny_bert",
+        image_size=128,
+        projection_dim=128,
+        frozen_text_layers=0,
+        max_tokens=48,
+    ),
+    pretrained=False,
+    data=DataConfig(
+        train=Path("quickstart/shards/train"),
+        valid=Path("quickstart/shards/validate"),
+        tokenizer=Path("quickstart/vocab"),
+        image=ConVIRTAugmentation(size=128, flip="swap_text", rotation=5, blur_sigma=(0.1, 0.6)),
+        workers=1,
+    ),
+    optim=OptimConfig(optimizer="adamw", lr=1e-3, weight_decay=0.05, schedule=Cosine(warmup_steps=50)),
+    train=TrainConfig(
+        run_dir=Path("quickstart/convirt"),
+        epochs=10,
+        global_batch=64,
+        precision="bf16",
+        best_metric="zero_shot/auroc_macro_competition",
+        best_mode="max",
+    ),
+)
+
+MAKE_DATA = """Make the shards first. From MIMIC-CXR on disk:
+    medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr
+and then
+    torchrun recipes/convirt_mimic.py --data.train shards/mimic-cxr/train --data.valid shards/mimic-cxr/validate
+From nothing, for a try on the phantom corpus:
+    bash scripts/quickstart.sh"""
+
+
+def main(recipe: Recipe) -> None:
+    """Data, model, training: the verbs in order."""
+    recipe.data.check(MAKE_DATA)
+    from medvl.eval import ZeroShotEval
+    from medvl.models import create_model
+    from medvl.train import seeded, train
+    from medvl.train.data import open_data
+
+    with seeded(recipe.train.seed):
+        model = create_model(recipe.model, pretrained=recipe.pretrained, tokenizer=recipe.data.tokenizer)
+    opened = open_data(recipe.data, model, recipe.train.micro_batch)
+    evals = [ZeroShotEval(opened.valid_images, recipe.prompts)] if opened.valid_images is not None else []
+    result = train(
+        model,
+        opened.train,
+        valid_loader=opened.valid,
+        evals=evals,
+        optim=recipe.optim,
+        config=recipe.train,
+        run={"recipe": "convirt_mimic", "settings": to_dict(recipe), **opened.described},
+    )
+    print(
+        f"{result.stopped} after step {result.step}; best {recipe.train.best_metric} {result.best_value}: {result.best}"
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main(choose({"paper": paper, "tiny": tiny}, description="ConVIRT on MIMIC-CXR."))
+    except MedvlError as error:
+        sys.exit(f"error: {error}")
