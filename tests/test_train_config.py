@@ -24,7 +24,7 @@ class DataFake:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecipeFake:
     data: DataFake
-    optim: OptimConfig = OptimConfig()
+    optim: OptimConfig
     train: TrainConfig
 
 
@@ -74,8 +74,8 @@ def test_reading_names_what_does_not_fit(data: dict[str, object], text: str) -> 
 
 
 def test_reading_names_a_missing_field_by_its_path() -> None:
-    with pytest.raises(ConfigError, match="RecipeFake.train.run_dir is missing"):
-        from_dict(RecipeFake, {"data": {"train": "x"}, "train": {"global_batch": 4, "steps": 1}})
+    with pytest.raises(ConfigError, match=r"RecipeFake\.train\.run_dir is missing"):
+        from_dict(RecipeFake, {"data": {"train": "x"}, "optim": {}, "train": {"global_batch": 4, "steps": 1}})
 
 
 def test_what_json_cannot_hold_is_refused_on_writing() -> None:

@@ -49,7 +49,7 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Linear:
-    """A straight line from `lr` down to `min_lr` at the last step."""
+    """A straight line from `lr` down to `min_lr` at the end of the run."""
 
     warmup_steps: int = 0
     """Steps over which the rate rises in a straight line to `lr`."""
@@ -62,7 +62,7 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Cosine:
-    """Half a cosine from `lr` down to `min_lr` at the last step (Loshchilov and Hutter, arXiv 1608.03983, one cycle)."""
+    """One half cosine from `lr` to `min_lr` at the end of the run (Loshchilov and Hutter, arXiv 1608.03983)."""
 
     warmup_steps: int = 0
     """Steps over which the rate rises in a straight line to `lr`."""

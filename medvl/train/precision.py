@@ -1,0 +1,55 @@
+"""Number formats of the step: float32, or a 16-bit autocast; weights and optimiser stay in float32."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_LOWEST_SCALE = 1.0
+"""fp16 lowers its loss scale on overflow. At this scale an overflow is the model's fault, not the scale's."""
+
+
+class Precision:
+    """Autocast, and for fp16 the loss scale that keeps small gradients from vanishing."""
+
+    def __init__(self, kind: Literal["fp32", "bf16", "fp16"], device: torch.device) -> None:
+        self.kind, self.device = kind, device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=kind == "fp16")
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Within this context operations that bear it run in 16 bits."""
+        if self.kind == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=_DTYPES[self.kind])
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of the loss, scaled for fp16."""
+        self.scaler.scale(loss).backward()
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the scale out of the gradients, before they are measured and clipped."""
+        self.scaler.unscale_(optimizer)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimiser's step."""
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def skip(self) -> bool:
+        """After gradients that were not finite: lower the scale. True where its being too large may be the cause."""
+        searching = self.kind == "fp16" and self.scaler.get_scale() > _LOWEST_SCALE
+        self.scaler.update()
+        return searching
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values; empty but for fp16."""
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        if state:
+            self.scaler.load_state_dict(dict(state))

@@ -1,0 +1,147 @@
+"""Everything of a run that a checkpoint must hold, and whether a checkpoint is one of this run."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medvl.errors import CheckpointError, ConfigError
+from medvl.train import checkpoint
+from medvl.train.checkpoint import Saved
+from medvl.train.config import OptimConfig, Plateau, TrainConfig
+from medvl.train.distributed import World
+from medvl.train.feed import Feed
+from medvl.train.meters import Tracker, Window
+from medvl.train.optim import load_optimizer_tensors, optimizer_tensors
+from medvl.train.precision import Precision
+from medvl.train.schedule import LearningRate
+from medvl.train.seeding import RULE
+from medvl.train.serialize import differences, to_dict
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainState:
+    """What changes as a run goes on. No generator states: the steps' randomness follows from their number."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    feed: Feed
+    rate: LearningRate
+    tracker: Tracker
+    window: Window
+    world: World
+    identity: Mapping[str, Any]
+    step: int = 0
+    """Updates done or skipped."""
+    skipped: int = 0
+    """Updates skipped because they were not finite."""
+    overflows: int = 0
+    """Updates skipped while fp16's loss scale was searched for."""
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Of the last validation."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The part that JSON holds. A call of all ranks."""
+        return {
+            "step": self.step,
+            "skipped": self.skipped,
+            "overflows": self.overflows,
+            "metrics": {name: value if value == value else None for name, value in self.metrics.items()},
+            "schedule": self.rate.state_dict(),
+            "scaler": self.precision.state_dict(),
+            "loader": self.feed.state_dict(),
+            "best": self.tracker.state_dict(),
+            "window": self.window.state_dict(),
+            "identity": self.identity,
+            "world_size": self.world.size,
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The optimiser's part."""
+        return optimizer_tensors(self.optimizer, self.model)
+
+    def restore(self, saved: Saved) -> None:
+        """Go on from a checkpoint: model, optimiser and all else.
+
+        Raises CheckpointError where it is the checkpoint of another run, naming what differs.
+        """
+        check_identity(saved, self.identity)
+        state = saved.state
+        if state["world_size"] != self.world.size:
+            _log.warning(
+                "the checkpoint is of a run on %d ranks, this one has %d: the batches are the same, but sums are "
+                "rounded in another order, so the weights will not be equal bit for bit",
+                *(state["world_size"], self.world.size),
+            )
+        try:
+            self.feed.loader.load_state_dict(state["loader"])
+        except ConfigError as error:
+            raise CheckpointError(f"{saved.folder} does not go with this data: {error}") from error
+        checkpoint.model_files().load_weights(self.model, saved.folder)
+        load_optimizer_tensors(self.optimizer, self.model, saved.optimizer)
+        self.precision.load_state_dict(state["scaler"])
+        self.rate.load_state_dict(state["schedule"])
+        self.tracker.load_state_dict(state["best"])
+        self.window.load_state_dict(state["window"])
+        self.step, self.skipped, self.overflows = state["step"], state["skipped"], state["overflows"]
+        self.metrics = {name: float("nan") if value is None else value for name, value in state["metrics"].items()}
+
+
+def identity(model: nn.Module, optim: OptimConfig, config: TrainConfig, rate: LearningRate) -> dict[str, Any]:
+    """What decides the weights besides the data, as JSON values: a run may only go on where all of it is the same.
+
+    How often a run logs, saves or on how many ranks it runs is not in it; its length only where the learning rate
+    follows from it, and validation only where it drives the learning rate.
+    """
+    settings = getattr(model, "config", None)
+    described: dict[str, Any] = {
+        "model": {
+            "name": getattr(model, "name", type(model).__name__),
+            "settings": to_dict(settings) if dataclasses.is_dataclass(settings) else None,
+        },
+        "optim": to_dict(optim),
+        "train": {name: getattr(config, name) for name in ("seed", "global_batch", "accumulate", "precision")},
+        "randomness": RULE,
+    }
+    if rate.needs_total:
+        described["train"]["total_steps"] = rate.total_steps
+    if isinstance(optim.schedule, Plateau):
+        described["train"] |= {name: getattr(config, name) for name in ("validate_every", "best_metric", "best_mode")}
+    return json.loads(json.dumps(described))
+
+
+def check_identity(saved: Saved, expected: Mapping[str, Any]) -> None:
+    """Raises CheckpointError naming every setting in which a checkpoint's run is another one than this."""
+    rows = differences(saved.state.get("identity", {}), expected)
+    if rows:
+        listed = "; ".join(f"{path} is {old!r} there and {new!r} here" for path, old, new in rows)
+        raise CheckpointError(
+            f"{saved.folder} is of another run: {listed}. Use the same settings to go on with it, or another run_dir"
+        )
+
+
+def resume_path(resume: str, own: Path | None, run_dir: Path) -> Path | None:
+    """The checkpoint to start from, given the run folder's newest sound one.
+
+    A folder's own checkpoints come first: the command that started a run from another one's checkpoint goes on with
+    the run when it is given again. Raises CheckpointError where `resume` forbids what is there.
+    """
+    if resume == "never" and own is not None:
+        raise CheckpointError(f"{run_dir} holds checkpoints and resume is 'never': choose another run_dir")
+    if resume in ("auto", "never"):
+        return own
+    chosen = Path(resume).resolve()
+    if own is not None and chosen != own.resolve() and own.resolve().parent == chosen.parent:
+        raise CheckpointError(
+            f"{resume} is not the newest checkpoint of {run_dir}: remove the newer ones to go back to it, "
+            "or start from it in another run_dir"
+        )
+    return own or chosen

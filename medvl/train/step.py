@@ -1,0 +1,119 @@
+"""One update of the weights."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from medvl.schema import Batch, Losses
+from medvl.train.distributed import World
+from medvl.train.guards import BufferGuard, poison
+from medvl.train.optim import set_lr, trainable
+from medvl.train.precision import Precision
+from medvl.train.seeding import derive, reseed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What an update was. Tensors stay on the device: nothing here has been waited for but `finite`."""
+
+    losses: list[Losses]
+    """Of each micro-batch, detached."""
+    grad_norm: Tensor
+    """Before clipping, over all ranks."""
+    keys: list[list[str]]
+    """Sample keys of each micro-batch of this rank."""
+    finite: bool
+    """Whether the weights were updated."""
+    scale_search: bool = False
+    """Not finite because fp16's loss scale was still too large, which is no fault of the data."""
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of this rank."""
+        return sum(map(len, self.keys))
+
+    def suspects(self) -> list[str]:
+        """Keys of the micro-batches whose loss was not finite; of all, where only the gradient was not."""
+        broken = [not bool(losses.total.isfinite()) for losses in self.losses]
+        return [key for keys, bad in zip(self.keys, broken, strict=True) if bad or not any(broken) for key in keys]
+
+
+class Step:
+    """Forward, backward, check, update."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        world: World,
+        *,
+        seed: int,
+        clip_norm: float | None,
+        channels_last: bool,
+    ) -> None:
+        self.module, self.optimizer, self.precision, self.world = module, optimizer, precision, world
+        self._seed, self._clip_norm, self._channels_last = seed, clip_norm, channels_last
+        self._parameters = trainable(optimizer)
+        self._buffers = BufferGuard(module)
+
+    def __call__(self, step: int, lr: float, batches: Iterable[Batch], count: int) -> Outcome:
+        """Update number `step` with the rate `lr` from `count` micro-batches, whose losses are averaged.
+
+        A loss or gradient that is not finite, on any rank and in any micro-batch, leaves weights, optimiser and buffers
+        as they were. All ranks decide alike because they look at the gradient after its reduction.
+        """
+        self._buffers.take()
+        losses, keys = [], []
+        for micro, batch in enumerate(batches):
+            reseed(derive(self._seed, "step", step, micro, self.world.rank), self.world.device)
+            with self._reduction(on=micro == count - 1):
+                with self.precision.autocast():
+                    loss = self.module(self.place(batch))
+                self.precision.backward(poison(loss.total) / count)
+            losses.append(_detached(loss))
+            keys.append(batch.keys)
+        self.precision.unscale(self.optimizer)
+        grad_norm = self._clip()
+        finite = bool(grad_norm.isfinite())  # the step's only wait for the device
+        searching = False
+        if finite:
+            set_lr(self.optimizer, lr)
+            self.precision.update(self.optimizer)
+        else:
+            broken = not all(bool(loss.total.isfinite()) for loss in losses)
+            searching = self.precision.skip() and not self.world.any(broken)
+            self._buffers.restore()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Outcome(losses=losses, grad_norm=grad_norm, keys=keys, finite=finite, scale_search=searching)
+
+    def place(self, batch: Batch) -> Batch:
+        """The batch on this rank's device, in the model's memory format."""
+        batch = batch.to(self.world.device, non_blocking=True)
+        if self._channels_last:
+            image_BCHW = batch.image_BCHW.contiguous(memory_format=torch.channels_last)
+            batch = dataclasses.replace(batch, image_BCHW=image_BCHW)
+        return batch
+
+    def _reduction(self, on: bool) -> contextlib.AbstractContextManager[None]:
+        """DDP reduces gradients in the last micro-batch only."""
+        if on or not isinstance(self.module, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self.module.no_sync()
+
+    def _clip(self) -> Tensor:
+        """Norm of the gradient over all parameters, before it is scaled down to `clip_norm`."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
+        return norm
+
+
+def _detached(losses: Losses) -> Losses:
+    terms = {name: term.detach() for name, term in losses.terms.items()}
+    return Losses(total=losses.total.detach(), terms=terms)
