@@ -1,0 +1,233 @@
+"""Image-text retrieval: which text belongs to an image, and which image to a text.
+
+Protocol "image_text_retrieval", version 1:
+
+* Equal texts (after collapsing white space) are one candidate and one query; all their images are positives of it.
+* Images without text are left out and counted.
+* The rank of a query is that of its best positive among the candidates that are no positives of it, equal scores
+  counting against it: a model that gives one score to everything comes last.
+* "recall@k" is the share of queries with a rank of k or better; "median_rank" the median of the ranks.
+* Intervals: texts are drawn, with all their images, in both directions.
+
+Shape letters: N images, M distinct texts, B images of a chunk, E shared embedding.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from medvl.errors import EvaluationError
+from medvl.eval.predict import check_coverage, concatenate, embed_texts
+from medvl.eval.protocols import Loader, Model, encode_batch, evaluating
+from medvl.eval.results import Results, checkpoint_sha256
+from medvl.eval.rows import Block, MetricRow, mean_block, measure, median_block
+from medvl.schema import Embeddings
+
+PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval", 1
+
+_CHUNK = 256
+"""Images and texts that are compared at a time: what bounds memory for models with a local similarity."""
+_KEPT_ELEMENTS = 64_000_000
+"""Of similarity_NM: up to here (256 MB) it is computed once and kept, above it twice and never held whole."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RetrievalResult:
+    """The results, and the rank of every query."""
+
+    results: Results
+    keys: tuple[str, ...]
+    """Of the images with text."""
+    image_rank_N: NDArray[np.int64]
+    """Rank of each image's text among the distinct texts, from 1."""
+    text_rank_M: NDArray[np.int64]
+    """Rank of the best image of each distinct text."""
+
+    def predictions(self) -> Iterator[dict[str, Any]]:
+        """One mapping an image: its key and the rank of its text."""
+        for key, rank in zip(self.keys, self.image_rank_N.tolist(), strict=True):
+            yield {"key": key, "rank": rank}
+
+
+def image_text_retrieval(
+    model: Model,
+    loader: Loader,
+    *,
+    ks: Sequence[int] = (1, 5, 10),
+    resamples: int = 1000,
+    seed: int = 0,
+    autocast: torch.dtype | None = None,
+    checkpoint: str | Path | None = None,
+) -> RetrievalResult:
+    """Judge a dual-encoder on the pairs of a loader; the protocol is at the top of this module.
+
+    The embeddings of all images are kept in host memory. Raises `EvaluationError` when the loader does not give every
+    sample once, or there are fewer than two distinct texts.
+    """
+    if not ks or min(ks) < 1:
+        raise EvaluationError(f"ks are {list(ks)}: give ranks from 1")
+    weights_hash = None if checkpoint is None else checkpoint_sha256(checkpoint)
+    skipped_before = Counter(loader.skipped)
+    with evaluating(model):
+        images, keys, texts = _encode(model, loader, autocast)
+        unreadable = Counter(loader.skipped) - skipped_before
+        check_coverage(keys, unreadable.total(), len(loader.source))
+        kept = [index for index, text in enumerate(texts) if text]
+        distinct = list(dict.fromkeys(texts[index] for index in kept))
+        if len(distinct) < 2:
+            raise EvaluationError(f"retrieval needs two distinct texts or more; these images have {len(distinct)}")
+        place = {text: index for index, text in enumerate(distinct)}
+        text_of_N = torch.tensor([place[texts[index]] for index in kept])
+        similarity = _Similarity(model, _take(images, torch.tensor(kept)), embed_texts(model, distinct))
+        image_rank_N, text_rank_M = _ranks(similarity, text_of_N)
+
+    details = {
+        "images": len(kept),
+        "texts": len(distinct),
+        "images_without_text": len(keys) - len(kept),
+        "unreadable": dict(unreadable),
+        "chance": _chance(text_of_N.numpy(), len(distinct), ks),
+    }
+    results = Results(
+        protocol=PROTOCOL,
+        protocol_version=PROTOCOL_VERSION,
+        rows=_rows(image_rank_N, text_rank_M, text_of_N.tolist(), ks, resamples, seed),
+        config={"ks": list(ks), "resamples": resamples, "seed": seed, "autocast": autocast and str(autocast)},
+        inputs={"checkpoint": weights_hash, "manifest": loader.source.fingerprint},
+        details=details,
+    )
+    return RetrievalResult(
+        results=results,
+        keys=tuple(keys[index] for index in kept),
+        image_rank_N=image_rank_N,
+        text_rank_M=text_rank_M,
+    )
+
+
+def _encode(model: Model, loader: Loader, autocast: torch.dtype | None) -> tuple[Embeddings, list[str], list[str]]:
+    """Embeddings of all images in host memory, keys, and texts with white space collapsed."""
+    device = next(model.parameters()).device
+    parts, keys, texts = [], [], []
+    for batch in loader:
+        embeddings = encode_batch(model, batch, device, autocast)
+        parts.append(_to(embeddings, torch.device("cpu")))
+        keys += batch.keys
+        texts += [" ".join(text.split()) for text in batch.texts]
+    if not parts:
+        raise EvaluationError("there is no image to evaluate")
+    return concatenate(parts), keys, texts
+
+
+class _Similarity:
+    """similarity_NM as blocks of rows, the same blocks each time it is iterated."""
+
+    def __init__(self, model: Model, images: Embeddings, texts: Embeddings) -> None:
+        self.model, self.images, self.texts = model, images, texts
+        self.shape = len(images), len(texts)
+        kept = self.shape[0] * self.shape[1] <= _KEPT_ELEMENTS
+        self._blocks = list(self._compute()) if kept else None
+
+    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first image, similarity_BM on the CPU)."""
+        return iter(self._blocks) if self._blocks is not None else self._compute()
+
+    def _compute(self) -> Iterator[tuple[int, torch.Tensor]]:
+        images, texts = self.shape
+        device = self.texts.global_NE.device
+        for start in range(0, images, _CHUNK):
+            rows = _to(_take(self.images, slice(start, start + _CHUNK)), device)
+            columns = [
+                self.model.similarity(rows, _take(self.texts, slice(first, first + _CHUNK))).float().cpu()
+                for first in range(0, texts, _CHUNK)
+            ]
+            similarity_BM = torch.cat(columns, dim=1)
+            if not similarity_BM.isfinite().all():
+                raise EvaluationError("the model's similarities are not finite: look at its weights")
+            yield start, similarity_BM
+
+
+def _ranks(similarity: _Similarity, text_of_N: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Ranks of both directions, as the protocol defines them, from two passes over the rows."""
+    image_rank_N, positive_N = torch.empty_like(text_of_N), torch.empty(len(text_of_N))
+    for start, similarity_BM in similarity:
+        chunk = slice(start, start + len(similarity_BM))
+        positive_B1 = similarity_BM.gather(1, text_of_N[chunk, None])
+        positive_N[chunk] = positive_B1[:, 0]
+        image_rank_N[chunk] = (similarity_BM >= positive_B1).sum(dim=1)  # the positive itself counts as one
+    best_M = torch.full((similarity.shape[1],), -torch.inf).scatter_reduce(0, text_of_N, positive_N, "amax")
+    text_rank_M = torch.ones(similarity.shape[1], dtype=torch.int64)
+    for _, similarity_BM in similarity:
+        text_rank_M += (similarity_BM >= best_M).sum(dim=0)
+    own_positives = (positive_N >= best_M[text_of_N]).long()
+    text_rank_M.scatter_add_(0, text_of_N, -own_positives)
+    return image_rank_N.numpy(), text_rank_M.numpy()
+
+
+def _rows(
+    image_rank_N: NDArray[np.int64],
+    text_rank_M: NDArray[np.int64],
+    text_of_N: list[int],
+    ks: Sequence[int],
+    resamples: int,
+    seed: int,
+) -> tuple[MetricRow, ...]:
+    def blocks(rank: NDArray[np.int64], target: str) -> list[Block]:
+        recalls = [mean_block(f"recall@{k}", (rank <= k)[:, None].astype(np.float64), [target]) for k in ks]
+        return [*recalls, median_block("median_rank", rank.astype(np.float64), target)]
+
+    of_images = measure(
+        blocks(image_rank_N, "image_to_text"), len(image_rank_N), resamples=resamples, seed=seed, groups=text_of_N
+    )
+    of_texts = measure(blocks(text_rank_M, "text_to_image"), len(text_rank_M), resamples=resamples, seed=seed)
+    return of_images + of_texts
+
+
+def _chance(text_of_N: NDArray[np.int64], texts: int, ks: Sequence[int]) -> dict[str, float]:
+    """Recall of a random order: what the numbers are to be compared with."""
+    images = len(text_of_N)
+    positives_M = np.bincount(text_of_N, minlength=texts)
+    chance = {}
+    for k in ks:
+        chance[f"recall@{k}/image_to_text"] = min(1.0, k / texts)
+        missed_M = np.ones(texts)
+        for drawn in range(min(k, images)):
+            missed_M *= np.maximum(images - positives_M - drawn, 0) / (images - drawn)
+        chance[f"recall@{k}/text_to_image"] = float(1 - missed_M.mean())
+    return chance
+
+
+def _take(embeddings: Embeddings, index: slice | torch.Tensor) -> Embeddings:
+    local, mask = embeddings.local_NPE, embeddings.mask_NP
+    return Embeddings(
+        embeddings.global_NE[index], None if local is None else local[index], None if mask is None else mask[index]
+    )
+
+
+def _to(embeddings: Embeddings, device: torch.device) -> Embeddings:
+    local, mask = embeddings.local_NPE, embeddings.mask_NP
+    return Embeddings(
+        embeddings.global_NE.to(device),
+        None if local is None else local.to(device),
+        None if mask is None else mask.to(device),
+    )
+
+
+class RetrievalEval:
+    """Retrieval while a model is being trained: `RetrievalEval(loader)(model)` is a flat mapping of numbers.
+
+    "retrieval/recall@5/image_to_text", "retrieval/median_rank/text_to_image", ...; no intervals.
+    """
+
+    def __init__(self, loader: Loader, *, ks: Sequence[int] = (1, 5, 10), autocast: torch.dtype | None = None) -> None:
+        self.loader, self.ks, self.autocast = loader, ks, autocast
+
+    def __call__(self, model: Model) -> dict[str, float]:
+        """The numbers for the model as it is now. Raises `EvaluationError` as `image_text_retrieval` does."""
+        result = image_text_retrieval(model, self.loader, ks=self.ks, resamples=0, autocast=self.autocast)
+        return {f"retrieval/{row.name}": row.value for row in result.results.rows}
