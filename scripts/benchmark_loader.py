@@ -1,0 +1,103 @@
+"""The loader against its floor: images a second and core.
+
+    python scripts/benchmark_loader.py                        # 512 px grey JPEGs of the phantom
+    python scripts/benchmark_loader.py --shards shards/mimic-cxr/train --workers 2
+
+The floor is what any loader must do for an image, in a bare loop over the same bytes held in memory: decode the JPEG
+and run the augmentation. The loader adds reading from the tars, the sample's JSON, drawing a sentence, tokenising,
+stacking, and with workers the way between processes.
+"""
+
+import argparse
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import cv2
+import numpy as np
+import simplejpeg
+import torch
+from medvl.data.tokenize import Tokenizer, train_wordpiece
+
+from medvl import phantom
+from medvl.data.corpora import mimic_cxr
+from medvl.data.deid import Deidentifier
+from medvl.data.loader import Loader, open_loader, sample_rng
+from medvl.data.shard_options import ShardRun
+from medvl.data.sharding import write_shards
+from medvl.data.shards import ShardSource
+from medvl.data.text import RandomSentence
+from medvl.data.transforms import ConVIRTAugmentation
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shards", type=Path, help="a folder of JPEG shards; default: the phantom at 512 px")
+    parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--images", type=int, default=600)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    cv2.setNumThreads(0)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        source = ShardSource(options.shards or phantom_shards(Path(folder)))
+        count = min(options.images, len(source)) // options.batch * options.batch
+        texts = [text for position in range(count) for text in source.sample(position).sections.values()]
+        tokenizer = train_wordpiece(texts)
+        sizes = Counter(source.pixels(position).shape for position in range(0, count, 37))
+        floor = max(bare(source, count) for _ in range(options.repeats))
+        print(f"{count} images of about {sizes.most_common(1)[0][0]} pixels; best of {options.repeats}")
+        print(f"bare decode and augmentation  {floor:7.0f} images/s, one core")
+        for workers in options.workers:
+            loader = open_it(source, tokenizer, options.batch, workers)
+            rate = max(epoch(loader) for _ in range(options.repeats))
+            share = rate / max(1, workers) / floor
+            print(f"loader, {workers} workers             {rate:7.0f} images/s, {share:.2f} of the floor a core")
+
+
+def phantom_shards(folder: Path) -> Path:
+    """Shards of phantom radiographs at 512 px."""
+    phantom.write_mimic_cxr_jpg(folder / "corpus", patients=260, size=512)
+    deid = Deidentifier(bytes(32))
+    write_shards(mimic_cxr.plan(folder / "corpus", deid, split="train"), deid, ShardRun(out=folder / "shards"))
+    return folder / "shards" / "train"
+
+
+def open_it(source: ShardSource, tokenizer: Tokenizer, batch: int, workers: int) -> Loader:
+    """A training loader with the paper's augmentation."""
+    return open_loader(
+        source,
+        batch=batch,
+        image=ConVIRTAugmentation(),
+        text=RandomSentence(),
+        tokenizer=tokenizer,
+        train=True,
+        workers=workers,
+    )
+
+
+def bare(source: ShardSource, count: int) -> float:
+    """Images a second of decoding and augmenting alone."""
+    data = [source.image_bytes(position) for position in range(count)]
+    apply = ConVIRTAugmentation().build()
+    rngs = [sample_rng(0, 0, str(position), "image") for position in range(count)]
+    started = time.perf_counter()
+    for encoded, rng in zip(data, rngs, strict=True):
+        apply(np.asarray(simplejpeg.decode_jpeg(encoded, colorspace="GRAY")), rng)
+    return count / (time.perf_counter() - started)
+
+
+def epoch(loader: Loader) -> float:
+    """Images a second over an epoch, from its first batch on: starting the workers is not counted."""
+    batches = iter(loader)
+    next(batches)
+    started = time.perf_counter()
+    seen = sum(len(batch) for batch in batches)
+    return seen / (time.perf_counter() - started)
+
+
+if __name__ == "__main__":
+    main()
