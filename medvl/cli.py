@@ -11,6 +11,7 @@ import tyro
 from medvl.data.corpora.table import TableColumns
 from medvl.data.shard_options import ShardOptions, ShardRun
 from medvl.errors import ConfigError, MedvlError
+from medvl.eval import command
 
 if TYPE_CHECKING:
     from medvl.data.corpora.base import Plan
@@ -326,6 +327,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "contact-sheet": phantom_contact_sheet,
     },
     "shards": {"mimic-cxr": shards_mimic_cxr, "chexpert": shards_chexpert, "table": shards_table},
+    "eval": {"zero-shot": command.zero_shot, "retrieval": command.retrieval},
 }
 _COMMANDS: dict[str, Callable[..., Any]] = {"vocab": vocab, "verify": verify, "list": list_everything}
 
@@ -351,7 +353,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _usage(command: str) -> None:
     lines = ["usage: medvl COMMAND ...", ""]
     for name, group in _GROUPS.items():
-        lines += [f"  {name} {sub:16} {_summary(function)}" for sub, function in group.items()]
+        lines += [f"  {f'{name} {sub}':24} {_summary(function)}" for sub, function in group.items()]
     lines += [f"  {name:24} {_summary(function)}" for name, function in _COMMANDS.items()]
     lines += ["", "medvl COMMAND --help says more. Training: torchrun recipes/convirt_mimic.py --help"]
     print("\n".join(lines))

@@ -1,0 +1,151 @@
+"""`medvl eval`: a checkpoint and a folder of shards in, a table, `results.json` and a page out."""
+
+import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+
+def zero_shot(
+    checkpoint: Path,
+    data: Path,
+    *,
+    valid: Path | None = None,
+    prompts: str = "chexpert_ensemble",
+    out: Path | None = None,
+    uncertain: Literal["ignore", "zeros", "ones", "per_class"] = "ignore",
+    missing: Literal["ignore", "negative"] = "negative",
+    threshold_rule: Literal["f1", "mcc", "youden"] = "f1",
+    resamples: int = 1000,
+    batch: int = 64,
+    workers: int = 2,
+    device: str = "auto",
+) -> None:
+    """Zero-shot classification of a folder of shards, with intervals and a page.
+
+    Args:
+        checkpoint: folder of a checkpoint, such as runs/convirt/best.
+        data: folder of shards with labels, of patients that the model was not trained on.
+        valid: folder of shards of other patients, on which thresholds are chosen; without it there are no yes/no
+            metrics.
+        prompts: name of a prompt set (`medvl list prompts`) or a JSON file of your own.
+        out: gets results.json, predictions.jsonl and index.html; default eval/zero_shot in the checkpoint's run.
+        uncertain: what a label of -1 counts as.
+        missing: what an absent label counts as.
+        threshold_rule: what thresholds maximise on the validation images.
+        resamples: of the bootstrap.
+        batch: images at a time.
+        workers: loader processes.
+        device: auto, cpu or cuda.
+    """
+    from medvl.eval.policies import LabelPolicy
+    from medvl.eval.results import format_table, write_results
+    from medvl.eval.zeroshot import zero_shot as judge
+    from medvl.eval.zeroshot_page import write_zero_shot_page
+
+    model = load_model(checkpoint, device)
+    loader = open_shards(model, checkpoint, data, batch, workers)
+    valid_loader = open_shards(model, checkpoint, valid, batch, workers) if valid is not None else None
+    result = judge(
+        model,
+        loader,
+        prompts,
+        valid_loader=valid_loader,
+        policy=LabelPolicy(uncertain=uncertain, missing=missing),
+        threshold_rule=threshold_rule,
+        resamples=resamples,
+        checkpoint=checkpoint,
+    )
+    out = out or default_folder(checkpoint, "zero_shot")
+    paths = write_results(result.results, out, result.predictions())
+    manifest = loader.source.manifest
+    page = write_zero_shot_page(
+        result,
+        out / "index.html",
+        model=f"{model.name} ({checkpoint})",
+        data=f"{manifest.corpus}, split {manifest.split}",
+        date=datetime.date.today().isoformat(),
+        pixels=loader.source.pixels,
+    )
+    print_report(format_table(result.results.rows), [*paths, page])
+
+
+def retrieval(
+    checkpoint: Path,
+    data: Path,
+    *,
+    out: Path | None = None,
+    resamples: int = 1000,
+    batch: int = 64,
+    workers: int = 2,
+    device: str = "auto",
+) -> None:
+    """Image-text retrieval in a folder of shards, both ways; equal texts are positives of each other.
+
+    Args:
+        checkpoint: folder of a checkpoint.
+        data: folder of shards with text, of patients that the model was not trained on.
+        out: gets results.json and predictions.jsonl; default eval/retrieval in the checkpoint's run.
+        resamples: of the bootstrap.
+        batch: images at a time.
+        workers: loader processes.
+        device: auto, cpu or cuda.
+    """
+    from medvl.eval.results import format_table, write_results
+    from medvl.eval.retrieval import image_text_retrieval
+
+    model = load_model(checkpoint, device)
+    loader = open_shards(model, checkpoint, data, batch, workers)
+    result = image_text_retrieval(model, loader, resamples=resamples, checkpoint=checkpoint)
+    paths = write_results(result.results, out or default_folder(checkpoint, "retrieval"), result.predictions())
+    print_report(format_table(result.results.rows), paths)
+
+
+def load_model(checkpoint: Path, device: str) -> Any:
+    """The model of a checkpoint, in eval mode, on its device. Raises CheckpointError."""
+    import torch
+
+    from medvl.models import load
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return load(checkpoint).to(device)
+
+
+def open_shards(model: Any, checkpoint: Path, data: Path, batch: int, workers: int) -> Any:
+    """A loader over a folder of shards for evaluation.
+
+    Raises SplitError when the checkpoint tells what it was trained on and a patient of the folder is among that.
+    """
+    from medvl.data.loader import open_loader
+    from medvl.data.shards import ShardSource
+    from medvl.data.text import WholeText
+    from medvl.data.verify import check_against
+    from medvl.models.storage import train_manifest
+
+    source = ShardSource(data)
+    seen = train_manifest(checkpoint)
+    if seen is not None and seen.salt == source.manifest.salt:
+        check_against(seen, source.manifest)
+    return open_loader(
+        source,
+        batch=batch,
+        image=model.transform,
+        text=WholeText(),
+        tokenizer=model.tokenizer,
+        train=False,
+        workers=workers,
+        color=False,
+    )
+
+
+def default_folder(checkpoint: Path, task: str) -> Path:
+    """`RUN/eval/TASK` for the checkpoint `RUN/best`."""
+    return checkpoint.parent / "eval" / task
+
+
+def print_report(table: str, paths: list[Path]) -> None:
+    """The table, and where the files lie."""
+    print(table)
+    print()
+    for path in paths:
+        print(path)
