@@ -163,8 +163,8 @@ _DATE = re.compile(
     re.IGNORECASE,
 )
 _PHONE = re.compile(r"(?<![\w-])(?:\+?1[ .-]?)?(?:\(\d{3}\)\s*|\d{3}[ .-])\d{3}[ .-]\d{4}\b")
-_EMAIL = re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b")
-_NUMBER = re.compile(r"(?<![\w.])(?:MRN\W{0,3}\d{4,}|\d{6,})(?![\w.]*\d)", re.IGNORECASE)
+_EMAIL = re.compile(r"\b[\w.+-]{1,64}@[\w-]{1,64}\.\w")
+_NUMBER = re.compile(r"(?<![\w.])(?:MRN\W{0,3}\d{4,}|\d{6,})(?!\w|\.\d)", re.IGNORECASE)
 _DOCTOR = re.compile(r"\b(?:Drs?|Doctor|Prof)\.?\s+(?!XXXX\b)[A-Z][A-Za-z'-]+")
 
 _SCREENS: dict[str, re.Pattern[str]] = {

@@ -1,0 +1,54 @@
+"""Left and right in radiology text, so that the report of a mirrored image can stay true.
+
+What is exchanged: the words (left, right, left-sided, rightward, leftmost), lobes, zones, quadrants and lines that
+begin with their side (RLL and LLL, RIJ and LIJ), a lone L or R before something that has two sides or in a comparison
+(`R pleural effusion`, `L PICC`, `R > L`), and the words whose first part is the Latin side (dextroscoliosis). A right
+middle lobe becomes a left middle lobe, which only a mirror has.
+
+What is not: names that merely contain a side. A heart in a mirror still has its left ventricle; chambers, coronary
+arteries and bundle branches keep their names, and heart failure stays left or right. Positions do change sides, also
+those of the heart: `right heart border` becomes `left heart border`, because that is where the mirrored image shows
+it. In `left in place` there is no side at all. Anatomy that is named without a side (the aortic knob, the gastric
+bubble, the lingula) is mirrored in the image and cannot be in the text: no exchange of words repairs that.
+"""
+
+import re
+
+
+def _both_ways(*pairs: tuple[str, str]) -> dict[str, str]:
+    """Each word to its counterpart, in lower case, in title case and in capitals."""
+    table = {}
+    for one, other in (*pairs, *((other, one) for one, other in pairs)):
+        table |= {one: other, one.title(): other.title(), one.upper(): other.upper()}
+    return table
+
+
+_COUNTERPART = _both_ways(("left", "right"), ("lt", "rt"), ("dextro", "levo"), ("l", "r"))
+
+# Looked for behind the side; the table above treats both sides alike, so that swapping twice gives the text back.
+_NAMES = (
+    r"ventric\w+|atri(?:al|um|a)\b|auric\w+|bundle|coronar\w+|main coronar\w+|(?:anterior )?fascic\w+"
+    r"|anterior descending|circumflex|shunt|to[- ](?:left|right)[- ]shunt"
+    r"|(?:heart|cardiac) (?:failure|strain|catheter\w*|disease|enlargement|dysfunction|dilat\w+|chambers?|pressures?)"
+)
+_NO_SIDE = r"(?:in|as) (?:place|situ|is)\b|against|ama\b|now\b|away\b|the (?:hospital|emergency|ward)\b"
+_TWO_SIDED = (
+    r"sided?|lungs?|lobes?|lower|upper|mid|middle|bas(?:e|es|al|ilar)|hil(?:um|ar)|apex|apical|apices|hemi\w+|pleural"
+    r"|effusions?|pneumothora\w+|ptx|chest|costophrenic|cpa?|internal|ij|subclavian|sc|picc|port|pacer|pacemaker"
+    r"|axill\w+|clavic\w+|shoulder|ribs?|humer\w+|breast|paratracheal|perihilar|retrocardiac|infrahilar|suprahilar"
+    r"|main|arm|pigtail|lateral|anterior|posterior|medial|diaphragm\w*|pneumonia|consolidation|atelectasis|opacit\w+"
+)
+_SIDE = re.compile(
+    r"\b(?P<word>(?i:left|right))(?=(?:wards?|most|sided|hand)?\b)"
+    rf"(?![- ]?(?i:sided)?[- ](?i:(?:(?:and|or) (?:left|right) )?(?:{_NAMES})|{_NO_SIDE}))"
+    r"|\b(?P<latin>(?i:dextro|levo))(?=-?(?i:scoli|rotoscoli|rotat|curv|conv|cardia|posit))"
+    r"|\b(?P<part>[LR])(?=(?:[UML]L|[UML]Z|[UL]Q|[UL]E|IJV?|SCV?|LD)\b)|\b(?P<small>[lr])(?=[uml]l\b)"
+    rf"|\b(?P<short>[LR]t?|[lr]t)(?=\.?[- ](?i:{_TWO_SIDED})\b)"
+    r"|(?<=\()(?P<marker>[LR])(?=\))"
+    r"|\b(?P<more>[LR])(?= ?[<>=/] ?[LR]\b)|(?:(?<=[LR][<>=/])|(?<=[LR] [<>=] ))(?P<less>[LR])\b"
+)
+
+
+def swap_laterality(text: str) -> str:
+    """`text` with left and right exchanged, as the module's first lines say. Swapping twice gives `text` back."""
+    return _SIDE.sub(lambda match: _COUNTERPART.get(match[0], match[0]), text)

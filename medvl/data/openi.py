@@ -1,0 +1,185 @@
+"""Open-i: the chest X-ray reports of Indiana University as XML, one file a report, loose or in `NLMCXR_reports.tgz`.
+
+3,955 reports; each has COMPARISON, INDICATION, FINDINGS and IMPRESSION, any of them empty, two lists of MeSH terms and
+no to five images. What was removed for privacy reads `XXXX`, and stays.
+"""
+
+import dataclasses
+import gzip
+import io
+import re
+import tarfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from xml.etree import ElementTree
+
+from medvl.errors import CorpusError
+
+MAX_XML_BYTES = 1 << 20
+"""The longest report of the collection has 25 kB."""
+MAX_ARCHIVE_BYTES = 1 << 28
+"""Of the unpacked archive, which has 40 MB."""
+
+_ID = re.compile(r"CXR\d{1,6}")
+_IMAGE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # names a file: neither dots nor slashes
+
+_LINE_BREAK = re.compile(r"<br */?>", re.IGNORECASE)  # some texts hold escaped HTML
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpeniImage:
+    """One image of a report; its file is `{id}.png`."""
+
+    id: str
+    caption: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OpeniReport:
+    """One report."""
+
+    id: str
+    """`CXR` and a number: the patient and the study alike, as the collection tells no patients apart."""
+    sections: Mapping[str, str]
+    """findings, impression, indication, comparison; those without text are left out."""
+    empty_sections: tuple[str, ...]
+    mesh_major: tuple[str, ...]
+    """Terms given by two readers, `Cardiomegaly/borderline`; `normal` for a normal image."""
+    mesh_automatic: tuple[str, ...]
+    """Terms found by a program."""
+    images: tuple[OpeniImage, ...]
+
+
+def iter_openi_reports(path: Path | str) -> Iterator[OpeniReport]:
+    """The reports below a folder, sorted by file name, or in a `.tgz`, in its order; nothing is unpacked to disk.
+
+    Raises CorpusError when there is no report, when one of them is damaged, or when the archive is not what it should
+    be (links, paths that lead out of it, files far too large).
+    """
+    path = Path(path)
+    count = 0
+    for name, data in _archive_files(path) if path.is_file() else _folder_files(path):
+        yield _parse(data, f"{path}: {name}")
+        count += 1
+    if not count:
+        raise CorpusError(f"{path} holds no XML reports: it should be NLMCXR_reports.tgz, or the folder in it")
+
+
+def read_openi_xml(source: Path | str | bytes) -> OpeniReport:
+    """One report from a file or from its bytes.
+
+    Raises CorpusError when it is damaged, too large, no report of the collection, or has a document type (entities
+    are how a small XML file grows into gigabytes).
+    """
+    if isinstance(source, bytes):
+        return _parse(source, "the XML report")
+    path = Path(source)
+    return _parse(_read_bounded(path), str(path))
+
+
+class _PlainTreeBuilder(ElementTree.TreeBuilder):
+    """Builds the tree of a document without a document type, so without entities of its own."""
+
+    def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
+        raise CorpusError("it has a document type, which no report needs")
+
+
+def _parse(data: bytes, where: str) -> OpeniReport:
+    if len(data) > MAX_XML_BYTES:
+        raise CorpusError(f"{where} has more than {MAX_XML_BYTES} bytes: it is no report")
+    try:
+        root = ElementTree.fromstring(data, ElementTree.XMLParser(target=_PlainTreeBuilder()))
+        return _report(root)
+    except ElementTree.ParseError as error:
+        raise CorpusError(f"{where} is no well-formed XML (line {error.position[0]}): fetch it again") from None
+    except (CorpusError, ValueError, LookupError) as error:  # an encoding that Python lacks is one of the latter two
+        reason = str(error) if isinstance(error, CorpusError) else "its encoding is unknown"
+        raise CorpusError(f"{where} is no Open-i report: {reason}") from None
+
+
+def _report(root: ElementTree.Element) -> OpeniReport:
+    id_element = root.find("uId")
+    report_id = id_element.get("id", "") if id_element is not None else ""
+    if not _ID.fullmatch(report_id):
+        raise CorpusError("it lacks an id of the form CXR1 (uId)")
+    sections: dict[str, str] = {}
+    empty = []
+    for element in root.iter("AbstractText"):
+        name, text = element.get("Label", "").lower(), _text(element)
+        if text:
+            sections[name] = text
+        else:
+            empty.append(name)
+    return OpeniReport(
+        id=report_id,
+        sections=sections,
+        empty_sections=tuple(name for name in empty if name not in sections),
+        mesh_major=_terms(root, "major"),
+        mesh_automatic=_terms(root, "automatic"),
+        images=tuple(_image(element) for element in root.iter("parentImage")),
+    )
+
+
+def _image(element: ElementTree.Element) -> OpeniImage:
+    image_id = element.get("id", "")
+    if not _IMAGE_ID.fullmatch(image_id):
+        raise CorpusError("the id of an image is no file name (parentImage)")
+    return OpeniImage(image_id, _text(element.find("caption")) or None)
+
+
+def _terms(root: ElementTree.Element, kind: str) -> tuple[str, ...]:
+    return tuple(filter(None, (_text(element) for element in root.iterfind(f"MeSH/{kind}"))))
+
+
+def _text(element: ElementTree.Element | None) -> str:
+    return "" if element is None else " ".join(_LINE_BREAK.sub(" ", "".join(element.itertext())).split())
+
+
+def _folder_files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    if not folder.is_dir():
+        raise CorpusError(f"{folder} does not exist: give NLMCXR_reports.tgz, or the folder in it")
+    paths = sorted(folder.rglob("*.xml"), key=lambda path: (len(path.name), path.name))  # 2.xml before 10.xml
+    for path in paths:
+        yield path.name, _read_bounded(path)
+
+
+def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
+    try:
+        with gzip.open(path) as unpacked, tarfile.open(fileobj=_Bounded(unpacked), mode="r|") as archive:
+            for member in archive:
+                name = PurePosixPath(member.name)
+                if member.isdir():
+                    continue
+                if not member.isfile() or name.is_absolute() or ".." in name.parts:
+                    raise CorpusError(
+                        f"{path} holds a link or a path that leads out of it: it is not NLMCXR_reports.tgz"
+                    )
+                if member.size > MAX_XML_BYTES:
+                    raise CorpusError(f"{path} holds a file of {member.size} bytes: it is not NLMCXR_reports.tgz")
+                file = archive.extractfile(member)
+                if name.suffix == ".xml" and file is not None:
+                    yield name.name, file.read()
+    except (tarfile.TarError, gzip.BadGzipFile, EOFError, OSError) as error:
+        raise CorpusError(f"{path} is no whole .tgz archive ({type(error).__name__}): fetch it again") from error
+
+
+class _Bounded(io.BufferedIOBase):
+    """What tarfile reads from; it refuses to unpack without end, be it for members or for their headers."""
+
+    def __init__(self, file: gzip.GzipFile) -> None:
+        self._file = file
+        self._left = MAX_ARCHIVE_BYTES
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not 0 <= size <= self._left:
+            raise CorpusError("the archive unpacks to far more than the collection has: it is not NLMCXR_reports.tgz")
+        self._left -= size
+        return self._file.read(size)
+
+
+def _read_bounded(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_XML_BYTES + 1)
+    except OSError as error:
+        raise CorpusError(f"{path} cannot be read ({error.strerror})") from None

@@ -1,0 +1,117 @@
+"""Sentences of radiology text, which is dictated: decimals, titles, masks, numbered lists and missing spaces."""
+
+import re
+
+_BLOCK = re.compile(
+    r"\n[ \t]*\n"  # a blank line
+    r"|\n(?=[ \t]*(?:[-*•][ \t]|\(?\d{1,2}[.)][ \t]+[A-Z_]))"  # a list item on a line of its own
+)
+_STOP = re.compile(r"[.!?]+[)\]\"']*")
+_LEADER = re.compile(r"(?:[-*•]+\s*|\(?\d{1,2}[.)]\s*(?=\D)|#\s?\d{1,2}[.:)]?\s+)+")
+_LETTER = re.compile(r"[^\W\d_]")
+_LONGEST_WORD = 40
+
+_BEFORE_NAMES = re.compile(r"drs?|mrs?|ms|prof|st|vs?|e\.?g|i\.?e|cf|fig|approx|ca|viz")
+"""Abbreviations that never end a sentence."""
+
+_SHORT_FORMS = re.compile(
+    r"[cm]m|ml|cc|ft|[km]g|yrs?|hrs?|mins?|sec|wks?|mos?|etc|inc|dept|resp|lat|ant|sup|inf|rt|lt|vol|pts?|bilat|al|md|jr|sr"
+)
+"""Units and abbreviations that may end a sentence: they do where a capital follows."""
+
+_NUMBERED = re.compile(r"grade|type|stage|level|segment|zone|class|category|number|image|series|phase|ribs?")
+"""Words whose number is part of the sentence, not of a list."""
+
+
+def split_sentences(text: str) -> list[str]:
+    """The sentences of a report's text, in order, with their punctuation.
+
+    Line wraps are undone; blank lines and list items part sentences. The numbers and dashes of lists are dropped.
+    Masks (`___`, `XXXX`) stay as words, but a sentence that has nothing but masks and numbers is left out.
+    """
+    sentences = []
+    for block in _BLOCK.split(text.replace("\r\n", "\n")):
+        for sentence in _split_block(" ".join(block.split())):
+            sentence = sentence[_leader_end(sentence) :].strip()
+            if _LETTER.search(sentence.replace("XXXX", "")):
+                sentences.append(sentence)
+    return sentences
+
+
+def _split_block(text: str) -> list[str]:
+    """Cuts text whose white space is single blanks."""
+    pieces, start = [], 0
+    for stop in _STOP.finditer(text):
+        word = text[max(start, stop.start() - _LONGEST_WORD) : stop.start()].rpartition(" ")[2].lstrip("([\"'")
+        if _opens_next_item(text, start, stop, word):
+            end = stop.start() - len(word)
+        elif _ends_sentence(text, start, stop, word):
+            end = stop.end()
+        else:
+            continue
+        pieces.append(text[start:end])
+        start = end
+    return [*pieces, text[start:]]
+
+
+def _ends_sentence(text: str, start: int, stop: re.Match[str], word: str) -> bool:
+    """Whether the sentence that begins at `start` ends with the punctuation `stop`, which follows `word`."""
+    after = text[stop.end() : stop.end() + 3]
+    if not after:
+        return True
+    if _leader_end(text[start : stop.end() + 2]) >= stop.end() - start:
+        return False  # the number of a list item
+    lower = word.lower()
+    if not after.startswith(" "):
+        return _lacks_space(word, after)
+    following = after[1:2]
+    if stop[0][0] in "!?":
+        return True
+    if _BEFORE_NAMES.fullmatch(lower) or _is_initial(text, stop, word):
+        return False
+    if lower in ("no", "nos") and following.isdigit():
+        return False
+    if _SHORT_FORMS.fullmatch(lower) or _is_dotted(lower):
+        return following.isupper() or following.isdigit()
+    return True
+
+
+def _lacks_space(word: str, after: str) -> bool:
+    """`effusion.No pneumothorax` and `3 cm.No`, but not `3.2`, `a.m.`, `Ph.D`, `L4.L5`."""
+    if not after[0].isupper() or _BEFORE_NAMES.fullmatch(word.lower()):
+        return False
+    if word[-1:].isdigit():
+        return after[1:2].islower()
+    return word.endswith(("_", ")")) or (len(word) > 1 and word[-2:].islower() and not _is_dotted(word.lower()))
+
+
+def _is_dotted(lower: str) -> bool:
+    """`a.m`, `p.o`, `m.d`: single letters with dots between."""
+    return len(lower) > 1 and all(len(part) == 1 for part in lower.split("."))
+
+
+def _is_initial(text: str, stop: re.Match[str], word: str) -> bool:
+    """The `A.` of `Dr. A. Miller` and of `A. Miller`, but not the `C.` of `hepatitis C. No ...`."""
+    if len(word) != 1 or not word.isupper():
+        return False
+    before = text[max(0, stop.start() - _LONGEST_WORD) : stop.start() - 1].rstrip()
+    previous = before.rpartition(" ")[2]
+    return bool(re.fullmatch(r"(?:(?:[A-Z]|drs?|mrs?|ms|prof)\.)?", previous, re.IGNORECASE))
+
+
+def _opens_next_item(text: str, start: int, stop: re.Match[str], word: str) -> bool:
+    """The `2` of `1. No effusion 2. Clear lungs`: the next number of a list whose items lack their full stop."""
+    current = re.match(r"\s*\(?(\d{1,2})[.)]\s", text[start : start + 8])
+    if current is None or not word.isdigit() or int(word) != int(current[1]) + 1:
+        return False
+    if not re.match(r" [A-Z_]", text[stop.end() : stop.end() + 2]):
+        return False
+    previous = text[max(start, stop.start() - _LONGEST_WORD) : stop.start() - len(word)].split()
+    return bool(previous) and not _NUMBERED.fullmatch(previous[-1].lower())
+
+
+def _leader_end(sentence: str) -> int:
+    """Where the text after a list number or a dash begins."""
+    stripped = len(sentence) - len(sentence.lstrip())
+    leader = _LEADER.match(sentence, stripped)
+    return leader.end() if leader else stripped
