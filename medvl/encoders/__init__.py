@@ -1,0 +1,30 @@
+"""Image and text encoders behind one contract each. This package is imported alone: nothing of medvl comes with it.
+
+    from medvl.encoders import create_image_encoder, create_text_encoder
+
+    image_encoder = create_image_encoder("resnet50")
+    features = image_encoder(image_BCHW)      # ImageFeatures: pooled_BD, patches_BPD, grid
+    text_encoder = create_text_encoder("bioclinicalbert")
+    features = text_encoder(ids_BT, mask_BT)  # TextFeatures: pooled_BD, tokens_BTD, mask_BT
+
+timm, torchvision, open_clip, transformers and peft are imported when an encoder needs them.
+"""
+
+from medvl.encoders.image import ImageEncoder
+from medvl.encoders.image_factory import create_image_encoder, list_image_encoders
+from medvl.encoders.text import TextEncoder
+from medvl.encoders.text_factory import create_text_encoder, list_text_encoders
+from medvl.encoders.tuning import add_lora, freeze_layers, merge_lora, parameter_groups
+
+__all__ = [
+    "ImageEncoder",
+    "TextEncoder",
+    "add_lora",
+    "create_image_encoder",
+    "create_text_encoder",
+    "freeze_layers",
+    "list_image_encoders",
+    "list_text_encoders",
+    "merge_lora",
+    "parameter_groups",
+]

@@ -1,0 +1,48 @@
+"""Projections that published text encoders have over their text vector, with parameter names that fit their files."""
+
+from torch import Tensor, nn
+
+from medvl.errors import ConfigError
+
+
+class CxrBertHead(nn.Module):
+    """BioViL's: Linear, GELU, LayerNorm, Linear."""
+
+    def __init__(self, width: int, projected: int) -> None:
+        super().__init__()
+        self.dense_to_hidden = nn.Linear(width, projected)
+        self.LayerNorm = nn.LayerNorm(projected, eps=1e-12)
+        self.dense_to_output = nn.Linear(projected, projected)
+
+    def forward(self, text_BD: Tensor) -> Tensor:
+        """(B, D) to (B, E)."""
+        hidden_BE = self.LayerNorm(nn.functional.gelu(self.dense_to_hidden(text_BD)))
+        projected_BE: Tensor = self.dense_to_output(hidden_BE)
+        return projected_BE
+
+
+class MatrixHead(nn.Module):
+    """CLIP's: one matrix (D, E), not transposed as in a linear layer."""
+
+    def __init__(self, matrix_DE: nn.Parameter) -> None:
+        super().__init__()
+        self.matrix = matrix_DE
+
+    def forward(self, text_BD: Tensor) -> Tensor:
+        """(B, D) to (B, E)."""
+        return text_BD @ self.matrix
+
+
+def text_projection(kind: str, width: int) -> tuple[nn.Module, int]:
+    """(head, its output's width) of a preset's `projection`, at torch's default initialisation.
+
+    Raises ConfigError when the kind is unknown.
+    """
+    if kind == "cxrbert":
+        return CxrBertHead(width, 128), 128
+    if kind == "biomedclip":
+        projected = 512
+        middle = (width + projected) // 2
+        layers = nn.Linear(width, middle, bias=False), nn.GELU(), nn.Linear(middle, projected, bias=False)
+        return nn.Sequential(*layers), projected
+    raise ConfigError(f"there is no projection head of kind {kind!r}")

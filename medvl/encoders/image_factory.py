@@ -1,0 +1,168 @@
+"""Image encoders by name: which there are, and how one is built and filled."""
+
+import difflib
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+from medvl.encoders.image import ImageEncoder, ImageOptions, Pool
+from medvl.encoders.presets import IMAGE_PRESETS, ImagePreset
+from medvl.encoders.pretrained import KeyMap, Pretrained, beyond, load_strictly, locate, read_tensors, read_url
+from medvl.encoders.vision import Size, Vision
+from medvl.errors import ConfigError
+
+_LIBRARIES = ("timm", "torchvision", "open_clip")
+_OTHER_TOWER = (
+    "transformer.",
+    "token_embedding.",
+    "positional_embedding",
+    "ln_final.",
+    "text_projection",
+    "text.",
+    "logit_scale",
+    "logit_bias",
+)
+"""What a whole open_clip checkpoint holds beside its image tower."""
+
+
+def create_image_encoder(
+    name: str,
+    *,
+    pretrained: Pretrained = False,
+    in_channels: int = 3,
+    image_size: int | Size | None = None,
+    patch_level: int = -1,
+    pool: Pool | None = None,
+    projection: bool = False,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    **arguments: Any,
+) -> ImageEncoder:
+    """An image encoder by name.
+
+    Args:
+        name: a preset (`medvl.encoders.presets`), or the name of a timm, torchvision or open_clip model, looked up in
+            this order; `timm:NAME`, `torchvision:NAME` and `open_clip:NAME` say which library.
+        pretrained: False starts from the library's own initialisation, which draws from torch's global generator (seed
+            it), and never touches the network. True loads the preset's published file, pinned by commit and content;
+            or torchvision's default weights, pinned by content. Else a file or a folder on disk (safetensors, or a
+            checkpoint of tensors only), or `OWNER/NAME@COMMIT[:FILE]` on the hub. Weights load strictly;
+            classification heads are dropped by name.
+        in_channels: 1 sums the weights of the stem over RGB, so that a grey image gives what its RGB copy gives where
+            the channels share their statistics; statistics are averaged over the channels.
+        image_size: a side or (height, width), in pixels. Backbones with learnt positions have them interpolated and
+            take no other size; for the rest it is only what they are meant for. Default: the preset's or the library's.
+        patch_level: the stage that `patches_BPD` come from, counted from the end: -1 the last, -2 the one before
+            (GLoRIA takes -2 of a ResNet-50). `pooled_BD` is always of the last. Vision Transformers have -1 only: all
+            patch tokens after the final norm.
+        pool: "cls" or "avg" of the tokens; None is the model's own way.
+        projection: open_clip only: `pooled_BD` goes through the tower's projection into the shared space.
+        mean, std: statistics of pixels in 0..1, where they differ from the preset's or the library's.
+        arguments: for the library's constructor, as `depth=11` or `channels=(32, 64, 128, 256)`. A vision Transformer
+            that is built with fewer blocks than its published file takes the lower ones.
+
+    Raises:
+        ConfigError: the name or an argument is unknown or out of range; the text names the nearest names.
+        WeightsError: the weights cannot be had, or do not fit; the text names the first differences.
+    """
+    library, model, preset = _resolve(name)
+    side = (image_size, image_size) if isinstance(image_size, int) else image_size
+    if preset is not None:
+        side = side or (preset.image_size, preset.image_size)
+    options = ImageOptions(
+        name=name,
+        in_channels=in_channels,
+        image_size=None if side is None else (int(side[0]), int(side[1])),
+        patch_level=patch_level,
+        pool=pool,
+        projection=projection,
+        mean=mean or (preset.mean if preset else None),
+        std=std or (preset.std if preset else None),
+        arguments=arguments,
+    )
+    if projection and library != "open_clip":
+        raise ConfigError(f"{name} has no projection into a shared space: only open_clip's towers have one")
+    vision = _build(library, model, {**(preset.arguments if preset else {}), **arguments}, options)
+    if pretrained is False:
+        return ImageEncoder(vision, options)
+    return _load(vision, options, preset, pretrained)
+
+
+def list_image_encoders(pattern: str = "*", *, library: str | None = None) -> list[str]:
+    """Names that match a wildcard, sorted: presets, or the models of "timm", "torchvision" or "open_clip".
+
+    Raises ConfigError for another library.
+    """
+    if library is not None and library not in _LIBRARIES:
+        raise ConfigError(f"library is {library!r}: known are {', '.join(_LIBRARIES)}")
+    return sorted(fnmatch.filter(IMAGE_PRESETS if library is None else _names(library), pattern))
+
+
+def _names(library: str) -> Sequence[str]:
+    names: Sequence[str]
+    if library == "timm":
+        import timm
+
+        names = timm.list_models()
+    elif library == "torchvision":
+        from torchvision import models
+
+        names = models.list_models(module=models)
+    else:
+        import open_clip
+
+        names = open_clip.list_models()
+    return names
+
+
+def _resolve(name: str) -> tuple[str, str, ImagePreset | None]:
+    """(library, model, preset) of a name; a bare name is looked for in the presets first, then library by library."""
+    preset = IMAGE_PRESETS.get(name)
+    library, separator, model = (preset.model if preset else name).partition(":")
+    if separator and library not in _LIBRARIES:
+        raise ConfigError(f"{name!r}: {library!r} is no library of encoders; known are {', '.join(_LIBRARIES)}")
+    if preset is not None:
+        return library, model, preset
+    for candidate in [library] if separator else _LIBRARIES:
+        wanted = model if separator else name
+        if wanted.partition(".")[0] in _names(candidate) or wanted in _names(candidate):  # timm: NAME.TAG
+            return candidate, wanted, None
+    known = [*IMAGE_PRESETS, *(known for candidate in _LIBRARIES for known in _names(candidate))]
+    near = difflib.get_close_matches(model or name, known, n=4)
+    hint = f"did you mean {', '.join(near)}?" if near else f"presets are {', '.join(IMAGE_PRESETS)}"
+    raise ConfigError(f"no image encoder is called {name!r}: {hint}")
+
+
+def _build(library: str, model: str, arguments: dict[str, Any], options: ImageOptions) -> Vision:
+    if library == "timm":
+        from medvl.encoders.vision_timm import build_timm
+
+        return build_timm(model, arguments)
+    if library == "torchvision":
+        from medvl.encoders.vision_torchvision import build_torchvision
+
+        return build_torchvision(model, arguments, options.patch_level, options.image_size)
+    from medvl.encoders.vision_open_clip import build_open_clip
+
+    return build_open_clip(model, arguments, options.projection)
+
+
+def _load(vision: Vision, options: ImageOptions, preset: ImagePreset | None, pretrained: Pretrained) -> ImageEncoder:
+    """Fill the model as it was published, then fit it to the options; a file of ours fits the finished encoder."""
+    published = preset.weights if preset else None
+    if pretrained is True and preset is None and vision.url is not None:
+        source, tensors = vision.url, read_url(vision.url)
+    else:
+        path = locate(options.name, pretrained, published, preset.note if preset else vision.note)
+        source, tensors = str(path), read_tensors(path)
+    if any(key.startswith("backbone.") for key in tensors):
+        encoder = ImageEncoder(vision, options)
+        load_strictly(encoder, tensors, KeyMap(layouts=[[("backbone.", "backbone.")]]), source)
+        return encoder
+    tower = "visual." if any(key.startswith("visual.") for key in tensors) else ""
+    without = list(vision.heads)
+    if vision.blocks is not None:
+        without += beyond(vision.blocks, [name for name, _ in vision.net.named_parameters()])
+    drop = [*(_OTHER_TOWER if tower else ()), *(published.drop if published and pretrained is True else ())]
+    load_strictly(vision.net, tensors, KeyMap(layouts=[[(tower, "")]], drop=drop, without=without), source)
+    return ImageEncoder(vision, options)
