@@ -112,13 +112,22 @@ def test_the_hash_of_a_checkpoint_is_that_of_its_weights(tmp_path):
 def test_the_table_is_aligned_and_leaves_out_what_is_not_there():
     assert format_table(ROWS) == "\n".join(
         [
-            "                               auroc     f1         median rank    n  positive",
-            "Edema           0.873 [0.812, 0.921]  0.500                   -  100        20",
-            "Edema (sex: F)                     -      -                   -    7         1",
-            "macro           0.700 [0.600, 0.800]      -  12.5 [10.0, 140.2]  120",
+            "                  n  positive                 auroc     f1         median rank",
+            "Edema           100        20  0.873 [0.812, 0.921]  0.500                   -",
+            "Edema (sex: F)    7         1                     -      -                   -",
+            "macro           120            0.700 [0.600, 0.800]      -  12.5 [10.0, 140.2]",
         ]
     )
-    assert format_table(ROWS[2:3]).splitlines()[0].split() == ["auroc", "n"]
+    assert format_table(ROWS[2:3]).splitlines()[0].split() == ["n", "auroc"]
+
+
+def test_metrics_that_do_not_fit_stand_in_a_table_beneath():
+    whole, beneath = format_table(ROWS, width=60).split("\n\n")
+    assert whole.splitlines()[0].split() == ["n", "positive", "auroc", "f1"]
+    assert beneath.splitlines()[0].split() == ["n", "positive", "median", "rank"]
+    assert len(beneath.splitlines()) == 4
+    assert max(map(len, whole.splitlines())) <= 60
+    assert len(format_table(ROWS, width=1).split("\n\n")) == 3
 
 
 def test_unknown_rows_are_named():

@@ -159,22 +159,38 @@ def format_value(row: MetricRow | None) -> str:
     return f"{row.value:.{digits}f}{interval}"
 
 
-def format_table(rows: Sequence[MetricRow]) -> str:
-    """Rows as an aligned table in plain text: a line a target (and subgroup), a column a metric."""
-    metrics = list(dict.fromkeys(row.metric for row in rows))
+def format_table(rows: Sequence[MetricRow], width: int = 120) -> str:
+    """Rows as aligned plain text: a line a target (and subgroup), a column a metric.
+
+    Metrics that do not fit into `width` characters go into further tables beneath.
+    """
     lines: dict[tuple[str, str], dict[str, MetricRow]] = {}
     for row in rows:
         lines.setdefault((row.target, row.subgroup), {})[row.metric] = row
-    table = [["", *(metric.replace("_", " ") for metric in metrics), "n", "positive"]]
-    for (target, subgroup), by_metric in lines.items():
-        first = next(iter(by_metric.values()))
-        sizes = [str(first.n), "" if first.n_positive is None else str(first.n_positive)]
-        label = f"{target} ({subgroup})" if subgroup else target
-        table.append([label, *(format_value(by_metric.get(metric)) for metric in metrics), *sizes])
-    kept = [column for column in zip(*table, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in kept]
-    aligned = [
-        [cell.ljust(width) if index == 0 else cell.rjust(width) for cell in column]
-        for index, (column, width) in enumerate(zip(kept, widths, strict=True))
+    names = [f"{target} ({subgroup})" if subgroup else target for target, subgroup in lines]
+    first = [next(iter(by_metric.values())) for by_metric in lines.values()]
+    leading = [
+        _aligned(["", *names], left=True),
+        _aligned(["n", *(str(row.n) for row in first)]),
+        _aligned(["positive", *("" if row.n_positive is None else str(row.n_positive) for row in first)]),
     ]
-    return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
+    if all(row.n_positive is None for row in first):
+        leading.pop()
+    tables = [list(leading)]
+    for metric in dict.fromkeys(row.metric for row in rows):
+        cells = [format_value(by_metric.get(metric)) for by_metric in lines.values()]
+        column = _aligned([metric.replace("_", " "), *cells])
+        taken = sum(len(other[0]) + 2 for other in tables[-1]) + len(column[0])
+        if taken > width and len(tables[-1]) > len(leading):
+            tables.append(list(leading))
+        tables[-1].append(column)
+    return "\n\n".join(_joined(table) for table in tables)
+
+
+def _aligned(cells: Sequence[str], *, left: bool = False) -> list[str]:
+    width = max(map(len, cells))
+    return [cell.ljust(width) if left else cell.rjust(width) for cell in cells]
+
+
+def _joined(columns: Sequence[Sequence[str]]) -> str:
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))

@@ -29,7 +29,7 @@ from medvl.eval.policies import LabelPolicy
 from medvl.eval.predict import predict
 from medvl.eval.prompts import PromptSet, load_prompts
 from medvl.eval.protocols import Loader, Model, Source
-from medvl.eval.results import Results, checkpoint_sha256
+from medvl.eval.results import Results, checkpoint_sha256, format_table
 from medvl.eval.rows import Block, calibration_block, decision_block, measure, one_of_many_block, ranking_block
 from medvl.eval.subgroups import subgroup_blocks
 from medvl.schema import COMPETITION_FINDINGS, Sample
@@ -81,6 +81,11 @@ class ZeroShotResult:
     def groups(self) -> list[str] | None:
         """What was drawn for the intervals, for statistics of one's own on the same draws."""
         return self.images.patients if self.results.config["draw"] == "patient" else None
+
+    def table(self) -> str:
+        """The findings and the means of subgroups, as plain text."""
+        rows = [row for row in self.results.rows if not row.subgroup or row.target == "macro"]
+        return format_table(rows)
 
     def predictions(self) -> Iterator[dict[str, Any]]:
         """One mapping an image: key, scores, and labels (null: left out), as `write_results` takes them."""
