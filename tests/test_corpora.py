@@ -221,8 +221,8 @@ def test_a_table_is_filtered_split_and_parsed_as_asked(tmp_path: Path, deid: Dei
     [
         ({"image": ""}, "row 1: image or patient is empty"),
         ({"patient": None}, "row 1: image or patient is empty"),
-        ({"image": "../outside.png"}, "row 1: image points out of the image root"),
-        ({"image": "/etc/passwd"}, "row 1: image points out of the image root"),
+        ({"image": "../outside.png"}, "row 1: image leads out of the image root"),
+        ({"image": "/etc/passwd"}, "row 1: image leads out of the image root"),
         ({"part": "../x"}, "row 1: part must be a plain word"),
         ({"label": "maybe"}, "row 1: label must be 1, 0, -1 or empty"),
     ],

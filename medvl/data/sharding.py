@@ -86,9 +86,7 @@ def _check_plan(plan: Plan) -> dict[str, list[Record]]:
         by_split.setdefault(record.sample.split, []).append(record)
     twice = [key for key, count in Counter(record.sample.key for record in plan.records).items() if count > 1]
     if twice:
-        raise CorpusError(
-            f"{plan.corpus}: {len(twice)} images stand in the tables more than once, first key {min(twice)}"
-        )
+        raise CorpusError(f"{plan.corpus}: {len(twice)} images are listed more than once, first key {min(twice)}")
     check_disjoint({split: {r.sample.patient for r in records} for split, records in by_split.items()}, plan.corpus)
     for records in by_split.values():
         records.sort(key=lambda record: record.sample.key)

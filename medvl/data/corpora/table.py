@@ -144,7 +144,7 @@ class _RowReader:
         path = (self.root / text).resolve()
         if not path.is_relative_to(self.root):
             raise self._wrong(
-                number, f"{self.columns.image_column} points outside of the image root; name it with --image-root"
+                number, f"{self.columns.image_column} leads out of the image root: name that with --image-root"
             )
         return path
 
