@@ -12,15 +12,19 @@ from torch import Tensor
 from medvl.schema import Batch, Embeddings, Sample
 
 
-class Model(Protocol):
+class Compares(Protocol):
+    """Anything with a similarity of images and texts."""
+
+    def similarity(self, images: Embeddings, texts: Embeddings) -> Tensor:
+        """similarity_NM, unscaled: a cosine, or the like with a local term."""
+
+
+class Model(Compares, Protocol):
     """A dual-encoder."""
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings: ...
 
     def embed_texts(self, texts: Sequence[str]) -> Embeddings: ...
-
-    def similarity(self, images: Embeddings, texts: Embeddings) -> Tensor:
-        """similarity_NM, unscaled: a cosine, or the like with a local term."""
 
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 

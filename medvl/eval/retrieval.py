@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from medvl.errors import EvaluationError
 from medvl.eval.predict import check_coverage, concatenate, embed_texts
-from medvl.eval.protocols import Loader, Model, encode_batch, evaluating
+from medvl.eval.protocols import Compares, Loader, Model, encode_batch, evaluating
 from medvl.eval.results import Results, checkpoint_sha256
 from medvl.eval.rows import Block, MetricRow, mean_block, measure, median_block
 from medvl.schema import Embeddings
@@ -84,8 +84,9 @@ def image_text_retrieval(
             raise EvaluationError(f"retrieval needs two distinct texts or more; these images have {len(distinct)}")
         place = {text: index for index, text in enumerate(distinct)}
         text_of_N = torch.tensor([place[texts[index]] for index in kept])
-        similarity = _Similarity(model, _take(images, torch.tensor(kept)), embed_texts(model, distinct))
-        image_rank_N, text_rank_M = _ranks(similarity, text_of_N)
+        image_rank_N, text_rank_M = retrieval_ranks(
+            model, _take(images, torch.tensor(kept)), embed_texts(model, distinct), text_of_N
+        )
 
     details = {
         "images": len(kept),
@@ -127,7 +128,7 @@ def _encode(model: Model, loader: Loader, autocast: torch.dtype | None) -> tuple
 class _Similarity:
     """similarity_NM as blocks of rows, the same blocks each time it is iterated."""
 
-    def __init__(self, model: Model, images: Embeddings, texts: Embeddings) -> None:
+    def __init__(self, model: Compares, images: Embeddings, texts: Embeddings) -> None:
         self.model, self.images, self.texts = model, images, texts
         self.shape = len(images), len(texts)
         kept = self.shape[0] * self.shape[1] <= _KEPT_ELEMENTS
@@ -152,8 +153,15 @@ class _Similarity:
             yield start, similarity_BM
 
 
-def _ranks(similarity: _Similarity, text_of_N: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Ranks of both directions, as the protocol defines them, from two passes over the rows."""
+def retrieval_ranks(
+    model: Compares, images: Embeddings, texts: Embeddings, text_of_N: torch.Tensor
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(image_rank_N, text_rank_M), from 1, as the protocol defines them; `text_of_N` is the text of each image.
+
+    Every text must have an image. Two passes over the rows of similarities: the first finds the score of each positive,
+    the second counts what scores as high. Raises `EvaluationError` when a similarity is not finite.
+    """
+    similarity = _Similarity(model, images, texts)
     image_rank_N, positive_N = torch.empty_like(text_of_N), torch.empty(len(text_of_N))
     for start, similarity_BM in similarity:
         chunk = slice(start, start + len(similarity_BM))
