@@ -6,10 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as reference
 
+import medvl.eval
 from medvl.errors import EvaluationError
 from medvl.eval import bootstrap_auroc, bootstrap_average_precision, bootstrap_metric, stats
 
 RESAMPLES = 60
+
+
+def test_every_public_name_is_there():
+    for name in medvl.eval.__all__:
+        assert callable(getattr(medvl.eval, name)), name
+        assert name in dir(medvl.eval)
+    with pytest.raises(AttributeError, match="module 'medvl.eval' has no attribute 'bootstrap_f1'"):
+        _ = medvl.eval.bootstrap_f1
 
 
 def tied_scores(n: int, labels: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

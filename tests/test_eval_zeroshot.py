@@ -197,6 +197,10 @@ def test_a_finding_that_validation_images_lack_has_no_decisions(source):
     with pytest.raises(EvaluationError, match="no row 'f1/Fracture'"):
         result.results.row("f1", "Fracture")
     assert result.results.row("f1", "Edema").n == COUNT
+    nobody = FakeLoader(make_source(np.zeros((9, 14)), FINDINGS, prefix="v"))
+    result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", valid_loader=nobody, resamples=0)
+    assert np.isnan(list(result.thresholds.values())).all()
+    assert "f1" not in {row.metric for row in result.results.rows}
 
 
 def test_patients_in_both_sets_are_refused(source):

@@ -46,7 +46,8 @@ class PromptSet:
     description: str
     scoring: Scoring
     temperature: float
-    """Divides similarities before a softmax; unused by "margin"."""
+    """Divides similarities before a softmax; unused by "margin". Far below 0.05, probabilities of sure images round to
+    1 and tie."""
     ensemble: Ensemble
     """How several sentences of one class become one: by the mean or the maximum of their similarities, or by the
     normalised mean of their embeddings (for models without a local term)."""

@@ -250,8 +250,8 @@ def _blocks(test: ScoredImages, prompts: PromptSet, thresholds: Mapping[str, flo
     blocks = [ranking_block(metric, *columns, means=means) for metric in ("auroc", "average_precision")]
     if prompts.gives_probabilities:
         blocks.append(calibration_block(*columns))
-    if thresholds is not None:
-        decided = [index for index, name in enumerate(test.names) if not np.isnan(thresholds[name])]
+    decided = [index for index, name in enumerate(test.names) if thresholds and not np.isnan(thresholds[name])]
+    if thresholds and decided:
         names = [test.names[index] for index in decided]
         predicted_NL = test.scores_NL[:, decided] >= np.array([thresholds[name] for name in names])
         blocks.append(decision_block(predicted_NL, test.labels_NL[:, decided], names))
