@@ -35,6 +35,8 @@ class Journal:
         self._bar: Any = None
         if not active:
             return
+        if config.wandb is not None:
+            self._wandb = _start_wandb(config.wandb, config.run_dir)
         path = config.run_dir / "metrics.jsonl"
         forget_after(path, step)
         self._file = path.open("a")
@@ -42,8 +44,6 @@ class Journal:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=step + 1)
-        if config.wandb is not None:
-            self._wandb = _start_wandb(config.wandb, config.run_dir)
         if sys.stderr.isatty():
             self._bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True)
 

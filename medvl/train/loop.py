@@ -263,7 +263,9 @@ class _Training:
             self.state.overflows += 1
             return
         self.state.skipped += 1
-        keys = sorted(key for rank in self.world.exchange(outcome.suspects()) for key in rank)
+        everything = [key for keys in outcome.keys for key in keys]
+        suspects, everyone = zip(*self.world.exchange([outcome.suspects(), everything]), strict=True)
+        keys = sorted(key for rank in (suspects if any(suspects) else everyone) for key in rank)
         self.journal.record("skip", step + 1, {"keys": keys})
         more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
         shown = ", ".join(keys[:_SHOWN_KEYS]) + more

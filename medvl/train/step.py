@@ -37,9 +37,11 @@ class Outcome:
         return sum(map(len, self.keys))
 
     def suspects(self) -> list[str]:
-        """Keys of the micro-batches whose loss was not finite; of all, where only the gradient was not."""
-        broken = [not bool(losses.total.isfinite()) for losses in self.losses]
-        return [key for keys, bad in zip(self.keys, broken, strict=True) if bad or not any(broken) for key in keys]
+        """Keys of this rank's micro-batches whose loss was not finite."""
+        broken = [
+            keys for keys, losses in zip(self.keys, self.losses, strict=True) if not bool(losses.total.isfinite())
+        ]
+        return [key for keys in broken for key in keys]
 
 
 class Step:
