@@ -1,0 +1,306 @@
+"""The chest of one patient as a few numbers, and the outlines of its frontal projection.
+
+All lengths are centimetres. Sides are the patient's: "left" lies on the right of a frontal image. The proportions are
+those of textbook chests, rounded; they are meant to look right, not to measure anything.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from medvl.phantom.geometry import Points, ellipse, spline
+
+SIDES = ("right", "left")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Chest:
+    """The shape of a chest at one moment: of the patient at rest, or as findings and breath change it."""
+
+    half_width: float
+    """From the midline to the inner chest wall where it is widest."""
+    depth: float
+    """Sternum to the front of the spine."""
+    wall: float
+    """Thickness of skin, fat and muscle over the ribs."""
+    apex: float
+    """y of the lung apices."""
+    dome_right: float
+    """y of the top of the right diaphragm."""
+    dome_left: float
+    angle_drop: float
+    """How far the costophrenic angles lie below the domes."""
+    heart_ratio: float
+    """Cardiothoracic ratio: width of the heart over the inner width of the chest."""
+    heart_right: float
+    """The part of the heart's width that lies right of the midline."""
+    heart_tilt: float
+    """-1 (upright, narrow shoulders of the heart) to 1 (lying, apex lifted)."""
+    mediastinum: float
+    """Half width of the upper mediastinum."""
+    knob: float
+    """Radius of the aortic knob."""
+    rib_pitch: float
+    """Distance of neighbouring ribs at the spine."""
+    rib_slope: float
+    """How far a posterior rib drops from the spine to the side."""
+    rib_width: float
+    clavicle_tilt: float
+    spine_bend: float
+    """Sideways deviation of the spine in the middle; positive to the left."""
+    breast: float
+    """Radius of the breast shadows, 0 for none."""
+    markings: float
+    """How strongly the vessels show; 1 is usual."""
+    shift: float = 0.0
+    """Displacement of the mediastinum, positive to the left."""
+
+    def dome(self, side: str) -> float:
+        """y of the top of one diaphragm."""
+        return self.dome_right if side == "right" else self.dome_left
+
+
+def sample_chest(rng: np.random.Generator, sex: str, age: int) -> Chest:
+    """A chest for a patient of that sex ("F" or "M") and age."""
+    female = sex == "F"
+    half_width = rng.normal(12.6 if female else 13.8, 0.7)
+    old = np.clip((age - 40) / 45, 0, 1)
+    dome_right = rng.normal(9.6 if female else 10.4, 0.7)
+    return Chest(
+        half_width=float(np.clip(half_width, 11.0, 15.6)),
+        depth=float(rng.normal(14.0 if female else 15.5, 0.9) + 1.5 * old),
+        wall=float(np.clip(rng.gamma(4.0, 0.6) + 0.8, 1.2, 5.5)),
+        apex=float(rng.normal(-11.3 if female else -12.0, 0.5)),
+        dome_right=float(dome_right),
+        dome_left=float(dome_right + rng.normal(0.9, 0.4)),
+        angle_drop=float(np.clip(rng.normal(4.4, 0.9), 2.2, 6.0)),
+        heart_ratio=float(np.clip(rng.normal(0.43 + 0.02 * old, 0.026), 0.37, 0.49)),
+        heart_right=float(rng.normal(0.32, 0.025)),
+        heart_tilt=float(rng.uniform(-1, 1)),
+        mediastinum=float(rng.normal(2.7, 0.2) + 0.3 * old),
+        knob=float(rng.normal(1.35, 0.12) + 0.55 * old),
+        rib_pitch=float(rng.normal(2.35, 0.1)),
+        rib_slope=float(rng.normal(3.2, 0.8)),
+        rib_width=float(rng.normal(1.0, 0.08)),
+        clavicle_tilt=float(rng.normal(1.8, 0.8)),
+        spine_bend=float(rng.normal(0, 0.35) + rng.choice([-1.0, 0.0, 1.0], p=[0.06, 0.88, 0.06])),
+        breast=float(np.clip(rng.normal(5.6, 0.9), 4.0, 7.5)) if female else 0.0,
+        markings=float(np.clip(rng.normal(1.0, 0.16), 0.6, 1.5)),
+    )
+
+
+def sign(side: str) -> int:
+    """+1 for the left side (right of the image), -1 for the right."""
+    return 1 if side == "left" else -1
+
+
+# How far the lung reaches at fractions of its height, in parts of the inner half width.
+_LEVELS = np.array([0.0, 0.01, 0.03, 0.07, 0.14, 0.24, 0.4, 0.6, 0.8, 1.0])
+_LATERAL = np.array([0.42, 0.51, 0.59, 0.68, 0.785, 0.87, 0.95, 0.99, 1.0, 0.985])
+_MEDIAL = np.array([0.42, 0.33, 0.26, 0.20, 0.16, 0.14, 0.12, 0.12, 0.12, 0.12])
+
+_DOWN = np.linspace(0, 1, 24) ** 2  # closer together where the apex bends
+_DOME = np.linspace(1, 0, 25)  # along the diaphragm: 1 at the angle, 0 at the midline
+_DOME_OUTER = np.clip(2 * _DOME - 1, 0, 1) ** 2.4
+_DOME_INNER = 7.0 * np.clip(0.5 - _DOME, 0, 1) ** 2
+
+
+class FrontalLung:
+    """One lung seen from the front, with its own coordinates: s from the midline (0) to the side (1), t from the
+    apex (0) to the costophrenic angle (1)."""
+
+    def __init__(self, chest: Chest, side: str) -> None:
+        self.chest, self.side, self.sign = chest, side, sign(side)
+        self.top = chest.apex
+        self.bottom = chest.dome(side) + chest.angle_drop
+
+    def point(self, s: float | Points, t: float | Points) -> Points:
+        """Centimetres (..., 2) of lung coordinates."""
+        width = self.chest.half_width
+        medial = np.interp(t, _LEVELS, _MEDIAL) * width
+        lateral = np.interp(t, _LEVELS, _LATERAL) * width
+        points = np.empty((*np.broadcast_shapes(np.shape(s), np.shape(t)), 2))
+        points[..., 0] = self.sign * (medial + s * (lateral - medial))
+        points[..., 1] = self.top + np.multiply(t, self.bottom - self.top)
+        return points
+
+    def diaphragm(self) -> Points:
+        """The dome from the costophrenic angle to the midline, (N, 2)."""
+        width, dome = self.chest.half_width, self.chest.dome(self.side)
+        rise = _DOME_OUTER * self.chest.angle_drop + _DOME_INNER
+        return np.stack([self.sign * 0.97 * width * _DOME, dome + rise], axis=-1)
+
+    def outline(self) -> Points:
+        """The air-filled lung, (N, 2)."""
+        lateral = self.point(1.0, _DOWN)
+        diaphragm = self.diaphragm()
+        inner = diaphragm[np.abs(diaphragm[:, 0]) > 0.12 * self.chest.half_width]
+        last = (inner[-1, 1] - self.top) / (self.bottom - self.top)
+        return np.concatenate([lateral, inner[1:], self.point(0.0, last * _DOWN[::-1])])
+
+
+def heart_outline(chest: Chest) -> Points:
+    """The heart with the great vessels' root, (N, 2)."""
+    width = 2 * chest.half_width * chest.heart_ratio
+    right, left = width * chest.heart_right, width * (1 - chest.heart_right)
+    floor = max(chest.dome_right, chest.dome_left) + 0.9
+    top = 0.3 - 9.0 * max(0.0, chest.heart_ratio - 0.5)  # a big heart is tall, too
+    height = floor - top
+    lift = 0.6 * chest.heart_tilt
+    control = np.array(
+        [
+            [-0.55 * right, top + 0.08 * height],
+            [-0.86 * right, top + 0.30 * height],
+            [-1.00 * right, top + 0.60 * height],
+            [-0.86 * right, top + 0.88 * height],
+            [-0.30 * right, top + 1.00 * height],
+            [0.45 * left, top + 1.00 * height],
+            [0.86 * left, top + 0.95 * height - lift],
+            [1.00 * left, top + 0.80 * height - lift],
+            [0.90 * left, top + 0.56 * height - 0.5 * lift],
+            [0.68 * left, top + 0.30 * height],
+            [0.47 * left, top + 0.10 * height],
+            [0.38 * left, top - 0.06 * height],
+            [0.05 * left, top - 0.12 * height],
+        ]
+    )
+    return spline(control, closed=True) + np.array([chest.shift, 0.0])
+
+
+def mediastinum_outline(chest: Chest) -> Points:
+    """Great vessels, trachea and oesophagus above the heart, with the aortic knob, (N, 2)."""
+    m, knob = chest.mediastinum, chest.knob
+    control = np.array(
+        [
+            [-0.75 * m, -17.0],
+            [-0.80 * m, -11.0],
+            [-0.98 * m, -7.0],
+            [-1.00 * m, -2.0],
+            [-1.00 * m, 2.5],
+            [0.0, 5.0],
+            [1.05 * m, 3.0],
+            [1.12 * m, 0.8],
+            [0.92 * m, -0.9],
+            [0.85 * m + 0.55 * knob, -2.0],
+            [0.80 * m + 0.85 * knob, -3.4],
+            [0.80 * m + 0.45 * knob, -4.7],
+            [0.85 * m, -6.2],
+            [0.80 * m, -11.0],
+            [0.75 * m, -17.0],
+        ]
+    )
+    moved = control + np.stack([chest.shift * np.clip((control[:, 1] + 17) / 12, 0, 1), np.zeros(len(control))], axis=1)
+    return spline(moved, closed=True)
+
+
+def airways(chest: Chest) -> tuple[Points, list[Points]]:
+    """The trachea (N, 2) as a line from the neck to the carina, and the two main bronchi."""
+    shift = chest.shift
+    trachea = spline([[0.0, -20.0], [0.1 * shift, -13.0], [0.15 + 0.7 * shift, -6.0], [shift, 0.0]])
+    right = spline([[shift, -0.2], [shift - 1.5, 1.3], [shift - 3.2, 2.6]])
+    left = spline([[shift, -0.2], [shift + 2.0, 1.0], [shift + 4.3, 1.7]])
+    return trachea, [right, left]
+
+
+def hilum(chest: Chest, side: str) -> tuple[float, float]:
+    """(x, y) from which the vessels of one lung spread; the left one lies higher."""
+    return (sign(side) * 0.27 * chest.half_width + chest.shift, 1.9 if side == "right" else 1.0)
+
+
+def posterior_ribs(chest: Chest, side: str) -> Points:
+    """The back parts of ten ribs from the spine to the side, (10, N, 2)."""
+    number = np.arange(10)
+    start = -11.2 + chest.rib_pitch * number
+    lung = FrontalLung(chest, side)
+    end = start + np.linspace(1.6, 1.0, 10) * chest.rib_slope
+    reach = np.interp((end - lung.top) / (lung.bottom - lung.top), _LEVELS, _LATERAL) * chest.half_width - 0.1
+    fractions = np.array([0.0, 0.25, 0.55, 0.82, 1.0])
+    x = 1.6 + fractions * (reach[:, None] - 1.6)
+    drop = np.array([0.0, -0.16, -0.02, 0.42, 1.0])
+    y = start[:, None] + drop * (end - start)[:, None]
+    return spline(np.stack([sign(side) * x, y], axis=-1), samples=4)
+
+
+def anterior_ribs(chest: Chest, side: str) -> Points:
+    """The front parts of seven ribs, from the side down to the costal cartilage, (7, N, 2)."""
+    back = posterior_ribs(chest, side)[:7, -1]
+    span = np.linspace(4.6, 6.4, 7)[:, None]
+    fractions = np.array([0.0, 0.12, 0.4, 0.7, 1.0])
+    reach = np.abs(back[:, :1])
+    stop = np.linspace(3.6, 7.4, 7)[:, None]
+    x = reach + fractions * (stop - reach)
+    y = back[:, 1:] + span * np.array([0.0, 0.28, 0.62, 0.88, 1.0])
+    return spline(np.stack([sign(side) * x, y], axis=-1), samples=4)
+
+
+def clavicle(chest: Chest, side: str) -> Points:
+    """From the sternum to the shoulder, (N, 2)."""
+    s, tilt, reach = sign(side), chest.clavicle_tilt, chest.half_width
+    control = [[1.6, -7.6], [4.2, -8.6], [0.55 * reach, -9.0 - 0.5 * tilt], [1.15 * reach, -9.6 - 1.2 * tilt]]
+    return spline(np.array(control) * [s, 1.0])
+
+
+def vertebrae(chest: Chest) -> Points:
+    """Centres of sixteen vertebral bodies from the neck down, (16, 2)."""
+    y = -20.0 + 2.45 * np.arange(16)
+    return np.stack([chest.spine_bend * np.cos(np.clip((y - 2) / 16, -1, 1) * np.pi / 2), y], axis=1)
+
+
+def scapula(chest: Chest, side: str) -> Points:
+    """The shoulder blade, most of it beside the lung, (N, 2)."""
+    reach = chest.half_width
+    control = [
+        [0.86 * reach, -10.6],
+        [1.22 * reach, -9.8],
+        [1.16 * reach, -7.2],
+        [1.00 * reach, 0.5],
+        [0.93 * reach, -1.0],
+    ]
+    return spline(np.array(control) * [sign(side), 1.0], closed=True, samples=5)
+
+
+def torso(chest: Chest) -> Points:
+    """Skin line of neck, shoulders and trunk, (N, 2)."""
+    side = chest.half_width + chest.wall
+    control = np.array(
+        [
+            [4.9, -27.0],
+            [5.0, -19.0],
+            [6.6, -15.4],
+            [0.72 * side, -13.9],
+            [1.06 * side, -12.2],
+            [1.28 * side, -8.5],
+            [1.24 * side, -4.5],
+            [1.04 * side, -0.5],
+            [1.0 * side, 5.0],
+            [0.985 * side, 12.0],
+            [0.98 * side, 18.0],
+            [1.02 * side, 30.0],
+        ]
+    )
+    half = spline(control)
+    return np.concatenate([half, (half * [-1.0, 1.0])[::-1]])
+
+
+def arm(chest: Chest, side: str, spread: float) -> Points:
+    """The upper arm beside the chest, (N, 2); `spread` moves it outwards."""
+    base = chest.half_width + chest.wall
+    control = np.array(
+        [
+            [0.80 * base, -12.0],
+            [1.20 * base, -11.6],
+            [1.42 * base + 0.3 * spread, -7.0],
+            [1.50 * base + 0.8 * spread, 2.0],
+            [1.52 * base + 1.3 * spread, 16.0],
+            [1.16 * base + 1.3 * spread, 16.0],
+            [1.10 * base + 0.8 * spread, 4.0],
+            [1.02 * base, -3.5],
+        ]
+    )
+    return spline(control * [sign(side), 1.0], closed=True)
+
+
+def breast(chest: Chest, side: str) -> Points:
+    """The outline of one breast shadow; its lower edge shows below the lung base, (N, 2)."""
+    r = chest.breast
+    return ellipse((sign(side) * 0.60 * chest.half_width, chest.dome_right - 0.42 * r), (1.15 * r, r), sign(side) * 8)

@@ -1,0 +1,39 @@
+"""`draw`: a view as an image."""
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from medvl.phantom.film import WHITE, collimate, develop, stamp
+from medvl.phantom.frontal import frontal_scene
+from medvl.phantom.geometry import Surface
+from medvl.phantom.lateral import lateral_scene
+from medvl.phantom.paint import broken_bones, paint_findings
+from medvl.phantom.randomness import generator
+from medvl.phantom.world import View
+
+_LEAST_PIXELS_PER_CM = 10.0  # drawn finer and shrunk where fewer are asked for: thin lines stay thin
+
+
+def draw(view: View, size: int = 512) -> NDArray[np.uint16]:
+    """The view as a 12-bit image (H, W), 0 to 4095, dense tissue bright, the longer side `size` pixels.
+
+    The same view at another size shows the same chest; only the noise differs.
+    """
+    shape_HW = view.camera.shape(size)
+    fine = max(1.0, _LEAST_PIXELS_PER_CM * view.camera.field / min(shape_HW))
+    surface = Surface(view.camera, (round(shape_HW[0] * fine), round(shape_HW[1] * fine)))
+    chest, rng = view.chest, generator(*view.key)
+    if view.lateral:
+        scene = lateral_scene(chest, surface, rng)
+    else:
+        scene = frontal_scene(chest, surface, rng, view.arms, broken_bones(chest, view.findings))
+    scene.blurred_vessels = view.motion
+    paint_findings(scene, chest, view.lateral, view.findings)
+    image_HW = develop(scene.depth(rng), view.exposure, surface, rng)
+    if fine > 1:
+        image_HW = cv2.resize(image_HW, shape_HW[::-1], interpolation=cv2.INTER_AREA)
+    stamp(image_HW, view.markers, view.camera)
+    collimate(image_HW, view.exposure)
+    np.clip(image_HW, 0.0, 1.0, out=image_HW)
+    return (image_HW * WHITE + 0.5).astype(np.uint16)

@@ -1,0 +1,220 @@
+"""Where findings sit: the parts of a finding and how each label draws its own at random."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One place where a finding shows."""
+
+    kind: str
+    side: str
+    """right, left or midline."""
+    zone: str
+    """As a report would name the place: "right lower lobe", "left base", or "" where there is none to name."""
+    extent: float
+    """0 (barely there) to 1 (as bad as it gets)."""
+    s: float = 0.5
+    """Position from the midline (0) to the side (1)."""
+    t: float = 0.5
+    """Position from the apex (0) to the costophrenic angle (1)."""
+    d: float = 0.5
+    """Position from the sternum (0) to the back (1)."""
+    size: float = 0.0
+    """Centimetres, where a size makes sense."""
+    seed: int = 0
+    """Decides the irregularities of its outline."""
+
+
+LOBES = {
+    "right upper lobe": (0.50, 0.30, 0.45, 0.20),
+    "right middle lobe": (0.36, 0.66, 0.22, 0.13),
+    "right lower lobe": (0.52, 0.76, 0.76, 0.29),
+    "left upper lobe": (0.52, 0.30, 0.45, 0.12),
+    "lingula": (0.52, 0.64, 0.22, 0.06),
+    "left lower lobe": (0.50, 0.76, 0.76, 0.20),
+}
+"""Lobe -> s, t and d of its middle, and how often disease picks it."""
+
+
+def side_of(lobe: str) -> str:
+    """right or left."""
+    return "right" if lobe.startswith("right") else "left"
+
+
+def draw_extent(rng: np.random.Generator) -> float:
+    """Mild, moderate and severe in the shares 30, 42 and 28 percent; even within a third."""
+    third = rng.choice(3, p=[0.30, 0.42, 0.28])
+    return float((third + rng.random()) / 3)
+
+
+def _seed(rng: np.random.Generator) -> int:
+    return int(rng.integers(1 << 31))
+
+
+def _sides(rng: np.random.Generator, right: float, left: float) -> tuple[str, ...]:
+    """One side or both; `right` and `left` are the chances of one alone."""
+    u = rng.random()
+    if u < right:
+        return ("right",)
+    return ("left",) if u < right + left else ("right", "left")
+
+
+def _other_extent(rng: np.random.Generator, extent: float) -> float:
+    """The extent of the less affected side."""
+    return float(extent * rng.uniform(0.45, 1.0))
+
+
+def _two_sided(rng: np.random.Generator, sides: tuple[str, ...], extent: float) -> list[tuple[str, float]]:
+    """Sides with their extents: one of them the full one."""
+    full = sides[rng.integers(len(sides))]
+    return [(side, extent if side == full else _other_extent(rng, extent)) for side in sides]
+
+
+def _central(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
+    return (Part(kind="shape", side="midline", zone="", extent=extent, seed=_seed(rng)),)
+
+
+def _atelectasis(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
+    if extent > 0.66 and rng.random() < 0.55:
+        lobe = str(rng.choice(["right upper lobe", "right lower lobe", "left lower lobe"], p=[0.25, 0.3, 0.45]))
+        return (Part(kind="collapse", side=side_of(lobe), zone=lobe, extent=extent, seed=_seed(rng)),)
+    parts = []
+    for side, share in _two_sided(rng, _sides(rng, 0.28, 0.34), extent):
+        t, s = rng.uniform(0.72, 0.84), rng.uniform(0.4, 0.6)
+        parts.append(Part(kind="bands", side=side, zone=f"{side} base", extent=share, s=s, t=t, seed=_seed(rng)))
+    return tuple(parts)
+
+
+def _lobar(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
+    names = list(LOBES)
+    chances = np.array([LOBES[name][3] for name in names])
+    count = 1 if extent < 0.6 else int(rng.integers(1, 3))
+    parts = []
+    for index in rng.choice(len(names), size=count, replace=False, p=chances):
+        s, t, d, _ = LOBES[names[index]]
+        parts.append(
+            Part(
+                kind="lobar",
+                side=side_of(names[index]),
+                zone=names[index],
+                extent=extent,
+                s=s + rng.uniform(-0.08, 0.08),
+                t=t + rng.uniform(-0.04, 0.04),
+                d=d,
+                seed=_seed(rng),
+            )
+        )
+    return tuple(parts)
+
+
+def _patchy(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
+    return tuple(dataclasses.replace(part, kind="patchy") for part in _lobar(rng, extent))
+
+
+def _hazy(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
+    return tuple(dataclasses.replace(part, kind="hazy") for part in _lobar(rng, min(extent, 0.59)))
+
+
+def _edema(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
+    sides = [("right", extent), ("left", extent)]
+    return tuple(Part(kind="haze", side=side, zone="", extent=share, seed=_seed(rng)) for side, share in sides)
+
+
+def _effusion(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
+    sides = _two_sided(rng, _sides(rng, 0.28, 0.27), extent)
+    return tuple(Part(kind="fluid", side=side, zone="", extent=share, seed=_seed(rng)) for side, share in sides)
+
+
+def _pneumothorax(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
+    side = str(rng.choice(["right", "left"]))
+    return (Part(kind="gas", side=side, zone=f"{side} apex", extent=extent, seed=_seed(rng)),)
+
+
+def _lesion(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
+    count = int(rng.choice([1, 2, 3, 5], p=[0.68, 0.14, 0.1, 0.08]))
+    largest = 0.8 + 4.4 * extent  # centimetres; 3 cm and more is a mass
+    parts = []
+    for number in range(count):
+        side = str(rng.choice(["right", "left"]))
+        t = rng.uniform(0.14, 0.8)
+        level = "upper" if t < 0.38 else "mid" if t < 0.6 else "lower"
+        parts.append(
+            Part(
+                kind="nodule",
+                side=side,
+                zone=f"{side} {level} lung",
+                extent=extent,
+                s=rng.uniform(0.35, 0.85),
+                t=t,
+                d=rng.uniform(0.25, 0.85),
+                size=largest if number == 0 else min(2.5, largest * rng.uniform(0.4, 0.9)),
+                seed=_seed(rng),
+            )
+        )
+    return tuple(parts)
+
+
+def _fracture(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
+    side = str(rng.choice(["right", "left"]))
+    if rng.random() < 0.15:
+        return (Part(kind="clavicle", side=side, zone=f"{side} clavicle", extent=extent, s=0.55, seed=_seed(rng)),)
+    first, count = int(rng.integers(3, 7)), 1 + int(extent * 3)
+    s = rng.uniform(0.62, 0.84)
+    parts = []
+    for rib in range(first, first + count):
+        where = f"{side} {ORDINALS[rib]} rib"
+        parts.append(Part(kind="rib", side=side, zone=where, extent=extent, s=s, t=rib / 10, seed=_seed(rng)))
+    return tuple(parts)
+
+
+def _pleural(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
+    kind = str(rng.choice(["thickening", "apical cap", "plaque"], p=[0.4, 0.3, 0.3]))
+    where = {"thickening": "lateral chest wall", "apical cap": "apex", "plaque": "hemidiaphragm"}[kind]
+    sides = _two_sided(rng, _sides(rng, 0.35, 0.3), extent)
+    return tuple(
+        Part(kind=kind, side=side, zone=f"{side} {where}", extent=share, seed=_seed(rng)) for side, share in sides
+    )
+
+
+def _devices(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
+    chances = {
+        "endotracheal tube": 0.28,
+        "enteric tube": 0.30,
+        "central line": 0.45,
+        "pacemaker": 0.24,
+        "chest tube": 0.14,
+        "sternotomy wires": 0.25,
+    }
+    kinds = [kind for kind, chance in chances.items() if rng.random() < chance]
+    parts = []
+    for kind in kinds or ["central line"]:
+        side = "midline" if kind in MIDLINE_DEVICES else str(rng.choice(["right", "left"], p=[0.5, 0.5]))
+        if kind == "pacemaker":
+            side = str(rng.choice(["left", "right"], p=[0.85, 0.15]))
+        parts.append(Part(kind=kind, side=side, zone="", extent=extent, t=rng.random(), seed=_seed(rng)))
+    return tuple(parts)
+
+
+MIDLINE_DEVICES = ("endotracheal tube", "enteric tube", "sternotomy wires")
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
+
+PART_SAMPLERS: dict[str, Callable[[np.random.Generator, float], tuple[Part, ...]]] = {
+    "Atelectasis": _atelectasis,
+    "Cardiomegaly": _central,
+    "Consolidation": _lobar,
+    "Edema": _edema,
+    "Enlarged Cardiomediastinum": _central,
+    "Fracture": _fracture,
+    "Lung Lesion": _lesion,
+    "Lung Opacity": _hazy,
+    "Pleural Effusion": _effusion,
+    "Pleural Other": _pleural,
+    "Pneumonia": _patchy,
+    "Pneumothorax": _pneumothorax,
+    "Support Devices": _devices,
+}
+"""Label -> a function of (generator, extent) that places it."""
