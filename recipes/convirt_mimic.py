@@ -56,7 +56,7 @@ paper = Recipe(
 )
 tiny = Recipe(
     model=ConVIRTConfig(
-        image_encoder="tiny_cnn",
+        image_encoder="resnet_tiny",
         text_encoder="tiny_bert",
         image_size=128,
         projection_dim=128,

@@ -95,7 +95,11 @@ def _check_settings(name: str, config: type, settings: Mapping[str, Any]) -> Non
 
 def _tokenizer_of_preset(config: Any) -> Tokenizer | None:
     preset = TEXT_PRESETS.get(config.text_encoder)
-    if preset is None or preset.hub_id is None:
+    if preset is None:
+        return None
+    if preset.tokenizer is not None:
+        return load_tokenizer(preset.tokenizer, max_tokens=config.max_tokens)
+    if preset.hub_id is None:
         return None
     return load_tokenizer(preset.hub_id, revision=preset.revision, max_tokens=config.max_tokens)
 
