@@ -161,7 +161,8 @@ class Towers(nn.Module):
 
 def test_decay_spares_biases_norms_and_scalars_and_frozen_parameters_are_left_out() -> None:
     model = Towers()
-    decayed, spared = parameter_groups(model, OptimConfig(lr=1e-3, weight_decay=0.2))
+    groups = parameter_groups(model, OptimConfig(lr=1e-3, weight_decay=0.2))
+    decayed, spared = sorted(groups, key=lambda group: -group["weight_decay"])
     names = {parameter: name for name, parameter in model.named_parameters()}
     assert {names[p] for p in decayed["params"]} == {"convolution.weight", "tied.weight", "position"}
     assert {names[p] for p in spared["params"]} == {
@@ -183,8 +184,13 @@ def test_a_models_own_groups_and_their_rates_are_kept_by_the_schedule() -> None:
     assert [group["lr_scale"] for group in optimizer.param_groups] == [0.5, 1.0]
     set_lr(optimizer, 0.02)
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
-    with pytest.raises(ConfigError, match="Towers does not name its layers: leave layer_decay unset"):
-        build_optimizer(Towers(), OptimConfig(layer_decay=0.5))
+
+    class Plain(Towers):
+        def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, object]]:
+            return [{"params": [self.tied.weight], "lr": lr, "weight_decay": weight_decay}]
+
+    with pytest.raises(ConfigError, match="Plain makes its own groups without layers: leave layer_decay unset"):
+        build_optimizer(Plain(), OptimConfig(layer_decay=0.5))
 
 
 def test_a_model_with_nothing_to_train_is_refused() -> None:

@@ -1,17 +1,16 @@
 """Parameter groups, the optimiser, and its state by parameter name."""
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from medvl import encoders
 from medvl.errors import CheckpointError, ConfigError, TrainingError
 from medvl.train.config import OptimConfig
-
-_NORMS = (nn.LayerNorm, nn.RMSNorm)
-"""Norms whose parameters may have several dimensions; those of all others have one."""
 
 _SEPARATOR = "::"
 """Between a parameter's name and the name of its state, in the keys of `optimizer_tensors`."""
@@ -20,23 +19,21 @@ _SEPARATOR = "::"
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Groups of the trainable parameters with their `lr` and `weight_decay`.
 
-    A model that has `parameter_groups(lr, weight_decay)` decides itself (`layer_decay` is handed on to it). For any
-    other one: no decay on the parameters of norms, whatever their shape, nor on those of fewer than two dimensions
-    (biases, foreign norms, temperatures).
+    A model that has `parameter_groups(lr, weight_decay)` decides itself, and so does one that takes `layer_decay` too;
+    for all others it is `medvl.encoders.parameter_groups`: no decay on biases, norms and scalars.
 
-    Raises TrainingError where nothing is trainable, ConfigError where `layer_decay` is set and the model has no layers
-    to apply it to.
+    Raises TrainingError where nothing is trainable, ConfigError where `layer_decay` is set and the model's own groups
+    know of none.
     """
     own = getattr(model, "parameter_groups", None)
+    make: Callable[..., list[dict[str, Any]]] = own or functools.partial(encoders.parameter_groups, model)
+    options: dict[str, float] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.layer_decay is not None:
-        if own is None or "layer_decay" not in inspect.signature(own).parameters:
-            raise ConfigError(f"{type(model).__name__} does not name its layers: leave layer_decay unset")
-        groups = own(lr=config.lr, weight_decay=config.weight_decay, layer_decay=config.layer_decay)
-    elif own is not None:
-        groups = own(lr=config.lr, weight_decay=config.weight_decay)
-    else:
-        groups = _two_groups(model, config)
-    groups = [dict(group, params=list(group["params"])) for group in groups if group["params"]]
+        if "layer_decay" not in inspect.signature(make).parameters:
+            raise ConfigError(f"{type(model).__name__} makes its own groups without layers: leave layer_decay unset")
+        options["layer_decay"] = config.layer_decay
+    groups = [dict(group, params=list(group["params"])) for group in make(**options)]
+    groups = [group for group in groups if group["params"]]
     if not groups:
         raise TrainingError(f"{type(model).__name__} has no trainable parameter: everything is frozen")
     return groups
@@ -97,21 +94,6 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
         state.setdefault(indices[name], {})[key] = tensor
     # load_state_dict takes each tensor to its parameter's device and dtype, but for the step counts, which stay put.
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _two_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    decayed: list[nn.Parameter] = []
-    spared: list[nn.Parameter] = []
-    seen: set[nn.Parameter] = set()
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad and parameter not in seen:
-                seen.add(parameter)
-                (spared if parameter.ndim < 2 or isinstance(module, _NORMS) else decayed).append(parameter)
-    return [
-        {"params": decayed, "lr": config.lr, "weight_decay": config.weight_decay},
-        {"params": spared, "lr": config.lr, "weight_decay": 0.0},
-    ]
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
