@@ -1,5 +1,11 @@
-"""Image encoders by name: which there are, and how one is built and filled."""
+"""Image encoders by name: which there are, and how one is built and filled.
 
+A name is a preset (`medvl.encoders.presets`), or that of a timm, torchvision or open_clip model, looked up in this
+order; `timm:NAME`, `torchvision:NAME` and `open_clip:NAME` say which library. What `pretrained` may be stands in
+`medvl.encoders.pretrained`.
+"""
+
+import dataclasses
 import difflib
 import fnmatch
 from collections.abc import Sequence
@@ -9,7 +15,7 @@ from medvl.encoders.image import ImageEncoder, ImageOptions, Pool
 from medvl.encoders.presets import IMAGE_PRESETS, ImagePreset
 from medvl.encoders.pretrained import KeyMap, Pretrained, beyond, load_strictly, locate, read_tensors, read_url
 from medvl.encoders.vision import Size, Vision
-from medvl.errors import ConfigError
+from medvl.errors import ConfigError, WeightsError
 
 _LIBRARIES = ("timm", "torchvision", "open_clip")
 _OTHER_TOWER = (
@@ -41,38 +47,31 @@ def create_image_encoder(
     """An image encoder by name.
 
     Args:
-        name: a preset (`medvl.encoders.presets`), or the name of a timm, torchvision or open_clip model, looked up in
-            this order; `timm:NAME`, `torchvision:NAME` and `open_clip:NAME` say which library.
-        pretrained: False starts from the library's own initialisation, which draws from torch's global generator (seed
-            it), and never touches the network. True loads the preset's published file, pinned by commit and content;
-            or torchvision's default weights, pinned by content. Else a file or a folder on disk (safetensors, or a
-            checkpoint of tensors only), or `OWNER/NAME@COMMIT[:FILE]` on the hub. Weights load strictly;
-            classification heads are dropped by name.
-        in_channels: 1 sums the weights of the stem over RGB, so that a grey image gives what its RGB copy gives where
-            the channels share their statistics; statistics are averaged over the channels.
-        image_size: a side or (height, width), in pixels. Backbones with learnt positions have them interpolated and
-            take no other size; for the rest it is only what they are meant for. Default: the preset's or the library's.
-        patch_level: the stage that `patches_BPD` come from, counted from the end: -1 the last, -2 the one before
-            (GLoRIA takes -2 of a ResNet-50). `pooled_BD` is always of the last. Vision Transformers have -1 only: all
-            patch tokens after the final norm.
+        name, pretrained: see above. At random it starts as its library does, from torch's global generator: seed it.
+        in_channels: 1 sums the stem's weights over RGB: a grey image gives what its RGB copy gives where the channels
+            share their statistics, which are averaged.
+        image_size: a side or (height, width). Backbones with learnt positions have them interpolated and take no other
+            size; a file whose positions are of that size already is taken as it is. For the rest it is only what they
+            are meant for. Default: the preset's or the library's.
+        patch_level: stage of `patches_BPD` from the end: -1 the last, -2 the one before (GLoRIA's, of a ResNet-50);
+            `pooled_BD` is of the last. Vision Transformers have -1 only: all patch tokens after the final norm.
         pool: "cls" or "avg" of the tokens; None is the model's own way.
         projection: open_clip only: `pooled_BD` goes through the tower's projection into the shared space.
-        mean, std: statistics of pixels in 0..1, where they differ from the preset's or the library's.
-        arguments: for the library's constructor, as `depth=11` or `channels=(32, 64, 128, 256)`. A vision Transformer
-            that is built with fewer blocks than its published file takes the lower ones.
+        mean, std: of pixels in 0..1, where they differ from the preset's or the library's.
+        arguments: for the library's constructor (`depth=11`, `channels=(32, 64, 128, 256)`). A vision Transformer with
+            fewer blocks than its published file takes the lower ones.
 
     Raises:
         ConfigError: the name or an argument is unknown or out of range; the text names the nearest names.
         WeightsError: the weights cannot be had, or do not fit; the text names the first differences.
     """
     library, model, preset = _resolve(name)
-    side = (image_size, image_size) if isinstance(image_size, int) else image_size
-    if preset is not None:
-        side = side or (preset.image_size, preset.image_size)
+    if projection and library != "open_clip":
+        raise ConfigError(f"{name} has no projection into a shared space: only open_clip's towers have one")
     options = ImageOptions(
         name=name,
         in_channels=in_channels,
-        image_size=None if side is None else (int(side[0]), int(side[1])),
+        image_size=_sides(image_size, preset),
         patch_level=patch_level,
         pool=pool,
         projection=projection,
@@ -80,12 +79,8 @@ def create_image_encoder(
         std=std or (preset.std if preset else None),
         arguments=arguments,
     )
-    if projection and library != "open_clip":
-        raise ConfigError(f"{name} has no projection into a shared space: only open_clip's towers have one")
     vision = _build(library, model, {**(preset.arguments if preset else {}), **arguments}, options)
-    if pretrained is False:
-        return ImageEncoder(vision, options)
-    return _load(vision, options, preset, pretrained)
+    return ImageEncoder(vision, options) if pretrained is False else _load(vision, options, preset, pretrained)
 
 
 def list_image_encoders(pattern: str = "*", *, library: str | None = None) -> list[str]:
@@ -96,6 +91,11 @@ def list_image_encoders(pattern: str = "*", *, library: str | None = None) -> li
     if library is not None and library not in _LIBRARIES:
         raise ConfigError(f"library is {library!r}: known are {', '.join(_LIBRARIES)}")
     return sorted(fnmatch.filter(IMAGE_PRESETS if library is None else _names(library), pattern))
+
+
+def _sides(image_size: int | Size | None, preset: ImagePreset | None) -> Size | None:
+    size = image_size or (preset.image_size if preset else None)
+    return (size, size) if isinstance(size, int) else None if size is None else (int(size[0]), int(size[1]))
 
 
 def _names(library: str) -> Sequence[str]:
@@ -164,5 +164,13 @@ def _load(vision: Vision, options: ImageOptions, preset: ImagePreset | None, pre
     if vision.blocks is not None:
         without += beyond(vision.blocks, [name for name, _ in vision.net.named_parameters()])
     drop = [*(_OTHER_TOWER if tower else ()), *(published.drop if published and pretrained is True else ())]
-    load_strictly(vision.net, tensors, KeyMap(layouts=[[(tower, "")]], drop=drop, without=without), source)
+    keys = KeyMap(layouts=[[(tower, "")]], drop=drop, without=without)
+    try:
+        load_strictly(vision.net, tensors, keys, source)
+    except WeightsError:
+        if options.image_size in (None, vision.image_size) or not vision.adapter.fixed_size:
+            raise
+        vision = dataclasses.replace(vision, image_size=options.image_size)  # positions of that size already (M3AE)
+        vision.adapter.resize(vision.net, vision.image_size)
+        load_strictly(vision.net, tensors, keys, source)
     return ImageEncoder(vision, options)

@@ -26,7 +26,11 @@ _CANDIDATES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_mode
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 
 Pretrained = bool | str | Path
-"""False: random. True: the preset's own file. A path: that file or folder. `OWNER/NAME@COMMIT[:FILE]`: from the hub."""
+"""False: random weights, and the network is never touched.
+True: the preset's published file, pinned by commit and content; torchvision's default weights, pinned by content; the
+file in a local folder that the encoder was named by.
+A path: a file (safetensors, or a checkpoint that holds nothing but tensors), or a folder with one.
+`OWNER/NAME@COMMIT[:FILE]`: from the hub."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +96,7 @@ def locate(name: str, pretrained: Pretrained, published: Weights | None, note: s
         return fetch(published.hub_id, published.filename, published.revision, sha256=published.sha256)
     source = str(pretrained)
     if Path(source).exists() or source.endswith(_SUFFIXES):
-        return _local(Path(source))
+        return _local(Path(source), published)
     match = _HUB.fullmatch(source)
     if match is None:
         raise WeightsError(
@@ -109,14 +113,15 @@ def locate(name: str, pretrained: Pretrained, published: Weights | None, note: s
     raise WeightsError(failures[0])
 
 
-def _local(path: Path) -> Path:
+def _local(path: Path, published: Weights | None) -> Path:
     if path.is_file():
         return path
-    for filename in _CANDIDATES:
+    filenames = [*([published.filename] if published else []), *_CANDIDATES]
+    for filename in filenames:
         if (path / filename).is_file():
             return path / filename
     if path.is_dir():
-        raise WeightsError(f"{path} holds none of {', '.join(_CANDIDATES)}")
+        raise WeightsError(f"{path} holds none of {', '.join(filenames)}")
     raise WeightsError(f"{path} does not exist: pretrained must be a file of weights, or a folder that holds one")
 
 

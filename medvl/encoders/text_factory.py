@@ -1,4 +1,10 @@
-"""Text encoders by name: which there are, and how one is built and filled."""
+"""Text encoders by name: which there are, and how one is built and filled.
+
+A name is a preset (`medvl.encoders.presets`); `hf:TYPE` for any encoder of transformers by its model type (`hf:bert`,
+`hf:distilbert`, ...); a local folder with a `config.json`; `open_clip:NAME` for a text tower; `static` for a table of
+word vectors. What `pretrained` may be stands in `medvl.encoders.pretrained`; for `static` it is a file in GloVe's or
+word2vec's format.
+"""
 
 import dataclasses
 import difflib
@@ -45,34 +51,28 @@ def create_text_encoder(
     """A text encoder by name.
 
     Args:
-        name: a preset (`medvl.encoders.presets`); `hf:TYPE` for any encoder of transformers by its model type
-            (`hf:bert`, `hf:distilbert`, ...), sized by `arguments`; a local folder with a `config.json`;
-            `open_clip:NAME` for a text tower; `static` for a table of word vectors of `dimension`.
-        pretrained: False starts from the library's own initialisation, which draws from torch's global generator (seed
-            it), and never touches the network. True loads the preset's published file, pinned by commit; of a local
-            folder, the file in it. Else a file or a folder on disk (safetensors, or a checkpoint of tensors only), or
-            `OWNER/NAME@COMMIT[:FILE]` on the hub; for `static`, a file in GloVe's or word2vec's format. Weights load
-            strictly; heads that the encoder does not have are dropped by name.
-        vocab_size: number of token ids. Default: the preset's.
-        pad_id: id of padding. Default: the preset's.
-        layers: states that `tokens_BTD` combine: 0 the embeddings, 1 the first layer, -1 the last. GLoRIA sums the
-            last four, MedCLIP averages (1, 2, -1).
+        name, pretrained: see above. At random it starts as its library does, from torch's global generator: seed it.
+        vocab_size, pad_id: number of token ids, and the padding's. Default: the preset's.
+        layers: states that `tokens_BTD` combine: 0 the embeddings, 1 the first layer, -1 the last. GLoRIA sums the last
+            four, MedCLIP averages (1, 2, -1).
         reduce: "mean" or "sum" over `layers`.
         pool: "cls", the first token; "mean" or "max" over real tokens; "eos", the last real token. Default: the
             published model's own.
         projection: `pooled_BD` goes through the head that the published model has over its text vector (CXR-BERT, CLIP,
             BiomedCLIP).
-        vocabulary: word -> id, for `static` with a file of vectors: words of it that the file has get their vectors.
+        vocabulary: word -> id, for `static` with a file: words that the file has get their vectors.
         arguments: sizes and other fields by Hugging Face's names (`num_hidden_layers=6`, `hidden_size=256`), for
-            open_clip's towers as well. Fewer layers than the published file has take its lower ones.
+            open_clip's towers too; `dimension` for `static`. Fewer layers than the published file has take its lower
+            ones.
 
     Raises:
         ConfigError: the name or an argument is unknown or out of range; the text names the nearest names.
         WeightsError: the weights cannot be had, or do not fit; the text names the first differences.
     """
     family, model, preset, fields = _resolve(str(name))
+    is_folder = preset is None and Path(name).is_dir()
     options = TextOptions(
-        name=str(name) if preset or not Path(name).is_dir() else f"{family}:{model}",
+        name=f"{family}:{model}" if is_folder else str(name),
         vocab_size=vocab_size,
         pad_id=pad_id,
         layers=tuple(layers),
@@ -85,17 +85,10 @@ def create_text_encoder(
         return _static(options, pretrained, vocabulary)
     if vocabulary is not None:
         raise ConfigError("vocabulary is for static tables of word vectors")
-    full = {**fields, **arguments} | ({} if vocab_size is None else {"vocab_size": vocab_size})
-    language = _build(family, model, full if pad_id is None else {**full, "pad_token_id": pad_id}, projection)
-    if projection and language.projection is None:
-        kind = preset.projection if preset else None
-        if kind is None:
-            raise ConfigError(f"{name} has no projection over its text vector")
-        head, width = text_projection(kind, language.width)
-        language = dataclasses.replace(language, projection=head, projected_width=width)
+    language = _build(family, model, fields, options, preset)
     encoder = TextEncoder(language, options)
     if pretrained is not False:
-        _load(encoder, language, preset, Path(name) if pretrained is True and Path(name).is_dir() else pretrained)
+        _load(encoder, language, preset, Path(name) if is_folder and pretrained is True else pretrained)
     return encoder
 
 
@@ -123,10 +116,24 @@ def _resolve(name: str) -> tuple[str, str, TextPreset | None, dict[str, Any]]:
     )
 
 
-def _build(family: str, model: str, arguments: Mapping[str, Any], projection: bool) -> Language:
-    if family == "hf":
-        return build_hugging_face(model, arguments)
-    return build_open_clip(model, arguments, projection)
+def _build(
+    family: str, model: str, fields: Mapping[str, Any], options: TextOptions, preset: TextPreset | None
+) -> Language:
+    arguments = {**fields, **options.arguments}
+    if options.vocab_size is not None:
+        arguments["vocab_size"] = options.vocab_size
+    if options.pad_id is not None:
+        arguments["pad_token_id"] = options.pad_id
+    if family == "open_clip":
+        language = build_open_clip(model, arguments, options.projection)
+    else:
+        language = build_hugging_face(model, arguments)
+    if not options.projection or language.projection is not None:
+        return language
+    if preset is None or preset.projection is None:
+        raise ConfigError(f"{options.name} has no projection over its text vector")
+    head, width = text_projection(preset.projection, language.width)
+    return dataclasses.replace(language, projection=head, projected_width=width)
 
 
 def _static(options: TextOptions, pretrained: Pretrained, vocabulary: Mapping[str, int] | None) -> TextEncoder:
