@@ -222,7 +222,7 @@ def test_empty_plans_and_double_keys_are_refused(tmp_path: Path, deid: Deidentif
     with pytest.raises(CorpusError, match=r"no image is left to convert \(3 view\)"):
         write_shards(Plan("lab", [], (), Counter(view=3)), deid, ShardRun(out=tmp_path / "out"), OPTIONS)
     plan = make_plan(tmp_path / "images", 2)
-    with pytest.raises(CorpusError, match="1 images are listed more than once"):
+    with pytest.raises(CorpusError, match="2 images are listed more than once, first key key000"):
         write_shards(Plan("lab", plan.records * 2, (), Counter()), deid, ShardRun(out=tmp_path / "out"), OPTIONS)
 
 

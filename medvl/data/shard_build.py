@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import hashlib
+import json
 import os
 import tarfile
 from collections import Counter
@@ -50,6 +51,19 @@ class ShardNote:
     """(key, reason, message)."""
     excluded: Counter[str] = dataclasses.field(default_factory=Counter)
     warnings: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def to_json(self) -> str:
+        """For its file."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return json.dumps(fields, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> "ShardNote":
+        """Raises ValueError or TypeError when the file was cut short or is something else."""
+        note = cls(**json.loads(data))
+        note.excluded, note.warnings = Counter(note.excluded), Counter(note.warnings)
+        note.skipped = [(key, reason, message) for key, reason, message in note.skipped]
+        return note
 
     @property
     def shard(self) -> Shard:
@@ -135,7 +149,7 @@ def _complete(sample: Sample, header: DicomHeader) -> Sample:
     return dataclasses.replace(
         sample,
         view=sample.view or header.view_position,
-        sex=sample.sex or header.patient_sex,
+        sex=sample.sex or (header.patient_sex if header.patient_sex in ("F", "M") else None),
         age=sample.age if sample.age is not None else header.patient_age,
     )
 

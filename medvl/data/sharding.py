@@ -136,10 +136,7 @@ def _claim(
 def _finished(task: ShardTask, private: Path) -> ShardNote | None:
     note_path, tar = private / f"{task.name}.json", task.folder / f"{task.name}.tar"
     try:
-        content = json.loads(note_path.read_bytes())
-        note = ShardNote(**content)
-        note.excluded, note.warnings = Counter(note.excluded), Counter(note.warnings)
-        note.skipped = [(key, reason, message) for key, reason, message in note.skipped]
+        note = ShardNote.from_json(note_path.read_bytes())
         whole = tar.stat().st_size == note.bytes and tar.with_suffix(".index").is_file()
     except (OSError, ValueError, TypeError):
         return None  # not done, or its note was cut short: the shard is made again
@@ -154,7 +151,7 @@ def _run(
     with tqdm(total=planned, initial=done, unit="img", desc="shards", mininterval=10 if quiet else 0.2) as bar:
         for note, converted in _results(tasks, min(workers, len(tasks))):
             if note is not None:
-                write_atomic(private / f"{note.name}.json", json.dumps(dataclasses.asdict(note), sort_keys=True))
+                write_atomic(private / f"{note.name}.json", note.to_json())
                 notes[note.name] = note
                 _check_budget(notes.values(), budget, private)
             bar.update(done + converted - bar.n)
