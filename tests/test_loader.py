@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import textured
-from medvl.data.images import encode_png
-from medvl.data.tokenize import Tokenizer, train_wordpiece
 from test_sharding import make_plan
 
 from medvl.data.deid import Deidentifier
+from medvl.data.images import encode_png
 from medvl.data.laterality import swap_laterality
 from medvl.data.loader import FileSource, Loader, open_loader, sample_rng
 from medvl.data.shard_options import ShardOptions, ShardRun
 from medvl.data.sharding import write_shards
 from medvl.data.shards import Index, ShardSource
 from medvl.data.text import RandomSentence, WholeText
+from medvl.data.tokenize import Tokenizer, train_wordpiece
 from medvl.data.transforms import ConVIRTAugmentation, EvalTransform
 from medvl.errors import BudgetError, ConfigError, ShardError
 from medvl.schema import Batch
