@@ -23,7 +23,7 @@ from medvl.data.deid import Deidentifier, default_salt_file
 from medvl.data.loader import FileSource, Loader, open_loader
 from medvl.data.text import WholeText
 from medvl.errors import MedvlError, SplitError
-from medvl.eval import LabelPolicy, list_prompts, write_results, write_zero_shot_page, zero_shot
+from medvl.eval import LabelPolicy, list_prompts, load_prompts, write_results, write_zero_shot_page, zero_shot
 from medvl.models.storage import train_manifest
 from medvl.schema import FINDINGS
 
@@ -56,13 +56,28 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def open_split(options: argparse.Namespace, split: str, model: Any, deid: Deidentifier) -> Loader:
-    """A split of CheXpert, every image once and in order. Raises CorpusError."""
+def read_split(options: argparse.Namespace, split: str, deid: Deidentifier) -> FileSource:
+    """The images of a split with their labels. Raises CorpusError."""
     samples = list(chexpert.iter_samples(options.root, split=split, deid=deid))
     if options.frontal_only:
         samples = [sample for sample in samples if sample.view != "LATERAL"]
+    return FileSource(samples, FINDINGS)
+
+
+def refuse_known_patients(checkpoint: Path, source: FileSource, deid: Deidentifier) -> None:
+    """Raise SplitError when the checkpoint tells its training patients and one of them is in these images."""
+    seen = train_manifest(checkpoint)
+    if seen is None or seen.salt != deid.fingerprint:
+        return
+    shared = {sample.patient for sample in source.samples} & set(seen.patients)
+    if shared:
+        raise SplitError(f"{checkpoint} was trained on {len(shared)} of these patients: judge it on another split")
+
+
+def open_for(model: Any, source: FileSource, options: argparse.Namespace) -> Loader:
+    """Every image once and in order, as the model takes it."""
     return open_loader(
-        FileSource(samples, FINDINGS),
+        source,
         batch=options.batch,
         image=model.transform,
         text=WholeText(),
@@ -72,31 +87,19 @@ def open_split(options: argparse.Namespace, split: str, model: Any, deid: Deiden
     )
 
 
-def refuse_known_patients(checkpoint: Path, loader: Loader, deid: Deidentifier) -> None:
-    """Raise SplitError when the checkpoint tells its training patients and one of them is in these images."""
-    seen = train_manifest(checkpoint)
-    if seen is None or seen.salt != deid.fingerprint:
-        return
-    source = loader.source
-    shared = {source.sample(position).patient for position in range(len(source))} & set(seen.patients)
-    if shared:
-        raise SplitError(f"{checkpoint} was trained on {len(shared)} of these patients: judge it on another split")
-
-
 def run(options: argparse.Namespace) -> None:
-    """Evaluate, write, print."""
-    model = medvl.load(options.checkpoint).to(options.device)
+    """Evaluate, write, print. What can be wrong is looked at before the model is loaded."""
+    prompts = load_prompts(options.prompts)
     deid = Deidentifier.from_file(default_salt_file(), create=True)
-    loader = open_split(options, options.split, model, deid)
-    refuse_known_patients(options.checkpoint, loader, deid)
-    valid_loader = None
-    if options.thresholds_from is not None:
-        valid_loader = open_split(options, options.thresholds_from, model, deid)
+    source = read_split(options, options.split, deid)
+    valid = None if options.thresholds_from is None else read_split(options, options.thresholds_from, deid)
+    refuse_known_patients(options.checkpoint, source, deid)
+    model = medvl.load(options.checkpoint).to(options.device)
     result = zero_shot(
         model,
-        loader,
-        options.prompts,
-        valid_loader=valid_loader,
+        open_for(model, source, options),
+        prompts,
+        valid_loader=None if valid is None else open_for(model, valid, options),
         policy=LabelPolicy(uncertain=options.uncertain, missing=options.missing),
         resamples=options.resamples,
         checkpoint=options.checkpoint,
@@ -109,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
         model=f"{model.name} ({options.checkpoint.name})",
         data=f"CheXpert, {options.split}" + (", frontal views" if options.frontal_only else ""),
         date=datetime.date.today().isoformat(),
-        pixels=loader.source.pixels,
+        pixels=source.pixels,
     )
     print(result.table())
     print()
