@@ -241,8 +241,8 @@ def clavicle(chest: Chest, side: str) -> Points:
 
 
 def vertebrae(chest: Chest) -> Points:
-    """Centres of sixteen vertebral bodies from the neck down, (16, 2)."""
-    y = -20.0 + 2.45 * np.arange(16)
+    """Centres of the vertebral bodies from the neck down, (20, 2)."""
+    y = -22.0 + 2.45 * np.arange(20)
     return np.stack([chest.spine_bend * np.cos(np.clip((y - 2) / 16, -1, 1) * np.pi / 2), y], axis=1)
 
 

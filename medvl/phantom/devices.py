@@ -90,7 +90,8 @@ def _pacemaker(chest: Chest, part: Part) -> Device:
     leads = [spline([[x, y - 1.6], *way, [-0.10 * heart + shift, 6.5], [0.1 * heart, 8.8], list(apex)])]
     if part.t > 0.3:
         leads.append(spline([[x + 0.4, y - 1.4], *way, [-0.1 * heart + shift, 5.4], [-0.17 * heart + shift, 4.4]]))
-    solids = (ellipse((x, y), (2.3, 2.0), side * 15), ellipse(apex, (0.35, 0.2), 20, 8))
+    case = [[-2.0, -1.5], [0.0, -2.0], [2.0, -1.5], [2.2, 0.6], [1.0, 2.1], [-1.0, 2.1], [-2.2, 0.6]]
+    solids = (spline(case, closed=True) + np.array([x, y]), ellipse(apex, (0.35, 0.2), 20, 8))
     return Device(lines=tuple(leads), width=0.2, brightness=130, solids=solids)
 
 

@@ -64,7 +64,7 @@ def patches(lung: Lung, part: Part) -> list[Points]:
 
 def meniscus(lung: Lung, part: Part) -> list[Points]:
     """Fluid that fills the lung from below and climbs along the wall."""
-    edge = 0.955 - 0.67 * part.extent
+    edge = 0.980 - 0.69 * part.extent
     middle = min(0.985, edge + 0.10 + 0.09 * (1 - part.extent))
     u = np.linspace(1.05, -0.15, 22)
     level = middle - (middle - edge) * np.clip(u, 0, 1) ** 3

@@ -77,6 +77,8 @@ class Patient:
     subject_id: int
     sex: str
     """F or M."""
+    chest: Chest
+    """At rest, before findings and breath change it."""
     studies: tuple[Study, ...]
 
 
@@ -107,7 +109,7 @@ class World:
             prior = studies[-1].findings if studies else None
             studies.append(self._study((index, number), taken, sex, age + years, chest, profile, chronic, prior))
         subject_id = 10**7 + (index * _STEP + self._offset) % 10**7
-        return Patient(index=index, subject_id=subject_id, sex=sex, studies=tuple(studies))
+        return Patient(index=index, subject_id=subject_id, sex=sex, chest=chest, studies=tuple(studies))
 
     def patients(self, count: int) -> Iterator[Patient]:
         """The first `count` patients."""
@@ -128,7 +130,7 @@ class World:
         findings = sample_findings(rng, profile, chronic)
         key = (self.seed, *number)
         views = tuple(
-            _view((*key, i), position, chest, findings) for i, position in enumerate(_positions(rng, findings))
+            take_view((*key, i), position, chest, findings) for i, position in enumerate(_positions(rng, findings))
         )
         return Study(
             study_id=5 * 10**7 + ((number[0] * MAX_STUDIES + number[1]) * _STEP + self._offset) % 10**7,
@@ -152,7 +154,8 @@ def _positions(rng: np.random.Generator, findings: tuple[Finding, ...]) -> list[
     return [["PA"], ["PA", lateral], ["PA", "PA", lateral]][rng.choice(3, p=[0.16, 0.77, 0.07])]
 
 
-def _view(key: tuple[int, ...], position: str, chest: Chest, findings: tuple[Finding, ...]) -> View:
+def take_view(key: tuple[int, ...], position: str, chest: Chest, findings: tuple[Finding, ...]) -> View:
+    """One view of a chest with findings: `key` (a seed first) decides how the patient stands and is exposed."""
     rng = generator(*key)
     kind = "LATERAL" if position in LATERAL_POSITIONS else position
     loose = 1.6 if kind == "AP" else 1.0  # how carefully the patient is placed
