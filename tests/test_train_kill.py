@@ -1,5 +1,6 @@
 """SIGKILL at any moment, the same command again: the weights of the run that was left alone, bit for bit."""
 
+import os
 import random
 import signal
 import subprocess
@@ -28,6 +29,27 @@ def test_killed_at_a_random_step_and_started_again(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert fakes.weights_hash(tmp_path / "killed") == fakes.weights_hash(tmp_path / "whole"), f"killed at {at}"
     assert fakes.records(tmp_path / "killed") == fakes.records(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_process_group_ends_a_run_with_loader_workers_in_order(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """As Ctrl-C in a terminal and torchrun send it. Workers in the same group would die of it, and the run with them."""
+    command = [sys.executable, CHILD, "workers", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "step 9 of 1000" in line:
+                break
+        os.killpg(process.pid, number)
+        sent = time.monotonic()
+        rest = process.stderr.read()
+        assert process.wait() == 0, rest
+    assert time.monotonic() - sent < 30
+    assert f"stopped by {number.name} after step " in rest
+    step = int(rest.split("after step ")[-1].split(":")[0])
+    assert (tmp_path / "last").readlink().name == f"step-{step:08d}"
 
 
 @pytest.mark.slow

@@ -1,18 +1,22 @@
 """Trainings in processes of their own, for tests that kill them.
 
     train_child.py step RUN_DIR [KILL_AT]     train; SIGKILL itself when micro-batch KILL_AT is handed out
+    train_child.py workers RUN_DIR            train slowly, with batches from two worker processes
     train_child.py writes FOLDER              kill a training before each of its operations on files, and resume it
 
-The second forks, so that torch is imported once; nothing here uses more than one thread.
+The last forks, so that torch is imported once; nothing here uses more than one thread.
 """
 
 import os
 import signal
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import train_fakes as fakes
+from torch.utils.data import DataLoader, Dataset
 
 from medvl.schema import Batch
 from medvl.train import Cosine, checkpoint
@@ -34,10 +38,46 @@ class Killed(fakes.FakeLoader):
         return batch
 
 
-def run(run_dir: Path, kill_at: int | None = None, steps: int = 15, every: int = 4) -> None:
+class _Slow(Dataset[Batch]):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, position: int) -> Batch:
+        time.sleep(0.1)
+        return fakes.make_batch(list(range(4 * position, 4 * position + 4)))
+
+
+def _own_group(worker: int) -> None:
+    os.setpgid(0, 0)
+
+
+class Workers(fakes.FakeLoader):
+    """Batches of torch's DataLoader, whose workers live as long as the loader does."""
+
+    def __init__(self) -> None:
+        super().__init__(20, 4)
+        self.batches = DataLoader(
+            _Slow(),
+            batch_size=None,
+            num_workers=2,
+            persistent_workers=True,
+            multiprocessing_context="fork",
+            worker_init_fn=_own_group,
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.batches:
+            self.position += 1
+            yield batch
+        self.epoch, self.position = self.epoch + 1, 0
+
+
+def run(
+    run_dir: Path, kill_at: int | None = None, steps: int = 15, every: int = 4, loader: fakes.FakeLoader | None = None
+) -> None:
     fakes.train(
         fakes.TwoTowers(fakes.TwoTowersConfig(dropout=0.3, norm=True)),
-        Killed(kill_at),
+        loader or Killed(kill_at),
         optim=fakes.optim(schedule=Cosine()),
         config=fakes.config(run_dir, epochs=None, steps=steps, validate_every=2, checkpoint_every=every, keep_last=1),
         valid_loader=fakes.valid_batches(),
@@ -97,5 +137,7 @@ if __name__ == "__main__":
     checkpoint.model_files = fakes.FakeModelFiles
     if sys.argv[1] == "writes":
         kill_at_every_write(Path(sys.argv[2]))
+    elif sys.argv[1] == "workers":
+        run(Path(sys.argv[2]), steps=1000, loader=Workers())
     else:
         run(Path(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -9,7 +9,11 @@ from medvl.schema import Batch
 
 
 class TrainLoader(Protocol):
-    """What `train` needs of a loader of training batches."""
+    """What `train` needs of a loader of training batches.
+
+    Worker processes must be in process groups of their own (`os.setpgid(0, 0)` in the worker's init): Ctrl-C and
+    torchrun send their signals to the whole group, and a worker that dies of one ends the run in the middle of a step.
+    """
 
     @property
     def global_batch(self) -> int:

@@ -12,6 +12,7 @@ gradients in another order than the later ones', so there "the same" means to ro
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import platform
 import time
@@ -105,7 +106,7 @@ def train(
         stack.enter_context(caller_keeps_generators(world.device))
         stack.enter_context(console(world.is_main))
         stop = stack.enter_context(StopSignals())
-        world.on_main(lambda: stack.enter_context(RunLock(config.run_dir)) and None)
+        world.on_main(functools.partial(_lock, stack, config.run_dir))
         training = _Training(model, train_loader, world, optim, config, valid_loader, evals, run or {})
         stack.callback(training.journal.close)
         stopped = training.until_the_end(stop)
@@ -345,6 +346,11 @@ class _Training:
         """Whether something that is done every so often is to be done after this step. Always after the last one."""
         every = self.feed.steps_per_epoch if interval == "epoch" else interval
         return self.state.step % every == 0 or self.state.step == self.total_steps
+
+
+def _lock(stack: contextlib.ExitStack, run_dir: Path) -> None:
+    """Keep other runs out of the folder until the stack is left."""
+    stack.enter_context(RunLock(run_dir))
 
 
 def _check(loader: TrainLoader, optim: OptimConfig, config: TrainConfig, validates: bool) -> None:
