@@ -57,5 +57,5 @@ def test_killed_before_every_operation_on_files(tmp_path: Path) -> None:
     ended = child("writes", tmp_path)
     assert ended.returncode == 0, ended.stderr
     _, killed, _, same = ended.stdout.split()
-    assert int(killed) > 100
+    assert int(killed) > 60  # three checkpoints, two removals, the links, the records
     assert same == killed
