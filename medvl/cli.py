@@ -1,6 +1,7 @@
 """The `medvl` command: thin, and quick to answer --help."""
 
 import dataclasses
+import fnmatch
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -249,7 +250,7 @@ def list_everything(kind: Literal["models", "image-encoders", "text-encoders", "
     if kind == "prompts":
         from medvl.eval.prompts import list_prompts
 
-        names = list_prompts(match)
+        names = fnmatch.filter(list_prompts(), match)
     else:
         listers: dict[str, Callable[[str], list[str]]] = {
             "models": models.list_models,

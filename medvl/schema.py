@@ -104,8 +104,13 @@ class Batch:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        tensors = {name: function(getattr(self, name)) for name in ("image_BCHW", "ids_BT", "mask_BT", "labels_BL")}
-        return dataclasses.replace(self, **tensors)
+        return dataclasses.replace(
+            self,
+            image_BCHW=function(self.image_BCHW),
+            ids_BT=function(self.ids_BT),
+            mask_BT=function(self.mask_BT),
+            labels_BL=function(self.labels_BL),
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

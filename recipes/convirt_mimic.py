@@ -68,6 +68,7 @@ tiny = Recipe(
         train=Path("quickstart/shards/train"),
         valid=Path("quickstart/shards/validate"),
         tokenizer=Path("quickstart/vocab"),
+        text=RandomSentence(min_tokens=3),
         image=ConVIRTAugmentation(size=128, flip="swap_text", rotation=5, blur_sigma=(0.1, 0.6)),
         workers=1,
     ),

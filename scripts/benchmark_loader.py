@@ -18,16 +18,17 @@ import cv2
 import numpy as np
 import simplejpeg
 import torch
-from medvl.data.tokenize import Tokenizer, train_wordpiece
 
 from medvl import phantom
 from medvl.data.corpora import mimic_cxr
 from medvl.data.deid import Deidentifier
-from medvl.data.loader import Loader, open_loader, sample_rng
+from medvl.data.items import sample_rng
+from medvl.data.loader import Loader, open_loader
 from medvl.data.shard_options import ShardRun
 from medvl.data.sharding import write_shards
 from medvl.data.shards import ShardSource
 from medvl.data.text import RandomSentence
+from medvl.data.tokenize import Tokenizer, train_wordpiece
 from medvl.data.transforms import ConVIRTAugmentation
 
 

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "eval": {"losses", "data", "encoders", "models", "train"},
     "cli": {"losses", "data", "encoders", "models", "train", "eval", "phantom"},
 }
-FREE = {"schema", "errors", "_torchvision", "_hub"}
+FREE = {"schema", "errors", "files", "_torchvision", "_hub"}
 
 
 def room_of(path: Path) -> str:

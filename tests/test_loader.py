@@ -15,8 +15,9 @@ from test_sharding import make_plan
 
 from medvl.data.deid import Deidentifier
 from medvl.data.images import encode_png
+from medvl.data.items import sample_rng
 from medvl.data.laterality import swap_laterality
-from medvl.data.loader import FileSource, Loader, open_loader, sample_rng
+from medvl.data.loader import FileSource, Loader, open_loader
 from medvl.data.shard_options import ShardOptions, ShardRun
 from medvl.data.sharding import write_shards
 from medvl.data.shards import Index, ShardSource

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from medvl.data.tokenize import Tokenizer, train_wordpiece
 
 import medvl
 from medvl import losses
+from medvl.data.tokenize import Tokenizer, train_wordpiece
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.convirt import ConVIRT, ConVIRTConfig
 from medvl.models.storage import save

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import webdataset
 from conftest import IMAGES, textured
-from medvl.data.images import decode_image, encode_png
 
 from medvl.data import shard_build, sharding
 from medvl.data.corpora import mimic_cxr
 from medvl.data.corpora.base import Plan, Record
 from medvl.data.deid import Deidentifier
+from medvl.data.images import decode_image, encode_png
 from medvl.data.shard_options import ShardOptions, ShardRun
 from medvl.data.sharding import write_shards
 from medvl.data.shards import Index, Manifest, ShardSource, check_key, sample_from_json, sample_to_json

@@ -20,7 +20,8 @@ from torch import nn
 from train_fakes import FakeLoader, TwoTowers, train
 
 from medvl.errors import CheckpointError, TrainingError
-from medvl.train import checkpoint, files
+from medvl.files import sha256
+from medvl.train import checkpoint, folders
 from medvl.train.checkpoint import Checkpoints, read, verify
 from medvl.train.optim import build_optimizer, load_optimizer_tensors, optimizer_tensors
 
@@ -157,7 +158,7 @@ def test_a_pickle_with_a_proper_marker_is_refused(content: bytes, text: str, tmp
     folder = run(tmp_path / "run").last
     (folder / "model.safetensors").write_bytes(content)
     marker = json.loads((folder / "complete.json").read_text())
-    marker["files"]["model.safetensors"] = {"sha256": files.sha256(folder / "model.safetensors"), "bytes": len(content)}
+    marker["files"]["model.safetensors"] = {"sha256": sha256(folder / "model.safetensors"), "bytes": len(content)}
     (folder / "complete.json").write_text(json.dumps(marker))
     with pytest.raises(CheckpointError, match=text):
         verify(folder)
@@ -287,7 +288,7 @@ def test_a_best_that_could_not_be_saved_leaves_best_to_the_one_before(
 
 def test_a_removal_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = [True]
-    discard = files.discard
+    discard = folders.discard
 
     def sometimes(folder: Path) -> None:
         if broken[0] and folder.name == "step-00000000":
@@ -299,7 +300,7 @@ def test_a_removal_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest
             broken[0] = self.epoch == 0
             return batch
 
-    monkeypatch.setattr(files, "discard", sometimes)
+    monkeypatch.setattr(folders, "discard", sometimes)
     result = train(
         TwoTowers(),
         Repair(16, 4),
@@ -327,7 +328,7 @@ def test_without_symbolic_links_last_is_a_folder_of_hard_links(tmp_path: Path, m
 
 def test_a_lock_holds_against_another_process_and_dies_with_it(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from medvl.train.files import RunLock\n"
+        "import sys, pathlib; from medvl.train.folders import RunLock\n"
         "with RunLock(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
@@ -335,9 +336,9 @@ def test_a_lock_holds_against_another_process_and_dies_with_it(tmp_path: Path) -
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         with pytest.raises(TrainingError, match=rf"in use by process {other.pid} on .*: wait for it, or choose"):
-            files.RunLock(tmp_path).__enter__()
+            folders.RunLock(tmp_path).__enter__()
         other.kill()
-    with files.RunLock(tmp_path):
+    with folders.RunLock(tmp_path):
         pass
 
 

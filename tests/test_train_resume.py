@@ -15,7 +15,7 @@ from train_fakes import FakeLoader, TwoTowers, TwoTowersConfig, records, train, 
 from medvl.errors import CheckpointError
 from medvl.schema import Batch
 from medvl.train import Constant, Cosine, Plateau, checkpoint
-from medvl.train.files import RunLock
+from medvl.train.folders import RunLock
 
 # 24 samples in batches of 4, three batches an update: two updates an epoch, both of three micro-batches;
 # 20 samples: five batches, so the epoch's second update has two.

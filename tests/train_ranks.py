@@ -152,7 +152,7 @@ def check_disagree(folder: Path) -> Any:
 
 def check_lock(folder: Path) -> Any:
     """Another process holds the folder: every rank hears of it."""
-    from medvl.train.files import _locked_here
+    from medvl.train.folders import _locked_here
 
     path = (folder / "lock").resolve() / ".lock"
     _locked_here.add(path)

@@ -7,29 +7,22 @@ batch. All randomness of a sample comes from (seed, epoch, key).
 """
 
 import abc
-import dataclasses
 import hashlib
-import logging
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import cv2
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from medvl.data.reports import swap_laterality
+from medvl.data.items import Collate, Failure, Item, ItemMaker, SkipCount, start_worker
 from medvl.data.shard_build import read_pixels
-from medvl.data.shards import label_row
 from medvl.data.text import TextPolicy
 from medvl.data.tokenize import Tokenizer
 from medvl.data.transforms import ImageTransform
-from medvl.errors import BudgetError, ConfigError, DicomError, ImageError, ShardError
+from medvl.errors import ConfigError, DicomError, ImageError, ShardError
 from medvl.schema import Batch, Sample
-
-_log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
@@ -66,79 +59,27 @@ class FileSource:
         return read_pixels(self.samples[position], color=color)[0]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Item:
-    key: str
-    image_HWC: np.ndarray
-    text: str
-    labels_L: np.ndarray
+class _Samples(Dataset[Item | Failure]):
+    """What runs in a loader worker: read, decode, and make a row of it."""
 
+    def __init__(self, source: Source, maker: ItemMaker, color: bool) -> None:
+        self.source, self.maker, self.color = source, maker, color
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Failure:
-    key: str
-    reason: str
-
-
-def sample_rng(seed: int, epoch: int, key: str, purpose: str) -> np.random.Generator:
-    """The generator of one sample in one epoch. Each purpose has its own, so that they do not disturb each other."""
-    digest = hashlib.blake2b(f"{seed}/{epoch}/{key}/{purpose}".encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "big")))
-
-
-class _Samples(Dataset["_Item | _Failure"]):
-    """What runs in a loader worker: read, decode, augment, choose the text."""
-
-    def __init__(self, source: Source, image: ImageTransform, text: TextPolicy, seed: int, color: bool) -> None:
-        self.source, self.image, self.text = source, image, text
-        self.seed, self.color = seed, color
-        self._transform: Any = None  # built on first use in the process that uses it: pipelines do not pickle well
-
-    def __getitem__(self, place: tuple[int, int]) -> _Item | _Failure:
+    def __getitem__(self, place: tuple[int, int]) -> Item | Failure:
         epoch, position = place
-        self._transform = self._transform or self.image.build()
         try:
             sample = self.source.sample(position)
         except ShardError as error:
-            return _Failure(str(error), "sample_unreadable")
+            return Failure(str(error), "sample_unreadable")
         try:
             pixels = self.source.pixels(position, self.color)
         except (ImageError, DicomError) as error:
-            return _Failure(sample.key, error.reason)
+            return Failure(sample.key, error.reason)
         except ShardError:
-            return _Failure(sample.key, "shard_damaged")
+            return Failure(sample.key, "shard_damaged")
         except FileNotFoundError:
-            return _Failure(sample.key, "image_missing")
-        transformed = self._transform(pixels, sample_rng(self.seed, epoch, sample.key, "image"))
-        text = self.text(sample.sections, sample_rng(self.seed, epoch, sample.key, "text"))
-        if transformed.flipped and self.image.flip == "swap_text":
-            text = swap_laterality(text)
-        return _Item(sample.key, transformed.image_HWC, text, label_row(sample.labels, self.source.label_names))
-
-
-class _Collate:
-    """Stacks items into a batch and tokenises their texts, padded to the longest one only."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-
-    def __call__(self, items: Sequence[_Item | _Failure]) -> tuple[Batch | None, list[_Failure]]:
-        good = [item for item in items if isinstance(item, _Item)]
-        failures = [item for item in items if isinstance(item, _Failure)]
-        if not good:
-            return None, failures
-        texts = [item.text for item in good]
-        ids_BT, mask_BT = self.tokenizer(texts)
-        image_BHWC = torch.from_numpy(np.stack([item.image_HWC for item in good]))
-        batch = Batch(
-            keys=[item.key for item in good],
-            image_BCHW=image_BHWC.permute(0, 3, 1, 2).contiguous(),
-            ids_BT=ids_BT,
-            mask_BT=mask_BT,
-            labels_BL=torch.from_numpy(np.stack([item.labels_L for item in good])),
-            texts=texts,
-        )
-        return batch, failures
+            return Failure(sample.key, "image_missing")
+        return self.maker(sample, pixels, epoch)
 
 
 class _Positions(abc.ABC):
@@ -210,21 +151,27 @@ class Loader:
     ) -> None:
         self.source = source
         self.global_batch = positions.global_batch
-        self.skipped: Counter[str] = Counter()
-        """Samples that could not be read so far, by reason."""
         self._positions = positions
-        self._budget = int(max_skipped if max_skipped >= 1 else max_skipped * len(source))
+        self._skips = SkipCount(
+            str(getattr(source, "folder", "the files")),
+            int(max_skipped if max_skipped >= 1 else max_skipped * len(source)),
+        )
         self._training = isinstance(positions, _TrainPositions)
         self._batches = DataLoader(
             samples,
             batch_sampler=positions,
             num_workers=workers,
-            collate_fn=_Collate(tokenizer),
-            worker_init_fn=_start_worker,
+            collate_fn=Collate(tokenizer),
+            worker_init_fn=start_worker,
             prefetch_factor=4 if workers else None,
             persistent_workers=workers > 0,
             pin_memory=torch.cuda.is_available(),
         )
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """Samples that could not be read so far, by reason."""
+        return self._skips.reasons
 
     @property
     def epoch(self) -> int:
@@ -243,12 +190,9 @@ class Loader:
         for batch, failures in self._batches:
             self._positions.batch += self._training  # before the batch is handed out: who holds it has had it
             if failures:
-                self._count(failures)
+                self._skips.add(failures)
             if batch is None:
-                raise ShardError(
-                    f"{self._where()}: not one sample of a batch can be read ({failures[0].reason}, first key "
-                    f"{failures[0].key}). `medvl verify` names what is damaged."
-                )
+                raise self._skips.empty_batch(failures)
             yield batch
         if self._training:
             self._positions.epoch += 1
@@ -277,20 +221,6 @@ class Loader:
             "samples": len(self.source),
             "fingerprint": self.source.fingerprint,
         }
-
-    def _count(self, failures: Sequence[_Failure]) -> None:
-        for failure in failures:
-            self.skipped[failure.reason] += 1
-            _log.warning("sample %s is left out: %s", failure.key, failure.reason)
-        if self.skipped.total() > self._budget:
-            detail = ", ".join(f"{count} {reason}" for reason, count in self.skipped.most_common())
-            raise BudgetError(
-                f"{self._where()}: {self.skipped.total()} samples cannot be read ({detail}), more than the budget of "
-                f"{self._budget}. `medvl verify` names what is damaged."
-            )
-
-    def _where(self) -> str:
-        return str(getattr(self.source, "folder", "the files"))
 
 
 def open_loader(
@@ -337,10 +267,5 @@ def open_loader(
         raise ConfigError("the source has no sample")
     kind = _TrainPositions if train else _EvalPositions
     positions = kind(len(source), batch, train, seed, rank, world)
-    samples = _Samples(source, image, text, seed, color)
+    samples = _Samples(source, ItemMaker(image, text, source.label_names, seed), color)
     return Loader(source, positions, samples, tokenizer, workers=workers, max_skipped=max_skipped)
-
-
-def _start_worker(worker: int) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core already, and its pool does not survive a fork
-    cv2.setNumThreads(0)

@@ -17,8 +17,9 @@ from medvl.data.corpora.base import Record, read_record
 from medvl.data.dicom import DicomHeader, read_dicom
 from medvl.data.images import decode_image, encode_jpeg, encode_png, resize_short_side
 from medvl.data.shard_options import ShardOptions
-from medvl.data.shards import Index, Shard, sample_to_json, write_atomic
+from medvl.data.shards import Index, Shard, sample_to_json
 from medvl.errors import DicomError, ImageError, ReportError
+from medvl.files import write_atomic
 from medvl.schema import Sample
 
 _BLOCK = tarfile.BLOCKSIZE
@@ -43,7 +44,8 @@ class ShardNote:
     name: str
     split: str
     samples: int = 0
-    bytes: int = 0
+    size: int = 0
+    """Bytes of the tar."""
     sha256: str = ""
     index_sha256: str = ""
     patients: list[str] = dataclasses.field(default_factory=list)
@@ -70,7 +72,7 @@ class ShardNote:
         return Shard(
             name=self.name,
             samples=self.samples,
-            bytes=self.bytes,
+            bytes=self.size,
             sha256=self.sha256,
             index_sha256=self.index_sha256,
         )
@@ -99,7 +101,7 @@ def build_shard(task: ShardTask, tick: Callable[[], None]) -> ShardNote:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-    note.samples, note.bytes, note.sha256 = len(writer.keys), writer.offset, writer.hash.hexdigest()
+    note.samples, note.size, note.sha256 = len(writer.keys), writer.offset, writer.hash.hexdigest()
     note.index_sha256 = hashlib.sha256(index_text.encode()).hexdigest()
     note.patients = sorted(set(note.patients))
     return note

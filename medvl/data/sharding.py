@@ -29,9 +29,10 @@ from medvl.data.corpora.base import Plan, Record
 from medvl.data.deid import Deidentifier
 from medvl.data.shard_build import ShardNote, ShardTask, build_shard
 from medvl.data.shard_options import ShardOptions, ShardRun
-from medvl.data.shards import MANIFEST, Manifest, check_key, sample_to_json, write_atomic
+from medvl.data.shards import MANIFEST, Manifest, check_key, sample_to_json
 from medvl.data.splits import check_disjoint
 from medvl.errors import BudgetError, ConfigError, CorpusError, ShardError
+from medvl.files import write_atomic
 
 _PACKAGES = ("medvl", "numpy", "opencv-python-headless", "pillow", "pydicom", "simplejpeg")
 
@@ -137,7 +138,7 @@ def _finished(task: ShardTask, private: Path) -> ShardNote | None:
     note_path, tar = private / f"{task.name}.json", task.folder / f"{task.name}.tar"
     try:
         note = ShardNote.from_json(note_path.read_bytes())
-        whole = tar.stat().st_size == note.bytes and tar.with_suffix(".index").is_file()
+        whole = tar.stat().st_size == note.size and tar.with_suffix(".index").is_file()
     except (OSError, ValueError, TypeError):
         return None  # not done, or its note was cut short: the shard is made again
     return note if whole else None

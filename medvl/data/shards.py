@@ -22,6 +22,7 @@ import numpy as np
 
 from medvl.data.images import decode_image
 from medvl.errors import ShardError
+from medvl.files import write_atomic
 from medvl.schema import SCHEMA_VERSION, Sample
 
 MANIFEST = "manifest.json"
@@ -106,17 +107,6 @@ class Manifest:
         except (TypeError, KeyError, ValueError) as error:
             raise ShardError(f"{path} is damaged: its fields are not those of a manifest ({error})") from error
         return manifest
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file under a temporary name, flush it to the disk and rename it: old or new, never half."""
-    temporary = path.with_name(path.name + ".partial")
-    data = content.encode() if isinstance(content, str) else content
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def sample_to_json(sample: Sample) -> bytes:

@@ -28,7 +28,7 @@ def hash_split(patient: str, fractions: Mapping[str, float] = DEFAULT_FRACTIONS)
         upper += fraction
         if position < upper:
             return name
-    return next(reversed(fractions))  # rounding: the fractions summed to slightly below one
+    return list(fractions)[-1]  # rounding: the fractions summed to slightly below one
 
 
 def check_disjoint(patients_by_split: Mapping[str, Iterable[str]], what: str) -> None:

@@ -1,7 +1,6 @@
 """Proof that a folder of shards is what its manifest says, and that two folders do not share a patient."""
 
 import dataclasses
-import hashlib
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from tqdm import tqdm
 from medvl.data.images import decode_image
 from medvl.data.shards import IMAGE_SUFFIXES, MAX_MEMBER_BYTES, Index, Manifest, Shard, sample_from_json
 from medvl.errors import ImageError, ShardError, SplitError
+from medvl.files import sha256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def _check_shard(
     tar = folder / f"{shard.name}.tar"
     for path, expected in ((tar, shard.sha256), (tar.with_suffix(".index"), shard.index_sha256)):
         try:
-            if _sha256(path) != expected:
+            if sha256(path) != expected:
                 return [f"{path.name}: its bytes are not those that were written (sha256 differs)"]
         except FileNotFoundError:
             return [f"{path.name} is missing"]
@@ -152,8 +152,3 @@ def _check_sums(manifest: Manifest, keys: set[str], patients: set[str]) -> list[
     if len(manifest.skipped_keys) != sum(manifest.skipped.values()):
         problems.append("the skipped images that are listed are not those that are counted")
     return problems
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

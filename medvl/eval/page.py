@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from medvl.eval.results import format_value, write_atomically
+from medvl.eval.results import format_value
 from medvl.eval.rows import MetricRow
+from medvl.files import write_atomic
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -105,7 +106,7 @@ def write_page(page: Page, path: str | Path) -> Path:
     html = environment.get_template("page.html").render(page=page)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return write_atomically(path, html)
+    return write_atomic(path, html)
 
 
 def metric_cell(row: MetricRow | None, *, reference: float | None = None, bar: bool = False) -> Cell:

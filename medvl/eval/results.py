@@ -6,13 +6,10 @@ defined are null. Nothing in it depends on the clock, so the same evaluation wri
 """
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import platform
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from typing import Any
 import medvl
 from medvl.errors import EvaluationError
 from medvl.eval.rows import MetricRow
+from medvl.files import sha256, write_atomic
 
 RESULTS_VERSION = 1
 _PACKAGES = ("numpy", "open_clip_torch", "timm", "torch", "transformers")
@@ -72,7 +70,7 @@ def write_results(
     paths = []
     if predictions is not None:
         lines = "".join(json.dumps(_plain(line), allow_nan=False) + "\n" for line in predictions)
-        paths.append(write_atomically(folder / "predictions.jsonl", lines))
+        paths.append(write_atomic(folder / "predictions.jsonl", lines))
     rows = [{"name": row.name, **dataclasses.asdict(row)} for row in results.rows]
     data = {
         "results_version": RESULTS_VERSION,
@@ -81,25 +79,8 @@ def write_results(
         **{field: getattr(results, field) for field in ("config", "inputs", "details", "packages")},
     }
     text = json.dumps(_plain(data), indent=2, allow_nan=False) + "\n"
-    paths.append(write_atomically(folder / "results.json", text))
+    paths.append(write_atomic(folder / "results.json", text))
     return paths
-
-
-def write_atomically(path: Path, text: str) -> Path:
-    """Write a text file that is never seen half written."""
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-    ) as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            Path(file.name).chmod(0o644)
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
-    return path
 
 
 def _plain(value: Any) -> Any:
@@ -146,8 +127,7 @@ def checkpoint_sha256(checkpoint: str | Path) -> str:
     path = path / "model.safetensors" if path.is_dir() else path
     if not path.is_file():
         raise EvaluationError(f"{path} is not there: name a checkpoint directory that holds model.safetensors")
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256(path)
 
 
 def format_value(row: MetricRow | None) -> str:

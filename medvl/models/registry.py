@@ -80,7 +80,7 @@ def _configuration(name: Any, settings: Mapping[str, Any]) -> tuple[type[DualEnc
     for cls in map(system, _SYSTEMS):
         if isinstance(name, cls.Config):
             _check_settings(cls.name, cls.Config, settings)
-            return cls, dataclasses.replace(name, **settings)
+            return cls, cls.Config(**{**vars(name), **settings})
     raise ConfigError(f"a {type(name).__name__} is not the configuration of a system")
 
 

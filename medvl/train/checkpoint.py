@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from medvl.errors import CheckpointError
-from medvl.train import files
+from medvl.files import sha256
+from medvl.train import folders
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def verify(folder: Path) -> None:
         recorded = json.loads(marker.read_text())["files"]
         for name, entry in recorded.items():
             path = folder / name
-            if not path.is_file() or path.stat().st_size != entry["bytes"] or files.sha256(path) != entry["sha256"]:
+            if not path.is_file() or path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
                 raise CheckpointError(f"{path} is not as it was written: the checkpoint is damaged")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{marker} cannot be read ({type(error).__name__}): the checkpoint is damaged") from error
@@ -116,14 +117,14 @@ class Checkpoints:
         Raises what the disk or the model's own format raises; the checkpoints that are there stay as they are.
         """
         folder = self.folder / f"step-{state['step']:08d}"
-        with files.new_folder(folder) as aside:
+        with folders.new_folder(folder) as aside:
             model_files().save(model, aside, run)
             (aside / "train_state").mkdir()
-            files.write_json(aside / STATE, {"format": FORMAT, **state})
+            folders.write_json(aside / STATE, {"format": FORMAT, **state})
             save_file(
                 {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.items()}, aside / OPTIMIZER
             )
-            files.write_json(aside / MARKER, {"format": FORMAT, "step": state["step"], "files": _inventory(aside)})
+            folders.write_json(aside / MARKER, {"format": FORMAT, "step": state["step"], "files": _inventory(aside)})
         self.point(folder, state["best"]["step"])
         self._prune()
         return folder
@@ -156,8 +157,8 @@ class Checkpoints:
 
         Raises CheckpointError where there are checkpoints and all of them are damaged: starting over would hide that.
         """
-        files.sweep(self.folder)
-        files.sweep(self._run_dir)
+        folders.sweep(self.folder)
+        folders.sweep(self._run_dir)
         damaged = []
         for step in self.steps():
             folder = self.folder / f"step-{step:08d}"
@@ -187,10 +188,10 @@ class Checkpoints:
 
         A best one that could not be saved leaves `best` to the one before it.
         """
-        files.point(self._run_dir / "last", last)
+        folders.point(self._run_dir / "last", last)
         best, link = self.at(best_step), self._run_dir / "best"
         if best is not None:
-            files.point(link, best)
+            folders.point(link, best)
         elif link.is_symlink() and not link.exists():
             link.unlink()
 
@@ -202,14 +203,14 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Remove all but the newest `keep_last` and the best; what cannot be removed is tried again next time."""
-        files.sweep(self.folder)
+        folders.sweep(self.folder)
         best = self.best()
         for step in self.steps()[self._keep_last :]:
             folder = self.at(step)
             if folder is None or (best is not None and folder.samefile(best)):
                 continue
             try:
-                files.discard(folder)
+                folders.discard(folder)
             except OSError as error:
                 self.failures += 1
                 _log.warning("%s could not be removed (%s); tried again at the next save", folder, error)
@@ -219,7 +220,7 @@ class Checkpoints:
         aside = folder.with_name(f"damaged-{folder.name}")
         try:
             if aside.exists():
-                files.discard(aside)
+                folders.discard(aside)
             folder.rename(aside)
         except OSError as error:
             self.failures += 1
@@ -229,7 +230,7 @@ class Checkpoints:
 def _inventory(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and hash of every file in a folder, by its path in it."""
     return {
-        path.relative_to(folder).as_posix(): {"sha256": files.sha256(path), "bytes": path.stat().st_size}
+        path.relative_to(folder).as_posix(): {"sha256": sha256(path), "bytes": path.stat().st_size}
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }

@@ -31,7 +31,7 @@ from medvl.train.checkpoint import Checkpoints
 from medvl.train.config import Interval, OptimConfig, Plateau, TrainConfig
 from medvl.train.distributed import World, distribute, join, machine_settings
 from medvl.train.feed import Feed, TrainLoader
-from medvl.train.files import RunLock
+from medvl.train.folders import RunLock
 from medvl.train.guards import StopSignals
 from medvl.train.journal import Journal, console
 from medvl.train.meters import Speed, Tracker, Window

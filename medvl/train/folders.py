@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -14,27 +13,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from medvl.errors import TrainingError
+from medvl.files import fsync
 
 _locked_here: set[Path] = set()
 """Record locks do not hold against another run of the same process, so those are kept here."""
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def fsync(path: Path) -> None:
-    """Flush a file, or a folder's list of names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot flush a folder
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def fsync_tree(folder: Path) -> None:
