@@ -17,7 +17,7 @@ import re
 
 def _both_ways(*pairs: tuple[str, str]) -> dict[str, str]:
     """Each word to its counterpart, in lower case, in title case and in capitals."""
-    table = {}
+    table: dict[str, str] = {}
     for one, other in (*pairs, *((other, one) for one, other in pairs)):
         table |= {one: other, one.title(): other.title(), one.upper(): other.upper()}
     return table

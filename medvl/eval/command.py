@@ -2,7 +2,11 @@
 
 import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from medvl.data.shards import ShardSource
+    from medvl.eval.zeroshot import ZeroShotResult
 
 
 def zero_shot(
@@ -38,9 +42,7 @@ def zero_shot(
         device: auto, cpu or cuda.
     """
     from medvl.eval.policies import LabelPolicy
-    from medvl.eval.results import format_table, write_results
     from medvl.eval.zeroshot import zero_shot as judge
-    from medvl.eval.zeroshot_page import write_zero_shot_page
 
     model = load_model(checkpoint, device)
     loader = open_shards(model, checkpoint, data, batch, workers)
@@ -55,18 +57,7 @@ def zero_shot(
         resamples=resamples,
         checkpoint=checkpoint,
     )
-    out = out or default_folder(checkpoint, "zero_shot")
-    paths = write_results(result.results, out, result.predictions())
-    manifest = loader.source.manifest
-    page = write_zero_shot_page(
-        result,
-        out / "index.html",
-        model=f"{model.name} ({checkpoint})",
-        data=f"{manifest.corpus}, split {manifest.split}",
-        date=datetime.date.today().isoformat(),
-        pixels=loader.source.pixels,
-    )
-    print_report(format_table(result.results.rows), [*paths, page])
+    _write_zero_shot(result, out or default_folder(checkpoint, "zero_shot"), model.name, checkpoint, loader.source)
 
 
 def retrieval(
@@ -98,6 +89,22 @@ def retrieval(
     result = image_text_retrieval(model, loader, resamples=resamples, checkpoint=checkpoint)
     paths = write_results(result.results, out or default_folder(checkpoint, "retrieval"), result.predictions())
     print_report(format_table(result.results.rows), paths)
+
+
+def _write_zero_shot(result: "ZeroShotResult", out: Path, system: str, checkpoint: Path, source: "ShardSource") -> None:
+    from medvl.eval.results import write_results
+    from medvl.eval.zeroshot_page import write_zero_shot_page
+
+    paths = write_results(result.results, out, result.predictions())
+    page = write_zero_shot_page(
+        result,
+        out / "index.html",
+        model=f"{system} ({checkpoint})",
+        data=f"{source.manifest.corpus}, split {source.manifest.split}",
+        date=datetime.date.today().isoformat(),
+        pixels=source.pixels,
+    )
+    print_report(result.table(), [*paths, page])
 
 
 def load_model(checkpoint: Path, device: str) -> Any:
