@@ -1,6 +1,7 @@
 """What every preset promises, at tiny size: one contract for CNNs, vision Transformers and language models alike."""
 
 import copy
+import itertools
 import json
 from typing import Any
 
@@ -32,7 +33,7 @@ TINY_BERT = {
     "max_position_embeddings": 40,
 }
 TINY_TEXT: dict[str, dict[str, Any]] = {
-    **{name: TINY_BERT for name in TEXT_PRESETS},
+    **dict.fromkeys(TEXT_PRESETS, TINY_BERT),
     "bioalbert": {**TINY_BERT, "embedding_size": 16},
     "clip_text": {"vocab_size": 120, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
 }
@@ -157,7 +158,7 @@ def test_grey_encoder_is_the_rgb_one_on_a_grey_image(name: str) -> None:
 def test_layers_hold_every_image_parameter_once(name: str) -> None:
     encoder = tiny_image(name)
     groups = encoder.parameter_layers()
-    assert sorted(sum(groups, [])) == sorted(parameter_name for parameter_name, _ in encoder.named_parameters())
+    assert sorted(itertools.chain(*groups)) == sorted(key for key, _ in encoder.named_parameters())
     assert len(groups) >= 3
     stem = next(parameter_name for parameter_name in groups[0] if parameter_name.endswith("weight"))
     assert encoder.get_parameter(stem).requires_grad
@@ -228,7 +229,8 @@ def test_text_round_trips(name: str) -> None:
 @pytest.mark.parametrize("name", TEXT_PRESETS)
 def test_layers_hold_every_backbone_parameter_once(name: str) -> None:
     encoder = tiny_text(name)
-    assert sorted(sum(encoder.parameter_layers(), [])) == sorted(key for key, _ in encoder.named_parameters())
+    groups = encoder.parameter_layers()
+    assert sorted(itertools.chain(*groups)) == sorted(key for key, _ in encoder.named_parameters())
 
 
 @pytest.mark.parametrize("name", ["resnet50", "vit_b16", "clip_vit_b32"])

@@ -91,8 +91,6 @@ class ImageEncoder(nn.Module):
         if self.image_size != vision.image_size and self._adapter.fixed_size:
             self._adapter.resize(self.backbone, self.image_size)
         self.feature_dim, self.patch_dim, _ = self._measure(self.image_size)
-        if self._adapter.fixed_level and self._level != -1:
-            raise ConfigError(f"{self.name} has one grid of patches: patch_level can be -1 only, not {self._level}")
 
     def forward(self, image_BCHW: Tensor, keep_BK: Tensor | None = None) -> ImageFeatures:
         """Encode a batch of images.

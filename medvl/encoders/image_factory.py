@@ -15,6 +15,7 @@ from medvl.encoders.image import ImageEncoder, ImageOptions, Pool
 from medvl.encoders.presets import IMAGE_PRESETS, ImagePreset
 from medvl.encoders.pretrained import KeyMap, Pretrained, beyond, load_strictly, locate, read_tensors, read_url
 from medvl.encoders.vision import Size, Vision
+from medvl.encoders.vision_open_clip import CUSTOM
 from medvl.errors import ConfigError, WeightsError
 
 _LIBRARIES = ("timm", "torchvision", "open_clip")
@@ -125,7 +126,8 @@ def _resolve(name: str) -> tuple[str, str, ImagePreset | None]:
         return library, model, preset
     for candidate in [library] if separator else _LIBRARIES:
         wanted = model if separator else name
-        if wanted.partition(".")[0] in _names(candidate) or wanted in _names(candidate):  # timm: NAME.TAG
+        names = _names(candidate)
+        if wanted in names or wanted.partition(".")[0] in names or name == f"open_clip:{CUSTOM}":  # timm has NAME.TAG
             return candidate, wanted, None
     known = [*IMAGE_PRESETS, *(known for candidate in _LIBRARIES for known in _names(candidate))]
     near = difflib.get_close_matches(model or name, known, n=4)

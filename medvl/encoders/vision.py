@@ -58,8 +58,6 @@ class VisionAdapter(abc.ABC):
 
     fixed_size: bool = False
     """Whether only the size that the model was built or resized for can be encoded."""
-    fixed_level: bool = False
-    """Whether local features exist on the last level only."""
     keep: str | None = None
     """Name of the model's `KeepPatches`; None where a model needs all patches."""
 
@@ -106,6 +104,8 @@ def unfold(map_BDHW: Tensor) -> tuple[Tensor, Size]:
 
 def check_level(level: int, levels: int, name: str) -> None:
     """Raises ConfigError unless -levels <= level <= -1."""
+    if levels == 1 and level != -1:
+        raise ConfigError(f"{name} has one grid of patches: patch_level can be -1 only, not {level}")
     if not -levels <= level <= -1:
         raise ConfigError(f"{name} has {levels} levels of local features: patch_level is {level}, not -1 to {-levels}")
 

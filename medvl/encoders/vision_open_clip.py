@@ -20,7 +20,7 @@ _SMALLEST_TEXT = {"layers": 1, "width": 64, "heads": 1, "vocab_size": 1, "contex
 class ClipTransformerAdapter(VisionAdapter):
     """`open_clip.VisionTransformer`: all patches after the final norm, and the class token or the average."""
 
-    fixed_size = fixed_level = True
+    fixed_size = True
 
     def __init__(self, net: Any, projection: bool) -> None:
         if isinstance(net.patch_dropout, nn.Identity):
@@ -33,6 +33,7 @@ class ClipTransformerAdapter(VisionAdapter):
 
     def parts(self, net: Any, image_BCHW: Tensor, level: int) -> Parts:
         """See the base class."""
+        check_level(level, 1, "open_clip's vision Transformer")
         if self.has_queries:  # what an attentional pooler returns are its queries' answers, not regions
             result = net.forward_intermediates(image_BCHW, indices=1, output_fmt="NLC")
             return Parts(result["image_features"], None, result["image_intermediates"][-1], net.grid_size)
@@ -97,7 +98,6 @@ class ClipTimmAdapter(VisionAdapter):
     def parts(self, net: Any, image_BCHW: Tensor, level: int) -> Parts:
         """See the base class."""
         parts = self.trunk.parts(net.trunk, image_BCHW, level)
-        self.fixed_level = self.trunk.fixed_level
         if not self.projection:
             return parts
         if hasattr(net.head, "pool") and parts.grid is not None:  # a head that pools the map by attention

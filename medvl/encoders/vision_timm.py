@@ -41,7 +41,6 @@ class TimmAdapter(VisionAdapter):
         if kept is None and (grid is None or self.prefix + grid[0] * grid[1] != features.shape[1]):
             self.by_stage = True
             return self._of_stage(net, image_BCHW, level)
-        self.fixed_level = True
         pooled_BD = net.forward_head(features, pre_logits=True)
         prefix_BND = features[:, : self.prefix] if self.prefix else None
         return Parts(pooled_BD, prefix_BND, features[:, self.prefix :], grid if kept is None else None)
@@ -66,7 +65,8 @@ class TimmAdapter(VisionAdapter):
         return int(height), int(width)
 
     def _of_stage(self, net: Any, image_BCHW: Tensor, level: int) -> Parts:
-        check_level(level, len(net.feature_info), type(net).__name__)
+        grids = {info["reduction"] for info in net.feature_info}
+        check_level(level, len(net.feature_info) if len(grids) > 1 else 1, type(net).__name__)
         features, maps = net.forward_intermediates(image_BCHW, indices=[level], norm=self.by_stage, output_fmt="NCHW")
         return Parts(_vector(net.forward_head(features, pre_logits=True)), None, *unfold(maps[0]))
 

@@ -55,10 +55,12 @@ class TorchvisionAdapter(VisionAdapter):
     def __init__(self, family: Family, levels: Sequence[str], transformer_grid: Size | None) -> None:
         self.family, self.levels = family, levels
         self.transformer_grid = transformer_grid
-        self.fixed_size = self.fixed_level = transformer_grid is not None
+        self.fixed_size = transformer_grid is not None
 
     def parts(self, net: Any, image_BCHW: Tensor, level: int) -> Parts:
         """See the base class. Every level is computed with the last one, in one pass."""
+        if level != -1:
+            check_level(level, len(self.levels) or 1, "this model")
         nodes = net(image_BCHW)
         last = nodes[_PATCHES]
         if self.transformer_grid is not None:
@@ -66,7 +68,6 @@ class TorchvisionAdapter(VisionAdapter):
         pooled_BD = nodes[_POOLED] if _POOLED in nodes else last.mean(dim=(2, 3))
         if level == -1:
             return Parts(pooled_BD, None, *unfold(last))
-        check_level(level, len(self.levels), "this model")
         stage = nodes[f"{_LEVEL}{level}"]
         return Parts(pooled_BD, None, *unfold(stage.permute(0, 3, 1, 2) if self.family.channels_last else stage))
 
