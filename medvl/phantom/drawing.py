@@ -4,6 +4,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from medvl.errors import ConfigError
 from medvl.phantom.film import WHITE, collimate, develop, stamp
 from medvl.phantom.frontal import frontal_scene
 from medvl.phantom.geometry import Surface
@@ -18,8 +19,10 @@ _LEAST_PIXELS_PER_CM = 10.0  # drawn finer and shrunk where fewer are asked for:
 def draw(view: View, size: int = 512) -> NDArray[np.uint16]:
     """The view as a 12-bit image (H, W), 0 to 4095, dense tissue bright, the longer side `size` pixels.
 
-    The same view at another size shows the same chest; only the noise differs.
+    The same view at another size shows the same chest; only the noise differs. Raises `ConfigError` on a size below 16.
     """
+    if size < 16:
+        raise ConfigError(f"size must be 16 pixels or more, not {size}")
     shape_HW = view.camera.shape(size)
     fine = max(1.0, _LEAST_PIXELS_PER_CM * view.camera.field / min(shape_HW))
     surface = Surface(view.camera, (round(shape_HW[0] * fine), round(shape_HW[1] * fine)))

@@ -135,7 +135,10 @@ class Surface:
         return np.rint(self.pixels(points) * (1 << _FRACTION_BITS)).astype(np.int32)
 
     def fill(self, outlines: Sequence[Points] | Points, value: int = 255, canvas: Canvas | None = None) -> Canvas:
-        """Fill each outline (a list, or an array KN2) on `canvas` or a new one; later ones cover earlier ones."""
+        """Fill each outline (a list, or an array KN2) on `canvas` or a new one; later ones cover earlier ones.
+
+        cv2 counts the pixels of the border in, so outlines grow by half a pixel.
+        """
         canvas = self.blank() if canvas is None else canvas
         for fixed in self._fixed_each(outlines):
             cv2.fillPoly(canvas, [fixed], value, cv2.LINE_AA, _FRACTION_BITS)

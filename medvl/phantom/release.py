@@ -206,7 +206,8 @@ def _write_options(root: Path, options: Options, finished: bool) -> None:
 
 def _is_finished(root: Path, options: Options) -> bool:
     """Whether `root` already holds this release; raises CorpusError when it holds another one or anything else."""
-    if not root.exists() or (root.is_dir() and not any(root.iterdir())):
+    started = f"{OPTIONS_FILE}.partial"  # all that a run leaves which was cut off at once
+    if not root.exists() or (root.is_dir() and all(path.name == started for path in root.iterdir())):
         return False
     advice = "name an empty folder, or delete this one"
     try:

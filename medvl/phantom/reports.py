@@ -249,7 +249,7 @@ def _with_extras(rng: np.random.Generator, paragraphs: list[str], gist: list[Sen
     u = rng.random()
     if u < 0.05:
         wet = f" WET READ: ___ ___ ___ {int(rng.integers(1, 13))}:{int(rng.integers(60)):02d} PM\n"
-        text = wet + textwrap.indent(_wrapped(_joined(gist[:2])), " ") + "\n" + _RULE + "\n" + text
+        text = wet + _wrapped(_joined(gist[:2])) + "\n" + _RULE + "\n" + text
     elif u < 0.08:
         note = _wrapped("ADDENDUM:  The referring physician Dr. ___ was informed of the result at ___ on ___.")
         text = "\n".join([_TITLE, note, _RULE, text])
