@@ -39,7 +39,7 @@ paper = Recipe(
     model=ConVIRTConfig(),
     pretrained=True,
     data=DataConfig(
-        train=Path("shards/mimic-cxr/train"),
+        train="shards/mimic-cxr/train",
         valid=Path("shards/mimic-cxr/validate"),
         text=RandomSentence(min_tokens=3),
         image=ConVIRTAugmentation(size=224, flip="plain"),
@@ -65,7 +65,7 @@ tiny = Recipe(
     ),
     pretrained=False,
     data=DataConfig(
-        train=Path("quickstart/shards/train"),
+        train="quickstart/shards/train",
         valid=Path("quickstart/shards/validate"),
         tokenizer=Path("quickstart/vocab"),
         text=RandomSentence(min_tokens=3),

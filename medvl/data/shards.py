@@ -96,17 +96,22 @@ class Manifest:
             ) from None
         except (ValueError, OSError) as error:
             raise ShardError(f"{path} cannot be read ({type(error).__name__}): make the shards again") from error
+        return cls.parse(content, str(path))
+
+    @classmethod
+    def parse(cls, content: Any, where: str) -> "Manifest":
+        """A manifest from its JSON. Raises ShardError, naming `where`, when it is no manifest of this schema."""
         if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:
-            raise ShardError(f"{path} is not a manifest of schema version {SCHEMA_VERSION}: make the shards again")
+            raise ShardError(f"{where} is not a manifest of schema version {SCHEMA_VERSION}: make the shards again")
+        content = dict(content)
         try:
             content["shards"] = tuple(Shard(**shard) for shard in content["shards"])
             content["skipped_keys"] = tuple((key, reason) for key, reason in content["skipped_keys"])
             for name in ("label_names", "patients"):
                 content[name] = tuple(content[name])
-            manifest = cls(**content)
+            return cls(**content)
         except (TypeError, KeyError, ValueError) as error:
-            raise ShardError(f"{path} is damaged: its fields are not those of a manifest ({error})") from error
-        return manifest
+            raise ShardError(f"{where} is damaged: its fields are not those of a manifest ({error})") from error
 
 
 def sample_to_json(sample: Sample) -> bytes:

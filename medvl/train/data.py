@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from medvl.data.shards import Manifest
+from medvl.data.shards import MANIFEST, Manifest
 from medvl.data.text import RandomSentence, WholeText
 from medvl.data.transforms import ConVIRTAugmentation, EvalTransform
 from medvl.data.verify import check_against
@@ -15,8 +15,8 @@ from medvl.errors import ConfigError
 class DataConfig:
     """Where the samples come from and what is made of them."""
 
-    train: Path
-    """Folder of shards."""
+    train: str
+    """Folder of shards, or the address of one: https://... or s3://..., which is streamed (`medvl.data.remote`)."""
     valid: Path | None
     """Folder of shards for validation, of other patients; None validates nothing."""
     tokenizer: Path | None = None
@@ -35,15 +35,10 @@ class DataConfig:
 
     def check(self, how: str) -> None:
         """Raises ConfigError when a folder is missing; `how` says which commands make it. Looks at names only."""
-        missing = [
-            f"{name} {path}"
-            for name, path, file in (
-                ("data.train", self.train, "manifest.json"),
-                ("data.valid", self.valid, "manifest.json"),
-                ("data.tokenizer", self.tokenizer, "tokenizer.json"),
-            )
-            if path is not None and not (path / file).is_file()
-        ]
+        wanted = [("data.valid", self.valid, MANIFEST), ("data.tokenizer", self.tokenizer, "tokenizer.json")]
+        if "://" not in self.train:
+            wanted.insert(0, ("data.train", Path(self.train), MANIFEST))
+        missing = [f"{name} {path}" for name, path, file in wanted if path is not None and not (path / file).is_file()]
         if missing:
             raise ConfigError(f"not there: {', '.join(missing)}\n{how}")
 
@@ -69,6 +64,7 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> Opened:
     when the batch does not fit the ranks or the model has no tokenizer.
     """
     from medvl.data.loader import open_loader
+    from medvl.data.remote import is_address, open_remote_loader
     from medvl.data.shards import ShardSource
     from medvl.train.distributed import rank_and_world
 
@@ -76,26 +72,22 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> Opened:
         raise ConfigError("the model has no tokenizer: set data.tokenizer to the folder of one")
     rank, world = rank_and_world()
     common = {"tokenizer": model.tokenizer, "seed": data.seed, "max_skipped": data.max_skipped}
-    source = ShardSource(data.train)
-    train_loader = open_loader(
-        source,
-        batch=micro_batch,
-        image=data.image,
-        text=data.text,
-        train=True,
-        rank=rank,
-        world=world,
-        workers=data.workers,
-        **common,
-    )
+    ours = {"rank": rank, "world": world, "workers": data.workers, "image": data.image, "text": data.text}
+    if is_address(data.train):
+        train_loader: Any = open_remote_loader(data.train, batch=micro_batch, **ours, **common)
+        manifest = train_loader.manifest
+    else:
+        source = ShardSource(data.train)
+        train_loader = open_loader(source, batch=micro_batch, train=True, **ours, **common)
+        manifest = source.manifest
     described: dict[str, Any] = {
-        "data": {"train": _describe(source.manifest)},
-        "train_manifest": dataclasses.asdict(source.manifest),
+        "data": {"train": _describe(manifest)},
+        "train_manifest": dataclasses.asdict(manifest),
     }
     if data.valid is None:
         return Opened(train_loader, None, None, described)
     held_out = ShardSource(data.valid)
-    check_against(source.manifest, held_out.manifest)
+    check_against(manifest, held_out.manifest)
     described["data"]["valid"] = _describe(held_out.manifest)
     # Validation reads little and seldom: its workers stay alive beside those of training, so they are few.
     common |= {"batch": data.valid_batch, "image": model.transform, "text": data.text, "train": False}
