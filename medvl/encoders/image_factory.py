@@ -13,7 +13,16 @@ from typing import Any
 
 from medvl.encoders.image import ImageEncoder, ImageOptions, Pool
 from medvl.encoders.presets import IMAGE_PRESETS, ImagePreset
-from medvl.encoders.pretrained import KeyMap, Pretrained, beyond, load_strictly, locate, read_tensors, read_url
+from medvl.encoders.pretrained import (
+    CLIP_SCALARS,
+    KeyMap,
+    Pretrained,
+    beyond,
+    load_strictly,
+    locate,
+    read_tensors,
+    read_url,
+)
 from medvl.encoders.vision import Size, Vision
 from medvl.encoders.vision_open_clip import CUSTOM
 from medvl.errors import ConfigError, WeightsError
@@ -26,8 +35,7 @@ _OTHER_TOWER = (
     "ln_final.",
     "text_projection",
     "text.",
-    "logit_scale",
-    "logit_bias",
+    *CLIP_SCALARS,
 )
 """What a whole open_clip checkpoint holds beside its image tower."""
 

@@ -23,6 +23,8 @@ _MOST_BLOCKS = 100
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar")
 _HUB = re.compile(r"(?P<hub_id>[\w.-]+/[\w.-]+)@(?P<revision>[\w.-]+)(?::(?P<filename>[\w./-]+))?")
 _CANDIDATES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_model.bin", "open_clip_pytorch_model.bin")
+CLIP_SCALARS = ("logit_scale", "logit_bias", "input_resolution", "context_length", "vocab_size")
+"""Single numbers in a whole CLIP file that belong to neither tower."""
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 
 Pretrained = bool | str | Path
@@ -95,9 +97,9 @@ def locate(name: str, pretrained: Pretrained, published: Weights | None, note: s
             )
         return fetch(published.hub_id, published.filename, published.revision, sha256=published.sha256)
     source = str(pretrained)
-    if Path(source).exists() or source.endswith(_SUFFIXES):
+    match = None if Path(source).exists() else _HUB.fullmatch(source)
+    if match is None and (Path(source).exists() or source.endswith(_SUFFIXES)):
         return _local(Path(source), published)
-    match = _HUB.fullmatch(source)
     if match is None:
         raise WeightsError(
             f"pretrained={source!r} is neither a file, nor a folder, nor OWNER/NAME@COMMIT[:FILE]: the commit must be "

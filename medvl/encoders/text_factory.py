@@ -16,7 +16,7 @@ from typing import Any
 
 from medvl.encoders.heads import MatrixHead, text_projection
 from medvl.encoders.presets import TEXT_PRESETS, TextPreset
-from medvl.encoders.pretrained import KeyMap, Pretrained, beyond, load_strictly, locate, read_tensors
+from medvl.encoders.pretrained import CLIP_SCALARS, KeyMap, Pretrained, beyond, load_strictly, locate, read_tensors
 from medvl.encoders.text import Pool, Reduce, TextEncoder, TextOptions
 from medvl.encoders.text_build import build_hugging_face, build_open_clip, build_static, read_folder
 from medvl.encoders.text_models import ClipAdapter, Language
@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 _FAMILIES = ("hf", "open_clip", "static")
 _HEADS = ("cls.", "lm_head.", "predictions.", "sop_classifier.", "classifier.")
 """Pretraining and classification heads over a BERT."""
-_REST_OF_CLIP = ("visual.", "logit_scale", "logit_bias", "input_resolution", "context_length", "vocab_size")
+_REST_OF_CLIP = ("visual.", *CLIP_SCALARS)
 _PROJECTIONS = ("cls_projection_head.", "text.proj.", "text_projection", "text.text_projection")
 _NEVER_BUILT = ("backbone.pooler.", "backbone.embeddings.position_ids")
 """The pooler that none of the published systems uses, and the counter that older transformers stored."""
