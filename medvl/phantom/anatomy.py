@@ -94,11 +94,10 @@ def sign(side: str) -> int:
     return 1 if side == "left" else -1
 
 
-# How far the lung reaches at fractions of its height, in parts of the inner half width.
-_LEVELS = np.array([0.0, 0.01, 0.03, 0.07, 0.14, 0.24, 0.4, 0.6, 0.8, 1.0])
-_LATERAL = np.array([0.42, 0.51, 0.59, 0.68, 0.785, 0.87, 0.95, 0.99, 1.0, 0.985])
-_MEDIAL = np.array([0.42, 0.33, 0.26, 0.20, 0.16, 0.14, 0.12, 0.12, 0.12, 0.12])
-
+# How far the lung reaches at fractions of its height, in parts of the inner half width: to the side, to the midline.
+_KNOTS = np.array([0.0, 0.01, 0.03, 0.07, 0.14, 0.24, 0.4, 0.6, 0.8, 1.0])
+_LEVELS, _LATERAL = spline(np.stack([_KNOTS, [0.42, 0.51, 0.59, 0.68, 0.785, 0.87, 0.95, 0.99, 1.0, 0.985]], 1)).T
+_MEDIAL = spline(np.stack([_KNOTS, [0.42, 0.33, 0.26, 0.20, 0.16, 0.14, 0.12, 0.12, 0.12, 0.12]], 1))[:, 1]
 _DOWN = np.linspace(0, 1, 24) ** 2  # closer together where the apex bends
 _DOME = np.linspace(1, 0, 25)  # along the diaphragm: 1 at the angle, 0 at the midline
 _DOME_OUTER = np.clip(2 * _DOME - 1, 0, 1) ** 2.4

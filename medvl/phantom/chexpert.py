@@ -51,7 +51,8 @@ def write_chexpert(
         seed: decides everything.
         size: pixels of the longer side of every image; 390 is that of most images of the real small release.
         split: shares of the patients in train, valid and test.
-        workers: processes; None takes one a core. Their number does not change a byte.
+        workers: processes; None takes one a core. Their number does not change a byte. With more than one, a script
+            must call this below `if __name__ == "__main__":`.
 
     Returns:
         The folder `CheXpert-v1.0-small`.

@@ -65,7 +65,8 @@ def write_mimic_cxr(
         seed: decides everything.
         size: pixels of the longer side of every image.
         split: shares of the patients in train, validate and test.
-        workers: processes; None takes one a core. Their number does not change a byte.
+        workers: processes; None takes one a core. Their number does not change a byte. With more than one, a script
+            must call this below `if __name__ == "__main__":`.
 
     Returns:
         The folder written.

@@ -158,11 +158,8 @@ def _negatives(rng: np.random.Generator, study: Study, share: float, but: tuple[
         covered.add("Pneumonia")  # what an opacity is due to stays open
     for i in rng.permutation(len(phrases.ABSENT)):
         labels, templates = phrases.ABSENT[i]
-        if (
-            not covered.intersection(labels)
-            and not any(study.labels[label] for label in labels)
-            and rng.random() < share
-        ):
+        true = not any(study.labels[label] for label in labels)
+        if true and not covered.intersection(labels) and rng.random() < share:
             sentences.append(state_absent(rng, labels, templates))
             covered.update(labels)
     return sentences
@@ -181,33 +178,18 @@ def _impression_section(rng: np.random.Generator, study: Study, stances: Mapping
 
 def _preamble(rng: np.random.Generator, study: Study) -> list[str]:
     """The sections before the findings, as paragraphs."""
-    views = [view.position for view in study.views]
-    frontal = views[0]
-    if len(views) > 1:
-        exam = pick(rng, ["CHEST (PA AND LAT)", "CHEST RADIOGRAPHS", "Chest:  Frontal and lateral views"])
-        technique = pick(
-            rng, ["Chest PA and lateral", "Frontal and lateral views of the chest", "PA and lateral views"]
-        )
-    else:
-        exam = pick(
-            rng, [f"CHEST (PORTABLE {frontal})" if frontal == "AP" else f"CHEST ({frontal})", "CHEST RADIOGRAPH"]
-        )
-        technique = pick(
-            rng, [f"Single {frontal} view of the chest", f"Chest {frontal}", f"{frontal} radiograph of the chest"]
-        )
-    person = pick(rng, [f"___ year old {'woman' if study.sex == 'F' else 'man'}", f"___{study.sex}"])
-    reason = expand(rng, pick(rng, phrases.INDICATIONS))
-    history = f"{pick(rng, ['INDICATION', 'HISTORY', 'REASON FOR EXAM', 'CLINICAL HISTORY'])}:  {person} with {reason}"
-    compared = (
-        "None"
-        if study.prior is None
-        else pick(rng, ["___", "Chest radiograph ___", "Multiple priors, most recent ___"])
-    )
-    parts = [f"EXAMINATION:  {exam}", history, f"TECHNIQUE:  {technique}.", f"COMPARISON:  {compared}."]
+    kind = "two views" if any(view.lateral for view in study.views) else study.views[0].position
+    person = f"[___ year old {'woman' if study.sex == 'F' else 'man'}|___{study.sex}]"
+    parts = [
+        "EXAMINATION:  " + phrases.EXAMINATIONS[kind],
+        "[INDICATION|HISTORY|REASON FOR EXAM|CLINICAL HISTORY]:  " + f"{person} with {pick(rng, phrases.INDICATIONS)}",
+        "TECHNIQUE:  " + phrases.TECHNIQUES[kind],
+        "COMPARISON:  " + ("None." if study.prior is None else phrases.COMPARISONS),
+    ]
     kept = [part for part, chance in zip(parts, (0.7, 0.9, 0.55, 0.75), strict=True) if rng.random() < chance]
     if len(kept) > 2 and rng.random() < 0.2:
         kept[-2:] = kept[:-3:-1]
-    return [_wrapped(part) for part in kept]
+    return [_wrapped(expand(rng, part)) for part in kept]
 
 
 def _body(rng: np.random.Generator, style: str, findings: list[Sentence], impression: list[Sentence]) -> list[str]:
@@ -220,12 +202,9 @@ def _body(rng: np.random.Generator, style: str, findings: list[Sentence], impres
         paragraphs += _section(rng, "FINDINGS", _wrapped(_joined(findings)), inline)
     if impression:
         header = "FINDINGS AND IMPRESSION" if style == "combined" else pick(rng, ["IMPRESSION"] * 9 + ["CONCLUSION"])
-        numbered = style != "combined" and len(impression) > 1 and rng.random() < 0.6
-        text = (
-            "\n".join(_wrapped(f"{i}. {sentence.text}") for i, sentence in enumerate(impression, 1))
-            if numbered
-            else _wrapped(_joined(impression))
-        )
+        text = _wrapped(_joined(impression))
+        if style != "combined" and len(impression) > 1 and rng.random() < 0.6:
+            text = "\n".join(_wrapped(f"{i}. {sentence.text}") for i, sentence in enumerate(impression, 1))
         paragraphs += _section(rng, header, text, inline)
     return paragraphs
 
@@ -241,18 +220,13 @@ def _with_extras(rng: np.random.Generator, paragraphs: list[str], gist: list[Sen
     """The whole file: title, now and then an earlier wet read or a later addendum."""
     text = "\n \n".join([_TITLE, *paragraphs])
     if rng.random() < 0.25:
-        calls = [
-            "NOTIFICATION:  Findings discussed with Dr. ___ by phone at ___ on ___.",
-            "Recommend follow-up as clinically indicated.",
-        ]
-        text += "\n \n" + _wrapped(pick(rng, calls))
+        text += "\n \n" + _wrapped(pick(rng, phrases.CLOSINGS))
     u = rng.random()
     if u < 0.05:
         wet = f" WET READ: ___ ___ ___ {int(rng.integers(1, 13))}:{int(rng.integers(60)):02d} PM\n"
         text = wet + _wrapped(_joined(gist[:2])) + "\n" + _RULE + "\n" + text
     elif u < 0.08:
-        note = _wrapped("ADDENDUM:  The referring physician Dr. ___ was informed of the result at ___ on ___.")
-        text = "\n".join([_TITLE, note, _RULE, text])
+        text = "\n".join([_TITLE, _wrapped(phrases.ADDENDUM), _RULE, text])
     return text + "\n"
 
 

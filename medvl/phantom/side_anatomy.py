@@ -1,5 +1,7 @@
 """The outlines of a chest seen from the side; the patient faces the left edge of the image."""
 
+import functools
+
 import numpy as np
 
 from medvl.phantom.anatomy import Chest
@@ -17,19 +19,20 @@ class LateralLung:
         self.dome = chest.dome(side)
         self.bottom = self.dome + 1.25 * chest.angle_drop
 
-    def _reach(self, t: float | Points) -> tuple[Points | np.float64, Points | np.float64]:
-        """x of the front and of the back of the lung at height t."""
-        levels = [0.0, 0.02, 0.06, 0.14, 0.3, 0.55, 0.8, 1.0]
-        front = [3.4, 2.0, 1.0, -0.4, -0.66, -0.97, -1.03, -1.0]
-        back = [3.4, 4.4, 5.0, 0.62, 0.86, 0.99, 1.0, 0.93]
+    @functools.cached_property
+    def _reach(self) -> tuple[Points, Points, Points]:
+        """Heights t, and x of the front and of the back of the lung there."""
+        knots = [0.0, 0.02, 0.06, 0.14, 0.3, 0.55, 0.8, 1.0]
         middle = (self.front + self.back) / 2
-        ahead = [x if i < 3 else x * -self.front for i, x in enumerate(front)]
-        behind = [x if i < 3 else middle + x * (self.back - middle) for i, x in enumerate(back)]
-        return np.interp(t, levels, ahead), np.interp(t, levels, behind)
+        ahead = [3.4, 2.0, 1.0, *(-self.front * np.array([-0.4, -0.66, -0.97, -1.03, -1.0]))]
+        behind = [3.4, 4.5, 5.3, *(middle + (self.back - middle) * np.array([0.64, 0.86, 0.99, 1.0, 0.93]))]
+        curve = spline(np.stack([np.stack([knots, ahead], 1), np.stack([knots, behind], 1)]))
+        return curve[0, :, 0], curve[0, :, 1], curve[1, :, 1]
 
     def point(self, d: float | Points, t: float | Points) -> Points:
         """Centimetres (..., 2) of lung coordinates."""
-        front, back = self._reach(t)
+        levels, ahead, behind = self._reach
+        front, back = np.interp(t, levels, ahead), np.interp(t, levels, behind)
         points = np.empty((*np.broadcast_shapes(np.shape(d), np.shape(t)), 2))
         points[..., 0] = front + d * (back - front)
         points[..., 1] = self.top + np.multiply(t, self.bottom - self.top)
