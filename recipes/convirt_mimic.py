@@ -14,7 +14,7 @@ from pathlib import Path
 from medvl.data.text import RandomSentence
 from medvl.data.transforms import ConVIRTAugmentation
 from medvl.errors import MedvlError
-from medvl.models.convirt import ConVIRTConfig
+from medvl.models.configs import ConVIRTConfig
 from medvl.train.config import Cosine, OptimConfig, Plateau, TrainConfig
 from medvl.train.data import DataConfig
 from medvl.train.launch import choose

@@ -19,7 +19,8 @@ import medvl
 from medvl import losses
 from medvl.data.tokenize import Tokenizer, train_wordpiece
 from medvl.errors import CheckpointError, ConfigError
-from medvl.models.convirt import ConVIRT, ConVIRTConfig
+from medvl.models.configs import ConVIRTConfig
+from medvl.models.convirt import ConVIRT
 from medvl.models.storage import save
 from medvl.schema import Batch, Embeddings
 

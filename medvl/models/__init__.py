@@ -10,7 +10,7 @@ _LAZY = {
     "load_weights": "medvl.models.storage",
     "save": "medvl.models.storage",
     "DualEncoder": "medvl.models.dual",
-    "ConVIRTConfig": "medvl.models.convirt",
+    "ConVIRTConfig": "medvl.models.configs",
 }
 
 __all__ = sorted(_LAZY)

@@ -1,47 +1,15 @@
 """ConVIRT: contrastive learning of a report sentence and its image (Zhang et al., arXiv 2010.00747, MLHC 2022)."""
 
-import dataclasses
-from typing import Literal, Self
+from typing import Self
 
 from medvl import losses
 from medvl.data.tokenize import Tokenizer
 from medvl.data.transforms import EvalTransform
 from medvl.encoders import create_image_encoder, create_text_encoder, freeze_layers
-from medvl.errors import ConfigError
 from medvl.losses.distributed import gather
+from medvl.models.configs import ConVIRTConfig
 from medvl.models.dual import DualEncoder, projection_head
 from medvl.schema import Batch, Losses
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ConVIRTConfig:
-    """The published settings.
-
-    The paper's training code was not released: max pooling over tokens, the 512 dimensions and the width of the heads
-    are as in LoVT's re-implementation.
-    """
-
-    image_encoder: str = "resnet50"
-    text_encoder: str = "bioclinicalbert"
-    image_size: int = 224
-    fit: Literal["crop", "pad", "squash"] = "crop"
-    """How an image is made square for inference (`medvl.data.transforms.EvalTransform`)."""
-    projection_dim: int = 512
-    """E, of the shared space."""
-    frozen_text_layers: int = 6
-    """The embedding layer and this many layers above it are not trained; 0 trains everything."""
-    temperature: float = 0.1
-    image_weight: float = 0.75
-    """Lambda: the share of the image-to-text direction."""
-    max_tokens: int = 128
-    vocab_size: int | None = None
-    """Of the text encoder; None is the preset's own, or the tokenizer's where one is given."""
-
-    def __post_init__(self) -> None:
-        if self.temperature <= 0 or not 0 <= self.image_weight <= 1:
-            raise ConfigError("temperature must be above 0 and image_weight within [0, 1]")
-        if self.frozen_text_layers < 0 or self.projection_dim < 1:
-            raise ConfigError("frozen_text_layers must not be negative and projection_dim must be positive")
 
 
 class ConVIRT(DualEncoder):

@@ -71,8 +71,14 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> Opened:
     if model.tokenizer is None:
         raise ConfigError("the model has no tokenizer: set data.tokenizer to the folder of one")
     rank, world = rank_and_world()
-    common = {"tokenizer": model.tokenizer, "seed": data.seed, "max_skipped": data.max_skipped}
-    ours = {"rank": rank, "world": world, "workers": data.workers, "image": data.image, "text": data.text}
+    common: dict[str, Any] = {"tokenizer": model.tokenizer, "seed": data.seed, "max_skipped": data.max_skipped}
+    ours: dict[str, Any] = {
+        "rank": rank,
+        "world": world,
+        "workers": data.workers,
+        "image": data.image,
+        "text": data.text,
+    }
     if is_address(data.train):
         train_loader: Any = open_remote_loader(data.train, batch=micro_batch, **ours, **common)
         manifest = train_loader.manifest
