@@ -81,27 +81,17 @@ def hub_backend(hub_id: str, revision: str | None, lowercase: bool | None) -> Lo
 
 
 def _read(files: Mapping[str, Path], where: str, lowercase: bool | None, source: str) -> Loaded:
-    config: dict[str, Any] = json.loads(_text(files[CONFIG_FILE])) if CONFIG_FILE in files else {}
+    if lowercase is not None and MODEL_FILE in files:
+        raise ConfigError(f"{where} says in {MODEL_FILE} how case is treated: leave lowercase out")
     try:
-        if MODEL_FILE in files:
-            backend = Backend.from_str(_text(files[MODEL_FILE]))
-        elif VOCABULARY_FILE in files:
-            tokens = _text(files[VOCABULARY_FILE]).split("\n")
-            vocabulary = {token.rstrip("\r"): index for index, token in enumerate(tokens) if token}
-            wanted = config.get("do_lower_case", True) if lowercase is None else lowercase
-            backend = wordpiece_backend(vocabulary, lowercase=bool(wanted))
-        elif set(_BPE_FILES) <= set(files):
-            backend = _byte_backend(json.loads(_text(files["vocab.json"])), _text(files["merges.txt"]))
-        else:
-            raise ConfigError(
-                f"{where} holds no tokenizer: neither {MODEL_FILE} nor {VOCABULARY_FILE} nor {_BPE_FILES}"
-            )
+        config: dict[str, Any] = json.loads(_text(files[CONFIG_FILE])) if CONFIG_FILE in files else {}
+        backend = _backend(files, config, lowercase)
     except ConfigError:
         raise
     except Exception as error:  # the backend raises bare Exception on a file that it cannot use
         raise ConfigError(f"the tokenizer of {where} cannot be read: {error}") from error
-    if lowercase is not None and MODEL_FILE in files:
-        raise ConfigError(f"{where} says in {MODEL_FILE} how case is treated: leave lowercase out")
+    if backend is None:
+        raise ConfigError(f"{where} holds no tokenizer: neither {MODEL_FILE} nor {VOCABULARY_FILE} nor {_BPE_FILES}")
     longest = config.get("model_max_length")
     return Loaded(
         backend=backend,
@@ -110,6 +100,19 @@ def _read(files: Mapping[str, Path], where: str, lowercase: bool | None, source:
         source=str(config.get("medvl_source", source)),
         clip=config.get("medvl_text") == CLIP,
     )
+
+
+def _backend(files: Mapping[str, Path], config: Mapping[str, Any], lowercase: bool | None) -> Backend | None:
+    if MODEL_FILE in files:
+        return Backend.from_str(_text(files[MODEL_FILE]))
+    if VOCABULARY_FILE in files:
+        tokens = [token.rstrip("\r") for token in _text(files[VOCABULARY_FILE]).split("\n")]
+        vocabulary = {token: index for index, token in enumerate(tokens) if token}
+        wanted = config.get("do_lower_case", True) if lowercase is None else lowercase
+        return wordpiece_backend(vocabulary, lowercase=bool(wanted))
+    if set(_BPE_FILES) <= set(files):
+        return _byte_backend(json.loads(_text(files["vocab.json"])), _text(files["merges.txt"]))
+    return None
 
 
 def _text(path: Path) -> str:
