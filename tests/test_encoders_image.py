@@ -143,6 +143,15 @@ def test_cnn_takes_any_size() -> None:
         assert features.grid == encoder.grid(height, width) == (-(-height // 32), -(-width // 32))
 
 
+def test_transformer_takes_any_size_when_it_interpolates_every_time() -> None:
+    encoder = encoder_of("vit_b16", dynamic_img_size=True, **TINY_VIT)
+    for height, width in ((64, 64), (96, 160)):
+        features = encoder(torch.randn(1, 3, height, width))
+        assert features.grid == encoder.grid(height, width) == (height // 16, width // 16)
+    fixed = encoder_of("vit_b16", image_size=96, **TINY_VIT)
+    torch.testing.assert_close(encoder(image(side=96)).pooled_BD, fixed(image(side=96)).pooled_BD, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["timm:vit_tiny_patch16_224", "clip_vit_b16", "torchvision:vit_b_16"])
 def test_transformers_refuse_another_size(name: str) -> None:
     small = {"width": 64, "layers": 1} if name == "clip_vit_b16" else {}

@@ -266,7 +266,10 @@ def clip_once() -> Tokenizer:
     return load_tokenizer("clip")
 
 
-@given(st.lists(st.text(max_size=40), min_size=1, max_size=4))
+ASSIGNED = st.characters(exclude_categories=("Cn", "Cs"))  # what is a letter beyond them depends on a library's age
+
+
+@given(st.lists(st.text(ASSIGNED, max_size=40), min_size=1, max_size=4))
 @settings(max_examples=80, deadline=None)
 def test_clip_is_open_clip_s(texts: list[str]) -> None:
     import open_clip

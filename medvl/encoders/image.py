@@ -8,12 +8,12 @@ Shape letters are those of `medvl.schema`; K counts the patches that are kept.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from medvl.encoders.tuning import rest_frozen_modules
+from medvl.encoders.base import Encoder
 from medvl.encoders.vision import Size, Vision
 from medvl.errors import ConfigError
 from medvl.schema import ImageFeatures
@@ -53,7 +53,7 @@ class ImageOptions:
             raise ConfigError(f"std must be positive: {tuple(self.std)}")
 
 
-class ImageEncoder(nn.Module):
+class ImageEncoder(Encoder):
     """A vision backbone behind one contract; make it with `create_image_encoder`.
 
     The library's module is `backbone`, its parameters under the library's own names. Pixel statistics belong to the
@@ -69,14 +69,12 @@ class ImageEncoder(nn.Module):
     """
 
     def __init__(self, vision: Vision, options: ImageOptions) -> None:
-        super().__init__()
-        self.backbone = vision.net
+        super().__init__(options.name, vision.net, vision.adapter)
         self._adapter = vision.adapter
         self._pool = options.pool
         self._level = options.patch_level
-        self._frozen_eval = False
         self._measured: dict[Size, tuple[int, int, Size]] = {}
-        self.name, self.in_channels = options.name, options.in_channels
+        self.in_channels = options.in_channels
         self.image_size = options.image_size or vision.image_size
         self.mean = _per_channel(options.mean or vision.mean, self.in_channels)
         self.std = _per_channel(options.std or vision.std, self.in_channels)
@@ -152,17 +150,6 @@ class ImageEncoder(nn.Module):
     def grid(self, height: int, width: int) -> Size:
         """(h, w) of the patches of an image of that size."""
         return self._measure((height, width))[2]
-
-    def parameter_layers(self) -> list[list[str]]:
-        """Names of all parameters by depth, from the stem or the embeddings to the last stage or the final norm."""
-        return [[f"backbone.{name}" for name in group] for group in self._adapter.layers(self.backbone)]
-
-    def train(self, mode: bool = True) -> Self:
-        """As in torch; what `freeze_layers` froze in eval mode stays there."""
-        super().train(mode)
-        if mode and self._frozen_eval:
-            rest_frozen_modules(self)
-        return self
 
     def _keep_slot(self) -> Any:
         if self._adapter.keep is None:

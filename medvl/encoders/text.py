@@ -9,13 +9,13 @@ Shape letters are those of `medvl.schema`; Q counts query positions.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from medvl.encoders.base import Encoder
 from medvl.encoders.text_models import Language
-from medvl.encoders.tuning import rest_frozen_modules
 from medvl.errors import ConfigError
 from medvl.schema import TextFeatures
 
@@ -48,7 +48,7 @@ class TextOptions:
             raise ConfigError(f"vocab_size is {self.vocab_size}")
 
 
-class TextEncoder(nn.Module):
+class TextEncoder(Encoder):
     """A language backbone behind one contract; make it with `create_text_encoder`.
 
     The library's module is `backbone`, its parameters under the library's own names; `projection` is the published
@@ -63,12 +63,9 @@ class TextEncoder(nn.Module):
     """
 
     def __init__(self, language: Language, options: TextOptions) -> None:
-        super().__init__()
-        self.backbone = language.net
+        super().__init__(options.name, language.net, language.adapter)
         self.projection = language.projection
         self._adapter = language.adapter
-        self._frozen_eval = False
-        self.name = options.name
         self.vocab_size, self.pad_id = language.vocab_size, language.pad_id
         self.max_tokens, self.num_layers = language.max_tokens, language.num_layers
         self.token_dim = language.width
@@ -144,17 +141,6 @@ class TextEncoder(nn.Module):
         attend_BQT = mask[:, None, :] if mask.ndim == 2 else mask
         attend_BQT = attend_BQT | ~attend_BQT.any(dim=-1, keepdim=True)
         return self._adapter.encode(self.backbone, hidden_BTD, attend_BQT)
-
-    def parameter_layers(self) -> list[list[str]]:
-        """Names of the backbone's parameters by depth, embeddings first. A projection belongs to none of them."""
-        return [[f"backbone.{name}" for name in group] for group in self._adapter.layers(self.backbone)]
-
-    def train(self, mode: bool = True) -> Self:
-        """As in torch; what `freeze_layers` froze in eval mode stays there."""
-        super().train(mode)
-        if mode and self._frozen_eval:
-            rest_frozen_modules(self)
-        return self
 
     def _pooled(self, tokens_BTD: Tensor, mask_BT: Tensor) -> Tensor:
         """One vector a text from its real tokens; zeros for a text without any."""

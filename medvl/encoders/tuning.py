@@ -1,11 +1,12 @@
 """What of an encoder is trained, and how fast: freezing, rates by depth, weight decay, LoRA."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from medvl.encoders.base import Encoder
 from medvl.errors import ConfigError
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -15,20 +16,6 @@ _LORA_TARGETS = (("query", "value"), ("q_proj", "v_proj"), ("q_lin", "v_lin"), (
 open_clip's attention is `nn.MultiheadAttention`, which reads its weights without calling its layers, so that an
 adapter around them would never run: there the feed-forward layers are adapted.
 """
-
-
-class Encoder(Protocol):
-    """What freezing asks of an encoder; `ImageEncoder` and `TextEncoder` have it."""
-
-    name: str
-    _frozen_eval: bool
-
-    def parameter_layers(self) -> list[list[str]]: ...
-    def get_parameter(self, target: str) -> nn.Parameter: ...
-    def train(self, mode: bool = True) -> Any: ...
-
-    @property
-    def training(self) -> bool: ...
 
 
 def freeze_layers(
@@ -65,16 +52,7 @@ def freeze_layers(
         for name in group:
             encoder.get_parameter(name).requires_grad_(False)
     if frozen:
-        encoder._frozen_eval = eval_mode
-        encoder.train(encoder.training)
-
-
-def rest_frozen_modules(module: nn.Module) -> None:
-    """Put every submodule in eval mode that has parameters, none of them trained."""
-    for child in module.modules():
-        parameters = list(child.parameters())
-        if parameters and not any(parameter.requires_grad for parameter in parameters):
-            child.eval()
+        encoder.rest_frozen(eval_mode)
 
 
 def parameter_groups(
