@@ -388,3 +388,29 @@ def test_dinov2_names_are_timm_s() -> None:
     weights = IMAGE_PRESETS["rad_dino"].weights
     assert weights is not None
     assert weights.drop == ("mask_token",)
+
+
+def test_torchvision_s_default_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned by the hash in their file's name, which torch checks; here the download is stood in for."""
+    from urllib.error import URLError
+
+    asked: list[tuple[str, dict[str, Any]]] = []
+    tensors = moved(create_image_encoder("torchvision:resnet18"))
+
+    def download(url: str, **options: Any) -> dict[str, Tensor]:
+        asked.append((url, options))
+        return {**tensors, "fc.weight": torch.zeros(1000, 512), "fc.bias": torch.zeros(1000)}
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", download)
+    encoder = create_image_encoder("torchvision:resnet18", pretrained=True)
+    assert torch.equal(encoder.backbone.conv1.weight, tensors["conv1.weight"])
+    [(url, options)] = asked
+    assert url.startswith("https://download.pytorch.org/models/resnet18-")
+    assert (options["check_hash"], options["weights_only"]) == (True, True)
+
+    def no_network(url: str, **options: Any) -> dict[str, Tensor]:
+        raise URLError("no route")
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", no_network)
+    with pytest.raises(WeightsError, match=r"resnet18-\w+.pth cannot be had .* give pretrained=PATH"):
+        create_image_encoder("torchvision:resnet18", pretrained=True)
