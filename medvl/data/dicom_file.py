@@ -1,0 +1,392 @@
+"""The structure of a DICOM file, read within limits and without looking at what could name a patient.
+
+pydicom reads a header whole before anybody can object: it inflates deflated files without a bound, keeps every
+element, recurses as deep as sequences nest, and quotes header values in its warnings. So the elements are walked
+here: most are stepped over, those of a short list are noted by place and read when asked for. The pixels are then
+decoded by pydicom and its plugins (`dicom_pixels`).
+
+Encodings: DICOM PS3.5 chapter 7 and annex A; files: PS3.10 chapter 7.
+"""
+
+import dataclasses
+import enum
+import io
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple
+
+from medvl.errors import DicomError
+
+
+class Tag(enum.IntEnum):
+    """The elements that are looked at. None holds a name, a date, an identifier or free text."""
+
+    TRANSFER_SYNTAX = 0x00020010
+    MODALITY = 0x00080060
+    PATIENT_SEX = 0x00100040
+    PATIENT_AGE = 0x00101010
+    BODY_PART = 0x00180015
+    IMAGER_PIXEL_SPACING = 0x00181164
+    VIEW_POSITION = 0x00185101
+    LATERALITY = 0x00200060
+    IMAGE_LATERALITY = 0x00200062
+    SAMPLES = 0x00280002
+    PHOTOMETRIC = 0x00280004
+    PLANAR = 0x00280006
+    FRAMES = 0x00280008
+    ROWS = 0x00280010
+    COLUMNS = 0x00280011
+    PIXEL_SPACING = 0x00280030
+    BITS_ALLOCATED = 0x00280100
+    BITS_STORED = 0x00280101
+    HIGH_BIT = 0x00280102
+    SIGNED = 0x00280103
+    PADDING = 0x00280120
+    PADDING_LIMIT = 0x00280121
+    WINDOW_CENTER = 0x00281050
+    WINDOW_WIDTH = 0x00281051
+    INTERCEPT = 0x00281052
+    SLOPE = 0x00281053
+    WINDOW_FUNCTION = 0x00281056
+    RED_DESCRIPTOR = 0x00281101
+    RED_PALETTE, GREEN_PALETTE, BLUE_PALETTE = 0x00281201, 0x00281202, 0x00281203
+    RED_SEGMENTS, GREEN_SEGMENTS, BLUE_SEGMENTS = 0x00281221, 0x00281222, 0x00281223
+    MODALITY_LUT = 0x00283000
+    LUT_DESCRIPTOR = 0x00283002
+    LUT_DATA = 0x00283006
+    VOI_LUT = 0x00283010
+    FRAME_VOI = 0x00289132
+    FRAME_VALUES = 0x00289145
+    SHAPE = 0x20500020
+    SHARED_GROUPS = 0x52009229
+    FRAME_GROUPS = 0x52009230
+    FRAME_OFFSETS, FRAME_LENGTHS = 0x7FE00001, 0x7FE00002
+
+
+_LISTED = frozenset(Tag)
+UNDEFINED = 0xFFFFFFFF
+_ITEM, _ITEM_END, _SEQUENCE_END = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
+_PIXELS = {0x7FE00010: "PixelData", 0x7FE00008: "FloatPixelData", 0x7FE00009: "DoubleFloatPixelData"}
+
+IMPLICIT_LITTLE, DEFLATED, EXPLICIT_BIG = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1.99", "1.2.840.10008.1.2.2"
+EXPLICIT_LITTLE = "1.2.840.10008.1.2.1"
+
+_LONG_VRS = frozenset((b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"))
+_SHORT_VRS = frozenset(
+    b"AE AS AT CS DA DS DT FD FL IS LO LT PN SH SL SS ST TM UI UL US".split()  # each with a length of two bytes
+)
+_MAX_DEPTH = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DicomLimits:
+    """What a file may ask for. With the defaults, no file takes over 512 MB, or a second to be refused."""
+
+    file_bytes: int = 4 << 30
+    """Files are never read whole: a large multi-frame file costs no more than the frame that is asked for."""
+    elements: int = 100_000
+    """Element headers that are walked, those in sequences included, and fragments of compressed pixel data."""
+    value_bytes: int = 2 << 20
+    """The longest header value that is read: look-up tables and frame offsets have up to 200 kB."""
+    inflated_bytes: int = 80 << 20
+    """A file in the deflated transfer syntax, unpacked."""
+    frames: int = 20_000
+    frame_bytes: int = 64 << 20
+    """One frame, decoded: rows x columns x samples x bytes. 32 megapixels of 16 bits."""
+    encoded_bytes: int = 48 << 20
+    """One frame, compressed."""
+
+
+class Coding(NamedTuple):
+    """How elements are written."""
+
+    implicit: bool
+    little: bool
+
+    @property
+    def endian(self) -> str:
+        return "<" if self.little else ">"
+
+
+class Place(NamedTuple):
+    """Where an element's value lies."""
+
+    vr: str
+    """"" where the file does not say (implicit VR)."""
+    offset: int
+    length: int
+    """`UNDEFINED` for sequences and compressed pixel data that end with a delimiter."""
+
+
+class BoundedStream(io.BufferedIOBase):
+    """A file for reading that counts how often it is read, knows where it ends, and refuses what goes beyond limits.
+
+    pydicom's decoders read from it as well.
+    """
+
+    def __init__(self, file: BinaryIO, limits: DicomLimits) -> None:
+        self._file = file
+        self.limits = limits
+        self.size = file.seek(0, io.SEEK_END)
+        self._position = file.seek(0)
+        self._reads_left = 2 * limits.elements  # a header and a value, or the two halves of a long header
+        self._bytes_left = 0
+        self.allow(8 * limits.value_bytes)
+
+    def allow(self, size: int) -> None:
+        """How many bytes may be read from here on."""
+        self._bytes_left = size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Up to `size` bytes; fewer only at the end of the file."""
+        self._reads_left -= 1
+        if self._reads_left < 0:
+            raise DicomError(f"it has more than {self.limits.elements} elements or fragments", "too_large")
+        rest = max(0, self.size - self._position)
+        size = rest if size is None or size < 0 else min(size, rest)
+        if size > self._bytes_left:
+            raise DicomError("what must be read of it is over the limits (DicomLimits)", "too_large")
+        self._bytes_left -= size
+        data = self._file.read(size)
+        self._position += len(data)
+        return data
+
+    def read_exactly(self, size: int) -> bytes:
+        data = self.read(size)
+        if len(data) < size:
+            raise DicomError("it ends in the middle of its header: copy or fetch it again", "truncated")
+        return data
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._position = self._file.seek(offset, whence)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+
+class Elements:
+    """The elements of a dataset that are on the list, by tag. Values are read when asked for."""
+
+    def __init__(self, stream: BoundedStream, coding: Coding, places: dict[int, Place]) -> None:
+        self._stream = stream
+        self._places = places
+        self.coding = coding
+
+    def vr(self, tag: int) -> str | None:
+        """The value representation that the file gives, "" where it gives none, None without the element."""
+        return self._places[tag].vr if tag in self._places else None
+
+    def raw(self, tag: int) -> bytes | None:
+        """The value as it is stored; None when it is absent or empty."""
+        place = self._places.get(tag)
+        if place is None or not place.length:
+            return None
+        if place.length > self._stream.limits.value_bytes:
+            raise DicomError(f"its element {_name(tag)} has {place.length} bytes, over the limits", "too_large")
+        self._stream.seek(place.offset)
+        return self._stream.read_exactly(place.length)
+
+    def words(self, tag: int, *, signed: bool = False) -> list[int]:
+        """16-bit integers (US, SS)."""
+        data = self.raw(tag) or b""
+        count = len(data) // 2
+        return list(struct.unpack(f"{self.coding.endian}{count}{'h' if signed else 'H'}", data[: 2 * count]))
+
+    def word(self, tag: int, *, signed: bool = False) -> int | None:
+        """The first of `words`."""
+        return next(iter(self.words(tag, signed=signed)), None)
+
+    def text(self, tag: int) -> str | None:
+        """The first value of a text element. What is not ASCII cannot be on any list, and gives None."""
+        data = (self.raw(tag) or b"").split(b"\\")[0].strip(b" \0")
+        return data.decode("ascii") if data and data.isascii() else None
+
+    def decimals(self, tag: int) -> list[float]:
+        """Numbers, be they text (DS, IS) or binary (FD, FL); empty when there are none or one is no number."""
+        data, vr = self.raw(tag) or b"", self.vr(tag)
+        if vr in ("FD", "FL"):
+            width, letter = (8, "d") if vr == "FD" else (4, "f")
+            count = len(data) // width
+            return list(struct.unpack(f"{self.coding.endian}{count}{letter}", data[: width * count]))
+        try:
+            return [float(part.strip(b" \0")) for part in data.split(b"\\")]
+        except ValueError:
+            return []
+
+    def item(self, tag: int, index: int = 0) -> "Elements | None":
+        """Item `index` of a sequence, or None."""
+        place = self._places.get(tag)
+        if place is None:
+            return None
+        coding = _item_coding(place, self.coding)
+        for number, (offset, length) in enumerate(_items(self._stream, coding, place, depth=1)):
+            if number == index:
+                self._stream.seek(offset)
+                return Elements(self._stream, coding, _walk(self._stream, coding, length, depth=1).places)
+        return None
+
+
+class Walk(NamedTuple):
+    """What a dataset holds: the places of the listed elements, and of the pixel data that ended the walk."""
+
+    places: dict[int, Place]
+    pixels: tuple[str, Place] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DicomFile:
+    """A file whose structure has been walked up to its pixel data."""
+
+    stream: BoundedStream
+    elements: Elements
+    transfer_syntax: str | None
+    pixels: tuple[str, Place] | None
+    """(PixelData or one of its floating-point forms, where)."""
+
+
+def open_dicom(file: BinaryIO, limits: DicomLimits) -> DicomFile:
+    """Walks the elements up to the pixel data.
+
+    Raises DicomError with the reason "not_dicom", "truncated", "malformed" or "too_large".
+    """
+    stream = BoundedStream(file, limits)
+    if stream.size > limits.file_bytes:
+        raise DicomError(f"it has {stream.size} bytes, over the limit of {limits.file_bytes}", "too_large")
+    if stream.read(132)[128:] != b"DICM":  # without preamble, the elements begin at once
+        stream.seek(0)
+        if stream.read(2) not in (b"\x02\0", b"\x08\0", b"\0\x08"):
+            raise DicomError("it is no DICOM file", "not_dicom")
+        stream.seek(0)
+    syntax = _read_transfer_syntax(stream)
+    if syntax == DEFLATED:
+        stream = _inflate(stream)
+    coding = _coding(stream, syntax)
+    places, pixels = _walk(stream, coding, UNDEFINED, depth=0)
+    return DicomFile(stream, Elements(stream, coding, places), syntax, pixels)
+
+
+def _read_transfer_syntax(stream: BoundedStream) -> str | None:
+    """Reads the file meta information (group 2, always explicit little endian) and stops behind it."""
+    start, syntax = stream.tell(), None
+    while len(head := stream.read(8)) == 8 and head[:2] == b"\x02\0":
+        stream.seek(start)
+        tag, place = _read_header(stream, Coding(implicit=False, little=True))
+        if tag == Tag.TRANSFER_SYNTAX:
+            syntax = stream.read_exactly(min(place.length, 64)).strip(b" \0").decode("ascii", "replace")
+        _check_inside(stream, place)
+        start = stream.seek(place.offset + place.length)
+    stream.seek(start)
+    return syntax
+
+
+def _inflate(stream: BoundedStream) -> BoundedStream:
+    """The rest of a deflated file, unpacked bit by bit so that a bomb goes off in a small room."""
+    limit = stream.limits.inflated_bytes
+    stream.allow(limit)  # deflated data are never longer than what they unpack to, but for a few bytes
+    inflater, inflated = zlib.decompressobj(-zlib.MAX_WBITS), io.BytesIO()
+    while not inflater.eof:
+        packed = inflater.unconsumed_tail or stream.read(1 << 16)
+        if not packed:
+            raise DicomError("its deflated part ends too early: copy or fetch it again", "truncated")
+        try:
+            inflated.write(inflater.decompress(packed, 1 << 20))
+        except zlib.error:
+            raise DicomError("its deflated part is damaged", "malformed") from None
+        if inflated.tell() > limit:
+            raise DicomError(f"it inflates to more than {limit} bytes", "too_large")
+    return BoundedStream(inflated, stream.limits)
+
+
+def _coding(stream: BoundedStream, syntax: str | None) -> Coding:
+    """What the transfer syntax says, corrected by what the first element looks like.
+
+    Files without a transfer syntax are little endian unless the first group number makes sense only the other way.
+    """
+    start = stream.tell()
+    head = stream.read(6)
+    stream.seek(start)
+    little = syntax != EXPLICIT_BIG if syntax else head[:1] != b"\0"
+    if syntax in ("1.2.840.113619.5.2", "1.3.46.670589.33.1.4.1"):
+        raise DicomError("it is written in a private transfer syntax", "unsupported")
+    return Coding(implicit=head[4:6] not in _LONG_VRS | _SHORT_VRS, little=little)
+
+
+def _walk(stream: BoundedStream, coding: Coding, length: int, depth: int) -> Walk:
+    """The elements from here on: `length` bytes, or, if that is undefined, to the end of the item or the file."""
+    end = stream.size if length == UNDEFINED else stream.tell() + length
+    places: dict[int, Place] = {}
+    while end - stream.tell() >= 8:
+        tag, place = _read_header(stream, coding)
+        if tag == _ITEM_END:
+            break
+        if tag in _PIXELS and depth == 0:
+            return Walk(places, (_PIXELS[tag], place))
+        if tag in _LISTED:
+            places[tag] = place
+        _step_over(stream, coding, place, depth)
+    return Walk(places, None)
+
+
+def _read_header(stream: BoundedStream, coding: Coding) -> tuple[int, Place]:
+    """Tag, and where the value lies; the stream then stands at the value."""
+    head = stream.read_exactly(8)
+    group, element = struct.unpack(f"{coding.endian}HH", head[:4])
+    tag, vr = group << 16 | element, head[4:6]
+    if coding.implicit or group == 0xFFFE or not (vr.isalpha() and vr.isupper()):  # some writers change in sequences
+        return tag, Place("", stream.tell(), struct.unpack(f"{coding.endian}L", head[4:])[0])
+    if vr in _LONG_VRS:
+        length = struct.unpack(f"{coding.endian}L", stream.read_exactly(4))[0]
+    else:
+        length = struct.unpack(f"{coding.endian}H", head[6:])[0]
+    return tag, Place(vr.decode(), stream.tell(), length)
+
+
+def _step_over(stream: BoundedStream, coding: Coding, place: Place, depth: int) -> None:
+    if place.length == UNDEFINED:
+        for _ in _items(stream, _item_coding(place, coding), place, depth + 1):
+            pass
+    else:
+        _check_inside(stream, place)
+        stream.seek(place.offset + place.length)
+
+
+def _item_coding(place: Place, coding: Coding) -> Coding:
+    """How the items of a sequence are written: implicitly where its writer did not know it (PS3.5, 6.2.2)."""
+    return Coding(implicit=True, little=True) if place.vr == "UN" else coding
+
+
+def _items(stream: BoundedStream, coding: Coding, place: Place, depth: int) -> Iterator[tuple[int, int]]:
+    """(offset, length) of the items of a sequence. Between two, the stream may be moved; at last it stands behind."""
+    if depth > _MAX_DEPTH:
+        raise DicomError(f"its sequences nest more than {_MAX_DEPTH} deep", "malformed")
+    _check_inside(stream, place)
+    end = stream.size if place.length == UNDEFINED else place.offset + place.length
+    offset = place.offset
+    while end - offset >= 8:
+        stream.seek(offset)
+        tag, item = _read_header(stream, coding)
+        if tag == _SEQUENCE_END:
+            return
+        if tag != _ITEM:
+            raise DicomError("a sequence holds something else than items", "malformed")
+        yield item.offset, item.length
+        stream.seek(item.offset)
+        if item.length == UNDEFINED:
+            _walk(stream, coding, UNDEFINED, depth)
+        else:
+            _check_inside(stream, item)
+            stream.seek(item.offset + item.length)
+        offset = stream.tell()
+    if place.length == UNDEFINED:
+        raise DicomError("it ends within a sequence: copy or fetch it again", "truncated")
+
+
+def _check_inside(stream: BoundedStream, place: Place) -> None:
+    if place.length != UNDEFINED and place.offset + place.length > stream.size:
+        raise DicomError("it ends in the middle of its header: copy or fetch it again", "truncated")
+
+
+def _name(tag: int) -> str:
+    return f"({tag >> 16:04X},{tag & 0xFFFF:04X})"
