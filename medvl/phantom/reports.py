@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from medvl.phantom import phrases
+from medvl.phantom import headings, phrases
 from medvl.phantom.findings import CHRONIC, Finding
 from medvl.phantom.randomness import generator
 from medvl.phantom.sentences import Sentence, expand, pick, say, state_absent, state_present, state_uncertain
@@ -181,10 +181,10 @@ def _preamble(rng: np.random.Generator, study: Study) -> list[str]:
     kind = "two views" if any(view.lateral for view in study.views) else study.views[0].position
     person = f"[___ year old {'woman' if study.sex == 'F' else 'man'}|___{study.sex}]"
     parts = [
-        "EXAMINATION:  " + phrases.EXAMINATIONS[kind],
-        "[INDICATION|HISTORY|REASON FOR EXAM|CLINICAL HISTORY]:  " + f"{person} with {pick(rng, phrases.INDICATIONS)}",
-        "TECHNIQUE:  " + phrases.TECHNIQUES[kind],
-        "COMPARISON:  " + ("None." if study.prior is None else phrases.COMPARISONS),
+        "EXAMINATION:  " + headings.EXAMINATIONS[kind],
+        "[INDICATION|HISTORY|REASON FOR EXAM|CLINICAL HISTORY]:  " + f"{person} with {pick(rng, headings.INDICATIONS)}",
+        "TECHNIQUE:  " + headings.TECHNIQUES[kind],
+        "COMPARISON:  " + ("None." if study.prior is None else headings.COMPARISONS),
     ]
     kept = [part for part, chance in zip(parts, (0.7, 0.9, 0.55, 0.75), strict=True) if rng.random() < chance]
     if len(kept) > 2 and rng.random() < 0.2:
@@ -220,13 +220,13 @@ def _with_extras(rng: np.random.Generator, paragraphs: list[str], gist: list[Sen
     """The whole file: title, now and then an earlier wet read or a later addendum."""
     text = "\n \n".join([_TITLE, *paragraphs])
     if rng.random() < 0.25:
-        text += "\n \n" + _wrapped(pick(rng, phrases.CLOSINGS))
+        text += "\n \n" + _wrapped(pick(rng, headings.CLOSINGS))
     u = rng.random()
     if u < 0.05:
         wet = f" WET READ: ___ ___ ___ {int(rng.integers(1, 13))}:{int(rng.integers(60)):02d} PM\n"
         text = wet + _wrapped(_joined(gist[:2])) + "\n" + _RULE + "\n" + text
     elif u < 0.08:
-        text = "\n".join([_TITLE, _wrapped(phrases.ADDENDUM), _RULE, text])
+        text = "\n".join([_TITLE, _wrapped(headings.ADDENDUM), _RULE, text])
     return text + "\n"
 
 
