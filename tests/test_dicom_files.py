@@ -2,6 +2,7 @@
 
 import logging
 import re
+import zlib
 from pathlib import Path
 
 import gdcm
@@ -11,7 +12,7 @@ import pytest
 from dicom_builder import element, fragments, image_dataset, layout, raw_file, write_dataset
 from PIL import Image
 from pydicom.dataset import Dataset
-from pydicom.encaps import encapsulate
+from pydicom.encaps import encapsulate, encapsulate_extended, generate_frames
 from pydicom.pixels import get_decoder
 from pydicom.uid import (
     DeflatedExplicitVRLittleEndian,
@@ -29,6 +30,7 @@ from medvl.data.dicom import DicomHeader, DicomLimits, read_dicom
 from medvl.errors import ConfigError, DicomError
 
 BUNDLED = Path(pydicom.__file__).parent / "data" / "test_files"
+DEFLATED_FRAMES = b"1.2.840.10008.1.2.8.1"
 WINDOW = {"WindowCenter": 2048, "WindowWidth": 4096, "BitsStored": 12, "HighBit": 11}
 
 
@@ -77,6 +79,37 @@ def test_lossless_compression(tmp_path, pixels, syntax, signed):
     packed = write_dataset(tmp_path / "packed.dcm", data)
     for frame in range(2):
         assert np.array_equal(read_dicom(packed, frame=frame).pixels_HW, read_dicom(plain, frame=frame).pixels_HW)
+
+
+@pytest.mark.parametrize("fragments_per_frame", [1, 3])
+@pytest.mark.parametrize("table", ["none", "basic", "extended"])
+def test_frames_in_fragments_with_and_without_offset_tables(tmp_path, pixels, fragments_per_frame, table):
+    data = image_dataset(np.stack([pixels, pixels[::-1], pixels[:, ::-1]]), NumberOfFrames=3, **WINDOW)
+    plain = write_dataset(tmp_path / "plain.dcm", data)
+    data.compress(JPEG2000Lossless)
+    frames = list(generate_frames(data.PixelData, number_of_frames=3))
+    if table == "extended":
+        data.PixelData, data.ExtendedOffsetTable, data.ExtendedOffsetTableLengths = encapsulate_extended(frames)
+    else:
+        data.PixelData = encapsulate(frames, fragments_per_frame=fragments_per_frame, has_bot=table == "basic")
+    data["PixelData"].is_undefined_length = True
+    packed = write_dataset(tmp_path / "packed.dcm", data)
+    for frame in range(3):
+        assert np.array_equal(read_dicom(packed, frame=frame).pixels_HW, read_dicom(plain, frame=frame).pixels_HW)
+
+
+def test_deflated_frames(tmp_path, pixels):
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    frame = packer.compress(pixels.tobytes()) + packer.flush()
+    plain = raw_file(b"1.2.840.10008.1.2.1", layout(80, 71) + element(0x7FE00010, b"OW", pixels.tobytes()))
+    for name, data in (("plain", plain), ("packed", raw_file(DEFLATED_FRAMES, layout(80, 71) + fragments(frame)))):
+        (tmp_path / f"{name}.dcm").write_bytes(data)
+    packed = read_dicom(tmp_path / "packed.dcm")
+    assert np.array_equal(packed.pixels_HW, read_dicom(tmp_path / "plain.dcm").pixels_HW)
+    for damaged in (frame[:-50], b"no deflated data"):
+        (tmp_path / "a.dcm").write_bytes(raw_file(DEFLATED_FRAMES, layout(80, 71) + fragments(damaged)))
+        with pytest.raises(DicomError, match="deflated pixel data"):
+            read_dicom(tmp_path / "a.dcm")
 
 
 def test_jpeg_lossless_of_12_bits(tmp_path, pixels, plain):

@@ -44,7 +44,7 @@ _BODY_PARTS = re.compile(
     r"|PANCREAS|SPLEEN|KIDNEY|BLADDER|PROSTATE|UTERUS|OVARY|AORTA|WHOLE ?BODY"
 )
 _LATERALITIES = re.compile(r"[LRBU]")
-_SEXES = re.compile(r"[FMO]")
+_SEXES = re.compile(r"[FM]")
 _SYNTAXES = re.compile(r"1\.2\.840\.10008\.1\.2(?:\.\d{1,3}){0,3}")  # those of the standard
 
 
@@ -64,7 +64,7 @@ class DicomHeader:
     laterality: str | None
     """L, R, B (both) or U (unpaired)."""
     patient_sex: str | None
-    """F, M or O."""
+    """F or M."""
     patient_age: int | None
     """Years, 90 standing for 90 and above."""
     pixel_spacing: tuple[float, float] | None

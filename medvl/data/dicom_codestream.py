@@ -14,6 +14,7 @@ from medvl.errors import DicomError
 _BASELINE, _EXTENDED, _LOSSLESS, _JPEG_LS = 0xC0, 0xC1, 0xC3, 0xF7
 _FRAME_STARTS = (*range(0xC0, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0), _JPEG_LS)
 _START_OF_SCAN, _COMMENT, _APPLICATION = 0xDA, 0xFE, range(0xE0, 0xF0)
+_COLOR_MARKS = {0xE0: (b"JFIF\0", 18), 0xEE: (b"Adobe", 16)}  # shorter ones do not count
 _WITHOUT_LENGTH = (0x00, 0x01, *range(0xD0, 0xDA))
 
 
@@ -47,7 +48,9 @@ def read_jpeg_header(frame: bytes) -> Codestream:
             precision, rows, columns, samples = struct.unpack(">BHHB", frame[start + 4 : start + 10])
             knows_color |= frame[start + 10 : end : 3] == b"RGB"
             return Codestream(rows, columns, samples, precision, knows_color=knows_color)
-        knows_color |= frame[start + 4 : start + 9] == {0xE0: b"JFIF\0", 0xEE: b"Adobe"}.get(marker)
+        if marker in _COLOR_MARKS:
+            name, least = _COLOR_MARKS[marker]
+            knows_color |= frame[start + 4 : start + 9] == name and end - start >= least
     raise DicomError("the JPEG in its pixel data has no frame header", "malformed")
 
 
