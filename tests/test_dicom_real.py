@@ -1,10 +1,9 @@
-"""Real DICOM files: those that pydicom carries, and, where MEDVL_REAL_DATA names them, 136 more with their manifest.
+"""Real DICOM files: those that pydicom carries, and 136 more with their manifest where there is the real data.
 
 Each is either decoded, and then equals pydicom's own chain of transformations, or is refused for the reason given here.
 """
 
 import csv
-import os
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from medvl.data.dicom import DicomImage, read_dicom
 from medvl.errors import DicomError
 
 BUNDLED = Path(pydicom.__file__).parent / "data" / "test_files"
-REAL = Path(os.environ["MEDVL_REAL_DATA"]) / "dicom" if "MEDVL_REAL_DATA" in os.environ else None
 
 REFUSED = {
     "ExplVR_BigEndNoMeta": "no_pixels",  # a radiotherapy plan, as are other files without pixels
@@ -119,21 +117,14 @@ def test_the_files_that_pydicom_carries(path):
     check(path)
 
 
-def real_rows() -> list[dict[str, str]]:
-    if REAL is None:
-        return []
-    with (REAL / "manifest.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 @pytest.mark.real
-@pytest.mark.skipif(REAL is None, reason="MEDVL_REAL_DATA names no folder")
 @pytest.mark.filterwarnings("ignore::UserWarning:pydicom")
-def test_the_136_real_files():
+def test_the_136_real_files(real_data):
+    with (real_data / "dicom" / "manifest.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
     decoded = 0
-    rows = real_rows()
     for row in rows:
-        image = check(REAL / row["file"])
+        image = check(real_data / "dicom" / row["file"])
         says_ok = row["decode_pydicom3+pylibjpeg"].startswith("ok")
         if image is None:
             assert not says_ok or "JPGExtended" in row["file"]  # the manifest was made with the GPL codec
@@ -153,7 +144,6 @@ def test_the_136_real_files():
 
 
 @pytest.mark.real
-@pytest.mark.skipif(REAL is None, reason="MEDVL_REAL_DATA names no folder")
 @pytest.mark.parametrize(
     "name",
     [
@@ -163,9 +153,9 @@ def test_the_136_real_files():
         "txv/1.2.276.0.7230010.3.1.4.8323329.6904.1517875201.850819.dcm",
     ],
 )
-def test_lungs_are_dark_and_the_spine_is_bright(name):
+def test_lungs_are_dark_and_the_spine_is_bright(real_data, name):
     """A chest radiograph with the wrong polarity is the easiest mistake to make and the worst."""
-    pixels = read_dicom(REAL / name).pixels_HW
+    pixels = read_dicom(real_data / "dicom" / name).pixels_HW
     height, width = pixels.shape
     middle = pixels[height * 5 // 8 : height * 7 // 8, width * 9 // 20 : width * 11 // 20]
     lung = pixels[height // 4 : height // 2, width // 5 : width * 3 // 10]
@@ -173,8 +163,8 @@ def test_lungs_are_dark_and_the_spine_is_bright(name):
 
 
 @pytest.mark.real
-@pytest.mark.skipif(REAL is None, reason="MEDVL_REAL_DATA names no folder")
-def test_an_inverted_copy_is_inverted():
-    inverted = read_dicom(REAL / "txv" / "Fake_MONOHR1.dcm").pixels_HW
-    original = read_dicom(REAL / "txv" / "1.2.276.0.7230010.3.1.4.8323329.6904.1517875201.850819.dcm").pixels_HW
+def test_an_inverted_copy_is_inverted(real_data):
+    folder = real_data / "dicom" / "txv"
+    inverted = read_dicom(folder / "Fake_MONOHR1.dcm").pixels_HW
+    original = read_dicom(folder / "1.2.276.0.7230010.3.1.4.8323329.6904.1517875201.850819.dcm").pixels_HW
     assert np.array_equal(inverted, 255 - original)

@@ -152,10 +152,9 @@ def test_archives_that_are_damaged(tmp_path):
 
 
 @pytest.mark.real
-@pytest.mark.skipif("MEDVL_REAL_DATA" not in os.environ, reason="MEDVL_REAL_DATA names no folder")
-def test_the_collection():
+def test_the_collection(real_data):
     """The counts that its data card gives."""
-    reports = list(iter_openi_reports(Path(os.environ["MEDVL_REAL_DATA"]) / "openi" / "NLMCXR_reports.tgz"))
+    reports = list(iter_openi_reports(real_data / "openi" / "NLMCXR_reports.tgz"))
     assert len(reports) == len({report.id for report in reports}) == 3955
     empty = Counter(name for report in reports for name in report.empty_sections)
     assert empty == {"findings": 530, "impression": 34, "comparison": 622, "indication": 90}

@@ -161,6 +161,7 @@ class PixelLayout:
             "bits_allocated": self.bits_allocated,
             "bits_stored": self.bits_stored,
             "pixel_representation": int(self.signed),
+            "correct_unused_bits": False,  # the table through which the samples go does that at no cost
         }
 
 
@@ -308,7 +309,7 @@ def _decode(syntax: UID, plugin: str, frame: bytes, layout: PixelLayout) -> tupl
     capsule = encapsulate([frame], has_bot=False)
     try:
         samples, properties = get_decoder(syntax).as_array(
-            capsule, index=0, raw=True, decoding_plugin=plugin, correct_unused_bits=False, **layout.options
+            capsule, index=0, raw=True, decoding_plugin=plugin, **layout.options
         )
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise

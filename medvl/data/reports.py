@@ -42,9 +42,8 @@ _ALIASES = {
 }
 _SECTION_OF = {alias: section for section, aliases in _ALIASES.items() for alias in aliases.split("|")}
 _OF_THE_EXAMINATION = re.compile(r"\b(?:chest|thorax|cxr|views?|radiographs?|x-?rays?|films?)\b")
-_CONTEXT = frozenset(
-    ("indication", "history", "comparison", "technique", "examination", "notification", "wet_read", "addendum")
-)
+_BEFORE_FINDINGS = frozenset(("indication", "history", "comparison", "technique", "examination"))
+_CONTEXT = _BEFORE_FINDINGS | {"notification", "recommendation", "wet_read", "addendum"}
 """Sections that say why, how and to whom, not what is seen."""
 
 _PARTS_OF_FINDINGS = re.compile(
@@ -83,8 +82,8 @@ class Report:
     """What stands before the first header."""
     addenda: tuple[str, ...] = ()
     last_paragraph: str | None = None
-    """What follows the last blank line, for reports without findings and impression; None when that belongs to a
-    section that describes no image (indication, comparison, ...)."""
+    """The last paragraph that describes the image, for reports without findings and impression: such a paragraph may
+    follow, after a blank line, a section that describes none (technique, comparison, ...)."""
     encoding: str = "utf-8"
     """Of the file; "utf-8" for reports that came as text."""
 
@@ -142,7 +141,7 @@ def parse_report(text: str) -> Report:
     empty: dict[str, None] = {}
     addenda: list[str] = []
     preamble: str | None = None
-    last: tuple[str | None, list[str]] = (None, [])
+    parts: list[tuple[str | None, list[str]]] = []
     for is_addendum, lines in _blocks(text):
         if is_addendum:
             addenda += filter(_describes, [_ADDENDUM.sub("", _join(lines))])
@@ -152,7 +151,7 @@ def parse_report(text: str) -> Report:
             if not _describes(content) and not (name in _CONTEXT and "_" in content):  # COMPARISON: ___ is not empty
                 empty |= {name: None} if name else {}
                 continue
-            last = (name, body)
+            parts.append((name, body))
             if name is None:
                 preamble = preamble or content
             elif name == "addendum":
@@ -165,7 +164,7 @@ def parse_report(text: str) -> Report:
         empty_sections=tuple(name for name in empty if name not in sections),
         preamble=preamble,
         addenda=tuple(addenda),
-        last_paragraph=_last_paragraph(*last),
+        last_paragraph=_last_paragraph(parts),
     )
 
 
@@ -251,8 +250,12 @@ def _describes(text: str) -> bool:
     return _LETTER_OR_DIGIT.search(text) is not None
 
 
-def _last_paragraph(section: str | None, lines: list[str]) -> str | None:
-    paragraphs = _paragraphs(lines, items=False)
-    if not paragraphs or (section in _CONTEXT and len(paragraphs) == 1):
-        return None
-    return paragraphs[-1] if _describes(paragraphs[-1]) else None
+def _last_paragraph(parts: list[tuple[str | None, list[str]]]) -> str | None:
+    for section, lines in reversed(parts):
+        paragraphs = _paragraphs(lines, items=False)
+        if section in _CONTEXT:  # its first paragraph is its own
+            paragraphs = paragraphs[1:] if section in _BEFORE_FINDINGS else []
+        paragraphs = list(filter(_describes, paragraphs))
+        if paragraphs:
+            return paragraphs[-1]
+    return None
