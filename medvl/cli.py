@@ -290,7 +290,7 @@ def _compare_with_card(manifests: "Mapping[str, Manifest]", full: bool) -> None:
         return
     differing = compare_counts(manifests, expected)
     for name, (found, count) in differing.items():
-        print(f"{name}: {found} of the {count} that the data card counts")
+        print(f"not the full release: {found} of {count} {name}")
     if differing and full:
         raise MedvlError("this is not the full release: see the counts above")
 
