@@ -107,9 +107,7 @@ class _Stream(IterableDataset[tuple[Batch | None, list[Failure]]]):
                 try:
                     yield from webdataset.tariterators.tarfile_samples([{"url": url}])
                 except (OSError, ValueError, tarfile.TarError) as error:
-                    raise ShardError(
-                        f"{url} broke off ({type(error).__name__}): check network and access"
-                    ) from None
+                    raise ShardError(f"{url} broke off ({type(error).__name__}): check network and access") from None
 
     def _shuffled(self, samples: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         rng, kept = self._rng("buffer"), list[Mapping[str, Any]]()
