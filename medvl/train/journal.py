@@ -40,7 +40,7 @@ class Journal:
         path = config.run_dir / "metrics.jsonl"
         forget_after(path, step)
         self._file = path.open("a")
-        if config.tensorboard:
+        if config.tensorboard and step < total_steps:  # else each start of a finished run leaves an empty file
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=step + 1)
