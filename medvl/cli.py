@@ -5,7 +5,7 @@ import fnmatch
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
 
 import tyro
 
@@ -334,7 +334,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {"vocab": vocab, "verify": verify, "l
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of the `medvl` command. Bad input ends it with status 1 and one line that says why."""
+    """Entry point of the `medvl` command. Bad input or a full disk ends it with status 1 and one line that says why."""
     arguments = sys.argv[1:] if arguments is None else arguments
     command = arguments[0] if arguments else "--help"
     try:
@@ -347,8 +347,14 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             _usage(command)
     except MedvlError as error:
-        print(f"medvl: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        _end(str(error))
+    except OSError as error:
+        _end(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
+
+
+def _end(reason: str) -> NoReturn:
+    print(f"medvl: {reason}", file=sys.stderr)
+    raise SystemExit(1) from None
 
 
 def _usage(command: str) -> None:

@@ -41,6 +41,8 @@ def plan(
         CorpusError: a table or column is missing, or a value is not what the data card says.
     """
     root, reports = Path(root), Path(reports or root)
+    if not root.is_dir():
+        raise CorpusError(f"{root} does not exist or is no folder: --root must name that of the release")
     if not (reports / "files").is_dir():
         raise CorpusError(
             f"{reports} has no folder files/: --reports must name the folder that holds that of the reports"
