@@ -11,7 +11,7 @@ import pytest
 import torch
 import train_fakes as fakes
 import train_ranks as ranks
-from train_ranks import COUNTS, rows, weigh
+from train_ranks import CONTRASTIVE, COUNTS, pairs, rows, weigh
 
 from medvl.train import checkpoint
 from medvl.train.distributed import join
@@ -46,7 +46,7 @@ def found(folder: Path, name: str) -> list[Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One start of torchrun for all checks that go on after one another."""
     target = tmp_path_factory.mktemp("ranks")
-    ended = torchrun(target, "gather", "ddp", "train", "nan", "disk", "disagree", "lock", "validate", "whole")
+    ended = torchrun(target, "gather", "losses", "ddp", "train", "nan", "disk", "disagree", "lock", "validate", "whole")
     assert ended.returncode == 0, ended.stderr
     return target
 
@@ -71,6 +71,23 @@ def test_gather_of_flags_numbers_and_regions_and_its_refusals(folder: Path) -> N
         assert result["regions"] == [4, 3, 4]
         assert result["alone"] == [rank + 1, 2]
         assert f"rank {rank} has (2, {3 + rank}), rank {1 - rank} has (2, {4 - rank})" in result["error"]
+
+
+@pytest.mark.parametrize("name", CONTRASTIVE)
+def test_contrastive_losses_are_those_of_one_process(name: str, folder: Path) -> None:
+    """In value and gradient, from uneven batches; at temperature 0.01 too, and finite there."""
+    image_NE, text_NE = (tensor.requires_grad_() for tensor in pairs())
+    value = CONTRASTIVE[name](image_NE, text_NE)
+    value.backward()
+    for rank, result in enumerate(found(folder, "losses")):
+        assert result[name]["value"] == pytest.approx(value.item(), rel=1e-6)
+        for part, whole in (("image", image_NE), ("text", text_NE)):
+            assert whole.grad is not None
+            # Twice, as in the test above: DDP divides the sum over ranks by their number.
+            expected = 2 * whole.grad.split(list(COUNTS))[rank]
+            assert expected.isfinite().all()
+            assert expected.abs().sum() > 0
+            torch.testing.assert_close(torch.tensor(result[name][part]), expected, rtol=1e-5, atol=1e-7)
 
 
 def test_parameter_gradients_after_ddp_are_those_of_one_process(folder: Path) -> None:

@@ -19,6 +19,7 @@ import train_fakes as fakes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from medvl import losses
 from medvl.errors import TrainingError
 from medvl.losses.distributed import gather, no_gather
 from medvl.schema import Batch, Losses
@@ -69,10 +70,40 @@ def check_ddp(folder: Path) -> Any:
     wrapped = DistributedDataParallel(model)
     everything = list(range(sum(COUNTS)))
     mine = everything[: COUNTS[0]] if rank == 0 else everything[COUNTS[0] :]
-    losses = wrapped(fakes.make_batch(mine))
-    losses.total.backward()
+    total = wrapped(fakes.make_batch(mine)).total
+    total.backward()
     grads = {name: parameter.grad.tolist() for name, parameter in model.named_parameters()}
-    return {"loss": losses.total.item(), "grads": grads}
+    return {"loss": total.item(), "grads": grads}
+
+
+def pairs() -> tuple[torch.Tensor, torch.Tensor]:
+    """Unit image and text embeddings of all ranks."""
+    image_NE, text_NE = rows(width=16), rows(2 * sum(COUNTS), width=16)[sum(COUNTS) :]
+    return nn.functional.normalize(image_NE, dim=1).float(), nn.functional.normalize(text_NE, dim=1).float()
+
+
+CONTRASTIVE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "convirt": lambda image_NE, text_NE: losses.convirt(image_NE, text_NE),
+    "convirt at 0.01": lambda image_NE, text_NE: losses.convirt(image_NE, text_NE, temperature=0.01),
+    "clip": lambda image_NE, text_NE: losses.clip(image_NE, text_NE, 14.3),
+    "clip at 0.01": lambda image_NE, text_NE: losses.clip(image_NE, text_NE, 100.0),
+    "siglip": lambda image_NE, text_NE: losses.siglip(image_NE, text_NE, 10.0, -10.0),
+    "siglip at 0.01": lambda image_NE, text_NE: losses.siglip(image_NE, text_NE, 100.0, -10.0),
+}
+
+
+def check_losses(folder: Path) -> Any:
+    """Each contrastive loss over the pairs of both ranks, and its gradient at this rank's own."""
+    rank, _ = rank_and_world()
+    found = {}
+    for name, loss in CONTRASTIVE.items():
+        image_BE, text_BE = (part.split(list(COUNTS))[rank].clone().requires_grad_() for part in pairs())
+        value = loss(gather(image_BE), gather(text_BE))
+        value.backward()
+        assert image_BE.grad is not None
+        assert text_BE.grad is not None
+        found[name] = {"value": value.item(), "image": image_BE.grad.tolist(), "text": text_BE.grad.tolist()}
+    return found
 
 
 def training(folder: Path, loader: fakes.FakeLoader | None = None, **changes: Any) -> Any:
@@ -113,10 +144,10 @@ def check_nan(folder: Path) -> Any:
         calls = 0
 
         def forward(self, batch: Batch) -> Losses:
-            losses = super().forward(batch)
+            found = super().forward(batch)
             self.calls += self.training
             bad = rank == 1 and self.training and self.calls == 5
-            return Losses(total=losses.total + torch.inf if bad else losses.total, terms=losses.terms)
+            return Losses(total=found.total + torch.inf if bad else found.total, terms=found.terms)
 
     model = Sick()
     result = training(folder / "nan", model=model)

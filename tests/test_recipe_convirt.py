@@ -1,0 +1,91 @@
+"""`recipes/convirt_mimic.py` as a command: what it says when it cannot start, and how soon."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from spine_corpus import RECIPE
+
+# Runs the recipe as `python recipe.py ...` does, and then tells which heavy libraries it has taken in.
+WATCHED = """
+import runpy, sys
+try:
+    runpy.run_path(sys.argv.pop(1), run_name="__main__")
+finally:
+    heavy = ("torch", "transformers", "timm", "albumentations", "pydicom", "webdataset")
+    print("imported:", *[name for name in heavy if name in sys.modules])
+"""
+
+
+def recipe(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WATCHED, str(RECIPE), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
+
+
+@pytest.mark.parametrize(
+    ("preset", "missing"),
+    [
+        ([], "data.train shards/mimic-cxr/train, data.valid shards/mimic-cxr/validate"),
+        (["tiny", "--data.train", "here"], "data.train here"),
+    ],
+)
+def test_without_data_it_names_the_commands_at_once(preset: list[str], missing: str, tmp_path: Path) -> None:
+    """ "At once" is not timed: nothing that takes a second is imported."""
+    done = recipe(tmp_path, *preset)
+    assert done.returncode == 1
+    assert done.stdout == "imported:\n"
+    first, *rest = done.stderr.strip().splitlines()
+    assert first.startswith(f"error: not there: {missing}")
+    commands = [line.strip() for line in rest if line.startswith("    ")]
+    assert [command.split()[:2] for command in commands] == [
+        ["medvl", "shards"],
+        ["torchrun", "recipes/convirt_mimic.py"],
+        ["bash", "scripts/quickstart.sh"],
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_commands_that_it_names_exist(tmp_path: Path) -> None:
+    """Every option and file in the advice is there: advice that fails is worse than none."""
+    advice = [line.split() for line in recipe(tmp_path).stderr.splitlines() if line.startswith("    ")]
+    shards, torchrun, quickstart = advice
+    options = subprocess.run(
+        [sys.executable, "-m", "medvl.cli", *shards[1:3], "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    flags = recipe(tmp_path, "--help").stdout
+    assert all(word in options for word in shards if word.startswith("--"))
+    assert all(word in flags for word in torchrun if word.startswith("--"))
+    assert (RECIPE.parent.parent / quickstart[1]).is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["tinny"], "error: no preset 'tinny': did you mean 'tiny'?"),
+        (["tiny", "--optim.lr=-1"], "error: lr must be above 0, got -1.0"),
+        (["--model.temperature", "0"], "error: temperature must be above 0"),
+        (["tiny", "--train.global-batch", "7", "--train.accumulate", "2"], "error: global_batch 7 does not divide"),
+        (["tiny", "--data.image.flip", "swop"], "invalid choice 'swop'"),
+        (["--optim.lrr", "3"], "Unrecognized options: --optim.lrr"),
+        (["tiny", "--optim.lr", "fast"], "could not convert string to float: 'fast'"),
+    ],
+)
+def test_a_wrong_command_line_is_told_without_a_traceback(arguments: list[str], told: str, tmp_path: Path) -> None:
+    done = recipe(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    if told.startswith("error: "):
+        assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == "imported:\n"
+
+
+def test_help_shows_every_setting_with_its_published_value(tmp_path: Path) -> None:
+    done = recipe(tmp_path, "--help")
+    assert done.returncode == 0
+    for flag in ("--model.image-encoder", "--data.train", "--optim.schedule.patience", "--train.run-dir", "--prompts"):
+        assert flag in done.stdout
+    assert "(default: resnet50)" in done.stdout
+    assert "(default: bioclinicalbert)" in done.stdout
+    assert done.stdout.endswith("imported:\n")
