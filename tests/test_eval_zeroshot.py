@@ -373,6 +373,11 @@ def test_the_numbers_during_training_are_those_of_the_protocol(source):
     assert len(numbers) == 16
 
 
+def test_data_without_the_labels_is_refused_before_training():
+    with pytest.raises(EvaluationError, match="have no class in common"):
+        ZeroShotEval(FakeLoader(make_source(random_labels()[:, :2], ("CT", "MR"))), "chexpert_pairs")
+
+
 def test_the_same_evaluation_writes_the_same_bytes(source, tmp_path):
     written = []
     for folder in (tmp_path / "a", tmp_path / "b"):

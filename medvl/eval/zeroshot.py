@@ -159,12 +159,7 @@ def score_images(
 ) -> ScoredImages:
     """Every image of a loader with its scores and its labels under the policy. Raises `EvaluationError`."""
     source = loader.source
-    names = tuple(name for name in prompts.classes if name in source.label_names)
-    if not names:
-        raise EvaluationError(
-            f"prompt set {prompts.name!r} ({', '.join(prompts.classes)}) and the labels of the data "
-            f"({', '.join(source.label_names) or 'none'}) have no class in common"
-        )
+    names = _classes_in_common(prompts, source)
     predictions = predict(model, loader, [prompts], autocast=autocast)
     columns = [list(prompts.classes).index(name) for name in names]
     resolved = policy.resolve(predictions.labels_NL, predictions.label_names)
@@ -186,6 +181,16 @@ def score_images(
         positions=positions,
         account=account,
     )
+
+
+def _classes_in_common(prompts: PromptSet, source: Source) -> tuple[str, ...]:
+    names = tuple(name for name in prompts.classes if name in source.label_names)
+    if not names:
+        raise EvaluationError(
+            f"prompt set {prompts.name!r} ({', '.join(prompts.classes)}) and the labels of the data "
+            f"({', '.join(source.label_names) or 'none'}) have no class in common"
+        )
+    return names
 
 
 def _places(source: Source) -> dict[str, tuple[int, Sample]]:
@@ -269,7 +274,8 @@ class ZeroShotEval:
     """Zero-shot AUROC while a model is being trained: `ZeroShotEval(loader)(model)` is a flat mapping of numbers.
 
     "zero_shot/auroc_macro", "zero_shot/auroc_macro_competition" where all five can be judged, and
-    "zero_shot/auroc/<class>" for each class that can; no intervals.
+    "zero_shot/auroc/<class>" for each class that can; no intervals. Making one raises `EvaluationError` where the data
+    has no label of the prompts: better now than after the first epoch.
     """
 
     def __init__(
@@ -283,6 +289,7 @@ class ZeroShotEval:
         self.loader, self.autocast = loader, autocast
         self.prompts = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
         self.policy = policy or LabelPolicy()
+        _classes_in_common(self.prompts, loader.source)
 
     def __call__(self, model: Model) -> dict[str, float]:
         """The numbers for the model as it is now. Raises `EvaluationError` as `zero_shot` does."""
