@@ -2,14 +2,38 @@
 
 import errno
 import hashlib
+import json
 import os
 from pathlib import Path
+
+from medvl.errors import CheckpointError
+
+MARKER = "complete.json"
+"""The file of a checkpoint that is written last: size and sha256 of all others."""
 
 
 def sha256(path: Path) -> str:
     """Hex digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_marker(folder: Path, *, but: str | None = None) -> None:
+    """Compare the files of a checkpoint with its marker, all or all but those in one folder of it.
+
+    Raises CheckpointError that names the first file which is not as it was written.
+    """
+    marker = folder / MARKER
+    try:
+        recorded = json.loads(marker.read_text())["files"]
+        for name, entry in recorded.items():
+            path = folder / name
+            if but is not None and name.startswith(f"{but}/"):
+                continue
+            if not path.is_file() or path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
+                raise CheckpointError(f"{path} is not as it was written: the checkpoint is damaged")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{marker} cannot be read ({type(error).__name__}): the checkpoint is damaged") from error
 
 
 def fsync(path: Path) -> None:

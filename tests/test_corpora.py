@@ -143,6 +143,9 @@ def test_chexpert_leaves_out_laterals_and_names_what_is_wrong(chexpert_root: Pat
     assert plan.excluded == {"lateral": 1}
     with pytest.raises(CorpusError, match="holds none of train.csv"):
         chexpert.plan(chexpert_root / "train", deid)
+    (chexpert_root / "valid.csv").write_text(",".join(CHEXPERT_COLUMNS[:-1]) + "\n")
+    with pytest.raises(CorpusError, match="valid.csv lacks the column Support Devices"):
+        chexpert.plan(chexpert_root, deid)
     (chexpert_root / "valid.csv").write_text(",".join(CHEXPERT_COLUMNS) + "\n" + "../../etc/passwd,," + "," * 16 + "\n")
     with pytest.raises(CorpusError, match="not of the form"):
         chexpert.plan(chexpert_root, deid)

@@ -99,8 +99,9 @@ def test_every_skip_is_counted_and_listed(tmp_path: Path, deid: Deidentifier) ->
     (tmp_path / "images/9.png").unlink()
     manifest = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=4), OPTIONS)["train"]
     assert (manifest.samples, manifest.planned, sum(manifest.skipped.values())) == (8, 12, 4)
-    assert [key for key, _ in manifest.skipped_keys] == ["key000", "key004", "key007", "key009"]
-    assert dict(manifest.skipped_keys)["key009"] == "image_missing"
+    reasons = {"key000": "empty", "key004": "truncated", "key007": "unknown_format", "key009": "image_missing"}
+    assert manifest.skipped_keys == tuple(reasons.items())
+    assert manifest.skipped == dict.fromkeys(reasons.values(), 1)
     private = [json.loads(line) for line in (tmp_path / "out-private/skipped.jsonl").read_text().splitlines()]
     assert {row["key"]: row["reason"] for row in private} == dict(manifest.skipped_keys)
     assert "9.png" in next(row["message"] for row in private if row["key"] == "key009")

@@ -4,6 +4,7 @@ import csv
 import gzip
 import hashlib
 import json
+import shutil
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -205,3 +206,21 @@ def test_patients_that_a_model_has_seen_are_no_test(spine: Spine, capsys: pytest
     with pytest.raises(SystemExit, match="1"):
         cli.main(evaluation(spine, data="train"))
     assert "share 16 patients" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer/tokenizer.json"])
+def test_a_flipped_bit_of_a_checkpoint_is_found_before_it_is_judged(
+    name: str, spine: Spine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other weights would give other numbers without a word."""
+    checkpoint = tmp_path / "best"
+    shutil.copytree(spine.home / "run" / "best", checkpoint)
+    shutil.rmtree(checkpoint / "train_state")  # the run's own: a model is handed on without it
+    assert load(checkpoint).name == "convirt"
+    data = bytearray((checkpoint / name).read_bytes())
+    data[-2] ^= 1
+    (checkpoint / name).write_bytes(data)
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["eval", "zero-shot", "--checkpoint", str(checkpoint), "--data", str(spine.shards / "test")])
+    reason = f"medvl: {checkpoint / name} is not as it was written: the checkpoint is damaged\n"
+    assert capsys.readouterr().err == reason

@@ -14,10 +14,13 @@ import medvl
 from medvl.data.shards import Manifest
 from medvl.data.tokenize import load_tokenizer
 from medvl.errors import CheckpointError, ConfigError
+from medvl.files import MARKER, check_marker
 from medvl.models.dual import DualEncoder
 from medvl.models.registry import system
 
 CONFIG, WEIGHTS, TOKENIZER, TRAIN_MANIFEST = "config.json", "model.safetensors", "tokenizer", "train_manifest.json"
+TRAIN_STATE = "train_state"
+"""Folder of a checkpoint that a model does not need: the run's own state."""
 _FORMAT = 1
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar")
 _SHOWN = 4
@@ -52,10 +55,12 @@ def save(model: DualEncoder, folder: Path, run: Mapping[str, Any] | None = None)
 def load(folder: Path | str) -> DualEncoder:
     """The model of a checkpoint directory, in eval mode, with `.tokenizer` and `.transform`.
 
-    Raises CheckpointError when the folder is no whole checkpoint, or a weight is missing, unexpected or of another
-    shape; a file that needs pickle is refused.
+    Raises CheckpointError when the folder is no whole checkpoint, a file is not as training wrote it, or a weight is
+    missing, unexpected or of another shape; a file that needs pickle is refused.
     """
     folder = _check_folder(Path(folder))
+    if (folder / MARKER).is_file():  # training writes it, `save` alone does not
+        check_marker(folder, but=TRAIN_STATE)
     described = _read_config(folder)["model"]
     try:
         cls = system(described["name"])

@@ -24,13 +24,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from medvl.errors import CheckpointError
-from medvl.files import sha256
+from medvl.files import MARKER, check_marker, sha256
 from medvl.train import folders
 
 _log = logging.getLogger(__name__)
 
 FORMAT = 1
-MARKER = "complete.json"
 STATE = "train_state/state.json"
 OPTIMIZER = "train_state/optimizer.safetensors"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -70,17 +69,9 @@ def verify(folder: Path) -> None:
     if not folder.is_dir():
         kind = "a file: checkpoints are folders, and pickled ones are not loaded" if folder.exists() else "not there"
         raise CheckpointError(f"{folder} is {kind}")
-    marker = folder / MARKER
-    if not marker.is_file():
+    if not (folder / MARKER).is_file():
         raise CheckpointError(f"{folder} has no {MARKER}: it is no whole checkpoint of a medvl run")
-    try:
-        recorded = json.loads(marker.read_text())["files"]
-        for name, entry in recorded.items():
-            path = folder / name
-            if not path.is_file() or path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
-                raise CheckpointError(f"{path} is not as it was written: the checkpoint is damaged")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{marker} cannot be read ({type(error).__name__}): the checkpoint is damaged") from error
+    check_marker(folder)
     for path in folder.rglob("*.safetensors"):
         _refuse_pickle(path)
 
