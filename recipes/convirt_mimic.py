@@ -11,7 +11,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from medvl.data.text import RandomSentence
+from medvl.data.text import RandomSentence, WholeText
 from medvl.data.transforms import ConVIRTAugmentation
 from medvl.errors import MedvlError
 from medvl.models.configs import ConVIRTConfig
@@ -31,8 +31,8 @@ class Recipe:
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
-    prompts: str = "chexpert_ensemble"
-    """Of the zero-shot evaluation during training."""
+    prompts: str | None = "chexpert_ensemble"
+    """Of the zero-shot evaluation during training; None for a corpus without labels."""
 
 
 paper = Recipe(
@@ -54,30 +54,44 @@ paper = Recipe(
         early_stop_patience=15,
     ),
 )
+# Encoders from scratch and some 4,000 pairs: whole impressions say more a step than single sentences, and a strong
+# augmentation would hide what there is to learn.
 tiny = Recipe(
     model=ConVIRTConfig(
         image_encoder="resnet_tiny",
         text_encoder="tiny_bert",
-        image_size=128,
+        image_size=112,
+        fit="squash",
         projection_dim=128,
         frozen_text_layers=0,
-        max_tokens=48,
     ),
     pretrained=False,
     data=DataConfig(
         train="quickstart/shards/train",
         valid=Path("quickstart/shards/validate"),
         tokenizer=Path("quickstart/vocab"),
-        text=RandomSentence(min_tokens=3),
-        image=ConVIRTAugmentation(size=128, flip="swap_text", rotation=5, blur_sigma=(0.1, 0.6)),
+        text=WholeText(sections=("impression",)),
+        image=ConVIRTAugmentation(
+            size=112,
+            flip="off",
+            area=(0.7, 1.0),
+            rotation=5,
+            translation=0.05,
+            brightness=0.2,
+            contrast=0.2,
+            blur_sigma=(0.1, 0.5),
+        ),
         workers=1,
     ),
-    optim=OptimConfig(optimizer="adamw", lr=1e-3, weight_decay=0.05, schedule=Cosine(warmup_steps=50)),
+    optim=OptimConfig(optimizer="adamw", lr=1e-3, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
     train=TrainConfig(
         run_dir=Path("quickstart/convirt"),
-        epochs=10,
+        epochs=14,
         global_batch=64,
         precision="bf16",
+        channels_last=True,
+        validate_every=250,
+        checkpoint_every=250,
         best_metric="zero_shot/auroc_macro_competition",
         best_mode="max",
     ),
@@ -102,7 +116,8 @@ def main(recipe: Recipe) -> None:
     with seeded(recipe.train.seed):
         model = create_model(recipe.model, pretrained=recipe.pretrained, tokenizer=recipe.data.tokenizer)
     opened = open_data(recipe.data, model, recipe.train.micro_batch)
-    evals = [ZeroShotEval(opened.valid_images, recipe.prompts)] if opened.valid_images is not None else []
+    judged = opened.valid_images is not None and recipe.prompts is not None
+    evals = [ZeroShotEval(opened.valid_images, recipe.prompts)] if judged else []
     result = train(
         model,
         opened.train,

@@ -10,10 +10,10 @@ bin=.venv/bin
 step() { printf '\n== %s\n' "$1"; }
 
 step "A phantom MIMIC-CXR: DICOM files, reports, tables"
-$bin/medvl phantom mimic-cxr --out quickstart/mimic-cxr --patients 1600 --size 320
+$bin/medvl phantom mimic-cxr --out quickstart/mimic-cxr --patients 2200 --size 256
 
-step "Shards"
-$bin/medvl shards mimic-cxr --root quickstart/mimic-cxr --out quickstart/shards --short-side 256
+step "Shards of the frontal views"
+$bin/medvl shards mimic-cxr --root quickstart/mimic-cxr --out quickstart/shards --views PA AP --short-side 160
 $bin/medvl verify quickstart/shards
 
 step "A vocabulary of its own text"

@@ -143,12 +143,12 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = MappingProxyType(
             note="torchvision's IMAGENET1K_V1 weights",
         ),
         "resnet_tiny": ImagePreset(
-            model="timm:resnet18",
+            model="timm:resnetv2_18",
             weights=None,
             licence="none: trained from scratch",
             image_size=128,
-            arguments=MappingProxyType({"layers": (1, 1, 1, 1), "channels": (32, 64, 128, 256)}),
-            note="a ResNet-10 of half width, for training from scratch on a CPU at 112 to 160 pixels",
+            arguments=MappingProxyType({"layers": (1, 1, 1, 1), "channels": (32, 64, 128, 256), "stem_chs": 32}),
+            note="a pre-activation ResNet-10 of half width, for training from scratch on a CPU at 112 to 160 pixels",
         ),
         "densenet121": ImagePreset(
             model="timm:densenet121",
