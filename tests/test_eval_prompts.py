@@ -24,7 +24,7 @@ TOPIC = {
     "Fracture": "fracture|osseous|ribs",
     "Lung Lesion": "nodul|mass|lesion",
     "Lung Opacity": "opacit|lungs are clear",
-    "No Finding": "chest|abnormal|lung|disease|cardiopulmonary",
+    "No Finding": "chest|abnormal|lung|disease|cardiopulmonary|rib",
     "Pleural Effusion": "effusion|costophrenic|pleural (space|fluid)",
     "Pleural Other": "pleura|fibrothorax",
     "Pneumonia": "pneumonia|infect|infiltrate",
@@ -89,8 +89,9 @@ def test_no_finding_is_positive_for_a_normal_study(name):
     sides = load_prompts(name).classes["No Finding"]
     for sentence in sides.positive:
         assert re.search(r"\b(normal|clear|unremarkable|no)\b", sentence, re.IGNORECASE)
+    findings = "|".join(topic for finding, topic in TOPIC.items() if finding != "No Finding")
     for sentence in sides.negative:
-        assert re.search(r"abnormal|not normal|disease", sentence)
+        assert re.search(f"abnormal|not normal|{findings}", sentence, re.IGNORECASE)
         assert not re.search(r"\bno\b", sentence, re.IGNORECASE)
 
 
