@@ -24,7 +24,7 @@ TOPIC = {
     "Fracture": "fracture|osseous|ribs",
     "Lung Lesion": "nodul|mass|lesion",
     "Lung Opacity": "opacit|lungs are clear",
-    "No Finding": "chest|abnormal|lung|disease|cardiopulmonary|rib",
+    "No Finding": "chest|abnormal|lung|disease|cardiopulmonary|heart|rib|effusion",
     "Pleural Effusion": "effusion|costophrenic|pleural (space|fluid)",
     "Pleural Other": "pleura|fibrothorax",
     "Pneumonia": "pneumonia|infect|infiltrate",
