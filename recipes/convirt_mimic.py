@@ -64,6 +64,7 @@ tiny = Recipe(
         fit="squash",
         projection_dim=128,
         frozen_text_layers=0,
+        max_tokens=48,
     ),
     pretrained=False,
     data=DataConfig(
