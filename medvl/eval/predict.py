@@ -17,8 +17,9 @@ from torch import Tensor
 from medvl.errors import EvaluationError
 from medvl.eval.metrics import Array
 from medvl.eval.prompts import PromptSet
-from medvl.eval.protocols import Loader, Model, encode_batch, evaluating
+from medvl.eval.protocols import Loader, Model, encode_batch
 from medvl.schema import Embeddings
+from medvl.train.validate import evaluating
 
 _TEXT_BATCH = 256
 
@@ -48,7 +49,8 @@ def predict(
     labels: list[Tensor] = []
     scores: list[list[Tensor]] = [[] for _ in prompt_sets]
     skipped_before = Counter(loader.skipped)
-    with evaluating(model) as device:
+    device = next(model.parameters()).device
+    with evaluating(model):
         scorers = [PromptScorer(model, prompts) for prompts in prompt_sets]
         for batch in loader:
             images = encode_batch(model, batch, device, autocast)

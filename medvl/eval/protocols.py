@@ -1,8 +1,7 @@
 """What evaluators ask of a model, a loader and its source; anything of this shape can be evaluated."""
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -58,23 +57,6 @@ class Loader(Protocol):
         """Samples that could not be read, by reason, since the loader was opened."""
 
     def __iter__(self) -> Iterator[Batch]: ...
-
-
-@contextlib.contextmanager
-def evaluating(model: Model) -> Iterator[torch.device]:
-    """The model in evaluation mode and without gradients; every module's own mode comes back afterwards.
-
-    Yields the model's device.
-    """
-    modes: list[tuple[Any, bool]] = [(module, module.training) for module in model.modules()]
-    for module, _ in modes:
-        module.training = False
-    try:
-        with torch.no_grad():
-            yield next(model.parameters()).device
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def encode_batch(model: Model, batch: Batch, device: torch.device, autocast: torch.dtype | None) -> Embeddings:

@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 from medvl.errors import EvaluationError
 from medvl.eval.predict import check_coverage, concatenate, embed_texts
-from medvl.eval.protocols import Compares, Loader, Model, encode_batch, evaluating
+from medvl.eval.protocols import Compares, Loader, Model, encode_batch
 from medvl.eval.results import Results, checkpoint_sha256
 from medvl.eval.rows import Block, MetricRow, mean_block, measure, median_block
 from medvl.schema import Embeddings
+from medvl.train.validate import evaluating
 
 PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval", 1
 

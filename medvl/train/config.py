@@ -48,8 +48,8 @@ class Constant:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Linear:
-    """A straight line from `lr` down to `min_lr` at the end of the run."""
+class _Falling:
+    """What falls until the end of the run."""
 
     warmup_steps: int = 0
     """Steps over which the rate rises in a straight line to `lr`."""
@@ -61,16 +61,13 @@ class Linear:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Cosine:
+class Linear(_Falling):
+    """A straight line from `lr` down to `min_lr` at the end of the run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Cosine(_Falling):
     """One half cosine from `lr` to `min_lr` at the end of the run (Loshchilov and Hutter, arXiv 1608.03983)."""
-
-    warmup_steps: int = 0
-    """Steps over which the rate rises in a straight line to `lr`."""
-    min_lr: float = 0.0
-
-    def __post_init__(self) -> None:
-        _at_least("warmup_steps", self.warmup_steps, 0)
-        _at_least("min_lr", self.min_lr, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,18 @@ Evaluator = Callable[[nn.Module], Mapping[str, float]]
 """Metrics of a model in eval mode, by name. Called on rank 0 only, while the other ranks wait."""
 
 
+class HasModules(Protocol):
+    """A module, as far as its mode goes."""
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: HasModules) -> Iterator[None]:
     """Eval mode, no gradients, no gathering; afterwards each module is in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    for module, _ in modes:
+        module.training = False
     try:
         with torch.no_grad(), no_gather():
             yield
