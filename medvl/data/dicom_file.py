@@ -106,6 +106,7 @@ class Coding(NamedTuple):
 
     @property
     def endian(self) -> str:
+        """How `struct` spells the byte order."""
         return "<" if self.little else ">"
 
 
@@ -153,16 +154,19 @@ class BoundedStream(io.BufferedIOBase):
         return data
 
     def read_exactly(self, size: int) -> bytes:
+        """That many bytes. Raises DicomError where the file ends first."""
         data = self.read(size)
         if len(data) < size:
             raise DicomError("it ends in the middle of its header: copy or fetch it again", "truncated")
         return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Go to a position; it may lie beyond what has been read."""
         self._position = self._file.seek(offset, whence)
         return self._position
 
     def tell(self) -> int:
+        """The position in bytes."""
         return self._position
 
 

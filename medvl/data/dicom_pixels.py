@@ -146,6 +146,7 @@ class PixelLayout:
 
     @property
     def is_float(self) -> bool:
+        """Whether pixels are floating point numbers."""
         return self.keyword != "PixelData"
 
     @property

@@ -33,9 +33,11 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def sample(self, position: int) -> Sample: ...
+    def sample(self, position: int) -> Sample:
+        """The sample at a position, from 0."""
 
-    def pixels(self, position: int, color: bool = False) -> np.ndarray: ...
+    def pixels(self, position: int, color: bool = False) -> np.ndarray:
+        """Its decoded image (H, W) or (H, W, C)."""
 
 
 class FileSource:

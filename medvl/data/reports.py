@@ -89,10 +89,12 @@ class Report:
 
     @property
     def findings(self) -> str | None:
+        """The findings, None where the report has none."""
         return self.sections.get("findings")
 
     @property
     def impression(self) -> str | None:
+        """The impression, None where the report has none."""
         return self.sections.get("impression")
 
     def sentences(self, sections: Sequence[str] = ("findings", "impression")) -> list[str]:

@@ -69,6 +69,7 @@ class ShardNote:
 
     @property
     def shard(self) -> Shard:
+        """What the manifest keeps of it."""
         return Shard(
             name=self.name,
             samples=self.samples,

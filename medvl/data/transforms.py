@@ -38,9 +38,11 @@ class ImageTransform(Protocol):
         """Height and width of what comes out, in pixels."""
 
     @property
-    def flip(self) -> Flip: ...
+    def flip(self) -> Flip:
+        """What a horizontal flip does to the text."""
 
-    def build(self) -> BuiltTransform: ...
+    def build(self) -> BuiltTransform:
+        """The function that a loader worker calls."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,9 +59,11 @@ class EvalTransform:
 
     @property
     def flip(self) -> Flip:
+        """What a horizontal flip does to the text."""
         return "off"
 
     def build(self) -> BuiltTransform:
+        """The function that a loader worker calls."""
         return self._apply
 
     def _apply(self, image: np.ndarray, rng: np.random.Generator) -> Transformed:
@@ -110,6 +114,7 @@ class ConVIRTAugmentation:
             raise ConfigError(f"flip must be off, swap_text or plain, got {self.flip!r}")
 
     def build(self) -> BuiltTransform:
+        """The function that a loader worker calls."""
         os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # or its import asks the network for a newer version
         import albumentations
 

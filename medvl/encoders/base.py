@@ -8,7 +8,8 @@ from torch import nn
 class Adapter(Protocol):
     """How an encoder talks to its library's module."""
 
-    def layers(self, net: nn.Module) -> list[list[str]]: ...
+    def layers(self, net: nn.Module) -> list[list[str]]:
+        """Names of all parameters by depth, embeddings or stem first."""
 
 
 class Encoder(nn.Module):

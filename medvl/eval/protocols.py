@@ -21,36 +21,45 @@ class Compares(Protocol):
 class Model(Compares, Protocol):
     """A dual-encoder."""
 
-    def embed_images(self, image_BCHW: Tensor) -> Embeddings: ...
+    def embed_images(self, image_BCHW: Tensor) -> Embeddings:
+        """Pixels as `similarity` takes them."""
 
-    def embed_texts(self, texts: Sequence[str]) -> Embeddings: ...
+    def embed_texts(self, texts: Sequence[str]) -> Embeddings:
+        """Texts as `similarity` takes them."""
 
-    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """As torch has them."""
 
-    def modules(self) -> Iterator[torch.nn.Module]: ...
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """As torch has them."""
 
 
 class Source(Protocol):
     """Random access to the samples behind a loader."""
 
     @property
-    def label_names(self) -> tuple[str, ...]: ...
+    def label_names(self) -> tuple[str, ...]:
+        """Columns of the labels."""
 
     @property
-    def fingerprint(self) -> str | None: ...
+    def fingerprint(self) -> str | None:
+        """Hash of what the source holds, None where nobody knows it."""
 
     def __len__(self) -> int: ...
 
-    def sample(self, position: int) -> Sample: ...
+    def sample(self, position: int) -> Sample:
+        """The sample at a position, from 0."""
 
-    def pixels(self, position: int) -> NDArray[np.uint8]: ...
+    def pixels(self, position: int) -> NDArray[np.uint8]:
+        """Its decoded image (H, W) or (H, W, C)."""
 
 
 class Loader(Protocol):
     """Batches that hold every readable sample of `source` exactly once."""
 
     @property
-    def source(self) -> Source: ...
+    def source(self) -> Source:
+        """Where the samples come from."""
 
     @property
     def skipped(self) -> Mapping[str, int]:

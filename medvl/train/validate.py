@@ -23,7 +23,8 @@ Evaluator = Callable[[nn.Module], Mapping[str, float]]
 class HasModules(Protocol):
     """A module, as far as its mode goes."""
 
-    def modules(self) -> Iterator[nn.Module]: ...
+    def modules(self) -> Iterator[nn.Module]:
+        """As torch has them."""
 
 
 @contextlib.contextmanager
