@@ -1,179 +1,20 @@
 """The `medvl` command: thin, and quick to answer --help."""
 
-import dataclasses
 import fnmatch
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import tyro
 
-from medvl.data.corpora.table import TableColumns
-from medvl.data.shard_options import ShardOptions, ShardRun
+from medvl.data import command as data_command
 from medvl.errors import ConfigError, MedvlError
-from medvl.eval import command
+from medvl.eval import command as eval_command
+from medvl.phantom import command as phantom_command
 
 if TYPE_CHECKING:
-    from medvl.data.corpora.base import Plan
-    from medvl.data.deid import Deidentifier
     from medvl.data.shards import Manifest
-
-T = TypeVar("T")
-Flat = Annotated[T, tyro.conf.arg(name="")]
-"""A dataclass whose fields become options without a prefix: --out, not --run.out."""
-
-
-def phantom_mimic_cxr(
-    out: Path, *, patients: int = 400, size: int = 512, seed: int = 0, workers: int | None = None
-) -> None:
-    """Write the phantom world as MIMIC-CXR 2.0.0: DICOM files, reports and tables.
-
-    Args:
-        out: folder to write to.
-        patients: how many patients; each has one study or more, each study one image or more.
-        size: height and width of the images in pixels.
-        seed: of the world.
-        workers: processes; default one a core.
-    """
-    from medvl import phantom
-
-    phantom.write_mimic_cxr(out, patients=patients, size=size, seed=seed, workers=workers)
-    print(f"Wrote {out}. Next: medvl shards mimic-cxr --root {out} --out {out}-shards")
-
-
-def phantom_mimic_cxr_jpg(
-    out: Path, *, patients: int = 400, size: int = 512, seed: int = 0, workers: int | None = None
-) -> None:
-    """Write the phantom world as MIMIC-CXR-JPG 2.0.0, with the reports beside the images.
-
-    Args:
-        out: folder to write to.
-        patients: how many patients.
-        size: height and width of the images in pixels.
-        seed: of the world.
-        workers: processes; default one a core.
-    """
-    from medvl import phantom
-
-    phantom.write_mimic_cxr_jpg(out, patients=patients, size=size, seed=seed, workers=workers)
-    print(f"Wrote {out}. Next: medvl shards mimic-cxr --root {out} --out {out}-shards")
-
-
-def phantom_chexpert(
-    out: Path, *, patients: int = 400, size: int = 320, seed: int = 1, workers: int | None = None
-) -> None:
-    """Write the phantom world as CheXpert-v1.0-small.
-
-    Args:
-        out: folder that gets CheXpert-v1.0-small/.
-        patients: how many patients.
-        size: height and width of the images in pixels.
-        seed: of the world; another one than that of a MIMIC-CXR that was trained on, or the patients are the same.
-        workers: processes; default one a core.
-    """
-    from medvl import phantom
-
-    phantom.write_chexpert(out, patients=patients, size=size, seed=seed, workers=workers)
-    root = out / "CheXpert-v1.0-small"
-    print(f"Wrote {root}. Next: python scripts/zeroshot_chexpert.py --checkpoint RUN --root {root}")
-
-
-def phantom_contact_sheet(out: Path, *, seed: int = 0) -> None:
-    """Draw a sheet with every finding at every severity.
-
-    Args:
-        out: PNG file.
-        seed: of the world.
-    """
-    from medvl import phantom
-
-    phantom.contact_sheet(phantom.World(seed=seed), out)
-    print(f"Wrote {out}")
-
-
-def shards_mimic_cxr(
-    root: Path,
-    run: Flat[ShardRun],
-    options: Flat[ShardOptions],
-    *,
-    reports: Path | None = None,
-    labeler: Literal["chexpert", "negbio"] = "chexpert",
-    views: tuple[str, ...] = (),
-) -> None:
-    """Make shards of MIMIC-CXR (DICOM) or MIMIC-CXR-JPG, with the official split.
-
-    Args:
-        root: folder of the release: files/ and the tables.
-        run: where to.
-        options: how images are stored.
-        reports: folder that holds the reports' files/, if not root.
-        labeler: whose labels.
-        views: keep only these values of ViewPosition, such as PA AP.
-    """
-    from medvl.data.corpora import mimic_cxr
-
-    deid = _deidentifier(run.salt_file)
-    _convert(mimic_cxr.plan(root, deid, reports=reports, labeler=labeler, views=views), deid, run, options)
-
-
-def shards_chexpert(
-    root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, frontal_only: bool = False
-) -> None:
-    """Make shards of CheXpert, which has labels and no text.
-
-    Args:
-        root: the folder CheXpert-v1.0-small or CheXpert-v1.0.
-        run: where to.
-        options: how images are stored.
-        frontal_only: leave out lateral views.
-    """
-    from medvl.data.corpora import chexpert
-
-    deid = _deidentifier(run.salt_file)
-    plan = chexpert.plan(root, deid, frontal_only=frontal_only)
-    _convert(plan, deid, run, dataclasses.replace(options, keep_textless=True))
-
-
-def shards_table(
-    table: Path,
-    columns: Flat[TableColumns],
-    run: Flat[ShardRun],
-    options: Flat[ShardOptions],
-    *,
-    name: str = "table",
-    image_root: Path | None = None,
-    where: tuple[str, ...] = (),
-    splits: tuple[str, ...] = ("train=0.8", "validate=0.1", "test=0.1"),
-    parse_reports: bool = False,
-) -> None:
-    """Make shards of your own table: a row an image.
-
-    Args:
-        table: .csv, .jsonl (also .gz) or .parquet.
-        columns: what its columns mean.
-        run: where to.
-        options: how images are stored.
-        name: of the corpus.
-        image_root: folder that image paths are relative to; default the table's.
-        where: keep only rows with these values, such as source=nih.
-        splits: shares of the splits, where the table has none of its own.
-        parse_reports: take each text apart into its sections.
-    """
-    from medvl.data.corpora import table as corpus
-
-    deid = _deidentifier(run.salt_file)
-    plan = corpus.plan(
-        table,
-        columns,
-        deid,
-        name=name,
-        image_root=image_root,
-        where=_pairs(where, "--where"),
-        fractions=_fractions(splits),
-        parse_reports=parse_reports,
-    )
-    _convert(plan, deid, run, options)
 
 
 def vocab(shards: Path, out: Path, *, size: int = 8000, min_frequency: int = 2, max_tokens: int = 128) -> None:
@@ -261,25 +102,6 @@ def list_everything(kind: Literal["models", "image-encoders", "text-encoders", "
     print("\n".join(names))
 
 
-def _deidentifier(salt_file: Path | None) -> "Deidentifier":
-    from medvl.data.deid import Deidentifier, default_salt_file
-
-    return Deidentifier.from_file(salt_file or default_salt_file(), create=True)
-
-
-def _convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOptions) -> None:
-    from medvl.data.sharding import write_shards
-
-    for split, manifest in write_shards(plan, deid, run, options).items():
-        print(f"{split}: {manifest.samples} samples of {len(manifest.patients)} patients{_left_out(manifest)}")
-    print(f"Wrote {run.out}. Keep {run.out.name}-private to yourself: it names the source of each sample.")
-
-
-def _left_out(manifest: "Manifest") -> str:
-    counts = {**manifest.excluded, **manifest.skipped}
-    return "".join(f", {count} {reason}" for reason, count in sorted(counts.items()))
-
-
 def _compare_with_card(manifests: "Mapping[str, Manifest]", full: bool) -> None:
     from medvl.data.corpora import chexpert, mimic_cxr
     from medvl.data.verify import compare_counts
@@ -303,32 +125,15 @@ def _split_folders(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob(f"*/{MANIFEST}")) or [folder]
 
 
-def _pairs(items: tuple[str, ...], option: str) -> dict[str, str]:
-    pairs = {}
-    for item in items:
-        name, equals, value = item.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"{option} takes NAME=VALUE, got {item!r}")
-        pairs[name] = value
-    return pairs
-
-
-def _fractions(items: tuple[str, ...]) -> dict[str, float]:
-    try:
-        return {name: float(value) for name, value in _pairs(items, "--splits").items()}
-    except ValueError:
-        raise ConfigError(f"--splits takes NAME=SHARE, got {' '.join(items)}") from None
-
-
 _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
     "phantom": {
-        "mimic-cxr": phantom_mimic_cxr,
-        "mimic-cxr-jpg": phantom_mimic_cxr_jpg,
-        "chexpert": phantom_chexpert,
-        "contact-sheet": phantom_contact_sheet,
+        "mimic-cxr": phantom_command.mimic_cxr,
+        "mimic-cxr-jpg": phantom_command.mimic_cxr_jpg,
+        "chexpert": phantom_command.chexpert,
+        "contact-sheet": phantom_command.contact_sheet,
     },
-    "shards": {"mimic-cxr": shards_mimic_cxr, "chexpert": shards_chexpert, "table": shards_table},
-    "eval": {"zero-shot": command.zero_shot, "retrieval": command.retrieval},
+    "shards": {"mimic-cxr": data_command.mimic_cxr, "chexpert": data_command.chexpert, "table": data_command.table},
+    "eval": {"zero-shot": eval_command.zero_shot, "retrieval": eval_command.retrieval},
 }
 _COMMANDS: dict[str, Callable[..., Any]] = {"vocab": vocab, "verify": verify, "list": list_everything}
 
@@ -340,12 +145,15 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if command in _GROUPS:
             group = _GROUPS[command]
-            tyro.extras.subcommand_cli_from_dict(group, prog=f"medvl {command}", args=arguments[1:])
+            told = tyro.extras.subcommand_cli_from_dict(group, prog=f"medvl {command}", args=arguments[1:])
         elif command in _COMMANDS:
             positional = tyro.conf.configure(tyro.conf.PositionalRequiredArgs)(_COMMANDS[command])
-            tyro.cli(positional, prog=f"medvl {command}", args=arguments[1:])
+            told = tyro.cli(positional, prog=f"medvl {command}", args=arguments[1:])
         else:
             _usage(command)
+            return
+        if told:
+            print(told)
     except MedvlError as error:
         _end(str(error))
     except OSError as error:

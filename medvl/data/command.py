@@ -1,0 +1,145 @@
+"""`medvl shards`: a corpus in, a folder of shards out. Each command returns what it has to say."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+
+import tyro
+
+from medvl.data.corpora.table import TableColumns
+from medvl.data.shard_options import ShardOptions, ShardRun
+from medvl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from medvl.data.corpora.base import Plan
+    from medvl.data.deid import Deidentifier
+    from medvl.data.shards import Manifest
+
+T = TypeVar("T")
+Flat = Annotated[T, tyro.conf.arg(name="")]
+"""A dataclass whose fields become options without a prefix: --out, not --run.out."""
+
+
+def mimic_cxr(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    reports: Path | None = None,
+    labeler: Literal["chexpert", "negbio"] = "chexpert",
+    views: tuple[str, ...] = (),
+) -> str:
+    """Make shards of MIMIC-CXR (DICOM) or MIMIC-CXR-JPG, with the official split.
+
+    Args:
+        root: folder of the release: files/ and the tables.
+        run: where to.
+        options: how images are stored.
+        reports: folder that holds the reports' files/, if not root.
+        labeler: whose labels.
+        views: keep only these values of ViewPosition, such as PA AP.
+    """
+    from medvl.data.corpora import mimic_cxr as corpus
+
+    deid = deidentifier(run.salt_file)
+    plan = corpus.plan(root, deid, reports=reports, labeler=labeler, views=views)
+    return convert(plan, deid, run, options)
+
+
+def chexpert(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, frontal_only: bool = False) -> str:
+    """Make shards of CheXpert, which has labels and no text.
+
+    Args:
+        root: the folder CheXpert-v1.0-small or CheXpert-v1.0.
+        run: where to.
+        options: how images are stored.
+        frontal_only: leave out lateral views.
+    """
+    from medvl.data.corpora import chexpert as corpus
+
+    deid = deidentifier(run.salt_file)
+    plan = corpus.plan(root, deid, frontal_only=frontal_only)
+    return convert(plan, deid, run, dataclasses.replace(options, keep_textless=True))
+
+
+def table(
+    table: Path,
+    columns: Flat[TableColumns],
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    name: str = "table",
+    image_root: Path | None = None,
+    where: tuple[str, ...] = (),
+    splits: tuple[str, ...] = ("train=0.8", "validate=0.1", "test=0.1"),
+    parse_reports: bool = False,
+) -> str:
+    """Make shards of your own table: a row an image.
+
+    Args:
+        table: .csv, .jsonl (also .gz) or .parquet.
+        columns: what its columns mean.
+        run: where to.
+        options: how images are stored.
+        name: of the corpus.
+        image_root: folder that image paths are relative to; default the table's.
+        where: keep only rows with these values, such as source=nih.
+        splits: shares of the splits, where the table has none of its own.
+        parse_reports: take each text apart into its sections.
+    """
+    from medvl.data.corpora import table as corpus
+
+    deid = deidentifier(run.salt_file)
+    plan = corpus.plan(
+        table,
+        columns,
+        deid,
+        name=name,
+        image_root=image_root,
+        where=_pairs(where, "--where"),
+        fractions=split_shares(splits),
+        parse_reports=parse_reports,
+    )
+    return convert(plan, deid, run, options)
+
+
+def deidentifier(salt_file: Path | None) -> "Deidentifier":
+    """With the salt of the file, or of the default one; made on first use."""
+    from medvl.data.deid import Deidentifier, default_salt_file
+
+    return Deidentifier.from_file(salt_file or default_salt_file(), create=True)
+
+
+def convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOptions) -> str:
+    """Write the shards of a plan; what became of it, a line a split."""
+    from medvl.data.sharding import write_shards
+
+    lines = [
+        f"{split}: {manifest.samples} samples of {len(manifest.patients)} patients{_left_out(manifest)}"
+        for split, manifest in write_shards(plan, deid, run, options).items()
+    ]
+    lines.append(f"Wrote {run.out}. Keep {run.out.name}-private to yourself: it names the source of each sample.")
+    return "\n".join(lines)
+
+
+def split_shares(items: tuple[str, ...]) -> dict[str, float]:
+    """`NAME=SHARE ...` as the shares of the splits. Raises ConfigError."""
+    try:
+        return {name: float(value) for name, value in _pairs(items, "--splits").items()}
+    except ValueError:
+        raise ConfigError(f"--splits takes NAME=SHARE, got {' '.join(items)}") from None
+
+
+def _left_out(manifest: "Manifest") -> str:
+    counts = {**manifest.excluded, **manifest.skipped}
+    return "".join(f", {count} {reason}" for reason, count in sorted(counts.items()))
+
+
+def _pairs(items: tuple[str, ...], option: str) -> dict[str, str]:
+    pairs = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"{option} takes NAME=VALUE, got {item!r}")
+        pairs[name] = value
+    return pairs

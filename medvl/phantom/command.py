@@ -1,0 +1,65 @@
+"""`medvl phantom`: the phantom world in the layouts of the real corpora. Each command returns what it has to say."""
+
+from pathlib import Path
+
+
+def mimic_cxr(out: Path, *, patients: int = 400, size: int = 512, seed: int = 0, workers: int | None = None) -> str:
+    """Write the phantom world as MIMIC-CXR 2.0.0: DICOM files, reports and tables.
+
+    Args:
+        out: folder to write to.
+        patients: how many patients; each has one study or more, each study one image or more.
+        size: height and width of the images in pixels.
+        seed: of the world.
+        workers: processes; default one a core.
+    """
+    from medvl import phantom
+
+    phantom.write_mimic_cxr(out, patients=patients, size=size, seed=seed, workers=workers)
+    return f"Wrote {out}. Next: medvl shards mimic-cxr --root {out} --out {out}-shards"
+
+
+def mimic_cxr_jpg(out: Path, *, patients: int = 400, size: int = 512, seed: int = 0, workers: int | None = None) -> str:
+    """Write the phantom world as MIMIC-CXR-JPG 2.0.0, with the reports beside the images.
+
+    Args:
+        out: folder to write to.
+        patients: how many patients.
+        size: height and width of the images in pixels.
+        seed: of the world.
+        workers: processes; default one a core.
+    """
+    from medvl import phantom
+
+    phantom.write_mimic_cxr_jpg(out, patients=patients, size=size, seed=seed, workers=workers)
+    return f"Wrote {out}. Next: medvl shards mimic-cxr --root {out} --out {out}-shards"
+
+
+def chexpert(out: Path, *, patients: int = 400, size: int = 320, seed: int = 1, workers: int | None = None) -> str:
+    """Write the phantom world as CheXpert-v1.0-small.
+
+    Args:
+        out: folder that gets CheXpert-v1.0-small/.
+        patients: how many patients.
+        size: height and width of the images in pixels.
+        seed: of the world; another one than that of a MIMIC-CXR that was trained on, or the patients are the same.
+        workers: processes; default one a core.
+    """
+    from medvl import phantom
+
+    phantom.write_chexpert(out, patients=patients, size=size, seed=seed, workers=workers)
+    root = out / "CheXpert-v1.0-small"
+    return f"Wrote {root}. Next: python scripts/zeroshot_chexpert.py --checkpoint RUN --root {root}"
+
+
+def contact_sheet(out: Path, *, seed: int = 0) -> str:
+    """Draw a sheet with every finding at every severity.
+
+    Args:
+        out: PNG file.
+        seed: of the world.
+    """
+    from medvl import phantom
+
+    phantom.contact_sheet(phantom.World(seed=seed), out)
+    return f"Wrote {out}"
