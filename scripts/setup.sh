@@ -3,7 +3,7 @@
 #   setup EXTRAS     e.g. setup "" or setup "[dev]"
 
 find_python() {
-    for candidate in "${MEDVL_PYTHON:-}" python3.12 python3.11 python3 python; do
+    for candidate in "${MEDVL_PYTHON:-}" python3.11 python3.12 python3 python; do
         if [ -n "$candidate" ] && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
             echo "$candidate"
             return
