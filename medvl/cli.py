@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import tyro
 
 from medvl.data import command as data_command
+from medvl.data import vqa_command
 from medvl.errors import ConfigError, MedvlError
 from medvl.eval import command as eval_command
 from medvl.phantom import command as phantom_command
@@ -103,10 +104,11 @@ def list_everything(kind: Literal["models", "image-encoders", "text-encoders", "
 
 
 def _compare_with_card(manifests: "Mapping[str, Manifest]", full: bool) -> None:
-    from medvl.data.corpora import chexpert, mimic_cxr
+    from medvl.data.corpora import chexpert, mimic_cxr, path_vqa, slake, vqa_med, vqa_rad
     from medvl.data.verify import compare_counts
 
-    corpora = {module.NAME: module.COUNTS for module in (mimic_cxr, chexpert)}
+    modules = (mimic_cxr, chexpert, vqa_rad, slake, vqa_med, path_vqa)
+    corpora = {module.NAME: module.COUNTS for module in modules}
     expected = corpora.get(next(iter(manifests.values())).corpus)
     if expected is None:
         return
@@ -132,7 +134,15 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "chexpert": phantom_command.chexpert,
         "contact-sheet": phantom_command.contact_sheet,
     },
-    "shards": {"mimic-cxr": data_command.mimic_cxr, "chexpert": data_command.chexpert, "table": data_command.table},
+    "shards": {
+        "mimic-cxr": data_command.mimic_cxr,
+        "chexpert": data_command.chexpert,
+        "vqa-rad": vqa_command.vqa_rad,
+        "slake": vqa_command.slake,
+        "vqa-med": vqa_command.vqa_med,
+        "path-vqa": vqa_command.path_vqa,
+        "table": data_command.table,
+    },
     "eval": {"zero-shot": eval_command.zero_shot, "retrieval": eval_command.retrieval},
 }
 _COMMANDS: dict[str, Callable[..., Any]] = {"vocab": vocab, "verify": verify, "list": list_everything}

@@ -16,7 +16,8 @@ from medvl.schema import FINDINGS
 
 COMMANDS = (
     *("phantom mimic-cxr", "phantom mimic-cxr-jpg", "phantom chexpert", "phantom contact-sheet"),
-    *("shards mimic-cxr", "shards chexpert", "shards table", "eval zero-shot", "eval retrieval"),
+    *("shards mimic-cxr", "shards chexpert", "shards table", "shards vqa-rad", "shards slake", "shards vqa-med"),
+    *("shards path-vqa", "eval zero-shot", "eval retrieval"),
     *("vocab", "verify", "list"),
 )
 

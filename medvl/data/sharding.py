@@ -269,7 +269,7 @@ def _write_manifests(
             excluded=dict(sorted(_total(note.excluded for note in mine).items())),
             skipped=dict(sorted(Counter(reason for _, reason in skipped).items())),
             skipped_keys=tuple(skipped),
-            warnings=dict(sorted(_total(note.warnings for note in mine).items())),
+            warnings=dict(sorted(_total([*(note.warnings for note in mine), plan.noticed]).items())),
             options=dataclasses.asdict(options),
             packages=packages,
         )

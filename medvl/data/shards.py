@@ -68,7 +68,8 @@ class Manifest:
     skipped_keys: tuple[tuple[str, str], ...]
     """(key, reason) of each skipped image."""
     warnings: Mapping[str, int]
-    """What was noticed and kept: empty sections, texts that look as if an identifier was left in, ..."""
+    """What was noticed and kept: empty sections, texts that look as if an identifier was left in, ... What a converter
+    mended in the tables of its corpus is counted over all splits."""
     options: Mapping[str, Any]
     packages: Mapping[str, str]
     schema_version: int = SCHEMA_VERSION

@@ -32,6 +32,8 @@ class Plan:
     records: list[Record]
     label_names: tuple[str, ...]
     excluded: Counter[str]
+    noticed: Counter[str] = dataclasses.field(default_factory=Counter)
+    """What was mended, or left out within an image (a question in another language), by rule: no image is among it."""
 
 
 def read_record(record: Record, warnings: Counter[str]) -> Sample:
