@@ -15,6 +15,7 @@ import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vocabularies import write_byte_level
 
 from medvl.data.tokenize import Tokenizer, load_tokenizer, train_wordpiece
 from medvl.errors import ConfigError, WeightsError
@@ -44,18 +45,7 @@ def clip() -> Tokenizer:
 @pytest.fixture(scope="module")
 def roberta_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level vocabulary in RoBERTa's two files."""
-    folder = tmp_path_factory.mktemp("roberta")
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"],
-        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    backend.train_from_iterator(TEXTS, trainer)
-    backend.model.save(str(folder))
-    return folder
+    return write_byte_level(tmp_path_factory.mktemp("roberta"), TEXTS)
 
 
 def real(ids_BT: torch.Tensor, mask_BT: torch.Tensor, row: int = 0) -> list[int]:

@@ -1,8 +1,9 @@
 """Where words begin in a sequence of sub-word ids: for whole-word masking, and for words as sums of their sub-words.
 
 A word is what the tokenizer split off before it looked for pieces: for WordPiece, letters and digits between spaces
-and punctuation, and every punctuation mark; for byte-level BPE, a run of letters, of digits or of other marks; for
-SentencePiece, what stands between spaces. Everything is looked up in tables by id, so ids can be on any device.
+and punctuation, and every punctuation mark; for byte-level BPE, a run of letters, of digits or of other marks, and a
+contraction (`'s`) where the vocabulary has it as one piece; for SentencePiece, what stands between spaces.
+Everything is looked up in tables by id, so ids can be on any device.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ from torch import Tensor
 from medvl.data.wordpiece import CONTINUED
 
 _BYTE_SPACE, _SENTENCE_SPACE, _END = "Ġ", "▁", "</w>"
-_LETTER, _DIGIT, _OTHER = 0, 1, 2
+_LINE_BREAKS = "ĉĊċČč"
+"""Tab, line feed and the like, as byte-level BPE writes them."""
+_LETTER, _DIGIT, _OTHER, _BREAK, _JOINS = range(5)
 
 
 class WordBoundaries:
@@ -58,7 +61,8 @@ class WordBoundaries:
             starts_BT[:, 1:] |= _look_up(self._ends_V, ids_BT)[:, :-1]
         if self._kinds_V2 is not None:
             kinds_BT2 = _look_up(self._kinds_V2, ids_BT)
-            starts_BT[:, 1:] |= kinds_BT2[:, 1:, 0] != kinds_BT2[:, :-1, 1]
+            before_BT, after_BT = kinds_BT2[:, :-1, 1], kinds_BT2[:, 1:, 0]
+            starts_BT[:, 1:] |= (before_BT != after_BT) & (before_BT != _JOINS)
         starts_BT[:, 0] = True
         return starts_BT & ~special_BT & mask_BT
 
@@ -73,7 +77,14 @@ def _look_up(table_V: Tensor, ids_BT: Tensor) -> Tensor:
 
 
 def _kind(character: str) -> int:
-    """Letters and digits as the splitting pattern of byte-level BPE tells them; bytes beyond ASCII count as letters."""
+    """Kinds as the splitting pattern of byte-level BPE tells them; bytes beyond ASCII count as letters.
+
+    A space belongs to the word behind it, also where the vocabulary has no piece of both.
+    """
+    if character == _BYTE_SPACE:
+        return _JOINS
+    if character in _LINE_BREAKS:
+        return _BREAK
     if character.isdigit():
         return _DIGIT
     return _LETTER if character.isalpha() or not character.isascii() else _OTHER
