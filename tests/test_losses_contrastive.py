@@ -1,10 +1,10 @@
 """Contrastive losses against their papers' formulas written out one pair at a time, in value and in gradient."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
+from loss_checks import compare
 from torch import Tensor
 
 from medvl import losses
@@ -50,20 +50,6 @@ def pairs(batch: int, dim: int = 16, unit: bool = False) -> tuple[Tensor, Tensor
     if unit:
         tensors = [torch.nn.functional.normalize(tensor, dim=-1) for tensor in tensors]
     return tensors[0].float(), tensors[1].float()
-
-
-def compare(ours: Callable[..., Tensor], naive: Callable[..., Tensor], inputs: list[Tensor]) -> None:
-    mine = [tensor.clone().requires_grad_() for tensor in inputs]
-    reference = [tensor.double().requires_grad_() for tensor in inputs]
-    value, expected = ours(*mine), naive(*reference)
-    assert value.dtype == torch.float32
-    assert value.ndim == 0
-    torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
-    value.backward()
-    expected.backward()
-    for tensor, other in zip(mine, reference, strict=True):
-        assert tensor.grad is not None
-        torch.testing.assert_close(tensor.grad.double(), other.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 32])

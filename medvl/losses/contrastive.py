@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from medvl.losses.inputs import check_share, full_precision
+
 # B pairs, E shared embedding dim.
 
 
@@ -22,10 +24,9 @@ def convirt(image_BE: Tensor, text_BE: Tensor, temperature: float = 0.1, image_w
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
-    if not 0 <= image_weight <= 1:
-        raise ValueError(f"image_weight must be within [0, 1], got {image_weight}")
+    check_share("image_weight", image_weight)
     _check_pairs(image_BE, text_BE)
-    with _float32(image_BE):
+    with full_precision(image_BE):
         cosine_BB = F.normalize(image_BE.float(), dim=-1) @ F.normalize(text_BE.float(), dim=-1).T
         return _both_directions(cosine_BB / temperature, image_weight)
 
@@ -37,7 +38,7 @@ def clip(image_BE: Tensor, text_BE: Tensor, logit_scale: Tensor | float) -> Tens
     of the parameter that models store. Returns a scalar. Raises ValueError on unequal shapes.
     """
     _check_pairs(image_BE, text_BE)
-    with _float32(image_BE):
+    with full_precision(image_BE):
         return _both_directions(logit_scale * (image_BE.float() @ text_BE.float().T), 0.5)
 
 
@@ -47,15 +48,10 @@ def siglip(image_BE: Tensor, text_BE: Tensor, logit_scale: Tensor | float, logit
     The embeddings are L2-normalised by the caller. Returns a scalar. Raises ValueError on unequal shapes.
     """
     _check_pairs(image_BE, text_BE)
-    with _float32(image_BE):
+    with full_precision(image_BE):
         logits_BB = logit_scale * (image_BE.float() @ text_BE.float().T) + logit_bias
         sign_BB = 2 * torch.eye(len(logits_BB), device=logits_BB.device) - 1  # +1 for the pair, -1 for all others
         return -F.logsigmoid(sign_BB * logits_BB).sum() / len(logits_BB)
-
-
-def _float32(tensor: Tensor) -> torch.autocast:
-    """Autocast off: it would take the similarity product back to 16 bits, whatever `.float()` says."""
-    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def _both_directions(logits_BB: Tensor, image_weight: float) -> Tensor:

@@ -1,0 +1,42 @@
+"""A loss beside its formula written out: what the tests of all losses share."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def compare(ours: Callable[..., Tensor], naive: Callable[..., Tensor], inputs: list[Tensor]) -> None:
+    """Same value and same gradient of every input: ours in float32, the naive form in float64."""
+    mine = [tensor.clone().requires_grad_() for tensor in inputs]
+    reference = [tensor.double().requires_grad_() for tensor in inputs]
+    value, expected = ours(*mine), naive(*reference)
+    assert value.dtype == torch.float32
+    assert value.ndim == 0
+    torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
+    value.backward()
+    expected.backward()
+    for tensor, other in zip(mine, reference, strict=True):
+        assert tensor.grad is not None
+        torch.testing.assert_close(tensor.grad.double(), other.grad, rtol=1e-4, atol=1e-6)
+
+
+def check_zero_with_gradient(loss: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Nothing to learn from: exactly 0, no NaN, and zeros as gradients, so that no rank waits for one."""
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    value = loss(*leaves)
+    assert value.item() == 0
+    value.backward()
+    for leaf in leaves:
+        assert leaf.grad is not None
+        assert not leaf.grad.any()
+
+
+def check_precision(loss: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Autocast changes nothing, and 16-bit inputs are computed on in float32."""
+    plain = loss(*inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(loss(*inputs), plain, rtol=0, atol=0)
+    halves = [tensor.bfloat16() for tensor in inputs]
+    assert loss(*halves).dtype == torch.float32
+    torch.testing.assert_close(loss(*halves), loss(*[half.float() for half in halves]), rtol=0, atol=0)
