@@ -1,0 +1,164 @@
+"""Contrastive learning against a moving average of the model: a queue of past embeddings, and soft labels.
+
+    keys = queue.keys(image_momentum_BE, text_momentum_BE, names_B)            # computed without gradient
+    loss = itc(image_BE, text_BE, keys.image_NE, keys.text_NE, temperature, alpha, keys.positive_BN)
+    queue.enqueue(gather(image_momentum_BE), gather(text_momentum_BE), gather(names_B))    # in training only
+
+The moving average itself is `torch.optim.swa_utils.AveragedModel`. ALBEF (Li et al., arXiv 2107.07651), section 3.2
+and 3.3; M2I2 and MUMC train with the same loss.
+
+B pairs of this rank, Q rows of the queue, N = B + (rows in the queue) keys, E shared embedding dim.
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl.losses.inputs import check_share, full_precision
+
+
+def itc(
+    image_BE: Tensor,
+    text_BE: Tensor,
+    image_keys_NE: Tensor,
+    text_keys_NE: Tensor,
+    temperature: Tensor | float,
+    alpha: float = 0.4,
+    positive_BN: Tensor | None = None,
+) -> Tensor:
+    """Mean of both directions' cross-entropy with (1 - alpha) one-hot + alpha teacher targets (ALBEF, equation 6).
+
+    Embeddings are L2-normalised by the caller. With alpha 0 and the batch's own embeddings as keys, it is `clip`.
+
+    Args:
+        image_BE, text_BE: of the model.
+        image_keys_NE, text_keys_NE: of the moving average: first this batch, row for row, then the queue. The
+            teacher's targets come of them without gradient; as keys they are as differentiable as they come.
+        temperature: divides all similarities, the teacher's too. See `clamp_temperature_`.
+        alpha: weight of the teacher, 0 at the start of training: see `ramped_alpha`.
+        positive_BN: bool, which keys belong to a row besides its own; the one-hot target is shared evenly among them.
+            Default: key i for row i alone. Without it, a queue longer than a corpus makes negatives of a
+            pair's own past embeddings.
+
+    Returns a scalar, near ln N for embeddings that know nothing of each other; 0, with a gradient of zeros, for no
+    pair. Raises ValueError on shapes that do not belong together, a temperature that is a number of zero or below, or
+    an alpha outside [0, 1].
+    """
+    check_share("alpha", alpha)
+    if isinstance(temperature, int | float) and temperature <= 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+    batch, count = len(image_BE), len(image_keys_NE)
+    _check_shapes(image_BE, text_BE, image_keys_NE, text_keys_NE)
+    if positive_BN is not None and positive_BN.shape != (batch, count):
+        raise ValueError(f"positive_BN must be ({batch}, {count}), got {tuple(positive_BN.shape)}")
+    with full_precision(image_BE):
+        hard_BN = torch.eye(batch, count, device=image_BE.device)
+        if positive_BN is not None:
+            hard_BN = F.normalize(torch.maximum(hard_BN, positive_BN.float()), p=1.0, dim=1)
+        image_to_text = _direction(image_BE, image_keys_NE[:batch], text_keys_NE, temperature, alpha, hard_BN)
+        text_to_image = _direction(text_BE, text_keys_NE[:batch], image_keys_NE, temperature, alpha, hard_BN)
+        return (image_to_text + text_to_image) / (2 * max(batch, 1))
+
+
+def ramped_alpha(step: int, ramp_steps: int, alpha: float = 0.4) -> float:
+    """The teacher's weight: from 0 in a line to `alpha` at `ramp_steps` (one epoch in ALBEF and M2I2, two in MUMC)."""
+    return alpha * min(1.0, step / ramp_steps) if ramp_steps > 0 else alpha
+
+
+def clamp_temperature_(temperature: Tensor, low: float = 0.001, high: float = 0.5) -> None:
+    """Bring a learned temperature back into ALBEF's range, in place, before it is used.
+
+    A clamp inside the loss would have no gradient outside the range: the parameter could never come back.
+    """
+    with torch.no_grad():
+        temperature.clamp_(low, high)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Keys:
+    """What the rows of a batch are compared with."""
+
+    image_NE: Tensor
+    text_NE: Tensor
+    positive_BN: Tensor
+    """bool, True where row i and key j have one name."""
+
+
+class MomentumQueue(nn.Module):
+    """The latest `size` pairs of embeddings of the moving average, over all ranks, oldest overwritten first.
+
+    It begins empty: no random vectors stand in for pairs that have not been seen. Its buffers are part of the
+    checkpoint. Any batch size goes; it need not divide the size.
+
+    Args:
+        size: most pairs held; 65,536 in ALBEF, 57,600 in BLIP.
+        dim: E.
+
+    Raises ValueError on a negative size or a dim below 1.
+    """
+
+    image_QE: Tensor
+    text_QE: Tensor
+    names_Q: Tensor
+    seen: Tensor
+
+    def __init__(self, size: int, dim: int) -> None:
+        super().__init__()
+        if size < 0 or dim < 1:
+            raise ValueError(f"a queue of {size} embeddings of {dim} numbers cannot be made")
+        self.size = size
+        self.register_buffer("image_QE", torch.zeros(size, dim))
+        self.register_buffer("text_QE", torch.zeros(size, dim))
+        self.register_buffer("names_Q", torch.zeros(size, dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def __len__(self) -> int:
+        return min(int(self.seen), self.size)
+
+    def keys(self, image_BE: Tensor, text_BE: Tensor, names_B: Tensor) -> Keys:
+        """This batch's momentum embeddings, then the queue's; a copy, which `enqueue` leaves alone.
+
+        `names_B`, int64, is what tells that two pairs are one: `name_ids` of studies, or of sample keys.
+        """
+        held = len(self)
+        names_N = torch.cat([names_B, self.names_Q[:held]])
+        return Keys(
+            image_NE=torch.cat([image_BE.float(), self.image_QE[:held]]),
+            text_NE=torch.cat([text_BE.float(), self.text_QE[:held]]),
+            positive_BN=names_B[:, None] == names_N,
+        )
+
+    @torch.no_grad()
+    def enqueue(self, image_BE: Tensor, text_BE: Tensor, names_B: Tensor) -> None:
+        """Add momentum embeddings, of all ranks (`medvl.losses.distributed.gather`) so that all queues stay equal."""
+        if not len(image_BE) == len(text_BE) == len(names_B):
+            raise ValueError(f"{len(image_BE)} images, {len(text_BE)} texts and {len(names_B)} names are no pairs")
+        skipped = max(len(names_B) - self.size, 0)  # what the same call would overwrite
+        place_B = torch.arange(skipped, len(names_B), device=self.seen.device)
+        place_B = (self.seen + place_B) % max(self.size, 1)
+        self.image_QE[place_B] = image_BE[skipped:].to(self.image_QE.dtype)
+        self.text_QE[place_B] = text_BE[skipped:].to(self.text_QE.dtype)
+        self.names_Q[place_B] = names_B[skipped:]
+        self.seen += len(names_B)
+
+
+def _direction(
+    query_BE: Tensor, teacher_BE: Tensor, keys_NE: Tensor, temperature: Tensor | float, alpha: float, hard_BN: Tensor
+) -> Tensor:
+    """Cross-entropy over the keys, summed over queries; `teacher_BE` are the queries of the moving average."""
+    logits_BN = query_BE.float() @ keys_NE.float().T / temperature
+    target_BN = hard_BN
+    if alpha:
+        with torch.no_grad():
+            soft_BN = (teacher_BE.float() @ keys_NE.float().T / temperature).softmax(dim=1)
+        target_BN = alpha * soft_BN + (1 - alpha) * hard_BN
+    return F.cross_entropy(logits_BN, target_BN, reduction="sum")
+
+
+def _check_shapes(image_BE: Tensor, text_BE: Tensor, image_keys_NE: Tensor, text_keys_NE: Tensor) -> None:
+    shapes = [tuple(tensor.shape) for tensor in (image_BE, text_BE, image_keys_NE, text_keys_NE)]
+    pairs, keys = shapes[0], shapes[2]
+    if len(pairs) != 2 or shapes[1] != pairs or shapes[3] != keys or keys[1:] != pairs[1:] or keys[0] < pairs[0]:
+        raise ValueError(f"itc needs pairs (B, E) twice and keys (N, E) twice with N of at least B, got {shapes}")

@@ -1,0 +1,76 @@
+"""Masked language modelling: cross-entropy at the tokens that were hidden.
+
+The vocabulary head costs more than a fusion layer, and 85 % of its rows would be thrown away, so models run it on the
+masked positions only:
+
+    index_N = masked_positions(labels_BT)
+    logits_NV = head(states_BTD.flatten(0, 1)[index_N])
+    loss = mlm(logits_NV, labels_BT.flatten()[index_N])
+
+N masked positions of the whole batch, V vocabulary; the other letters as in `medvl.schema`.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from medvl.losses.inputs import check_share, full_precision
+
+IGNORED = -100
+"""Label of a position that was not masked; what torch's own cross-entropy leaves out."""
+
+
+def mlm(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Mean cross-entropy over the masked positions of the whole batch (Devlin et al., arXiv 1810.04805, task 1).
+
+    The mean is over positions, not over texts: a text with more masked tokens weighs more.
+
+    Args:
+        logits_BTV: scores of all positions, or (N, V) of the masked ones.
+        labels_BT: int64, the hidden ids, -100 elsewhere; or (N,).
+
+    Returns a scalar, near ln V for a head that knows nothing; 0, with a gradient of zeros, where nothing is masked.
+    Raises ValueError on shapes that do not belong together.
+    """
+    return _hard(*_masked_only(logits_BTV, labels_BT))
+
+
+def mlm_distilled(logits_BTV: Tensor, labels_BT: Tensor, teacher_BTV: Tensor, alpha: float = 0.4) -> Tensor:
+    """(1 - alpha) cross-entropy with the hidden ids + alpha with the teacher's distribution over the vocabulary.
+
+    The momentum distillation of ALBEF (Li et al., arXiv 2107.07651, equation 7). The teacher, a moving average of the
+    model, reads the same masked text; no gradient reaches it. Shapes, result and errors as for `mlm`; ValueError also
+    on an alpha outside [0, 1].
+    """
+    check_share("alpha", alpha)
+    if teacher_BTV.shape != logits_BTV.shape:
+        raise ValueError(
+            f"student and teacher logits must have one shape, got {tuple(logits_BTV.shape)} and "
+            f"{tuple(teacher_BTV.shape)}"
+        )
+    logits_NV, labels_N = _masked_only(logits_BTV, labels_BT)
+    teacher_NV, _ = _masked_only(teacher_BTV.detach(), labels_BT)
+    with full_precision(logits_NV):
+        target_NV = teacher_NV.float().softmax(dim=-1)
+        soft = F.cross_entropy(logits_NV.float(), target_NV, reduction="sum") / max(len(labels_N), 1)
+        return (1 - alpha) * _hard(logits_NV, labels_N) + alpha * soft
+
+
+def masked_positions(labels_BT: Tensor) -> Tensor:
+    """(N,) int64: where the labels are not -100, as positions in the flattened (B * T) batch, in order."""
+    return (labels_BT.flatten() != IGNORED).nonzero().squeeze(1)
+
+
+def _hard(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    with full_precision(logits_NV):
+        return F.cross_entropy(logits_NV.float(), labels_N, reduction="sum") / max(len(labels_N), 1)
+
+
+def _masked_only(logits_BTV: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of the masked positions: only these are ever copied to float32."""
+    if labels_BT.ndim == 0 or logits_BTV.shape[:-1] != labels_BT.shape:
+        raise ValueError(
+            f"logits must be labels with a vocabulary dim behind, got {tuple(logits_BTV.shape)} and "
+            f"{tuple(labels_BT.shape)}"
+        )
+    index_N = masked_positions(labels_BT)
+    return logits_BTV.flatten(0, -2)[index_N], labels_BT.flatten()[index_N]

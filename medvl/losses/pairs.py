@@ -1,0 +1,46 @@
+"""Which image and text of a batch belong together although they stand in different rows.
+
+Reports repeat ("No acute process."), images of one study share theirs, and figures come with several texts: what is
+called a negative is often a positive. Matching and contrastive losses ask here.
+
+    same_BB = same_pairs(text_ids(batch.ids_BT, batch.mask_BT), name_ids(studies))
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# B rows of a batch, T text tokens.
+
+
+def name_ids(names: Sequence[str]) -> Tensor:
+    """(B,) int64: equal for equal names (of studies, articles, label sets), on every rank and in every run.
+
+    63 bits of a hash: among a million names two collide once in eighteen million tries.
+    """
+    digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names]
+    return torch.tensor([int.from_bytes(digest, "big") >> 1 for digest in digests], dtype=torch.int64)
+
+
+def text_ids(ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """(B,) int64: equal for texts that are equal to the model, after cutting and lower-casing; within this batch only.
+
+    Padding does not count. Give ids before masking.
+    """
+    if len(ids_BT) == 0:
+        return torch.zeros(0, dtype=torch.int64, device=ids_BT.device)
+    return ids_BT.masked_fill(~mask_BT, -1).unique(dim=0, return_inverse=True)[1]
+
+
+def same_pairs(*groups_B: Tensor) -> Tensor:
+    """(B, B) bool: True where rows i and j agree in any of the groups; so always on the diagonal.
+
+    Raises ValueError without a group, or on groups of different lengths.
+    """
+    if len({tuple(group_B.shape) for group_B in groups_B}) != 1 or groups_B[0].ndim != 1:
+        raise ValueError(f"same_pairs needs groups (B,) of one length, got {[tuple(g.shape) for g in groups_B]}")
+    device = groups_B[0].device
+    group_GB = torch.stack([group_B.to(device) for group_B in groups_B])
+    return (group_GB[:, :, None] == group_GB[:, None, :]).any(dim=0)
