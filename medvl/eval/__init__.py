@@ -3,27 +3,36 @@
     scores, labels, policy -> metric rows -> results.json, a table, a page
 
 `stats` and `metrics` hold the numbers, `policies` what uncertain and missing labels mean, `prompts` the sentences;
-`zeroshot` and `retrieval` are protocols on top of them; `results` and `page` write down what they find. Everything is
-imported on first use: the statistics need numpy only.
+`zeroshot`, `retrieval` and `vqa` are protocols on top of them; `results` and `page` write down what they find.
+Everything is imported on first use: the statistics need numpy only.
 """
 
 import importlib
 from typing import Any
 
 _HOME = {
+    "AnswerEval": "vqa.answer",
+    "AnswerVocabulary": "vqa.vocabulary",
     "LabelPolicy": "policies",
     "MetricRow": "results",
     "PromptSet": "prompts",
     "RetrievalEval": "retrieval",
+    "VQAData": "vqa.questions",
+    "VQAProtocol": "vqa.protocol",
     "ZeroShotEval": "zeroshot",
+    "answer_questions": "vqa.answer",
+    "answers_in": "vqa.answer",
     "bootstrap_auroc": "stats",
     "bootstrap_average_precision": "stats",
     "bootstrap_metric": "stats",
     "choose_threshold": "metrics",
     "format_table": "results",
+    "get_protocol": "vqa.protocol",
     "image_text_retrieval": "retrieval",
+    "judge_answers": "vqa.judge",
     "list_prompts": "prompts",
     "load_prompts": "prompts",
+    "normalize_answer": "vqa.normalize",
     "read_results": "results",
     "write_page": "page",
     "write_results": "results",
