@@ -91,6 +91,13 @@ class Batch:
     """float32: 1, 0, -1 (uncertain) or NaN (not mentioned), columns as in the manifest."""
     texts: list[str]
     """The texts behind `ids_BT`."""
+    has_image_B: Tensor | None = None
+    """bool: False where a sample has no image and its pixels are a placeholder. None: every sample has one."""
+    has_text_B: Tensor | None = None
+    """bool: False where a sample has no text, whatever its tokens are. None: every sample has one."""
+    regions_BPD: Tensor | None = None
+    """float32: features of regions that a detector computed beforehand, for models that take them in place of pixels,
+    the geometry of each region's box behind its features; a row of zeros is padding."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -110,6 +117,9 @@ class Batch:
             ids_BT=function(self.ids_BT),
             mask_BT=function(self.mask_BT),
             labels_BL=function(self.labels_BL),
+            has_image_B=None if self.has_image_B is None else function(self.has_image_B),
+            has_text_B=None if self.has_text_B is None else function(self.has_text_B),
+            regions_BPD=None if self.regions_BPD is None else function(self.regions_BPD),
         )
 
 

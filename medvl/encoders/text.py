@@ -128,6 +128,18 @@ class TextEncoder(Encoder):
         clean_BT = ids_BT.masked_fill(~mask_BT.bool(), self.pad_id)
         return self._adapter.embed(self.backbone, clean_BT, **positions)
 
+    def embed_vectors(self, vectors_BTD: Tensor, **positions: Tensor) -> Tensor:
+        """What `embed` makes of words, made of vectors that stand in their place: positions, types and norm are added.
+
+        Args:
+            vectors_BTD: tokens of another origin (cells of an image), as wide as the word embeddings.
+            positions: `position_ids` and `token_type_ids` (B, T); left out, token i is at position i, of type 0.
+
+        Raises:
+            ConfigError: the backbone takes words only.
+        """
+        return self._adapter.embed_vectors(self.backbone, vectors_BTD, **positions)
+
     def encode(self, hidden_BTD: Tensor, mask: Tensor) -> Sequence[Tensor]:
         """All states (B, T, D), the input first and the last layer's output last.
 

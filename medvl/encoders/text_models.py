@@ -27,6 +27,10 @@ class LanguageAdapter(abc.ABC):
     def embed(self, net: Any, ids_BT: Tensor, **positions: Tensor) -> Tensor:
         """(B, T, D); padding has been set to the model's own padding id."""
 
+    def embed_vectors(self, net: Any, vectors_BTD: Tensor, **positions: Tensor) -> Tensor:
+        """(B, T, D): what `embed` adds to word embeddings, added to vectors of another origin."""
+        raise ConfigError(f"{type(net).__name__} embeds words only: take a BERT")
+
     @abc.abstractmethod
     def encode(self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor) -> Sequence[Tensor]:
         """All states, the input first; `attend_BQT` is True where a query may look, with Q of 1 or T."""
@@ -63,6 +67,11 @@ class BertAdapter(LanguageAdapter):
         hidden_BTD: Tensor = net.embeddings(input_ids=ids_BT, **positions)
         return hidden_BTD
 
+    def embed_vectors(self, net: Any, vectors_BTD: Tensor, **positions: Tensor) -> Tensor:
+        """Takes `position_ids` and `token_type_ids`."""
+        hidden_BTD: Tensor = net.embeddings(inputs_embeds=vectors_BTD, **positions)
+        return hidden_BTD
+
     def encode(self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor) -> Sequence[Tensor]:
         """See the base class."""
         states = [hidden_BTD]
@@ -87,6 +96,12 @@ class AlbertAdapter(BertAdapter):
     def embed(self, net: Any, ids_BT: Tensor, **positions: Tensor) -> Tensor:
         """The mapping to full width counts as embeddings."""
         hidden_BTD: Tensor = net.encoder.embedding_hidden_mapping_in(super().embed(net, ids_BT, **positions))
+        return hidden_BTD
+
+    def embed_vectors(self, net: Any, vectors_BTD: Tensor, **positions: Tensor) -> Tensor:
+        """Vectors have the width of the narrow embeddings, and are mapped like them."""
+        narrow_BTD = super().embed_vectors(net, vectors_BTD, **positions)
+        hidden_BTD: Tensor = net.encoder.embedding_hidden_mapping_in(narrow_BTD)
         return hidden_BTD
 
     def layers(self, net: Any) -> list[list[str]]:
