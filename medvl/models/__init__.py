@@ -7,10 +7,17 @@ _LAZY = {
     "create_model": "medvl.models.registry",
     "list_models": "medvl.models.registry",
     "load": "medvl.models.storage",
+    "load_towers": "medvl.models.storage",
     "load_weights": "medvl.models.storage",
     "save": "medvl.models.storage",
     "DualEncoder": "medvl.models.dual",
+    "FusionModel": "medvl.models.fusion_model",
+    "System": "medvl.models.base",
     "ConVIRTConfig": "medvl.models.configs",
+    "DualStreamConfig": "medvl.models.fusion_configs",
+    "M3AEConfig": "medvl.models.fusion_configs",
+    "MedViLLConfig": "medvl.models.fusion_configs",
+    "SingleStreamConfig": "medvl.models.fusion_configs",
 }
 
 __all__ = sorted(_LAZY)

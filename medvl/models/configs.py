@@ -1,7 +1,7 @@
 """The published settings of every system, side by side. No torch here: a recipe reads its command line without it."""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 from medvl.errors import ConfigError
 
@@ -13,6 +13,8 @@ class ConVIRTConfig:
     The paper's training code was not released: max pooling over tokens, the 512 dimensions and the width of the heads
     are as in LoVT's re-implementation.
     """
+
+    system: ClassVar[str] = "convirt"
 
     image_encoder: str = "resnet50"
     text_encoder: str = "bioclinicalbert"

@@ -15,7 +15,7 @@ from medvl.schema import Batch, Losses
 class ConVIRT(DualEncoder):
     """Bidirectional InfoNCE of an image and one sentence of its report (section 2.2, equations 2 to 4)."""
 
-    name = "convirt"
+    name = ConVIRTConfig.system
     Config = ConVIRTConfig
 
     @classmethod

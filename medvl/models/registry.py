@@ -11,10 +11,14 @@ from typing import Any
 from medvl.data.tokenize import Tokenizer, load_tokenizer
 from medvl.encoders.presets import TEXT_PRESETS
 from medvl.errors import ConfigError
-from medvl.models.dual import DualEncoder
+from medvl.models.base import System
 
 _SYSTEMS = {
     "convirt": "medvl.models.convirt:ConVIRT",
+    "dual_stream": "medvl.models.streams:DualStreamModel",
+    "m3ae": "medvl.models.m3ae:M3AE",
+    "medvill": "medvl.models.medvill:MedViLL",
+    "single_stream": "medvl.models.streams:SingleStreamModel",
 }
 """name -> module:class, imported on first use."""
 
@@ -24,14 +28,14 @@ def list_models(pattern: str = "*") -> list[str]:
     return sorted(fnmatch.filter(_SYSTEMS, pattern))
 
 
-def system(name: str) -> type[DualEncoder]:
+def system(name: str) -> type[System]:
     """The class of a system. Raises ConfigError naming the nearest known name."""
     if name not in _SYSTEMS:
         near = difflib.get_close_matches(name, _SYSTEMS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(list_models())}"
         raise ConfigError(f"no system is called {name!r}: {hint} A folder of a checkpoint can be given as well.")
     module, _, attribute = _SYSTEMS[name].partition(":")
-    found: type[DualEncoder] = getattr(importlib.import_module(module), attribute)
+    found: type[System] = getattr(importlib.import_module(module), attribute)
     return found
 
 
@@ -41,7 +45,7 @@ def create_model(
     pretrained: bool | None = None,
     tokenizer: Tokenizer | Path | str | None = None,
     **settings: Any,
-) -> DualEncoder:
+) -> System:
     """A system by name, by its configuration, or from a checkpoint directory.
 
     Args:
@@ -72,16 +76,16 @@ def create_model(
     return cls.build(config, pretrained=bool(pretrained), tokenizer=tokenizer)
 
 
-def _configuration(name: Any, settings: Mapping[str, Any]) -> tuple[type[DualEncoder], Any]:
+def _configuration(name: Any, settings: Mapping[str, Any]) -> tuple[type[System], Any]:
     if isinstance(name, str | Path):
         cls = system(str(name))
         _check_settings(str(name), cls.Config, settings)
         return cls, cls.Config(**settings)
-    for cls in map(system, _SYSTEMS):
-        if isinstance(name, cls.Config):
-            _check_settings(cls.name, cls.Config, settings)
-            return cls, cls.Config(**{**vars(name), **settings})
-    raise ConfigError(f"a {type(name).__name__} is not the configuration of a system")
+    if getattr(name, "system", None) not in _SYSTEMS:
+        raise ConfigError(f"a {type(name).__name__} is not the configuration of a system")
+    cls = system(name.system)  # this one alone is imported
+    _check_settings(cls.name, cls.Config, settings)
+    return cls, cls.Config(**{**vars(name), **settings})
 
 
 def _check_settings(name: str, config: type, settings: Mapping[str, Any]) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import safetensors
 import safetensors.torch
-from torch import nn
+from torch import Tensor, nn
 
 import medvl
 from medvl.data.shards import Manifest
 from medvl.data.tokenize import load_tokenizer
 from medvl.errors import CheckpointError, ConfigError
 from medvl.files import MARKER, check_marker
-from medvl.models.dual import DualEncoder
+from medvl.models.base import System
 from medvl.models.registry import system
 
 CONFIG, WEIGHTS, TOKENIZER, TRAIN_MANIFEST = "config.json", "model.safetensors", "tokenizer", "train_manifest.json"
@@ -24,9 +24,11 @@ TRAIN_STATE = "train_state"
 _FORMAT = 1
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar")
 _SHOWN = 4
+_TOWERS = ("image_encoder", "text_encoder")
+"""What systems of all families have, under these names."""
 
 
-def save(model: DualEncoder, folder: Path, run: Mapping[str, Any] | None = None) -> None:
+def save(model: System, folder: Path, run: Mapping[str, Any] | None = None) -> None:
     """Write the model into an existing folder.
 
     Args:
@@ -52,7 +54,7 @@ def save(model: DualEncoder, folder: Path, run: Mapping[str, Any] | None = None)
         model.tokenizer.save(folder / TOKENIZER)
 
 
-def load(folder: Path | str) -> DualEncoder:
+def load(folder: Path | str) -> System:
     """The model of a checkpoint directory, in eval mode, with `.tokenizer` and `.transform`.
 
     Raises CheckpointError when the folder is no whole checkpoint, a file is not as training wrote it, or a weight is
@@ -82,16 +84,53 @@ def train_manifest(folder: Path | str) -> Manifest | None:
 
 def load_weights(model: nn.Module, folder: Path | str) -> None:
     """Load `model.safetensors` strictly into a model. Raises CheckpointError naming the first differences."""
-    path = Path(folder) / WEIGHTS
+    tensors = _read_weights(Path(folder))
+    _check_fit(model, tensors, str(Path(folder) / WEIGHTS))
+    model.load_state_dict(tensors, strict=True)
+
+
+def load_towers(model: System, folder: Path | str) -> None:
+    """Give a model the image encoder and the text encoder of a checkpoint of any other system; nothing else changes.
+
+    Raises CheckpointError when the folder is no whole checkpoint, its encoders are others, or its vocabulary is.
+    """
+    folder = _check_folder(Path(folder))
+    if (folder / MARKER).is_file():
+        check_marker(folder, but=TRAIN_STATE)
+    if model.tokenizer is not None and (folder / TOKENIZER).is_dir():
+        theirs = load_tokenizer(folder / TOKENIZER)
+        if theirs.vocabulary != model.tokenizer.vocabulary:
+            raise CheckpointError(
+                f"the text encoder of {folder} was trained with another vocabulary: create the model with "
+                f"tokenizer={str(folder / TOKENIZER)!r}"
+            )
+    tensors = _read_weights(folder)
+    towers = {
+        name: {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+        for name in _TOWERS
+    }
+    for name, tower in towers.items():
+        _check_fit(model.get_submodule(name), tower, f"{name} of {folder / WEIGHTS}")
+    for name, tower in towers.items():  # both or none
+        model.get_submodule(name).load_state_dict(tower, strict=True)
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    path = folder / WEIGHTS
     try:
-        tensors = safetensors.torch.load_file(path)
+        tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: {folder} is not a whole checkpoint") from None
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} is no whole safetensors file ({error}): it is damaged or something else"
         ) from None
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return tensors
+
+
+def _check_fit(module: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
+    """Every tensor of the module, of its shape, and no other one."""
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     differences = [f"missing {name}" for name in expected if name not in found]
     differences += [f"unexpected {name}" for name in found if name not in expected]
@@ -100,8 +139,7 @@ def load_weights(model: nn.Module, folder: Path | str) -> None:
             differences.append(f"{name} is {found[name]}, not {shape}")
     if differences:
         more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-        raise CheckpointError(f"{path} does not fit the model: {'; '.join(differences[:_SHOWN])}{more}")
-    model.load_state_dict(tensors, strict=True)
+        raise CheckpointError(f"{source} does not fit the model: {'; '.join(differences[:_SHOWN])}{more}")
 
 
 def _check_folder(folder: Path) -> Path:

@@ -1,0 +1,91 @@
+"""The base of fusion-encoders: image and text are encoded apart, once, and then attend to each other."""
+
+import abc
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from medvl.data.masking import TextMasking
+from medvl.encoders import parameter_groups
+from medvl.errors import ConfigError
+from medvl.models.base import System
+from medvl.models.fusion.encoder import Fused, Tokens
+from medvl.models.fusion.inputs import RegionEncoder
+from medvl.schema import Batch
+
+_ENCODERS = ("image_encoder", "text_encoder")
+
+
+class FusionModel(System):
+    """Encode each input once with `image_tokens` and `text_tokens`, keep them, and `fuse` any pairs of them.
+
+    Attributes:
+        pooled_dim: width of `Fused.pooled_BD`, for heads.
+        itm_head: (B, pooled_dim) to (B, 2): no match, match.
+    """
+
+    pooled_dim: int
+    itm_head: nn.Linear
+
+    @abc.abstractmethod
+    def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:
+        """Images (B, C, H, W), or precomputed regions (B, P, D) where the model takes those, ready to be fused."""
+
+    @abc.abstractmethod
+    def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
+        """Texts, ready to be fused."""
+
+    @abc.abstractmethod
+    def fuse(self, text: Tokens, image: Tokens) -> Fused:
+        """Row i of both attend to each other."""
+
+    def features(self, batch: Batch) -> Fused:
+        """A batch as heads of downstream tasks read it: nothing masked, every text with its own image."""
+        image = self.image_tokens(self.image_input_of(batch), batch.has_image_B)
+        return self.fuse(self.text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B), image)
+
+    def match(self, text: Tokens, image: Tokens) -> Tensor:
+        """(B, 2): logits of "no match" and "match" of each row."""
+        logits_B2: Tensor = self.itm_head(self.fuse(text, image).pooled_BD)
+        return logits_B2
+
+    def image_input_of(self, batch: Batch) -> Tensor:
+        """The pixels, or the regions of a model that takes those.
+
+        Raises ConfigError when the batch has no regions and the model needs them.
+        """
+        if not isinstance(self.image_encoder, RegionEncoder):
+            return batch.image_BCHW
+        if batch.regions_BPD is None:
+            raise ConfigError(f"{self.name} takes precomputed regions, and this batch has none: Batch.regions_BPD")
+        return batch.regions_BPD
+
+    @functools.cached_property
+    def masking(self) -> TextMasking:
+        """How words are hidden in pretraining.
+
+        Raises ConfigError when the model has no tokenizer, or a vocabulary without a mask token.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"{self.name} needs a tokenizer to mask words: create_model(..., tokenizer=FOLDER). "
+                "Without one it encodes, fuses and matches token ids, but is not pretrained."
+            )
+        return TextMasking(self.tokenizer, rate=self.config.mask_probability, whole_words=self.config.whole_words)
+
+    def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+        """Groups for an optimiser: encoders at `lr`, the fusion-encoder and the heads at their multiples of it.
+
+        A child is a head where its name ends in `head`. Biases and norms are not decayed.
+        """
+        groups: list[dict[str, Any]] = []
+        for name, child in self.named_children():
+            rate = 1.0 if name in _ENCODERS else self.config.fusion_rate
+            if name.endswith("head"):
+                rate = self.config.head_rate
+            groups += [
+                {**group, "name": f"{name}: {group['name']}"}
+                for group in parameter_groups(child, lr * rate, weight_decay)
+            ]
+        return groups

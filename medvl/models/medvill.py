@@ -1,0 +1,167 @@
+"""MedViLL: one BERT over an image's cells and its report (Moon et al., arXiv 2105.11333, JBHI 2022)."""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from medvl import losses
+from medvl.data.tokenize import Tokenizer
+from medvl.data.transforms import EvalTransform
+from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
+from medvl.errors import ConfigError
+from medvl.models.fusion.draws import Draw, draw_pairs, draw_text
+from medvl.models.fusion.encoder import Fused, Pooler, Tokens, stream_mask
+from medvl.models.fusion.heads import WordHead
+from medvl.models.fusion.inputs import create_encoders, of_present
+from medvl.models.fusion.layers import init_weights
+from medvl.models.fusion_configs import MedViLLConfig
+from medvl.models.fusion_model import FusionModel
+from medvl.schema import Batch, Losses
+
+_IMAGE, _TEXT = 0, 1
+"""BERT's token types."""
+_LEADING = 2
+"""Tokens of the image block that come of the text's ids: CLS, and the SEP that closes the block."""
+
+# P cells of the grid, T text tokens with CLS and SEP, S all tokens; the other letters as in `medvl.schema`.
+
+
+class MedViLL(FusionModel):
+    """The sequence `[CLS] cells [SEP] text [SEP]` through BERT, pretrained by masked words and image-text matching.
+
+    The text encoder is the joint Transformer: cells are projected to its width and take its positions and its first
+    token type; the text takes the second, and positions from zero again. `Fused.image` is the image block with CLS and
+    SEP, `Fused.text` the text without CLS.
+
+    Both losses come of one pass, words being guessed beside images that do not match as well. A sample that does not
+    match gets an image of the batch whose text and labels are others; exactly half of the samples do, where the
+    released code tosses a coin. In eval mode all cells are used and a mixed mask is bidirectional, so that nothing is
+    left to chance.
+    """
+
+    name = MedViLLConfig.system
+    Config = MedViLLConfig
+
+    def __init__(
+        self,
+        config: MedViLLConfig,
+        image_encoder: ImageEncoder,
+        text_encoder: TextEncoder,
+        *,
+        transform: EvalTransform,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        super().__init__(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
+        width = text_encoder.token_dim
+        height, columns = image_encoder.grid(*image_encoder.image_size)
+        if getattr(getattr(text_encoder.backbone, "config", None), "model_type", None) != "bert":
+            raise ConfigError(f"medvill's joint Transformer is a BERT: {config.text_encoder} is not")
+        if height * columns > text_encoder.max_tokens:
+            raise ConfigError(
+                f"an image of {config.image_size} pixels has {height * columns} cells, and {config.text_encoder} "
+                f"positions for {text_encoder.max_tokens}: make it smaller"
+            )
+        self.image_input = nn.Linear(image_encoder.patch_dim, width)
+        self.pooler = Pooler(width)
+        self.mlm_head = WordHead(width, text_encoder.vocab_size, tied=True)
+        self.itm_head = nn.Linear(width, 2)
+        self.pooled_dim = width
+        for module in (self.image_input, self.pooler, self.itm_head):
+            init_weights(module)
+
+    @classmethod
+    def build(cls, config: MedViLLConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
+        """Raises ConfigError and WeightsError as `create_model` says."""
+        image_encoder, text_encoder = create_encoders(config, pretrained=pretrained)
+        if not isinstance(image_encoder, ImageEncoder):
+            raise ConfigError("medvill draws cells of an image's grid: precomputed regions have none")
+        freeze_layers(image_encoder, config.frozen_image_layers)
+        transform = EvalTransform(size=config.image_size, fit=config.fit)
+        return cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
+
+    def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:
+        """The embedded cells; in training `image_tokens` of them, drawn without replacement, alike for all images."""
+
+        def encode(index_K: Tensor | None) -> Tokens:
+            cells_BPD = self.image_encoder(image if index_K is None else image[index_K]).patches_BPD
+            place_P = torch.arange(cells_BPD.shape[1], device=cells_BPD.device)
+            if self.training and self.config.image_tokens < len(place_P):
+                drawn = torch.randperm(len(place_P), generator=torch.default_generator)[: self.config.image_tokens]
+                place_P = drawn.sort().values.to(cells_BPD.device)
+            place_BP = place_P.expand(len(cells_BPD), -1)
+            states_BPD = self.text_encoder.embed_vectors(
+                self.image_input(cells_BPD[:, place_P]),
+                position_ids=place_BP,
+                token_type_ids=torch.full_like(place_BP, _IMAGE),
+            )
+            return Tokens(states_BPD, None)
+
+        tokens = of_present(has_image_B, self.pooled_dim, encode)
+        if has_image_B is None:
+            return tokens
+        return Tokens(tokens.states_BND, tokens.real_BN() & has_image_B[:, None])  # CLS and SEP remain to look at
+
+    def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
+        """The embedded CLS and SEP of the image block, then those of the text behind its CLS."""
+        last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
+        leading_B2 = torch.cat([ids_BT[:, :1], ids_BT.gather(1, last_B1)], dim=1)
+        all_B2 = torch.ones_like(leading_B2, dtype=torch.bool)
+        nowhere_B2 = torch.zeros_like(leading_B2)  # each is a sequence of its own: position 0
+        leading_B2D = self.text_encoder.embed(
+            leading_B2, all_B2, position_ids=nowhere_B2, token_type_ids=torch.full_like(leading_B2, _IMAGE)
+        )
+        words_BT, real_BT = ids_BT[:, 1:], mask_BT[:, 1:]
+        words_BTD = self.text_encoder.embed(words_BT, real_BT, token_type_ids=torch.full_like(words_BT, _TEXT))
+        if has_text_B is not None:
+            real_BT = real_BT & has_text_B[:, None]
+        return Tokens(torch.cat([leading_B2D, words_BTD], dim=1), torch.cat([all_B2, real_BT], dim=1))
+
+    def fuse(self, text: Tokens, image: Tokens) -> Fused:
+        """Under the configuration's attention mask."""
+        leading_B2D, leads_B2 = text.states_BND[:, :_LEADING], text.real_BN()[:, :_LEADING]
+        block = Tokens(
+            torch.cat([leading_B2D[:, :1], image.states_BND, leading_B2D[:, 1:]], dim=1),
+            torch.cat([leads_B2[:, :1], image.real_BN(), leads_B2[:, 1:]], dim=1),
+        )
+        words = Tokens(text.states_BND[:, _LEADING:], text.real_BN()[:, _LEADING:])
+        share = self.config.seq2seq_share if self.training else 0.0
+        mask_BSS = stream_mask(self.config.attention, words, block, share)
+        assert mask_BSS is not None, "a text has its padding"
+        states_BSD = self.text_encoder.encode(torch.cat([block.states_BND, words.states_BND], dim=1), mask_BSS)[-1]
+        images = block.states_BND.shape[1]
+        return Fused(
+            Tokens(states_BSD[:, images:], words.mask_BN),
+            Tokens(states_BSD[:, :images], block.mask_BN),
+            self.pooler(states_BSD),
+        )
+
+    def draw(self, batch: Batch) -> Draw:
+        """What a step leaves to chance beside the cells. Samples with equal labels are no negatives of each other."""
+        masked, masked_N = draw_text(batch, self.masking)
+        groups = []
+        if batch.labels_BL.shape[1]:
+            unmentioned = -2.0  # no label has this value, and one NaN is not equal to another
+            groups = [batch.labels_BL.nan_to_num(unmentioned).unique(dim=0, return_inverse=True)[1]]
+        return Draw(masked=masked, masked_N=masked_N, pairs=draw_pairs(batch, *groups))
+
+    def forward(self, batch: Batch) -> Losses:
+        """Masked words and image-text matching, from one pass."""
+        draw = self.draw(batch)
+        row_B = torch.arange(len(batch), device=batch.ids_BT.device)
+        image_B = row_B.index_copy(0, draw.pairs.text_N, draw.pairs.image_N)
+        image = self.image_tokens(batch.image_BCHW, batch.has_image_B)
+        text = self.text_tokens(draw.masked.ids_BT, batch.mask_BT, batch.has_text_B)
+        fused = self.fuse(text, image.rows(image_B))
+        mlm = losses.mlm(self.words(fused, draw.masked_N, batch.ids_BT.shape[1]), draw.hidden_N)
+        itm = losses.itm(self.itm_head(fused.pooled_BD[draw.pairs.text_N]), draw.pairs.matched_N)
+        total = self.config.mlm_weight * mlm + self.config.itm_weight * itm
+        return Losses(total=total, terms={"mlm": mlm, "itm": itm})
+
+    def words(self, fused: Fused, position_N: Tensor, width: int) -> Tensor:
+        """(N, V): scores of the vocabulary at positions of the flattened (B * `width`) token ids, none of them CLS."""
+        row_N, column_N = position_N // width, position_N % width
+        backbone: Any = self.text_encoder.backbone
+        table_VD = backbone.get_input_embeddings().weight
+        scores_NV: Tensor = self.mlm_head(fused.text.states_BND[row_N, column_N - 1], table_VD)
+        return scores_NV

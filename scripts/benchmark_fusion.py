@@ -1,0 +1,179 @@
+"""M3AE's pretraining step against the published one of three forward passes: arithmetic, and time if asked for.
+
+    python scripts/benchmark_fusion.py                                # counts only, on the meta device: seconds
+    python scripts/benchmark_fusion.py --seconds --size tiny          # samples/s too, forward and backward
+    python scripts/benchmark_fusion.py --seconds --device cuda --batch 32
+
+Both forms give the same losses and gradients (tests/test_fusion_m3ae.py). Counts are torch's own, multiply and add as
+two, of the forward pass; the published size has 288-pixel images and 64 tokens, of which a tenth or so is masked.
+"""
+
+import argparse
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from medvl.data.masking import MaskedText
+from medvl.losses.itm import MatchingPairs
+from medvl.losses.mim import mask_patches, patchify
+from medvl.models.fusion.draws import Draw
+from medvl.models.fusion.encoder import Tokens
+from medvl.models.fusion_configs import M3AEConfig
+from medvl.models.m3ae import M3AE, M3AEPredictions
+from medvl.schema import Batch
+
+SIZES = {
+    "paper": M3AEConfig(),
+    "tiny": M3AEConfig(
+        image_encoder="timm:vit_tiny_patch16_224",
+        image_arguments={"depth": 4},
+        text_encoder="tiny_bert",
+        image_size=128,
+        width=192,
+        layers=4,
+        heads=3,
+        intermediate=768,
+        max_tokens=48,
+        decoder_width=96,
+        decoder_layers=2,
+        decoder_heads=3,
+    ),
+}
+MASKED = 0.15
+SECONDS = 10.0
+
+
+def main() -> None:
+    """Count, measure if asked to, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="paper")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seconds", action="store_true", help="measure time as well")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # of the CPU: threads that wait for a busy core would be what is measured
+    config = SIZES[options.size]
+    with torch.device("meta"):
+        model = M3AE.build(config, pretrained=False, tokenizer=None)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    sizes = f"{config.image_size} px, {config.max_tokens} tokens"
+    print(f"M3AE, {options.size}: {count / 1e6:.1f} million parameters, {sizes}")
+    batch, draw = inputs(model, options.batch)
+    counts = {}
+    for name, step in (("three forward passes", separate_forwards), ("one shared pass", M3AE.predict)):
+        counts[name] = gflop(functools.partial(step, model, *on_device(batch, draw, "meta"))) / options.batch
+        print(f"{name:22}{counts[name]:8.1f} GFLOP a sample")
+    print(f"{'':22}{counts['three forward passes'] / counts['one shared pass']:8.2f} times less")
+    if options.seconds:
+        where = "one core" if options.device == "cpu" else options.device
+        torch.manual_seed(0)
+        model = M3AE.build(config, pretrained=False, tokenizer=None).to(options.device).train()
+        for name, step in (("three forward passes", separate_forwards), ("one shared pass", M3AE.predict)):
+            rate = samples_per_second(model, step, *on_device(batch, draw, options.device))
+            print(f"{name:22}{rate:8.2f} samples/s, forward and backward, {where}")
+
+
+def inputs(model: M3AE, size: int) -> tuple[Batch, Draw]:
+    """A batch of noise and what is hidden of it: as many words in every text, half of the images swapped."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, side = model.config.max_tokens, model.config.image_size
+    ids_BT = torch.randint(10, 100, (size, tokens), generator=generator)
+    masked_BT = torch.rand(size, tokens, generator=generator).argsort(dim=1) < round(MASKED * tokens)
+    batch = Batch(
+        keys=[str(row) for row in range(size)],
+        image_BCHW=torch.randint(0, 256, (size, 3, side, side), generator=generator, dtype=torch.uint8),
+        ids_BT=ids_BT,
+        mask_BT=torch.ones_like(ids_BT, dtype=torch.bool),
+        labels_BL=torch.zeros(size, 0),
+        texts=[""] * size,
+    )
+    row_B = torch.arange(size)
+    draw = Draw(
+        masked=MaskedText(ids_BT.masked_fill(masked_BT, 4), ids_BT.masked_fill(~masked_BT, -100)),
+        masked_N=masked_BT.flatten().nonzero().squeeze(1),
+        pairs=MatchingPairs(torch.where(row_B % 2 == 0, row_B, row_B.roll(1)), row_B, row_B % 2 == 0),
+        patches=mask_patches(size, model.grid[0] * model.grid[1], model.config.removed_patches, generator),
+    )
+    return batch, draw
+
+
+def on_device(batch: Batch, draw: Draw, device: str) -> tuple[Batch, Draw]:
+    """Both, with all their tensors there."""
+
+    def move(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(device)
+        if hasattr(value, "__dataclass_fields__"):
+            return type(value)(**{name: move(getattr(value, name)) for name in value.__dataclass_fields__})
+        return value
+
+    return batch.to(device), move(draw)
+
+
+def separate_forwards(model: M3AE, batch: Batch, draw: Draw) -> M3AEPredictions:
+    """The published step: the whole model for each of its three objectives, from pixels and token ids."""
+    image = model.image_tokens(batch.image_BCHW)
+    fused = model.fuse(model.text_tokens(draw.masked.ids_BT, batch.mask_BT), image)
+    words_BTV = model.mlm_head(fused.text.states_BND)
+
+    assert draw.patches is not None
+    text = model.text_tokens(batch.ids_BT, batch.mask_BT)
+    visible = model.image_tokens(batch.image_BCHW, keep_BK=draw.patches.kept_BK)
+    states = run_to_the_top(model, text, visible)
+
+    swapped = model.image_tokens(batch.image_BCHW[draw.pairs.image_N])
+    text = model.text_tokens(batch.ids_BT[draw.pairs.text_N], batch.mask_BT[draw.pairs.text_N])
+    return M3AEPredictions(
+        words_NV=words_BTV.flatten(0, 1)[draw.masked_N],
+        matched_M2=model.match(text, swapped),
+        pixels_BPC=model.mim_head(states, draw.patches),
+        true_BPC=patchify(model.image_encoder.normalize(batch.image_BCHW), model.patch),
+        masked_BP=draw.patches.masked_BP,
+    )
+
+
+def run_to_the_top(model: M3AE, text: Tokens, image: Tokens) -> torch.Tensor:
+    """The image stream where the pixel decoder reads it, the layers and poolers above being run for nothing."""
+    fusion = model.fusion
+    text, image = fusion.streams(text, image, model.config.mim_layer)
+    text_BTD, image_BPD = text.states_BND, image.states_BND
+    for above in range(model.config.mim_layer, model.config.layers):
+        text_BTD, image_BPD = (
+            fusion.text_layers[above](text_BTD, image_BPD, text.mask_BN, image.mask_BN),
+            fusion.image_layers[above](image_BPD, text_BTD, image.mask_BN, text.mask_BN),
+        )
+    fusion.text_pooler(text_BTD), fusion.image_pooler(image_BPD)
+    return image.states_BND
+
+
+def gflop(step: Callable[[], Any]) -> float:
+    """Of one call."""
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops() / 1e9
+
+
+def samples_per_second(
+    model: M3AE, step: Callable[[M3AE, Batch, Draw], M3AEPredictions], batch: Batch, draw: Draw
+) -> float:
+    """Forward and backward, best of the steps that fit into ten seconds, after one to warm up."""
+    best, started = 0.0, time.perf_counter()
+    warm = False
+    while time.perf_counter() - started < SECONDS or not best:
+        begun = time.perf_counter()
+        model.judge(step(model, batch, draw), draw).total.backward()
+        model.zero_grad(set_to_none=True)
+        if batch.ids_BT.is_cuda:
+            torch.cuda.synchronize()
+        if warm:
+            best = max(best, len(batch) / (time.perf_counter() - begun))
+        warm = True
+    return best
+
+
+if __name__ == "__main__":
+    main()
