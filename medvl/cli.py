@@ -13,6 +13,7 @@ from medvl.data import vqa_command
 from medvl.errors import ConfigError, MedvlError
 from medvl.eval import command as eval_command
 from medvl.phantom import command as phantom_command
+from medvl.phantom import vqa_command as phantom_vqa
 
 if TYPE_CHECKING:
     from medvl.data.shards import Manifest
@@ -132,6 +133,8 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "mimic-cxr": phantom_command.mimic_cxr,
         "mimic-cxr-jpg": phantom_command.mimic_cxr_jpg,
         "chexpert": phantom_command.chexpert,
+        "vqa-rad": phantom_vqa.vqa_rad,
+        "slake": phantom_vqa.slake,
         "contact-sheet": phantom_command.contact_sheet,
     },
     "shards": {

@@ -29,9 +29,13 @@ _LAZY = {
     "masks": "truth",
     "questions": "quiz",
     "split_of": "release",
+    "take_slice": "slices",
+    "vqa_images": "vqa",
     "write_chexpert": "chexpert",
     "write_mimic_cxr": "mimic",
     "write_mimic_cxr_jpg": "mimic",
+    "write_slake": "vqa_layouts",
+    "write_vqa_rad": "vqa_layouts",
 }
 
 __all__ = list(_LAZY)
