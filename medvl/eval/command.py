@@ -126,13 +126,9 @@ def open_shards(model: Any, checkpoint: Path, data: Path, batch: int, workers: i
     from medvl.data.loader import open_loader
     from medvl.data.shards import ShardSource
     from medvl.data.text import WholeText
-    from medvl.data.verify import check_against
-    from medvl.models.storage import train_manifest
 
     source = ShardSource(data)
-    seen = train_manifest(checkpoint)
-    if seen is not None and seen.salt == source.manifest.salt:
-        check_against(seen, source.manifest)
+    refuse_seen(checkpoint, source)
     return open_loader(
         source,
         batch=batch,
@@ -143,6 +139,20 @@ def open_shards(model: Any, checkpoint: Path, data: Path, batch: int, workers: i
         workers=workers,
         color=False,
     )
+
+
+def refuse_seen(checkpoint: Path, source: "ShardSource") -> None:
+    """Raise SplitError when the checkpoint tells what it was trained on and a patient of the shards is among that.
+
+    A corpus that splits questions, not images, shares its images by design; its data card says what that means.
+    """
+    from medvl.data.corpora.questions import MIXED
+    from medvl.data.verify import check_against
+    from medvl.models.storage import train_manifest
+
+    seen = train_manifest(checkpoint)
+    if seen is not None and seen.salt == source.manifest.salt and source.manifest.split != MIXED:
+        check_against(seen, source.manifest)
 
 
 def default_folder(checkpoint: Path, task: str) -> Path:

@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 _LAZY = {
+    "create_vqa": "medvl.models.vqa",
     "create_model": "medvl.models.registry",
     "list_models": "medvl.models.registry",
     "load": "medvl.models.storage",
@@ -11,6 +12,7 @@ _LAZY = {
     "load_weights": "medvl.models.storage",
     "save": "medvl.models.storage",
     "DualEncoder": "medvl.models.dual",
+    "VQA": "medvl.models.vqa",
     "FusionModel": "medvl.models.fusion_model",
     "System": "medvl.models.base",
     "ConVIRTConfig": "medvl.models.configs",

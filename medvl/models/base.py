@@ -19,8 +19,6 @@ class System(nn.Module, abc.ABC):
 
     Attributes:
         config: its settings, enough to build it again.
-        image_encoder, text_encoder: the same objects in every family, under the same names, so that the towers of one
-            system's checkpoint start another one (`medvl.models.load_towers`).
         transform: how an image is prepared for inference.
         tokenizer: None in a model that is given token ids only.
     """
@@ -30,19 +28,9 @@ class System(nn.Module, abc.ABC):
     Config: ClassVar[type]
     """Its frozen dataclass of settings."""
 
-    def __init__(
-        self,
-        config: Any,
-        image_encoder: nn.Module,
-        text_encoder: TextEncoder,
-        *,
-        transform: EvalTransform,
-        tokenizer: Tokenizer | None,
-    ) -> None:
+    def __init__(self, config: Any, *, transform: EvalTransform, tokenizer: Tokenizer | None) -> None:
         super().__init__()
-        self.config = config
-        self.image_encoder, self.text_encoder = image_encoder, text_encoder
-        self.transform, self.tokenizer = transform, tokenizer
+        self.config, self.transform, self.tokenizer = config, transform, tokenizer
 
     @classmethod
     @abc.abstractmethod
@@ -74,3 +62,24 @@ class System(nn.Module, abc.ABC):
             )
         ids_BT, mask_BT = self.tokenizer([texts] if isinstance(texts, str) else list(texts))
         return ids_BT.to(self.device), mask_BT.to(self.device)
+
+
+class TwoTowers(System):
+    """A system that is pretrained: with an image encoder and a text encoder of its own.
+
+    Attributes:
+        image_encoder, text_encoder: the same objects in every family, under the same names, so that the towers of one
+            system's checkpoint start another one (`medvl.models.load_towers`).
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        image_encoder: nn.Module,
+        text_encoder: TextEncoder,
+        *,
+        transform: EvalTransform,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        super().__init__(config, transform=transform, tokenizer=tokenizer)
+        self.image_encoder, self.text_encoder = image_encoder, text_encoder

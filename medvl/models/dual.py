@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from medvl.data.tokenize import Tokenizer
 from medvl.data.transforms import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder
-from medvl.models.base import System
+from medvl.models.base import TwoTowers
 from medvl.schema import Embeddings
 
 
-class DualEncoder(System):
+class DualEncoder(TwoTowers):
     """Two towers with a head each. A system adds its loss, and its similarity where that is more than the cosine.
 
     `tokenizer` may be None in a model that is given token ids only; `encode_text` and `embed_texts` of strings then

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from medvl.data.masking import TextMasking
 from medvl.encoders import parameter_groups
 from medvl.errors import ConfigError
-from medvl.models.base import System
+from medvl.models.base import TwoTowers
 from medvl.models.fusion.encoder import Fused, Tokens
 from medvl.models.fusion.inputs import RegionEncoder
 from medvl.schema import Batch
@@ -17,7 +17,7 @@ from medvl.schema import Batch
 _ENCODERS = ("image_encoder", "text_encoder")
 
 
-class FusionModel(System):
+class FusionModel(TwoTowers):
     """Encode each input once with `image_tokens` and `text_tokens`, keep them, and `fuse` any pairs of them.
 
     Attributes:

@@ -19,6 +19,7 @@ _SYSTEMS = {
     "m3ae": "medvl.models.m3ae:M3AE",
     "medvill": "medvl.models.medvill:MedViLL",
     "single_stream": "medvl.models.streams:SingleStreamModel",
+    "vqa": "medvl.models.vqa:VQA",
 }
 """name -> module:class, imported on first use."""
 

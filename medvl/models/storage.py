@@ -15,7 +15,7 @@ from medvl.data.shards import Manifest
 from medvl.data.tokenize import load_tokenizer
 from medvl.errors import CheckpointError, ConfigError
 from medvl.files import MARKER, check_marker
-from medvl.models.base import System
+from medvl.models.base import System, TwoTowers
 from medvl.models.registry import system
 
 CONFIG, WEIGHTS, TOKENIZER, TRAIN_MANIFEST = "config.json", "model.safetensors", "tokenizer", "train_manifest.json"
@@ -89,7 +89,7 @@ def load_weights(model: nn.Module, folder: Path | str) -> None:
     model.load_state_dict(tensors, strict=True)
 
 
-def load_towers(model: System, folder: Path | str) -> None:
+def load_towers(model: TwoTowers, folder: Path | str) -> None:
     """Give a model the image encoder and the text encoder of a checkpoint of any other system; nothing else changes.
 
     Raises CheckpointError when the folder is no whole checkpoint, its encoders are others, or its vocabulary is.

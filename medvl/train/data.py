@@ -87,14 +87,14 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> Opened:
         train_loader = open_loader(source, batch=micro_batch, train=True, **ours, **common)
         manifest = source.manifest
     described: dict[str, Any] = {
-        "data": {"train": _describe(manifest)},
+        "data": {"train": describe(manifest)},
         "train_manifest": dataclasses.asdict(manifest),
     }
     if data.valid is None:
         return Opened(train_loader, None, None, described)
     held_out = ShardSource(data.valid)
     check_against(manifest, held_out.manifest)
-    described["data"]["valid"] = _describe(held_out.manifest)
+    described["data"]["valid"] = describe(held_out.manifest)
     # Validation reads little and seldom: its workers stay alive beside those of training, so they are few.
     common |= {"batch": data.valid_batch, "image": model.transform, "text": data.text, "train": False}
     few = min(data.workers, 2)
@@ -103,7 +103,8 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> Opened:
     return Opened(train_loader, valid_loader, valid_images, described)
 
 
-def _describe(manifest: Manifest) -> dict[str, Any]:
+def describe(manifest: Manifest) -> dict[str, Any]:
+    """What a checkpoint tells of a folder of shards."""
     return {
         "corpus": manifest.corpus,
         "split": manifest.split,
