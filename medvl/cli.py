@@ -106,11 +106,11 @@ def list_everything(kind: Literal["models", "image-encoders", "text-encoders", "
 
 
 def _compare_with_card(manifests: "Mapping[str, Manifest]", full: bool) -> None:
-    from medvl.data.corpora import chexpert, mimic_cxr, path_vqa, slake, vqa_med, vqa_rad
+    from medvl.data.corpora import chexpert, medicat, mimic_cxr, openi, path_vqa, roco, slake, vqa_med, vqa_rad
     from medvl.data.verify import compare_counts
 
-    modules = (mimic_cxr, chexpert, vqa_rad, slake, vqa_med, path_vqa)
-    corpora = {module.NAME: module.COUNTS for module in modules}
+    modules = (mimic_cxr, chexpert, medicat, openi, vqa_rad, slake, vqa_med, path_vqa)
+    corpora = {**{module.NAME: module.COUNTS for module in modules}, **roco.COUNTS}
     expected = corpora.get(next(iter(manifests.values())).corpus)
     if expected is None:
         return
@@ -134,6 +134,8 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "mimic-cxr": phantom_command.mimic_cxr,
         "mimic-cxr-jpg": phantom_command.mimic_cxr_jpg,
         "chexpert": phantom_command.chexpert,
+        "roco": phantom_command.roco,
+        "medicat": phantom_command.medicat,
         "vqa-rad": phantom_vqa.vqa_rad,
         "slake": phantom_vqa.slake,
         "contact-sheet": phantom_command.contact_sheet,
@@ -141,6 +143,9 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
     "shards": {
         "mimic-cxr": data_command.mimic_cxr,
         "chexpert": data_command.chexpert,
+        "roco": data_command.roco,
+        "medicat": data_command.medicat,
+        "openi": data_command.openi,
         "vqa-rad": vqa_command.vqa_rad,
         "slake": vqa_command.slake,
         "vqa-med": vqa_command.vqa_med,

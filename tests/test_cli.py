@@ -15,9 +15,10 @@ from medvl.data import tokenize
 from medvl.schema import FINDINGS
 
 COMMANDS = (
-    *("phantom mimic-cxr", "phantom mimic-cxr-jpg", "phantom chexpert", "phantom contact-sheet"),
+    *("phantom mimic-cxr", "phantom mimic-cxr-jpg", "phantom chexpert", "phantom contact-sheet", "phantom roco"),
+    *("phantom medicat", "shards roco", "shards medicat", "shards openi"),
     *("shards mimic-cxr", "shards chexpert", "shards table", "shards vqa-rad", "shards slake", "shards vqa-med"),
-    *("shards path-vqa", "eval zero-shot", "eval retrieval"),
+    *("shards path-vqa", "eval zero-shot", "eval retrieval", "eval vqa"),
     *("phantom vqa-rad", "phantom slake", "vocab", "verify", "list"),
 )
 

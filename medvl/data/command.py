@@ -19,6 +19,8 @@ T = TypeVar("T")
 Flat = Annotated[T, tyro.conf.arg(name="")]
 """A dataclass whose fields become options without a prefix: --out, not --run.out."""
 
+_SHARES = ("train=0.8", "validate=0.1", "test=0.1")
+
 
 def mimic_cxr(
     root: Path,
@@ -62,6 +64,81 @@ def chexpert(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, fr
     return convert(plan, deid, run, dataclasses.replace(options, keep_textless=True))
 
 
+def roco(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    references: Path | None = None,
+    non_radiology: bool = False,
+    splits: Literal["official", "repaired", "by-article"] = "official",
+) -> str:
+    """Make shards of ROCO or ROCOv2, figures with captions.
+
+    Args:
+        root: folder that holds train/, validation/ and test/ (ROCO) or train_captions.csv (ROCOv2).
+        run: where to.
+        options: how images are stored.
+        references: folder of MedICaT's roco_*_references.jsonl: sentences about the figures of ROCO.
+        non_radiology: the drawings and photographs of ROCO instead of its radiology.
+        splits: official refuses splits that share an article; repaired leaves its figures out of the splits that are
+            trained on; by-article draws all anew.
+    """
+    from medvl.data.corpora import roco as corpus
+
+    deid = deidentifier(run.salt_file)
+    plan = corpus.plan(root, deid, references=references, non_radiology=non_radiology, splits=splits)
+    return convert(plan, deid, run, options)
+
+
+def medicat(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    radiology_only: bool = False,
+    splits: tuple[str, ...] = _SHARES,
+) -> str:
+    """Make shards of MedICaT, figures with captions and the sentences that refer to them.
+
+    Args:
+        root: folder of the release: the table of figures and figures/.
+        run: where to.
+        options: how images are stored.
+        radiology_only: only figures that the release takes for radiology.
+        splits: shares of the splits, by article.
+    """
+    from medvl.data.corpora import medicat as corpus
+
+    deid = deidentifier(run.salt_file)
+    plan = corpus.plan(root, deid, radiology_only=radiology_only, fractions=split_shares(splits))
+    return convert(plan, deid, run, options)
+
+
+def openi(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    images: Path | None = None,
+    splits: tuple[str, ...] = _SHARES,
+) -> str:
+    """Make shards of Open-i, chest radiographs of Indiana University with reports.
+
+    Args:
+        root: folder that holds ecgen-radiology/ or NLMCXR_reports.tgz.
+        run: where to.
+        options: how images are stored.
+        images: folder of the PNG files, if not NLMCXR_png in root.
+        splits: shares of the splits, by report.
+    """
+    from medvl.data.corpora import openi as corpus
+
+    deid = deidentifier(run.salt_file)
+    plan = corpus.plan(root, deid, images=images, fractions=split_shares(splits))
+    return convert(plan, deid, run, options)
+
+
 def table(
     table: Path,
     columns: Flat[TableColumns],
@@ -71,7 +148,7 @@ def table(
     name: str = "table",
     image_root: Path | None = None,
     where: tuple[str, ...] = (),
-    splits: tuple[str, ...] = ("train=0.8", "validate=0.1", "test=0.1"),
+    splits: tuple[str, ...] = _SHARES,
     parse_reports: bool = False,
 ) -> str:
     """Make shards of your own table: a row an image.

@@ -32,8 +32,10 @@ _LAZY = {
     "take_slice": "slices",
     "vqa_images": "vqa",
     "write_chexpert": "chexpert",
+    "write_medicat": "medicat",
     "write_mimic_cxr": "mimic",
     "write_mimic_cxr_jpg": "mimic",
+    "write_roco": "roco",
     "write_slake": "vqa_layouts",
     "write_vqa_rad": "vqa_layouts",
 }

@@ -52,6 +52,39 @@ def chexpert(out: Path, *, patients: int = 400, size: int = 320, seed: int = 1, 
     return f"Wrote {root}. Next: python scripts/zeroshot_chexpert.py --checkpoint RUN --root {root}"
 
 
+def roco(out: Path, *, patients: int = 400, size: int = 512, seed: int = 10, workers: int | None = None) -> str:
+    """Write the phantom world as ROCO: figures of case reports, their captions and the references to them.
+
+    Args:
+        out: folder that gets data/ and roco_references/.
+        patients: how many; each is an article with a figure or more.
+        size: height and width of the images in pixels.
+        seed: of the world; another one than that of a corpus that is evaluated on, or the patients are the same.
+        workers: processes; default one a core.
+    """
+    from medvl import phantom
+
+    phantom.write_roco(out, patients=patients, size=size, seed=seed, workers=workers)
+    references = f"--references {out / 'roco_references'}"
+    return f"Wrote {out}. Next: medvl shards roco --root {out} {references} --out {out}-shards"
+
+
+def medicat(out: Path, *, patients: int = 400, size: int = 512, seed: int = 11, workers: int | None = None) -> str:
+    """Write the phantom world as MedICaT: figures of case reports, their captions and the references to them.
+
+    Args:
+        out: folder that gets the table of figures and figures/.
+        patients: how many; each is an article with a figure or more.
+        size: height and width of the images in pixels.
+        seed: of the world; another one than that of a corpus that is evaluated on, or the patients are the same.
+        workers: processes; default one a core.
+    """
+    from medvl import phantom
+
+    phantom.write_medicat(out, patients=patients, size=size, seed=seed, workers=workers)
+    return f"Wrote {out}. Next: medvl shards medicat --root {out} --radiology-only --out {out}-shards"
+
+
 def contact_sheet(out: Path, *, seed: int = 0) -> str:
     """Draw a sheet with every finding at every severity.
 

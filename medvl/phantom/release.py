@@ -93,7 +93,7 @@ def write_release(
     root: Path,
     options: Options,
     write_patient: WritePatient,
-    columns: Mapping[str, Sequence[str]],
+    columns: Mapping[str, Sequence[str] | None],
     workers: int | None,
 ) -> Path:
     """Write all patients, then the tables; returns `root`. A finished release of the same options is left as it is.
@@ -103,7 +103,7 @@ def write_release(
         options: what to write.
         write_patient: writes the files of one patient below `root`; a function of a module, so that it can be sent to
             other processes.
-        columns: file name of each table -> its header.
+        columns: file name of each table -> its header; None for a file of plain lines, whose rows are one text each.
         workers: processes; None takes one a core.
 
     Raises:
@@ -118,7 +118,7 @@ def write_release(
     done = sorted(_run(root, options, write_patient, workers or os.cpu_count() or 1), key=lambda rows: rows.order)
     for name, header in columns.items():
         body = [row for rows in done for row in rows.tables.get(name, ())]
-        write_file(root / name, _csv_bytes(name, header, body))
+        write_file(root / name, _table_bytes(name, header, body))
     truth = "".join(json.dumps(row) + "\n" for rows in done for row in rows.truth)
     write_file(root / TRUTH_FILE, gzip.compress(truth.encode(), mtime=0))
     _write_options(root, options, finished=True)
@@ -190,11 +190,14 @@ class _Task:
         return self.write_patient(self.root, World(self.options.seed).patient(index), self.options)
 
 
-def _csv_bytes(name: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> bytes:
+def _table_bytes(name: str, header: Sequence[str] | None, rows: Iterable[Sequence[object]]) -> bytes:
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
+    if header is None:
+        text.writelines(f"{line}\n" for (line,) in rows)
+    else:
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(header)
+        writer.writerows(rows)
     content = text.getvalue().encode()
     return gzip.compress(content, mtime=0) if name.endswith(".gz") else content
 

@@ -49,9 +49,9 @@ def state_present(rng: np.random.Generator, finding: Finding, change: str | None
     """That a finding is there; devices take one sentence each. `change` is a key of `phrases.CHANGES` or None."""
     forms = phrases.PRESENT[finding.label]
     if finding.label == "Support Devices":
-        texts = [say(rng, forms[part.kind], _slots(finding, part)) for part in finding.parts]
+        texts = [say(rng, forms[part.kind], slots_of(finding, part)) for part in finding.parts]
     else:
-        texts = [say(rng, forms[_form(finding)], _slots(finding, finding.parts[0]))]
+        texts = [say(rng, forms[form_of(finding)], slots_of(finding, finding.parts[0]))]
     if change is not None:
         texts[-1] = texts[-1].removesuffix(".") + say(rng, phrases.CHANGES[change])
     return [Sentence(text, _with_opacity(text, {finding.label: POSITIVE}, POSITIVE)) for text in texts]
@@ -59,7 +59,7 @@ def state_present(rng: np.random.Generator, finding: Finding, change: str | None
 
 def state_uncertain(rng: np.random.Generator, finding: Finding) -> Sentence:
     """That a finding may be there. An opacity that may mean something is itself asserted."""
-    text = say(rng, phrases.UNCERTAIN[finding.label], _slots(finding, finding.parts[0]))
+    text = say(rng, phrases.UNCERTAIN[finding.label], slots_of(finding, finding.parts[0]))
     return Sentence(text, _with_opacity(text, {finding.label: UNCERTAIN}, POSITIVE))
 
 
@@ -74,8 +74,8 @@ def _with_opacity(text: str, mentions: dict[str, int], value: int) -> dict[str, 
     return {"Lung Opacity": value, **mentions} if _OPACITY.search(text) else mentions
 
 
-def _form(finding: Finding) -> str:
-    """Which templates of `phrases.PRESENT` fit."""
+def form_of(finding: Finding) -> str:
+    """Which templates of `phrases.PRESENT`, or of another table with its forms, fit."""
     first, count = finding.parts[0], len(finding.parts)
     if finding.label == "Pleural Effusion":
         return "both" if finding.side == "bilateral" else "one"
@@ -88,7 +88,8 @@ def _form(finding: Finding) -> str:
     return first.kind if first.kind in phrases.PRESENT[finding.label] else "any"
 
 
-def _slots(finding: Finding, part: Part) -> dict[str, str]:
+def slots_of(finding: Finding, part: Part) -> dict[str, str]:
+    """What a template may say about one part of a finding: slot -> text, itself with choices."""
     side = part.side if finding.label == "Support Devices" else finding.side
     zones = [part.zone] if finding.label == "Lung Lesion" else list(dict.fromkeys(part.zone for part in finding.parts))
     larger, smaller = _by_extent(finding)

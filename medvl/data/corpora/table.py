@@ -208,14 +208,18 @@ def _read_rows(table: Path, required: list[str]) -> Iterator[tuple[int, Mapping[
     if kind == "csv":
         yield from enumerate(read_table(table, required), start=1)
     elif kind == "jsonl":
-        yield from _read_json_lines(table, required)
+        yield from read_json_lines(table, required)
     elif kind == "parquet":
         yield from _read_parquet(table, required)
     else:
         raise CorpusError(f"{table}: a table ends in .csv, .jsonl or .parquet (the first two also .gz)")
 
 
-def _read_json_lines(table: Path, required: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def read_json_lines(table: Path, required: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """(line number, counted from 1, object) of a JSON lines file, gzipped or not; blank lines are passed over.
+
+    Raises CorpusError when the file is missing, a line is no JSON object, or an object lacks a required field.
+    """
     with open_text(table) as file:
         try:
             for number, line in enumerate(file, start=1):

@@ -1,0 +1,128 @@
+"""MedICaT (2020): figures of papers with captions and inline references. Data card: `data_cards/medicat.md`."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from medvl.data.corpora.base import Plan, Record, find_file
+from medvl.data.corpora.figures import figure_sections
+from medvl.data.corpora.table import read_json_lines
+from medvl.data.deid import Deidentifier
+from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
+from medvl.errors import CorpusError
+from medvl.schema import Sample
+
+NAME = "medicat"
+COUNTS: Mapping[str, int] = {"images": 217_060}
+"""Of the full release: what `medvl verify --full` compares with."""
+
+_TABLE = "s2_full_figures_oa_nonroco_combined_medical_top4_public.jsonl"
+_TABLES = (_TABLE, f"{_TABLE}.gz", "sample.jsonl")
+_FIELDS = ("pdf_hash", "fig_uri", "s2_caption", "radiology")
+_SUBCAPTIONS = "subcaptions_public.jsonl"
+_HASH, _URI = re.compile(r"[0-9a-f]{40}"), re.compile(r"[\w .()+-]{1,120}\.(?:png|jpg)")  # they name a file
+
+
+def plan(
+    root: Path,
+    deid: Deidentifier,
+    *,
+    radiology_only: bool = False,
+    fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
+) -> Plan:
+    """Everything that the tables say about the figures; no image is opened.
+
+    Args:
+        root: the folder of the release: the table of figures, `figures/` and, where there is one,
+            `subcaptions_public.jsonl`.
+        deid: hashes articles and figures.
+        radiology_only: leave out what the release's own classifier does not take for radiology.
+        fractions: of the splits; the release has none. Figures of one article are in one split.
+
+    Raises:
+        CorpusError: a table is missing or is not what the data card says.
+        ConfigError: the fractions do not sum to one.
+    """
+    root = Path(root)
+    check_fractions(fractions)
+    table = find_file(root, *_TABLES)
+    compound = _read_compound(root / _SUBCAPTIONS)
+    excluded, noticed = Counter[str](), Counter[str]()
+    seen: set[tuple[str, str]] = set()
+    records = []
+    for number, row in read_json_lines(table, _FIELDS):
+        article, file = _text(row, "pdf_hash"), _text(row, "fig_uri")
+        if not _HASH.fullmatch(article) or not _URI.fullmatch(file):
+            raise CorpusError(
+                f"{table}, line {number}: pdf_hash and fig_uri do not name a file, such as 3-Figure1-1.png"
+            )
+        if (article, file) in seen:
+            noticed["duplicate_line"] += 1
+            continue
+        seen.add((article, file))
+        if radiology_only and row["radiology"] is not True:
+            excluded["not_radiology"] += 1
+            continue
+        patient = deid.patient(article)
+        name = f"{article}_{file}"
+        sample = Sample(
+            key=deid.image(name),
+            corpus=NAME,
+            split=hash_split(patient, fractions),
+            patient=patient,
+            study=deid.study(article, file),
+            image=root / "figures" / name,
+            sections=figure_sections(_caption(row), _references(row, table, number), noticed),
+            extra=_extra(row, (article, _text(row, "fig_key")) in compound),
+        )
+        records.append(Record(sample))
+    return Plan(NAME, records, (), excluded, noticed)
+
+
+def iter_samples(root: Path, *, deid: Deidentifier, radiology_only: bool = False) -> Iterator[Sample]:
+    """Samples of all splits. Raises CorpusError."""
+    for record in plan(root, deid, radiology_only=radiology_only).records:
+        yield record.sample
+
+
+def _caption(row: Mapping[str, Any]) -> str:
+    """As Semantic Scholar's figure extraction read it; where it read none, as S2ORC has it."""
+    return _text(row, "s2_caption") or _text(row, "s2orc_caption")
+
+
+def _references(row: Mapping[str, Any], table: Path, number: int) -> list[str]:
+    sentences = row.get("s2orc_references") or []
+    if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
+        raise CorpusError(f"{table}, line {number}: s2orc_references is neither null nor a list of texts")
+    return sentences
+
+
+def _extra(row: Mapping[str, Any], compound: bool) -> dict[str, object]:
+    """The release's own classes of a figure, its licence, and whether people found sub-figures in it.
+
+    Only some figures were looked at for sub-figures, so the flag is there only where it is true. The DOI is left out:
+    it names the article, which the hash is there to hide.
+    """
+    extra: dict[str, object] = {name: row[name] for name in ("radiology", "scope") if isinstance(row.get(name), bool)}
+    if kind := _text(row, "predicted_type"):
+        extra["figure_type"] = kind
+    info = row.get("oa_info")
+    access = info.get("oa") if isinstance(info, dict) else None
+    if isinstance(access, dict) and (licence := _text(access, "license")):
+        extra["licence"] = licence
+    return extra | ({"subfigures": True} if compound else {})
+
+
+def _read_compound(path: Path) -> set[tuple[str, str]]:
+    """(pdf_hash, fig_key) of the figures in which an annotator marked sub-figures."""
+    if not path.is_file():
+        return set()
+    rows = (row for _, row in read_json_lines(path, ("pdf_hash", "fig_key", "answer")))
+    return {(_text(row, "pdf_hash"), _text(row, "fig_key")) for row in rows if row["answer"] == "accept"}
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    value = row.get(name)
+    return value.strip() if isinstance(value, str) else ""
