@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vqa_corpora import rad_row, write_image
+from vqa_corpora import rad_row, write_image, write_slake
 
 import medvl
 from medvl.data.corpora import vqa_rad
@@ -392,6 +392,22 @@ def test_the_script_judges_predictions_and_says_what_is_wrong(tmp_path):
     assert (done.returncode, done.stderr.splitlines()) == (
         1, ["error: 1 predictions are for questions that vqa-rad does not have, first 99"],
     )  # fmt: skip
+
+
+def test_shards_say_which_split_they_are(tmp_path, deid):
+    samples = vqa_rad.iter_samples(rad_root(tmp_path), deid=deid, split="image-disjoint")
+    assert VQAData.from_samples(samples).split_id == "image-disjoint"
+    with pytest.raises(EvaluationError, match="there is no question to judge"):
+        VQAData.from_samples([])
+
+
+def test_the_other_script_reads_the_other_corpus(tmp_path):
+    script = SCRIPT.with_name("slake.py")
+    command = [sys.executable, str(script), "--root", str(write_slake(tmp_path)), "--resamples", "10"]
+    environment = {"MEDVL_SALT_FILE": str(tmp_path / "salt"), "PATH": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "slake, official split, test, protocol medvl: 1 questions on 1 images" in done.stdout
 
 
 # VQA-RAD itself

@@ -60,7 +60,8 @@ def plan(root: Path, deid: Deidentifier, *, split: Split = "official") -> Plan:
             if split == "image-disjoint":
                 question = dataclasses.replace(question, split=hash_split(image, IMAGE_DISJOINT))
             asked.append((image, question))
-    return plan_questions(NAME, deid, {image: folder / image for image, _ in asked}, asked, +noticed)
+    images = {image: folder / image for image, _ in asked}
+    return plan_questions(NAME, deid, images, asked, +noticed, {image: {"split_id": split} for image in images})
 
 
 def iter_samples(root: Path, *, deid: Deidentifier, split: Split = "official") -> Iterator[Sample]:

@@ -23,13 +23,16 @@ class VQAData:
     """The image (patient) of each question: what bootstrap intervals are drawn over."""
 
     @classmethod
-    def from_samples(cls, samples: Iterable[Sample], *, split_id: str = "official") -> "VQAData":
-        """From the samples of a converter or of shards. Raises EvaluationError when they have no questions."""
+    def from_samples(cls, samples: Iterable[Sample]) -> "VQAData":
+        """From the samples of a converter or of shards. Raises EvaluationError when they have no questions.
+
+        Which split it is, the samples of a corpus that has several say in `extra["split_id"]`.
+        """
         questions: list[Question] = []
         groups: list[str] = []
-        name = ""
+        name, split_id = "", "official"
         for sample in samples:
-            name = sample.corpus
+            name, split_id = sample.corpus, str(sample.extra.get("split_id", split_id))
             found = questions_of(sample)
             questions += found
             groups += [sample.patient] * len(found)
