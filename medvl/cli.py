@@ -10,7 +10,7 @@ import tyro
 
 from medvl.data import command as data_command
 from medvl.data import vqa_command
-from medvl.errors import ConfigError, MedvlError
+from medvl.errors import ConfigError, MedvlError, SplitError
 from medvl.eval import command as eval_command
 from medvl.eval.vqa import command as answer_command
 from medvl.phantom import command as phantom_command
@@ -50,12 +50,13 @@ def verify(folder: Path, *, against: Path | None = None, decode: bool = False, f
 
     Args:
         folder: a split's folder, or the folder that holds all splits.
-        against: another folder that must share no patient with it.
+        against: another folder that must share neither patient nor image with it; prints the pairs of images that are
+            the same by their pixels (key, other key, how many of 255 bits of their perceptual hashes differ).
         decode: decode every image too.
         full: demand the counts of the full release (the data card's).
     """
     from medvl.data.splits import check_disjoint
-    from medvl.data.verify import check_against, verify_folder
+    from medvl.data.verify import verify_folder
 
     found = [verify_folder(part, decode=decode, progress=sys.stderr.isatty()) for part in _split_folders(folder)]
     for one in found:
@@ -71,15 +72,10 @@ def verify(folder: Path, *, against: Path | None = None, decode: bool = False, f
     manifests = {one.manifest.split: one.manifest for one in found}
     check_disjoint({split: manifest.patients for split, manifest in manifests.items()}, str(folder))
     _compare_with_card(manifests, full)
-    if against is not None:
-        from medvl.data.shards import Manifest
-
-        for other in _split_folders(against):
-            for manifest in manifests.values():
-                check_against(manifest, Manifest.read(other))
-        print(f"No patient is shared with {against}")
     if any(one.problems for one in found):
         raise MedvlError(f"{folder} is damaged: copy or make it again")
+    if against is not None:
+        _compare_folders(folder, against)
 
 
 def list_everything(kind: Literal["models", "image-encoders", "text-encoders", "prompts"], *, match: str = "*") -> None:
@@ -119,6 +115,26 @@ def _compare_with_card(manifests: "Mapping[str, Manifest]", full: bool) -> None:
         print(f"not the full release: {found} of {count} {name}")
     if differing and full:
         raise MedvlError("this is not the full release: see the counts above")
+
+
+def _compare_folders(folder: Path, against: Path) -> None:
+    from medvl.data.verify import find_overlaps
+
+    images = patients = 0
+    for overlap in find_overlaps(_split_folders(folder), _split_folders(against), progress=sys.stderr.isatty()):
+        known = overlap.patients
+        told = f"{len(known)} patients" if known is not None else "patients unknown (hashed with different salts)"
+        print(f"{overlap.name} and {overlap.other} share {len(overlap.images)} images, {told}")
+        for pair in overlap.images:
+            print(f"  {pair.key} {pair.other} {pair.distance}")
+        for reason, count in sorted(overlap.not_compared.items()):
+            print(f"  {count} images not compared: {reason}")
+        images, patients = images + len(overlap.images), patients + len(known or ())
+    if images or patients:
+        raise SplitError(
+            f"{folder} and {against} share {images} pairs of images and {patients} patients: "
+            "a score on one is not held out from the other"
+        )
 
 
 def _split_folders(folder: Path) -> list[Path]:

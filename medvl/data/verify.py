@@ -1,15 +1,17 @@
-"""Proof that a folder of shards is what its manifest says, and that two folders do not share a patient."""
+"""Proof that a folder of shards is what its manifest says, and that two folders share neither patient nor image."""
 
 import dataclasses
 import tarfile
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from medvl.data.duplicates import SharedImage, hash_images, shared_images
 from medvl.data.images import decode_image
-from medvl.data.shards import IMAGE_SUFFIXES, MAX_MEMBER_BYTES, Index, Manifest, Shard, sample_from_json
+from medvl.data.shards import IMAGE_SUFFIXES, MAX_MEMBER_BYTES, Index, Manifest, Shard, ShardSource, sample_from_json
 from medvl.errors import ImageError, ShardError, SplitError
 from medvl.files import sha256
 
@@ -56,12 +58,47 @@ def check_against(manifest: Manifest, other: Manifest) -> None:
             f"{manifest.corpus}/{manifest.split} and {other.corpus}/{other.split} were hashed with different salts, "
             "so shared patients cannot be found: make both with one --salt-file"
         )
-    shared = set(manifest.patients) & set(other.patients)
+    shared = shared_patients(manifest, other)
     if shared:
         raise SplitError(
             f"{manifest.corpus}/{manifest.split} and {other.corpus}/{other.split} share {len(shared)} patients "
             f"(first by hash: {min(shared)}): a score on one is not held out from the other"
         )
+
+
+def shared_patients(manifest: Manifest, other: Manifest) -> set[str] | None:
+    """Hashes of the patients (articles, for figures) in both; None where the salts differ and nothing can be told."""
+    return set(manifest.patients) & set(other.patients) if manifest.salt == other.salt else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Overlap:
+    """What two folders of shards have in common."""
+
+    name: str
+    """Corpus and split."""
+    other: str
+    patients: set[str] | None
+    """None: the salts differ, so it cannot be told."""
+    images: list[SharedImage]
+    """By their pixels, whatever they are called."""
+    not_compared: Counter[str]
+    """Images of either folder that have no perceptual hash, by reason."""
+
+
+def find_overlaps(folders: Sequence[Path], others: Sequence[Path], *, progress: bool = False) -> Iterator[Overlap]:
+    """Compare every folder with every other one, each image hashed once. Raises ShardError when a folder is damaged."""
+    left, right = ([ShardSource(folder) for folder in part] for part in (folders, others))
+    hashed, hashed_others = ([hash_images(source, progress=progress) for source in part] for part in (left, right))
+    for source, images in zip(left, hashed, strict=True):
+        for other, other_images in zip(right, hashed_others, strict=True):
+            yield Overlap(
+                name=f"{source.manifest.corpus}/{source.manifest.split}",
+                other=f"{other.manifest.corpus}/{other.manifest.split}",
+                patients=shared_patients(source.manifest, other.manifest),
+                images=shared_images(images, other_images),
+                not_compared=images.left_out + other_images.left_out,
+            )
 
 
 def compare_counts(manifests: Mapping[str, Manifest], expected: Mapping[str, int]) -> dict[str, tuple[int, int]]:
