@@ -1,0 +1,47 @@
+"""Every recipe: what it says without data, how soon, and that its presets are whole."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.py"))
+HEAVY = "torch", "transformers", "timm", "albumentations", "pydicom", "webdataset"
+WATCHED = f"""
+import runpy, sys
+try:
+    runpy.run_path(sys.argv.pop(1), run_name="__main__")
+finally:
+    print("imported:", *[name for name in {HEAVY!r} if name in sys.modules])
+"""
+
+
+@pytest.fixture(params=RECIPES, ids=lambda path: path.stem)
+def recipe(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+@pytest.mark.parametrize("preset", [[], ["tiny"]], ids=["paper", "tiny"])
+def test_without_data_it_names_the_commands_that_make_it(recipe: Path, preset: list[str], tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", WATCHED, str(recipe), *preset], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert ended.returncode == 1
+    assert ended.stdout.splitlines()[-1] == "imported:"  # nothing heavy: it ends in a second
+    assert ended.stderr.startswith("error: not there: data.train ")
+    for command in ("medvl shards ", "bash scripts/quickstart.sh"):
+        assert command in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_has_both_presets_under_the_same_settings(recipe: Path) -> None:
+    names: dict[str, Any] = runpy.run_path(str(recipe))
+    assert type(names["paper"]) is type(names["tiny"]) is names["Recipe"]
+    assert names["paper"].train.run_dir != names["tiny"].train.run_dir
+    assert names["main"].__doc__
+    assert "torchrun" in names["__doc__"]
