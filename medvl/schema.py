@@ -91,6 +91,8 @@ class Batch:
     """float32: 1, 0, -1 (uncertain) or NaN (not mentioned), columns as in the manifest."""
     texts: list[str]
     """The texts behind `ids_BT`."""
+    studies: list[str] | None = None
+    """`Sample.study` of each row: rows of one study share their report. None: nobody knows."""
     has_image_B: Tensor | None = None
     """bool: False where a sample has no image and its pixels are a placeholder. None: every sample has one."""
     has_text_B: Tensor | None = None

@@ -72,6 +72,7 @@ def same(a: Batch, b: Batch) -> bool:
     return (
         a.keys == b.keys
         and a.texts == b.texts
+        and a.studies == b.studies
         and torch.equal(a.image_BCHW, b.image_BCHW)
         and torch.equal(a.ids_BT, b.ids_BT)
         and torch.equal(a.mask_BT, b.mask_BT)
@@ -95,8 +96,24 @@ def test_a_batch_is_what_the_schema_says(open_it: Callable[..., Loader], tokeniz
     assert torch.equal(batch.mask_BT, mask_BT)
     assert batch.mask_BT.any(dim=0).all(), "padded beyond the longest text"
     assert "image number 3" in batch.texts[3]
+    assert batch.studies == ["study0", "study0", "study1", "study1", "study2"]
+    assert batch.has_text_B is None
     expected = EvalTransform(size=32).build()(textured(3, 40, 50), np.random.default_rng(0)).image_HWC
     assert np.array_equal(batch.image_BCHW[3].permute(1, 2, 0), expected)
+
+
+def test_a_sample_without_text_is_flagged(open_it: Callable[..., Loader], folder: Path) -> None:
+    """Whatever a tokenizer makes of nothing, it is no text."""
+    images = folder.parent.parent / "images"
+    sections: list[dict[str, str]] = [{"findings": "Clear."}, {}, {"findings": " "}, {"findings": "An effusion."}]
+    shards = ShardSource(folder)
+    samples = [
+        dataclasses.replace(shards.sample(row), image=images / f"{row}.png", sections=text)
+        for row, text in enumerate(sections)
+    ]
+    batch = next(iter(open_it(source=FileSource(samples, ()), text=WholeText(), train=False)))
+    assert batch.has_text_B is not None
+    assert batch.has_text_B.tolist() == [True, False, False, True]
 
 
 def test_an_epoch_has_every_sample_once_but_for_the_tail(open_it: Callable[..., Loader]) -> None:

@@ -80,6 +80,8 @@ def test_a_sample_is_what_the_local_loader_makes_of_it(open_it: Callable[..., Re
     for batch in open_it():
         for row, key in enumerate(batch.keys):
             assert batch.texts[row] == expected[key].texts[0]
+            assert batch.studies is not None
+            assert batch.studies[row : row + 1] == expected[key].studies
             assert torch.equal(batch.image_BCHW[row], expected[key].image_BCHW[0])
             assert torch.equal(batch.labels_BL[row], expected[key].labels_BL[0])
 

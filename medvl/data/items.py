@@ -27,6 +27,7 @@ class Item:
     """A row of a batch."""
 
     key: str
+    study: str
     image_HWC: np.ndarray
     text: str
     labels_L: np.ndarray
@@ -62,7 +63,7 @@ class ItemMaker:
         text = self.text(sample.sections, sample_rng(self.seed, epoch, sample.key, "text"))
         if transformed.flipped and self.image.flip == "swap_text":
             text = swap_laterality(text)
-        return Item(sample.key, transformed.image_HWC, text, label_row(sample.labels, self.label_names))
+        return Item(sample.key, sample.study, transformed.image_HWC, text, label_row(sample.labels, self.label_names))
 
 
 class Collate:
@@ -78,6 +79,7 @@ class Collate:
             return None, failures
         texts = [item.text for item in good]
         ids_BT, mask_BT = self.tokenizer(texts)
+        has_text_B = torch.tensor([bool(text.strip()) for text in texts])
         image_BHWC = torch.from_numpy(np.stack([item.image_HWC for item in good]))
         batch = Batch(
             keys=[item.key for item in good],
@@ -86,6 +88,8 @@ class Collate:
             mask_BT=mask_BT,
             labels_BL=torch.from_numpy(np.stack([item.labels_L for item in good])),
             texts=texts,
+            studies=[item.study for item in good],
+            has_text_B=None if has_text_B.all() else has_text_B,
         )
         return batch, failures
 

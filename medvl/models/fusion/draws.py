@@ -15,7 +15,7 @@ from medvl.data.masking import MaskedText, TextMasking
 from medvl.losses.itm import MatchingPairs, random_pairs
 from medvl.losses.mim import PatchMask
 from medvl.losses.mlm import masked_positions
-from medvl.losses.pairs import same_pairs, text_ids
+from medvl.losses.pairs import name_ids, same_pairs, text_ids
 from medvl.schema import Batch
 
 
@@ -47,14 +47,28 @@ def draw_text(batch: Batch, masking: TextMasking) -> tuple[MaskedText, Tensor]:
 def draw_pairs(batch: Batch, *groups_B: Tensor) -> MatchingPairs:
     """Half of the complete samples keep their image, the others get one of the batch that is not theirs.
 
-    Samples with equal texts, and those that agree in any of `groups_B` (int64), are never each other's negatives.
+    Rows of `same_rows(batch, *groups_B)` are never each other's negatives.
     """
-    same_BB = same_pairs(text_ids(batch.ids_BT, batch.mask_BT), *groups_B)
-    if batch.has_image_B is None and batch.has_text_B is None:
-        return random_pairs(same_BB, torch.default_generator)
+    row_N = complete_rows(batch)
+    pairs = random_pairs(same_rows(batch, *groups_B)[row_N][:, row_N], torch.default_generator)
+    return of_rows(pairs, row_N)
+
+
+def same_rows(batch: Batch, *groups_B: Tensor) -> Tensor:
+    """(B, B) bool: samples with equal texts, of one study, or alike in any of `groups_B` (int64)."""
+    if batch.studies is not None:
+        groups_B = (*groups_B, name_ids(batch.studies))
+    return same_pairs(text_ids(batch.ids_BT, batch.mask_BT), *groups_B)
+
+
+def complete_rows(batch: Batch) -> Tensor:
+    """(N,) int64: the samples that have both an image and a text."""
     complete_B = torch.ones_like(batch.mask_BT[:, 0])
     for has_B in (batch.has_image_B, batch.has_text_B):
         complete_B = complete_B if has_B is None else complete_B & has_B
-    row_N = complete_B.nonzero().squeeze(1)
-    pairs = random_pairs(same_BB[row_N][:, row_N], torch.default_generator)
+    return complete_B.nonzero().squeeze(1)
+
+
+def of_rows(pairs: MatchingPairs, row_N: Tensor) -> MatchingPairs:
+    """Pairs that were drawn among some rows of a batch, as rows of the whole batch."""
     return MatchingPairs(row_N[pairs.image_N], row_N[pairs.text_N], pairs.matched_N)
