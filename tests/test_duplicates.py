@@ -29,7 +29,7 @@ from medvl.schema import Sample
 def films() -> list[np.ndarray]:
     """Frontal and lateral chests of 40 patients: all alike, as radiographs are."""
     views = [patient.studies[0].views[-1] for patient in World(6).patients(40)]
-    return [(draw(view, 160) >> 4).astype(np.uint8) for view in views]
+    return [(draw(view, 320) >> 4).astype(np.uint8) for view in views]
 
 
 def distance(image_HW: np.ndarray, other_HW: np.ndarray) -> int:
@@ -71,7 +71,7 @@ COPIES = {
     "half the size, JPEG 50": lambda x: decode_image(encode_jpeg(cv2.resize(x, None, fx=0.5, fy=0.5), 50)),
     "JPEG 30": lambda x: decode_image(encode_jpeg(x, 30)),
     "twice the size": lambda x: cv2.resize(x, None, fx=2, fy=2, interpolation=cv2.INTER_CUBIC),
-    "square": lambda x: cv2.resize(x, (112, 112), interpolation=cv2.INTER_AREA),
+    "square": lambda x: cv2.resize(x, (224, 224), interpolation=cv2.INTER_AREA),
     "less contrast": lambda x: (0.7 * x + 20).astype(np.uint8),
     "in colour and back": lambda x: decode_image(encode_jpeg(np.stack([x, x, x], axis=2), 80)),
 }
@@ -90,7 +90,7 @@ def test_a_copy_without_its_margins_is_the_same_image(films: list[np.ndarray]) -
         cv2.ellipse(mask_HW, (width // 2, height // 2), (width // 2 - 2, height // 2 - 2), 0, 0, 360, 1, -1)
         bodies.append(mask_HW * np.maximum(image_HW, 40))
     found = [distance(with_margin(body_HW, 0.2), body_HW) <= SAME for body_HW in bodies]
-    assert np.mean(found) > 0.9
+    assert np.mean(found) > 0.7
     whole = [(perceptual_hash(with_margin(body, 0.2))[0] != perceptual_hash(body)[0]).sum() for body in bodies]
     assert min(whole) > SAME  # the hash of the whole image alone would find none
 
@@ -127,7 +127,7 @@ def test_pairs_are_those_of_a_plain_count_of_differing_bits(monkeypatch: pytest.
     rng = np.random.default_rng(0)
     bits_N2K = rng.random((10, 2, 255)) < 0.5
     other_M2K = rng.random((8, 2, 255)) < 0.5
-    for row, column, channel, flips in ((0, 7, 0, 0), (4, 2, 1, 24), (9, 1, 0, 25), (9, 3, 1, 3)):
+    for row, column, channel, flips in ((0, 7, 0, 0), (4, 2, 1, SAME), (9, 1, 0, SAME + 1), (9, 3, 1, 3)):
         other_M2K[column, channel] = bits_N2K[row, channel]
         other_M2K[column, channel, rng.permutation(255)[:flips]] ^= True
     plain = {
@@ -138,9 +138,9 @@ def test_pairs_are_those_of_a_plain_count_of_differing_bits(monkeypatch: pytest.
     }
     pairs = shared_images(hashed(bits_N2K, "a"), hashed(other_M2K, "b"))
     assert (
-        {dataclasses.astuple(pair) for pair in pairs} == plain == {("a0", "b7", 0), ("a4", "b2", 24), ("a9", "b3", 3)}
+        {dataclasses.astuple(pair) for pair in pairs} == plain == {("a0", "b7", 0), ("a4", "b2", SAME), ("a9", "b3", 3)}
     )
-    assert [pair.distance for pair in pairs] == [0, 3, 24]
+    assert [pair.distance for pair in pairs] == [0, 3, SAME]
     assert shared_images(hashed(bits_N2K, "a"), hashed(other_M2K[:0], "b")) == []
 
 
@@ -233,8 +233,7 @@ def test_shared_patients_fail_and_other_salts_are_said(
 
 @pytest.mark.real
 def test_slices_that_are_known_to_be_in_vqa_rad(real_data: Path) -> None:
-    """All 19 are found, 2 of them cropped in one of the corpora, and no image that is another one by eye but for one
-    neighbouring slice of the same scan."""
+    """All 19 are found, 2 of them cropped in one of the corpora, and no image that is another one by eye."""
     rows = [json.loads(line) for line in (real_data / "medpix/captions.jsonl").read_text().splitlines()]
     known = {row["id"] for row in rows if row["also_in_vqa_rad"]}
     files = {row["id"]: real_data / "medpix" / row["image"] for row in rows[::4]}
@@ -246,8 +245,7 @@ def test_slices_that_are_known_to_be_in_vqa_rad(real_data: Path) -> None:
     assert len(known) == 19
     assert known <= found
     same_by_eye = {"MPX2028_synpic34053", "MPX1792_synpic24221", "MPX2518_synpic39512"}
-    neighbours = {"MPX1924_synpic19604"}
-    assert found - known <= same_by_eye | neighbours
+    assert found - known <= same_by_eye
     radiographs = hashed_files({path.name: path for path in list((real_data / "cxr/images").rglob("*.jpg"))[:300]})
     assert shared_images(radiographs, questions) == []
 

@@ -5,11 +5,12 @@ Hash Functions, 2010), 255 bits of them instead of the usual 64: radiographs and
 them up. It is hashed twice, whole and cut to its largest bright region, as copies are often cropped of their margins
 and of what is written there.
 
-Measured on 2,050 CT and MR slices, 1,562 chest radiographs and the 314 images of VQA-RAD: at `SAME` bits of 255, every
-copy at half its size in JPEG of quality 50 is found, and so are all 19 slices that are known to be in VQA-RAD, two of
-them cropped there. Of 7 million pairs of images from different patients none is taken for the same that is not.
-Neighbouring slices of one scan are, now and then: they must not be on both sides of a split either.
-A copy that is cropped within the body, flipped or rotated is not found.
+Measured on 2,050 CT and MR slices, 1,562 chest radiographs and the 314 images of VQA-RAD: at `SAME` bits of 255,
+1,204 of 1,205 copies at half their size in JPEG of quality 50 are found, 97 percent of those with a gamma of 1.3, 81
+percent of those with a black margin around, and all 19 slices that are known to be in VQA-RAD, two of them cropped
+there. Of 7 million pairs of images of different cases, those that it takes for the same are the same by eye.
+Neighbouring slices of one scan are, now and then: they must not be on both sides of a split either. A copy that is
+cropped within the body, written on, flipped or rotated is mostly not found.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from tqdm import tqdm
 from medvl.data.shards import ShardSource
 from medvl.errors import ImageError
 
-SAME = 24
+SAME = 16
 """Images whose hashes differ in at most this many of 255 bits are the same."""
 
 _SIDE, _FREQUENCIES = 64, 16
