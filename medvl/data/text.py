@@ -55,3 +55,21 @@ class WholeText:
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
         return " ".join(choose_sections(sections, self.sections))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RandomSection:
+    """One section as a whole, drawn uniformly: a figure's caption, or one of the paragraphs that refer to it.
+
+    M3AE makes an item of every (image, text) pair, so that a figure with five references is seen five times an epoch;
+    here each figure is seen once, with another text each time.
+    """
+
+    min_tokens: int = 3
+    """Shorter texts, counted in words, are left out unless the figure has no other (M3AE)."""
+
+    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
+        texts = choose_sections(sections, tuple(sections))
+        long_enough = [text for text in texts if len(_WORD.findall(text)) >= self.min_tokens]
+        candidates = long_enough or texts
+        return candidates[int(rng.integers(len(candidates)))] if candidates else ""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.data.shards import MANIFEST, Manifest
-from medvl.data.text import RandomSentence, WholeText
+from medvl.data.text import RandomSection, RandomSentence, WholeText
 from medvl.data.transforms import ConVIRTAugmentation, EvalTransform
 from medvl.data.verify import check_against
 from medvl.errors import ConfigError
@@ -17,13 +17,15 @@ class DataConfig:
 
     train: str
     """Folder of shards, or the address of one: https://... or s3://..., which is streamed (`medvl.data.remote`)."""
+    also: tuple[Path, ...] = ()
+    """Further folders of shards, whose samples are shuffled among those of `train`."""
     valid: Path | None
     """Folder of shards for validation, of other patients; None validates nothing."""
     tokenizer: Path | None = None
     """Folder of a tokenizer, as `medvl vocab` makes one; None takes the text encoder's own from the hub."""
     image: ConVIRTAugmentation | EvalTransform
     """Of the training images; validation takes the model's own transform."""
-    text: RandomSentence | WholeText
+    text: RandomSentence | WholeText | RandomSection
     workers: int = 8
     """Processes of each rank that read ahead. They change nothing but the speed."""
     valid_batch: int = 128
@@ -38,6 +40,7 @@ class DataConfig:
         wanted = [("data.valid", self.valid, MANIFEST), ("data.tokenizer", self.tokenizer, "tokenizer.json")]
         if "://" not in self.train:
             wanted.insert(0, ("data.train", Path(self.train), MANIFEST))
+        wanted += [("data.also", path, MANIFEST) for path in self.also]
         missing = [f"{name} {path}" for name, path, file in wanted if path is not None and not (path / file).is_file()]
         if missing:
             raise ConfigError(f"not there: {', '.join(missing)}\n{how}")
@@ -63,6 +66,7 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> Opened:
     Raises ShardError when a folder is damaged, SplitError when training and validation share a patient, ConfigError
     when the batch does not fit the ranks or the model has no tokenizer.
     """
+    from medvl.data.joined import JoinedSource
     from medvl.data.loader import open_loader
     from medvl.data.remote import is_address, open_remote_loader
     from medvl.data.shards import ShardSource
@@ -80,10 +84,13 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> Opened:
         "text": data.text,
     }
     if is_address(data.train):
+        if data.also:
+            raise ConfigError("data.also joins folders; a streamed address of data.train cannot be joined with them")
         train_loader: Any = open_remote_loader(data.train, batch=micro_batch, **ours, **common)
         manifest = train_loader.manifest
     else:
-        source = ShardSource(data.train)
+        first = ShardSource(data.train)
+        source = JoinedSource([first, *map(ShardSource, data.also)]) if data.also else first
         train_loader = open_loader(source, batch=micro_batch, train=True, **ours, **common)
         manifest = source.manifest
     described: dict[str, Any] = {
