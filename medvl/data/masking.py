@@ -41,11 +41,17 @@ class TextMasking:
         tokenizer: of the texts.
         rate: chance of a word, within (0, 1).
         whole_words: False chooses every token by itself.
+        ends: a text's closing token is chosen as words are: how a model that writes learns where to stop.
+
+    Attributes:
+        mask_id: the mask token.
 
     Raises ConfigError when the vocabulary has no mask token, or the rate is out of range.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, rate: float = 0.15, whole_words: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, rate: float = 0.15, whole_words: bool = True, ends: bool = False
+    ) -> None:
         if not 0 < rate < 1:
             raise ConfigError(f"a masking rate must be between 0 and 1, got {rate}")
         if tokenizer.mask_id is None:
@@ -53,8 +59,8 @@ class TextMasking:
                 f"the vocabulary of {tokenizer.source} has no mask token, so its texts cannot be masked: "
                 "take an encoder with a WordPiece or RoBERTa vocabulary"
             )
-        self.rate, self.whole_words = rate, whole_words
-        self._tokenizer, self._mask_id = tokenizer, tokenizer.mask_id
+        self.rate, self.whole_words, self.ends = rate, whole_words, ends
+        self._tokenizer, self.mask_id = tokenizer, tokenizer.mask_id
         marks = (tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.unk_id, tokenizer.mask_id)
         special = {mark for mark in marks if mark is not None}
         ordinary = sorted(set(tokenizer.vocabulary.values()) - special)
@@ -84,17 +90,19 @@ class TextMasking:
         fate_BT, other_BT = uniform(), self._ordinary_O.to(device)
         other_BT = other_BT[(uniform() * len(other_BT)).long().clamp(max=len(other_BT) - 1)]
         masked_BT = torch.where(fate_BT < _MASK_SHARE + _RANDOM_SHARE, other_BT, ids_BT)
-        masked_BT = masked_BT.masked_fill(fate_BT < _MASK_SHARE, self._mask_id)
+        masked_BT = masked_BT.masked_fill(fate_BT < _MASK_SHARE, self.mask_id)
         return MaskedText(torch.where(chosen_BT, masked_BT, ids_BT), ids_BT.masked_fill(~chosen_BT, IGNORED))
 
     def _units(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """(B, T) int64: the number of the word or token that is chosen or left as one; -1 on what never is."""
-        if self.whole_words:
-            unit_BT = self._tokenizer.word_ids(ids_BT, mask_BT)
-        else:
-            unit_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        place_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        unit_BT = self._tokenizer.word_ids(ids_BT, mask_BT) if self.whole_words else place_BT
         never_BT = torch.isin(ids_BT, self._special_S.to(ids_BT.device)) | ~mask_BT
-        return unit_BT.masked_fill(never_BT, -1)
+        unit_BT = unit_BT.masked_fill(never_BT, -1)
+        if not self.ends:
+            return unit_BT
+        end_BT = (ids_BT == self._tokenizer.sep_id) & (place_BT == mask_BT.sum(dim=1, keepdim=True) - 1)
+        return torch.where(end_BT, place_BT, unit_BT)  # a text has fewer words than tokens: no word has this number
 
     def _choose(self, unit_BT: Tensor, draw_BT: Tensor) -> Tensor:
         """(B, T) bool. Unit u of a text has draw u; below the rate it is chosen, and so is the lowest of its text."""

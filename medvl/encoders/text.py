@@ -154,6 +154,20 @@ class TextEncoder(Encoder):
         attend_BQT = attend_BQT | ~attend_BQT.any(dim=-1, keepdim=True)
         return self._adapter.encode(self.backbone, hidden_BTD, attend_BQT)
 
+    def encode_next(self, hidden_BTD: Tensor, mask_BTK: Tensor, cache: Any) -> Tensor:
+        """The last states (B, T, D) of tokens that come behind others, whose keys and values the cache holds.
+
+        Args:
+            hidden_BTD: what `embed` gives of the new tokens alone.
+            mask_BTK: bool, True where a new token may attend, to those of the cache and then to the new ones; every
+                row sees something.
+            cache: a `transformers.DynamicCache`, empty at first; it takes the new tokens in.
+
+        Raises:
+            ConfigError: the backbone keeps no keys and values.
+        """
+        return self._adapter.encode_next(self.backbone, hidden_BTD, mask_BTK, cache)
+
     def _pooled(self, tokens_BTD: Tensor, mask_BT: Tensor) -> Tensor:
         """One vector a text from its real tokens; zeros for a text without any."""
         if self.pool == "cls":

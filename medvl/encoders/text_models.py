@@ -35,6 +35,10 @@ class LanguageAdapter(abc.ABC):
     def encode(self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor) -> Sequence[Tensor]:
         """All states, the input first; `attend_BQT` is True where a query may look, with Q of 1 or T."""
 
+    def encode_next(self, net: Any, hidden_BTD: Tensor, attend_BTK: Tensor, cache: Any) -> Tensor:
+        """(B, T, D): the last states of tokens that follow those of the cache, whose keys and values they join."""
+        raise ConfigError(f"{type(net).__name__} keeps no keys and values: take a BERT")
+
     @abc.abstractmethod
     def layers(self, net: Any) -> list[list[str]]:
         """Names of all parameters by depth, embeddings first."""
@@ -79,6 +83,12 @@ class BertAdapter(LanguageAdapter):
             states.append(layer(states[-1], attend_BQT[:, None]))
         return states
 
+    def encode_next(self, net: Any, hidden_BTD: Tensor, attend_BTK: Tensor, cache: Any) -> Tensor:
+        """See the base class; `cache` is one of transformers'."""
+        for layer in self._in_order(net):
+            hidden_BTD = layer(hidden_BTD, attend_BTK[:, None], past_key_values=cache)
+        return hidden_BTD
+
     def layers(self, net: Any) -> list[list[str]]:
         """Embeddings, then layer by layer."""
         count = len(net.encoder.layer)
@@ -103,6 +113,10 @@ class AlbertAdapter(BertAdapter):
         narrow_BTD = super().embed_vectors(net, vectors_BTD, **positions)
         hidden_BTD: Tensor = net.encoder.embedding_hidden_mapping_in(narrow_BTD)
         return hidden_BTD
+
+    def encode_next(self, net: Any, hidden_BTD: Tensor, attend_BTK: Tensor, cache: Any) -> Tensor:
+        """Refused: its layers share their parameters, and would share their places in the cache."""
+        return LanguageAdapter.encode_next(self, net, hidden_BTD, attend_BTK, cache)
 
     def layers(self, net: Any) -> list[list[str]]:
         """Embeddings, then the groups of shared layers."""

@@ -9,6 +9,11 @@ from medvl.errors import ConfigError
 Attention = Literal["bidirectional", "seq2seq", "bar", "mixed", "non_cross"]
 """Who attends to whom in a single stream (`medvl.models.fusion.masks`)."""
 ATTENTIONS: tuple[Attention, ...] = ("bidirectional", "seq2seq", "bar", "mixed", "non_cross")
+WRITERS: tuple[Attention, ...] = ("seq2seq", "bar", "mixed")
+"""Under which text learns to follow an image and the words before it: what can write."""
+Objective = Literal["pretraining", "report"]
+OBJECTIVES: tuple[Objective, ...] = ("pretraining", "report")
+"""What MedViLL is trained for."""
 Arguments = Mapping[str, int]
 """Sizes for an encoder's constructor, by its library's names: `{"layers": 11}`, `{"num_hidden_layers": 3}`."""
 
@@ -148,6 +153,9 @@ class MedViLLConfig(FusionConfig):
     attention: Attention = "bar"
     seq2seq_share: float = 0.5
     """Of `mixed`: the share of samples that are trained with the sequence-to-sequence mask."""
+    objective: Objective = "pretraining"
+    """"pretraining": masked words and matching. "report": fine-tuning for writing reports, by masked words alone, every
+    text beside its own image and its closing token masked as words are (the paper's is with `seq2seq`)."""
     max_tokens: int = 255
     """With its first and its last token: 253 words' pieces."""
 
@@ -156,6 +164,10 @@ class MedViLLConfig(FusionConfig):
         _check_attention(self.attention, self.seq2seq_share)
         if self.image_tokens < 1 or self.frozen_image_layers < 0:
             raise ConfigError("image_tokens must be positive and frozen_image_layers must not be negative")
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(f"objective is {self.objective!r}: known are {', '.join(OBJECTIVES)}")
+        if self.objective == "report" and self.attention not in WRITERS:
+            raise ConfigError(f"objective 'report' goes with attention {' or '.join(WRITERS)}, not {self.attention!r}")
 
 
 def _check_attention(attention: str, seq2seq_share: float) -> None:

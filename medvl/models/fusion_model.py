@@ -61,6 +61,11 @@ class FusionModel(TwoTowers):
             raise ConfigError(f"{self.name} takes precomputed regions, and this batch has none: Batch.regions_BPD")
         return batch.regions_BPD
 
+    @property
+    def masks_ends(self) -> bool:
+        """Whether the closing token of a text is masked as its words are."""
+        return False
+
     @functools.cached_property
     def masking(self) -> TextMasking:
         """How words are hidden in pretraining.
@@ -72,7 +77,12 @@ class FusionModel(TwoTowers):
                 f"{self.name} needs a tokenizer to mask words: create_model(..., tokenizer=FOLDER). "
                 "Without one it encodes, fuses and matches token ids, but is not pretrained."
             )
-        return TextMasking(self.tokenizer, rate=self.config.mask_probability, whole_words=self.config.whole_words)
+        return TextMasking(
+            self.tokenizer,
+            rate=self.config.mask_probability,
+            whole_words=self.config.whole_words,
+            ends=self.masks_ends,
+        )
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
         """Groups for an optimiser: encoders at `lr`, the fusion-encoder and the heads at their multiples of it.

@@ -15,14 +15,16 @@ from medvl.models.fusion.encoder import Fused, Pooler, Tokens, stream_mask
 from medvl.models.fusion.heads import WordHead
 from medvl.models.fusion.inputs import create_encoders, of_present
 from medvl.models.fusion.layers import init_weights
-from medvl.models.fusion_configs import MedViLLConfig
+from medvl.models.fusion_configs import WRITERS, MedViLLConfig
 from medvl.models.fusion_model import FusionModel
+from medvl.models.generation import Decoding, Generated, search
 from medvl.schema import Batch, Losses
 
 _IMAGE, _TEXT = 0, 1
 """BERT's token types."""
 _LEADING = 2
 """Tokens of the image block that come of the text's ids: CLS, and the SEP that closes the block."""
+_GREEDY = Decoding()
 
 # P cells of the grid, T text tokens with CLS and SEP, S all tokens; the other letters as in `medvl.schema`.
 
@@ -69,6 +71,9 @@ class MedViLL(FusionModel):
         self.pooled_dim = width
         for module in (self.image_input, self.pooler, self.itm_head):
             init_weights(module)
+        if config.objective == "report":  # nothing reads them
+            self.pooler.requires_grad_(False)
+            self.itm_head.requires_grad_(False)
 
     @classmethod
     def build(cls, config: MedViLLConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
@@ -104,8 +109,11 @@ class MedViLL(FusionModel):
 
     def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
         """The embedded CLS and SEP of the image block, then those of the text behind its CLS."""
-        last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
-        leading_B2 = torch.cat([ids_BT[:, :1], ids_BT.gather(1, last_B1)], dim=1)
+        return self._text_tokens(ids_BT, _ends(ids_BT, mask_BT), mask_BT, has_text_B)
+
+    def _text_tokens(
+        self, ids_BT: Tensor, leading_B2: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
+    ) -> Tokens:
         all_B2 = torch.ones_like(leading_B2, dtype=torch.bool)
         nowhere_B2 = torch.zeros_like(leading_B2)  # each is a sequence of its own: position 0
         leading_B2D = self.text_encoder.embed(
@@ -119,11 +127,7 @@ class MedViLL(FusionModel):
 
     def fuse(self, text: Tokens, image: Tokens) -> Fused:
         """Under the configuration's attention mask."""
-        leading_B2D, leads_B2 = text.states_BND[:, :_LEADING], text.real_BN()[:, :_LEADING]
-        block = Tokens(
-            torch.cat([leading_B2D[:, :1], image.states_BND, leading_B2D[:, 1:]], dim=1),
-            torch.cat([leads_B2[:, :1], image.real_BN(), leads_B2[:, 1:]], dim=1),
-        )
+        block = _image_block(text, image)
         words = Tokens(text.states_BND[:, _LEADING:], text.real_BN()[:, _LEADING:])
         share = self.config.seq2seq_share if self.training else 0.0
         mask_BSS = stream_mask(self.config.attention, words, block, share)
@@ -146,7 +150,9 @@ class MedViLL(FusionModel):
         return Draw(masked=masked, masked_N=masked_N, pairs=draw_pairs(batch, *groups))
 
     def forward(self, batch: Batch) -> Losses:
-        """Masked words and image-text matching, from one pass."""
+        """Masked words and image-text matching, from one pass; masked words alone where the objective is a report."""
+        if self.config.objective == "report":
+            return self._report_losses(batch)
         draw = self.draw(batch)
         row_B = torch.arange(len(batch), device=batch.ids_BT.device)
         image_B = row_B.index_copy(0, draw.pairs.text_N, draw.pairs.image_N)
@@ -158,10 +164,144 @@ class MedViLL(FusionModel):
         total = self.config.mlm_weight * mlm + self.config.itm_weight * itm
         return Losses(total=total, terms={"mlm": mlm, "itm": itm})
 
+    def _report_losses(self, batch: Batch) -> Losses:
+        masked, masked_N = draw_text(batch, self.masking)
+        leading_B2 = _ends(batch.ids_BT, batch.mask_BT)  # the image block closes, whatever is hidden in the text
+        text = self._text_tokens(masked.ids_BT, leading_B2, batch.mask_BT, batch.has_text_B)
+        fused = self.fuse(text, self.image_tokens(batch.image_BCHW, batch.has_image_B))
+        scores_NV = self.words(fused, masked_N, batch.ids_BT.shape[1])
+        mlm = losses.mlm(scores_NV, masked.labels_BT.flatten()[masked_N])
+        return Losses(total=self.config.mlm_weight * mlm, terms={"mlm": mlm})
+
+    @property
+    def masks_ends(self) -> bool:
+        """See the base class."""
+        return bool(self.config.objective == "report")
+
+    @torch.no_grad()
+    def generate(self, image: Tensor, has_image_B: Tensor | None = None, *, decoding: Decoding = _GREEDY) -> Generated:
+        """Write a report for every image, word by word behind the image block, under the sequence-to-sequence mask.
+
+        As in UniLM (Dong et al., arXiv 1905.03197, section 2.6): a mask token stands behind what has been written, and
+        the word that the model sees in it takes its place. The image block is encoded once; keys and values of the
+        words are kept, so that a step computes two tokens.
+
+        Args:
+            image: (B, C, H, W) pixels.
+            has_image_B: bool, False where the pixels are a placeholder.
+            decoding: greedy by default.
+
+        Raises:
+            ConfigError: the model was trained with an attention mask under which it cannot write, is in training mode,
+                has no tokenizer with a mask token, or cannot write texts of that length.
+        """
+        tokenizer, longest = self._check_writer(decoding)
+        block = _image_block(self._image_ends(tokenizer, len(image)), self.image_tokens(image, has_image_B))
+        mask_id = self.masking.mask_id
+        special = (tokenizer.pad_id, tokenizer.cls_id, tokenizer.unk_id, mask_id)
+        return search(
+            _MaskWriter(self, block, mask_id),
+            decoding,
+            max_tokens=longest,
+            end_id=tokenizer.sep_id,
+            pad_id=tokenizer.pad_id,
+            never=[mark for mark in special if mark is not None],
+        )
+
+    def _check_writer(self, decoding: Decoding) -> tuple[Tokenizer, int]:
+        """The tokenizer, and how many tokens a text may have."""
+        attention = self.config.attention
+        if attention not in WRITERS:
+            raise ConfigError(
+                f"this medvill was trained with attention {attention!r}, under which "
+                + ("a word sees those behind it" if attention == "bidirectional" else "words see no image")
+                + f", so it cannot write: train it with {' or '.join(WRITERS)}"
+            )
+        if self.training:
+            raise ConfigError("a model writes in eval mode, where nothing is left to chance: call eval() first")
+        longest = self.config.max_tokens - 1 if decoding.max_tokens is None else decoding.max_tokens
+        if longest > self.text_encoder.max_tokens:
+            raise ConfigError(
+                f"{longest} tokens: {self.config.text_encoder} has {self.text_encoder.max_tokens} positions"
+            )
+        if self.tokenizer is None:
+            raise ConfigError("medvill needs a tokenizer to write: create_model(..., tokenizer=FOLDER)")
+        return self.tokenizer, longest
+
+    def _image_ends(self, tokenizer: Tokenizer, batch: int) -> Tokens:
+        """CLS and SEP, without a text behind them."""
+        marks_B2 = torch.tensor([[tokenizer.cls_id, tokenizer.sep_id]], device=self.device).expand(batch, -1)
+        return self._text_tokens(marks_B2[:, :1], marks_B2, torch.ones_like(marks_B2[:, :1], dtype=torch.bool))
+
     def words(self, fused: Fused, position_N: Tensor, width: int) -> Tensor:
         """(N, V): scores of the vocabulary at positions of the flattened (B * `width`) token ids, none of them CLS."""
         row_N, column_N = position_N // width, position_N % width
+        return self.score_words(fused.text.states_BND[row_N, column_N - 1])
+
+    def score_words(self, states_ND: Tensor) -> Tensor:
+        """(N, V): scores of the vocabulary in states of the text."""
         backbone: Any = self.text_encoder.backbone
-        table_VD = backbone.get_input_embeddings().weight
-        scores_NV: Tensor = self.mlm_head(fused.text.states_BND[row_N, column_N - 1], table_VD)
+        scores_NV: Tensor = self.mlm_head(states_ND, backbone.get_input_embeddings().weight)
         return scores_NV
+
+
+class _MaskWriter:
+    """Scores the word in a mask token behind what is written; keeps keys and values of all but that token."""
+
+    def __init__(self, model: MedViLL, block: Tokens, mask_id: int) -> None:
+        from transformers import DynamicCache
+
+        self._model, self._block, self._mask_id = model, block, mask_id
+        self._cache = DynamicCache()
+        self._image_mask_RI = block.real_BN()
+        self._written = 0
+
+    def first(self) -> Tensor:
+        """See `NextToken`."""
+        real_BI = self._image_mask_RI
+        self._model.text_encoder.encode_next(
+            self._block.states_BND, real_BI[:, None].expand(-1, real_BI.shape[1], -1), self._cache
+        )
+        return self._step(real_BI.new_empty(len(real_BI), 0, dtype=torch.int64))
+
+    def next(self, ids_R: Tensor, parent_R: Tensor) -> Tensor:
+        """See `NextToken`."""
+        self._cache.batch_select_indices(parent_R)
+        self._image_mask_RI = self._image_mask_RI[parent_R]
+        return self._step(ids_R[:, None])
+
+    def _step(self, new_RT: Tensor) -> Tensor:
+        """(R, V): behind the words that are written and one new one, or none."""
+        rows, new = new_RT.shape
+        ids_RT = torch.cat([new_RT, new_RT.new_full((rows, 1), self._mask_id)], dim=1)
+        place_T = torch.arange(self._written, self._written + new + 1, device=ids_RT.device)
+        text_encoder = self._model.text_encoder
+        hidden_RTD = text_encoder.embed(
+            ids_RT,
+            torch.ones_like(ids_RT, dtype=torch.bool),
+            position_ids=place_T.expand(rows, -1),
+            token_type_ids=torch.full_like(ids_RT, _TEXT),
+        )
+        earlier_TW = torch.arange(self._written + new + 1, device=ids_RT.device) <= place_T[:, None]
+        mask_RTK = torch.cat(
+            [self._image_mask_RI[:, None].expand(-1, new + 1, -1), earlier_TW.expand(rows, -1, -1)], dim=2
+        )
+        states_RTD = text_encoder.encode_next(hidden_RTD, mask_RTK, self._cache)
+        self._cache.crop(-1)  # the mask token is not part of the text
+        self._written += new
+        return self._model.score_words(states_RTD[:, -1])
+
+
+def _ends(ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """(B, 2): the first and the last token of every text."""
+    last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
+    return torch.cat([ids_BT[:, :1], ids_BT.gather(1, last_B1)], dim=1)
+
+
+def _image_block(text: Tokens, image: Tokens) -> Tokens:
+    """The image's tokens between the two that `text` begins with."""
+    leading_B2D, leads_B2 = text.states_BND[:, :_LEADING], text.real_BN()[:, :_LEADING]
+    return Tokens(
+        torch.cat([leading_B2D[:, :1], image.states_BND, leading_B2D[:, 1:]], dim=1),
+        torch.cat([leads_B2[:, :1], image.real_BN(), leads_B2[:, 1:]], dim=1),
+    )
