@@ -67,7 +67,7 @@ class VQAImage:
 def vqa_images(patient: Patient) -> list[VQAImage]:
     """The views of the patient's last study and perhaps a slice, always the same ones with the same questions."""
     study = patient.studies[-1]
-    first = patient.index * IMAGES_EACH
+    first = patient.subject_id * IMAGES_EACH  # worlds of different seeds share no image name
     images = [_radiograph(first + number, view) for number, view in enumerate(study.views)]
     rng = generator(*study.key, _STREAM)
     if rng.random() < _SLICES:

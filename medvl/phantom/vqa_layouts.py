@@ -103,7 +103,7 @@ def write_slake(
 
 
 def _write_rad_patient(root: Path, patient: Patient, options: Options) -> Rows:
-    return _write_patient(root, patient, options, lambda image: f"images/synpic{10_000 + image.number}.jpg")
+    return _write_patient(root, patient, options, lambda image: f"images/synpic{image.number}.jpg")
 
 
 def _write_slake_patient(root: Path, patient: Patient, options: Options) -> Rows:
