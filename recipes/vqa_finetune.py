@@ -70,7 +70,8 @@ tiny = Recipe(
     head_rate=4.0,
     data=QuestionConfig(
         train=Path("quickstart/vqa/train"),
-        valid=Path("quickstart/vqa/validate"),
+        valid=Path("quickstart/vqa-valid/test"),
+        valid_split="test",
         image=ConVIRTAugmentation(
             size=112,
             flip="off",
@@ -90,6 +91,7 @@ tiny = Recipe(
         global_batch=64,
         precision="bf16",
         channels_last=True,
+        validate_every=240,
         find_unused_parameters=True,
         best_metric="vqa/accuracy",
         best_mode="max",
@@ -98,10 +100,8 @@ tiny = Recipe(
 
 MAKE_DATA = """Make the shards first. From VQA-RAD on disk:
     medvl shards vqa-rad --root VQA-RAD --split image-disjoint --out shards/vqa-rad
-From nothing, on the phantom:
-    bash scripts/quickstart.sh
-    medvl phantom vqa-rad --out quickstart/vqa-rad
-    medvl shards vqa-rad --root quickstart/vqa-rad --split image-disjoint --out quickstart/vqa"""
+From nothing, for a try on the phantom corpus (bash scripts/quickstart.sh first):
+    bash scripts/quickstart_vqa.sh"""
 
 
 def main(recipe: Recipe) -> None:
