@@ -27,10 +27,20 @@ _ENCODERS: dict[str, Any] = {
     "image_size": SIDE,
 }
 _STREAM: dict[str, Any] = {**_ENCODERS, "width": 24, "layers": 4, "heads": 2, "intermediate": 48}
+_ALBEF: dict[str, Any] = {
+    "layers": 2,
+    "heads": 2,
+    "intermediate": 64,
+    "projection_dim": 16,
+    "queue_size": 32,
+    "ramp_steps": 4,
+    "temperature": 0.5,
+}
 TINY: dict[str, dict[str, Any]] = {
     "dual_stream": _STREAM,
     "single_stream": _STREAM,
     "m3ae": {**_STREAM, "decoder_width": 16, "decoder_heads": 2, "decoder_layers": 1},
+    "albef": {**_ENCODERS, **_ALBEF},
     "medvill": {**_ENCODERS, "image_encoder": "resnet_tiny", "image_arguments": {}, "frozen_image_layers": 0},
 }
 """Every fusion system, small enough for a step in milliseconds."""

@@ -11,6 +11,7 @@ B pairs of this rank, Q rows of the queue, N = B + (rows in the queue) keys, E s
 """
 
 import dataclasses
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -98,6 +99,9 @@ class MomentumQueue(nn.Module):
 
     Raises ValueError on a negative size or a dim below 1.
     """
+
+    same_on_all_ranks: ClassVar[bool] = True
+    """Its buffers need not be taken from rank 0 before each step (`medvl.train.distributed.distribute`)."""
 
     image_QE: Tensor
     text_QE: Tensor

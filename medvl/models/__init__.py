@@ -15,6 +15,7 @@ _LAZY = {
     "VQA": "medvl.models.vqa",
     "FusionModel": "medvl.models.fusion_model",
     "System": "medvl.models.base",
+    "ALBEFConfig": "medvl.models.fusion_configs",
     "ConVIRTConfig": "medvl.models.configs",
     "DualStreamConfig": "medvl.models.fusion_configs",
     "M3AEConfig": "medvl.models.fusion_configs",

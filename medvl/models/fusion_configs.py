@@ -170,6 +170,54 @@ class MedViLLConfig(FusionConfig):
             raise ConfigError(f"objective 'report' goes with attention {' or '.join(WRITERS)}, not {self.attention!r}")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ALBEFConfig(FusionConfig):
+    """ALBEF (Li et al., arXiv 2107.07651, NeurIPS 2021); M2I2 and MUMC are built alike."""
+
+    system: ClassVar[str] = "albef"
+
+    image_encoder: str = "vit_b16"
+    text_encoder: str = "bert"
+    text_arguments: Arguments = dataclasses.field(default_factory=lambda: {"num_hidden_layers": 6})
+    """The lower half of BERT encodes the text; the upper one is the fusion-encoder, `layers` layers of it."""
+    image_size: int = 256
+    whole_words: bool = False
+    fusion_rate: float = 1.0
+    head_rate: float = 1.0
+    max_tokens: int = 25
+    layers: int = 6
+    """Of the fusion-encoder, as wide as the text encoder."""
+    heads: int = 12
+    intermediate: int = 3072
+    dropout: float = 0.1
+    """Of the fusion-encoder's hidden states and attention."""
+    projection_dim: int = 256
+    """E, of the shared space."""
+    itc_weight: float = 1.0
+    temperature: float = 0.07
+    """Where the learned one starts."""
+    queue_size: int = 65_536
+    """Pairs of the past that serve as negatives; 0 leaves those of the batch alone."""
+    momentum: float = 0.995
+    """Of the moving average that is the teacher; it moves once in every training forward pass."""
+    alpha: float = 0.4
+    """Weight of the teacher's targets, in the contrastive loss and for masked words."""
+    ramp_steps: int = 10_000
+    """Forward passes in which alpha grows from 0: the paper's first epoch, 5.1 million pairs in batches of 512."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.layers, self.heads, self.intermediate, self.projection_dim) < 1:
+            raise ConfigError("layers, heads, intermediate and projection_dim must be positive")
+        for name in ("dropout", "momentum", "alpha"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be within [0, 1), got {getattr(self, name)}")
+        if self.temperature <= 0 or self.itc_weight <= 0:
+            raise ConfigError("temperature and itc_weight must be above 0")
+        if self.queue_size < 0 or self.ramp_steps < 0:
+            raise ConfigError("queue_size and ramp_steps must not be negative")
+
+
 def _check_attention(attention: str, seq2seq_share: float) -> None:
     if attention not in ATTENTIONS:
         raise ConfigError(f"attention is {attention!r}: known are {', '.join(ATTENTIONS)}")

@@ -14,6 +14,7 @@ from medvl.errors import ConfigError
 from medvl.models.base import System
 
 _SYSTEMS = {
+    "albef": "medvl.models.albef:ALBEF",
     "convirt": "medvl.models.convirt:ConVIRT",
     "dual_stream": "medvl.models.streams:DualStreamModel",
     "m3ae": "medvl.models.m3ae:M3AE",

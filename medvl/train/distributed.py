@@ -121,10 +121,18 @@ def distribute(model: nn.Module, world: World, find_unused_parameters: bool) -> 
     """The model in DDP on several ranks, or itself. Rank 0's weights and buffers become everyone's.
 
     DDP takes rank 0's buffers to the other ranks before each step, so the running statistics that a checkpoint holds
-    are all there are, and a resumed run needs no more.
+    are all there are, and a resumed run needs no more. Not those of a module that says `same_on_all_ranks`: a momentum
+    queue is filled with the same rows everywhere, and its megabytes would travel in every step for nothing.
     """
     if world.size == 1:
         return model
+    alike = [
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in model.named_modules()
+        if getattr(module, "same_on_all_ranks", False)
+        for name, _ in module.named_buffers()
+    ]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, alike)
     on_gpu = world.device.type == "cuda"
     return DistributedDataParallel(
         model,

@@ -28,13 +28,17 @@ class Sizes:
 
 
 class Attention(nn.Module):
-    """Multi-head attention of one sequence to another (or to itself), residual and LayerNorm."""
+    """Multi-head attention of one sequence to another (or to itself), residual and LayerNorm.
 
-    def __init__(self, sizes: Sizes) -> None:
+    `context_width` is that of the other sequence, where it has one of its own.
+    """
+
+    def __init__(self, sizes: Sizes, context_width: int | None = None) -> None:
         super().__init__()
         self.heads, self.dropout = sizes.heads, sizes.dropout
-        self.query, self.key = nn.Linear(sizes.width, sizes.width), nn.Linear(sizes.width, sizes.width)
-        self.value, self.out = nn.Linear(sizes.width, sizes.width), nn.Linear(sizes.width, sizes.width)
+        context = context_width or sizes.width
+        self.query, self.key = nn.Linear(sizes.width, sizes.width), nn.Linear(context, sizes.width)
+        self.value, self.out = nn.Linear(context, sizes.width), nn.Linear(sizes.width, sizes.width)
         self.norm = nn.LayerNorm(sizes.width, eps=LAYER_NORM_EPS)
 
     def forward(self, states_BQD: Tensor, context_BKD: Tensor, mask_BQK: Tensor | None) -> Tensor:
@@ -103,9 +107,9 @@ class SelfAttentionLayer(nn.Module):
 class CoAttentionLayer(nn.Module):
     """One stream's layer of a dual stream: attention to itself, to the other stream, feed-forward (METER, figure 2)."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, context_width: int | None = None) -> None:
         super().__init__()
-        self.attention, self.cross_attention = Attention(sizes), Attention(sizes)
+        self.attention, self.cross_attention = Attention(sizes), Attention(sizes, context_width)
         self.feed_forward = FeedForward(sizes)
 
     def forward(
