@@ -219,6 +219,18 @@ def test_a_table_is_filtered_split_and_parsed_as_asked(tmp_path: Path, deid: Dei
     assert plan.records[0].sample.split == "train"
 
 
+@pytest.mark.parametrize(("wanted", "kept"), [("true", ["0.png"]), ("1", ["0.png"]), ("False", ["1.png"]), ("yes", [])])
+def test_a_boolean_is_asked_for_by_its_name(tmp_path: Path, deid: Deidentifier, wanted: str, kept: list[str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"image": f"{n}.png", "patient": "p", "text": "Clear.", "seen": seen} for n, seen in enumerate([True, False])
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = TableColumns(image_column="image", patient_column="patient", text_column=("text",))
+    plan = table.plan(path, columns, deid, where={"seen": wanted})
+    assert [record.sample.image.name for record in plan.records if record.sample.image] == kept
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -83,9 +83,7 @@ def plan(
     if columns.split_column is None:
         check_fractions(fractions)
     rows = list(_read_rows(table, [*columns.names(), *where]))
-    kept = [
-        (number, row) for number, row in rows if all(_text(row[column]) == value for column, value in where.items())
-    ]
+    kept = [(number, row) for number, row in rows if all(_has(row[column], value) for column, value in where.items())]
     excluded = Counter({"where": len(rows) - len(kept)}) if where else Counter[str]()
     known = _collect_labels([row for _, row in kept], columns, table)
     reader = _RowReader(table, root.resolve(), columns, deid, name, fractions, parse_reports, known)
@@ -258,6 +256,13 @@ def _text(value: object) -> str:
     if isinstance(value, bool):
         return str(int(value))
     return str(value).strip()
+
+
+def _has(value: object, wanted: str) -> bool:
+    """Whether a cell is what was asked for; a boolean of JSON or Parquet is true or 1, false or 0."""
+    if isinstance(value, bool):
+        return wanted.lower() in (str(value).lower(), str(int(value)))
+    return _text(value) == wanted
 
 
 def _plain(value: object) -> object:
