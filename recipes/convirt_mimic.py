@@ -80,16 +80,7 @@ tiny = Recipe(
         valid=Path("quickstart/shards/validate"),
         tokenizer=Path("quickstart/vocab"),
         text=WholeText(sections=("impression",)),
-        image=ConVIRTAugmentation(
-            size=112,
-            flip="off",
-            area=(0.7, 1.0),
-            rotation=5,
-            translation=0.05,
-            brightness=0.2,
-            contrast=0.2,
-            blur_sigma=(0.1, 0.5),
-        ),
+        image=ConVIRTAugmentation.weak(112),
         workers=1,
     ),
     optim=OptimConfig(optimizer="adamw", lr=1e-3, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
@@ -136,9 +127,7 @@ def main(recipe: Recipe) -> None:
         config=recipe.train,
         run={"recipe": "convirt_mimic", "settings": to_dict(recipe), **opened.described},
     )
-    print(
-        f"{result.stopped} after step {result.step}; best {recipe.train.best_metric} {result.best_value}: {result.best}"
-    )
+    print(result)
 
 
 if __name__ == "__main__":

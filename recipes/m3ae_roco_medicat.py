@@ -130,9 +130,7 @@ def main(recipe: Recipe) -> None:
         config=recipe.train,
         run={"recipe": "m3ae_roco_medicat", "settings": to_dict(recipe), **opened.described},
     )
-    print(
-        f"{result.stopped} after step {result.step}; best {recipe.train.best_metric} {result.best_value}: {result.best}"
-    )
+    print(result)
 
 
 if __name__ == "__main__":

@@ -82,16 +82,7 @@ tiny = Recipe(
         valid=Path("quickstart/shards/validate"),
         tokenizer=Path("quickstart/vocab"),
         text=WholeText(sections=("impression",)),
-        image=ConVIRTAugmentation(
-            size=112,
-            flip="off",
-            area=(0.7, 1.0),
-            rotation=5,
-            translation=0.05,
-            brightness=0.2,
-            contrast=0.2,
-            blur_sigma=(0.1, 0.5),
-        ),
+        image=ConVIRTAugmentation.weak(112),
         workers=1,
     ),
     optim=OptimConfig(optimizer="adamw", lr=5e-4, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
@@ -132,9 +123,7 @@ def main(recipe: Recipe) -> None:
         config=recipe.train,
         run={"recipe": "medvill_mimic", "settings": to_dict(recipe), **opened.described},
     )
-    print(
-        f"{result.stopped} after step {result.step}; best {recipe.train.best_metric} {result.best_value}: {result.best}"
-    )
+    print(result)
 
 
 if __name__ == "__main__":

@@ -72,16 +72,7 @@ tiny = Recipe(
         train=Path("quickstart/vqa/train"),
         valid=Path("quickstart/vqa-valid/test"),
         valid_split="test",
-        image=ConVIRTAugmentation(
-            size=112,
-            flip="off",
-            area=(0.8, 1.0),
-            rotation=5,
-            translation=0.05,
-            brightness=0.2,
-            contrast=0.2,
-            blur_sigma=(0.1, 0.5),
-        ),
+        image=dataclasses.replace(ConVIRTAugmentation.weak(112), area=(0.8, 1.0)),
         workers=1,
     ),
     optim=OptimConfig(lr=2e-4, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
@@ -127,9 +118,7 @@ def main(recipe: Recipe) -> None:
         config=recipe.train,
         run={"recipe": "vqa_finetune", "settings": to_dict(recipe), **opened.described},
     )
-    print(
-        f"{result.stopped} after step {result.step}; best {recipe.train.best_metric} {result.best_value}: {result.best}"
-    )
+    print(result)
 
 
 if __name__ == "__main__":

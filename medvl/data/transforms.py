@@ -7,7 +7,7 @@ from the generator that the loader derives of (seed, epoch, key), so an image is
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import cv2
 import numpy as np
@@ -105,6 +105,20 @@ class ConVIRTAugmentation:
     """Factors are drawn from 1 - value to 1 + value."""
     blur_sigma: tuple[float, float] = (0.1, 3.0)
     """In pixels of the crop. The published range is for 224 pixels; scale it with the size."""
+
+    @classmethod
+    def weak(cls, size: int) -> Self:
+        """Without the flip and at about a quarter of the strength: for small encoders, from scratch, on few images."""
+        return cls(
+            size=size,
+            flip="off",
+            area=(0.7, 1.0),
+            rotation=5,
+            translation=0.05,
+            brightness=0.2,
+            contrast=0.2,
+            blur_sigma=(0.1, 0.5),
+        )
 
     def __post_init__(self) -> None:
         _check_size(self.size)

@@ -58,6 +58,7 @@ class TrainResult:
     metrics: Mapping[str, float]
     """Of the last validation."""
     best_step: int | None
+    best_metric: str
     best_value: float | None
     """Of `best_metric`."""
     skipped: int
@@ -67,6 +68,11 @@ class TrainResult:
     """The checkpoint of the last step."""
     best: Path | None
     """The best one that could be saved; None where nothing was validated."""
+
+    def __str__(self) -> str:
+        """In one line, for the end of a recipe."""
+        best = "" if self.best is None else f"; best {self.best_metric} {self.best_value}: {self.best}"
+        return f"{self.stopped} after step {self.step}{best}"
 
 
 def train(
@@ -190,6 +196,7 @@ class _Training:
             stopped=stopped,
             metrics=self.state.metrics,
             best_step=tracker.best_step,
+            best_metric=self.config.best_metric,
             best_value=tracker.best,
             skipped=self.state.skipped,
             save_failures=self.world.from_main(self.checkpoints.failures),
