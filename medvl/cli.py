@@ -12,6 +12,7 @@ from medvl.data import command as data_command
 from medvl.data import vqa_command
 from medvl.errors import ConfigError, MedvlError, SplitError
 from medvl.eval import command as eval_command
+from medvl.eval.generation import command as report_command
 from medvl.eval.vqa import command as answer_command
 from medvl.phantom import command as phantom_command
 from medvl.phantom import vqa_command as phantom_vqa
@@ -168,7 +169,12 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "path-vqa": vqa_command.path_vqa,
         "table": data_command.table,
     },
-    "eval": {"zero-shot": eval_command.zero_shot, "retrieval": eval_command.retrieval, "vqa": answer_command.vqa},
+    "eval": {
+        "zero-shot": eval_command.zero_shot,
+        "retrieval": eval_command.retrieval,
+        "vqa": answer_command.vqa,
+        "report": report_command.report,
+    },
 }
 _COMMANDS: dict[str, Callable[..., Any]] = {"vocab": vocab, "verify": verify, "list": list_everything}
 

@@ -57,6 +57,16 @@ def tiny_model(name: str, tokenizer: Tokenizer | None, seed: int = 0, **settings
     return model
 
 
+def shaken(model: Any) -> Any:
+    """The model with weights far from those at the start, so that what it says depends on what it is given."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter += 0.4 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
 def make_batch(tokenizer: Tokenizer, size: int = 6, texts: Sequence[str] = TEXTS, **fields: Any) -> Batch:
     chosen = [texts[number % len(texts)] for number in range(size)]
     ids_BT, mask_BT = tokenizer(chosen)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fusion_samples import TEXTS, make_batch, tiny_model, tiny_tokenizer
+from fusion_samples import TEXTS, make_batch, shaken, tiny_model, tiny_tokenizer
 from torch import Tensor
 
 import medvl
@@ -133,12 +133,7 @@ def writer(tokenizer: Tokenizer, attention: Attention = "seq2seq", **settings: o
         **settings,
     )
     assert isinstance(model, MedViLL)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter += 0.4 * torch.randn(parameter.shape, generator=generator)
-    return model.eval()
+    return shaken(model).eval()
 
 
 def without_cache(model: MedViLL, image: Tensor, longest: int, has_image: bool = True) -> list[int]:

@@ -7,6 +7,7 @@ _LAZY = {
     "read_dicom": "medvl.data.dicom",
     "DicomImage": "medvl.data.dicom",
     "parse_report": "medvl.data.reports",
+    "label_report": "medvl.data.labeler",
     "Report": "medvl.data.reports",
     "Deidentifier": "medvl.data.deid",
     "open_loader": "medvl.data.loader",

@@ -3,7 +3,8 @@
     scores, labels, policy -> metric rows -> results.json, a table, a page
 
 `stats` and `metrics` hold the numbers, `policies` what uncertain and missing labels mean, `prompts` the sentences;
-`zeroshot`, `retrieval` and `vqa` are protocols on top of them; `results` and `page` write down what they find.
+`zeroshot`, `retrieval`, `vqa` and `generation` are protocols on top of them; `results` and `page` write down what they
+find.
 Everything is imported on first use: the statistics need numpy only.
 """
 
@@ -16,9 +17,11 @@ _HOME = {
     "LabelPolicy": "policies",
     "MetricRow": "results",
     "PromptSet": "prompts",
+    "ReportEval": "generation.write",
     "RetrievalEval": "retrieval",
     "VQAData": "vqa.questions",
     "VQAProtocol": "vqa.protocol",
+    "WrittenReport": "generation.judge",
     "ZeroShotEval": "zeroshot",
     "answer_questions": "vqa.answer",
     "answers_in": "vqa.answer",
@@ -30,11 +33,13 @@ _HOME = {
     "get_protocol": "vqa.protocol",
     "image_text_retrieval": "retrieval",
     "judge_answers": "vqa.judge",
+    "judge_reports": "generation.judge",
     "list_prompts": "prompts",
     "load_prompts": "prompts",
     "normalize_answer": "vqa.normalize",
     "read_results": "results",
     "write_page": "page",
+    "write_reports": "generation.write",
     "write_results": "results",
     "write_zero_shot_page": "zeroshot_page",
     "zero_shot": "zeroshot",
