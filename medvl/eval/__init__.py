@@ -38,6 +38,7 @@ _HOME = {
     "load_prompts": "prompts",
     "normalize_answer": "vqa.normalize",
     "read_results": "results",
+    "reranked_retrieval": "rerank",
     "write_page": "page",
     "write_reports": "generation.write",
     "write_results": "results",

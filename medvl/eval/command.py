@@ -64,6 +64,8 @@ def retrieval(
     checkpoint: Path,
     data: Path,
     *,
+    rerank: Path | None = None,
+    shortlist: int = 256,
     out: Path | None = None,
     resamples: int = 1000,
     batch: int = 64,
@@ -73,21 +75,40 @@ def retrieval(
     """Image-text retrieval in a folder of shards, both ways; equal texts are positives of each other.
 
     Args:
-        checkpoint: folder of a checkpoint.
+        checkpoint: folder of a checkpoint of a dual-encoder.
         data: folder of shards with text, of patients that the model was not trained on.
-        out: gets results.json and predictions.jsonl; default eval/retrieval in the checkpoint's run.
+        rerank: folder of a checkpoint of a fusion-encoder, which puts the dual-encoder's shortlists in order; the same
+            folder, where the model is both.
+        shortlist: candidates of a query that are put in order.
+        out: gets results.json and predictions.jsonl; default eval/retrieval in the run of the checkpoint that decides.
         resamples: of the bootstrap.
         batch: images at a time.
         workers: loader processes.
         device: auto, cpu or cuda.
     """
+    from medvl.errors import ConfigError
+    from medvl.eval.rerank import Shortlister, reranked_retrieval
     from medvl.eval.results import format_table, write_results
     from medvl.eval.retrieval import image_text_retrieval
+    from medvl.models import DualEncoder, FusionModel
 
     model = load_model(checkpoint, device)
+    if not isinstance(model, DualEncoder):
+        raise ConfigError(f"{checkpoint} is a {model.name}, which compares nothing: name a dual-encoder, and --rerank")
     loader = open_shards(model, checkpoint, data, batch, workers)
-    result = image_text_retrieval(model, loader, resamples=resamples, checkpoint=checkpoint)
-    paths = write_results(result.results, out or default_folder(checkpoint, "retrieval"), result.predictions())
+    if rerank is None:
+        result = image_text_retrieval(model, loader, resamples=resamples, checkpoint=checkpoint)
+    else:
+        by = None if rerank.resolve() == checkpoint.resolve() else Shortlister(model, loader, checkpoint)
+        fusion = model if by is None else load_model(rerank, device)
+        if not isinstance(fusion, FusionModel):
+            raise ConfigError(f"{rerank} is a {fusion.name}, which matches nothing: --rerank names a fusion-encoder")
+        if by is not None:
+            loader = open_shards(fusion, rerank, data, batch, workers)
+        result = reranked_retrieval(fusion, loader, shortlist=shortlist, by=by, resamples=resamples, checkpoint=rerank)
+    paths = write_results(
+        result.results, out or default_folder(rerank or checkpoint, "retrieval"), result.predictions()
+    )
     print_report(format_table(result.results.rows), paths)
 
 

@@ -14,9 +14,9 @@ Shape letters: N images, M distinct texts, B images of a chunk, E shared embeddi
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from medvl.eval.predict import check_coverage, concatenate, embed_texts
 from medvl.eval.protocols import Compares, Loader, Model, encode_batch
 from medvl.eval.results import Results, checkpoint_sha256
 from medvl.eval.rows import Block, MetricRow, mean_block, measure, median_block
-from medvl.schema import Embeddings
+from medvl.schema import Batch, Embeddings
 from medvl.train.validate import evaluating
 
 PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval", 1
@@ -71,48 +71,81 @@ def image_text_retrieval(
     The embeddings of all images are kept in host memory. Raises `EvaluationError` when the loader does not give every
     sample once, or there are fewer than two distinct texts.
     """
-    if not ks or min(ks) < 1:
-        raise EvaluationError(f"ks are {list(ks)}: give ranks from 1")
+    check_ks(ks)
     weights_hash = None if checkpoint is None else checkpoint_sha256(checkpoint)
     skipped_before = Counter(loader.skipped)
     with evaluating(model):
-        images, keys, texts = _encode(model, loader, autocast)
-        unreadable = Counter(loader.skipped) - skipped_before
-        check_coverage(keys, unreadable.total(), len(loader.source))
+        images, keys, texts = encode_images(model, loader, autocast)
+        gallery = Gallery.of(keys, texts, Counter(loader.skipped) - skipped_before, len(loader.source))
+        image_rank_N, text_rank_M = retrieval_ranks(
+            model, take(images, gallery.place_N), embed_texts(model, gallery.texts), gallery.text_of_N
+        )
+    results = Results(
+        protocol=PROTOCOL,
+        protocol_version=PROTOCOL_VERSION,
+        rows=rank_rows(gallery, image_rank_N, text_rank_M, ks, resamples, seed),
+        config={"ks": list(ks), "resamples": resamples, "seed": seed, "autocast": autocast and str(autocast)},
+        inputs={"checkpoint": weights_hash, "manifest": loader.source.fingerprint},
+        details={**gallery.counts, "chance": chance_recalls(gallery, ks)},
+    )
+    return RetrievalResult(results=results, keys=gallery.keys, image_rank_N=image_rank_N, text_rank_M=text_rank_M)
+
+
+def check_ks(ks: Sequence[int]) -> None:
+    """Raises `EvaluationError` unless there are ranks to report, from 1."""
+    if not ks or min(ks) < 1:
+        raise EvaluationError(f"ks are {list(ks)}: give ranks from 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Gallery:
+    """The images with text, and the distinct texts."""
+
+    keys: tuple[str, ...]
+    """Of the images."""
+    texts: tuple[str, ...]
+    text_of_N: torch.Tensor
+    """int64: the text of each image."""
+    place_N: torch.Tensor
+    """int64: where the images stand among all that the loader gave."""
+    counts: Mapping[str, Any]
+    """For `Results.details`: what was judged and what was left out."""
+
+    @classmethod
+    def of(cls, keys: Sequence[str], texts: Sequence[str], unreadable: Counter[str], expected: int) -> Self:
+        """Of all keys and texts that a loader gave, and what it skipped of the `expected` samples.
+
+        Raises `EvaluationError` when it did not give every sample once, or there are fewer than two distinct texts.
+        """
+        check_coverage(keys, unreadable.total(), expected)
         kept = [index for index, text in enumerate(texts) if text]
         distinct = list(dict.fromkeys(texts[index] for index in kept))
         if len(distinct) < 2:
             raise EvaluationError(f"retrieval needs two distinct texts or more; these images have {len(distinct)}")
-        place = {text: index for index, text in enumerate(distinct)}
-        text_of_N = torch.tensor([place[texts[index]] for index in kept])
-        image_rank_N, text_rank_M = retrieval_ranks(
-            model, _take(images, torch.tensor(kept)), embed_texts(model, distinct), text_of_N
+        number = {text: index for index, text in enumerate(distinct)}
+        counts = {
+            "images": len(kept),
+            "texts": len(distinct),
+            "images_without_text": len(keys) - len(kept),
+            "unreadable": dict(unreadable),
+        }
+        return cls(
+            keys=tuple(keys[index] for index in kept),
+            texts=tuple(distinct),
+            text_of_N=torch.tensor([number[texts[index]] for index in kept]),
+            place_N=torch.tensor(kept),
+            counts=counts,
         )
 
-    details = {
-        "images": len(kept),
-        "texts": len(distinct),
-        "images_without_text": len(keys) - len(kept),
-        "unreadable": dict(unreadable),
-        "chance": _chance(text_of_N.numpy(), len(distinct), ks),
-    }
-    results = Results(
-        protocol=PROTOCOL,
-        protocol_version=PROTOCOL_VERSION,
-        rows=_rows(image_rank_N, text_rank_M, text_of_N.tolist(), ks, resamples, seed),
-        config={"ks": list(ks), "resamples": resamples, "seed": seed, "autocast": autocast and str(autocast)},
-        inputs={"checkpoint": weights_hash, "manifest": loader.source.fingerprint},
-        details=details,
-    )
-    return RetrievalResult(
-        results=results,
-        keys=tuple(keys[index] for index in kept),
-        image_rank_N=image_rank_N,
-        text_rank_M=text_rank_M,
-    )
+
+def plain_texts(batch: Batch) -> list[str]:
+    """The texts of a batch with white space collapsed: what is compared when texts are told apart."""
+    return [" ".join(text.split()) for text in batch.texts]
 
 
-def _encode(model: Model, loader: Loader, autocast: torch.dtype | None) -> tuple[Embeddings, list[str], list[str]]:
+def encode_images(
+    model: Model, loader: Loader, autocast: torch.dtype | None
+) -> tuple[Embeddings, list[str], list[str]]:
     """Embeddings of all images in host memory, keys, and texts with white space collapsed."""
     device = next(model.parameters()).device
     parts, keys, texts = [], [], []
@@ -120,13 +153,13 @@ def _encode(model: Model, loader: Loader, autocast: torch.dtype | None) -> tuple
         embeddings = encode_batch(model, batch, device, autocast)
         parts.append(_to(embeddings, torch.device("cpu")))
         keys += batch.keys
-        texts += [" ".join(text.split()) for text in batch.texts]
+        texts += plain_texts(batch)
     if not parts:
         raise EvaluationError("there is no image to evaluate")
     return concatenate(parts), keys, texts
 
 
-class _Similarity:
+class Similarity:
     """similarity_NM as blocks of rows, the same blocks each time it is iterated."""
 
     def __init__(self, model: Compares, images: Embeddings, texts: Embeddings) -> None:
@@ -143,9 +176,9 @@ class _Similarity:
         images, texts = self.shape
         device = self.texts.global_NE.device
         for start in range(0, images, _CHUNK):
-            rows = _to(_take(self.images, slice(start, start + _CHUNK)), device)
+            rows = _to(take(self.images, slice(start, start + _CHUNK)), device)
             columns = [
-                self.model.similarity(rows, _take(self.texts, slice(first, first + _CHUNK))).float().cpu()
+                self.model.similarity(rows, take(self.texts, slice(first, first + _CHUNK))).float().cpu()
                 for first in range(0, texts, _CHUNK)
             ]
             similarity_BM = torch.cat(columns, dim=1)
@@ -162,7 +195,7 @@ def retrieval_ranks(
     Every text must have an image. Two passes over the rows of similarities: the first finds the score of each positive,
     the second counts what scores as high. Raises `EvaluationError` when a similarity is not finite.
     """
-    similarity = _Similarity(model, images, texts)
+    similarity = Similarity(model, images, texts)
     image_rank_N, positive_N = torch.empty_like(text_of_N), torch.empty(len(text_of_N))
     for start, similarity_BM in similarity:
         chunk = slice(start, start + len(similarity_BM))
@@ -178,29 +211,35 @@ def retrieval_ranks(
     return image_rank_N.numpy(), text_rank_M.numpy()
 
 
-def _rows(
+def rank_rows(
+    gallery: Gallery,
     image_rank_N: NDArray[np.int64],
     text_rank_M: NDArray[np.int64],
-    text_of_N: list[int],
     ks: Sequence[int],
     resamples: int,
     seed: int,
 ) -> tuple[MetricRow, ...]:
+    """Recall at each k and the median rank, in both directions, with their intervals."""
+
     def blocks(rank: NDArray[np.int64], target: str) -> list[Block]:
         recalls = [mean_block(f"recall@{k}", (rank <= k)[:, None].astype(np.float64), [target]) for k in ks]
         return [*recalls, median_block("median_rank", rank.astype(np.float64), target)]
 
     of_images = measure(
-        blocks(image_rank_N, "image_to_text"), len(image_rank_N), resamples=resamples, seed=seed, groups=text_of_N
+        blocks(image_rank_N, "image_to_text"),
+        len(image_rank_N),
+        resamples=resamples,
+        seed=seed,
+        groups=gallery.text_of_N.tolist(),
     )
     of_texts = measure(blocks(text_rank_M, "text_to_image"), len(text_rank_M), resamples=resamples, seed=seed)
     return of_images + of_texts
 
 
-def _chance(text_of_N: NDArray[np.int64], texts: int, ks: Sequence[int]) -> dict[str, float]:
+def chance_recalls(gallery: Gallery, ks: Sequence[int]) -> dict[str, float]:
     """Recall of a random order: what the numbers are to be compared with."""
-    images = len(text_of_N)
-    positives_M = np.bincount(text_of_N, minlength=texts)
+    images, texts = len(gallery.keys), len(gallery.texts)
+    positives_M = np.bincount(gallery.text_of_N.numpy(), minlength=texts)
     chance = {}
     for k in ks:
         chance[f"recall@{k}/image_to_text"] = min(1.0, k / texts)
@@ -211,7 +250,8 @@ def _chance(text_of_N: NDArray[np.int64], texts: int, ks: Sequence[int]) -> dict
     return chance
 
 
-def _take(embeddings: Embeddings, index: slice | torch.Tensor) -> Embeddings:
+def take(embeddings: Embeddings, index: slice | torch.Tensor) -> Embeddings:
+    """Some of them."""
     local, mask = embeddings.local_NPE, embeddings.mask_NP
     return Embeddings(
         embeddings.global_NE[index], None if local is None else local[index], None if mask is None else mask[index]

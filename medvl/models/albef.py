@@ -27,7 +27,7 @@ from medvl.models.fusion.inputs import create_encoders, of_present
 from medvl.models.fusion.layers import CoAttentionLayer, Sizes, init_weights
 from medvl.models.fusion_configs import ALBEFConfig
 from medvl.models.fusion_model import FusionModel
-from medvl.schema import Batch, Losses
+from medvl.schema import Batch, Embeddings, Losses
 
 _BERT = {
     "attention.query": "attention.self.query",
@@ -52,6 +52,11 @@ class Read(NamedTuple):
     image_KE: Tensor
     text_KE: Tensor
     """L2-normalised, float32, of the complete samples, nothing masked."""
+
+
+def embed(head: nn.Module, tokens: Tokens) -> Tensor:
+    """(B, E): the first token in the shared space, L2-normalised, float32."""
+    return F.normalize(head(tokens.states_BND[:, 0]).float(), dim=-1)
 
 
 class Layers(nn.Module):
@@ -113,8 +118,8 @@ class Layers(nn.Module):
             image=image,
             text=text,
             words_NV=self.mlm_head(states_ND, backbone.get_input_embeddings().weight),
-            image_KE=F.normalize(self.image_head(image.states_BND[row_K, 0]).float(), dim=-1),
-            text_KE=F.normalize(self.text_head(text.states_BND[row_K, 0]).float(), dim=-1),
+            image_KE=embed(self.image_head, image.rows(row_K)),
+            text_KE=embed(self.text_head, text.rows(row_K)),
         )
 
 
@@ -238,6 +243,14 @@ class ALBEF(FusionModel, DualEncoder):
     def fuse(self, text: Tokens, image: Tokens) -> Fused:
         """See the base class."""
         return self.layers.fuse(text, image)
+
+    def embed_image_tokens(self, image: Tokens) -> Embeddings:
+        """What `embed_images` gives, of images that are encoded already; only the first token is read."""
+        return Embeddings(embed(self.image_head, image))
+
+    def embed_text_tokens(self, text: Tokens) -> Embeddings:
+        """What `embed_texts` gives, of texts that are encoded already; only the first token is read."""
+        return Embeddings(embed(self.text_head, text))
 
     def forward(self, batch: Batch) -> Losses:
         """Contrast and matching among the samples with an image and a text; words of every sample with a text."""
