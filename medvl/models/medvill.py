@@ -127,7 +127,7 @@ class MedViLL(FusionModel):
 
     def fuse(self, text: Tokens, image: Tokens) -> Fused:
         """Under the configuration's attention mask."""
-        block = _image_block(text, image)
+        block = image_block(text, image)
         words = Tokens(text.states_BND[:, _LEADING:], text.real_BN()[:, _LEADING:])
         share = self.config.seq2seq_share if self.training else 0.0
         mask_BSS = stream_mask(self.config.attention, words, block, share)
@@ -196,11 +196,11 @@ class MedViLL(FusionModel):
                 has no tokenizer with a mask token, or cannot write texts of that length.
         """
         tokenizer, longest = self._check_writer(decoding)
-        block = _image_block(self._image_ends(tokenizer, len(image)), self.image_tokens(image, has_image_B))
+        block = image_block(self._image_ends(tokenizer, len(image)), self.image_tokens(image, has_image_B))
         mask_id = self.masking.mask_id
         special = (tokenizer.pad_id, tokenizer.cls_id, tokenizer.unk_id, mask_id)
         return search(
-            _MaskWriter(self, block, mask_id),
+            MaskWriter(self, block, mask_id),
             decoding,
             max_tokens=longest,
             end_id=tokenizer.sep_id,
@@ -245,7 +245,7 @@ class MedViLL(FusionModel):
         return scores_NV
 
 
-class _MaskWriter:
+class MaskWriter:
     """Scores the word in a mask token behind what is written; keeps keys and values of all but that token."""
 
     def __init__(self, model: MedViLL, block: Tokens, mask_id: int) -> None:
@@ -298,7 +298,7 @@ def _ends(ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.cat([ids_BT[:, :1], ids_BT.gather(1, last_B1)], dim=1)
 
 
-def _image_block(text: Tokens, image: Tokens) -> Tokens:
+def image_block(text: Tokens, image: Tokens) -> Tokens:
     """The image's tokens between the two that `text` begins with."""
     leading_B2D, leads_B2 = text.states_BND[:, :_LEADING], text.real_BN()[:, :_LEADING]
     return Tokens(

@@ -1,0 +1,117 @@
+"""Writing a report with kept keys and values against encoding everything again for every word: arithmetic, and time.
+
+    python scripts/benchmark_generation.py                       # counts only, on the meta device: seconds
+    python scripts/benchmark_generation.py --seconds --size tiny
+    python scripts/benchmark_generation.py --seconds --device cuda --batch 32
+
+Both forms write the same words (tests/test_generation.py). Counts are torch's own, multiply and add as two, of one
+image; the published size has 256 cells of an image at 512 pixels. The form without a cache is the released one: image
+block, words and a mask token through BERT at every step, the image encoder once.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from medvl.models.fusion.encoder import Tokens
+from medvl.models.fusion_configs import MedViLLConfig
+from medvl.models.medvill import MaskWriter, MedViLL, image_block
+
+SIZES = {
+    "paper": MedViLLConfig(attention="seq2seq", objective="report"),
+    "tiny": MedViLLConfig(
+        image_encoder="resnet_tiny",
+        text_encoder="tiny_bert",
+        image_size=256,
+        frozen_image_layers=0,
+        attention="seq2seq",
+        objective="report",
+    ),
+}
+CLS, SEP, MASK = 1, 2, 3
+"""Any ids: the arithmetic is the same for all."""
+
+
+def main() -> None:
+    """Count, measure if asked to, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="paper")
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seconds", action="store_true", help="measure time as well")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # of the CPU: threads that wait for a busy core would be what is measured
+    config = SIZES[options.size]
+    with torch.device("meta"):
+        model = MedViLL.build(config, pretrained=False, tokenizer=None).eval()
+    print(f"{options.size}: {options.tokens} tokens a report, GFLOP an image")
+    forms: dict[str, Callable[[MedViLL, Tensor, int], None]] = {"cached": cached, "uncached": uncached}
+    counts = {}
+    for name, write in forms.items():
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            write(model, _images(config, 1, "meta"), options.tokens)
+        counts[name] = counter.get_total_flops() / 1e9
+        print(f"  {name:9} {counts[name]:9.1f}")
+    print(f"  ratio     {counts['uncached'] / counts['cached']:9.1f}")
+    if options.seconds:
+        model = MedViLL.build(config, pretrained=False, tokenizer=None).eval().to(options.device)
+        print(f"reports/s, batches of {options.batch} on {options.device}")
+        for name, write in forms.items():
+            seconds = _seconds(write, model, _images(config, options.batch, options.device), options.tokens)
+            print(f"  {name:9} {options.batch / seconds:9.2f}")
+
+
+def cached(model: MedViLL, image: Tensor, tokens: int) -> None:
+    """What `MedViLL.generate` computes; the words that it would have chosen are not looked at."""
+    writer = MaskWriter(model, _block(model, image), MASK)
+    row_B = torch.arange(len(image), device=image.device)
+    ids_B = writer.first().argmax(dim=1)
+    for _ in range(tokens - 1):
+        ids_B = writer.next(ids_B, row_B).argmax(dim=1)
+
+
+def uncached(model: MedViLL, image: Tensor, tokens: int) -> None:
+    """The whole sequence at every step."""
+    cells = model.image_tokens(image)
+    marks_B1 = torch.ones(len(image), 1, dtype=torch.int64, device=image.device)
+    ids_BT = CLS * marks_B1
+    for _ in range(tokens):
+        masked_BT = torch.cat([ids_BT, MASK * marks_B1], dim=1)
+        text = model.text_tokens(masked_BT, torch.ones_like(masked_BT, dtype=torch.bool))
+        states_BD = model.fuse(text, cells).text.states_BND[:, -1]
+        ids_BT = torch.cat([ids_BT, model.score_words(states_BD).argmax(dim=1, keepdim=True)], dim=1)
+
+
+def _block(model: MedViLL, image: Tensor) -> Tokens:
+    ends_B2 = torch.tensor([[CLS, SEP]], device=image.device).expand(len(image), -1)
+    return image_block(
+        model.text_tokens(ends_B2, torch.ones_like(ends_B2, dtype=torch.bool)), model.image_tokens(image)
+    )
+
+
+def _images(config: MedViLLConfig, batch: int, device: str) -> Tensor:
+    return torch.zeros(batch, 1, config.image_size, config.image_size, dtype=torch.uint8, device=device)
+
+
+def _seconds(write: Callable[[MedViLL, Tensor, int], None], model: MedViLL, image: Tensor, tokens: int) -> float:
+    with torch.no_grad():
+        write(model, image, 2)
+        _wait(image)
+        start = time.perf_counter()
+        write(model, image, tokens)
+        _wait(image)
+    return time.perf_counter() - start
+
+
+def _wait(image: Tensor) -> None:
+    if image.is_cuda:
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
