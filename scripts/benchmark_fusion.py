@@ -1,10 +1,12 @@
-"""M3AE's pretraining step against the published one of three forward passes: arithmetic, and time if asked for.
+"""M3AE's pretraining step against the published one of three forward passes, and retrieval by matching from encodings
+that are kept against encoding both sides of every pair: arithmetic, and time if asked for.
 
     python scripts/benchmark_fusion.py                                # counts only, on the meta device: seconds
     python scripts/benchmark_fusion.py --seconds --size tiny          # samples/s too, forward and backward
     python scripts/benchmark_fusion.py --seconds --device cuda --batch 32
 
-Both forms give the same losses and gradients (tests/test_fusion_m3ae.py). Counts are torch's own, multiply and add as
+Both forms give the same losses and gradients (tests/test_fusion_m3ae.py), and the same scores and ranks
+(tests/test_eval_rerank.py). Counts are torch's own, multiply and add as
 two, of the forward pass; the published size has 288-pixel images and 64 tokens, of which a tenth or so is masked.
 """
 
@@ -18,6 +20,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from medvl.data.masking import MaskedText
+from medvl.eval.rerank import Encoded, match_scores
 from medvl.losses.itm import MatchingPairs
 from medvl.losses.mim import mask_patches, patchify
 from medvl.models.fusion.draws import Draw
@@ -44,6 +47,8 @@ SIZES = {
     ),
 }
 MASKED = 0.15
+PAIRED, SHORTLIST = 2000, 256
+"""Images and texts of the published retrieval, each image with each text; and a dual-encoder's shortlist."""
 SECONDS = 10.0
 
 
@@ -68,6 +73,7 @@ def main() -> None:
         counts[name] = gflop(functools.partial(step, model, *on_device(batch, draw, "meta"))) / options.batch
         print(f"{name:22}{counts[name]:8.1f} GFLOP a sample")
     print(f"{'':22}{counts['three forward passes'] / counts['one shared pass']:8.2f} times less")
+    count_retrieval(model, on_device(batch, draw, "meta")[0])
     if options.seconds:
         where = "one core" if options.device == "cpu" else options.device
         torch.manual_seed(0)
@@ -75,6 +81,7 @@ def main() -> None:
         for name, step in (("three forward passes", separate_forwards), ("one shared pass", M3AE.predict)):
             rate = samples_per_second(model, step, *on_device(batch, draw, options.device))
             print(f"{name:22}{rate:8.2f} samples/s, forward and backward, {where}")
+        time_retrieval(model.eval(), batch.to(options.device), where)
 
 
 def inputs(model: M3AE, size: int) -> tuple[Batch, Draw]:
@@ -148,6 +155,59 @@ def run_to_the_top(model: M3AE, text: Tokens, image: Tokens) -> torch.Tensor:
         )
     fusion.text_pooler(text_BTD), fusion.image_pooler(image_BPD)
     return image.states_BND
+
+
+def count_retrieval(model: M3AE, batch: Batch) -> None:
+    """Print the arithmetic of finding each of 2,000 texts an image and each image a text."""
+    image, text = encode(model, batch)
+    encoding = gflop(functools.partial(encode, model, batch)) / len(batch)
+    matching = gflop(functools.partial(model.match, text, image)) / len(batch)
+    everything = PAIRED**2 * (encoding + matching) / 1e6
+    print(
+        f"retrieval, {PAIRED:,} images and as many texts: {encoding:.1f} GFLOP to encode both, {matching:.1f} to match"
+    )
+    for name, count in (
+        ("every pair encoded", everything),
+        ("encodings kept", (PAIRED * encoding + PAIRED**2 * matching) / 1e6),
+        # Towers of a dual-encoder beside those of the model; at most, as if no pair were on both directions' lists.
+        (f"shortlists of {SHORTLIST}", (2 * PAIRED * encoding + 2 * PAIRED * SHORTLIST * matching) / 1e6),
+    ):
+        print(f"{name:22}{count:8.1f} PFLOP {everything / count:8.1f} times less")
+
+
+@torch.no_grad()
+def time_retrieval(model: M3AE, batch: Batch, where: str) -> None:
+    """Print how many pairs a second are matched, in either form."""
+    rows = torch.arange(len(batch), device=batch.ids_BT.device)
+    image, text = encode(model, batch)
+    host = [Tokens(tokens.states_BND.cpu(), tokens.real_BN().cpu()) for tokens in (image, text)]
+    encoded = Encoded(host[0], host[1])
+    image_Q, text_Q = torch.cartesian_prod(rows.cpu(), rows.cpu()).T
+
+    def every_pair() -> torch.Tensor:
+        scores = []
+        for row in rows:
+            shown = model.image_tokens(batch.image_BCHW[row].expand_as(batch.image_BCHW))
+            logits_B2 = model.match(model.text_tokens(batch.ids_BT, batch.mask_BT), shown)
+            scores.append(logits_B2[:, 1] - logits_B2[:, 0])
+        return torch.cat(scores).cpu()
+
+    def kept() -> torch.Tensor:
+        return match_scores(model, encoded, image_Q, text_Q)
+
+    torch.testing.assert_close(every_pair(), kept(), rtol=1e-3, atol=1e-4)
+    for name, function in (("every pair encoded", every_pair), ("encodings kept", kept)):
+        best, started = 0.0, time.perf_counter()
+        while time.perf_counter() - started < SECONDS or not best:
+            begun = time.perf_counter()
+            function()  # ends on the CPU: nothing is under way on the device any more
+            best = max(best, len(image_Q) / (time.perf_counter() - begun))
+        print(f"{name:22}{best:8.1f} pairs/s, {where}")
+
+
+def encode(model: M3AE, batch: Batch) -> tuple[Tokens, Tokens]:
+    """(image, text) of a batch."""
+    return model.image_tokens(batch.image_BCHW), model.text_tokens(batch.ids_BT, batch.mask_BT)
 
 
 def gflop(step: Callable[[], Any]) -> float:
