@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from fusion_samples import shaken, tiny_model, tiny_tokenizer
 from nltk.translate.bleu_score import corpus_bleu
 from sklearn.metrics import precision_recall_fscore_support
