@@ -11,6 +11,7 @@ from fusion_samples import TEXTS, make_batch, shaken, tiny_model, tiny_tokenizer
 from torch import Tensor
 
 import medvl
+from medvl.data.masking import TextMasking
 from medvl.data.tokenize import Tokenizer
 from medvl.errors import ConfigError
 from medvl.models.fusion.masks import attention_mask
@@ -18,6 +19,7 @@ from medvl.models.fusion_configs import Attention, MedViLLConfig
 from medvl.models.generation import Decoding, Generated, search
 from medvl.models.medvill import MedViLL
 from medvl.models.storage import save
+from medvl.models.vqa import VQA
 from medvl.schema import Batch
 
 END, PAD, NEVER = 1, 0, (0, 2)
@@ -355,6 +357,32 @@ def test_pretraining_never_hides_the_end_and_reports_do(tokenizer: Tokenizer) ->
         assert float(share) == pytest.approx(rate, abs=0.05)
         others = torch.stack([labels_BT[:, 0] for labels_BT in hidden])
         assert (others < 0).all()
+
+
+def test_the_end_of_a_text_is_never_part_of_a_word(tokenizer: Tokenizer) -> None:
+    """Whole words: the end is hidden as often as a word, and alone as well as with others."""
+    batch = make_batch(tokenizer, 4)
+    masking = TextMasking(tokenizer, rate=0.4, ends=True)
+    row_B, end_B = torch.arange(4), batch.mask_BT.sum(dim=1) - 1
+    words_BT = tokenizer.word_ids(batch.ids_BT, batch.mask_BT)
+    generator, together = torch.Generator().manual_seed(0), []
+    for _ in range(300):
+        hidden_BT = masking(batch.ids_BT, batch.mask_BT, generator).labels_BT >= 0
+        together.append(torch.stack([hidden_BT[row_B, end_B], hidden_BT[row_B, end_B - 1]]))
+        for row in range(4):
+            for word in range(int(words_BT[row].max()) + 1):
+                assert hidden_BT[row][words_BT[row] == word].unique().numel() == 1
+    share_2N = torch.stack(together, dim=1).float().flatten(1)
+    assert share_2N.mean(dim=1).tolist() == pytest.approx([0.4, 0.4], abs=0.06)
+    assert float(torch.corrcoef(share_2N)[0, 1]) == pytest.approx(
+        0, abs=0.2
+    )  # a text in which nothing was chosen gets one
+
+
+def test_a_report_model_answers_questions_with_all_it_needs(tokenizer: Tokenizer) -> None:
+    model = VQA.on(tiny_model("medvill", tokenizer, objective="report"), ("yes", "no"))
+    frozen = {name.split(".")[1] for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {"itm_head", "mlm_head"}
 
 
 def test_no_reference_reaches_the_words(tokenizer: Tokenizer) -> None:

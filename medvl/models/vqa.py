@@ -41,6 +41,8 @@ class VQA(System):
         for name, child in fusion_model.named_children():
             if name.endswith("head"):
                 child.requires_grad_(False)
+            if name == "pooler":
+                child.requires_grad_(True)  # a MedViLL that was trained for reports has frozen it
         width = fusion_model.pooled_dim
         self.answer_head = nn.Sequential(
             nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, len(config.answers))

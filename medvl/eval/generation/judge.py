@@ -11,7 +11,7 @@ from medvl.eval.generation.overlap import MEANS, overlap_blocks, report_scores, 
 from medvl.eval.results import Results, format_table
 from medvl.eval.rows import Block, measure
 
-OTHERS = "baseline: the reports of other images"
+OTHERS = "baseline: other images"
 """Subgroup of the rows in which each image has the report that was written for another one: what the same writer scores
 without looking."""
 _VERSION = 1
@@ -42,7 +42,7 @@ class ReportResult:
         """The overlap of words, then the findings; the baseline beneath each."""
         overlap = [row for row in self.results.rows if row.metric not in METRICS]
         findings = [
-            row for row in self.results.rows if row.metric in METRICS and (not row.subgroup or "micro" in row.target)
+            row for row in self.results.rows if row.metric in METRICS and (not row.subgroup or row.target == "micro")
         ]
         return "\n\n".join(format_table(rows) for rows in (overlap, findings))
 
