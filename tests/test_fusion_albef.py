@@ -18,9 +18,10 @@ from torch import Tensor
 
 import medvl
 from medvl.data.tokenize import Tokenizer
-from medvl.encoders import create_text_encoder
+from medvl.encoders import create_image_encoder, create_text_encoder
 from medvl.errors import ConfigError
 from medvl.losses.itc import ramped_alpha
+from medvl.models import albef
 from medvl.models.albef import ALBEF, start_from_bert
 from medvl.models.fusion_configs import ALBEFConfig
 from medvl.models.storage import load_towers, save
@@ -223,20 +224,34 @@ def test_its_towers_start_others_and_it_answers_questions(tokenizer: Tokenizer, 
     assert unused == []
 
 
-def test_the_fusion_encoder_is_the_upper_half_of_a_bert(tokenizer: Tokenizer) -> None:
+def test_from_published_weights_both_halves_are_berts(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With its attention to the image taken out, text encoder and fusion-encoder are the whole BERT."""
     torch.manual_seed(1)
     sizes = {**quiet(), "num_hidden_layers": 4}
     whole = create_text_encoder("tiny_bert", vocab_size=tokenizer.vocab_size, **sizes).eval()
-    model = make(tokenizer).eval()
-    start_from_bert(model.fusion, whole)
+    published: Any = whole.backbone
+    published.save_pretrained(tmp_path)
+
+    def encoders(config: ALBEFConfig, *, pretrained: bool) -> Any:
+        """No published image encoder is on this machine."""
+        image_encoder = create_image_encoder(config.image_encoder, image_size=config.image_size)
+        return image_encoder, create_text_encoder(tmp_path, pretrained=pretrained, **config.text_arguments)
+
+    monkeypatch.setattr(albef, "create_encoders", encoders)
+    settings = {"text_encoder": str(tmp_path), "text_arguments": {"num_hidden_layers": 2}, "image_arguments": {}}
+    model: Any = make(tokenizer, pretrained=True, **settings).eval()
     batch = make_batch(tokenizer, 3)
-    states = whole.encode(whole.embed(batch.ids_BT, batch.mask_BT), batch.mask_BT)
-    mask_B1T = batch.mask_BT[:, None]
-    found = states[2]
+    found = model.text_tokens(batch.ids_BT, batch.mask_BT).states_BND
     for layer in model.fusion:
-        found = layer.feed_forward(layer.attention(found, found, mask_B1T))
-    torch.testing.assert_close(found, states[4], **CLOSE)
+        found = layer.feed_forward(layer.attention(found, found, batch.mask_BT[:, None]))
+    real = batch.mask_BT
+    torch.testing.assert_close(found[real], whole(batch.ids_BT, batch.mask_BT).tokens_BTD[real], **CLOSE)
+
+
+def test_other_text_encoders_are_no_upper_half(tokenizer: Tokenizer) -> None:
+    model = make(tokenizer)
     for wrong, message in (
         (create_text_encoder("hf:distilbert", dim=32, n_layers=2, n_heads=2), "is not one"),
         (create_text_encoder("tiny_bert"), "of other sizes"),
