@@ -18,7 +18,7 @@ COMMANDS = (
     *("phantom mimic-cxr", "phantom mimic-cxr-jpg", "phantom chexpert", "phantom contact-sheet", "phantom roco"),
     *("phantom medicat", "shards roco", "shards medicat", "shards openi"),
     *("shards mimic-cxr", "shards chexpert", "shards table", "shards vqa-rad", "shards slake", "shards vqa-med"),
-    *("shards path-vqa", "eval zero-shot", "eval retrieval", "eval vqa"),
+    *("shards path-vqa", "eval zero-shot", "eval retrieval", "eval vqa", "eval report"),
     *("phantom vqa-rad", "phantom slake", "vocab", "verify", "list"),
 )
 
