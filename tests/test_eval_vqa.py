@@ -2,92 +2,22 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from vqa_corpora import rad_row, write_image, write_slake
 
 import medvl
 from medvl.data.corpora import vqa_rad
 from medvl.data.corpora.questions import Question
 from medvl.data.deid import Deidentifier
 from medvl.errors import EvaluationError
-from medvl.eval import AnswerVocabulary, VQAData, VQAProtocol, judge_answers, normalize_answer, read_results
+from medvl.eval import AnswerVocabulary, VQAData, VQAProtocol, judge_answers, read_results
 from medvl.eval.vqa.baselines import baselines
 from medvl.eval.vqa.legacy import legacy_table
 from medvl.eval.vqa.normalize import NORMALIZERS
 from medvl.eval.vqa.predictions import Prediction, constant_predictions, predictions_from_scores, read_predictions
 from medvl.eval.vqa.protocol import LEGACY, PROTOCOLS, get_protocol
 from medvl.eval.vqa.question_only import QuestionOnly, features_of
-
-SCRIPT = Path(__file__).parent.parent / "scripts" / "vqa_rad.py"
-
-
-# Normalisers
-
-
-@pytest.mark.parametrize(
-    ("text", "ours", "vqa_v2", "mevf", "mumc"),
-    [
-        ("X-ray", "x ray", "x ray", "xray", "xray"),
-        ("x ray", "x ray", "x ray", "xray", "xray"),
-        ("the right lung", "right lung", "right lung", "right lung", "the right lung"),
-        ("T2-weighted", "t2 weighted", "t2 weighted", "t2 weighted", "t2-weighted"),
-        ("3.5 cm", "3.5 cm", "3.5 cm", "3.5 cm", "35 cm"),
-        ("A/P", "a/p", "p", "p", "a/p"),
-        ("one", "1", "1", "1", "one"),
-        ("Two", "2", "2", "2", "two"),
-        ("cardiomegaly;edema", "cardiomegaly edema", "cardiomegaly edema", "cardiomegaly edema", "cardiomegalyedema"),
-        ("vitamin A", "vitamin a", "vitamin", "vitamin", "vitamin a"),
-    ],
-)
-def test_normalisers_do_what_is_known_of_them(text, ours, vqa_v2, mevf, mumc):
-    assert normalize_answer(text) == ours
-    assert (NORMALIZERS["vqa_v2"](text), NORMALIZERS["mevf"](text), NORMALIZERS["mumc"](text)) == (vqa_v2, mevf, mumc)
-
-
-@pytest.mark.parametrize(
-    "same",
-    [
-        ("xray", "X-Ray", "x  ray", " X ray."),
-        ("Crohn's disease", "crohn\u2019s disease", "Crohns disease"),
-        ("right lower lobe", "Right-lower lobe", "the right lower lobe", "right\nlower lobe", "right lower lobe."),
-        ("left, right", "left; right", "left right"),
-        ("A/P", "a / p", "A-P"),
-        ("3-5 cm", "3\u20135 cm"),
-        ("1,000", "1000"),
-        ("p.a.", "PA"),
-        ("Yes", "yes", "YES ", "yes!"),
-    ],
-)
-def test_our_normaliser_makes_one_of_what_means_the_same(same):
-    assert len({normalize_answer(text) for text in same}) == 1
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [("3.5 cm", "35 cm"), ("AP", "P"), ("vitamin A", "vitamin"), ("-3", "3"), ("3-5 cm", "35 cm"), ("a-p", "p"),
-     ("T1", "T2"), ("left", "left and right"), ("1.0", "10"), ("a-line", "line")],
-)  # fmt: skip
-def test_our_normaliser_keeps_apart_what_differs(one, other):
-    assert normalize_answer(one) != normalize_answer(other)
-
-
-@given(st.text(alphabet="aAbx thean-ry.,;:/'()T2 3510%\u2013\u2019", max_size=30))
-def test_our_normaliser_is_a_projection(text):
-    once = normalize_answer(text)
-    assert normalize_answer(once) == once
-    assert once == once.strip().lower()
-
-
-def test_the_public_name():
-    assert medvl.eval.normalize_answer is normalize_answer
-
 
 # Questions, vocabulary, predictions
 
@@ -357,57 +287,6 @@ def test_token_recall_rewards_saying_more():
     credit = get_protocol("llava_med").credit
     assert credit("right lobe", question) == pytest.approx(2 / 3)
     assert credit("left right upper lower middle lobe", question) == 1
-
-
-# The script
-
-
-def rad_root(folder: Path) -> Path:
-    rows = [
-        rad_row(n, f"synpic{n}.jpg", "Is there a mass?", ("Yes", "No")[n % 2], answer_type="CLOSED") for n in range(8)
-    ]
-    (folder / "trainset.json").write_text(json.dumps(rows))
-    (folder / "testset.json").write_text(json.dumps([row | {"qid": 10 + row["qid"]} for row in rows]))
-    write_image(folder / "images" / "synpic0.jpg", 0)
-    return folder
-
-
-def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), "--root", str(folder), "--resamples", "10", *options]
-    environment = {"MEDVL_SALT_FILE": str(folder / "salt"), "PATH": ""}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
-
-
-def test_the_script_judges_predictions_and_says_what_is_wrong(tmp_path):
-    root = rad_root(tmp_path)
-    answers = tmp_path / "answers.jsonl"
-    answers.write_text("".join(json.dumps({"id": str(10 + n), "answer": "yes"}) + "\n" for n in range(8)))
-    done = run(root, "--predictions", str(answers), "--legacy", "--out", str(tmp_path / "out"))
-    assert done.returncode == 0, done.stderr
-    assert "8 questions on 8 images, 2 answers in the vocabulary" in done.stdout
-    assert read_results(tmp_path / "out").row("accuracy", "closed").value == 0.5
-    assert "m3ae" in done.stdout
-    answers.write_text('{"id": "99", "answer": "yes"}')
-    done = run(root, "--predictions", str(answers))
-    assert (done.returncode, done.stderr.splitlines()) == (
-        1, ["error: 1 predictions are for questions that vqa-rad does not have, first 99"],
-    )  # fmt: skip
-
-
-def test_shards_say_which_split_they_are(tmp_path, deid):
-    samples = vqa_rad.iter_samples(rad_root(tmp_path), deid=deid, split="image-disjoint")
-    assert VQAData.from_samples(samples).split_id == "image-disjoint"
-    with pytest.raises(EvaluationError, match="there is no question to judge"):
-        VQAData.from_samples([])
-
-
-def test_the_other_script_reads_the_other_corpus(tmp_path):
-    script = SCRIPT.with_name("slake.py")
-    command = [sys.executable, str(script), "--root", str(write_slake(tmp_path)), "--resamples", "10"]
-    environment = {"MEDVL_SALT_FILE": str(tmp_path / "salt"), "PATH": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "slake, official split, test, protocol medvl: 1 questions on 1 images" in done.stdout
 
 
 # VQA-RAD itself
