@@ -7,10 +7,13 @@ source scripts/setup.sh
 setup ""
 export HF_HUB_OFFLINE=1 NO_ALBUMENTATIONS_UPDATE=1 MEDVL_SALT_FILE="$PWD/quickstart/salt"
 bin=.venv/bin
+# The order of training follows the hashed ids. The phantom has nothing to hide, so its salt is the same everywhere.
+mkdir -p quickstart
+[ -e quickstart/salt ] || printf '%064d\n' 0 > quickstart/salt
 step() { printf '\n== %s\n' "$1"; }
 
 step "A phantom MIMIC-CXR: DICOM files, reports, tables"
-$bin/medvl phantom mimic-cxr --out quickstart/mimic-cxr --patients 2200 --size 256
+$bin/medvl phantom mimic-cxr --out quickstart/mimic-cxr --patients 2800 --size 256
 
 step "Shards of the frontal views"
 $bin/medvl shards mimic-cxr --root quickstart/mimic-cxr --out quickstart/shards --views PA AP --short-side 160
