@@ -12,7 +12,7 @@ was a zero-shot figure on CheXpert; a figure of ours needs the credentialed data
 Preset `tiny`: a ResNet-10 and a three-layer BERT from scratch, whole impressions for single sentences, a weaker
 augmentation without the flip, AdamW under a cosine for Adam on a plateau. `bash scripts/quickstart.sh` trains it in
 some five minutes on two cores. It printed, for held-out phantom patients, a mean AUROC of the five competition
-findings of 0.880 [0.865, 0.895].
+findings of 0.894 [0.880, 0.907].
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ paper = Recipe(
         early_stop_patience=15,
     ),
 )
-# Encoders from scratch and some 4,000 pairs: whole impressions say more a step than single sentences, and a strong
+# Encoders from scratch and some 5,000 pairs: whole impressions say more a step than single sentences, and a strong
 # augmentation would hide what there is to learn.
 tiny = Recipe(
     model=ConVIRTConfig(
