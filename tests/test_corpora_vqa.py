@@ -120,8 +120,13 @@ def test_path_vqa_is_read_alike_in_all_its_forms(tmp_path, deid, form, protocol)
 
 
 class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
     def __reduce__(self):
-        return os.system, ("touch /tmp/medvl-was-here",)
+        return os.mkdir, (str(self.folder),)
 
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
@@ -144,10 +149,11 @@ def test_a_pickle_is_taken_apart_and_never_run(tmp_path, protocol):
     ]
     path.write_bytes(pickle.dumps(plain, protocol))
     assert read_plain_pickle(path) == plain
-    path.write_bytes(pickle.dumps([{"x": Evil()}], protocol))
+    trace = tmp_path / "it-ran"
+    path.write_bytes(pickle.dumps([{"x": Evil(trace)}], protocol))
     with pytest.raises(CorpusError, match="a pickle can run any program"):
         read_plain_pickle(path)
-    assert not Path("/tmp/medvl-was-here").exists()
+    assert not trace.exists()
 
 
 def test_a_pickle_that_is_cut_off_is_named(tmp_path):
