@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import tyro
 
 from medvl.data import command as data_command
-from medvl.data import vqa_command
+from medvl.data import label_command, vqa_command
 from medvl.errors import ConfigError, MedvlError, SplitError
 from medvl.eval import command as eval_command
 from medvl.eval.generation import command as report_command
@@ -103,10 +103,24 @@ def list_everything(kind: Literal["models", "image-encoders", "text-encoders", "
 
 
 def _compare_with_card(manifests: "Mapping[str, Manifest]", full: bool) -> None:
-    from medvl.data.corpora import chexpert, medicat, mimic_cxr, openi, path_vqa, roco, slake, vqa_med, vqa_rad
+    from medvl.data.corpora import (
+        chexpert,
+        covidx,
+        medicat,
+        mimic_cxr,
+        nih_cxr14,
+        openi,
+        path_vqa,
+        roco,
+        rsna,
+        siim,
+        slake,
+        vqa_med,
+        vqa_rad,
+    )
     from medvl.data.verify import compare_counts
 
-    modules = (mimic_cxr, chexpert, medicat, openi, vqa_rad, slake, vqa_med, path_vqa)
+    modules = (mimic_cxr, chexpert, medicat, openi, vqa_rad, slake, vqa_med, path_vqa, rsna, siim, nih_cxr14, covidx)
     corpora = {**{module.NAME: module.COUNTS for module in modules}, **roco.COUNTS}
     expected = corpora.get(next(iter(manifests.values())).corpus)
     if expected is None:
@@ -167,6 +181,10 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "slake": vqa_command.slake,
         "vqa-med": vqa_command.vqa_med,
         "path-vqa": vqa_command.path_vqa,
+        "rsna": label_command.rsna,
+        "siim": label_command.siim,
+        "nih-cxr14": label_command.nih_cxr14,
+        "covidx": label_command.covidx,
         "table": data_command.table,
     },
     "eval": {
