@@ -21,7 +21,7 @@ from medvl.losses.itm import MatchingPairs, hard_pairs
 from medvl.losses.pairs import name_ids
 from medvl.models.dual import DualEncoder
 from medvl.models.fusion.draws import complete_rows, draw_text, of_rows, same_rows
-from medvl.models.fusion.encoder import Fused, Tokens
+from medvl.models.fusion.encoder import Fused, Looks, Tokens
 from medvl.models.fusion.heads import WordHead
 from medvl.models.fusion.inputs import create_encoders, of_present
 from medvl.models.fusion.layers import CoAttentionLayer, Sizes, init_weights
@@ -100,10 +100,22 @@ class Layers(nn.Module):
 
     def fuse(self, text: Tokens, image: Tokens) -> Fused:
         """The text looks at the image, which stays as it is; a pair's vector is the class token's state."""
-        states_BTD = text.states_BND
-        for layer in self.fusion:
-            states_BTD = layer(states_BTD, image.states_BND, text.mask_BN, image.mask_BN)
+        states_BTD = self._fused(text, image, len(self.fusion))
         return Fused(Tokens(states_BTD, text.mask_BN), image, states_BTD[:, 0])
+
+    def looks(self, text: Tokens, image: Tokens) -> Looks:
+        """Over all of the image's tokens; the pooled token is the text's first one."""
+        states_BTD = self._fused(text, image, len(self.fusion) - 1)
+        last: Any = self.fusion[-1]
+        weights_BTP = last.cross_weights(states_BTD, image.states_BND, text.mask_BN, image.mask_BN)
+        return Looks(weights_BTP[:, 0], weights_BTP)
+
+    def _fused(self, text: Tokens, image: Tokens, depth: int) -> Tensor:
+        """The text's states after the first `depth` layers."""
+        states_BTD = text.states_BND
+        for layer in self.fusion[:depth]:
+            states_BTD = layer(states_BTD, image.states_BND, text.mask_BN, image.mask_BN)
+        return states_BTD
 
     def read(self, batch: Batch, masked_ids_BT: Tensor, masked_N: Tensor, row_K: Tensor) -> Read:
         """Each image once; each text once as it is and once with its masks, in one pass."""
@@ -243,6 +255,10 @@ class ALBEF(FusionModel, DualEncoder):
     def fuse(self, text: Tokens, image: Tokens) -> Fused:
         """See the base class."""
         return self.layers.fuse(text, image)
+
+    def looks(self, text: Tokens, image: Tokens) -> Looks:
+        """See the base class."""
+        return self.layers.looks(text, image).cells(image, leading=1)
 
     def embed_image_tokens(self, image: Tokens) -> Embeddings:
         """What `embed_images` gives, of images that are encoded already; only the first token is read."""

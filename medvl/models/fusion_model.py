@@ -10,7 +10,7 @@ from medvl.data.masking import TextMasking
 from medvl.encoders import parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import TwoTowers
-from medvl.models.fusion.encoder import Fused, Tokens
+from medvl.models.fusion.encoder import Fused, Looks, Tokens
 from medvl.models.fusion.inputs import RegionEncoder
 from medvl.schema import Batch
 
@@ -39,6 +39,11 @@ class FusionModel(TwoTowers):
     @abc.abstractmethod
     def fuse(self, text: Tokens, image: Tokens) -> Fused:
         """Row i of both attend to each other."""
+
+    @abc.abstractmethod
+    def looks(self, text: Tokens, image: Tokens) -> Looks:
+        """Where row i of the text looks in row i of the images: over the cells of their grid, or over regions. A row of
+        the text's for each of the `ids_BT` that `text` was made of."""
 
     def features(self, batch: Batch) -> Fused:
         """A batch as heads of downstream tasks read it: nothing masked, every text with its own image."""

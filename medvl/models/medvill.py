@@ -11,10 +11,10 @@ from medvl.data.transforms import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
 from medvl.errors import ConfigError
 from medvl.models.fusion.draws import Draw, draw_pairs, draw_text
-from medvl.models.fusion.encoder import Fused, Pooler, Tokens, stream_mask
+from medvl.models.fusion.encoder import Fused, Looks, Pooler, Tokens, stream_mask
 from medvl.models.fusion.heads import WordHead
 from medvl.models.fusion.inputs import create_encoders, of_present
-from medvl.models.fusion.layers import init_weights
+from medvl.models.fusion.layers import attention_weights, init_weights
 from medvl.models.fusion_configs import WRITERS, MedViLLConfig
 from medvl.models.fusion_model import FusionModel
 from medvl.models.generation import Decoding, Generated, search
@@ -127,11 +127,7 @@ class MedViLL(FusionModel):
 
     def fuse(self, text: Tokens, image: Tokens) -> Fused:
         """Under the configuration's attention mask."""
-        block = image_block(text, image)
-        words = Tokens(text.states_BND[:, _LEADING:], text.real_BN()[:, _LEADING:])
-        share = self.config.seq2seq_share if self.training else 0.0
-        mask_BSS = stream_mask(self.config.attention, words, block, share)
-        assert mask_BSS is not None, "a text has its padding"
+        block, words, mask_BSS = self._sequence(text, image)
         states_BSD = self.text_encoder.encode(torch.cat([block.states_BND, words.states_BND], dim=1), mask_BSS)[-1]
         images = block.states_BND.shape[1]
         return Fused(
@@ -139,6 +135,28 @@ class MedViLL(FusionModel):
             Tokens(states_BSD[:, :images], block.mask_BN),
             self.pooler(states_BSD),
         )
+
+    def looks(self, text: Tokens, image: Tokens) -> Looks:
+        """See the base class; the pooled token is CLS, which the text begins with."""
+        block, words, mask_BSS = self._sequence(text, image)
+        below_BSD = self.text_encoder.encode(torch.cat([block.states_BND, words.states_BND], dim=1), mask_BSS)[-2]
+        backbone: Any = self.text_encoder.backbone
+        last = backbone.encoder.layer[-1].attention.self
+        weights_BSS = attention_weights(
+            last.query(below_BSD), last.key(below_BSD), last.num_attention_heads, mask_BSS
+        ).mean(dim=1)
+        images = block.states_BND.shape[1]
+        of_text_BTP = torch.cat([weights_BSS[:, :1], weights_BSS[:, images:]], dim=1)[:, :, 1 : images - 1]
+        return Looks(of_text_BTP[:, 0], of_text_BTP).cells(image, leading=0)
+
+    def _sequence(self, text: Tokens, image: Tokens) -> tuple[Tokens, Tokens, Tensor]:
+        """The image block, the words behind it, and who of both may attend to whom (B, S, S)."""
+        block = image_block(text, image)
+        words = Tokens(text.states_BND[:, _LEADING:], text.real_BN()[:, _LEADING:])
+        share = self.config.seq2seq_share if self.training else 0.0
+        mask_BSS = stream_mask(self.config.attention, words, block, share)
+        assert mask_BSS is not None, "a text has its padding"
+        return block, words, mask_BSS
 
     def draw(self, batch: Batch) -> Draw:
         """What a step leaves to chance beside the cells. Samples with equal labels are no negatives of each other."""

@@ -17,7 +17,7 @@ from medvl.data.tokenize import Tokenizer
 from medvl.data.transforms import EvalTransform
 from medvl.encoders import TextEncoder
 from medvl.models.fusion.draws import Draw, draw_pairs, draw_text
-from medvl.models.fusion.encoder import DualStream, Fused, FusionEncoder, SingleStream, Tokens
+from medvl.models.fusion.encoder import DualStream, Fused, FusionEncoder, Looks, SingleStream, Tokens
 from medvl.models.fusion.heads import WordHead
 from medvl.models.fusion.inputs import ImageInput, ImageSource, RegionEncoder, create_encoders, of_present
 from medvl.models.fusion.layers import Sizes, init_weights
@@ -97,6 +97,10 @@ class StreamModel(FusionModel, abc.ABC):
         """See the base class."""
         fused: Fused = self.fusion(text, image)
         return fused
+
+    def looks(self, text: Tokens, image: Tokens) -> Looks:
+        """See the base class."""
+        return self.fusion.looks(text, image).cells(image, leading=1)
 
     def draw(self, batch: Batch) -> Draw:
         """What this step leaves to chance."""

@@ -4,7 +4,7 @@ Letters: B batch, N tokens, T text tokens, P image tokens, S = P + T, D width.
 """
 
 import abc
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,23 @@ class Fused(NamedTuple):
     """One vector a pair, of width `pooled_dim`."""
 
 
+class Looks(NamedTuple):
+    """Where a text looks in its image: attention of the last fusion layer, mean over its heads, float32.
+
+    A row sums to at most 1: what is missing goes to words, and to tokens that stand for no place in the image.
+    """
+
+    pooled_BP: Tensor
+    """Of the token whose state is pooled for heads."""
+    text_BTP: Tensor
+    """Of every token of the text, its first one and its padding included."""
+
+    def cells(self, image: Tokens, leading: int) -> "Looks":
+        """Without the image's `leading` tokens, which are no cells; 0 on tokens that are padding."""
+        real_BP = image.real_BN()[:, leading:].float()
+        return Looks(self.pooled_BP[:, leading:] * real_BP, self.text_BTP[:, :, leading:] * real_BP[:, None])
+
+
 class Pooler(nn.Module):
     """The first token's state through a dense layer and tanh."""
 
@@ -80,6 +97,10 @@ class FusionEncoder(nn.Module, abc.ABC):
         attention is over nothing.
         """
 
+    @abc.abstractmethod
+    def looks(self, text: Tokens, image: Tokens) -> Looks:
+        """Over all of the image's tokens. It takes what `forward` takes, which itself keeps no weights."""
+
     def mark(self, text: Tokens, image: Tokens) -> tuple[Tensor, Tensor]:
         """(text_BTD, image_BPD) with their modality's embedding added."""
         return text.states_BND + self.modality.weight[_TEXT], image.states_BND + self.modality.weight[_IMAGE]
@@ -101,6 +122,13 @@ class DualStream(FusionEncoder):
         text, image = self.streams(text, image, len(self.text_layers))
         pooled_BD = torch.cat([self.text_pooler(text.states_BND), self.image_pooler(image.states_BND)], dim=-1)
         return Fused(text, image, pooled_BD)
+
+    def looks(self, text: Tokens, image: Tokens) -> Looks:
+        """See the base class; of the two pooled tokens, the text's."""
+        text, image = self.streams(text, image, len(self.text_layers) - 1)
+        last: Any = self.text_layers[-1]
+        weights_BTP = last.cross_weights(text.states_BND, image.states_BND, text.mask_BN, image.mask_BN)
+        return Looks(weights_BTP[:, 0], weights_BTP)
 
     def streams(self, text: Tokens, image: Tokens, depth: int) -> tuple[Tokens, Tokens]:
         """Both streams after the first `depth` layers; what lies above is not computed."""
@@ -128,17 +156,30 @@ class SingleStream(FusionEncoder):
     def forward(self, text: Tokens, image: Tokens) -> Fused:
         """See the base class; the vector of a pair is that of the image's first token, which under every mask but
         seq2seq and non_cross has seen the text."""
-        text_BTD, image_BPD = self.mark(text, image)
-        states_BSD = torch.cat([image_BPD, text_BTD], dim=1)
-        mask_BSS = self.mask(text, image)
-        for layer in self.layers:
-            states_BSD = layer(states_BSD, mask_BSS)
-        images = image_BPD.shape[1]
+        states_BSD, _ = self.stream(text, image, len(self.layers))
+        images = image.states_BND.shape[1]
         return Fused(
             Tokens(states_BSD[:, images:], text.mask_BN),
             Tokens(states_BSD[:, :images], image.mask_BN),
             self.pooler(states_BSD),
         )
+
+    def looks(self, text: Tokens, image: Tokens) -> Looks:
+        """See the base class; the pooled token is the image's first one."""
+        states_BSD, mask_BSS = self.stream(text, image, len(self.layers) - 1)
+        last: Any = self.layers[-1]
+        weights_BSS = last.attention.weights(states_BSD, states_BSD, mask_BSS).mean(dim=1)
+        images = image.states_BND.shape[1]
+        return Looks(weights_BSS[:, 0, :images], weights_BSS[:, images:, :images])
+
+    def stream(self, text: Tokens, image: Tokens, depth: int) -> tuple[Tensor, Tensor | None]:
+        """The states (B, S, D) after the first `depth` layers, and the mask that all of them share."""
+        text_BTD, image_BPD = self.mark(text, image)
+        states_BSD = torch.cat([image_BPD, text_BTD], dim=1)
+        mask_BSS = self.mask(text, image)
+        for layer in self.layers[:depth]:
+            states_BSD = layer(states_BSD, mask_BSS)
+        return states_BSD, mask_BSS
 
     def mask(self, text: Tokens, image: Tokens) -> Tensor | None:
         """(B, S, S); None where everything sees everything."""

@@ -27,6 +27,20 @@ class Sizes:
     """Of hidden states and of attention."""
 
 
+def split_heads(states_BND: Tensor, heads: int) -> Tensor:
+    """(B, heads, N, D / heads)."""
+    return states_BND.unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def attention_weights(query_BQD: Tensor, key_BKD: Tensor, heads: int, mask_BQK: Tensor | None) -> Tensor:
+    """(B, heads, Q, K): softmax of scaled products over the keys that the mask, as `Attention` takes it, leaves."""
+    query_BHQD, key_BHKD = split_heads(query_BQD, heads), split_heads(key_BKD, heads)
+    scores_BHQK = query_BHQD @ key_BHKD.transpose(2, 3) / query_BHQD.shape[-1] ** 0.5
+    if mask_BQK is not None:
+        scores_BHQK = scores_BHQK.masked_fill(~open_empty_rows(mask_BQK)[:, None], float("-inf"))
+    return scores_BHQK.softmax(dim=-1)
+
+
 class Attention(nn.Module):
     """Multi-head attention of one sequence to another (or to itself), residual and LayerNorm.
 
@@ -57,14 +71,10 @@ class Attention(nn.Module):
 
     def weights(self, states_BQD: Tensor, context_BKD: Tensor, mask_BQK: Tensor | None) -> Tensor:
         """(B, heads, Q, K): what `forward` attends with, dropout aside. For pictures of the attention."""
-        query_BHQD, key_BHKD = self._split(self.query(states_BQD)), self._split(self.key(context_BKD))
-        scores_BHQK = query_BHQD @ key_BHKD.transpose(2, 3) / query_BHQD.shape[-1] ** 0.5
-        if mask_BQK is not None:
-            scores_BHQK = scores_BHQK.masked_fill(~open_empty_rows(mask_BQK)[:, None], float("-inf"))
-        return scores_BHQK.softmax(dim=-1)
+        return attention_weights(self.query(states_BQD), self.key(context_BKD), self.heads, mask_BQK)
 
     def _split(self, states_BND: Tensor) -> Tensor:
-        return states_BND.unflatten(2, (self.heads, -1)).transpose(1, 2)
+        return split_heads(states_BND, self.heads)
 
     def _add(self, states_BQD: Tensor, attended_BHQD: Tensor) -> Tensor:
         attended_BQD = self.out(attended_BHQD.transpose(1, 2).flatten(2))
@@ -120,6 +130,13 @@ class CoAttentionLayer(nn.Module):
         crossed_BND = self.cross_attention(attended_BND, other_BKD, padding_mask(other_mask_BK))
         fed_BND: Tensor = self.feed_forward(crossed_BND)
         return fed_BND
+
+    def cross_weights(
+        self, states_BND: Tensor, other_BKD: Tensor, mask_BN: Tensor | None, other_mask_BK: Tensor | None
+    ) -> Tensor:
+        """(B, N, K): what `forward` attends to the other stream with, mean over the heads."""
+        attended_BND = self.attention(states_BND, states_BND, padding_mask(mask_BN))
+        return self.cross_attention.weights(attended_BND, other_BKD, padding_mask(other_mask_BK)).mean(dim=1)
 
 
 def init_weights(module: nn.Module) -> None:
