@@ -184,7 +184,7 @@ def test_thresholds_come_from_validation_images_only(source):
 
 def test_without_validation_images_there_are_no_decisions(source):
     result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=0)
-    assert {row.metric for row in result.results.rows} == {"auroc", "average_precision", "brier", "ece"}
+    assert {row.metric for row in result.results.rows} == {"auroc", "average_precision", "brier", "ece", "auroc_gap"}
     assert result.thresholds is None
 
 
@@ -253,13 +253,37 @@ def test_subgroups_are_judged_on_their_own_images_and_averaged_over_common_label
     expected = reference.roc_auc_score(result.images.labels_NL[women, column], result.images.scores_NL[women, column])
     assert row.value == pytest.approx(expected)
     assert row.n == women.sum()
-    assert {row.subgroup for row in result.results.rows} - {""} == {
+    assert {row.subgroup for row in result.results.rows if row.metric == "auroc"} - {""} == {
         "view: frontal", "view: lateral", "projection: AP", "projection: PA", "sex: F", "sex: M",
         "age: under 40", "age: 40-59", "age: 60-79", "age: 80 and over",
     }  # fmt: skip
     common = result.results.details["labels_in_subgroup_mean"]["sex"]
     values = [result.results.row("auroc", name, "sex: F").value for name in common]
     assert result.results.row("auroc", "macro", "sex: F").value == pytest.approx(np.mean(values))
+
+
+def test_gaps_are_the_best_group_less_the_worst_on_the_same_draws(source):
+    result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=20, seed=4, draw="image")
+    rows = {(row.metric, row.target, row.subgroup): row for row in result.results.rows}
+    gaps = [row for row in result.results.rows if row.metric == "auroc_gap"]
+    for row in gaps:
+        attribute, _, pair = row.subgroup.partition(": ")
+        best, worst = (rows["auroc", row.target, f"{attribute}: {group}"] for group in pair.split(" - "))
+        assert row.value == pytest.approx(best.value - worst.value)
+        assert row.value >= 0
+        assert row.n == best.n + worst.n
+    assert {row.target for row in gaps} > {"macro", "Edema"}
+    (edema,) = (row for row in gaps if row.target == "Edema" and row.subgroup.startswith("sex"))
+    first, _, second = edema.subgroup.removeprefix("sex: ").partition(" - ")
+    column = result.images.names.index("Edema")
+    scores, truth = result.images.scores_NL[:, column], result.images.labels_NL[:, column]
+    sexes = np.array([sample.sex for sample in result.images.samples])
+    loop = []
+    for drawn in bootstrap_indices(COUNT, 20, seed=4):
+        of_sex = {sex: drawn[sexes[drawn] == sex] for sex in (first, second)}
+        one, other = (reference.roc_auc_score(truth[chosen], scores[chosen]) for chosen in of_sex.values())
+        loop.append(one - other)
+    np.testing.assert_allclose((edema.low, edema.high), np.quantile(loop, (0.025, 0.975)), atol=1e-12)
 
 
 def test_small_subgroups_have_rows_without_values(source):

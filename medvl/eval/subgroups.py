@@ -1,8 +1,13 @@
-"""Who is in the test set: masks by view, projection, sex and age band, and AUROC within each.
+"""Who is in the test set: masks by view, projection, sex and age band, AUROC within each, and the gaps between them.
 
 A cell (label and group) is reported when the group holds at least `smallest` positives and as many negatives of the
 label; otherwise its row stands there without a value. The mean of a group is taken over the labels that can be
 reported in every group of the attribute, so that groups are compared on the same labels.
+
+A gap ("auroc_gap") is the AUROC of the group with the highest minus that of the group with the lowest, for a label or
+the mean; its row names the two. They are chosen on all images and kept in the resamples, where they may change places:
+an interval that reaches below zero says that these data do not tell the groups apart. With more than two groups the
+choice itself makes gaps look larger than they are.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.eval.metrics import Array
-from medvl.eval.rows import Block, empty_block, label_row, ranking_block
+from medvl.eval.rows import Block, MetricRow, empty_block, label_row, ranking_block
+from medvl.eval.stats import mean_over_labels, ranked_columns
 from medvl.schema import Sample
 
 _LATERAL = ("LATERAL", "LL", "RL", "LLD", "RLD")
@@ -63,7 +69,7 @@ def _age_order(name: str) -> tuple[bool, str]:
 def subgroup_blocks(
     scores_NL: Array, labels_NL: Array, names: Sequence[str], samples: Sequence[Sample], smallest: int
 ) -> tuple[list[Block], dict[str, list[str]]]:
-    """AUROC rows of every group, and attribute -> labels in the mean of its groups (empty: no mean)."""
+    """AUROC rows of every group and of the gaps, and attribute -> labels in the mean of its groups (empty: no mean)."""
     blocks: list[Block] = []
     labels_in_mean = {}
     for attribute, masks in subgroups(samples).items():
@@ -83,7 +89,43 @@ def subgroup_blocks(
             if small:
                 rows = [label_row("auroc", names[index], group_labels_NL[:, index], subgroup) for index in small]
                 blocks.append(empty_block(rows))
+        targets = {
+            name: [index] for index, name in enumerate(names) if sum(kept[index] for kept in enough.values()) > 1
+        }
+        if means:
+            targets["macro"] = np.flatnonzero(everywhere_L).tolist()
+        blocks += [
+            _gap_block(attribute, target, columns, scores_NL, judged, enough) for target, columns in targets.items()
+        ]
     return blocks, labels_in_mean
+
+
+def _gap_block(
+    attribute: str,
+    target: str,
+    columns: Sequence[int],
+    scores_NL: Array,
+    judged: Mapping[str, Array],
+    enough: Mapping[str, NDArray[np.bool_]],
+) -> Block:
+    """The gap of one label, or of the mean over several, between the groups that have enough images of all of them."""
+
+    def mean_of(labels_NL: Array) -> Callable[[Array], Array]:
+        ranked = ranked_columns(scores_NL[:, columns], labels_NL[:, columns])
+        return lambda counts_NR: mean_over_labels(np.stack([column.auroc_R(counts_NR) for column in ranked], axis=1))
+
+    groups = {group: mean_of(labels) for group, labels in judged.items() if enough[group][columns].all()}
+    values = {group: float(statistic(np.ones((len(scores_NL), 1)))[0]) for group, statistic in groups.items()}
+    best, worst = max(values, key=values.__getitem__), min(values, key=values.__getitem__)
+    both_NL = np.concatenate([judged[best][:, columns], judged[worst][:, columns]])
+    row = MetricRow(
+        metric="auroc_gap",
+        target=target,
+        subgroup=f"{attribute}: {best} - {worst}",
+        n=int((~np.isnan(both_NL).all(axis=1)).sum()),
+        n_positive=int((both_NL == 1).sum()) if len(columns) == 1 else None,
+    )
+    return Block([row], lambda counts_NR: (groups[best](counts_NR) - groups[worst](counts_NR))[:, None])
 
 
 def _enough_L(labels_NL: Array, smallest: int) -> NDArray[np.bool_]:

@@ -16,87 +16,47 @@ Shape letters: N images, L classes, R resamples.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
 
-from medvl.errors import EvaluationError, ShardError, SplitError
-from medvl.eval.metrics import Array, choose_threshold
+from medvl.errors import EvaluationError
 from medvl.eval.policies import LabelPolicy
 from medvl.eval.predict import predict
 from medvl.eval.prompts import PromptSet, load_prompts
 from medvl.eval.protocols import Loader, Model, Source
-from medvl.eval.results import Results, checkpoint_sha256, format_table
-from medvl.eval.rows import Block, calibration_block, decision_block, measure, one_of_many_block, ranking_block
-from medvl.eval.subgroups import subgroup_blocks
-from medvl.schema import COMPETITION_FINDINGS, Sample
+from medvl.eval.results import checkpoint_sha256
+from medvl.eval.rows import Block, measure, one_of_many_block
+from medvl.eval.scored import (
+    ClassificationResult,
+    Draw,
+    ScoredImages,
+    ThresholdRule,
+    account_of,
+    check_draw,
+    choose_thresholds,
+    decision_blocks,
+    judge,
+    places,
+    ranking_blocks,
+)
 
 PROTOCOL, PROTOCOL_VERSION = "zero_shot", 1
 
-Draw = Literal["patient", "image"]
-ThresholdRule = Literal["f1", "mcc", "youden"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ScoredImages:
-    """A data set with its scores, in the loader's order."""
+class ZeroShotResult(ClassificationResult):
+    """The results with the scores behind them, and the prompts that gave these."""
 
-    names: tuple[str, ...]
-    """Classes that are judged: those of the prompts that the data have a label column for."""
-    scores_NL: Array
-    labels_NL: Array
-    """1, 0 or NaN (left out), after the policy."""
-    samples: tuple[Sample, ...]
-    positions: tuple[int, ...]
-    """Place of each sample in the loader's source."""
-    account: Mapping[str, Any]
-    """What was read, judged and left out, as JSON."""
-
-    @property
-    def patients(self) -> list[str]:
-        """Patient of each image."""
-        return [sample.patient for sample in self.samples]
-
-    @property
-    def judgeable(self) -> list[str]:
-        """Classes with positives and negatives."""
-        both = (self.labels_NL == 1).any(axis=0) & (self.labels_NL == 0).any(axis=0)
-        return [name for name, judged in zip(self.names, both, strict=True) if judged]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ZeroShotResult:
-    """The results, and the scores behind them for the page and the predictions file."""
-
-    results: Results
     prompts: PromptSet
-    images: ScoredImages
-    thresholds: Mapping[str, float] | None
-    """By class, chosen on validation images; NaN where those have one class only."""
 
     @property
-    def groups(self) -> list[str] | None:
-        """What was drawn for the intervals, for statistics of one's own on the same draws."""
-        return self.images.patients if self.results.config["draw"] == "patient" else None
-
-    def table(self) -> str:
-        """The findings and the means of subgroups, as plain text."""
-        rows = [row for row in self.results.rows if not row.subgroup or row.target == "macro"]
-        return format_table(rows)
-
-    def predictions(self) -> Iterator[dict[str, Any]]:
-        """One mapping an image: key, scores, and labels (null: left out), as `write_results` takes them."""
-        images = self.images
-        rows = zip(images.samples, images.scores_NL.tolist(), images.labels_NL.tolist(), strict=True)
-        for sample, scores, labels in rows:
-            yield {
-                "key": sample.key,
-                "scores": dict(zip(images.names, scores, strict=True)),
-                "labels": dict(zip(images.names, labels, strict=True)),
-            }
+    def gives_probabilities(self) -> bool:
+        """Whether scores are probabilities, so that calibration can be judged."""
+        return self.prompts.gives_probabilities
 
 
 def zero_shot(
@@ -125,8 +85,7 @@ def zero_shot(
         EvaluationError: no class of the prompts can be judged, or the loader or the scores are not whole.
         SplitError: test and validation images share patients.
     """
-    if draw not in get_args(Draw):
-        raise EvaluationError(f"draw is {draw!r}: choose one of {', '.join(get_args(Draw))}")
+    check_draw(draw)
     prompts = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
     policy = policy or LabelPolicy()
     inputs = {
@@ -149,8 +108,15 @@ def zero_shot(
     thresholds = None
     if valid_loader is not None:
         valid = score_images(model, valid_loader, prompts, policy, autocast)
-        thresholds = _choose_thresholds(valid, test, threshold_rule)
-    results = _judge(test, prompts, thresholds, config, inputs)
+        thresholds = choose_thresholds(valid, test, threshold_rule)
+    results = judge(
+        test,
+        _blocks(test, prompts, thresholds),
+        thresholds=thresholds,
+        protocol=(PROTOCOL, PROTOCOL_VERSION),
+        config=config,
+        inputs=inputs,
+    )
     return ZeroShotResult(results=results, prompts=prompts, images=test, thresholds=thresholds)
 
 
@@ -163,16 +129,10 @@ def score_images(
     predictions = predict(model, loader, [prompts], autocast=autocast)
     columns = [list(prompts.classes).index(name) for name in names]
     resolved = policy.resolve(predictions.labels_NL, predictions.label_names)
-    place_of = _places(source)
+    place_of = places(source)
     positions, samples = zip(*(place_of[key] for key in predictions.keys), strict=True)
-    account = {
-        "images": len(samples),
-        "patients": len({sample.patient for sample in samples}),
-        "unreadable": dict(predictions.unreadable),
-        "classes_without_labels": [name for name in prompts.classes if name not in names],
-        "labels": {name: dict(resolved.counts[name]) for name in names},
-        "no_finding_contradictions": resolved.contradictions,
-    }
+    account = account_of(samples, predictions.unreadable, resolved, names)
+    account["classes_without_labels"] = [name for name in prompts.classes if name not in names]
     return ScoredImages(
         names=names,
         scores_NL=predictions.scores_NL[0][:, columns],
@@ -193,73 +153,10 @@ def _classes_in_common(prompts: PromptSet, source: Source) -> tuple[str, ...]:
     return names
 
 
-def _places(source: Source) -> dict[str, tuple[int, Sample]]:
-    """Position and sample by key. What cannot be read is left out: the loader has counted it."""
-    places = {}
-    for position in range(len(source)):
-        try:
-            sample = source.sample(position)
-        except ShardError:
-            continue
-        places[sample.key] = (position, sample)
-    return places
-
-
-def _choose_thresholds(valid: ScoredImages, test: ScoredImages, rule: ThresholdRule) -> dict[str, float]:
-    shared = len({*valid.patients} & {*test.patients})
-    if shared:
-        raise SplitError(
-            f"{shared} patients are in the validation and in the test images: thresholds would be chosen on patients "
-            "that they are judged on. Use splits that are disjoint by patient."
-        )
-    columns = zip(valid.names, valid.scores_NL.T, valid.labels_NL.T, strict=True)
-    chosen = {name: choose_threshold(scores_N, labels_N, rule) for name, scores_N, labels_N in columns}
-    return {name: chosen.get(name, float("nan")) for name in test.names}
-
-
-def _judge(
-    test: ScoredImages,
-    prompts: PromptSet,
-    thresholds: Mapping[str, float] | None,
-    config: Mapping[str, Any],
-    inputs: Mapping[str, str | None],
-) -> Results:
-    blocks = _blocks(test, prompts, thresholds)
-    of_groups, labels_in_mean = subgroup_blocks(
-        test.scores_NL, test.labels_NL, test.names, test.samples, config["smallest_subgroup"]
-    )
-    rows = measure(
-        [*blocks, *of_groups],
-        len(test.samples),
-        resamples=config["resamples"],
-        seed=config["seed"],
-        groups=test.patients if config["draw"] == "patient" else None,
-    )
-    details = {**test.account, "thresholds": thresholds, "labels_in_subgroup_mean": labels_in_mean}
-    return Results(
-        protocol=PROTOCOL, protocol_version=PROTOCOL_VERSION, rows=rows, config=config, inputs=inputs, details=details
-    )
-
-
 def _blocks(test: ScoredImages, prompts: PromptSet, thresholds: Mapping[str, float] | None) -> list[Block]:
     """All rows but those of subgroups."""
-    if not test.judgeable:
-        raise EvaluationError(
-            f"none of {', '.join(test.names)} has positive and negative images under this policy: "
-            "there is nothing to judge"
-        )
-    columns = test.scores_NL, test.labels_NL, test.names
-    means = {"macro": test.judgeable}
-    if set(COMPETITION_FINDINGS) <= set(test.judgeable):
-        means["macro_competition"] = list(COMPETITION_FINDINGS)
-    blocks = [ranking_block(metric, *columns, means=means) for metric in ("auroc", "average_precision")]
-    if prompts.gives_probabilities:
-        blocks.append(calibration_block(*columns))
-    decided = [index for index, name in enumerate(test.names) if thresholds and not np.isnan(thresholds[name])]
-    if thresholds and decided:
-        names = [test.names[index] for index in decided]
-        predicted_NL = test.scores_NL[:, decided] >= np.array([thresholds[name] for name in names])
-        blocks.append(decision_block(predicted_NL, test.labels_NL[:, decided], names))
+    blocks = ranking_blocks(test)
+    blocks += decision_blocks(test, thresholds, probabilities=prompts.gives_probabilities)
     if prompts.scoring == "class_softmax":
         blocks.append(one_of_many_block(test.scores_NL, test.labels_NL))
     return blocks
