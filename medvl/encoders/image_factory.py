@@ -92,6 +92,11 @@ def create_image_encoder(
     return ImageEncoder(vision, options) if pretrained is False else _load(vision, options, preset, pretrained)
 
 
+def image_has_projection(name: str) -> bool:
+    """Whether `create_image_encoder` can build the encoder with `projection=True`. Raises ConfigError as it does."""
+    return _resolve(name)[0] == "open_clip"
+
+
 def list_image_encoders(pattern: str = "*", *, library: str | None = None) -> list[str]:
     """Names that match a wildcard, sorted: presets, or the models of "timm", "torchvision" or "open_clip".
 

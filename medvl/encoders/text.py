@@ -98,7 +98,7 @@ class TextEncoder(Encoder):
         chosen = torch.stack([states[layer] for layer in self.layers])
         combined_BTD = chosen.sum(dim=0) if self.reduce == "sum" else chosen.mean(dim=0)
         tokens_BTD = combined_BTD[:, : mask_BT.shape[1]].masked_fill(~mask_BT[:, :, None], 0.0)
-        if self.pool == "eos" and self._adapter.full_length is not None:
+        if self.pool == "eos" and self._adapter.ends_full:
             pooled_BD = combined_BTD[:, -1]
         else:
             pooled_BD = self._pooled(tokens_BTD, mask_BT)

@@ -22,6 +22,7 @@ from medvl.encoders.text_models import (
     StaticAdapter,
     WholeAdapter,
 )
+from medvl.encoders.vision_open_clip import CUSTOM
 from medvl.errors import ConfigError
 
 _BERT_LIKE = ("bert", "roberta", "camembert", "xlm-roberta")
@@ -108,24 +109,29 @@ def build_hugging_face(model_type: str, arguments: Mapping[str, Any]) -> Languag
 def build_open_clip(name: str, arguments: Mapping[str, Any], projection: bool) -> Language:
     """The text tower of an open_clip model, its sizes by Hugging Face's names or open_clip's.
 
+    Args:
+        name: open_clip's name of the model, or "custom" for one that `arguments` describes.
+        arguments: fields of `open_clip.CLIPTextCfg`, and `embed_dim`, that differ from the named model's.
+        projection: whether the tower's projection into the shared space is kept.
+
     Raises ConfigError when the name or a field is unknown, or the tower is another library's model.
     """
     import open_clip
 
-    config = open_clip.get_model_config(name)
+    config: Any = {"embed_dim": 512, "text_cfg": {}} if name == CUSTOM else open_clip.get_model_config(name)
     if config is None:
         near = difflib.get_close_matches(name, open_clip.list_models(), n=3)
         raise ConfigError(f"open_clip has no model {name!r}: did you mean {', '.join(near) or 'another'}?")
     known = [field.name for field in dataclasses.fields(open_clip.CLIPTextCfg)]
-    tower = config["text_cfg"] | {_SIZES.get(key, key): value for key, value in arguments.items()}
+    fields = {_SIZES.get(key, key): value for key, value in arguments.items()}
+    embed_dim = int(fields.pop("embed_dim", config["embed_dim"]))
+    tower = config["text_cfg"] | fields
     _check_fields(f"open_clip:{name}", tower, known)
     if tower.get("hf_model_name") or tower.get("embed_cls"):
         raise ConfigError(f"the text tower of {name} is no plain open_clip Transformer: take a preset or hf:TYPE")
     smallest = {"layers": 1, "width": 64, "patch_size": 32, "image_size": 32}
     try:  # the whole model is the library's public way to a tower: the other one is made as small as can be
-        net: Any = open_clip.CustomTextCLIP(
-            config["embed_dim"], smallest, tower, quick_gelu=bool(config.get("quick_gelu"))
-        ).text
+        net: Any = open_clip.CustomTextCLIP(embed_dim, smallest, tower, quick_gelu=bool(config.get("quick_gelu"))).text
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise ConfigError(f"open_clip cannot build the text tower of {name} with {dict(arguments)}: {error}") from error
     head = _take_projection(net) if projection else None
@@ -140,8 +146,16 @@ def build_open_clip(name: str, arguments: Mapping[str, Any], projection: bool) -
         num_layers=len(net.transformer.resblocks),
         blocks="transformer.resblocks.",
         projection=head,
-        projected_width=config["embed_dim"],
+        projected_width=embed_dim,
     )
+
+
+def takes_clip_tokens(name: str) -> bool:
+    """Whether the text tower of a model of open_clip has CLIP's own vocabulary: one that names no other."""
+    import open_clip
+
+    config = open_clip.get_model_config(name)
+    return config is not None and not config["text_cfg"].get("hf_tokenizer_name")
 
 
 def build_static(vocab_size: int, pad_id: int, arguments: Mapping[str, Any]) -> Language:

@@ -57,7 +57,7 @@ def create_text_encoder(
             four, MedCLIP averages (1, 2, -1).
         reduce: "mean" or "sum" over `layers`.
         pool: "cls", the first token; "mean" or "max" over real tokens; "eos", the last real token. Default: the
-            published model's own.
+            published model's own; "eos" for open_clip's towers and "cls" for all others.
         projection: `pooled_BD` goes through the head that the published model has over its text vector (CXR-BERT, CLIP,
             BiomedCLIP).
         vocabulary: word -> id, for `static` with a file: words that the file has get their vectors.
@@ -77,7 +77,7 @@ def create_text_encoder(
         pad_id=pad_id,
         layers=tuple(layers),
         reduce=reduce,
-        pool=pool or (preset.pool if preset else "cls"),
+        pool=pool or (preset.pool if preset else _own_pool(family)),
         projection=projection,
         arguments=arguments if preset else {**fields, **arguments},
     )
@@ -90,6 +90,12 @@ def create_text_encoder(
     if pretrained is not False:
         _load(encoder, language, preset, Path(name) if is_folder and pretrained is True else pretrained)
     return encoder
+
+
+def text_has_projection(name: str) -> bool:
+    """Whether `create_text_encoder` can build the encoder with `projection=True`. Raises ConfigError as it does."""
+    family, _, preset, _ = _resolve(name)
+    return family == "open_clip" or (preset is not None and preset.projection is not None)
 
 
 def list_text_encoders(pattern: str = "*") -> list[str]:
@@ -114,6 +120,11 @@ def _resolve(name: str) -> tuple[str, str, TextPreset | None, dict[str, Any]]:
     raise ConfigError(
         f"no text encoder is called {name!r}: {hint} Others: hf:TYPE, open_clip:NAME, static, or a local folder"
     )
+
+
+def _own_pool(family: str) -> Pool:
+    """How open_clip's towers, and how BERT and its kin make one vector of a text."""
+    return "eos" if family == "open_clip" else "cls"
 
 
 def _build(

@@ -21,7 +21,9 @@ class LanguageAdapter(abc.ABC):
 
     full_length: int | None = None
     """Length that every text is padded to inside, for models that were trained so and attend to their padding. Their
-    states are then that long, and their closing token is the last position."""
+    states are then that long."""
+    ends_full: bool = False
+    """Whether the last position of that length, padding or not, stands for the text, and not its last real token."""
 
     @abc.abstractmethod
     def embed(self, net: Any, ids_BT: Tensor, **positions: Tensor) -> Tensor:
@@ -164,6 +166,7 @@ class ClipAdapter(LanguageAdapter):
     def __init__(self, net: Any) -> None:
         if net.attn_mask is None:
             self.full_length = int(net.context_length)
+            self.ends_full = net.pool_type == "last"  # SigLIP's; MobileCLIP's is its end token
 
     def embed(self, net: Any, ids_BT: Tensor, **positions: Tensor) -> Tensor:
         """A bidirectional tower (SigLIP) was trained on texts padded to its full length, and attends to the padding."""
