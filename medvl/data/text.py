@@ -3,14 +3,18 @@
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
 from medvl.data.reports import split_sentences
+from medvl.errors import ConfigError
 
 _WORD = re.compile(r"\w+")
 REPORT_SECTIONS = ("findings", "impression")
+Missing = Literal["other_sections", "literal", "no_text"]
+"""What stands for a text when none of its sections is there: the report's other sections; the words "NO IMPRESSION", or
+whatever the first section is called; or nothing, and losses of pairs leave the sample out (`Batch.has_text_B`)."""
 
 
 class TextPolicy(Protocol):
@@ -52,9 +56,18 @@ class WholeText:
     """The sections joined, nothing drawn: retrieval and validation of whole reports."""
 
     sections: tuple[str, ...] = REPORT_SECTIONS
+    missing: Missing = "other_sections"
+    """CheXzero says so: `WholeText(sections=("impression",), missing="literal")`. Every image without an impression has
+    then the same text, and they are negatives of each other."""
+
+    def __post_init__(self) -> None:
+        if self.missing not in get_args(Missing):
+            raise ConfigError(f"missing must be one of {', '.join(get_args(Missing))}, got {self.missing!r}")
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
-        return " ".join(choose_sections(sections, self.sections))
+        if self.missing == "other_sections" or any(sections.get(name) for name in self.sections):
+            return " ".join(choose_sections(sections, self.sections))
+        return f"NO {self.sections[0].upper()}" if self.missing == "literal" else ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,15 +47,20 @@ class ImageTransform(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EvalTransform:
-    """Resize to a square without randomness."""
+    """Resize to a square without randomness. Shrinking averages over areas, growing is bilinear."""
 
     size: int = 224
     fit: Literal["crop", "pad", "squash"] = "crop"
     """crop: short side to `size`, centre crop (what the published systems do); pad: long side to `size`, black
     borders (nothing of the lung is lost); squash: both sides to `size`."""
+    stored_size: int | None = None
+    """Side of the squares that a published system keeps on disk: the square is made at this size first, and then
+    brought to `size` by bicubic interpolation without antialiasing (CheXzero). None goes there at once."""
 
     def __post_init__(self) -> None:
         _check_size(self.size)
+        if self.stored_size is not None:
+            _check_size(self.stored_size)
 
     @property
     def flip(self) -> Flip:
@@ -67,20 +72,27 @@ class EvalTransform:
         return self._apply
 
     def _apply(self, image: np.ndarray, rng: np.random.Generator) -> Transformed:
+        square_HWC = self._square(image, self.stored_size or self.size)
+        if self.stored_size is not None:
+            sides = (self.size, self.size)
+            square_HWC = _with_channels(cv2.resize(square_HWC, sides, interpolation=cv2.INTER_CUBIC))
+        return Transformed(square_HWC)
+
+    def _square(self, image: np.ndarray, size: int) -> np.ndarray:
         height, width = image.shape[:2]
         if self.fit == "squash":
-            return Transformed(_with_channels(_resize(image, self.size, self.size)))
+            return _with_channels(_resize(image, size, size))
         side = min(height, width) if self.fit == "crop" else max(height, width)
-        scaled_height = max(1, round(height * self.size / side))
-        scaled_width = max(1, round(width * self.size / side))
+        scaled_height = max(1, round(height * size / side))
+        scaled_width = max(1, round(width * size / side))
         image = _with_channels(_resize(image, scaled_height, scaled_width))
         if self.fit == "crop":
-            top, left = (scaled_height - self.size) // 2, (scaled_width - self.size) // 2
-            return Transformed(np.ascontiguousarray(image[top : top + self.size, left : left + self.size]))
-        square = np.zeros((self.size, self.size, image.shape[2]), np.uint8)
-        top, left = (self.size - scaled_height) // 2, (self.size - scaled_width) // 2
+            top, left = (scaled_height - size) // 2, (scaled_width - size) // 2
+            return np.ascontiguousarray(image[top : top + size, left : left + size])
+        square = np.zeros((size, size, image.shape[2]), np.uint8)
+        top, left = (size - scaled_height) // 2, (size - scaled_width) // 2
         square[top : top + scaled_height, left : left + scaled_width] = image
-        return Transformed(square)
+        return square
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
