@@ -16,10 +16,13 @@ _LAZY = {
     "FusionModel": "medvl.models.fusion_model",
     "System": "medvl.models.base",
     "ALBEFConfig": "medvl.models.fusion_configs",
+    "CheXzeroConfig": "medvl.models.clip_configs",
+    "CLIPConfig": "medvl.models.clip_configs",
     "ConVIRTConfig": "medvl.models.configs",
     "DualStreamConfig": "medvl.models.fusion_configs",
     "M3AEConfig": "medvl.models.fusion_configs",
     "MedViLLConfig": "medvl.models.fusion_configs",
+    "SigLIPConfig": "medvl.models.clip_configs",
     "SingleStreamConfig": "medvl.models.fusion_configs",
 }
 

@@ -10,15 +10,19 @@ from typing import Any
 
 from medvl.data.tokenize import Tokenizer, load_tokenizer
 from medvl.encoders.presets import TEXT_PRESETS
+from medvl.encoders.text_build import takes_clip_tokens
 from medvl.errors import ConfigError
 from medvl.models.base import System
 
 _SYSTEMS = {
     "albef": "medvl.models.albef:ALBEF",
+    "chexzero": "medvl.models.chexzero:CheXzero",
+    "clip": "medvl.models.clip:CLIP",
     "convirt": "medvl.models.convirt:ConVIRT",
     "dual_stream": "medvl.models.streams:DualStreamModel",
     "m3ae": "medvl.models.m3ae:M3AE",
     "medvill": "medvl.models.medvill:MedViLL",
+    "siglip": "medvl.models.siglip:SigLIP",
     "single_stream": "medvl.models.streams:SingleStreamModel",
     "vqa": "medvl.models.vqa:VQA",
 }
@@ -102,7 +106,9 @@ def _check_settings(name: str, config: type, settings: Mapping[str, Any]) -> Non
 def _tokenizer_of_preset(config: Any) -> Tokenizer | None:
     preset = TEXT_PRESETS.get(config.text_encoder)
     if preset is None:
-        return None
+        family, _, model = config.text_encoder.partition(":")
+        clip = family == "open_clip" and takes_clip_tokens(model)
+        return load_tokenizer("clip", max_tokens=config.max_tokens) if clip else None
     if preset.tokenizer is not None:
         return load_tokenizer(preset.tokenizer, max_tokens=config.max_tokens)
     if preset.hub_id is None:
