@@ -122,6 +122,30 @@ def test_a_normal_view_is_not_called_abnormal() -> None:
                 assert "2" in sentence
 
 
+def test_captions_of_slices_say_what_is_there(articles: list[list[Figure]]) -> None:
+    numbers = {"no": 0, "a": 1, "two": 2, "three": 3}
+    said: Counter[int] = Counter()
+    for figure in (figure for article in articles for figure in article if figure.part is not None):
+        part = figure.part
+        assert part is not None
+        for text in (figure.caption, *figure.references):
+            if not text:
+                continue
+            found = re.search(
+                r"\b(no|a|two|three) (?:single |focal )?(?:(?:left|right)-sided )?(?:[\d.]+ cm )?(?:mass|lesion)", text
+            )
+            assert found, text
+            assert numbers[found[1]] == len(part.masses)
+            assert part.organ in text
+            assert ("CT" in text or "computed tomography" in text) == (part.modality == "CT")
+            assert ("MRI" in text or "magnetic resonance" in text) == (part.modality == "MRI")
+            if part.masses:
+                assert f"{part.diameter:g} cm" in text
+                assert part.side in text
+            said[len(part.masses)] += 1
+    assert min(said[count] for count in range(4)) > 20
+
+
 # Articles
 
 
@@ -140,9 +164,11 @@ def test_the_dirt_is_there_in_its_shares(articles: list[list[Figure]]) -> None:
     films = [figure for figure in figures if figure.view is not None]
     assert 0.01 < np.mean([not figure.caption for figure in films]) < 0.035
     assert 0.004 < np.mean([figure.twice for figure in films]) < 0.02
-    assert 0.04 < np.mean([any(figure.view is None for figure in article) for article in articles]) < 0.13
+    assert 0.04 < np.mean([not article[-1].radiology for article in articles]) < 0.13
     assert 0.35 < np.mean([bool(figure.references) for figure in films]) < 0.75
     assert max(len(figure.references) for figure in films) == 4
+    slices = sum(figure.part is not None for figure in figures)
+    assert 0.55 < slices / len({figure.study.key for figure in films if figure.study}) < 0.65
     lost = np.cumsum([sum(figure.file != "whole" for figure in article) for article in articles])
     total = np.cumsum([len(article) for article in articles])
     assert lost[-1] == 4
@@ -152,8 +178,9 @@ def test_the_dirt_is_there_in_its_shares(articles: list[list[Figure]]) -> None:
 def test_files_are_whole_missing_or_empty(articles: list[list[Figure]]) -> None:
     assert figure_bytes(articles[77][0], SIZE, ".jpg") is None
     assert figure_bytes(articles[133][0], SIZE, ".png") == b""
-    chart = next(figure for article in articles for figure in article if figure.view is None)
-    for figure in (articles[0][0], chart):
+    chart = next(figure for article in articles for figure in article if not figure.radiology)
+    slice_ = next(figure for article in articles for figure in article if figure.part is not None)
+    for figure in (articles[0][0], slice_, chart):
         for suffix in (".jpg", ".png"):
             data = figure_bytes(figure, SIZE, suffix)
             assert data is not None
@@ -210,8 +237,8 @@ def test_roco_goes_through_its_converter(roco_root: Path, tmp_path: Path, deid: 
     for patient in World(SEED).patients(PATIENTS):
         split = ("train", "validation", "test")[split_of(patient.index, SEED, SPLIT)]
         for figure in article_figures(patient):
-            if figure.view is not None:
-                key = deid.image(f"ROCO_{patient.index * 25 + figure.number:05d}")
+            if figure.radiology:
+                key = deid.image(f"ROCO_{patient.index * 33 + figure.number:05d}")
                 figures[key] = (split, deid.patient(article_id(patient)), figure)
     assert {record.sample.key for record in plan.records} == set(figures)
     for record in plan.records:
@@ -226,7 +253,7 @@ def test_roco_goes_through_its_converter(roco_root: Path, tmp_path: Path, deid: 
     kept = sum(manifest.samples + sum(manifest.excluded.values()) for manifest in manifests.values())
     assert kept == len(figures)
     others = roco.plan(roco_root, deid, non_radiology=True)
-    charts = [f for p in World(SEED).patients(PATIENTS) for f in article_figures(p) if f.view is None]
+    charts = [f for p in World(SEED).patients(PATIENTS) for f in article_figures(p) if not f.radiology]
     assert len(others.records) == len(charts) > 0
 
 
@@ -257,7 +284,7 @@ def test_medicat_goes_through_its_converter(medicat_root: Path, tmp_path: Path, 
     plan = medicat.plan(medicat_root, deid, radiology_only=True)
     figures = [figure for patient in World(SEED).patients(PATIENTS) for figure in article_figures(patient)]
     assert len(everything.records) == len(figures)
-    assert plan.excluded == {"not_radiology": sum(figure.view is None for figure in figures)}
+    assert plan.excluded == {"not_radiology": sum(not figure.radiology for figure in figures)}
     manifests = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1), ShardOptions(short_side=32))
     captions = {f"Figure {figure.number}. {figure.caption}" for figure in figures}
     for split in manifests:

@@ -1,7 +1,8 @@
 """Case reports about the phantom's patients: an article a patient, its figures with captions and references.
 
-What is wrong with real corpora of figures is wrong with these too: some captions are blank, some files are missing or
-empty, some lines stand twice, and among the radiographs there is now and then a chart.
+Beside the radiographs there are CT and MR slices, as in the literature. What is wrong with real corpora of figures is
+wrong with these too: some captions are blank, some files are missing or empty, some lines stand twice, and now and then
+there is a chart among them.
 """
 
 import dataclasses
@@ -15,10 +16,13 @@ from medvl.phantom.drawing import draw
 from medvl.phantom.mimic import encode_jpeg
 from medvl.phantom.randomness import generator
 from medvl.phantom.sentences import pick
+from medvl.phantom.slice_captions import compose_slice_caption, compose_slice_references
+from medvl.phantom.slices import Slice, draw_slice, take_slice
 from medvl.phantom.world import Patient, Study, View
 
 _STREAM = 94
 _BLANK, _TWICE, _CHARTED = 0.02, 0.01, 0.08  # shares of captions, of lines, of articles
+_SLICES = 0.6  # share of the studies that come with one
 _LOST, _EMPTY = (100, 77), (200, 133)  # of so many articles, this one: a fixed share, below the budget of a conversion
 
 
@@ -33,11 +37,17 @@ class Figure:
     references: tuple[str, ...]
     study: Study | None = None
     view: View | None = None
-    """None for a chart, which is no radiology."""
+    part: Slice | None = None
+    """A figure is a radiograph (`view`), a slice (`part`), or a chart where both are None."""
     twice: bool = False
     """The tables list it in two lines."""
     file: str = "whole"
     """whole, missing or empty."""
+
+    @property
+    def radiology(self) -> bool:
+        """Whether it is an image of a patient."""
+        return self.view is not None or self.part is not None
 
 
 def article_id(patient: Patient) -> str:
@@ -46,7 +56,8 @@ def article_id(patient: Patient) -> str:
 
 
 def article_figures(patient: Patient) -> list[Figure]:
-    """The figures of a patient's case report, always the same ones: one a view, then perhaps a chart."""
+    """The figures of a patient's case report, always the same ones: study by study its views and perhaps a slice, then
+    perhaps a chart."""
     figures: list[Figure] = []
     for study in patient.studies:
         for view in study.views:
@@ -62,6 +73,9 @@ def article_figures(patient: Patient) -> list[Figure]:
                 file=_fate(patient.index, number),
             )
             figures.append(dataclasses.replace(figure, caption="") if rng.random() < _BLANK else figure)
+        rng = generator(*study.key, _STREAM, 1)
+        if rng.random() < _SLICES:
+            figures.append(_slice(rng, study, len(figures) + 1))
     rng = generator(*patient.studies[0].key, _STREAM)
     if rng.random() < _CHARTED:
         number = len(figures) + 1
@@ -82,10 +96,24 @@ def figure_bytes(figure: Figure, size: int, suffix: str) -> bytes | None:
     """
     if figure.file != "whole":
         return b"" if figure.file == "empty" else None
-    image_HW = draw(figure.view, size) if figure.view is not None else _chart(figure.number, size)
+    if figure.view is not None:
+        image_HW = draw(figure.view, size)
+    else:
+        image_HW = draw_slice(figure.part, size) if figure.part is not None else _chart(figure.number, size)
     if suffix == ".jpg":
         return encode_jpeg(image_HW)
     return cv2.imencode(suffix, (image_HW >> 4).astype(np.uint8))[1].tobytes()
+
+
+def _slice(rng: np.random.Generator, study: Study, number: int) -> Figure:
+    part = take_slice((*study.key, _STREAM, 2))
+    return Figure(
+        number=number,
+        caption="" if rng.random() < _BLANK else compose_slice_caption(rng, part),
+        references=tuple(compose_slice_references(rng, part, number)),
+        study=study,
+        part=part,
+    )
 
 
 def _fate(article: int, number: int) -> str:

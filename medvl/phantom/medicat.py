@@ -23,7 +23,7 @@ def write_medicat(
     An article is the case report of one patient. No figure of the phantom has sub-figures, so that the annotations of
     sub-figures only reject.
 
-    `patients` counts articles, of 3.8 figures on average; the other options, and what is raised, are as in
+    `patients` counts articles, of five figures on average; the other options, and what is raised, are as in
     `write_mimic_cxr`. Returns the folder written.
     """
     options = Options(corpus="medicat", patients=patients, seed=seed, size=size, split=(1.0, 0.0, 0.0), reports=True)
@@ -69,7 +69,7 @@ def _fields(figure: Figure, u: float) -> dict[str, object]:
         "s2_caption": "" if u < 0.03 else caption,
         "s2orc_caption": None if 0.03 <= u < 0.4 or not caption else caption,
         "s2orc_references": list(figure.references) or (None if u < 0.9 else []),
-        "radiology": figure.view is not None,
+        "radiology": figure.radiology,
         "scope": False,
-        "predicted_type": "Medical images" if figure.view is not None else "Graph",
+        "predicted_type": "Medical images" if figure.radiology else "Graph",
     }

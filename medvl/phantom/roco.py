@@ -17,8 +17,9 @@ REFERENCES = {
 }
 """Split -> MedICaT's file about it."""
 _LINES = ("captions", "keywords", "cuis", "semtypes", "dlinks")
-_MOST = 3 * MAX_STUDIES + 1  # figures of one article
+_MOST = 4 * MAX_STUDIES + 1  # figures of one article
 _FILM = "C1306645"  # plain radiography
+_SLICES = {"CT": "C0040405", "MRI": "C0024485"}
 _CUIS = {
     "Atelectasis": "C0004144",
     "Cardiomegaly": "C0018800",
@@ -46,7 +47,7 @@ def write_roco(
     An article is the case report of one patient, and all its figures are in one split. The sentences that refer to a
     figure lie in `roco_references/`, as MedICaT has them.
 
-    `patients` counts articles, of 3.8 figures on average; the other options, and what is raised, are as in
+    `patients` counts articles, of five figures on average; the other options, and what is raised, are as in
     `write_mimic_cxr`. Returns the folder that holds `data/`.
     """
     options = Options(corpus="roco", patients=patients, seed=seed, size=size, split=split, reports=True)
@@ -68,7 +69,7 @@ def _write_patient(root: Path, patient: Patient, options: Options) -> Rows:
     tables: dict[str, list[list[object]]] = {}
     truth = []
     for figure in article_figures(patient):
-        kind = KINDS[figure.view is None]
+        kind = KINDS[not figure.radiology]
         figure_id = f"ROCO_{patient.index * _MOST + figure.number:05d}"
         path = Path("data", split, kind, "images", f"{figure_id}.jpg")
         if not (root / path).exists() and (content := figure_bytes(figure, options.size, ".jpg")) is not None:
@@ -94,6 +95,8 @@ def _lines(figure: Figure, figure_id: str, article: str) -> dict[str, str]:
     if figure.view is not None:
         present = truth_labels(figure.view.findings)
         cuis = [_FILM, *(cui for label, cui in _CUIS.items() if present[label])]
+    if figure.part is not None:
+        cuis = [_SLICES[figure.part.modality]]
     types = ["T060", "Diagnostic Procedure", *(["T047", "Disease or Syndrome"] if len(cuis) > 1 else [])]
     link = f"wget -r ftp://phantom.invalid/pub/pmc/oa_package/{article[-4:-2]}/{article[-2:]}/{article}.tar.gz"
     fields = {
