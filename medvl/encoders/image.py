@@ -84,10 +84,10 @@ class ImageEncoder(Encoder):
         self.register_buffer("_std", torch.tensor(self.std).view(1, -1, 1, 1), persistent=False)
         self._mean: Tensor
         self._std: Tensor
-        if self.in_channels == 1:
-            _grey_stem(self.backbone)
         if self.image_size != vision.image_size and self._adapter.fixed_size:
             self._adapter.resize(self.backbone, self.image_size)
+        if self.in_channels == 1:  # last: a model that is resized may try itself on an RGB image
+            _grey_stem(self.backbone)
         self.feature_dim, self.patch_dim, _ = self._measure(self.image_size)
 
     def forward(self, image_BCHW: Tensor, keep_BK: Tensor | None = None) -> ImageFeatures:
