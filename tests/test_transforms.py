@@ -1,9 +1,10 @@
 """Image transforms: geometry by eye-independent checks, randomness by the generator alone."""
 
+import cv2
 import numpy as np
 import pytest
 
-from medvl.data.transforms import ConVIRTAugmentation, EvalTransform
+from medvl.data.transforms import ConVIRTAugmentation, EvalTransform, RandomCrop
 from medvl.errors import ConfigError
 
 
@@ -116,3 +117,44 @@ def test_crops_cover_the_published_share_of_the_area() -> None:
 def test_settings_out_of_range_are_refused(make) -> None:
     with pytest.raises(ConfigError):
         make()
+
+
+@pytest.mark.parametrize("shape", [(300, 200), (200, 301), (64, 64), (500, 333)])
+@pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
+@pytest.mark.parametrize("more", [{}, {"margin": 8}, {"stored_size": 96}, {"stored_size": 96, "margin": 8}])
+def test_the_box_is_what_the_square_shows(shape: tuple[int, int], fit: str, more: dict) -> None:
+    """Ramps tell every pixel of the square where in the image it is from."""
+    transform = EvalTransform(size=64, fit=fit, **more)
+    box = transform.box(*shape)
+    ramps = 55 + 200 * np.indices(shape) / np.array(shape)[:, None, None]
+    white = transform.build()(np.full(shape, 255, np.uint8), rng()).image_HWC[:, :, 0]
+    inside = cv2.erode(white, np.ones((7, 7))) == 255  # bicubic resizing rings at the borders
+    for axis, (start, length) in enumerate([(box.top, box.height), (box.left, box.width)]):
+        shown = transform.build()(ramps[axis].astype(np.uint8), rng()).image_HWC[:, :, 0]
+        found = (shown.astype(np.float64) + 0.5 - 55) / 200 * shape[axis]
+        expected = start + (np.indices((64, 64))[axis] + 0.5) * length / 64
+        within = inside & (expected > 0.1 * shape[axis]) & (expected < 0.9 * shape[axis])  # bytes and edges are coarse
+        assert within.sum() > 500
+        assert np.abs(found - expected)[within].max() < 0.012 * shape[axis] + 1
+
+
+def test_a_margin_is_cut_off() -> None:
+    image = rng(1).integers(0, 256, (256, 256), dtype=np.uint8)
+    cut = EvalTransform(size=224, fit="pad", margin=16).build()(image, rng()).image_HWC[:, :, 0]
+    np.testing.assert_array_equal(cut, image[16:240, 16:240])
+    with pytest.raises(ConfigError, match="margin must be between 0 and the size of 224, got -1"):
+        EvalTransform(margin=-1)
+
+
+def test_random_crops_are_all_parts_of_the_padded_square() -> None:
+    image = rng(1).integers(0, 256, (20, 12), dtype=np.uint8)
+    square = np.zeros((20, 20), np.uint8)
+    square[:, 4:16] = image
+    parts = np.lib.stride_tricks.sliding_window_view(square, (16, 16)).reshape(-1, 16, 16)
+    crop = RandomCrop(size=16, padded_size=20).build()
+    drawn = [crop(image, rng(seed)).image_HWC[:, :, 0] for seed in range(200)]
+    places = [int(np.flatnonzero((parts == part).all(axis=(1, 2)))[0]) for part in drawn]
+    assert set(places) == set(range(25))
+    np.testing.assert_array_equal(crop(image, rng(7)).image_HWC[:, :, 0], drawn[7])
+    with pytest.raises(ConfigError, match="padded_size must be at least the size of 224, got 200"):
+        RandomCrop(size=224, padded_size=200)

@@ -7,7 +7,7 @@ from the generator that the loader derives of (seed, epoch, key), so an image is
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Literal, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import cv2
 import numpy as np
@@ -25,6 +25,15 @@ class Transformed:
 
     image_HWC: np.ndarray
     flipped: bool = False
+
+
+class Box(NamedTuple):
+    """A rectangle in pixels of an image, edges included: it may reach beyond those of the image."""
+
+    top: float
+    left: float
+    height: float
+    width: float
 
 
 BuiltTransform = Callable[[np.ndarray, np.random.Generator], Transformed]
@@ -56,11 +65,16 @@ class EvalTransform:
     stored_size: int | None = None
     """Side of the squares that a published system keeps on disk: the square is made at this size first, and then
     brought to `size` by bicubic interpolation without antialiasing (CheXzero). None goes there at once."""
+    margin: int = 0
+    """Pixels that are cut off on every side in the end: a margin of 16 makes a square of 256 for a size of 224 (GLoRIA,
+    which trains with random crops of it)."""
 
     def __post_init__(self) -> None:
         _check_size(self.size)
         if self.stored_size is not None:
             _check_size(self.stored_size)
+        if not 0 <= self.margin <= self.size:
+            raise ConfigError(f"margin must be between 0 and the size of {self.size}, got {self.margin}")
 
     @property
     def flip(self) -> Flip:
@@ -71,28 +85,70 @@ class EvalTransform:
         """The function that a loader worker calls."""
         return self._apply
 
+    def box(self, height: int, width: int) -> Box:
+        """The part of an image of that size which the square shows, borders included: what maps are laid over."""
+        whole = self.size + 2 * self.margin
+        first = self.stored_size or whole
+        scaled_height, scaled_width, top, left = self._placed(height, width, first)
+        down, across = height / scaled_height, width / scaled_width  # pixels of the image a pixel of the square
+        cut, kept = self.margin * first / whole, self.size * first / whole
+        return Box((cut - top) * down, (cut - left) * across, kept * down, kept * across)
+
     def _apply(self, image: np.ndarray, rng: np.random.Generator) -> Transformed:
-        square_HWC = self._square(image, self.stored_size or self.size)
+        whole = self.size + 2 * self.margin
+        square_HWC = self._square(image, self.stored_size or whole)
         if self.stored_size is not None:
-            sides = (self.size, self.size)
-            square_HWC = _with_channels(cv2.resize(square_HWC, sides, interpolation=cv2.INTER_CUBIC))
-        return Transformed(square_HWC)
+            square_HWC = _with_channels(cv2.resize(square_HWC, (whole, whole), interpolation=cv2.INTER_CUBIC))
+        inner = slice(self.margin, self.margin + self.size)
+        return Transformed(np.ascontiguousarray(square_HWC[inner, inner]))
 
     def _square(self, image: np.ndarray, size: int) -> np.ndarray:
         height, width = image.shape[:2]
-        if self.fit == "squash":
-            return _with_channels(_resize(image, size, size))
-        side = min(height, width) if self.fit == "crop" else max(height, width)
-        scaled_height = max(1, round(height * size / side))
-        scaled_width = max(1, round(width * size / side))
+        scaled_height, scaled_width, top, left = self._placed(height, width, size)
         image = _with_channels(_resize(image, scaled_height, scaled_width))
         if self.fit == "crop":
-            top, left = (scaled_height - size) // 2, (scaled_width - size) // 2
-            return np.ascontiguousarray(image[top : top + size, left : left + size])
+            return image[-top : size - top, -left : size - left]
         square = np.zeros((size, size, image.shape[2]), np.uint8)
-        top, left = (size - scaled_height) // 2, (size - scaled_width) // 2
         square[top : top + scaled_height, left : left + scaled_width] = image
         return square
+
+    def _placed(self, height: int, width: int, size: int) -> tuple[int, int, int, int]:
+        """Height and width that an image is brought to, and where its first row and column are in the square."""
+        if self.fit == "squash":
+            return size, size, 0, 0
+        side = min(height, width) if self.fit == "crop" else max(height, width)
+        scaled_height, scaled_width = max(1, round(height * size / side)), max(1, round(width * size / side))
+        top, left = abs(size - scaled_height) // 2, abs(size - scaled_width) // 2
+        return scaled_height, scaled_width, *((-top, -left) if self.fit == "crop" else (top, left))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RandomCrop:
+    """Long side to `padded_size`, black borders to a square, and a random part of it: all that GLoRIA augments with."""
+
+    size: int = 224
+    padded_size: int = 256
+
+    def __post_init__(self) -> None:
+        _check_size(self.size)
+        if self.padded_size < self.size:
+            raise ConfigError(f"padded_size must be at least the size of {self.size}, got {self.padded_size}")
+
+    @property
+    def flip(self) -> Flip:
+        """What a horizontal flip does to the text."""
+        return "off"
+
+    def build(self) -> BuiltTransform:
+        """The function that a loader worker calls."""
+        whole = EvalTransform(size=self.padded_size, fit="pad").build()
+
+        def apply(image: np.ndarray, rng: np.random.Generator) -> Transformed:
+            top, left = rng.integers(self.padded_size - self.size + 1, size=2)
+            square_HWC = whole(image, rng).image_HWC
+            return Transformed(np.ascontiguousarray(square_HWC[top : top + self.size, left : left + self.size]))
+
+        return apply
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from medvl.data.shards import MANIFEST, Manifest
 from medvl.data.text import RandomSection, RandomSentence, WholeText
-from medvl.data.transforms import ConVIRTAugmentation, EvalTransform
+from medvl.data.transforms import ConVIRTAugmentation, EvalTransform, RandomCrop
 from medvl.data.verify import check_against
 from medvl.errors import ConfigError
 
@@ -23,7 +23,7 @@ class DataConfig:
     """Folder of shards for validation, of other patients; None validates nothing."""
     tokenizer: Path | None = None
     """Folder of a tokenizer, as `medvl vocab` makes one; None takes the text encoder's own from the hub."""
-    image: ConVIRTAugmentation | EvalTransform
+    image: ConVIRTAugmentation | EvalTransform | RandomCrop
     """Of the training images; validation takes the model's own transform."""
     text: RandomSentence | WholeText | RandomSection
     workers: int = 8
