@@ -5,7 +5,7 @@ ask of a row and hands it to the rank that owns it. Each rank then holds W times
 and DDP's average over ranks makes the parameter gradients those of one process with the whole batch; a parameter of
 the loss itself, such as a learned temperature, has the same gradient everywhere and the average leaves it alone.
 
-Letters: B rows of this rank, N rows of all ranks in rank order, E embedding dim.
+Letters: B rows of this rank, N rows of all ranks in rank order, E embedding dim, T tokens, Q tokens of all rows.
 """
 
 import contextlib
@@ -43,9 +43,28 @@ def gather(x_BE: Tensor) -> Tensor:
 
     Raises ValueError where trailing shapes differ between ranks.
     """
-    if _local_only.get() or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if _is_alone():
         return x_BE
     return _Gather.apply(x_BE, _row_counts(x_BE))
+
+
+def gather_padded(x_BTE: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequences of all ranks in rank order, (N, T, E), and their mask (N, T); differentiable.
+
+    Ranks may pad to different lengths: what is padded does not travel, and comes back as zeros, to the longest sequence
+    of all. The mask is True on the first tokens of every row. Where `gather` gives its input back, so does this.
+
+    Raises ValueError where E differs between ranks.
+    """
+    if _is_alone():
+        return x_BTE, mask_BT
+    length_N = gather(mask_BT.sum(dim=1))
+    tokens_QE = gather(x_BTE[mask_BT])
+    place_T = torch.arange(max(length_N.tolist(), default=0), device=x_BTE.device)
+    mask_NT = place_T < length_N[:, None]
+    x_NTE = tokens_QE.new_zeros(*mask_NT.shape, *tokens_QE.shape[1:])
+    x_NTE[mask_NT] = tokens_QE
+    return x_NTE, mask_NT
 
 
 def host_group() -> Any:
@@ -59,6 +78,10 @@ def host_group() -> Any:
     if world not in _host_groups:
         _host_groups[world] = dist.new_group(backend="gloo")
     return _host_groups[world]
+
+
+def _is_alone() -> bool:
+    return _local_only.get() or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
 def _row_counts(x_BE: Tensor) -> list[int]:

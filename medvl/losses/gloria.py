@@ -1,0 +1,246 @@
+"""GLoRIA's comparison of words with image regions, and the loss over it (Huang et al., ICCV 2021, section 3.3).
+
+    similarity_NM = gloria_similarity(regions_NPE, words_MWE, word_mask_MW)        # every image with every text
+    image_to_text, text_to_image = gloria_local(regions_BPE, words_BWE, word_mask_BW)
+
+Every text is compared with every image: N * M * W * P numbers, several times over. So texts come in chunks of a
+budget, sorted by length, each as wide as its longest text; where they would leave too much for the backward pass, it
+computes them again, one at a time. With no more than E regions, an attended context is never formed: its product with
+the word is the attended scores, and its norm comes of the regions' products with each other, which all texts share.
+
+Shape letters: N images, M texts, B pairs, P regions, W words, E shared embedding, Q words of all texts of a chunk.
+"""
+
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from medvl.losses.inputs import full_precision
+
+WordPool = Literal["sum", "mean", "max"]
+
+_CHUNK_BYTES, _CHUNK_TENSORS = 2**30, 8
+"""For one chunk, forward and backward: as many tensors of N * P * Q numbers are held at once."""
+_KEPT_BYTES, _KEPT_TENSORS = 2**31, 4
+"""For what the backward pass needs of all chunks; where it is more, chunks are computed again."""
+_EPS = 1e-16
+"""The least squared norm, and the square of the least product of two norms: nothing divides by zero."""
+
+
+def gloria_local(
+    regions_BPE: Tensor,
+    words_BWE: Tensor,
+    word_mask_BW: Tensor,
+    temp1: float = 4.0,
+    temp2: float = 5.0,
+    temp3: float = 10.0,
+    *,
+    pool: WordPool = "sum",
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Both directions of the contrast between images and texts by their regions and words (equations 2 to 7).
+
+    Row i of the regions and row i of the words belong together. What stands behind the mask changes nothing, not even
+    if it is not finite. A pair whose text has no word is left out, its image as well; with no pair left, both losses
+    are 0 with a gradient of zeros.
+
+    Args:
+        regions_BPE, words_BWE: not normalised: their length is how sharp the attention is.
+        word_mask_BW: bool, True on real words.
+        temp1, temp2, temp3: of the attention over regions, the pooling of words, and the contrast; they multiply.
+        pool, chunk: as in `gloria_similarity`.
+
+    Returns:
+        (image to text, text to image), scalars, which GLoRIA sums. Near ln B each for embeddings that know nothing of
+        each other, where the texts have equally many words.
+
+    Raises:
+        ValueError: shapes that do not belong together, no pair, or a temperature of zero or below.
+    """
+    if len(regions_BPE) != len(words_BWE) or len(regions_BPE) == 0:
+        raise ValueError(f"gloria_local needs pairs, got {len(regions_BPE)} images and {len(words_BWE)} texts")
+    similarity_BB = gloria_similarity(
+        regions_BPE, words_BWE, word_mask_BW, temp1=temp1, temp2=temp2, pool=pool, chunk=chunk
+    )
+    return gloria_contrast(similarity_BB, word_mask_BW.any(dim=1), temp3)
+
+
+def gloria_contrast(similarity_BB: Tensor, has_words_B: Tensor, temp3: float = 10.0) -> tuple[Tensor, Tensor]:
+    """`gloria_local` from similarities: a rank compares its own images with the texts of all, and gathers the rows.
+
+    Args:
+        similarity_BB: of `gloria_similarity`, images in rows.
+        has_words_B: bool; pairs without words are left out.
+        temp3: multiplies the similarities.
+
+    Raises ValueError when the similarities are not square, or on a temperature of zero or below.
+    """
+    if temp3 <= 0:
+        raise ValueError(f"temp3 must be above 0, got {temp3}")
+    if similarity_BB.ndim != 2 or similarity_BB.shape[0] != similarity_BB.shape[1]:
+        raise ValueError(f"a contrast of pairs needs (B, B) similarities, got {tuple(similarity_BB.shape)}")
+    logits_BB = temp3 * similarity_BB.float()
+    row_B = torch.arange(len(logits_BB), device=logits_BB.device)
+    target_B = row_B.masked_fill(~has_words_B, -100)
+    # Not minus infinity: with no pair left, a softmax over nothing else would not be a number.
+    lowest = torch.finfo(logits_BB.dtype).min
+    count = has_words_B.sum().clamp(min=1)
+
+    def direction(logits_BB: Tensor) -> Tensor:
+        among_BB = logits_BB.masked_fill(~has_words_B, lowest)
+        return F.cross_entropy(among_BB, target_B, ignore_index=-100, reduction="sum") / count
+
+    return direction(logits_BB), direction(logits_BB.T)
+
+
+def gloria_similarity(
+    regions_NPE: Tensor,
+    words_MWE: Tensor,
+    word_mask_MW: Tensor,
+    temp1: float = 4.0,
+    temp2: float = 5.0,
+    *,
+    pool: WordPool = "sum",
+    chunk: int | None = None,
+) -> Tensor:
+    """(N, M) float32: how well the words of each text are found among the regions of each image (equations 2 to 6).
+
+    Each region shares itself out among the words, by a softmax over their products; each word then attends to the
+    regions by a softmax over temp1 times its shares, and r is its cosine with what it attends to. Words are pooled:
+
+    * "sum": ln of the sum over words of exp(temp2 * r), what GLoRIA is trained with;
+    * "mean": the same with the mean, its other option: a long text has no advantage;
+    * "max": temp2 times the largest r, what its zero-shot code takes.
+
+    A text without any word has -temp2, the least that a word can have. Differentiable; `chunk` is how many texts are
+    compared at a time, by default as many as fit in 1 GiB, and changes nothing but time and memory.
+
+    Raises ValueError on shapes that do not belong together, a temperature of zero or below, or another pool.
+    """
+    _check(regions_NPE, words_MWE, word_mask_MW, temp1, temp2, pool)
+    word_mask_MW = word_mask_MW.bool()
+    place_W = torch.arange(1, word_mask_MW.shape[1] + 1, device=word_mask_MW.device)
+    length_M = (word_mask_MW * place_W).amax(dim=1)
+    order_M = length_M.argsort(descending=True)
+    lengths = length_M[order_M].clamp(min=1).tolist()  # the one wait for the device
+    images, regions = regions_NPE.shape[:2]
+    a_word = 4 * images * regions
+    again = torch.is_grad_enabled() and _KEPT_TENSORS * a_word * sum(lengths) > _KEPT_BYTES
+    with full_precision(regions_NPE):
+        regions_NPE = regions_NPE.float()
+        # Padding may hold anything: here it becomes zeros.
+        words_MWE = words_MWE.float().masked_fill(~word_mask_MW[:, :, None], 0.0)[order_M]
+        mask_MW = word_mask_MW[order_M]
+        gram_NPP = regions_NPE @ regions_NPE.transpose(1, 2) if regions <= regions_NPE.shape[2] else None
+        columns = []
+        start = 0
+        while start < len(lengths):
+            width = lengths[start]
+            step = chunk or max(1, _CHUNK_BYTES // max(1, _CHUNK_TENSORS * a_word * width))
+            taken = slice(start, start + step)
+            inputs = regions_NPE, gram_NPP, words_MWE[taken, :width], mask_MW[taken, :width], temp1, temp2, pool
+            columns.append(_again(*inputs) if again else _compare(*inputs))
+            start += step
+        if not columns:
+            return regions_NPE.new_zeros(images, 0)
+        return torch.cat(columns, dim=1)[:, order_M.argsort()]
+
+
+def gloria_attention(regions_BPE: Tensor, words_BWE: Tensor, word_mask_BW: Tensor, temp1: float = 4.0) -> Tensor:
+    """(B, W, P) float32: where each word of text i looks in image i (equations 2 and 3); 0 for padding.
+
+    The attention of a word sums to 1 over the regions. Raises ValueError on shapes that do not belong together, or a
+    temperature of zero or below.
+    """
+    _check(regions_BPE, words_BWE, word_mask_BW, temp1=temp1)
+    word_mask_BW = word_mask_BW.bool()
+    with full_precision(regions_BPE):
+        words_BWE = words_BWE.float().masked_fill(~word_mask_BW[:, :, None], 0.0)
+        attention_BPW = _attend(regions_BPE.float() @ words_BWE.transpose(1, 2), word_mask_BW[:, None], temp1)
+        return attention_BPW.transpose(1, 2).masked_fill(~word_mask_BW[:, :, None], 0.0)
+
+
+def _attend(scores: Tensor, mask: Tensor, temp1: float) -> Tensor:
+    """Attention over the regions (second dimension) of words (last dimension, where the mask is)."""
+    mask = mask.clone()
+    mask[..., 0] |= ~mask.any(dim=-1)  # a text without words attends with its padding: no softmax over nothing
+    shares = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+    return (temp1 * shares).softmax(dim=1)
+
+
+def _compare(
+    regions_NPE: Tensor,
+    gram_NPP: Tensor | None,
+    words_MWE: Tensor,
+    mask_MW: Tensor,
+    temp1: float,
+    temp2: float,
+    pool: WordPool,
+) -> Tensor:
+    """similarity_NM of one chunk of texts; without the regions' products, attended contexts are formed."""
+    scores_NPQ = F.linear(regions_NPE, words_MWE.flatten(0, 1))
+    attention_NPQ = _attend(scores_NPQ.unflatten(2, mask_MW.shape), mask_MW, temp1).flatten(2)
+    product_NQ = (attention_NPQ * scores_NPQ).sum(dim=1)
+    if gram_NPP is None:
+        square_NQ = (attention_NPQ.transpose(1, 2) @ regions_NPE).square().sum(dim=2)
+    else:
+        square_NQ = _Quadratic.apply(attention_NPQ, gram_NPP)
+    word_square_Q = words_MWE.square().sum(dim=2).flatten()
+    norms_NQ = square_NQ.clamp(min=_EPS).sqrt() * word_square_Q.clamp(min=_EPS).sqrt()
+    cosine_NQ = product_NQ / norms_NQ.clamp(min=_EPS**0.5)
+    return _pool(temp2 * cosine_NQ.unflatten(1, mask_MW.shape), mask_MW, temp2, pool)
+
+
+class _Quadratic(torch.autograd.Function):
+    """x^T G x of every column x, for symmetric G: its gradient 2 G x is there already, which autograd cannot know."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NPQ: Tensor, gram_NPP: Tensor) -> Tensor:
+        product_NPQ = gram_NPP @ x_NPQ
+        ctx.save_for_backward(x_NPQ, product_NPQ)
+        return (x_NPQ * product_NPQ).sum(dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x_NPQ, product_NPQ = ctx.saved_tensors
+        grad_N1Q = grads[0][:, None]
+        return 2 * grad_N1Q * product_NPQ, (grad_N1Q * x_NPQ) @ x_NPQ.transpose(1, 2)
+
+
+def _again(*inputs: Any) -> Tensor:
+    """`_compare`, of which nothing but the result is kept until the backward pass computes it again."""
+    similarity_NM: Tensor = checkpoint(_compare, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return similarity_NM
+
+
+def _pool(scaled_NMW: Tensor, mask_MW: Tensor, temp2: float, pool: WordPool) -> Tensor:
+    """Words to texts."""
+    masked_NMW = scaled_NMW.masked_fill(~mask_MW, torch.finfo(scaled_NMW.dtype).min)
+    pooled_NM = masked_NMW.amax(dim=2) if pool == "max" else masked_NMW.logsumexp(dim=2)
+    if pool == "mean":
+        pooled_NM = pooled_NM - mask_MW.sum(dim=1).clamp(min=1).log()
+    return torch.where(mask_MW.any(dim=1), pooled_NM, -temp2)
+
+
+def _check(
+    regions_NPE: Tensor,
+    words_MWE: Tensor,
+    word_mask_MW: Tensor,
+    temp1: float = 1.0,
+    temp2: float = 1.0,
+    pool: WordPool = "sum",
+) -> None:
+    if min(temp1, temp2) <= 0:
+        raise ValueError(f"temperatures must be above 0, got temp1 {temp1} and temp2 {temp2}")
+    if pool not in get_args(WordPool):
+        raise ValueError(f"pool is {pool!r}: known are {', '.join(get_args(WordPool))}")
+    fits = regions_NPE.ndim == words_MWE.ndim == 3 and regions_NPE.shape[2] == words_MWE.shape[2]
+    empty = fits and 0 in (regions_NPE.shape[1], words_MWE.shape[1])
+    if not fits or empty or words_MWE.shape[:2] != word_mask_MW.shape:
+        raise ValueError(
+            "regions must be (N, P, E), words (M, W, E) and their mask (M, W), with room for a region and a word; "
+            f"got {tuple(regions_NPE.shape)}, {tuple(words_MWE.shape)} and {tuple(word_mask_MW.shape)}"
+        )
