@@ -4,14 +4,20 @@
     torchrun recipes/medvill_mimic.py tiny            # the phantom corpus of scripts/quickstart.sh, two CPU cores
     torchrun recipes/medvill_mimic.py tiny --help     # every setting
     torchrun recipes/vqa_finetune.py --start runs/medvill-mimic/best     # then it answers questions
+    torchrun recipes/medvill_mimic.py paper-report                       # or learns to write reports
+    medvl eval report --checkpoint runs/medvill-report/best --data DIR/test
 
 Preset `paper`: BERT-base over 180 cells of a ResNet-50 at 512 pixels and the report, masked words and image-text
 matching from one pass, the bidirectional-autoregressive mask; AdamW at 1e-5, 50 epochs, batch 128. Its shards are of
 the AP views: `medvl shards mimic-cxr --views AP --short-side 512`. The paper crops 0.8 to 1.1 of the image; no crop
 is larger than the image here.
 
-Preset `tiny`: the ResNet-10 and the three-layer BERT of the quickstart, from its ConVIRT's towers where `start` names
-its checkpoint, else from scratch.
+Preset `tiny`: the ResNet-10 and the three-layer BERT of the quickstart's ConVIRT, where the paper starts from
+ImageNet's ResNet and Google's BERT.
+
+Presets `paper-report` and `tiny-report`: the model that one of the above has trained goes on with the
+sequence-to-sequence mask and masked words alone, 3e-5. The paper masks 0.15 of the words and never more than three of
+a text; `tiny-report` masks more of fewer texts.
 """
 
 import dataclasses
@@ -36,7 +42,8 @@ class Recipe:
     pretrained: bool
     """Start both encoders from their published weights."""
     start: Path | None = None
-    """Checkpoint of another system whose image and text encoder are taken; None takes none."""
+    """Checkpoint of a MedViLL, all of which is taken, or of another system whose image and text encoder are taken;
+    None takes none."""
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
@@ -73,10 +80,11 @@ tiny = Recipe(
         image_size=112,
         fit="squash",
         frozen_image_layers=0,
-        attention="bidirectional",
+        text_arguments={"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
         max_tokens=48,
     ),
     pretrained=False,
+    start=Path("quickstart/convirt/best"),
     data=DataConfig(
         train="quickstart/shards/train",
         valid=Path("quickstart/shards/validate"),
@@ -97,6 +105,23 @@ tiny = Recipe(
     ),
 )
 
+paper_report = dataclasses.replace(
+    paper,
+    model=MedViLLConfig(attention="seq2seq", objective="report"),
+    pretrained=False,
+    start=Path("runs/medvill-mimic/best"),
+    optim=dataclasses.replace(paper.optim, lr=3e-5),
+    train=dataclasses.replace(paper.train, run_dir=Path("runs/medvill-report")),
+)
+tiny_report = dataclasses.replace(
+    tiny,
+    model=dataclasses.replace(tiny.model, attention="seq2seq", objective="report", mask_probability=0.4),
+    start=Path("quickstart/medvill/best"),
+    train=dataclasses.replace(tiny.train, run_dir=Path("quickstart/medvill-report")),
+)
+
+PRESETS = {"paper": paper, "tiny": tiny, "paper-report": paper_report, "tiny-report": tiny_report}
+
 MAKE_DATA = """Make the shards first. From MIMIC-CXR on disk:
     medvl shards mimic-cxr --root MIMIC-CXR --views AP --short-side 512 --out shards/mimic-cxr-ap
 From nothing, for a try on the phantom corpus:
@@ -106,14 +131,14 @@ From nothing, for a try on the phantom corpus:
 def main(recipe: Recipe) -> None:
     """Data, model, training: the verbs in order."""
     recipe.data.check(MAKE_DATA)
-    from medvl.models import create_model, load_towers
+    from medvl.models import create_model, warm_start
     from medvl.train import seeded, train
     from medvl.train.data import open_data
 
     with seeded(recipe.train.seed):
         model = create_model(recipe.model, pretrained=recipe.pretrained, tokenizer=recipe.data.tokenizer)
     if recipe.start is not None:
-        load_towers(model, recipe.start)
+        warm_start(model, recipe.start)
     opened = open_data(recipe.data, model, recipe.train.micro_batch)
     result = train(
         model,
@@ -128,6 +153,6 @@ def main(recipe: Recipe) -> None:
 
 if __name__ == "__main__":
     try:
-        main(choose({"paper": paper, "tiny": tiny}, description="MedViLL on MIMIC-CXR."))
+        main(choose(PRESETS, description="MedViLL on MIMIC-CXR."))
     except MedvlError as error:
         sys.exit(f"error: {error}")

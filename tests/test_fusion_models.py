@@ -20,7 +20,7 @@ from medvl.errors import CheckpointError, ConfigError
 from medvl.models.configs import ConVIRTConfig
 from medvl.models.fusion_configs import DualStreamConfig, M3AEConfig, MedViLLConfig, SingleStreamConfig
 from medvl.models.fusion_model import FusionModel
-from medvl.models.storage import load_towers, save
+from medvl.models.storage import load_towers, save, warm_start
 from medvl.schema import Batch
 from medvl.train.config import OptimConfig
 from medvl.train.optim import build_optimizer
@@ -236,6 +236,22 @@ def test_towers_of_a_dual_encoder_start_a_fusion_encoder(
             if field.name not in ("pooled_BD", "grid"):  # ConVIRT pools its text by the maximum
                 assert torch.equal(value, getattr(theirs, field.name))
     assert step(fusion.train(), batch).total.isfinite()
+
+
+def test_a_warm_start_takes_all_of_its_own_kind_and_the_towers_of_another(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    pretrained = tiny_model("medvill", tokenizer)
+    save(pretrained, tmp_path)
+    report = tiny_model("medvill", tokenizer, attention="seq2seq", objective="report")
+    warm_start(report, tmp_path)
+    weights = pretrained.state_dict()
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in report.state_dict().items())
+    other = tiny_model("single_stream", tokenizer, image_encoder="resnet_tiny", image_arguments={})
+    head = other.itm_head.weight.clone()
+    warm_start(other, tmp_path)
+    assert torch.equal(other.itm_head.weight, head)
+    assert all(torch.equal(t, weights[f"text_encoder.{key}"]) for key, t in other.text_encoder.state_dict().items())
+    with pytest.raises(CheckpointError, match="does not exist"):
+        warm_start(other, tmp_path / "none")
 
 
 def test_towers_that_do_not_fit_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -25,6 +25,12 @@ def recipe(request: pytest.FixtureRequest) -> Path:
     return path
 
 
+def presets(recipe: Path) -> dict[str, Any]:
+    """Preset -> its settings."""
+    names = runpy.run_path(str(recipe))
+    return {name: value for name, value in names.items() if isinstance(value, names["Recipe"])}
+
+
 @pytest.mark.parametrize("preset", [[], ["tiny"]], ids=["paper", "tiny"])
 def test_without_data_it_names_the_commands_that_make_it(recipe: Path, preset: list[str], tmp_path: Path) -> None:
     ended = subprocess.run(
@@ -42,6 +48,10 @@ def test_without_data_it_names_the_commands_that_make_it(recipe: Path, preset: l
 def test_it_has_both_presets_under_the_same_settings(recipe: Path) -> None:
     names: dict[str, Any] = runpy.run_path(str(recipe))
     assert type(names["paper"]) is type(names["tiny"]) is names["Recipe"]
-    assert names["paper"].train.run_dir != names["tiny"].train.run_dir
     assert names["main"].__doc__
     assert "torchrun" in names["__doc__"]
+
+
+def test_no_two_presets_write_to_the_same_folder(recipe: Path) -> None:
+    runs = [preset.train.run_dir for preset in presets(recipe).values()]
+    assert len(set(runs)) == len(runs) >= 2

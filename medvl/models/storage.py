@@ -94,6 +94,32 @@ def load_towers(model: TwoTowers, folder: Path | str) -> None:
 
     Raises CheckpointError when the folder is no whole checkpoint, its encoders are others, or its vocabulary is.
     """
+    folder = _check_start(model, folder)
+    tensors = _read_weights(folder)
+    towers = {
+        name: {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+        for name in _TOWERS
+    }
+    for name, tower in towers.items():
+        _check_fit(model.get_submodule(name), tower, f"{name} of {folder / WEIGHTS}")
+    for name, tower in towers.items():  # both or none
+        model.get_submodule(name).load_state_dict(tower, strict=True)
+
+
+def warm_start(model: TwoTowers, folder: Path | str) -> None:
+    """Give a model all weights of a checkpoint of its own system, or the encoders of another system's.
+
+    Raises CheckpointError as `load_weights` and `load_towers` do.
+    """
+    folder = _check_start(model, folder)
+    if _read_config(folder)["model"].get("name") == model.name:
+        load_weights(model, folder)
+    else:
+        load_towers(model, folder)
+
+
+def _check_start(model: TwoTowers, folder: Path | str) -> Path:
+    """A whole checkpoint whose vocabulary, where both have one, is the model's."""
     folder = _check_folder(Path(folder))
     if (folder / MARKER).is_file():
         check_marker(folder, but=TRAIN_STATE)
@@ -104,15 +130,7 @@ def load_towers(model: TwoTowers, folder: Path | str) -> None:
                 f"the text encoder of {folder} was trained with another vocabulary: create the model with "
                 f"tokenizer={str(folder / TOKENIZER)!r}"
             )
-    tensors = _read_weights(folder)
-    towers = {
-        name: {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
-        for name in _TOWERS
-    }
-    for name, tower in towers.items():
-        _check_fit(model.get_submodule(name), tower, f"{name} of {folder / WEIGHTS}")
-    for name, tower in towers.items():  # both or none
-        model.get_submodule(name).load_state_dict(tower, strict=True)
+    return folder
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
