@@ -1,10 +1,25 @@
 """Losses: pure, differentiable functions of tensors, computed in float32 whatever the inputs' precision."""
 
-from medvl.losses.answers import answers
+from medvl.losses.answers import answer_words, answers
 from medvl.losses.contrastive import clip, convirt, siglip
+from medvl.losses.gloria import gloria_local
 from medvl.losses.itc import itc
 from medvl.losses.itm import itm
+from medvl.losses.labels import labels
 from medvl.losses.mim import mim
 from medvl.losses.mlm import mlm, mlm_distilled
 
-__all__ = ["answers", "clip", "convirt", "itc", "itm", "mim", "mlm", "mlm_distilled", "siglip"]
+__all__ = [
+    "answer_words",
+    "answers",
+    "clip",
+    "convirt",
+    "gloria_local",
+    "itc",
+    "itm",
+    "labels",
+    "mim",
+    "mlm",
+    "mlm_distilled",
+    "siglip",
+]

@@ -1,4 +1,7 @@
-"""Answering as classification over a vocabulary of answers, with soft targets."""
+"""Answering: as classification over a vocabulary with soft targets, or word by word.
+
+V answers of a vocabulary, or words of a tokenizer's; N words of all answers of a batch; B questions.
+"""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,3 +30,36 @@ def answers(logits_BV: Tensor, target_BV: Tensor) -> Tensor:
     with full_precision(logits_BV):
         loss = F.binary_cross_entropy_with_logits(logits_BV.float(), target_BV.float(), reduction="sum")
         return loss / max(len(logits_BV), 1)
+
+
+def answer_words(logits_NV: Tensor, ids_N: Tensor, weight_N: Tensor, questions: int) -> Tensor:
+    """Cross-entropy of every word, weighted by its answer's score, summed over the words and averaged over questions.
+
+    As ALBEF trains its answer decoder (Li et al., arXiv 2107.07651, section 5): a question's answers weigh by their
+    scores, and a long answer more than a short one, as the likelihood that ranks them later has it.
+
+    Args:
+        logits_NV: scores of the next word at every place in front of a word, the closing token among the words.
+        ids_N: int64, the words that stand there.
+        weight_N: how right the answer is that the word belongs to, within [0, 1].
+        questions: B, those without a single answer among them.
+
+    Returns a scalar, near words of a question times ln V for a decoder that knows nothing; 0, with a gradient of zeros,
+    where there is no word. Raises ValueError on shapes that do not belong together.
+    """
+    if weight_N.shape != ids_N.shape:
+        raise ValueError(f"each word needs a weight: {len(ids_N)} words and {len(weight_N)} weights")
+    return -(word_log_probability(logits_NV, ids_N) * weight_N.float()).sum() / max(questions, 1)
+
+
+def word_log_probability(logits_NV: Tensor, ids_N: Tensor) -> Tensor:
+    """(N,) float32: the logarithm of each word's probability among all V.
+
+    Raises ValueError on shapes that do not belong together.
+    """
+    if logits_NV.ndim != 2 or ids_N.shape != logits_NV.shape[:1]:
+        raise ValueError(
+            f"words need logits (N, V) and ids (N,), got {tuple(logits_NV.shape)} and {tuple(ids_N.shape)}"
+        )
+    with full_precision(logits_NV):
+        return -F.cross_entropy(logits_NV.float(), ids_N, reduction="none")
