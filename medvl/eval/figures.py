@@ -1,6 +1,8 @@
 """Plots for the page, each a PNG of its own, drawn on a canvas of its own: no global plotting state is touched."""
 
+import dataclasses
 import io
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,11 +18,11 @@ POSITIVE_COLOR, NEGATIVE_COLOR, LINE_COLOR, GREY = "#c2410c", "#64748b", "#1d4ed
 _INCHES, _DPI = (2.9, 2.5), 200  # shown at about 290 CSS pixels: two device pixels each
 
 
-def _canvas() -> tuple["Figure", "Axes"]:
+def _canvas(inches: tuple[float, float] = _INCHES) -> tuple["Figure", "Axes"]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
+    figure = Figure(figsize=inches, dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
@@ -72,6 +74,36 @@ def score_plot(scores_N: Array, labels_N: Array, threshold: float | None) -> byt
     place = (0.5, 1.0)  # above the plot, where nothing is drawn
     axes.legend(loc="lower center", bbox_to_anchor=place, ncols=3, fontsize=6.5, frameon=False, columnspacing=1)
     return _finish(figure, axes, "score", "density")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """The numbers of one system, with their intervals; NaN is not drawn."""
+
+    name: str
+    value_K: Array
+    low_K: Array
+    high_K: Array
+    color: str = GREY
+
+
+def accuracy_plot(names: Sequence[str], leading: Sequence[Series], beside: Sequence[Series] = ()) -> bytes:
+    """A line a name, from top to bottom: points with intervals of the leading series, ticks of those beside."""
+    figure, axes = _canvas((7.6, 0.62 + 0.3 * len(names)))
+    places_K = np.arange(len(names), dtype=np.float64)
+    axes.hlines(places_K, 0, 1, color="#e2e8f0", linewidth=0.6, zorder=0)
+    for number, series in enumerate(leading):
+        at_K = places_K + 0.24 * (number - (len(leading) - 1) / 2)
+        axes.hlines(at_K, series.low_K, series.high_K, color=series.color, linewidth=1.4, alpha=0.55)
+        axes.plot(series.value_K, at_K, "o", color=series.color, markersize=4.5, label=series.name)
+    for series in beside:
+        axes.scatter(series.value_K, places_K, s=80, marker="|", color=series.color, linewidth=1.6, label=series.name)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_yticks(places_K, names)
+    axes.set_xlim(-0.01, 1.01)
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "0.25", "0.5", "0.75", "1"])
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=6, fontsize=7, frameon=False, columnspacing=1.2)
+    return _finish(figure, axes, "accuracy", "")
 
 
 def calibration_plot(bins: CalibrationBins) -> bytes:

@@ -66,7 +66,7 @@ class Strip:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pictures:
-    """Strips of plots ("plots") or of small images ("thumbnails")."""
+    """Strips of plots ("plots", "wide") or of small images ("thumbnails")."""
 
     title: str
     strips: Sequence[Strip]
@@ -74,7 +74,50 @@ class Pictures:
     kind: str = "plots"
 
 
-Section = Table | Pictures
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One of the answers that were open to a model."""
+
+    text: str
+    score: float | None
+    """Within [0, 1], drawn as a bar; None where there is none."""
+    right: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """A case: pictures, what was asked, what was said and what is true."""
+
+    title: str
+    pictures: Sequence[Picture]
+    choices: Sequence[Choice]
+    """The one that was taken first."""
+    lines: Sequence[tuple[str, str]]
+    """(name, value)."""
+    tags: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Deck:
+    """Cards of one kind under one heading."""
+
+    title: str
+    cards: Sequence[Card]
+    good: bool
+    """Whether the cards show successes or failures, for their color."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Cards:
+    """Single cases, put together in decks."""
+
+    title: str
+    decks: Sequence[Deck]
+    caption: str = ""
+    kind: str = "cards"
+
+
+Section = Table | Pictures | Cards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,8 +170,15 @@ def thumbnail_uri(pixels: NDArray[np.uint8], size: int = 192) -> str:
     """An image (H, W) or (H, W, 3), shrunk to fit a square of `size` pixels, as a JPEG data URI."""
     from PIL import Image
 
+    buffer = io.BytesIO()
+    Image.fromarray(shrink(pixels, size)).save(buffer, "JPEG", quality=82)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def shrink(pixels: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
+    """An image (H, W) or (H, W, 3), no longer than `size` pixels on either side; a smaller one stays as it is."""
+    from PIL import Image
+
     image = Image.fromarray(pixels)
     image.thumbnail((size, size), Image.Resampling.LANCZOS)
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=82)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return np.asarray(image)

@@ -23,7 +23,8 @@ from medvl.eval.vqa.vocabulary import AnswerVocabulary
 MODEL = "model"
 """The name of the judged predictions among the baselines."""
 ACCURACY, GAIN, CEILING = "accuracy", "gain_over_question_only", "ceiling"
-_TYPES = ("overall", "closed", "open")
+TYPES = ("overall", "closed", "open")
+"""Targets of the rows over all questions, and over those of one answer type."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class VQAResult:
     """The baselines, and the judged predictions where there are any."""
     credits: Mapping[str, NDArray[np.float64]]
     """System -> credit_N."""
+    protocol: VQAProtocol
 
     def table(self) -> str:
         """A line a system, a column each for overall, closed and open; beneath it a line a question type and organ."""
@@ -44,14 +46,14 @@ class VQAResult:
         top = [
             dataclasses.replace(row, metric=row.target, target=system, subgroup="")
             for system in self.systems
-            for row in (self.results.row(ACCURACY, target, _subgroup(system)) for target in _TYPES)
+            for row in (self.results.row(ACCURACY, target, subgroup_of(system)) for target in TYPES)
         ]
         top += [dataclasses.replace(row, metric=row.target, target=row.metric) for row in beside]
         below = [
             dataclasses.replace(row, metric=system, subgroup="")
             for system in (MODEL, QUESTION_ONLY)
             for row in self.results.rows
-            if row.metric == ACCURACY and row.subgroup == _subgroup(system) and row.target not in _TYPES
+            if row.metric == ACCURACY and row.subgroup == subgroup_of(system) and row.target not in TYPES
         ]
         return "\n\n".join(format_table(rows) for rows in (top, below) if rows)
 
@@ -121,7 +123,7 @@ def judge_answers(
         },
         details=_details(judged, predictions, protocol),
     )
-    return VQAResult(results, judged, systems, credits)
+    return VQAResult(results, judged, systems, credits, protocol)
 
 
 def _config(data: VQAData, protocol: VQAProtocol, vocabulary: AnswerVocabulary | None) -> dict[str, Any]:
@@ -162,10 +164,8 @@ def _blocks(
     groups = _groups(judged)
     blocks = []
     for system, credit_N in credits.items():
-        masks = _types(judged, systems[MODEL] if system == MODEL else None, protocol)
-        if system in (MODEL, QUESTION_ONLY):
-            masks |= groups
-        blocks.append(_masked_block(ACCURACY, credit_N, masks, _subgroup(system)))
+        masks = _types(judged, systems[MODEL] if system == MODEL else None, protocol) | groups
+        blocks.append(_masked_block(ACCURACY, credit_N, masks, subgroup_of(system)))
     shown = _types(judged, systems.get(MODEL), protocol)
     if MODEL in credits:
         blocks.append(_masked_block(GAIN, credits[MODEL] - credits[QUESTION_ONLY], shown))
@@ -214,7 +214,8 @@ def _groups(judged: VQAData) -> dict[str, NDArray[np.bool_]]:
     return found
 
 
-def _subgroup(system: str) -> str:
+def subgroup_of(system: str) -> str:
+    """Of a system's rows: none for the judged predictions, a name for a baseline."""
     return "" if system == MODEL else f"baseline: {system}"
 
 

@@ -2,14 +2,18 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from medvl.data.corpora.questions import questions_of
 from medvl.data.deid import Deidentifier, default_salt_file
+from medvl.data.shard_build import read_pixels
 from medvl.errors import MedvlError
 from medvl.eval.results import write_results
+from medvl.eval.vqa.cases import Pixels
 from medvl.eval.vqa.judge import judge_answers
 from medvl.eval.vqa.legacy import legacy_table
+from medvl.eval.vqa.page import write_vqa_page
 from medvl.eval.vqa.predictions import read_predictions
 from medvl.eval.vqa.protocol import PROTOCOL, PROTOCOLS
 from medvl.eval.vqa.questions import VQAData
@@ -31,12 +35,17 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--protocol", choices=list(PROTOCOLS), default=PROTOCOL, help=f"default: {PROTOCOL}")
     parser.add_argument("--legacy", action="store_true", help="judge by the protocols of published numbers too")
     parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap over images (default: 1000)")
-    parser.add_argument("--out", type=Path, help="gets results.json and predictions.jsonl; default: nothing is written")
+    parser.add_argument(
+        "--out", type=Path, help="gets results.json, predictions.jsonl and index.html; default: nothing is written"
+    )
     return parser
 
 
-def report(data: VQAData, options: argparse.Namespace) -> str:
-    """Judge and, where there is an `--out`, write; the text to print. Raises EvaluationError."""
+def report(data: VQAData, options: argparse.Namespace, pixels: Pixels | None = None) -> str:
+    """Judge and, where there is an `--out`, write; the text to print. `pixels` are for the page.
+
+    Raises EvaluationError.
+    """
     predictions = None if options.predictions is None else read_predictions(options.predictions)
     result = judge_answers(
         data,
@@ -55,7 +64,10 @@ def report(data: VQAData, options: argparse.Namespace) -> str:
     if options.legacy:
         texts.append(legacy_table(data, predictions, split=options.part))
     if options.out is not None:
-        texts.append("\n".join(map(str, write_results(result.results, options.out, result.predictions()))))
+        paths = write_results(result.results, options.out, result.predictions())
+        name = "" if predictions is None else str(options.predictions)
+        paths.append(write_vqa_page(result, options.out / "index.html", model=name, pixels=pixels))
+        texts.append("\n".join(map(str, paths)))
     return "\n\n".join(texts)
 
 
@@ -63,6 +75,13 @@ def run_script(options: argparse.Namespace, read: Read) -> str:
     """What a script has to say; bad input ends it with status 1 and one line that says why."""
     try:
         deid = Deidentifier.from_file(default_salt_file(), create=True)
-        return report(VQAData.from_samples(read(options, deid)), options)
+        samples = list(read(options, deid))
+        return report(VQAData.from_samples(samples), options, _pixels(samples))
     except MedvlError as error:
         sys.exit(f"error: {error}")
+
+
+def _pixels(samples: Sequence[Sample]) -> Pixels:
+    """The images of questions, from the files of the corpus."""
+    sample_of = {question.id: sample for sample in samples for question in questions_of(sample)}
+    return lambda name: read_pixels(sample_of[name], color=True)[0]

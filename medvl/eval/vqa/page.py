@@ -1,0 +1,221 @@
+"""The page of a VQA evaluation: what was asked and how it was judged, accuracy beside what needs no image, and a sample
+of hits and misses with where the model looked."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from medvl.eval import figures
+from medvl.eval.page import Cell, Page, Picture, Pictures, Section, Strip, Table, metric_cell, png_uri, write_page
+from medvl.eval.results import format_value
+from medvl.eval.rows import MetricRow
+from medvl.eval.vqa.baselines import QUESTION_ONLY
+from medvl.eval.vqa.cases import Explain, Pixels, choose_examples, show_cases
+from medvl.eval.vqa.judge import ACCURACY, CEILING, GAIN, MODEL, TYPES, VQAResult, subgroup_of
+
+_NAMES: Mapping[str, str] = {
+    MODEL: "Model",
+    "always_yes": "Always yes",
+    "always_no": "Always no",
+    "majority": "Most frequent answer",
+    "majority_by_kind": "Most frequent of its type",
+    "question_lookup": "Same question in train",
+    QUESTION_ONLY: "Question-only model",
+}
+LIMITS = (
+    "A research evaluation, not for clinical use: the numbers say how often answers agree with those of this data set, "
+    "not what a reader or a patient would gain.",
+    "Intervals are percentiles of a bootstrap over images, all questions of an image being drawn together. They hold "
+    "the chance of the draw, not errors of the answers, nor any difference between these images and others.",
+    "An attention map says where one layer gathered from. It is no reason for an answer: lower layers have mixed what "
+    "the cells hold, and a model can look at a finding and miss it.",
+    "Images and questions on this page belong to the data set and stay under its terms of use.",
+)
+
+
+def write_vqa_page(
+    result: VQAResult,
+    path: str | Path,
+    *,
+    model: str = "",
+    date: str | None = None,
+    pixels: Pixels | None = None,
+    explain: Explain | None = None,
+    examples: int = 6,
+    seed: int = 0,
+) -> Path:
+    """Write the page as one HTML file; its path.
+
+    Args:
+        result: what `judge_answers` returned.
+        path: of the file; its folder is made where it is missing.
+        model: what it is called in the header.
+        date: shown as it stands; the library reads no clock.
+        pixels: None leaves the images out.
+        explain: None leaves out the next best answers and the attention maps.
+        examples: hits, and as many misses, of closed and of open questions each.
+        seed: of their choice.
+    """
+    sections: list[Section] = [_accuracy_table(result), *_plot(result), *_group_table(result)]
+    if MODEL in result.systems:
+        sections.append(show_cases(result, pixels, explain, choose_examples(result, examples, seed)))
+    details, config = result.results.details, result.results.config
+    page = Page(
+        title=f"Visual question answering: {model or 'what needs no image'}",
+        subtitle=f"{config['dataset']}, {config['split_id']} split, {config['split']}: {details['questions']:,} "
+        f"questions about {details['images']:,} images",
+        headlines=_headlines(result),
+        facts=_facts(result, model, date),
+        sections=sections,
+        limits=LIMITS,
+    )
+    return write_page(page, path)
+
+
+def _rows(result: VQAResult) -> dict[tuple[str, str, str], MetricRow]:
+    return {(row.metric, row.target, row.subgroup): row for row in result.results.rows}
+
+
+def _shown(result: VQAResult) -> str:
+    """Whose numbers stand first: the model's, or those of the best that needs no image."""
+    return MODEL if MODEL in result.systems else QUESTION_ONLY
+
+
+def _headlines(result: VQAResult) -> list[tuple[str, str, str]]:
+    rows, shown = _rows(result), _shown(result)
+    told = [(f"{_NAMES[shown]}, {target}", (ACCURACY, target, subgroup_of(shown))) for target in TYPES]
+    told.append(("Gain over the question-only model", (GAIN, "overall", "")))
+    found = []
+    for what, name in told:
+        number, _, interval = format_value(rows.get(name)).partition(" ")
+        if number != "-":
+            found.append((what, number, interval))
+    return found
+
+
+def _facts(result: VQAResult, model: str, date: str | None) -> list[tuple[str, str]]:
+    config, inputs, details = result.results.config, result.results.inputs, result.results.details
+    judging = config["judging"]
+
+    def hashed(name: str, key: str) -> str:
+        return f"{name} (sha256 {str(inputs[key])[:12]})" if inputs.get(key) else name
+
+    closed = {
+        "field": "by the data set's own field",
+        "yes_no": "where the answer is yes or no",
+        "predicted": "where the model takes the question for closed",
+    }[judging["closed"]]
+    right = {
+        "exact": "equal to the data set's answer",
+        "any_of": "equal to any of the data set's alternatives",
+        "llava_med": "as LLaVA-Med v1.0 counts",
+    }[judging["match"]]
+    vocabulary = "none: answers are written"
+    if config["vocabulary_size"] is not None:
+        vocabulary = hashed(f"{config['vocabulary_size']} of {', '.join(judging['vocabulary'])}", "vocabulary")
+    facts = [
+        ("Protocol", f"{judging['name']}, version {judging['version']}"),
+        ("Questions", hashed(f"{config['dataset']}, {config['split_id']} split, {config['split']}", "questions")),
+        ("Answers", vocabulary),
+        ("Right", f"{right}, once normalised ({judging['normalizer']})"),
+        ("Closed", closed),
+        ("Intervals", f"95%, {config['resamples']:,} resamples of images, seed {config['seed']}"),
+        ("Baselines", "learnt from the questions of train alone"),
+        ("Software", f"medvl {result.results.packages['medvl']}, torch {result.results.packages.get('torch', '?')}"),
+    ]
+    if judging["phrasing"]:
+        facts.insert(4, ("Judged", f"{', '.join(judging['phrasing'])} questions only"))
+    if judging["flaw"]:
+        facts.insert(1, ("Not comparable", judging["flaw"]))
+    if details["not_predicted"]:
+        facts.append(("Not answered", f"{details['not_predicted']} questions, which count as wrong"))
+    source = next((key for key in ("checkpoint", "predictions") if inputs.get(key)), None)
+    if source is not None:
+        facts.insert(0, (source.capitalize(), hashed(model, source)))
+    return [("Date", date), *facts] if date else facts
+
+
+def _accuracy_table(result: VQAResult) -> Table:
+    rows = _rows(result)
+    lines: list[list[Cell | str]] = []
+    for system in result.systems:
+        cells = [rows[ACCURACY, target, subgroup_of(system)] for target in TYPES]
+        lines.append([_NAMES[system], *(metric_cell(row, reference=_reference(rows, row), bar=True) for row in cells)])
+    ceiling = [metric_cell(rows[CEILING, target, ""], bar=True) for target in TYPES]
+    lines.append(["Best that the vocabulary allows", *ceiling])
+    counts = [rows[CEILING, target, ""].n for target in TYPES]
+    return Table(
+        title="Accuracy",
+        columns=["", *(f"{target.capitalize()} ({n:,})" for target, n in zip(TYPES, counts, strict=True))],
+        rows=lines,
+        strong_rows=int(MODEL in result.systems),
+        caption="With 95% intervals, over all questions: one that nobody answered is wrong. All but the model never "
+        f"see an image. The tick in a bar is the {_NAMES[QUESTION_ONLY].lower()}.",
+    )
+
+
+def _reference(rows: Mapping[tuple[str, str, str], MetricRow], row: MetricRow) -> float | None:
+    """Where the model that never sees the image is, on the same questions."""
+    other = rows[ACCURACY, row.target, subgroup_of(QUESTION_ONLY)].value
+    return None if np.isnan(other) else other
+
+
+def _groups(result: VQAResult) -> list[str]:
+    """Targets of the rows a question type, and an organ."""
+    shown = subgroup_of(_shown(result))
+    return [
+        row.target
+        for row in result.results.rows
+        if (row.metric, row.subgroup) == (ACCURACY, shown) and row.target not in TYPES
+    ]
+
+
+def _group_table(result: VQAResult) -> list[Table]:
+    rows, groups, shown = _rows(result), _groups(result), _shown(result)
+    if not groups:
+        return []
+    others = [system for system in result.systems if system != shown]
+    lines: list[list[Cell | str]] = []
+    for group in groups:
+        row = rows[ACCURACY, group, subgroup_of(shown)]
+        beside = [metric_cell(rows[ACCURACY, group, subgroup_of(system)]) for system in others]
+        reference = _reference(rows, row) if shown == MODEL else None
+        lines.append([group, metric_cell(row, reference=reference, bar=True), *beside, f"{row.n:,}"])
+    return [
+        Table(
+            title="By question type and organ",
+            columns=["", _NAMES[shown], *(_NAMES[system] for system in others), "Questions"],
+            rows=lines,
+            caption="Accuracy with 95% intervals. A question of two types counts for both.",
+        )
+    ]
+
+
+def _plot(result: VQAResult) -> list[Pictures]:
+    rows, groups = _rows(result), [group for group in _groups(result) if group.startswith("kind: ")]
+    if not groups:
+        return []
+
+    def series(system: str, color: str) -> figures.Series:
+        found = [rows[ACCURACY, group, subgroup_of(system)] for group in groups]
+        value_K, low_K, high_K = np.array([(row.value, row.low, row.high) for row in found]).T
+        return figures.Series(name=_NAMES[system], value_K=value_K, low_K=low_K, high_K=high_K, color=color)
+
+    leading = [(MODEL, figures.LINE_COLOR), (QUESTION_ONLY, figures.NEGATIVE_COLOR)]
+    beside = [("majority_by_kind", figures.POSITIVE_COLOR), ("majority", figures.GREY)]
+    counts = [rows[ACCURACY, group, subgroup_of(QUESTION_ONLY)].n for group in groups]
+    plot = figures.accuracy_plot(
+        [f"{group.removeprefix('kind: ')} ({n})" for group, n in zip(groups, counts, strict=True)],
+        [series(*each) for each in leading if each[0] in result.systems],
+        [series(*each) for each in beside],
+    )
+    picture = Picture(source=png_uri(plot), alternative="accuracy a question type, with the baselines")
+    return [
+        Pictures(
+            title="Question types",
+            kind="wide",
+            strips=[Strip(title="", pictures=[picture])],
+            caption="Accuracy with 95% intervals, and ticks for the most frequent answers; in brackets the questions.",
+        )
+    ]
