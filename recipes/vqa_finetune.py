@@ -1,6 +1,7 @@
-"""Visual question answering: a classifier over answers, fine-tuned from a checkpoint of either family.
+"""Visual question answering: a classifier over answers, or a decoder of them, fine-tuned from either family.
 
     torchrun recipes/vqa_finetune.py --start runs/m3ae/best
+    torchrun recipes/vqa_finetune.py --start runs/albef/best --head ranking --head-rate 1 --optim.lr 2e-5
     torchrun recipes/vqa_finetune.py tiny           # the phantom, from the quickstart's ConVIRT, two CPU cores
     torchrun recipes/vqa_finetune.py tiny --help    # every setting
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from medvl.data.transforms import ConVIRTAugmentation, EvalTransform
 from medvl.errors import MedvlError
 from medvl.models.fusion_configs import DualStreamConfig
+from medvl.models.vqa_config import DecoderConfig, Head
 from medvl.train.config import Cosine, Linear, OptimConfig, TrainConfig
 from medvl.train.launch import choose
 from medvl.train.questions import QuestionConfig
@@ -34,8 +36,12 @@ class Recipe:
     """Checkpoint to start from."""
     fusion: DualStreamConfig
     """Sizes of a fresh fusion-encoder, where `start` is a dual-encoder; its encoders are those of `start`."""
+    head: Head = "classifier"
+    """Or product (MedViLL's own), ranking or generation (a decoder of answers)."""
+    decoder: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
+    """Of the heads ranking and generation."""
     head_rate: float = 50.0
-    """Learning rate of the head over the answers, as a multiple of the encoders'."""
+    """Learning rate of the head, as a multiple of the encoders'; for ALBEF's decoder and MedViLL's head take 1."""
     protocol: str = "medvl"
     """How answers are compared, and whose answers make up the vocabulary."""
     data: QuestionConfig
@@ -67,6 +73,7 @@ tiny = Recipe(
     fusion=DualStreamConfig(
         image_arguments={}, width=192, layers=2, heads=3, intermediate=768, image_positions=True, fusion_rate=2.0
     ),
+    decoder=DecoderConfig(layers=2, heads=3, intermediate=768),
     head_rate=4.0,
     data=QuestionConfig(
         train=Path("quickstart/vqa/train"),
@@ -106,7 +113,14 @@ def main(recipe: Recipe) -> None:
     answers = answers_in(recipe.data.train, recipe.protocol).answers
     normalize = get_protocol(recipe.protocol).normalize
     with seeded(recipe.train.seed):
-        model = create_vqa(recipe.start, answers, fusion=recipe.fusion, head_rate=recipe.head_rate)
+        model = create_vqa(
+            recipe.start,
+            answers,
+            fusion=recipe.fusion,
+            head=recipe.head,
+            decoder=recipe.decoder,
+            head_rate=recipe.head_rate,
+        )
     opened = open_questions(recipe.data, model, answers, normalize, recipe.train.micro_batch)
     evals = [AnswerEval(opened.valid_images, recipe.protocol)] if opened.valid_images is not None else []
     result = train(

@@ -7,15 +7,11 @@ import numpy as np
 import pytest
 import torch
 from fusion_samples import TEXTS, TINY, make_batch, tiny_model, tiny_tokenizer
-from vqa_corpora import write_rad
+from vqa_corpora import write_rad_shards
 
 import medvl
-from medvl.data.corpora import vqa_rad
-from medvl.data.deid import Deidentifier
 from medvl.data.loader import open_loader
 from medvl.data.questions import QuestionSource
-from medvl.data.shard_options import ShardOptions, ShardRun
-from medvl.data.sharding import write_shards
 from medvl.data.shards import ShardSource
 from medvl.data.text import WholeText
 from medvl.data.transforms import ConVIRTAugmentation, EvalTransform
@@ -32,12 +28,7 @@ ANSWERS = ("yes", "no", "2", "right lung")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards of a small VQA-RAD whose questions are split, not its images."""
-    home = tmp_path_factory.mktemp("vqa")
-    deid = Deidentifier(bytes(32))
-    plan = vqa_rad.plan(write_rad(home / "rad"), deid)
-    write_shards(plan, deid, ShardRun(out=home / "shards", workers=1), ShardOptions(keep_textless=True))
-    return home / "shards" / "mixed"
+    return write_rad_shards(tmp_path_factory.mktemp("vqa"))
 
 
 def tiny_vqa(answers: tuple[str, ...] = ANSWERS) -> VQA:

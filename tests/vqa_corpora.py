@@ -8,6 +8,11 @@ from typing import Any
 import cv2
 from conftest import textured
 
+from medvl.data.corpora import vqa_rad
+from medvl.data.deid import Deidentifier
+from medvl.data.shard_options import ShardOptions, ShardRun
+from medvl.data.sharding import write_shards
+
 
 def write_image(path: Path, seed: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,6 +62,14 @@ def write_rad(root: Path, form: str = "mevf") -> Path:
     rows[0]["qid"] = "1"
     (root / "VQA_RAD Dataset Public.json").write_text(json.dumps(rows))
     return root
+
+
+def write_rad_shards(home: Path) -> Path:
+    """Shards of that VQA-RAD, whose questions are split and not its images."""
+    deid = Deidentifier(bytes(32))
+    plan = vqa_rad.plan(write_rad(home / "rad"), deid)
+    write_shards(plan, deid, ShardRun(out=home / "shards", workers=1), ShardOptions(keep_textless=True))
+    return home / "shards" / "mixed"
 
 
 def slake_row(qid: int, image: int, question: str, answer: str, **fields: Any) -> dict[str, Any]:

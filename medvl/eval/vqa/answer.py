@@ -1,12 +1,11 @@
 """A model answers the questions of a loader: predictions to be judged, and accuracy while it is being trained."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from medvl.data.questions import QuestionSource
 from medvl.data.shards import ShardSource
@@ -15,19 +14,16 @@ from medvl.eval.vqa.predictions import Prediction
 from medvl.eval.vqa.protocol import PROTOCOL, get_protocol
 from medvl.eval.vqa.questions import VQAData
 from medvl.eval.vqa.vocabulary import AnswerVocabulary
+from medvl.models.answer_heads import Said
 from medvl.schema import Batch
 from medvl.train.validate import evaluating
 
 
 class Answers(Protocol):
-    """A model that chooses among answers."""
+    """A model that answers questions."""
 
-    @property
-    def config(self) -> Any:
-        """With `answers`, the vocabulary."""
-
-    def answer_logits(self, batch: Batch) -> Tensor:
-        """(B, V)."""
+    def said(self, batch: Batch) -> Said:
+        """An answer to each question of a batch, of its vocabulary or in its own words."""
 
     def modules(self) -> Iterator[torch.nn.Module]:
         """As torch has them."""
@@ -60,23 +56,21 @@ def question_data(sources: Iterable[ShardSource]) -> VQAData:
 
 
 def answer_questions(model: Answers, loader: QuestionLoader) -> dict[str, Prediction]:
-    """The likeliest answer to every question, by question id, its score between 0 and 1.
+    """The model's answer to every question, by question id, its score between 0 and 1.
 
     A question whose image cannot be read has no prediction, which a judge counts as wrong. Raises EvaluationError when
     a score is NaN.
     """
-    answers: Sequence[str] = model.config.answers
     ids = {loader.source.key(n): asked.question.id for n, asked in enumerate(loader.source.asked)}
     device = next(model.parameters()).device
     found: dict[str, Prediction] = {}
     with evaluating(model):
         for batch in loader:
-            logits_BV = model.answer_logits(batch.to(device)).float()
-            if logits_BV.isnan().any():
+            said = model.said(batch.to(device))
+            if said.score_B.isnan().any():
                 raise EvaluationError("a score is NaN: the model that gave it is broken")
-            score_B, place_B = logits_BV.max(dim=1)
-            rows = zip(batch.keys, place_B.tolist(), score_B.sigmoid().tolist(), strict=True)
-            found |= {ids[key]: Prediction(answers[place], score=score) for key, place, score in rows}
+            rows = zip(batch.keys, said.answers, said.score_B.tolist(), strict=True)
+            found |= {ids[key]: Prediction(answer, score=score) for key, answer, score in rows}
     return found
 
 
@@ -84,7 +78,7 @@ class AnswerEval:
     """Accuracy while a model is being trained: `AnswerEval(loader)(model)` is a flat mapping of numbers.
 
     "vqa/accuracy" over all questions of the loader, "vqa/closed" and "vqa/open" where there are such; no intervals. A
-    question whose answer is not in the vocabulary is wrong.
+    question whose answer is not in the vocabulary is wrong, unless the model writes that answer by itself.
     """
 
     def __init__(self, loader: QuestionLoader, protocol: str = PROTOCOL) -> None:
