@@ -21,7 +21,10 @@ _LAZY = {
     "list_models": "medvl.models",
     "load": "medvl.models",
 }
-_SUBMODULES = ("data", "encoders", "errors", "eval", "files", "losses", "models", "phantom", "schema", "train")
+_SUBMODULES = (
+    *("data", "encoders", "errors", "eval", "export"),
+    *("files", "losses", "models", "phantom", "schema", "train"),
+)
 
 __all__ = ["__version__", *_LAZY, *_SUBMODULES]
 

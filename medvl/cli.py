@@ -14,6 +14,7 @@ from medvl.errors import ConfigError, MedvlError, SplitError
 from medvl.eval import command as eval_command
 from medvl.eval.generation import command as report_command
 from medvl.eval.vqa import command as answer_command
+from medvl.export import command as export_command
 from medvl.phantom import command as phantom_command
 from medvl.phantom import vqa_command as phantom_vqa
 
@@ -194,7 +195,12 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "report": report_command.report,
     },
 }
-_COMMANDS: dict[str, Callable[..., Any]] = {"vocab": vocab, "verify": verify, "list": list_everything}
+_COMMANDS: dict[str, Callable[..., Any]] = {
+    "vocab": vocab,
+    "verify": verify,
+    "import": export_command.import_published,
+    "list": list_everything,
+}
 
 
 def main(arguments: list[str] | None = None) -> None:

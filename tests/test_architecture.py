@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "models": {"losses", "data", "encoders"},
     "train": {"losses", "data", "encoders", "models"},
     "eval": {"losses", "data", "encoders", "models", "train"},
-    "cli": {"losses", "data", "encoders", "models", "train", "eval", "phantom"},
+    "export": {"data", "encoders", "models", "train"},
+    "cli": {"losses", "data", "encoders", "models", "train", "eval", "export", "phantom"},
 }
 FREE = {"schema", "errors", "files", "_torchvision", "_hub"}
 
@@ -113,7 +114,7 @@ def test_every_public_name_resolves() -> None:
     code = (
         "import importlib\n"
         "for name in ('medvl', 'medvl.data', 'medvl.encoders', 'medvl.losses', 'medvl.models', 'medvl.train',"
-        " 'medvl.eval', 'medvl.phantom'):\n"
+        " 'medvl.eval', 'medvl.export', 'medvl.phantom'):\n"
         "    module = importlib.import_module(name)\n"
         "    assert module.__all__, name\n"
         "    for public in module.__all__:\n"

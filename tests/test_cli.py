@@ -20,7 +20,7 @@ COMMANDS = (
     *("shards mimic-cxr", "shards chexpert", "shards table", "shards vqa-rad", "shards slake", "shards vqa-med"),
     *("shards path-vqa", "eval zero-shot", "eval retrieval", "eval vqa", "eval report"),
     *("shards rsna", "shards siim", "shards nih-cxr14", "shards covidx"),
-    *("phantom vqa-rad", "phantom slake", "vocab", "verify", "list"),
+    *("phantom vqa-rad", "phantom slake", "vocab", "verify", "import", "list"),
 )
 
 

@@ -23,6 +23,10 @@ class ConVIRTConfig:
     """How an image is made square for inference (`medvl.data.transforms.EvalTransform`)."""
     projection_dim: int = 512
     """E, of the shared space."""
+    hidden_dim: int | None = None
+    """Width of both heads inside; None is that of their input."""
+    text_pool: Literal["max", "mean"] = "max"
+    """From tokens to one vector; the mean is an unofficial re-implementation's."""
     frozen_text_layers: int = 6
     """The embedding layer and this many layers above it are not trained; 0 trains everything."""
     temperature: float = 0.1
@@ -37,3 +41,7 @@ class ConVIRTConfig:
             raise ConfigError("temperature must be above 0 and image_weight within [0, 1]")
         if self.frozen_text_layers < 0 or self.projection_dim < 1:
             raise ConfigError("frozen_text_layers must not be negative and projection_dim must be positive")
+        if self.hidden_dim is not None and self.hidden_dim < 1:
+            raise ConfigError(f"hidden_dim is {self.hidden_dim}: it must be positive")
+        if self.text_pool not in ("max", "mean"):
+            raise ConfigError(f"text_pool is {self.text_pool!r}: known are 'max' and 'mean'")

@@ -23,15 +23,15 @@ class ConVIRT(DualEncoder):
         """Raises ConfigError and WeightsError as `create_model` says."""
         image_encoder = create_image_encoder(config.image_encoder, pretrained=pretrained, image_size=config.image_size)
         text_encoder = create_text_encoder(
-            config.text_encoder, pretrained=pretrained, vocab_size=config.vocab_size, pool="max"
+            config.text_encoder, pretrained=pretrained, vocab_size=config.vocab_size, pool=config.text_pool
         )
         freeze_layers(text_encoder, config.frozen_text_layers)
         return cls(
             config,
             image_encoder,
             text_encoder,
-            projection_head(image_encoder.feature_dim, config.projection_dim),
-            projection_head(text_encoder.feature_dim, config.projection_dim),
+            projection_head(image_encoder.feature_dim, config.projection_dim, config.hidden_dim),
+            projection_head(text_encoder.feature_dim, config.projection_dim, config.hidden_dim),
             transform=EvalTransform(size=config.image_size, fit=config.fit),
             tokenizer=tokenizer,
         )

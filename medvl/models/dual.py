@@ -66,8 +66,7 @@ class DualEncoder(TwoTowers):
         return image_embeddings.global_NE @ text_embeddings.global_NE.T
 
 
-def projection_head(in_features: int, out_features: int) -> nn.Sequential:
-    """Linear, ReLU, Linear; as wide inside as its input."""
-    return nn.Sequential(
-        nn.Linear(in_features, in_features), nn.ReLU(inplace=True), nn.Linear(in_features, out_features)
-    )
+def projection_head(in_features: int, out_features: int, hidden: int | None = None) -> nn.Sequential:
+    """Linear, ReLU, Linear; inside as wide as `hidden`, or as its input."""
+    inside = hidden or in_features
+    return nn.Sequential(nn.Linear(in_features, inside), nn.ReLU(inplace=True), nn.Linear(inside, out_features))

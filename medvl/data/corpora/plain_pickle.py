@@ -3,6 +3,7 @@
 A pickle is a program, and running one that a stranger wrote is running the stranger's program. Some releases are
 published as pickles of nothing but lists, dictionaries, texts and numbers. `pickletools` takes such a file apart into
 its instructions and runs none; the few that build plain data are carried out here, and any other one ends the reading.
+(`medvl.export.torch_file` reads checkpoints in the same way.)
 """
 
 import pickletools
@@ -28,15 +29,15 @@ def read_plain_pickle(path: Path) -> Any:
     """
     try:
         data = path.read_bytes()
-        return _Reader(path).read(data)
+        return PickleReader(path).read(data)
     except FileNotFoundError:
         raise CorpusError(f"{path} does not exist") from None
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise CorpusError(f"{path} is no whole pickle ({type(error).__name__}): copy it again") from None
 
 
-class _Reader:
-    """A stack and a memo, as the pickle machine has them."""
+class PickleReader:
+    """A stack and a memo, as the pickle machine has them. `other` is for those who need more than plain data."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,6 +45,8 @@ class _Reader:
         self.memo: dict[str, Any] = {}  # protocol 0 names places by text, the others by number
 
     def read(self, data: bytes) -> Any:
+        """What the pickle builds. Raises CorpusError as `other` says, and what a damaged pickle leads to: ValueError,
+        IndexError, KeyError, TypeError, AttributeError."""
         for opcode, argument, _ in pickletools.genops(data):
             name = opcode.name
             if name == "STOP":
@@ -60,37 +63,43 @@ class _Reader:
                 self.memo[str(argument)] = self.stack[-1]
             elif name in _GETS:
                 self.stack.append(self.memo[str(argument)])
-            else:
-                self._build(name)
+            elif not self._build(name):
+                self.other(name, argument)
         raise ValueError("no STOP")
 
-    def _build(self, name: str) -> None:
-        """The instructions that put values together."""
+    def other(self, name: str, argument: Any) -> None:
+        """An instruction that is none of plain data's: refused."""
+        raise CorpusError(
+            f"{self.path} holds more than lists, dictionaries, texts and numbers ({name}): it is not read, because "
+            "a pickle can run any program. Get the file from its publisher, or as JSON"
+        )
+
+    def to_mark(self) -> list[Any]:
+        """What lies above the last mark, taken off the stack with it."""
+        start = len(self.stack) - 1 - self.stack[::-1].index(_MARK)
+        items = self.stack[start + 1 :]
+        del self.stack[start:]
+        return items
+
+    def _build(self, name: str) -> bool:
+        """Whether it is an instruction that puts plain values together, which is then carried out."""
         if name == "MARK":
             self.stack.append(_MARK)
         elif name == "MEMOIZE":
             self.memo[str(len(self.memo))] = self.stack[-1]
         elif name in ("APPEND", "APPENDS"):
-            items = [self.stack.pop()] if name == "APPEND" else self._to_mark()
+            items = [self.stack.pop()] if name == "APPEND" else self.to_mark()
             self.stack[-1].extend(items)
         elif name in ("SETITEM", "SETITEMS"):
-            items = [self.stack.pop(-2), self.stack.pop()] if name == "SETITEM" else self._to_mark()
+            items = [self.stack.pop(-2), self.stack.pop()] if name == "SETITEM" else self.to_mark()
             self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
         elif name in ("LIST", "TUPLE", "DICT"):
-            items = self._to_mark()
+            items = self.to_mark()
             pairs = dict(zip(items[::2], items[1::2], strict=True)) if name == "DICT" else None
             self.stack.append(pairs if pairs is not None else items if name == "LIST" else tuple(items))
         elif name in _TUPLES:
             count = _TUPLES[name]
             self.stack[-count:] = [tuple(self.stack[-count:])]
         else:
-            raise CorpusError(
-                f"{self.path} holds more than lists, dictionaries, texts and numbers ({name}): it is not read, because "
-                "a pickle can run any program. Get the file from its publisher, or as JSON"
-            )
-
-    def _to_mark(self) -> list[Any]:
-        start = len(self.stack) - 1 - self.stack[::-1].index(_MARK)
-        items = self.stack[start + 1 :]
-        del self.stack[start:]
-        return items
+            return False
+        return True

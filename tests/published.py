@@ -1,0 +1,84 @@
+"""Names and shapes of published checkpoints (`state_dicts/*.txt`), and files that hold tensors of those names.
+
+A line is a name and a shape; `{a,b}` and `{0-11}` stand for each of several, `-` for the shape of a single number.
+"""
+
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+FOLDER = Path(__file__).parent / "state_dicts"
+LISTS = {
+    "arl": "arl",
+    "biomedclip_open_clip": "biomedclip",
+    "biovil_image": "biovil",
+    "biovil_t_image": "biovil_t",
+    "chexzero": "chexzero",
+    "convirt_pytorch": "convirt_pytorch",
+    "cxrbert_text": "cxrbert",
+    "cxrclip_resnet50": "cxrclip",
+    "cxrclip_swin_tiny": "cxrclip",
+    "gloria_resnet18": "gloria",
+    "gloria_resnet50": "gloria",
+    "kad": "kad",
+    "lovt": "lovt",
+    "lovt_convirt": "convirt_lovt",
+    "m3ae": "m3ae",
+    "medclip_resnet50": "medclip",
+    "medclip_swin_tiny": "medclip",
+    "medklip": "medklip",
+    "medvill": "medvill",
+    "mflag_benchx": "mflag",
+    "mgca_resnet50": "mgca",
+    "mgca_vit_base": "mgca",
+    "mrm_benchx": "mrm",
+    "prior": "prior",
+    "ptunifier": "ptunifier",
+    "r2gen_iu_xray": "r2gen",
+    "r2gen_mimic_cxr": "r2gen",
+}
+"""List -> importer."""
+
+
+def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
+    """Key -> shape of one list."""
+    lines = (FOLDER / f"{name}.txt").read_text().splitlines()
+    return {key: shape for line in lines if not line.startswith("#") for key, shape in _expand(line)}
+
+
+def meta_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Tensors that have shapes and no values."""
+    return {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+
+
+def random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
+    """Values that let a signal through; variances are positive, counters whole."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for key, shape in shapes.items():
+        value = torch.randn(shape, generator=generator)
+        if len(shape) > 1:
+            value = value / value[0].numel() ** 0.5
+        if key.endswith("running_var"):
+            value = value.abs() + 0.5
+        tensors[key] = torch.tensor(7) if key.endswith("num_batches_tracked") else value
+    return tensors
+
+
+def _expand(line: str) -> list[tuple[str, tuple[int, ...]]]:
+    name, size = line.rsplit(" ", 1)
+    shape = () if size == "-" else tuple(map(int, size.split("x")))
+    choices = [
+        [part] if index % 2 == 0 else [one for piece in part.split(",") for one in _numbers(piece)]
+        for index, part in enumerate(re.split(r"\{([^}]*)\}", name))
+    ]
+    return [("".join(chosen), shape) for chosen in itertools.product(*choices)]
+
+
+def _numbers(piece: str) -> list[str]:
+    first_last = re.fullmatch(r"(\d+)-(\d+)", piece)
+    return [str(n) for n in range(int(first_last[1]), int(first_last[2]) + 1)] if first_last else [piece]
