@@ -3,6 +3,7 @@
     python scripts/zeroshot_chexpert.py --checkpoint runs/convirt-mimic/best --root CheXpert-v1.0-small
     python scripts/zeroshot_chexpert.py --checkpoint RUN/best --root DIR --split test --thresholds-from valid
     python scripts/zeroshot_chexpert.py --checkpoint RUN/best --root DIR --frontal-only --prompts chexpert_pairs
+    python scripts/zeroshot_chexpert.py --checkpoint RUN_1/best RUN_2/best ... --root DIR    # an ensemble
 
 The folder must hold the release's tables (valid.csv, test.csv) and images; data_cards/chexpert.md says how to get it.
 Thresholds, and with them F1 and the like, need `--thresholds-from`: a split of other patients. `--uncertain`,
@@ -17,13 +18,13 @@ from typing import Any
 
 import torch
 
-import medvl
 from medvl.data.corpora import chexpert
 from medvl.data.deid import Deidentifier, default_salt_file
 from medvl.data.loader import FileSource, Loader, open_loader
 from medvl.data.text import WholeText
 from medvl.errors import MedvlError, SplitError
 from medvl.eval import LabelPolicy, list_prompts, load_prompts, write_results, write_zero_shot_page, zero_shot
+from medvl.eval.command import load_ensemble
 from medvl.models.storage import train_manifest
 from medvl.schema import FINDINGS
 
@@ -32,7 +33,11 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--checkpoint", type=Path, required=True, help="checkpoint directory, such as runs/convirt/best"
+        "--checkpoint",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="checkpoint directory, such as runs/convirt/best; several are an ensemble, whose scores are averaged",
     )
     parser.add_argument("--root", type=Path, required=True, help="the folder of the release, CheXpert-v1.0-small")
     parser.add_argument("--split", choices=chexpert.SPLITS, default="valid", help="what is judged (default: valid)")
@@ -93,23 +98,25 @@ def run(options: argparse.Namespace) -> None:
     deid = Deidentifier.from_file(default_salt_file(), create=True)
     source = read_split(options, options.split, deid)
     valid = None if options.thresholds_from is None else read_split(options, options.thresholds_from, deid)
-    refuse_known_patients(options.checkpoint, source, deid)
-    model = medvl.load(options.checkpoint).to(options.device)
+    for checkpoint in options.checkpoint:
+        refuse_known_patients(checkpoint, source, deid)
+    models = load_ensemble(options.checkpoint, options.device)
     result = zero_shot(
-        model,
-        open_for(model, source, options),
+        models,
+        open_for(models[0], source, options),
         prompts,
-        valid_loader=None if valid is None else open_for(model, valid, options),
+        valid_loader=None if valid is None else open_for(models[0], valid, options),
         policy=LabelPolicy(uncertain=options.uncertain, missing=options.missing),
         resamples=options.resamples,
         checkpoint=options.checkpoint,
     )
-    out = options.out or options.checkpoint.parent / "eval" / f"chexpert-{options.split}"
+    ensemble = "-ensemble" if len(models) > 1 else ""
+    out = options.out or options.checkpoint[0].parent / "eval" / f"chexpert-{options.split}{ensemble}"
     paths = write_results(result.results, out, result.predictions())
     page = write_zero_shot_page(
         result,
         out / "index.html",
-        model=f"{model.name} ({options.checkpoint.name})",
+        model=f"{models[0].name} ({', '.join(path.name for path in options.checkpoint)})",
         data=f"CheXpert, {options.split}" + (", frontal views" if options.frontal_only else ""),
         date=datetime.date.today().isoformat(),
         pixels=source.pixels,

@@ -1,6 +1,7 @@
 """`medvl eval`: a checkpoint and a folder of shards in, a table, `results.json` and a page out."""
 
 import datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def zero_shot(
-    checkpoint: Path,
+    checkpoint: tuple[Path, ...],
     data: Path,
     *,
     valid: Path | None = None,
@@ -27,12 +28,14 @@ def zero_shot(
     """Zero-shot classification of a folder of shards, with intervals and a page.
 
     Args:
-        checkpoint: folder of a checkpoint, such as runs/convirt/best.
+        checkpoint: folder of a checkpoint, such as runs/convirt/best; several are an ensemble, whose scores are
+            averaged.
         data: folder of shards with labels, of patients that the model was not trained on.
         valid: folder of shards of other patients, on which thresholds are chosen; without it there are no yes/no
             metrics.
         prompts: name of a prompt set (`medvl list prompts`) or a JSON file of your own.
-        out: gets results.json, predictions.jsonl and index.html; default eval/zero_shot in the checkpoint's run.
+        out: gets results.json, predictions.jsonl and index.html; default eval/zero_shot in the checkpoint's run, and
+            eval/zero_shot_ensemble in that of the first of several.
         uncertain: what a label of -1 counts as.
         missing: what an absent label counts as.
         threshold_rule: what thresholds maximise on the validation images.
@@ -44,11 +47,15 @@ def zero_shot(
     from medvl.eval.policies import LabelPolicy
     from medvl.eval.zeroshot import zero_shot as judge
 
-    model = load_model(checkpoint, device)
-    loader = open_shards(model, checkpoint, data, batch, workers)
-    valid_loader = open_shards(model, checkpoint, valid, batch, workers) if valid is not None else None
+    models = load_ensemble(checkpoint, device)
+    loader = open_shards(models[0], checkpoint[0], data, batch, workers)
+    valid_loader = open_shards(models[0], checkpoint[0], valid, batch, workers) if valid is not None else None
+    for member in checkpoint[1:]:
+        refuse_seen(member, loader.source)
+        if valid_loader is not None:
+            refuse_seen(member, valid_loader.source)
     result = judge(
-        model,
+        models,
         loader,
         prompts,
         valid_loader=valid_loader,
@@ -57,7 +64,9 @@ def zero_shot(
         resamples=resamples,
         checkpoint=checkpoint,
     )
-    _write_zero_shot(result, out or default_folder(checkpoint, "zero_shot"), model.name, checkpoint, loader.source)
+    task = "zero_shot" if len(models) == 1 else "zero_shot_ensemble"
+    told = f"{models[0].name} ({', '.join(map(str, checkpoint))})"
+    _write_zero_shot(result, out or default_folder(checkpoint[0], task), told, loader.source)
 
 
 def retrieval(
@@ -112,7 +121,7 @@ def retrieval(
     print_report(format_table(result.results.rows), paths)
 
 
-def _write_zero_shot(result: "ZeroShotResult", out: Path, system: str, checkpoint: Path, source: "ShardSource") -> None:
+def _write_zero_shot(result: "ZeroShotResult", out: Path, model: str, source: "ShardSource") -> None:
     from medvl.eval.results import write_results
     from medvl.eval.zeroshot_page import write_zero_shot_page
 
@@ -120,7 +129,7 @@ def _write_zero_shot(result: "ZeroShotResult", out: Path, system: str, checkpoin
     page = write_zero_shot_page(
         result,
         out / "index.html",
-        model=f"{system} ({checkpoint})",
+        model=model,
         data=f"{source.manifest.corpus}, split {source.manifest.split}",
         date=datetime.date.today().isoformat(),
         pixels=source.pixels,
@@ -137,6 +146,23 @@ def load_model(checkpoint: Path, device: str) -> Any:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return load(checkpoint).to(device)
+
+
+def load_ensemble(checkpoints: Sequence[Path], device: str) -> list[Any]:
+    """The models of checkpoints whose scores can be averaged: all look at an image alike. All are held at once.
+
+    Raises CheckpointError, and ConfigError where one prepares its images otherwise.
+    """
+    from medvl.errors import ConfigError
+
+    models = [load_model(checkpoint, device) for checkpoint in checkpoints]
+    for checkpoint, model in zip(checkpoints, models, strict=True):
+        if model.transform != models[0].transform:
+            raise ConfigError(
+                f"{checkpoint} prepares images otherwise than {checkpoints[0]} ({model.transform} and "
+                f"{models[0].transform}): an ensemble reads each image once, so judge them apart"
+            )
+    return models
 
 
 def open_shards(model: Any, checkpoint: Path, data: Path, batch: int, workers: int) -> Any:

@@ -5,6 +5,7 @@ A score depends on its own image and on the prompts, never on the other images o
 Shape letters: N images, M sentences, B batch, L labels or classes, E shared embedding.
 """
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from medvl.errors import EvaluationError
 from medvl.eval.metrics import Array
 from medvl.eval.prompts import PromptSet
 from medvl.eval.protocols import Loader, Model, encode_batch
-from medvl.schema import Embeddings
+from medvl.schema import Batch, Embeddings
 from medvl.train.validate import evaluating
 
 _TEXT_BATCH = 256
@@ -39,23 +40,34 @@ class Predictions:
 
 
 def predict(
-    model: Model, loader: Loader, prompt_sets: Sequence[PromptSet], *, autocast: torch.dtype | None = None
+    model: Model | Sequence[Model],
+    loader: Loader,
+    prompt_sets: Sequence[PromptSet],
+    *,
+    autocast: torch.dtype | None = None,
 ) -> Predictions:
     """Scores of every image of the loader under every prompt set.
 
+    Several models are an ensemble: an image is read once, each model scores it, and the scores are averaged. Under
+    "pair_softmax" that is CheXzero's mean over checkpoints of a softmax of two cosines.
+
     Raises `EvaluationError` when the loader does not give every sample exactly once, or a score is not finite.
     """
+    members = list(model) if isinstance(model, Sequence) else [model]
+    if not members:
+        raise EvaluationError("an ensemble needs at least one model")
     keys: list[str] = []
     labels: list[Tensor] = []
     scores: list[list[Tensor]] = [[] for _ in prompt_sets]
     skipped_before = Counter(loader.skipped)
-    device = next(model.parameters()).device
-    with evaluating(model):
-        scorers = [PromptScorer(model, prompts) for prompts in prompt_sets]
+    with contextlib.ExitStack() as stack:
+        for member in members:
+            stack.enter_context(evaluating(member))
+        scorers = [_MemberScorer(member, prompt_sets, autocast) for member in members]
         for batch in loader:
-            images = encode_batch(model, batch, device, autocast)
-            for collected, scorer in zip(scores, scorers, strict=True):
-                collected.append(scorer(images))
+            by_member = [scorer(batch) for scorer in scorers]
+            for collected, of_members in zip(scores, zip(*by_member, strict=True), strict=True):
+                collected.append(torch.stack(of_members).mean(dim=0))
             keys += batch.keys
             labels.append(batch.labels_BL)
     unreadable = Counter(loader.skipped) - skipped_before
@@ -83,6 +95,19 @@ def check_coverage(keys: Sequence[str], unreadable: int, expected: int) -> None:
         )
     if not keys:
         raise EvaluationError("there is no image to evaluate")
+
+
+class _MemberScorer:
+    """One model's scores of a batch under every prompt set."""
+
+    def __init__(self, model: Model, prompt_sets: Sequence[PromptSet], autocast: torch.dtype | None) -> None:
+        self._model, self._autocast = model, autocast
+        self._device = next(model.parameters()).device
+        self._scorers = [PromptScorer(model, prompts) for prompts in prompt_sets]
+
+    def __call__(self, batch: Batch) -> list[Tensor]:
+        images = encode_batch(self._model, batch, self._device, self._autocast)
+        return [scorer(images) for scorer in self._scorers]
 
 
 class PromptScorer:

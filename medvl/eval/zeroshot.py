@@ -3,6 +3,7 @@
 Protocol "zero_shot", version 1:
 
 * Every readable image of the loader is scored once; a score depends on its image and the prompts alone.
+* Several checkpoints are an ensemble: an image's score is the mean of theirs.
 * AUROC and average precision a finding; "macro" is the mean over the findings that have both classes, and
   "macro_competition" that over the five of the CheXpert competition, where all five have.
 * Yes/no metrics only with a validation loader: thresholds are chosen there and nowhere else, and a patient in both
@@ -16,7 +17,8 @@ Shape letters: N images, L classes, R resamples.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,7 @@ class ZeroShotResult(ClassificationResult):
 
 
 def zero_shot(
-    model: Model,
+    model: Model | Sequence[Model],
     loader: Loader,
     prompts: PromptSet | str | Path = "chexpert_ensemble",
     *,
@@ -72,28 +74,23 @@ def zero_shot(
     seed: int = 0,
     smallest_subgroup: int = 10,
     autocast: torch.dtype | None = None,
-    checkpoint: str | Path | None = None,
+    checkpoint: str | Path | Sequence[str | Path] | None = None,
 ) -> ZeroShotResult:
     """Judge a dual-encoder on labelled images without training on labels; the protocol is at the top of this module.
 
     `prompts` is a set, the name of one of ours, or the path of a JSON file. `valid_loader` has images of other
     patients, on which thresholds are chosen to maximise `threshold_rule`. `smallest_subgroup` is how many positives,
     and negatives, the AUROC of a subgroup needs. `autocast` is a type for the image encoder, such as `torch.bfloat16`;
-    the hash of `checkpoint` (a directory or a file) goes into the results.
+    the hash of `checkpoint` (a directory or a file) goes into the results. Several models are judged as an ensemble.
 
     Raises:
-        EvaluationError: no class of the prompts can be judged, or the loader or the scores are not whole.
+        EvaluationError: no class can be judged, scores are not whole, or models and checkpoints do not go together.
         SplitError: test and validation images share patients.
     """
     check_draw(draw)
     prompts = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
     policy = policy or LabelPolicy()
-    inputs = {
-        "checkpoint": None if checkpoint is None else checkpoint_sha256(checkpoint),
-        "manifest": loader.source.fingerprint,
-        "validation_manifest": None if valid_loader is None else valid_loader.source.fingerprint,
-        "prompts": prompts.sha256,
-    }
+    members = _hashes(checkpoint, len(model) if isinstance(model, Sequence) else 1)
     config = {
         "prompts": _describe(prompts),
         "policy": dataclasses.asdict(policy),
@@ -103,6 +100,7 @@ def zero_shot(
         "seed": seed,
         "smallest_subgroup": smallest_subgroup,
         "autocast": None if autocast is None else str(autocast),
+        **({"ensemble": members} if len(members) > 1 else {}),
     }
     test = score_images(model, loader, prompts, policy, autocast)
     thresholds = None
@@ -115,13 +113,43 @@ def zero_shot(
         thresholds=thresholds,
         protocol=(PROTOCOL, PROTOCOL_VERSION),
         config=config,
-        inputs=inputs,
+        inputs={
+            "checkpoint": _one_hash(members),
+            "manifest": loader.source.fingerprint,
+            "validation_manifest": None if valid_loader is None else valid_loader.source.fingerprint,
+            "prompts": prompts.sha256,
+        },
     )
     return ZeroShotResult(results=results, prompts=prompts, images=test, thresholds=thresholds)
 
 
+def _hashes(checkpoint: str | Path | Sequence[str | Path] | None, models: int) -> list[str]:
+    """One for each checkpoint. Raises `EvaluationError` where there are not as many as models, or two are the same."""
+    if checkpoint is None:
+        return []
+    paths = [checkpoint] if isinstance(checkpoint, str | Path) else checkpoint
+    if len(paths) != models:
+        raise EvaluationError(f"{models} models with {len(paths)} checkpoints: name one for each")
+    hashes = [checkpoint_sha256(path) for path in paths]
+    for path, found in zip(paths, hashes, strict=True):
+        if hashes.count(found) > 1:
+            raise EvaluationError(f"{path} stands twice in the ensemble, or its weights do: name each checkpoint once")
+    return hashes
+
+
+def _one_hash(hashes: Sequence[str]) -> str | None:
+    """Of a checkpoint its own; of an ensemble that of its members' hashes, a line each."""
+    if len(hashes) < 2:
+        return hashes[0] if hashes else None
+    return hashlib.sha256("".join(f"{found}\n" for found in hashes).encode()).hexdigest()
+
+
 def score_images(
-    model: Model, loader: Loader, prompts: PromptSet, policy: LabelPolicy, autocast: torch.dtype | None = None
+    model: Model | Sequence[Model],
+    loader: Loader,
+    prompts: PromptSet,
+    policy: LabelPolicy,
+    autocast: torch.dtype | None = None,
 ) -> ScoredImages:
     """Every image of a loader with its scores and its labels under the policy. Raises `EvaluationError`."""
     source = loader.source
