@@ -1,0 +1,148 @@
+"""SigLIP's sigmoid loss on MIMIC-CXR (Zhai et al., arXiv 2303.15343, ICCV 2023).
+
+    torchrun --nproc-per-node 8 recipes/siglip_mimic.py --data.train DIR/train --data.valid DIR/validate
+    torchrun recipes/siglip_mimic.py tiny             # the phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/siglip_mimic.py tiny --help      # every setting
+
+Preset `paper`: CheXzero's towers (OpenAI's CLIP ViT-B/32, from the hub on first use), images and impressions, so that
+the two recipes compare the losses. The paper trained on pictures of the web: its are the loss, the scale and the bias
+at the start, Adam's second beta of 0.95, and no weight decay on towers that are trained already. Ours are the rate,
+the batch and the length; no figure of this run was ever published. The authors' own model is, with the weights and the
+tokenizer that its repository holds,
+
+    ... --model.image-encoder open_clip:ViT-B-16-SigLIP --model.text-encoder open_clip:ViT-B-16-SigLIP
+        --model.weights OWNER/NAME@COMMIT --data.tokenizer FOLDER --model.max-tokens 64
+
+Preset `tiny`: as in `recipes/chexzero_mimic.py`, for the same reasons.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from medvl.data.text import WholeText
+from medvl.data.transforms import ConVIRTAugmentation, EvalTransform
+from medvl.errors import MedvlError
+from medvl.models.clip_configs import CheXzeroConfig, SigLIPConfig
+from medvl.train.config import Cosine, OptimConfig, TrainConfig
+from medvl.train.data import DataConfig
+from medvl.train.launch import choose
+from medvl.train.serialize import to_dict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All settings of a run."""
+
+    model: SigLIPConfig
+    pretrained: bool
+    """Start from published weights: OpenAI's CLIP, or what `model.weights` names."""
+    data: DataConfig
+    optim: OptimConfig
+    train: TrainConfig
+    prompts: str | None = "chexpert_pairs"
+    """Of the zero-shot evaluation during training; None for a corpus without labels."""
+
+
+_CHEXZERO = CheXzeroConfig()
+paper = Recipe(
+    model=SigLIPConfig(
+        image_encoder=_CHEXZERO.image_encoder,
+        text_encoder=_CHEXZERO.text_encoder,
+        fit=_CHEXZERO.fit,
+        stored_size=_CHEXZERO.stored_size,
+        image_mean=_CHEXZERO.image_mean,
+        image_std=_CHEXZERO.image_std,
+        max_tokens=_CHEXZERO.max_tokens,
+    ),
+    pretrained=True,
+    data=DataConfig(
+        train="shards/mimic-cxr/train",
+        valid=Path("shards/mimic-cxr/validate"),
+        text=WholeText(sections=("impression",), missing="literal"),
+        image=EvalTransform(size=224, fit="pad", stored_size=320),
+    ),
+    optim=OptimConfig(optimizer="adamw", lr=1e-5, betas=(0.9, 0.95), schedule=Cosine(warmup_steps=500)),
+    train=TrainConfig(
+        run_dir=Path("runs/siglip-mimic"),
+        epochs=10,
+        global_batch=256,
+        precision="bf16",
+        validate_every=1000,
+        checkpoint_every=1000,
+        best_metric="zero_shot/auroc_macro_competition",
+        best_mode="max",
+    ),
+)
+# The bias stands for how rare pairs are: -10 is about the logarithm of one in the paper's 32,768, and one in 64 is -4.
+tiny = Recipe(
+    model=SigLIPConfig(
+        image_encoder="resnet_tiny",
+        text_encoder="open_clip:custom",
+        text_arguments={"num_hidden_layers": 3, "width": 192, "heads": 3, "context_length": 48, "embed_dim": 128},
+        image_size=112,
+        bias=-4.0,
+        max_tokens=48,
+    ),
+    pretrained=False,
+    data=DataConfig(
+        train="quickstart/shards/train",
+        valid=Path("quickstart/shards/validate"),
+        tokenizer=Path("quickstart/vocab"),
+        text=WholeText(sections=("impression",), missing="literal"),
+        image=ConVIRTAugmentation.weak(112),
+        workers=1,
+    ),
+    optim=OptimConfig(optimizer="adamw", lr=1e-3, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
+    train=TrainConfig(
+        run_dir=Path("quickstart/siglip"),
+        epochs=14,
+        global_batch=64,
+        precision="bf16",
+        channels_last=True,
+        validate_every=250,
+        checkpoint_every=250,
+        best_metric="zero_shot/auroc_macro_competition",
+        best_mode="max",
+    ),
+    prompts="chexpert_ensemble",
+)
+
+MAKE_DATA = """Make the shards first. From MIMIC-CXR on disk:
+    medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr --short-side 320
+and then
+    torchrun recipes/siglip_mimic.py --data.train shards/mimic-cxr/train --data.valid shards/mimic-cxr/validate
+From nothing, for a try on the phantom corpus:
+    bash scripts/quickstart.sh"""
+
+
+def main(recipe: Recipe) -> None:
+    """Data, model, training: the verbs in order."""
+    recipe.data.check(MAKE_DATA)
+    from medvl.eval import ZeroShotEval
+    from medvl.models import create_model
+    from medvl.train import seeded, train
+    from medvl.train.data import open_data
+
+    with seeded(recipe.train.seed):
+        model = create_model(recipe.model, pretrained=recipe.pretrained, tokenizer=recipe.data.tokenizer)
+    opened = open_data(recipe.data, model, recipe.train.micro_batch)
+    judged = opened.valid_images is not None and recipe.prompts is not None
+    evals = [ZeroShotEval(opened.valid_images, recipe.prompts)] if judged else []
+    result = train(
+        model,
+        opened.train,
+        valid_loader=opened.valid,
+        evals=evals,
+        optim=recipe.optim,
+        config=recipe.train,
+        run={"recipe": "siglip_mimic", "settings": to_dict(recipe), **opened.described},
+    )
+    print(result)
+
+
+if __name__ == "__main__":
+    try:
+        main(choose({"paper": paper, "tiny": tiny}, description="SigLIP on MIMIC-CXR."))
+    except MedvlError as error:
+        sys.exit(f"error: {error}")
