@@ -35,6 +35,7 @@ from medvl.eval.vqa.predictions import Prediction
 from medvl.eval.vqa.report import report
 from medvl.models import VQA, save
 from medvl.models.vqa_attention import question_attention
+from medvl.models.vqa_config import DecoderConfig
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>&"
 ANSWERS = ("yes", "no", "left", "right", "two")
@@ -225,6 +226,17 @@ def test_explanations_are_what_the_model_computes(model: VQA, source: QuestionSo
             assert map_hw.shape == maps.grid == (4, 4)
             np.testing.assert_allclose(map_hw.ravel(), map_BP[row], rtol=1e-3, atol=1e-5)
     assert found["200"].rank is None
+
+
+def test_the_shares_of_a_decoder_are_its_likelihoods(source: QuestionSource) -> None:
+    decoder = DecoderConfig(layers=1, heads=2, intermediate=32)
+    model = VQA.on(tiny_model("dual_stream", tiny_tokenizer()), ANSWERS, head="ranking", decoder=decoder).eval()
+    said = answer_questions(model, _open(model, source, 13, 0))
+    for name, one in explain(model, source, ["100", "101"], answers=len(ANSWERS)).items():
+        answer, share = one.answers[0]
+        assert (answer, share) == (said[name].answer, pytest.approx(said[name].score, rel=1e-3))
+        assert 0 < sum(share for _, share in one.answers) < 1
+        assert len(one.maps) == 2
 
 
 def test_a_question_whose_image_is_gone_is_not_explained(

@@ -72,10 +72,12 @@ def _batches(model: VQA, source: QuestionSource, ids: Collection[str]) -> Iterat
 
 
 def _explained(model: VQA, batch: Batch, answers: int) -> list[Explanation]:
-    logits_BV = model.answer_logits(batch).float()
-    best = logits_BV.sigmoid().topk(min(answers, logits_BV.shape[1]), dim=1)
+    score_BV = model.answer_logits(batch).float()
+    # a decoder gives the log-likelihood of writing an answer, a classifier judges every one by itself
+    share_BV = score_BV.exp() if model.config.head in ("ranking", "generation") else score_BV.sigmoid()
+    best = share_BV.topk(min(answers, share_BV.shape[1]), dim=1)
     right_BV = batch.labels_BL == 1
-    rank_B = (logits_BV > logits_BV.masked_fill(~right_BV, -torch.inf).amax(dim=1, keepdim=True)).sum(dim=1) + 1
+    rank_B = (score_BV > score_BV.masked_fill(~right_BV, -torch.inf).amax(dim=1, keepdim=True)).sum(dim=1) + 1
     looks = question_attention(model.fusion_model, batch)
     maps = {"Summary token": looks.pooled_BP.cpu().numpy(), "Words": looks.words_BP.cpu().numpy()}
     return [
