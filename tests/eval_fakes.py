@@ -64,7 +64,7 @@ class FakeSource:
             raise ShardError("a member is damaged")
         return self.samples[position]
 
-    def pixels(self, position: int) -> np.ndarray:
+    def pixels(self, position: int, color: bool = False) -> np.ndarray:
         return self.images[position]
 
 

@@ -5,21 +5,24 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import cv2
 import numpy as np
 import torch
+from torch import Tensor
 
 from medvl.data.laterality import swap_laterality
 from medvl.data.shards import label_row
 from medvl.data.text import TextPolicy
-from medvl.data.tokenize import Tokenizer
 from medvl.data.transforms import BuiltTransform, ImageTransform
 from medvl.errors import BudgetError, ShardError
 from medvl.schema import Batch, Sample
 
 _log = logging.getLogger(__name__)
+
+Tokenize = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
+"""Texts -> (ids_BT, mask_BT): a `Tokenizer`, or what stands for one where no text is read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class ItemMaker:
 class Collate:
     """Stacks items into a batch and tokenises their texts, padded to the longest one only."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenize) -> None:
         self.tokenizer = tokenizer
 
     def __call__(self, items: Sequence[Item | Failure]) -> tuple[Batch | None, list[Failure]]:

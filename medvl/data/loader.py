@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from medvl.data.items import Collate, Failure, Item, ItemMaker, SkipCount, start_worker
+from medvl.data.items import Collate, Failure, Item, ItemMaker, SkipCount, Tokenize, start_worker
 from medvl.data.shard_build import read_pixels
 from medvl.data.text import TextPolicy
-from medvl.data.tokenize import Tokenizer
 from medvl.data.transforms import ImageTransform
 from medvl.errors import ConfigError, DicomError, ImageError, ShardError
 from medvl.schema import Batch, Sample
@@ -146,7 +145,7 @@ class Loader:
         source: Source,
         positions: _Positions,
         samples: _Samples,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenize,
         *,
         workers: int,
         max_skipped: float,
@@ -231,7 +230,7 @@ def open_loader(
     batch: int,
     image: ImageTransform,
     text: TextPolicy,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenize,
     train: bool,
     seed: int = 0,
     rank: int = 0,
@@ -247,7 +246,7 @@ def open_loader(
         batch: in training the global batch, over all ranks; in evaluation the size of each batch.
         image: transform of the pixels.
         text: which text a sample is given.
-        tokenizer: makes ids of it, in the workers.
+        tokenizer: makes ids of it, in the workers; `medvl.data.subset.no_text` where nobody reads it.
         train: shuffle, and drop what does not fill a global batch; else every sample once, in order.
         seed: of the order and of every sample's randomness.
         rank, world: of this process.
