@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,8 +10,20 @@ from numpy.typing import NDArray
 from medvl.errors import MedvlError
 from medvl.eval import figures
 from medvl.eval.curves import calibration_bins, roc_curve
-from medvl.eval.metrics import CALIBRATION_METRICS, DECISION_METRICS
-from medvl.eval.page import Cell, Picture, Pictures, Section, Strip, Table, metric_cell, png_uri, thumbnail_uri
+from medvl.eval.metrics import CALIBRATION_METRICS, DECISION_METRICS, ECE_BINS
+from medvl.eval.page import (
+    Cell,
+    Page,
+    Picture,
+    Pictures,
+    Section,
+    Strip,
+    Table,
+    metric_cell,
+    png_uri,
+    thumbnail_uri,
+    write_page,
+)
 from medvl.eval.results import format_value
 from medvl.eval.rows import MetricRow
 from medvl.eval.scored import ClassificationResult
@@ -46,6 +59,29 @@ def sections(
     if pixels is not None:
         found.append(_gallery(result, pixels, examples))
     return found
+
+
+def write_classification_page(
+    result: ClassificationResult,
+    path: str | Path,
+    *,
+    model: str,
+    data: str,
+    date: str | None = None,
+    pixels: Callable[[int], NDArray[np.uint8]] | None = None,
+    examples: int = 3,
+) -> Path:
+    """Write the page of a classifier as one HTML file; its path. The arguments are those of `write_zero_shot_page`."""
+    told = facts(result, model=model, data=data)
+    page = Page(
+        title=f"Classification: {model}",
+        subtitle=f"{data}, {len(result.images.samples):,} images of {len(set(result.images.patients)):,} patients",
+        headlines=headlines(result),
+        facts=[("Date", date), *told] if date else told,
+        sections=sections(result, pixels, examples),
+        limits=LIMITS,
+    )
+    return write_page(page, path)
 
 
 def headlines(result: ClassificationResult) -> list[tuple[str, str, str]]:
@@ -92,7 +128,7 @@ def facts(result: ClassificationResult, *, model: str, data: str) -> list[tuple[
 
 def hashed(result: ClassificationResult, name: str, key: str) -> str:
     """A name with the hash of the input that it stands for, where that is known."""
-    value = result.results.inputs[key]
+    value = result.results.inputs.get(key)
     return f"{name} (sha256 {value[:12]})" if value else name
 
 
@@ -148,7 +184,8 @@ def _decisions(result: ClassificationResult) -> list[Table]:
             columns=["", *(["Threshold"] if decided else []), *(_METRIC_NAMES[metric] for metric in metrics)],
             rows=lines,
             strong_rows=1,
-            caption="Thresholds were chosen on validation images of other patients, never on these." if decided else "",
+            caption=f"Calibration error over {ECE_BINS} bins of equal width."
+            + (" Thresholds were chosen on validation images of other patients, never on these." if decided else ""),
         )
     ]
 

@@ -17,6 +17,8 @@ Array = NDArray[np.float64]
 
 DECISION_METRICS = ("f1", "mcc", "accuracy", "balanced_accuracy", "sensitivity", "specificity")
 CALIBRATION_METRICS = ("brier", "ece")
+ECE_BINS = 15
+"""Equal-width bins over [0, 1] of the calibration error (Guo et al., 2017)."""
 
 
 def check_scores(scores_NL: ArrayLike, labels_NL: ArrayLike) -> tuple[Array, Array]:
@@ -123,7 +125,7 @@ class ProbabilityColumn:
     `bins` equal-width bins over [0, 1] (Naeini et al., 2015; Guo et al., 2017).
     """
 
-    def __init__(self, probability_N: Array, labels_N: Array, bins: int = 15) -> None:
+    def __init__(self, probability_N: Array, labels_N: Array, bins: int = ECE_BINS) -> None:
         known = ~np.isnan(labels_N)
         probability, positive = np.where(known, probability_N, 0.0), np.where(known, labels_N, 0.0)
         if ((probability < 0) | (probability > 1)).any():

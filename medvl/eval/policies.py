@@ -104,6 +104,10 @@ class LabelPolicy:
         }
         return ResolvedLabels(resolved_NL, counts, contradictions)
 
+    def settle(self, labels_NL: ArrayLike, names: Sequence[str]) -> Array:
+        """The labels of `resolve` without their account: what training takes."""
+        return self.resolve(labels_NL, names).labels_NL
+
     def _value_of_uncertain(self, name: str) -> float:
         table = {"ignore": np.nan, "zeros": NEGATIVE, "ones": POSITIVE, "per_class": PER_CLASS.get(name, np.nan)}
         return float(table[self.uncertain])

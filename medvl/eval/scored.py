@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from medvl.errors import EvaluationError, ShardError, SplitError
-from medvl.eval.metrics import Array, choose_threshold
+from medvl.eval.metrics import ECE_BINS, Array, choose_threshold
 from medvl.eval.policies import ResolvedLabels
 from medvl.eval.protocols import Source
 from medvl.eval.results import Results, format_table
@@ -194,7 +194,7 @@ def judge(
         protocol=protocol[0],
         protocol_version=protocol[1],
         rows=rows,
-        config=config,
+        config={**config, "ece_bins": ECE_BINS},
         inputs=inputs,
         details={
             **test.account,

@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 _LAZY = {
+    "create_classifier": "medvl.models.classifier",
     "create_vqa": "medvl.models.vqa",
     "create_model": "medvl.models.registry",
     "list_models": "medvl.models.registry",
@@ -14,6 +15,8 @@ _LAZY = {
     "save": "medvl.models.storage",
     "DualEncoder": "medvl.models.dual",
     "VQA": "medvl.models.vqa",
+    "Classifier": "medvl.models.classifier",
+    "ClassifierConfig": "medvl.models.classifier_config",
     "FusionModel": "medvl.models.fusion_model",
     "System": "medvl.models.base",
     "ALBEFConfig": "medvl.models.fusion_configs",

@@ -18,6 +18,7 @@ _SYSTEMS = {
     "albef": "medvl.models.albef:ALBEF",
     "chexzero": "medvl.models.chexzero:CheXzero",
     "clip": "medvl.models.clip:CLIP",
+    "classifier": "medvl.models.classifier:Classifier",
     "convirt": "medvl.models.convirt:ConVIRT",
     "dual_stream": "medvl.models.streams:DualStreamModel",
     "m3ae": "medvl.models.m3ae:M3AE",
@@ -104,7 +105,7 @@ def _check_settings(name: str, config: type, settings: Mapping[str, Any]) -> Non
 
 
 def _tokenizer_of_preset(config: Any) -> Tokenizer | None:
-    preset = TEXT_PRESETS.get(config.text_encoder)
+    preset = TEXT_PRESETS.get(getattr(config, "text_encoder", ""))
     if preset is None:
         family, _, model = config.text_encoder.partition(":")
         clip = family == "open_clip" and takes_clip_tokens(model)

@@ -1,0 +1,90 @@
+"""`medvl eval classify`: a classifier and a folder of shards in, a table, `results.json` and a page out."""
+
+import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from medvl.errors import ConfigError
+from medvl.eval.command import default_folder, load_model, print_report, refuse_seen
+
+
+def classify(
+    checkpoint: Path,
+    data: Path,
+    *,
+    valid: Path | None = None,
+    out: Path | None = None,
+    uncertain: Literal["ignore", "zeros", "ones", "per_class"] = "ignore",
+    missing: Literal["ignore", "negative"] = "negative",
+    threshold_rule: Literal["f1", "mcc", "youden"] = "f1",
+    resamples: int = 1000,
+    batch: int = 64,
+    workers: int = 2,
+    device: str = "auto",
+) -> None:
+    """A classifier that recipes/linear_probe.py trained, judged with intervals and a page.
+
+    Args:
+        checkpoint: folder of a classifier's checkpoint, such as runs/linear-probe/best.
+        data: folder of shards with labels, of patients that it was not trained on.
+        valid: folder of shards of other patients, on which thresholds are chosen; without it there are no yes/no
+            metrics.
+        out: gets results.json, predictions.jsonl and index.html; default eval/classify in the checkpoint's run.
+        uncertain: what a label of -1 counts as.
+        missing: what an absent label counts as.
+        threshold_rule: what thresholds maximise on the validation images.
+        resamples: of the bootstrap.
+        batch: images at a time.
+        workers: loader processes.
+        device: auto, cpu or cuda.
+    """
+    from medvl.data.shards import ShardSource
+    from medvl.eval.classification import classify as judge
+    from medvl.eval.classify_page import write_classification_page
+    from medvl.eval.policies import LabelPolicy
+    from medvl.eval.results import write_results
+    from medvl.models import Classifier
+
+    model = load_model(checkpoint, device)
+    if not isinstance(model, Classifier):
+        raise ConfigError(f"{checkpoint} is a {model.name}: recipes/linear_probe.py makes a classifier of it")
+    refuse_seen(checkpoint, ShardSource(data))
+    loader = _open(model, data, batch, workers)
+    result = judge(
+        model,
+        loader,
+        valid_loader=None if valid is None else _open(model, valid, batch, workers),
+        policy=LabelPolicy(uncertain=uncertain, missing=missing),
+        threshold_rule=threshold_rule,
+        resamples=resamples,
+        checkpoint=checkpoint,
+    )
+    folder = out or default_folder(checkpoint, "classify")
+    paths = write_results(result.results, folder, result.predictions())
+    source = loader.source
+    page = write_classification_page(
+        result,
+        folder / "index.html",
+        model=f"{model.name} ({checkpoint})",
+        data=f"{source.manifest.corpus}, split {source.manifest.split}",
+        date=datetime.date.today().isoformat(),
+        pixels=source.pixels,
+    )
+    print_report(result.table(), [*paths, page])
+
+
+def _open(model: Any, data: Path, batch: int, workers: int) -> Any:
+    from medvl.data.loader import open_loader
+    from medvl.data.shards import ShardSource
+    from medvl.data.subset import no_text
+    from medvl.data.text import WholeText
+
+    return open_loader(
+        ShardSource(data),
+        batch=batch,
+        image=model.transform,
+        text=WholeText(),
+        tokenizer=no_text,
+        train=False,
+        workers=workers,
+    )

@@ -1,0 +1,132 @@
+"""A classifier of findings on a pretrained image encoder: linear probe or fine-tuning, at a fraction of the labels.
+
+    torchrun recipes/linear_probe.py --start runs/convirt-mimic/best         # the encoder frozen, one linear layer
+    torchrun recipes/linear_probe.py finetune --start runs/convirt-mimic/best --data.fraction 0.01 --data.draw 3
+    torchrun recipes/linear_probe.py tiny                                    # the quickstart's ConVIRT, two CPU cores
+    medvl eval classify --checkpoint runs/linear-probe/best --data shards/chexpert/test --valid shards/chexpert/valid
+
+`--start` is a checkpoint of any system with an image encoder, or the name of an encoder with published weights.
+Training stops early by the mean AUROC of the validation patients, and `best` is the step that had the highest.
+`--data.fraction` takes the labels of a share of the training patients, `--data.draw` says which ones.
+
+Preset `paper`: linear classification on CheXpert with MGCA's settings (batch 48, 5e-4, weight decay 1e-6), the encoder
+frozen and in eval mode. Preset `finetune`: everything is trained, the encoder at a fifth of the head's rate. Ours and
+not theirs: the linear layer begins at zero, AdamW, and a policy for uncertain labels that is named (`--uncertain`).
+For probes alone, `medvl eval probe` solves the same problem to its optimum, for all fractions and draws at once.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Literal
+
+from medvl.data.transforms import ConVIRTAugmentation, EvalTransform
+from medvl.errors import MedvlError
+from medvl.train.config import OptimConfig, Plateau, TrainConfig
+from medvl.train.labels import LabelConfig
+from medvl.train.launch import choose
+from medvl.train.serialize import to_dict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All settings of a run."""
+
+    start: Path
+    """Checkpoint to take the image encoder from, or the name of an encoder with published weights."""
+    frozen_encoder: bool
+    """Train the linear layer alone."""
+    head_rate: float = 1.0
+    """Learning rate of the linear layer, as a multiple of the encoder's."""
+    uncertain: Literal["ignore", "zeros", "ones", "per_class"] = "ignore"
+    """What a label of -1 counts as."""
+    missing: Literal["ignore", "negative"] = "negative"
+    """What an absent label counts as."""
+    data: LabelConfig
+    optim: OptimConfig
+    train: TrainConfig
+
+
+paper = Recipe(
+    start=Path("runs/convirt-mimic/best"),
+    frozen_encoder=True,
+    data=LabelConfig(
+        train=Path("shards/chexpert/train"),
+        valid=Path("shards/chexpert/valid"),
+        labels=("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Pleural Effusion"),
+        image=EvalTransform(size=224),
+    ),
+    optim=OptimConfig(lr=5e-4, weight_decay=1e-6, schedule=Plateau(factor=0.5, patience=5)),
+    train=TrainConfig(
+        run_dir=Path("runs/linear-probe"),
+        epochs=50,
+        global_batch=48,
+        precision="bf16",
+        best_metric="classify/auroc_macro",
+        best_mode="max",
+        early_stop_patience=10,
+    ),
+)
+finetune = dataclasses.replace(
+    paper,
+    frozen_encoder=False,
+    head_rate=5.0,
+    data=dataclasses.replace(paper.data, image=ConVIRTAugmentation(size=224)),
+    optim=dataclasses.replace(paper.optim, lr=1e-4),
+    train=dataclasses.replace(paper.train, run_dir=Path("runs/finetune")),
+)
+tiny = dataclasses.replace(
+    paper,
+    start=Path("quickstart/convirt/best"),
+    data=LabelConfig(
+        train=Path("quickstart/shards/train"),
+        valid=Path("quickstart/shards/validate"),
+        image=EvalTransform(size=112, fit="squash"),
+        workers=1,
+    ),
+    optim=OptimConfig(lr=1e-2, weight_decay=1e-4, schedule=Plateau(factor=0.5, patience=2)),
+    train=dataclasses.replace(paper.train, run_dir=Path("quickstart/linear-probe"), epochs=10, early_stop_patience=4),
+)
+
+MAKE_DATA = """Make the shards first. From CheXpert, RSNA, SIIM, NIH ChestX-ray14, COVIDx or a table of your own:
+    medvl shards chexpert --root CheXpert-v1.0-small --out shards/chexpert
+and then, on the encoder of a checkpoint,
+    torchrun recipes/linear_probe.py --start runs/convirt-mimic/best
+From nothing, for a try on the phantom corpus:
+    bash scripts/quickstart.sh"""
+
+
+def main(recipe: Recipe) -> None:
+    """Labels, model, data, training: the verbs in order."""
+    recipe.data.check(MAKE_DATA)
+    from medvl.eval import ClassifyEval, LabelPolicy
+    from medvl.models import create_classifier
+    from medvl.train import seeded, train
+    from medvl.train.labels import open_labels
+
+    policy = LabelPolicy(uncertain=recipe.uncertain, missing=recipe.missing)
+    with seeded(recipe.train.seed):
+        model = create_classifier(
+            recipe.start,
+            recipe.data.names(),
+            frozen_encoder=recipe.frozen_encoder,
+            head_rate=recipe.head_rate,
+        )
+    opened = open_labels(recipe.data, model, policy.settle, recipe.train.micro_batch)
+    result = train(
+        model,
+        opened.train,
+        valid_loader=opened.valid,
+        evals=[ClassifyEval(opened.valid_images, policy=policy)],
+        optim=recipe.optim,
+        config=recipe.train,
+        run={"recipe": "linear_probe", "settings": to_dict(recipe), **opened.described},
+    )
+    print(result)
+
+
+if __name__ == "__main__":
+    try:
+        main(choose({"paper": paper, "finetune": finetune, "tiny": tiny}, description="Linear probe and fine-tuning."))
+    except MedvlError as error:
+        sys.exit(f"error: {error}")
