@@ -19,6 +19,7 @@ COMMANDS = (
     *("phantom medicat", "shards roco", "shards medicat", "shards openi"),
     *("shards mimic-cxr", "shards chexpert", "shards table", "shards vqa-rad", "shards slake", "shards vqa-med"),
     *("shards path-vqa", "eval zero-shot", "eval retrieval", "eval vqa", "eval report"),
+    *("eval probe", "eval classify", "eval class-retrieval", "eval listed"),
     *("shards rsna", "shards siim", "shards nih-cxr14", "shards covidx"),
     *("phantom vqa-rad", "phantom slake", "vocab", "verify", "import", "list"),
 )

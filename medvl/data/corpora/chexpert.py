@@ -59,6 +59,14 @@ def iter_samples(root: Path, *, deid: Deidentifier, split: str | None = None) ->
         yield record.sample
 
 
+def image_key(path: str, deid: Deidentifier) -> str:
+    """The key of the image that a `Path` of the release names. Raises CorpusError when it is none."""
+    match = _PATH.fullmatch(path)
+    if match is None:
+        raise CorpusError("a Path is not of the form train/patient00001/study1/view1_frontal.jpg")
+    return deid.image("/".join(match.groups()))
+
+
 def _sample(root: Path, table: Path, split: str, row: Mapping[str, str], deid: Deidentifier) -> Sample:
     match = _PATH.fullmatch(row["Path"])
     if match is None:
