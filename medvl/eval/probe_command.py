@@ -1,0 +1,137 @@
+"""`medvl eval probe`: what labels can be read off an image encoder's features by a line."""
+
+import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from medvl.errors import ConfigError
+from medvl.eval.command import default_folder, load_model, print_report, refuse_seen
+
+if TYPE_CHECKING:
+    from medvl.eval.probe_features import FeatureTable, ProbedEncoder
+
+
+def probe(
+    train: Path,
+    valid: Path,
+    test: Path,
+    *,
+    checkpoint: Path | None = None,
+    encoder: str | None = None,
+    pretrained: bool = False,
+    image_size: int | None = None,
+    random_encoder: bool = False,
+    fractions: tuple[float, ...] = (0.01, 0.1, 1.0),
+    seeds: int = 5,
+    uncertain: Literal["ignore", "zeros", "ones", "per_class"] = "ignore",
+    missing: Literal["ignore", "negative"] = "negative",
+    threshold_rule: Literal["f1", "mcc", "youden"] = "f1",
+    resamples: int = 1000,
+    cache: Path | None = None,
+    out: Path | None = None,
+    batch: int = 64,
+    workers: int = 2,
+    device: str = "auto",
+) -> None:
+    """Linear probe of an image encoder at fractions of the labels, with intervals and a page.
+
+    Args:
+        train: folder of shards with labels to fit on.
+        valid: folder of shards of other patients, on which penalty and thresholds are chosen.
+        test: folder of shards of yet other patients, that the encoder was not trained on.
+        checkpoint: folder of a checkpoint of any system with an image encoder.
+        encoder: name of an image encoder instead, such as resnet50.
+        pretrained: start that encoder from its published weights; else its weights are random.
+        image_size: side of that encoder's images, where it can be chosen.
+        random_encoder: draw the weights of the checkpoint's encoder anew: what the probe has without pretraining.
+        fractions: of the training patients whose labels are used.
+        seeds: draws of each fraction below 1.
+        uncertain: what a label of -1 counts as.
+        missing: what an absent label counts as.
+        threshold_rule: what thresholds maximise on the validation images.
+        resamples: of the bootstrap.
+        cache: folder of kept features; default eval/features in the checkpoint's run, or features beside the results.
+        out: gets results.json, predictions.jsonl and index.html; default eval/probe in the checkpoint's run.
+        batch: images at a time.
+        workers: loader processes.
+        device: auto, cpu or cuda.
+    """
+    from medvl.data.shards import ShardSource
+    from medvl.eval.policies import LabelPolicy
+    from medvl.eval.probe import linear_probe
+    from medvl.eval.probe_page import write_probe_page
+    from medvl.eval.results import checkpoint_sha256, write_results
+
+    if checkpoint is not None and encoder is None:
+        probed = _of_checkpoint(checkpoint, random_encoder, device)
+        out = out or default_folder(checkpoint, "probe_random" if random_encoder else "probe")
+        cache = cache or default_folder(checkpoint, "features")
+        refuse_seen(checkpoint, ShardSource(test))
+    elif encoder is not None and checkpoint is None and not random_encoder and out is not None:
+        probed = _named(encoder, pretrained, image_size, device)
+        cache = cache or out / "features"
+    else:
+        raise ConfigError(
+            "name a --checkpoint, with --random-encoder for its baseline; or an --encoder, which is random unless "
+            "--pretrained, and --out"
+        )
+    tables = [_features(probed, data, cache, batch, workers) for data in (train, valid, test)]
+    result = linear_probe(
+        *tables,
+        fractions=fractions,
+        seeds=seeds,
+        policy=LabelPolicy(uncertain=uncertain, missing=missing),
+        threshold_rule=threshold_rule,
+        resamples=resamples,
+        inputs={
+            "checkpoint": None if checkpoint is None or random_encoder else checkpoint_sha256(checkpoint),
+            "encoder": probed.sha256,
+        },
+    )
+    source = ShardSource(test)
+    paths = write_results(result.results, out, result.predictions())
+    page = write_probe_page(
+        result,
+        out / "index.html",
+        model=probed.name,
+        data=f"{source.manifest.corpus}, split {source.manifest.split}",
+        date=datetime.date.today().isoformat(),
+        pixels=source.pixels,
+    )
+    print_report(result.table(), [*paths, page])
+
+
+def _of_checkpoint(checkpoint: Path, random: bool, device: str) -> "ProbedEncoder":
+    from medvl.eval.probe_features import ProbedEncoder
+
+    model = load_model(checkpoint, device)
+    return ProbedEncoder.of(model, name=f"{model.name} ({checkpoint})", random=random)
+
+
+def _named(encoder: str, pretrained: bool, image_size: int | None, device: str) -> "ProbedEncoder":
+    import torch
+
+    from medvl.eval.probe_features import ProbedEncoder
+
+    probed = ProbedEncoder.named(encoder, pretrained=pretrained, image_size=image_size)
+    probed.module.to(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    return probed
+
+
+def _features(encoder: "ProbedEncoder", data: Path, cache: Path, batch: int, workers: int) -> "FeatureTable":
+    from medvl.data.loader import open_loader
+    from medvl.data.shards import ShardSource
+    from medvl.data.subset import no_text
+    from medvl.data.text import WholeText
+    from medvl.eval.probe_features import encode_features
+
+    loader = open_loader(
+        ShardSource(data),
+        batch=batch,
+        image=encoder.transform,
+        text=WholeText(),
+        tokenizer=no_text,
+        train=False,
+        workers=workers,
+    )
+    return encode_features(encoder, loader, cache=cache)

@@ -1,0 +1,74 @@
+"""The page of a linear probe: AUROC by fraction of the labels, and what every classifier's page shows."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medvl.eval.classify_page import LIMITS, facts, sections
+from medvl.eval.page import Cell, Page, Table, metric_cell, write_page
+from medvl.eval.probe import ProbeResult, suffix
+from medvl.eval.results import format_value
+
+
+def write_probe_page(
+    result: ProbeResult,
+    path: str | Path,
+    *,
+    model: str,
+    data: str,
+    date: str | None = None,
+    pixels: Callable[[int], NDArray[np.uint8]] | None = None,
+    examples: int = 3,
+) -> Path:
+    """Write the page as one HTML file; its path. The arguments are those of `write_zero_shot_page`."""
+    told = facts(result, model=model, data=data)
+    draws = result.results.details["draws"]
+    told[2:2] = [
+        ("Probe", f"logistic regression on {result.results.details['feature_dim']:,} standardised features"),
+        (
+            "Penalty",
+            "of " + ", ".join(f"{value:g}" for value in result.results.config["penalties"]) + ", on validation",
+        ),
+        ("Draws", f"{len(draws)}: {result.results.config['seeds']} of each fraction below 100%, by patient, nested"),
+    ]
+    page = Page(
+        title=f"Linear probe: {model}",
+        subtitle=f"{data}, {len(result.images.samples):,} images of {len(set(result.images.patients)):,} patients",
+        headlines=[_headline(result, fraction) for fraction in result.fractions],
+        facts=[("Date", date), *told] if date else told,
+        sections=[_by_fraction(result), *sections(result, pixels, examples)],
+        limits=LIMITS,
+    )
+    return write_page(page, path)
+
+
+def _headline(result: ProbeResult, fraction: float) -> tuple[str, str, str]:
+    number, _, interval = format_value(result.results.row(f"auroc{suffix(fraction)}", "macro")).partition(" ")
+    return f"AUROC, {100 * fraction:g}% of the labels", number, interval
+
+
+def _by_fraction(result: ProbeResult) -> Table:
+    rows = {(row.metric, row.target): row for row in result.results.rows if not row.subgroup}
+    means = {"macro_competition": "Mean of the five competition findings", "macro": "Mean of all"}
+    means = {target: label for target, label in means.items() if (f"auroc{suffix(1)}", target) in rows} or {
+        "macro": "Mean of all"
+    }
+    lines: list[Sequence[Cell | str]] = []
+    for target, label in {**means, **{name: name for name in result.images.names}}.items():
+        cells: list[Cell | str] = [label]
+        for fraction in result.fractions:
+            cells.append(metric_cell(rows.get((f"auroc{suffix(fraction)}", target)), reference=0.5, bar=True))
+            spread = rows.get((f"auroc_sd{suffix(fraction)}", target))
+            cells.append("" if spread is None or np.isnan(spread.value) else f"{spread.value:.3f}")
+        lines.append(cells)
+    columns = [name for fraction in result.fractions for name in (f"AUROC, {100 * fraction:g}%", "over draws")]
+    return Table(
+        title="By fraction of the labels",
+        columns=["", *columns],
+        rows=lines,
+        strong_rows=len(means),
+        caption="The mean over the draws of a fraction with its 95% interval over test patients, and the standard "
+        "deviation over the draws. All that follows is of the largest fraction's first draw.",
+    )
