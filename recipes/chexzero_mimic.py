@@ -7,8 +7,8 @@
 The paper averages ten runs, of batch 64 and 128 and a rate of 5e-5, 1e-4 and 2e-4. Each is this recipe with other
 flags (--train.run-dir, --train.global-batch, --optim.lr, --data.seed), and they are judged together:
 
-    medvl eval zero-shot --checkpoint RUN_1/best RUN_2/best ... --prompts chexpert_pairs --data DIR/test
-    python scripts/zeroshot_chexpert.py --checkpoint RUN_1/best RUN_2/best ... --prompts chexpert_pairs --root CHEXPERT
+    medvl eval zero-shot --checkpoint RUN_1/best RUN_2/best ... --prompts chexzero_template --data DIR/test
+    python scripts/zeroshot_chexpert.py --checkpoint RUN_1/best RUN_2/best ... --prompts chexzero_template --root DIR
 
 Preset `paper`: OpenAI's CLIP ViT-B/32 from the hub on first use, impressions ("NO IMPRESSION" where a report has
 none), no augmentation, plain SGD. Ours and not theirs: bf16 autocast; the scale is kept below CLIP's 100; the best
@@ -44,7 +44,7 @@ class Recipe:
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
-    prompts: str | None = "chexpert_pairs"
+    prompts: str | None = "chexzero_template"
     """Of the zero-shot evaluation during training; None for a corpus without labels."""
 
 

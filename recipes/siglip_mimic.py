@@ -40,7 +40,7 @@ class Recipe:
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
-    prompts: str | None = "chexpert_pairs"
+    prompts: str | None = "chexzero_template"
     """Of the zero-shot evaluation during training; None for a corpus without labels."""
 
 

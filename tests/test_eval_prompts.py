@@ -53,8 +53,17 @@ def written(folder: Path, data: object) -> Path:
 
 
 def test_our_sets_are_listed_and_load_by_name():
-    assert tuple(list_prompts()) == OURS
-    assert [load_prompts(name).name for name in OURS] == list(OURS)
+    assert set(OURS) <= set(list_prompts())
+    assert [load_prompts(name).name for name in list_prompts()] == list_prompts()
+
+
+def test_chexzero_s_template_is_the_published_one_but_for_no_finding():
+    """ "no No Finding" is what turned that label round."""
+    template = load_prompts("chexzero_template")
+    assert sorted({*template.classes, "No Finding"}) == sorted(FINDINGS)
+    assert (template.scoring, template.temperature) == ("pair_softmax", 1.0)
+    for finding, sides in template.classes.items():
+        assert (sides.positive, sides.negative) == ((finding,), (f"no {finding}",))
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -10,7 +10,7 @@ class CheXzero(CLIP):
     """CLIP's loss, towers and vocabulary. What is its own are the settings: pixels, text and optimiser.
 
     Its text is `WholeText(sections=("impression",), missing="literal")`; its zero-shot protocol the prompt set
-    `chexpert_pairs`, averaged over several checkpoints.
+    `chexzero_template`, averaged over several checkpoints.
     """
 
     name = CheXzeroConfig.system
