@@ -268,7 +268,7 @@ class ALBEF(FusionModel, DualEncoder):
         """What `embed_texts` gives, of texts that are encoded already; only the first token is read."""
         return Embeddings(embed(self.text_head, text))
 
-    def forward(self, batch: Batch) -> Losses:
+    def learn(self, batch: Batch) -> Losses:
         """Contrast and matching among the samples with an image and a text; words of every sample with a text."""
         masked, masked_N = draw_text(batch, self.masking)
         hidden_N = masked.labels_BT.flatten()[masked_N]

@@ -4,6 +4,7 @@ import abc
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from medvl.data.masking import TextMasking
@@ -12,7 +13,7 @@ from medvl.errors import ConfigError
 from medvl.models.base import TwoTowers
 from medvl.models.fusion.encoder import Fused, Looks, Tokens
 from medvl.models.fusion.inputs import RegionEncoder
-from medvl.schema import Batch
+from medvl.schema import Batch, Losses
 
 _ENCODERS = ("image_encoder", "text_encoder")
 
@@ -27,6 +28,19 @@ class FusionModel(TwoTowers):
 
     pooled_dim: int
     itm_head: nn.Linear
+
+    def forward(self, batch: Batch) -> Losses:
+        """The losses of `learn`. Where samples lack an image or a text, parameters that none of them speaks to get a
+        gradient of zeros: a rank whose whole batch lacks one must not keep the others waiting for it under DDP."""
+        found = self.learn(batch)
+        if batch.has_image_B is None and batch.has_text_B is None:
+            return found
+        first = [parameter.flatten()[0] for parameter in self.parameters() if parameter.requires_grad]
+        return Losses(total=found.total + 0 * torch.stack(first).sum(), terms=found.terms)
+
+    @abc.abstractmethod
+    def learn(self, batch: Batch) -> Losses:
+        """The losses of a system: each averages over the samples that have what it needs."""
 
     @abc.abstractmethod
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:

@@ -167,7 +167,7 @@ class MedViLL(FusionModel):
             groups = [batch.labels_BL.nan_to_num(unmentioned).unique(dim=0, return_inverse=True)[1]]
         return Draw(masked=masked, masked_N=masked_N, pairs=draw_pairs(batch, *groups))
 
-    def forward(self, batch: Batch) -> Losses:
+    def learn(self, batch: Batch) -> Losses:
         """Masked words and image-text matching, from one pass; masked words alone where the objective is a report."""
         if self.config.objective == "report":
             return self._report_losses(batch)

@@ -107,7 +107,7 @@ class StreamModel(FusionModel, abc.ABC):
         masked, masked_N = draw_text(batch, self.masking)
         return Draw(masked=masked, masked_N=masked_N, pairs=draw_pairs(batch))
 
-    def forward(self, batch: Batch) -> Losses:
+    def learn(self, batch: Batch) -> Losses:
         """Masked words behind the text's own image; pairs that match or not. Each averages over the samples that have
         what it needs. A negative is another image of the batch, where METER decodes one for it.
         """
