@@ -1,7 +1,7 @@
 """M3AE on ROCO and MedICaT (Chen et al., arXiv 2209.07098, MICCAI 2022).
 
     torchrun --nproc-per-node 8 recipes/m3ae_roco_medicat.py
-    torchrun recipes/m3ae_roco_medicat.py tiny            # the phantom's case reports, two CPU cores
+    torchrun recipes/m3ae_roco_medicat.py tiny            # within scripts/quickstart_vqa.sh: phantom, two CPU cores
     torchrun recipes/m3ae_roco_medicat.py tiny --help     # every setting
     torchrun recipes/vqa_finetune.py --start runs/m3ae/best     # then it answers questions
 
@@ -10,7 +10,9 @@ Preset `paper`: CLIP's ViT-B/16 without its last block, RoBERTa-base, six co-att
 A figure is one item with one of its texts drawn, where the paper makes an item of every pair; the checkpoint is chosen
 by the validation loss, where the paper adds up accuracies and a loss.
 
-Preset `tiny`: a four-block vision Transformer and a three-layer BERT from scratch.
+Preset `tiny`: a small vision Transformer on residual stages and a three-layer BERT, which a ConVIRT on the same figures
+has trained: it stands for the CLIP and the RoBERTa that the paper starts from (`bash scripts/quickstart_vqa.sh` trains
+it first). In so few steps twice the paper's share of words is masked.
 """
 
 import dataclasses
@@ -34,6 +36,9 @@ class Recipe:
     model: M3AEConfig
     pretrained: bool
     """Start both encoders from their published weights."""
+    start: Path | None = None
+    """Checkpoint of an M3AE, all of which is taken, or of another system whose image and text encoder are taken;
+    None takes none."""
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
@@ -63,24 +68,28 @@ paper = Recipe(
 )
 tiny = Recipe(
     model=M3AEConfig(
-        image_encoder="timm:vit_tiny_patch16_224",
-        image_arguments={"depth": 4},
+        image_encoder="vit_hybrid_tiny",
+        image_arguments={},
         text_encoder="tiny_bert",
+        text_arguments={"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
         image_size=112,
         fit="squash",
         width=192,
-        layers=3,
+        layers=2,
         heads=3,
         intermediate=768,
-        mim_layer=2,
+        dropout=0,
+        mim_layer=1,
         decoder_width=96,
         decoder_layers=2,
         decoder_heads=3,
         fusion_rate=1.0,
         head_rate=1.0,
-        max_tokens=48,
+        mask_probability=0.3,
+        max_tokens=32,
     ),
     pretrained=False,
+    start=Path("quickstart/figures-convirt/best"),
     data=DataConfig(
         train="quickstart/roco-shards/train",
         also=(Path("quickstart/medicat-shards/train"),),
@@ -90,10 +99,10 @@ tiny = Recipe(
         image=EvalTransform(size=112, fit="squash"),
         workers=1,
     ),
-    optim=OptimConfig(optimizer="adamw", lr=5e-4, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
+    optim=OptimConfig(optimizer="adamw", lr=1e-3, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
     train=TrainConfig(
         run_dir=Path("quickstart/m3ae"),
-        epochs=10,
+        epochs=5,
         global_batch=64,
         precision="bf16",
         validate_every=250,
@@ -105,22 +114,20 @@ MAKE_DATA = """Make the shards first. From ROCO and MedICaT on disk:
     medvl shards roco --root ROCO --out shards/roco
     medvl shards medicat --root MEDICAT --out shards/medicat
 From nothing, on the phantom (bash scripts/quickstart.sh sets medvl up):
-    medvl phantom roco --out quickstart/roco --size 160
-    medvl shards roco --root quickstart/roco --out quickstart/roco-shards --short-side 160
-    medvl phantom medicat --out quickstart/medicat --size 160
-    medvl shards medicat --root quickstart/medicat --out quickstart/medicat-shards --short-side 160
-    medvl vocab quickstart/roco-shards/train quickstart/figure-vocab"""
+    bash scripts/quickstart_vqa.sh"""
 
 
 def main(recipe: Recipe) -> None:
     """Data, model, training: the verbs in order."""
     recipe.data.check(MAKE_DATA)
-    from medvl.models import create_model
+    from medvl.models import create_model, warm_start
     from medvl.train import seeded, train
     from medvl.train.data import open_data
 
     with seeded(recipe.train.seed):
         model = create_model(recipe.model, pretrained=recipe.pretrained, tokenizer=recipe.data.tokenizer)
+    if recipe.start is not None:
+        warm_start(model, recipe.start)
     opened = open_data(recipe.data, model, recipe.train.micro_batch)
     result = train(
         model,

@@ -96,7 +96,7 @@ tiny = Recipe(
     optim=OptimConfig(optimizer="adamw", lr=5e-4, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
     train=TrainConfig(
         run_dir=Path("quickstart/medvill"),
-        epochs=10,
+        epochs=12,
         global_batch=64,
         precision="bf16",
         channels_last=True,
