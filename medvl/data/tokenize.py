@@ -3,6 +3,7 @@
     tokenizer = load_tokenizer("vocab/mimic")                  # a folder
     tokenizer = load_tokenizer("OWNER/NAME", revision=COMMIT)  # from the hub, pinned
     tokenizer = load_tokenizer("clip")                         # open_clip's vocabulary, which lies in its wheel
+    tokenizer = load_tokenizer(FOLDER, cleaning="canonical")   # SigLIP's: a SentencePiece vocabulary
     tokenizer = train_wordpiece(texts, vocab_size=8000)        # from the shards' own text
     ids_BT, mask_BT = tokenizer(["small left effusion", "no effusion"])
 
@@ -11,6 +12,7 @@ that forks its workers after they ran is warned about them.
 """
 
 import collections
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,10 +26,11 @@ from medvl.data.tokenizer_files import (
     CONFIG_FILE,
     MODEL_FILE,
     VOCABULARY_FILE,
+    Cleaning,
     Loaded,
     byte_letters,
+    clean,
     clip_backend,
-    clip_clean,
     hub_backend,
     local_backend,
     wordpiece_backend,
@@ -48,7 +51,8 @@ class Tokenizer:
 
     Attributes:
         vocab_size: number of ids.
-        pad_id, cls_id, sep_id: padding (0 where the vocabulary has none), and what every text begins and ends with.
+        pad_id, cls_id, sep_id: padding (0 where the vocabulary has none), and what every text begins and ends with;
+            where texts begin with nothing (T5, SigLIP), `cls_id` is `sep_id`.
         unk_id, mask_id: None where the vocabulary has none (CLIP).
         max_tokens: longer texts are cut, keeping their first and last token.
         source: where the vocabulary is from.
@@ -65,11 +69,11 @@ class Tokenizer:
         self.max_tokens, self.source = longest, loaded.source
         self.vocab_size = max(self._backend.get_vocab().values(), default=0) + 1
         ids = {role: None if token is None else self._id(token) for role, token in loaded.special.items()}
-        if ids["cls"] is None or ids["sep"] is None:
+        if ids["sep"] is None:
             raise ConfigError(f"the vocabulary of {self.source} names no tokens to begin and to end a text with")
         self.pad_id: int = ids["pad"] or 0
-        self.cls_id: int = ids["cls"]
         self.sep_id: int = ids["sep"]
+        self.cls_id: int = self.sep_id if ids["cls"] is None else ids["cls"]
         self.unk_id: int | None = ids["unk"]
         self.mask_id: int | None = ids["mask"]
         special = {self.cls_id, self.sep_id} | ({ids["pad"]} if ids["pad"] is not None else set())
@@ -86,7 +90,7 @@ class Tokenizer:
         """
         if isinstance(texts, str):
             raise ConfigError("give a list of texts, not one text: its letters would be taken for texts")
-        encoded = [self._backend.encode(clip_clean(text) if self._loaded.clip else text).ids for text in texts]
+        encoded = [self._backend.encode(clean(text, self._loaded.cleaning)).ids for text in texts]
         width = max(map(len, encoded), default=0)
         padded = [ids + [self.pad_id] * (width - len(ids)) for ids in encoded]
         ids_BT = torch.tensor(padded, dtype=torch.int64).view(len(encoded), width)
@@ -96,7 +100,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         """The text of one sequence of ids, without special tokens; case and spacing may have been lost on the way."""
         numbers = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-        if not self._loaded.clip:
+        if self._loaded.cleaning != CLIP:
             text: str = self._backend.decode(numbers, skip_special_tokens=True)
             return text
         kept = [
@@ -134,7 +138,7 @@ class Tokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": self.max_tokens,
             "medvl_source": self.source,
-            **({"medvl_text": CLIP} if self._loaded.clip else {}),
+            **({"medvl_text": self._loaded.cleaning} if self._loaded.cleaning else {}),
             **{f"{role}_token": token for role, token in self._loaded.special.items() if token is not None},
         }
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -155,6 +159,7 @@ def load_tokenizer(
     revision: str | None = None,
     max_tokens: int | None = None,
     lowercase: bool | None = None,
+    cleaning: Cleaning | None = None,
 ) -> Tokenizer:
     """A tokenizer from a folder, from the hub, or CLIP's.
 
@@ -164,6 +169,8 @@ def load_tokenizer(
         max_tokens: greatest length with its first and last token. Default: what the files say, else 512.
         lowercase: for a bare `vocab.txt` (WordPiece): what its own configuration says is the default, and without one
             True, as for every BERT tokenizer of Hugging Face; so was Bio_ClinicalBERT used, whose vocabulary is cased.
+        cleaning: "canonical" lower-cases texts and takes their punctuation away, as SigLIP's are, of which its files
+            say nothing. Default: what the files say; ours do.
 
     Raises:
         ConfigError: the folder holds no tokenizer, a file is damaged, or a setting does not go with the source.
@@ -174,13 +181,15 @@ def load_tokenizer(
     elif Path(source).is_dir():
         loaded = local_backend(Path(source), lowercase)
     elif revision is not None:
-        return Tokenizer(hub_backend(str(source), revision, lowercase), max_tokens=max_tokens)
+        loaded, revision = hub_backend(str(source), revision, lowercase), None
     else:
         raise ConfigError(
             f"{source} is no folder; for a repository on the hub give its revision, a commit of 40 digits, as well"
         )
     if revision is not None:
         raise ConfigError(f"revision is for repositories on the hub: {source} is not one")
+    if cleaning is not None:
+        loaded = dataclasses.replace(loaded, cleaning=cleaning)
     return Tokenizer(loaded, max_tokens=max_tokens)
 
 

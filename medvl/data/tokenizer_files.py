@@ -12,9 +12,10 @@ import gzip
 import html
 import importlib.util
 import json
+import string
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
@@ -27,8 +28,10 @@ _BPE_FILES = ("vocab.json", "merges.txt")
 _LARGEST_FILE = 100 * 2**20
 _LONGEST = 1_000_000  # what transformers writes for "no limit" is above this
 
-CLIP = "clip"
+CLIP: Literal["clip"] = "clip"
 CLIP_TOKENS = 77
+Cleaning = Literal["clip", "canonical"]
+"""What is done to a text before it is split: what CLIP does, or SigLIP."""
 _CLIP_START, _CLIP_END = "<start_of_text>", "<end_of_text>"
 _CLIP_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 _CLIP_MERGES = 49152 - 256 - 2
@@ -41,6 +44,9 @@ _SPECIAL = {
     "mask": ("[MASK]", "<mask>"),
 }
 """Role -> what its token is called where no configuration says so."""
+_OTHER_NAMES = {"cls": "bos", "sep": "eos"}
+"""Role -> what configurations of vocabularies that are no BERT's call it."""
+_WITHOUT_PUNCTUATION = str.maketrans({"_": " ", **dict.fromkeys(string.punctuation.replace("_", ""))})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +55,11 @@ class Loaded:
 
     backend: Backend
     special: Mapping[str, str | None]
-    """Token of each role: pad, unk, cls, sep, mask. None where the vocabulary has none."""
+    """Token of each role: pad, unk, cls, sep, mask. None where the vocabulary has none (T5's has no cls)."""
     max_tokens: int | None
     """As stored; None where nothing is."""
     source: str
-    clip: bool = False
-    """Whether texts are cleaned as CLIP's are before they are split."""
+    cleaning: Cleaning | None = None
 
 
 def local_backend(folder: Path, lowercase: bool | None) -> Loaded:
@@ -92,13 +97,15 @@ def _read(files: Mapping[str, Path], where: str, lowercase: bool | None, source:
         raise ConfigError(f"the tokenizer of {where} cannot be read: {error}") from error
     if backend is None:
         raise ConfigError(f"{where} holds no tokenizer: neither {MODEL_FILE} nor {VOCABULARY_FILE} nor {_BPE_FILES}")
-    longest = config.get("model_max_length")
+    longest, cleaning = config.get("model_max_length"), config.get("medvl_text")
+    if cleaning not in (None, *get_args(Cleaning)):
+        raise ConfigError(f"{where} has texts cleaned by {cleaning!r}: known are {', '.join(get_args(Cleaning))}")
     return Loaded(
         backend=backend,
         special={role: _special(backend, role, config) for role in _SPECIAL},
         max_tokens=int(longest) if isinstance(longest, int | float) and longest < _LONGEST else None,
         source=str(config.get("medvl_source", source)),
-        clip=config.get("medvl_text") == CLIP,
+        cleaning=cleaning,
     )
 
 
@@ -122,10 +129,9 @@ def _text(path: Path) -> str:
 
 
 def _special(backend: Backend, role: str, config: Mapping[str, Any]) -> str | None:
-    named = config.get(f"{role}_token")
-    if isinstance(named, dict):  # an AddedToken, as transformers writes it
-        named = named.get("content")
-    candidates = [named] if isinstance(named, str) else []
+    given = [config.get(f"{name}_token") for name in (role, _OTHER_NAMES.get(role))]
+    named = [token.get("content") if isinstance(token, dict) else token for token in given]  # an AddedToken is a dict
+    candidates = [token for token in named if isinstance(token, str)]
     return next((token for token in [*candidates, *_SPECIAL[role]] if backend.token_to_id(token) is not None), None)
 
 
@@ -179,7 +185,14 @@ def clip_backend() -> Loaded:
     backend.post_processor = processors.TemplateProcessing(single=f"{_CLIP_START} $A {_CLIP_END}", special_tokens=ends)
     backend.add_special_tokens([_CLIP_START, _CLIP_END])
     special = {"pad": None, "unk": None, "cls": _CLIP_START, "sep": _CLIP_END, "mask": None}
-    return Loaded(backend=backend, special=special, max_tokens=CLIP_TOKENS, source=CLIP, clip=True)
+    return Loaded(backend=backend, special=special, max_tokens=CLIP_TOKENS, source=CLIP, cleaning=CLIP)
+
+
+def clean(text: str, how: Cleaning | None) -> str:
+    """A text as the tokenizer's model saw it in training."""
+    if how == "canonical":  # lower case, without punctuation, spaces single: SigLIP's
+        return " ".join(text.translate(_WITHOUT_PUNCTUATION).lower().split())
+    return clip_clean(text) if how == CLIP else text
 
 
 def clip_clean(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from medvl.data.tokenize import Tokenizer, load_tokenizer
 from medvl.encoders.presets import TEXT_PRESETS
-from medvl.encoders.text_build import takes_clip_tokens
+from medvl.encoders.text_build import takes_canonical_text, takes_clip_tokens
 from medvl.errors import ConfigError
 from medvl.models.base import System
 
@@ -77,7 +77,9 @@ def create_model(
     if tokenizer is None and pretrained:
         tokenizer = _tokenizer_of_preset(config)
     if isinstance(tokenizer, str | Path):
-        tokenizer = load_tokenizer(tokenizer, max_tokens=config.max_tokens)
+        family, _, model = getattr(config, "text_encoder", "").partition(":")
+        canonical = family == "open_clip" and takes_canonical_text(model)
+        tokenizer = load_tokenizer(tokenizer, max_tokens=config.max_tokens, cleaning="canonical" if canonical else None)
     if tokenizer is not None:
         config = _fit_vocabulary(config, tokenizer, bool(pretrained))
     return cls.build(config, pretrained=bool(pretrained), tokenizer=tokenizer)
