@@ -58,16 +58,16 @@ def test_the_solution_is_that_of_scikit_learn_label_by_label(penalty):
     data = table(150, 3, "a")
     x_ND, y_NL = Standardizer.of(data.x_ND)(data.x_ND), data.labels_NL.copy()
     y_NL[:40, 1] = np.nan
-    probe = fit_logistic(x_ND, y_NL, penalty)
+    probe = fit_logistic(x_ND, y_NL, penalty, tolerance=1e-7)
     assert probe.converged
     for label in range(3):
         known = ~np.isnan(y_NL[:, label])
         referee = LogisticRegression(C=1 / (penalty * known.sum()), tol=1e-10, max_iter=10_000)
         referee.fit(x_ND.numpy()[known], y_NL[known, label])
-        np.testing.assert_allclose(probe.weight_LD[label], referee.coef_[0], atol=1e-3)
-        np.testing.assert_allclose(probe.bias_L[label], referee.intercept_[0], atol=1e-3)
+        np.testing.assert_allclose(probe.weight_LD[label], referee.coef_[0], atol=1e-4)
+        np.testing.assert_allclose(probe.bias_L[label], referee.intercept_[0], atol=1e-4)
         np.testing.assert_allclose(
-            probe.probability_NL(x_ND)[:, label], referee.predict_proba(x_ND.numpy())[:, 1], atol=5e-4
+            probe.probability_NL(x_ND)[:, label], referee.predict_proba(x_ND.numpy())[:, 1], atol=1e-5
         )
 
 
@@ -78,7 +78,7 @@ def test_a_path_ends_where_single_fits_end():
     assert list(path) == [1.0, 0.1, 1e-3]
     for penalty, probe in path.items():
         single = fit_logistic(x_ND, data.labels_NL, penalty)
-        torch.testing.assert_close(probe.weight_LD, single.weight_LD, atol=1e-3, rtol=0)
+        torch.testing.assert_close(probe.weight_LD, single.weight_LD, atol=5e-3, rtol=0)
 
 
 def test_a_label_of_one_class_is_left_at_a_half_and_disturbs_no_other():
@@ -89,7 +89,7 @@ def test_a_label_of_one_class_is_left_at_a_half_and_disturbs_no_other():
     y_NL[:, 2] = np.nan
     probe = fit_logistic(x_ND, y_NL, 0.01)
     assert (probe.probability_NL(x_ND)[:, 1:] == 0.5).all()
-    torch.testing.assert_close(probe.weight_LD[:1], alone.weight_LD, atol=1e-3, rtol=0)
+    torch.testing.assert_close(probe.weight_LD[:1], alone.weight_LD, atol=5e-3, rtol=0)
 
 
 def test_features_that_never_vary_are_switched_off():

@@ -2,10 +2,14 @@
 
 import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from medvl.errors import ConfigError
 from medvl.eval.command import default_folder, load_model, print_report, refuse_seen
+
+if TYPE_CHECKING:
+    from medvl.data.shards import ShardSource
+    from medvl.eval.scored import ClassificationResult
 
 
 def classify(
@@ -40,9 +44,7 @@ def classify(
     """
     from medvl.data.shards import ShardSource
     from medvl.eval.classification import classify as judge
-    from medvl.eval.classify_page import write_classification_page
     from medvl.eval.policies import LabelPolicy
-    from medvl.eval.results import write_results
     from medvl.models import Classifier
 
     model = load_model(checkpoint, device)
@@ -59,13 +61,18 @@ def classify(
         resamples=resamples,
         checkpoint=checkpoint,
     )
-    folder = out or default_folder(checkpoint, "classify")
+    _write(result, out or default_folder(checkpoint, "classify"), f"{model.name} ({checkpoint})", loader.source)
+
+
+def _write(result: "ClassificationResult", folder: Path, model: str, source: "ShardSource") -> None:
+    from medvl.eval.classify_page import write_classification_page
+    from medvl.eval.results import write_results
+
     paths = write_results(result.results, folder, result.predictions())
-    source = loader.source
     page = write_classification_page(
         result,
         folder / "index.html",
-        model=f"{model.name} ({checkpoint})",
+        model=model,
         data=f"{source.manifest.corpus}, split {source.manifest.split}",
         date=datetime.date.today().isoformat(),
         pixels=source.pixels,

@@ -4,8 +4,9 @@ Protocol "linear_probe", version 1:
 
 * Features are the encoder's pooled vectors, the encoder in eval mode and not trained; images as for its inference.
 * They are standardised by mean and deviation of all training images, which takes no label.
-* One logistic regression a label, solved to its optimum. The penalty is the one of a fixed list with the best mean
-  AUROC on the validation images, which are always the same ones with all their labels.
+* One logistic regression a label, solved by L-BFGS until no entry of the gradient is above 1e-4. The penalty is the one
+  of a fixed list with the best mean AUROC on the validation images, which are always the same ones with all their
+  labels.
 * A fraction of the labels is a fraction of the training patients, drawn once a seed; draws of one seed are nested
   (`medvl.data.subset.label_fraction`). The full set has one draw. A label of which a draw has only positives or only
   negatives is scored 0.5 everywhere, so its AUROC is 0.5.
@@ -116,11 +117,7 @@ def linear_probe(
         fractions: of the training patients whose labels are used, each above 0 and at most 1.
         seeds: draws of each fraction below 1.
         penalties: to choose from.
-        policy: for labels that are neither 1 nor 0.
-        threshold_rule: what thresholds maximise on the validation images.
-        draw: what intervals are drawn over: test patients or test images.
-        resamples, seed: of the bootstrap.
-        smallest_subgroup: how many positives, and negatives, the AUROC of a subgroup needs.
+        policy, threshold_rule, draw, resamples, seed, smallest_subgroup: as in `zero_shot`.
         inputs: hashes for `Results.inputs` beside those of the data, such as that of the encoder.
 
     Raises:
@@ -128,10 +125,7 @@ def linear_probe(
         SplitError: two of the sets share a patient.
     """
     check_draw(draw)
-    if not fractions or seeds < 1 or not penalties or min(penalties) <= 0:
-        raise EvaluationError("a probe needs fractions, one seed or more, and penalties above 0")
     policy = policy or LabelPolicy()
-    check_disjoint({"train": train.patients, "validation": valid.patients, "test": test.patients}, "the linear probe")
     config = {
         "fractions": sorted(fractions),
         "seeds": seeds,
@@ -144,30 +138,18 @@ def linear_probe(
         "smallest_subgroup": smallest_subgroup,
     }
     data, scored = _prepare(train, valid, test, policy)
-    draws = [
-        _fit(data, fraction, number, penalties)
-        for fraction in sorted(fractions)
-        for number in range(seeds if fraction < 1 else 1)
-    ]
+    draws = _fit_all(data, fractions, seeds, penalties)
     main = next(one for one in draws if one.fraction == max(fractions))
-    images = dataclasses.replace(scored["test"], scores_NL=main.scores_NL)
-    on_valid = dataclasses.replace(scored["valid"], scores_NL=main.probe.probability_NL(data.valid_x_ND))
+    images, on_valid = _with_scores(main, data, scored)
     thresholds = choose_thresholds(on_valid, images, threshold_rule)
     blocks = ranking_blocks(images) + decision_blocks(images, thresholds, probabilities=True)
-    for fraction in sorted(fractions):
-        blocks += _fraction_blocks([one for one in draws if one.fraction == fraction], images, fraction)
     results = judge(
         images,
-        blocks,
+        blocks + _fraction_blocks(draws, images),
         thresholds=thresholds,
         protocol=(PROTOCOL, PROTOCOL_VERSION),
         config=config,
-        inputs={
-            "manifest": test.fingerprint,
-            "train_manifest": train.fingerprint,
-            "validation_manifest": valid.fingerprint,
-            **(inputs or {}),
-        },
+        inputs={**_fingerprints(train, valid, test), **(inputs or {})},
         details={"draws": [one.told for one in draws], "feature_dim": train.x_ND.shape[1]},
     )
     return ProbeResult(results=results, images=images, thresholds=thresholds, fractions=tuple(sorted(fractions)))
@@ -176,7 +158,8 @@ def linear_probe(
 def _prepare(
     train: FeatureTable, valid: FeatureTable, test: FeatureTable, policy: LabelPolicy
 ) -> tuple[_Data, dict[str, ScoredImages]]:
-    """The three sets with settled labels of the names that all have, and the judged two still without scores."""
+    """The three sets with settled labels of the names that all have; the scores of these are still to come."""
+    check_disjoint({"train": train.patients, "validation": valid.patients, "test": test.patients}, "the linear probe")
     names = tuple(name for name in test.label_names if name in train.label_names and name in valid.label_names)
     if not names:
         raise EvaluationError("training, validation and test data have no label in common: there is nothing to probe")
@@ -204,6 +187,17 @@ def _prepare(
     return data, scored
 
 
+def _fit_all(data: _Data, fractions: Sequence[float], seeds: int, penalties: Sequence[float]) -> list[_Draw]:
+    """The probes of all draws, from the smallest fraction up."""
+    if not fractions or seeds < 1 or not penalties or min(penalties) <= 0:
+        raise EvaluationError("a probe needs fractions, one seed or more, and penalties above 0")
+    return [
+        _fit(data, fraction, number, penalties)
+        for fraction in sorted(fractions)
+        for number in range(seeds if fraction < 1 else 1)
+    ]
+
+
 def _fit(data: _Data, fraction: float, number: int, penalties: Sequence[float]) -> _Draw:
     """The probe of one draw, at the penalty that is best on the validation images."""
     drawn = label_fraction(data.train.patients, fraction, number)
@@ -226,6 +220,21 @@ def _fit(data: _Data, fraction: float, number: int, penalties: Sequence[float]) 
     return _Draw(fraction=fraction, probe=probes[best], scores_NL=scores_NL, told=told)
 
 
+def _fingerprints(train: FeatureTable, valid: FeatureTable, test: FeatureTable) -> dict[str, str | None]:
+    return {
+        "manifest": test.fingerprint,
+        "train_manifest": train.fingerprint,
+        "validation_manifest": valid.fingerprint,
+    }
+
+
+def _with_scores(one: _Draw, data: _Data, scored: Mapping[str, ScoredImages]) -> tuple[ScoredImages, ScoredImages]:
+    """The test and the validation images with the scores of a draw."""
+    on_valid_NL = one.probe.probability_NL(data.valid_x_ND)
+    test, valid = scored["test"], scored["valid"]
+    return dataclasses.replace(test, scores_NL=one.scores_NL), dataclasses.replace(valid, scores_NL=on_valid_NL)
+
+
 def _mean_auroc(probe: LinearProbe, data: _Data) -> float:
     auroc_L, _, _ = bootstrap_auroc(probe.probability_NL(data.valid_x_ND), data.valid_y_NL, resamples=0)
     if np.isnan(auroc_L).all():
@@ -235,9 +244,16 @@ def _mean_auroc(probe: LinearProbe, data: _Data) -> float:
     return float(np.nanmean(auroc_L))
 
 
-def _fraction_blocks(draws: Sequence[_Draw], images: ScoredImages, fraction: float) -> list[Block]:
-    """AUROC and average precision of a fraction: the mean over its draws, and where there are several the deviation."""
-    return [_over_draws(metric, draws, images, suffix(fraction)) for metric in ("auroc", "average_precision")]
+def _fraction_blocks(draws: Sequence[_Draw], images: ScoredImages) -> list[Block]:
+    """AUROC and average precision by fraction: the mean over its draws, and where there are several the deviation."""
+    by_fraction: dict[float, list[_Draw]] = {}
+    for one in draws:
+        by_fraction.setdefault(one.fraction, []).append(one)
+    return [
+        _over_draws(metric, drawn, images, suffix(fraction))
+        for fraction, drawn in by_fraction.items()
+        for metric in ("auroc", "average_precision")
+    ]
 
 
 def _over_draws(metric: str, draws: Sequence[_Draw], images: ScoredImages, ending: str) -> Block:

@@ -1,6 +1,7 @@
 """`medvl eval probe`: what labels can be read off an image encoder's features by a line."""
 
 import datetime
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -8,6 +9,7 @@ from medvl.errors import ConfigError
 from medvl.eval.command import default_folder, load_model, print_report, refuse_seen
 
 if TYPE_CHECKING:
+    from medvl.eval.probe import ProbeResult
     from medvl.eval.probe_features import FeatureTable, ProbedEncoder
 
 
@@ -40,8 +42,8 @@ def probe(
         valid: folder of shards of other patients, on which penalty and thresholds are chosen.
         test: folder of shards of yet other patients, that the encoder was not trained on.
         checkpoint: folder of a checkpoint of any system with an image encoder.
-        encoder: name of an image encoder instead, such as resnet50.
-        pretrained: start that encoder from its published weights; else its weights are random.
+        encoder: name of an image encoder instead, such as resnet50, at random weights.
+        pretrained: that encoder at its published weights.
         image_size: side of that encoder's images, where it can be chosen.
         random_encoder: draw the weights of the checkpoint's encoder anew: what the probe has without pretraining.
         fractions: of the training patients whose labels are used.
@@ -50,50 +52,40 @@ def probe(
         missing: what an absent label counts as.
         threshold_rule: what thresholds maximise on the validation images.
         resamples: of the bootstrap.
-        cache: folder of kept features; default eval/features in the checkpoint's run, or features beside the results.
+        cache: folder of kept features; default features beside the folder of the results.
         out: gets results.json, predictions.jsonl and index.html; default eval/probe in the checkpoint's run.
         batch: images at a time.
         workers: loader processes.
         device: auto, cpu or cuda.
     """
-    from medvl.data.shards import ShardSource
-    from medvl.eval.policies import LabelPolicy
-    from medvl.eval.probe import linear_probe
-    from medvl.eval.probe_page import write_probe_page
-    from medvl.eval.results import checkpoint_sha256, write_results
+    from medvl.eval import LabelPolicy, linear_probe
 
-    if checkpoint is not None and encoder is None:
-        probed = _of_checkpoint(checkpoint, random_encoder, device)
-        out = out or default_folder(checkpoint, "probe_random" if random_encoder else "probe")
-        cache = cache or default_folder(checkpoint, "features")
-        refuse_seen(checkpoint, ShardSource(test))
-    elif encoder is not None and checkpoint is None and not random_encoder and out is not None:
-        probed = _named(encoder, pretrained, image_size, device)
-        cache = cache or out / "features"
-    else:
-        raise ConfigError(
-            "name a --checkpoint, with --random-encoder for its baseline; or an --encoder, which is random unless "
-            "--pretrained, and --out"
-        )
-    tables = [_features(probed, data, cache, batch, workers) for data in (train, valid, test)]
+    probed = _choose(checkpoint, encoder, pretrained, image_size, random_encoder, test, device)
+    folder = _folder(out, checkpoint, random_encoder)
+    read = functools.partial(_features, probed, cache or folder.parent / "features", batch, workers)
     result = linear_probe(
-        *tables,
+        *map(read, (train, valid, test)),
         fractions=fractions,
         seeds=seeds,
         policy=LabelPolicy(uncertain=uncertain, missing=missing),
         threshold_rule=threshold_rule,
         resamples=resamples,
-        inputs={
-            "checkpoint": None if checkpoint is None or random_encoder else checkpoint_sha256(checkpoint),
-            "encoder": probed.sha256,
-        },
+        inputs=_hashes(probed, None if random_encoder else checkpoint),
     )
+    _write(result, folder, probed.name, test)
+
+
+def _write(result: "ProbeResult", out: Path, model: str, test: Path) -> None:
+    from medvl.data.shards import ShardSource
+    from medvl.eval.probe_page import write_probe_page
+    from medvl.eval.results import write_results
+
     source = ShardSource(test)
     paths = write_results(result.results, out, result.predictions())
     page = write_probe_page(
         result,
         out / "index.html",
-        model=probed.name,
+        model=model,
         data=f"{source.manifest.corpus}, split {source.manifest.split}",
         date=datetime.date.today().isoformat(),
         pixels=source.pixels,
@@ -101,11 +93,43 @@ def probe(
     print_report(result.table(), [*paths, page])
 
 
-def _of_checkpoint(checkpoint: Path, random: bool, device: str) -> "ProbedEncoder":
+def _hashes(encoder: "ProbedEncoder", checkpoint: Path | None) -> dict[str, str | None]:
+    from medvl.eval.results import checkpoint_sha256
+
+    weights = None if checkpoint is None else checkpoint_sha256(checkpoint)
+    return {"checkpoint": weights, "encoder": encoder.sha256}
+
+
+def _choose(
+    checkpoint: Path | None,
+    encoder: str | None,
+    pretrained: bool,
+    image_size: int | None,
+    random_encoder: bool,
+    test: Path,
+    device: str,
+) -> "ProbedEncoder":
+    from medvl.data.shards import ShardSource
     from medvl.eval.probe_features import ProbedEncoder
 
+    if encoder is not None and checkpoint is None and not random_encoder:
+        return _named(encoder, pretrained, image_size, device)
+    if checkpoint is None or encoder is not None:
+        raise ConfigError(
+            "name a --checkpoint, with --random-encoder for its baseline, or an --encoder, which is random unless "
+            "--pretrained"
+        )
+    refuse_seen(checkpoint, ShardSource(test))
     model = load_model(checkpoint, device)
-    return ProbedEncoder.of(model, name=f"{model.name} ({checkpoint})", random=random)
+    return ProbedEncoder.of(model, name=f"{model.name} ({checkpoint})", random=random_encoder)
+
+
+def _folder(out: Path | None, checkpoint: Path | None, random_encoder: bool) -> Path:
+    if out is not None:
+        return out
+    if checkpoint is None:
+        raise ConfigError("--encoder needs --out: there is no run to put the results in")
+    return default_folder(checkpoint, "probe_random" if random_encoder else "probe")
 
 
 def _named(encoder: str, pretrained: bool, image_size: int | None, device: str) -> "ProbedEncoder":
@@ -118,7 +142,7 @@ def _named(encoder: str, pretrained: bool, image_size: int | None, device: str) 
     return probed
 
 
-def _features(encoder: "ProbedEncoder", data: Path, cache: Path, batch: int, workers: int) -> "FeatureTable":
+def _features(encoder: "ProbedEncoder", cache: Path, batch: int, workers: int, data: Path) -> "FeatureTable":
     from medvl.data.loader import open_loader
     from medvl.data.shards import ShardSource
     from medvl.data.subset import no_text

@@ -14,8 +14,9 @@ from torch import Tensor
 from medvl.eval.metrics import Array
 
 _MOST_STEPS = 1000
-_GRADIENT = 1e-5
-"""Largest entry of the gradient at which a fit is done. The loss is a mean over images: it does not grow with N."""
+TOLERANCE = 1e-4
+"""Largest entry of the gradient at which a fit is done, as in scikit-learn. The loss is a mean over images, so it does
+not grow with N."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +52,9 @@ class LinearProbe:
         return torch.sigmoid(F.linear(x_ND, self.weight_LD, self.bias_L)).numpy()
 
 
-def fit_logistic(x_ND: Tensor, y_NL: Array, penalty: float, start: LinearProbe | None = None) -> LinearProbe:
+def fit_logistic(
+    x_ND: Tensor, y_NL: Array, penalty: float, start: LinearProbe | None = None, *, tolerance: float = TOLERANCE
+) -> LinearProbe:
     """The probes that minimise, for each label, its mean cross-entropy + penalty / 2 |weights|^2.
 
     The bias is not penalised. Labels are independent problems, solved side by side: a label's images are those where it
@@ -62,6 +65,7 @@ def fit_logistic(x_ND: Tensor, y_NL: Array, penalty: float, start: LinearProbe |
         y_NL: 1, 0 or NaN (left out).
         penalty: above 0, so that the solution is unique.
         start: to begin from, such as the solution for a larger penalty.
+        tolerance: largest entry of the gradient that is taken for zero.
     """
     known_NL, target_NL = torch.from_numpy(~np.isnan(y_NL)).double(), torch.from_numpy(np.nan_to_num(y_NL))
     both_L = torch.from_numpy((y_NL == 1).any(axis=0) & (y_NL == 0).any(axis=0)).double()
@@ -74,9 +78,9 @@ def fit_logistic(x_ND: Tensor, y_NL: Array, penalty: float, start: LinearProbe |
     optimizer = torch.optim.LBFGS(
         parameters,
         max_iter=_MOST_STEPS,
-        tolerance_grad=_GRADIENT,
+        tolerance_grad=tolerance,
         tolerance_change=1e-14,
-        history_size=20,
+        history_size=10,
         line_search_fn="strong_wolfe",
     )
 
@@ -92,7 +96,7 @@ def fit_logistic(x_ND: Tensor, y_NL: Array, penalty: float, start: LinearProbe |
         optimizer.step(closure)
         closure()
     steepest = max(float(parameter.grad.abs().max()) for parameter in parameters if parameter.grad is not None)
-    return LinearProbe(weight_LD.detach(), bias_L.detach(), steepest <= 10 * _GRADIENT)
+    return LinearProbe(weight_LD.detach(), bias_L.detach(), steepest <= 2 * tolerance)
 
 
 def fit_path(x_ND: Tensor, y_NL: Array, penalties: Sequence[float]) -> dict[float, LinearProbe]:

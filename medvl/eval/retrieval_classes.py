@@ -21,7 +21,7 @@ Shape letters: Q queries, N candidates, L classes, E shared embedding.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -136,50 +136,25 @@ def class_retrieval(
     Raises `EvaluationError` when an image of the list is not there, or there are fewer than k candidates.
     """
     check_ks(ks)
-    with evaluating(model):
-        images, samples, counts = _encode(model, loader)
-        place = {sample.key: number for number, sample in enumerate(samples)}
-        missing = listed.keys - place.keys()
-        if missing:
-            raise EvaluationError(
-                f"{len(missing)} of {len(listed.keys)} images of the list {listed.name!r} are not in these shards (the "
-                f"first is {min(missing)}): name the shards that the list was made for, and their salt"
-            )
-        candidates = _select(images, listed.candidates, place)
-        relevant_NL = _relevance(listed.candidates, listed.classes)
-        found: dict[str, tuple[dict[int, Array], Array, Sequence[Hashable]]] = {}
-        queries = listed.image_queries or listed.candidates
-        asked = _select(images, queries, place)
-        key_N = np.array([key for key, _ in listed.candidates])
-        key_Q = np.array([key for key, _ in queries])
-        found["image to image"] = (
-            _precisions(
-                asked.global_NE,
-                candidates.global_NE,
-                relevant_NL,
-                ks,
-                excluded=lambda rows: torch.from_numpy(key_Q[rows, None] == key_N),
-            ),
-            _relevance(queries, listed.classes),
-            [samples[place[key]].patient for key, _ in queries],
+    images, samples, counts = _encode(model, loader)
+    place = {sample.key: number for number, sample in enumerate(samples)}
+    missing = listed.keys - place.keys()
+    if missing:
+        raise EvaluationError(
+            f"{len(missing)} of {len(listed.keys)} images of the list {listed.name!r} are not in these shards (the "
+            f"first is {min(missing)}): name the shards that the list was made for, and their salt"
         )
-        if listed.text_queries:
-            texts = [text for text, _ in listed.text_queries]
-            similarity_NQ = _similarity(model, candidates, embed_texts(model, texts))
-            found["text to image"] = (
-                _chunked(similarity_NQ.T, relevant_NL, ks),
-                _relevance(listed.text_queries, listed.classes),
-                list(range(len(texts))),
-            )
-        reports = [_text(samples[place[key]]) for key, _ in listed.candidates]
-        if all(reports):
-            similarity_NM = _similarity(model, candidates, embed_texts(model, reports))
-            patients = [samples[place[key]].patient for key, _ in listed.candidates]
-            found["image to text"] = (_chunked(similarity_NM, relevant_NL, ks), relevant_NL, patients)
+    with evaluating(model):
+        directions = [
+            _image_queries(images, samples, listed, place, ks),
+            *_text_queries(model, images, listed, place, ks),
+            *_report_queries(model, images, samples, listed, place, ks),
+        ]
     rows: tuple[MetricRow, ...] = ()
-    for direction, (precision, relevant_QL, groups) in found.items():
-        blocks = _blocks(precision, relevant_QL, listed.classes, direction)
-        rows += measure(blocks, len(relevant_QL), resamples=resamples, seed=seed, groups=groups)
+    for one in directions:
+        blocks = _blocks(one.precision, one.relevant_QL, listed.classes, one.name)
+        rows += measure(blocks, len(one.relevant_QL), resamples=resamples, seed=seed, groups=one.groups)
+    chance_L = _relevance(listed.candidates, listed.classes).mean(axis=0)
     return Results(
         protocol=LISTED,
         protocol_version=VERSION,
@@ -191,9 +166,66 @@ def class_retrieval(
             "image_queries": len(listed.image_queries),
             "text_queries": len(listed.text_queries),
             "unreadable": counts,
-            "chance": dict(zip(listed.classes, relevant_NL.mean(axis=0).tolist(), strict=True)),
+            "chance": dict(zip(listed.classes, chance_L.tolist(), strict=True)),
         },
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Direction:
+    """Queries of one kind and what they found."""
+
+    name: str
+    precision: dict[int, Array]
+    """k -> (Q, L)."""
+    relevant_QL: Array
+    """1.0 where a query has a class."""
+    groups: Sequence[Hashable]
+    """What intervals draw."""
+
+
+def _image_queries(
+    images: Embeddings, samples: Sequence[Sample], listed: RetrievalList, place: Mapping[str, int], ks: Sequence[int]
+) -> _Direction:
+    queries = listed.image_queries or listed.candidates
+    key_N, key_Q = (np.array([key for key, _ in items]) for items in (listed.candidates, queries))
+    precision = _precisions(
+        _select(images, queries, place).global_NE,
+        _select(images, listed.candidates, place).global_NE,
+        _relevance(listed.candidates, listed.classes),
+        ks,
+        excluded=lambda rows: torch.from_numpy(key_Q[rows, None] == key_N),
+    )
+    patients = [samples[place[key]].patient for key, _ in queries]
+    return _Direction("image to image", precision, _relevance(queries, listed.classes), patients)
+
+
+def _text_queries(
+    model: Model, images: Embeddings, listed: RetrievalList, place: Mapping[str, int], ks: Sequence[int]
+) -> Iterator[_Direction]:
+    if listed.text_queries:
+        texts = embed_texts(model, [text for text, _ in listed.text_queries])
+        similarity_NQ = _similarity(model, _select(images, listed.candidates, place), texts)
+        precision = _at_once(similarity_NQ.T, _relevance(listed.candidates, listed.classes), ks)
+        wanted_QL = _relevance(listed.text_queries, listed.classes)
+        yield _Direction("text to image", precision, wanted_QL, range(len(wanted_QL)))
+
+
+def _report_queries(
+    model: Model,
+    images: Embeddings,
+    samples: Sequence[Sample],
+    listed: RetrievalList,
+    place: Mapping[str, int],
+    ks: Sequence[int],
+) -> Iterator[_Direction]:
+    of_candidates = [samples[place[key]] for key, _ in listed.candidates]
+    reports = [_text(sample) for sample in of_candidates]
+    if all(reports):
+        similarity_NM = _similarity(model, _select(images, listed.candidates, place), embed_texts(model, reports))
+        relevant_NL = _relevance(listed.candidates, listed.classes)
+        patients = [sample.patient for sample in of_candidates]
+        yield _Direction("image to text", _at_once(similarity_NM, relevant_NL, ks), relevant_NL, patients)
 
 
 def _inputs(loader: Loader, checkpoint: str | Path | None) -> dict[str, str | None]:
@@ -214,7 +246,7 @@ def _encode(model: Model, loader: Loader) -> tuple[Embeddings, list[Sample], dic
     return images, [place_of[key][1] for key in keys], dict(unreadable)
 
 
-def _select(images: Embeddings, items: Sequence[Item], place: dict[str, int]) -> Embeddings:
+def _select(images: Embeddings, items: Sequence[Item], place: Mapping[str, int]) -> Embeddings:
     return take(images, torch.tensor([place[key] for key, _ in items]))
 
 
@@ -257,7 +289,7 @@ def _precisions(
     return {k: torch.cat(found).double().numpy() for k, found in parts.items()}
 
 
-def _chunked(similarity_QN: Tensor, relevant_NL: Array, ks: Sequence[int]) -> dict[int, Array]:
+def _at_once(similarity_QN: Tensor, relevant_NL: Array, ks: Sequence[int]) -> dict[int, Array]:
     if similarity_QN.shape[1] < max(ks):
         raise EvaluationError(f"there are {similarity_QN.shape[1]} candidates, fewer than k = {max(ks)}: lower ks")
     relevant = torch.from_numpy(relevant_NL).float()

@@ -2,9 +2,13 @@
 
 import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from medvl.errors import ConfigError
 from medvl.eval.command import default_folder, load_model, open_shards, print_report
+
+if TYPE_CHECKING:
+    from medvl.eval.retrieval_lists import RetrievalList
 
 
 def class_retrieval(
@@ -33,6 +37,7 @@ def class_retrieval(
         workers: loader processes.
         device: auto, cpu or cuda.
     """
+    from medvl.data.shards import ShardSource
     from medvl.eval import retrieval_classes as protocols
     from medvl.eval.results import format_table, write_results
     from medvl.eval.retrieval_lists import RetrievalList
@@ -44,13 +49,15 @@ def class_retrieval(
     if not isinstance(model, DualEncoder):
         raise ConfigError(f"{checkpoint} is a {model.name}, which compares nothing: name a dual-encoder")
     loader = open_shards(model, checkpoint, data, batch, workers)
+    if pinned is not None:
+        loader = _only(loader, pinned, model, batch, workers)
     if pinned is None:
         results = protocols.image_retrieval(model, loader, ks=ks, resamples=resamples, checkpoint=checkpoint)
     else:
         results = protocols.class_retrieval(model, loader, pinned, ks=ks, resamples=resamples, checkpoint=checkpoint)
     folder = out or default_folder(checkpoint, results.protocol)
     paths = write_results(results, folder)
-    manifest = loader.source.manifest
+    manifest = ShardSource(data).manifest
     page = write_class_retrieval_page(
         results,
         folder / "index.html",
@@ -59,6 +66,24 @@ def class_retrieval(
         date=datetime.date.today().isoformat(),
     )
     print_report(format_table(results.rows), [*paths, page])
+
+
+def _only(loader: Any, pinned: "RetrievalList", model: Any, batch: int, workers: int) -> Any:
+    """A loader over the images of the list alone: a folder may hold a hundred times as many."""
+    from medvl.data.loader import open_loader
+    from medvl.data.subset import Subset
+    from medvl.data.text import WholeText
+
+    source, wanted = loader.source, pinned.keys
+    return open_loader(
+        Subset(source, [position for position in range(len(source)) if source.key(position) in wanted]),
+        batch=batch,
+        image=model.transform,
+        text=WholeText(),
+        tokenizer=model.tokenizer,
+        train=False,
+        workers=workers,
+    )
 
 
 def listed(
