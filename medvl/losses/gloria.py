@@ -122,6 +122,8 @@ def gloria_similarity(
     """
     _check(regions_NPE, words_MWE, word_mask_MW, temp1, temp2, pool)
     word_mask_MW = word_mask_MW.bool()
+    if not word_mask_MW.shape[1]:  # room for one, which nobody has
+        words_MWE, word_mask_MW = F.pad(words_MWE, (0, 0, 0, 1)), F.pad(word_mask_MW, (0, 1))
     place_W = torch.arange(1, word_mask_MW.shape[1] + 1, device=word_mask_MW.device)
     length_M = (word_mask_MW * place_W).amax(dim=1)
     order_M = length_M.argsort(descending=True)
@@ -238,9 +240,8 @@ def _check(
     if pool not in get_args(WordPool):
         raise ValueError(f"pool is {pool!r}: known are {', '.join(get_args(WordPool))}")
     fits = regions_NPE.ndim == words_MWE.ndim == 3 and regions_NPE.shape[2] == words_MWE.shape[2]
-    empty = fits and 0 in (regions_NPE.shape[1], words_MWE.shape[1])
-    if not fits or empty or words_MWE.shape[:2] != word_mask_MW.shape:
+    if not fits or regions_NPE.shape[1] == 0 or words_MWE.shape[:2] != word_mask_MW.shape:
         raise ValueError(
-            "regions must be (N, P, E), words (M, W, E) and their mask (M, W), with room for a region and a word; "
+            "regions must be (N, P, E), words (M, W, E) and their mask (M, W), with at least one region; "
             f"got {tuple(regions_NPE.shape)}, {tuple(words_MWE.shape)} and {tuple(word_mask_MW.shape)}"
         )

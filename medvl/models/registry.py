@@ -21,6 +21,7 @@ _SYSTEMS = {
     "classifier": "medvl.models.classifier:Classifier",
     "convirt": "medvl.models.convirt:ConVIRT",
     "dual_stream": "medvl.models.streams:DualStreamModel",
+    "gloria": "medvl.models.gloria:GLoRIA",
     "m3ae": "medvl.models.m3ae:M3AE",
     "medvill": "medvl.models.medvill:MedViLL",
     "siglip": "medvl.models.siglip:SigLIP",
