@@ -1,6 +1,7 @@
 """Scores of images against prompts: images are encoded once, whatever the number of prompt sets and classes.
 
-A score depends on its own image and on the prompts, never on the other images of the test set.
+A score depends on its own image and on the prompts, never on the other images of the test set; but for the scoring
+"gloria_published", which is named for it.
 
 Shape letters: N images, M sentences, B batch, L labels or classes, E shared embedding.
 """
@@ -8,7 +9,7 @@ Shape letters: N images, M sentences, B batch, L labels or classes, E shared emb
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -72,7 +73,10 @@ def predict(
             labels.append(batch.labels_BL)
     unreadable = Counter(loader.skipped) - skipped_before
     check_coverage(keys, unreadable.total(), len(loader.source))
-    scores_NL = tuple(torch.cat(collected).numpy() for collected in scores)
+    scores_NL = tuple(
+        _over_images(torch.cat(collected).numpy(), prompts)
+        for collected, prompts in zip(scores, prompt_sets, strict=True)
+    )
     for prompts, array in zip(prompt_sets, scores_NL, strict=True):
         if not np.isfinite(array).all():
             bad = int((~np.isfinite(array)).any(axis=1).sum())
@@ -82,6 +86,20 @@ def predict(
             )
     labels_NL = torch.cat(labels).double().numpy()
     return Predictions(tuple(keys), scores_NL, labels_NL, tuple(loader.source.label_names), dict(unreadable))
+
+
+def _over_images(scores_NL: Array, prompts: PromptSet) -> Array:
+    """The scores as they are; or standardised over the images, where that is the protocol."""
+    if prompts.scoring != "gloria_published":
+        return scores_NL
+    spread_L = scores_NL.std(axis=0)
+    if not spread_L.all():
+        raise EvaluationError(
+            f"prompt set {prompts.name!r} standardises scores over the images, and these {len(scores_NL)} all have the "
+            "same: give it a whole test set"
+        )
+    standardised_NL: Array = (scores_NL - scores_NL.mean(axis=0)) / spread_L
+    return standardised_NL
 
 
 def check_coverage(keys: Sequence[str], unreadable: int, expected: int) -> None:
@@ -114,7 +132,8 @@ class PromptScorer:
     """Embeds the sentences of a prompt set once and scores images against them."""
 
     def __init__(self, model: Model, prompts: PromptSet) -> None:
-        self.model, self.prompts = model, prompts
+        self.prompts = prompts
+        self._compare = _similarity(model, prompts)
         texts = prompts.texts()
         self.texts = embed_texts(model, texts)
         place = {text: index for index, text in enumerate(texts)}
@@ -126,8 +145,10 @@ class PromptScorer:
 
     def __call__(self, images: Embeddings) -> Tensor:
         """scores_BL, float64, on the CPU."""
-        similarity_BM = self.model.similarity(images, self.texts).cpu().double()
+        similarity_BM = self._compare(images, self.texts).cpu().double()
         positive_BL = self._pool(similarity_BM, self._positive)
+        if self.prompts.scoring == "gloria_published":
+            return positive_BL
         if self.prompts.scoring == "class_softmax":
             return torch.softmax(positive_BL / self.prompts.temperature, dim=1)
         margin_BL = positive_BL - self._pool(similarity_BM, self._negative)
@@ -153,6 +174,19 @@ class PromptScorer:
         self.texts = Embeddings(F.normalize(torch.stack(means), dim=1))
         single = list(torch.arange(len(sides))[:, None])
         self._positive, self._negative = single[: len(self._positive)], single[len(self._positive) :]
+
+
+def _similarity(model: Model, prompts: PromptSet) -> Callable[[Embeddings, Embeddings], Tensor]:
+    """What compares images with sentences: the model's own, or the one that the scoring names."""
+    if prompts.scoring != "gloria_published":
+        return model.similarity
+    published: Callable[[Embeddings, Embeddings], Tensor] | None = getattr(model, "published_similarity", None)
+    if published is None:
+        raise EvaluationError(
+            f"prompt set {prompts.name!r} is scored by GLoRIA's published code, which this model does not have: "
+            "take another one"
+        )
+    return published
 
 
 def embed_texts(model: Model, texts: Sequence[str]) -> Embeddings:

@@ -12,6 +12,9 @@ A class is judged on the label column of its name. How the similarities of one i
   the raw cosine of CheXzero: the ranking is that of any other temperature, the probability stays near 0.5.
 * "class_softmax": softmax over the positive similarities of all classes, divided by the temperature.
 * "margin": positive minus negative similarity; not a probability.
+* "gloria_published": the positive similarity by GLoRIA's published zero-shot code (the model's `published_similarity`),
+  standardised over the images of the test set, class by class. So a score depends on the other images: for comparison
+  with what was published, and for nothing else. Not a probability.
 """
 
 import dataclasses
@@ -23,7 +26,9 @@ from typing import Any, Literal, get_args
 
 from medvl.errors import EvaluationError
 
-Scoring = Literal["pair_softmax", "class_softmax", "margin"]
+Scoring = Literal["pair_softmax", "class_softmax", "margin", "gloria_published"]
+COMPETING: tuple[Scoring, ...] = ("class_softmax", "gloria_published")
+"""Scorings in which classes compete with each other, without negative sentences."""
 Ensemble = Literal["similarity_mean", "similarity_max", "embedding_mean"]
 
 _FOLDER = Path(__file__).parent / "prompt_sets"
@@ -46,8 +51,8 @@ class PromptSet:
     description: str
     scoring: Scoring
     temperature: float
-    """Divides similarities before a softmax; unused by "margin". Far below 0.05, probabilities of sure images round to
-    1 and tie."""
+    """Divides similarities before a softmax; unused by the other scorings. Far below 0.05, probabilities of sure
+    images round to 1 and tie."""
     ensemble: Ensemble
     """How several sentences of one class become one: by the mean or the maximum of their similarities, or by the
     normalised mean of their embeddings (for models without a local term)."""
@@ -58,7 +63,7 @@ class PromptSet:
     @property
     def gives_probabilities(self) -> bool:
         """Whether scores lie between 0 and 1 and can be judged for calibration."""
-        return self.scoring != "margin"
+        return self.scoring not in ("margin", "gloria_published")
 
     def select(self, names: Sequence[str]) -> "PromptSet":
         """The same set with these classes only, in this order. Raises `EvaluationError` naming those it lacks."""
@@ -156,12 +161,12 @@ def _parse_class(data: Any, where: str) -> ClassPrompts:
 
 
 def _check_classes(where: str, prompts: PromptSet) -> None:
-    if prompts.scoring == "class_softmax":
+    if prompts.scoring in COMPETING:
         with_negative = [name for name, sides in prompts.classes.items() if sides.negative]
         if with_negative:
             raise EvaluationError(f"{where}: classes compete, so {with_negative[0]!r} must not have negative sentences")
         if len(prompts.classes) < 2:
-            raise EvaluationError(f"{where}: class_softmax needs at least two classes")
+            raise EvaluationError(f"{where}: {prompts.scoring} needs at least two classes")
         return
     without = [name for name, sides in prompts.classes.items() if not sides.negative]
     if without or not prompts.classes:

@@ -2,7 +2,8 @@
 
 Protocol "zero_shot", version 1:
 
-* Every readable image of the loader is scored once; a score depends on its image and the prompts alone.
+* Every readable image of the loader is scored once; a score depends on its image and the prompts alone, but for the
+  scoring "gloria_published".
 * Several checkpoints are an ensemble: an image's score is the mean of theirs.
 * AUROC and average precision a finding; "macro" is the mean over the findings that have both classes, and
   "macro_competition" that over the five of the CheXpert competition, where all five have.
@@ -28,7 +29,7 @@ import torch
 from medvl.errors import EvaluationError
 from medvl.eval.policies import LabelPolicy
 from medvl.eval.predict import predict
-from medvl.eval.prompts import PromptSet, load_prompts
+from medvl.eval.prompts import COMPETING, PromptSet, load_prompts
 from medvl.eval.protocols import Loader, Model, Source
 from medvl.eval.results import checkpoint_sha256
 from medvl.eval.rows import Block, measure, one_of_many_block
@@ -185,7 +186,7 @@ def _blocks(test: ScoredImages, prompts: PromptSet, thresholds: Mapping[str, flo
     """All rows but those of subgroups."""
     blocks = ranking_blocks(test)
     blocks += decision_blocks(test, thresholds, probabilities=prompts.gives_probabilities)
-    if prompts.scoring == "class_softmax":
+    if prompts.scoring in COMPETING:
         blocks.append(one_of_many_block(test.scores_NL, test.labels_NL))
     return blocks
 
