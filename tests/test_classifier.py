@@ -1,23 +1,18 @@
 """The classifier: on any system's encoder, frozen for good or trained, with settled labels, judged and stopped early."""
 
 import dataclasses
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 import pytest
 import torch
 from eval_fakes import make_source
+from label_shards import NAMES, make_shards
 from sklearn import metrics as reference
 
 import medvl
-from medvl.data.corpora.base import Plan, Record
-from medvl.data.deid import Deidentifier
 from medvl.data.loader import FileSource, open_loader
-from medvl.data.shard_options import ShardOptions, ShardRun
-from medvl.data.sharding import write_shards
 from medvl.data.shards import ShardSource
 from medvl.data.subset import Settled, label_fraction, no_text
 from medvl.data.text import WholeText
@@ -31,7 +26,6 @@ from medvl.schema import Batch
 from medvl.train import OptimConfig, TrainConfig, train
 from medvl.train.labels import LabelConfig, open_labels
 
-NAMES = ("Edema", "Fracture")
 BRIGHT = EvalTransform(size=32, fit="squash")
 
 
@@ -161,30 +155,6 @@ def test_settled_labels_follow_the_policy_and_the_chosen_columns() -> None:
     assert [ignoring.sample(place).labels for place in range(2)] == [{"Fracture": 1}, {"Edema": 0}]
     assert settled.label_names == ("Fracture", "Edema", "Mass")
     assert settled.fingerprint != ignoring.fingerprint != source.fingerprint
-
-
-def make_shards(folder: Path) -> Path:
-    """Bright images are Edema; 40 patients, 8 of them validate; some labels uncertain, some missing."""
-    rng = np.random.default_rng(0)
-    records = []
-    deid = Deidentifier(b"0123456789abcdef")
-    for number in range(48):
-        bright = number % 2
-        path = folder / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        noise = rng.normal(size=(40, 40)) * 10
-        cv2.imwrite(str(path), np.clip(60 + 120 * bright + noise, 0, 255).astype(np.uint8))
-        sample = make_source(np.array([[bright, [1, 0, -1, np.nan][number % 4]]]), NAMES, prefix="p").samples[0]
-        patient = deid.patient(number)
-        split = "train" if number < 32 else "validate"
-        named = dataclasses.replace(
-            sample, key=f"k-{number:03d}", split=split, patient=patient, image=path, study=f"s{number}"
-        )
-        records.append(Record(named))
-    plan = Plan("bright", records, NAMES, Counter())
-    run = ShardRun(out=folder / "shards", workers=1)
-    write_shards(plan, deid, run, ShardOptions(short_side=32, keep_textless=True))
-    return folder / "shards"
 
 
 @pytest.fixture(scope="module")
