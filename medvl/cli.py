@@ -166,6 +166,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
     "phantom": {
         "mimic-cxr": phantom_command.mimic_cxr,
         "mimic-cxr-jpg": phantom_command.mimic_cxr_jpg,
+        "ms-cxr": phantom_command.ms_cxr,
         "chexpert": phantom_command.chexpert,
         "roco": phantom_command.roco,
         "medicat": phantom_command.medicat,
@@ -185,6 +186,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "path-vqa": vqa_command.path_vqa,
         "rsna": label_command.rsna,
         "siim": label_command.siim,
+        "ms-cxr": label_command.ms_cxr,
         "nih-cxr14": label_command.nih_cxr14,
         "covidx": label_command.covidx,
         "table": data_command.table,
@@ -204,6 +206,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "vocab": vocab,
     "verify": verify,
     "import": export_command.import_published,
+    "export": export_command.export_checkpoint,
     "list": list_everything,
 }
 

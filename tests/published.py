@@ -22,7 +22,7 @@ LISTS = {
     "cxrbert_text": "cxrbert",
     "cxrclip_resnet50": "cxrclip",
     "cxrclip_swin_tiny": "cxrclip",
-    "gloria_resnet18": "gloria",
+    "gloria_resnet18": "gloria_encoders",
     "gloria_resnet50": "gloria",
     "kad": "kad",
     "lovt": "lovt",

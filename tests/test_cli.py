@@ -21,7 +21,7 @@ COMMANDS = (
     *("shards path-vqa", "eval zero-shot", "eval retrieval", "eval vqa", "eval report"),
     *("eval probe", "eval classify", "eval class-retrieval", "eval listed"),
     *("shards rsna", "shards siim", "shards nih-cxr14", "shards covidx"),
-    *("phantom vqa-rad", "phantom slake", "vocab", "verify", "import", "list"),
+    *("phantom vqa-rad", "phantom slake", "vocab", "verify", "import", "export", "list"),
 )
 
 

@@ -11,7 +11,10 @@ from medvl.errors import ConfigError, WeightsError
 from medvl.export.importers import NOT_IMPORTED, find_importer, list_importers, recognise
 from medvl.export.importing import fit
 
-WHOLE = {"biomedclip", "chexzero", "convirt_lovt", "convirt_pytorch", "convirt_vilmedic", "m3ae", "medclip", "medvill"}
+WHOLE = {
+    *("biomedclip", "chexzero", "convirt_lovt", "convirt_pytorch", "convirt_vilmedic", "gloria"),
+    *("m3ae", "medclip", "medvill"),
+}
 
 
 def fitted(tensors: dict[str, Tensor], name: str) -> Any:
@@ -75,7 +78,7 @@ def test_another_system_s_file_is_refused_and_recognised() -> None:
     text = refusal(meta_tensors(shapes_of("gloria_resnet50")), "chexzero")
     assert text.startswith("file is no checkpoint of chexzero: unexpected gloria.text_encoder.model.embeddings")
     assert "; and 5" in text
-    assert text.endswith(" Its keys are those of gloria.")
+    assert text.endswith(" Its keys are those of gloria or gloria_encoders.")
     text = refusal(meta_tensors({"conv1.weight": (64, 3, 7, 7), "fc.weight": (10, 64)}), "medklip")
     assert "unexpected conv1.weight; unexpected fc.weight" in text
     assert "of no architecture that is known here" in text
@@ -96,8 +99,18 @@ def test_a_parallel_wrapper_and_old_names_of_norms() -> None:
         ): shape
         for key, shape in shapes_of("gloria_resnet18").items()
     }
-    model, mapped, _ = fitted(meta_tensors(shapes), "gloria")
+    model, mapped, _ = fitted(meta_tensors(shapes), "gloria_encoders")
     assert set(mapped.tensors) == set(model.state_dict())
+
+
+def test_gloria_s_regions_are_projected_by_a_convolution_of_width_1() -> None:
+    tensors = meta_tensors(shapes_of("gloria_resnet50"))
+    kernel = torch.randn(768, 1024, 1, 1)
+    _, mapped, _ = fitted({**tensors, "gloria.img_encoder.local_embedder.weight": kernel}, "gloria")
+    assert torch.equal(mapped.tensors["region_head.weight"], kernel[:, :, 0, 0])
+    text = refusal(meta_tensors(shapes_of("gloria_resnet18")), "gloria")
+    assert "gloria.img_encoder.local_embedder.weight is (768, 1024), expected (768, 256)" in text
+    assert text.endswith(" Its keys are those of gloria_encoders.")
 
 
 def test_the_other_chexzero() -> None:

@@ -178,7 +178,7 @@ class TextEncoder(Encoder):
         if self.pool == "eos":
             position_BT = torch.arange(mask_BT.shape[1], device=mask_BT.device).expand_as(mask_BT)
             last_B = torch.where(mask_BT, position_BT, 0).amax(dim=1)
-            return tokens_BTD[torch.arange(len(last_B), device=last_B.device), last_B]
+            return tokens_BTD[torch.arange(last_B.shape[0], device=last_B.device), last_B]
         lowest = torch.finfo(tokens_BTD.dtype).min
         highest_BD = tokens_BTD.masked_fill(~mask_BT[:, :, None], lowest).amax(dim=1)
         return highest_BD.masked_fill(count_B1 == 0, 0.0)

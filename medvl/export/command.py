@@ -1,11 +1,19 @@
-"""`medvl import`: a published checkpoint in, a folder that medvl reads out."""
+"""`medvl import`: a published checkpoint in, a folder that medvl reads out. `medvl export`: the other way."""
 
+import importlib
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 from medvl.errors import ConfigError
+
+_EXPORTERS = {
+    "open_clip": ("medvl.export.to_open_clip", "export_open_clip"),
+    "huggingface": ("medvl.export.to_hugging_face", "export_hugging_face"),
+    "onnx": ("medvl.export.to_onnx", "export_onnx"),
+}
 
 
 def import_published(
@@ -38,6 +46,34 @@ def import_published(
         *(f"  left out: {reason}" for reason in reasons),
         *(f"  zero: {name}: {why}" for name, why in imported.zeros.items()),
         *([f"  note: {imported.note}"] if imported.note else []),
+    ]
+    return "\n".join(lines)
+
+
+def export_checkpoint(
+    checkpoint: Path, *, to: Literal["open_clip", "huggingface", "onnx"] = "huggingface", out: Path | None = None
+) -> str:
+    """Export a checkpoint to open_clip, Hugging Face or ONNX, and prove that it computes the same.
+
+    Args:
+        checkpoint: folder of a checkpoint, such as runs/convirt/best.
+        to: open_clip takes CLIP-shaped models; huggingface, towers that transformers has a class for, or a whole CLIP;
+            onnx, any system's towers.
+        out: new folder; default beside the checkpoint, with the format behind its name.
+    """
+    from medvl.models import load
+
+    module, name = _EXPORTERS[to]
+    model, folder = load(checkpoint), out or checkpoint.with_name(f"{checkpoint.name}-{to}")
+    if folder.exists():
+        raise ConfigError(f"{folder} exists: give a folder that does not with --out")
+    exported = getattr(importlib.import_module(module), name)(model, folder)
+    compared = {output: value for output, value in exported.differences.items() if not math.isnan(value)}
+    lines = [
+        f"Wrote {folder}",
+        *(f"  {output}: differs from medvl's by at most {value:.1e} of its size" for output, value in compared.items()),
+        *([] if compared else ["  not compared with medvl's: onnxruntime is not installed"]),
+        *(f"  left out: {part}: {why}" for part, why in exported.left_out.items()),
     ]
     return "\n".join(lines)
 

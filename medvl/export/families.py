@@ -97,6 +97,51 @@ def hugging_face_resnet(source: str) -> list[Line]:
     return lines
 
 
+def hugging_face_clip_image(source: str) -> list[Line]:
+    """transformers' `CLIPVisionModel`."""
+    ours = {
+        "embeddings.class_embedding": "class_embedding",
+        "embeddings.patch_embedding.weight": "conv1.weight",
+        "embeddings.position_embedding.weight": "positional_embedding",
+        "pre_layrnorm.*": "ln_pre.*",
+        "post_layernorm.*": "ln_post.*",
+    }
+    return [
+        *(keep(f"{source}{theirs}", f"{IMAGE}{name}") for theirs, name in ours.items()),
+        *_hugging_face_clip_blocks(source, IMAGE),
+    ]
+
+
+def hugging_face_clip_text(source: str) -> list[Line]:
+    """transformers' `CLIPTextModel`."""
+    ours = {
+        "embeddings.token_embedding.weight": "token_embedding.weight",
+        "embeddings.position_embedding.weight": "positional_embedding",
+        "final_layer_norm.*": "ln_final.*",
+    }
+    return [
+        *(keep(f"{source}{theirs}", f"{TEXT}{name}") for theirs, name in ours.items()),
+        *_hugging_face_clip_blocks(source, TEXT),
+    ]
+
+
+def _hugging_face_clip_blocks(source: str, tower: str) -> list[Line]:
+    """CLIP's fused attention matrix in three."""
+    block, ours = f"{source}encoder.layers.*", f"{tower}transformer.resblocks.*"
+    return [
+        *(
+            keep(f"{block}.self_attn.{name}_proj.{leaf}", f"{ours}.attn.in_proj_{leaf}", part=(index, 3))
+            for index, name in enumerate("qkv")
+            for leaf in ("weight", "bias")
+        ),
+        keep(f"{block}.self_attn.out_proj.*", f"{ours}.attn.out_proj.*"),
+        keep(f"{block}.layer_norm1.*", f"{ours}.ln_1.*"),
+        keep(f"{block}.layer_norm2.*", f"{ours}.ln_2.*"),
+        keep(f"{block}.mlp.fc1.*", f"{ours}.mlp.c_fc.*"),
+        keep(f"{block}.mlp.fc2.*", f"{ours}.mlp.c_proj.*"),
+    ]
+
+
 def clip_image(source: str) -> list[Line]:
     """OpenAI's vision Transformer, whose names are open_clip's; or any other image tower of open_clip."""
     return [keep(f"{source}**", f"{IMAGE}**")]

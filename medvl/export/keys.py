@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Change = Literal["as it is", "transposed", "flattened", "scalar"]
+Change = Literal["as it is", "transposed", "flattened", "scalar", "of width 1"]
 Shapes = Mapping[str, tuple[int, ...]]
 """Of tensors, by key."""
 _NORMS = {"gamma": "weight", "beta": "bias"}
@@ -172,6 +172,8 @@ def _modern(keys: Sequence[str]) -> list[str]:
 def _change(tensor: Tensor, change: Change) -> Tensor:
     if change == "transposed":
         return tensor.T
+    if change == "of width 1":  # a convolution that is a linear layer
+        return tensor.flatten(1)
     if change == "scalar" and tensor.numel() == 1:
         return tensor.reshape(())
     return tensor.flatten() if change == "flattened" else tensor

@@ -8,6 +8,7 @@ from typing import Any
 from medvl.errors import ConfigError
 from medvl.export.build import Options, image_arguments, text_arguments
 from medvl.export.families import (
+    TEXT,
     TEXT_PROJECTION,
     bert,
     clip_image,
@@ -20,6 +21,7 @@ from medvl.export.importers import Importer
 from medvl.export.keys import Line, Shapes, drop, keep
 from medvl.models.clip_configs import CheXzeroConfig, CLIPConfig, SigLIPConfig
 from medvl.models.configs import ConVIRTConfig
+from medvl.models.gloria_config import GLoRIAConfig
 
 _SIZES = ("input_resolution", "context_length", "vocab_size")
 _MEDCLIP_LAYERS = (1, 2, -1)
@@ -69,13 +71,23 @@ def _medclip(shapes: Shapes) -> CLIPConfig:
     return _clip(CLIPConfig, shapes, {}, text, settings)
 
 
+def _gloria(shapes: Shapes) -> GLoRIAConfig:
+    image, text = image_arguments(shapes, {}), text_arguments(shapes, {"name": "bioclinicalbert"})
+    return GLoRIAConfig(
+        image_encoder=image["name"],
+        text_encoder=text["name"],
+        projection_dim=shapes["image_head.weight"][0],
+        vocab_size=shapes[f"{TEXT}embeddings.word_embeddings.weight"][0],
+    )
+
+
 def _convirt(shapes: Shapes) -> ConVIRTConfig:
     image, text = image_arguments(shapes, {}), text_arguments(shapes, {"name": "bioclinicalbert"})
     return ConVIRTConfig(
         image_encoder=image["name"],
         text_encoder=text["name"],
         projection_dim=shapes["image_head.2.weight"][0],
-        vocab_size=shapes["text_encoder.backbone.embeddings.word_embeddings.weight"][0],
+        vocab_size=shapes[f"{TEXT}embeddings.word_embeddings.weight"][0],
         **_convirt_heads(shapes),
     )
 
@@ -125,15 +137,26 @@ def _relu_head(first: str, second: str, side: str) -> list[Line]:
     return [keep(f"{first}.*", f"{side}_head.0.*"), keep(f"{second}.*", f"{side}_head.2.*")]
 
 
+_GLORIA_TOWERS = (*resnet("gloria.img_encoder.model."), *bert("gloria.text_encoder.model."))
 _GLORIA = Importer(
     name="gloria",
-    title="GLoRIA (Huang et al. 2021): ResNet-50 or ResNet-18, Bio_ClinicalBERT",
+    title="GLoRIA (Huang et al. 2021): ResNet-50, Bio_ClinicalBERT",
     source="marshuang80/gloria; Lightning, prefix gloria.",
+    table=(
+        *_GLORIA_TOWERS,
+        keep("gloria.img_encoder.global_embedder.*", "image_head.*"),
+        keep("gloria.img_encoder.local_embedder.weight", "region_head.weight", change="of width 1"),
+    ),
+    system=_gloria,
+)
+_GLORIA_ENCODERS = Importer(
+    name="gloria_encoders",
+    title="GLoRIA's encoders alone: for its ResNet-18, whose regions are not as wide as their projection takes them",
+    source=_GLORIA.source,
     image={"image_size": 299, "mean": (0.5,), "std": (0.5,)},
     text={"name": "bioclinicalbert", "layers": (-1, -2, -3, -4), "reduce": "sum"},
     table=(
-        *resnet("gloria.img_encoder.model."),
-        *bert("gloria.text_encoder.model."),
+        *_GLORIA_TOWERS,
         drop("gloria.img_encoder.global_embedder.*", "the projection of the whole image"),
         drop("gloria.img_encoder.local_embedder.*", "the projection of regions"),
     ),
@@ -143,6 +166,7 @@ _CONVIRT_NOTE = "The pixel statistics are ImageNet's, the encoder's default: tho
 
 IMPORTERS = (
     _GLORIA,
+    _GLORIA_ENCODERS,
     Importer(
         name="chexzero",
         title="CheXzero (Tiu et al. 2022): CLIP ViT-B/32, or its ViT of 320 pixels",

@@ -1,0 +1,102 @@
+"""What the exporters share: inputs to compare outputs on, the model card, the refusal of what came out different."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import medvl
+from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.errors import CheckpointError
+from medvl.models.base import TwoTowers
+
+TOLERANCE = 1e-3
+"""Largest difference of any output, relative to the largest one, that an export may have and be called the same model;
+float32 on other kernels gives some 1e-6."""
+_TEXT_TOKENS = 9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exported:
+    """A model in another project's format, proved on random inputs."""
+
+    folder: Path
+    differences: Mapping[str, float]
+    """Output -> its largest difference from medvl's, over medvl's largest value; NaN where nothing could run it."""
+    left_out: Mapping[str, str]
+    """Part of the model -> why the format cannot hold it."""
+
+
+def random_pixels(encoder: ImageEncoder, batch: int = 2) -> Tensor:
+    """(B, C, H, W) floats, as after normalisation."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(batch, encoder.in_channels, *encoder.image_size, generator=generator)
+
+
+def random_ids(encoder: TextEncoder, end_id: int | None, batch: int = 2) -> Tensor:
+    """(B, T) ids without padding, `end_id` last; no id before it is padding or `end_id`."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = min(_TEXT_TOKENS, encoder.max_tokens)
+    ids_BT = torch.randint(encoder.vocab_size, (batch, tokens), generator=generator)
+    special = {encoder.pad_id} if end_id is None else {encoder.pad_id, end_id}
+    ordinary = next(number for number in range(encoder.vocab_size) if number not in special)
+    for number in special:
+        ids_BT = torch.where(ids_BT == number, ordinary, ids_BT)
+    if end_id is not None:
+        ids_BT[:, -1] = end_id
+    return ids_BT
+
+
+def difference(name: str, found: Tensor, expected: Tensor) -> float:
+    """The largest difference over the largest expected value. Raises CheckpointError when it is above `TOLERANCE`."""
+    if found.shape != expected.shape:
+        raise CheckpointError(f"{name} came out of shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+    largest = float((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-12))
+    if not largest <= TOLERANCE:
+        raise CheckpointError(
+            f"{name} came out different by {largest:.1e} of its largest value: this model cannot be exported so"
+        )
+    return largest
+
+
+def write_card(folder: Path, model: TwoTowers, *, usage: str, left_out: Mapping[str, str], library: str) -> None:
+    """`README.md`: what the folder holds, how it is loaded, what is missing, and that nothing is known of its use."""
+    missing = [f"- {part}: {why}" for part, why in left_out.items()] or ["- nothing"]
+    lines = [
+        "---",
+        f"library_name: {library}",
+        "tags: [medical-imaging, vision-language]",
+        "---",
+        "",
+        f"# {model.name}, exported by medvl {medvl.__version__}",
+        "",
+        f"A `{model.name}` of medvl ({model.config.image_encoder}, {model.config.text_encoder}).",
+        "",
+        "## Use",
+        "",
+        "```python",
+        *usage.splitlines(),
+        "```",
+        "",
+        f"Pixels: {_pixels(model)}",
+        "",
+        "## Left out",
+        "",
+        *missing,
+        "",
+        "## Limits",
+        "",
+        "Research only; no medical device. Whoever shares these weights adds what they were trained on, under which",
+        "licence and data use agreement, and how they were evaluated: medvl does not know it.",
+    ]
+    (folder / "README.md").write_text("\n".join(lines) + "\n")
+
+
+def _pixels(model: Any) -> str:
+    encoder = model.image_encoder
+    mean, std = (", ".join(f"{value:.4f}" for value in values) for values in (encoder.mean, encoder.std))
+    height, width = encoder.image_size
+    return f"{encoder.in_channels} x {height} x {width}, scaled to 0..1, mean ({mean}), standard deviation ({std})."
