@@ -19,6 +19,8 @@ from medvl.data.loader import FileSource, open_loader
 from medvl.data.text import WholeText
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import ReportEval, WrittenReport, judge_reports, read_results, write_reports
+from medvl.eval.generation import write
+from medvl.eval.generation.consensus import spokesman
 from medvl.eval.generation.findings import asserted
 from medvl.eval.generation.judge import OTHERS
 from medvl.eval.generation.overlap import common_subsequence, report_scores, words
@@ -180,6 +182,34 @@ def test_what_looks_at_no_image_is_shown_beside(pairs: list[WrittenReport]) -> N
             np.testing.assert_equal(results.row(row.metric, row.target, OTHERS).value, row.value)
 
 
+def test_who_agrees_most_speaks_for_all() -> None:
+    effusion, edema = "There is a left pleural effusion.", "There is pulmonary edema."
+    normal = "No acute cardiopulmonary abnormality."
+    assert spokesman([normal, effusion, "Small right pleural effusion.", edema]) == 1
+    assert spokesman([normal, f"{effusion} {edema}", effusion, edema]) == 1
+    assert spokesman([edema]) == 0
+    doubted = "Possible left pleural effusion."
+    assert spokesman([doubted, edema, effusion, effusion]) == 2
+    assert spokesman([edema, doubted, effusion], doubt="positive") == 1
+    with pytest.raises(ValueError, match="no text"):
+        spokesman([])
+
+
+def test_of_several_draws_one_is_kept_for_each_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_writer()
+    loader = loader_of(model, samples(tmp_path, ["Clear lungs.", "Cardiomegaly.", "No change."]))
+    seen: list[list[str]] = []
+
+    def last(texts: list[str]) -> int:
+        seen.append(texts)
+        return len(texts) - 1
+
+    monkeypatch.setattr(write, "spokesman", last)
+    reports = write.write_reports(model, loader, decoding=Decoding(samples=4, max_tokens=6))
+    assert [len(texts) for texts in seen] == [4, 4, 4]
+    assert sorted(report.generated for report in reports) == sorted(texts[3] for texts in seen)
+
+
 def test_nothing_to_judge_is_an_error() -> None:
     with pytest.raises(EvaluationError, match="there is no report to judge"):
         judge_reports([])
@@ -269,7 +299,7 @@ def test_from_a_checkpoint_to_its_files(
     out = run.parent / "eval" / "report"
     results = read_results(out)
     assert results.protocol == "report_generation"
-    assert results.config["decoding"] == {"beams": 2, "max_tokens": 6, "length_penalty": 0.0}
+    assert results.config["decoding"] == dataclasses.asdict(Decoding(beams=2, max_tokens=6))
     assert set(results.inputs) == {"checkpoint", "manifest"}
     assert results.details["reports"] == 3
     assert results.details["without_reference"] == 0

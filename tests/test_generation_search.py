@@ -1,5 +1,6 @@
 """The search for a text against plain Python, on tables of next tokens."""
 
+import itertools
 import math
 from typing import Any
 
@@ -105,3 +106,44 @@ def test_a_penalty_lengthens_texts() -> None:
 def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="positive|negative"):
         Decoding(**settings)
+
+
+def test_draws_are_as_frequent_as_they_are_likely() -> None:
+    model = Bigrams(batch=2, vocabulary=5, seed=3)
+    draws, longest = 20_000, 2
+    found = find(model, Decoding(samples=draws), longest=longest)
+    assert found.ids_BT.shape == (2 * draws, longest)
+    logs_BVV = model.logits_BVV.clone()
+    logs_BVV[:, :, list(NEVER)] = -math.inf
+    chance_BVV = logs_BVV.softmax(dim=2)
+    for sample in range(2):
+        own = slice(sample * draws, (sample + 1) * draws)
+        texts = [
+            tuple(ids_T[mask_T].tolist()) for ids_T, mask_T in zip(found.ids_BT[own], found.mask_BT[own], strict=True)
+        ]
+        for first in (3, 4):
+            expected = float(chance_BVV[sample, PAD, first] * chance_BVV[sample, first, END])
+            assert texts.count((first,)) / draws == pytest.approx(expected, abs=0.015)
+            expected = float(chance_BVV[sample, PAD, first] * chance_BVV[sample, first, 4])
+            assert texts.count((first, 4)) / draws == pytest.approx(expected, abs=0.015)
+        assert texts.count(()) / draws == pytest.approx(float(chance_BVV[sample, PAD, END]), abs=0.015)
+
+
+def test_draws_are_those_of_their_seed_and_know_what_they_were_worth() -> None:
+    first, again, other = (
+        find(Bigrams(batch=3, vocabulary=7, seed=1), Decoding(samples=4, seed=seed), longest=5) for seed in (5, 5, 6)
+    )
+    assert torch.equal(first.ids_BT, again.ids_BT)
+    assert first.ids_BT.shape != other.ids_BT.shape or not torch.equal(first.ids_BT, other.ids_BT)
+    logs_BVV = Bigrams(batch=3, vocabulary=7, seed=1).logits_BVV.index_fill(2, torch.tensor(NEVER), -math.inf)
+    logs_BVV = logs_BVV.log_softmax(dim=2)
+    for row, (ids_T, mask_T, ended) in enumerate(zip(first.ids_BT, first.mask_BT, first.ended_B, strict=True)):
+        tokens = [PAD, *ids_T[mask_T].tolist(), *[END] * int(ended)]
+        worth = sum(float(logs_BVV[row // 4, a, b]) for a, b in itertools.pairwise(tokens))
+        assert float(first.score_B[row]) == pytest.approx(worth, rel=1e-4)
+
+
+def test_draws_and_a_search_exclude_each_other() -> None:
+    for settings in ({"samples": 2, "beams": 3}, {"samples": 2, "length_penalty": 1.0}, {"samples": -1}):
+        with pytest.raises(ConfigError, match="samples is"):
+            Decoding(**settings)

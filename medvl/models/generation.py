@@ -1,4 +1,4 @@
-"""Writing a text token by token: greedy and beam search over any model that scores the next token.
+"""Writing a text token by token: greedy search, beam search or draws, over any model that scores the next token.
 
 Nothing of a reference enters: a model is asked for the next token of what it has itself written so far.
 
@@ -27,7 +27,14 @@ class Decoding:
     """Hypotheses are compared by the sum of their tokens' log-probabilities over ((5 + length) / 6) ** length_penalty
     (Wu et al., arXiv 1609.08144, equation 14): 0 is the plain sum, which favours short texts; 1 is near the mean."""
 
+    samples: int = 0
+    """Texts that are drawn for each sample from what the model takes for likely, instead of a search for the best."""
+    seed: int = 0
+    """Of the draws. Which texts a sample gets depends on its place in the batch as well."""
+
     def __post_init__(self) -> None:
+        if self.samples < 0 or (self.samples and (self.beams > 1 or self.length_penalty)):
+            raise ConfigError(f"samples is {self.samples}: it must not be negative, and goes without beams and penalty")
         if self.beams < 1 or (self.max_tokens is not None and self.max_tokens < 1):
             raise ConfigError(f"beams and max_tokens must be positive, got {self.beams} and {self.max_tokens}")
         if self.length_penalty < 0:
@@ -36,7 +43,7 @@ class Decoding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Generated:
-    """One text a sample."""
+    """One text a sample; with draws, all of a sample's side by side."""
 
     ids_BT: Tensor
     """int64, without the closing token, padded on the right."""
@@ -62,7 +69,7 @@ class NextToken(Protocol):
 def search(
     model: NextToken, decoding: Decoding, *, max_tokens: int, end_id: int, pad_id: int, never: Sequence[int]
 ) -> Generated:
-    """The best text that a beam search finds for each sample.
+    """The best text that a beam search finds for each sample, or as many draws as are asked for.
 
     A hypothesis that has ended keeps its place, and its score, among the K until better ones take it; the search ends
     when all have ended or are `max_tokens` long. With one beam that is greedy decoding, whatever the length penalty.
@@ -84,11 +91,12 @@ def search(
         ended_BK=torch.zeros(batch, 1, dtype=torch.bool, device=device),
         length_BK=torch.zeros(batch, 1, dtype=torch.int64, device=device),
     )
+    generator = torch.Generator(device).manual_seed(decoding.seed)
     while True:
         log_RV = logits_RV.float().index_fill(1, never_N.to(device), -torch.inf).log_softmax(dim=1)
-        parent_BK, kept = kept.extend(log_RV.unflatten(0, (batch, -1)), decoding, end_id)
+        parent_BK, kept = kept.extend(log_RV.unflatten(0, (batch, -1)), decoding, end_id, generator)
         if kept.ids_BKT.shape[2] == max_tokens or bool(kept.ended_BK.all()):
-            return kept.best(decoding.length_penalty, pad_id)
+            return kept.texts(decoding, pad_id)
         first_B1 = torch.arange(batch, device=device)[:, None] * (len(logits_RV) // batch)
         logits_RV = model.next(kept.ids_BKT[:, :, -1].flatten(), (first_B1 + parent_BK).flatten())
 
@@ -104,8 +112,10 @@ class _Hypotheses:
     length_BK: Tensor
     """Tokens, the closing one among them."""
 
-    def extend(self, log_BKV: Tensor, decoding: Decoding, end_id: int) -> tuple[Tensor, "_Hypotheses"]:
-        """(which hypothesis each new one continues, the best of all continuations); the ended ones repeat their end."""
+    def extend(
+        self, log_BKV: Tensor, decoding: Decoding, end_id: int, generator: torch.Generator
+    ) -> tuple[Tensor, "_Hypotheses"]:
+        """(which hypothesis each new one continues, the continuations); the ended ones repeat their end."""
         vocabulary = log_BKV.shape[2]
         stay_V = torch.full_like(log_BKV[0, 0], -torch.inf).index_fill(
             0, torch.tensor(end_id, device=log_BKV.device), 0
@@ -113,8 +123,11 @@ class _Hypotheses:
         log_BKV = torch.where(self.ended_BK[:, :, None], stay_V, log_BKV)
         length_BK = self.length_BK + ~self.ended_BK
         total_BN = (self.total_BK[:, :, None] + log_BKV).flatten(1)
-        ranked_BN = total_BN / _penalty(length_BK, decoding.length_penalty).repeat_interleave(vocabulary, dim=1)
-        place_BK = ranked_BN.topk(min(decoding.beams, ranked_BN.shape[1]), dim=1).indices
+        if decoding.samples:
+            place_BK = _draw(log_BKV, decoding.samples, generator)
+        else:
+            ranked_BN = total_BN / _penalty(length_BK, decoding.length_penalty).repeat_interleave(vocabulary, dim=1)
+            place_BK = ranked_BN.topk(min(decoding.beams, ranked_BN.shape[1]), dim=1).indices
         parent_BK, ids_BK = place_BK // vocabulary, place_BK % vocabulary
         before_BKT = self.ids_BKT.gather(1, parent_BK[:, :, None].expand(-1, -1, self.ids_BKT.shape[2]))
         return parent_BK, _Hypotheses(
@@ -124,18 +137,28 @@ class _Hypotheses:
             length_BK=length_BK.gather(1, parent_BK),
         )
 
-    def best(self, length_penalty: float, pad_id: int) -> Generated:
-        """The first of every sample."""
-        ended_B = self.ended_BK[:, 0]
-        words_B = self.length_BK[:, 0] - ended_B.long()
-        width = int(words_B.max())
-        mask_BT = torch.arange(width, device=words_B.device) < words_B[:, None]
+    def texts(self, decoding: Decoding, pad_id: int) -> Generated:
+        """The first of every sample, or all draws."""
+        chosen = slice(None) if decoding.samples else slice(1)
+        ended_R, length_R = self.ended_BK[:, chosen].flatten(), self.length_BK[:, chosen].flatten()
+        words_R = length_R - ended_R.long()
+        width = int(words_R.max())
+        mask_RT = torch.arange(width, device=words_R.device) < words_R[:, None]
         return Generated(
-            ids_BT=self.ids_BKT[:, 0, :width].masked_fill(~mask_BT, pad_id),
-            mask_BT=mask_BT,
-            score_B=self.total_BK[:, 0] / _penalty(self.length_BK[:, 0], length_penalty),
-            ended_B=ended_B,
+            ids_BT=self.ids_BKT[:, chosen, :width].flatten(0, 1).masked_fill(~mask_RT, pad_id),
+            mask_BT=mask_RT,
+            score_B=self.total_BK[:, chosen].flatten() / _penalty(length_R, decoding.length_penalty),
+            ended_B=ended_R,
         )
+
+
+def _draw(log_BKV: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+    """(B, `samples`) int64: a drawn continuation, among all K * V, of every draw; at first, all continue the only one
+    there is."""
+    batch, kept, vocabulary = log_BKV.shape
+    parent_K = torch.arange(samples, device=log_BKV.device) % kept
+    id_R = log_BKV[:, parent_K].flatten(0, 1).exp().multinomial(1, generator=generator)
+    return parent_K * vocabulary + id_R.view(batch, samples)
 
 
 def _penalty(length: Tensor, exponent: float) -> Tensor:

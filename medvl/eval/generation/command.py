@@ -15,6 +15,8 @@ def report(
     beams: int = 1,
     max_tokens: int | None = None,
     length_penalty: float = 0.0,
+    samples: int = 0,
+    seed: int = 0,
     doubt: Literal["negative", "positive"] = "negative",
     out: Path | None = None,
     resamples: int = 1000,
@@ -31,6 +33,9 @@ def report(
         beams: 1 is greedy.
         max_tokens: most tokens of a report; default what the model was trained with.
         length_penalty: above 0 favours longer reports.
+        samples: texts drawn for each image, of which the one is kept whose findings agree best with the others'; a
+            search, which 0 stands for, prefers "no abnormality" because it is said in fewer ways.
+        seed: of the draws.
         doubt: what a finding that a report doubts counts as.
         out: gets results.json and predictions.jsonl; default eval/report in the checkpoint's run.
         resamples: of the bootstrap over patients.
@@ -44,7 +49,7 @@ def report(
     from medvl.eval.results import checkpoint_sha256, write_results
     from medvl.models.generation import Decoding
 
-    decoding = Decoding(beams=beams, max_tokens=max_tokens, length_penalty=length_penalty)
+    decoding = Decoding(beams=beams, max_tokens=max_tokens, length_penalty=length_penalty, samples=samples, seed=seed)
     model = load_model(checkpoint, device)
     if not hasattr(model, "generate"):
         raise ConfigError(f"{checkpoint} is a {model.name} and writes no reports: medvill does")

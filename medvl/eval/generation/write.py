@@ -9,6 +9,7 @@ from medvl.data.loader import Source
 from medvl.data.text import REPORT_SECTIONS, choose_sections
 from medvl.data.tokenize import Tokenizer
 from medvl.errors import ConfigError
+from medvl.eval.generation.consensus import spokesman
 from medvl.eval.generation.judge import WrittenReport, judge_reports
 from medvl.models.generation import Decoding, Generated
 from medvl.schema import Batch
@@ -53,7 +54,7 @@ def write_reports(
         model: with a tokenizer.
         loader: whatever texts it hands out are not used.
         sections: of the reference, joined; all of a sample that has none of these.
-        decoding: greedy by default.
+        decoding: greedy by default. Of several draws the one is kept that speaks for all (`consensus`).
 
     A sample whose image cannot be read gets an empty report. Raises ConfigError when the model cannot write.
     """
@@ -67,7 +68,10 @@ def write_reports(
             found = model.generate(batch.image_BCHW.to(device), has_image_B, decoding=decoding or Decoding())
             rows = zip(found.ids_BT.cpu(), found.mask_BT.cpu(), strict=True)
             texts = [model.tokenizer.decode(ids_T[mask_T]) for ids_T, mask_T in rows]
-            written |= dict(zip(batch.keys, zip(texts, found.ended_B.tolist(), strict=True), strict=True))
+            each, ends = len(texts) // len(batch), found.ended_B.tolist()
+            for number, key in enumerate(batch.keys):
+                chosen = number * each + spokesman(texts[number * each :][:each])
+                written[key] = (texts[chosen], ends[chosen])
     reports = []
     for place in range(len(loader.source)):
         sample = loader.source.sample(place)
