@@ -30,6 +30,7 @@ def mimic_cxr(
     reports: Path | None = None,
     labeler: Literal["chexpert", "negbio"] = "chexpert",
     views: tuple[str, ...] = (),
+    without: tuple[Path, ...] = (),
 ) -> str:
     """Make shards of MIMIC-CXR (DICOM) or MIMIC-CXR-JPG, with the official split.
 
@@ -40,12 +41,14 @@ def mimic_cxr(
         reports: folder that holds the reports' files/, if not root.
         labeler: whose labels.
         views: keep only these values of ViewPosition, such as PA AP.
+        without: folders of shards whose patients are left out, such as those of MS-CXR, which is judged on.
     """
     from medvl.data.corpora import mimic_cxr as corpus
+    from medvl.data.held_out import leave_out
 
     deid = deidentifier(run.salt_file)
     plan = corpus.plan(root, deid, reports=reports, labeler=labeler, views=views)
-    return convert(plan, deid, run, options)
+    return convert(leave_out(plan, without, deid), deid, run, options)
 
 
 def chexpert(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, frontal_only: bool = False) -> str:

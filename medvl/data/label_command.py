@@ -51,6 +51,30 @@ def siim(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, splits
     return convert(plan, deid, run, _textless(options))
 
 
+def ms_cxr(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    images: Path | None = None,
+    splits: Literal["test", "release"] = "test",
+) -> str:
+    """Make shards of MS-CXR: phrases with boxes, for `medvl eval grounding`.
+
+    Args:
+        root: folder of the release, which holds its table.
+        run: where to; the salt of your MIMIC-CXR shards, so that patients who were trained on are found.
+        options: how images are stored.
+        images: folder that holds files/ of MIMIC-CXR-JPG or MIMIC-CXR, if not root.
+        splits: test makes a test set of all images; release takes the table's own column.
+    """
+    from medvl.data.corpora import ms_cxr as corpus
+
+    deid = deidentifier(run.salt_file)
+    plan = corpus.plan(root, deid, images=images, splits=splits)
+    return convert(plan, deid, run, _textless(options))
+
+
 def nih_cxr14(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, validate_share: float = 0.125) -> str:
     """Make shards of NIH ChestX-ray14, with the official test split: labels and boxes.
 

@@ -35,6 +35,7 @@ _LAZY = {
     "write_medicat": "medicat",
     "write_mimic_cxr": "mimic",
     "write_mimic_cxr_jpg": "mimic",
+    "write_ms_cxr": "ms_cxr",
     "write_roco": "roco",
     "write_slake": "vqa_layouts",
     "write_vqa_rad": "vqa_layouts",

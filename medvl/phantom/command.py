@@ -52,6 +52,22 @@ def chexpert(out: Path, *, patients: int = 400, size: int = 320, seed: int = 1, 
     return f"Wrote {root}. Next: python scripts/zeroshot_chexpert.py --checkpoint RUN --root {root}"
 
 
+def ms_cxr(out: Path, *, patients: int = 100, size: int = 512, seed: int = 30, workers: int | None = None) -> str:
+    """Write the phantom world as MS-CXR: phrases with boxes, and the images beside the table.
+
+    Args:
+        out: folder to write to.
+        patients: how many patients.
+        size: height and width of the images in pixels.
+        seed: of the world; another one than that of a corpus that was trained on, or the patients are the same.
+        workers: processes; default one a core.
+    """
+    from medvl import phantom
+
+    phantom.write_ms_cxr(out, patients=patients, size=size, seed=seed, workers=workers)
+    return f"Wrote {out}. Next: medvl shards ms-cxr --root {out} --out {out}-shards"
+
+
 def roco(out: Path, *, patients: int = 400, size: int = 512, seed: int = 10, workers: int | None = None) -> str:
     """Write the phantom world as ROCO: figures of case reports, their captions and the references to them.
 
