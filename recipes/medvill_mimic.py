@@ -56,17 +56,7 @@ paper = Recipe(
         train="shards/mimic-cxr-ap/train",
         valid=Path("shards/mimic-cxr-ap/validate"),
         text=WholeText(),
-        image=ConVIRTAugmentation(
-            size=512,
-            flip="off",
-            area=(0.8, 1.0),
-            rotation=0,
-            translation=0,
-            scale=(1.0, 1.0),
-            brightness=0,
-            contrast=0,
-            blur_sigma=(0.1, 0.1),
-        ),
+        image=ConVIRTAugmentation.crop(512, area=(0.8, 1.0)),
     ),
     optim=OptimConfig(optimizer="adamw", lr=1e-5, weight_decay=0.01, schedule=Constant()),
     train=TrainConfig(

@@ -188,6 +188,21 @@ class ConVIRTAugmentation:
             blur_sigma=(0.1, 0.5),
         )
 
+    @classmethod
+    def crop(cls, size: int, area: tuple[float, float]) -> Self:
+        """The random crop alone."""
+        return cls(
+            size=size,
+            flip="off",
+            area=area,
+            rotation=0,
+            translation=0,
+            scale=(1.0, 1.0),
+            brightness=0,
+            contrast=0,
+            blur_sigma=(0.1, 0.1),
+        )
+
     def __post_init__(self) -> None:
         _check_size(self.size)
         if not 0 < self.area[0] <= self.area[1] <= 1:

@@ -61,10 +61,7 @@ def report(
         resamples=resamples,
         config={"sections": list(sections), "decoding": dataclasses.asdict(decoding), "model": model.name},
         inputs={"checkpoint": checkpoint_sha256(checkpoint), "manifest": loader.source.fingerprint},
-        details={
-            "without_reference": len(loader.source) - len(reports),
-            "unreadable": dict(loader.skipped),
-        },
+        details={"without_reference": len(loader.source) - len(reports), "unreadable": dict(loader.skipped)},
     )
     paths = write_results(result.results, out or default_folder(checkpoint, "report"), result.predictions())
     print_report(result.table(), paths)
