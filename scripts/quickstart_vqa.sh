@@ -20,15 +20,15 @@ torchrun() { $bin/torchrun --standalone --nproc-per-node 1 "$@"; }
 
 if [ "$start" = m3ae ]; then
     step "Case reports: figures with captions and what the articles say about them"
-    $bin/medvl phantom roco --out quickstart/roco --patients 600 --size 160
-    $bin/medvl phantom medicat --out quickstart/medicat --patients 600 --size 160
+    $bin/medvl phantom roco --out quickstart/roco --patients 1500 --size 160
+    $bin/medvl phantom medicat --out quickstart/medicat --patients 1500 --size 160
     $bin/medvl shards roco --root quickstart/roco --references quickstart/roco/roco_references \
         --out quickstart/roco-shards --short-side 160
     $bin/medvl shards medicat --root quickstart/medicat --radiology-only --out quickstart/medicat-shards --short-side 160
     $bin/medvl vocab quickstart/roco-shards/train quickstart/figure-vocab --size 2000
 
     step "ConVIRT on the captions: it stands for the CLIP that M3AE starts from"
-    torchrun recipes/convirt_mimic.py tiny --model.image-encoder vit_hybrid_tiny --train.epochs 10 --prompts None \
+    torchrun recipes/convirt_mimic.py tiny --model.image-encoder vit_hybrid_tiny --train.epochs 5 --prompts None \
         --data.train quickstart/roco-shards/train --data.also quickstart/medicat-shards/train \
         --data.valid quickstart/roco-shards/validation --data.tokenizer quickstart/figure-vocab \
         --data.text.sections caption --train.best-metric loss --train.best-mode min \
