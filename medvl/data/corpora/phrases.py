@@ -1,6 +1,6 @@
 """Phrases of a report with the boxes that radiologists drew for them, as `Sample.extra` carries them.
 
-    {"phrases": [{"label": "Pneumonia", "text": "Bibasilar opacities", "boxes": [{"label": "Pneumonia", "x": 196, ...}]}],
+    {"phrases": [{"label": "Pneumonia", "text": "Bibasilar opacities", "boxes": [{"x": 196, ...}, ...]}, ...],
      "image_width": 1767, "image_height": 2021}
 
 Boxes are those of `medvl.data.corpora.boxes`: in pixels of the image as it was published.

@@ -1,0 +1,83 @@
+"""`medvl eval grounding`: a checkpoint and a folder of shards with phrases and boxes in, a table and a page out."""
+
+import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from medvl.errors import ConfigError
+from medvl.eval.command import default_folder, load_model, open_shards, print_report
+
+if TYPE_CHECKING:
+    from medvl.data.shards import ShardSource
+    from medvl.eval.grounding import GroundingResult
+
+
+def grounding(
+    checkpoint: Path,
+    data: Path,
+    *,
+    maps: Literal["attention", "similarity"] | None = None,
+    unseen: Literal["background", "drop"] = "background",
+    scale: Literal["unit", "signed", "none"] = "unit",
+    smoothing: float = 0.0,
+    out: Path | None = None,
+    examples: int = 4,
+    resamples: int = 1000,
+    batch: int = 32,
+    workers: int = 2,
+    device: str = "auto",
+) -> None:
+    """Phrase grounding: is what a phrase says found within its boxes? Contrast to noise, pointing game, overlap.
+
+    Args:
+        checkpoint: folder of a checkpoint of a dual-encoder.
+        data: folder of shards with phrases (ms-cxr) or with boxes (rsna, nih-cxr14), of patients that the model was not
+            trained on.
+        maps: attention of words to regions, or similarity of the phrase with patches; default the model's own.
+        unseen: what pixels are that the model's crop cut off: background, so that a finding there is missed, or
+            dropped from everything.
+        scale: what thresholds are shares of: each map brought to 0..1, to -1..1, or as it is.
+        smoothing: of maps of similarity, in cells of the grid.
+        out: gets results.json, predictions.jsonl and index.html; default eval/grounding in the checkpoint's run.
+        examples: images on the page for each finding.
+        resamples: of the bootstrap.
+        batch: images at a time.
+        workers: loader processes.
+        device: auto, cpu or cuda.
+    """
+    from medvl.eval.grounding import phrase_grounding
+    from medvl.eval.grounding_metrics import MapRules
+    from medvl.models import DualEncoder
+
+    model = load_model(checkpoint, device)
+    if not isinstance(model, DualEncoder):
+        raise ConfigError(f"{checkpoint} is a {model.name}, which compares no phrase with regions: name a dual-encoder")
+    loader = open_shards(model, checkpoint, data, batch, workers)
+    result = phrase_grounding(
+        model,
+        loader,
+        maps=maps,
+        rules=MapRules(unseen=unseen, scale=scale),
+        smoothing=smoothing,
+        resamples=resamples,
+        keep_maps=examples,
+        checkpoint=checkpoint,
+    )
+    _write(result, out or default_folder(checkpoint, "grounding"), f"{model.name} ({checkpoint})", loader.source)
+
+
+def _write(result: "GroundingResult", folder: Path, model: str, source: "ShardSource") -> None:
+    from medvl.eval.grounding_page import write_grounding_page
+    from medvl.eval.results import format_table, write_results
+
+    paths = write_results(result.results, folder, result.predictions())
+    page = write_grounding_page(
+        result,
+        folder / "index.html",
+        model=model,
+        data=f"{source.manifest.corpus}, split {source.manifest.split}",
+        date=datetime.date.today().isoformat(),
+        pixels=source.pixels,
+    )
+    shown = [row for row in result.results.rows if not row.metric.startswith("iou@")]
+    print_report(format_table(shown), [*paths, page])
