@@ -13,6 +13,7 @@ _LAZY = {
     "warm_start": "medvl.models.storage",
     "load_weights": "medvl.models.storage",
     "save": "medvl.models.storage",
+    "ContrastiveEncoder": "medvl.models.dual",
     "DualEncoder": "medvl.models.dual",
     "VQA": "medvl.models.vqa",
     "Classifier": "medvl.models.classifier",

@@ -1,7 +1,7 @@
 """CLIP (Radford et al., arXiv 2103.00020) on any two towers, and as any dual-encoder that open_clip has."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,17 +17,16 @@ from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
 from medvl.encoders.pretrained import KeyMap, Pretrained, load_strictly, locate, read_tensors
 from medvl.encoders.text_factory import text_has_projection
 from medvl.errors import ConfigError, WeightsError
-from medvl.losses.distributed import gather
 from medvl.models.clip_configs import CLIPConfig
-from medvl.models.dual import DualEncoder
+from medvl.models.dual import ContrastiveEncoder, Pairs, gather_global, groups_of
 from medvl.models.fusion.draws import complete_rows
-from medvl.schema import Batch, Losses
+from medvl.schema import Batch, Embeddings, Losses
 
 _TEXT_HEAD = "text.proj."
 """Beginning of the keys of what open_clip has over a Hugging Face tower."""
 
 
-class CLIP(DualEncoder):
+class CLIP(ContrastiveEncoder):
     """Symmetric InfoNCE with a learned temperature (section 2.3, figure 3).
 
     Where the tensors of an open_clip state dict are:
@@ -84,24 +83,28 @@ class CLIP(DualEncoder):
         with torch.no_grad():
             self.logit_scale.copy_(tensors["logit_scale"].reshape(()))
 
-    def forward(self, batch: Batch) -> Losses:
-        """Negatives are all other pairs of the global batch, of every rank, with gradient."""
+    def encode_pairs(self, batch: Batch) -> Pairs:
+        """See the base class."""
+        images = Embeddings(self.encode_image(batch.image_BCHW))
+        texts = Embeddings(self.encode_text(batch.ids_BT, batch.mask_BT))
+        pairs = Pairs(images, texts, groups_of(batch, self.config.positives))
+        if batch.has_image_B is None and batch.has_text_B is None:
+            return pairs
+        return pairs.rows(complete_rows(batch))
+
+    def compare_pairs(self, pairs: Pairs) -> Losses:
+        """See the base class."""
         if self.training:
             self.clamp_scale()
-        image_BE = self.encode_image(batch.image_BCHW)
-        text_BE = self.encode_text(batch.ids_BT, batch.mask_BT)
-        if batch.has_image_B is not None or batch.has_text_B is not None:
-            row_K = complete_rows(batch)
-            image_BE, text_BE = image_BE[row_K], text_BE[row_K]
-        image_NE, text_NE = gather(image_BE), gather(text_BE)
+        image_NE, text_NE, groups = gather_global(pairs)
         if not len(image_NE):  # not one pair on any rank: 0, with gradients of zero, so that no rank waits for one
             nothing = torch.stack([image_NE.sum(), text_NE.sum(), *self.parameters(recurse=False)]).sum() * 0
             return Losses.sum(contrastive=nothing)
-        return Losses.sum(contrastive=self.contrast(image_NE, text_NE))
+        return Losses.sum(contrastive=self.contrast(image_NE, text_NE, groups))
 
-    def contrast(self, image_NE: Tensor, text_NE: Tensor) -> Tensor:
+    def contrast(self, image_NE: Tensor, text_NE: Tensor, groups: Sequence[Tensor] = ()) -> Tensor:
         """The loss of pairs of unit vectors, a scalar."""
-        return losses.clip(image_NE, text_NE, self.logit_scale.exp())
+        return losses.clip(image_NE, text_NE, self.logit_scale.exp(), groups=groups)
 
     def clamp_scale(self) -> None:
         """Bring the scale back under `max_scale`, in place: a clamp in the loss would have no gradient beyond it."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from medvl.errors import ConfigError
+from medvl.models.configs import Positives, check_positives
 
 Statistics = tuple[float, ...]
 """One value for grey, or three."""
@@ -47,6 +48,8 @@ class CLIPConfig:
     """At the start; what is learned is the logarithm of its inverse, the scale."""
     max_scale: float | None = 100.0
     """The scale is brought back to this before each step of the training (section 2.5). None lets it grow."""
+    positives: Positives = "own"
+    """As for ConVIRT."""
     max_tokens: int = 77
     vocab_size: int | None = None
     """Of the text encoder; None is the preset's own, or the tokenizer's where one is given."""
@@ -61,6 +64,7 @@ class CLIPConfig:
             raise ConfigError(
                 f"max_scale {self.max_scale} is below the scale at the start, 1 / {self.temperature}: raise it, or None"
             )
+        check_positives(self.positives)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

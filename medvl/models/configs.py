@@ -1,9 +1,13 @@
 """The published settings of every system, side by side. No torch here: a recipe reads its command line without it."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from medvl.errors import ConfigError
+
+Positives = Literal["own", "study", "text", "either"]
+"""Which texts of a batch are an image's positives, and the other way round: its own, as published; those of its study
+as well, or those that read the same, or either. What is no positive is a negative."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +36,7 @@ class ConVIRTConfig:
     temperature: float = 0.1
     image_weight: float = 0.75
     """Lambda: the share of the image-to-text direction."""
+    positives: Positives = "own"
     max_tokens: int = 128
     vocab_size: int | None = None
     """Of the text encoder; None is the preset's own, or the tokenizer's where one is given."""
@@ -45,3 +50,10 @@ class ConVIRTConfig:
             raise ConfigError(f"hidden_dim is {self.hidden_dim}: it must be positive")
         if self.text_pool not in ("max", "mean"):
             raise ConfigError(f"text_pool is {self.text_pool!r}: known are 'max' and 'mean'")
+        check_positives(self.positives)
+
+
+def check_positives(positives: str) -> None:
+    """Raises ConfigError, naming what there is."""
+    if positives not in get_args(Positives):
+        raise ConfigError(f"positives is {positives!r}: known are {', '.join(get_args(Positives))}")

@@ -6,13 +6,12 @@ from medvl import losses
 from medvl.data.tokenize import Tokenizer
 from medvl.data.transforms import EvalTransform
 from medvl.encoders import create_image_encoder, create_text_encoder, freeze_layers
-from medvl.losses.distributed import gather
 from medvl.models.configs import ConVIRTConfig
-from medvl.models.dual import DualEncoder, projection_head
-from medvl.schema import Batch, Losses
+from medvl.models.dual import ContrastiveEncoder, Pairs, gather_global, groups_of, projection_head
+from medvl.schema import Batch, Embeddings, Losses
 
 
-class ConVIRT(DualEncoder):
+class ConVIRT(ContrastiveEncoder):
     """Bidirectional InfoNCE of an image and one sentence of its report (section 2.2, equations 2 to 4)."""
 
     name = ConVIRTConfig.system
@@ -36,10 +35,16 @@ class ConVIRT(DualEncoder):
             tokenizer=tokenizer,
         )
 
-    def forward(self, batch: Batch) -> Losses:
-        """Negatives are all other pairs of the global batch, of every rank, with gradient."""
-        image_NE = gather(self.encode_image(batch.image_BCHW))
-        text_NE = gather(self.encode_text(batch.ids_BT, batch.mask_BT))
+    def encode_pairs(self, batch: Batch) -> Pairs:
+        """See the base class."""
+        images = Embeddings(self.encode_image(batch.image_BCHW))
+        texts = Embeddings(self.encode_text(batch.ids_BT, batch.mask_BT))
+        return Pairs(images, texts, groups_of(batch, self.config.positives))
+
+    def compare_pairs(self, pairs: Pairs) -> Losses:
+        """See the base class."""
+        image_NE, text_NE, groups = gather_global(pairs)
+        config = self.config
         return Losses.sum(
-            contrastive=losses.convirt(image_NE, text_NE, self.config.temperature, self.config.image_weight)
+            contrastive=losses.convirt(image_NE, text_NE, config.temperature, config.image_weight, groups=groups)
         )

@@ -1,16 +1,23 @@
 """The base of dual-encoders: image and text are embedded apart and compared in one space."""
 
+import abc
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.data.tokenize import Tokenizer
 from medvl.data.transforms import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.errors import ConfigError
+from medvl.losses.distributed import gather
+from medvl.losses.pairs import name_ids, text_ids
 from medvl.models.base import TwoTowers
-from medvl.schema import Embeddings
+from medvl.models.configs import Positives
+from medvl.schema import Batch, Embeddings, Losses
 
 
 class DualEncoder(TwoTowers):
@@ -64,6 +71,92 @@ class DualEncoder(TwoTowers):
         image_embeddings = images if isinstance(images, Embeddings) else self.embed_images(images)
         text_embeddings = texts if isinstance(texts, Embeddings) else self.embed_texts(texts)
         return image_embeddings.global_NE @ text_embeddings.global_NE.T
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pairs:
+    """All that a contrastive loss asks of a batch: images and texts, row for row."""
+
+    images: Embeddings
+    texts: Embeddings
+    groups: tuple[Tensor, ...] = ()
+    """(B,) int64 each, of `groups_of`: rows that agree in any of them are each other's positives."""
+
+    def embeddings(self) -> list[Tensor]:
+        """The tensors that have a gradient, in an order of their own."""
+        both = (self.images.global_NE, self.images.local_NPE, self.texts.global_NE, self.texts.local_NPE)
+        return [tensor for tensor in both if tensor is not None]
+
+    def rows(self, row_K: Tensor) -> Self:
+        """Some of the pairs."""
+        groups = tuple(group_B[row_K] for group_B in self.groups)
+        return type(self)(_rows(self.images, row_K), _rows(self.texts, row_K), groups)
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """The pairs of all parts, in order; differentiable. Words are padded to the longest text of all."""
+        groups = zip(*(part.groups for part in parts), strict=True)
+        return cls(
+            _cat([part.images for part in parts]),
+            _cat([part.texts for part in parts]),
+            tuple(torch.cat(group) for group in groups),
+        )
+
+
+class ContrastiveEncoder(DualEncoder):
+    """A dual-encoder whose loss asks nothing of a batch but its embeddings.
+
+    So its forward pass has two halves: one that may be done in parts, and one that wants all pairs at once. The trainer
+    can encode a large batch part by part (`medvl.train.TrainConfig.grad_cache`).
+    """
+
+    @abc.abstractmethod
+    def encode_pairs(self, batch: Batch) -> Pairs:
+        """The embeddings of a batch or of a part of it. Rows that take no part in the loss are left out."""
+
+    @abc.abstractmethod
+    def compare_pairs(self, pairs: Pairs) -> Losses:
+        """The losses of this rank's pairs among those of all ranks."""
+
+    def forward(self, batch: Batch) -> Losses:
+        """Negatives are all other pairs of the global batch, of every rank, with gradient."""
+        return self.compare_pairs(self.encode_pairs(batch))
+
+
+def groups_of(batch: Batch, positives: Positives) -> tuple[Tensor, ...]:
+    """By what rows of a batch are each other's positives, (B,) int64 each: the same numbers on every rank.
+
+    Raises ConfigError where studies should tell and the batch does not know them.
+    """
+    groups = []
+    if positives in ("study", "either"):
+        if batch.studies is None:
+            raise ConfigError(f"positives is {positives!r}, but these batches know no studies: take 'text' or 'own'")
+        groups.append(name_ids(batch.studies).to(batch.ids_BT.device))
+    if positives in ("text", "either"):
+        groups.append(text_ids(batch.ids_BT, batch.mask_BT))
+    return tuple(groups)
+
+
+def gather_global(pairs: Pairs) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Images' and texts' vectors and the groups, of all ranks."""
+    groups = [gather(group_B) for group_B in pairs.groups]
+    return gather(pairs.images.global_NE), gather(pairs.texts.global_NE), groups
+
+
+def _rows(side: Embeddings, row_K: Tensor) -> Embeddings:
+    local_NPE, mask_NP = (None if part is None else part[row_K] for part in (side.local_NPE, side.mask_NP))
+    return Embeddings(side.global_NE[row_K], local_NPE, mask_NP)
+
+
+def _cat(parts: Sequence[Embeddings]) -> Embeddings:
+    whole_NE = torch.cat([part.global_NE for part in parts])
+    local = [part.local_NPE for part in parts if part.local_NPE is not None]
+    masks = [part.mask_NP for part in parts if part.mask_NP is not None]
+    longest = max((part_NPE.shape[1] for part_NPE in local), default=0)
+    local_NPE = [F.pad(part_NPE, (0, 0, 0, longest - part_NPE.shape[1])) for part_NPE in local]
+    mask_NP = [F.pad(part_NP, (0, longest - part_NP.shape[1])) for part_NP in masks]
+    return Embeddings(whole_NE, torch.cat(local_NPE) if local else None, torch.cat(mask_NP) if masks else None)
 
 
 def projection_head(in_features: int, out_features: int, hidden: int | None = None) -> nn.Sequential:

@@ -14,7 +14,7 @@ from medvl.encoders import create_image_encoder, create_text_encoder, freeze_lay
 from medvl.errors import ConfigError
 from medvl.losses.distributed import gather, gather_padded
 from medvl.losses.gloria import WordPool, gloria_attention, gloria_contrast, gloria_similarity
-from medvl.models.dual import DualEncoder
+from medvl.models.dual import ContrastiveEncoder, Pairs
 from medvl.models.fusion.draws import complete_rows
 from medvl.models.gloria_config import GLoRIAConfig
 from medvl.models.maps import on_image
@@ -22,7 +22,7 @@ from medvl.models.words import sum_by_slot, word_slots
 from medvl.schema import Batch, Embeddings, Losses
 
 
-class GLoRIA(DualEncoder):
+class GLoRIA(ContrastiveEncoder):
     """Global and local contrast (section 3.3, equations 1 to 8).
 
     An image has one vector, and one for each region of an earlier stage of its encoder. A text is the sum of its
@@ -78,16 +78,17 @@ class GLoRIA(DualEncoder):
             tokenizer=tokenizer,
         )
 
-    def forward(self, batch: Batch) -> Losses:
-        """Negatives are all other pairs of the global batch, of every rank, with gradient.
-
-        A rank compares its own images with the texts of all ranks, so regions never travel.
-        """
+    def encode_pairs(self, batch: Batch) -> Pairs:
+        """See the base class."""
         texts = self._embed_ids(batch.ids_BT, batch.mask_BT)
-        images = self.embed_images(batch.image_BCHW)
-        if batch.has_image_B is not None or batch.has_text_B is not None:
-            row_K = complete_rows(batch)
-            texts, images = _rows(texts, row_K), _rows(images, row_K)
+        pairs = Pairs(self.embed_images(batch.image_BCHW), texts)
+        if batch.has_image_B is None and batch.has_text_B is None:
+            return pairs
+        return pairs.rows(complete_rows(batch))
+
+    def compare_pairs(self, pairs: Pairs) -> Losses:
+        """See the base class. A rank compares its own images with the texts of all ranks, so regions never travel."""
+        images, texts = pairs.images, pairs.texts
         text_NE = gather(texts.global_NE)
         if not len(text_NE):  # not one pair on any rank: 0, with gradients of zero, so that no rank waits for one
             parts = images.global_NE, _local(images)[0], texts.global_NE, _local(texts)[0]
@@ -216,8 +217,3 @@ def _local(embeddings: Embeddings) -> tuple[Tensor, Tensor]:
             "GLoRIA compares regions with words: embed images and texts with its own embed_images and embed_texts"
         )
     return local_NPE, torch.ones_like(local_NPE[..., 0], dtype=torch.bool) if mask_NP is None else mask_NP
-
-
-def _rows(embeddings: Embeddings, row_K: Tensor) -> Embeddings:
-    local_NPE, mask_NP = _local(embeddings)
-    return Embeddings(embeddings.global_NE[row_K], local_NPE[row_K], mask_NP[row_K])

@@ -1,6 +1,6 @@
 """SigLIP: every pair of a batch judged for itself (Zhai et al., arXiv 2303.15343, ICCV 2023)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +32,6 @@ class SigLIP(CLIP):
             with torch.no_grad():
                 self.logit_bias.copy_(tensors["logit_bias"].reshape(()))
 
-    def contrast(self, image_NE: Tensor, text_NE: Tensor) -> Tensor:
+    def contrast(self, image_NE: Tensor, text_NE: Tensor, groups: Sequence[Tensor] = ()) -> Tensor:
         """The loss of pairs of unit vectors, a scalar."""
-        return losses.siglip(image_NE, text_NE, self.logit_scale.exp(), self.logit_bias)
+        return losses.siglip(image_NE, text_NE, self.logit_scale.exp(), self.logit_bias, groups=groups)
