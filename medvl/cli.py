@@ -11,7 +11,7 @@ import tyro
 from medvl.data import command as data_command
 from medvl.data import label_command, vqa_command
 from medvl.errors import ConfigError, MedvlError, SplitError
-from medvl.eval import classify_command, grounding_command, probe_command, retrieval_command
+from medvl.eval import classify_command, compare_command, grounding_command, probe_command, retrieval_command
 from medvl.eval import command as eval_command
 from medvl.eval.generation import command as report_command
 from medvl.eval.vqa import command as answer_command
@@ -206,6 +206,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
 _COMMANDS: dict[str, Callable[..., Any]] = {
     "vocab": vocab,
     "verify": verify,
+    "report": compare_command.report,
     "import": export_command.import_published,
     "export": export_command.export_checkpoint,
     "list": list_everything,

@@ -142,7 +142,13 @@ def reranked_retrieval(
         inputs=inputs,
         details=details,
     )
-    return RetrievalResult(results=results, keys=gallery.keys, image_rank_N=after[0], text_rank_M=after[1])
+    return RetrievalResult(
+        results=results,
+        keys=gallery.keys,
+        image_rank_N=after[0],
+        text_rank_M=after[1],
+        text_of_N=gallery.text_of_N.numpy(),
+    )
 
 
 def _rank(

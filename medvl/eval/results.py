@@ -69,7 +69,7 @@ def write_results(
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     if predictions is not None:
-        lines = "".join(json.dumps(_plain(line), allow_nan=False) + "\n" for line in predictions)
+        lines = "".join(json.dumps(plain(line), allow_nan=False) + "\n" for line in predictions)
         paths.append(write_atomic(folder / "predictions.jsonl", lines))
     rows = [{"name": row.name, **dataclasses.asdict(row)} for row in results.rows]
     data = {
@@ -78,17 +78,17 @@ def write_results(
         "metrics": rows,
         **{field: getattr(results, field) for field in ("config", "inputs", "details", "packages")},
     }
-    text = json.dumps(_plain(data), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(plain(data), indent=2, allow_nan=False) + "\n"
     paths.append(write_atomic(folder / "results.json", text))
     return paths
 
 
-def _plain(value: Any) -> Any:
-    """The value as JSON has it: NaN is null, mappings and sequences are objects and lists, all the way down."""
+def plain(value: Any) -> Any:
+    """A value as JSON has it: NaN is null, mappings and sequences are objects and lists, all the way down."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -49,11 +49,14 @@ class RetrievalResult:
     """Rank of each image's text among the distinct texts, from 1."""
     text_rank_M: NDArray[np.int64]
     """Rank of the best image of each distinct text."""
+    text_of_N: NDArray[np.int64]
+    """The distinct text of each image, by number."""
 
     def predictions(self) -> Iterator[dict[str, Any]]:
-        """One mapping an image: its key and the rank of its text."""
-        for key, rank in zip(self.keys, self.image_rank_N.tolist(), strict=True):
-            yield {"key": key, "rank": rank}
+        """One mapping an image: its key, the number of its text, and the rank of that."""
+        rows = zip(self.keys, self.text_of_N.tolist(), self.image_rank_N.tolist(), strict=True)
+        for key, text, rank in rows:
+            yield {"key": key, "text": text, "rank": rank}
 
 
 def image_text_retrieval(
@@ -88,7 +91,13 @@ def image_text_retrieval(
         inputs={"checkpoint": weights_hash, "manifest": loader.source.fingerprint},
         details={**gallery.counts, "chance": chance_recalls(gallery, ks)},
     )
-    return RetrievalResult(results=results, keys=gallery.keys, image_rank_N=image_rank_N, text_rank_M=text_rank_M)
+    return RetrievalResult(
+        results=results,
+        keys=gallery.keys,
+        image_rank_N=image_rank_N,
+        text_rank_M=text_rank_M,
+        text_of_N=gallery.text_of_N.numpy(),
+    )
 
 
 def check_ks(ks: Sequence[int]) -> None:

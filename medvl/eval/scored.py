@@ -91,12 +91,13 @@ class ClassificationResult:
         return format_table(rows)
 
     def predictions(self) -> Iterator[dict[str, Any]]:
-        """One mapping an image: key, scores, and labels (null: left out), as `write_results` takes them."""
+        """One mapping an image: key, patient, scores, and labels (null: left out), as `write_results` takes them."""
         images = self.images
         rows = zip(images.samples, images.scores_NL.tolist(), images.labels_NL.tolist(), strict=True)
         for sample, scores, labels in rows:
             yield {
                 "key": sample.key,
+                "patient": sample.patient,
                 "scores": dict(zip(images.names, scores, strict=True)),
                 "labels": dict(zip(images.names, labels, strict=True)),
             }

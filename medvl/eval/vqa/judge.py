@@ -61,7 +61,7 @@ class VQAResult:
         """One JSON object a judged question: what was asked, what is right, what each shown system said."""
         lines = []
         for number, question in enumerate(self.data.questions):
-            line: dict[str, Any] = question.as_json()
+            line: dict[str, Any] = {**question.as_json(), "patient": self.data.groups[number]}
             for system in (MODEL, QUESTION_ONLY):
                 if system in self.systems:
                     said = self.systems[system].get(question.id)
