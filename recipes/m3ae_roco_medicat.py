@@ -12,7 +12,8 @@ by the validation loss, where the paper adds up accuracies and a loss.
 
 Preset `tiny`: a small vision Transformer on residual stages and a three-layer BERT, which a ConVIRT on the same figures
 has trained: it stands for the CLIP and the RoBERTa that the paper starts from (`bash scripts/quickstart_vqa.sh` trains
-it first). In so few steps twice the paper's share of words is masked.
+it first). In so few steps twice the paper's share of words is masked, and each patch keeps a position of its own on the
+way into the fusion-encoder, without which left and right are not told apart.
 """
 
 import dataclasses
@@ -79,6 +80,7 @@ tiny = Recipe(
         heads=3,
         intermediate=768,
         dropout=0,
+        image_positions=True,
         mim_layer=1,
         decoder_width=96,
         decoder_layers=2,
@@ -102,11 +104,11 @@ tiny = Recipe(
     optim=OptimConfig(optimizer="adamw", lr=5e-4, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
     train=TrainConfig(
         run_dir=Path("quickstart/m3ae"),
-        steps=300,
+        steps=240,
         global_batch=64,
         precision="bf16",
-        validate_every=150,
-        checkpoint_every=150,
+        validate_every=120,
+        checkpoint_every=120,
     ),
 )
 

@@ -107,7 +107,7 @@ tiny_report = dataclasses.replace(
     tiny,
     model=dataclasses.replace(tiny.model, attention="seq2seq", objective="report", mask_probability=0.4),
     start=Path("quickstart/medvill/best"),
-    train=dataclasses.replace(tiny.train, run_dir=Path("quickstart/medvill-report")),
+    train=dataclasses.replace(tiny.train, run_dir=Path("quickstart/medvill-report"), epochs=30),
 )
 
 PRESETS = {"paper": paper, "tiny": tiny, "paper-report": paper_report, "tiny-report": tiny_report}
