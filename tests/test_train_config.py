@@ -159,7 +159,7 @@ def test_a_wrong_command_line_ends_with_status_2_and_names_the_flag(
 def test_the_flags_of_training_are_these() -> None:
     """A flag is a promise to everyone who has it in a script: adding or renaming one is decided here."""
     assert [field.name for field in dataclasses.fields(TrainConfig)] == [
-        *("run_dir", "epochs", "steps", "global_batch", "accumulate", "seed"),
+        *("run_dir", "epochs", "steps", "global_batch", "accumulate", "grad_cache", "seed"),
         *("precision", "device", "channels_last", "compile", "deterministic", "find_unused_parameters", "num_threads"),
         *("validate_every", "best_metric", "best_mode", "early_stop_patience"),
         *("checkpoint_every", "keep_last", "resume", "nonfinite_budget", "log_every", "tensorboard", "wandb"),

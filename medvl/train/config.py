@@ -145,6 +145,10 @@ class TrainConfig:
     """Pairs of one update, over all ranks and micro-batches."""
     accumulate: int = 1
     """Micro-batches of one update. Contrastive negatives come from one micro-batch."""
+    grad_cache: int | None = None
+    """Each rank encodes its share of a micro-batch in parts of at most so many, twice over: the gradient of one large
+    batch, all its negatives included, in the memory of a part, for about a third more time. For contrastive
+    dual-encoders; batch norm has a part's statistics. None encodes everything at once."""
     seed: int = 0
     """Decides all randomness of the steps (dropout, masking); the loader has its own."""
 
@@ -187,6 +191,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
             raise ConfigError("epochs and steps are both unset: give the one that ends the run")
+        if self.grad_cache is not None:
+            _at_least("grad_cache", self.grad_cache, 1)
         for name in ("epochs", "steps", "num_threads", "early_stop_patience", "validate_every", "checkpoint_every"):
             value = getattr(self, name)
             if value is not None and value != "epoch":
@@ -203,6 +209,8 @@ class TrainConfig:
                 f"global_batch {self.global_batch} does not divide into {self.accumulate} equal micro-batches: "
                 "change accumulate"
             )
+        if self.grad_cache is not None and self.compile:
+            raise ConfigError("grad_cache and compile exclude each other: what is compiled is the whole forward pass")
 
     @property
     def micro_batch(self) -> int:

@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -140,6 +140,24 @@ def distribute(model: nn.Module, world: World, find_unused_parameters: bool) -> 
         find_unused_parameters=find_unused_parameters,
         gradient_as_bucket_view=True,
     )
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
+    """Each gradient becomes its mean over the ranks, as DDP has it. All ranks must call it together.
+
+    Where only some ranks have a gradient, the others count as zero; where none has one, it stays None.
+    """
+    if world.size == 1:
+        return
+    has_one = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    dist.all_reduce(has_one, dist.ReduceOp.MAX, group=world.hosts)
+    learned = [parameter for parameter, one in zip(parameters, has_one.tolist(), strict=True) if one]
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in learned]
+    for waiting in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
+        waiting.wait()
+    torch._foreach_div_(gradients, world.size)
+    for parameter, gradient in zip(learned, gradients, strict=True):
+        parameter.grad = gradient
 
 
 @contextlib.contextmanager

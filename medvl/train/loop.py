@@ -155,6 +155,7 @@ class _Training:
             seed=config.seed,
             clip_norm=optim.clip_norm,
             channels_last=config.channels_last,
+            grad_cache=config.grad_cache,
         )
         self.journal = Journal(config, step=self.state.step, total_steps=self.total_steps, active=world.is_main)
         self.speed = Speed(world)

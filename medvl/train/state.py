@@ -25,6 +25,9 @@ from medvl.train.serialize import differences, to_dict
 
 _log = logging.getLogger(__name__)
 
+_DECIDES = ("seed", "global_batch", "accumulate", "grad_cache", "precision")
+"""Settings of the training that decide its weights whatever the others are."""
+
 
 @dataclasses.dataclass(kw_only=True)
 class TrainState:
@@ -108,7 +111,7 @@ def identity(model: nn.Module, optim: OptimConfig, config: TrainConfig, rate: Le
             "settings": to_dict(settings) if dataclasses.is_dataclass(settings) else None,
         },
         "optim": to_dict(optim),
-        "train": {name: getattr(config, name) for name in ("seed", "global_batch", "accumulate", "precision")},
+        "train": {name: getattr(config, name) for name in _DECIDES},
         "randomness": RULE,
     }
     if rate.needs_total:

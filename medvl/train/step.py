@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from medvl.schema import Batch, Losses
-from medvl.train.distributed import World
+from medvl.train.distributed import World, average_gradients
+from medvl.train.grad_cache import GradCache
 from medvl.train.guards import BufferGuard, poison
 from medvl.train.optim import set_lr, trainable
 from medvl.train.precision import Precision
@@ -57,10 +59,13 @@ class Step:
         seed: int,
         clip_norm: float | None,
         channels_last: bool,
+        grad_cache: int | None = None,
     ) -> None:
         self.module, self.optimizer, self.precision, self.world = module, optimizer, precision, world
         self._seed, self._clip_norm, self._channels_last = seed, clip_norm, channels_last
         self._parameters = trainable(optimizer)
+        model = module.module if isinstance(module, DistributedDataParallel) else module
+        self._cache = None if grad_cache is None else GradCache(model, grad_cache, precision)
         self._buffers = BufferGuard(module)
 
     def __call__(self, step: int, lr: float, batches: Iterable[Batch], count: int) -> Outcome:
@@ -72,13 +77,19 @@ class Step:
         self._buffers.take()
         losses, keys = [], []
         for micro, batch in enumerate(batches):
-            reseed(derive(self._seed, "step", step, micro, self.world.rank), self.world.device)
-            with self._reduction(on=micro == count - 1):
-                with self.precision.autocast():
-                    loss = self.module(self.place(batch))
-                self.precision.backward(poison(loss.total) / count)
+            draw = functools.partial(self._draw, step, micro, self.world.rank)
+            if self._cache is None:
+                draw()
+                with self._reduction(on=micro == count - 1):
+                    with self.precision.autocast():
+                        loss = self.module(self.place(batch))
+                    self.precision.backward(poison(loss.total) / count)
+            else:
+                loss = self._cache(self.place(batch), count, draw)
             losses.append(_detached(loss))
             keys.append(batch.keys)
+        if self._cache is not None:
+            average_gradients(self._parameters, self.world)  # of many backward passes: DDP would average after one
         self.precision.unscale(self.optimizer)
         grad_norm = self._clip()
         finite = bool(grad_norm.isfinite())  # the step's only wait for the device
@@ -100,6 +111,10 @@ class Step:
             image_BCHW = batch.image_BCHW.contiguous(memory_format=torch.channels_last)
             batch = dataclasses.replace(batch, image_BCHW=image_BCHW)
         return batch
+
+    def _draw(self, *position: int) -> None:
+        """Seed the generators for what comes next, wherever the run has been before."""
+        reseed(derive(self._seed, "step", *position), self.world.device)
 
     def _reduction(self, on: bool) -> contextlib.AbstractContextManager[None]:
         """DDP reduces gradients in the last micro-batch only."""
