@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from medvl import losses
 from medvl.errors import TrainingError
 from medvl.losses.distributed import gather, no_gather
+from medvl.losses.streaming import info_nce, pairwise_sigmoid
 from medvl.schema import Batch, Losses
 from medvl.train import Cosine, checkpoint, rank_and_world
 from medvl.train.distributed import World, join
@@ -82,6 +83,11 @@ def pairs() -> tuple[torch.Tensor, torch.Tensor]:
     return nn.functional.normalize(image_NE, dim=1).float(), nn.functional.normalize(text_NE, dim=1).float()
 
 
+STUDIES = torch.tensor([0, 1, 2, 1, 3, 4, 2, 2])
+"""Of the pairs of all ranks, some on both."""
+WORDS = torch.arange(4) < torch.tensor([4, 1, 2, 3, 0, 4, 2, 1])[:, None]
+"""Which of four words each text has."""
+
 CONTRASTIVE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "convirt": lambda image_NE, text_NE: losses.convirt(image_NE, text_NE),
     "convirt at 0.01": lambda image_NE, text_NE: losses.convirt(image_NE, text_NE, temperature=0.01),
@@ -89,6 +95,15 @@ CONTRASTIVE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "clip at 0.01": lambda image_NE, text_NE: losses.clip(image_NE, text_NE, 100.0),
     "siglip": lambda image_NE, text_NE: losses.siglip(image_NE, text_NE, 10.0, -10.0),
     "siglip at 0.01": lambda image_NE, text_NE: losses.siglip(image_NE, text_NE, 100.0, -10.0),
+    "convirt with shared positives": lambda image_NE, text_NE: losses.convirt(image_NE, text_NE, groups=[STUDIES]),
+    "clip in blocks": lambda image_NE, text_NE: info_nce(14.3 * image_NE, text_NE, 0.5, [STUDIES], block_rows=3),
+    "siglip in blocks": lambda image_NE, text_NE: pairwise_sigmoid(10 * image_NE, text_NE, -10.0, block_rows=3),
+    "itc": lambda image_NE, text_NE: losses.itc(
+        image_NE, text_NE, image_NE.detach(), text_NE.detach(), 0.1, 0.4, STUDIES[:, None] == STUDIES
+    ),
+    "gloria": lambda image_NE, text_NE: torch.stack(
+        losses.gloria_local(image_NE.unflatten(1, (4, 4)), text_NE.unflatten(1, (4, 4)), WORDS)
+    ).sum(),
 }
 
 
