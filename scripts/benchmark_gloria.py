@@ -79,7 +79,7 @@ def inputs(batch: int, device: str) -> tuple[Tensor, Tensor]:
     return regions_BPE.requires_grad_(), words_BWE.requires_grad_()
 
 
-def measure(form: Callable[[Tensor, Tensor], Tensor], *leaves: Tensor) -> tuple[float, tuple[Tensor, ...]]:
+def measure(form: Callable[..., Tensor], *leaves: Tensor) -> tuple[float, tuple[Tensor, ...]]:
     """Seconds of a forward and a backward pass, and the loss with its gradients."""
     on_cpu = leaves[0].device.type == "cpu"
     clock = time.process_time if on_cpu else _device_clock

@@ -13,12 +13,12 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from benchmark_gloria import measure, peak_bytes
 from torch import Tensor
 
 from medvl.losses.streaming import info_nce, pairwise_sigmoid
@@ -54,7 +54,7 @@ def compare(loss: str, options: argparse.Namespace) -> None:
     found = {}
     for _ in range(options.repeats):
         for form in options.forms:
-            spent, found[form] = measure(FORMS[loss][form], leaves)
+            spent, found[form] = measure(FORMS[loss][form], *leaves)
             seconds[form].append(spent)
     added = {}
     for form, times in seconds.items():
@@ -81,27 +81,17 @@ def inputs(batch: int, dim: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
     return torch.tensor(14.3, device=device, requires_grad=True), units[0], units[1]
 
 
-def measure(form: Form, leaves: tuple[Tensor, ...]) -> tuple[float, tuple[Tensor, ...]]:
-    """Seconds of a forward and a backward pass, and the loss with its gradients."""
-    on_cpu = leaves[0].device.type == "cpu"
-    clock = time.process_time if on_cpu else _device_clock
-    start = clock()
-    value = form(*leaves)
-    grads = torch.autograd.grad(value, leaves)
-    return clock() - start, (value.detach(), *grads)
-
-
 def added_bytes(form: Form, batch: int, dim: int, device: str) -> int:
     """What the pass adds to the peak, the gradients that it returns included."""
-    measure(form, inputs(64, dim, device))  # libraries and their buffers
+    measure(form, *inputs(64, dim, device))  # libraries and their buffers
     leaves = inputs(batch, dim, device)
     if device == "cpu":
         Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     else:
         torch.cuda.reset_peak_memory_stats()
-    before = _peak_bytes(device)
-    measure(form, leaves)
-    return _peak_bytes(device) - before
+    before = peak_bytes(device)
+    measure(form, *leaves)
+    return peak_bytes(device) - before
 
 
 def plain_info_nce(scale: Tensor, image_BE: Tensor, text_BE: Tensor) -> Tensor:
@@ -128,18 +118,6 @@ FORMS: dict[str, dict[str, Form]] = {
         "blocks": lambda scale, image_BE, text_BE: pairwise_sigmoid(scale * image_BE, text_BE, -10.0),
     },
 }
-
-
-def _peak_bytes(device: str) -> int:
-    if device != "cpu":
-        return torch.cuda.max_memory_allocated()
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(status["VmHWM"].split()[0])
-
-
-def _device_clock() -> float:
-    torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 if __name__ == "__main__":
