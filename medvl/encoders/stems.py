@@ -16,7 +16,7 @@ def residual_stem(*, img_size: Any, patch_size: int, in_chans: int, embed_dim: i
     from timm.models.resnetv2 import ResNetV2
 
     backbone = ResNetV2(
-        layers=(1, 1, 1),
+        layers=[1, 1, 1],
         channels=(32, 64, 128),
         stem_chs=32,
         in_chans=in_chans,
