@@ -52,6 +52,7 @@ _HOME = {
     "write_probe_page": "probe_page",
     "write_reports": "generation.write",
     "write_results": "results",
+    "write_retrieval_page": "retrieval_view_page",
     "write_zero_shot_page": "zeroshot_page",
     "zero_shot": "zeroshot",
 }

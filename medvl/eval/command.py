@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from medvl.data.shards import ShardSource
+    from medvl.eval.retrieval import RetrievalResult
     from medvl.eval.zeroshot import ZeroShotResult
+
+_RETRIEVAL_EXAMPLES = 6
+"""Queries of each direction on the page."""
 
 
 def zero_shot(
@@ -89,7 +93,8 @@ def retrieval(
         rerank: folder of a checkpoint of a fusion-encoder, which puts the dual-encoder's shortlists in order; the same
             folder, where the model is both.
         shortlist: candidates of a query that are put in order.
-        out: gets results.json and predictions.jsonl; default eval/retrieval in the run of the checkpoint that decides.
+        out: gets results.json, predictions.jsonl and, without rerank, index.html; default eval/retrieval in the run of
+            the checkpoint that decides.
         resamples: of the bootstrap.
         batch: images at a time.
         workers: loader processes.
@@ -106,7 +111,9 @@ def retrieval(
         raise ConfigError(f"{checkpoint} is a {model.name}, which compares nothing: name a dual-encoder, and --rerank")
     loader = open_shards(model, checkpoint, data, batch, workers)
     if rerank is None:
-        result = image_text_retrieval(model, loader, resamples=resamples, checkpoint=checkpoint)
+        result = image_text_retrieval(
+            model, loader, resamples=resamples, checkpoint=checkpoint, examples=_RETRIEVAL_EXAMPLES
+        )
     else:
         by = None if rerank.resolve() == checkpoint.resolve() else Shortlister(model, loader, checkpoint)
         fusion = model if by is None else load_model(rerank, device)
@@ -115,10 +122,27 @@ def retrieval(
         if by is not None:
             loader = open_shards(fusion, rerank, data, batch, workers)
         result = reranked_retrieval(fusion, loader, shortlist=shortlist, by=by, resamples=resamples, checkpoint=rerank)
-    paths = write_results(
-        result.results, out or default_folder(rerank or checkpoint, "retrieval"), result.predictions()
-    )
+    folder = out or default_folder(rerank or checkpoint, "retrieval")
+    paths = write_results(result.results, folder, result.predictions())
+    if result.view is not None:
+        paths.append(_retrieval_page(result, folder, f"{model.name} ({checkpoint})", loader.source))
     print_report(format_table(result.results.rows), paths)
+
+
+def _retrieval_page(result: "RetrievalResult", folder: Path, model: str, source: "ShardSource") -> Path:
+    from medvl.eval.retrieval_view_page import write_retrieval_page
+    from medvl.eval.scored import places
+
+    place_of = places(source)
+    return write_retrieval_page(
+        result,
+        folder / "index.html",
+        model=model,
+        data=f"{source.manifest.corpus}, split {source.manifest.split}",
+        date=datetime.date.today().isoformat(),
+        pixels=lambda key: source.pixels(place_of[key][0]),
+        labels=lambda key: place_of[key][1].labels,
+    )
 
 
 def _write_zero_shot(result: "ZeroShotResult", out: Path, model: str, source: "ShardSource") -> None:

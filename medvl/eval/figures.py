@@ -2,7 +2,7 @@
 
 import dataclasses
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -113,3 +113,35 @@ def calibration_plot(bins: CalibrationBins) -> bytes:
     axes.vlines(bins.probability_Q, bins.low_Q, bins.high_Q, color=LINE_COLOR, linewidth=0.8)
     axes.plot(bins.probability_Q, bins.observed_Q, "o-", color=LINE_COLOR, linewidth=1, markersize=3)
     return _finish(figure, axes, "mean probability", "share of positives")
+
+
+def matrix_plot(values_KK: Array, across: str, down: str) -> bytes:
+    """A matrix as a picture, the first row on top, with a scale beside it."""
+    figure, axes = _canvas()
+    image = axes.imshow(values_KK, cmap="viridis", interpolation="nearest")
+    axes.spines[["bottom", "left"]].set_visible(False)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    scale = figure.colorbar(image, ax=axes, shrink=0.85)
+    for edge in scale.ax.spines.values():
+        edge.set_visible(False)
+    scale.ax.tick_params(labelsize=7, colors="#475569", length=2)
+    return _finish(figure, axes, across, down)
+
+
+def points_plot(points: Mapping[str, Array], colors: Mapping[str, str], axes_named: Sequence[str]) -> bytes:
+    """Points (N, 2) by name, each in its color; `axes_named` are the names of the two directions."""
+    figure, axes = _canvas()
+    for name, points_N2 in points.items():
+        label = f"{name} ({len(points_N2):,})"
+        axes.scatter(points_N2[:, 0], points_N2[:, 1], s=5, alpha=0.5, linewidth=0, color=colors[name], label=label)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    place = (0.5, 1.0)
+    legend = axes.legend(
+        loc="lower center", bbox_to_anchor=place, ncols=3, fontsize=6.5, frameon=False, markerscale=2.5
+    )
+    for handle in legend.legend_handles:
+        if handle is not None:
+            handle.set_alpha(1)
+    return _finish(figure, axes, axes_named[0], axes_named[1])

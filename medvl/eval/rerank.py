@@ -142,13 +142,7 @@ def reranked_retrieval(
         inputs=inputs,
         details=details,
     )
-    return RetrievalResult(
-        results=results,
-        keys=gallery.keys,
-        image_rank_N=after[0],
-        text_rank_M=after[1],
-        text_of_N=gallery.text_of_N.numpy(),
-    )
+    return RetrievalResult.of(gallery, after, results)
 
 
 def _rank(

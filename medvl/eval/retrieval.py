@@ -26,6 +26,7 @@ from medvl.errors import EvaluationError
 from medvl.eval.predict import check_coverage, concatenate, embed_texts
 from medvl.eval.protocols import Compares, Loader, Model, encode_batch
 from medvl.eval.results import Results, checkpoint_sha256
+from medvl.eval.retrieval_view import RetrievalView, look
 from medvl.eval.rows import Block, MetricRow, mean_block, measure, median_block
 from medvl.schema import Batch, Embeddings
 from medvl.train.validate import evaluating
@@ -51,6 +52,26 @@ class RetrievalResult:
     """Rank of the best image of each distinct text."""
     text_of_N: NDArray[np.int64]
     """The distinct text of each image, by number."""
+    view: RetrievalView | None = None
+    """Examples for the page, where they were asked for."""
+
+    @classmethod
+    def of(
+        cls,
+        gallery: "Gallery",
+        ranks: tuple[NDArray[np.int64], NDArray[np.int64]],
+        results: Results,
+        view: RetrievalView | None = None,
+    ) -> Self:
+        """Of what was searched, the ranks of images and of texts, and what they come to."""
+        return cls(
+            results=results,
+            keys=gallery.keys,
+            image_rank_N=ranks[0],
+            text_rank_M=ranks[1],
+            text_of_N=gallery.text_of_N.numpy(),
+            view=view,
+        )
 
     def predictions(self) -> Iterator[dict[str, Any]]:
         """One mapping an image: its key, the number of its text, and the rank of that."""
@@ -68,10 +89,12 @@ def image_text_retrieval(
     seed: int = 0,
     autocast: torch.dtype | None = None,
     checkpoint: str | Path | None = None,
+    examples: int = 0,
 ) -> RetrievalResult:
     """Judge a dual-encoder on the pairs of a loader; the protocol is at the top of this module.
 
-    The embeddings of all images are kept in host memory. Raises `EvaluationError` when the loader does not give every
+    The embeddings of all images are kept in host memory. As many `examples` of each direction are drawn for the page.
+    Raises `EvaluationError` when the loader does not give every
     sample once, or there are fewer than two distinct texts.
     """
     check_ks(ks)
@@ -80,9 +103,11 @@ def image_text_retrieval(
     with evaluating(model):
         images, keys, texts = encode_images(model, loader, autocast)
         gallery = Gallery.of(keys, texts, Counter(loader.skipped) - skipped_before, len(loader.source))
-        image_rank_N, text_rank_M = retrieval_ranks(
-            model, take(images, gallery.place_N), embed_texts(model, gallery.texts), gallery.text_of_N
-        )
+        images, texts_M = take(images, gallery.place_N), embed_texts(model, gallery.texts)
+        image_rank_N, text_rank_M = retrieval_ranks(model, images, texts_M, gallery.text_of_N)
+        view = None
+        if examples:
+            view = look(model, images, texts_M, gallery.texts, gallery.text_of_N, queries=examples, seed=seed)
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
@@ -91,13 +116,7 @@ def image_text_retrieval(
         inputs={"checkpoint": weights_hash, "manifest": loader.source.fingerprint},
         details={**gallery.counts, "chance": chance_recalls(gallery, ks)},
     )
-    return RetrievalResult(
-        results=results,
-        keys=gallery.keys,
-        image_rank_N=image_rank_N,
-        text_rank_M=text_rank_M,
-        text_of_N=gallery.text_of_N.numpy(),
-    )
+    return RetrievalResult.of(gallery, (image_rank_N, text_rank_M), results, view)
 
 
 def check_ks(ks: Sequence[int]) -> None:
