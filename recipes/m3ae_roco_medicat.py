@@ -12,8 +12,8 @@ by the validation loss, where the paper adds up accuracies and a loss.
 
 Preset `tiny`: a small vision Transformer on residual stages and a three-layer BERT, which a ConVIRT on the same figures
 has trained: it stands for the CLIP and the RoBERTa that the paper starts from (`bash scripts/quickstart_vqa.sh` trains
-it first). In so few steps twice the paper's share of words is masked, and each patch keeps a position of its own on the
-way into the fusion-encoder, without which left and right are not told apart.
+it first). In so few steps twice the paper's share of words is masked, and patches get positions of their own on the way
+into the fusion-encoder. README.md has what VQA reaches after it.
 """
 
 import dataclasses
