@@ -2,8 +2,6 @@
 
 from typing import Any
 
-_TOKEN_STD = 0.02
-
 
 def residual_stem(*, img_size: Any, patch_size: int, in_chans: int, embed_dim: int, **options: Any) -> Any:
     """timm's `HybridEmbed` over three stages of `resnet_tiny`: a token for every 16 x 16 pixels.
@@ -16,7 +14,6 @@ def residual_stem(*, img_size: Any, patch_size: int, in_chans: int, embed_dim: i
     """
     from timm.layers import BatchNormAct2d, HybridEmbed, create_conv2d
     from timm.models.resnetv2 import ResNetV2
-    from torch import nn
 
     backbone = ResNetV2(
         layers=[1, 1, 1],
@@ -29,9 +26,6 @@ def residual_stem(*, img_size: Any, patch_size: int, in_chans: int, embed_dim: i
         conv_layer=create_conv2d,
         norm_layer=BatchNormAct2d,
     )
-    embed = HybridEmbed(
+    return HybridEmbed(
         backbone, img_size=img_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, **options
     )
-    # As small as timm's position embeddings start: beside tokens of a size near 1 they would hardly be seen.
-    nn.init.trunc_normal_(embed.proj.weight, std=_TOKEN_STD / backbone.num_features**0.5)
-    return embed
