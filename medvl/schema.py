@@ -93,8 +93,12 @@ class Batch:
     """The texts behind `ids_BT`."""
     studies: list[str] | None = None
     """`Sample.study` of each row: rows of one study share their report. None: nobody knows."""
+    image_of_B: Tensor | None = None
+    """int64: which of the images in `image_BCHW`, that are then fewer than the rows, is each row's. None: each row has
+    its own. Questions about one image share it, so that it is decoded and encoded once."""
     has_image_B: Tensor | None = None
-    """bool: False where a sample has no image and its pixels are a placeholder. None: every sample has one."""
+    """bool: False where a sample has no image and its pixels are a placeholder. None: every sample has one. With
+    `image_of_B`, of the images."""
     has_text_B: Tensor | None = None
     """bool: False where a sample has no text, whatever its tokens are. None: every sample has one."""
     regions_BPD: Tensor | None = None
@@ -119,6 +123,7 @@ class Batch:
             ids_BT=function(self.ids_BT),
             mask_BT=function(self.mask_BT),
             labels_BL=function(self.labels_BL),
+            image_of_B=None if self.image_of_B is None else function(self.image_of_B),
             has_image_B=None if self.has_image_B is None else function(self.has_image_B),
             has_text_B=None if self.has_text_B is None else function(self.has_text_B),
             regions_BPD=None if self.regions_BPD is None else function(self.regions_BPD),

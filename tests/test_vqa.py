@@ -70,6 +70,65 @@ def test_a_split_without_questions_is_named(folder: Path) -> None:
         source_of(folder, "validate")
 
 
+def test_questions_about_one_image_share_it_and_are_answered_as_alone(folder: Path) -> None:
+    model, source = tiny_vqa().eval(), source_of(folder, "train")
+    (batch,) = loader_of(source, model, batch=8)
+    images = len(set(source.image_keys))
+    assert images < len(source)
+    assert batch.image_of_B is not None
+    assert len(batch.image_BCHW) == images
+    alone = list(loader_of(source, model, batch=1))
+    assert all(one.image_of_B is None for one in alone)
+    for row, one in enumerate(alone):
+        torch.testing.assert_close(batch.image_BCHW[batch.image_of_B[row]], one.image_BCHW[0])
+    with torch.no_grad():
+        together_BV = model.answer_logits(batch)
+        alone_BV = torch.cat([model.answer_logits(one) for one in alone])
+    torch.testing.assert_close(together_BV, alone_BV, rtol=1e-4, atol=1e-5)
+
+
+def test_an_image_is_read_once_for_the_questions_that_follow_one_another(folder: Path, monkeypatch: Any) -> None:
+    source, read = source_of(folder, "train"), []
+    pixels = source.pixels
+    monkeypatch.setattr(source, "pixels", lambda *place: read.append(place) or pixels(*place))
+    list(loader_of(source, tiny_vqa(), batch=8))
+    assert len(read) == len(set(source.image_keys))
+
+
+@pytest.mark.parametrize("together", [2, 3])
+def test_training_keeps_questions_of_an_image_together_and_loses_none(folder: Path, together: int) -> None:
+    source = source_of(folder, "train")
+    image_of = {source.key(place): source.image_keys[place] for place in range(len(source))}
+    crop = ConVIRTAugmentation.weak(32)
+    loader = loader_of(source, tiny_vqa(), batch=1, train=True, image=crop, together=together)
+    epochs = [[batch.keys[0] for batch in loader] for _ in range(4)]
+    for keys in epochs:
+        assert sorted(keys) == sorted(image_of)
+        runs = [image_of[key] for key in keys]
+        for image in set(runs):
+            places = [place for place, name in enumerate(runs) if name == image]
+            for start in range(0, len(places), together):
+                group = places[start : start + together]
+                assert group == list(range(group[0], group[0] + len(group)))
+    assert len({tuple(keys) for keys in epochs}) > 1
+    (batch,) = loader_of(source, tiny_vqa(), batch=6, train=True, image=crop, together=together)
+    assert len(batch.image_BCHW) < 6
+    (apart,) = loader_of(source, tiny_vqa(), batch=6, train=True, image=crop)
+    assert apart.image_of_B is None
+
+
+def test_a_position_among_questions_that_are_together_is_no_position_among_others(folder: Path) -> None:
+    source = source_of(folder, "train")
+    loader = loader_of(source, tiny_vqa(), batch=2, train=True, together=2)
+    with pytest.raises(ConfigError, match="another together"):
+        loader_of(source, tiny_vqa(), batch=2, train=True).load_state_dict(loader.state_dict())
+
+
+def test_only_what_shares_images_can_be_kept_together(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="together is 2"):
+        loader_of(ShardSource(folder), tiny_vqa(), batch=2, train=True, together=2)
+
+
 def test_the_loader_hands_out_questions_and_answers(folder: Path) -> None:
     model = tiny_vqa()
     (batch,) = loader_of(source_of(folder, "train"), model, batch=8, workers=1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from medvl.data.laterality import swap_laterality
 from medvl.data.shards import label_row
 from medvl.data.text import TextPolicy
-from medvl.data.transforms import BuiltTransform, ImageTransform
+from medvl.data.transforms import BuiltTransform, ImageTransform, Transformed
 from medvl.errors import BudgetError, ShardError
 from medvl.schema import Batch, Sample
 
@@ -34,6 +34,8 @@ class Item:
     image_HWC: np.ndarray
     text: str
     labels_L: np.ndarray
+    image_key: str | None = None
+    """The same for items that share one image; None: it has its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,13 +62,21 @@ class ItemMaker:
 
     def __call__(self, sample: Sample, pixels: np.ndarray, epoch: int) -> Item:
         """The row of one sample. `pixels` are uint8, (H, W) or (H, W, 3)."""
+        return self.row(sample, self.transform(sample.key, pixels, epoch), epoch)
+
+    def transform(self, key: str, pixels: np.ndarray, epoch: int) -> Transformed:
+        """An image as the batch will hold it; its augmentation is drawn from the key."""
         if self._transform is None:
             self._transform = self.image.build()
-        transformed = self._transform(pixels, sample_rng(self.seed, epoch, sample.key, "image"))
+        return self._transform(pixels, sample_rng(self.seed, epoch, key, "image"))
+
+    def row(self, sample: Sample, image: Transformed, epoch: int, image_key: str | None = None) -> Item:
+        """The row of one sample with its transformed image, which others may share under `image_key`."""
         text = self.text(sample.sections, sample_rng(self.seed, epoch, sample.key, "text"))
-        if transformed.flipped and self.image.flip == "swap_text":
+        if image.flipped and self.image.flip == "swap_text":
             text = swap_laterality(text)
-        return Item(sample.key, sample.study, transformed.image_HWC, text, label_row(sample.labels, self.label_names))
+        labels_L = label_row(sample.labels, self.label_names)
+        return Item(sample.key, sample.study, image.image_HWC, text, labels_L, image_key)
 
 
 class Collate:
@@ -83,10 +93,14 @@ class Collate:
         texts = [item.text for item in good]
         ids_BT, mask_BT = self.tokenizer(texts)
         has_text_B = torch.tensor([bool(text.strip()) for text in texts])
-        image_BHWC = torch.from_numpy(np.stack([item.image_HWC for item in good]))
+        names = [str(row) if item.image_key is None else f"shared {item.image_key}" for row, item in enumerate(good)]
+        images = dict(zip(names, (item.image_HWC for item in good), strict=True))
+        place = {name: row for row, name in enumerate(images)}
+        image_BHWC = torch.from_numpy(np.stack(list(images.values())))
         batch = Batch(
             keys=[item.key for item in good],
             image_BCHW=image_BHWC.permute(0, 3, 1, 2).contiguous(),
+            image_of_B=torch.tensor([place[name] for name in names]) if len(images) < len(good) else None,
             ids_BT=ids_BT,
             mask_BT=mask_BT,
             labels_BL=torch.from_numpy(np.stack([item.labels_L for item in good])),

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from medvl.data.items import Collate, Failure, Item, ItemMaker, SkipCount, Tokenize, start_worker
 from medvl.data.shard_build import read_pixels
 from medvl.data.text import TextPolicy
-from medvl.data.transforms import ImageTransform
+from medvl.data.transforms import ImageTransform, Transformed
 from medvl.errors import ConfigError, DicomError, ImageError, ShardError
 from medvl.schema import Batch, Sample
 
@@ -63,8 +63,9 @@ class FileSource:
 class _Samples(Dataset[Item | Failure]):
     """What runs in a loader worker: read, decode, and make a row of it."""
 
-    def __init__(self, source: Source, maker: ItemMaker, color: bool) -> None:
-        self.source, self.maker, self.color = source, maker, color
+    def __init__(self, source: Source, maker: ItemMaker, color: bool, image_keys: Sequence[str] | None) -> None:
+        self.source, self.maker, self.color, self.image_keys = source, maker, color, image_keys
+        self._last: tuple[tuple[int, str], Transformed] | None = None
 
     def __getitem__(self, place: tuple[int, int]) -> Item | Failure:
         epoch, position = place
@@ -73,14 +74,24 @@ class _Samples(Dataset[Item | Failure]):
         except ShardError as error:
             return Failure(str(error), "sample_unreadable")
         try:
-            pixels = self.source.pixels(position, self.color)
+            image = self._image(epoch, position, sample.key)
         except (ImageError, DicomError) as error:
             return Failure(sample.key, error.reason)
         except ShardError:
             return Failure(sample.key, "shard_damaged")
         except FileNotFoundError:
             return Failure(sample.key, "image_missing")
-        return self.maker(sample, pixels, epoch)
+        return self.maker.row(sample, image, epoch, None if self.image_keys is None else self.image_keys[position])
+
+    def _image(self, epoch: int, position: int, key: str) -> Transformed:
+        """Samples that share an image come behind one another: the last one is kept."""
+        if self.image_keys is not None:
+            key = self.image_keys[position]
+            if self._last is not None and self._last[0] == (epoch, key):
+                return self._last[1]
+        image = self.maker.transform(key, self.source.pixels(position, self.color), epoch)
+        self._last = None if self.image_keys is None else ((epoch, key), image)
+        return image
 
 
 class _Positions(abc.ABC):
@@ -109,6 +120,14 @@ class _Positions(abc.ABC):
 class _TrainPositions(_Positions):
     """Full global batches only, cut into equal parts for the ranks. What is left over is another set each epoch."""
 
+    images_N: np.ndarray | None = None
+    """Number of each sample's image, where `together` samples of an image are to follow one another."""
+    together = 1
+
+    def order(self, epoch: int) -> np.ndarray:
+        order_N = super().order(epoch)
+        return order_N if self.images_N is None else _gathered(order_N, self.images_N, self.together)
+
     def __len__(self) -> int:
         return self.count // self.global_batch
 
@@ -118,6 +137,18 @@ class _TrainPositions(_Positions):
         for batch in range(self.batch, len(self)):
             start = batch * self.global_batch + self.rank * local
             yield [(epoch, int(position)) for position in order[start : start + local]]
+
+
+def _gathered(order_N: np.ndarray, images_N: np.ndarray, together: int) -> np.ndarray:
+    """The same samples in an order in which the first of an image brings its next ones along, up to `together`."""
+    images_N = images_N[order_N]
+    by_image_N = np.argsort(images_N, kind="stable")
+    _, start, count = np.unique(images_N[by_image_N], return_index=True, return_counts=True)
+    nth_N = np.empty(len(order_N), int)
+    nth_N[by_image_N] = np.arange(len(order_N)) - np.repeat(start, count)
+    group_N = images_N * (count.max() // together + 1) + nth_N // together
+    _, first, group_N = np.unique(group_N, return_index=True, return_inverse=True)
+    return order_N[np.argsort(first[group_N], kind="stable")]
 
 
 class _EvalPositions(_Positions):
@@ -221,6 +252,7 @@ class Loader:
             "global_batch": self.global_batch,
             "samples": len(self.source),
             "fingerprint": self.source.fingerprint,
+            "together": getattr(self._positions, "together", 1),
         }
 
 
@@ -238,8 +270,10 @@ def open_loader(
     workers: int = 0,
     color: bool = False,
     max_skipped: float = 0.001,
+    together: int = 1,
 ) -> Loader:
-    """A loader over a source.
+    """A loader over a source. Where several samples are about one image (the source has `image_keys`), a batch of
+    evaluation holds each of its images once (`Batch.image_of_B`).
 
     Args:
         source: `ShardSource(folder)` or `FileSource(samples, label_names)`.
@@ -253,6 +287,8 @@ def open_loader(
         workers: processes that read ahead; 0 reads in this one.
         color: three channels instead of one.
         max_skipped: budget of unreadable samples: below 1 a share of the source, else a number.
+        together: in training, as many samples about one image follow one another and share it, crop and all. 1 lets
+            chance alone decide, and crops for each.
 
     Raises:
         ConfigError: the batch does not divide by the ranks, or is larger than the data.
@@ -266,7 +302,13 @@ def open_loader(
         raise ConfigError(f"a global batch of {batch} is more than the {len(source)} samples: make it smaller")
     if not len(source):
         raise ConfigError("the source has no sample")
+    image_keys: Sequence[str] | None = getattr(source, "image_keys", None)
+    if together < 1 or (together > 1 and image_keys is None):
+        raise ConfigError(f"together is {together}: 1, or more where samples share images, as questions do")
     kind = _TrainPositions if train else _EvalPositions
     positions = kind(len(source), batch, train, seed, rank, world)
-    samples = _Samples(source, ItemMaker(image, text, source.label_names, seed), color)
+    if isinstance(positions, _TrainPositions) and together > 1:
+        positions.images_N, positions.together = np.unique(np.array(image_keys), return_inverse=True)[1], together
+    shared = None if train and together == 1 else image_keys
+    samples = _Samples(source, ItemMaker(image, text, source.label_names, seed), color, shared)
     return Loader(source, positions, samples, tokenizer, workers=workers, max_skipped=max_skipped)

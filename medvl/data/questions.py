@@ -33,6 +33,9 @@ class QuestionSource:
         vocabulary: the answers that can be given, normalised.
         normalize: makes answers comparable; it must be a function of a module, so that workers can be handed it.
 
+    Attributes:
+        image_keys: of the image of each question; questions about one image follow one another.
+
     Raises:
         CorpusError: the shards hold no question of that split.
     """
@@ -44,6 +47,7 @@ class QuestionSource:
         self.label_names = tuple(vocabulary)
         self._known = frozenset(vocabulary)
         self.asked = asked_in(source, split)
+        self.image_keys = tuple(source.key(place) for place, _ in self.asked)
         told = "\n".join([source.fingerprint, split, *self.label_names])
         self.fingerprint = hashlib.sha256(told.encode()).hexdigest()
 

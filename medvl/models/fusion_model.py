@@ -61,8 +61,13 @@ class FusionModel(TwoTowers):
 
     def features(self, batch: Batch) -> Fused:
         """A batch as heads of downstream tasks read it: nothing masked, every text with its own image."""
+        text = self.text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B)
+        return self.fuse(text, self.images_of_rows(batch))
+
+    def images_of_rows(self, batch: Batch) -> Tokens:
+        """The image of each row, ready to be fused; one that several rows share is encoded once."""
         image = self.image_tokens(self.image_input_of(batch), batch.has_image_B)
-        return self.fuse(self.text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B), image)
+        return image if batch.image_of_B is None else image.rows(batch.image_of_B)
 
     def match(self, text: Tokens, image: Tokens) -> Tensor:
         """(B, 2): logits of "no match" and "match" of each row."""

@@ -40,8 +40,8 @@ def question_attention(model: FusionModel, batch: Batch) -> QuestionAttention:
     """
     if model.training:
         raise ConfigError("attention is looked at in eval mode, where nothing is left to chance: call eval() first")
-    image = model.image_tokens(model.image_input_of(batch), batch.has_image_B)
-    looks = model.looks(model.text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B), image)
+    text = model.text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B)
+    looks = model.looks(text, model.images_of_rows(batch))
     words_BT = _words(batch).float()
     count_B1 = words_BT.sum(dim=1, keepdim=True).clamp(min=1)
     words_BP = torch.einsum("bt,btp->bp", words_BT / count_B1, looks.text_BTP)
