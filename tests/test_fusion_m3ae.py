@@ -120,19 +120,42 @@ def test_the_published_forwards_are_what_their_losses_say(model: M3AE, tokenizer
     torch.testing.assert_close(terms["mim"], torch.stack(errors).mean())
 
 
-def test_pixels_that_are_hidden_do_not_reach_the_prediction(model: M3AE, tokenizer: Tokenizer) -> None:
-    model.eval()
+CONVOLUTIONAL: dict[str, Any] = {"image_encoder": "resnet_tiny", "image_arguments": {}}
+"""Cells of 32 pixels, of which one in four is visible."""
+
+
+@pytest.mark.parametrize("encoder", [{}, CONVOLUTIONAL], ids=["tokens", "pixels"])
+def test_pixels_that_are_hidden_do_not_reach_the_prediction(encoder: dict[str, Any], tokenizer: Tokenizer) -> None:
+    model = tiny_model("m3ae", tokenizer, **encoder).eval()
+    assert isinstance(model, M3AE)
     batch = make_batch(tokenizer)
     draw = model.draw(batch)
     assert draw.patches is not None
     assert draw.patches.masked_BP.float().mean().item() == 0.75
     text = model.text_tokens(batch.ids_BT, batch.mask_BT)
-    hidden_BCHW = draw.patches.masked_BP.view(6, 1, 4, 4).repeat_interleave(16, 2).repeat_interleave(16, 3)
+    hidden_BCHW = draw.patches.masked_BP.view(6, 1, *model.grid)
+    hidden_BCHW = hidden_BCHW.repeat_interleave(model.patch, 2).repeat_interleave(model.patch, 3)
     noisy = dataclasses.replace(batch, image_BCHW=torch.where(hidden_BCHW, 255 - batch.image_BCHW, batch.image_BCHW))
-    before, after = (model.predict_pixels(some, text, draw)[0] for some in (batch, noisy))
+    seen = dataclasses.replace(batch, image_BCHW=torch.where(hidden_BCHW, batch.image_BCHW, 255 - batch.image_BCHW))
+    before, after, other = (model.predict_pixels(some, text, draw)[0] for some in (batch, noisy, seen))
     assert torch.equal(before, after)
+    assert not torch.equal(before, other)
     masked, _ = model.texts(batch, draw)
     assert not torch.equal(before, model.predict_pixels(batch, masked, draw)[0])  # it reads the text
+
+
+def test_running_statistics_are_those_of_whole_images(tokenizer: Tokenizer) -> None:
+    batch = make_batch(tokenizer)
+    steps = {"m3ae": tiny_model("m3ae", tokenizer, **CONVOLUTIONAL).train()}
+    steps["dual_stream"] = tiny_model("dual_stream", tokenizer, **CONVOLUTIONAL).train()
+    steps["dual_stream"].image_encoder.load_state_dict(steps["m3ae"].image_encoder.state_dict())
+    for model in steps.values():
+        model(batch)
+    mine, theirs = (dict(steps[name].image_encoder.named_buffers()) for name in ("m3ae", "dual_stream"))
+    running = [name for name in mine if name.endswith(("running_mean", "running_var"))]
+    assert running
+    for name in running:
+        torch.testing.assert_close(mine[name], theirs[name])
 
 
 def test_samples_without_an_image_do_not_change_the_others_pixels(model: M3AE, tokenizer: Tokenizer) -> None:
@@ -165,10 +188,17 @@ def test_a_shared_step_is_less_arithmetic() -> None:
     assert naive / shared > 1.38
 
 
-def test_an_encoder_that_needs_all_patches_is_refused(tokenizer: Tokenizer) -> None:
-    model = tiny_model("m3ae", tokenizer, image_encoder="resnet_tiny", image_arguments={})
-    with pytest.raises(ConfigError, match="needs all patches"):
-        model(make_batch(tokenizer, 2))
+def test_all_that_should_learn_gets_a_gradient_behind_a_convolutional_encoder(tokenizer: Tokenizer) -> None:
+    model = tiny_model("m3ae", tokenizer, **CONVOLUTIONAL)
+    losses_of = model(make_batch(tokenizer))
+    assert losses_of.terms["mim"].item() == pytest.approx(1.0, abs=0.1)
+    losses_of.total.backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+def test_an_image_that_does_not_divide_into_the_grid_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="do not divide"):
+        tiny_model("m3ae", tokenizer, image_size=70, **CONVOLUTIONAL)
 
 
 def test_a_dual_stream_is_m3ae_without_pixels(model: M3AE, tokenizer: Tokenizer) -> None:

@@ -14,7 +14,7 @@ from medvl.encoders.image import ImageEncoder
 from medvl.encoders.image_factory import create_image_encoder, list_image_encoders
 from medvl.encoders.text import TextEncoder
 from medvl.encoders.text_factory import create_text_encoder, list_text_encoders
-from medvl.encoders.tuning import add_lora, freeze_layers, merge_lora, parameter_groups
+from medvl.encoders.tuning import add_lora, freeze_layers, keeping_statistics, merge_lora, parameter_groups
 
 __all__ = [
     "ImageEncoder",
@@ -23,6 +23,7 @@ __all__ = [
     "create_image_encoder",
     "create_text_encoder",
     "freeze_layers",
+    "keeping_statistics",
     "list_image_encoders",
     "list_text_encoders",
     "merge_lora",

@@ -147,6 +147,11 @@ class ImageEncoder(Encoder):
             image = (image * image.new_tensor(_LUMINANCE).view(1, 3, 1, 1)).sum(dim=1, keepdim=True)
         return (image - self._mean) / self._std
 
+    @property
+    def leaves_patches_out(self) -> bool:
+        """Whether `forward` takes `keep_BK`."""
+        return self._adapter.keep is not None
+
     def grid(self, height: int, width: int) -> Size:
         """(h, w) of the patches of an image of that size."""
         return self._measure((height, width))[2]

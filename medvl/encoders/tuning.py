@@ -1,6 +1,7 @@
 """What of an encoder is trained, and how fast: freezing, rates by depth, weight decay, LoRA."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -171,3 +172,18 @@ def merge_lora(encoder: nn.Module) -> None:
             child.merge()
             parent, _, leaf = name.rpartition(".")
             setattr(encoder.get_submodule(parent), leaf, child.get_base_layer())
+
+
+@contextlib.contextmanager
+def keeping_statistics(module: nn.Module) -> Iterator[None]:
+    """Batch norms inside normalise as they would, but do not take this batch into their running statistics: for passes
+    over images that inference never sees."""
+    norms = [child for child in module.modules() if isinstance(child, _NormBase)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:  # with momentum 0 the running statistics are left alone
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum

@@ -87,6 +87,16 @@ def unpatchify(patches_BPD: Tensor, patch: int, grid: tuple[int, int]) -> Tensor
     return split.permute(0, 5, 1, 3, 2, 4).reshape(batch, -1, rows * patch, columns * patch)
 
 
+def blank(image_BCHW: Tensor, masked_BP: Tensor, patch: int) -> Tensor:
+    """The image with zeros in the masked patches: the mean, where its pixels are normalised.
+
+    For encoders that cannot leave patches out (SimMIM, Xie et al., arXiv 2111.09886, hides pixels likewise). Raises
+    ValueError when the sides are no multiples of `patch`, in pixels.
+    """
+    grid = (image_BCHW.shape[2] // patch, image_BCHW.shape[3] // patch)
+    return unpatchify(patchify(image_BCHW, patch).masked_fill(masked_BP[:, :, None], 0.0), patch, grid)
+
+
 def standardize(patches_BPD: Tensor, eps: float = 1e-6) -> Tensor:
     """Each patch less its mean, over the root of its unbiased variance + eps (MAE's `norm_pix`). float32, no gradient.
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from medvl import losses
 from medvl.data.tokenize import Tokenizer
 from medvl.data.transforms import EvalTransform
-from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.encoders import ImageEncoder, TextEncoder, keeping_statistics
 from medvl.errors import ConfigError
-from medvl.losses.mim import PatchMask, mask_patches, patchify, standardize
+from medvl.losses.mim import PatchMask, blank, mask_patches, patchify, standardize
 from medvl.models.fusion.draws import Draw
 from medvl.models.fusion.encoder import Tokens
 from medvl.models.fusion.heads import PixelDecoder
@@ -42,6 +42,9 @@ class M3AE(DualStreamModel):
     and words are predicted at masked positions only. The losses are the same, but for negatives, which are other
     images of the batch instead of images decoded for the purpose.
 
+    A convolutional encoder has no tokens to leave out. It is given images with the mean in the hidden patches, a patch
+    being a cell of its last grid, and what it says of those cells goes no further. This is not in the paper.
+
     Beside that, the modality embedding learns at the fusion-encoder's rate, where its name escapes the rule of the
     released code; and what that code holds and never uses is not here: of its 391.6 million parameters, 25.3 are CLIP's
     text embeddings and 0.6 RoBERTa's pooler.
@@ -66,6 +69,11 @@ class M3AE(DualStreamModel):
             raise ConfigError("m3ae hides patches of images: precomputed regions have none")
         self.grid = image_encoder.grid(*image_encoder.image_size)
         self.patch = image_encoder.image_size[0] // self.grid[0]
+        if image_encoder.image_size != (self.patch * self.grid[0], self.patch * self.grid[1]):
+            raise ConfigError(
+                f"images of {image_encoder.image_size} pixels do not divide into {config.image_encoder}'s grid of "
+                f"{self.grid}: take an image_size that does"
+            )
         self.mim_head = PixelDecoder(
             config.width,
             self.grid,
@@ -111,10 +119,19 @@ class M3AE(DualStreamModel):
         if len(image_BCHW) == 0:  # a vision Transformer cannot encode it: one image of which nothing is hidden instead
             blank_BPC = text.states_BND.new_zeros(1, patches.masked_BP.shape[1], self.mim_head.pixels.out_features)
             return blank_BPC, blank_BPC, patches.masked_BP.new_zeros(blank_BPC.shape[:2])
-        visible = self.image_tokens(image_BCHW, keep_BK=patches.kept_BK)
+        visible = self.visible_tokens(image_BCHW, patches)
         _, stream = self.fusion.streams(text, visible, self.config.mim_layer)
         true_BPC = patchify(self.image_encoder.normalize(image_BCHW), self.patch)
         return self.mim_head(stream.states_BND, patches), true_BPC, patches.masked_BP
+
+    def visible_tokens(self, image_BCHW: Tensor, patches: PatchMask) -> Tokens:
+        """The image's token and those of the kept patches, which know nothing of the others."""
+        if self.image_encoder.leaves_patches_out:
+            return self.image_tokens(image_BCHW, keep_BK=patches.kept_BK)
+        with keeping_statistics(self.image_encoder):  # they are those of whole images
+            blanked = blank(self.image_encoder.normalize(image_BCHW), patches.masked_BP, self.patch)
+            states_BND = self.image_tokens(blanked).states_BND
+        return Tokens(torch.cat([states_BND[:, :1], patches.keep(states_BND[:, 1:])], dim=1), None)
 
     def judge(self, said: Predictions, draw: Draw) -> Losses:
         """Three losses, of equal weight in the paper."""
