@@ -168,6 +168,8 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "mimic-cxr-jpg": phantom_command.mimic_cxr_jpg,
         "ms-cxr": phantom_command.ms_cxr,
         "chexpert": phantom_command.chexpert,
+        "rsna": phantom_command.rsna,
+        "siim": phantom_command.siim,
         "roco": phantom_command.roco,
         "medicat": phantom_command.medicat,
         "vqa-rad": phantom_vqa.vqa_rad,
@@ -204,6 +206,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
     },
 }
 _COMMANDS: dict[str, Callable[..., Any]] = {
+    "merge": data_command.merge,
     "vocab": vocab,
     "verify": verify,
     "report": compare_command.report,

@@ -37,6 +37,8 @@ _LAZY = {
     "write_mimic_cxr_jpg": "mimic",
     "write_ms_cxr": "ms_cxr",
     "write_roco": "roco",
+    "write_rsna": "rsna",
+    "write_siim": "siim",
     "write_slake": "vqa_layouts",
     "write_vqa_rad": "vqa_layouts",
 }

@@ -68,6 +68,38 @@ def ms_cxr(out: Path, *, patients: int = 100, size: int = 512, seed: int = 30, w
     return f"Wrote {out}. Next: medvl shards ms-cxr --root {out} --out {out}-shards"
 
 
+def rsna(out: Path, *, patients: int = 400, size: int = 1024, seed: int = 40, workers: int | None = None) -> str:
+    """Write the phantom world as the RSNA pneumonia challenge: images with boxes of opacities.
+
+    Args:
+        out: folder to write to.
+        patients: how many patients; each has 2.3 images on average.
+        size: height and width of the images in pixels.
+        seed: of the world; another one than that of a corpus that was trained on, or the patients are the same.
+        workers: processes; default one a core.
+    """
+    from medvl import phantom
+
+    phantom.write_rsna(out, patients=patients, size=size, seed=seed, workers=workers)
+    return f"Wrote {out}. Next: medvl shards rsna --root {out} --out {out}-shards"
+
+
+def siim(out: Path, *, patients: int = 400, size: int = 1024, seed: int = 41, workers: int | None = None) -> str:
+    """Write the phantom world as the SIIM-ACR pneumothorax challenge: images with masks.
+
+    Args:
+        out: folder to write to.
+        patients: how many patients; there is an image for every 1.4 of them.
+        size: height and width of the images in pixels.
+        seed: of the world; another one than that of a corpus that was trained on, or the patients are the same.
+        workers: processes; default one a core.
+    """
+    from medvl import phantom
+
+    phantom.write_siim(out, patients=patients, size=size, seed=seed, workers=workers)
+    return f"Wrote {out}. Next: medvl shards siim --root {out} --out {out}-shards"
+
+
 def roco(out: Path, *, patients: int = 400, size: int = 512, seed: int = 10, workers: int | None = None) -> str:
     """Write the phantom world as ROCO: figures of case reports, their captions and the references to them.
 
