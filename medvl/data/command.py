@@ -1,6 +1,7 @@
 """`medvl shards`: a corpus in, a folder of shards out. Each command returns what it has to say."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
@@ -183,6 +184,22 @@ def table(
     return convert(plan, deid, run, options)
 
 
+def merge(out: Path, parts: tuple[Path, ...]) -> str:
+    """Put the parts of `medvl shards ... --part i/n` together, and prove the whole.
+
+    Args:
+        out: gets one folder a split: what one run over the whole corpus would have made, to the byte.
+        parts: the --out of every part, in any order, their private folders beside them.
+    """
+    from medvl.data.merge import merge_parts
+
+    lines = [
+        _told(split, manifest) for split, manifest in merge_parts(out, parts, progress=sys.stderr.isatty()).items()
+    ]
+    lines.append(f"Wrote {out}: every byte is as its part wrote it. The parts, with their private folders, can go.")
+    return "\n".join(lines)
+
+
 def deidentifier(salt_file: Path | None) -> "Deidentifier":
     """With the salt of the file, or of the default one; made on first use."""
     from medvl.data.deid import Deidentifier, default_salt_file
@@ -194,10 +211,9 @@ def convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOpt
     """Write the shards of a plan; what became of it, a line a split."""
     from medvl.data.sharding import write_shards
 
-    lines = [
-        f"{split}: {manifest.samples} samples of {len(manifest.patients)} patients{_left_out(manifest)}"
-        for split, manifest in write_shards(plan, deid, run, options).items()
-    ]
+    lines = [_told(split, manifest) for split, manifest in write_shards(plan, deid, run, options).items()]
+    if run.part is not None:
+        lines.append(f"Part {run.part} is done. When all are: medvl merge OUT PART ..., with the --out of each.")
     lines.append(f"Wrote {run.out}. Keep {run.out.name}-private to yourself: it names the source of each sample.")
     return "\n".join(lines)
 
@@ -210,9 +226,10 @@ def split_shares(items: tuple[str, ...]) -> dict[str, float]:
         raise ConfigError(f"--splits takes NAME=SHARE, got {' '.join(items)}") from None
 
 
-def _left_out(manifest: "Manifest") -> str:
-    counts = {**manifest.excluded, **manifest.skipped}
-    return "".join(f", {count} {reason}" for reason, count in sorted(counts.items()))
+def _told(split: str, manifest: "Manifest") -> str:
+    counts = sorted({**manifest.excluded, **manifest.skipped}.items())
+    left_out = "".join(f", {count} {reason}" for reason, count in counts)
+    return f"{split}: {manifest.samples} samples of {len(manifest.patients)} patients{left_out}"
 
 
 def _pairs(items: tuple[str, ...], option: str) -> dict[str, str]:

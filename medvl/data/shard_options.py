@@ -1,6 +1,7 @@
 """Settings of a conversion. Nothing heavy is imported here: the command line reads them."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -44,9 +45,22 @@ class ShardRun:
     """Processes; default one a core."""
     salt_file: Path | None = None
     """What ids are hashed with; default $MEDVL_SALT_FILE or ~/.config/medvl/salt, made on first use."""
+    part: str | None = None
+    """Convert only this part of the corpus, as `i/n` with i from 1 to n: for the array jobs of a cluster, each with an
+    --out of its own and the same salt. `medvl merge` puts the parts together. The budget is then that of the part."""
 
     def __post_init__(self) -> None:
         if self.max_skipped < 0:
             raise ConfigError(f"max_skipped must not be negative, got {self.max_skipped:g}")
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"workers must be 1 or more, got {self.workers}")
+        if self.part is not None:
+            parse_part(self.part)
+
+
+def parse_part(part: str) -> tuple[int, int]:
+    """(i, n) of "i/n". Raises ConfigError unless 1 <= i <= n."""
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", part)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ConfigError(f"part must be i/n with i from 1 to n, such as 3/16, got {part!r}")
+    return int(match[1]), int(match[2])

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import re
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -180,7 +181,8 @@ class Index:
             (part[:, 0] < 0).any() or (part[:, 1] <= 0).any() or (part[:, 1] > MAX_MEMBER_BYTES).any() for part in table
         ):
             raise ShardError(f"{path} is damaged: an offset or a size is out of range")
-        return cls(tuple(row[0] for row in images), tuple(row[1] for row in images), table[0], table[1])
+        suffixes = tuple(sys.intern(row[1]) for row in images)  # one text for all: a loader holds every index
+        return cls(tuple(row[0] for row in images), suffixes, table[0], table[1])
 
 
 class ShardSource:

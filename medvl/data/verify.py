@@ -34,8 +34,12 @@ def verify_folder(folder: Path, *, decode: bool = False, progress: bool = False)
 
     Raises ShardError when there is no readable manifest; all else is returned as problems.
     """
+    return verify_shards(folder, Manifest.read(folder), decode=decode, progress=progress)
+
+
+def verify_shards(folder: Path, manifest: Manifest, *, decode: bool = False, progress: bool = False) -> Verification:
+    """`verify_folder` with a manifest that is not in the folder, or not yet."""
     folder = Path(folder)
-    manifest = Manifest.read(folder)
     problems: list[str] = []
     patients: set[str] = set()
     keys: set[str] = set()
