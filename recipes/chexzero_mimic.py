@@ -21,17 +21,18 @@ cosine for SGD; the loss, its learned temperature and the text policy are CheXze
 """
 
 import dataclasses
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medvl.data.text import WholeText
 from medvl.data.transforms import ConVIRTAugmentation, EvalTransform
-from medvl.errors import MedvlError
 from medvl.models.clip_configs import CheXzeroConfig
 from medvl.train.config import Cosine, OptimConfig, TrainConfig
 from medvl.train.data import DataConfig
-from medvl.train.launch import choose
-from medvl.train.serialize import to_dict
+from medvl.train.launch import launch
+
+if TYPE_CHECKING:
+    from medvl.train import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,8 @@ tiny = Recipe(
     prompts="chexpert_ensemble",
 )
 
+PRESETS = {"paper": paper, "tiny": tiny}
+
 MAKE_DATA = """Make the shards first. From MIMIC-CXR on disk:
     medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr --short-side 320
 and then
@@ -113,33 +116,16 @@ From nothing, for a try on the phantom corpus:
     bash scripts/quickstart.sh"""
 
 
-def main(recipe: Recipe) -> None:
-    """Data, model, training: the verbs in order."""
+def prepare(recipe: Recipe) -> "Run":
+    """Model, data, and what judges it meanwhile."""
     recipe.data.check(MAKE_DATA)
     from medvl.eval import ZeroShotEval
-    from medvl.models import create_model
-    from medvl.train import seeded, train
-    from medvl.train.data import open_data
+    from medvl.train import pretraining
 
-    with seeded(recipe.train.seed):
-        model = create_model(recipe.model, pretrained=recipe.pretrained, tokenizer=recipe.data.tokenizer)
-    opened = open_data(recipe.data, model, recipe.train.micro_batch)
-    judged = opened.valid_images is not None and recipe.prompts is not None
-    evals = [ZeroShotEval(opened.valid_images, recipe.prompts)] if judged else []
-    result = train(
-        model,
-        opened.train,
-        valid_loader=opened.valid,
-        evals=evals,
-        optim=recipe.optim,
-        config=recipe.train,
-        run={"recipe": "chexzero_mimic", "settings": to_dict(recipe), **opened.described},
-    )
-    print(result)
+    run = pretraining("chexzero_mimic", recipe)
+    prompts = recipe.prompts
+    return run if prompts is None else run.judged_by(lambda images: ZeroShotEval(images, prompts))
 
 
 if __name__ == "__main__":
-    try:
-        main(choose({"paper": paper, "tiny": tiny}, description="CheXzero on MIMIC-CXR."))
-    except MedvlError as error:
-        sys.exit(f"error: {error}")
+    launch(prepare, PRESETS, "CheXzero on MIMIC-CXR.")

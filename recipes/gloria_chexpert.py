@@ -15,17 +15,18 @@ and the last two layers of three. AdamW under a cosine stands for Adam on a plat
 """
 
 import dataclasses
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medvl.data.text import RandomSentence, WholeText
 from medvl.data.transforms import ConVIRTAugmentation, RandomCrop
-from medvl.errors import MedvlError
 from medvl.models.gloria_config import GLoRIAConfig
 from medvl.train.config import Cosine, OptimConfig, Plateau, TrainConfig
 from medvl.train.data import DataConfig
-from medvl.train.launch import choose
-from medvl.train.serialize import to_dict
+from medvl.train.launch import launch
+
+if TYPE_CHECKING:
+    from medvl.train import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,8 @@ tiny = Recipe(
     ),
 )
 
+PRESETS = {"paper": paper, "tiny": tiny}
+
 MAKE_DATA = """Make the shards first. From a table of images, impressions and labels, with the columns that it has:
     medvl shards table --table TABLE --image-root DIR --image-column path_to_image --patient-column deid_patient_id \\
         --text-column section_impression --split-column split --label-column ... --out shards/chexpert-plus
@@ -113,33 +116,16 @@ From nothing, for a try on the phantom corpus:
     bash scripts/quickstart.sh"""
 
 
-def main(recipe: Recipe) -> None:
-    """Data, model, training: the verbs in order."""
+def prepare(recipe: Recipe) -> "Run":
+    """Model, data, and what judges it meanwhile."""
     recipe.data.check(MAKE_DATA)
     from medvl.eval import ZeroShotEval
-    from medvl.models import create_model
-    from medvl.train import seeded, train
-    from medvl.train.data import open_data
+    from medvl.train import pretraining
 
-    with seeded(recipe.train.seed):
-        model = create_model(recipe.model, pretrained=recipe.pretrained, tokenizer=recipe.data.tokenizer)
-    opened = open_data(recipe.data, model, recipe.train.micro_batch)
-    judged = opened.valid_images is not None and recipe.prompts is not None
-    evals = [ZeroShotEval(opened.valid_images, recipe.prompts)] if judged else []
-    result = train(
-        model,
-        opened.train,
-        valid_loader=opened.valid,
-        evals=evals,
-        optim=recipe.optim,
-        config=recipe.train,
-        run={"recipe": "gloria_chexpert", "settings": to_dict(recipe), **opened.described},
-    )
-    print(result)
+    run = pretraining("gloria_chexpert", recipe)
+    prompts = recipe.prompts
+    return run if prompts is None else run.judged_by(lambda images: ZeroShotEval(images, prompts))
 
 
 if __name__ == "__main__":
-    try:
-        main(choose({"paper": paper, "tiny": tiny}, description="GLoRIA on CheXpert and its reports."))
-    except MedvlError as error:
-        sys.exit(f"error: {error}")
+    launch(prepare, PRESETS, "GLoRIA on CheXpert and its reports.")

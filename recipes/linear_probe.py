@@ -16,16 +16,16 @@ For probes alone, `medvl eval probe` solves the same problem to its optimum, for
 """
 
 import dataclasses
-import sys
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from medvl.data.transforms import ConVIRTAugmentation, EvalTransform
-from medvl.errors import MedvlError
 from medvl.train.config import OptimConfig, Plateau, TrainConfig
 from medvl.train.labels import LabelConfig
-from medvl.train.launch import choose
-from medvl.train.serialize import to_dict
+from medvl.train.launch import launch
+
+if TYPE_CHECKING:
+    from medvl.train import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,8 @@ tiny = dataclasses.replace(
     train=dataclasses.replace(paper.train, run_dir=Path("quickstart/linear-probe"), epochs=10, early_stop_patience=4),
 )
 
+PRESETS = {"paper": paper, "finetune": finetune, "tiny": tiny}
+
 MAKE_DATA = """Make the shards first. From CheXpert, RSNA, SIIM, NIH ChestX-ray14, COVIDx or a table of your own:
     medvl shards chexpert --root CheXpert-v1.0-small --out shards/chexpert
 and then, on the encoder of a checkpoint,
@@ -96,12 +98,12 @@ From nothing, for a try on the phantom corpus:
     bash scripts/quickstart.sh"""
 
 
-def main(recipe: Recipe) -> None:
-    """Labels, model, data, training: the verbs in order."""
+def prepare(recipe: Recipe) -> "Run":
+    """Labels, model, data, and what judges it meanwhile."""
     recipe.data.check(MAKE_DATA)
     from medvl.eval import ClassifyEval, LabelPolicy
     from medvl.models import create_classifier
-    from medvl.train import seeded, train
+    from medvl.train import Run, seeded
     from medvl.train.labels import open_labels
 
     policy = LabelPolicy(uncertain=recipe.uncertain, missing=recipe.missing)
@@ -113,20 +115,9 @@ def main(recipe: Recipe) -> None:
             head_rate=recipe.head_rate,
         )
     opened = open_labels(recipe.data, model, policy.settle, recipe.train.micro_batch)
-    result = train(
-        model,
-        opened.train,
-        valid_loader=opened.valid,
-        evals=[ClassifyEval(opened.valid_images, policy=policy)],
-        optim=recipe.optim,
-        config=recipe.train,
-        run={"recipe": "linear_probe", "settings": to_dict(recipe), **opened.described},
-    )
-    print(result)
+    run = Run(recipe="linear_probe", settings=recipe, model=model, data=opened)
+    return run.judged_by(lambda images: ClassifyEval(images, policy=policy))
 
 
 if __name__ == "__main__":
-    try:
-        main(choose({"paper": paper, "finetune": finetune, "tiny": tiny}, description="Linear probe and fine-tuning."))
-    except MedvlError as error:
-        sys.exit(f"error: {error}")
+    launch(prepare, PRESETS, "Linear probe and fine-tuning.")

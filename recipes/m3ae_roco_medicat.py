@@ -17,17 +17,18 @@ into the fusion-encoder. README.md has what VQA reaches after it.
 """
 
 import dataclasses
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medvl.data.text import RandomSection
 from medvl.data.transforms import EvalTransform
-from medvl.errors import MedvlError
 from medvl.models.fusion_configs import M3AEConfig
 from medvl.train.config import Cosine, Linear, OptimConfig, TrainConfig
 from medvl.train.data import DataConfig
-from medvl.train.launch import choose
-from medvl.train.serialize import to_dict
+from medvl.train.launch import launch
+
+if TYPE_CHECKING:
+    from medvl.train import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,8 @@ tiny = Recipe(
     ),
 )
 
+PRESETS = {"paper": paper, "tiny": tiny}
+
 MAKE_DATA = """Make the shards first. From ROCO and MedICaT on disk:
     medvl shards roco --root ROCO --out shards/roco
     medvl shards medicat --root MEDICAT --out shards/medicat
@@ -119,31 +122,13 @@ From nothing, on the phantom (bash scripts/quickstart.sh sets medvl up):
     bash scripts/quickstart_vqa.sh"""
 
 
-def main(recipe: Recipe) -> None:
-    """Data, model, training: the verbs in order."""
+def prepare(recipe: Recipe) -> "Run":
+    """Model and data."""
     recipe.data.check(MAKE_DATA)
-    from medvl.models import create_model, warm_start
-    from medvl.train import seeded, train
-    from medvl.train.data import open_data
+    from medvl.train import pretraining
 
-    with seeded(recipe.train.seed):
-        model = create_model(recipe.model, pretrained=recipe.pretrained, tokenizer=recipe.data.tokenizer)
-    if recipe.start is not None:
-        warm_start(model, recipe.start)
-    opened = open_data(recipe.data, model, recipe.train.micro_batch)
-    result = train(
-        model,
-        opened.train,
-        valid_loader=opened.valid,
-        optim=recipe.optim,
-        config=recipe.train,
-        run={"recipe": "m3ae_roco_medicat", "settings": to_dict(recipe), **opened.described},
-    )
-    print(result)
+    return pretraining("m3ae_roco_medicat", recipe, recipe.start)
 
 
 if __name__ == "__main__":
-    try:
-        main(choose({"paper": paper, "tiny": tiny}, description="M3AE on ROCO and MedICaT."))
-    except MedvlError as error:
-        sys.exit(f"error: {error}")
+    launch(prepare, PRESETS, "M3AE on ROCO and MedICaT.")

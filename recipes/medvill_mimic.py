@@ -21,17 +21,18 @@ a text; `tiny-report` masks more of fewer texts.
 """
 
 import dataclasses
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medvl.data.text import WholeText
 from medvl.data.transforms import ConVIRTAugmentation
-from medvl.errors import MedvlError
 from medvl.models.fusion_configs import MedViLLConfig
 from medvl.train.config import Constant, Cosine, OptimConfig, TrainConfig
 from medvl.train.data import DataConfig
-from medvl.train.launch import choose
-from medvl.train.serialize import to_dict
+from medvl.train.launch import launch
+
+if TYPE_CHECKING:
+    from medvl.train import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,31 +119,13 @@ From nothing, for a try on the phantom corpus:
     bash scripts/quickstart.sh"""
 
 
-def main(recipe: Recipe) -> None:
-    """Data, model, training: the verbs in order."""
+def prepare(recipe: Recipe) -> "Run":
+    """Model and data."""
     recipe.data.check(MAKE_DATA)
-    from medvl.models import create_model, warm_start
-    from medvl.train import seeded, train
-    from medvl.train.data import open_data
+    from medvl.train import pretraining
 
-    with seeded(recipe.train.seed):
-        model = create_model(recipe.model, pretrained=recipe.pretrained, tokenizer=recipe.data.tokenizer)
-    if recipe.start is not None:
-        warm_start(model, recipe.start)
-    opened = open_data(recipe.data, model, recipe.train.micro_batch)
-    result = train(
-        model,
-        opened.train,
-        valid_loader=opened.valid,
-        optim=recipe.optim,
-        config=recipe.train,
-        run={"recipe": "medvill_mimic", "settings": to_dict(recipe), **opened.described},
-    )
-    print(result)
+    return pretraining("medvill_mimic", recipe, recipe.start)
 
 
 if __name__ == "__main__":
-    try:
-        main(choose(PRESETS, description="MedViLL on MIMIC-CXR."))
-    except MedvlError as error:
-        sys.exit(f"error: {error}")
+    launch(prepare, PRESETS, "MedViLL on MIMIC-CXR.")

@@ -15,17 +15,18 @@ checkpoint on a copy of the test questions; here validation has images of its ow
 """
 
 import dataclasses
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medvl.data.transforms import ConVIRTAugmentation, EvalTransform
-from medvl.errors import MedvlError
 from medvl.models.fusion_configs import DualStreamConfig
 from medvl.models.vqa_config import DecoderConfig, Head
 from medvl.train.config import Cosine, Linear, OptimConfig, TrainConfig
-from medvl.train.launch import choose
+from medvl.train.launch import launch
 from medvl.train.questions import QuestionConfig
-from medvl.train.serialize import to_dict
+
+if TYPE_CHECKING:
+    from medvl.train import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,18 +97,20 @@ tiny = Recipe(
     ),
 )
 
+PRESETS = {"paper": paper, "tiny": tiny}
+
 MAKE_DATA = """Make the shards first. From VQA-RAD on disk:
     medvl shards vqa-rad --root VQA-RAD --split image-disjoint --out shards/vqa-rad
 From nothing, for a try on the phantom corpus (bash scripts/quickstart.sh first):
     bash scripts/quickstart_vqa.sh"""
 
 
-def main(recipe: Recipe) -> None:
-    """Answers, model, data, training: the verbs in order."""
+def prepare(recipe: Recipe) -> "Run":
+    """Answers, model, data, and what judges it meanwhile."""
     recipe.data.check(MAKE_DATA)
     from medvl.eval import AnswerEval, answers_in, get_protocol
     from medvl.models import create_vqa
-    from medvl.train import seeded, train
+    from medvl.train import Run, seeded
     from medvl.train.questions import open_questions
 
     answers = answers_in(recipe.data.train, recipe.protocol).answers
@@ -122,21 +125,9 @@ def main(recipe: Recipe) -> None:
             head_rate=recipe.head_rate,
         )
     opened = open_questions(recipe.data, model, answers, normalize, recipe.train.micro_batch)
-    evals = [AnswerEval(opened.valid_images, recipe.protocol)] if opened.valid_images is not None else []
-    result = train(
-        model,
-        opened.train,
-        valid_loader=opened.valid,
-        evals=evals,
-        optim=recipe.optim,
-        config=recipe.train,
-        run={"recipe": "vqa_finetune", "settings": to_dict(recipe), **opened.described},
-    )
-    print(result)
+    run = Run(recipe="vqa_finetune", settings=recipe, model=model, data=opened)
+    return run.judged_by(lambda images: AnswerEval(images, recipe.protocol))
 
 
 if __name__ == "__main__":
-    try:
-        main(choose({"paper": paper, "tiny": tiny}, description="Visual question answering."))
-    except MedvlError as error:
-        sys.exit(f"error: {error}")
+    launch(prepare, PRESETS, "Visual question answering.")

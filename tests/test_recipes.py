@@ -31,6 +31,12 @@ def presets(recipe: Path) -> dict[str, Any]:
     return {name: value for name, value in names.items() if isinstance(value, names["Recipe"])}
 
 
+def test_the_presets_on_offer_are_all_that_the_file_defines(recipe: Path) -> None:
+    names = runpy.run_path(str(recipe))
+    defined = {name.replace("_", "-") for name, value in names.items() if isinstance(value, names["Recipe"])}
+    assert set(names["PRESETS"]) == defined
+
+
 @pytest.mark.parametrize("preset", [[], ["tiny"]], ids=["paper", "tiny"])
 def test_without_data_it_names_the_commands_that_make_it(recipe: Path, preset: list[str], tmp_path: Path) -> None:
     ended = subprocess.run(
@@ -48,7 +54,7 @@ def test_without_data_it_names_the_commands_that_make_it(recipe: Path, preset: l
 def test_it_has_both_presets_under_the_same_settings(recipe: Path) -> None:
     names: dict[str, Any] = runpy.run_path(str(recipe))
     assert type(names["paper"]) is type(names["tiny"]) is names["Recipe"]
-    assert names["main"].__doc__
+    assert names["prepare"].__doc__
     assert "torchrun" in names["__doc__"]
 
 

@@ -1,15 +1,30 @@
 """The command line of a recipe: presets by name, every field of the config as a flag."""
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from medvl.errors import ConfigError
+from medvl.errors import ConfigError, MedvlError
 from medvl.train.serialize import nearest
+
+if TYPE_CHECKING:
+    from medvl.train.run import Run
 
 Recipe = TypeVar("Recipe")
 
 DEFAULT_PRESET = "paper"
+
+
+def launch(prepare: "Callable[[Recipe], Run]", presets: Mapping[str, Recipe], description: str) -> None:
+    """What a recipe does as a program: settings from the command line, the run, and how it ended.
+
+    `prepare` makes the run. Bad input or settings end the process with status 1 and `error: ...`, no traceback.
+    """
+    try:
+        result = prepare(choose(presets, description=description)).train()
+    except MedvlError as error:
+        sys.exit(f"error: {error}")
+    sys.stdout.write(f"{result}\n")
 
 
 def choose(presets: Mapping[str, Recipe], argv: Sequence[str] | None = None, description: str | None = None) -> Recipe:

@@ -1,0 +1,88 @@
+"""What every recipe comes to: a model, its data and its judges, ready to be trained, or measured (`doctor.py`)."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from medvl.models import create_model, warm_start
+from medvl.train.config import OptimConfig, TrainConfig
+from medvl.train.data import DataConfig, Opened, open_data
+from medvl.train.loop import TrainResult, train
+from medvl.train.seeding import seeded
+from medvl.train.serialize import to_dict
+from medvl.train.validate import Evaluator
+
+
+class Settings(Protocol):
+    """What all recipes have among their settings."""
+
+    @property
+    def optim(self) -> OptimConfig:
+        """Optimiser and learning rate."""
+
+    @property
+    def train(self) -> TrainConfig:
+        """How the run goes."""
+
+
+class Pretraining(Settings, Protocol):
+    """What recipes that train a system on images and texts have besides."""
+
+    @property
+    def model(self) -> Any:
+        """The configuration of a system."""
+
+    @property
+    def pretrained(self) -> bool:
+        """Start the encoders from their published weights."""
+
+    @property
+    def data(self) -> DataConfig:
+        """Where the samples come from."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that is ready to begin."""
+
+    recipe: str
+    """Its name, for the checkpoints."""
+    settings: Settings
+    """Those of the recipe, all of which the checkpoints hold."""
+    model: nn.Module
+    data: Opened
+    evals: Sequence[Evaluator] = ()
+
+    def judged_by(self, make: Callable[[Any], Evaluator]) -> "Run":
+        """With one more evaluator, which `make` makes for the validation images; without such images as it is."""
+        if self.data.valid_images is None:
+            return self
+        return dataclasses.replace(self, evals=(*self.evals, make(self.data.valid_images)))
+
+    def train(self) -> TrainResult:
+        """Train, or go on with what was interrupted; raises as `medvl.train.train` does."""
+        return train(
+            self.model,
+            self.data.train,
+            valid_loader=self.data.valid,
+            evals=self.evals,
+            optim=self.settings.optim,
+            config=self.settings.train,
+            run={"recipe": self.recipe, "settings": to_dict(self.settings), **self.data.described},
+        )
+
+
+def pretraining(recipe: str, settings: Pretraining, start: Path | None = None) -> Run:
+    """The run of a system from its configuration, or from the checkpoint that `start` names.
+
+    Raises what `create_model`, `warm_start` and `open_data` raise.
+    """
+    with seeded(settings.train.seed):
+        model = create_model(settings.model, pretrained=settings.pretrained, tokenizer=settings.data.tokenizer)
+    if start is not None:
+        warm_start(model, start)
+    opened = open_data(settings.data, model, settings.train.micro_batch)
+    return Run(recipe=recipe, settings=settings, model=model, data=opened)
