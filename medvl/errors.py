@@ -47,6 +47,10 @@ class ShardError(MedvlError):
     """A shard, its index or its manifest is missing, damaged, or does not belong with the others."""
 
 
+class LoaderError(MedvlError):
+    """A loader's worker process died, or has given nothing for too long."""
+
+
 class BudgetError(MedvlError):
     """More bad inputs were skipped than the budget allows."""
 

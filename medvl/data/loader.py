@@ -20,6 +20,7 @@ from medvl.data.items import Collate, Failure, Item, ItemMaker, SkipCount, Token
 from medvl.data.shard_build import read_pixels
 from medvl.data.text import TextPolicy
 from medvl.data.transforms import ImageTransform, Transformed
+from medvl.data.workers import TIMEOUT, watched
 from medvl.errors import ConfigError, DicomError, ImageError, ShardError
 from medvl.schema import Batch, Sample
 
@@ -180,6 +181,7 @@ class Loader:
         *,
         workers: int,
         max_skipped: float,
+        timeout: float,
     ) -> None:
         self.source = source
         self.global_batch = positions.global_batch
@@ -197,6 +199,7 @@ class Loader:
             worker_init_fn=start_worker,
             prefetch_factor=4 if workers else None,
             persistent_workers=workers > 0,
+            timeout=timeout if workers else 0,
             pin_memory=torch.cuda.is_available(),
         )
 
@@ -219,7 +222,7 @@ class Loader:
         return len(self._positions)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch, failures in self._batches:
+        for batch, failures in watched(self._batches):
             self._positions.batch += self._training  # before the batch is handed out: who holds it has had it
             if failures:
                 self._skips.add(failures)
@@ -271,6 +274,7 @@ def open_loader(
     color: bool = False,
     max_skipped: float = 0.001,
     together: int = 1,
+    timeout: float = TIMEOUT,
 ) -> Loader:
     """A loader over a source. Where several samples are about one image (the source has `image_keys`), a batch of
     evaluation holds each of its images once (`Batch.image_of_B`).
@@ -289,10 +293,12 @@ def open_loader(
         max_skipped: budget of unreadable samples: below 1 a share of the source, else a number.
         together: in training, as many samples about one image follow one another and share it, crop and all. 1 lets
             chance alone decide, and crops for each.
+        timeout: seconds without a batch after which the workers are taken to hang.
 
     Raises:
         ConfigError: the batch does not divide by the ranks, or is larger than the data.
         BudgetError, ShardError: while iterating, when too many samples, or all of a batch, cannot be read.
+        LoaderError: while iterating, when a worker process has died or hangs.
     """
     if batch < 1 or not 0 <= rank < world or workers < 0:
         raise ConfigError(f"batch {batch}, rank {rank} of {world} and {workers} workers do not make sense")
@@ -311,4 +317,4 @@ def open_loader(
         positions.images_N, positions.together = np.unique(np.array(image_keys), return_inverse=True)[1], together
     shared = None if train and together == 1 else image_keys
     samples = _Samples(source, ItemMaker(image, text, source.label_names, seed), color, shared)
-    return Loader(source, positions, samples, tokenizer, workers=workers, max_skipped=max_skipped)
+    return Loader(source, positions, samples, tokenizer, workers=workers, max_skipped=max_skipped, timeout=timeout)

@@ -26,6 +26,7 @@ from medvl.data.shards import IMAGE_SUFFIXES, MANIFEST, Manifest, sample_from_js
 from medvl.data.text import TextPolicy
 from medvl.data.tokenize import Tokenizer
 from medvl.data.transforms import ImageTransform
+from medvl.data.workers import TIMEOUT, watched
 from medvl.errors import ConfigError, ImageError, ShardError
 from medvl.schema import Batch
 
@@ -159,9 +160,10 @@ class RemoteLoader:
             batch_size=None,
             num_workers=self._workers,
             worker_init_fn=start_worker,
+            timeout=TIMEOUT if self._workers else 0,
             pin_memory=torch.cuda.is_available(),
         )
-        for number, (batch, failures) in zip(range(self.steps_per_epoch), batches, strict=False):
+        for number, (batch, failures) in zip(range(self.steps_per_epoch), watched(batches), strict=False):
             if number < self._batch:
                 continue
             self._batch = number + 1
