@@ -162,7 +162,8 @@ def test_the_flags_of_training_are_these() -> None:
         *("run_dir", "epochs", "steps", "global_batch", "accumulate", "grad_cache", "seed"),
         *("precision", "device", "channels_last", "compile", "deterministic", "find_unused_parameters", "num_threads"),
         *("validate_every", "best_metric", "best_mode", "early_stop_patience"),
-        *("checkpoint_every", "keep_last", "resume", "nonfinite_budget", "log_every", "tensorboard", "wandb"),
+        *("checkpoint_every", "keep_last", "resume", "nonfinite_budget", "spike_factor", "rollbacks"),
+        *("log_every", "tensorboard", "wandb"),
     ]
     assert [field.name for field in dataclasses.fields(OptimConfig)] == [
         *("optimizer", "lr", "betas", "eps", "momentum", "weight_decay", "layer_decay", "clip_norm", "schedule")

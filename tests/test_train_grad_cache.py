@@ -232,7 +232,7 @@ def test_what_is_not_finite_changes_nothing() -> None:
     encode = model.encode_text
     model.encode_text = lambda ids, mask: encode(ids, mask) * torch.where(ids[:, :1] == ids[0, 0], torch.inf, 1.0)
     outcome = step_of(model, 3)(0, 1.0, [make_batch("convirt")], 1)
-    assert not outcome.finite
+    assert not outcome.updated
     assert outcome.suspects() == list(map(str, range(PAIRS)))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 

@@ -87,16 +87,16 @@ def step_of(model: nn.Module, precision: str = "fp32", clip_norm: float | None =
 def test_no_weight_buffer_or_momentum_changes_in_a_bad_step(how: str, clip_norm: float | None) -> None:
     model = Sick(how)
     step = step_of(model, clip_norm=clip_norm)
-    assert step(0, 0.1, [make_batch([0, 1])], 1).finite
+    assert step(0, 0.1, [make_batch([0, 1])], 1).updated
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     momentum = step.optimizer.state[model.image.weight]["momentum_buffer"].clone()
     outcome = step(1, 0.1, [make_batch([4, 5]), make_batch([2, 3])], 2)  # the bad one is the second micro-batch
-    assert not outcome.finite
+    assert not outcome.updated
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(step.optimizer.state[model.image.weight]["momentum_buffer"], momentum)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert outcome.suspects() == ([] if how.startswith("gradient") else ["s2", "s3"])
-    assert step(2, 0.1, [make_batch([6, 7])], 1).finite
+    assert step(2, 0.1, [make_batch([6, 7])], 1).updated
     assert not torch.equal(model.image.weight, before["image.weight"])
 
 

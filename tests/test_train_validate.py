@@ -182,7 +182,7 @@ def test_a_record_is_the_mean_since_the_one_before(tmp_path: Path) -> None:
 def test_terms_that_change_between_steps_are_refused() -> None:
     def outcome(**terms: float) -> Outcome:
         losses = Losses.sum(**{name: torch.tensor(value) for name, value in terms.items()})
-        return Outcome(losses=[losses], grad_norm=torch.tensor(1.0), keys=[["a"]], finite=True)
+        return Outcome(losses=[losses], grad_norm=torch.tensor(1.0), keys=[["a"]], updated=True)
 
     window = Window(WORLD)
     window.add(outcome(mlm=1.0))

@@ -23,6 +23,7 @@ import safetensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from medvl.data.workers import worker_error
 from medvl.errors import CheckpointError
 from medvl.files import MARKER, check_marker, sha256
 from medvl.train import folders
@@ -127,6 +128,8 @@ class Checkpoints:
         try:
             return self.save(model, run, state, optimizer)
         except Exception as error:  # safetensors and tokenizers have error types of their own for a full disk
+            if isinstance(error, RuntimeError) and worker_error(error) is not None:
+                raise  # a loader's worker died just now: no failure of the disk
             self.failures += 1
             _log.warning(
                 "the checkpoint of step %d could not be saved (%s: %s); training goes on, the one before stays, and "

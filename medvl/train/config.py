@@ -180,7 +180,13 @@ class TrainConfig:
     """`auto` goes on from the run folder's newest sound checkpoint; `never` wants a folder without any; a path is the
     checkpoint that a new run starts from."""
     nonfinite_budget: int = 10
-    """Updates of a run that may be skipped because their loss or gradient was not finite."""
+    """Updates of a run that may be skipped because their loss or gradient was not finite, or their loss a spike."""
+    spike_factor: float | None = None
+    """A loss above so many times the median of the last 64 is a spike, and its update is skipped; None takes every
+    finite loss. For losses that stay clear of zero."""
+    rollbacks: int = 2
+    """Times that a run may go back to the weights of an earlier checkpoint, and on with the data that are next: after
+    four skipped updates in a row, which tell of weights gone astray rather than of a bad sample."""
 
     log_every: int = 50
     """Steps from one record to the next."""
@@ -201,6 +207,9 @@ class TrainConfig:
             _at_least(name, getattr(self, name), 1)
         _at_least("seed", self.seed, 0)
         _at_least("nonfinite_budget", self.nonfinite_budget, 0)
+        _at_least("rollbacks", self.rollbacks, 0)
+        if self.spike_factor is not None:
+            _above("spike_factor", self.spike_factor, 1)
         _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("best_mode", self.best_mode, ("min", "max"))

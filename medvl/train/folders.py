@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -48,10 +49,26 @@ def new_folder(path: Path) -> Iterator[Path]:
         if path.exists():
             discard(path)
         aside.replace(path)
+        wait_for(path)
         fsync(path.parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def wait_for(path: Path, seconds: float = 30.0) -> None:
+    """Return once a path is seen. A network file system may show a new name, or one of another machine, some seconds
+    late; what asks for it by its name meanwhile would take it for missing.
+
+    Raises FileNotFoundError after `seconds`.
+    """
+    end = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > end:
+            raise FileNotFoundError(errno.ENOENT, f"not seen for {seconds:.0f} s after it was written", str(path))
+        time.sleep(0.05)
+        with contextlib.suppress(OSError):
+            list(path.parent.iterdir())  # makes the client ask the server again
 
 
 def discard(folder: Path) -> None:
@@ -59,6 +76,7 @@ def discard(folder: Path) -> None:
     trash = folder.with_name(f".{folder.name}.trash")
     shutil.rmtree(trash, ignore_errors=True)
     folder.replace(trash)
+    wait_for(trash)
     shutil.rmtree(trash)
 
 

@@ -1,8 +1,11 @@
-"""What keeps a run from ruin: non-finite values that do not reach the model, and signals that end it in order."""
+"""What keeps a run from ruin: bad values that do not reach the model, and signals that end it in order."""
 
+import collections
 import os
 import signal
+import statistics
 import threading
+from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -17,6 +20,32 @@ def poison(loss: Tensor) -> Tensor:
     DDP's reduction every rank sees it, and one check of the gradient norm covers losses and gradients of all ranks.
     """
     return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+
+
+class Spikes:
+    """Losses far above what they have been lately. They are no sum or mean, which one spike would pull up: a median."""
+
+    WINDOW, FEWEST = 64, 16
+    """Updates that a loss is compared with, and how many there must be for a comparison."""
+
+    def __init__(self, factor: float, losses: Iterable[float] = ()) -> None:
+        self._factor = factor
+        self._losses = collections.deque(losses, maxlen=self.WINDOW)
+
+    def judge(self, loss: float) -> bool:
+        """Whether a loss is above `factor` times the median; one that is not joins those of later comparisons."""
+        spike = len(self._losses) >= self.FEWEST and loss > self._factor * statistics.median(self._losses)
+        if not spike:
+            self._losses.append(loss)
+        return spike
+
+    def state_dict(self) -> list[float]:
+        """The losses that the next one is compared with."""
+        return list(self._losses)
+
+    def load_state_dict(self, losses: Iterable[float]) -> None:
+        """Go on from what `state_dict` gave."""
+        self._losses = collections.deque(losses, maxlen=self.WINDOW)
 
 
 class BufferGuard:

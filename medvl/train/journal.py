@@ -25,6 +25,8 @@ class Journal:
     A record is one line of JSON with its `kind` ("train", "valid", "skip") and `step`; what depends on the clock stands
     under `timing`. On resume the records after the resumed step are taken out, so that the file is in the end the one
     of a run that was never interrupted (but for `timing`).
+
+    A disk that refuses records does not end a run: they are kept and written when there is room again.
     """
 
     def __init__(self, config: TrainConfig, *, step: int, total_steps: int, active: bool) -> None:
@@ -39,7 +41,7 @@ class Journal:
             self._wandb = _start_wandb(config.wandb, config.run_dir)
         path = config.run_dir / "metrics.jsonl"
         forget_after(path, step)
-        self._file = path.open("a")
+        self._file = _Lines(path)
         if config.tensorboard and step < total_steps:  # else each start of a finished run leaves an empty file
             from torch.utils.tensorboard import SummaryWriter
 
@@ -54,16 +56,14 @@ class Journal:
         if self._file is None:
             return
         row = {"kind": kind, "step": step, **values, **({"timing": dict(timing)} if timing else {})}
-        self._file.write(json.dumps({name: _finite(value) for name, value in row.items()}, allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.add(json.dumps({name: _finite(value) for name, value in row.items()}, allow_nan=False))
         scalars = {
             f"{kind}/{name}": float(value)
             for name, value in (*values.items(), *(timing or {}).items())
             if isinstance(value, (int, float))
         }
         if self._tensorboard is not None:
-            for name, value in scalars.items():
-                self._tensorboard.add_scalar(name, value, step)
+            self._to_tensorboard(scalars, step)
         if self._wandb is not None:
             self._wandb.log({"step": step, **scalars})
 
@@ -91,17 +91,64 @@ class Journal:
     def flush(self) -> None:
         """Bring the records to the disk: before a checkpoint that comes after them."""
         if self._file is not None:
-            os.fsync(self._file.fileno())
-        if self._tensorboard is not None:
-            self._tensorboard.flush()
+            self._file.flush()
 
     def close(self) -> None:
         """End the record."""
         for part, end in ((self._file, "close"), (self._tensorboard, "close"), (self._wandb, "finish")):
             if part is not None:
-                getattr(part, end)()
+                with contextlib.suppress(OSError):  # TensorBoard's writer raises once more what it met before
+                    getattr(part, end)()
         if self._bar is not None:
             self._bar.close()
+
+    def _to_tensorboard(self, scalars: Mapping[str, float], step: int) -> None:
+        try:
+            for name, value in scalars.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        except OSError as error:
+            _log.warning("TensorBoard's file cannot be written (%s): it ends here, metrics.jsonl has all", error)
+            self._tensorboard = None
+
+
+class _Lines:
+    """A file that lines are added to. Those that the disk refuses are kept, and written before the next ones."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+        self._refused = False
+
+    def add(self, line: str) -> None:
+        """Write a line, or keep it."""
+        self._waiting += line.encode() + b"\n"
+        self._write()
+
+    def flush(self) -> None:
+        """Bring the lines to the disk, as far as it takes them."""
+        self._write()
+        with contextlib.suppress(OSError):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """The last chance of lines that are kept."""
+        self._write()
+        self._file.close()
+        if self._waiting:
+            _log.warning("%s lacks its last %d records", self._path, self._waiting.count(b"\n"))
+
+    def _write(self) -> None:
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if not self._refused:
+                _log.warning("%s cannot be written (%s): training goes on, it is tried again", self._path, error)
+            self._refused = True
+        else:
+            self._refused = False
 
 
 def forget_after(path: Path, step: int) -> None:

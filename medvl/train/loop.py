@@ -27,16 +27,18 @@ import medvl
 from medvl.errors import CheckpointError, ConfigError, TrainingError
 from medvl.schema import Batch
 from medvl.train import checkpoint
+from medvl.train.advice import explained
 from medvl.train.checkpoint import Checkpoints
 from medvl.train.config import Interval, OptimConfig, Plateau, TrainConfig
 from medvl.train.distributed import World, distribute, join, machine_settings
 from medvl.train.feed import Feed, TrainLoader
-from medvl.train.folders import RunLock
-from medvl.train.guards import StopSignals
+from medvl.train.folders import RunLock, wait_for
+from medvl.train.guards import Spikes, StopSignals
 from medvl.train.journal import Journal, console
 from medvl.train.meters import Speed, Tracker, Window
 from medvl.train.optim import build_optimizer
 from medvl.train.precision import Precision
+from medvl.train.rescue import Rescue
 from medvl.train.schedule import LearningRate
 from medvl.train.seeding import caller_keeps_generators
 from medvl.train.serialize import nearest, to_dict
@@ -45,8 +47,6 @@ from medvl.train.step import Outcome, Step
 from medvl.train.validate import Evaluator, evaluating, run_evaluators, share_buffers, validation_loss
 
 _log = logging.getLogger(__name__)
-
-_SHOWN_KEYS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class TrainResult:
     best_value: float | None
     """Of `best_metric`."""
     skipped: int
-    """Updates left out because they were not finite."""
+    """Updates left out because they were not finite, or their loss a spike."""
     save_failures: int
     last: Path
     """The checkpoint of the last step."""
@@ -102,7 +102,8 @@ def train(
     Raises:
         ConfigError: settings that do not go together.
         CheckpointError: the checkpoint to go on from is damaged or of another run, or the last one cannot be saved.
-        TrainingError: `run_dir` is in use, or more non-finite updates than `nonfinite_budget`.
+        TrainingError: `run_dir` is in use, more updates left out than `nonfinite_budget`, no memory for a batch.
+        LoaderError: a loader's worker process died or hangs.
         SystemExit: with status 0, after SIGTERM or the first SIGINT and the checkpoint that follows it.
     """
     _check(train_loader, optim, config, validates=valid_loader is not None or bool(evals))
@@ -115,7 +116,8 @@ def train(
         world.on_main(functools.partial(_lock, stack, config.run_dir))
         training = _Training(model, train_loader, world, optim, config, valid_loader, evals, run or {})
         stack.callback(training.journal.close)
-        stopped = training.until_the_end(stop)
+        with explained(world, config):
+            stopped = training.until_the_end(stop)
         if stopped == "signal":
             raise SystemExit(0)
         return training.result(stopped)
@@ -156,8 +158,10 @@ class _Training:
             clip_norm=optim.clip_norm,
             channels_last=config.channels_last,
             grad_cache=config.grad_cache,
+            spikes=self.state.spikes,
         )
         self.journal = Journal(config, step=self.state.step, total_steps=self.total_steps, active=world.is_main)
+        self.rescue = Rescue(self.state, config, self.journal, self.checkpoints)
         self.speed = Speed(world)
 
     def until_the_end(self, stop: StopSignals) -> Literal["finished", "early_stop", "signal"]:
@@ -170,7 +174,7 @@ class _Training:
             batches, count = self.feed.take(step), self.feed.micro_batches(step)
             outcome = self.step(step, state.rate.at(step), batches, count)
             state.step += 1
-            self._account(outcome, step)
+            went_back = self._account(outcome, step)
             if self._due(self.config.log_every):
                 self._record()
             if self._due(self.config.validate_every):
@@ -179,7 +183,7 @@ class _Training:
             stopping = self.world.any(stop.requested is not None)
             owed = self.save_owed and self._due(self.config.log_every)
             is_best = state.tracker.best_step == state.step
-            if ends or stopping or owed or is_best or self._due(self.config.checkpoint_every):
+            if ends or stopping or owed or is_best or went_back or self._due(self.config.checkpoint_every):
                 self._save(must=ends or stopping)
             if stopping:
                 _log.info("stopped by %s after step %d: the checkpoint is saved", stop.requested, state.step)
@@ -226,6 +230,7 @@ class _Training:
             window=Window(world),
             world=world,
             identity=identity(self.model, optim, config, rate),
+            spikes=None if config.spike_factor is None else Spikes(config.spike_factor),
         )
 
     def _resume(self) -> None:
@@ -235,6 +240,7 @@ class _Training:
         if found is None:
             return
         folder = Path(found)
+        wait_for(folder)
         self.state.restore(checkpoint.read(folder))
         if folder.resolve().parent == self.checkpoints.folder.resolve():
             self.last_saved = self.state.step
@@ -261,30 +267,18 @@ class _Training:
                     "start all with the same command and data"
                 )
 
-    def _account(self, outcome: Outcome, step: int) -> None:
-        """Count an update, or one that was skipped."""
+    def _account(self, outcome: Outcome, step: int) -> bool:
+        """Count an update, or one that was skipped; True where the weights went back to an earlier checkpoint."""
         self.journal.advance()
         self.speed.add(outcome.pairs)
-        if outcome.finite:
+        if outcome.updated:
+            self.state.streak = 0
             self.state.window.add(outcome)
-            return
+            return False
         if outcome.scale_search:
             self.state.overflows += 1
-            return
-        self.state.skipped += 1
-        everything = [key for keys in outcome.keys for key in keys]
-        suspects, everyone = zip(*self.world.exchange([outcome.suspects(), everything]), strict=True)
-        keys = sorted(key for rank in (suspects if any(suspects) else everyone) for key in rank)
-        self.journal.record("skip", step + 1, {"keys": keys})
-        more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
-        shown = ", ".join(keys[:_SHOWN_KEYS]) + more
-        _log.warning("step %d: loss or gradient is not finite, the update is left out; samples: %s", step + 1, shown)
-        if self.state.skipped > self.config.nonfinite_budget:
-            raise TrainingError(
-                f"{self.state.skipped} updates had a loss or gradient that is not finite, nonfinite_budget is "
-                f"{self.config.nonfinite_budget}; the last was step {step + 1} with the samples {shown}. "
-                "Look at those samples (all are in metrics.jsonl), lower optim.lr or set optim.clip_norm"
-            )
+            return False
+        return self.rescue(outcome, step)
 
     def _record(self) -> None:
         state = self.state

@@ -16,6 +16,7 @@ from medvl.train.checkpoint import Saved
 from medvl.train.config import OptimConfig, Plateau, TrainConfig
 from medvl.train.distributed import World
 from medvl.train.feed import Feed
+from medvl.train.guards import Spikes
 from medvl.train.meters import Tracker, Window
 from medvl.train.optim import load_optimizer_tensors, optimizer_tensors
 from medvl.train.precision import Precision
@@ -42,10 +43,15 @@ class TrainState:
     window: Window
     world: World
     identity: Mapping[str, Any]
+    spikes: Spikes | None = None
     step: int = 0
     """Updates done or skipped."""
     skipped: int = 0
-    """Updates skipped because they were not finite."""
+    """Updates skipped because they were not finite, or their loss a spike."""
+    streak: int = 0
+    """Of these, how many in a row the last ones are."""
+    rollbacks: int = 0
+    """Times that the weights went back to an earlier checkpoint."""
     overflows: int = 0
     """Updates skipped while fp16's loss scale was searched for."""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -57,6 +63,9 @@ class TrainState:
             "step": self.step,
             "skipped": self.skipped,
             "overflows": self.overflows,
+            "streak": self.streak,
+            "rollbacks": self.rollbacks,
+            "spikes": None if self.spikes is None else self.spikes.state_dict(),
             "metrics": {name: value if value == value else None for name, value in self.metrics.items()},
             "schedule": self.rate.state_dict(),
             "scaler": self.precision.state_dict(),
@@ -88,14 +97,21 @@ class TrainState:
             self.feed.loader.load_state_dict(state["loader"])
         except ConfigError as error:
             raise CheckpointError(f"{saved.folder} does not go with this data: {error}") from error
-        checkpoint.model_files().load_weights(self.model, saved.folder)
-        load_optimizer_tensors(self.optimizer, self.model, saved.optimizer)
-        self.precision.load_state_dict(state["scaler"])
+        self.restore_weights(saved)
         self.rate.load_state_dict(state["schedule"])
         self.tracker.load_state_dict(state["best"])
         self.window.load_state_dict(state["window"])
         self.step, self.skipped, self.overflows = state["step"], state["skipped"], state["overflows"]
+        self.streak, self.rollbacks = state.get("streak", 0), state.get("rollbacks", 0)  # unknown to older checkpoints
+        if self.spikes is not None:
+            self.spikes.load_state_dict(state["spikes"])
         self.metrics = {name: float("nan") if value is None else value for name, value in state["metrics"].items()}
+
+    def restore_weights(self, saved: Saved) -> None:
+        """Model and optimiser of a checkpoint; the run's position stays what it is."""
+        checkpoint.model_files().load_weights(self.model, saved.folder)
+        load_optimizer_tensors(self.optimizer, self.model, saved.optimizer)
+        self.precision.load_state_dict(saved.state["scaler"])
 
 
 def identity(model: nn.Module, optim: OptimConfig, config: TrainConfig, rate: LearningRate) -> dict[str, Any]:
@@ -114,6 +130,8 @@ def identity(model: nn.Module, optim: OptimConfig, config: TrainConfig, rate: Le
         "train": {name: getattr(config, name) for name in _DECIDES},
         "randomness": RULE,
     }
+    if config.spike_factor is not None:
+        described["train"]["spike_factor"] = config.spike_factor
     if rate.needs_total:
         described["train"]["total_steps"] = rate.total_steps
     if isinstance(optim.schedule, Plateau):

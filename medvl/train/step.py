@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from medvl.schema import Batch, Losses
 from medvl.train.distributed import World, average_gradients
 from medvl.train.grad_cache import GradCache
-from medvl.train.guards import BufferGuard, poison
+from medvl.train.guards import BufferGuard, Spikes, poison
 from medvl.train.optim import set_lr, trainable
 from medvl.train.precision import Precision
 from medvl.train.seeding import derive, reseed
@@ -28,8 +28,10 @@ class Outcome:
     """Before clipping, over all ranks."""
     keys: list[list[str]]
     """Sample keys of each micro-batch of this rank."""
-    finite: bool
-    """Whether the weights were updated."""
+    updated: bool
+    """Whether the weights were: not where loss or gradient was not finite, or the loss a spike."""
+    spike: bool = False
+    """Finite, but far above the losses before it."""
     scale_search: bool = False
     """Not finite because fp16's loss scale was still too large, which is no fault of the data."""
 
@@ -60,8 +62,10 @@ class Step:
         clip_norm: float | None,
         channels_last: bool,
         grad_cache: int | None = None,
+        spikes: Spikes | None = None,
     ) -> None:
         self.module, self.optimizer, self.precision, self.world = module, optimizer, precision, world
+        self._spikes = spikes
         self._seed, self._clip_norm, self._channels_last = seed, clip_norm, channels_last
         self._parameters = trainable(optimizer)
         model = module.module if isinstance(module, DistributedDataParallel) else module
@@ -72,7 +76,8 @@ class Step:
         """Update number `step` with the rate `lr` from `count` micro-batches, whose losses are averaged.
 
         A loss or gradient that is not finite, on any rank and in any micro-batch, leaves weights, optimiser and buffers
-        as they were. All ranks decide alike because they look at the gradient after its reduction.
+        as they were, and so does a spike. All ranks decide alike because they look at the gradient after its reduction,
+        and at the mean of all their losses.
         """
         self._buffers.take()
         losses, keys = [], []
@@ -93,16 +98,18 @@ class Step:
         self.precision.unscale(self.optimizer)
         grad_norm = self._clip()
         finite = bool(grad_norm.isfinite())  # the step's only wait for the device
+        spike = finite and self._spikes is not None and self._spikes.judge(self._mean(losses))
         searching = False
-        if finite:
+        if finite and not spike:
             set_lr(self.optimizer, lr)
             self.precision.update(self.optimizer)
         else:
             broken = not all(bool(loss.total.isfinite()) for loss in losses)
-            searching = self.precision.skip() and not self.world.any(broken)
+            searching = not spike and self.precision.skip() and not self.world.any(broken)
             self._buffers.restore()
         self.optimizer.zero_grad(set_to_none=True)
-        return Outcome(losses=losses, grad_norm=grad_norm, keys=keys, finite=finite, scale_search=searching)
+        made = {"updated": finite and not spike, "spike": spike, "scale_search": searching}
+        return Outcome(losses=losses, grad_norm=grad_norm, keys=keys, **made)
 
     def place(self, batch: Batch) -> Batch:
         """The batch on this rank's device, in the model's memory format."""
@@ -121,6 +128,11 @@ class Step:
         if on or not isinstance(self.module, DistributedDataParallel):
             return contextlib.nullcontext()
         return self.module.no_sync()
+
+    def _mean(self, losses: list[Losses]) -> float:
+        """Of the update's losses, over micro-batches and ranks."""
+        mine = float(torch.stack([loss.total for loss in losses]).double().mean())
+        return sum(self.world.exchange(mine)) / self.world.size
 
     def _clip(self) -> Tensor:
         """Norm of the gradient over all parameters, before it is scaled down to `clip_norm`."""
