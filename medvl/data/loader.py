@@ -61,7 +61,7 @@ class FileSource:
         return read_pixels(self.samples[position], color=color)[0]
 
 
-class _Samples(Dataset[Item | Failure]):
+class Samples(Dataset[Item | Failure]):
     """What runs in a loader worker: read, decode, and make a row of it."""
 
     def __init__(self, source: Source, maker: ItemMaker, color: bool, image_keys: Sequence[str] | None) -> None:
@@ -176,7 +176,7 @@ class Loader:
         self,
         source: Source,
         positions: _Positions,
-        samples: _Samples,
+        samples: Samples,
         tokenizer: Tokenize,
         *,
         workers: int,
@@ -184,6 +184,7 @@ class Loader:
         timeout: float,
     ) -> None:
         self.source = source
+        self.samples, self.collate = samples, Collate(tokenizer)
         self.global_batch = positions.global_batch
         self._positions = positions
         self._skips = SkipCount(
@@ -195,7 +196,7 @@ class Loader:
             samples,
             batch_sampler=positions,
             num_workers=workers,
-            collate_fn=Collate(tokenizer),
+            collate_fn=self.collate,
             worker_init_fn=start_worker,
             prefetch_factor=4 if workers else None,
             persistent_workers=workers > 0,
@@ -316,5 +317,5 @@ def open_loader(
     if isinstance(positions, _TrainPositions) and together > 1:
         positions.images_N, positions.together = np.unique(np.array(image_keys), return_inverse=True)[1], together
     shared = None if train and together == 1 else image_keys
-    samples = _Samples(source, ItemMaker(image, text, source.label_names, seed), color, shared)
+    samples = Samples(source, ItemMaker(image, text, source.label_names, seed), color, shared)
     return Loader(source, positions, samples, tokenizer, workers=workers, max_skipped=max_skipped, timeout=timeout)

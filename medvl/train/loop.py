@@ -114,7 +114,7 @@ def train(
         stack.enter_context(console(world.is_main))
         stop = stack.enter_context(StopSignals())
         world.on_main(functools.partial(_lock, stack, config.run_dir))
-        training = _Training(model, train_loader, world, optim, config, valid_loader, evals, run or {})
+        training = Training(model, train_loader, world, optim, config, valid_loader, evals, run or {})
         stack.callback(training.journal.close)
         with explained(world, config):
             stopped = training.until_the_end(stop)
@@ -123,8 +123,8 @@ def train(
         return training.result(stopped)
 
 
-class _Training:
-    """The parts of a run, put together."""
+class Training:
+    """The parts of a run, put together. `train` is how it is used; `medvl.train.doctor` measures the parts."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class _Training:
         """Steps until the run is over, or asked to stop."""
         state = self.state
         if self.last_saved is None:
-            self._save(must=True)  # what cannot be saved at all should be known now, not after the first epoch
+            self.save(must=True)  # what cannot be saved at all should be known now, not after the first epoch
         while state.step < self.total_steps and not state.tracker.exhausted:
             step = state.step
             batches, count = self.feed.take(step), self.feed.micro_batches(step)
@@ -184,7 +184,7 @@ class _Training:
             owed = self.save_owed and self._due(self.config.log_every)
             is_best = state.tracker.best_step == state.step
             if ends or stopping or owed or is_best or went_back or self._due(self.config.checkpoint_every):
-                self._save(must=ends or stopping)
+                self.save(must=ends or stopping)
             if stopping:
                 _log.info("stopped by %s after step %d: the checkpoint is saved", stop.requested, state.step)
                 return "signal"
@@ -327,7 +327,7 @@ class _Training:
         _log.info("validation after step %d: %s%s", state.step, shown, f" ({', '.join(notes)})" if notes else "")
         self.speed.pause(time.perf_counter() - started)
 
-    def _save(self, must: bool) -> None:
+    def save(self, must: bool) -> None:
         """Save this step, unless it is saved. A failure is only then an error when there is no later chance."""
         if self.last_saved == self.state.step:
             return
