@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-from medvl.encoders.stems import residual_stem
-
 Statistics = tuple[float, float, float]
 
 IMAGENET_MEAN: Statistics = (0.485, 0.456, 0.406)
@@ -151,14 +149,6 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = MappingProxyType(
             image_size=128,
             arguments=MappingProxyType({"layers": (1, 1, 1, 1), "channels": (32, 64, 128, 256), "stem_chs": 32}),
             note="a pre-activation ResNet-10 of half width, for training from scratch on a CPU at 112 to 160 pixels",
-        ),
-        "vit_hybrid_tiny": ImagePreset(
-            model="timm:vit_tiny_patch16_224",
-            weights=None,
-            licence="none: trained from scratch",
-            image_size=112,
-            arguments=MappingProxyType({"embed_layer": residual_stem, "patch_size": 1, "depth": 2}),
-            note="two Transformer blocks on three residual stages, for training from scratch on a CPU",
         ),
         "densenet121": ImagePreset(
             model="timm:densenet121",
