@@ -63,7 +63,7 @@ def test_gloria_is_published_by_default() -> None:
     assert (config.patch_level, config.projection_dim, config.max_tokens) == (-2, 768, 97)
     assert (config.text_layers, config.text_reduce, config.word_pool) == (4, "sum", "sum")
     assert (config.temp1, config.temp2, config.temp3) == (4.0, 5.0, 10.0)
-    assert (config.local_weight, config.global_weight) == (1.0, 1.0)
+    assert (config.local_weight, config.global_weight, config.local_length) == (1.0, 1.0, None)
     with torch.device("meta"):
         model = GLoRIA.build(config, pretrained=False, tokenizer=None)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if "encoder" not in name}
@@ -306,6 +306,28 @@ def test_a_saved_model_is_the_same_model(model: GLoRIA, tmp_path: Path) -> None:
     assert (loaded.config, loaded.transform) == (model.config, model.transform)
     batch = make_batch(model.tokenizer)
     assert torch.equal(loaded.similarity(batch.image_BCHW, TEXTS), model.similarity(batch.image_BCHW, TEXTS))
+
+
+def test_a_length_for_all_regions_and_words_leaves_room_for_attention(tokenizer: Tokenizer) -> None:
+    """Where words are long, one of them has every region to itself, and regions are attended alike."""
+    batch = make_batch(tokenizer, [0, 1, 2])
+    spread = {}
+    for length in (None, 3.0):
+        model = tiny_model(tokenizer, local_length=length).eval()
+        with torch.no_grad():
+            for head in (model.word_head, model.region_head):
+                head.load_state_dict({name: 100 * tensor for name, tensor in head.state_dict().items()})
+            attention_BWhw, mask_BW = model.word_attention(batch.image_BCHW, batch.texts)
+            regions_NPE = model.embed_images(batch.image_BCHW).local_NPE
+        assert regions_NPE is not None
+        cells_NP = attention_BWhw.flatten(2)[mask_BW]
+        spread[length] = (cells_NP.max(dim=1).values / cells_NP.min(dim=1).values).log()
+        lengths_NP = regions_NPE.norm(dim=2)
+        assert (lengths_NP == pytest.approx(3.0, rel=1e-4)) is (length is not None)
+    assert spread[3.0].min() > 0
+    assert (spread[None] == 0).any()
+    with pytest.raises(ConfigError, match="local_length must be above 0"):
+        GLoRIAConfig(local_length=0.0)
 
 
 def test_its_towers_go_into_other_systems_and_theirs_into_it(model: GLoRIA, tmp_path: Path) -> None:

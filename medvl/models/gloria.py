@@ -113,7 +113,7 @@ class GLoRIA(ContrastiveEncoder):
             pixels_BCHW = F.interpolate(pixels_BCHW, (side, side), mode="bilinear", align_corners=True)
         features = self.image_encoder(pixels_BCHW)
         global_BE = F.normalize(self.image_head(features.pooled_BD).float(), dim=-1)
-        return Embeddings(global_BE, self.region_head(features.patches_BPD))
+        return Embeddings(global_BE, self._scaled(self.region_head(features.patches_BPD)))
 
     def embed_texts(self, texts: Sequence[str]) -> Embeddings:
         """Texts as `similarity` takes them: with their words behind the text's first token, not normalised."""
@@ -195,7 +195,11 @@ class GLoRIA(ContrastiveEncoder):
         features = self.text_encoder(ids_BT, mask_BT)
         words_BWD, mask_BW = sum_by_slot(features.tokens_BTD, slot_BT)
         global_BE = F.normalize(self.text_head(features.pooled_BD).float(), dim=-1)
-        return Embeddings(global_BE, self.word_head(words_BWD), mask_BW)
+        return Embeddings(global_BE, self._scaled(self.word_head(words_BWD)), mask_BW)
+
+    def _scaled(self, local_NPE: Tensor) -> Tensor:
+        length = self.config.local_length
+        return local_NPE if length is None else length * F.normalize(local_NPE.float(), dim=-1)
 
     def _compare_words(self, images: Embeddings, texts: Embeddings, pool: WordPool | None = None) -> Tensor:
         (regions_NPE, _), (words_MWE, mask_MW) = _local(images), _local(texts)

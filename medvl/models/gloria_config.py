@@ -37,6 +37,10 @@ class GLoRIAConfig:
     text_reduce: Literal["sum", "mean"] = "sum"
     frozen_text_layers: int = 0
     """The embedding layer and this many layers above it are not trained; 0 trains everything."""
+    local_length: float | None = None
+    """Length that every region and word is brought to before they are compared. None leaves them as they are, as the
+    paper does: then their own length says how sharp the attention is, and where it is large from the start, one word
+    has every region to itself, no gradient changes that, and all regions are attended alike."""
     word_pool: Literal["sum", "mean"] = "sum"
     """How the matches of a text's words become one, before the logarithm; under the sum, more words match better."""
     temp1: float = 4.0
@@ -52,8 +56,9 @@ class GLoRIAConfig:
     """Of the text encoder; None is the preset's own, or the tokenizer's where one is given."""
 
     def __post_init__(self) -> None:
-        for name in ("temp1", "temp2", "temp3", "pixel_std"):
-            if getattr(self, name) <= 0:
+        for name in ("temp1", "temp2", "temp3", "pixel_std", "local_length"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
         if min(self.local_weight, self.global_weight) < 0 or self.local_weight + self.global_weight == 0:
             raise ConfigError("local_weight and global_weight must not be negative, and not both 0")
