@@ -2,6 +2,7 @@
 
 from medvl.losses.answers import answer_words, answers
 from medvl.losses.contrastive import clip, convirt, siglip
+from medvl.losses.dense import boxes, masks
 from medvl.losses.gloria import gloria_local
 from medvl.losses.itc import itc
 from medvl.losses.itm import itm
@@ -12,12 +13,14 @@ from medvl.losses.mlm import mlm, mlm_distilled
 __all__ = [
     "answer_words",
     "answers",
+    "boxes",
     "clip",
     "convirt",
     "gloria_local",
     "itc",
     "itm",
     "labels",
+    "masks",
     "mim",
     "mlm",
     "mlm_distilled",

@@ -1,0 +1,106 @@
+"""Losses of boxes and masks against their formulas written out, in value and gradient."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from medvl import losses
+
+
+def naive_boxes(logits: Tensor, boxes: Tensor, labels: Tensor, true: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
+    count = max(1, int(inner.sum()))
+    focal = torch.zeros((), dtype=logits.dtype)
+    for logit, label in zip(logits.flatten(), labels.flatten(), strict=True):
+        p = 1 / (1 + torch.exp(-logit))
+        focal = focal - (0.25 * (1 - p) ** 2 * torch.log(p) if label else 0.75 * p**2 * torch.log(1 - p))
+    places = torch.zeros((), dtype=boxes.dtype)
+    for b in range(boxes.shape[0]):
+        for c in range(boxes.shape[1]):
+            if not inner[b, c]:
+                continue
+            a, t = boxes[b, c], true[b, c]
+            wide = (torch.minimum(a[2], t[2]) - torch.maximum(a[0], t[0])).clamp(min=0)
+            high = (torch.minimum(a[3], t[3]) - torch.maximum(a[1], t[1])).clamp(min=0)
+            union = (a[2] - a[0]) * (a[3] - a[1]) + (t[2] - t[0]) * (t[3] - t[1]) - wide * high
+            hull = (torch.maximum(a[2], t[2]) - torch.minimum(a[0], t[0])) * (
+                torch.maximum(a[3], t[3]) - torch.minimum(a[1], t[1])
+            )
+            places = places + 1 - wide * high / union + (hull - union) / hull
+    return focal / count, places / count
+
+
+def case(inner: bool = True) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 6, 3, requires_grad=True)
+    corner = torch.rand(2, 6, 2) * 10
+    boxes = torch.cat([corner, corner + 1 + torch.rand(2, 6, 2) * 8], dim=2).requires_grad_()
+    other = torch.rand(2, 6, 2) * 10
+    true = torch.cat([other, other + 1 + torch.rand(2, 6, 2) * 8], dim=2)
+    return logits, boxes, (torch.rand(2, 6, 3) < 0.3).float(), true, (torch.rand(2, 6) < 0.5) & inner
+
+
+def test_boxes_are_those_of_the_formulas() -> None:
+    logits, boxes, *rest = case()
+    found, expected = losses.boxes(logits, boxes, *rest), naive_boxes(logits, boxes, *rest)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    ours = torch.autograd.grad(sum(found), (logits, boxes))
+    theirs = torch.autograd.grad(sum(expected), (logits, boxes))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_without_a_box_places_cost_nothing_and_have_a_gradient_of_zeros() -> None:
+    logits, boxes, labels, true, inner = case(inner=False)
+    focal, place = losses.boxes(logits, boxes, labels * 0, true.fill_(math.nan), inner)
+    assert place == 0
+    (focal + place).backward()
+    assert boxes.grad is not None
+    assert not boxes.grad.any()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
+def naive_masks(logits: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    entropy, dice, planes = 0.0, 0.0, 0
+    for plane, share in zip(logits.flatten(0, 1), shares.flatten(0, 1), strict=True):
+        p = 1 / (1 + torch.exp(-plane))
+        entropy = entropy - (share * torch.log(p) + (1 - share) * torch.log(1 - p)).mean()
+        dice = dice + 1 - (2 * (p * share).sum() + 1) / (p.sum() + share.sum() + 1)
+        planes += 1
+    return entropy / planes, dice / planes
+
+
+def test_masks_are_those_of_the_formulas() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(3, 2, 4, 5, requires_grad=True)
+    shares = torch.rand(3, 2, 4, 5)
+    shares[0] = 0
+    found, expected = losses.masks(logits, shares), naive_masks(logits, shares)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(
+        torch.autograd.grad(sum(found), logits), torch.autograd.grad(sum(expected), logits), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_an_empty_mask_that_is_left_empty_costs_nothing() -> None:
+    entropy, dice = losses.masks(torch.full((1, 1, 8, 8), -30.0), torch.zeros(1, 1, 8, 8))
+    assert entropy < 1e-6
+    assert dice < 1e-6
+    _, marked = losses.masks(torch.full((1, 1, 8, 8), 30.0), torch.zeros(1, 1, 8, 8))
+    assert marked == pytest.approx(1 - 1 / 65)
+
+
+def test_they_are_computed_in_full_precision() -> None:
+    logits, boxes, *rest = case()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = losses.boxes(logits.bfloat16(), boxes, *rest)
+        masks = losses.masks(logits[None].bfloat16(), torch.zeros(1, *logits.shape))
+    assert {loss.dtype for loss in (*found, *masks)} == {torch.float32}
+
+
+def test_shapes_must_agree() -> None:
+    with pytest.raises(ValueError, match="one shape"):
+        losses.masks(torch.zeros(1, 1, 4, 4), torch.zeros(1, 2, 4, 4))
