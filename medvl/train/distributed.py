@@ -8,6 +8,7 @@ may wait for rank 0 to evaluate or to write without any collective running out o
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +17,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from medvl.errors import ConfigError, TrainingError
 
 _HOST_TIMEOUT = datetime.timedelta(days=1)
+_meetings = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,7 @@ def join(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[World]:
     rank, size = rank_and_world()
     starting = size > 1 and not dist.is_initialized()
     if starting:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
+        _meet("cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo")
     try:
         hosts = dist.new_group(backend="gloo", timeout=_HOST_TIMEOUT) if size > 1 else None
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -115,6 +118,19 @@ def join(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[World]:
     finally:
         if starting:
             dist.destroy_process_group()
+
+
+def _meet(backend: str) -> None:
+    """Start talking to the other ranks, under names in torchrun's store that nobody has used before.
+
+    torchrun keeps one store for all lives of its ranks. There the ranks of a new life would find the addresses of the
+    dead ones, and call those: they fail, or wait for half an hour. Likewise the second group of one process.
+    """
+    rank, size = rank_and_world()
+    store, _, _ = next(rendezvous("env://"))
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    names = dist.PrefixStore(f"medvl/life {life}/meeting {next(_meetings)}", store)
+    dist.init_process_group(backend, store=names, rank=rank, world_size=size)
 
 
 def distribute(model: nn.Module, world: World, find_unused_parameters: bool) -> nn.Module:
