@@ -18,6 +18,7 @@ from medvl.eval.vqa import command as answer_command
 from medvl.export import command as export_command
 from medvl.phantom import command as phantom_command
 from medvl.phantom import vqa_command as phantom_vqa
+from medvl.train import doctor_command
 
 if TYPE_CHECKING:
     from medvl.data.shards import Manifest
@@ -214,6 +215,8 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "export": export_command.export_checkpoint,
     "list": list_everything,
 }
+_READING_ON_THEIR_OWN: dict[str, Callable[[list[str]], str]] = {"doctor": doctor_command.doctor}
+"""What follows these commands is the command line of a recipe."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -227,6 +230,8 @@ def main(arguments: list[str] | None = None) -> None:
         elif command in _COMMANDS:
             positional = tyro.conf.configure(tyro.conf.PositionalRequiredArgs)(_COMMANDS[command])
             told = tyro.cli(positional, prog=f"medvl {command}", args=arguments[1:])
+        elif command in _READING_ON_THEIR_OWN:
+            told = _READING_ON_THEIR_OWN[command](arguments[1:])
         else:
             _usage(command)
             return
@@ -247,7 +252,7 @@ def _usage(command: str) -> None:
     lines = ["usage: medvl COMMAND ...", ""]
     for name, group in _GROUPS.items():
         lines += [f"  {f'{name} {sub}':24} {_summary(function)}" for sub, function in group.items()]
-    lines += [f"  {name:24} {_summary(function)}" for name, function in _COMMANDS.items()]
+    lines += [f"  {name:24} {_summary(function)}" for name, function in (_COMMANDS | _READING_ON_THEIR_OWN).items()]
     lines += ["", "medvl COMMAND --help says more. Training: torchrun recipes/convirt_mimic.py --help"]
     print("\n".join(lines))
     if command not in ("-h", "--help"):

@@ -27,6 +27,10 @@ class Settings(Protocol):
     def train(self) -> TrainConfig:
         """How the run goes."""
 
+    @property
+    def data(self) -> Any:
+        """Where the samples come from, and how many `workers` read them."""
+
 
 class Pretraining(Settings, Protocol):
     """What recipes that train a system on images and texts have besides."""
