@@ -5,6 +5,7 @@ from typing import Any
 
 _LAZY = {
     "create_classifier": "medvl.models.classifier",
+    "create_dense": "medvl.models.dense",
     "create_vqa": "medvl.models.vqa",
     "create_model": "medvl.models.registry",
     "list_models": "medvl.models.registry",
@@ -18,6 +19,10 @@ _LAZY = {
     "VQA": "medvl.models.vqa",
     "Classifier": "medvl.models.classifier",
     "ClassifierConfig": "medvl.models.classifier_config",
+    "Detector": "medvl.models.detector",
+    "DetectorConfig": "medvl.models.dense_config",
+    "Segmenter": "medvl.models.segmenter",
+    "SegmenterConfig": "medvl.models.dense_config",
     "FusionModel": "medvl.models.fusion_model",
     "System": "medvl.models.base",
     "ALBEFConfig": "medvl.models.fusion_configs",

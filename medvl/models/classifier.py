@@ -108,13 +108,20 @@ def create_classifier(
         ConfigError: the checkpoint has no image encoder that reads pixels, or the name is unknown.
         WeightsError: published weights cannot be had.
     """
+    encoder, transform = encoder_at(start)
+    return Classifier.on(encoder, labels, transform, frozen_encoder=frozen_encoder, head_rate=head_rate)
+
+
+def encoder_at(start: Path | str) -> tuple[ImageEncoder, EvalTransform]:
+    """The image encoder of a checkpoint of any system, or by name from its published weights; and its transform.
+
+    Raises as `create_classifier` does.
+    """
     if Path(start).is_dir():
         started = load(start)
-        encoder, transform = image_encoder_of(started), started.transform
-    else:
-        encoder = create_image_encoder(str(start), pretrained=True)
-        transform = EvalTransform(size=encoder.image_size[0])
-    return Classifier.on(encoder, labels, transform, frozen_encoder=frozen_encoder, head_rate=head_rate)
+        return image_encoder_of(started), started.transform
+    encoder = create_image_encoder(str(start), pretrained=True)
+    return encoder, EvalTransform(size=encoder.image_size[0])
 
 
 def image_encoder_of(model: System) -> ImageEncoder:
