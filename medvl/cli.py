@@ -11,7 +11,14 @@ import tyro
 from medvl.data import command as data_command
 from medvl.data import label_command, vqa_command
 from medvl.errors import ConfigError, MedvlError, SplitError
-from medvl.eval import classify_command, compare_command, grounding_command, probe_command, retrieval_command
+from medvl.eval import (
+    classify_command,
+    compare_command,
+    dense_command,
+    grounding_command,
+    probe_command,
+    retrieval_command,
+)
 from medvl.eval import command as eval_command
 from medvl.eval.generation import command as report_command
 from medvl.eval.vqa import command as answer_command
@@ -201,6 +208,8 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "class-retrieval": retrieval_command.class_retrieval,
         "listed": retrieval_command.listed,
         "grounding": grounding_command.grounding,
+        "detection": dense_command.detection,
+        "segmentation": dense_command.segmentation,
         "probe": probe_command.probe,
         "vqa": answer_command.vqa,
         "report": report_command.report,

@@ -2,10 +2,10 @@
 
 import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from medvl.errors import ConfigError
-from medvl.eval.command import default_folder, load_model, print_report, refuse_seen
+from medvl.eval.command import default_folder, load_model, open_textless, print_report, refuse_seen
 
 if TYPE_CHECKING:
     from medvl.data.shards import ShardSource
@@ -51,11 +51,11 @@ def classify(
     if not isinstance(model, Classifier):
         raise ConfigError(f"{checkpoint} is a {model.name}: recipes/linear_probe.py makes a classifier of it")
     refuse_seen(checkpoint, ShardSource(data))
-    loader = _open(model, data, batch, workers)
+    loader = open_textless(model, data, batch, workers)
     result = judge(
         model,
         loader,
-        valid_loader=None if valid is None else _open(model, valid, batch, workers),
+        valid_loader=None if valid is None else open_textless(model, valid, batch, workers),
         policy=LabelPolicy(uncertain=uncertain, missing=missing),
         threshold_rule=threshold_rule,
         resamples=resamples,
@@ -78,20 +78,3 @@ def _write(result: "ClassificationResult", folder: Path, model: str, source: "Sh
         pixels=source.pixels,
     )
     print_report(result.table(), [*paths, page])
-
-
-def _open(model: Any, data: Path, batch: int, workers: int) -> Any:
-    from medvl.data.loader import open_loader
-    from medvl.data.shards import ShardSource
-    from medvl.data.subset import no_text
-    from medvl.data.text import WholeText
-
-    return open_loader(
-        ShardSource(data),
-        batch=batch,
-        image=model.transform,
-        text=WholeText(),
-        tokenizer=no_text,
-        train=False,
-        workers=workers,
-    )

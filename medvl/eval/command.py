@@ -212,6 +212,24 @@ def open_shards(model: Any, checkpoint: Path, data: Path, batch: int, workers: i
     )
 
 
+def open_textless(model: Any, data: Path, batch: int, workers: int) -> Any:
+    """A loader over a folder of shards for evaluating a model that reads no text."""
+    from medvl.data.loader import open_loader
+    from medvl.data.shards import ShardSource
+    from medvl.data.subset import no_text
+    from medvl.data.text import WholeText
+
+    return open_loader(
+        ShardSource(data),
+        batch=batch,
+        image=model.transform,
+        text=WholeText(),
+        tokenizer=no_text,
+        train=False,
+        workers=workers,
+    )
+
+
 def refuse_seen(checkpoint: Path, source: "ShardSource") -> None:
     """Raise SplitError when the checkpoint tells what it was trained on and a patient of the shards is among that.
 

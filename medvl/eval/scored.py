@@ -8,7 +8,7 @@ Shape letters: N images, L classes.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -139,15 +139,20 @@ def choose_thresholds(valid: ScoredImages, test: ScoredImages, rule: ThresholdRu
 
     Raises SplitError when the two sets share a patient.
     """
-    shared = len({*valid.patients} & {*test.patients})
+    check_apart(valid.patients, test.patients)
+    columns = zip(valid.names, valid.scores_NL.T, valid.labels_NL.T, strict=True)
+    chosen = {name: choose_threshold(scores_N, labels_N, rule) for name, scores_N, labels_N in columns}
+    return {name: chosen.get(name, float("nan")) for name in test.names}
+
+
+def check_apart(valid: Iterable[str], test: Iterable[str]) -> None:
+    """Raises SplitError when patients of the validation images are among those of the test images."""
+    shared = len({*valid} & {*test})
     if shared:
         raise SplitError(
             f"{shared} patients are in the validation and in the test images: thresholds would be chosen on patients "
             "that they are judged on. Use splits that are disjoint by patient."
         )
-    columns = zip(valid.names, valid.scores_NL.T, valid.labels_NL.T, strict=True)
-    chosen = {name: choose_threshold(scores_N, labels_N, rule) for name, scores_N, labels_N in columns}
-    return {name: chosen.get(name, float("nan")) for name in test.names}
 
 
 def ranking_blocks(test: ScoredImages) -> list[Block]:

@@ -20,15 +20,13 @@ Settle = Callable[[NDArray[np.float64], Sequence[str]], NDArray[np.float64]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LabelConfig:
-    """Where the labels come from."""
+class LabelledData:
+    """Where labels, boxes or masks come from, and how many of them are used."""
 
     train: Path
-    """Folder of shards with labels."""
+    """Folder of shards that have them."""
     valid: Path
     """Folder of shards of other patients, which decides when to stop."""
-    image: ConVIRTAugmentation | EvalTransform
-    """Of the training images; validation takes the model's own transform."""
     labels: tuple[str, ...] = ()
     """Names to learn; none takes all that the shards have."""
     fraction: float = 1.0
@@ -53,6 +51,14 @@ class LabelConfig:
         missing = [f"{name} {path}" for name, path in wanted if not (path / MANIFEST).is_file()]
         if missing:
             raise ConfigError(f"not there: {', '.join(missing)}\n{how}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LabelConfig(LabelledData):
+    """Where the labels of a classifier come from."""
+
+    image: ConVIRTAugmentation | EvalTransform
+    """Of the training images; validation takes the model's own transform."""
 
     def names(self) -> tuple[str, ...]:
         """The labels to learn. Raises ConfigError when the shards lack one."""

@@ -1,0 +1,133 @@
+"""Detection or segmentation by a small decoder on a frozen, pretrained image encoder, at a fraction of the labels.
+
+    torchrun recipes/dense_transfer.py --start runs/convirt-mimic/best                   # RSNA: boxes of pneumonia
+    torchrun recipes/dense_transfer.py segmentation --start runs/convirt-mimic/best --data.fraction 0.01
+    torchrun recipes/dense_transfer.py tiny                                              # phantom, two CPU cores
+    medvl eval detection --checkpoint runs/rsna-detection/best --data shards/rsna/test --valid shards/rsna/validate
+    medvl eval segmentation --checkpoint runs/siim-segmentation/best --data shards/siim/test \\
+        --valid shards/siim/validate
+
+`--start` is a checkpoint of any system with an image encoder, or the name of an encoder with published weights. The
+encoder is frozen and in eval mode, so that what is measured is what its grid of patches holds. `--data.fraction` takes
+a share of the training patients, `--data.draw` says which. Training stops early by the validation patients.
+
+GLoRIA, MGCA and LoVT put a YOLOv3 and a U-Net on a ResNet-50's stages, whose first layers then see fine detail that a
+Transformer's tokens never had. Ours and not theirs: one decoder for every encoder, on one grid of patches
+(`--patch-level -2` takes a finer one, `--size` larger images), anchor-free boxes, no augmentation. Its numbers compare
+encoders under one protocol; they are not to be laid beside theirs.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from medvl.train.config import Cosine, OptimConfig, TrainConfig
+from medvl.train.launch import launch
+from medvl.train.marks import MarkConfig
+
+if TYPE_CHECKING:
+    from medvl.train import Run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All settings of a run."""
+
+    task: Literal["detection", "segmentation"]
+    start: Path
+    """Checkpoint to take the image encoder from, or the name of an encoder with published weights."""
+    size: int | None = None
+    """Height and width of the input, for encoders that take any; None is that of the start."""
+    patch_level: int | None = None
+    """Which of the encoder's grids: -1 its last, -2 one of finer cells; None is that of the start."""
+    width: int = 128
+    """Channels of the decoder."""
+    doublings: int = 2
+    """How often the decoder doubles the encoder's grid."""
+    data: MarkConfig
+    optim: OptimConfig
+    train: TrainConfig
+
+
+paper = Recipe(
+    task="detection",
+    start=Path("runs/convirt-mimic/best"),
+    data=MarkConfig(train=Path("shards/rsna/train"), valid=Path("shards/rsna/validate")),
+    optim=OptimConfig(lr=5e-4, weight_decay=1e-4, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
+    train=TrainConfig(
+        run_dir=Path("runs/rsna-detection"),
+        epochs=50,
+        global_batch=32,
+        precision="bf16",
+        best_metric="detection/ap_rsna",
+        best_mode="max",
+        early_stop_patience=10,
+    ),
+)
+segmentation = dataclasses.replace(
+    paper,
+    task="segmentation",
+    doublings=3,
+    data=dataclasses.replace(paper.data, train=Path("shards/siim/train"), valid=Path("shards/siim/validate")),
+    train=dataclasses.replace(
+        paper.train, run_dir=Path("runs/siim-segmentation"), best_metric="segmentation/dice_masked"
+    ),
+)
+_small = OptimConfig(lr=2e-3, weight_decay=1e-4, clip_norm=1.0, schedule=Cosine(warmup_steps=20))
+tiny = dataclasses.replace(
+    paper,
+    start=Path("quickstart/convirt/best"),
+    width=64,
+    data=MarkConfig(train=Path("quickstart/rsna/train"), valid=Path("quickstart/rsna/validate"), workers=1),
+    optim=_small,
+    train=dataclasses.replace(paper.train, run_dir=Path("quickstart/detection"), epochs=20),
+)
+tiny_segmentation = dataclasses.replace(
+    segmentation,
+    start=tiny.start,
+    width=64,
+    data=MarkConfig(train=Path("quickstart/siim/train"), valid=Path("quickstart/siim/validate"), workers=1),
+    optim=_small,
+    train=dataclasses.replace(segmentation.train, run_dir=Path("quickstart/segmentation"), epochs=20),
+)
+
+PRESETS = {"paper": paper, "segmentation": segmentation, "tiny": tiny, "tiny-segmentation": tiny_segmentation}
+
+MAKE_DATA = """Make the shards first, of RSNA for boxes and of SIIM for masks:
+    medvl shards rsna --root RSNA --out shards/rsna
+    medvl shards siim --root SIIM --out shards/siim
+and then, on the encoder of a checkpoint,
+    torchrun recipes/dense_transfer.py --start runs/convirt-mimic/best
+From nothing, for a try on the phantom corpus:
+    bash scripts/quickstart.sh
+    medvl phantom rsna --out phantom-rsna --patients 500 --size 320
+    medvl shards rsna --root phantom-rsna --out quickstart/rsna --short-side 224"""
+
+
+def prepare(recipe: Recipe) -> "Run":
+    """Model, data, and what judges it meanwhile."""
+    recipe.data.check(MAKE_DATA)
+    from medvl.eval import DetectionEval, SegmentationEval
+    from medvl.models import Detector, Segmenter, create_dense
+    from medvl.train import Run, seeded
+    from medvl.train.marks import open_marks
+
+    detects = recipe.task == "detection"
+    kind: Literal["boxes", "masks"] = "boxes" if detects else "masks"
+    with seeded(recipe.train.seed):
+        model = create_dense(
+            Detector if detects else Segmenter,
+            recipe.start,
+            recipe.data.names(kind),
+            size=recipe.size,
+            patch_level=recipe.patch_level,
+            width=recipe.width,
+            doublings=recipe.doublings,
+        )
+    opened = open_marks(recipe.data, model, kind, recipe.train.micro_batch)
+    run = Run(recipe="dense_transfer", settings=recipe, model=model, data=opened)
+    return run.judged_by(DetectionEval if detects else SegmentationEval)
+
+
+if __name__ == "__main__":
+    launch(prepare, PRESETS, "Detection and segmentation on a frozen encoder.")
