@@ -117,7 +117,7 @@ def test_boxes_are_cut_where_the_image_was() -> None:
     crop = Marker("boxes", LABELS, EvalTransform(size=SIZE, fit="crop"), (4, 4))  # columns 40 to 160 of 200
     assert len(crop.boxes(sample_of({"boxes": [box("Mass", 0, 0, 30, 30)]}))) == 0
     (edges,) = crop.boxes(sample_of({"boxes": [box("Mass", 20, 0, 60, 60)]}))
-    np.testing.assert_allclose(edges[:4], [0, 0, 40 * SIZE / 120, 60 * SIZE / 120], atol=0.5)  # half a pixel: the width is rounded
+    np.testing.assert_allclose(edges[:4], [0, 0, 40 * SIZE / 120, 60 * SIZE / 120], atol=0.5)
 
 
 @pytest.mark.parametrize("fit", FITS)
