@@ -133,10 +133,8 @@ def suppress(box_BP4: Tensor, score_BP: Tensor, *, overlap: float, keep: int) ->
 
     Greedy non-maximum suppression, all images at once. Once no box is left over, scores are -inf.
     """
-    from torchvision.ops import box_area
-
     left_BP = score_BP.clone()
-    area_BP = box_area(box_BP4.flatten(0, 1)).unflatten(0, score_BP.shape)
+    area_BP = (box_BP4[:, :, 2:] - box_BP4[:, :, :2]).prod(dim=2)
     kept = []
     for _ in range(min(keep, score_BP.shape[1])):
         best_B1 = left_BP.argmax(dim=1, keepdim=True)
