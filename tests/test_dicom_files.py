@@ -191,6 +191,7 @@ def test_all_that_is_kept_of_a_header(tmp_path, pixels):
         "PatientSex": "F",
         "PatientAge": "093Y",
         "PixelSpacing": [0.139, 0.140],
+        "BurnedInAnnotation": "NO",
     }
     header = read_dicom(write_dataset(tmp_path / "a.dcm", image_dataset(pixels, **WINDOW, **fields))).header
     assert header == DicomHeader(
@@ -205,6 +206,7 @@ def test_all_that_is_kept_of_a_header(tmp_path, pixels):
         body_part="CHEST",
         laterality="U",
         patient_sex="F",
+        burned_in=False,
         patient_age=90,
         pixel_spacing=(0.139, 0.140),
     )

@@ -65,6 +65,8 @@ class DicomHeader:
     """L, R, B (both) or U (unpaired)."""
     patient_sex: str | None
     """F or M."""
+    burned_in: bool | None
+    """Whether the file says that its pixels show who the patient is; None where it does not say."""
     patient_age: int | None
     """Years, 90 standing for 90 and above."""
     pixel_spacing: tuple[float, float] | None
@@ -147,6 +149,7 @@ def _header(file: DicomFile, layout: PixelLayout) -> DicomHeader:
         body_part=_listed(elements.text(Tag.BODY_PART), _BODY_PARTS),
         laterality=_listed(elements.text(Tag.IMAGE_LATERALITY) or elements.text(Tag.LATERALITY), _LATERALITIES),
         patient_sex=_listed(elements.text(Tag.PATIENT_SEX), _SEXES),
+        burned_in={"YES": True, "NO": False}.get((elements.text(Tag.BURNED_IN) or "").strip().upper()),
         patient_age=cap_age(elements.text(Tag.PATIENT_AGE)),
         pixel_spacing=_spacing(elements, Tag.PIXEL_SPACING) or _spacing(elements, Tag.IMAGER_PIXEL_SPACING),
     )

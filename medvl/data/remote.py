@@ -11,7 +11,6 @@ Copy the shards to a local disk where that matters.
 
 import json
 import re
-import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from medvl.data.images import decode_image
 from medvl.data.items import Collate, Failure, Item, ItemMaker, SkipCount, start_worker
 from medvl.data.shards import IMAGE_SUFFIXES, MANIFEST, Manifest, sample_from_json
+from medvl.data.tars import samples
 from medvl.data.text import TextPolicy
 from medvl.data.tokenize import Tokenizer
 from medvl.data.transforms import ImageTransform
@@ -106,8 +106,9 @@ class _Stream(IterableDataset[tuple[Batch | None, list[Failure]]]):
             order = self._rng("shards").permutation(len(self.urls))[part::parts]
             for url in (self.urls[number] for number in order):
                 try:
-                    yield from webdataset.tariterators.tarfile_samples([{"url": url}])
-                except (OSError, ValueError, tarfile.TarError) as error:
+                    with webdataset.gopen(url) as stream:
+                        yield from samples(stream, url)
+                except (OSError, ValueError) as error:
                     raise ShardError(f"{url} broke off ({type(error).__name__}): check network and access") from None
 
     def _shuffled(self, samples: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

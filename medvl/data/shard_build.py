@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from medvl.data.burned_in import has_burned_in_text
 from medvl.data.corpora.base import Record, read_record
 from medvl.data.dicom import DicomHeader, read_dicom
 from medvl.data.images import decode_image, encode_jpeg, encode_png, resize_short_side
@@ -115,10 +116,12 @@ def _add(record: Record, options: ShardOptions, writer: "_TarWriter", note: Shar
         if not any(sample.sections.values()) and not options.keep_textless:
             note.excluded["no_text"] += 1
             return
-        pixels, sample = read_pixels(sample, color=options.color)
+        pixels, sample = read_pixels(sample, color=options.color, warnings=note.warnings)
         data = _encode(pixels, options)
     except (DicomError, ImageError) as error:
         note.skipped.append((key, error.reason, str(error)))
+    except MemoryError:
+        note.skipped.append((key, "too_large", "it takes more memory than a worker may have"))
     except FileNotFoundError as error:
         kind = "report_missing" if record.report and str(record.report) == error.filename else "image_missing"
         note.skipped.append((key, kind, str(error)))
@@ -129,8 +132,12 @@ def _add(record: Record, options: ShardOptions, writer: "_TarWriter", note: Shar
         note.patients.append(sample.patient)
 
 
-def read_pixels(sample: Sample, *, color: bool = False) -> tuple[np.ndarray, Sample]:
+def read_pixels(
+    sample: Sample, *, color: bool = False, warnings: Counter[str] | None = None
+) -> tuple[np.ndarray, Sample]:
     """The image that `sample.image` names: uint8 (H, W) or (H, W, 3), and the sample completed from a DICOM header.
+
+    With `warnings`, a DICOM image is screened for text in its pixels, and what is found is counted there.
 
     Raises DicomError, ImageError or FileNotFoundError.
     """
@@ -141,6 +148,9 @@ def read_pixels(sample: Sample, *, color: bool = False) -> tuple[np.ndarray, Sam
         if not path.is_file():
             raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
         image = read_dicom(path)
+        if warnings is not None:
+            warnings["says_burned_in"] += image.header.burned_in is True
+            warnings["possible_burned_in_text"] += has_burned_in_text(image.pixels_HW)
         return image.pixels_HW, _complete(sample, image.header)
     if path.stat().st_size > _MAX_FILE_BYTES:
         raise ImageError(f"{path} is larger than {_MAX_FILE_BYTES >> 20} MiB", "too_large")

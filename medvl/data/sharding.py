@@ -33,6 +33,7 @@ from medvl.data.conversion import (
 )
 from medvl.data.corpora.base import Plan, Record
 from medvl.data.deid import Deidentifier
+from medvl.data.memory import WORKER_BYTES, cap_memory
 from medvl.data.shard_build import ShardNote, ShardTask, build_shard
 from medvl.data.shard_options import ShardOptions, ShardRun
 from medvl.data.shards import MANIFEST, Manifest, check_key
@@ -176,6 +177,7 @@ def _start_worker(counter: "Synchronized[int]") -> None:
     global _counter
     _counter = counter
     cv2.setNumThreads(0)  # one process a core already
+    cap_memory(WORKER_BYTES)
 
 
 def _tick() -> None:

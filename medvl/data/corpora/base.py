@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from medvl.data.deid import find_identifiers
+from medvl.data.deid import find_identifiers, names_a_person
 from medvl.data.reports import read_report
 from medvl.errors import CorpusError
 from medvl.schema import Sample
@@ -44,7 +44,8 @@ def read_record(record: Record, warnings: Counter[str]) -> Sample:
     sample = record.sample
     if record.report is not None:
         report = read_report(record.report)
-        sections = dict(report.sections)
+        sections = {name: text for name, text in report.sections.items() if not names_a_person(name)}
+        warnings["sections_naming_a_person"] += len(report.sections) - len(sections)
         if report.findings is None and report.impression is None and report.last_paragraph:
             sections["last_paragraph"] = report.last_paragraph
             warnings["no_findings_or_impression"] += 1

@@ -1,0 +1,59 @@
+"""A screen for text in the pixels: names and dates that a scanner or a workstation has written over an image.
+
+A letter that is burned in is a small, sharply bounded patch of the brightest shade, and text is many of them on one
+line. Marks of the technologist (L, R, PA, SUPINE) are text as well, but short. Only the upper and lower quarter are
+looked at: there scanners write, and the lungs are not.
+"""
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+_LONGEST_SIDE = 1536
+"""Larger images are looked at in this size: text that people are to read survives it."""
+_BAND = 0.25
+_FEWEST = 9
+"""Letters of a line; `PORTABLE` has eight."""
+_HEIGHTS = (6, 64)
+
+
+def has_burned_in_text(image: NDArray[np.uint8]) -> bool:
+    """Whether a line of at least nine letters stands in the upper or lower quarter of an image.
+
+    A screen for warnings, with misses (dark text on white, handwriting) and false alarms; it proves nothing.
+
+    Args:
+        image: (H, W), or (H, W, C) of which the brightest channel counts.
+    """
+    image_HW = image if image.ndim == 2 else image.max(axis=2)
+    scale = _LONGEST_SIDE / max(image_HW.shape)
+    if scale < 1:
+        image_HW = np.asarray(cv2.resize(image_HW, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA), np.uint8)
+    height = int(len(image_HW) * _BAND)
+    return any(_longest_line(_letters(band)) >= _FEWEST for band in (image_HW[:height], image_HW[-height:]) if height)
+
+
+def _letters(band_HW: NDArray[np.uint8]) -> NDArray[np.int32]:
+    """(N, 4): left, top, width, height of bright patches of the size of a letter, from left to right."""
+    bright_HW = (band_HW >= 224).astype(np.uint8)
+    _, _, stats, _ = cv2.connectedComponentsWithStats(bright_HW, connectivity=8)
+    width, height, area = stats[1:, cv2.CC_STAT_WIDTH], stats[1:, cv2.CC_STAT_HEIGHT], stats[1:, cv2.CC_STAT_AREA]
+    fits = (height >= _HEIGHTS[0]) & (height <= _HEIGHTS[1]) & (width <= 1.5 * height) & (area >= 0.12 * width * height)
+    boxes = stats[1:, :4][fits].astype(np.int32)
+    return boxes[np.argsort(boxes[:, 0], kind="stable")]
+
+
+def _longest_line(boxes: NDArray[np.int32]) -> int:
+    """Letters of the longest line: each of about the height of the one before, on its baseline, and not far from it."""
+    length = np.ones(len(boxes), int)
+    for i, (x, y, width, height) in enumerate(boxes):
+        near = boxes[i + 1 : i + 64]
+        follows = (
+            (np.abs(near[:, 1] + near[:, 3] - y - height) <= 0.3 * height)
+            & (np.abs(near[:, 3] - height) <= 0.5 * height)
+            & (near[:, 0] - x - width <= 1.8 * height)
+            & (near[:, 0] - x >= 0.5 * width)
+        )
+        later = np.flatnonzero(follows) + i + 1
+        length[later] = np.maximum(length[later], length[i] + 1)
+    return int(length.max(initial=0))
