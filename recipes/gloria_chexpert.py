@@ -10,8 +10,11 @@ CheXpert's own release has no reports: its impressions are a table of CheXpert P
 Published: F1 of about .61 in zero-shot classification of CheXpert 5x200, from a draw of images that was not listed; a
 figure of ours needs the credentialed data. The authors' protocol is `medvl eval zero-shot --prompts gloria_published`.
 
-Preset `tiny`: towers, text, augmentation and budget of `recipes/convirt_mimic.py tiny`; regions of 16 pixels of 112
-and the last two layers of three. AdamW under a cosine stands for Adam on a plateau.
+Preset `tiny` goes on from the towers of `recipes/convirt_mimic.py tiny`, which stand for ImageNet's ResNet and for
+Bio_ClinicalBERT, with its text, augmentation and budget; regions of 16 pixels of 112 and the last two layers of three.
+At these sizes the published attention stays even over the image: the text's first token keeps every region. Here words
+alone share regions out, words and regions have one length, and temp1 is ten times the paper's. AdamW under a cosine
+stands for Adam on a plateau.
 """
 
 import dataclasses
@@ -36,6 +39,9 @@ class Recipe:
     model: GLoRIAConfig
     pretrained: bool
     """Start both encoders from their published weights."""
+    start: Path | None = None
+    """Checkpoint of a GLoRIA, all of which is taken, or of another system whose image and text encoder are taken;
+    None takes none."""
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
@@ -69,7 +75,6 @@ paper = Recipe(
         early_stop_patience=10,
     ),
 )
-# What recipes/convirt_mimic.py tiny has, so that the two can be compared: only the words and regions are more.
 tiny = Recipe(
     model=GLoRIAConfig(
         image_encoder="resnet_tiny",
@@ -80,9 +85,13 @@ tiny = Recipe(
         encoder_size=None,
         projection_dim=128,
         text_layers=2,
+        local_length=2.0,
+        text_token=False,
+        temp1=40.0,
         max_tokens=48,
     ),
     pretrained=False,
+    start=Path("quickstart/convirt/best"),
     data=DataConfig(
         train="quickstart/shards/train",
         valid=Path("quickstart/shards/validate"),
@@ -91,7 +100,7 @@ tiny = Recipe(
         image=ConVIRTAugmentation.weak(112),
         workers=1,
     ),
-    optim=OptimConfig(optimizer="adamw", lr=1e-3, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
+    optim=OptimConfig(optimizer="adamw", lr=6e-4, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
     train=TrainConfig(
         run_dir=Path("quickstart/gloria"),
         epochs=14,
@@ -122,7 +131,7 @@ def prepare(recipe: Recipe) -> "Run":
     from medvl.eval import ZeroShotEval
     from medvl.train import pretraining
 
-    run = pretraining("gloria_chexpert", recipe)
+    run = pretraining("gloria_chexpert", recipe, recipe.start)
     prompts = recipe.prompts
     return run if prompts is None else run.judged_by(lambda images: ZeroShotEval(images, prompts))
 

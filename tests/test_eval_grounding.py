@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from medvl.data.transforms import Box, EvalTransform
 from medvl.errors import EvaluationError
 from medvl.eval.grounding import GroundingResult, boxes_on, label_mean_block, phrase_grounding
-from medvl.eval.grounding_maps import choose_maps, embed_patches, phrase_maps, smooth
+from medvl.eval.grounding_maps import best_cosine, choose_maps, embed_patches, phrase_maps, smooth
 from medvl.eval.grounding_metrics import MapRules, inside, judge_map
 from medvl.eval.grounding_page import draw_grounding, write_grounding_page
 from medvl.eval.results import read_results, write_results
@@ -353,6 +353,23 @@ def test_gloria_answers_with_its_own_attention_unless_told_otherwise() -> None:
     assert torch.equal(similarity.isnan(), attention.isnan())
     with pytest.raises(EvaluationError, match="maps are 'gradients': choose one of attention, similarity"):
         choose_maps(model, cast(Any, "gradients"))
+
+
+def test_a_region_is_as_similar_as_the_word_that_it_fits_best() -> None:
+    model = tiny_model(tiny_tokenizer()).eval()
+    texts = model.embed_texts(["small left pleural effusion", "edema"])
+    assert texts.local_NPE is not None
+    assert texts.mask_NP is not None
+    patches_BPE, _ = embed_patches(model, torch.randint(0, 256, (2, 1, 64, 64), dtype=torch.uint8))
+    found_BP = best_cosine(patches_BPE, texts)
+    for row in range(2):
+        words_WE = texts.local_NPE[row][texts.mask_NP[row]]
+        cosines_WP = F.cosine_similarity(words_WE[:, None], patches_BPE[row][None], dim=2)
+        torch.testing.assert_close(found_BP[row], cosines_WP.amax(dim=0))
+    whole_BP = F.cosine_similarity(patches_BPE, texts.global_NE[:, None], dim=2)
+    wordless = dataclasses.replace(texts, mask_NP=torch.zeros_like(texts.mask_NP))
+    torch.testing.assert_close(best_cosine(patches_BPE, wordless), whole_BP)
+    torch.testing.assert_close(best_cosine(patches_BPE, Embeddings(texts.global_NE)), whole_BP)
 
 
 class Tower(nn.Module):

@@ -63,7 +63,8 @@ def test_gloria_is_published_by_default() -> None:
     assert (config.patch_level, config.projection_dim, config.max_tokens) == (-2, 768, 97)
     assert (config.text_layers, config.text_reduce, config.word_pool) == (4, "sum", "sum")
     assert (config.temp1, config.temp2, config.temp3) == (4.0, 5.0, 10.0)
-    assert (config.local_weight, config.global_weight, config.local_length) == (1.0, 1.0, None)
+    assert (config.local_weight, config.global_weight) == (1.0, 1.0)
+    assert (config.local_length, config.text_token) == (None, True)
     with torch.device("meta"):
         model = GLoRIA.build(config, pretrained=False, tokenizer=None)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if "encoder" not in name}
@@ -287,7 +288,10 @@ def test_maps_are_in_the_pixels_of_the_original(tokenizer: Tokenizer) -> None:
     torch.testing.assert_close(found.flatten(2), attention_BWP[:, 1:])
     assert found.shape[2:] == (6, 6)
     assert mask_BW.sum(dim=1).tolist() == [len(naive_words(model, text)) - 1 for text in batch.texts]
-    expected = attention_BWP[2, 1 : 1 + int(mask_BW[2].sum())].mean(dim=0)
+    (regions_PE, words_WE), count = (each.local_NPE[2] for each in (images, texts)), int(mask_BW[2].sum())
+    words = [(words_WE[word], attention_BWP[2, word]) for word in range(1, 1 + count)]
+    fits = [F.cosine_similarity(look_P @ regions_PE, word_E, dim=0).mul(5).exp().item() for word_E, look_P in words]
+    expected = sum(fit / sum(fits) * look_P for fit, (_, look_P) in zip(fits, words, strict=True))
     assert expected.sum().item() == pytest.approx(1.0, abs=1e-5)
     peak = int(maps[2].argmax())
     cell = int(expected.argmax())
@@ -306,6 +310,26 @@ def test_a_saved_model_is_the_same_model(model: GLoRIA, tmp_path: Path) -> None:
     assert (loaded.config, loaded.transform) == (model.config, model.transform)
     batch = make_batch(model.tokenizer)
     assert torch.equal(loaded.similarity(batch.image_BCHW, TEXTS), model.similarity(batch.image_BCHW, TEXTS))
+
+
+def test_words_alone_are_those_behind_the_first_token(model: GLoRIA, tokenizer: Tokenizer) -> None:
+    alone = tiny_model(tokenizer, text_token=False)
+    alone.load_state_dict(model.state_dict())
+    model.eval(), alone.eval()
+    batch = make_batch(tokenizer, [0, 1, 2])
+    (_, words_BWE, mask_BW), (_, theirs_BWE, theirs_BW) = (
+        locals_of(each.embed_images(batch.image_BCHW), each.embed_texts(batch.texts)) for each in (alone, model)
+    )
+    torch.testing.assert_close(words_BWE, theirs_BWE[:, 1:])
+    assert torch.equal(mask_BW, theirs_BW[:, 1:])
+    pair = batch.image_BCHW, batch.texts
+    torch.testing.assert_close(alone.published_similarity(*pair), model.published_similarity(*pair))
+    (attention_BWhw, shown_BW), (_, whole_BW) = (each.word_attention(*pair) for each in (alone, model))
+    assert torch.equal(shown_BW, whole_BW)
+    torch.testing.assert_close(attention_BWhw.sum(dim=(2, 3))[shown_BW], torch.ones(int(shown_BW.sum())))
+    losses_of = alone(batch)
+    losses_of.total.backward()
+    assert losses_of.terms["local"].isfinite()
 
 
 def test_a_length_for_all_regions_and_words_leaves_room_for_attention(tokenizer: Tokenizer) -> None:

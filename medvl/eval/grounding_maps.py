@@ -1,9 +1,10 @@
 """Where a dual-encoder finds a phrase in an image: maps in the pixels of the image before the transform.
 
-A model that has maps of its own (GLoRIA's attention of words) is asked for them. For any other one a map is the cosine
-of the phrase with every patch of the last grid, each patch taken through the head that the pooled image goes through.
+A model that has maps of its own (GLoRIA's attention of words) is asked for them. A map of similarity is the cosine of
+the phrase with every patch of the last grid, each patch taken through the head that the pooled image goes through; of a
+model that compares regions with words, the cosine of each region with the word of the phrase that it fits best.
 
-Shape letters: B pairs of an image and a phrase, P patches, E shared embedding, h and w cells of the grid.
+Shape letters: B pairs of an image and a phrase, W words, P patches, E shared embedding, h and w cells of the grid.
 """
 
 import math
@@ -17,6 +18,7 @@ from torch import Tensor
 from medvl.errors import EvaluationError
 from medvl.models import DualEncoder
 from medvl.models.maps import on_image
+from medvl.schema import Embeddings
 
 Maps = Literal["attention", "similarity"]
 Size = tuple[int, int]
@@ -70,11 +72,23 @@ def phrase_maps(
         assert isinstance(model, Attends)
         return model.attention_maps(image_BCHW, phrases, sizes)
     patches_BPE, grid = embed_patches(model, image_BCHW)
-    text_BE = model.embed_texts(phrases).global_NE
-    similarity_BP = (F.normalize(patches_BPE.float(), dim=2) @ text_BE[:, :, None])[:, :, 0]
+    similarity_BP = best_cosine(patches_BPE, model.embed_texts(phrases))
     map_Bhw = smooth(similarity_BP.unflatten(1, grid), smoothing)
     boxes = [model.transform.box(*size) for size in sizes]
     return [on_image(map_hw[None], box, *size)[0] for map_hw, box, size in zip(map_Bhw, boxes, sizes, strict=True)]
+
+
+def best_cosine(patches_BPE: Tensor, texts: Embeddings) -> Tensor:
+    """(B, P): of each patch with its text's vector; with the best of its words where the model has words."""
+    patches_BPE = F.normalize(patches_BPE.float(), dim=2)
+    whole_BP = (patches_BPE @ texts.global_NE[:, :, None])[:, :, 0]
+    if texts.local_NPE is None:
+        return whole_BP
+    cosine_BWP = F.normalize(texts.local_NPE.float(), dim=2) @ patches_BPE.transpose(1, 2)
+    if texts.mask_NP is None:
+        return cosine_BWP.amax(dim=1)
+    best_BP = cosine_BWP.masked_fill(~texts.mask_NP[:, :, None], -torch.inf).amax(dim=1)
+    return torch.where(texts.mask_NP.any(dim=1)[:, None], best_BP, whole_BP)  # a text may have no word
 
 
 def embed_patches(model: DualEncoder, image_BCHW: Tensor) -> tuple[Tensor, Size]:

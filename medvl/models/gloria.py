@@ -135,7 +135,7 @@ class GLoRIA(ContrastiveEncoder):
         """
         images, texts = self._embedded(images, texts)
         words_MWE, mask_MW = _local(texts)
-        words = Embeddings(texts.global_NE, words_MWE[:, 1:], mask_MW[:, 1:])
+        words = Embeddings(texts.global_NE, words_MWE[:, self._first_word :], mask_MW[:, self._first_word :])
         return (super().similarity(images, texts) + self._compare_words(images, words, "max")) / 2
 
     @torch.no_grad()
@@ -144,16 +144,20 @@ class GLoRIA(ContrastiveEncoder):
     ) -> list[Tensor]:
         """Where each image is looked at for its text: one map (H, W) a pair, float32, in pixels of the original.
 
-        The attention of the text's words, averaged; the text's first token takes part in it and is not shown. Over the
-        grid a map sums to 1. NaN is what `transform` cut off before the model saw it. Call it in eval mode.
+        The attention of the text's words, each counting as much as it does in the local similarity: by the softmax of
+        temp2 times its match. The text's first token takes part in it and is not shown. Over the grid a map sums to 1,
+        and to 0 of a text without words. NaN is what `transform` cut off before the model saw it. Call it in eval mode.
 
         Args:
             image_BCHW: as `transform` made them.
             texts: of each image its own.
             original_sizes: (height, width) of the images before `transform`; None gives maps over the model's input.
         """
-        attention_BWhw, mask_BW = self.word_attention(image_BCHW, texts)
-        mean_Bhw = attention_BWhw.sum(dim=1) / mask_BW.sum(dim=1).clamp(min=1)[:, None, None]
+        words, regions_BPE, attention_BWP = self._attended(image_BCHW, texts)
+        words_BWE, mask_BW = words
+        match_BW = F.cosine_similarity(attention_BWP @ regions_BPE.float(), words_BWE.float(), dim=2)
+        weight_BW = (self.config.temp2 * match_BW).masked_fill(~mask_BW, -torch.inf).softmax(dim=1).nan_to_num()
+        mean_Bhw = torch.einsum("bw,bwp->bp", weight_BW, attention_BWP).unflatten(1, self._grid(image_BCHW))
         if original_sizes is None:
             height, width = image_BCHW.shape[2:]
             return list(on_image(mean_Bhw, Box(0.0, 0.0, height, width), height, width))
@@ -169,14 +173,23 @@ class GLoRIA(ContrastiveEncoder):
 
         Words are the tokenizer's, in order. Raises ConfigError unless there are as many texts as images.
         """
+        (_, mask_BW), _, attention_BWP = self._attended(image_BCHW, texts)
+        return attention_BWP.unflatten(2, self._grid(image_BCHW)), mask_BW
+
+    def _attended(self, image_BCHW: Tensor, texts: Sequence[str]) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+        """(words_BWE, mask_BW), regions_BPE, attention_BWP: of words, without the text's first token."""
         if len(image_BCHW) != len(texts):
             raise ConfigError(f"each image needs a text of its own: {len(image_BCHW)} images and {len(texts)} texts")
         words_BWE, mask_BW = _local(self.embed_texts(texts))
         regions_BPE, _ = _local(self.embed_images(image_BCHW))
-        side = self.config.encoder_size
-        grid = self.image_encoder.grid(*((side, side) if side is not None else image_BCHW.shape[2:]))
         attention_BWP = gloria_attention(regions_BPE, words_BWE, mask_BW, self.config.temp1)
-        return attention_BWP[:, 1:].unflatten(2, grid), mask_BW[:, 1:]
+        first = self._first_word
+        return (words_BWE[:, first:], mask_BW[:, first:]), regions_BPE, attention_BWP[:, first:]
+
+    def _grid(self, image_BCHW: Tensor) -> tuple[int, int]:
+        """(h, w) of the regions."""
+        side = self.config.encoder_size
+        return self.image_encoder.grid(*((side, side) if side is not None else image_BCHW.shape[2:]))
 
     def _embedded(
         self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]
@@ -194,8 +207,15 @@ class GLoRIA(ContrastiveEncoder):
         slot_BT = word_slots(self.tokenizer, ids_BT, mask_BT)  # before the encoder: its width is waited for
         features = self.text_encoder(ids_BT, mask_BT)
         words_BWD, mask_BW = sum_by_slot(features.tokens_BTD, slot_BT)
+        if not self.config.text_token:
+            words_BWD, mask_BW = words_BWD[:, 1:], mask_BW[:, 1:]
         global_BE = F.normalize(self.text_head(features.pooled_BD).float(), dim=-1)
         return Embeddings(global_BE, self._scaled(self.word_head(words_BWD)), mask_BW)
+
+    @property
+    def _first_word(self) -> int:
+        """Where the words of `_embed_ids` begin, behind the text's first token."""
+        return int(self.config.text_token)
 
     def _scaled(self, local_NPE: Tensor) -> Tensor:
         length = self.config.local_length

@@ -41,6 +41,9 @@ class GLoRIAConfig:
     """Length that every region and word is brought to before they are compared. None leaves them as they are, as the
     paper does: then their own length says how sharp the attention is, and where it is large from the start, one word
     has every region to itself, no gradient changes that, and all regions are attended alike."""
+    text_token: bool = True
+    """The text's first token stands among the words that share out the regions, as in the published training. It is
+    unlike all of them, and can keep every region for itself."""
     word_pool: Literal["sum", "mean"] = "sum"
     """How the matches of a text's words become one, before the logarithm; under the sum, more words match better."""
     temp1: float = 4.0
