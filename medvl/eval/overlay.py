@@ -4,9 +4,11 @@ H, W pixels of the image; h, w cells of the grid.
 """
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from medvl.data.transforms import Box
+from medvl.models.maps import on_image
 
 _UNSEEN = 0.35
 """Brightness that is left of what the model was not given."""
@@ -17,18 +19,9 @@ _LEAST_PEAK = 2.0
 
 
 def spread(map_hw: NDArray[np.floating], box: Box, height: int, width: int) -> NDArray[np.float64]:
-    """(H, W): the map over the image's pixels, linear between the centers of the cells, 0 outside of the box."""
-    down_Hh = _shares(height, box.top, box.height, map_hw.shape[0])
-    across_Ww = _shares(width, box.left, box.width, map_hw.shape[1])
-    return np.asarray(down_Hh @ map_hw @ across_Ww.T)
-
-
-def _shares(pixels: int, start: float, length: float, cells: int) -> NDArray[np.float64]:
-    """(pixels, cells): what each cell gives to each pixel."""
-    place = (np.arange(pixels) + 0.5 - start) / length
-    inside = (place >= 0) & (place <= 1)
-    each = [np.interp(place * cells - 0.5, np.arange(cells), one) for one in np.eye(cells)]
-    return np.stack(each, axis=1) * inside[:, None]
+    """(H, W): the map over the image's pixels (`medvl.models.maps.on_image`), 0 outside of the box."""
+    map_HW = on_image(torch.from_numpy(np.asarray(map_hw, dtype=np.float64))[None], box, height, width)[0]
+    return map_HW.nan_to_num(0.0).double().numpy()
 
 
 def peak(map_hw: NDArray[np.floating]) -> float:
