@@ -15,13 +15,10 @@ from medvl.errors import ConfigError
 from medvl.models.albef import ALBEF
 from medvl.models.fusion.encoder import Tokens
 from medvl.models.fusion.heads import WordHead
-from medvl.models.fusion.layers import LAYER_NORM_EPS, Attention, FeedForward, Sizes, init_weights
-from medvl.models.fusion.masks import open_empty_rows, padding_mask
+from medvl.models.fusion.layers import LAYER_NORM_EPS, Attention, FeedForward, KeysValues, Sizes, init_weights
+from medvl.models.fusion.masks import padding_mask
 from medvl.models.fusion_model import FusionModel
 from medvl.models.vqa_config import DecoderConfig
-
-KeysValues = tuple[Tensor, Tensor]
-"""Of an attention, (rows, H, tokens, d) each."""
 
 
 class Memory(NamedTuple):
@@ -41,30 +38,12 @@ class Memory(NamedTuple):
         return self._replace(written=chosen)
 
 
-class KeptAttention(Attention):
-    """`Attention` in two steps, the first of which can be kept."""
-
-    def keys_values(self, states_BKD: Tensor) -> KeysValues:
-        """What the other tokens are attended to by."""
-        return self._split(self.key(states_BKD)), self._split(self.value(states_BKD))
-
-    def attend(self, states_BQD: Tensor, kept: KeysValues, mask_BQK: Tensor | None) -> Tensor:
-        """(B, Q, D), residual and norm included; the mask as `forward` takes it."""
-        attended_BHQd = F.scaled_dot_product_attention(
-            self._split(self.query(states_BQD)),
-            *kept,
-            attn_mask=None if mask_BQK is None else open_empty_rows(mask_BQK)[:, None],
-            dropout_p=self.dropout if self.training else 0.0,
-        )
-        return self._add(states_BQD, attended_BHQd)
-
-
 class DecoderLayer(nn.Module):
     """Attention to the answer so far, to what is answered, feed-forward: a `CoAttentionLayer` that keeps and writes."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.attention, self.cross_attention = KeptAttention(sizes), KeptAttention(sizes)
+        self.attention, self.cross_attention = Attention(sizes), Attention(sizes)
         self.feed_forward = FeedForward(sizes)
 
     def forward(

@@ -41,6 +41,10 @@ def attention_weights(query_BQD: Tensor, key_BKD: Tensor, heads: int, mask_BQK: 
     return scores_BHQK.softmax(dim=-1)
 
 
+KeysValues = tuple[Tensor, Tensor]
+"""Of an attention, (rows, heads, tokens, D / heads) each."""
+
+
 class Attention(nn.Module):
     """Multi-head attention of one sequence to another (or to itself), residual and LayerNorm.
 
@@ -60,14 +64,23 @@ class Attention(nn.Module):
 
         A query that may attend to nothing attends to everything.
         """
-        attended_BHQD = F.scaled_dot_product_attention(
+        return self.attend(states_BQD, self.keys_values(context_BKD), mask_BQK)
+
+    def keys_values(self, context_BKD: Tensor) -> KeysValues:
+        """By what the other tokens are attended to: it can be kept, and attended to again."""
+        return self._split(self.key(context_BKD)), self._split(self.value(context_BKD))
+
+    def attend(self, states_BQD: Tensor, kept: KeysValues, mask_BQK: Tensor | None) -> Tensor:
+        """The rest of `forward`."""
+        attended_BHQd = F.scaled_dot_product_attention(
             self._split(self.query(states_BQD)),
-            self._split(self.key(context_BKD)),
-            self._split(self.value(context_BKD)),
+            *kept,
             attn_mask=None if mask_BQK is None else open_empty_rows(mask_BQK)[:, None],
             dropout_p=self.dropout if self.training else 0.0,
         )
-        return self._add(states_BQD, attended_BHQD)
+        attended_BQD = self.out(attended_BHQd.transpose(1, 2).flatten(2))
+        added_BQD: Tensor = self.norm(states_BQD + F.dropout(attended_BQD, self.dropout, self.training))
+        return added_BQD
 
     def weights(self, states_BQD: Tensor, context_BKD: Tensor, mask_BQK: Tensor | None) -> Tensor:
         """(B, heads, Q, K): what `forward` attends with, dropout aside. For pictures of the attention."""
@@ -75,11 +88,6 @@ class Attention(nn.Module):
 
     def _split(self, states_BND: Tensor) -> Tensor:
         return split_heads(states_BND, self.heads)
-
-    def _add(self, states_BQD: Tensor, attended_BHQD: Tensor) -> Tensor:
-        attended_BQD = self.out(attended_BHQD.transpose(1, 2).flatten(2))
-        added_BQD: Tensor = self.norm(states_BQD + F.dropout(attended_BQD, self.dropout, self.training))
-        return added_BQD
 
 
 class FeedForward(nn.Module):
