@@ -1,7 +1,7 @@
 """Visual question answering: a classifier over answers, or a decoder of them, fine-tuned from either family.
 
     torchrun recipes/vqa_finetune.py --start runs/m3ae/best
-    torchrun recipes/vqa_finetune.py --start runs/albef/best --head ranking --head-rate 1 --optim.lr 2e-5
+    torchrun recipes/vqa_finetune.py --start runs/albef/best --head ranking --optim.lr 2e-5
     torchrun recipes/vqa_finetune.py tiny           # the phantom, from the quickstart's ConVIRT, two CPU cores
     torchrun recipes/vqa_finetune.py tiny --help    # every setting
 
@@ -41,8 +41,8 @@ class Recipe:
     """Or product (MedViLL's own), ranking or generation (a decoder of answers)."""
     decoder: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
     """Of the heads ranking and generation."""
-    head_rate: float = 50.0
-    """Learning rate of the head, as a multiple of the encoders'; for ALBEF's decoder and MedViLL's head take 1."""
+    head_rate: float | None = None
+    """Learning rate of the head, as a multiple of the encoders'; None is the published one of that head."""
     protocol: str = "medvl"
     """How answers are compared, and whose answers make up the vocabulary."""
     data: QuestionConfig

@@ -255,3 +255,13 @@ def test_training_data_is_opened_and_checked(folder: Path) -> None:
 def test_a_vocabulary_has_two_answers_or_more(answers: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="answers must be two or more, each once"):
         VQAConfig(fusion="m3ae", answers=answers)
+
+
+@pytest.mark.parametrize(
+    ("head", "rate"), [("classifier", 50.0), ("product", 1.0), ("ranking", 1.0), ("generation", 1.0)]
+)
+def test_a_head_learns_at_its_published_rate_unless_told_otherwise(head: Any, rate: float) -> None:
+    assert VQAConfig(fusion="medvill", answers=ANSWERS, head=head).head_rate == rate
+    assert VQAConfig(fusion="medvill", answers=ANSWERS, head=head, head_rate=4.0).head_rate == 4.0
+    with pytest.raises(ConfigError, match="head_rate must be above 0"):
+        VQAConfig(fusion="medvill", answers=ANSWERS, head=head, head_rate=0.0)

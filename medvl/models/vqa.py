@@ -65,7 +65,7 @@ class VQA(System):
         *,
         head: Head = "classifier",
         decoder: DecoderConfig | None = None,
-        head_rate: float = 50.0,
+        head_rate: float | None = None,
     ) -> Self:
         """A fresh head on a fusion-encoder, which is taken as it is and not copied. Raises as `create_vqa`."""
         settings = dataclasses.asdict(fusion_model.config)
@@ -126,7 +126,7 @@ def create_vqa(
     fusion: StreamConfig,
     head: Head = "classifier",
     decoder: DecoderConfig | None = None,
-    head_rate: float = 50.0,
+    head_rate: float | None = None,
 ) -> VQA:
     """A fresh head that answers on the model of a checkpoint, of either family.
 
@@ -137,7 +137,7 @@ def create_vqa(
         fusion: sizes of that fresh fusion-encoder; what it says of the encoders is replaced by what `start` has.
         head: how an answer is given.
         decoder: of the heads "ranking" and "generation"; ALBEF's sizes by default.
-        head_rate: learning rate of the head, as a multiple of the encoders'.
+        head_rate: learning rate of the head, as a multiple of the encoders'; None is the head's published one.
 
     Raises:
         CheckpointError: `start` is no whole checkpoint.

@@ -64,9 +64,9 @@ class VQAConfig:
     head: Head = "classifier"
     decoder: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
     """Of the heads "ranking" and "generation"."""
-    head_rate: float = 50.0
-    """Learning rate of the head, as a multiple of the encoders': M3AE's. ALBEF's decoder, which starts from its
-    fusion-encoder, and MedViLL's head learn at 1."""
+    head_rate: float | None = None
+    """Learning rate of the head, as a multiple of the encoders'. None is the published one: 50 of a classifier (M3AE),
+    1 of MedViLL's product and of a decoder, which starts from the fusion-encoder (ALBEF)."""
     max_tokens: int = 32
     """Of a question."""
     vocab_size: int | None = None
@@ -80,5 +80,7 @@ class VQAConfig:
             raise ConfigError(f"answers must be two or more, each once; there are {len(self.answers)}")
         if self.head not in HEADS:
             raise ConfigError(f"head is {self.head!r}: known are {', '.join(HEADS)}")
-        if self.head_rate <= 0:
+        if self.head_rate is None:
+            object.__setattr__(self, "head_rate", 50.0 if self.head == "classifier" else 1.0)
+        elif self.head_rate <= 0:
             raise ConfigError(f"head_rate must be above 0, got {self.head_rate}")
