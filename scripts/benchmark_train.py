@@ -1,126 +1,319 @@
-"""The training step against a bare loop over the same model: pairs a second, peak memory, share of the peak FLOPs.
+"""Training against open_clip's trainer and a plain PyTorch loop: one model, the same images and texts, one run.
 
-    python scripts/benchmark_train.py                                            # tiny encoders, a CPU
-    python scripts/benchmark_train.py --preset paper --batch 32 256 --precision bf16 --peak-tflops 989   # a GPU
+    python scripts/benchmark_train.py                                       # a small CLIP, a CPU
+    python scripts/benchmark_train.py --model ViT-B-32 --batch 1024 --precision bf16 --compile --workers 16 \\
+        --patients 4000 --steps 20                                          # a GPU
 
-The floor is forward, backward and the optimiser's update without anything around them. The medvl step adds moving the
-batch to the device, seeding from (step, rank), the finite check before the update and the gradient norm. Loading is not
-in it: `scripts/benchmark_loader.py` measures that.
+Two tables. *Step*: inputs on the device, 77 tokens for all; forward, loss, backward, clipping nothing, AdamW. *End to
+end*: from files. medvl reads shards; open_clip's trainer (`open_clip_train`, its own CSV dataset, its own
+`train_one_epoch`) and the plain loop read a CSV of the very JPEG files that the shards were made of, with open_clip's
+validation transform, so that nobody augments. medvl pads texts to the longest of a batch, the others to 77. The
+contenders take turns, round by round, so that a busy machine is busy for all; ratios are medians over rounds. Where a
+CPU is too busy even for that, `--clock cpu --workers 0` counts the seconds that the process was given.
+
+`medvl doctor RECIPE` measures a recipe part by part; `--doctor` does that here, for the CLIP of the tables.
 """
 
 import argparse
-import time
-from collections.abc import Callable
+import csv
+import dataclasses
+import logging
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from open_clip_baseline import CLOCKS, LR, WEIGHT_DECAY, OpenClip, PairsOfFiles, sizes_of
+from torch import Tensor
+from torch.utils.data import DataLoader
 
-from medvl.models import ConVIRTConfig, create_model
-from medvl.schema import FINDINGS, Batch
-from medvl.train.config import OptimConfig
+from medvl import phantom
+from medvl.data.corpora import mimic_cxr
+from medvl.data.deid import Deidentifier
+from medvl.data.shard_options import ShardOptions, ShardRun
+from medvl.data.sharding import write_shards
+from medvl.data.shards import ShardSource
+from medvl.data.text import WholeText
+from medvl.data.tokenize import load_tokenizer
+from medvl.data.transforms import EvalTransform
+from medvl.models import create_model
+from medvl.models.clip_configs import CLIPConfig
+from medvl.schema import Batch
+from medvl.train.config import OptimConfig, TrainConfig
+from medvl.train.data import DataConfig, open_data
+from medvl.train.diagnosis import describe
 from medvl.train.distributed import World, join
+from medvl.train.doctor import examine
+from medvl.train.feed import Feed
+from medvl.train.measure import synchronize
 from medvl.train.optim import build_optimizer
 from medvl.train.precision import Precision
+from medvl.train.run import Run
 from medvl.train.step import Step
 
-CONFIGS = {
-    "tiny": ConVIRTConfig(
-        image_encoder="resnet_tiny",
-        text_encoder="tiny_bert",
-        image_size=112,
-        projection_dim=128,
-        frozen_text_layers=0,
-        vocab_size=4000,
-    ),
-    "paper": ConVIRTConfig(),
-}
+SMALL_IMAGE = {"embed_dim": 128, "patch_size": 16, "width": 192, "layers": 4, "head_width": 64}
+SMALL_TEXT = {"embed_dim": 128, "context_length": 77, "width": 192, "num_hidden_layers": 3, "heads": 3}
+"""`open_clip_baseline.SMALL` in medvl's words."""
+CONTEXT = 77
+
+Rate = Callable[[], float]
+"""One round: pairs a second."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `examine` and `Run` read of a recipe."""
+
+    model: CLIPConfig
+    data: DataConfig
+    optim: OptimConfig
+    train: TrainConfig
 
 
 def main() -> None:
-    """Measure and print."""
+    """Make the data, measure in turns, print."""
+    options = _options()
+    logging.disable(logging.INFO)
+    if options.clock == "cpu" and (options.workers or torch.cuda.is_available()):
+        raise SystemExit("--clock cpu counts this process alone: --workers 0, and no GPU")
+    with tempfile.TemporaryDirectory() as name, join("auto") as world:
+        folder = Path(name)
+        write_data(folder, options.patients, options.image_size)
+        settings = medvl_settings(folder, options)
+        print(
+            f"{options.model}, batch {options.batch}, {options.precision}, {world.device}, {options.workers} workers,"
+        )
+        print(f"JPEGs of {options.image_size} px; torch {torch.__version__}, {torch.get_num_threads()} threads")
+        show("step", take_turns(steps(settings, options, world), options.repeats))
+        show("end to end", take_turns(trainers(settings, folder, options, world), options.repeats))
+        if options.doctor:
+            print("\n" + describe(examine(medvl_run(settings), options.doctor), settings))
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=CONFIGS, default="tiny")
-    parser.add_argument("--batch", type=int, nargs="+", default=[64], help="pairs of a step; several are measured each")
-    parser.add_argument("--tokens", type=int, default=32, help="length of every text")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--channels-last", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--peak-tflops", type=float, help="of the device at this precision: prints the share reached")
-    options = parser.parse_args()
-    with join("auto") as world:
-        print(f"ConVIRT {options.preset}, {options.precision}, {options.tokens} tokens, {world.device}")
-        for pairs in options.batch:
-            measure(pairs, options, world)
+    parser.add_argument("--model", default="small", help="small, or a name of open_clip's such as ViT-B-32")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--compile", action="store_true", help="all models, by torch.compile")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=6, help="of a round")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of each contender")
+    parser.add_argument("--patients", type=int, default=120, help="of the phantom corpus; about 2.2 images each")
+    parser.add_argument("--image-size", type=int, default=512, help="of the JPEGs")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for a CPU without workers")
+    parser.add_argument("--doctor", type=float, metavar="SECONDS", help="examine medvl's run as well")
+    return parser.parse_args()
 
 
-def measure(pairs: int, options: argparse.Namespace, world: World) -> None:
-    """Both loops at one batch size."""
-    device = world.device
-    torch.manual_seed(0)
-    model = create_model(CONFIGS[options.preset]).to(device).train()
-    if options.channels_last:
-        torch.nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
-    if options.compile:
-        model.compile()
-    config = OptimConfig(lr=1e-5, clip_norm=1.0)
-    optimizer, precision = build_optimizer(model, config), Precision(options.precision, device)
-    step = Step(model, optimizer, precision, world, seed=0, clip_norm=1.0, channels_last=options.channels_last)
-    batch = random_batch(pairs, options.tokens, model.config)
-    placed = step.place(batch)
-
-    def bare(_: int) -> None:
-        with precision.autocast():
-            loss = model(placed).total
-        precision.backward(loss)
-        precision.update(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-
-    with FlopCounterMode(display=False) as counter:
-        bare(0)
-    tflop = counter.get_total_flops() / 1e12
-    rates = {
-        "bare loop": pairs / seconds_each(bare, options.steps, device),
-        "medvl step": pairs / seconds_each(lambda number: step(number, 1e-5, [batch], 1), options.steps, device),
-    }
-    for name, rate in rates.items():
-        peak = f", {tflop * rate / pairs / options.peak_tflops:.2f} of peak" if options.peak_tflops else ""
-        print(f"{pairs:5d} pairs  {name:10s} {rate:8.1f} pairs/s, {1000 * pairs / rate:7.1f} ms a step{peak}")
-    memory = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most" if device.type == "cuda" else ""
-    share = rates["medvl step"] / rates["bare loop"]
-    print(f"{pairs:5d} pairs  the medvl step reaches {share:.2f} of the bare loop; {tflop:.3f} TFLOP a step{memory}")
+def write_data(folder: Path, patients: int, size: int) -> None:
+    """A phantom MIMIC-CXR-JPG as shards, and the same samples as a CSV of JPEG files."""
+    phantom.write_mimic_cxr_jpg(folder / "corpus", patients=patients, size=size)
+    deid = Deidentifier(bytes(32))
+    plan = mimic_cxr.plan(folder / "corpus", deid, split="train")
+    write_shards(plan, deid, ShardRun(out=folder / "shards"), ShardOptions(short_side=size))
+    source = ShardSource(folder / "shards/train")
+    paths = {record.sample.key: record.sample.image for record in plan.records}
+    policy, rng = WholeText(sections=("impression",)), np.random.default_rng(0)
+    with (folder / "pairs.csv").open("w", newline="") as file:
+        rows = csv.writer(file, delimiter="\t")
+        rows.writerow(["filepath", "title"])
+        for position in range(len(source)):
+            sample = source.sample(position)
+            text = " ".join(policy(sample.sections, rng).split()) or "-"
+            rows.writerow([paths[sample.key], text])
 
 
-def random_batch(pairs: int, tokens: int, config: ConVIRTConfig) -> Batch:
-    """Noise in the form of a batch."""
-    generator = torch.Generator().manual_seed(0)
-    size, vocabulary = config.image_size, config.vocab_size or 20_000
-    return Batch(
-        keys=[str(index) for index in range(pairs)],
-        image_BCHW=torch.randint(0, 256, (pairs, 1, size, size), dtype=torch.uint8, generator=generator),
-        ids_BT=torch.randint(5, vocabulary, (pairs, tokens), generator=generator),
-        mask_BT=torch.ones(pairs, tokens, dtype=torch.bool),
-        labels_BL=torch.full((pairs, len(FINDINGS)), float("nan")),
-        texts=[""] * pairs,
+def medvl_settings(folder: Path, options: argparse.Namespace) -> Settings:
+    """The same model and data as a run of medvl."""
+    sizes = sizes_of(options.model)
+    side = sizes["vision_cfg"]["image_size"]
+    small = options.model == "small"
+    tower = f"open_clip:{'custom' if small else options.model}"
+    model = CLIPConfig(
+        image_encoder=tower,
+        image_arguments=SMALL_IMAGE if small else {},
+        text_encoder=tower,
+        text_arguments=SMALL_TEXT if small else {},
+        image_size=side,
+        vocab_size=sizes["text_cfg"]["vocab_size"],
+    )
+    data = DataConfig(
+        train=str(folder / "shards/train"),
+        valid=None,
+        text=WholeText(sections=("impression",)),
+        image=EvalTransform(size=side),
+        workers=options.workers,
+    )
+    return Settings(
+        model=model,
+        data=data,
+        optim=OptimConfig(lr=LR, weight_decay=WEIGHT_DECAY, betas=(0.9, 0.98)),
+        train=TrainConfig(
+            run_dir=folder / "run",
+            epochs=1,
+            global_batch=options.batch,
+            precision=options.precision,
+            compile=options.compile,
+        ),
     )
 
 
-def seconds_each(function: Callable[[int], object], steps: int, device: torch.device) -> float:
-    """Mean time of a call, after three that do not count."""
-    for number in range(3):
-        function(number)
-    synchronize(device)
-    started = time.perf_counter()
-    for number in range(steps):
-        function(number)
-    synchronize(device)
-    return (time.perf_counter() - started) / steps
+def medvl_run(settings: Settings) -> Run:
+    """Model and loader."""
+    model = create_model(settings.model, tokenizer=load_tokenizer("clip", max_tokens=CONTEXT))
+    opened = open_data(settings.data, model, settings.train.micro_batch)
+    return Run(recipe="benchmark", settings=settings, model=model, data=opened)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+class Medvl:
+    """medvl's step and loader."""
+
+    def __init__(self, settings: Settings, world: World) -> None:
+        run = medvl_run(settings)
+        self.model, self.world = run.model.to(world.device).train(), world
+        if settings.train.compile:
+            self.model.compile()
+        self.optimizer = build_optimizer(self.model, settings.optim)
+        self.precision = Precision(settings.train.precision, world.device)
+        self.step = Step(self.model, self.optimizer, self.precision, world, seed=0, clip_norm=None, channels_last=False)
+        self.feed, self._number = Feed(run.data.train, 1), 0
+
+    def bare(self, batch: Batch) -> None:
+        """Forward, backward and update, and nothing around them."""
+        with self.precision.autocast():
+            loss = self.model(batch).total
+        self.precision.backward(loss)
+        self.precision.update(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def epoch(self, steps: int) -> Iterator[int]:
+        """Steps from the loader; yields after each."""
+        for _ in range(steps):
+            outcome = self.step(self._number, LR, self.feed.take(self._number), 1)
+            self._number += 1
+            yield outcome.pairs
+
+
+def steps(settings: Settings, options: argparse.Namespace, world: World) -> dict[str, Rate]:
+    """Each contender's step on inputs that are on the device."""
+    ours, theirs, plain = Medvl(settings, world), OpenClip(options, world), OpenClip(options, world)
+    parameters = [sum(parameter.numel() for parameter in each.model.parameters()) for each in (ours, theirs)]
+    if parameters[0] != parameters[1]:
+        raise SystemExit(f"the models differ: {parameters[0]} and {parameters[1]} parameters")
+    generator = torch.Generator().manual_seed(0)
+    side, vocabulary = settings.model.image_size, 49407
+    grey_BCHW = torch.randint(0, 256, (options.batch, 1, side, side), dtype=torch.uint8, generator=generator)
+    ids_BT = torch.randint(1, vocabulary, (options.batch, CONTEXT), generator=generator)
+    ids_BT[:, -1] = vocabulary
+    batch = Batch(
+        keys=[str(row) for row in range(options.batch)],
+        image_BCHW=grey_BCHW,
+        ids_BT=ids_BT,
+        mask_BT=torch.ones_like(ids_BT, dtype=torch.bool),
+        labels_BL=torch.zeros(options.batch, 0),
+        texts=[""] * options.batch,
+    ).to(world.device)
+    images_BCHW = (grey_BCHW.float() / 255).expand(-1, 3, -1, -1).contiguous().to(world.device)
+    pair = images_BCHW, ids_BT.to(world.device)
+
+    def rate(step: Callable[[], object]) -> Rate:
+        def pairs() -> Iterator[int]:
+            for _ in range(options.steps + 1):
+                step()
+                yield options.batch
+
+        return lambda: timed(pairs(), options, world)
+
+    return {
+        "medvl": rate(lambda: ours.step(0, LR, [batch], 1)),
+        "bare loop, medvl's model": rate(lambda: ours.bare(batch)),
+        "open_clip's trainer": lambda: trainer_rate(theirs, (pair for _ in range(options.steps + 1)), options),
+        "plain PyTorch loop": rate(lambda: plain.plain(*pair)),
+    }
+
+
+def trainer_rate(theirs: OpenClip, batches: Iterable[tuple[Tensor, Tensor]], options: argparse.Namespace) -> float:
+    """Pairs a second from the second step's start on: the first one waits for the workers to start."""
+    marks: list[float] = []
+    theirs.trainer(batches, options.steps + 1, marks)
+    return options.steps * options.batch / (marks[-1] - marks[1])
+
+
+def timed(updates: Iterable[int], options: argparse.Namespace, world: World) -> float:
+    """Pairs a second of an iterable that makes updates and gives their pairs; the first one is not counted."""
+    clock, iterator = CLOCKS[options.clock], iter(updates)
+    next(iterator)
+    synchronize(world.device)
+    started = clock()
+    pairs = sum(iterator)
+    synchronize(world.device)
+    return pairs / (clock() - started)
+
+
+def trainers(settings: Settings, folder: Path, options: argparse.Namespace, world: World) -> dict[str, Rate]:
+    """Each contender from files to updates."""
+    import open_clip
+
+    ours, theirs, plain = Medvl(settings, world), OpenClip(options, world), OpenClip(options, world)
+    transform = open_clip.image_transform(settings.model.image_size, is_train=False)
+    tokenize = open_clip.SimpleTokenizer(context_length=CONTEXT)
+    arguments = SimpleNamespace(
+        train_data=str(folder / "pairs.csv"), csv_img_key="filepath", csv_caption_key="title", csv_separator="\t",
+        distributed=False, batch_size=options.batch, workers=options.workers,
+    )  # fmt: skip
+    loader = (
+        import_module("open_clip_train.data")
+        .get_csv_dataset(arguments, transform, is_train=True, tokenizer=tokenize)
+        .dataloader
+    )
+    own = DataLoader(
+        PairsOfFiles(folder / "pairs.csv", transform, tokenize),
+        batch_size=options.batch,
+        shuffle=True,
+        num_workers=options.workers,
+        drop_last=True,
+        pin_memory=world.device.type == "cuda",
+    )
+
+    def plain_epoch() -> Iterator[int]:
+        for _, (images_BCHW, ids_BT) in zip(range(options.steps + 1), own, strict=False):
+            plain.plain(images_BCHW, ids_BT)
+            yield len(ids_BT)
+
+    if len(own) <= options.steps:
+        raise SystemExit(f"{len(own)} batches an epoch are too few for {options.steps} steps: more --patients")
+    return {
+        "medvl": lambda: timed(ours.epoch(options.steps + 1), options, world),
+        "open_clip's trainer": lambda: trainer_rate(theirs, loader, options),
+        "plain PyTorch loop": lambda: timed(plain_epoch(), options, world),
+    }
+
+
+def take_turns(contenders: Mapping[str, Rate], repeats: int) -> dict[str, list[float]]:
+    """Rates of each contender, round by round; a first round is not counted."""
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(repeats + 1):
+        for name, rate in contenders.items():
+            measured = rate()
+            if number:
+                rates[name].append(measured)
+    return rates
+
+
+def show(title: str, rates: Mapping[str, list[float]]) -> None:
+    """Medians, and how often medvl's rate each one's is in the same round."""
+    ours = rates["medvl"]
+    print(f"\n{title:26}{'pairs/s':>10}   medvl is")
+    for name, theirs in rates.items():
+        ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+        line = f"{name:26}{statistics.median(theirs):10.1f}"
+        note = f"   {statistics.median(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(line if name == "medvl" else line + note)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,112 @@
+"""open_clip's model under its own trainer, and under a loop as tutorials write it: what medvl is measured against."""
+
+import argparse
+import csv
+import time
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from medvl.train.distributed import World
+from medvl.train.measure import synchronize
+from medvl.train.precision import Precision
+
+SMALL: dict[str, Any] = {
+    "embed_dim": 128,
+    "vision_cfg": {"image_size": 112, "patch_size": 16, "width": 192, "layers": 4, "head_width": 64},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 192, "layers": 3, "heads": 3},
+}
+"""A CLIP for two cores, in open_clip's words."""
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+LR, WEIGHT_DECAY = 1e-5, 0.2
+
+
+def sizes_of(model: str) -> dict[str, Any]:
+    """The configuration of open_clip's model, or of the small one."""
+    import open_clip
+
+    return SMALL if model == "small" else open_clip.get_model_config(model)
+
+
+class OpenClip:
+    """open_clip's model under its own trainer, or under a plain loop."""
+
+    def __init__(self, options: argparse.Namespace, world: World) -> None:
+        import open_clip
+
+        sizes = sizes_of(options.model)
+        self.model: nn.Module = open_clip.CLIP(**sizes, output_dict=True).to(world.device)
+        self.called: Any = torch.compile(self.model) if options.compile else self.model
+        self.loss, self.world = open_clip.ClipLoss(), world
+        self.train_one_epoch = import_module("open_clip_train.train").train_one_epoch
+        plain = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
+        weights = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
+        groups = [{"params": plain, "weight_decay": 0.0}, {"params": weights, "weight_decay": WEIGHT_DECAY}]
+        self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.98), eps=1e-6)
+        self.arguments = SimpleNamespace(
+            device=str(world.device), precision="amp_bf16" if options.precision == "bf16" else "fp32", distill=False,
+            accum_freq=1, skip_scheduler=False, horovod=False, grad_clip_norm=None, log_every_n_steps=100, rank=0,
+            local_rank=0, log_local=False, world_size=1, batch_size=options.batch, wandb=False,
+        )  # fmt: skip
+        self.autocast, self.clock = Precision(options.precision, world.device).autocast, CLOCKS[options.clock]
+
+    def trainer(self, batches: Iterable[tuple[Tensor, Tensor]], steps: int, marks: list[float]) -> None:
+        """`open_clip_train.train.train_one_epoch`; the time of each step's start goes into `marks`."""
+        loader = SizedLoader(batches, steps, self.arguments.batch_size)
+        data = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda epoch: None)}
+
+        def scheduler(step: int) -> None:
+            synchronize(self.world.device)
+            marks.append(self.clock())
+
+        self.train_one_epoch(
+            self.called, data, self.loss, 0, self.optimizer, None, scheduler, None, self.arguments, tb_writer=None
+        )
+        synchronize(self.world.device)
+        marks.append(self.clock())
+
+    def plain(self, images_BCHW: Tensor, ids_BT: Tensor) -> float:
+        """A training step as tutorials write it."""
+        device = self.world.device
+        images_BCHW, ids_BT = images_BCHW.to(device), ids_BT.to(device)
+        self.optimizer.zero_grad()
+        with self.autocast():
+            loss = self.loss(**self.called(images_BCHW, ids_BT))
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+
+class SizedLoader:
+    """What open_clip's trainer asks of a loader."""
+
+    def __init__(self, batches: Iterable[tuple[Tensor, Tensor]], steps: int, batch: int) -> None:
+        self.batches, self.num_batches, self.num_samples = batches, steps, steps * batch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for _, batch in zip(range(self.num_batches), self.batches, strict=False):
+            yield batch
+
+
+class PairsOfFiles(Dataset[tuple[Tensor, Tensor]]):
+    """The dataset of many repositories: a CSV, Pillow, torchvision."""
+
+    def __init__(self, table: Path, transform: Callable[[Any], Tensor], tokenize: Callable[[str], Tensor]) -> None:
+        with table.open(newline="") as file:
+            self.rows = list(csv.DictReader(file, delimiter="\t"))
+        self.transform, self.tokenize = transform, tokenize
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        from PIL import Image
+
+        row = self.rows[index]
+        return self.transform(Image.open(row["filepath"]).convert("RGB")), self.tokenize(row["title"])[0]
