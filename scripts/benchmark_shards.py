@@ -1,26 +1,33 @@
-"""Conversion against bare decoding: DICOM files a second, in one process.
+"""Conversion against bare decoding, by the files' compression, and how it grows with processes.
 
-    python scripts/benchmark_shards.py                        # 120 phantom files of 2500 x 3000 pixels
-    python scripts/benchmark_shards.py --root MIMIC-CXR --images 500
+    python scripts/benchmark_shards.py                        # 120 phantom files of 2544 x 2544 pixels and more
+    python scripts/benchmark_shards.py --root MIMIC-CXR --images 500 --workers 1 8 16
 
 Bare decoding is `pydicom.dcmread(path).pixel_array` and nothing else. Conversion adds the window, the resize, the JPEG
-encoding, the report, the hashes and the tar.
+encoding, the report, the hashes and the tar. Both are counted in CPU seconds of one process, which a busy machine does
+not stretch; the second table, of whole conversions, is by the clock on the wall. Where files are not compressed, bare
+decoding is no more than a copy of them, and what a disk takes to read them is in neither.
 """
 
 import argparse
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
+import cv2
 import pydicom
 
 from medvl import phantom
 from medvl.data.corpora import mimic_cxr
-from medvl.data.corpora.base import Plan
+from medvl.data.corpora.base import Plan, Record
 from medvl.data.deid import Deidentifier
+from medvl.data.shard_build import ShardTask, build_shard
 from medvl.data.shard_options import ShardOptions, ShardRun
 from medvl.data.sharding import write_shards
+
+OPTIONS = ShardOptions(keep_textless=True)
 
 
 def main() -> None:
@@ -30,32 +37,68 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=120)
     parser.add_argument("--size", type=int, default=2544, help="pixels of a phantom image's side")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2], help="processes of the whole conversions")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        root = options.root
+    cv2.setNumThreads(0)
+    with tempfile.TemporaryDirectory() as name:
+        folder, root = Path(name), options.root
         if root is None:
-            root = Path(folder) / "mimic-cxr"
+            root = folder / "mimic-cxr"
             phantom.write_mimic_cxr(root, patients=max(1, options.images // 3), size=options.size)
         deid = Deidentifier(bytes(32))
         records = mimic_cxr.plan(root, deid).records[: options.images]
-        paths = [record.sample.image for record in records if record.sample.image is not None]
-        bare, converted = [], []
-        for repeat in range(options.repeats):
-            started = time.perf_counter()
-            for path in paths:
-                _ = pydicom.dcmread(path).pixel_array
-            bare.append(len(paths) / (time.perf_counter() - started))
-            run = ShardRun(out=Path(folder) / f"shards{repeat}", workers=1)
-            started = time.perf_counter()
-            write_shards(Plan("mimic-cxr", records, (), Counter()), deid, run, ShardOptions(keep_textless=True))
-            converted.append(len(paths) / (time.perf_counter() - started))
-        headers = [pydicom.dcmread(path, stop_before_pixels=True) for path in paths]
-        syntaxes = Counter(header.file_meta.TransferSyntaxUID.name for header in headers)
-    print(f"{len(paths)} files; best of {options.repeats}, one process")
-    for name, count in sorted(syntaxes.items()):
-        print(f"  {count:5} {name}")
-    print(f"bare decoding   {max(bare):8.1f} files/s")
-    print(f"conversion      {max(converted):8.1f} files/s, {max(converted) / max(bare):.2f} of it")
+        by_syntax(records, folder, options.repeats)
+        by_workers(records, deid, folder, options.workers)
+
+
+def by_syntax(records: Sequence[Record], folder: Path, repeats: int) -> None:
+    """Files a second of one core, bare and converted, for each transfer syntax and for all; best of the repeats."""
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        header = pydicom.dcmread(str(record.sample.image), stop_before_pixels=True)
+        groups[header.file_meta.TransferSyntaxUID.name].append(record)
+    print(f"{'CPU seconds of one process':46}{'files':>6}{'bare':>9}{'converted':>11}{'share':>7}")
+    sums = [0.0, 0.0]
+    for name, group in sorted(groups.items()):
+        task = ShardTask("benchmark", "train", folder, tuple(group), OPTIONS)
+        bare = min(bare_seconds(group) for _ in range(repeats))
+        converted = min(build_seconds(task) for _ in range(repeats))
+        sums = [sums[0] + bare, sums[1] + converted]
+        print(line(name, len(group), bare, converted))
+    print(line("all", len(records), *sums))
+
+
+def line(name: str, files: int, bare: float, converted: float) -> str:
+    """A row of the table: rates, and the share of the bare one that is kept."""
+    return f"{name:46}{files:6}{files / bare:8.1f}/s{files / converted:10.1f}/s{bare / converted:7.2f}"
+
+
+def bare_seconds(records: Sequence[Record]) -> float:
+    """CPU seconds of decoding alone."""
+    started = time.process_time()
+    for record in records:
+        _ = pydicom.dcmread(str(record.sample.image)).pixel_array
+    return time.process_time() - started
+
+
+def build_seconds(task: ShardTask) -> float:
+    """CPU seconds of a shard."""
+    started = time.process_time()
+    build_shard(task, lambda: None)
+    return time.process_time() - started
+
+
+def by_workers(records: list[Record], deid: Deidentifier, folder: Path, workers: Sequence[int]) -> None:
+    """Whole conversions by the wall clock, in shards small enough to share."""
+    first = 0.0
+    for number in workers:
+        run = ShardRun(out=folder / f"shards-{number}", workers=number)
+        pieces = ShardOptions(keep_textless=True, samples_per_shard=max(1, len(records) // (4 * max(workers))))
+        started = time.perf_counter()
+        write_shards(Plan("mimic-cxr", records, (), Counter()), deid, run, pieces)
+        rate = len(records) / (time.perf_counter() - started)
+        first = first or rate / number
+        print(f"{number:3} processes {rate:8.1f} files/s, {rate / number / first:.2f} a process of the first")
 
 
 if __name__ == "__main__":
