@@ -9,8 +9,10 @@ Objects of packages that no training checkpoint needs end the reading: such a fi
 
 import dataclasses
 import math
+import struct
 import sys
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +68,12 @@ _TENSOR = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2")
 _PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 _BYTES = ("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
 _LONGEST_PICKLE = 1 << 28
+_DAMAGE = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, MemoryError, OverflowError),
+    *(ValueError, IndexError, KeyError, TypeError, AttributeError),
+    RuntimeError,  # an archive that claims to be encrypted, or packed in a way that zipfile has not
+)
+"""What damage leads to in reading an archive and following its pickle."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,15 +99,22 @@ def read_checkpoint(path: Path, parts: Sequence[str] = ()) -> Checkpoint:
     if not path.is_file():
         kind = "a folder: give the file in it that holds the weights" if path.is_dir() else "not there"
         raise WeightsError(f"{path} is {kind}")
-    if path.suffix == ".safetensors" or not zipfile.is_zipfile(path):
+    if path.suffix == ".safetensors" or not _is_archive(path):
         return Checkpoint(tensors=read_tensors(path), blanks=())  # torch's own guard: tensors only
     try:
         with zipfile.ZipFile(path) as archive:
             return _read_archive(archive, path, parts)
     except CorpusError as error:
         raise WeightsError(str(error)) from None
-    except (zipfile.BadZipFile, OSError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+    except _DAMAGE as error:
         raise WeightsError(f"{path} is no whole checkpoint of torch ({type(error).__name__}): copy it again") from None
+
+
+def _is_archive(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # one whose end is damaged
+        return True
 
 
 def _read_archive(archive: zipfile.ZipFile, path: Path, parts: Sequence[str]) -> Checkpoint:

@@ -1,0 +1,370 @@
+"""Readers against mutated files: whatever a file holds, a reader reads it or raises one of medvl's own errors.
+
+    python scripts/fuzz.py                              # 10,000 mutations of each reader, some minutes on a core
+    python scripts/fuzz.py dicom report --count 500
+    python scripts/fuzz.py dicom --only 4711            # one mutation again, with its traceback
+
+A mutation is decided by (seed, reader, number): bits are flipped, bytes replaced, cut out, doubled or moved, numbers
+set to their extremes, ends cut off. Each reader runs in a process of its own, so that one that is killed by the system
+is found too; a mutation that takes over ten seconds counts as found. Exit status 1 where anything was found.
+"""
+
+import argparse
+import dataclasses
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from medvl.errors import MedvlError
+
+SECONDS = 10
+EDGES = (
+    b"\xff\xff\xff\xff",
+    b"\0\0\0\0",
+    b"\xff\xff",
+    b"\x7f\xff\xff\xff",
+    b"\0",
+    b"-1",
+    b"1e999",
+    b"\x80",
+    b"../",
+    b"{}",
+)
+PYDICOM_FILES = (
+    *("CT_small", "MR_small_implicit", "MR_small_RLE", "MR_small_jp2klossless", "MR_small_jpeg_ls_lossless"),
+    *("SC_rgb_jpeg_gdcm", "SC_rgb_small_odd_jpeg", "image_dfl", "liver_1frame", "ExplVR_BigEnd"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """What reads a file, and sound files for it."""
+
+    read: Callable[[Path], Any]
+    """Of a path that holds the mutated bytes."""
+    sound: Sequence[bytes]
+
+
+@dataclasses.dataclass
+class Tally:
+    """What became of the mutations."""
+
+    read: int = 0
+    refused: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Type of medvl's error -> how often."""
+    found: list[str] = dataclasses.field(default_factory=list)
+    """What should not have happened."""
+    slowest: float = 0.0
+
+
+def mutated(data: bytes, rng: np.random.Generator) -> bytes:
+    """One to six changes of a file."""
+    changed = bytearray(data)
+    for _ in range(int(rng.integers(1, 7))):
+        size = len(changed)
+        if size == 0:
+            break
+        # Headers decide most: the first bytes are hit more often than the rest.
+        start = int(rng.integers(min(size, 2048) if rng.random() < 0.6 else size))
+        length = int(rng.integers(1, 9))
+        match int(rng.integers(8)):
+            case 0 | 1:
+                changed[start] ^= 1 << int(rng.integers(8))
+            case 2:
+                changed[start : start + length] = rng.bytes(length)
+            case 3:
+                edge = EDGES[int(rng.integers(len(EDGES)))]
+                changed[start : start + len(edge)] = edge
+            case 4:
+                del changed[start : start + int(rng.integers(1, 600))]
+            case 5:
+                piece = changed[start : start + int(rng.integers(1, 600))]
+                other = int(rng.integers(size))
+                changed[other:other] = piece
+            case 6:
+                changed[start:start] = rng.bytes(length)
+            case _:
+                if rng.random() < 0.3:
+                    del changed[start:]
+    return bytes(changed)
+
+
+def mutation(name: str, reader: Reader, seed: int, number: int) -> bytes:
+    """Mutation `number` of a reader's sound files."""
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode()), number])
+    return mutated(reader.sound[number % len(reader.sound)], rng)
+
+
+def fuzz(
+    name: str, reader: Reader, seed: int, numbers: Sequence[int], scratch: Path, at: Callable[[int], None]
+) -> Tally:
+    """Let a reader read mutations; `at` is told the number of each before it is read."""
+    tally, path = Tally(), scratch / f"{name}.bin"
+    signal.signal(signal.SIGALRM, _too_long)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pydicom's, of what it meets
+        for number in numbers:
+            at(number)
+            path.write_bytes(mutation(name, reader, seed, number))
+            started = time.perf_counter()
+            signal.alarm(SECONDS)
+            try:
+                reader.read(path)
+                tally.read += 1
+            except MedvlError as error:
+                tally.refused[type(error).__name__] += 1
+            except Exception as error:
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                text = f"mutation {number}: {type(error).__name__} in {Path(where.filename).name}:{where.lineno}"
+                tally.found.append(text)
+            finally:
+                signal.alarm(0)
+            tally.slowest = max(tally.slowest, time.perf_counter() - started)
+    return tally
+
+
+def _too_long(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"over {SECONDS} s")
+
+
+def _dicom(scratch: Path) -> Reader:
+    import pydicom
+
+    from medvl.data.dicom import read_dicom
+
+    folder = Path(pydicom.__file__).parent / "data" / "test_files"
+    return Reader(
+        lambda path: read_dicom(path, frame=0), [(folder / f"{name}.dcm").read_bytes() for name in PYDICOM_FILES]
+    )
+
+
+def _image(scratch: Path) -> Reader:
+    from medvl.data.images import decode_image, encode_jpeg, encode_png
+
+    grey = np.random.default_rng(0).integers(0, 256, (48, 40), dtype=np.uint8)
+    color = np.repeat(grey[:, :, None], 3, axis=2)
+    sound = [encode_jpeg(grey), encode_jpeg(color), encode_png(grey), encode_png(grey.astype(np.uint16) * 257)]
+    return Reader(lambda path: decode_image(path.read_bytes(), color=True, max_pixels=1 << 20), sound)
+
+
+def _report(scratch: Path) -> Reader:
+    from medvl import phantom
+    from medvl.data.reports import read_report
+
+    phantom.write_mimic_cxr(scratch / "corpus", patients=3, size=64, workers=1)
+    sound = [path.read_bytes() for path in sorted((scratch / "corpus").rglob("s*.txt"))]
+    return Reader(lambda path: read_report(path).sentences(), sound)
+
+
+def _shards(scratch: Path) -> Path:
+    """A folder of one shard with four samples."""
+    from medvl.data.corpora.base import Plan, Record
+    from medvl.data.deid import Deidentifier
+    from medvl.data.images import encode_png
+    from medvl.data.shard_options import ShardOptions, ShardRun
+    from medvl.data.sharding import write_shards
+    from medvl.schema import Sample
+
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    records = []
+    for number in range(4):
+        image = folder / f"{number}.png"
+        image.write_bytes(encode_png(np.random.default_rng(number).integers(0, 256, (16, 16), dtype=np.uint8)))
+        sample = Sample(
+            key=f"k{number}",
+            corpus="lab",
+            split="train",
+            patient=f"p{number}",
+            study=f"s{number}",
+            image=image,
+            sections={"findings": "Clear lungs. No effusion."},
+            labels={"Edema": 1},
+        )
+        records.append(Record(sample))
+    plan = Plan("lab", records, ("Edema",), Counter())
+    run = ShardRun(out=folder / "out", workers=1)
+    write_shards(plan, Deidentifier(bytes(32)), run, ShardOptions(short_side=16, image_format="png"))
+    return folder / "out" / "train"
+
+
+def _read_all(folder: Path) -> None:
+    """Every sample by the index, as the loader does; a sample that cannot be read does not end it."""
+    from medvl.data.shards import ShardSource
+
+    source = ShardSource(folder)
+    for position in range(min(len(source), 100)):
+        try:
+            source.sample(position)
+            source.pixels(position)
+        except MedvlError:
+            continue
+
+
+def _tar(scratch: Path) -> Reader:
+    """Read three ways: as a stream, as verify does under true hashes, and by the index."""
+    from medvl.data.shards import sample_from_json
+    from medvl.data.tars import samples
+    from medvl.data.verify import verify_folder
+    from medvl.files import sha256
+
+    folder = _shards(scratch)
+    tar = next(folder.glob("*.tar"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+
+    def read(path: Path) -> None:
+        shutil.copyfile(path, tar)
+        manifest["shards"][0] |= {"sha256": sha256(tar), "bytes": tar.stat().st_size}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        verify_folder(folder, decode=True)
+        _read_all(folder)
+        for raw in samples(io.BytesIO(path.read_bytes()), "it"):
+            try:
+                sample_from_json(raw.get("json", b""))
+            except ValueError:  # what it promises; the loaders make a skipped sample of it
+                continue
+
+    return Reader(read, [tar.read_bytes()])
+
+
+def _index(scratch: Path) -> Reader:
+    folder = _shards(scratch)
+    index = next(folder.glob("*.index"))
+
+    def read(path: Path) -> None:
+        shutil.copyfile(path, index)
+        _read_all(folder)
+
+    return Reader(read, [index.read_bytes()])
+
+
+def _manifest(scratch: Path) -> Reader:
+    from medvl.data.verify import check_against, verify_folder
+
+    folder = _shards(scratch)
+    manifest = folder / "manifest.json"
+
+    def read(path: Path) -> None:
+        shutil.copyfile(path, manifest)
+        found = verify_folder(folder)
+        check_against(found.manifest, dataclasses.replace(found.manifest, patients=()))
+        assert found.manifest.fingerprint
+        _read_all(folder)
+
+    return Reader(read, [manifest.read_bytes()])
+
+
+def _pickle(scratch: Path) -> Reader:
+    """Checkpoints of other projects, as `medvl import` reads them."""
+    import torch
+
+    from medvl.export.torch_file import read_checkpoint
+
+    content = {
+        "state_dict": {"conv.weight": torch.arange(24.0).view(2, 3, 4), "half": torch.ones(5).half()},
+        "hyper_parameters": argparse.Namespace(lr=1e-4, path=Path("data")),
+        "epoch": 3,
+    }
+    sound = []
+    for zipped, saved in ((True, content), (False, content["state_dict"])):
+        torch.save(saved, scratch / "sound.pt", _use_new_zipfile_serialization=zipped)
+        sound.append((scratch / "sound.pt").read_bytes())
+    return Reader(lambda path: read_checkpoint(path), sound)
+
+
+def _safetensors(scratch: Path) -> Reader:
+    import safetensors.torch
+    import torch
+
+    from medvl.encoders.pretrained import read_tensors
+
+    sound = safetensors.torch.save({"a": torch.arange(6.0), "b": torch.ones(2, 3).half()})
+
+    def read(path: Path) -> None:
+        shutil.copyfile(path, path.with_suffix(".safetensors"))
+        read_tensors(path.with_suffix(".safetensors"))
+
+    return Reader(read, [sound])
+
+
+READERS: dict[str, Callable[[Path], Reader]] = {
+    "dicom": _dicom,
+    "image": _image,
+    "report": _report,
+    "tar": _tar,
+    "index": _index,
+    "manifest": _manifest,
+    "pickle": _pickle,
+    "safetensors": _safetensors,
+}
+"""By name; each is made in a folder of its own."""
+
+
+def _in_process(name: str, seed: int, count: int, place: Any, results: Any) -> None:
+    def at(number: int) -> None:
+        place.value = number
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # decoders in Rust print each panic, though it is caught
+    with tempfile.TemporaryDirectory() as folder:
+        reader = READERS[name](Path(folder))
+        results.put(fuzz(name, reader, seed, range(count), Path(folder), at))
+
+
+def survey(name: str, seed: int, count: int) -> Tally:
+    """Fuzz a reader in a process of its own; the signal that ended it, if one did, is among what was found."""
+    context = multiprocessing.get_context("spawn")
+    place, results = context.Value("q", -1), context.SimpleQueue()
+    process = context.Process(target=_in_process, args=(name, seed, count, place, results))
+    process.start()
+    process.join()
+    if process.exitcode == 0:
+        return results.get()
+    return Tally(found=[f"mutation {place.value}: the process ended with {process.exitcode}"])
+
+
+def main() -> None:
+    """Fuzz, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("readers", nargs="*", choices=[*READERS, []], help="default: all")
+    parser.add_argument("--count", type=int, default=10_000, help="mutations of each reader")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="this mutation of one reader, with its traceback")
+    options = parser.parse_args()
+    if options.only is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            (name,) = options.readers
+            reader = READERS[name](Path(folder))
+            (Path(folder) / "one.bin").write_bytes(mutation(name, reader, options.seed, options.only))
+            print(reader.read(Path(folder) / "one.bin"))
+        return
+    print("| reader | mutations | read | refused | found | slowest |\n|---|---|---|---|---|---|")
+    found: dict[str, list[str]] = {}
+    for name in options.readers or READERS:
+        tally = survey(name, options.seed, options.count)
+        refused = ", ".join(f"{count} {kind}" for kind, count in tally.refused.most_common())
+        cells = (name, options.count, tally.read, refused or "–", len(tally.found), f"{tally.slowest:.2f} s")
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+        found[name] = tally.found
+    for name, texts in found.items():
+        for text in texts[:20]:
+            print(f"{name}: {text}")
+    sys.exit(1 if any(found.values()) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""A short run of scripts/fuzz.py: every reader reads what it is given or raises one of medvl's errors."""
+
+import importlib.util
+import multiprocessing
+import os
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+forking = multiprocessing.get_context("fork")
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "fuzz.py"
+COUNTS = {
+    "dicom": 150,
+    "image": 300,
+    "report": 400,
+    "tar": 120,
+    "index": 250,
+    "manifest": 250,
+    "pickle": 400,
+    "safetensors": 300,
+}
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fuzz", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fuzz"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+fuzz = load()
+
+
+def test_every_reader_has_a_count() -> None:
+    assert COUNTS.keys() == fuzz.READERS.keys()
+
+
+@pytest.mark.fault("S15")
+@pytest.mark.parametrize("name", fuzz.READERS)
+def test_mutations_are_read_or_refused_by_type(name: str, tmp_path: Path) -> None:
+    """From number 10,000 on: others than the script's own, so that each release sees some new ones."""
+    reader = fuzz.READERS[name](tmp_path)
+    tally = fuzz.fuzz(name, reader, 0, range(10_000, 10_000 + COUNTS[name]), tmp_path, lambda number: None)
+    assert not tally.found
+    assert tally.read > 0
+    assert tally.refused.total() > COUNTS[name] // 20
+    assert tally.slowest < fuzz.SECONDS
+
+
+def test_a_mutation_is_decided_by_seed_reader_and_number(tmp_path: Path) -> None:
+    reader = fuzz.Reader(lambda path: None, [bytes(range(256)) * 8])
+    first = [fuzz.mutation("report", reader, 0, number) for number in range(50)]
+    assert first == [fuzz.mutation("report", reader, 0, number) for number in range(50)]
+    assert len(set(first)) > 45
+    assert fuzz.mutation("report", reader, 1, 3) != first[3] != fuzz.mutation("dicom", reader, 0, 3)
+
+
+def test_what_is_no_error_of_medvl_is_found_and_named(tmp_path: Path) -> None:
+    def read(path: Path) -> None:
+        if path.read_bytes()[:1] != b"\0":
+            raise KeyError("x")
+
+    tally = fuzz.fuzz("x", fuzz.Reader(read, [bytes(100)]), 0, range(200), tmp_path, lambda number: None)
+    assert tally.read
+    assert tally.read + len(tally.found) == 200
+    assert tally.found[0].endswith(f"KeyError in test_fuzz.py:{read.__code__.co_firstlineno + 2}")
+
+
+def _die(name: str, seed: int, count: int, place: Any, results: Any) -> None:
+    place.value = 7
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a decoder that writes where it must not."""
+    monkeypatch.setattr(fuzz, "_in_process", _die)
+    monkeypatch.setattr(fuzz.multiprocessing, "get_context", lambda kind: forking)
+    assert fuzz.survey("report", 0, 10).found == ["mutation 7: the process ended with -9"]
