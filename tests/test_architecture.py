@@ -56,6 +56,7 @@ FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "marshal", "shelve", "yaml"}
 
 
+@pytest.mark.fault("S8")
 @pytest.mark.parametrize("path", SOURCES + SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_dangerous_is_called(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):

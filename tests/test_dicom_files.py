@@ -234,6 +234,7 @@ def identified(pixels: np.ndarray) -> Dataset:
     return data
 
 
+@pytest.mark.fault("S9")
 def test_nothing_that_names_a_patient_leaves(tmp_path, pixels, caplog, recwarn):
     caplog.set_level(logging.DEBUG)
     whole = write_dataset(tmp_path / "a.dcm", identified(pixels)).read_bytes()

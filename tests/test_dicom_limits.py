@@ -161,6 +161,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.fault("S5")
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures peak memory as Linux tells it")
 def test_no_file_takes_over_512_mb(tmp_path):
     paths = []
@@ -189,6 +190,7 @@ MUTATED = {
 EDGES = (b"\xff\xff\xff\xff", b"\0\0\0\0", b"\xff\xff", b"\x01\0\0\0", b"SQ")
 
 
+@pytest.mark.fault("S15")
 @pytest.mark.parametrize("name", MUTATED)
 def test_mutated_files_raise_dicom_errors_only(tmp_path, name):
     whole = (Path(pydicom.__file__).parent / "data" / "test_files" / f"{name}.dcm").read_bytes()

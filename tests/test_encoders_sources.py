@@ -27,6 +27,7 @@ def other(encoder: Any) -> dict[str, Tensor]:
     return {name: tensor + 1 for name, tensor in encoder.backbone.state_dict().items()}
 
 
+@pytest.mark.fault("S12")
 @pytest.mark.parametrize(
     ("pretrained", "message"),
     [
@@ -74,6 +75,7 @@ def test_true_of_a_library_s_model_asks_for_the_commit() -> None:
         create_image_encoder("timm:resnet10t", pretrained=True)
 
 
+@pytest.mark.fault("S12")
 def test_cached_file_is_taken_without_the_network_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub cache as the hub's client lays it out; then one bit of the file is another."""
     import hashlib
@@ -99,6 +101,7 @@ def test_cached_file_is_taken_without_the_network_and_checked(tmp_path: Path, mo
         _hub.fetch("owner/name", "model.safetensors", COMMIT, sha256=digest)
 
 
+@pytest.mark.fault("S12")
 def test_without_network_the_answer_comes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not after the hub client's own retries, which take over twenty seconds."""
     from huggingface_hub import constants

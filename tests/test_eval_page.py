@@ -137,6 +137,7 @@ def test_the_surest_images_are_those_with_the_extreme_scores(result, page):
     assert text[start + 1] == f"{scores[labels == 1].min():.3f}, positive"
 
 
+@pytest.mark.fault("S14")
 def test_hostile_names_are_text(result, tmp_path):
     hostile = "<script>alert('x')</script><img src=x onerror=alert(1)>&"
     path = write_zero_shot_page(result, tmp_path / "page.html", model=hostile, data='"><b>', date=hostile)

@@ -118,6 +118,7 @@ def test_bad_files(data, reason, message):
     assert caught.value.reason == reason
 
 
+@pytest.mark.fault("S6")
 def test_a_jpeg_bomb_is_refused_by_its_header(scene):
     data = bytearray(saved(Image.fromarray(scene), "JPEG"))
     frame = data.index(b"\xff\xc0")
@@ -128,6 +129,7 @@ def test_a_jpeg_bomb_is_refused_by_its_header(scene):
         decode_image(saved(Image.fromarray(scene), "JPEG"), max_pixels=10_000)
 
 
+@pytest.mark.fault("S15")
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 def test_mutated_files_raise_image_errors_only(scene, kind):
     whole = saved(Image.fromarray(scene), kind)

@@ -85,6 +85,7 @@ def test_views_ties_dtypes_and_parameters(tmp_path: Path) -> None:
     assert found["tied"].data_ptr() == found["table"].data_ptr()
 
 
+@pytest.mark.fault("S1")
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_hostile_file_is_refused_and_never_run(tmp_path: Path, zipped: bool) -> None:
     trace = tmp_path / "trace"
@@ -96,6 +97,7 @@ def test_a_hostile_file_is_refused_and_never_run(tmp_path: Path, zipped: bool) -
     assert not trace.exists()
 
 
+@pytest.mark.fault("S1")
 def test_builtins_that_run_things_are_refused(tmp_path: Path) -> None:
     class Runs:
         def __reduce__(self) -> Any:

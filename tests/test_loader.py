@@ -130,12 +130,14 @@ def test_an_epoch_has_every_sample_once_but_for_the_tail(open_it: Callable[..., 
     assert tuple(key for batch in open_it(seed=8) for key in batch.keys) != orders[0]
 
 
+@pytest.mark.fault("F8")
 @pytest.mark.parametrize("workers", [1, 3])
 def test_workers_change_nothing(open_it: Callable[..., Loader], workers: int) -> None:
     for mine, theirs in zip(epochs(open_it(), 2), epochs(open_it(workers=workers), 2), strict=True):
         assert same(mine, theirs)
 
 
+@pytest.mark.fault("F9")
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_share_the_global_batches(open_it: Callable[..., Loader], world: int) -> None:
     ranks = [open_it(rank=rank, world=world) for rank in range(world)]
@@ -154,6 +156,7 @@ def test_evaluation_gives_every_sample_once_in_whole_batches(open_it: Callable[.
         assert batches == whole[rank::world]
 
 
+@pytest.mark.fault("F7")
 @pytest.mark.parametrize("position", [0, 1, 3, 4, 5, 7, 12])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_position_is_gone_back_to_exactly(open_it: Callable[..., Loader], position: int, workers: int) -> None:
@@ -258,6 +261,7 @@ def damage(folder: Path, tmp_path: Path, rows: list[int]) -> Path:
     return copy
 
 
+@pytest.mark.fault("F12")
 def test_an_unreadable_sample_is_counted_within_the_budget(
     open_it: Callable[..., Loader], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -304,6 +308,7 @@ def test_files_are_read_without_shards(tmp_path: Path, tokenizer: Tokenizer) -> 
     assert loader.source.pixels(4).shape == (30, 70)
 
 
+@pytest.mark.fault("F13")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -199,6 +199,7 @@ def test_a_damaged_checkpoint_is_refused(model: ConVIRT, tmp_path: Path, damage:
         medvl.load(tmp_path)
 
 
+@pytest.mark.fault("S1")
 def test_a_pickle_posing_as_a_checkpoint_is_refused_and_not_run(tmp_path: Path) -> None:
     class Payload:
         def __reduce__(self) -> tuple:

@@ -1,5 +1,6 @@
 """Every recipe: what it says without data, how soon, and that its presets are whole."""
 
+import dataclasses
 import runpy
 import subprocess
 import sys
@@ -35,6 +36,17 @@ def test_the_presets_on_offer_are_all_that_the_file_defines(recipe: Path) -> Non
     names = runpy.run_path(str(recipe))
     defined = {name.replace("_", "-") for name, value in names.items() if isinstance(value, names["Recipe"])}
     assert set(names["PRESETS"]) == defined
+
+
+def test_torchrun_takes_none_of_its_options_for_one_of_its_own(recipe: Path) -> None:
+    """argparse completes abbreviations, even behind the script: `--start` would be ambiguous to it."""
+    from torch.distributed.run import get_args_parser
+
+    own = [option for action in get_args_parser()._actions for option in action.option_strings]
+    fields = [
+        f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(runpy.run_path(str(recipe))["Recipe"])
+    ]
+    assert not [(field, option) for field in fields for option in own if option.startswith(field)]
 
 
 @pytest.mark.parametrize("preset", [[], ["tiny"]], ids=["paper", "tiny"])

@@ -141,6 +141,7 @@ def test_settings_that_cannot_work_are_refused(
         open_it(**changes)
 
 
+@pytest.mark.fault("S13")
 @pytest.mark.parametrize(
     "address", ["https://host/a b", "s3://bucket/$(id)", "s3://b/a;id", "file:///etc", "s3://b/'x'"]
 )

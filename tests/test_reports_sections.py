@@ -212,6 +212,7 @@ def test_a_missing_file_is_an_oserror_that_names_it(tmp_path):
     assert caught.value.filename == str(tmp_path / "s2.txt")
 
 
+@pytest.mark.fault("S15")
 def test_mutated_reports_raise_report_errors_only(tmp_path):
     path = tmp_path / "s1.txt"
     random = np.random.default_rng(0)

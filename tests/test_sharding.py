@@ -92,6 +92,7 @@ def test_workers_change_nothing(tmp_path: Path, deid: Deidentifier) -> None:
     assert contents(tmp_path / "out1/train") == contents(tmp_path / "out2/train")
 
 
+@pytest.mark.fault("F12")
 def test_every_skip_is_counted_and_listed(tmp_path: Path, deid: Deidentifier) -> None:
     whole = encode_png(textured(1, 40, 50))
     plan = make_plan(tmp_path / "images", bad={0: b"zero", 4: whole[: len(whole) // 2], 7: b"text"})
@@ -108,6 +109,7 @@ def test_every_skip_is_counted_and_listed(tmp_path: Path, deid: Deidentifier) ->
     assert (tmp_path / "out-private").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.fault("F12")
 def test_more_skips_than_the_budget_end_the_run_and_more_budget_continues_it(
     tmp_path: Path, deid: Deidentifier
 ) -> None:
@@ -212,6 +214,7 @@ def test_a_damaged_shard_of_an_unfinished_run_is_made_again(tmp_path: Path, deid
     assert contents(tmp_path / "out/train") == expected
 
 
+@pytest.mark.fault("S11")
 def test_a_patient_in_two_splits_is_refused(tmp_path: Path, deid: Deidentifier) -> None:
     plan = make_plan(tmp_path / "images", 4)
     plan.records[1] = Record(dataclasses.replace(plan.records[1].sample, split="test"))
@@ -227,6 +230,7 @@ def test_empty_plans_and_double_keys_are_refused(tmp_path: Path, deid: Deidentif
         write_shards(Plan("lab", plan.records * 2, (), Counter()), deid, ShardRun(out=tmp_path / "out"), OPTIONS)
 
 
+@pytest.mark.fault("F2")
 def test_a_full_disk_keeps_what_is_done(tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, run = make_plan(tmp_path / "images"), ShardRun(out=tmp_path / "out", workers=1)
     original, calls = os.fsync, [0]
@@ -245,6 +249,7 @@ def test_a_full_disk_keeps_what_is_done(tmp_path: Path, deid: Deidentifier, monk
     assert write_shards(plan, deid, run, OPTIONS)["train"].samples == 12
 
 
+@pytest.mark.fault("F6")
 def test_a_dead_worker_is_said_to_be_dead(tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding, "_start_worker", os._exit)
     with pytest.raises(ShardError, match="a worker process died"):
@@ -292,12 +297,14 @@ def test_samples_survive_json_and_foreign_json_does_not() -> None:
             sample_from_json(data)
 
 
+@pytest.mark.fault("S4")
 @pytest.mark.parametrize("key", ["", "a/b", "../a", "a.b", "a b", "ä", "a" * 101, "a\n"])
 def test_keys_that_could_be_paths_are_refused(key: str) -> None:
     with pytest.raises(ShardError):
         check_key(key)
 
 
+@pytest.mark.fault("S4")
 def test_tars_hold_plain_files_only(tmp_path: Path, deid: Deidentifier) -> None:
     write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
     with tarfile.open(tmp_path / "out/train/lab-train-000000.tar") as archive:
@@ -305,6 +312,7 @@ def test_tars_hold_plain_files_only(tmp_path: Path, deid: Deidentifier) -> None:
             assert (member.mtime, member.uid, member.uname, member.isreg()) == (0, 0, "", True)
 
 
+@pytest.mark.fault("F11")
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -66,6 +66,7 @@ def test_every_image_of_the_tables_is_in_the_shards_once(spine: Spine) -> None:
     assert spine.printed["verify"].count(": sound\n") == 3
 
 
+@pytest.mark.fault("S11")
 def test_no_patient_is_in_two_splits(spine: Spine) -> None:
     manifests = {split: Manifest.read(spine.shards / split) for split in SPLITS}
     patients = {split: set(manifest.patients) for split, manifest in manifests.items()}
@@ -92,6 +93,7 @@ def test_labels_and_reports_are_those_of_their_images(spine: Spine) -> None:
     assert found == truth
 
 
+@pytest.mark.fault("S9")
 def test_nothing_of_a_patient_gets_past_the_shards(spine: Spine) -> None:
     """Neither headers' names, ids and dates nor those in paths: in shards, vocabulary, checkpoints, results, page."""
     texts = canaries(spine.corpus)
@@ -202,6 +204,7 @@ def test_other_settings_over_the_same_folders_are_refused(spine: Spine, capsys: 
     assert snapshot(spine.corpus, spine.shards, spine.home / "run") == before
 
 
+@pytest.mark.fault("S11")
 def test_patients_that_a_model_has_seen_are_no_test(spine: Spine, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="1"):
         cli.main(evaluation(spine, data="train"))

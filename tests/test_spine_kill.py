@@ -38,6 +38,7 @@ def kill_after(spine: Spine, step: int, line: list[str]) -> subprocess.Popen[str
     return process
 
 
+@pytest.mark.fault("F8")
 def test_a_killed_recipe_started_again_ends_with_the_same_weights(tmp_path: Path) -> None:
     """Also when the second start has another number of workers."""
     spine = Spine(tmp_path)

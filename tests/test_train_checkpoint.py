@@ -102,6 +102,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "best").readlink() == Path("checkpoints/step-00000002")
 
 
+@pytest.mark.fault("F3")
 @pytest.mark.parametrize("damage", [truncate, flip, empty, pickled, Path.unlink], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ["model.safetensors", "train_state/state.json", "complete.json"])
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
@@ -125,6 +126,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     assert (tmp_path / "run" / "checkpoints" / "damaged-step-00000008").is_dir()
 
 
+@pytest.mark.fault("F1")
 def test_a_half_written_checkpoint_is_none(tmp_path: Path) -> None:
     run(tmp_path, epochs=1)
     half = tmp_path / "checkpoints" / ".step-00000008.new"
@@ -137,6 +139,7 @@ def test_a_half_written_checkpoint_is_none(tmp_path: Path) -> None:
     assert not half.exists()
 
 
+@pytest.mark.fault("F3")
 def test_no_sound_checkpoint_among_some_is_an_error_not_a_new_start(tmp_path: Path) -> None:
     run(tmp_path, epochs=1, keep_last=2)
     for folder in (tmp_path / "checkpoints").glob("step-*"):
@@ -145,6 +148,7 @@ def test_no_sound_checkpoint_among_some_is_an_error_not_a_new_start(tmp_path: Pa
         run(tmp_path)
 
 
+@pytest.mark.fault("S1")
 @pytest.mark.parametrize(
     ("content", "text"),
     [
@@ -166,6 +170,7 @@ def test_a_pickle_with_a_proper_marker_is_refused(content: bytes, text: str, tmp
         run(tmp_path / "other", resume=str(folder))
 
 
+@pytest.mark.fault("S1")
 def test_a_pickled_file_given_to_resume_from_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.save({"a": torch.ones(1)}, path)
@@ -206,6 +211,7 @@ class FullDisk(fakes.FakeModelFiles):
 NO_SPACE = [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")]
 
 
+@pytest.mark.fault("F2")
 @pytest.mark.parametrize("error", NO_SPACE, ids=["OSError", "SafetensorError"])
 def test_a_full_disk_does_not_end_a_run_and_saving_is_tried_again(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -239,6 +245,7 @@ def test_a_full_disk_does_not_end_a_run_and_saving_is_tried_again(
     assert whole.save_failures == 0
 
 
+@pytest.mark.fault("F2")
 @pytest.mark.parametrize("failing", [{0}, {4}], ids=["first", "last"])
 def test_the_first_and_the_last_save_must_succeed(
     failing: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -250,6 +257,7 @@ def test_the_first_and_the_last_save_must_succeed(
     assert steps(tmp_path) == ([] if 0 in failing else [6, 4, 2])
 
 
+@pytest.mark.fault("F2")
 def test_a_failing_flush_leaves_the_checkpoints_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, epochs=1)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if "checkpoints" in path.parts}
@@ -266,6 +274,7 @@ def test_a_failing_flush_leaves_the_checkpoints_as_they_are(tmp_path: Path, monk
     assert {path for path in after if path.name != "checkpoints"} == {p for p in before if p.name != "checkpoints"}
 
 
+@pytest.mark.fault("F2")
 def test_a_best_that_could_not_be_saved_leaves_best_to_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +335,7 @@ def test_without_symbolic_links_last_is_a_folder_of_hard_links(tmp_path: Path, m
     assert (tmp_path / "last").is_symlink()
 
 
+@pytest.mark.fault("F19")
 def test_a_lock_holds_against_another_process_and_dies_with_it(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from medvl.train.folders import RunLock\n"

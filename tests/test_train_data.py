@@ -71,6 +71,7 @@ def opened_on(rank: int, world: int, data: DataConfig, model: Any, monkeypatch: 
         return open_data(data, model, micro_batch=4)
 
 
+@pytest.mark.fault("F9")
 @pytest.mark.parametrize(("world", "workers"), [(2, 0), (2, 1), (4, 0)])
 def test_ranks_see_together_the_batches_of_one(
     world: int, workers: int, shards: Path, model: Any, monkeypatch: pytest.MonkeyPatch
@@ -101,6 +102,7 @@ def test_what_is_missing_is_named_with_the_advice(shards: Path, tmp_path: Path) 
         config(shards, valid=tmp_path / "validate", tokenizer=tmp_path / "vocab").check("make it")
 
 
+@pytest.mark.fault("S11")
 def test_a_patient_in_training_and_validation_is_refused(shards: Path, model: Any) -> None:
     with pytest.raises(SplitError, match="share 8 patients"):
         open_data(config(shards, valid=shards / "train"), model, micro_batch=4)

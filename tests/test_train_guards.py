@@ -82,6 +82,7 @@ def step_of(model: nn.Module, precision: str = "fp32", clip_norm: float | None =
     )
 
 
+@pytest.mark.fault("F14")
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 @pytest.mark.parametrize("how", WAYS)
 def test_no_weight_buffer_or_momentum_changes_in_a_bad_step(how: str, clip_norm: float | None) -> None:
@@ -125,6 +126,7 @@ def test_buffers_of_any_type_come_back() -> None:
     assert module.seen.tolist() == [True, False]
 
 
+@pytest.mark.fault("F14")
 def test_skipped_updates_are_counted_named_and_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     result = train(Sick("loss nan"), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path, log_every=4))
     assert (result.step, result.skipped) == (8, 2)  # once an epoch
@@ -138,6 +140,7 @@ def test_skipped_updates_are_counted_named_and_recorded(tmp_path: Path, caplog: 
     assert all(tensor.isfinite().all() for tensor in fakes.weights(tmp_path).values())
 
 
+@pytest.mark.fault("F14")
 def test_more_than_the_budget_fails_and_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"2 updates had a loss .* nonfinite_budget is 1; .*s3") as raised:
         train(
@@ -152,6 +155,7 @@ def test_more_than_the_budget_fails_and_leaves_the_last_good_checkpoint(tmp_path
     assert 4 <= state["step"] < 8
 
 
+@pytest.mark.fault("F14")
 def test_the_budget_counts_over_interruptions(tmp_path: Path) -> None:
     def run(epochs: int) -> Any:
         settings = fakes.config(tmp_path, epochs=epochs, nonfinite_budget=2)

@@ -19,6 +19,7 @@ def child(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.fault("F1")
 def test_killed_at_a_random_step_and_started_again(tmp_path: Path) -> None:
     seed = time.time_ns()
     at = random.Random(seed).randrange(1, 15)
@@ -31,6 +32,7 @@ def test_killed_at_a_random_step_and_started_again(tmp_path: Path) -> None:
     assert fakes.records(tmp_path / "killed") == fakes.records(tmp_path / "whole")
 
 
+@pytest.mark.fault("F4")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_process_group_ends_a_run_with_loader_workers_in_order(
     number: signal.Signals, tmp_path: Path
@@ -52,6 +54,7 @@ def test_a_signal_to_the_process_group_ends_a_run_with_loader_workers_in_order(
     assert (tmp_path / "last").readlink().name == f"step-{step:08d}"
 
 
+@pytest.mark.fault("F1")
 @pytest.mark.slow
 def test_killed_before_every_operation_on_files(tmp_path: Path) -> None:
     ended = child("writes", tmp_path)

@@ -123,6 +123,7 @@ def test_a_run_on_two_ranks_is_the_run_on_one(folder: Path, tmp_path: Path) -> N
         assert our == pytest.approx(their, rel=1e-4)
 
 
+@pytest.mark.fault("F14")
 def test_a_loss_that_is_infinite_on_one_rank_is_skipped_by_both(folder: Path) -> None:
     first, second = found(folder, "nan")
     assert first["skipped"] == second["skipped"] == 1
@@ -132,6 +133,7 @@ def test_a_loss_that_is_infinite_on_one_rank_is_skipped_by_both(folder: Path) ->
     assert len(skip["keys"]) == 2  # those of the one micro-batch, on the rank that had it
 
 
+@pytest.mark.fault("F2")
 def test_a_full_disk_of_rank_0_does_not_part_the_ranks(folder: Path) -> None:
     first, second = found(folder, "disk")
     assert first["step"] == second["step"] == 6
@@ -145,6 +147,7 @@ def test_ranks_with_other_settings_hear_of_each_other(folder: Path) -> None:
     assert second == "ranks 1 and 0 differ in settings: start all with the same command and data"
 
 
+@pytest.mark.fault("F19")
 def test_a_lock_of_rank_0_stops_all_ranks(folder: Path) -> None:
     first, second = found(folder, "lock")
     assert "is in use by this process" in first
@@ -152,6 +155,7 @@ def test_a_lock_of_rank_0_stops_all_ranks(folder: Path) -> None:
     assert "is in use by" in second
 
 
+@pytest.mark.fault("F4")
 @pytest.mark.slow
 def test_a_signal_to_one_rank_stops_both_and_the_resumed_run_is_the_same(folder: Path, tmp_path: Path) -> None:
     stopped = torchrun(tmp_path, "signal")
@@ -171,6 +175,7 @@ def test_the_validation_loss_is_the_same_to_the_last_bit_on_any_number_of_ranks(
     assert found(folder, "validate") == [alone, alone]
 
 
+@pytest.mark.fault("F9")
 def test_a_run_goes_on_with_another_number_of_ranks_and_says_so(tmp_path: Path) -> None:
     class Stop(fakes.FakeLoader):
         def change(self, batch: Any) -> Any:

@@ -69,6 +69,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.fault("F17")
 def test_two_runs_are_equal_bit_for_bit(undisturbed: Path, tmp_path: Path) -> None:
     run(tmp_path)
     assert_same_run(undisturbed, tmp_path)
@@ -76,11 +77,13 @@ def test_two_runs_are_equal_bit_for_bit(undisturbed: Path, tmp_path: Path) -> No
     assert len(records(undisturbed, "valid")) == 3
 
 
+@pytest.mark.fault("F17")
 def test_another_seed_gives_other_weights(undisturbed: Path, tmp_path: Path) -> None:
     run(tmp_path, seed=1)
     assert not torch.equal(weights(tmp_path)["image.weight"], weights(undisturbed)["image.weight"])
 
 
+@pytest.mark.fault("F4")
 @pytest.mark.parametrize("at", [0, 1, 4, 5, 8, 11, 13], ids=lambda at: f"micro-batch {at}")
 def test_sigterm_saves_exits_with_0_and_the_resumed_run_is_the_same(at: int, undisturbed: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -94,6 +97,7 @@ def test_sigterm_saves_exits_with_0_and_the_resumed_run_is_the_same(at: int, und
     assert_same_run(undisturbed, tmp_path)
 
 
+@pytest.mark.fault("F7")
 @pytest.mark.parametrize("step", range(LAST_STEP))
 def test_a_run_cut_off_after_any_step_resumes_to_the_same_bits(step: int, undisturbed: Path, tmp_path: Path) -> None:
     class Cut(FakeLoader):
@@ -109,6 +113,7 @@ def test_a_run_cut_off_after_any_step_resumes_to_the_same_bits(step: int, undist
     assert_same_run(undisturbed, tmp_path)
 
 
+@pytest.mark.fault("F7")
 def test_resume_with_plateau_and_adam(tmp_path: Path) -> None:
     """The rate, and the count of validations without improvement, come back: here the rate falls after each one."""
 
@@ -200,6 +205,7 @@ def test_a_checkpoint_of_another_model_is_refused(undisturbed: Path) -> None:
         )
 
 
+@pytest.mark.fault("F19")
 def test_the_second_run_of_a_folder_is_refused_while_the_first_one_lives(tmp_path: Path) -> None:
     from medvl.errors import TrainingError
 

@@ -42,6 +42,7 @@ def reseal(folder: Path, number: int) -> None:
     (folder / "manifest.json").write_text(json.dumps(content))
 
 
+@pytest.mark.fault("F11")
 @pytest.mark.parametrize("position", [0, 600, 5000])
 def test_a_flipped_byte_is_found_by_its_hash(folder: Path, position: int) -> None:
     flip_byte(folder / "lab-train-000001.tar", position)
@@ -58,6 +59,7 @@ def test_missing_and_strange_files_are_found(folder: Path) -> None:
     )
 
 
+@pytest.mark.fault("F11")
 def test_damage_under_a_true_hash_is_found_too(folder: Path) -> None:
     tar = folder / "lab-train-000000.tar"
     index = Index.read(tar.with_suffix(".index"))
@@ -101,6 +103,7 @@ def test_a_manifest_that_does_not_add_up_is_found(folder: Path, field: str, valu
     assert any(message in problem for problem in verify_folder(folder).problems)
 
 
+@pytest.mark.fault("S11")
 def test_shared_patients_and_other_salts_are_refused(folder: Path) -> None:
     manifest = Manifest.read(folder)
     with pytest.raises(SplitError, match="share 6 patients"):
