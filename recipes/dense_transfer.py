@@ -1,16 +1,15 @@
 """Detection or segmentation by a small decoder on a frozen, pretrained image encoder, at a fraction of the labels.
 
-    torchrun -- recipes/dense_transfer.py --start runs/convirt-mimic/best                # RSNA: boxes of pneumonia
-    torchrun -- recipes/dense_transfer.py segmentation --start runs/convirt-mimic/best --data.fraction 0.01
+    torchrun recipes/dense_transfer.py --init-from runs/convirt-mimic/best                # RSNA: boxes of pneumonia
+    torchrun recipes/dense_transfer.py segmentation --init-from runs/convirt-mimic/best --data.fraction 0.01
     torchrun recipes/dense_transfer.py tiny                                              # phantom, two CPU cores
     medvl eval detection --checkpoint runs/rsna-detection/best --data shards/rsna/test --valid shards/rsna/validate
     medvl eval segmentation --checkpoint runs/siim-segmentation/best --data shards/siim/test \\
         --valid shards/siim/validate
 
-`--start` is a checkpoint of any system with an image encoder, or the name of an encoder with published weights; `--`
-alone keeps torchrun from taking it for an option of its own. The encoder is frozen and in eval mode, so that what is
-measured is what its grid of patches holds. `--data.fraction` takes a share of the training patients, `--data.draw` says
-which. Training stops early by the validation patients.
+`--init-from` is a checkpoint of any system with an image encoder, or the name of an encoder with published weights.
+The encoder is frozen and in eval mode, so that what is measured is what its grid of patches holds. `--data.fraction`
+takes a share of the training patients, `--data.draw` says which. Training stops early by the validation patients.
 
 GLoRIA, MGCA and LoVT put a YOLOv3 and a U-Net on a ResNet-50's stages, whose first layers then see fine detail that a
 Transformer's tokens never had. Ours and not theirs: one decoder for every encoder, on one grid of patches
@@ -38,12 +37,12 @@ class Recipe:
     """All settings of a run."""
 
     task: Literal["detection", "segmentation"]
-    start: Path
+    init_from: Path
     """Checkpoint to take the image encoder from, or the name of an encoder with published weights."""
     size: int | None = None
-    """Height and width of the input, for encoders that take any; None is that of the start."""
+    """Height and width of the input, for encoders that take any; None is that of `init_from`."""
     patch_level: int | None = None
-    """Which of the encoder's grids: -1 its last, -2 one of finer cells; None is that of the start."""
+    """Which of the encoder's grids: -1 its last, -2 one of finer cells; None is that of `init_from`."""
     width: int = 128
     """Channels of the decoder."""
     doublings: int = 2
@@ -55,7 +54,7 @@ class Recipe:
 
 paper = Recipe(
     task="detection",
-    start=Path("runs/convirt-mimic/best"),
+    init_from=Path("runs/convirt-mimic/best"),
     data=MarkConfig(train=Path("shards/rsna/train"), valid=Path("shards/rsna/validate")),
     optim=OptimConfig(lr=5e-4, weight_decay=1e-4, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
     train=TrainConfig(
@@ -80,7 +79,7 @@ segmentation = dataclasses.replace(
 _small = OptimConfig(lr=2e-3, weight_decay=1e-4, clip_norm=1.0, schedule=Cosine(warmup_steps=20))
 tiny = dataclasses.replace(
     paper,
-    start=Path("quickstart/convirt/best"),
+    init_from=Path("quickstart/convirt/best"),
     width=64,
     data=MarkConfig(train=Path("quickstart/rsna/train"), valid=Path("quickstart/rsna/validate"), workers=1),
     optim=_small,
@@ -88,7 +87,7 @@ tiny = dataclasses.replace(
 )
 tiny_segmentation = dataclasses.replace(
     segmentation,
-    start=tiny.start,
+    init_from=tiny.init_from,
     width=64,
     data=MarkConfig(train=Path("quickstart/siim/train"), valid=Path("quickstart/siim/validate"), workers=1),
     optim=_small,
@@ -101,7 +100,7 @@ MAKE_DATA = """Make the shards first, of RSNA for boxes and of SIIM for masks:
     medvl shards rsna --root RSNA --out shards/rsna
     medvl shards siim --root SIIM --out shards/siim
 and then, on the encoder of a checkpoint,
-    torchrun -- recipes/dense_transfer.py --start runs/convirt-mimic/best
+    torchrun recipes/dense_transfer.py --init-from runs/convirt-mimic/best
 From nothing, for a try on the phantom corpus:
     bash scripts/quickstart.sh
     medvl phantom rsna --out phantom-rsna --patients 500 --size 320
@@ -121,7 +120,7 @@ def prepare(recipe: Recipe) -> "Run":
     with seeded(recipe.train.seed):
         model = create_dense(
             Detector if detects else Segmenter,
-            recipe.start,
+            recipe.init_from,
             recipe.data.names(kind),
             size=recipe.size,
             patch_level=recipe.patch_level,

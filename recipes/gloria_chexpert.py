@@ -39,7 +39,7 @@ class Recipe:
     model: GLoRIAConfig
     pretrained: bool
     """Start both encoders from their published weights."""
-    start: Path | None = None
+    init_from: Path | None = None
     """Checkpoint of a GLoRIA, all of which is taken, or of another system whose image and text encoder are taken;
     None takes none."""
     data: DataConfig
@@ -91,7 +91,7 @@ tiny = Recipe(
         max_tokens=48,
     ),
     pretrained=False,
-    start=Path("quickstart/convirt/best"),
+    init_from=Path("quickstart/convirt/best"),
     data=DataConfig(
         train="quickstart/shards/train",
         valid=Path("quickstart/shards/validate"),
@@ -131,7 +131,7 @@ def prepare(recipe: Recipe) -> "Run":
     from medvl.eval import ZeroShotEval
     from medvl.train import pretraining
 
-    run = pretraining("gloria_chexpert", recipe, recipe.start)
+    run = pretraining("gloria_chexpert", recipe, recipe.init_from)
     prompts = recipe.prompts
     return run if prompts is None else run.judged_by(lambda images: ZeroShotEval(images, prompts))
 

@@ -1,11 +1,11 @@
 """A classifier of findings on a pretrained image encoder: linear probe or fine-tuning, at a fraction of the labels.
 
-    torchrun recipes/linear_probe.py --start runs/convirt-mimic/best         # the encoder frozen, one linear layer
-    torchrun recipes/linear_probe.py finetune --start runs/convirt-mimic/best --data.fraction 0.01 --data.draw 3
+    torchrun recipes/linear_probe.py --init-from runs/convirt-mimic/best         # the encoder frozen, one linear layer
+    torchrun recipes/linear_probe.py finetune --init-from runs/convirt-mimic/best --data.fraction 0.01 --data.draw 3
     torchrun recipes/linear_probe.py tiny                                    # the quickstart's ConVIRT, two CPU cores
     medvl eval classify --checkpoint runs/linear-probe/best --data shards/chexpert/test --valid shards/chexpert/valid
 
-`--start` is a checkpoint of any system with an image encoder, or the name of an encoder with published weights.
+`--init-from` is a checkpoint of any system with an image encoder, or the name of an encoder with published weights.
 Training stops early by the mean AUROC of the validation patients, and `best` is the step that had the highest.
 `--data.fraction` takes the labels of a share of the training patients, `--data.draw` says which ones.
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Recipe:
     """All settings of a run."""
 
-    start: Path
+    init_from: Path
     """Checkpoint to take the image encoder from, or the name of an encoder with published weights."""
     frozen_encoder: bool
     """Train the linear layer alone."""
@@ -48,7 +48,7 @@ class Recipe:
 
 
 paper = Recipe(
-    start=Path("runs/convirt-mimic/best"),
+    init_from=Path("runs/convirt-mimic/best"),
     frozen_encoder=True,
     data=LabelConfig(
         train=Path("shards/chexpert/train"),
@@ -77,7 +77,7 @@ finetune = dataclasses.replace(
 )
 tiny = dataclasses.replace(
     paper,
-    start=Path("quickstart/convirt/best"),
+    init_from=Path("quickstart/convirt/best"),
     data=LabelConfig(
         train=Path("quickstart/shards/train"),
         valid=Path("quickstart/shards/validate"),
@@ -93,7 +93,7 @@ PRESETS = {"paper": paper, "finetune": finetune, "tiny": tiny}
 MAKE_DATA = """Make the shards first. From CheXpert, RSNA, SIIM, NIH ChestX-ray14, COVIDx or a table of your own:
     medvl shards chexpert --root CheXpert-v1.0-small --out shards/chexpert
 and then, on the encoder of a checkpoint,
-    torchrun recipes/linear_probe.py --start runs/convirt-mimic/best
+    torchrun recipes/linear_probe.py --init-from runs/convirt-mimic/best
 From nothing, for a try on the phantom corpus:
     bash scripts/quickstart.sh"""
 
@@ -109,7 +109,7 @@ def prepare(recipe: Recipe) -> "Run":
     policy = LabelPolicy(uncertain=recipe.uncertain, missing=recipe.missing)
     with seeded(recipe.train.seed):
         model = create_classifier(
-            recipe.start,
+            recipe.init_from,
             recipe.data.names(),
             frozen_encoder=recipe.frozen_encoder,
             head_rate=recipe.head_rate,

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 recipes/m3ae_roco_medicat.py
     torchrun recipes/m3ae_roco_medicat.py tiny            # within scripts/quickstart_vqa.sh: phantom, two CPU cores
     torchrun recipes/m3ae_roco_medicat.py tiny --help     # every setting
-    torchrun recipes/vqa_finetune.py --start runs/m3ae/best     # then it answers questions
+    torchrun recipes/vqa_finetune.py --init-from runs/m3ae/best     # then it answers questions
 
 Preset `paper`: CLIP's ViT-B/16 without its last block, RoBERTa-base, six co-attention layers a stream; 100,000 steps of
 256 pairs at 288 pixels, 1e-5 for the encoders and five times that for the rest, warmed up for a tenth and then linear.
@@ -38,7 +38,7 @@ class Recipe:
     model: M3AEConfig
     pretrained: bool
     """Start both encoders from their published weights."""
-    start: Path | None = None
+    init_from: Path | None = None
     """Checkpoint of an M3AE, all of which is taken, or of another system whose image and text encoder are taken;
     None takes none."""
     data: DataConfig
@@ -92,7 +92,7 @@ tiny = Recipe(
         max_tokens=32,
     ),
     pretrained=False,
-    start=Path("quickstart/figures-convirt/best"),
+    init_from=Path("quickstart/figures-convirt/best"),
     data=DataConfig(
         train="quickstart/roco-shards/train",
         also=(Path("quickstart/medicat-shards/train"),),
@@ -128,7 +128,7 @@ def prepare(recipe: Recipe) -> "Run":
     recipe.data.check(MAKE_DATA)
     from medvl.train import pretraining
 
-    return pretraining("m3ae_roco_medicat", recipe, recipe.start)
+    return pretraining("m3ae_roco_medicat", recipe, recipe.init_from)
 
 
 if __name__ == "__main__":

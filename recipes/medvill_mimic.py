@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 recipes/medvill_mimic.py --data.train DIR/train --data.valid DIR/validate
     torchrun recipes/medvill_mimic.py tiny            # the phantom corpus of scripts/quickstart.sh, two CPU cores
     torchrun recipes/medvill_mimic.py tiny --help     # every setting
-    torchrun recipes/vqa_finetune.py --start runs/medvill-mimic/best     # then it answers questions
+    torchrun recipes/vqa_finetune.py --init-from runs/medvill-mimic/best     # then it answers questions
     torchrun recipes/medvill_mimic.py paper-report                       # or learns to write reports
     medvl eval report --checkpoint runs/medvill-report/best --data DIR/test
 
@@ -42,7 +42,7 @@ class Recipe:
     model: MedViLLConfig
     pretrained: bool
     """Start both encoders from their published weights."""
-    start: Path | None = None
+    init_from: Path | None = None
     """Checkpoint of a MedViLL, all of which is taken, or of another system whose image and text encoder are taken;
     None takes none."""
     data: DataConfig
@@ -75,7 +75,7 @@ tiny = Recipe(
         max_tokens=48,
     ),
     pretrained=False,
-    start=Path("quickstart/convirt/best"),
+    init_from=Path("quickstart/convirt/best"),
     data=DataConfig(
         train="quickstart/shards/train",
         valid=Path("quickstart/shards/validate"),
@@ -100,14 +100,14 @@ paper_report = dataclasses.replace(
     paper,
     model=MedViLLConfig(attention="seq2seq", objective="report"),
     pretrained=False,
-    start=Path("runs/medvill-mimic/best"),
+    init_from=Path("runs/medvill-mimic/best"),
     optim=dataclasses.replace(paper.optim, lr=3e-5),
     train=dataclasses.replace(paper.train, run_dir=Path("runs/medvill-report")),
 )
 tiny_report = dataclasses.replace(
     tiny,
     model=dataclasses.replace(tiny.model, attention="seq2seq", objective="report", mask_probability=0.4),
-    start=Path("quickstart/medvill/best"),
+    init_from=Path("quickstart/medvill/best"),
     train=dataclasses.replace(tiny.train, run_dir=Path("quickstart/medvill-report"), epochs=30),
 )
 
@@ -124,7 +124,7 @@ def prepare(recipe: Recipe) -> "Run":
     recipe.data.check(MAKE_DATA)
     from medvl.train import pretraining
 
-    return pretraining("medvill_mimic", recipe, recipe.start)
+    return pretraining("medvill_mimic", recipe, recipe.init_from)
 
 
 if __name__ == "__main__":

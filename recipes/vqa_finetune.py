@@ -1,7 +1,7 @@
 """Visual question answering: a classifier over answers, or a decoder of them, fine-tuned from either family.
 
-    torchrun recipes/vqa_finetune.py --start runs/m3ae/best
-    torchrun recipes/vqa_finetune.py --start runs/albef/best --head ranking --optim.lr 2e-5
+    torchrun recipes/vqa_finetune.py --init-from runs/m3ae/best
+    torchrun recipes/vqa_finetune.py --init-from runs/albef/best --head ranking --optim.lr 2e-5
     torchrun recipes/vqa_finetune.py tiny           # the phantom, from the quickstart's ConVIRT, two CPU cores
     torchrun recipes/vqa_finetune.py tiny --help    # every setting
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 class Recipe:
     """All settings of a run."""
 
-    start: Path
+    init_from: Path
     """Checkpoint to start from."""
     fusion: DualStreamConfig
-    """Sizes of a fresh fusion-encoder, where `start` is a dual-encoder; its encoders are those of `start`."""
+    """Sizes of a fresh fusion-encoder, where `init_from` is a dual-encoder; its encoders are those of it."""
     head: Head = "classifier"
     """Or product (MedViLL's own), ranking or generation (a decoder of answers)."""
     decoder: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
@@ -51,7 +51,7 @@ class Recipe:
 
 
 paper = Recipe(
-    start=Path("runs/m3ae/best"),
+    init_from=Path("runs/m3ae/best"),
     fusion=DualStreamConfig(),
     data=QuestionConfig(
         train=Path("shards/vqa-rad/train"),
@@ -70,7 +70,7 @@ paper = Recipe(
     ),
 )
 tiny = Recipe(
-    start=Path("quickstart/convirt/best"),
+    init_from=Path("quickstart/convirt/best"),
     fusion=DualStreamConfig(
         image_arguments={}, width=192, layers=2, heads=3, intermediate=768, image_positions=True, fusion_rate=2.0
     ),
@@ -118,7 +118,7 @@ def prepare(recipe: Recipe) -> "Run":
     normalize = get_protocol(recipe.protocol).normalize
     with seeded(recipe.train.seed):
         model = create_vqa(
-            recipe.start,
+            recipe.init_from,
             answers,
             fusion=recipe.fusion,
             head=recipe.head,

@@ -58,7 +58,7 @@ def answer(options: argparse.Namespace, start: str, seed: int) -> None:
     if (run / "answers" / "results.json").is_file():
         return
     checkpoint = options.start if start == "pretrained" else blank(options.start, options.out / f"blank-{seed}", seed)
-    arguments = [options.preset, "--start", checkpoint, "--train.seed", seed, "--train.run-dir", run]
+    arguments = [options.preset, "--init-from", checkpoint, "--train.seed", seed, "--train.run-dir", run]
     arguments += ["--data.train", options.train, "--data.valid", options.valid, *options.recipe_options]
     subprocess.run([sys.executable, RECIPE, *map(str, arguments)], check=True)
     judge = ["eval", "vqa", "--checkpoint", run / "best", "--data", options.test, "--train", options.train]

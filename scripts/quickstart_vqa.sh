@@ -48,7 +48,7 @@ $bin/medvl shards vqa-rad --root quickstart/vqa-rad --out quickstart/vqa --short
 $bin/medvl shards vqa-rad --root quickstart/vqa-rad-valid --out quickstart/vqa-valid --short-side 160
 
 step "Fine-tuning"
-torchrun recipes/vqa_finetune.py tiny --start "quickstart/$start/best" --train.run-dir "quickstart/vqa-$start"
+torchrun recipes/vqa_finetune.py tiny --init-from "quickstart/$start/best" --train.run-dir "quickstart/vqa-$start"
 
 step "Answers about held-out patients"
 $bin/medvl eval vqa --checkpoint "quickstart/vqa-$start/best" --data quickstart/vqa/test --train quickstart/vqa/train \

@@ -352,7 +352,7 @@ def test_the_recipe_makes_a_run_of_either_task(shards: Path, tmp_path: Path) -> 
         recipe = names["PRESETS"][preset]
         settings = dataclasses.replace(
             recipe,
-            start=start,
+            init_from=start,
             width=16,
             data=data_of(shards, fraction=0.5),
             train=dataclasses.replace(

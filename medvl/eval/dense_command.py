@@ -107,7 +107,7 @@ def _load(checkpoint: Path, device: str, wanted: type) -> Any:
     if not isinstance(model, wanted):
         task = {"Detector": "detection", "Segmenter": "segmentation"}[wanted.__name__]
         raise ConfigError(
-            f"{checkpoint} is a {model.name}: recipes/dense_transfer.py --start {checkpoint} --task {task} makes a "
+            f"{checkpoint} is a {model.name}: recipes/dense_transfer.py --init-from {checkpoint} --task {task} makes a "
             f"{wanted.__name__.lower()} of its image encoder"
         )
     return model
