@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LONGEST_SIDE = 1536
-"""Larger images are looked at in this size: text that people are to read survives it."""
+"""Larger images are looked at in about this size: text that people are to read survives it."""
 _BAND = 0.25
 _FEWEST = 9
 """Letters of a line; `PORTABLE` has eight."""
@@ -26,11 +26,19 @@ def has_burned_in_text(image: NDArray[np.uint8]) -> bool:
         image: (H, W), or (H, W, C) of which the brightest channel counts.
     """
     image_HW = image if image.ndim == 2 else image.max(axis=2)
-    scale = _LONGEST_SIDE / max(image_HW.shape)
-    if scale < 1:
-        image_HW = np.asarray(cv2.resize(image_HW, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA), np.uint8)
     height = int(len(image_HW) * _BAND)
-    return any(_longest_line(_letters(band)) >= _FEWEST for band in (image_HW[:height], image_HW[-height:]) if height)
+    factor = max(1, round(max(image_HW.shape) / _LONGEST_SIDE))
+    bands = (image_HW[:height], image_HW[-height:]) if height >= factor else ()
+    return any(_longest_line(_letters(_reduced(band, factor))) >= _FEWEST for band in bands)
+
+
+def _reduced(band_HW: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
+    """Means of whole squares of pixels: a tenth of the time of a factor that is not whole."""
+    if factor == 1:
+        return band_HW
+    height, width = (side // factor for side in band_HW.shape)
+    whole = band_HW[: height * factor, : width * factor]
+    return np.asarray(cv2.resize(whole, (width, height), interpolation=cv2.INTER_AREA), np.uint8)
 
 
 def _letters(band_HW: NDArray[np.uint8]) -> NDArray[np.int32]:
