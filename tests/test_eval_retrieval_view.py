@@ -1,6 +1,7 @@
 """Pictures of a retrieval: what queries found, what belongs together on the diagonal, the plane, the page."""
 
 import base64
+import dataclasses
 import io
 import re
 from collections.abc import Mapping
@@ -134,3 +135,18 @@ def test_the_page_shows_queries_their_finds_and_escapes_texts(result: RetrievalR
     assert "report <" not in html
     bare = write_retrieval_page(result, tmp_path / "bare.html", model="fake", data="phantom").read_text()
     assert "data:image/jpeg" not in bare
+
+
+def test_similarities_beyond_a_cosine_are_written_as_they_are(
+    result: RetrievalResult, view: RetrievalView, tmp_path: Path
+) -> None:
+    """GLoRIA's reach 3: bars are drawn in proportion to the highest."""
+    first, *others = view.of_images
+    values = tuple(3.0 / (place + 1) for place in range(len(first.candidates)))
+    higher = dataclasses.replace(view, of_images=(dataclasses.replace(first, similarities=values), *others))
+    shown = dataclasses.replace(result, view=higher)
+    page = write_retrieval_page(
+        shown, tmp_path / "index.html", model="m", data="d", pixels=lambda key: np.zeros((8, 8), np.uint8)
+    ).read_text()
+    for text in ('width="100.0" height="5"', ">3.00<", 'width="50.0" height="5"', ">1.50<"):
+        assert text in page

@@ -80,8 +80,10 @@ class Choice:
 
     text: str
     score: float | None
-    """Within [0, 1], drawn as a bar; None where there is none."""
+    """As it is written; None where there is none."""
     right: bool
+    full: float = 1.0
+    """The score whose bar is full."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

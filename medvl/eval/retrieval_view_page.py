@@ -160,10 +160,13 @@ def _colored(
 
 
 def _of_images(result: RetrievalResult, view: RetrievalView, pixels: Callable[[str], NDArray[np.uint8]]) -> Cards:
+    # most similarities are cosines; GLoRIA's are not, and reach beyond 1
+    full = max(1.0, *(value for found in view.of_images for value in found.similarities))
+
     def card(found: Found) -> Card:
         own, rank = int(view.text_of_N[found.query]), int(result.image_rank_N[found.query])
         choices = [
-            Choice(text=_short(view.texts[text]), score=min(max(value, 0.0), 1.0), right=text == own)
+            Choice(text=_short(view.texts[text]), score=value, right=text == own, full=full)
             for text, value in zip(found.candidates, found.similarities, strict=True)
         ]
         picture = Picture(source=thumbnail_uri(pixels(result.keys[found.query]), 256), alternative="the image")
