@@ -171,7 +171,7 @@ def test_a_dead_worker_ends_a_run_with_advice_and_it_can_be_continued(tmp_path: 
     started = time.monotonic()
     with pytest.raises(LoaderError, match=r"worker process died .*with fewer --data.workers"):
         run("killed", kill_at=2)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 300  # torch's timeout is twice that
     checkpoint.verify(tmp_path / "killed" / "last")
     run("killed")
     run("whole")
