@@ -11,8 +11,8 @@ Published: F1 of about .61 in zero-shot classification of CheXpert 5x200, from a
 figure of ours needs the credentialed data. The authors' protocol is `medvl eval zero-shot --prompts gloria_published`.
 
 Preset `tiny` goes on for 6 epochs from the towers of `recipes/convirt_mimic.py tiny`, which stand for ImageNet's ResNet
-and for Bio_ClinicalBERT, with its text and augmentation; 112 pixels stretched to 144, 9 x 9 regions of them, and the last
-two layers of three.
+and for Bio_ClinicalBERT, with its text and augmentation; 112 pixels stretched to 144, 9 x 9 regions of them, and the
+last two layers of three.
 At these sizes the published attention stays even over the image: the text's first token keeps every region. Here words
 alone share regions out, words and regions have one length, and temp1 is ten times the paper's. AdamW under a cosine
 stands for Adam on a plateau.
