@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from medvl.encoders.base import Encoder
+from medvl.encoders.packing import Packing
 from medvl.encoders.text_models import Language
 from medvl.errors import ConfigError
 from medvl.schema import TextFeatures
@@ -79,6 +80,20 @@ class TextEncoder(Encoder):
             )
         self.config = dataclasses.asdict(options) | dict(options.arguments)
         del self.config["arguments"]
+        self._packs = False
+
+    def pack(self, packs: bool = True) -> None:
+        """Whether `forward` puts the real tokens of a batch in one row from now on, and spends nothing on padding.
+
+        Values and gradients stay what they are, but for rounding and for what dropout draws. See
+        `medvl.encoders.packing` for what it costs and when a GPU has a kernel for its attention.
+
+        Raises:
+            ConfigError: the backbone is no BERT, RoBERTa or ALBERT.
+        """
+        if packs:
+            self._adapter.prepare_packing(self.backbone)
+        self._packs = packs
 
     def forward(self, ids_BT: Tensor, mask_BT: Tensor) -> TextFeatures:
         """Encode a batch of texts.
@@ -94,9 +109,13 @@ class TextEncoder(Encoder):
             ConfigError: a text is longer than the positions that the backbone knows.
         """
         mask_BT = mask_BT.bool()
-        states = self.encode(self.embed(ids_BT, mask_BT), mask_BT)
-        chosen = torch.stack([states[layer] for layer in self.layers])
-        combined_BTD = chosen.sum(dim=0) if self.reduce == "sum" else chosen.mean(dim=0)
+        hidden_BTD = self.embed(ids_BT, mask_BT)
+        packing = Packing.of(mask_BT) if self._packs else None
+        if packing is not None and len(packing):  # transformers takes no row without tokens
+            states = self._adapter.encode_packed(self.backbone, packing.pack(hidden_BTD)[None], packing)
+            combined_BTD = packing.unpack(self._combined(states)[0])
+        else:
+            combined_BTD = self._combined(self.encode(hidden_BTD, mask_BT))
         tokens_BTD = combined_BTD[:, : mask_BT.shape[1]].masked_fill(~mask_BT[:, :, None], 0.0)
         if self.pool == "eos" and self._adapter.ends_full:
             pooled_BD = combined_BTD[:, -1]
@@ -167,6 +186,11 @@ class TextEncoder(Encoder):
             ConfigError: the backbone keeps no keys and values.
         """
         return self._adapter.encode_next(self.backbone, hidden_BTD, mask_BTK, cache)
+
+    def _combined(self, states: Sequence[Tensor]) -> Tensor:
+        """One state of those that were chosen."""
+        chosen = torch.stack([states[layer] for layer in self.layers])
+        return chosen.sum(dim=0) if self.reduce == "sum" else chosen.mean(dim=0)
 
     def _pooled(self, tokens_BTD: Tensor, mask_BT: Tensor) -> Tensor:
         """One vector a text from its real tokens; zeros for a text without any."""

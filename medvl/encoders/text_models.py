@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from medvl.encoders.packing import Packing, use_packed_attention
 from medvl.encoders.vision import by_depth
 from medvl.errors import ConfigError
 
@@ -40,6 +41,14 @@ class LanguageAdapter(abc.ABC):
     def encode_next(self, net: Any, hidden_BTD: Tensor, attend_BTK: Tensor, cache: Any) -> Tensor:
         """(B, T, D): the last states of tokens that follow those of the cache, whose keys and values they join."""
         raise ConfigError(f"{type(net).__name__} keeps no keys and values: take a BERT")
+
+    def prepare_packing(self, net: Any) -> None:
+        """Ready a model for `encode_packed`; it encodes padded texts as before."""
+        raise ConfigError(f"{type(net).__name__} encodes padded texts only: take a BERT")
+
+    def encode_packed(self, net: Any, hidden_1ND: Tensor, packing: Packing) -> Sequence[Tensor]:
+        """All states (1, N, D) of the real tokens of a batch, each of which looks at its own text."""
+        raise ConfigError(f"{type(net).__name__} encodes padded texts only: take a BERT")
 
     @abc.abstractmethod
     def layers(self, net: Any) -> list[list[str]]:
@@ -90,6 +99,17 @@ class BertAdapter(LanguageAdapter):
         for layer in self._in_order(net):
             hidden_BTD = layer(hidden_BTD, attend_BTK[:, None], past_key_values=cache)
         return hidden_BTD
+
+    def prepare_packing(self, net: Any) -> None:
+        """See the base class."""
+        use_packed_attention(net)
+
+    def encode_packed(self, net: Any, hidden_1ND: Tensor, packing: Packing) -> Sequence[Tensor]:
+        """See the base class."""
+        states = [hidden_1ND]
+        for layer in self._in_order(net):
+            states.append(layer(states[-1], None, packing=packing))
+        return states
 
     def layers(self, net: Any) -> list[list[str]]:
         """Embeddings, then layer by layer."""
