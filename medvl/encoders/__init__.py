@@ -12,6 +12,7 @@ timm, torchvision, open_clip, transformers and peft are imported when an encoder
 
 from medvl.encoders.image import ImageEncoder
 from medvl.encoders.image_factory import create_image_encoder, list_image_encoders
+from medvl.encoders.recompute import checkpoint_activations
 from medvl.encoders.text import TextEncoder
 from medvl.encoders.text_factory import create_text_encoder, list_text_encoders
 from medvl.encoders.tuning import add_lora, freeze_layers, keeping_statistics, merge_lora, parameter_groups
@@ -20,6 +21,7 @@ __all__ = [
     "ImageEncoder",
     "TextEncoder",
     "add_lora",
+    "checkpoint_activations",
     "create_image_encoder",
     "create_text_encoder",
     "freeze_layers",
