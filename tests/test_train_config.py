@@ -162,7 +162,8 @@ def test_the_flags_of_training_are_these() -> None:
     """A flag is a promise to everyone who has it in a script: adding or renaming one is decided here."""
     assert [field.name for field in dataclasses.fields(TrainConfig)] == [
         *("run_dir", "epochs", "steps", "global_batch", "accumulate", "grad_cache", "seed"),
-        *("precision", "device", "channels_last", "compile", "deterministic", "find_unused_parameters", "num_threads"),
+        *("precision", "device", "channels_last", "compile", "packed_text", "checkpoint_activations"),
+        *("deterministic", "find_unused_parameters", "num_threads"),
         *("validate_every", "best_metric", "best_mode", "early_stop_patience"),
         *("checkpoint_every", "keep_last", "resume", "nonfinite_budget", "spike_factor", "rollbacks"),
         *("log_every", "tensorboard", "wandb"),

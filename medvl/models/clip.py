@@ -85,8 +85,8 @@ class CLIP(ContrastiveEncoder):
 
     def encode_pairs(self, batch: Batch) -> Pairs:
         """See the base class."""
+        texts = Embeddings(self.encode_text(batch.ids_BT, batch.mask_BT))  # first: packed texts wait for the device
         images = Embeddings(self.encode_image(batch.image_BCHW))
-        texts = Embeddings(self.encode_text(batch.ids_BT, batch.mask_BT))
         pairs = Pairs(images, texts, groups_of(batch, self.config.positives))
         if batch.has_image_B is None and batch.has_text_B is None:
             return pairs

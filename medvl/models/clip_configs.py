@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from medvl.errors import ConfigError
-from medvl.models.configs import Positives, check_positives
+from medvl.models.configs import Positives, check_patch_dropout, check_positives
 
 Statistics = tuple[float, ...]
 """One value for grey, or three."""
@@ -50,6 +50,8 @@ class CLIPConfig:
     """The scale is brought back to this before each step of the training (section 2.5). None lets it grow."""
     positives: Positives = "own"
     """As for ConVIRT."""
+    patch_dropout: float = 0.0
+    """As for ConVIRT."""
     max_tokens: int = 77
     vocab_size: int | None = None
     """Of the text encoder; None is the preset's own, or the tokenizer's where one is given."""
@@ -65,6 +67,7 @@ class CLIPConfig:
                 f"max_scale {self.max_scale} is below the scale at the start, 1 / {self.temperature}: raise it, or None"
             )
         check_positives(self.positives)
+        check_patch_dropout(self.patch_dropout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,10 @@ class ConVIRTConfig:
     """From tokens to one vector; the mean is an unofficial re-implementation's."""
     frozen_text_layers: int = 6
     """The embedding layer and this many layers above it are not trained; 0 trains everything."""
+    patch_dropout: float = 0.0
+    """Share of each image's patches that training leaves out, drawn anew each time: twice the speed at half of them
+    (FLIP, Li et al., arXiv 2212.00794). Vision Transformers only; a last epoch without it closes the gap to
+    inference."""
     temperature: float = 0.1
     image_weight: float = 0.75
     """Lambda: the share of the image-to-text direction."""
@@ -51,6 +55,13 @@ class ConVIRTConfig:
         if self.text_pool not in ("max", "mean"):
             raise ConfigError(f"text_pool is {self.text_pool!r}: known are 'max' and 'mean'")
         check_positives(self.positives)
+        check_patch_dropout(self.patch_dropout)
+
+
+def check_patch_dropout(share: float) -> None:
+    """Raises ConfigError unless something is left."""
+    if not 0 <= share < 1:
+        raise ConfigError(f"patch_dropout is {share}: it must be 0 or above and below 1")
 
 
 def check_positives(positives: str) -> None:

@@ -37,8 +37,8 @@ class ConVIRT(ContrastiveEncoder):
 
     def encode_pairs(self, batch: Batch) -> Pairs:
         """See the base class."""
+        texts = Embeddings(self.encode_text(batch.ids_BT, batch.mask_BT))  # first: packed texts wait for the device
         images = Embeddings(self.encode_image(batch.image_BCHW))
-        texts = Embeddings(self.encode_text(batch.ids_BT, batch.mask_BT))
         return Pairs(images, texts, groups_of(batch, self.config.positives))
 
     def compare_pairs(self, pairs: Pairs) -> Losses:

@@ -14,6 +14,7 @@ from medvl.data.transforms import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.distributed import gather
+from medvl.losses.mim import mask_patches
 from medvl.losses.pairs import name_ids, text_ids
 from medvl.models.base import TwoTowers
 from medvl.models.configs import Positives
@@ -25,6 +26,9 @@ class DualEncoder(TwoTowers):
 
     `tokenizer` may be None in a model that is given token ids only; `encode_text` and `embed_texts` of strings then
     raise ConfigError.
+
+    Attributes:
+        patch_dropout: share of an image's patches that training leaves out, where the configuration has one.
     """
 
     image_encoder: ImageEncoder
@@ -42,10 +46,16 @@ class DualEncoder(TwoTowers):
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
         self.image_head, self.text_head = image_head, text_head
+        self.patch_dropout: float = getattr(config, "patch_dropout", 0.0)
+        if self.patch_dropout and not image_encoder.leaves_patches_out:
+            raise ConfigError(
+                f"patch_dropout is {self.patch_dropout}, but {image_encoder.name} needs all patches: take a vision "
+                "Transformer, or 0"
+            )
 
     def encode_image(self, image_BCHW: Tensor) -> Tensor:
         """(B, E), L2-normalised, float32. Takes uint8 pixels, or floats that are already normalised."""
-        features = self.image_encoder(image_BCHW)
+        features = self.image_encoder(image_BCHW, self._draw_patches(image_BCHW))
         return F.normalize(self.image_head(features.pooled_BD).float(), dim=-1)
 
     def encode_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
@@ -71,6 +81,17 @@ class DualEncoder(TwoTowers):
         image_embeddings = images if isinstance(images, Embeddings) else self.embed_images(images)
         text_embeddings = texts if isinstance(texts, Embeddings) else self.embed_texts(texts)
         return image_embeddings.global_NE @ text_embeddings.global_NE.T
+
+    def _draw_patches(self, image_BCHW: Tensor) -> Tensor | None:
+        """(B, K) int64: the patches of each image that are encoded, drawn in training; None for all of them."""
+        if not (self.training and self.patch_dropout):
+            return None
+        height, width = self.image_encoder.grid(image_BCHW.shape[2], image_BCHW.shape[3])
+        device = (
+            image_BCHW.device
+        )  # its own generator, which the step seeds too: a draw of the CPU's would be waited for
+        generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+        return mask_patches(len(image_BCHW), height * width, self.patch_dropout, generator, device).kept_BK
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

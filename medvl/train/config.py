@@ -158,6 +158,12 @@ class TrainConfig:
     """Faster convolutions on a GPU."""
     compile: bool = False
     """Compile the model: a minute at the start, then faster steps on a GPU."""
+    packed_text: bool = False
+    """Text encoders compute the real tokens of a batch and no padding: the same values and gradients, at a cost that
+    follows the length of the reports. For BERT, RoBERTa and ALBERT; see `medvl.encoders.packing`."""
+    checkpoint_activations: bool = False
+    """Transformer encoders keep each layer's input only and compute the layer again for its gradient: the same values
+    and gradients in far less memory, for a third more arithmetic. Encoders with batch norms stay as they are."""
     deterministic: bool = False
     """Only algorithms that give the same bits each time, where a GPU has them; slower. A CPU needs no such order."""
     find_unused_parameters: bool = False

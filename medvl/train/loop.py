@@ -38,6 +38,7 @@ from medvl.train.journal import Journal, console
 from medvl.train.meters import Speed, Tracker, Window
 from medvl.train.optim import build_optimizer
 from medvl.train.precision import Precision
+from medvl.train.prepare import prepare
 from medvl.train.rescue import Rescue
 from medvl.train.schedule import LearningRate
 from medvl.train.seeding import caller_keeps_generators
@@ -140,7 +141,7 @@ class Training:
         self.model, self.world, self.config = model, world, config
         self.valid_loader, self.evals = valid_loader, evals
         self.run = {**run, "train": to_dict(config), "optim": to_dict(optim), "versions": _versions()}
-        self._prepare_model()
+        prepare(model, config, world.device)
         self.feed = Feed(train_loader, config.accumulate)
         limits = [config.steps, config.epochs and config.epochs * self.feed.steps_per_epoch]
         self.total_steps = min(limit for limit in limits if limit is not None)
@@ -208,14 +209,6 @@ class Training:
             last=last,
             best=self.checkpoints.best(),
         )
-
-    def _prepare_model(self) -> None:
-        self.model.to(self.world.device)
-        if self.config.channels_last:
-            torch.nn.utils.convert_conv2d_weight_memory_format(self.model, torch.channels_last)
-        self.model.train()
-        if self.config.compile:
-            self.model.compile()
 
     def _first_state(self, optim: OptimConfig) -> TrainState:
         config, world = self.config, self.world

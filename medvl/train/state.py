@@ -132,6 +132,8 @@ def identity(model: nn.Module, optim: OptimConfig, config: TrainConfig, rate: Le
     }
     if config.spike_factor is not None:
         described["train"]["spike_factor"] = config.spike_factor
+    if config.packed_text:  # dropout draws for other places
+        described["train"]["packed_text"] = True
     if rate.needs_total:
         described["train"]["total_steps"] = rate.total_steps
     if isinstance(optim.schedule, Plateau):
