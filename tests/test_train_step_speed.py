@@ -1,5 +1,6 @@
 """What makes a step fast without changing it: nothing is waited for, padding and patches are left out, memory spared."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import medvl
 from medvl.errors import ConfigError
 from medvl.models import ContrastiveEncoder
-from medvl.schema import Batch
+from medvl.schema import Batch, Losses
+from medvl.train import checkpoint
 from medvl.train.distributed import World
 from medvl.train.precision import Precision
 from medvl.train.prepare import prepare
@@ -157,3 +159,24 @@ def test_settings_that_are_nothing_for_a_model(tmp_path: Path) -> None:
         prepare(fakes.Regression(), fakes.config(tmp_path, packed_text=True), WORLD.device)
     with pytest.raises(ConfigError, match="checkpoint_activations: the model has no encoder, leave it unset"):
         prepare(fakes.Regression(), fakes.config(tmp_path, checkpoint_activations=True), WORLD.device)
+
+
+class Watching(fakes.Regression):
+    """Notes in each step how many objects the collector passes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed_over: list[int] = []
+
+    def forward(self, batch: Batch) -> Losses:
+        self.passed_over.append(gc.get_freeze_count() if gc.isenabled() else 0)
+        return super().forward(batch)
+
+
+def test_the_collector_passes_over_what_was_there_before_the_run(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
+    model = Watching()
+    fakes.train(model, fakes.FakeLoader(12, 4), optim=fakes.optim(), config=fakes.config(tmp_path, epochs=1))
+    assert len(model.passed_over) == 3
+    assert min(model.passed_over) > 10_000
+    assert gc.get_freeze_count() == 0

@@ -29,6 +29,7 @@ from medvl.schema import Batch
 from medvl.train import checkpoint
 from medvl.train.advice import explained
 from medvl.train.checkpoint import Checkpoints
+from medvl.train.collector import garbage_is_new
 from medvl.train.config import Interval, OptimConfig, Plateau, TrainConfig
 from medvl.train.distributed import World, distribute, join, machine_settings
 from medvl.train.feed import Feed, TrainLoader
@@ -117,6 +118,7 @@ def train(
         world.on_main(functools.partial(_lock, stack, config.run_dir))
         training = Training(model, train_loader, world, optim, config, valid_loader, evals, run or {})
         stack.callback(training.journal.close)
+        stack.enter_context(garbage_is_new())
         with explained(world, config):
             stopped = training.until_the_end(stop)
         if stopped == "signal":
