@@ -1,0 +1,279 @@
+"""A run that is killed, stopped and damaged again and again, against one that is left alone; and memory over steps.
+
+    python scripts/soak.py                       # an hour
+    python scripts/soak.py --minutes 2           # ... or less
+    python scripts/soak.py --steps 10000         # memory over 10,000 steps, no disturbances
+
+The first trains the recipe `convirt_mimic.py tiny` on a small phantom, once undisturbed and then, as often as the time
+allows, with random kills (SIGKILL of the run or of a loader's worker, SIGTERM), pauses, damage to the newest
+checkpoint, rubbish in the run's folder, and another number of workers in each life. Every such run must end with the
+records and the weights of the undisturbed one, bit for bit. The second prints the memory of a long run and of its
+worker, and the slope of a line through it. Exit status 1 where a run differs or memory grows.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+CHECKPOINT_EVERY = 4
+MOST_LIVES = 200
+GROWTH_MB = 2.0
+"""Of a thousand steps, above which memory is said to grow: a tensor that is kept a step is far above it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """A phantom corpus, and the command that trains on it."""
+
+    home: Path
+
+    def make(self) -> None:
+        """Corpus, shards and vocabulary, as a user makes them."""
+        self.home.mkdir(parents=True, exist_ok=True)
+        (self.home / "salt").write_text("5a" * 32 + "\n")
+        corpus, shards = str(self.home / "corpus"), str(self.home / "shards")
+        for arguments in (
+            ["phantom", "mimic-cxr", "--out", corpus, "--patients", "40", "--size", "96", "--workers", "1"],
+            ["shards", "mimic-cxr", "--root", corpus, "--out", shards, "--short-side", "64", "--workers", "1"],
+            ["vocab", f"{shards}/train", str(self.home / "vocab"), "--size", "400", "--min-frequency", "1"],
+        ):
+            command = [sys.executable, "-m", "medvl.cli", *arguments]
+            subprocess.run(
+                command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=self.environment
+            )
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of every command: one thread, no network."""
+        fixed = {"MEDVL_SALT_FILE": str(self.home / "salt"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        return {**os.environ, "NO_ALBUMENTATIONS_UPDATE": "1", "PYTHONPATH": str(ROOT), **fixed}
+
+    def train(self, name: str, steps: int, workers: int, **changes: object) -> subprocess.Popen[str]:
+        """Start the recipe; what it says comes over stderr."""
+        settings = {
+            "data.train": self.home / "shards" / "train",
+            "data.valid": self.home / "shards" / "validate",
+            "data.tokenizer": self.home / "vocab",
+            "data.workers": workers,
+            "model.image-size": 64,
+            "data.image.size": 64,
+            "train.run-dir": self.home / name,
+            "train.global-batch": 8,
+            "train.steps": steps,
+            "train.epochs": 100_000,
+            "train.num-threads": 1,
+            "train.log-every": 1,
+            "train.validate-every": 10,
+            "train.best-metric": "loss",
+            "train.best-mode": "min",
+            "train.checkpoint-every": CHECKPOINT_EVERY,
+            "optim.schedule.warmup-steps": 2,
+            **{name.replace("__", ".").replace("_", "-"): value for name, value in changes.items()},
+        }
+        flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+        command = [sys.executable, str(ROOT / "recipes" / "convirt_mimic.py"), "tiny", *flags]
+        return subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=self.home, env=self.environment
+        )
+
+    def outcome(self, name: str) -> tuple[str, list[dict[str, object]]]:
+        """Hash of the last weights, and the records without what depends on the clock."""
+        weights = (self.home / name / "last" / "model.safetensors").read_bytes()
+        rows = [json.loads(line) for line in (self.home / name / "metrics.jsonl").read_text().splitlines()]
+        for row in rows:
+            row.pop("timing", None)
+        return hashlib.sha256(weights).hexdigest(), rows
+
+
+def until_step(stderr: IO[str], step: int) -> str:
+    """Read what a run says until it has made a step, or ends; the last lines."""
+    told: list[str] = []
+    for line in stderr:
+        told = [*told[-5:], line]
+        found = re.search(r"step (\d+) of \d+:", line)
+        if found and int(found[1]) >= step:
+            break
+    return "".join(told)
+
+
+def newest_step(run_dir: Path) -> int:
+    """The step of the newest checkpoint folder, sound or not; 0 where there is none."""
+    return max((int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")), default=0)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started."""
+    try:
+        return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:  # it has ended
+        return []
+
+
+def damage(run_dir: Path, rng: random.Random) -> str | None:
+    """Spoil a file of the newest of several checkpoints; how, or None where there are too few."""
+    folders = sorted((run_dir / "checkpoints").glob("step-*"))
+    if len(folders) < 2:
+        return None
+    path = rng.choice(sorted(path for path in folders[-1].rglob("*") if path.is_file()))
+    how = rng.choice(["flipped", "cut", "emptied", "removed"])
+    content = bytearray(path.read_bytes())
+    if how == "removed":
+        path.unlink()
+    elif how == "flipped" and content:
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+    else:
+        path.write_bytes(content[: len(content) // 2] if how == "cut" else b"")
+    return f"checkpoint {how}"
+
+
+def litter(run_dir: Path) -> None:
+    """What a run that is killed while it writes leaves behind, and half a record."""
+    half = run_dir / "checkpoints" / ".step-99999999.new"
+    half.mkdir(parents=True, exist_ok=True)
+    (half / "model.safetensors").write_bytes(b"half")
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 99')
+
+
+def disturb(process: subprocess.Popen[str], rng: random.Random) -> str:
+    """Do something to a run; what."""
+    how = rng.choice(["killed", "killed", "told to stop", "worker killed", "paused and killed"])
+    workers = children(process.pid)
+    if how == "worker killed" and workers:
+        os.kill(rng.choice(workers), signal.SIGKILL)
+        return how
+    if how == "paused and killed":
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGCONT)
+    process.send_signal(signal.SIGTERM if how == "told to stop" else signal.SIGKILL)
+    return "killed" if how == "worker killed" else how
+
+
+def disturbed_run(bench: Bench, name: str, steps: int, end: float, rng: random.Random) -> Counter[str]:
+    """A run through as many lives as it takes; after `end` it is left alone. What was done to it, by kind."""
+    done: Counter[str] = Counter()
+    run_dir = bench.home / name
+    while done["lives"] < MOST_LIVES:
+        done["lives"] += 1
+        process = bench.train(name, steps, workers=rng.randrange(3))
+        assert process.stderr is not None
+        goal = newest_step(run_dir) + rng.randrange(0, 2 * CHECKPOINT_EVERY)
+        left_alone = goal >= steps or time.monotonic() > end
+        told = until_step(process.stderr, steps + 1 if left_alone else goal)
+        if not left_alone and process.poll() is None:
+            done[disturb(process, rng)] += 1
+        told += process.stderr.read()
+        status = process.wait()
+        if status == 0 and newest_step(run_dir) >= steps:
+            return done
+        if left_alone:
+            sys.exit(f"a run that was left alone ended with status {status}:\n{told}")
+        if rng.random() < 0.4 and (how := damage(run_dir, rng)) is not None:
+            done[how] += 1
+        if rng.random() < 0.3:
+            litter(run_dir)
+            done["littered"] += 1
+    sys.exit(f"{name} did not end in {MOST_LIVES} lives")
+
+
+def soak(bench: Bench, minutes: float, steps: int, seed: int) -> bool:
+    """Disturbed runs until the time is up; whether each was the undisturbed one."""
+    end = time.monotonic() + 60 * minutes
+    process = bench.train("undisturbed", steps, workers=0)
+    _, told = process.communicate()
+    if process.returncode:
+        sys.exit(f"the undisturbed run failed:\n{told[-2000:]}")
+    expected = bench.outcome("undisturbed")
+    rng = random.Random(seed)
+    sound, number = True, 0
+    print(f"undisturbed: {steps} steps, {len(expected[1])} records, weights {expected[0][:12]}", flush=True)
+    while number == 0 or time.monotonic() < end:
+        number += 1
+        done = disturbed_run(bench, f"run-{number}", steps, end, rng)
+        same = bench.outcome(f"run-{number}") == expected
+        sound &= same
+        what = ", ".join(f"{count} {kind}" for kind, count in sorted(done.items()) if kind != "lives")
+        print(f"run {number}: {done['lives']} lives; {what}: {'the same' if same else 'ANOTHER CURVE'}", flush=True)
+        if same:
+            shutil.rmtree(bench.home / f"run-{number}")
+    return sound
+
+
+def memory_mb(pid: int) -> float:
+    """Resident memory of a process, without what it shares with files (the mapped shards)."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))) / 1024
+
+
+def slope_mb(points: list[tuple[int, float]]) -> float:
+    """MB a thousand steps of a line through the last four fifths of (step, MB)."""
+    step, size = np.array(points[len(points) // 5 :]).T
+    return float(np.polyfit(step, size, 1)[0] * 1000)
+
+
+def watch_memory(bench: Bench, steps: int) -> bool:
+    """Print the memory of a long run and its worker; whether it stays what it is."""
+    every = max(1, steps // 100)
+    process = bench.train(
+        "long", steps, workers=1, model__image_size=32, data__image__size=32, train__log_every=every,
+        train__validate_every=10 * every, train__checkpoint_every=20 * every,
+    )  # fmt: skip
+    assert process.stderr is not None
+    own: list[tuple[int, float]] = []
+    worker: list[tuple[int, float]] = []
+    for line in process.stderr:
+        found = re.search(r"step (\d+) of \d+:", line)
+        if found and int(found[1]) < steps:
+            step = int(found[1])
+            own.append((step, memory_mb(process.pid)))
+            worker.append((step, sum(memory_mb(child) for child in children(process.pid))))
+            if step % (10 * every) == 0:
+                print(f"step {step:6}: run {own[-1][1]:7.1f} MB, workers {worker[-1][1]:7.1f} MB", flush=True)
+    if process.wait():
+        sys.exit(f"the run ended with status {process.returncode}")
+    slopes = slope_mb(own), slope_mb(worker)
+    print(f"a thousand steps add {slopes[0]:+.2f} MB to the run and {slopes[1]:+.2f} MB to its workers")
+    return max(slopes) < GROWTH_MB
+
+
+def main() -> None:
+    """Make the data, then soak or watch."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="after that, the run at hand is left alone to its end"
+    )
+    parser.add_argument("--steps-a-run", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0, help="of the disturbances")
+    parser.add_argument("--steps", type=int, help="watch the memory over so many steps instead")
+    parser.add_argument("--home", type=Path, help="folder for the data and the runs; default: a temporary one")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(options.home or Path(folder))
+        bench.make()
+        if options.steps is not None:
+            sound = watch_memory(bench, options.steps)
+        else:
+            sound = soak(bench, options.minutes, options.steps_a_run, options.seed)
+    sys.exit(0 if sound else 1)
+
+
+if __name__ == "__main__":
+    main()

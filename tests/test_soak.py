@@ -1,0 +1,102 @@
+"""scripts/soak.py: what it does to a run, what it measures, and a short soak from the command line."""
+
+import importlib.util
+import io
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "soak.py"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("soak", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["soak"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+soak = load()
+
+
+def test_memory_that_grows_is_told_from_memory_that_does_not() -> None:
+    flat = [(step, 500.0 + step % 7) for step in range(100, 10_100, 100)]
+    leaking = [(step, size + 0.004 * step) for step, size in flat]
+    settling = [(step, size + (90.0 if step > 1500 else 0.0)) for step, size in flat]
+    assert abs(soak.slope_mb(flat)) < 0.1
+    assert soak.slope_mb(leaking) == pytest.approx(4.0, abs=0.1)
+    assert soak.slope_mb(settling) < soak.GROWTH_MB < soak.slope_mb(leaking)
+
+
+def test_the_memory_of_a_process_is_its_own() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", "a = bytearray(b'x') * (64 << 20); print('ready', flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert 64 < soak.memory_mb(process.pid) < 100
+        process.kill()
+
+
+def test_only_the_newest_of_several_checkpoints_is_damaged(tmp_path: Path) -> None:
+    def checkpoint(step: int) -> dict[str, bytes]:
+        folder = tmp_path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("model.safetensors", "complete.json"):
+            (folder / name).write_bytes(f"{name} of {step}".encode())
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    assert soak.newest_step(tmp_path) == 0
+    older = checkpoint(4)
+    assert soak.damage(tmp_path, random.Random(0)) is None
+    kinds = set()
+    for seed in range(30):
+        newer = checkpoint(8)
+        kinds.add(soak.damage(tmp_path, random.Random(seed)))
+        folder = tmp_path / "checkpoints" / "step-00000008"
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} != newer
+    assert kinds == {f"checkpoint {how}" for how in ("flipped", "cut", "emptied", "removed")}
+    assert checkpoint(4) == older
+    assert soak.newest_step(tmp_path) == 8
+
+
+def test_a_run_is_read_up_to_a_step_or_its_end() -> None:
+    told = io.StringIO("going on\nstep 1 of 9: loss\nstep 2 of 9: loss\nstep 3 of 9: loss\nthe end\n")
+    assert soak.until_step(told, 2).endswith("step 2 of 9: loss\n")
+    assert soak.until_step(told, 8).endswith("the end\n")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_done_to_a_run_ends_it(seed: int) -> None:
+    code = "import signal, sys, time; print('ready', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        started = time.monotonic()
+        how = soak.disturb(process, random.Random(seed))
+        status = process.wait(timeout=10)
+    assert time.monotonic() - started < 10
+    assert status == -(signal.SIGTERM if how == "told to stop" else signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_short_soak_ends_with_the_undisturbed_curve() -> None:
+    command = [sys.executable, str(SCRIPT), "--minutes", "0.3", "--steps-a-run", "12", "--seed", "3"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    first, *runs = ended.stdout.splitlines()
+    assert re.fullmatch(r"undisturbed: 12 steps, \d+ records, weights [0-9a-f]{12}", first)
+    assert runs
+    assert all(run.endswith(": the same") for run in runs)
