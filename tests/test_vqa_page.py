@@ -365,7 +365,8 @@ def test_the_command_writes_the_page(home: Path, capsys: pytest.CaptureFixture[s
 
     answers = home / "answers.jsonl"
     answers.write_text("".join(json.dumps({"id": str(100 + n), "answer": "yes"}) + "\n" for n in range(12)))
-    cli.main(["eval", "vqa", "--predictions", str(answers), *data, "--out", str(home / "told")])
+    same = ["--train", str(home / "shards" / "mixed")]  # said twice is no second corpus
+    cli.main(["eval", "vqa", "--predictions", str(answers), *data, *same, "--out", str(home / "told")])
     reader = read(home / "told" / "index.html")
     assert f"Visual question answering: {answers}" in reader.text
     assert len(images(reader)) > 4

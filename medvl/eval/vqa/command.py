@@ -67,7 +67,7 @@ def vqa(
     else:
         raise ConfigError("who answers? Name a --checkpoint or a file of --predictions, one of them")
     result = judge_answers(
-        question_data([shards] if train is None else [ShardSource(train), shards]),
+        question_data([shards] if train is None or train.resolve() == data.resolve() else [ShardSource(train), shards]),
         answered.predictions,
         protocol=rules,
         split=split,
