@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 from train_child import _own_group, _Slow
 from train_fakes import FakeLoader, TwoTowers, records, train
 
+from medvl.data.workers import watched, worker_error
 from medvl.errors import TrainingError
 from medvl.schema import Batch, Losses
 from medvl.train import checkpoint, folders, journal
@@ -153,14 +155,23 @@ class Dying(FakeLoader):
 
     def __iter__(self) -> Iterator[Batch]:
         places = range(self.position, self.steps_per_epoch)
-        batches = iter(DataLoader(_Slow(), sampler=places, batch_size=None, num_workers=2, worker_init_fn=_own_group))
+        batches = DataLoader(_Slow(), sampler=places, batch_size=None, num_workers=2, worker_init_fn=_own_group)
+        handed_out = watched(batches)
         for place in places:
             if (self.epoch, place) == (1, self.kill_at):
-                for process in batches._workers:
+                for process in multiprocessing.active_children():
                     process.kill()
             self.position += 1
-            yield next(batches)
+            yield next(handed_out)
         self.epoch, self.position = self.epoch + 1, 0
+
+
+@pytest.mark.fault("F6")
+def test_a_connection_that_breaks_off_is_a_worker_that_died() -> None:
+    for error in (ConnectionResetError(104, "Connection reset by peer"), EOFError()):
+        assert "died" in str(worker_error(error))
+    assert worker_error(ConnectionResetError("Caught ConnectionResetError in DataLoader worker process 0.")) is None
+    assert worker_error(RuntimeError("a shape")) is None
 
 
 DYING = """

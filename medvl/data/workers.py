@@ -24,7 +24,7 @@ def watched(batches: Iterable[Handed]) -> Iterator[Handed]:
             handed = next(iterator)
         except StopIteration:
             return
-        except RuntimeError as error:
+        except (RuntimeError, ConnectionError, EOFError) as error:
             explanation = worker_error(error)
             if explanation is None:
                 raise
@@ -36,9 +36,15 @@ def watched(batches: Iterable[Handed]) -> Iterator[Handed]:
         yield handed
 
 
-def worker_error(error: RuntimeError) -> LoaderError | None:
-    """What torch's words about a worker process mean; None where they are about something else."""
+def worker_error(error: Exception) -> LoaderError | None:
+    """What torch's words about a worker process mean; None where they are about something else.
+
+    A worker may die while it hands a batch over, and then it is the connection to it that breaks off. What a worker
+    itself has raised says so, and is its own.
+    """
     text = str(error)
+    if isinstance(error, ConnectionError | EOFError) and "in DataLoader worker process" not in text:
+        text = "DataLoader worker exited unexpectedly, while it handed a batch over"
     if "DataLoader timed out" in text:
         return LoaderError(
             "a loader's worker process has given nothing for too long: look at the disk or the network that the "
