@@ -99,6 +99,18 @@ def mimic_root(tmp_path: Path) -> Path:
     return root
 
 
+SALT = b"0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_salt(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The salt of every command that a test runs: a drawn one would split and order the same few patients anew in
+    each run of the tests, and now and then leave a split empty."""
+    path = tmp_path_factory.mktemp("salt") / "salt"
+    path.write_text(SALT.hex() + "\n")
+    os.environ["MEDVL_SALT_FILE"] = str(path)
+
+
 @pytest.fixture
 def deid() -> Deidentifier:
-    return Deidentifier(b"0123456789abcdef0123456789abcdef")
+    return Deidentifier(SALT)

@@ -14,8 +14,6 @@ import pydicom
 RECIPE = Path(__file__).parent.parent / "recipes" / "convirt_mimic.py"
 PATIENTS, SEED, SIZE = 22, 10, 96
 """This seed puts two patients into validation and four into test, with positives and negatives of some findings."""
-SALT = "5a" * 32
-"""Always the same, so that keys, and with them order and augmentation, are always the same."""
 
 _NAMED = {  # header fields that name a patient, a study, a day, a place or a person
     *("PatientName", "PatientID", "PatientBirthDate", "AccessionNumber", "StudyID", "StudyDate", "StudyTime"),
@@ -59,7 +57,6 @@ class Spine:
 
     def make(self) -> None:
         """All of `commands` in order."""
-        (self.home / "salt").write_text(SALT + "\n")
         for name, arguments in self.commands.items():
             self.run(name, [*self.medvl, *arguments])
 
@@ -77,8 +74,8 @@ class Spine:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of every command: the salt of this folder, one thread."""
-        return {**os.environ, "MEDVL_SALT_FILE": str(self.home / "salt"), "OMP_NUM_THREADS": "1"}
+        """Of every command: one thread."""
+        return {**os.environ, "OMP_NUM_THREADS": "1"}
 
     def recipe(self, run_dir: Path, **changes: object) -> list[str]:
         """The ConVIRT recipe on this corpus, as small as its options go; every setting that matters here is given."""

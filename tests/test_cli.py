@@ -25,11 +25,6 @@ COMMANDS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _own_salt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEDVL_SALT_FILE", str(tmp_path / "salt"))
-
-
 def ends(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Status and error text of a command that must not succeed."""
     with pytest.raises(SystemExit) as caught:

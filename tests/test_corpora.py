@@ -70,6 +70,18 @@ def test_mimic_without_a_table_or_a_column_says_which(mimic_root: Path, deid: De
         mimic_cxr.plan(mimic_root / "files", deid)
 
 
+@pytest.mark.parametrize("column", ["dicom_id", "subject_id", "study_id"])
+def test_mimic_with_an_id_that_leads_elsewhere_is_refused(mimic_root: Path, deid: Deidentifier, column: str) -> None:
+    names = ["dicom_id", "subject_id", "study_id", "ViewPosition"]
+    row = {"dicom_id": IMAGES[0][2], "subject_id": "10000032", "study_id": "50414267", "ViewPosition": "PA"}
+    row[column] = "../../../secret"
+    write_csv_gz(mimic_root / "mimic-cxr-2.0.0-metadata.csv.gz", names, [list(row.values())])
+    write_csv_gz(mimic_root / "mimic-cxr-2.0.0-split.csv.gz", ["dicom_id", "study_id", "subject_id", "split"],
+                 [[row["dicom_id"], row["study_id"], row["subject_id"], "train"]])  # fmt: skip
+    with pytest.raises(CorpusError, match=r"metadata.csv.gz: a dicom_id, subject_id or study_id is no plain id"):
+        mimic_cxr.plan(mimic_root, deid)
+
+
 def test_mimic_with_a_wrong_value_says_where(mimic_root: Path, deid: Deidentifier) -> None:
     rows = [["10000032", "50414267", "yes", *[""] * 13]]
     write_csv_gz(mimic_root / "mimic-cxr-2.0.0-chexpert.csv.gz", ["subject_id", "study_id", *FINDINGS], rows)

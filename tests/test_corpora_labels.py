@@ -409,7 +409,6 @@ def test_covidx_with_a_wrong_line_says_which(line: str, told: str, tmp_path: Pat
 
 
 def test_the_commands_write_shards_with_regions(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("MEDVL_SALT_FILE", str(tmp_path / "salt"))
     root = write_rsna(tmp_path / "rsna")
     for number, image in enumerate(RSNA_FILES):
         write_dicom(root / "stage_2_train_images" / f"{image}.dcm", number, side=64)

@@ -21,7 +21,6 @@ from medvl.phantom import World, write_ms_cxr
 from medvl.phantom.truth import boxes
 from medvl.schema import Sample
 
-SALT = b"0123456789abcdef"
 FIRST = "02aa804e-bde0afdd-112c0b34-7bc16630-4e384014"
 SECOND = "096052b7-d256dc40-453a102b-fa7d01c6-1b22c6b4"
 PATHS = {
@@ -41,11 +40,6 @@ def write(root: Path, rows: list[str] = ROWS, header: str = HEADER, name: str = 
     root.mkdir(parents=True, exist_ok=True)
     (root / name).write_text("\n".join([header, *rows]) + "\n")
     return root
-
-
-@pytest.fixture
-def deid() -> Deidentifier:
-    return Deidentifier(SALT)
 
 
 def test_rows_of_one_image_are_a_sample_and_rows_of_one_text_a_phrase(tmp_path: Path, deid: Deidentifier) -> None:
@@ -187,8 +181,7 @@ def test_the_phantom_is_the_same_every_time_and_goes_through_its_converter(
 ) -> None:
     again = write_ms_cxr(tmp_path / "again", patients=8, seed=5, size=96, workers=1)
     assert (again / ms_cxr.TABLES[0]).read_bytes() == (phantom_root / ms_cxr.TABLES[0]).read_bytes()
-    (tmp_path / "salt").write_text(SALT.hex())
-    out = ["--out", str(tmp_path / "shards"), "--workers", "1", "--salt-file", str(tmp_path / "salt")]
+    out = ["--out", str(tmp_path / "shards"), "--workers", "1"]
     cli.main(["shards", "ms-cxr", "--root", str(phantom_root), *out, "--short-side", "48"])
     source = ShardSource(tmp_path / "shards" / "test")
     found = [phrases_of(source.sample(position)) for position in range(len(source))]
@@ -206,8 +199,7 @@ def test_patients_who_are_judged_on_are_left_out_and_counted(
     for name in PATHS.values():
         (mimic_root / name).parent.mkdir(parents=True, exist_ok=True)
         (mimic_root / name).write_bytes(encode_jpeg(textured(3, 202, 176)))
-    (tmp_path / "salt").write_text(SALT.hex())
-    common = ["--workers", "1", "--salt-file", str(tmp_path / "salt")]
+    common = ["--workers", "1"]
     held_out = tmp_path / "ms-shards"
     cli.main(["shards", "ms-cxr", "--root", str(write(tmp_path / "ms")), "--images", str(mimic_root),
               "--out", str(held_out), *common])  # fmt: skip

@@ -258,7 +258,6 @@ def test_questions_of_a_sample_are_checked(change, told):
 
 
 def test_vqa_shards_round_trip_and_verify(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("MEDVL_SALT_FILE", str(tmp_path / "salt"))
     (tmp_path / "rad").mkdir()
     root, out = write_rad(tmp_path / "rad"), tmp_path / "shards"
     cli.main(["shards", "vqa-rad", "--root", str(root), "--out", str(out), "--workers", "1"])
@@ -280,7 +279,6 @@ def test_vqa_shards_round_trip_and_verify(tmp_path, monkeypatch, capsys):
     ("name", "write"), [("slake", write_slake), ("vqa-med", write_vqa_med), ("path-vqa", write_path_vqa)]
 )
 def test_the_other_corpora_become_shards_by_split(tmp_path, monkeypatch, capsys, name, write):
-    monkeypatch.setenv("MEDVL_SALT_FILE", str(tmp_path / "salt"))
     (tmp_path / "root").mkdir()
     root, out = write(tmp_path / "root"), tmp_path / "shards"
     cli.main(["shards", name, "--root", str(root), "--out", str(out), "--workers", "1"])

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from PIL import Image
 
 import medvl
-from medvl.data.deid import Deidentifier
+from medvl.data.deid import Deidentifier, default_salt_file
 from medvl.data.shards import Manifest
 from medvl.data.tokenize import train_wordpiece
 from medvl.eval import load_prompts, read_results
@@ -58,8 +57,7 @@ def folder(tmp_path_factory) -> Path:
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), "--checkpoint", str(folder / "run" / "best"), *options, "--workers", "0"]
-    environment = {**os.environ, "MEDVL_SALT_FILE": str(folder / "salt")}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.slow
@@ -104,7 +102,7 @@ def test_unknown_prompts_are_an_error_in_one_line(folder):
 
 
 def test_patients_that_the_checkpoint_was_trained_on_are_refused(folder):
-    deid = Deidentifier.from_file(folder / "salt", create=True)
+    deid = Deidentifier.from_file(default_salt_file())
     none = {"planned": 0, "excluded_from_corpus": {}, "excluded": {}, "skipped": {}, "skipped_keys": (), "warnings": {}}
     manifest = Manifest(
         corpus="chexpert", split="train", samples=0, shards=(), label_names=FINDINGS, options={}, packages={},

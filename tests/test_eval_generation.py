@@ -285,7 +285,6 @@ def test_scores_while_training(tmp_path: Path) -> None:
 def test_from_a_checkpoint_to_its_files(
     mimic_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("MEDVL_SALT_FILE", str(tmp_path / "salt"))
     shards, run = tmp_path / "shards", tmp_path / "run" / "best"
     cli.main(["shards", "mimic-cxr", "--root", str(mimic_root), "--out", str(shards), "--workers", "1"])
     run.mkdir(parents=True)

@@ -257,8 +257,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         rows.append(f"images/{number}.png,p{number},Image {number}.")
     (tmp_path / "rows.csv").write_text("\n".join(rows))
     shared = ["shards", "table", "--table", str(tmp_path / "rows.csv"), "--image-column", "image",
-              "--patient-column", "patient", "--text-column", "text", "--samples-per-shard", "4", "--workers", "1",
-              "--salt-file", str(tmp_path / "salt")]  # fmt: skip
+              "--patient-column", "patient", "--text-column", "text", "--samples-per-shard", "4", "--workers", "1"]  # fmt: skip
     for number in (1, 2):
         cli.main([*shared, "--out", str(tmp_path / f"parts/{number}"), "--part", f"{number}/2"])
     assert "Part 2/2 is done. When all are: medvl merge OUT PART" in capsys.readouterr().out

@@ -93,7 +93,7 @@ def test_the_commands_go_from_nothing_to_shards(tmp_path: Path, capsys: pytest.C
         root, out = tmp_path / name, tmp_path / f"{name}-shards"
         cli.main(["phantom", name, "--out", str(root), "--patients", patients, "--size", "32", "--workers", "1"])
         assert f"medvl shards {name}" in capsys.readouterr().out
-        cli.main(["shards", name, "--root", str(root), "--out", str(out), "--salt-file", str(tmp_path / "salt"), "--workers", "1", "--short-side", "32", *shares])  # fmt: skip
+        cli.main(["shards", name, "--root", str(root), "--out", str(out), "--workers", "1", "--short-side", "32", *shares])  # fmt: skip
         capsys.readouterr()
         source = ShardSource(out / "test")
         assert len(source) > 2

@@ -304,7 +304,6 @@ def test_medicat_is_the_same_whatever_the_run(medicat_root: Path, tmp_path: Path
 def test_the_commands_make_corpora_and_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("MEDVL_SALT_FILE", str(tmp_path / "salt"))
     small = ["--patients", "8", "--size", "48", "--workers", "1"]
     for corpus, options in (("roco", ["--splits", "repaired"]), ("medicat", ["--radiology-only"])):
         root, out = tmp_path / corpus, tmp_path / f"{corpus}-shards"

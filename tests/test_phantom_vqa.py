@@ -207,7 +207,6 @@ def test_a_run_cut_off_before_its_questions_were_thinned_is_completed(tmp_path):
 
 
 def test_the_commands_write_what_the_converters_read(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("MEDVL_SALT_FILE", str(tmp_path / "salt"))
     for name in ("vqa-rad", "slake"):
         out = tmp_path / name
         cli.main(["phantom", name, "--out", str(out), "--patients", "12", "--size", "32", "--workers", "1"])

@@ -168,7 +168,7 @@ def test_a_run_killed_by_the_system_goes_on(tmp_path: Path, deid: Deidentifier) 
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [sys.executable, "-m", "medvl.cli", "shards", "table", "--table", str(tmp_path / "rows.jsonl"),
                "--image-column", "image", "--patient-column", "patient", "--text-column", "text", "--workers", "2",
-               "--samples-per-shard", "20", "--salt-file", str(tmp_path / "salt")]  # fmt: skip
+               "--samples-per-shard", "20"]  # fmt: skip
     subprocess.run([*command, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
     out = tmp_path / "out"
     process = subprocess.Popen([*command, "--out", str(out)], start_new_session=True, stderr=subprocess.DEVNULL)

@@ -34,11 +34,6 @@ def spine(tmp_path_factory: pytest.TempPathFactory) -> Spine:
     return spine
 
 
-@pytest.fixture(autouse=True)
-def _same_salt(spine: Spine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEDVL_SALT_FILE", str(spine.home / "salt"))
-
-
 def evaluation(spine: Spine, data: str = "test") -> list[str]:
     return ["eval", "zero-shot", "--checkpoint", str(spine.home / "run" / "best"), "--data", str(spine.shards / data),
             "--valid", str(spine.shards / "validate"), "--out", str(spine.home / "results"), "--resamples", "50",

@@ -1,15 +1,11 @@
 """`medvl eval classify`: a classifier and a folder of shards in, a table, `results.json` and a page out."""
 
-import datetime
+import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from medvl.errors import ConfigError
-from medvl.eval.command import default_folder, load_model, open_textless, print_report, refuse_seen
-
-if TYPE_CHECKING:
-    from medvl.data.shards import ShardSource
-    from medvl.eval.scored import ClassificationResult
+from medvl.eval.command import default_folder, load_model, open_textless, publish, refuse_seen
 
 
 def classify(
@@ -44,6 +40,7 @@ def classify(
     """
     from medvl.data.shards import ShardSource
     from medvl.eval.classification import classify as judge
+    from medvl.eval.classify_page import write_classification_page
     from medvl.eval.policies import LabelPolicy
     from medvl.models import Classifier
 
@@ -61,20 +58,11 @@ def classify(
         resamples=resamples,
         checkpoint=checkpoint,
     )
-    _write(result, out or default_folder(checkpoint, "classify"), f"{model.name} ({checkpoint})", loader.source)
-
-
-def _write(result: "ClassificationResult", folder: Path, model: str, source: "ShardSource") -> None:
-    from medvl.eval.classify_page import write_classification_page
-    from medvl.eval.results import write_results
-
-    paths = write_results(result.results, folder, result.predictions())
-    page = write_classification_page(
+    publish(
         result,
-        folder / "index.html",
-        model=model,
-        data=f"{source.manifest.corpus}, split {source.manifest.split}",
-        date=datetime.date.today().isoformat(),
-        pixels=source.pixels,
+        out or default_folder(checkpoint, "classify"),
+        functools.partial(write_classification_page, pixels=loader.source.pixels),
+        model=f"{model.name} ({checkpoint})",
+        source=loader.source,
+        table=result.table(),
     )
-    print_report(result.table(), [*paths, page])

@@ -1,14 +1,13 @@
 """`medvl eval`: a checkpoint and a folder of shards in, a table, `results.json` and a page out."""
 
 import datetime
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from medvl.data.shards import ShardSource
-    from medvl.eval.retrieval import RetrievalResult
-    from medvl.eval.zeroshot import ZeroShotResult
 
 _RETRIEVAL_EXAMPLES = 6
 """Queries of each direction on the page."""
@@ -50,6 +49,7 @@ def zero_shot(
     """
     from medvl.eval.policies import LabelPolicy
     from medvl.eval.zeroshot import zero_shot as judge
+    from medvl.eval.zeroshot_page import write_zero_shot_page
 
     models = load_ensemble(checkpoint, device)
     loader = open_shards(models[0], checkpoint[0], data, batch, workers)
@@ -68,9 +68,10 @@ def zero_shot(
         resamples=resamples,
         checkpoint=checkpoint,
     )
-    task = "zero_shot" if len(models) == 1 else "zero_shot_ensemble"
+    folder = out or default_folder(checkpoint[0], "zero_shot" if len(models) == 1 else "zero_shot_ensemble")
     told = f"{models[0].name} ({', '.join(map(str, checkpoint))})"
-    _write_zero_shot(result, out or default_folder(checkpoint[0], task), told, loader.source)
+    page = functools.partial(write_zero_shot_page, pixels=loader.source.pixels)
+    publish(result, folder, page, model=told, source=loader.source, table=result.table())
 
 
 def retrieval(
@@ -102,7 +103,7 @@ def retrieval(
     """
     from medvl.errors import ConfigError
     from medvl.eval.rerank import Shortlister, reranked_retrieval
-    from medvl.eval.results import format_table, write_results
+    from medvl.eval.results import format_table
     from medvl.eval.retrieval import image_text_retrieval
     from medvl.models import DualEncoder, FusionModel
 
@@ -122,43 +123,26 @@ def retrieval(
         if by is not None:
             loader = open_shards(fusion, rerank, data, batch, workers)
         result = reranked_retrieval(fusion, loader, shortlist=shortlist, by=by, resamples=resamples, checkpoint=rerank)
-    folder = out or default_folder(rerank or checkpoint, "retrieval")
-    paths = write_results(result.results, folder, result.predictions())
-    if result.view is not None:
-        paths.append(_retrieval_page(result, folder, f"{model.name} ({checkpoint})", loader.source))
-    print_report(format_table(result.results.rows), paths)
+    publish(
+        result,
+        out or default_folder(rerank or checkpoint, "retrieval"),
+        None if result.view is None else _retrieval_page(loader.source),
+        model=f"{model.name} ({checkpoint})",
+        source=loader.source,
+        table=format_table(result.results.rows),
+    )
 
 
-def _retrieval_page(result: "RetrievalResult", folder: Path, model: str, source: "ShardSource") -> Path:
+def _retrieval_page(source: "ShardSource") -> Callable[..., Path]:
     from medvl.eval.retrieval_view_page import write_retrieval_page
     from medvl.eval.scored import places
 
     place_of = places(source)
-    return write_retrieval_page(
-        result,
-        folder / "index.html",
-        model=model,
-        data=f"{source.manifest.corpus}, split {source.manifest.split}",
-        date=datetime.date.today().isoformat(),
+    return functools.partial(
+        write_retrieval_page,
         pixels=lambda key: source.pixels(place_of[key][0]),
         labels=lambda key: place_of[key][1].labels,
     )
-
-
-def _write_zero_shot(result: "ZeroShotResult", out: Path, model: str, source: "ShardSource") -> None:
-    from medvl.eval.results import write_results
-    from medvl.eval.zeroshot_page import write_zero_shot_page
-
-    paths = write_results(result.results, out, result.predictions())
-    page = write_zero_shot_page(
-        result,
-        out / "index.html",
-        model=model,
-        data=f"{source.manifest.corpus}, split {source.manifest.split}",
-        date=datetime.date.today().isoformat(),
-        pixels=source.pixels,
-    )
-    print_report(result.table(), [*paths, page])
 
 
 def load_model(checkpoint: Path, device: str) -> Any:
@@ -247,6 +231,28 @@ def refuse_seen(checkpoint: Path, source: "ShardSource") -> None:
 def default_folder(checkpoint: Path, task: str) -> Path:
     """`RUN/eval/TASK` for the checkpoint `RUN/best`."""
     return checkpoint.parent / "eval" / task
+
+
+def publish(
+    result: Any, folder: Path, write_page: Callable[..., Path] | None, *, model: str, source: "ShardSource", table: str
+) -> None:
+    """How every evaluation ends: results.json, predictions.jsonl and the page are written, the table printed.
+
+    Args:
+        result: has `results` and `predictions()`.
+        folder: of the files; made where it is missing.
+        write_page: writes the page of such a result; what is particular to it is bound already. Without it there is
+            no page.
+        model, source: whose result it is, and on which shards.
+        table: what is printed, with the paths of the files below it.
+    """
+    from medvl.eval.results import write_results
+
+    paths = write_results(result.results, folder, result.predictions())
+    if write_page is not None:
+        today, data = datetime.date.today().isoformat(), f"{source.manifest.corpus}, split {source.manifest.split}"
+        paths.append(write_page(result, folder / "index.html", model=model, data=data, date=today))
+    print_report(table, paths)
 
 
 def print_report(table: str, paths: list[Path]) -> None:

@@ -1,11 +1,11 @@
 """`medvl eval detection` and `medvl eval segmentation`: a checkpoint and shards in, a table and a page out."""
 
-import datetime
+import functools
 from pathlib import Path
 from typing import Any, Literal
 
 from medvl.errors import ConfigError
-from medvl.eval.command import default_folder, load_model, open_textless, print_report, refuse_seen
+from medvl.eval.command import default_folder, load_model, open_textless, publish, refuse_seen
 
 
 def detection(
@@ -36,17 +36,20 @@ def detection(
     """
     from medvl.eval.dense_page import write_detection_page
     from medvl.eval.detection import box_detection as judge
-    from medvl.eval.results import format_table, write_results
+    from medvl.eval.results import format_table
     from medvl.models import Detector
 
     model = _load(checkpoint, device, Detector)
     loader, valid_loader = _open(model, checkpoint, data, valid, batch, workers)
     result = judge(model, loader, valid_loader=valid_loader, resamples=resamples, checkpoint=checkpoint)
-    folder = out or default_folder(checkpoint, "detection")
-    paths = write_results(result.results, folder, result.predictions())
-    told = _told(model, checkpoint, loader)
-    page = write_detection_page(result, folder / "index.html", pixels=loader.source.pixels, examples=examples, **told)
-    print_report(format_table(result.results.rows), [*paths, page])
+    publish(
+        result,
+        out or default_folder(checkpoint, "detection"),
+        functools.partial(write_detection_page, pixels=loader.source.pixels, examples=examples),
+        model=f"{model.name} ({checkpoint})",
+        source=loader.source,
+        table=format_table(result.results.rows),
+    )
 
 
 def segmentation(
@@ -79,7 +82,7 @@ def segmentation(
         device: auto, cpu or cuda.
     """
     from medvl.eval.dense_page import write_segmentation_page
-    from medvl.eval.results import format_table, write_results
+    from medvl.eval.results import format_table
     from medvl.eval.segmentation import mask_segmentation as judge
     from medvl.models import Segmenter
 
@@ -95,11 +98,14 @@ def segmentation(
         keep_maps=examples,
         checkpoint=checkpoint,
     )
-    folder = out or default_folder(checkpoint, "segmentation")
-    paths = write_results(result.results, folder, result.predictions())
-    told = _told(model, checkpoint, loader)
-    page = write_segmentation_page(result, folder / "index.html", pixels=loader.source.pixels, **told)
-    print_report(format_table(result.results.rows), [*paths, page])
+    publish(
+        result,
+        out or default_folder(checkpoint, "segmentation"),
+        functools.partial(write_segmentation_page, pixels=loader.source.pixels),
+        model=f"{model.name} ({checkpoint})",
+        source=loader.source,
+        table=format_table(result.results.rows),
+    )
 
 
 def _load(checkpoint: Path, device: str, wanted: type) -> Any:
@@ -119,13 +125,3 @@ def _open(
     loader = open_textless(model, data, batch, workers)
     refuse_seen(checkpoint, loader.source)
     return loader, None if valid is None else open_textless(model, valid, batch, workers)
-
-
-def _told(model: Any, checkpoint: Path, loader: Any) -> dict[str, str]:
-    """For a page's header."""
-    manifest = loader.source.manifest
-    return {
-        "model": f"{model.name} ({checkpoint})",
-        "data": f"{manifest.corpus}, split {manifest.split}",
-        "date": datetime.date.today().isoformat(),
-    }

@@ -1,15 +1,11 @@
 """`medvl eval grounding`: a checkpoint and a folder of shards with phrases and boxes in, a table and a page out."""
 
-import datetime
+import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from medvl.errors import ConfigError
-from medvl.eval.command import default_folder, load_model, open_shards, print_report
-
-if TYPE_CHECKING:
-    from medvl.data.shards import ShardSource
-    from medvl.eval.grounding import GroundingResult
+from medvl.eval.command import default_folder, load_model, open_shards, publish
 
 
 def grounding(
@@ -47,6 +43,8 @@ def grounding(
     """
     from medvl.eval.grounding import phrase_grounding
     from medvl.eval.grounding_metrics import MapRules
+    from medvl.eval.grounding_page import write_grounding_page
+    from medvl.eval.results import format_table
     from medvl.models import DualEncoder
 
     model = load_model(checkpoint, device)
@@ -63,21 +61,7 @@ def grounding(
         keep_maps=examples,
         checkpoint=checkpoint,
     )
-    _write(result, out or default_folder(checkpoint, "grounding"), f"{model.name} ({checkpoint})", loader.source)
-
-
-def _write(result: "GroundingResult", folder: Path, model: str, source: "ShardSource") -> None:
-    from medvl.eval.grounding_page import write_grounding_page
-    from medvl.eval.results import format_table, write_results
-
-    paths = write_results(result.results, folder, result.predictions())
-    page = write_grounding_page(
-        result,
-        folder / "index.html",
-        model=model,
-        data=f"{source.manifest.corpus}, split {source.manifest.split}",
-        date=datetime.date.today().isoformat(),
-        pixels=source.pixels,
-    )
-    shown = [row for row in result.results.rows if not row.metric.startswith("iou@")]
-    print_report(format_table(shown), [*paths, page])
+    folder = out or default_folder(checkpoint, "grounding")
+    page = functools.partial(write_grounding_page, pixels=loader.source.pixels)
+    table = format_table([row for row in result.results.rows if not row.metric.startswith("iou@")])
+    publish(result, folder, page, model=f"{model.name} ({checkpoint})", source=loader.source, table=table)

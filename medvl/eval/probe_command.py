@@ -1,12 +1,11 @@
 """`medvl eval probe`: what labels can be read off an image encoder's features by a line."""
 
-import datetime
 import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from medvl.errors import ConfigError
-from medvl.eval.command import default_folder, load_model, print_report, refuse_seen
+from medvl.eval.command import default_folder, load_model, publish, refuse_seen
 
 if TYPE_CHECKING:
     from medvl.eval.probe import ProbeResult
@@ -72,25 +71,16 @@ def probe(
         resamples=resamples,
         inputs=_hashes(probed, None if random_encoder else checkpoint),
     )
-    _write(result, folder, probed.name, test)
+    _publish(result, folder, probed.name, test)
 
 
-def _write(result: "ProbeResult", out: Path, model: str, test: Path) -> None:
+def _publish(result: "ProbeResult", folder: Path, model: str, test: Path) -> None:
     from medvl.data.shards import ShardSource
     from medvl.eval.probe_page import write_probe_page
-    from medvl.eval.results import write_results
 
     source = ShardSource(test)
-    paths = write_results(result.results, out, result.predictions())
-    page = write_probe_page(
-        result,
-        out / "index.html",
-        model=model,
-        data=f"{source.manifest.corpus}, split {source.manifest.split}",
-        date=datetime.date.today().isoformat(),
-        pixels=source.pixels,
-    )
-    print_report(result.table(), [*paths, page])
+    page = functools.partial(write_probe_page, pixels=source.pixels)
+    publish(result, folder, page, model=model, source=source, table=result.table())
 
 
 def _hashes(encoder: "ProbedEncoder", checkpoint: Path | None) -> dict[str, str | None]:

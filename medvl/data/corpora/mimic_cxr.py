@@ -1,5 +1,6 @@
 """MIMIC-CXR 2.0.0 (DICOM) and MIMIC-CXR-JPG 2.0.0. Layout, counts and access: `data_cards/mimic-cxr.md`."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ SPLITS = ("train", "validate", "test")
 COUNTS: Mapping[str, int] = {"images": 377_110}
 """Of the full release: what `medvl verify --full` compares with."""
 
+_ID = re.compile(r"[\w-]{1,80}")  # names a file or a folder: neither dots nor slashes
 _RELEASES = ("2.1.0", "2.0.0")
 _LABEL_VALUES = {"1.0": 1, "0.0": 0, "-1.0": -1, "1": 1, "0": 0, "-1": -1}
 
@@ -54,7 +56,7 @@ def plan(
     excluded: Counter[str] = Counter()
     records = []
     suffix: str | None = None
-    for row in read_table(_table(root, "metadata"), ("dicom_id", "subject_id", "study_id", "ViewPosition")):
+    for row in read_table(table := _table(root, "metadata"), ("dicom_id", "subject_id", "study_id", "ViewPosition")):
         dicom_id, subject, study = row["dicom_id"], row["subject_id"], row["study_id"]
         if dicom_id not in splits:
             excluded["not_in_split_table"] += 1
@@ -64,7 +66,7 @@ def plan(
         if views and row["ViewPosition"] not in views:
             excluded["view"] += 1
             continue
-        folder = Path("files", f"p{subject[:2]}", f"p{subject}", f"s{study}")
+        folder = _folder(table, dicom_id, subject, study)
         suffix = suffix or _suffix_of_release(root / folder / dicom_id)
         sample = Sample(
             key=deid.image(dicom_id),
@@ -85,6 +87,13 @@ def iter_samples(root: Path, *, deid: Deidentifier, split: str | None = None) ->
     warnings: Counter[str] = Counter()
     for record in plan(root, deid, split=split).records:
         yield read_record(record, warnings)
+
+
+def _folder(table: Path, dicom_id: str, subject: str, study: str) -> Path:
+    """Of a study, within the release. Raises CorpusError where an id would lead elsewhere."""
+    if not all(map(_ID.fullmatch, (dicom_id, subject, study))):
+        raise CorpusError(f"{table}: a dicom_id, subject_id or study_id is no plain id, such as 10000032")
+    return Path("files", f"p{subject[:2]}", f"p{subject}", f"s{study}")
 
 
 def _table(root: Path, kind: str) -> Path:
