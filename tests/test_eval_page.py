@@ -17,6 +17,9 @@ from PIL import Image
 from medvl.errors import ImageError
 from medvl.eval import load_prompts, write_zero_shot_page, zero_shot
 from medvl.eval.page import Page, Table, write_page
+from medvl.eval.page_header import header_facts, headline
+from medvl.eval.results import Results
+from medvl.eval.rows import MetricRow
 from medvl.eval.zeroshot import ZeroShotResult
 
 NAMES = ("Edema", "Fracture", "Pneumonia")
@@ -195,3 +198,28 @@ def test_plots_leave_the_global_plotting_state_alone():
 def test_statistics_import_without_torch():
     code = "import sys; from medvl.eval import bootstrap_auroc; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_page_tells_inputs_intervals_and_protocol_alike():
+    results = Results(
+        protocol="p",
+        protocol_version=3,
+        rows=(),
+        config={"resamples": 1000, "seed": 7},
+        inputs={"checkpoint": "ab" * 32, "manifest": None},
+        packages={"medvl": "1.2"},
+    )
+    told = header_facts(results, model="m", data="d", date="today", drawn="texts", own=[("Maps", "cosine")])
+    assert told == [
+        ("Date", "today"),
+        ("Checkpoint", f"m (sha256 {'ab' * 6})"),
+        ("Data", "d"),
+        ("Maps", "cosine"),
+        ("Intervals", "95%, 1,000 resamples of texts, seed 7"),
+        ("Protocol", "p, version 3"),
+        ("Software", "medvl 1.2, torch ?"),
+    ]
+    assert header_facts(results, model="m", data="d", date=None, drawn="texts")[0][0] == "Checkpoint"
+    row = MetricRow(metric="x", target="y", value=0.5, low=0.25, high=0.75)
+    assert headline("X", row) == ("X", "0.500", "[0.250, 0.750]")
+    assert headline("X", MetricRow(metric="x", target="y")) == ("X", "-", "")

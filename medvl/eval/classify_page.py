@@ -24,6 +24,7 @@ from medvl.eval.page import (
     thumbnail_uri,
     write_page,
 )
+from medvl.eval.page_header import header_facts, headline
 from medvl.eval.results import format_value
 from medvl.eval.rows import MetricRow
 from medvl.eval.scored import ClassificationResult
@@ -72,16 +73,20 @@ def write_classification_page(
     examples: int = 3,
 ) -> Path:
     """Write the page of a classifier as one HTML file; its path. The arguments are those of `write_zero_shot_page`."""
-    told = facts(result, model=model, data=data)
     page = Page(
         title=f"Classification: {model}",
-        subtitle=f"{data}, {len(result.images.samples):,} images of {len(set(result.images.patients)):,} patients",
+        subtitle=subtitle(result, data),
         headlines=headlines(result),
-        facts=[("Date", date), *told] if date else told,
+        facts=facts(result, model=model, data=data, date=date),
         sections=sections(result, pixels, examples),
         limits=LIMITS,
     )
     return write_page(page, path)
+
+
+def subtitle(result: ClassificationResult, data: str) -> str:
+    """The data and how many images and patients of it were judged, for `Page.subtitle`."""
+    return f"{data}, {len(result.images.samples):,} images of {len(set(result.images.patients)):,} patients"
 
 
 def headlines(result: ClassificationResult) -> list[tuple[str, str, str]]:
@@ -93,16 +98,13 @@ def headlines(result: ClassificationResult) -> list[tuple[str, str, str]]:
         ("average_precision", "macro", "Average precision, mean"),
         ("top1_accuracy", "one class", "Top-1 accuracy, images of one class"),
     )
-    found = []
-    for metric, target, what in names:
-        if (metric, target, "") in rows:
-            number, _, interval = format_value(rows[metric, target, ""]).partition(" ")
-            found.append((what, number, interval))
-    return found
+    return [headline(what, rows[metric, target, ""]) for metric, target, what in names if (metric, target, "") in rows]
 
 
-def facts(result: ClassificationResult, *, model: str, data: str) -> list[tuple[str, str]]:
-    """What was evaluated, and how, as far as it is told alike of every classifier; for `Page.facts`."""
+def facts(
+    result: ClassificationResult, *, model: str, data: str, date: str | None, own: Sequence[tuple[str, str]] = ()
+) -> list[tuple[str, str]]:
+    """What was evaluated, and how, for `Page.facts`: `own`, and what is told alike of every classifier."""
     config, details = result.results.config, result.results.details
     policy = ", ".join(
         f"{rule.replace('_', ' ')}: {choice.replace('_', ' ')}" for rule, choice in config["policy"].items()
@@ -112,24 +114,14 @@ def facts(result: ClassificationResult, *, model: str, data: str) -> list[tuple[
         thresholds = f"best {_RULES[config['threshold_rule']]} on validation images of other patients"
     left_out = sum(details["unreadable"].values())
     told = [
-        ("Checkpoint", hashed(result, model, "checkpoint")),
-        ("Data", hashed(result, data, "manifest")),
+        *own,
         ("Label policy", policy),
-        ("Intervals", f"95%, {config['resamples']:,} resamples of {config['draw']}s, seed {config['seed']}"),
         ("Thresholds", thresholds),
         ("Unreadable", f"{left_out} images" if left_out else "none: every image was scored"),
-        ("Protocol", f"{result.results.protocol}, version {result.results.protocol_version}"),
-        ("Software", f"medvl {result.results.packages['medvl']}, torch {result.results.packages.get('torch', '?')}"),
     ]
     if details["no_finding_contradictions"]:
         told.append(("Labels", f"{details['no_finding_contradictions']} images have No Finding beside a finding"))
-    return told
-
-
-def hashed(result: ClassificationResult, name: str, key: str) -> str:
-    """A name with the hash of the input that it stands for, where that is known."""
-    value = result.results.inputs.get(key)
-    return f"{name} (sha256 {value[:12]})" if value else name
+    return header_facts(result.results, model=model, data=data, date=date, drawn=f"{config['draw']}s", own=told)
 
 
 def _rows(result: ClassificationResult) -> dict[tuple[str, str, str], MetricRow]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from medvl.eval.compare import Comparison
 from medvl.eval.page import Cell, Page, Section, Table, metric_cell, write_page
+from medvl.eval.page_header import dated
 from medvl.eval.results import format_table, format_value, plain
 from medvl.eval.rows import MetricRow
 from medvl.files import write_atomic
@@ -37,7 +38,7 @@ def write_report(comparisons: Sequence[Comparison], folder: str | Path, *, date:
         title="Runs side by side",
         subtitle=", ".join(names),
         headlines=[],
-        facts=[("Date", date), *facts] if date else facts,
+        facts=dated(date, facts),
         sections=[section for comparison in comparisons for section in _sections(comparison)],
         limits=_LIMITS,
     )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 from medvl.data.corpora.phrases import published_size
 from medvl.data.marks import mask_at
 from medvl.eval.detection import DetectedImage, DetectionResult
-from medvl.eval.marked import headline
+from medvl.eval.marked import headline_target
 from medvl.eval.page import (
     Cell,
     Page,
@@ -23,7 +22,8 @@ from medvl.eval.page import (
     thumbnail_uri,
     write_page,
 )
-from medvl.eval.results import Results, format_value
+from medvl.eval.page_header import header_facts, headline
+from medvl.eval.results import Results
 from medvl.eval.segmentation import SegmentationResult, SegmentedImage
 
 Pixels = Callable[[int], NDArray[np.uint8]]
@@ -151,14 +151,12 @@ def _write(
 ) -> Path:
     there = {row.metric for row in results.rows}
     names = {metric: name for metric, name in names.items() if metric in there}
-    heads = [metric for metric in heads if metric in names]
-    told = [format_value(results.row(metric, headline(labels))).partition(" ") for metric in heads]
     sections: list[Section] = [_table(results, labels, names, caption)]
     page = Page(
         title=title,
         subtitle=f"{subtitle} of {results.details['patients']:,} patients",
         headlines=[
-            (names[metric], number, interval) for metric, (number, _, interval) in zip(heads, told, strict=True)
+            headline(names[metric], results.row(metric, headline_target(labels))) for metric in heads if metric in names
         ],
         facts=facts,
         sections=sections if pictures is None or not pictures.strips else [*sections, pictures],
@@ -183,22 +181,9 @@ def _table(results: Results, labels: Sequence[str], names: Mapping[str, str], ca
 def _facts(
     results: Results, model: str, data: str, date: str | None, own: Sequence[tuple[str, str]]
 ) -> list[tuple[str, str]]:
-    config, details = results.config, results.details
-    hashes = {name: value[:12] for name, value in results.inputs.items() if value}
-    told = [
-        ("Checkpoint", f"{model} (sha256 {hashes['checkpoint']})" if "checkpoint" in hashes else model),
-        ("Data", f"{data} (sha256 {hashes['manifest']})" if "manifest" in hashes else data),
-        *own,
-        ("Not judged", f"{details['nobody_looked']:,} images in which nobody looked, {_count(details)} unreadable"),
-        ("Intervals", f"95%, {config['resamples']:,} resamples of patients, seed {config['seed']}"),
-        ("Protocol", f"{results.protocol}, version {results.protocol_version}"),
-        ("Software", f"medvl {results.packages['medvl']}, torch {results.packages.get('torch', '?')}"),
-    ]
-    return [("Date", date), *told] if date else told
-
-
-def _count(details: Mapping[str, Any]) -> int:
-    return sum(details["unreadable"].values())
+    nobody_looked, unreadable = results.details["nobody_looked"], sum(results.details["unreadable"].values())
+    left_out = ("Not judged", f"{nobody_looked:,} images in which nobody looked, {unreadable} unreadable")
+    return header_facts(results, model=model, data=data, date=date, drawn="patients", own=[*own, left_out])
 
 
 def _boxes_drawn(result: DetectionResult, pixels: Pixels, examples: int) -> Pictures:

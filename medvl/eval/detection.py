@@ -26,7 +26,7 @@ from torch import Tensor
 from medvl.data.corpora.phrases import published_size
 from medvl.data.marks import boxes_of
 from medvl.eval.box_metrics import AveragePrecision, Found, Matched, challenge_scores, choose_score, match_boxes
-from medvl.eval.marked import Dense, MarkedImage, headline, input_hashes, judge_images, with_macro
+from medvl.eval.marked import Dense, MarkedImage, headline_target, input_hashes, judge_images, with_macro
 from medvl.eval.metrics import Array
 from medvl.eval.protocols import Loader
 from medvl.eval.results import Results
@@ -212,5 +212,5 @@ class DetectionEval:
         images, _ = detect_images(model, self.loader)
         block = precision_block(matched_by_label(images, model.config.labels))
         rows = measure([block], len(images), resamples=0)
-        told = headline(model.config.labels)
+        told = headline_target(model.config.labels)
         return {f"detection/{row.metric}": row.value for row in rows if row.target == told}

@@ -21,7 +21,7 @@ from medvl.eval.page import (
     thumbnail_uri,
     write_page,
 )
-from medvl.eval.results import format_value
+from medvl.eval.page_header import header_facts, headline
 
 _NAMES = {"pointing_game": "Pointing game", "miou": "Mean IoU", "cnr": "CNR", "signed_cnr": "Signed CNR"}
 _TARGETS = {"overall": "All phrases", "macro": "Mean over findings"}
@@ -57,7 +57,7 @@ def write_grounding_page(
         date: shown as it stands; the library reads no clock.
         pixels: position -> image, as `loader.source.pixels`; None leaves the images out.
     """
-    details = result.results.details
+    results, details = result.results, result.results.details
     sections: list[Section] = [_table(result), _thresholds(result)]
     if pixels is not None and result.maps:
         sections.append(_pictures(result, pixels))
@@ -65,22 +65,18 @@ def write_grounding_page(
         title=f"Phrase grounding: {model}",
         subtitle=f"{data}: {details['phrases']:,} phrases about {details['images']:,} images of "
         f"{details['patients']:,} patients",
-        headlines=[_headline(result, metric) for metric in ("pointing_game", "cnr", "miou")],
-        facts=_facts(result, model, data, date),
+        headlines=[
+            headline(_NAMES[metric], results.row(metric, "overall")) for metric in ("pointing_game", "cnr", "miou")
+        ],
+        facts=header_facts(results, model=model, data=data, date=date, drawn="patients", own=_own_facts(result)),
         sections=sections,
         limits=LIMITS,
     )
     return write_page(page, path)
 
 
-def _headline(result: GroundingResult, metric: str) -> tuple[str, str, str]:
-    number, _, interval = format_value(result.results.row(metric, "overall")).partition(" ")
-    return _NAMES[metric], number, interval
-
-
-def _facts(result: GroundingResult, model: str, data: str, date: str | None) -> list[tuple[str, str]]:
+def _own_facts(result: GroundingResult) -> list[tuple[str, str]]:
     config, details = result.results.config, result.results.details
-    inputs = {name: value[:12] for name, value in result.results.inputs.items() if value}
     maps = {
         "attention": "attention of the phrase's words, averaged",
         "similarity": "cosine of the phrase with each patch",
@@ -90,18 +86,13 @@ def _facts(result: GroundingResult, model: str, data: str, date: str | None) -> 
     unseen = {"background": "lowest value of the map", "drop": "left out"}[config["unseen"]]
     scale = {"unit": "of each map from 0 to 1", "signed": "of each map from -1 to 1", "none": "of the map as it is"}
     told = [
-        ("Checkpoint", f"{model} (sha256 {inputs['checkpoint']})" if "checkpoint" in inputs else model),
-        ("Data", f"{data} (sha256 {inputs['manifest']})" if "manifest" in inputs else data),
         ("Maps", maps),
         ("Not shown", f"{details['unseen']:.1%} of the pixels, cut off by the transform: {unseen}"),
         ("Thresholds", f"{', '.join(f'{t:g}' for t in config['thresholds'])} {scale[config['scale']]}"),
-        ("Intervals", f"95%, {config['resamples']:,} resamples of patients, seed {config['seed']}"),
-        ("Protocol", f"{result.results.protocol}, version {result.results.protocol_version}"),
-        ("Software", f"medvl {result.results.packages['medvl']}, torch {result.results.packages.get('torch', '?')}"),
     ]
     if details["without_value"]:
         told.append(("Not judged", f"{details['without_value']} phrases whose boxes were cut off whole"))
-    return [("Date", date), *told] if date else told
+    return told
 
 
 def _targets(result: GroundingResult) -> list[str]:

@@ -106,6 +106,6 @@ def input_hashes(checkpoint: str | Path | None, loader: Loader, valid_loader: Lo
     }
 
 
-def headline(labels: Sequence[str]) -> str:
+def headline_target(labels: Sequence[str]) -> str:
     """The target to look at first: the only label, or the mean of several."""
     return labels[0] if len(labels) == 1 else "macro"

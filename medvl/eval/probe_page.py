@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from medvl.eval.classify_page import LIMITS, facts, sections
+from medvl.eval.classify_page import LIMITS, facts, sections, subtitle
 from medvl.eval.page import Cell, Page, Table, metric_cell, write_page
+from medvl.eval.page_header import headline
 from medvl.eval.probe import ProbeResult, suffix
-from medvl.eval.results import format_value
 
 
 def write_probe_page(
@@ -23,21 +23,11 @@ def write_probe_page(
     examples: int = 3,
 ) -> Path:
     """Write the page as one HTML file; its path. The arguments are those of `write_zero_shot_page`."""
-    told = facts(result, model=model, data=data)
-    draws = result.results.details["draws"]
-    told[2:2] = [
-        ("Probe", f"logistic regression on {result.results.details['feature_dim']:,} standardised features"),
-        (
-            "Penalty",
-            "of " + ", ".join(f"{value:g}" for value in result.results.config["penalties"]) + ", on validation",
-        ),
-        ("Draws", f"{len(draws)}: {result.results.config['seeds']} of each fraction below 100%, by patient, nested"),
-    ]
     page = Page(
         title=f"Linear probe: {model}",
-        subtitle=f"{data}, {len(result.images.samples):,} images of {len(set(result.images.patients)):,} patients",
+        subtitle=subtitle(result, data),
         headlines=[_headline(result, fraction) for fraction in result.fractions],
-        facts=[("Date", date), *told] if date else told,
+        facts=facts(result, model=model, data=data, date=date, own=_own_facts(result)),
         sections=[_by_fraction(result), *sections(result, pixels, examples)],
         limits=LIMITS,
     )
@@ -45,8 +35,19 @@ def write_probe_page(
 
 
 def _headline(result: ProbeResult, fraction: float) -> tuple[str, str, str]:
-    number, _, interval = format_value(result.results.row(f"auroc{suffix(fraction)}", "macro")).partition(" ")
-    return f"AUROC, {100 * fraction:g}% of the labels", number, interval
+    row = result.results.row(f"auroc{suffix(fraction)}", "macro")
+    return headline(f"AUROC, {100 * fraction:g}% of the labels", row)
+
+
+def _own_facts(result: ProbeResult) -> list[tuple[str, str]]:
+    config, details = result.results.config, result.results.details
+    penalties = ", ".join(f"{value:g}" for value in config["penalties"])
+    draws = f"{config['seeds']} of each fraction below 100%, by patient, nested"
+    return [
+        ("Probe", f"logistic regression on {details['feature_dim']:,} standardised features"),
+        ("Penalty", f"of {penalties}, on validation"),
+        ("Draws", f"{len(details['draws'])}: {draws}"),
+    ]
 
 
 def _by_fraction(result: ProbeResult) -> Table:

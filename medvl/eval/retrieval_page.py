@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from medvl.eval.page import Cell, Page, Table, metric_cell, write_page
-from medvl.eval.results import Results, format_value
+from medvl.eval.page_header import hashed, header_facts, headline
+from medvl.eval.results import Results
 
 _LIMITS = (
     "A research evaluation, not for clinical use: a hit is an image or text with the same label, which says nothing of "
@@ -18,20 +19,13 @@ def write_class_retrieval_page(
 ) -> Path:
     """Write the page as one HTML file; its path. `model` and `data` are what they are called in the header."""
     directions = list(dict.fromkeys(row.subgroup for row in results.rows))
-    inputs = {name: value[:12] for name, value in results.inputs.items() if value}
-    told = [
-        ("Checkpoint", f"{model} (sha256 {inputs['checkpoint']})" if "checkpoint" in inputs else model),
-        ("Data", f"{data} (sha256 {inputs['manifest']})" if "manifest" in inputs else data),
-        ("Intervals", f"95%, {results.config['resamples']:,} resamples of queries, seed {results.config['seed']}"),
-        ("Protocol", f"{results.protocol}, version {results.protocol_version}"),
-    ]
-    if "list" in inputs:
-        told.insert(2, ("List", f"{results.config['list']} (sha256 {inputs['list']})"))
+    listed = results.inputs.get("list")
+    own = [("List", hashed(results.config["list"], listed))] if listed else []
     page = Page(
         title=f"Retrieval by class: {model}",
         subtitle=data,
         headlines=[_headline(results, direction) for direction in directions],
-        facts=[("Date", date), *told] if date else told,
+        facts=header_facts(results, model=model, data=data, date=date, drawn="queries", own=own),
         sections=[_table(results, direction) for direction in directions],
         limits=_LIMITS,
     )
@@ -40,8 +34,7 @@ def write_class_retrieval_page(
 
 def _headline(results: Results, direction: str) -> tuple[str, str, str]:
     metric = f"precision@{results.config['ks'][0]}"
-    number, _, interval = format_value(results.row(metric, "macro", direction)).partition(" ")
-    return f"{metric}, {direction or 'image to image'}", number, interval
+    return headline(f"{metric}, {direction or 'image to image'}", results.row(metric, "macro", direction))
 
 
 def _table(results: Results, direction: str) -> Table:

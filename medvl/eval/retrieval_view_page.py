@@ -25,7 +25,7 @@ from medvl.eval.page import (
     thumbnail_uri,
     write_page,
 )
-from medvl.eval.results import format_value
+from medvl.eval.page_header import header_facts, headline
 from medvl.eval.retrieval import RetrievalResult
 from medvl.eval.retrieval_view import Found, RetrievalView
 
@@ -70,20 +70,12 @@ def write_retrieval_page(
         sections.append(_plots(result, result.view, labels))
         if pixels is not None:
             sections += [_of_images(result, result.view, pixels), _of_texts(result, result.view, pixels)]
-    inputs = {name: value[:12] for name, value in result.results.inputs.items() if value}
-    config = result.results.config
-    facts = [
-        ("Checkpoint", f"{model} (sha256 {inputs['checkpoint']})" if "checkpoint" in inputs else model),
-        ("Data", f"{data} (sha256 {inputs['manifest']})" if "manifest" in inputs else data),
-        ("Equal texts", "one text, with several images"),
-        ("Intervals", f"95%, {config['resamples']:,} resamples of texts, seed {config['seed']}"),
-        ("Protocol", f"{result.results.protocol}, version {result.results.protocol_version}"),
-    ]
+    own = [("Equal texts", "one text, with several images")]
     page = Page(
         title=f"Image-text retrieval: {model}",
         subtitle=f"{data}: {details['images']:,} images and {details['texts']:,} distinct texts",
         headlines=[_headline(result, direction) for direction in _DIRECTIONS],
-        facts=[("Date", date), *facts] if date else facts,
+        facts=header_facts(result.results, model=model, data=data, date=date, drawn="texts", own=own),
         sections=sections,
         limits=LIMITS,
     )
@@ -97,8 +89,7 @@ def _middle_metric(result: RetrievalResult) -> str:
 
 def _headline(result: RetrievalResult, direction: str) -> tuple[str, str, str]:
     metric = _middle_metric(result)
-    number, _, interval = format_value(result.results.row(metric, direction)).partition(" ")
-    return f"{metric}, {_DIRECTIONS[direction].lower()}", number, interval
+    return headline(f"{metric}, {_DIRECTIONS[direction].lower()}", result.results.row(metric, direction))
 
 
 def _table(result: RetrievalResult) -> Table:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from medvl.data.corpora.phrases import published_size
 from medvl.data.marks import is_marked, mark_labels, mask_at
-from medvl.eval.marked import Dense, MarkedImage, headline, input_hashes, judge_images, with_macro
+from medvl.eval.marked import Dense, MarkedImage, headline_target, input_hashes, judge_images, with_macro
 from medvl.eval.mask_metrics import (
     THRESHOLDS,
     Areas,
@@ -254,5 +254,5 @@ class SegmentationEval:
         cuts = _chosen_cuts(areas, self.empty)
         cut = {label: _at(found, cuts[label]) for label, found in areas.items()}
         rows = measure(overlap_blocks(cut, self.empty), len(images), resamples=0)
-        told = headline(model.config.labels)
+        told = headline_target(model.config.labels)
         return {f"segmentation/{row.metric}": row.value for row in rows if row.target == told}

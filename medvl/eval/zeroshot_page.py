@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from medvl.eval.classify_page import LIMITS, facts, hashed, headlines, sections
+from medvl.eval.classify_page import LIMITS, facts, headlines, sections, subtitle
 from medvl.eval.page import Page, write_page
+from medvl.eval.page_header import hashed
 from medvl.eval.zeroshot import ZeroShotResult
 
 
@@ -33,25 +34,24 @@ def write_zero_shot_page(
     """
     page = Page(
         title=f"Zero-shot findings: {model}",
-        subtitle=f"{data}, {len(result.images.samples):,} images of {len(set(result.images.patients)):,} patients",
+        subtitle=subtitle(result, data),
         headlines=headlines(result),
-        facts=_facts(result, model, data, date),
+        facts=facts(result, model=model, data=data, date=date, own=_own_facts(result)),
         sections=sections(result, pixels, examples),
         limits=LIMITS,
     )
     return write_page(page, path)
 
 
-def _facts(result: ZeroShotResult, model: str, data: str, date: str | None) -> list[tuple[str, str]]:
-    prompts = result.prompts
-    told = facts(result, model=model, data=data)
-    told[2:2] = [
-        ("Prompts", hashed(result, f"{prompts.name}, version {prompts.version}", "prompts")),
+def _own_facts(result: ZeroShotResult) -> list[tuple[str, str]]:
+    prompts, results = result.prompts, result.results
+    told = [
+        ("Prompts", hashed(f"{prompts.name}, version {prompts.version}", results.inputs.get("prompts"))),
         ("Score", _scoring(prompts.scoring, prompts.temperature, prompts.ensemble)),
     ]
-    if result.results.details["classes_without_labels"]:
-        told.append(("Not judged", "no labels for " + ", ".join(result.results.details["classes_without_labels"])))
-    return [("Date", date), *told] if date else told
+    if results.details["classes_without_labels"]:
+        told.append(("Not judged", "no labels for " + ", ".join(results.details["classes_without_labels"])))
+    return told
 
 
 def _scoring(scoring: str, temperature: float, ensemble: str) -> str:

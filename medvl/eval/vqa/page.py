@@ -8,7 +8,7 @@ import numpy as np
 
 from medvl.eval import figures
 from medvl.eval.page import Cell, Page, Picture, Pictures, Section, Strip, Table, metric_cell, png_uri, write_page
-from medvl.eval.results import format_value
+from medvl.eval.page_header import dated, hashed, headline, software
 from medvl.eval.rows import MetricRow
 from medvl.eval.vqa.baselines import QUESTION_ONLY
 from medvl.eval.vqa.cases import Explain, Pixels, choose_examples, show_cases
@@ -60,11 +60,10 @@ def write_vqa_page(
     sections: list[Section] = [_accuracy_table(result), *_plot(result), *_group_table(result)]
     if MODEL in result.systems:
         sections.append(show_cases(result, pixels, explain, choose_examples(result, examples, seed)))
-    details, config = result.results.details, result.results.config
+    details = result.results.details
     page = Page(
         title=f"Visual question answering: {model or 'what needs no image'}",
-        subtitle=f"{config['dataset']}, {config['split_id']} split, {config['split']}: {details['questions']:,} "
-        f"questions about {details['images']:,} images",
+        subtitle=f"{_questions(result)}: {details['questions']:,} questions about {details['images']:,} images",
         headlines=_headlines(result),
         facts=_facts(result, model, date),
         sections=sections,
@@ -86,21 +85,12 @@ def _headlines(result: VQAResult) -> list[tuple[str, str, str]]:
     rows, shown = _rows(result), _shown(result)
     told = [(f"{_NAMES[shown]}, {target}", (ACCURACY, target, subgroup_of(shown))) for target in TYPES]
     told.append(("Gain over the question-only model", (GAIN, "overall", "")))
-    found = []
-    for what, name in told:
-        number, _, interval = format_value(rows.get(name)).partition(" ")
-        if number != "-":
-            found.append((what, number, interval))
-    return found
+    return [headline(what, rows[name]) for what, name in told if name in rows and not np.isnan(rows[name].value)]
 
 
 def _facts(result: VQAResult, model: str, date: str | None) -> list[tuple[str, str]]:
     config, inputs, details = result.results.config, result.results.inputs, result.results.details
     judging = config["judging"]
-
-    def hashed(name: str, key: str) -> str:
-        return f"{name} (sha256 {str(inputs[key])[:12]})" if inputs.get(key) else name
-
     closed = {
         "field": "by the data set's own field",
         "yes_no": "where the answer is yes or no",
@@ -113,16 +103,17 @@ def _facts(result: VQAResult, model: str, date: str | None) -> list[tuple[str, s
     }[judging["match"]]
     vocabulary = "none: answers are written"
     if config["vocabulary_size"] is not None:
-        vocabulary = hashed(f"{config['vocabulary_size']} of {', '.join(judging['vocabulary'])}", "vocabulary")
+        size, parts = config["vocabulary_size"], ", ".join(judging["vocabulary"])
+        vocabulary = hashed(f"{size} of {parts}", inputs.get("vocabulary"))
     facts = [
         ("Protocol", f"{judging['name']}, version {judging['version']}"),
-        ("Questions", hashed(f"{config['dataset']}, {config['split_id']} split, {config['split']}", "questions")),
+        ("Questions", hashed(_questions(result), inputs.get("questions"))),
         ("Answers", vocabulary),
         ("Right", f"{right}, once normalised ({judging['normalizer']})"),
         ("Closed", closed),
         ("Intervals", f"95%, {config['resamples']:,} resamples of images, seed {config['seed']}"),
         ("Baselines", "learnt from the questions of train alone"),
-        ("Software", f"medvl {result.results.packages['medvl']}, torch {result.results.packages.get('torch', '?')}"),
+        ("Software", software(result.results)),
     ]
     if judging["phrasing"]:
         facts.insert(4, ("Judged", f"{', '.join(judging['phrasing'])} questions only"))
@@ -132,8 +123,13 @@ def _facts(result: VQAResult, model: str, date: str | None) -> list[tuple[str, s
         facts.append(("Not answered", f"{details['not_predicted']} questions, which count as wrong"))
     source = next((key for key in ("checkpoint", "predictions") if inputs.get(key)), None)
     if source is not None:
-        facts.insert(0, (source.capitalize(), hashed(model, source)))
-    return [("Date", date), *facts] if date else facts
+        facts.insert(0, (source.capitalize(), hashed(model, inputs[source])))
+    return dated(date, facts)
+
+
+def _questions(result: VQAResult) -> str:
+    config = result.results.config
+    return f"{config['dataset']}, {config['split_id']} split, {config['split']}"
 
 
 def _accuracy_table(result: VQAResult) -> Table:
