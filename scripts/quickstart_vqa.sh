@@ -28,7 +28,7 @@ if [ "$start" = m3ae ]; then
     $bin/medvl vocab quickstart/roco-shards/train quickstart/figure-vocab --size 2000
 
     step "ConVIRT on the captions: it stands for the CLIP that M3AE starts from"
-    torchrun recipes/convirt_mimic.py tiny --train.epochs 5 --prompts None \
+    torchrun recipes/convirt_mimic.py tiny --train.epochs 3 --prompts None \
         --data.train quickstart/roco-shards/train --data.also quickstart/medicat-shards/train \
         --data.valid quickstart/roco-shards/validation --data.tokenizer quickstart/figure-vocab \
         --data.text.sections caption --train.best-metric loss --train.best-mode min \
