@@ -35,6 +35,7 @@ def rate(function: Callable[[Item], object], items: Sequence[Item], rounds: int)
 
 
 def main() -> None:
+    """Draw, state and encode the same views, and print how many a second."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=200, help="views to draw in a round")
     parser.add_argument("--size", type=int, default=512, help="pixels of the longer side")

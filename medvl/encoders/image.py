@@ -131,7 +131,8 @@ class ImageEncoder(Encoder):
     def normalize(self, image_BCHW: Tensor) -> Tensor:
         """What `forward` does to its input first: float pixels of `in_channels` channels, normalised.
 
-        For models that resize inside (GLoRIA), or whose targets are pixels (masked image modelling).
+        For models that resize inside (GLoRIA), or whose targets are pixels (masked image modelling). Raises ConfigError
+        on other shapes, channels and types than `forward` takes.
         """
         channels = image_BCHW.shape[1] if image_BCHW.ndim == 4 else 0
         if channels not in (1, 3):

@@ -18,7 +18,7 @@ from medvl.errors import ConfigError
 
 
 class LanguageAdapter(abc.ABC):
-    """One kind of model."""
+    """One kind of model. What a kind cannot do, it refuses with ConfigError."""
 
     full_length: int | None = None
     """Length that every text is padded to inside, for models that were trained so and attend to their padding. Their
@@ -157,7 +157,7 @@ class WholeAdapter(LanguageAdapter):
     """
 
     def embed(self, net: Any, ids_BT: Tensor, **positions: Tensor) -> Tensor:
-        """The ids themselves."""
+        """(B, T) int64: the ids themselves."""
         if positions:
             raise ConfigError(f"{type(net).__name__} takes no {', '.join(positions)} here")
         return ids_BT

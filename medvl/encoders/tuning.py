@@ -79,6 +79,9 @@ def parameter_groups(
 
     Returns:
         Dictionaries with "name", "params", "lr" and "weight_decay", in an order that only the module decides.
+
+    Raises:
+        ConfigError: `layer_decay` is out of range.
     """
     if not 0 < layer_decay <= 1:
         raise ConfigError(f"layer_decay is {layer_decay}: it must be above 0 and at most 1")

@@ -73,7 +73,10 @@ class VisionAdapter(abc.ABC):
         """Names of all parameters by depth: the stem or the embeddings first."""
 
     def resize(self, net: Any, size: Size) -> None:
-        """Prepare a model for another input size; what is learnt of positions is interpolated."""
+        """Prepare a model for another input size; what is learnt of positions is interpolated.
+
+        Raises ConfigError when this kind of model cannot.
+        """
         raise ConfigError(f"{type(net).__name__} cannot be set to another image size after it was built")
 
 

@@ -102,7 +102,7 @@ def calibration_bins(probability_N: Array, labels_N: Array, bins: int = 10) -> C
 
 
 def wilson_interval(share: Array, count: Array, z: float = 1.959964) -> tuple[Array, Array]:
-    """Wilson's score interval of a proportion (95 % by default): right for small counts and at 0 and 1."""
+    """(low, high) of each share of a count, by Wilson's score (95 % by default): right for small counts, at 0 and 1."""
     center = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
     return np.maximum(center - half, 0), np.minimum(center + half, 1)

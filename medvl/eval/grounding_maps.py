@@ -117,7 +117,10 @@ def embed_patches(model: DualEncoder, image_BCHW: Tensor) -> tuple[Tensor, Size]
 
 
 def smooth(map_Bhw: Tensor, sigma: float) -> Tensor:
-    """A Gaussian over the cells of each map, whose edges are continued; 0 leaves them as they are."""
+    """(B, h, w): a Gaussian over the cells of each map, whose edges are continued; 0 leaves them as they are.
+
+    Raises `EvaluationError` when `sigma`, in cells, is negative.
+    """
     if sigma < 0:
         raise EvaluationError(f"smoothing must not be negative, got {sigma:g}")
     if sigma == 0:

@@ -147,7 +147,8 @@ def choose_threshold(scores: ArrayLike, labels: ArrayLike, rule: Literal["f1", "
     """The threshold at which "score >= threshold means positive" is best by `rule`; for validation data only.
 
     It lies halfway between two neighbouring scores; of equally good thresholds the highest is taken. NaN labels are
-    left out; NaN where a class is absent. "youden" is sensitivity + specificity - 1, that is balanced accuracy.
+    left out; NaN where a class is absent. "youden" is sensitivity + specificity - 1, that is balanced accuracy. Raises
+    `EvaluationError` on another rule.
     """
     metrics = {"f1": "f1", "mcc": "mcc", "youden": "balanced_accuracy"}
     if rule not in metrics:

@@ -122,7 +122,10 @@ def _read_row(row: dict[str, Any]) -> MetricRow:
 
 
 def checkpoint_sha256(checkpoint: str | Path) -> str:
-    """Hash of a checkpoint's weights: of `model.safetensors` in a checkpoint directory, or of the file itself."""
+    """Hash of a checkpoint's weights: of `model.safetensors` in a checkpoint directory, or of the file itself.
+
+    Raises `EvaluationError` when it is not there.
+    """
     path = Path(checkpoint)
     path = path / "model.safetensors" if path.is_dir() else path
     if not path.is_file():

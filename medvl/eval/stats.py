@@ -120,7 +120,7 @@ def bootstrap_metric(
     """Any function of arrays that share their first axis: (value_K, low_K, high_K), with K = 1 for a plain number.
 
     The function is called once a resample, on copies of the rows drawn (in their original order): for statistics that
-    have no form in counts, such as a median.
+    have no form in counts, such as a median. Raises `EvaluationError` when the arrays are of different lengths.
     """
     columns = [np.asarray(array) for array in arrays]
     lengths = {len(column) for column in columns}

@@ -136,7 +136,10 @@ class MomentumQueue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, image_BE: Tensor, text_BE: Tensor, names_B: Tensor) -> None:
-        """Add momentum embeddings, of all ranks (`medvl.losses.distributed.gather`) so that all queues stay equal."""
+        """Add momentum embeddings, of all ranks (`medvl.losses.distributed.gather`) so that all queues stay equal.
+
+        Raises ValueError when there are not as many of each.
+        """
         if not len(image_BE) == len(text_BE) == len(names_B):
             raise ValueError(f"{len(image_BE)} images, {len(text_BE)} texts and {len(names_B)} names are no pairs")
         skipped = max(len(names_B) - self.size, 0)  # what the same call would overwrite
