@@ -10,7 +10,6 @@ Protocol "classification", version 1: the rows of `medvl.eval.scored` for the pr
 """
 
 import dataclasses
-from collections import Counter
 from pathlib import Path
 from typing import Protocol
 
@@ -19,10 +18,9 @@ import torch
 from torch import Tensor
 
 from medvl.errors import EvaluationError
+from medvl.eval.inputs import WholePass, input_hashes
 from medvl.eval.policies import LabelPolicy
-from medvl.eval.predict import check_coverage
 from medvl.eval.protocols import Loader
-from medvl.eval.results import checkpoint_sha256
 from medvl.eval.rows import measure
 from medvl.eval.scored import (
     ClassificationResult,
@@ -79,6 +77,7 @@ def classify(
     """
     check_draw(draw)
     policy = policy or LabelPolicy()
+    inputs = input_hashes(checkpoint, manifest=loader, validation_manifest=valid_loader)
     test = score_labels(model, loader, policy)
     thresholds = None
     if valid_loader is not None:
@@ -96,11 +95,7 @@ def classify(
             "seed": seed,
             "smallest_subgroup": smallest_subgroup,
         },
-        inputs={
-            "checkpoint": None if checkpoint is None else checkpoint_sha256(checkpoint),
-            "manifest": loader.source.fingerprint,
-            "validation_manifest": None if valid_loader is None else valid_loader.source.fingerprint,
-        },
+        inputs=inputs,
     )
     return ClassificationResult(results=results, images=test, thresholds=thresholds)
 
@@ -114,30 +109,26 @@ def score_labels(model: Classifies, loader: Loader, policy: LabelPolicy) -> Scor
             f"the classifier ({', '.join(model.config.labels)}) and the data "
             f"({', '.join(source.label_names) or 'none'}) have no label in common"
         )
-    skipped_before = Counter(loader.skipped)
-    keys: list[str] = []
+    given = WholePass(loader)
     parts, tables = [], []
     with evaluating(model):
-        for batch in loader:
+        for batch in given:
             logits_BL = model.label_logits(batch.image_BCHW.to(model.device, non_blocking=True))
             parts.append(torch.sigmoid(logits_BL.double()).cpu())
             tables.append(batch.labels_BL)
-            keys += batch.keys
-    unreadable = Counter(loader.skipped) - skipped_before
-    check_coverage(keys, unreadable.total(), len(source))
     scores_NL = torch.cat(parts).numpy()[:, [model.config.labels.index(name) for name in names]]
     if not np.isfinite(scores_NL).all():
         raise EvaluationError("the classifier's scores are not finite: look at its weights")
     resolved = policy.resolve(torch.cat(tables).double().numpy(), source.label_names)
     place_of = places(source)
-    positions, samples = zip(*(place_of[key] for key in keys), strict=True)
+    positions, samples = zip(*(place_of[key] for key in given.keys), strict=True)
     return ScoredImages(
         names=names,
         scores_NL=scores_NL,
         labels_NL=resolved.labels_NL[:, [source.label_names.index(name) for name in names]],
         samples=samples,
         positions=positions,
-        account=account_of(samples, unreadable, resolved, names),
+        account=account_of(samples, given.unreadable, resolved, names),
     )
 
 

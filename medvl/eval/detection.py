@@ -26,7 +26,8 @@ from torch import Tensor
 from medvl.data.corpora.phrases import published_size
 from medvl.data.marks import boxes_of
 from medvl.eval.box_metrics import AveragePrecision, Found, Matched, challenge_scores, choose_score, match_boxes
-from medvl.eval.marked import Dense, MarkedImage, headline_target, input_hashes, judge_images, with_macro
+from medvl.eval.inputs import input_hashes
+from medvl.eval.marked import Dense, MarkedImage, headline_target, judge_images, with_macro
 from medvl.eval.metrics import Array
 from medvl.eval.protocols import Loader
 from medvl.eval.results import Results
@@ -97,6 +98,7 @@ def box_detection(
         EvaluationError: there is no image to judge, or the loader or the detections are not whole.
         SplitError: test and validation images share patients.
     """
+    inputs = input_hashes(checkpoint, manifest=loader, validation_manifest=valid_loader)
     labels = tuple(model.config.labels)
     images, account = detect_images(model, loader)
     matched = matched_by_label(images, labels)
@@ -115,7 +117,7 @@ def box_detection(
         protocol_version=PROTOCOL_VERSION,
         rows=measure(blocks, len(images), resamples=resamples, seed=seed, groups=patients),
         config={"labels": list(labels), "draw": "patient", "resamples": resamples, "seed": seed},
-        inputs=input_hashes(checkpoint, loader, valid_loader),
+        inputs=inputs,
         details={
             **account,
             "patients": len(set(patients)),

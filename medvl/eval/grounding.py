@@ -18,7 +18,6 @@ Shape letters: N items, L findings, R resamples.
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,10 @@ from medvl.data.transforms import Box
 from medvl.errors import EvaluationError
 from medvl.eval.grounding_maps import Maps, choose_maps, phrase_maps
 from medvl.eval.grounding_metrics import MapRules, inside, judge_map
+from medvl.eval.inputs import WholePass, input_hashes
 from medvl.eval.metrics import Array
-from medvl.eval.predict import check_coverage
 from medvl.eval.protocols import Loader
-from medvl.eval.results import Results, checkpoint_sha256
+from medvl.eval.results import Results
 from medvl.eval.rows import Block, MetricRow, mean_block, measure
 from medvl.eval.scored import places
 from medvl.eval.stats import mean_over_labels
@@ -118,7 +117,7 @@ def phrase_grounding(
     chosen = choose_maps(model, maps)
     if chosen == "attention" and smoothing:
         raise EvaluationError("smoothing is for maps of similarity: attention is judged as the model gives it")
-    weights_hash = None if checkpoint is None else checkpoint_sha256(checkpoint)
+    inputs = input_hashes(checkpoint, manifest=loader)
     judge = _Judge(model, loader, _asked(loader), chosen, smoothing, rules)
     items, shown, account = judge.all_items(_drawn(judge.asked, keep_maps, seed))
     results = Results(
@@ -133,7 +132,7 @@ def phrase_grounding(
             "resamples": resamples,
             "seed": seed,
         },
-        inputs={"checkpoint": weights_hash, "manifest": loader.source.fingerprint},
+        inputs=inputs,
         details=account,
     )
     return GroundingResult(results=results, items=tuple(items), maps=shown)
@@ -177,20 +176,16 @@ class _Judge:
         """Every item, the maps of those that are kept, and the account of it all."""
         items: list[GroundedPhrase] = []
         shown: _Maps = {}
-        keys: list[str] = []
-        skipped_before = Counter(self.loader.skipped)
+        given = WholePass(self.loader)
         with evaluating(self.model):
-            for batch in self.loader:
-                keys += batch.keys
+            for batch in given:
                 for item, map_HW in self._items(batch):
                     items.append(item)
                     if (item.position, item.number) in kept:
                         shown[item.position, item.number] = map_HW
-        unreadable = Counter(self.loader.skipped) - skipped_before
-        check_coverage(keys, unreadable.total(), len(self.loader.source))
         if not items:
             raise EvaluationError("no sample has phrases or boxes: nothing can be looked for (`medvl shards ms-cxr`)")
-        return items, shown, _account(items, keys, unreadable)
+        return items, shown, _account(items, given)
 
     def _items(self, batch: Batch) -> Iterator[tuple[GroundedPhrase, NDArray[np.float32]]]:
         """Every item of a batch with its map. An image goes through the model once for each of its phrases."""
@@ -275,7 +270,7 @@ def label_mean_block(metric: str, value_N: Array, labels: Sequence[str]) -> Bloc
     return Block([overall, dataclasses.replace(overall, target="macro"), *of_labels], statistic)
 
 
-def _account(items: Sequence[GroundedPhrase], keys: Sequence[str], unreadable: Counter[str]) -> dict[str, Any]:
+def _account(items: Sequence[GroundedPhrase], given: WholePass) -> dict[str, Any]:
     """What was judged, what was left out, what the model was not shown, and what a blind guess reaches."""
     images = {item.sample.key for item in items}
     shares: dict[str, list[float]] = {"overall": [item.share for item in items]}
@@ -285,8 +280,8 @@ def _account(items: Sequence[GroundedPhrase], keys: Sequence[str], unreadable: C
         "images": len(images),
         "patients": len({item.sample.patient for item in items}),
         "phrases": len(items),
-        "images_without_phrase": len(keys) - len(images),
-        "unreadable": dict(unreadable),
+        "images_without_phrase": len(given.keys) - len(images),
+        "unreadable": given.unreadable,
         "without_value": sum(math.isnan(item.numbers["pointing_game"]) for item in items),
         "unseen": float(np.mean([item.unseen for item in items])),
         "chance": {label: float(np.mean(values)) for label, values in sorted(shares.items())},

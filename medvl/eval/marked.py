@@ -1,9 +1,7 @@
 """What the evaluations of boxes and of masks share: which images are judged, and how rows of labels get a mean."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -12,10 +10,9 @@ from torch import Tensor
 
 from medvl.data.marks import Kind, is_marked
 from medvl.errors import EvaluationError
+from medvl.eval.inputs import WholePass
 from medvl.eval.metrics import Array
-from medvl.eval.predict import check_coverage
 from medvl.eval.protocols import Loader
-from medvl.eval.results import checkpoint_sha256
 from medvl.eval.rows import Block
 from medvl.eval.scored import places
 from medvl.eval.stats import mean_over_labels
@@ -65,24 +62,20 @@ def judge_images(
         EvaluationError: there is no marked image, or the loader does not give every sample once.
     """
     place_of = places(loader.source)
-    skipped_before = Counter(loader.skipped)
-    keys: list[str] = []
+    given = WholePass(loader)
     judged: list[Judged] = []
     with evaluating(model):
-        for batch in loader:
-            keys += batch.keys
+        for batch in given:
             rows = [row for row, key in enumerate(batch.keys) if is_marked(place_of[key][1], kind)]
             if not rows:
                 continue
             found = [place_of[batch.keys[row]] for row in rows]
             images = [MarkedImage(position=position, sample=sample) for position, sample in found]
             judged += judge(batch.image_BCHW[rows].to(model.device, non_blocking=True), images)
-    unreadable = Counter(loader.skipped) - skipped_before
-    check_coverage(keys, unreadable.total(), len(loader.source))
     if not judged:
         raise EvaluationError(f"no sample has {kind}, not even an empty list of them: nothing can be judged")
-    account = {"images": len(judged), "nobody_looked": len(keys) - len(judged), "unreadable": dict(unreadable)}
-    return judged, account
+    nobody_looked = len(given.keys) - len(judged)
+    return judged, {"images": len(judged), "nobody_looked": nobody_looked, "unreadable": given.unreadable}
 
 
 def with_macro(block: Block) -> Block:
@@ -95,15 +88,6 @@ def with_macro(block: Block) -> Block:
         return np.concatenate([values_RL, mean_over_labels(values_RL)[:, None]], axis=1)
 
     return Block([*block.rows, dataclasses.replace(block.rows[0], target="macro", n_positive=None)], statistic)
-
-
-def input_hashes(checkpoint: str | Path | None, loader: Loader, valid_loader: Loader | None) -> dict[str, str | None]:
-    """What went into an evaluation, for `Results.inputs`."""
-    return {
-        "checkpoint": None if checkpoint is None else checkpoint_sha256(checkpoint),
-        "manifest": loader.source.fingerprint,
-        "validation_manifest": None if valid_loader is None else valid_loader.source.fingerprint,
-    }
 
 
 def headline_target(labels: Sequence[str]) -> str:

@@ -8,7 +8,6 @@ Shape letters: N images, M sentences, B batch, L labels or classes, E shared emb
 
 import contextlib
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.errors import EvaluationError
+from medvl.eval.inputs import WholePass
 from medvl.eval.metrics import Array
 from medvl.eval.prompts import PromptSet
 from medvl.eval.protocols import Loader, Model, encode_batch
@@ -57,22 +57,18 @@ def predict(
     members = list(model) if isinstance(model, Sequence) else [model]
     if not members:
         raise EvaluationError("an ensemble needs at least one model")
-    keys: list[str] = []
+    given = WholePass(loader)
     labels: list[Tensor] = []
     scores: list[list[Tensor]] = [[] for _ in prompt_sets]
-    skipped_before = Counter(loader.skipped)
     with contextlib.ExitStack() as stack:
         for member in members:
             stack.enter_context(evaluating(member))
         scorers = [_MemberScorer(member, prompt_sets, autocast) for member in members]
-        for batch in loader:
+        for batch in given:
             by_member = [scorer(batch) for scorer in scorers]
             for collected, of_members in zip(scores, zip(*by_member, strict=True), strict=True):
                 collected.append(torch.stack(of_members).mean(dim=0))
-            keys += batch.keys
             labels.append(batch.labels_BL)
-    unreadable = Counter(loader.skipped) - skipped_before
-    check_coverage(keys, unreadable.total(), len(loader.source))
     scores_NL = tuple(
         _over_images(torch.cat(collected).numpy(), prompts)
         for collected, prompts in zip(scores, prompt_sets, strict=True)
@@ -81,11 +77,11 @@ def predict(
         if not np.isfinite(array).all():
             bad = int((~np.isfinite(array)).any(axis=1).sum())
             raise EvaluationError(
-                f"the model's scores of {bad} of {len(keys)} images under {prompts.name!r} are not finite: "
+                f"the model's scores of {bad} of {len(given.keys)} images under {prompts.name!r} are not finite: "
                 "look at its weights, or evaluate without autocast"
             )
     labels_NL = torch.cat(labels).double().numpy()
-    return Predictions(tuple(keys), scores_NL, labels_NL, tuple(loader.source.label_names), dict(unreadable))
+    return Predictions(tuple(given.keys), scores_NL, labels_NL, tuple(loader.source.label_names), given.unreadable)
 
 
 def _over_images(scores_NL: Array, prompts: PromptSet) -> Array:
@@ -100,19 +96,6 @@ def _over_images(scores_NL: Array, prompts: PromptSet) -> Array:
         )
     standardised_NL: Array = (scores_NL - scores_NL.mean(axis=0)) / spread_L
     return standardised_NL
-
-
-def check_coverage(keys: Sequence[str], unreadable: int, expected: int) -> None:
-    """Every sample of the source exactly once, seen or counted as unreadable; `EvaluationError` if not."""
-    if len(set(keys)) != len(keys):
-        raise EvaluationError(f"{len(keys) - len(set(keys))} images came twice: evaluate with a loader for evaluation")
-    if len(keys) + unreadable != expected:
-        raise EvaluationError(
-            f"the loader gave {len(keys)} of {expected} images and skipped {unreadable}: "
-            "open it for evaluation (train=False, one rank), so that no batch is dropped"
-        )
-    if not keys:
-        raise EvaluationError("there is no image to evaluate")
 
 
 class _MemberScorer:

@@ -10,7 +10,6 @@ Shape letters: N images, D feature dim, L labels.
 import dataclasses
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ import medvl
 from medvl.data.transforms import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder
 from medvl.errors import EvaluationError
+from medvl.eval.inputs import WholePass
 from medvl.eval.metrics import Array
-from medvl.eval.predict import check_coverage
 from medvl.eval.protocols import Loader, Source
 from medvl.eval.scored import places
 from medvl.files import write_atomic
@@ -150,22 +149,18 @@ def _describe(encoder: ProbedEncoder, source: Source) -> str:
 
 
 def _encode(encoder: ProbedEncoder, loader: Loader) -> _Kept:
-    skipped_before = Counter(loader.skipped)
+    given = WholePass(loader)
     device = next(encoder.module.parameters()).device
     parts: list[torch.Tensor] = []
-    keys: list[str] = []
     with evaluating(encoder.module):
-        for batch in loader:
+        for batch in given:
             features = encoder.module(batch.image_BCHW.to(device, non_blocking=True))
             parts.append(features.pooled_BD.float().cpu())
-            keys += batch.keys
-    unreadable = Counter(loader.skipped) - skipped_before
-    check_coverage(keys, unreadable.total(), len(loader.source))
     x_ND = torch.cat(parts)
     if not x_ND.isfinite().all():
         raise EvaluationError(f"features of {encoder.name} are not finite: look at its weights")
     place_of = places(loader.source)
-    return x_ND, np.array([place_of[key][0] for key in keys], dtype=np.int64), dict(unreadable)
+    return x_ND, np.array([place_of[key][0] for key in given.keys], dtype=np.int64), given.unreadable
 
 
 def _read(path: Path, told: str) -> _Kept | None:

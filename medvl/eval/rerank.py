@@ -15,7 +15,6 @@ arXiv 2107.07651, section 4; M3AE's released code encodes every image again for 
 Shape letters: N images, M distinct texts, K candidates of a shortlist, Q pairs to fuse, B pairs of a chunk, P tokens.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medvl.errors import EvaluationError
+from medvl.eval.inputs import WholePass, input_hashes
 from medvl.eval.predict import embed_texts
 from medvl.eval.protocols import Loader, Model
 from medvl.eval.results import Results, checkpoint_sha256
@@ -120,11 +120,8 @@ def reranked_retrieval(
         raise EvaluationError(f"shortlist is {shortlist}: it must hold a candidate")
     if by is None and not isinstance(model, ComparesTokens):
         raise EvaluationError(f"{model.name} is no dual-encoder: give one that makes the shortlists")
-    inputs = {
-        "checkpoint": None if checkpoint is None else checkpoint_sha256(checkpoint),
-        "shortlist_checkpoint": None if by is None or by.checkpoint is None else checkpoint_sha256(by.checkpoint),
-        "manifest": loader.source.fingerprint,
-    }
+    inputs = input_hashes(checkpoint, manifest=loader)
+    inputs["shortlist_checkpoint"] = None if by is None or by.checkpoint is None else checkpoint_sha256(by.checkpoint)
     gallery, before, after = _rank(model, loader, shortlist, by, autocast)
     listed = [float((rank <= shortlist).mean()) for rank in before]
     details = {
@@ -232,19 +229,17 @@ def _rows(tokens: Tokens, index_B: Tensor, device: torch.device) -> Tokens:
 
 def _encode(model: FusionModel, loader: Loader) -> tuple[Encoded, Gallery]:
     """Tokens of the images with text and of the distinct texts."""
-    skipped_before = Counter(loader.skipped)
-    parts, keys, texts = [], list[str](), list[str]()
-    for batch in loader:
+    given = WholePass(loader)
+    parts, texts = [], list[str]()
+    for batch in given:
         plain = plain_texts(batch)
-        keys += batch.keys
         texts += plain
         kept_B = torch.tensor([bool(text) for text in plain])
         if kept_B.any():
             on_device = batch.to(model.device, non_blocking=True)
             image = model.image_tokens(model.image_input_of(on_device), on_device.has_image_B)
             parts.append(_to(image.rows(kept_B.nonzero().squeeze(1).to(model.device)), torch.device("cpu")))
-    unreadable = Counter(loader.skipped) - skipped_before
-    gallery = Gallery.of(keys, texts, unreadable, len(loader.source))
+    gallery = Gallery.of(given.keys, texts, given.unreadable)
     text_parts = [
         _to(model.text_tokens(*model.tokenize(gallery.texts[start : start + _TEXTS])), torch.device("cpu"))
         for start in range(0, len(gallery.texts), _TEXTS)

@@ -13,8 +13,7 @@ Shape letters: N images, M distinct texts, B images of a chunk, E shared embeddi
 """
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,9 +22,10 @@ import torch
 from numpy.typing import NDArray
 
 from medvl.errors import EvaluationError
-from medvl.eval.predict import check_coverage, concatenate, embed_texts
+from medvl.eval.inputs import WholePass, input_hashes
+from medvl.eval.predict import concatenate, embed_texts
 from medvl.eval.protocols import Compares, Loader, Model, encode_batch
-from medvl.eval.results import Results, checkpoint_sha256
+from medvl.eval.results import Results
 from medvl.eval.retrieval_view import RetrievalView, look
 from medvl.eval.rows import Block, MetricRow, mean_block, measure, median_block
 from medvl.schema import Batch, Embeddings
@@ -98,11 +98,10 @@ def image_text_retrieval(
     sample once, or there are fewer than two distinct texts.
     """
     check_ks(ks)
-    weights_hash = None if checkpoint is None else checkpoint_sha256(checkpoint)
-    skipped_before = Counter(loader.skipped)
+    inputs, given = input_hashes(checkpoint, manifest=loader), WholePass(loader)
     with evaluating(model):
-        images, keys, texts = encode_images(model, loader, autocast)
-        gallery = Gallery.of(keys, texts, Counter(loader.skipped) - skipped_before, len(loader.source))
+        images, keys, texts = encode_images(model, given, autocast)
+        gallery = Gallery.of(keys, texts, given.unreadable)
         images, texts_M = take(images, gallery.place_N), embed_texts(model, gallery.texts)
         image_rank_N, text_rank_M = retrieval_ranks(model, images, texts_M, gallery.text_of_N)
         view = None
@@ -113,7 +112,7 @@ def image_text_retrieval(
         protocol_version=PROTOCOL_VERSION,
         rows=rank_rows(gallery, image_rank_N, text_rank_M, ks, resamples, seed),
         config={"ks": list(ks), "resamples": resamples, "seed": seed, "autocast": autocast and str(autocast)},
-        inputs={"checkpoint": weights_hash, "manifest": loader.source.fingerprint},
+        inputs=inputs,
         details={**gallery.counts, "chance": chance_recalls(gallery, ks)},
     )
     return RetrievalResult.of(gallery, (image_rank_N, text_rank_M), results, view)
@@ -140,12 +139,11 @@ class Gallery:
     """For `Results.details`: what was judged and what was left out."""
 
     @classmethod
-    def of(cls, keys: Sequence[str], texts: Sequence[str], unreadable: Counter[str], expected: int) -> Self:
-        """Of all keys and texts that a loader gave, and what it skipped of the `expected` samples.
+    def of(cls, keys: Sequence[str], texts: Sequence[str], unreadable: Mapping[str, int]) -> Self:
+        """Of all keys and texts that a loader gave, and what it skipped, by reason.
 
-        Raises `EvaluationError` when it did not give every sample once, or there are fewer than two distinct texts.
+        Raises `EvaluationError` when there are fewer than two distinct texts.
         """
-        check_coverage(keys, unreadable.total(), expected)
         kept = [index for index, text in enumerate(texts) if text]
         distinct = list(dict.fromkeys(texts[index] for index in kept))
         if len(distinct) < 2:
@@ -172,12 +170,15 @@ def plain_texts(batch: Batch) -> list[str]:
 
 
 def encode_images(
-    model: Model, loader: Loader, autocast: torch.dtype | None
+    model: Model, batches: Iterable[Batch], autocast: torch.dtype | None
 ) -> tuple[Embeddings, list[str], list[str]]:
-    """Embeddings of all images in host memory, keys, and texts with white space collapsed."""
+    """Embeddings of all images in host memory, keys, and texts with white space collapsed.
+
+    Raises `EvaluationError` when there is no batch.
+    """
     device = next(model.parameters()).device
     parts, keys, texts = [], [], []
-    for batch in loader:
+    for batch in batches:
         embeddings = encode_batch(model, batch, device, autocast)
         parts.append(_to(embeddings, torch.device("cpu")))
         keys += batch.keys

@@ -20,7 +20,6 @@ Shape letters: Q queries, N candidates, L classes, E shared embedding.
 """
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -29,11 +28,12 @@ import torch
 from torch import Tensor
 
 from medvl.errors import EvaluationError
+from medvl.eval.inputs import WholePass, input_hashes
 from medvl.eval.metrics import Array
 from medvl.eval.policies import LabelPolicy
-from medvl.eval.predict import check_coverage, embed_texts
+from medvl.eval.predict import embed_texts
 from medvl.eval.protocols import Loader, Model
-from medvl.eval.results import Results, checkpoint_sha256
+from medvl.eval.results import Results
 from medvl.eval.retrieval import Similarity, check_ks, encode_images, take
 from medvl.eval.retrieval_lists import Item, RetrievalList
 from medvl.eval.rows import Block, MetricRow, mean_block, measure
@@ -86,6 +86,7 @@ def image_retrieval(
     """
     check_ks(ks)
     policy = policy or LabelPolicy()
+    inputs = input_hashes(checkpoint, manifest=loader)
     images, samples, counts = _encode(model, loader)
     names = tuple(loader.source.label_names)
     labels_NL = np.array([[sample.labels.get(name, np.nan) for name in names] for sample in samples])
@@ -111,7 +112,7 @@ def image_retrieval(
         protocol_version=VERSION,
         rows=measure(blocks, len(samples), resamples=resamples, seed=seed, groups=patients),
         config={"ks": list(ks), "policy": dataclasses.asdict(policy), "resamples": resamples, "seed": seed},
-        inputs=_inputs(loader, checkpoint),
+        inputs=inputs,
         details={
             **account_of(samples, counts, resolved, kept),
             "chance": dict(zip(kept, relevant_NL.mean(axis=0).tolist(), strict=True)),
@@ -136,6 +137,7 @@ def class_retrieval(
     Raises `EvaluationError` when an image of the list is not there, or there are fewer than k candidates.
     """
     check_ks(ks)
+    inputs = input_hashes(checkpoint, manifest=loader)
     images, samples, counts = _encode(model, loader)
     place = {sample.key: number for number, sample in enumerate(samples)}
     missing = listed.keys - place.keys()
@@ -160,7 +162,7 @@ def class_retrieval(
         protocol_version=VERSION,
         rows=rows,
         config={"ks": list(ks), "list": listed.name, "resamples": resamples, "seed": seed},
-        inputs={**_inputs(loader, checkpoint), "list": listed.sha256},
+        inputs={**inputs, "list": listed.sha256},
         details={
             "candidates": len(listed.candidates),
             "image_queries": len(listed.image_queries),
@@ -228,22 +230,13 @@ def _report_queries(
         yield _Direction("image to text", _at_once(similarity_NM, relevant_NL, ks), relevant_NL, patients)
 
 
-def _inputs(loader: Loader, checkpoint: str | Path | None) -> dict[str, str | None]:
-    return {
-        "checkpoint": None if checkpoint is None else checkpoint_sha256(checkpoint),
-        "manifest": loader.source.fingerprint,
-    }
-
-
 def _encode(model: Model, loader: Loader) -> tuple[Embeddings, list[Sample], dict[str, int]]:
     """Embeddings and samples of every readable image, and what could not be read."""
-    skipped_before = Counter(loader.skipped)
+    given = WholePass(loader)
     with evaluating(model):
-        images, keys, _ = encode_images(model, loader, None)
-    unreadable = Counter(loader.skipped) - skipped_before
-    check_coverage(keys, unreadable.total(), len(loader.source))
+        images, keys, _ = encode_images(model, given, None)
     place_of = places(loader.source)
-    return images, [place_of[key][1] for key in keys], dict(unreadable)
+    return images, [place_of[key][1] for key in keys], given.unreadable
 
 
 def _select(images: Embeddings, items: Sequence[Item], place: Mapping[str, int]) -> Embeddings:

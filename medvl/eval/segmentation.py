@@ -26,7 +26,8 @@ from torch import Tensor
 
 from medvl.data.corpora.phrases import published_size
 from medvl.data.marks import is_marked, mark_labels, mask_at
-from medvl.eval.marked import Dense, MarkedImage, headline_target, input_hashes, judge_images, with_macro
+from medvl.eval.inputs import input_hashes
+from medvl.eval.marked import Dense, MarkedImage, headline_target, judge_images, with_macro
 from medvl.eval.mask_metrics import (
     THRESHOLDS,
     Areas,
@@ -118,6 +119,7 @@ def mask_segmentation(
         EvaluationError: there is no image to judge, or the loader or the maps are not whole.
         SplitError: test and validation images share patients.
     """
+    inputs = input_hashes(checkpoint, manifest=loader, validation_manifest=valid_loader)
     labels = tuple(model.config.labels)
     images, account = segment_images(model, loader, side, _drawn(loader, keep_maps, seed))
     cuts = dict.fromkeys(labels, _FIXED)
@@ -140,7 +142,7 @@ def mask_segmentation(
             "resamples": resamples,
             "seed": seed,
         },
-        inputs=input_hashes(checkpoint, loader, valid_loader),
+        inputs=inputs,
         details=account | _described(images, areas_by_label, cuts, empty),
     )
     return SegmentationResult(

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from medvl.errors import EvaluationError
+from medvl.eval.inputs import input_hashes
 from medvl.eval.policies import LabelPolicy
 from medvl.eval.predict import predict
 from medvl.eval.prompts import COMPETING, PromptSet, load_prompts
@@ -115,9 +116,8 @@ def zero_shot(
         protocol=(PROTOCOL, PROTOCOL_VERSION),
         config=config,
         inputs={
+            **input_hashes(None, manifest=loader, validation_manifest=valid_loader),
             "checkpoint": _one_hash(members),
-            "manifest": loader.source.fingerprint,
-            "validation_manifest": None if valid_loader is None else valid_loader.source.fingerprint,
             "prompts": prompts.sha256,
         },
     )

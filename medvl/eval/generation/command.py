@@ -46,7 +46,8 @@ def report(
     from medvl.errors import ConfigError
     from medvl.eval.generation.judge import judge_reports
     from medvl.eval.generation.write import write_reports
-    from medvl.eval.results import checkpoint_sha256, write_results
+    from medvl.eval.inputs import input_hashes
+    from medvl.eval.results import write_results
     from medvl.models.generation import Decoding
 
     decoding = Decoding(beams=beams, max_tokens=max_tokens, length_penalty=length_penalty, samples=samples, seed=seed)
@@ -60,7 +61,7 @@ def report(
         doubt=doubt,
         resamples=resamples,
         config={"sections": list(sections), "decoding": dataclasses.asdict(decoding), "model": model.name},
-        inputs={"checkpoint": checkpoint_sha256(checkpoint), "manifest": loader.source.fingerprint},
+        inputs=input_hashes(checkpoint, manifest=loader),
         details={"without_reference": len(loader.source) - len(reports), "unreadable": dict(loader.skipped)},
     )
     paths = write_results(result.results, out or default_folder(checkpoint, "report"), result.predictions())
