@@ -147,7 +147,7 @@ def compose_caption(rng: np.random.Generator, study: Study, view: View) -> str:
     shown = _nouns(rng, view)
     if shown and rng.random() < 0.35:
         shown[0] += f" {pick(rng, _MARKS)}"
-    slots = {"view": _name(rng, view), "person": _person(rng, study), "day": str(rng.integers(2, 15))}
+    slots = {"view": _name(rng, view), "person": _person(study), "day": str(rng.integers(2, 15))}
     caption = say(rng, CAPTIONS if shown else NORMAL_CAPTIONS, {**slots, "shown": _listed(shown)})
     absent = [templates for labels, templates in phrases.ABSENT if not any(study.labels[label] for label in labels)]
     if absent and rng.random() < 0.12:
@@ -197,7 +197,7 @@ def _name(rng: np.random.Generator, view: View) -> str:
     return pick(rng, VIEWS["LATERAL" if view.lateral else view.position])
 
 
-def _person(rng: np.random.Generator, study: Study) -> str:
+def _person(study: Study) -> str:
     noun = "[woman|female patient]" if study.sex == "F" else "[man|male patient]"
     age = min(study.age, 90)
     return f"{'an' if age // 10 == 8 or age == 18 else 'a'} {age}-year-old {noun}"

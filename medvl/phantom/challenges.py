@@ -6,12 +6,14 @@ Tables speak of images of 1024 pixels, whatever size the phantom's are drawn at:
 import dataclasses
 import io
 from collections.abc import Iterator
+from pathlib import Path
 
 from pydicom.dataset import FileDataset, FileMetaDataset
 from pydicom.uid import UID, ExplicitVRLittleEndian
 
 from medvl.phantom.dicom_file import view_position
 from medvl.phantom.drawing import draw
+from medvl.phantom.release import Options, truth_row, write_file
 from medvl.phantom.world import Patient, Study, View
 
 SIDE = 1024
@@ -22,8 +24,22 @@ _SECONDARY_CAPTURE = UID("1.2.840.10008.5.1.4.1.1.7")
 def frontals(patient: Patient) -> Iterator[tuple[Study, View]]:
     """One frontal view of each study, on a square plate."""
     for study in patient.studies:
-        view = next(view for view in study.views if not view.lateral)
+        view = study.frontal
         yield study, dataclasses.replace(view, camera=dataclasses.replace(view.camera, aspect=1.0))
+
+
+def challenge_options(corpus: str, patients: int, seed: int, size: int) -> Options:
+    """What a challenge is written with: one labelled part, no reports. Raises ConfigError on what is out of range."""
+    return Options(corpus=corpus, patients=patients, seed=seed, size=size, split=(1.0, 0.0, 0.0), reports=False)
+
+
+def write_image(
+    root: Path, path: Path, name: str, patient: Patient, study: Study, view: View, size: int
+) -> dict[str, object]:
+    """Write the view as `plain_dicom` has it to `path` below `root`, if it is not there; its row of the truth."""
+    if not (root / path).exists():
+        write_file(root / path, plain_dicom(name, study, view, size))
+    return truth_row(view, study, SIDE, path=path.as_posix(), subject_id=patient.subject_id)
 
 
 def hexadecimal(view: View) -> str:

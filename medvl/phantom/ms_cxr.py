@@ -79,7 +79,7 @@ def _write_patient(root: Path, patient: Patient, options: Options) -> Rows:
     rows: list[list[object]] = []
     truth = []
     for study in patient.studies:
-        view = next(view for view in study.views if not view.lateral)
+        view = study.frontal
         said = list(phrases(study, view, options.size))
         if not said:
             continue

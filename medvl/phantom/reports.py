@@ -199,17 +199,17 @@ def _body(rng: np.random.Generator, style: str, findings: list[Sentence], impres
     paragraphs = []
     inline = rng.random() < 0.5
     if findings:
-        paragraphs += _section(rng, "FINDINGS", _wrapped(_joined(findings)), inline)
+        paragraphs += _section("FINDINGS", _wrapped(_joined(findings)), inline)
     if impression:
         header = "FINDINGS AND IMPRESSION" if style == "combined" else pick(rng, ["IMPRESSION"] * 9 + ["CONCLUSION"])
         text = _wrapped(_joined(impression))
         if style != "combined" and len(impression) > 1 and rng.random() < 0.6:
             text = "\n".join(_wrapped(f"{i}. {sentence.text}") for i, sentence in enumerate(impression, 1))
-        paragraphs += _section(rng, header, text, inline)
+        paragraphs += _section(header, text, inline)
     return paragraphs
 
 
-def _section(rng: np.random.Generator, header: str, text: str, inline: bool) -> list[str]:
+def _section(header: str, text: str, inline: bool) -> list[str]:
     """Header and text, on one line or in two paragraphs."""
     if inline and "\n 2." not in text:
         return [_wrapped(f"{header}:  {' '.join(text.split())}")]

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from medvl.phantom.challenges import SIDE, frontals, hexadecimal, plain_dicom
-from medvl.phantom.release import Options, Rows, truth_row, write_file, write_release
+from medvl.phantom.challenges import SIDE, challenge_options, frontals, hexadecimal, write_image
+from medvl.phantom.release import Options, Rows, write_release
 from medvl.phantom.truth import boxes
 from medvl.phantom.world import Patient, Study, View
 
@@ -39,7 +39,7 @@ def write_rsna(
         ConfigError: an option is out of range.
         CorpusError: `out` holds something else.
     """
-    options = Options(corpus="rsna", patients=patients, seed=seed, size=size, split=(1.0, 0.0, 0.0), reports=False)
+    options = challenge_options("rsna", patients, seed, size)
     return write_release(Path(out), options, _write_patient, {**_COLUMNS, MAPPING: None}, workers)
 
 
@@ -49,15 +49,13 @@ def _write_patient(root: Path, patient: Patient, options: Options) -> Rows:
     for number, (study, view) in enumerate(frontals(patient)):
         name = _image_id(view)
         path = Path(IMAGES, f"{name}.dcm")
-        if not (root / path).exists():
-            write_file(root / path, plain_dicom(name, study, view, options.size))
+        truth.append(write_image(root, path, name, patient, study, view, options.size))
         found = _boxes(view)
         targets: list[list[object]] = [[*box, 1] for box in found] or [["", "", "", "", 0]]
         tables[LABELS] += [[name, *target] for target in targets]
         tables[CLASSES] += [[name, _class(study, bool(found))] for _ in targets]
         nih = f"{patient.subject_id:08d}_{number:03d}.png"
         mapping.append({"subset_img_id": name, "img_id": nih})
-        truth.append(truth_row(view, study, SIDE, path=path.as_posix(), subject_id=patient.subject_id))
     lines = _json_lines(mapping, first=patient.index == 0, last=patient.index == options.patients - 1)
     return Rows(patient.index, {**tables, MAPPING: [[line] for line in lines]}, truth)
 

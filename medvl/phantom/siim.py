@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from medvl.phantom.challenges import SIDE, frontals, plain_dicom, uid
+from medvl.phantom.challenges import SIDE, challenge_options, frontals, uid, write_image
 from medvl.phantom.randomness import generator
-from medvl.phantom.release import Options, Rows, truth_row, write_file, write_release
+from medvl.phantom.release import Options, Rows, write_release
 from medvl.phantom.truth import masks
 from medvl.phantom.world import Patient
 
@@ -40,7 +40,7 @@ def write_siim(
         ConfigError: an option is out of range.
         CorpusError: `out` holds something else.
     """
-    options = Options(corpus="siim", patients=patients, seed=seed, size=size, split=(1.0, 0.0, 0.0), reports=False)
+    options = challenge_options("siim", patients, seed, size)
     return write_release(Path(out), options, _write_patient, {TABLE: ("ImageId", "EncodedPixels")}, workers)
 
 
@@ -53,10 +53,8 @@ def _write_patient(root: Path, patient: Patient, options: Options) -> Rows:
             continue
         name = str(uid(view))
         path = Path(IMAGES, f"2.25.{study.study_id}", f"2.25.{study.study_id}1", f"{name}.dcm")
-        if not (root / path).exists():
-            write_file(root / path, plain_dicom(name, study, view, options.size))
+        truth.append(write_image(root, path, name, patient, study, view, options.size))
         rows.append([name, "-1" if mask_HW is None else runs(mask_HW)])
-        truth.append(truth_row(view, study, SIDE, path=path.as_posix(), subject_id=patient.subject_id))
     return Rows(patient.index, {TABLE: rows}, truth)
 
 

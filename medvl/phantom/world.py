@@ -64,6 +64,11 @@ class Study:
     key: tuple[int, ...]
 
     @property
+    def frontal(self) -> View:
+        """The first view from the front; every study has one."""
+        return next(view for view in self.views if not view.lateral)
+
+    @property
     def labels(self) -> dict[str, int]:
         """All 14 labels, 1 or 0: the truth, whatever the report says."""
         return truth_labels(self.findings)
