@@ -89,8 +89,9 @@ def packed_attention(
             module, query_BhTd, key_BhTd, value_BhTd, attention_mask, dropout=dropout, scaling=scaling, **others
         )
     query_Nhd, key_Nhd, value_Nhd = (each[0].transpose(0, 1) for each in (query_BhTd, key_BhTd, value_BhTd))
-    attend = _attend_varlen if _has_varlen(query_Nhd, dropout) else _attend_padded
-    return attend(query_Nhd, key_Nhd, value_Nhd, packing, scaling, dropout)[None], None
+    if _has_varlen(query_Nhd, dropout):
+        return _attend_varlen(query_Nhd, key_Nhd, value_Nhd, packing, scaling)[None], None
+    return _attend_padded(query_Nhd, key_Nhd, value_Nhd, packing, scaling, dropout)[None], None
 
 
 def _has_varlen(query_Nhd: Tensor, dropout: float) -> bool:
@@ -99,9 +100,7 @@ def _has_varlen(query_Nhd: Tensor, dropout: float) -> bool:
     return query_Nhd.shape[2] % 8 == 0 and torch.cuda.get_device_capability(query_Nhd.device) >= _VARLEN_CAPABILITY
 
 
-def _attend_varlen(
-    query_Nhd: Tensor, key_Nhd: Tensor, value_Nhd: Tensor, packing: Packing, scaling: float, dropout: float
-) -> Tensor:
+def _attend_varlen(query_Nhd: Tensor, key_Nhd: Tensor, value_Nhd: Tensor, packing: Packing, scaling: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     start, longest = packing.start_B1, packing.mask_BT.shape[1]

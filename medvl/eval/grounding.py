@@ -17,13 +17,13 @@ Shape letters: N items, L findings, R resamples.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from medvl.data.corpora.phrases import Phrase, phrases_of, published_size
@@ -138,21 +138,29 @@ def phrase_grounding(
     return GroundingResult(results=results, items=tuple(items), maps=shown)
 
 
-_Asked = dict[str, tuple[int, Sample, tuple[Phrase, ...]]]
-"""Key -> position, sample and phrases, of the samples that have phrases."""
+class _Question(NamedTuple):
+    """A phrase that is looked for in an image."""
+
+    position: int
+    sample: Sample
+    number: int
+    """Of the phrase among those of its image."""
+    phrase: Phrase
 
 
-def _asked(loader: Loader) -> _Asked:
-    found = {key: (*place, phrases_of(place[1])) for key, place in places(loader.source).items()}
-    return {key: entry for key, entry in found.items() if entry[2]}
+def _asked(loader: Loader) -> dict[str, list[_Question]]:
+    """Key of each sample -> what is looked for in its image."""
+    return {
+        key: [_Question(position, sample, number, phrase) for number, phrase in enumerate(phrases_of(sample))]
+        for key, (position, sample) in places(loader.source).items()
+    }
 
 
-def _drawn(asked: _Asked, each: int, seed: int) -> set[tuple[int, int]]:
+def _drawn(asked: Mapping[str, Sequence[_Question]], each: int, seed: int) -> set[tuple[int, int]]:
     """(position, number) of as many items of each finding."""
     by_label: dict[str, list[tuple[int, int]]] = {}
-    for position, _, phrases in asked.values():
-        for number, phrase in enumerate(phrases):
-            by_label.setdefault(phrase.label, []).append((position, number))
+    for question in itertools.chain.from_iterable(asked.values()):
+        by_label.setdefault(question.phrase.label, []).append((question.position, question.number))
     rng = np.random.default_rng(seed)
     drawn = [(items, rng.permutation(len(items))[:each]) for _, items in sorted(by_label.items())]
     return {items[index] for items, chosen in drawn for index in chosen.tolist()}
@@ -167,7 +175,7 @@ class _Judge:
 
     model: DualEncoder
     loader: Loader
-    asked: _Asked
+    asked: Mapping[str, Sequence[_Question]]
     maps: Maps
     smoothing: float
     rules: MapRules
@@ -189,31 +197,29 @@ class _Judge:
 
     def _items(self, batch: Batch) -> Iterator[tuple[GroundedPhrase, NDArray[np.float32]]]:
         """Every item of a batch with its map. An image goes through the model once for each of its phrases."""
-        asked = [(row, self.asked[key]) for row, key in enumerate(batch.keys) if key in self.asked]
-        if not asked:
+        rows, questions, sizes = [], list[_Question](), []
+        for row, key in enumerate(batch.keys):
+            if asked := self.asked.get(key):
+                rows += [row] * len(asked)
+                questions += asked
+                sizes += [_stored_size(self.loader, asked[0].position, asked[0].sample)] * len(asked)
+        if not questions:
             return
-        stored = {row: _stored_size(self.loader, position, sample) for row, (position, sample, _) in asked}
-        pairs = [(row, *found, number) for row, found in asked for number in range(len(found[2]))]
-        rows = torch.tensor([row for row, *_ in pairs])
-        image_BCHW = batch.image_BCHW[rows].to(self.model.device, non_blocking=True)
         found = phrase_maps(
             self.model,
-            image_BCHW,
-            [phrases[number].text for *_, phrases, number in pairs],
-            [stored[row] for row in rows.tolist()],
+            batch.image_BCHW[rows].to(self.model.device, non_blocking=True),
+            [question.phrase.text for question in questions],
+            sizes,
             maps=self.maps,
             smoothing=self.smoothing,
         )
-        for (row, position, sample, phrases, number), tensor in zip(pairs, found, strict=True):
+        for question, size, tensor in zip(questions, sizes, found, strict=True):
             map_HW = tensor.cpu().numpy()
             if np.isinf(map_HW).any() or np.isnan(map_HW).all():
                 raise EvaluationError("the model's maps are not finite: look at its weights")
-            inside_HW = inside(boxes_on(phrases[number], sample, stored[row]), *stored[row])
+            inside_HW = inside(boxes_on(question.phrase, question.sample, size), *size)
             item = GroundedPhrase(
-                position=position,
-                sample=sample,
-                number=number,
-                phrase=phrases[number],
+                **question._asdict(),
                 numbers=dict(judge_map(map_HW, inside_HW, self.rules)),
                 share=float(inside_HW.mean()),
                 unseen=float(np.isnan(map_HW).mean()),

@@ -59,29 +59,36 @@ def predict(
         raise EvaluationError("an ensemble needs at least one model")
     given = WholePass(loader)
     labels: list[Tensor] = []
-    scores: list[list[Tensor]] = [[] for _ in prompt_sets]
+    scores: list[list[Tensor]] = []
     with contextlib.ExitStack() as stack:
         for member in members:
             stack.enter_context(evaluating(member))
         scorers = [_MemberScorer(member, prompt_sets, autocast) for member in members]
         for batch in given:
             by_member = [scorer(batch) for scorer in scorers]
-            for collected, of_members in zip(scores, zip(*by_member, strict=True), strict=True):
-                collected.append(torch.stack(of_members).mean(dim=0))
+            scores.append([torch.stack(of_members).mean(dim=0) for of_members in zip(*by_member, strict=True)])
             labels.append(batch.labels_BL)
-    scores_NL = tuple(
-        _over_images(torch.cat(collected).numpy(), prompts)
-        for collected, prompts in zip(scores, prompt_sets, strict=True)
+    return Predictions(
+        keys=tuple(given.keys),
+        scores_NL=tuple(
+            _of_set(prompts, [batch[place] for batch in scores]) for place, prompts in enumerate(prompt_sets)
+        ),
+        labels_NL=torch.cat(labels).double().numpy(),
+        label_names=tuple(loader.source.label_names),
+        unreadable=given.unreadable,
     )
-    for prompts, array in zip(prompt_sets, scores_NL, strict=True):
-        if not np.isfinite(array).all():
-            bad = int((~np.isfinite(array)).any(axis=1).sum())
-            raise EvaluationError(
-                f"the model's scores of {bad} of {len(given.keys)} images under {prompts.name!r} are not finite: "
-                "look at its weights, or evaluate without autocast"
-            )
-    labels_NL = torch.cat(labels).double().numpy()
-    return Predictions(tuple(given.keys), scores_NL, labels_NL, tuple(loader.source.label_names), given.unreadable)
+
+
+def _of_set(prompts: PromptSet, parts: Sequence[Tensor]) -> Array:
+    """The scores of all images under one set, from those of the batches. Raises where one is not finite."""
+    scores_NL = _over_images(torch.cat(list(parts)).numpy(), prompts)
+    if not np.isfinite(scores_NL).all():
+        bad = int((~np.isfinite(scores_NL)).any(axis=1).sum())
+        raise EvaluationError(
+            f"the model's scores of {bad} of {len(scores_NL)} images under {prompts.name!r} are not finite: "
+            "look at its weights, or evaluate without autocast"
+        )
+    return scores_NL
 
 
 def _over_images(scores_NL: Array, prompts: PromptSet) -> Array:

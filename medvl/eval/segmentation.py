@@ -82,13 +82,14 @@ class SegmentationResult:
     def predictions(self) -> Iterator[dict[str, Any]]:
         """One mapping an image: its Dice, and the shares of its pixels that are marked and that are in the mask."""
         for image, dice_L in zip(self.images, self.dice_NL.tolist(), strict=True):
-            line: dict[str, Any] = {"key": image.sample.key, "patient": image.sample.patient}
-            line["dice"] = dict(zip(self.labels, dice_L, strict=True))
-            for name, field in (("marked", "marked_NT"), ("true", "true_N")):
-                cut = [_at(areas, self.cuts[label]) for label, areas in zip(self.labels, image.areas, strict=True)]
-                shares = [float(getattr(areas, field).item() / areas.pixels_N.item()) for areas in cut]
-                line[name] = dict(zip(self.labels, shares, strict=True))
-            yield line
+            cut = {label: _at(areas, self.cuts[label]) for label, areas in zip(self.labels, image.areas, strict=True)}
+            yield {
+                "key": image.sample.key,
+                "patient": image.sample.patient,
+                "dice": dict(zip(self.labels, dice_L, strict=True)),
+                "marked": {label: areas.marked_NT.item() / areas.pixels_N.item() for label, areas in cut.items()},
+                "true": {label: areas.true_N.item() / areas.pixels_N.item() for label, areas in cut.items()},
+            }
 
 
 def mask_segmentation(

@@ -23,6 +23,16 @@ _NAMES: Mapping[str, str] = {
     "question_lookup": "Same question in train",
     QUESTION_ONLY: "Question-only model",
 }
+_CLOSED = {
+    "field": "by the data set's own field",
+    "yes_no": "where the answer is yes or no",
+    "predicted": "where the model takes the question for closed",
+}
+_RIGHT = {
+    "exact": "equal to the data set's answer",
+    "any_of": "equal to any of the data set's alternatives",
+    "llava_med": "as LLaVA-Med v1.0 counts",
+}
 LIMITS = (
     "A research evaluation, not for clinical use: the numbers say how often answers agree with those of this data set, "
     "not what a reader or a patient would gain.",
@@ -91,40 +101,27 @@ def _headlines(result: VQAResult) -> list[tuple[str, str, str]]:
 def _facts(result: VQAResult, model: str, date: str | None) -> list[tuple[str, str]]:
     config, inputs, details = result.results.config, result.results.inputs, result.results.details
     judging = config["judging"]
-    closed = {
-        "field": "by the data set's own field",
-        "yes_no": "where the answer is yes or no",
-        "predicted": "where the model takes the question for closed",
-    }[judging["closed"]]
-    right = {
-        "exact": "equal to the data set's answer",
-        "any_of": "equal to any of the data set's alternatives",
-        "llava_med": "as LLaVA-Med v1.0 counts",
-    }[judging["match"]]
+    source = next((key for key in ("checkpoint", "predictions") if inputs.get(key)), None)
     vocabulary = "none: answers are written"
     if config["vocabulary_size"] is not None:
         size, parts = config["vocabulary_size"], ", ".join(judging["vocabulary"])
         vocabulary = hashed(f"{size} of {parts}", inputs.get("vocabulary"))
-    facts = [
-        ("Protocol", f"{judging['name']}, version {judging['version']}"),
-        ("Questions", hashed(_questions(result), inputs.get("questions"))),
-        ("Answers", vocabulary),
-        ("Right", f"{right}, once normalised ({judging['normalizer']})"),
-        ("Closed", closed),
-        ("Intervals", f"95%, {config['resamples']:,} resamples of images, seed {config['seed']}"),
-        ("Baselines", "learnt from the questions of train alone"),
-        ("Software", software(result.results)),
-    ]
-    if judging["phrasing"]:
-        facts.insert(4, ("Judged", f"{', '.join(judging['phrasing'])} questions only"))
-    if judging["flaw"]:
-        facts.insert(1, ("Not comparable", judging["flaw"]))
-    if details["not_predicted"]:
-        facts.append(("Not answered", f"{details['not_predicted']} questions, which count as wrong"))
-    source = next((key for key in ("checkpoint", "predictions") if inputs.get(key)), None)
-    if source is not None:
-        facts.insert(0, (source.capitalize(), hashed(model, inputs[source])))
-    return dated(date, facts)
+    not_predicted, phrasing = details["not_predicted"], ", ".join(judging["phrasing"] or ())
+    facts = {
+        **({source.capitalize(): hashed(model, inputs[source])} if source else {}),
+        "Protocol": f"{judging['name']}, version {judging['version']}",
+        "Not comparable": judging["flaw"],
+        "Questions": hashed(_questions(result), inputs.get("questions")),
+        "Answers": vocabulary,
+        "Right": f"{_RIGHT[judging['match']]}, once normalised ({judging['normalizer']})",
+        "Judged": phrasing and f"{phrasing} questions only",
+        "Closed": _CLOSED[judging["closed"]],
+        "Intervals": f"95%, {config['resamples']:,} resamples of images, seed {config['seed']}",
+        "Baselines": "learnt from the questions of train alone",
+        "Software": software(result.results),
+        "Not answered": f"{not_predicted} questions, which count as wrong" if not_predicted else "",
+    }
+    return dated(date, [(name, value) for name, value in facts.items() if value])
 
 
 def _questions(result: VQAResult) -> str:
