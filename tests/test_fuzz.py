@@ -1,19 +1,16 @@
 """A short run of scripts/fuzz.py: every reader reads what it is given or raises one of medvl's errors."""
 
-import importlib.util
 import multiprocessing
 import os
 import signal
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from script_modules import load_script
 
 forking = multiprocessing.get_context("fork")
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "fuzz.py"
 COUNTS = {
     "dicom": 150,
     "image": 300,
@@ -26,17 +23,7 @@ COUNTS = {
 }
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fuzz", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fuzz"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-fuzz = load()
+fuzz = load_script("fuzz")
 
 
 def test_every_reader_has_a_count() -> None:

@@ -1,6 +1,5 @@
 """scripts/soak.py: what it does to a run, what it measures, and a short soak from the command line."""
 
-import importlib.util
 import io
 import random
 import re
@@ -9,24 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from script_modules import SCRIPTS, load_script
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "soak.py"
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("soak", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["soak"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-soak = load()
+soak = load_script("soak")
 
 
 def test_memory_that_grows_is_told_from_memory_that_does_not() -> None:
@@ -93,7 +79,7 @@ def test_what_is_done_to_a_run_ends_it(seed: int) -> None:
 
 @pytest.mark.slow
 def test_a_short_soak_ends_with_the_undisturbed_curve() -> None:
-    command = [sys.executable, str(SCRIPT), "--minutes", "0.3", "--steps-a-run", "12", "--seed", "3"]
+    command = [sys.executable, str(SCRIPTS / "soak.py"), "--minutes", "0.3", "--steps-a-run", "12", "--seed", "3"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     first, *runs = ended.stdout.splitlines()
