@@ -5,15 +5,16 @@
 
 The floor is what any loader must do for an image, in a bare loop over the same bytes held in memory: decode the JPEG
 and run the augmentation. The loader adds reading from the tars, the sample's JSON, drawing a sentence, tokenising,
-stacking, and with workers the way between processes. Without workers, CPU seconds are counted, which a busy machine
-does not stretch; with workers the clock on the wall counts, for the floor as well.
+stacking, and with workers the way between processes. Without workers, CPU seconds are counted, in turns batch by batch
+and over the same images, so that what else the machine does falls on both; with workers the clock on the wall counts,
+for the floor as well.
 """
 
 import argparse
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import cv2
@@ -51,15 +52,18 @@ def main() -> None:
         texts = [text for position in range(count) for text in source.sample(position).sections.values()]
         tokenizer = train_wordpiece(texts)
         sizes = Counter(source.pixels(position).shape for position in range(0, count, 37))
-        print(f"{count} images of about {sizes.most_common(1)[0][0]} pixels; best of {options.repeats}, images/s")
+        print(f"{count} images of about {sizes.most_common(1)[0][0]} pixels; {options.repeats} times, images/s")
         for workers in options.workers:
-            clock = time.perf_counter if workers else time.process_time
             loader = open_it(source, tokenizer, options.batch, workers)
+            if not workers:
+                for floor, rate in (in_turns(source, loader, count) for _ in range(options.repeats)):
+                    print(f" 0 workers: bare loop {floor:6.0f} a core, loader {rate:6.0f}, {rate / floor:.2f} of it")
+                continue
             floor = rate = 0.0
-            for _ in range(options.repeats):  # in turns: what else the machine does falls on both
-                floor = max(floor, bare(source, count, clock))
-                rate = max(rate, epoch(loader, clock))
-            share = rate / max(1, workers) / floor
+            for _ in range(options.repeats):
+                floor = max(floor, count / bare(source, range(count), time.perf_counter))
+                rate = max(rate, epoch(loader))
+            share = rate / workers / floor
             print(f"{workers:2} workers: bare loop {floor:6.0f} a core, loader {rate:6.0f}, {share:.2f} of it a core")
 
 
@@ -84,24 +88,44 @@ def open_it(source: ShardSource, tokenizer: Tokenizer, batch: int, workers: int)
     )
 
 
-def bare(source: ShardSource, count: int, clock: Callable[[], float]) -> float:
-    """Images a second of decoding and augmenting alone."""
-    data = [source.image_bytes(position) for position in range(count)]
+def in_turns(source: ShardSource, loader: Loader, count: int) -> tuple[float, float]:
+    """Images a CPU second of the bare loop and of a loader without workers, by the batch: one, then the other.
+
+    The bare loop has the images of the batch before, so that neither finds its own in the processor's caches.
+    """
+    places = {source.key(position): position for position in range(len(source))}
+    batches, floor, spent, seen = iter(loader), 0.0, 0.0, 0
+    before = [places[key] for key in next(batches).keys]
+    while seen < count:
+        started = time.process_time()
+        batch = next(batches, None)
+        if batch is None:
+            break
+        spent += time.process_time() - started
+        floor += bare(source, before, time.process_time)
+        before = [places[key] for key in batch.keys]
+        seen += len(before)
+    return seen / floor, seen / spent
+
+
+def bare(source: ShardSource, positions: Sequence[int], clock: Callable[[], float]) -> float:
+    """Seconds of decoding and augmenting alone, the bytes in memory."""
+    data = [source.image_bytes(position) for position in positions]
     apply = ConVIRTAugmentation().build()
-    rngs = [sample_rng(0, 0, str(position), "image") for position in range(count)]
+    rngs = [sample_rng(0, 0, str(position), "image") for position in positions]
     started = clock()
     for encoded, rng in zip(data, rngs, strict=True):
         apply(np.asarray(simplejpeg.decode_jpeg(encoded, colorspace="GRAY")), rng)
-    return count / (clock() - started)
+    return clock() - started
 
 
-def epoch(loader: Loader, clock: Callable[[], float]) -> float:
+def epoch(loader: Loader) -> float:
     """Images a second over an epoch, from its first batch on: starting the workers is not counted."""
     batches = iter(loader)
     next(batches)
-    started = clock()
+    started = time.perf_counter()
     seen = sum(len(batch) for batch in batches)
-    return seen / (clock() - started)
+    return seen / (time.perf_counter() - started)
 
 
 if __name__ == "__main__":

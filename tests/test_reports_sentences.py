@@ -166,3 +166,7 @@ WORDS = [
 def test_swapping_twice_gives_the_text_back(words, glue):
     text = glue.join(words)
     assert swap_laterality(swap_laterality(text)) == text
+
+
+def test_digits_that_are_no_numbers_are_read_over() -> None:
+    assert split_sentences("1. Clear lungs ². No effusion.") == ["Clear lungs ².", "No effusion."]

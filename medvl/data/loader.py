@@ -69,30 +69,46 @@ class Samples(Dataset[Item | Failure]):
         self._last: tuple[tuple[int, str], Transformed] | None = None
 
     def __getitem__(self, place: tuple[int, int]) -> Item | Failure:
-        epoch, position = place
+        return self.__getitems__([place])[0]
+
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[Item | Failure]:
+        """The rows of a batch; torch's DataLoader calls this. All are read, then decoded and augmented, then given
+        their texts: one kind of work at a time keeps to what the processor's caches hold."""
+        samples = [self._sample(position) for _, position in places]
+        images = [self._image(*place, sample) for place, sample in zip(places, samples, strict=True)]
+        rows = zip(places, samples, images, strict=True)
+        return [self._row(epoch, position, sample, image) for (epoch, position), sample, image in rows]
+
+    def _sample(self, position: int) -> Sample | Failure:
         try:
-            sample = self.source.sample(position)
+            return self.source.sample(position)
         except ShardError as error:
             return Failure(str(error), "sample_unreadable")
+
+    def _image(self, epoch: int, position: int, sample: Sample | Failure) -> Transformed | Failure:
+        """Samples that share an image come behind one another: the last one is kept."""
+        if isinstance(sample, Failure):
+            return sample
+        key = sample.key if self.image_keys is None else self.image_keys[position]
+        if self.image_keys is not None and self._last is not None and self._last[0] == (epoch, key):
+            return self._last[1]
         try:
-            image = self._image(epoch, position, sample.key)
+            image = self.maker.transform(key, self.source.pixels(position, self.color), epoch)
         except (ImageError, DicomError) as error:
             return Failure(sample.key, error.reason)
         except ShardError:
             return Failure(sample.key, "shard_damaged")
         except FileNotFoundError:
             return Failure(sample.key, "image_missing")
-        return self.maker.row(sample, image, epoch, None if self.image_keys is None else self.image_keys[position])
-
-    def _image(self, epoch: int, position: int, key: str) -> Transformed:
-        """Samples that share an image come behind one another: the last one is kept."""
-        if self.image_keys is not None:
-            key = self.image_keys[position]
-            if self._last is not None and self._last[0] == (epoch, key):
-                return self._last[1]
-        image = self.maker.transform(key, self.source.pixels(position, self.color), epoch)
         self._last = None if self.image_keys is None else ((epoch, key), image)
         return image
+
+    def _row(self, epoch: int, position: int, sample: Sample | Failure, image: Transformed | Failure) -> Item | Failure:
+        if isinstance(sample, Failure):
+            return sample
+        if isinstance(image, Failure):
+            return image
+        return self.maker.row(sample, image, epoch, None if self.image_keys is None else self.image_keys[position])
 
 
 class _Positions(abc.ABC):

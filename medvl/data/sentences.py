@@ -19,6 +19,9 @@ _SHORT_FORMS = re.compile(
 )
 """Units and abbreviations that may end a sentence: they do where a capital follows."""
 
+_LONGEST_SHORT = 6
+"""Letters of the longest of these two lists: a longer word without a dot is on neither."""
+
 _NUMBERED = re.compile(r"grade|type|stage|level|segment|zone|class|category|number|image|series|phase|ribs?")
 """Words whose number is part of the sentence, not of a list."""
 
@@ -59,14 +62,13 @@ def _ends_sentence(text: str, start: int, stop: re.Match[str], word: str) -> boo
     after = text[stop.end() : stop.end() + 3]
     if not after:
         return True
-    if _leader_end(text[start : stop.end() + 2]) >= stop.end() - start:
+    if not word[-1:].isalpha() and _leader_end(text[start : stop.end() + 2]) >= stop.end() - start:
         return False  # the number of a list item
-    lower = word.lower()
     if not after.startswith(" "):
         return _lacks_space(word, after)
-    following = after[1:2]
-    if stop[0][0] in "!?":
+    if stop[0][0] in "!?" or (len(word) > _LONGEST_SHORT and "." not in word):
         return True
+    lower, following = word.lower(), after[1:2]
     if _BEFORE_NAMES.fullmatch(lower) or _is_initial(text, stop, word):
         return False
     if lower in ("no", "nos") and following.isdigit():
@@ -101,8 +103,10 @@ def _is_initial(text: str, stop: re.Match[str], word: str) -> bool:
 
 def _opens_next_item(text: str, start: int, stop: re.Match[str], word: str) -> bool:
     """The `2` of `1. No effusion 2. Clear lungs`: the next number of a list whose items lack their full stop."""
+    if not word.isdecimal():
+        return False
     current = re.match(r"\s*\(?(\d{1,2})[.)]\s", text[start : start + 8])
-    if current is None or not word.isdigit() or int(word) != int(current[1]) + 1:
+    if current is None or int(word) != int(current[1]) + 1:
         return False
     if not re.match(r" [A-Z_]", text[stop.end() : stop.end() + 2]):
         return False
