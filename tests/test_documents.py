@@ -1,0 +1,132 @@
+"""The documents are true: the README's Python runs, and every command that a text names exists with its options.
+
+Texts are the Markdown files, and the docstrings at the top of recipes and scripts.
+"""
+
+import ast
+import itertools
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from medvl import cli
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("data_cards/*.md"))]
+PROGRAMS = [*sorted(ROOT.glob("recipes/*.py")), *sorted(ROOT.glob("scripts/*.py"))]
+CODE = re.compile(r"^```\w*\n((?:(?!```).*\n)*)|^((?:    .*\n)+)|`([^`\n]+)`", re.MULTILINE)
+"""A fenced block, an indented one, or a span."""
+COMMAND = re.compile(r"medvl [a-z]|torchrun .*recipes/|python scripts/")
+GROUPS = {"phantom": "mimic-cxr", "shards": "mimic-cxr", "eval": "zero-shot"}
+"""Commands with commands of their own, and one of these for what a text says of all."""
+
+
+def text_of(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    return text if path.suffix == ".md" else ast.get_docstring(ast.parse(text)) or ""
+
+
+def commands() -> list[list[str]]:
+    """The words of every command, once each."""
+    lines = []
+    for path in [*DOCUMENTS, *PROGRAMS]:
+        for match in CODE.finditer(text_of(path) + "\n"):
+            code = next(group for group in match.groups() if group)
+            joined = re.sub(r"\\\n|\n +(?=--)", " ", code).replace(" && ", "\n")
+            lines += [line.strip() for line in joined.splitlines()]
+    found = dict.fromkeys(line for line in lines if COMMAND.match(line))
+    return [shlex.split(re.sub(r"[\[\]]|\.\.\.", "", line), comments=True) for line in found]
+
+
+def by_target(
+    found: list[list[str]], target: Callable[[list[str]], tuple[str, ...]]
+) -> dict[tuple[str, ...], set[str]]:
+    """What is called (the words in front of the options) -> all options that it is called with anywhere."""
+    options: dict[tuple[str, ...], set[str]] = {}
+    for words in found:
+        named = {word.split("=")[0] for word in words if word.startswith("--") and word != "--help"}
+        options.setdefault(target(words), set()).update(named)
+    return options
+
+
+def from_recipe(words: list[str]) -> list[str]:
+    """What stands before the recipe's file is torchrun's, or doctor's."""
+    return words[next(place for place, word in enumerate(words) if word.startswith("recipes/")) :]
+
+
+def leading(words: list[str], most: int) -> tuple[str, ...]:
+    return tuple(itertools.takewhile(lambda word: not word.startswith("-"), words[:most]))
+
+
+COMMANDS = commands()
+OF_MEDVL = by_target(
+    [words[1:] for words in COMMANDS if words[0] == "medvl" and words[1] != "doctor"],
+    lambda words: leading(words, 2 if words[0] in GROUPS else 1),
+)
+OF_SCRIPTS = by_target([words[1:] for words in COMMANDS if words[0] == "python"], lambda words: (words[0],))
+OF_RECIPES = by_target(
+    [from_recipe(words) for words in COMMANDS if any(word.startswith("recipes/") for word in words)],
+    lambda words: leading(words, 2),
+)
+
+
+def explained(capsys: pytest.CaptureFixture[str], run: Callable[[], object]) -> set[str]:
+    """The options in a command's own help."""
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert not ended.value.code
+    return set(re.findall(r"--[\w.-]*\w", capsys.readouterr().out))
+
+
+def python_blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert python_blocks()
+    for block in python_blocks():
+        exec(compile(block, "README.md", "exec"), {})
+    assert "torch.Size([2, 1024]) torch.Size([2, 49, 1024]) (7, 7)" in capsys.readouterr().out
+
+
+def test_commands_are_found_in_every_kind_of_text() -> None:
+    assert {("shards", "nih-cxr14"), ("vocab",), ("eval", "probe")} <= OF_MEDVL.keys(), "spans, blocks, fences"
+    assert {"--train.compile", "--data.tokenizer"} <= OF_RECIPES["recipes/convirt_mimic.py", "paper"], "in a table"
+    assert "--predictions" in OF_SCRIPTS["scripts/slake.py",], "in a docstring"
+
+
+@pytest.mark.parametrize("target", OF_MEDVL, ids=" ".join)
+def test_medvl_commands_exist(target: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    names = (*target, GROUPS[target[0]]) if len(target) == 1 and target[0] in GROUPS else target
+    assert OF_MEDVL[target] <= explained(capsys, lambda: cli.main([*names, "--help"]))
+
+
+@pytest.mark.parametrize("target", OF_RECIPES, ids=" ".join)
+def test_recipes_have_these_presets_and_options(target: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, *preset = target
+    shown = explained(capsys, lambda: cli.main(["doctor", str(ROOT / recipe), *preset, "--help"]))
+    assert OF_RECIPES[target] <= shown
+
+
+@pytest.mark.parametrize("target", OF_SCRIPTS, ids=" ".join)
+def test_scripts_have_these_options(
+    target: tuple[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [target[0], "--help"])
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))  # where a program finds its neighbours
+    shown = explained(capsys, lambda: runpy.run_path(str(ROOT / target[0]), run_name="__main__"))
+    assert OF_SCRIPTS[target] <= shown
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *PROGRAMS], ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_named_files_exist(path: Path) -> None:
+    named = set(
+        re.findall(r"(?<![\w/.-])(?:scripts|recipes|data_cards|medvl|tests)/[\w./-]*\.(?:py|sh|md)\b", text_of(path))
+    )
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
