@@ -29,15 +29,19 @@ class Precision:
         as long in 16 bits (49 tokens, torch 2.13).
         """
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._attention())
             if self.kind != "fp32":
                 stack.enter_context(torch.autocast(self.device.type, dtype=_DTYPES[self.kind]))
-                if self.device.type == "cpu":
-                    stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             yield
 
     def backward(self, loss: Tensor) -> None:
         """Gradients of the loss, scaled for fp16."""
-        self.scaler.scale(loss).backward()
+        with self._attention():  # that of layers which are computed again
+            self.scaler.scale(loss).backward()
+
+    def _attention(self) -> contextlib.AbstractContextManager[None]:
+        plain = self.kind != "fp32" and self.device.type == "cpu"
+        return sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the scale out of the gradients, before they are measured and clipped."""
