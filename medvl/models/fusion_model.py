@@ -35,7 +35,9 @@ class FusionModel(TwoTowers):
         found = self.learn(batch)
         if batch.has_image_B is None and batch.has_text_B is None:
             return found
-        first = [parameter.flatten()[0] for parameter in self.parameters() if parameter.requires_grad]
+        learning = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        # What is sharded over the ranks is of another type, and nobody waits for its gradient.
+        first = [parameter.flatten()[0] for parameter in learning if type(parameter) is nn.Parameter]
         return Losses(total=found.total + 0 * torch.stack(first).sum(), terms=found.terms)
 
     @abc.abstractmethod

@@ -41,6 +41,8 @@ def _out_of_memory(world: World, config: TrainConfig) -> str:
     ]
     if config.precision == "fp32" and world.device.type == "cuda":
         advice.append("or train.precision to bf16")
+    if world.size > 1 and not config.shard_weights:
+        advice.append("or set train.shard_weights (each rank holds its share of weights and optimiser state)")
     advice.append("or take more ranks or a smaller model")
     return (
         f"rank {world.rank} ran out of memory on {_peak(world.device)} with {local} pairs a rank and micro-batch: "

@@ -166,6 +166,10 @@ class TrainConfig:
     and gradients in far less memory, for a third more arithmetic. Encoders with batch norms stay as they are."""
     deterministic: bool = False
     """Only algorithms that give the same bits each time, where a GPU has them; slower. A CPU needs no such order."""
+    shard_weights: bool = False
+    """Each rank holds its share of weights, gradients and optimiser state, and gathers a block's weights while it
+    computes with them: for models whose training does not fit into one device. The same run to rounding, and the same
+    checkpoints, sharded or not; one rank has nothing to share. See `medvl.train.sharded`."""
     find_unused_parameters: bool = False
     """For models that leave parameters out of some steps, on several ranks."""
     num_threads: int | None = None
@@ -226,6 +230,23 @@ class TrainConfig:
             )
         if self.grad_cache is not None and self.compile:
             raise ConfigError("grad_cache and compile exclude each other: what is compiled is the whole forward pass")
+        if self.shard_weights:
+            self._check_sharding()
+
+    def _check_sharding(self) -> None:
+        """Raises ConfigError for what the ranks cannot do with a share of the weights each."""
+        reasons = {
+            "grad_cache": (self.grad_cache is not None, "weights are gathered for the forward pass as a whole"),
+            "find_unused_parameters": (
+                self.find_unused_parameters,
+                "a rank that leaves out a block would keep the others waiting for its share of it",
+            ),
+            "precision 'fp16'": (self.precision == "fp16", "each rank would find a loss scale for its own share"),
+            "compile": (self.compile, "the hooks that gather weights break a compiled forward pass into pieces"),
+        }
+        for name, (excluded, reason) in reasons.items():
+            if excluded:
+                raise ConfigError(f"shard_weights and {name} exclude each other: {reason}")
 
     @property
     def micro_batch(self) -> int:

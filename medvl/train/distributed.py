@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
@@ -142,13 +142,7 @@ def distribute(model: nn.Module, world: World, find_unused_parameters: bool) -> 
     """
     if world.size == 1:
         return model
-    alike = [
-        f"{prefix}.{name}".removeprefix(".")
-        for prefix, module in model.named_modules()
-        if getattr(module, "same_on_all_ranks", False)
-        for name, _ in module.named_buffers()
-    ]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, alike)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, _alike(model))
     on_gpu = world.device.type == "cuda"
     return DistributedDataParallel(
         model,
@@ -158,12 +152,41 @@ def distribute(model: nn.Module, world: World, find_unused_parameters: bool) -> 
     )
 
 
+def shared_buffers(model: nn.Module) -> list[Tensor]:
+    """Buffers that rank 0 takes to the other ranks before each step; see `distribute`."""
+    alike = set(_alike(model))
+    return [buffer for name, buffer in model.named_buffers() if name not in alike]
+
+
+def _alike(model: nn.Module) -> list[str]:
+    """Names of the buffers that are the same on all ranks by themselves."""
+    return [
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in model.named_modules()
+        if getattr(module, "same_on_all_ranks", False)
+        for name, _ in module.named_buffers()
+    ]
+
+
+@torch.no_grad()
+def broadcast(tensors: Sequence[Tensor], group: Any = None) -> None:
+    """Rank 0's values become those of all ranks, in one message a dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        flat = torch.cat([tensor.flatten() for tensor in alike])
+        dist.broadcast(flat, src=0, group=group)
+        pieces = flat.split([tensor.numel() for tensor in alike])
+        torch._foreach_copy_(alike, [piece.view_as(tensor) for piece, tensor in zip(pieces, alike, strict=True)])
+
+
 def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
     """Each gradient becomes its mean over the ranks, as DDP has it. All ranks must call it together.
 
     Where only some ranks have a gradient, the others count as zero; where none has one, it stays None.
     """
-    if world.size == 1:
+    if world.size == 1 or not parameters:
         return
     has_one = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
     dist.all_reduce(has_one, dist.ReduceOp.MAX, group=world.hosts)

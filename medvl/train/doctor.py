@@ -122,6 +122,7 @@ def _folder(run_dir: Path) -> Iterator[Path]:
 
 def _measure(training: Training, run: Run, workers: int, seconds: float) -> Examination:
     device, config, numbers = training.world.device, training.config, itertools.count()
+    side, training.feed.side = training.feed.side, None  # each part by itself: no batch is sent ahead
     started = time.perf_counter()
     updates = [list(training.feed.take(next(numbers)))]
     first_batch = (time.perf_counter() - started) / len(updates[0])
@@ -130,6 +131,7 @@ def _measure(training: Training, run: Run, workers: int, seconds: float) -> Exam
     step = _measure_step(training, updates, seconds)
     ahead = -(-_AHEAD * workers // config.accumulate)
     loader_rate = _loader_rate(training, numbers, ahead, seconds)
+    training.feed.side = side
     rate, wait_share = _rate(training, numbers, seconds)
     loader, on_gpu = run.data.train, device.type == "cuda"
     return Examination(

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from medvl.errors import TrainingError
 from medvl.schema import Batch
+from medvl.train.transfer import SideStream
 
 
 class TrainLoader(Protocol):
@@ -36,18 +37,23 @@ class TrainLoader(Protocol):
 class Feed:
     """Endless batches, cut into updates of `accumulate` micro-batches; an epoch's last update may have fewer.
 
-    The place for whatever brings batches to the device ahead of the step: `state_dict` must then still give the
-    position after the last batch that a step has taken.
+    With a side stream the next batch is sent to the device as soon as the step has queued its work on this one: at the
+    time when a step asks for more, which it does before it waits for the device. Never past the end of an epoch, where
+    there may be a validation first, or nothing more. `state_dict` gives the position after the last batch that a step
+    has taken, whatever is on its way.
     """
 
-    def __init__(self, loader: TrainLoader, accumulate: int) -> None:
+    def __init__(self, loader: TrainLoader, accumulate: int, side: SideStream | None = None) -> None:
         if loader.steps_per_epoch < 1:
             raise TrainingError("the train loader has no batch in an epoch: it needs a smaller batch or more data")
         self.loader = loader
         self.wait_seconds = 0.0
-        """Time that steps have waited for batches so far."""
-        self._accumulate = accumulate
+        """Time that steps have waited for batches so far; with a side stream the device may have been busy."""
+        self._accumulate, self.side = accumulate, side
         self._iterator: Iterator[Batch] | None = None
+        self._coming: Batch | None = None
+        self._position: dict[str, Any] = {}
+        """Of the loader before it gave the batch that is coming."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -64,17 +70,30 @@ class Feed:
 
         Raises TrainingError where the loader ends before or after its promised number of batches.
         """
-        for micro in range(self.micro_batches(step)):
-            started = time.perf_counter()
-            batch = self._next(at_start=micro == 0 and step % self.steps_per_epoch == 0)
-            self.wait_seconds += time.perf_counter() - started
+        first = step % self.steps_per_epoch * self._accumulate
+        for number in range(first, first + self.micro_batches(step)):
+            batch, self._coming = self._coming, None
+            if batch is None:
+                batch = self._next(at_start=number == 0)
+            elif self.side is not None:
+                batch = self.side.receive(batch)
             yield batch
+            if self.side is not None and number + 1 < self.loader.steps_per_epoch:
+                self._position = self.loader.state_dict()
+                self._coming = self.side.send(self._next(at_start=False))
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's position after the last batch taken."""
-        return self.loader.state_dict()
+        return self.loader.state_dict() if self._coming is None else self._position
 
     def _next(self, at_start: bool) -> Batch:
+        started = time.perf_counter()
+        try:
+            return self._from_loader(at_start)
+        finally:
+            self.wait_seconds += time.perf_counter() - started
+
+    def _from_loader(self, at_start: bool) -> Batch:
         batch = next(self._iterator, None) if self._iterator is not None else None
         if batch is not None:
             if at_start:

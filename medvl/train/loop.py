@@ -39,13 +39,14 @@ from medvl.train.journal import Journal, console
 from medvl.train.meters import Speed, Tracker, Window
 from medvl.train.optim import build_optimizer
 from medvl.train.precision import Precision
-from medvl.train.prepare import prepare
+from medvl.train.prepare import prepare_ranks
 from medvl.train.rescue import Rescue
 from medvl.train.schedule import LearningRate
 from medvl.train.seeding import caller_keeps_generators
 from medvl.train.serialize import nearest, to_dict
 from medvl.train.state import TrainState, identity, resume_path
 from medvl.train.step import Outcome, Step
+from medvl.train.transfer import side_stream
 from medvl.train.validate import Evaluator, evaluating, run_evaluators, share_buffers, validation_loss
 
 _log = logging.getLogger(__name__)
@@ -143,8 +144,8 @@ class Training:
         self.model, self.world, self.config = model, world, config
         self.valid_loader, self.evals = valid_loader, evals
         self.run = {**run, "train": to_dict(config), "optim": to_dict(optim), "versions": _versions()}
-        prepare(model, config, world.device)
-        self.feed = Feed(train_loader, config.accumulate)
+        self.shards = prepare_ranks(model, config, world)
+        self.feed = Feed(train_loader, config.accumulate, side_stream(world.device, config.channels_last))
         limits = [config.steps, config.epochs and config.epochs * self.feed.steps_per_epoch]
         self.total_steps = min(limit for limit in limits if limit is not None)
         self.state = self._first_state(optim)
@@ -153,7 +154,7 @@ class Training:
         self.save_owed = False
         self._resume()
         self.step = Step(
-            distribute(model, world, config.find_unused_parameters),
+            distribute(model, world, config.find_unused_parameters) if self.shards is None else self.shards.module,
             self.state.optimizer,
             self.state.precision,
             world,
@@ -162,6 +163,7 @@ class Training:
             channels_last=config.channels_last,
             grad_cache=config.grad_cache,
             spikes=self.state.spikes,
+            shards=self.shards,
         )
         self.journal = Journal(config, step=self.state.step, total_steps=self.total_steps, active=world.is_main)
         self.rescue = Rescue(self.state, config, self.journal, self.checkpoints)
@@ -215,9 +217,10 @@ class Training:
     def _first_state(self, optim: OptimConfig) -> TrainState:
         config, world = self.config, self.world
         rate = LearningRate(schedule=optim.schedule, lr=optim.lr, total_steps=self.total_steps, mode=config.best_mode)
+        trained = self.model if self.shards is None else self.shards.module
         return TrainState(
             model=self.model,
-            optimizer=build_optimizer(self.model, optim),
+            optimizer=build_optimizer(trained, optim),
             precision=Precision(config.precision, world.device),
             feed=self.feed,
             rate=rate,
@@ -226,6 +229,7 @@ class Training:
             world=world,
             identity=identity(self.model, optim, config, rate),
             spikes=None if config.spike_factor is None else Spikes(config.spike_factor),
+            shards=self.shards,
         )
 
     def _resume(self) -> None:
@@ -295,19 +299,19 @@ class Training:
         if self.valid_loader is None and not self.evals:
             return
         started = time.perf_counter()
-        share_buffers(self.model, self.world)
+        share_buffers(self.state.trained, self.world)
         results: dict[str, float] = {}
-        with evaluating(self.model):
+        with self.state.whole() as model, evaluating(model):
             if self.valid_loader is not None:
                 results = validation_loss(
-                    self.model,
+                    model,
                     self.valid_loader,
                     world=self.world,
                     precision=self.state.precision,
                     seed=self.config.seed,
                     place=self.step.place,
                 )
-            found = self.world.on_main(lambda: run_evaluators(self.model, self.evals))
+            found = self.world.on_main(lambda: run_evaluators(model, self.evals))
         results |= found
         metric = self.config.best_metric
         if metric not in results:
@@ -327,12 +331,13 @@ class Training:
         if self.last_saved == self.state.step:
             return
         started = time.perf_counter()
-        state = self.state.state_dict()
+        self.state.gather()
+        state, tensors = self.state.state_dict(), self.state.tensors()
 
         def write() -> bool:
             self.journal.flush()
             save = self.checkpoints.save if must else self.checkpoints.attempt
-            return save(self.model, self.run, state, self.state.tensors()) is not None
+            return save(self.model, self.run, state, tensors) is not None
 
         self.save_owed = not self.world.on_main(write)
         if not self.save_owed:

@@ -40,8 +40,11 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, An
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimiser over `parameter_groups`; fused on a GPU. Each group's `lr_scale` is its rate as a share of `lr`."""
-    groups = parameter_groups(model, config)
+    """The optimiser over `parameter_groups`; fused on a GPU. Each group's `lr_scale` is its rate as a share of `lr`.
+
+    Of a sharded model a group becomes two: one kernel takes parameters that are all cut, or all whole.
+    """
+    groups = [part for group in parameter_groups(model, config) for part in _by_kind(group)]
     for group in groups:
         group["lr_scale"] = group.get("lr", config.lr) / config.lr
     fused = all(parameter.is_cuda for group in groups for parameter in group["params"]) or None
@@ -55,6 +58,11 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Give every group its share of the base rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
+
+
+def parameter_name(key: str) -> str:
+    """Whose state a tensor of `optimizer_tensors` is."""
+    return key.rpartition(_SEPARATOR)[0]
 
 
 def trainable(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -94,6 +102,13 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
         state.setdefault(indices[name], {})[key] = tensor
     # load_state_dict takes each tensor to its parameter's device and dtype, but for the step counts, which stay put.
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _by_kind(group: Mapping[str, Any]) -> list[dict[str, Any]]:
+    by_kind: dict[type, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        by_kind.setdefault(type(parameter), []).append(parameter)
+    return [{**group, "params": parameters} for parameters in by_kind.values()]
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:

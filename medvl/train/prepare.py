@@ -1,6 +1,8 @@
 """What the settings of a run ask of its model before the first step."""
 
+import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -9,6 +11,10 @@ from medvl.encoders import TextEncoder, checkpoint_activations
 from medvl.encoders.base import Encoder
 from medvl.errors import ConfigError
 from medvl.train.config import TrainConfig
+from medvl.train.distributed import World
+
+if TYPE_CHECKING:
+    from medvl.train.sharded import Shards
 
 
 def prepare(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
@@ -27,6 +33,21 @@ def prepare(model: nn.Module, config: TrainConfig, device: torch.device) -> None
         _checkpoint(encoders)
     if config.compile:
         model.compile()
+
+
+def prepare_ranks(model: nn.Module, config: TrainConfig, world: World) -> "Shards | None":
+    """`prepare` the model, and cut its weights over the ranks where the settings ask for that and there are several.
+
+    Raises ConfigError as `prepare` does, and where `shard_weights` is nothing for this model.
+    """
+    if not config.shard_weights or world.size == 1:
+        prepare(model, config, world.device)
+        return None
+    from medvl.train.sharded import Shards  # torch's half of it takes seconds to import
+
+    # What is to be cut does not fit on the device, and must be contiguous.
+    prepare(model, dataclasses.replace(config, channels_last=False), torch.device("cpu"))
+    return Shards(model, world)
 
 
 def _pack(encoders: Sequence[TextEncoder]) -> None:

@@ -1,11 +1,12 @@
 """Everything of a run that a checkpoint must hold, and whether a checkpoint is one of this run."""
 
+import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ from medvl.train.precision import Precision
 from medvl.train.schedule import LearningRate
 from medvl.train.seeding import RULE
 from medvl.train.serialize import differences, to_dict
+
+if TYPE_CHECKING:
+    from medvl.train.sharded import Shards
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +48,8 @@ class TrainState:
     world: World
     identity: Mapping[str, Any]
     spikes: Spikes | None = None
+    shards: "Shards | None" = None
+    """Of a sharded run: its model is then a copy in host memory, what is trained are the shards."""
     step: int = 0
     """Updates done or skipped."""
     skipped: int = 0
@@ -76,9 +82,29 @@ class TrainState:
             "world_size": self.world.size,
         }
 
+    @property
+    def trained(self) -> nn.Module:
+        """The model whose parameters the optimiser has."""
+        return self.model if self.shards is None else self.shards.module
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """The model with the weights of now, on the device within this context. A call of all ranks."""
+        if self.shards is None:
+            yield self.model
+        else:
+            with self.shards.on_device():
+                yield self.model
+
+    def gather(self) -> None:
+        """The model gets the weights of now, if it has not. A call of all ranks."""
+        if self.shards is not None:
+            self.shards.gather()
+
     def tensors(self) -> dict[str, Tensor]:
-        """The optimiser's part."""
-        return optimizer_tensors(self.optimizer, self.model)
+        """The optimiser's part; of a sharded run on rank 0 only, but a call of all ranks."""
+        tensors = optimizer_tensors(self.optimizer, self.trained)
+        return tensors if self.shards is None else self.shards.full_state(tensors)
 
     def restore(self, saved: Saved) -> None:
         """Go on from a checkpoint: model, optimiser and all else.
@@ -110,7 +136,11 @@ class TrainState:
     def restore_weights(self, saved: Saved) -> None:
         """Model and optimiser of a checkpoint; the run's position stays what it is."""
         checkpoint.model_files().load_weights(self.model, saved.folder)
-        load_optimizer_tensors(self.optimizer, self.model, saved.optimizer)
+        tensors = saved.optimizer
+        if self.shards is not None:
+            self.shards.place()
+            tensors = self.shards.own_parts(tensors)
+        load_optimizer_tensors(self.optimizer, self.trained, tensors)
         self.precision.load_state_dict(saved.state["scaler"])
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,10 @@ from medvl.train.guards import BufferGuard, Spikes, poison
 from medvl.train.optim import set_lr, trainable
 from medvl.train.precision import Precision
 from medvl.train.seeding import derive, reseed
+from medvl.train.transfer import place
+
+if TYPE_CHECKING:
+    from medvl.train.sharded import Shards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,9 +68,10 @@ class Step:
         channels_last: bool,
         grad_cache: int | None = None,
         spikes: Spikes | None = None,
+        shards: "Shards | None" = None,
     ) -> None:
         self.module, self.optimizer, self.precision, self.world = module, optimizer, precision, world
-        self._spikes = spikes
+        self._spikes, self._shards = spikes, shards
         self._seed, self._clip_norm, self._channels_last = seed, clip_norm, channels_last
         self._parameters = trainable(optimizer)
         model = module.module if isinstance(module, DistributedDataParallel) else module
@@ -80,8 +86,12 @@ class Step:
         and at the mean of all their losses.
         """
         self._buffers.take()
+        if self._shards is not None:
+            self._shards.share_buffers()
         losses, keys = [], []
         for micro, batch in enumerate(batches):
+            if self._shards is not None:
+                self._shards.check(batch)
             draw = functools.partial(self._draw, step, micro, self.world.rank)
             if self._cache is None:
                 draw()
@@ -112,19 +122,17 @@ class Step:
         return Outcome(losses=losses, grad_norm=grad_norm, keys=keys, **made)
 
     def place(self, batch: Batch) -> Batch:
-        """The batch on this rank's device, in the model's memory format."""
-        batch = batch.to(self.world.device, non_blocking=True)
-        if self._channels_last:
-            image_BCHW = batch.image_BCHW.contiguous(memory_format=torch.channels_last)
-            batch = dataclasses.replace(batch, image_BCHW=image_BCHW)
-        return batch
+        """The batch on this rank's device, in the model's memory format, if it is not there yet."""
+        return place(batch, self.world.device, self._channels_last)
 
     def _draw(self, *position: int) -> None:
         """Seed the generators for what comes next, wherever the run has been before."""
         reseed(derive(self._seed, "step", *position), self.world.device)
 
     def _reduction(self, on: bool) -> contextlib.AbstractContextManager[None]:
-        """DDP reduces gradients in the last micro-batch only."""
+        """Gradients are reduced in the last micro-batch only."""
+        if self._shards is not None:
+            return self._shards.reduction(on)
         if on or not isinstance(self.module, DistributedDataParallel):
             return contextlib.nullcontext()
         return self.module.no_sync()
@@ -136,6 +144,8 @@ class Step:
 
     def _clip(self) -> Tensor:
         """Norm of the gradient over all parameters, before it is scaled down to `clip_norm`."""
+        if self._shards is not None:
+            return self._shards.clip(self._parameters, self._clip_norm)
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if self._clip_norm is not None:

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from medvl.errors import ConfigError, TrainingError
 from medvl.losses.distributed import no_gather
 from medvl.schema import Batch
-from medvl.train.distributed import World
+from medvl.train.distributed import World, broadcast
 from medvl.train.precision import Precision
 from medvl.train.seeding import derive, reseed
 
@@ -44,8 +43,7 @@ def evaluating(model: HasModules) -> Iterator[None]:
 def share_buffers(model: nn.Module, world: World) -> None:
     """Rank 0's running statistics become those of all ranks: they are what a checkpoint holds."""
     if world.size > 1:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)
+        broadcast(list(model.buffers()))
 
 
 def validation_loss(
