@@ -88,7 +88,7 @@ def build_seconds(task: ShardTask) -> float:
     return time.process_time() - started
 
 
-def by_workers(records: list[Record], deid: Deidentifier, folder: Path, workers: Sequence[int]) -> None:
+def by_workers(records: Sequence[Record], deid: Deidentifier, folder: Path, workers: Sequence[int]) -> None:
     """Whole conversions by the wall clock, in shards small enough to share."""
     first = 0.0
     for number in workers:

@@ -13,7 +13,7 @@ import pytest
 from conftest import textured
 
 from medvl import cli
-from medvl.data import merge, sharding
+from medvl.data import merge, shard_plan, sharding
 from medvl.data.conversion import Conversion
 from medvl.data.corpora.base import Plan, Record
 from medvl.data.deid import Deidentifier
@@ -220,7 +220,7 @@ def test_a_patient_in_two_splits_and_a_strange_tar_are_found(
     """Whatever let them into the parts: the whole is judged by what lies there."""
     plan = make_plan(tmp_path / "images")
     plan.records[1] = Record(dataclasses.replace(plan.records[1].sample, split="test"))
-    monkeypatch.setattr(sharding, "check_disjoint", lambda *_: None)
+    monkeypatch.setattr(shard_plan, "check_disjoint", lambda *_: None)
     folders = make_parts(tmp_path, deid, 2, plan)
     with pytest.raises(SplitError, match="1 in both"):
         merge_parts(tmp_path / "merged", folders)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from medvl.data.corpora.base import Plan
-from medvl.data.shard_build import ShardNote, ShardTask
+from medvl.data.shard_build import ShardNote
 from medvl.data.shard_options import ShardOptions, parse_part
+from medvl.data.shard_plan import Piece
 from medvl.data.shards import Manifest, sample_to_json
 from medvl.errors import ConfigError, ShardError
 from medvl.files import write_atomic
@@ -52,14 +53,14 @@ class Conversion:
 
     @classmethod
     def of(
-        cls, plan: Plan, tasks: Iterable[ShardTask], options: ShardOptions, salt: str, part: str | None
+        cls, plan: Plan, pieces: Iterable[Piece], options: ShardOptions, salt: str, part: str | None
     ) -> "Conversion":
-        """That of a plan; `tasks` are those of the whole corpus."""
+        """That of a plan; `pieces` are those of the whole corpus."""
         records, planned = hashlib.sha256(), Counter[str]()
-        for task in tasks:
-            planned[task.split] += len(task.records)
-            records.update(task.name.encode())
-            for record in task.records:
+        for piece in pieces:
+            planned[piece.split] += len(piece)
+            records.update(piece.name.encode())
+            for record in piece.records(plan.records):
                 # The sample as planned, with its labels: a corrected table must not go on with the old table's shards.
                 records.update(sample_to_json(record.sample))
         return cls(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from medvl.data.corpora.base import Plan
+from medvl.data.corpora.spool import Records
 from medvl.data.deid import Deidentifier
 from medvl.data.shards import Manifest
 from medvl.errors import SplitError
@@ -26,6 +27,6 @@ def leave_out(plan: Plan, folders: Sequence[Path], deid: Deidentifier) -> Plan:
                 f"{folder} is hashed with another salt, so its patients cannot be told: make both with one --salt-file"
             )
         held_out.update(manifest.patients)
-    records = [record for record in plan.records if record.sample.patient not in held_out]
+    records = Records(record for record in plan.records if record.sample.patient not in held_out)
     left_out = Counter({EXCLUDED: len(plan.records) - len(records)})
     return dataclasses.replace(plan, records=records, excluded=plan.excluded + left_out)

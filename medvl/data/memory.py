@@ -1,6 +1,8 @@
 """A cap on the memory of a process that decodes what strangers have written."""
 
+import contextlib
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 WORKER_BYTES = 4 << 30
@@ -20,3 +22,14 @@ def cap_memory(size: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [limit for limit in (soft, hard, now + size) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+
+
+@contextlib.contextmanager
+def capped_memory(size: int) -> Iterator[None]:
+    """`cap_memory` for as long as a block runs: for a process that does the work of a worker and then goes on."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    cap_memory(size)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)

@@ -1,14 +1,16 @@
 """From the records of a corpus to a folder of shards: in parallel, resumable, and the same whoever does the work.
 
 The records of a split are ordered by key and cut into shards of a fixed number of records, so what goes into a shard
-is known before any file is read. Each shard is one task: it is written under a temporary name, renamed when whole, and
-noted as done. A run that was killed finds the notes and goes on; the number of workers changes nothing but the time.
+is known before any file is read. Of a plan, memory holds that order; the records of a shard are read back when its turn
+comes. Each shard is one task: it is written under a temporary name, renamed when whole, and noted as done. A run that
+was killed finds the notes and goes on; the number of workers changes nothing but the time.
 
 Beside OUT lies OUT-private, which must not be shared: the notes, which file each key came from, and which files were
 skipped and why.
 """
 
 import errno
+import heapq
 import multiprocessing
 import os
 import sys
@@ -33,12 +35,12 @@ from medvl.data.conversion import (
 )
 from medvl.data.corpora.base import Plan, Record
 from medvl.data.deid import Deidentifier
-from medvl.data.memory import WORKER_BYTES, cap_memory
+from medvl.data.memory import WORKER_BYTES, cap_memory, capped_memory
 from medvl.data.shard_build import ShardNote, ShardTask, build_shard
 from medvl.data.shard_options import ShardOptions, ShardRun
-from medvl.data.shards import MANIFEST, Manifest, check_key
-from medvl.data.splits import check_disjoint
-from medvl.errors import BudgetError, CorpusError, ShardError
+from medvl.data.shard_plan import Piece, ordered_by_key
+from medvl.data.shards import MANIFEST, Manifest
+from medvl.errors import BudgetError, ShardError
 from medvl.files import write_atomic
 
 
@@ -63,63 +65,52 @@ def write_shards(
     """
     options = options or ShardOptions()
     private = run.out.with_name(run.out.name + "-private")
-    everything = list(_cut(plan.corpus, _check_plan(plan), run.out, options))
+    everything = list(_cut(plan, run.out, options.samples_per_shard))
     conversion = Conversion.of(plan, everything, options, deid.fingerprint, run.part)
     conversion.claim(run.out, private)
-    tasks = share(everything, run.part)
-    found = {task.name: read_note(private, task.folder, task.name) for task in tasks}
+    pieces = share(everything, run.part)
+    found = {piece.name: read_note(private, piece.folder, piece.name) for piece in pieces}
     notes = {name: note for name, note in found.items() if note is not None}
-    planned = sum(len(task.records) for task in tasks)
+    planned = sum(map(len, pieces))
     budget = int(run.max_skipped if run.max_skipped >= 1 else run.max_skipped * planned)
-    remaining = [task for task in tasks if task.name not in notes]
+    remaining = [piece for piece in pieces if piece.name not in notes]
     try:
         if remaining:
-            _run(remaining, notes, private, budget, planned, run.workers or os.cpu_count() or 1)
+            tasks = (piece.task(plan.records, options) for piece in remaining)
+            done = planned - sum(map(len, remaining))
+            workers = min(run.workers or os.cpu_count() or 1, len(remaining))
+            _run(tasks, done, planned, notes, private, budget, workers)
         _check_budget(notes.values(), budget, private)
-        return _write_manifests(conversion, tasks, notes, run.out, private)
+        return _write_manifests(conversion, plan.records, pieces, notes, run.out, private)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise ShardError(
                 f"the disk that holds {run.out} is full: free some space and run the same command again; "
-                f"{len(notes)} of {len(tasks)} shards are done and will be kept"
+                f"{len(notes)} of {len(pieces)} shards are done and will be kept"
             ) from error
         raise
 
 
-def _check_plan(plan: Plan) -> dict[str, list[Record]]:
-    if not plan.records:
-        detail = (
-            ", ".join(f"{count} {reason}" for reason, count in sorted(plan.excluded.items())) or "the table is empty"
-        )
-        raise CorpusError(f"{plan.corpus}: no image is left to convert ({detail})")
-    by_split: dict[str, list[Record]] = {}
-    for record in plan.records:
-        check_key(record.sample.key)
-        by_split.setdefault(record.sample.split, []).append(record)
-    twice = [key for key, count in Counter(record.sample.key for record in plan.records).items() if count > 1]
-    if twice:
-        raise CorpusError(f"{plan.corpus}: {len(twice)} images are listed more than once, first key {min(twice)}")
-    check_disjoint({split: {r.sample.patient for r in records} for split, records in by_split.items()}, plan.corpus)
-    for records in by_split.values():
-        records.sort(key=lambda record: record.sample.key)
-    return by_split
-
-
-def _cut(corpus: str, by_split: Mapping[str, list[Record]], out: Path, options: ShardOptions) -> Iterator[ShardTask]:
-    for split, records in sorted(by_split.items()):
-        for number, start in enumerate(range(0, len(records), options.samples_per_shard)):
-            part = tuple(records[start : start + options.samples_per_shard])
-            yield ShardTask(shard_name(corpus, split, number), split, out / split, part, options)
+def _cut(plan: Plan, out: Path, size: int) -> Iterator[Piece]:
+    for split, places in sorted(ordered_by_key(plan).items()):
+        for number, start in enumerate(range(0, len(places), size)):
+            name = shard_name(plan.corpus, split, number)
+            yield Piece(name, split, out / split, places[start : start + size])
 
 
 def _run(
-    tasks: list[ShardTask], notes: dict[str, ShardNote], private: Path, budget: int, planned: int, workers: int
+    tasks: Iterable[ShardTask],
+    done: int,
+    planned: int,
+    notes: dict[str, ShardNote],
+    private: Path,
+    budget: int,
+    workers: int,
 ) -> None:
-    done = planned - sum(len(task.records) for task in tasks)
     skipped = sum(len(note.skipped) for note in notes.values())
     quiet = not sys.stderr.isatty()
     with tqdm(total=planned, initial=done, unit="img", desc="shards", mininterval=10 if quiet else 0.2) as bar:
-        for note, converted in _results(tasks, min(workers, len(tasks))):
+        for note, converted in _results(tasks, workers):
             if note is not None:
                 write_atomic(note_path(private, note.name), note.to_json())
                 notes[note.name] = note
@@ -130,12 +121,13 @@ def _run(
         bar.update(planned - bar.n)
 
 
-def _results(tasks: list[ShardTask], workers: int) -> Iterator[tuple[ShardNote | None, int]]:
+def _results(tasks: Iterable[ShardTask], workers: int) -> Iterator[tuple[ShardNote | None, int]]:
     """Finished notes as they come, and every half second the number of images done so far."""
     if workers == 1:
         converted = 0
         for task in tasks:
-            note = build_shard(task, _tick)
+            with capped_memory(WORKER_BYTES):  # as in the processes below; for no longer than strangers' files are open
+                note = build_shard(task, _tick)
             converted += len(task.records)
             yield note, converted
         return
@@ -144,8 +136,8 @@ def _results(tasks: list[ShardTask], workers: int) -> Iterator[tuple[ShardNote |
     counter = context.Value("q", 0)
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(counter,))
     try:
-        waiting, running = iter(tasks), set[Future[ShardNote]]()
-        for task in waiting:
+        running = set[Future[ShardNote]]()
+        for task in tasks:
             running.add(pool.submit(_build_in_worker, task))
             if len(running) >= 2 * workers:  # tasks are large: keep few of them pickled
                 yield from _collect(running, counter)
@@ -203,18 +195,30 @@ def _check_budget(notes: Iterable[ShardNote], budget: int, private: Path) -> Non
 
 
 def _write_manifests(
-    conversion: Conversion, tasks: Sequence[ShardTask], notes: Mapping[str, ShardNote], out: Path, private: Path
+    conversion: Conversion,
+    records: Sequence[Record],
+    pieces: Sequence[Piece],
+    notes: Mapping[str, ShardNote],
+    out: Path,
+    private: Path,
 ) -> dict[str, Manifest]:
-    write_skipped((notes[task.name] for task in tasks), private)
-    records = sorted((record for task in tasks for record in task.records), key=lambda record: record.sample.key)
-    write_sources((f"{record.sample.key}\t{record.sample.image}\n" for record in records), private)
-    planned: Counter[str] = Counter()
-    for task in tasks:
-        planned[task.split] += len(task.records)
-    manifests = conversion.manifests((notes[task.name] for task in tasks), planned)
+    write_skipped((notes[piece.name] for piece in pieces), private)
+    by_split: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_split.setdefault(piece.split, []).append(piece)
+    write_sources(heapq.merge(*(_source_lines(mine, records) for mine in by_split.values())), private)
+    planned = {split: sum(map(len, mine)) for split, mine in by_split.items()}
+    manifests = conversion.manifests((notes[piece.name] for piece in pieces), planned)
     if conversion.part is None:
         write_manifests(manifests, out)
     return manifests
+
+
+def _source_lines(pieces: Sequence[Piece], records: Sequence[Record]) -> Iterator[str]:
+    """Sorted, as pieces of one split follow one another by key."""
+    for piece in pieces:
+        for record in piece.records(records):
+            yield f"{record.sample.key}\t{record.sample.image}\n"
 
 
 def write_manifests(manifests: Mapping[str, Manifest], out: Path) -> None:

@@ -29,7 +29,8 @@ class Plan:
     """All records of a corpus, what was left out by rule, and the label names."""
 
     corpus: str
-    records: list[Record]
+    records: Sequence[Record]
+    """In any order; `medvl.data.corpora.spool.Records` keeps them on disk."""
     label_names: tuple[str, ...]
     excluded: Counter[str]
     noticed: Counter[str] = dataclasses.field(default_factory=Counter)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from medvl.data.corpora.base import Plan, Record, read_table
 from medvl.data.corpora.mimic_cxr import parse_labels
+from medvl.data.corpora.spool import Records
 from medvl.data.deid import Deidentifier, cap_age
 from medvl.errors import CorpusError
 from medvl.schema import FINDINGS, Sample
@@ -41,7 +42,7 @@ def plan(root: Path, deid: Deidentifier, *, frontal_only: bool = False, split: s
     if not wanted:
         raise CorpusError(f"{root} holds none of train.csv, valid.csv, test.csv: name the folder of the release itself")
     excluded: Counter[str] = Counter()
-    records = []
+    records = Records()
     for name in wanted:
         table = root / f"{name}.csv"
         for row in read_table(table, _TEST_COLUMNS if name == "test" else _COLUMNS):

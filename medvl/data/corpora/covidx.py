@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from medvl.data.corpora.base import Plan, Record, open_text
+from medvl.data.corpora.spool import Records
 from medvl.data.deid import Deidentifier
 from medvl.data.splits import hash_split
 from medvl.errors import ConfigError, CorpusError
@@ -51,7 +52,7 @@ def plan(root: Path, deid: Deidentifier, *, version: str | None = None, validate
         hint = f"--version takes one of {', '.join(known)}" if known else "is it the root of the release?"
         raise CorpusError(f"{root} lacks {lists['train'].name} or {lists['test'].name}: {hint}")
     shares = None if lists["val"].is_file() else {"train": 1 - validate_share, "validate": validate_share}
-    records = []
+    records = Records()
     names: dict[str, None] = {}
     for split, path in lists.items():
         if not path.is_file():

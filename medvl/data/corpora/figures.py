@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 from medvl.data.corpora.base import Plan, Record
+from medvl.data.corpora.spool import Records
 from medvl.data.splits import DEFAULT_FRACTIONS, hash_split
 from medvl.errors import ConfigError, SplitError
 
@@ -61,7 +62,7 @@ def settle_splits(plan: Plan, rule: SplitRule, order: Sequence[str]) -> Plan:
         raise ConfigError(f"splits must be one of {', '.join(get_args(SplitRule))}, got {rule!r}")
     if rule == "by-article":
         names = dict(zip(order, DEFAULT_FRACTIONS.values(), strict=True))
-        return dataclasses.replace(plan, records=[_drawn(record, names) for record in plan.records])
+        return dataclasses.replace(plan, records=Records(_drawn(record, names) for record in plan.records))
     owner: dict[str, str] = {}
     shared: set[str] = set()
     for record in plan.records:
@@ -78,7 +79,7 @@ def settle_splits(plan: Plan, rule: SplitRule, order: Sequence[str]) -> Plan:
             "--splits by-article draws all splits anew"
         )
     excluded = plan.excluded + Counter({f"article_in_{split}": count for split, count in misplaced.items()})
-    kept = [record for record in plan.records if owner[record.sample.patient] == record.sample.split]
+    kept = Records(record for record in plan.records if owner[record.sample.patient] == record.sample.split)
     return dataclasses.replace(plan, records=kept, excluded=excluded)
 
 

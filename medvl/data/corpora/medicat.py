@@ -8,6 +8,7 @@ from typing import Any
 
 from medvl.data.corpora.base import Plan, Record, find_file
 from medvl.data.corpora.figures import figure_sections
+from medvl.data.corpora.spool import Records
 from medvl.data.corpora.table import read_json_lines
 from medvl.data.deid import Deidentifier
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
@@ -51,7 +52,7 @@ def plan(
     compound = _read_compound(root / _SUBCAPTIONS)
     excluded, noticed = Counter[str](), Counter[str]()
     seen: set[tuple[str, str]] = set()
-    records = []
+    records = Records()
     for number, row in read_json_lines(table, _FIELDS):
         article, file = _text(row, "pdf_hash"), _text(row, "fig_uri")
         if not _HASH.fullmatch(article) or not _URI.fullmatch(file):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from medvl.data.corpora.base import Plan, Record, find_file, read_record, read_table
+from medvl.data.corpora.spool import Records
 from medvl.data.deid import Deidentifier
 from medvl.errors import CorpusError
 from medvl.schema import FINDINGS, Sample
@@ -54,7 +55,7 @@ def plan(
     labels = _read_labels(root, labeler)
     splits = _read_splits(root)
     excluded: Counter[str] = Counter()
-    records = []
+    records = Records()
     suffix: str | None = None
     for row in read_table(table := _table(root, "metadata"), ("dicom_id", "subject_id", "study_id", "ViewPosition")):
         dicom_id, subject, study = row["dicom_id"], row["subject_id"], row["study_id"]

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from medvl.data.corpora.base import Plan, Record, find_file, read_table
 from medvl.data.corpora.boxes import Box, read_box, region_fields
 from medvl.data.corpora.phrases import Phrase
+from medvl.data.corpora.spool import Records
 from medvl.data.deid import Deidentifier
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
@@ -57,7 +58,7 @@ def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, splits: 
     by_image: dict[str, list[dict[str, str]]] = {}
     for row in read_table(table, (*_COLUMNS, "split") if splits == "release" else _COLUMNS):
         by_image.setdefault(row["path"], []).append(row)
-    records = []
+    records = Records()
     suffix: str | None = None
     for name, rows in by_image.items():
         match = _PATH.fullmatch(name)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from medvl.data.corpora.base import Plan, Record, check_columns, find_file, open_text, read_table
 from medvl.data.corpora.boxes import Box, read_box, region_fields
+from medvl.data.corpora.spool import Records
 from medvl.data.deid import Deidentifier, cap_age
 from medvl.data.splits import hash_split
 from medvl.errors import ConfigError, CorpusError
@@ -67,7 +68,7 @@ def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.125) -> Pl
     boxes = _read_boxes(root / "BBox_List_2017.csv")
     folders = _image_folders(root)
     excluded, noticed = Counter[str](), Counter[str]()
-    records = []
+    records = Records()
     for row in read_table(table, _COLUMNS):
         name = row["Image Index"]
         match = _IMAGE.fullmatch(name)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from medvl.data.corpora.base import Plan, Record, read_table
+from medvl.data.corpora.spool import Records
 from medvl.data.deid import Deidentifier
 from medvl.data.openi import iter_openi_reports
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
@@ -49,7 +50,7 @@ def plan(
     projections = _read_projections(root / _PROJECTIONS)
     files = {_place(path.name): path for path in images.iterdir()} if images.is_dir() else {}
     noticed = Counter[str]()
-    records = []
+    records = Records()
     for report in iter_openi_reports(_find_reports(root)):
         noticed["report_without_image"] += not report.images
         noticed["no_findings_or_impression"] += not {"findings", "impression"} & report.sections.keys()

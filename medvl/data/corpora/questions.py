@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from medvl.data.corpora.base import Plan, Record, open_text
+from medvl.data.corpora.spool import Records
 from medvl.data.deid import Deidentifier
 from medvl.errors import CorpusError
 from medvl.schema import Sample
@@ -103,7 +104,7 @@ def plan_questions(
         by_image.setdefault(image, []).append(question)
     splits = {image: {question.split for question in questions} for image, questions in by_image.items()}
     mixed = any(len(found) > 1 for found in splits.values())
-    records = []
+    records = Records()
     for image, questions in by_image.items():
         sample = Sample(
             key=deid.image(image),

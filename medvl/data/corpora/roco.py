@@ -8,6 +8,7 @@ from pathlib import Path
 
 from medvl.data.corpora.base import Plan, Record, find_file, open_text, read_table
 from medvl.data.corpora.figures import SplitRule, figure_sections, settle_splits
+from medvl.data.corpora.spool import Records
 from medvl.data.corpora.table import read_json_lines
 from medvl.data.deid import Deidentifier
 from medvl.errors import CorpusError
@@ -96,7 +97,7 @@ class _Figure:
 
 def _plan(name: str, figures: Iterable[_Figure], deid: Deidentifier, noticed: Counter[str]) -> Plan:
     excluded = Counter[str]()
-    records = []
+    records = Records()
     for figure in figures:
         if figure.source is None:
             excluded["no_article"] += 1  # so it cannot be told which split it may stand in

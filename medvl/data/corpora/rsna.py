@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from medvl.data.corpora.base import Plan, Record, find_file, read_table
 from medvl.data.corpora.boxes import Box, read_box, region_fields
+from medvl.data.corpora.spool import Records
 from medvl.data.deid import Deidentifier
 from medvl.data.splits import check_fractions, hash_split
 from medvl.errors import ConfigError, CorpusError
@@ -58,7 +59,7 @@ def plan(
     classes = _read_classes(find_file(root, "stage_2_detailed_class_info.csv"))
     boxes = _read_boxes(find_file(root, "stage_2_train_labels.csv"), classes)
     patient_of = _read_mapping(root) if patients == "mapping" else {}
-    records = []
+    records = Records()
     for image, found in boxes.items():
         if patients == "mapping" and image not in patient_of:
             raise CorpusError(f"{root / _MAPPING} lacks an image of the labels: download it again")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from medvl.data.corpora.base import Plan, Record, find_file, read_table
 from medvl.data.corpora.boxes import region_fields
+from medvl.data.corpora.spool import Records
 from medvl.data.deid import Deidentifier
 from medvl.data.rle import EMPTY, decode_runs
 from medvl.data.splits import check_fractions, hash_split
@@ -41,7 +42,7 @@ def plan(root: Path, deid: Deidentifier, *, fractions: Mapping[str, float] = FRA
     check_fractions(fractions)
     masks = _read_masks(find_file(root, *_TABLES))
     files = {path.stem: path for path in sorted(root.rglob("*.dcm"), reverse=True)}
-    records = []
+    records = Records()
     for image, runs in masks.items():
         patient = deid.patient(image)
         regions = {"masks": [{"label": "Pneumothorax", "runs": text} for text in runs]}

@@ -4,11 +4,12 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from medvl.data.corpora.base import Plan, Record, check_columns, open_text, read_table
+from medvl.data.corpora.spool import Records
 from medvl.data.deid import Deidentifier, cap_age
 from medvl.data.reports import parse_report
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
@@ -82,12 +83,20 @@ def plan(
     root = Path(image_root) if image_root is not None else table.parent
     if columns.split_column is None:
         check_fractions(fractions)
-    rows = list(_read_rows(table, [*columns.names(), *where]))
-    kept = [(number, row) for number, row in rows if all(_has(row[column], value) for column, value in where.items())]
-    excluded = Counter({"where": len(rows) - len(kept)}) if where else Counter[str]()
-    known = _collect_labels([row for _, row in kept], columns, table)
+    required = [*columns.names(), *where]
+
+    def asked_for(row: Mapping[str, Any]) -> bool:
+        return all(_has(row[column], value) for column, value in where.items())
+
+    # The table is read twice, for its labels and for its rows: held in memory, it would grow with the corpus.
+    known = _collect_labels((row for _, row in _read_rows(table, required) if asked_for(row)), columns, table)
     reader = _RowReader(table, root.resolve(), columns, deid, name, fractions, parse_reports, known)
-    records = [Record(reader.sample(number, row)) for number, row in kept]
+    records, excluded = Records(), Counter[str]()
+    for number, row in _read_rows(table, required):
+        if asked_for(row):
+            records.append(Record(reader.sample(number, row)))
+        else:
+            excluded["where"] += 1
     return Plan(name, records, known.names, excluded)
 
 
@@ -186,14 +195,19 @@ class _RowReader:
         return CorpusError(f"{self.table}, row {number}: {what}")
 
 
-def _collect_labels(rows: Sequence[Mapping[str, Any]], columns: TableColumns, table: Path) -> _Labels:
-    by_category = {}
-    for column in columns.category_column:
-        words = sorted({_text(row[column]) for row in rows} - {""})
-        if len(words) > _MAX_CATEGORIES:
-            raise CorpusError(f"{table}: {column} holds {len(words)} different values; a category has few")
-        by_category[column] = tuple(words)
-    tags = tuple(sorted({tag for row in rows for column in columns.tags_column for tag in _list(row[column])}))
+def _collect_labels(rows: Iterable[Mapping[str, Any]], columns: TableColumns, table: Path) -> _Labels:
+    found: dict[str, set[str]] = {column: set() for column in columns.category_column}
+    listed: set[str] = set()
+    for row in rows:
+        for column, words in found.items():
+            words.add(_text(row[column]))
+        for column in columns.tags_column:
+            listed.update(_list(row[column]))
+    by_category = {column: tuple(sorted(words - {""})) for column, words in found.items()}
+    for column, values in by_category.items():
+        if len(values) > _MAX_CATEGORIES:
+            raise CorpusError(f"{table}: {column} holds {len(values)} different values; a category has few")
+    tags = tuple(sorted(listed))
     labels = _Labels(columns.label_column, by_category, tags)
     if len(set(labels.names)) != len(labels.names):
         raise ConfigError(f"{table}: two columns give rise to the same label name")
