@@ -10,7 +10,7 @@ CheXpert's own release has no reports: its impressions are a table of CheXpert P
 Published: F1 of about .61 in zero-shot classification of CheXpert 5x200, from a draw of images that was not listed; a
 figure of ours needs the credentialed data. The authors' protocol is `medvl eval zero-shot --prompts gloria_published`.
 
-Preset `tiny` goes on for 6 epochs from the towers of `recipes/convirt_mimic.py tiny`, which stand for ImageNet's ResNet
+Preset `tiny` goes on for 12 epochs from the towers of `recipes/convirt_mimic.py tiny`, which stand for ImageNet's ResNet
 and for Bio_ClinicalBERT, with its text and augmentation; 112 pixels stretched to 144, 9 x 9 regions of them, and the
 last two layers of three.
 At these sizes the published attention stays even over the image: the text's first token keeps every region. Here words
@@ -104,7 +104,7 @@ tiny = Recipe(
     optim=OptimConfig(optimizer="adamw", lr=6e-4, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
     train=TrainConfig(
         run_dir=Path("quickstart/gloria"),
-        epochs=6,
+        epochs=12,
         global_batch=64,
         precision="bf16",
         channels_last=True,
