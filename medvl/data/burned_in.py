@@ -43,8 +43,10 @@ def _reduced(band_HW: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
 
 def _letters(band_HW: NDArray[np.uint8]) -> NDArray[np.int32]:
     """(N, 4): left, top, width, height of bright patches of the size of a letter, from left to right."""
-    bright_HW = (band_HW >= 224).astype(np.uint8)
-    _, _, stats, _ = cv2.connectedComponentsWithStats(bright_HW, connectivity=8)
+    bright_HW = (band_HW >= 224).view(np.uint8)
+    # Patches are no more than bright pixels: where 16 bits can number them, that takes half of the time.
+    numbers = cv2.CV_16U if np.count_nonzero(bright_HW) < 1 << 16 else cv2.CV_32S
+    _, _, stats, _ = cv2.connectedComponentsWithStats(bright_HW, connectivity=8, ltype=numbers)
     width, height, area = stats[1:, cv2.CC_STAT_WIDTH], stats[1:, cv2.CC_STAT_HEIGHT], stats[1:, cv2.CC_STAT_AREA]
     fits = (height >= _HEIGHTS[0]) & (height <= _HEIGHTS[1]) & (width <= 1.5 * height) & (area >= 0.12 * width * height)
     boxes = stats[1:, :4][fits].astype(np.int32)

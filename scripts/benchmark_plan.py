@@ -1,0 +1,52 @@
+"""The memory of planning and converting a table of so many rows, in this process.
+
+    python scripts/benchmark_plan.py 100000
+
+Every row names the same tiny PNG, so that what grows is what medvl holds of a corpus; two images a patient. Give one
+number of rows a run: the peak of a process never falls again.
+"""
+
+import argparse
+import json
+import resource
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from medvl.data.corpora import table
+from medvl.data.deid import Deidentifier
+from medvl.data.images import encode_png
+from medvl.data.shard_options import ShardRun
+from medvl.data.sharding import write_shards
+
+TEXT = "The lungs are clear. There is no pleural effusion. Heart size is normal. " * 3
+COLUMNS = table.TableColumns(image_column="image", patient_column="patient", text_column=("text",))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=int)
+    rows = parser.parse_args().rows
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "one.png").write_bytes(encode_png(np.zeros((16, 16), np.uint8)))
+        with (folder / "rows.jsonl").open("w") as file:
+            for number in range(rows):
+                row = {"image": f"{number}/../one.png", "patient": f"p{number // 2}", "text": f"Image {number}. {TEXT}"}
+                file.write(json.dumps(row) + "\n")
+        deid, before = Deidentifier(bytes(32)), peak()
+        plan = table.plan(folder / "rows.jsonl", COLUMNS, deid)
+        planned = peak()
+        write_shards(plan, deid, ShardRun(out=folder / "shards", workers=1))
+    print(f"{rows} rows: peak {before:.0f} MB before, {planned:.0f} when planned, {peak():.0f} when converted")
+
+
+def peak() -> float:
+    """Megabytes of this process, at most so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    main()
