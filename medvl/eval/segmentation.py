@@ -120,8 +120,7 @@ def mask_segmentation(
         EvaluationError: there is no image to judge, or the loader or the maps are not whole.
         SplitError: test and validation images share patients.
     """
-    inputs = input_hashes(checkpoint, manifest=loader, validation_manifest=valid_loader)
-    labels = tuple(model.config.labels)
+    inputs, labels = input_hashes(checkpoint, manifest=loader, validation_manifest=valid_loader), model.config.labels
     images, account = segment_images(model, loader, side, _drawn(loader, keep_maps, seed))
     cuts = dict.fromkeys(labels, _FIXED)
     if valid_loader is not None:
