@@ -10,9 +10,9 @@ CheXpert's own release has no reports: its impressions are a table of CheXpert P
 Published: F1 of about .61 in zero-shot classification of CheXpert 5x200, from a draw of images that was not listed; a
 figure of ours needs the credentialed data. The authors' protocol is `medvl eval zero-shot --prompts gloria_published`.
 
-Preset `tiny` goes on for 12 epochs from the towers of `recipes/convirt_mimic.py tiny`, which stand for ImageNet's ResNet
-and for Bio_ClinicalBERT, with its text and augmentation; 112 pixels stretched to 144, 9 x 9 regions of them, and the
-last two layers of three.
+Preset `tiny` goes on for 12 epochs from the towers of `recipes/convirt_mimic.py tiny`, which stand for ImageNet's
+ResNet and for Bio_ClinicalBERT, with its text and augmentation; 112 pixels stretched to 144, 9 x 9 regions of them, and
+the last two layers of three.
 At these sizes the published attention stays even over the image: the text's first token keeps every region. Here words
 alone share regions out, words and regions have one length, and temp1 is ten times the paper's. AdamW under a cosine
 stands for Adam on a plateau.

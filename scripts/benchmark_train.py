@@ -54,6 +54,7 @@ from medvl.train.optim import build_optimizer
 from medvl.train.precision import Precision
 from medvl.train.run import Run
 from medvl.train.step import Step
+from medvl.train.transfer import side_stream
 
 SMALL_IMAGE = {"embed_dim": 128, "patch_size": 16, "width": 192, "layers": 4, "head_width": 64}
 SMALL_TEXT = {"embed_dim": 128, "context_length": 77, "width": 192, "num_hidden_layers": 3, "heads": 3}
@@ -181,7 +182,7 @@ class Medvl:
         self.optimizer = build_optimizer(self.model, settings.optim)
         self.precision = Precision(settings.train.precision, world.device)
         self.step = Step(self.model, self.optimizer, self.precision, world, seed=0, clip_norm=None, channels_last=False)
-        self.feed, self._number = Feed(run.data.train, 1), 0
+        self.feed, self._number = Feed(run.data.train, 1, side_stream(world.device, channels_last=False)), 0
 
     def bare(self, batch: Batch) -> None:
         """Forward, backward and update, and nothing around them."""
