@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_towers import TINY_BERT
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -12,14 +13,6 @@ from medvl.encoders import create_text_encoder, freeze_layers
 from medvl.encoders.packing import ATTENTION, Packing, packed_attention
 from medvl.errors import ConfigError
 
-TINY = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 24,
-}
 FAMILIES = {
     "bert": {},
     "roberta": {},
@@ -36,7 +29,7 @@ MASKS = {
 def encoder_of(name: str = "bert", **options: Any) -> Any:
     torch.manual_seed(0)
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return create_text_encoder(name, **{**TINY, **no_dropout, **FAMILIES.get(name, {}), **options})
+    return create_text_encoder(name, **{**TINY_BERT, **no_dropout, **FAMILIES.get(name, {}), **options})
 
 
 def ids() -> Tensor:

@@ -4,19 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_towers import TINY_BERT
 from torch import Tensor
 
 from medvl.encoders import checkpoint_activations, create_image_encoder, create_text_encoder
 from medvl.errors import ConfigError
 
-BERT = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 24,
-}
+BERT = TINY_BERT | {"num_hidden_layers": 8}
 CLIP_TEXT = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 1}
 
 

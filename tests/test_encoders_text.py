@@ -9,25 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_towers import TINY_BERT
 from torch import Tensor
 
 from medvl.encoders import create_text_encoder, list_text_encoders
 from medvl.errors import ConfigError, WeightsError
 
-TINY = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 24,
-}
 TINY_CLIP = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1}
 
 
 def encoder_of(name: str = "bert", **options: Any) -> Any:
     torch.manual_seed(0)
-    return create_text_encoder(name, **{**TINY, **options}).eval()
+    return create_text_encoder(name, **{**TINY_BERT, **options}).eval()
 
 
 def batch(lengths: tuple[int, ...] = (9, 4, 7), vocab_size: int = 100, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -219,7 +212,7 @@ def test_causal_mask_hides_the_future() -> None:
 
 
 def test_projections_have_the_published_widths() -> None:
-    small = {key: value for key, value in TINY.items() if key != "hidden_size"}
+    small = {key: value for key, value in TINY_BERT.items() if key != "hidden_size"}
     for name, width in (("cxrbert", 128), ("biomedclip_text", 512)):
         encoder = encoder_of(name, projection=True, **small)
         features = encoder(*batch())
@@ -237,7 +230,7 @@ def test_folder_of_a_hugging_face_model(tmp_path: Path) -> None:
     import transformers
 
     torch.manual_seed(3)
-    config = transformers.BertConfig(**TINY, hidden_act="relu")
+    config = transformers.BertConfig(**TINY_BERT, hidden_act="relu")
     model = transformers.BertForMaskedLM(config).eval()
     model.save_pretrained(tmp_path)
     ids_BT, mask_BT = batch()

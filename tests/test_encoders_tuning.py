@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_towers import TINY_BERT
 from torch import Tensor, nn
 
 from medvl.encoders import (
@@ -22,19 +23,12 @@ from medvl.errors import ConfigError
 TINY_RESNET = {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)}
 TINY_VIT = {"embed_dim": 32, "depth": 3, "num_heads": 2, "image_size": 64}
 TINY_CLIP = {"width": 64, "layers": 3, "embed_dim": 16, "image_size": 64}
-TINY_BERT = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 24,
-}
+DEEP_BERT = TINY_BERT | {"num_hidden_layers": 8}
 
 
 def bert(name: str = "bioclinicalbert", **options: Any) -> Any:
     torch.manual_seed(0)
-    return create_text_encoder(name, **{**TINY_BERT, **options})
+    return create_text_encoder(name, **{**DEEP_BERT, **options})
 
 
 def resnet(**options: Any) -> Any:

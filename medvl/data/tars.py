@@ -20,7 +20,8 @@ _BLOCK = tarfile.BLOCKSIZE
 class Readable(Protocol):
     """A file, a pipe, an answer of a server."""
 
-    def read(self, size: int, /) -> bytes: ...
+    def read(self, size: int, /) -> bytes:
+        """The next `size` bytes; fewer only at the end."""
 
 
 class Member(NamedTuple):
