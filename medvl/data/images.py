@@ -63,14 +63,20 @@ def encode_png(image: np.ndarray) -> bytes:
 def resize_short_side(image: np.ndarray, size: int, *, enlarge: bool = False) -> np.ndarray:
     """`image`, (H, W) or (H, W, 3), scaled so that its short side has `size` pixels; aspect ratio kept.
 
-    Shrinking averages over areas, so that fine lines fade instead of aliasing. An image that is small already is
-    returned as it is, unless `enlarge` asks for bicubic interpolation.
+    Shrinking averages over areas, so that fine lines fade instead of aliasing. Means of two by two pixels cost a tenth
+    of any other area: as long as a factor of two is left after them they come first, which changes less than JPEG at
+    quality 95 does; a last odd row or column is then left out. An image that is small already is returned as it is,
+    unless `enlarge` asks for bicubic interpolation.
     """
     height, width = image.shape[:2]
     short = min(height, width)
     if short == size or (short < size and not enlarge):
         return image
     target = (max(1, round(width * size / short)), max(1, round(height * size / short)))
+    while min(image.shape[:2]) >= 4 * size:
+        half_height, half_width = (side // 2 for side in image.shape[:2])
+        whole = image[: 2 * half_height, : 2 * half_width]
+        image = cv2.resize(whole, (half_width, half_height), interpolation=cv2.INTER_AREA)
     return cv2.resize(image, target, interpolation=cv2.INTER_AREA if short > size else cv2.INTER_CUBIC)
 
 
