@@ -7,10 +7,12 @@ The floor is what any loader must do for an image, in a bare loop over the same 
 and run the augmentation. The loader adds reading from the tars, the sample's JSON, drawing a sentence, tokenising,
 stacking, and with workers the way between processes. Without workers, CPU seconds are counted, in turns batch by batch
 and over the same images, so that what else the machine does falls on both; with workers the clock on the wall counts,
-for the floor as well.
+for the floor as well, which then runs in as many processes at once.
 """
 
 import argparse
+import multiprocessing
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -61,7 +63,7 @@ def main() -> None:
                 continue
             floor = rate = 0.0
             for _ in range(options.repeats):
-                floor = max(floor, count / bare(source, range(count), time.perf_counter))
+                floor = max(floor, floor_of(source, count, workers))
                 rate = max(rate, epoch(loader))
             share = rate / workers / floor
             print(f"{workers:2} workers: bare loop {floor:6.0f} a core, loader {rate:6.0f}, {share:.2f} of it a core")
@@ -117,6 +119,14 @@ def bare(source: ShardSource, positions: Sequence[int], clock: Callable[[], floa
     for encoded, rng in zip(data, rngs, strict=True):
         apply(np.asarray(simplejpeg.decode_jpeg(encoded, colorspace="GRAY")), rng)
     return clock() - started
+
+
+def floor_of(source: ShardSource, count: int, processes: int) -> float:
+    """Images a second of each of so many bare loops at once."""
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        pool.starmap(bare, [(source, range(8), time.perf_counter)] * processes, chunksize=1)
+        seconds = pool.starmap(bare, [(source, range(count), time.perf_counter)] * processes, chunksize=1)
+    return count / statistics.fmean(seconds)
 
 
 def epoch(loader: Loader) -> float:

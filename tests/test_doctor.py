@@ -73,6 +73,7 @@ def found(**changes: Any) -> Examination:
     return Examination(**{**figures, **changes})
 
 
+FAST = {"precision": "bf16", "channels_last": True, "compile": True}
 STARVED = {"loader_rate": 900.0, "rate": 880.0, "wait_share": 0.6}
 
 
@@ -99,9 +100,15 @@ def test_the_limit_follows_from_the_figures(changes: dict[str, Any], part: str) 
     ("changes", "train", "words"),
     [
         ({}, {}, ["--train.precision bf16", "--train.channels-last True", "--train.compile True"]),
-        ({"peak_gb": 20.0}, {"precision": "bf16", "channels_last": True, "compile": True}, ["--train.global-batch"]),
-        ({"real_tokens": 0.4}, {"precision": "bf16", "channels_last": True, "compile": True}, ["60% of the token"]),
-        ({"peak_gb": 120.0}, {"precision": "bf16", "channels_last": True, "compile": True}, []),
+        ({"peak_gb": 20.0}, FAST, ["--train.global-batch"]),
+        ({"real_tokens": 0.4}, FAST, ["60% of the token positions are padding: --train.packed-text True"]),
+        ({"real_tokens": 0.4}, {**FAST, "packed_text": True}, []),
+        (
+            {"real_tokens": 0.4, "device": "CPU", "memory_gb": None},
+            {},
+            ["60% of the token positions are padding: a smaller --model.max-tokens"],
+        ),
+        ({"peak_gb": 120.0}, FAST, []),
         (STARVED, {}, ["--data.workers 15: 16 cores, 8 workers", "medvl shards --short-side"]),
         ({**STARVED, "workers": 15}, {}, ["all 16 cores are taken by 15 workers", "medvl shards --short-side"]),
         ({**STARVED, "stages": Stages(disk=1, decode=0, augmentation=0, text=0)}, {}, ["local disk, or in memory"]),

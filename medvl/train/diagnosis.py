@@ -83,10 +83,11 @@ def _faster_step(found: Examination, settings: Settings) -> Iterator[str]:
                 f"--train.global-batch: {found.peak_gb:.0f} of {found.memory_gb:.0f} GB are used, a larger batch would "
                 "fit (it changes the training: rate and negatives)"
             )
-    if found.real_tokens < _PADDED:
+    if found.real_tokens < _PADDED and not train.packed_text:
+        packed = "--train.packed-text True leaves them out (BERT and its kin), " if found.memory_gb is not None else ""
         yield (
-            f"{1 - found.real_tokens:.0%} of the token positions are padding: a smaller --model.max-tokens, where the "
-            "long texts can be cut"
+            f"{1 - found.real_tokens:.0%} of the token positions are padding: {packed}a smaller --model.max-tokens "
+            "cuts the longest texts"
         )
     if train.grad_cache is not None:
         yield "--train.grad-cache: a larger part, or None where the batch fits"
