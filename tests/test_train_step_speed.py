@@ -8,6 +8,7 @@ import pytest
 import torch
 import train_fakes as fakes
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import medvl
@@ -35,13 +36,13 @@ def clip(**settings: Any) -> ContrastiveEncoder:
     return medvl.create_model("clip", **{**TOWERS, **text, **settings})
 
 
-def make_batch() -> Batch:
+def make_batch(longest: int = 7) -> Batch:
     generator = torch.Generator().manual_seed(3)
     return Batch(
         keys=[f"s{number}" for number in range(PAIRS)],
         image_BCHW=torch.randint(0, 256, (PAIRS, 1, 32, 32), generator=generator, dtype=torch.uint8),
-        ids_BT=torch.randint(5, 40, (PAIRS, 7), generator=generator),
-        mask_BT=torch.arange(7) < torch.tensor([7, 2, 5, 3])[:, None],
+        ids_BT=torch.randint(5, 40, (PAIRS, longest), generator=generator),
+        mask_BT=torch.arange(longest) < torch.tensor([7, 2, 5, 3])[:, None],
         labels_BL=torch.zeros(PAIRS, 1),
         texts=[""] * PAIRS,
     )
@@ -87,6 +88,30 @@ def test_a_step_waits_once_for_its_verdict(packed: bool, patch_dropout: float, e
         outcome = step(1, 1e-3, [make_batch()], 1)
     assert outcome.updated
     assert waits.seen == expected
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_compiled_model_makes_the_same_steps_and_few_graphs(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend that runs eagerly keeps the test short. The second length of text makes graphs for all that follow."""
+    graphs = CompileCounter()
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compile_module(module, backend=graphs))
+    torch.compiler.reset()
+    plain, compiled = clip(), clip()
+    for model, compile in ((plain, False), (compiled, True)):
+        options = {"compile": compile, "packed_text": packed, "channels_last": False}
+        prepare(model, fakes.config(Path("unused"), **options), WORLD.device)
+    step, compiled_step = step_of(plain), step_of(compiled)
+    counts = []
+    for number, longest in enumerate((7, 6, 5, 4)):
+        batch = make_batch(longest)
+        ours, theirs = compiled_step(number, 1e-3, [batch], 1), step(number, 1e-3, [batch], 1)
+        torch.testing.assert_close(ours.losses[0].total, theirs.losses[0].total)
+        counts.append(graphs.frame_count)
+    assert counts[0] > 0
+    assert counts[1] == counts[-1], "each length of text is compiled anew"
+    for (name, mine), other in zip(compiled.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def kept_patches(model: ContrastiveEncoder) -> list[Tensor]:
@@ -180,3 +205,18 @@ def test_the_collector_passes_over_what_was_there_before_the_run(tmp_path: Path,
     assert len(model.passed_over) == 3
     assert min(model.passed_over) > 10_000
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("name", ["convirt", "gloria"])
+def test_attention_dropout_is_the_encoders_own_until_it_is_set(name: str) -> None:
+    towers: dict[str, Any] = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "frozen_text_layers": 0}
+
+    def shares(**settings: Any) -> set[float]:
+        layers = medvl.create_model(name, **towers, **settings).text_encoder.backbone.encoder.layer
+        return {layer.attention.self.dropout.p for layer in layers}
+
+    assert shares() == {0.1}
+    assert shares(attention_dropout=0.0) == {0.0}
+    assert shares(attention_dropout=0.25) == {0.25}
+    with pytest.raises(ConfigError, match="attention_dropout is 1.0: it must be 0 or above and below 1"):
+        medvl.create_model(name, **towers, attention_dropout=1.0)

@@ -6,7 +6,7 @@ from medvl import losses
 from medvl.data.tokenize import Tokenizer
 from medvl.data.transforms import EvalTransform
 from medvl.encoders import create_image_encoder, create_text_encoder, freeze_layers
-from medvl.models.configs import ConVIRTConfig
+from medvl.models.configs import ConVIRTConfig, attention_arguments
 from medvl.models.dual import ContrastiveEncoder, Pairs, gather_global, groups_of, projection_head
 from medvl.schema import Batch, Embeddings, Losses
 
@@ -22,7 +22,11 @@ class ConVIRT(ContrastiveEncoder):
         """Raises ConfigError and WeightsError as `create_model` says."""
         image_encoder = create_image_encoder(config.image_encoder, pretrained=pretrained, image_size=config.image_size)
         text_encoder = create_text_encoder(
-            config.text_encoder, pretrained=pretrained, vocab_size=config.vocab_size, pool=config.text_pool
+            config.text_encoder,
+            pretrained=pretrained,
+            vocab_size=config.vocab_size,
+            pool=config.text_pool,
+            **attention_arguments(config.attention_dropout),
         )
         freeze_layers(text_encoder, config.frozen_text_layers)
         return cls(

@@ -14,6 +14,7 @@ from medvl.encoders import create_image_encoder, create_text_encoder, freeze_lay
 from medvl.errors import ConfigError
 from medvl.losses.distributed import gather, gather_padded
 from medvl.losses.gloria import WordPool, gloria_attention, gloria_contrast, gloria_similarity
+from medvl.models.configs import attention_arguments
 from medvl.models.dual import ContrastiveEncoder, Pairs
 from medvl.models.fusion.draws import complete_rows
 from medvl.models.gloria_config import GLoRIAConfig
@@ -64,6 +65,7 @@ class GLoRIA(ContrastiveEncoder):
             layers=range(-config.text_layers, 0),
             reduce=config.text_reduce,
             pool="mean",
+            **attention_arguments(config.attention_dropout),
         )
         freeze_layers(text_encoder, config.frozen_text_layers)
         return cls(

@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from medvl.errors import ConfigError
+from medvl.models.configs import attention_arguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class GLoRIAConfig:
     text_reduce: Literal["sum", "mean"] = "sum"
     frozen_text_layers: int = 0
     """The embedding layer and this many layers above it are not trained; 0 trains everything."""
+    attention_dropout: float | None = None
+    """As for ConVIRT."""
     local_length: float | None = None
     """Length that every region and word is brought to before they are compared. None leaves them as they are, as the
     paper does: then their own length says how sharp the attention is, and where it is large from the start, one word
@@ -72,3 +75,4 @@ class GLoRIAConfig:
         for name, known in (("word_pool", ("sum", "mean")), ("text_reduce", ("sum", "mean"))):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: known are {' and '.join(map(repr, known))}")
+        attention_arguments(self.attention_dropout)
