@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from medvl.data.deid import Deidentifier, age_band, cap_age, default_salt_file, find_identifiers
+from medvl.data.deid import Deidentifier, cap_age, default_salt_file, find_identifiers
 from medvl.errors import ConfigError, CorpusError
 
 SALT = bytes(range(32))
@@ -114,12 +114,6 @@ def test_default_salt_file_follows_the_environment(monkeypatch, tmp_path):
 )  # fmt: skip
 def test_cap_age(age, years):
     assert cap_age(age) == years
-
-
-def test_age_bands():
-    ages = [0, 17, 18, 39, 40, 64, 65, 79, 80, 90, None, float("nan")]
-    bands = ["0-17", "0-17", "18-39", "18-39", "40-64", "40-64", "65-79", "65-79", "80+", "80+", None, None]
-    assert [age_band(age) for age in ages] == bands
 
 
 @pytest.mark.parametrize(

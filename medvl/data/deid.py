@@ -142,17 +142,6 @@ def cap_age(age: str | float | None) -> int | None:
     return int(min(years, OLDEST))
 
 
-_BANDS = ((18, "0-17"), (40, "18-39"), (65, "40-64"), (80, "65-79"))
-
-
-def age_band(years: float | None) -> str | None:
-    """The band that a subgroup table puts an age in: 0-17, 18-39, 40-64, 65-79 or 80+; None without an age."""
-    capped = cap_age(years)
-    if capped is None:
-        return None
-    return next((name for end, name in _BANDS if capped < end), "80+")
-
-
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
 _DATE = re.compile(
     r"\b(?:\d{1,2}[/.-]\d{1,2}[/.-](?:\d{4}|\d{2})"  # 3/14/2015, 14.03.15

@@ -85,10 +85,6 @@ class World:
             raise TrainingError(f"rank 0 cannot go on: {failure}")
         return value
 
-    def barrier(self) -> None:
-        """Wait until all ranks are here."""
-        self.exchange(None)
-
 
 def rank_and_world() -> tuple[int, int]:
     """(rank, number of ranks) of this process: what loaders are opened with, before `train` joins the ranks."""
