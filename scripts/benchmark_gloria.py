@@ -2,7 +2,7 @@
 
     python scripts/benchmark_gloria.py                       # 48 pairs: both forms, alternating
     python scripts/benchmark_gloria.py --batch 256 --memory  # ours alone, in a process of its own: peak memory
-    python scripts/benchmark_gloria.py --device cuda
+    python scripts/benchmark_gloria.py --device cuda --tf32  # as in a run in 16 bits
 
 Forward and backward in float32, 97 words in every text, 19 x 19 regions, 768 dimensions. Both forms give the same loss
 and the same gradients, which is checked here too. CPU times are those of this process, so another one beside it changes
@@ -31,10 +31,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tf32", action="store_true", help="products of TensorFloat32, on a GPU")
     parser.add_argument("--memory", action="store_true", help="peak memory of one pass of our form")
     parser.add_argument("--once", action="store_true", help="one pass of our form, and what it took")
     options = parser.parse_args()
     torch.set_num_threads(1)  # threads that wait for a busy core would be what is measured
+    if options.tf32:
+        torch.set_float32_matmul_precision("high")
     if options.memory and options.device == "cpu":
         command = [sys.executable, __file__, "--once", "--batch", str(options.batch)]
         print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, end="")

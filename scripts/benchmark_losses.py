@@ -1,10 +1,11 @@
 """Contrastive losses in blocks against their plain form: time, memory, and how far they are apart.
 
     python scripts/benchmark_losses.py                                # 16,384 pairs of 512 numbers, both losses
-    python scripts/benchmark_losses.py --batch 65536 --device cuda
+    python scripts/benchmark_losses.py --batch 65536 --device cuda --precision bf16
     python scripts/benchmark_losses.py --batch 32768 --forms blocks   # where the plain form does not fit
 
-Forward and backward in float32, with a learned scale. Times are of the two forms in turn, in one process; on a CPU they
+Forward and backward, with a learned scale; in float32, or as in a run of bf16 on a GPU: operands of products in
+bfloat16 (on a CPU, of the plain form only). Times are of the two forms in turn, in one process; on a CPU they
 are that process's own, so another one beside it changes them less than it changes the clock. Memory is what a form adds
 to a process of its own that holds the embeddings (on a CPU), or to the device.
 """
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from benchmark_gloria import measure, peak_bytes
 from torch import Tensor
 
-from medvl.losses.streaming import info_nce, pairwise_sigmoid
+from medvl import losses
 
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--losses", nargs="+", choices=["info_nce", "sigmoid"], default=["info_nce", "sigmoid"])
     parser.add_argument("--forms", nargs="+", choices=["plain", "blocks"], default=["plain", "blocks"])
     parser.add_argument("--memory-of", nargs=2, metavar=("LOSS", "FORM"), help="print the bytes that one pass adds")
@@ -40,10 +42,11 @@ def main() -> None:
     torch.set_num_threads(1)  # threads that wait for a busy core would be what is measured
     if options.memory_of:
         loss, form = options.memory_of
-        print(json.dumps(added_bytes(FORMS[loss][form], options.batch, options.dim, options.device)))
+        called = in_precision(FORMS[loss][form], options.precision)
+        print(json.dumps(added_bytes(called, options.batch, options.dim, options.device)))
         return
     for loss in options.losses:
-        print(f"{loss}: {options.batch} pairs of {options.dim} numbers, {options.device}")
+        print(f"{loss}: {options.batch} pairs of {options.dim} numbers, {options.device}, {options.precision}")
         compare(loss, options)
 
 
@@ -54,11 +57,12 @@ def compare(loss: str, options: argparse.Namespace) -> None:
     found = {}
     for _ in range(options.repeats):
         for form in options.forms:
-            spent, found[form] = measure(FORMS[loss][form], *leaves)
+            spent, found[form] = measure(in_precision(FORMS[loss][form], options.precision), *leaves)
             seconds[form].append(spent)
     added = {}
     for form, times in seconds.items():
         sizes = ["--batch", str(options.batch), "--dim", str(options.dim), "--device", options.device]
+        sizes += ["--precision", options.precision]
         command = [sys.executable, __file__, *sizes, "--memory-of", loss, form]
         added[form] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         listed = ", ".join(f"{spent:.3g}" for spent in times)
@@ -70,6 +74,18 @@ def compare(loss: str, options: argparse.Namespace) -> None:
     for name, plain, blocks in zip(("value", "scale", "image", "text"), *found.values(), strict=True):
         apart = (plain - blocks).abs().max() / plain.abs().max()
         print(f"  apart, {name:6} {apart.item():8.1e} of the largest {'gradient' if name != 'value' else 'value'}")
+
+
+def in_precision(form: Form, precision: str) -> Form:
+    """The form as a run in that precision calls it."""
+    if precision == "fp32":
+        return form
+
+    def called(scale: Tensor, image_BE: Tensor, text_BE: Tensor) -> Tensor:
+        with torch.autocast(scale.device.type, torch.bfloat16):
+            return form(scale, image_BE, text_BE)
+
+    return called
 
 
 def inputs(batch: int, dim: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,11 +127,11 @@ def plain_sigmoid(scale: Tensor, image_BE: Tensor, text_BE: Tensor) -> Tensor:
 FORMS: dict[str, dict[str, Form]] = {
     "info_nce": {
         "plain": plain_info_nce,
-        "blocks": lambda scale, image_BE, text_BE: info_nce(scale * image_BE, text_BE, 0.5),
+        "blocks": lambda scale, image_BE, text_BE: losses.clip(image_BE, text_BE, scale),
     },
     "sigmoid": {
         "plain": plain_sigmoid,
-        "blocks": lambda scale, image_BE, text_BE: pairwise_sigmoid(scale * image_BE, text_BE, -10.0),
+        "blocks": lambda scale, image_BE, text_BE: losses.siglip(image_BE, text_BE, scale, -10.0),
     },
 }
 

@@ -1,5 +1,6 @@
 """Losses in blocks against their plain form, and shared positives against sums written out a pair at a time."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from medvl import losses
 from medvl.losses import streaming
+from medvl.losses.inputs import product_dtype
 from medvl.losses.pairs import same_pairs, text_ids
 from medvl.losses.streaming import info_nce, pairwise_sigmoid
 
@@ -224,3 +226,51 @@ def test_rows_of_same_pairs_and_texts_named_alike_in_every_batch() -> None:
     swapped_BT[:, [0, 1]] = swapped_BT[:, [1, 0]]
     assert not (text_ids(swapped_BT, mask_BT) == whole_B).any()
     assert text_ids(torch.tensor([[0], [5]]), torch.tensor([[True], [False]])).tolist()[0] != 0  # no text, not padding
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("noise", [0.02, 1.0])
+@pytest.mark.parametrize("name", ["own", "study"])
+def test_products_of_16_bits_round_operands_only(name: str, noise: float, dtype: torch.dtype, apart: float) -> None:
+    """With little noise every pair is well aligned: slopes that are rounded before their targets are taken off would
+    have gradients off by a third."""
+    image_BE, other_BE, groups = units(64, 0, 32), units(64, 1, 32), ()
+    text_BE = F.normalize(image_BE + noise * other_BE, dim=-1)
+    if name == "study":
+        groups = (torch.arange(64) // 2,)
+
+    def gradients(loss: Callable[..., Tensor], dtype: torch.dtype, *more: float) -> list[Tensor]:
+        sides = [(10 * image_BE).requires_grad_(), text_BE.clone().requires_grad_()]
+        value = loss(*sides, *more, groups, block_rows=24, products=dtype)
+        return [value.detach(), *torch.autograd.grad(value, sides)]
+
+    for loss, more in ((info_nce, 0.75), (pairwise_sigmoid, -5.0)):
+        found, expected = gradients(loss, dtype, more), gradients(loss, torch.float32, more)
+        for mine, exact in zip(found, expected, strict=True):
+            assert mine.dtype == torch.float32
+            assert (mine - exact).norm() < apart * exact.norm()
+            assert not torch.equal(mine, exact)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_passes_over_a_block_can_be_compiled_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does. The backend that runs eagerly keeps the test short."""
+    torch.compiler.reset()
+    compiled = functools.cache(functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+
+    def outcome() -> tuple[Tensor, ...]:
+        sides = [(10 * units()).requires_grad_(), units(seed=1).requires_grad_()]
+        value = info_nce(*sides, 0.75, GROUPS[name], block_rows=4)
+        return value, *torch.autograd.grad(value, sides)
+
+    plain = outcome()
+    monkeypatch.setattr(streaming, "_best", lambda function, tensor: compiled(function))
+    for mine, expected in zip(outcome(), plain, strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+def test_the_products_of_a_loss_are_float32_on_a_cpu() -> None:
+    """Autocast or not; a GPU's autocast decides for tensors of the GPU only."""
+    with torch.autocast("cpu", torch.bfloat16):
+        assert product_dtype(units()) is torch.float32
+    assert product_dtype(units()) is torch.float32

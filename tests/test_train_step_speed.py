@@ -16,7 +16,7 @@ from medvl.errors import ConfigError
 from medvl.models import ContrastiveEncoder
 from medvl.schema import Batch, Losses
 from medvl.train import checkpoint
-from medvl.train.distributed import World
+from medvl.train.distributed import World, machine_settings
 from medvl.train.precision import Precision
 from medvl.train.prepare import prepare
 from medvl.train.step import Step
@@ -220,3 +220,27 @@ def test_attention_dropout_is_the_encoders_own_until_it_is_set(name: str) -> Non
     assert shares(attention_dropout=0.25) == {0.25}
     with pytest.raises(ConfigError, match="attention_dropout is 1.0: it must be 0 or above and below 1"):
         medvl.create_model(name, **towers, attention_dropout=1.0)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "deterministic", "during"),
+    [
+        ("cuda", "bf16", False, ("high", True)),
+        ("cuda", "fp32", False, ("highest", True)),
+        ("cuda", "fp16", True, ("high", False)),
+        ("cpu", "bf16", False, ("highest", False)),
+    ],
+)
+def test_a_gpu_multiplies_and_convolves_as_the_run_allows(
+    device: str, precision: str, deterministic: bool, during: tuple[str, bool]
+) -> None:
+    """TensorFloat32 beside 16 bits, cuDNN's trials unless results are to be repeatable; afterwards as it was."""
+
+    def settings() -> tuple[str, bool]:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+
+    before = settings()
+    world = World(rank=0, size=1, local_size=1, device=torch.device(device))
+    with machine_settings(world, None, deterministic, precision):
+        assert settings() == during
+    assert settings() == before == ("highest", False)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.inputs import check_share, full_precision
+from medvl.losses.inputs import check_share, full_precision, product_dtype
 from medvl.losses.streaming import info_nce, pairwise_sigmoid
 
 # B pairs, E shared embedding dim.
@@ -43,9 +43,10 @@ def convirt(
         raise ValueError(f"temperature must be above 0, got {temperature}")
     check_share("image_weight", image_weight)
     _check_pairs(image_BE, text_BE, groups)
+    products = product_dtype(image_BE)
     with full_precision(image_BE):
         scaled_BE = F.normalize(image_BE.float(), dim=-1) / temperature
-        return info_nce(scaled_BE, F.normalize(text_BE.float(), dim=-1), image_weight, groups)
+        return info_nce(scaled_BE, F.normalize(text_BE.float(), dim=-1), image_weight, groups, products=products)
 
 
 def clip(image_BE: Tensor, text_BE: Tensor, logit_scale: Tensor | float, *, groups: Sequence[Tensor] = ()) -> Tensor:
@@ -56,8 +57,9 @@ def clip(image_BE: Tensor, text_BE: Tensor, logit_scale: Tensor | float, *, grou
     shapes.
     """
     _check_pairs(image_BE, text_BE, groups)
+    products = product_dtype(image_BE)
     with full_precision(image_BE):
-        return info_nce(logit_scale * image_BE.float(), text_BE.float(), 0.5, groups)
+        return info_nce(logit_scale * image_BE.float(), text_BE.float(), 0.5, groups, products=products)
 
 
 def siglip(
@@ -74,8 +76,10 @@ def siglip(
     matching, each for itself. Returns a scalar. Raises ValueError on unequal shapes.
     """
     _check_pairs(image_BE, text_BE, groups)
+    products = product_dtype(image_BE)
     with full_precision(image_BE):
-        return pairwise_sigmoid(logit_scale * image_BE.float(), text_BE.float(), logit_bias, groups)
+        scaled_BE = logit_scale * image_BE.float()
+        return pairwise_sigmoid(scaled_BE, text_BE.float(), logit_bias, groups, products=products)
 
 
 def _check_pairs(image_BE: Tensor, text_BE: Tensor, groups: Sequence[Tensor]) -> None:

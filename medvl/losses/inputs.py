@@ -9,6 +9,13 @@ def full_precision(tensor: Tensor) -> torch.autocast:
     return torch.autocast(tensor.device.type, enabled=False)
 
 
+def product_dtype(tensor: Tensor) -> torch.dtype:
+    """What the operands of a loss's largest products are rounded to: a GPU's 16-bit autocast, else float32 as it is."""
+    if tensor.is_cuda and torch.is_autocast_enabled("cuda"):
+        return torch.get_autocast_dtype("cuda")
+    return torch.float32
+
+
 def check_share(name: str, value: float) -> None:
     """Raises ValueError, naming the argument, unless the value is within [0, 1]."""
     if not 0 <= value <= 1:

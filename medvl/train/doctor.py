@@ -98,7 +98,7 @@ def examine(run: Run, seconds: float = 10.0) -> Examination:
     settings = run.settings.train
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(join(settings.device))
-        stack.enter_context(machine_settings(world, settings.num_threads, settings.deterministic))
+        stack.enter_context(machine_settings(world, settings.num_threads, settings.deterministic, settings.precision))
         stack.enter_context(caller_keeps_generators(world.device))
         config = dataclasses.replace(
             settings,

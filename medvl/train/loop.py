@@ -112,7 +112,7 @@ def train(
     _check(train_loader, optim, config, validates=valid_loader is not None or bool(evals))
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(join(config.device))
-        stack.enter_context(machine_settings(world, config.num_threads, config.deterministic))
+        stack.enter_context(machine_settings(world, config.num_threads, config.deterministic, config.precision))
         stack.enter_context(caller_keeps_generators(world.device))
         stack.enter_context(console(world.is_main))
         stop = stack.enter_context(StopSignals())
