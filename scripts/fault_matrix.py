@@ -66,6 +66,18 @@ ITEMS = {
         "refused, with the process that holds it; the lock dies with its process",
     ),
     "F20": ("a file system that shows new names late", "waited for; nothing is taken for missing"),
+    "N1": (
+        "losses in blocks, in chunks, gathered from ranks",
+        "the naive formula, in value and gradient",
+    ),
+    "N2": ("accumulation, and GradCache for batches beyond memory", "the gradient of the batch at once"),
+    "N3": ("compiled models and losses", "the plain ones' steps, and no new graph for each length of text"),
+    "N4": ("16 bits", "losses compute in float32, weights stay in it, and follow a run of 32 bits"),
+    "N5": ("moving averages of weights (ALBEF)", "by their formula, and not trained"),
+    "N6": ("packed texts", "values and gradients of padded ones"),
+    "N7": ("every encoder", "samples do not mix, padding changes nothing, every parameter learns"),
+    "N8": ("export to open_clip, Hugging Face and ONNX", "the same embeddings"),
+    "N9": ("what the recipes train", "the losses of their first fifty steps are those of before"),
     "S1": ("weights that are a pickle", "refused, never run"),
     "S2": ("a torch whose guarded reader can be made to run code", "not accepted as a dependency"),
     "S3": ("safetensors with huge headers, overlaps, holes", "refused by type"),
@@ -87,6 +99,7 @@ ITEMS = {
     "S13": ("folders and addresses of any name", "work, or are refused before a command line sees them"),
     "S14": ("markup in names and texts on a page", "shown as text; no script can run"),
     "S15": ("mutated DICOM files, images, reports, tars, indexes, manifests, checkpoints", "read, or refused by type"),
+    "P3": ("`import medvl.encoders`", "without the libraries for data, and without the rest of medvl"),
 }
 
 
@@ -147,7 +160,8 @@ def page(text: str) -> str:
     return (
         "# What a run of medvl survives, and what it refuses\n\n"
         "Written by `python scripts/fault_matrix.py --write` from a run of the tests it names, on "
-        f"{platform.system()} with {machine} ({versions}). F are faults, S is security.\n\n{text}\n"
+        f"{platform.system()} with {machine} ({versions}). F are faults, N is numerics, S is security, P is speed, of "
+        f"which `PERFORMANCE.md` has what takes a clock.\n\n{text}\n"
         "More than the tests have time for: `python scripts/fuzz.py` (10,000 mutations of each reader) and "
         "`python scripts/soak.py` (an hour of kills, damage and resumes; memory over 10,000 steps).\n"
     )
@@ -161,7 +175,7 @@ def main() -> None:
     options = parser.parse_args()
     unknown = [item for item in options.items if item not in ITEMS]
     if unknown:
-        sys.exit(f"no item {', '.join(unknown)}: F1 to F20, S1 to S15")
+        sys.exit(f"no item {', '.join(unknown)}: F1 to F20, N1 to N9, S1 to S15, P3")
     wanted = options.items or list(ITEMS)
     collector = Collector(wanted)
     files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.fault(" in path.read_text()]

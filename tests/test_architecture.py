@@ -101,6 +101,7 @@ def test_import_medvl_is_nearly_free() -> None:
     assert heavy == "[]"
 
 
+@pytest.mark.fault("P3")
 def test_encoders_come_alone() -> None:
     code = (
         "import medvl.encoders, sys\n"

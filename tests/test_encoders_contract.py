@@ -106,6 +106,7 @@ def test_uint8_is_what_the_preset_normalises(name: str) -> None:
         torch.testing.assert_close(encoder(image_BCHW).pooled_BD, encoder(by_hand).pooled_BD, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.fault("N7")
 @pytest.mark.parametrize("name", IMAGE_PRESETS)
 def test_images_of_a_batch_do_not_mix(name: str) -> None:
     encoder = tiny_image(name).eval()
@@ -116,6 +117,7 @@ def test_images_of_a_batch_do_not_mix(name: str) -> None:
     torch.testing.assert_close(shuffled.patches_BPD, features.patches_BPD[order], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.fault("N7")
 @pytest.mark.parametrize("name", IMAGE_PRESETS)
 def test_every_image_parameter_learns(name: str) -> None:
     encoder = unsettle(tiny_image(name))
@@ -177,6 +179,7 @@ def test_text_shapes(name: str) -> None:
     assert torch.isfinite(features.tokens_BTD).all()
 
 
+@pytest.mark.fault("N7")
 @pytest.mark.parametrize("name", TEXT_PRESETS)
 @pytest.mark.parametrize("pool", ["cls", "mean", "max", "eos"])
 def test_padding_never_changes_a_value(name: str, pool: str) -> None:
@@ -194,6 +197,7 @@ def test_padding_never_changes_a_value(name: str, pool: str) -> None:
     torch.testing.assert_close(alone.pooled_BD, features.pooled_BD[1:2], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.fault("N7")
 @pytest.mark.parametrize("name", TEXT_PRESETS)
 def test_texts_of_a_batch_do_not_mix(name: str) -> None:
     encoder = tiny_text(name).eval()
@@ -203,6 +207,7 @@ def test_texts_of_a_batch_do_not_mix(name: str) -> None:
     torch.testing.assert_close(encoder(ids_BT[order], mask_BT[order]).pooled_BD, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.fault("N7")
 @pytest.mark.parametrize("name", TEXT_PRESETS)
 def test_every_text_parameter_learns(name: str) -> None:
     encoder = unsettle(tiny_text(name, projection=TEXT_PRESETS[name].projection is not None, layers=(-1, -2)))

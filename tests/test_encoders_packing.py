@@ -45,6 +45,7 @@ def run(encoder: Any, mask_BT: Tensor) -> tuple[Any, dict[str, Tensor | None]]:
     return features, {name: parameter.grad for name, parameter in encoder.named_parameters()}
 
 
+@pytest.mark.fault("N6")
 @pytest.mark.parametrize("mask_BT", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_values_and_gradients_are_those_of_padded_texts(name: str, mask_BT: Tensor) -> None:
@@ -63,6 +64,7 @@ def test_values_and_gradients_are_those_of_padded_texts(name: str, mask_BT: Tens
             torch.testing.assert_close(gradient, theirs, rtol=1e-3, atol=1e-4, msg=parameter)
 
 
+@pytest.mark.fault("N6")
 def test_texts_do_not_see_each_other() -> None:
     encoder = encoder_of().eval()
     encoder.pack()

@@ -56,6 +56,7 @@ def texts(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return ids.masked_fill(~mask, model.text_encoder.pad_id), mask
 
 
+@pytest.mark.fault("N8")
 @pytest.mark.parametrize("make", [chexzero, clip_of_others])
 def test_open_clip_loads_the_folder_and_embeds_alike(make: Callable[[], Any], tmp_path: Path) -> None:
     import open_clip
@@ -117,6 +118,7 @@ def test_what_open_clip_cannot_express_is_named(make: Callable[[], Any], told: s
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.fault("N8")
 def test_hugging_face_loads_a_whole_clip(tmp_path: Path) -> None:
     from transformers import AutoModel, AutoTokenizer
 
@@ -135,6 +137,7 @@ def test_hugging_face_loads_a_whole_clip(tmp_path: Path) -> None:
     assert read == model.tokenize(["small left effusion"])[0].tolist()
 
 
+@pytest.mark.fault("N8")
 @pytest.mark.parametrize("settings", [{}, {"image_encoder": "resnet50"}])
 def test_hugging_face_loads_the_towers_of_any_system(settings: dict[str, Any], tmp_path: Path) -> None:
     """Basic blocks and bottlenecks, their statistics moved; the heads are named as left out."""
@@ -231,6 +234,7 @@ def test_onnx_asks_for_its_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyP
         export_onnx(convirt(), tmp_path / "out")
 
 
+@pytest.mark.fault("N8")
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [chexzero, convirt])
 def test_onnx_computes_the_same(make: Callable[[], Any], tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def learning(model: ALBEF) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.layers.named_parameters()}
 
 
+@pytest.mark.fault("N5")
 def test_the_average_moves_by_its_formula_before_each_training_pass(tokenizer: Tokenizer) -> None:
     """First a copy; then m * average + (1 - m) * weights as they are before the update. Nothing in eval mode."""
     model = make(tokenizer, momentum=0.9)
@@ -84,6 +85,7 @@ def test_the_average_moves_by_its_formula_before_each_training_pass(tokenizer: T
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.fault("N5")
 def test_the_average_is_not_trained(tokenizer: Tokenizer) -> None:
     model = make(tokenizer)
     step(model, make_batch(tokenizer)).total.backward()

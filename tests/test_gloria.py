@@ -416,6 +416,7 @@ def test_without_a_tokenizer_there_are_no_words() -> None:
         model.similarity(Embeddings(torch.zeros(2, 24)), Embeddings(torch.zeros(2, 24)))
 
 
+@pytest.mark.fault("N1")
 def test_two_ranks_take_the_step_of_one(model: GLoRIA, tmp_path: Path) -> None:
     """Loss and gradients of the global batch: uneven ranks, texts of other lengths on each; and of sequences alone."""
     save(model, tmp_path)

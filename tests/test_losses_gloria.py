@@ -88,6 +88,7 @@ def with_gradients(inputs: tuple[Tensor, Tensor, Tensor], **options: Any) -> lis
     return [value.detach(), *torch.autograd.grad(value, leaves)]
 
 
+@pytest.mark.fault("N1")
 @pytest.mark.parametrize("regions", [9, 24], ids=["by gram", "by context"])  # of 16 dimensions
 def test_it_is_the_papers_double_loop(regions: int) -> None:
     regions_BPE, words_BWE, mask_BW = pairs(LENGTHS, regions)
@@ -98,6 +99,7 @@ def test_it_is_the_papers_double_loop(regions: int) -> None:
     )
 
 
+@pytest.mark.fault("N1")
 @pytest.mark.parametrize("regions", [9, 24], ids=["by gram", "by context"])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
 def test_chunks_change_nothing(regions: int, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ def naive_sigmoid(image_BE: Tensor, text_BE: Tensor, bias: Tensor, groups: Seque
     return total / BATCH
 
 
+@pytest.mark.fault("N1")
 @pytest.mark.parametrize("rows", [1, 4, 8, BATCH])
 @pytest.mark.parametrize("weight", [0.75, 0.0, 1.0])
 @pytest.mark.parametrize("name", GROUPS)
@@ -228,6 +229,7 @@ def test_rows_of_same_pairs_and_texts_named_alike_in_every_batch() -> None:
     assert text_ids(torch.tensor([[0], [5]]), torch.tensor([[True], [False]])).tolist()[0] != 0  # no text, not padding
 
 
+@pytest.mark.fault("N4")
 @pytest.mark.parametrize(("dtype", "apart"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("noise", [0.02, 1.0])
 @pytest.mark.parametrize("name", ["own", "study"])
@@ -252,6 +254,7 @@ def test_products_of_16_bits_round_operands_only(name: str, noise: float, dtype:
             assert not torch.equal(mine, exact)
 
 
+@pytest.mark.fault("N3")
 @pytest.mark.parametrize("name", GROUPS)
 def test_passes_over_a_block_can_be_compiled_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU does. The backend that runs eagerly keeps the test short."""

@@ -113,6 +113,7 @@ def cached(model: nn.Module, part: int, batch: Batch, kind: Any = "fp32", count:
     return GradCache(model, part, Precision(kind, WORLD.device))(batch, count, draw)
 
 
+@pytest.mark.fault("N2")
 @pytest.mark.parametrize("part", [1, 3, PAIRS])
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_the_gradient_is_that_of_the_batch_at_once(name: str, part: int) -> None:
@@ -290,6 +291,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
+@pytest.mark.fault("N2")
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_two_ranks_take_the_step_of_one(name: str, found: list[dict[str, dict[str, Tensor]]]) -> None:
     """Uneven ranks, of one part and of three, against one process without parts."""

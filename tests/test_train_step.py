@@ -36,6 +36,7 @@ def step_of(
     )
 
 
+@pytest.mark.fault("N2")
 def test_accumulation_of_a_mean_loss_is_the_big_batch() -> None:
     big, small = Regression(), Regression()
     whole = step_of(big, fakes.optim())(0, 1e-2, [make_batch(list(range(12)))], 1)
@@ -114,6 +115,7 @@ def test_models_made_in_a_seeded_context_are_equal_and_the_generator_is_untouche
     assert torch.equal(torch.rand(2), expected)
 
 
+@pytest.mark.fault("N4")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bit_autocast_stays_near_32_bits_and_keeps_float32_weights(precision: str) -> None:
     full, half = Regression(), Regression()

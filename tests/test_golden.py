@@ -1,0 +1,106 @@
+"""The losses of every pretraining recipe's first fifty steps, compared with those that were seen before.
+
+A change of these curves is a change of what a recipe trains. Where it is meant, write them anew, look at the difference
+and commit it:
+
+    MEDVL_WRITE_GOLDEN=1 pytest tests/test_golden.py
+"""
+
+import json
+import math
+import os
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+
+from medvl.data.tokenize import train_wordpiece
+from medvl.models import create_model
+from medvl.schema import Batch
+from medvl.train.distributed import World
+from medvl.train.optim import build_optimizer
+from medvl.train.precision import Precision
+from medvl.train.step import Step
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = Path(__file__).parent / "golden_curves.json"
+RECIPES = ("convirt_mimic", "gloria_chexpert", "chexzero_mimic", "siglip_mimic", "m3ae_roco_medicat", "medvill_mimic")
+STEPS, BATCHES, PAIRS = 50, 4, 4
+SHOWN = (1, 10, 20, 30, 40, 50)
+FINDINGS = ("effusion", "consolidation", "edema", "pneumothorax")
+SIDES = ("left", "right", "bilateral", "small")
+TEXTS = [f"There is a {side} {finding}." for finding in FINDINGS for side in SIDES]
+
+
+def batches(config: Any, tokenizer: Any) -> Iterator[Batch]:
+    """The same few, over and over: noise, and one sentence each."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (len(TEXTS), 1, config.image_size, config.image_size), generator=generator)
+    for step in range(STEPS):
+        rows = torch.arange(PAIRS) * BATCHES + step % BATCHES
+        texts = [TEXTS[row] for row in rows.tolist()]
+        ids_BT, mask_BT = tokenizer(texts)
+        keys = [str(row) for row in rows.tolist()]
+        yield Batch(
+            keys=keys, image_BCHW=images[rows].to(torch.uint8), ids_BT=ids_BT, mask_BT=mask_BT,
+            labels_BL=torch.zeros(PAIRS, 0), texts=texts, studies=keys,
+        )  # fmt: skip
+
+
+def start(model: nn.Module) -> None:
+    """Weights of our own, and no dropout: what a library draws, and in which order, may change with its version."""
+    generator = torch.Generator().manual_seed(0)
+    for _, parameter in sorted(model.named_parameters()):
+        if parameter.ndim > 1:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data = noise / math.sqrt(parameter[0].numel())
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def curves(recipe: str, precision: Literal["fp32", "bf16"] = "fp32") -> dict[str, list[float]]:
+    """Every term of the loss at some of the steps, at a constant rate."""
+    settings = runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"))["PRESETS"]["tiny"]
+    tokenizer = train_wordpiece(TEXTS, vocab_size=200, min_frequency=1)
+    model = create_model(settings.model, tokenizer=tokenizer).train()
+    start(model)
+    world = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
+    optimizer = build_optimizer(model, settings.optim)
+    options: dict[str, Any] = {"seed": 0, "clip_norm": 1.0, "channels_last": False}
+    step = Step(model, optimizer, Precision(precision, world.device), world, **options)
+    found: dict[str, list[float]] = {}
+    for number, batch in enumerate(batches(settings.model, tokenizer), start=1):
+        (losses,) = step(number, 1e-4, [batch], 1).losses
+        if number in SHOWN:
+            for name, value in {"total": losses.total, **losses.terms}.items():
+                found.setdefault(name, []).append(round(float(value), 4))
+    return found
+
+
+@pytest.mark.fault("N9")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_first_fifty_losses_are_those_of_before(recipe: str) -> None:
+    """To 0.03: other processors round differently, and fifty steps make more of it."""
+    found = curves(recipe)
+    known = json.loads(GOLDEN.read_text()) if GOLDEN.is_file() else {}
+    if os.environ.get("MEDVL_WRITE_GOLDEN"):
+        GOLDEN.write_text(json.dumps({**known, recipe: found}, indent=1, sort_keys=True) + "\n")
+        pytest.skip("written anew")
+    assert found.keys() == known[recipe].keys()
+    for name, values in found.items():
+        assert values == pytest.approx(known[recipe][name], abs=0.03), name
+    assert found["total"][-1] < found["total"][0], "it does not learn its few samples"
+
+
+@pytest.mark.fault("N4")
+@pytest.mark.parametrize(("recipe", "band"), [("chexzero_mimic", 0.05), ("medvill_mimic", 0.05)])
+def test_a_curve_in_bf16_stays_in_a_band_around_that_in_float32(recipe: str, band: float) -> None:
+    known = json.loads(GOLDEN.read_text())[recipe]
+    for name, values in curves(recipe, "bf16").items():
+        assert values != known[name]
+        assert values == pytest.approx(known[name], abs=band), name
