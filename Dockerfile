@@ -3,8 +3,9 @@
 # --ipc host: the loader's workers hand batches over through shared memory, which a container has little of.
 FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04
 
+# gcc and Python's headers: torch.compile builds what starts its kernels.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends python3.12 python3.12-venv \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev python3.12 python3.12-dev python3.12-venv \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 10001 medvl
 

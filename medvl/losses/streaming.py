@@ -16,6 +16,7 @@ B pairs, R rows of a block, E shared embedding dim.
 import functools
 import importlib.util
 import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -180,9 +181,15 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function)
 
 
+@functools.cache
+def _can_fuse() -> bool:
+    """Whether there is Triton, and the C compiler that it calls."""
+    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("gcc", "clang", "cc")))
+
+
 def _best(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
     """One kernel for all of a function's passes over a block, where the tensor's device has a compiler for them."""
-    return _fused(function) if tensor.is_cuda and importlib.util.find_spec("triton") else function
+    return _fused(function) if tensor.is_cuda and _can_fuse() else function
 
 
 class _InfoNCE(torch.autograd.Function):

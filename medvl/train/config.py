@@ -157,7 +157,7 @@ class TrainConfig:
     channels_last: bool = False
     """Faster convolutions on a GPU."""
     compile: bool = False
-    """Compile the model: a minute at the start, then faster steps on a GPU."""
+    """Compile the model: a minute at the start, then faster steps on a GPU. Needs a C compiler and Python's headers."""
     packed_text: bool = False
     """Text encoders compute the real tokens of a batch and no padding: the same values and gradients, at a cost that
     follows the length of the reports. For BERT, RoBERTa and ALBERT; see `medvl.encoders.packing`."""

@@ -208,8 +208,9 @@ def machine_settings(world: World, num_threads: int | None, deterministic: bool,
     algorithms_before = torch.are_deterministic_algorithms_enabled()
     products_before, trials_before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
     if world.device.type == "cuda":
-        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
         torch.backends.cudnn.benchmark = not deterministic
+        if precision != "fp32":
+            torch.set_float32_matmul_precision("high")
     if num_threads is None and world.size > 1 and world.device.type == "cpu":
         num_threads = max(1, _cores() // world.local_size)
     if num_threads is not None:
