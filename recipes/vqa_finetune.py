@@ -87,7 +87,7 @@ tiny = Recipe(
     optim=OptimConfig(lr=2e-4, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
     train=TrainConfig(
         run_dir=Path("quickstart/vqa-run"),
-        epochs=4,
+        epochs=6,
         global_batch=64,
         precision="bf16",
         channels_last=True,
