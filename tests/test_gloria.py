@@ -25,7 +25,7 @@ from medvl.eval.retrieval import Similarity, take
 from medvl.losses.gloria import gloria_attention, gloria_similarity
 from medvl.models import GLoRIAConfig, load_towers, save
 from medvl.models.gloria import GLoRIA
-from medvl.models.words import sum_by_slot, word_slots
+from medvl.models.words import most_slots, sum_by_slot, word_slots
 from medvl.schema import Batch, Embeddings
 
 
@@ -102,7 +102,7 @@ def test_the_vector_of_a_text_has_the_direction_of_the_mean_over_its_slots(model
 def test_tokens_are_summed_by_slot() -> None:
     tokens_BTD = torch.randn(2, 6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     slot_BT = torch.tensor([[0, 1, 1, 2, -1, -1], [0, 1, 2, 3, 3, -1]])
-    words_BWD, mask_BW = sum_by_slot(tokens_BTD, slot_BT)
+    words_BWD, mask_BW = sum_by_slot(tokens_BTD, slot_BT, most_slots(slot_BT))
     assert mask_BW.tolist() == [[True, True, True, False], [True] * 4]
     for text in range(2):
         for word in range(4):
@@ -117,7 +117,8 @@ def test_the_first_token_has_slot_0_and_the_last_none(tokenizer: Tokenizer) -> N
     assert slot_BT[:, 0].tolist() == [0, 0]
     assert slot_BT[1].unique_consecutive().tolist() == [0, 1, 2, 3, -1]
     mask_BT[0] = False
-    words_BWD, mask_BW = sum_by_slot(torch.ones(2, mask_BT.shape[1], 4), word_slots(tokenizer, ids_BT, mask_BT))
+    slot_BT = word_slots(tokenizer, ids_BT, mask_BT)
+    words_BWD, mask_BW = sum_by_slot(torch.ones(2, mask_BT.shape[1], 4), slot_BT, most_slots(slot_BT))
     assert mask_BW.tolist() == [[False] * 4, [True] * 4]
     assert not words_BWD[0].any()
 

@@ -19,7 +19,7 @@ from medvl.models.dual import ContrastiveEncoder, Pairs
 from medvl.models.fusion.draws import complete_rows
 from medvl.models.gloria_config import GLoRIAConfig
 from medvl.models.maps import on_image
-from medvl.models.words import sum_by_slot, word_slots
+from medvl.models.words import most_slots, sum_by_slot, word_slots
 from medvl.schema import Batch, Embeddings, Losses
 
 
@@ -206,9 +206,10 @@ class GLoRIA(ContrastiveEncoder):
             raise ConfigError(
                 "this model has no tokenizer, so it cannot tell words in token ids: create_model(..., tokenizer=FOLDER)"
             )
-        slot_BT = word_slots(self.tokenizer, ids_BT, mask_BT)  # before the encoder: its width is waited for
+        slot_BT = word_slots(self.tokenizer, ids_BT, mask_BT)
+        width = most_slots(slot_BT)  # before the encoder: it is waited for
         features = self.text_encoder(ids_BT, mask_BT)
-        words_BWD, mask_BW = sum_by_slot(features.tokens_BTD, slot_BT)
+        words_BWD, mask_BW = sum_by_slot(features.tokens_BTD, slot_BT, width)
         if not self.config.text_token:
             words_BWD, mask_BW = words_BWD[:, 1:], mask_BW[:, 1:]
         global_BE = F.normalize(self.text_head(features.pooled_BD).float(), dim=-1)
