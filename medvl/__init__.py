@@ -8,34 +8,42 @@ Everything is imported on first use: `import medvl` costs milliseconds.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from medvl import _torchvision
+from medvl.common import torchvision_cpu
+from medvl.common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from medvl import data as data
+    from medvl import encoders as encoders
+    from medvl import errors as errors
+    from medvl import eval as eval
+    from medvl import export as export
+    from medvl import losses as losses
+    from medvl import models as models
+    from medvl import phantom as phantom
+    from medvl import schema as schema
+    from medvl import train as train
+    from medvl.models import create_model as create_model
+    from medvl.models import list_models as list_models
+    from medvl.models import load as load
 
 __version__ = "0.1.0"
 
-_torchvision.install()  # must come before timm, open_clip or transformers are imported
+torchvision_cpu.install()  # must come before timm, open_clip or transformers are imported
 
-_LAZY = {
-    "create_model": "medvl.models",
-    "list_models": "medvl.models",
-    "load": "medvl.models",
-}
-_SUBMODULES = (
-    *("data", "encoders", "errors", "eval", "export"),
-    *("files", "losses", "models", "phantom", "schema", "train"),
-)
+_SUBMODULES = ("data", "encoders", "errors", "eval", "export", "losses", "models", "phantom", "schema", "train")
 
-__all__ = ["__version__", *_LAZY, *_SUBMODULES]
+_getattr, _dir, _names = lazy_exports(__name__, {".models": ["create_model", "list_models", "load"]})
+
+__all__ = ["__version__", *_names, *_SUBMODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
     if name in _SUBMODULES:
         return importlib.import_module(f"medvl.{name}")
-    raise AttributeError(f"module 'medvl' has no attribute {name!r}")
+    return _getattr(name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*_dir(), *_SUBMODULES})

@@ -24,12 +24,12 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medvl.data.text import WholeText
-from medvl.data.transforms import ConVIRTAugmentation, EvalTransform
-from medvl.models.clip_configs import CheXzeroConfig
+from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
+from medvl.data.transforms.text import WholeText
+from medvl.models.dual_encoders.clip_configs import CheXzeroConfig
 from medvl.train.config import Cosine, OptimConfig, TrainConfig
-from medvl.train.data import DataConfig
-from medvl.train.launch import launch
+from medvl.train.recipe_cli import launch
+from medvl.train.tasks.pretraining import DataConfig
 
 if TYPE_CHECKING:
     from medvl.train import Run

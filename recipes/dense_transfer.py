@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from medvl.train.config import Cosine, OptimConfig, TrainConfig
-from medvl.train.launch import launch
-from medvl.train.marks import MarkConfig
+from medvl.train.recipe_cli import launch
+from medvl.train.tasks.dense import MarkConfig
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -113,7 +113,7 @@ def prepare(recipe: Recipe) -> "Run":
     from medvl.eval import DetectionEval, SegmentationEval
     from medvl.models import Detector, Segmenter, create_dense
     from medvl.train import Run, seeded
-    from medvl.train.marks import open_marks
+    from medvl.train.tasks.dense import open_marks
 
     detects = recipe.task == "detection"
     kind: Literal["boxes", "masks"] = "boxes" if detects else "masks"

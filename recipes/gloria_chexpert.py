@@ -22,12 +22,12 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medvl.data.text import RandomSentence, WholeText
-from medvl.data.transforms import ConVIRTAugmentation, RandomCrop
-from medvl.models.gloria_config import GLoRIAConfig
+from medvl.data.transforms.image import ConVIRTAugmentation, RandomCrop
+from medvl.data.transforms.text import RandomSentence, WholeText
+from medvl.models.dual_encoders.gloria_config import GLoRIAConfig
 from medvl.train.config import Cosine, OptimConfig, Plateau, TrainConfig
-from medvl.train.data import DataConfig
-from medvl.train.launch import launch
+from medvl.train.recipe_cli import launch
+from medvl.train.tasks.pretraining import DataConfig
 
 if TYPE_CHECKING:
     from medvl.train import Run

@@ -19,10 +19,10 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from medvl.data.transforms import ConVIRTAugmentation, EvalTransform
+from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.train.config import OptimConfig, Plateau, TrainConfig
-from medvl.train.labels import LabelConfig
-from medvl.train.launch import launch
+from medvl.train.recipe_cli import launch
+from medvl.train.tasks.classification import LabelConfig
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -104,7 +104,7 @@ def prepare(recipe: Recipe) -> "Run":
     from medvl.eval import ClassifyEval, LabelPolicy
     from medvl.models import create_classifier
     from medvl.train import Run, seeded
-    from medvl.train.labels import open_labels
+    from medvl.train.tasks.classification import open_labels
 
     policy = LabelPolicy(uncertain=recipe.uncertain, missing=recipe.missing)
     with seeded(recipe.train.seed):

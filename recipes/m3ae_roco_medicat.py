@@ -20,12 +20,12 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medvl.data.text import RandomSection
-from medvl.data.transforms import EvalTransform
-from medvl.models.fusion_configs import M3AEConfig
+from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.text import RandomSection
+from medvl.models.fusion_encoders.config import M3AEConfig
 from medvl.train.config import Cosine, Linear, OptimConfig, TrainConfig
-from medvl.train.data import DataConfig
-from medvl.train.launch import launch
+from medvl.train.recipe_cli import launch
+from medvl.train.tasks.pretraining import DataConfig
 
 if TYPE_CHECKING:
     from medvl.train import Run

@@ -24,12 +24,12 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medvl.data.text import WholeText
-from medvl.data.transforms import ConVIRTAugmentation
-from medvl.models.fusion_configs import MedViLLConfig
+from medvl.data.transforms.image import ConVIRTAugmentation
+from medvl.data.transforms.text import WholeText
+from medvl.models.fusion_encoders.config import MedViLLConfig
 from medvl.train.config import Constant, Cosine, OptimConfig, TrainConfig
-from medvl.train.data import DataConfig
-from medvl.train.launch import launch
+from medvl.train.recipe_cli import launch
+from medvl.train.tasks.pretraining import DataConfig
 
 if TYPE_CHECKING:
     from medvl.train import Run

@@ -18,12 +18,12 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medvl.data.transforms import ConVIRTAugmentation, EvalTransform
-from medvl.models.fusion_configs import DualStreamConfig
-from medvl.models.vqa_config import DecoderConfig, Head
+from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
+from medvl.models.downstream.vqa.config import DecoderConfig, Head
+from medvl.models.fusion_encoders.config import DualStreamConfig
 from medvl.train.config import Cosine, Linear, OptimConfig, TrainConfig
-from medvl.train.launch import launch
-from medvl.train.questions import QuestionConfig
+from medvl.train.recipe_cli import launch
+from medvl.train.tasks.vqa import QuestionConfig
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -112,7 +112,7 @@ def prepare(recipe: Recipe) -> "Run":
     from medvl.eval import AnswerEval, answers_in, get_protocol
     from medvl.models import create_vqa
     from medvl.train import Run, seeded
-    from medvl.train.questions import open_questions
+    from medvl.train.tasks.vqa import open_questions
 
     answers = answers_in(recipe.data.train, recipe.protocol).answers
     normalize = get_protocol(recipe.protocol).normalize

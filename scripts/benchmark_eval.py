@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from medvl.eval import bootstrap_auroc, bootstrap_average_precision, stats
-from medvl.eval.curves import roc_curve
-from medvl.eval.retrieval import retrieval_ranks
+from medvl.eval import bootstrap_auroc, bootstrap_average_precision
+from medvl.eval.core import bootstrap
+from medvl.eval.core.curves import roc_curve
+from medvl.eval.retrieval.image_text import retrieval_ranks
 from medvl.schema import Embeddings
 
 RESAMPLES, LABELS = 1000, 14
@@ -78,14 +79,14 @@ def plain_loop(
     metric: str, referee: Callable[..., float], scores_NL: np.ndarray, labels_NL: np.ndarray, resamples: int
 ) -> tuple[float, float]:
     """Seconds that 1,000 resamples would take, and the largest difference from ours in any value."""
-    indices_RN = stats.bootstrap_indices(len(scores_NL), resamples)
+    indices_RN = bootstrap.bootstrap_indices(len(scores_NL), resamples)
     started = time.perf_counter()
     loop_RL = [
         [referee(labels_NL[drawn, label], scores_NL[drawn, label]) for label in range(LABELS)] for drawn in indices_RN
     ]
     seconds = (time.perf_counter() - started) * RESAMPLES / resamples
-    (counts_NR,) = stats.resample_counts(len(scores_NL), resamples, seed=0)
-    columns = stats.ranked_columns(scores_NL, labels_NL)
+    (counts_NR,) = bootstrap.resample_counts(len(scores_NL), resamples, seed=0)
+    columns = bootstrap.ranked_columns(scores_NL, labels_NL)
     ours_RL = np.stack([getattr(column, metric)(counts_NR) for column in columns], axis=1)
     return seconds, float(np.abs(ours_RL - np.array(loop_RL)).max())
 

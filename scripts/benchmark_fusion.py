@@ -5,8 +5,9 @@ that are kept against encoding both sides of every pair: arithmetic, and time if
     python scripts/benchmark_fusion.py --seconds --size tiny          # samples/s too, forward and backward
     python scripts/benchmark_fusion.py --seconds --device cuda --batch 32
 
-Both forms give the same losses and gradients (tests/test_fusion_m3ae.py), and the same scores and ranks
-(tests/test_eval_rerank.py). Counts are torch's own, multiply and add as
+Both forms give the same losses and gradients (tests/models/fusion_encoders/test_fusion_m3ae.py), and the same
+scores and ranks
+(tests/eval/retrieval/test_eval_rerank.py). Counts are torch's own, multiply and add as
 two, of the forward pass; the published size has 288-pixel images and 64 tokens, of which a tenth or so is masked.
 """
 
@@ -19,14 +20,14 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from medvl.data.masking import MaskedText
-from medvl.eval.rerank import Encoded, match_scores
+from medvl.data.transforms.mlm_masking import MaskedText
+from medvl.eval.retrieval.rerank import Encoded, match_scores
 from medvl.losses.itm import MatchingPairs
 from medvl.losses.mim import mask_patches, patchify
-from medvl.models.fusion.draws import Draw
-from medvl.models.fusion.encoder import Tokens
-from medvl.models.fusion_configs import M3AEConfig
-from medvl.models.m3ae import M3AE, M3AEPredictions
+from medvl.models.fusion_encoders.config import M3AEConfig
+from medvl.models.fusion_encoders.corruption import Draw
+from medvl.models.fusion_encoders.layers.encoder import Tokens
+from medvl.models.fusion_encoders.m3ae import M3AE, M3AEPredictions
 from medvl.schema import Batch
 
 SIZES = {

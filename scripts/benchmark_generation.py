@@ -4,7 +4,8 @@
     python scripts/benchmark_generation.py --seconds --size tiny
     python scripts/benchmark_generation.py --seconds --device cuda --batch 32
 
-Both forms write the same words (tests/test_generation.py). Counts are torch's own, multiply and add as two, of one
+Both forms write the same words (tests/models/test_generation.py). Counts are torch's own, multiply and add as two,
+of one
 image; the published size has 256 cells of an image at 512 pixels. The form without a cache is the released one: image
 block, words and a mask token through BERT at every step, the image encoder once.
 """
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from medvl.models.fusion.encoder import Tokens
-from medvl.models.fusion_configs import MedViLLConfig
-from medvl.models.medvill import MaskWriter, MedViLL, image_block
+from medvl.models.fusion_encoders.config import MedViLLConfig
+from medvl.models.fusion_encoders.layers.encoder import Tokens
+from medvl.models.fusion_encoders.medvill import MaskWriter, MedViLL, image_block
 
 SIZES = {
     "paper": MedViLLConfig(attention="seq2seq", objective="report"),

@@ -25,16 +25,16 @@ import simplejpeg
 import torch
 
 from medvl import phantom
+from medvl.data.convert.options import ShardRun
+from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora import mimic_cxr
-from medvl.data.deid import Deidentifier
-from medvl.data.items import sample_rng
-from medvl.data.loader import Loader, open_loader
-from medvl.data.shard_options import ShardRun
-from medvl.data.sharding import write_shards
-from medvl.data.shards import ShardSource
-from medvl.data.text import RandomSentence
-from medvl.data.tokenize import Tokenizer, train_wordpiece
-from medvl.data.transforms import ConVIRTAugmentation
+from medvl.data.loading.collate import sample_rng
+from medvl.data.loading.loader import Loader, open_loader
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.shards.format import ShardSource
+from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
+from medvl.data.transforms.image import ConVIRTAugmentation
+from medvl.data.transforms.text import RandomSentence
 
 
 def main() -> None:

@@ -16,8 +16,8 @@ from typing import TypeVar
 import cv2
 
 from medvl.phantom import World, boxes, compose_report, draw
-from medvl.phantom.dicom_file import dicom_bytes
-from medvl.phantom.mimic import encode_jpeg
+from medvl.phantom.layouts.dicom_writer import dicom_bytes
+from medvl.phantom.layouts.mimic_cxr import encode_jpeg
 
 Item = TypeVar("Item")
 

@@ -22,12 +22,12 @@ import cv2
 import pydicom
 
 from medvl import phantom
+from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.data.convert.pipeline import write_shards
+from medvl.data.convert.writer import ShardTask, build_shard
 from medvl.data.corpora import mimic_cxr
-from medvl.data.corpora.base import Plan, Record
-from medvl.data.deid import Deidentifier
-from medvl.data.shard_build import ShardTask, build_shard
-from medvl.data.shard_options import ShardOptions, ShardRun
-from medvl.data.sharding import write_shards
+from medvl.data.corpora.common.tables import Plan, Record
+from medvl.data.privacy.deidentify import Deidentifier
 
 OPTIONS = ShardOptions(keep_textless=True)
 

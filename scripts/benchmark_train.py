@@ -32,29 +32,29 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from medvl import phantom
+from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora import mimic_cxr
-from medvl.data.deid import Deidentifier
-from medvl.data.shard_options import ShardOptions, ShardRun
-from medvl.data.sharding import write_shards
-from medvl.data.shards import ShardSource
-from medvl.data.text import WholeText
-from medvl.data.tokenize import load_tokenizer
-from medvl.data.transforms import EvalTransform
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.shards.format import ShardSource
+from medvl.data.tokenizer.tokenizer import load_tokenizer
+from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.text import WholeText
 from medvl.models import create_model
-from medvl.models.clip_configs import CLIPConfig
+from medvl.models.dual_encoders.clip_configs import CLIPConfig
 from medvl.schema import Batch
 from medvl.train.config import OptimConfig, TrainConfig
-from medvl.train.data import DataConfig, open_data
-from medvl.train.diagnosis import describe
-from medvl.train.distributed import World, join
-from medvl.train.doctor import examine
-from medvl.train.feed import Feed
-from medvl.train.measure import synchronize
-from medvl.train.optim import build_optimizer
-from medvl.train.precision import Precision
+from medvl.train.doctor.diagnosis import describe
+from medvl.train.doctor.examine import examine
+from medvl.train.doctor.timers import synchronize
+from medvl.train.loop.step import Step
+from medvl.train.optim.optimizer import build_optimizer
+from medvl.train.optim.precision import Precision
+from medvl.train.parallel.batches import Feed
+from medvl.train.parallel.distributed import World, join
+from medvl.train.parallel.prefetch import side_stream
 from medvl.train.run import Run
-from medvl.train.step import Step
-from medvl.train.transfer import side_stream
+from medvl.train.tasks.pretraining import DataConfig, open_data
 
 SMALL_IMAGE = {"embed_dim": 128, "patch_size": 16, "width": 192, "layers": 4, "head_width": 64}
 SMALL_TEXT = {"embed_dim": 128, "context_length": 77, "width": 192, "num_hidden_layers": 3, "heads": 3}

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from medvl.train.distributed import World
-from medvl.train.measure import synchronize
-from medvl.train.precision import Precision
+from medvl.train.doctor.timers import synchronize
+from medvl.train.optim.precision import Precision
+from medvl.train.parallel.distributed import World
 
 SMALL: dict[str, Any] = {
     "embed_dim": 128,

@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import medvl
-from medvl.data.shards import ShardSource
+from medvl.data.shards.format import ShardSource
 from medvl.errors import MedvlError
-from medvl.eval.stats import bootstrap
-from medvl.eval.vqa.answer import question_data
-from medvl.eval.vqa.questions import VQAData
+from medvl.eval.core.bootstrap import bootstrap
+from medvl.eval.vqa.predict import question_data
+from medvl.eval.vqa.question_set import VQAData
 from medvl.models import create_model
-from medvl.models.storage import save
+from medvl.models.checkpoint import save
 from medvl.train import seeded
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "vqa_finetune.py"
@@ -62,7 +62,7 @@ def answer(options: argparse.Namespace, start: str, seed: int) -> None:
     arguments += ["--data.train", options.train, "--data.valid", options.valid, *options.recipe_options]
     subprocess.run([sys.executable, RECIPE, *map(str, arguments)], check=True)
     judge = ["eval", "vqa", "--checkpoint", run / "best", "--data", options.test, "--train", options.train]
-    subprocess.run([sys.executable, "-m", "medvl.cli", *map(str, judge), "--out", run / "answers"], check=True)
+    subprocess.run([sys.executable, "-m", "medvl.cli.main", *map(str, judge), "--out", run / "answers"], check=True)
 
 
 def blank(start: Path, folder: Path, seed: int) -> Path:

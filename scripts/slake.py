@@ -12,8 +12,8 @@ import argparse
 from collections.abc import Iterable
 
 from medvl.data.corpora import slake
-from medvl.data.deid import Deidentifier
-from medvl.eval.vqa.report import parser_of, run_script
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.eval.vqa.corpus_scripts import parser_of, run_script
 from medvl.schema import Sample
 
 

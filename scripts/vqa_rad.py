@@ -14,8 +14,8 @@ import argparse
 from collections.abc import Iterable
 
 from medvl.data.corpora import vqa_rad
-from medvl.data.deid import Deidentifier
-from medvl.eval.vqa.report import parser_of, run_script
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.eval.vqa.corpus_scripts import parser_of, run_script
 from medvl.schema import Sample
 
 

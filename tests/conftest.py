@@ -1,19 +1,23 @@
 """Shared by all tests: no network, one thread a process, the folder of real data where there is one."""
 
-import gzip
 import os
 from pathlib import Path
 
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+)  # children import helpers
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import cv2
-import numpy as np
 import pytest
 import torch
+from helpers.mimic_files import IMAGES, LABELS, REPORTS, textured, write_csv_gz
 
-from medvl.data.deid import Deidentifier  # importing medvl puts in the torchvision hook, before timm or transformers
+from medvl.data.privacy.deidentify import (
+    Deidentifier,  # importing medvl puts in the torchvision hook, before timm or transformers
+)
 from medvl.schema import FINDINGS
 
 torch.set_num_threads(1)
@@ -26,49 +30,6 @@ def real_data() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("MEDVL_REAL_DATA names no folder")
     return Path(folder)
-
-
-REPORTS = {
-    ("10000032", "50414267"): (
-        "                                 FINAL REPORT\n EXAMINATION:  CHEST (PA AND LAT)\n\n INDICATION:  ___F with cough  // ?pna\n\n"
-        " FINDINGS: \n \n There is a small left pleural effusion. The heart is mildly\n enlarged. No pneumothorax.\n\n"
-        " IMPRESSION: \n \n Small left pleural effusion.\n"
-    ),
-    ("10000032", "53189527"): (
-        "                                 WET READ: ___ ___ ___ 5:20 PM\n  No acute process.\n"
-        " ______________________________________________________________________________\n"
-        "                                 FINAL REPORT\n IMPRESSION:  No acute cardiopulmonary process.\n"
-    ),
-    ("10000764", "57375967"): (
-        "                                 FINAL REPORT\n CHEST, SINGLE VIEW ON ___\n\n HISTORY not given.\n\n"
-        " There is dense consolidation in the right lower lobe.  Recommend follow-up.\n"
-    ),
-    ("11000001", "51000001"): "                                 FINAL REPORT\n FINDINGS: Moderate pulmonary edema.\n",
-}
-IMAGES = [  # subject, study, dicom_id, ViewPosition, split
-    ("10000032", "50414267", "02aa804e-bde0afdd-112c0b34-7bc16630-4e384014", "PA", "train"),
-    ("10000032", "50414267", "174413ec-4ec4c1f7-34ea26b7-c5f994f8-79ef1962", "LATERAL", "train"),
-    ("10000032", "53189527", "2a2277a9-b0ded155-c0de8eb9-c124d10e-82c5caab", "PA", "train"),
-    ("10000764", "57375967", "096052b7-d256dc40-453a102b-fa7d01c6-1b22c6b4", "AP", "test"),
-    ("11000001", "51000001", "b79e55c3-735ce5ac-64412506-cdc9ea79-f1af521f", "", "validate"),
-]
-LABELS = {
-    "50414267": {"Pleural Effusion": "1.0", "Cardiomegaly": "1.0", "Pneumothorax": "0.0"},
-    "53189527": {"No Finding": "1.0"},
-    "57375967": {"Consolidation": "-1.0"},
-    "51000001": {"Edema": "1.0"},
-}
-
-
-def write_csv_gz(path: Path, header: list[str], rows: list[list[str]]) -> None:
-    lines = [",".join(f'"{field}"' if "," in field else field for field in row) for row in [header, *rows]]
-    path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode(), mtime=0))
-
-
-def textured(seed: int, height: int, width: int) -> np.ndarray:
-    """A grey image that no other seed gives."""
-    coarse = np.random.default_rng(seed).integers(0, 256, (8, 8), dtype=np.uint8)
-    return cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from medvl import cli
+from medvl.cli import main as cli
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

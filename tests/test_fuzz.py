@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from script_modules import load_script
+from helpers.script_modules import load_script
 
 forking = multiprocessing.get_context("fork")
 

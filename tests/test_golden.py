@@ -18,13 +18,13 @@ import pytest
 import torch
 from torch import nn
 
-from medvl.data.tokenize import train_wordpiece
+from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.models import create_model
 from medvl.schema import Batch
-from medvl.train.distributed import World
-from medvl.train.optim import build_optimizer
-from medvl.train.precision import Precision
-from medvl.train.step import Step
+from medvl.train.loop.step import Step
+from medvl.train.optim.optimizer import build_optimizer
+from medvl.train.optim.precision import Precision
+from medvl.train.parallel.distributed import World
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden_curves.json"

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from spine_corpus import RECIPE
+from helpers.spine_corpus import RECIPE
 
 # Runs the recipe as `python recipe.py ...` does, and then tells which heavy libraries it has taken in.
 WATCHED = """
@@ -51,7 +51,7 @@ def test_the_commands_that_it_names_exist(tmp_path: Path) -> None:
     advice = [line.split() for line in recipe(tmp_path).stderr.splitlines() if line.startswith("    ")]
     shards, torchrun, quickstart = advice
     options = subprocess.run(
-        [sys.executable, "-m", "medvl.cli", *shards[1:3], "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "medvl.cli.main", *shards[1:3], "--help"], capture_output=True, text=True, check=True
     ).stdout
     flags = recipe(tmp_path, "--help").stdout
     assert all(word in options for word in shards if word.startswith("--"))

@@ -21,26 +21,25 @@ import numpy as np
 import pydicom
 import pytest
 import torch
-from conftest import textured
-from dicom_builder import image_dataset, write_dataset
+from helpers.dicom_builder import image_dataset, write_dataset
+from helpers.mimic_files import textured
+from helpers.shard_plans import OPTIONS, make_plan, reseal
 from pydicom.uid import UID
-from test_sharding import OPTIONS, make_plan
-from test_verify import reseal
 
-from medvl import cli
-from medvl.data import tars
-from medvl.data.burned_in import has_burned_in_text
-from medvl.data.corpora.base import Plan, Record
-from medvl.data.deid import Deidentifier
-from medvl.data.dicom import read_dicom
-from medvl.data.shard_options import ShardRun
-from medvl.data.sharding import write_shards
-from medvl.data.shards import ShardSource
-from medvl.data.verify import verify_folder
+from medvl.cli import main as cli
+from medvl.data.convert.options import ShardRun
+from medvl.data.convert.pipeline import write_shards
+from medvl.data.corpora.common.tables import Plan, Record
+from medvl.data.dicom.reader import read_dicom
+from medvl.data.privacy.burned_in_text import has_burned_in_text
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.shards import tar_reader
+from medvl.data.shards.format import ShardSource
+from medvl.data.shards.verify import verify_folder
 from medvl.encoders.pretrained import read_tensors
 from medvl.errors import BudgetError, CheckpointError, DicomError, ShardError, WeightsError
 from medvl.schema import Sample
-from medvl.train import checkpoint
+from medvl.train.fault_tolerance import checkpoint
 
 ROOT = Path(__file__).parent.parent
 
@@ -89,7 +88,7 @@ def repaired(block: bytes) -> bytes:
 def test_hostile_members_are_refused_before_they_are_read(kind: str) -> None:
     data = repaired(HOSTILE[kind][:512]) + HOSTILE[kind][512:] + bytes(1024)
     stream = io.BytesIO(header("fine.json", 2) + padded(b"{}") + data)
-    found = tars.members(stream, "a.tar")
+    found = tar_reader.members(stream, "a.tar")
     assert next(found).name == "fine.json"
     with pytest.raises(ShardError, match=r"^a\.tar (holds|has a damaged header)"):
         list(found)
@@ -114,7 +113,7 @@ class Endless(io.RawIOBase):
 @pytest.mark.fault("S4")
 def test_members_without_end_take_no_memory() -> None:
     tracemalloc.start()
-    for _ in itertools.islice(tars.samples(Endless(), "endless"), 5_000):
+    for _ in itertools.islice(tar_reader.samples(Endless(), "endless"), 5_000):
         pass
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -208,7 +207,7 @@ IMAGES: dict[str, Callable[[], bytes]] = {
 DECODE = """
 import re, sys, time
 from pathlib import Path
-from medvl.data.images import decode_image
+from medvl.data.images.codecs import decode_image
 from medvl.errors import ImageError
 for path in sys.argv[1:]:
     started = time.process_time()
@@ -245,23 +244,22 @@ def test_image_bombs_take_little_memory_and_time(tmp_path: Path) -> None:
 CAPPED = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
 import numpy as np
-from test_sharding import OPTIONS, make_plan
-from medvl.data import shard_build
-from medvl.data.deid import Deidentifier
-from medvl.data.memory import cap_memory
-from medvl.data.shard_options import ShardRun
-from medvl.data.sharding import write_shards
+from helpers.shard_plans import OPTIONS, make_plan
+from medvl.data.convert import writer
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.convert.memory_limit import cap_memory
+from medvl.data.convert.options import ShardRun
+from medvl.data.convert.pipeline import write_shards
 
 def greedy(sample, **options):
     if sample.key == "key003":
         np.ones(1 << 30, np.uint8)
     return decode(sample, **options)
 
-out = Path(sys.argv[2])
+out = Path(sys.argv[1])
 plan = make_plan(out / "images")
-decode, shard_build.read_pixels = shard_build.read_pixels, greedy
+decode, writer.read_pixels = writer.read_pixels, greedy
 cap_memory(512 << 20)
 (manifest,) = write_shards(plan, Deidentifier(bytes(32)), ShardRun(out=out / "out", workers=1, max_skipped=2), OPTIONS).values()
 print(manifest.samples, manifest.skipped_keys)
@@ -272,7 +270,7 @@ print(manifest.samples, manifest.skipped_keys)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the cap counts as Linux does")
 def test_an_image_that_outgrows_its_worker_is_skipped_and_counted(tmp_path: Path) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", CAPPED, str(Path(__file__).parent), str(tmp_path)],
+        [sys.executable, "-c", CAPPED, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -409,7 +407,7 @@ def test_folders_of_any_name(name: str, tmp_path: Path, deid: Deidentifier, caps
 def test_offline_no_socket_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
-    from medvl import _hub
+    from medvl.common import hub
     from medvl.encoders import create_image_encoder
 
     def refuse(*arguments: object) -> None:
@@ -418,7 +416,7 @@ def test_offline_no_socket_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     with pytest.raises(WeightsError, match="HF_HUB_OFFLINE is set"):
-        _hub.fetch("owner/name", "model.safetensors", "0" * 40)
+        hub.fetch("owner/name", "model.safetensors", "0" * 40)
     with pytest.raises(WeightsError, match="HF_HUB_OFFLINE is set"):
         create_image_encoder("resnet18", pretrained=True)
     create_image_encoder("resnet_tiny")

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from script_modules import SCRIPTS, load_script
+from helpers.script_modules import SCRIPTS, load_script
 
 soak = load_script("soak")
 

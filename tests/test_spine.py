@@ -10,11 +10,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import train_fakes as fakes
-from spine_corpus import PATIENTS, Spine, canaries, contents
+from helpers import train_fakes as fakes
+from helpers.spine_corpus import PATIENTS, Spine, canaries, contents
 
-from medvl import cli
-from medvl.data.shards import Manifest, ShardSource
+from medvl.cli import main as cli
+from medvl.data.shards.format import Manifest, ShardSource
 from medvl.eval import read_results
 from medvl.models import load
 from medvl.schema import FINDINGS

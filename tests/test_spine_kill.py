@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-import train_fakes as fakes
-from spine_corpus import Spine
+from helpers import train_fakes as fakes
+from helpers.spine_corpus import Spine
 
 STEPS, LATEST_KILL = 18, 10
 """Killed early enough that the run cannot end before the signal arrives."""

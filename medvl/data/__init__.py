@@ -1,24 +1,28 @@
 """From a corpus on disk to batches: reading, de-identification, corpora, splits, shards, loader."""
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-_LAZY = {
-    "read_dicom": "medvl.data.dicom",
-    "DicomImage": "medvl.data.dicom",
-    "parse_report": "medvl.data.reports",
-    "label_report": "medvl.data.labeler",
-    "Report": "medvl.data.reports",
-    "Deidentifier": "medvl.data.deid",
-    "open_loader": "medvl.data.loader",
-    "load_tokenizer": "medvl.data.tokenize",
-    "train_wordpiece": "medvl.data.tokenize",
-}
+from medvl.common.lazy_exports import lazy_exports
 
-__all__ = sorted(_LAZY)
+if TYPE_CHECKING:
+    from medvl.data.dicom.reader import DicomImage as DicomImage
+    from medvl.data.dicom.reader import read_dicom as read_dicom
+    from medvl.data.loading.loader import open_loader as open_loader
+    from medvl.data.privacy.deidentify import Deidentifier as Deidentifier
+    from medvl.data.reports.labeler import label_report as label_report
+    from medvl.data.reports.sections import Report as Report
+    from medvl.data.reports.sections import parse_report as parse_report
+    from medvl.data.tokenizer.tokenizer import load_tokenizer as load_tokenizer
+    from medvl.data.tokenizer.tokenizer import train_wordpiece as train_wordpiece
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'medvl.data' has no attribute {name!r}")
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        ".dicom.reader": ["DicomImage", "read_dicom"],
+        ".loading.loader": ["open_loader"],
+        ".privacy.deidentify": ["Deidentifier"],
+        ".reports.labeler": ["label_report"],
+        ".reports.sections": ["Report", "parse_report"],
+        ".tokenizer.tokenizer": ["load_tokenizer", "train_wordpiece"],
+    },
+)

@@ -10,12 +10,12 @@
 timm, torchvision, open_clip, transformers and peft are imported when an encoder needs them.
 """
 
-from medvl.encoders.image import ImageEncoder
-from medvl.encoders.image_factory import create_image_encoder, list_image_encoders
-from medvl.encoders.recompute import checkpoint_activations
-from medvl.encoders.text import TextEncoder
-from medvl.encoders.text_factory import create_text_encoder, list_text_encoders
-from medvl.encoders.tuning import add_lora, freeze_layers, keeping_statistics, merge_lora, parameter_groups
+from medvl.encoders.activation_checkpointing import checkpoint_activations
+from medvl.encoders.finetuning import add_lora, freeze_layers, keeping_statistics, merge_lora, parameter_groups
+from medvl.encoders.image.encoder import ImageEncoder
+from medvl.encoders.image.factory import create_image_encoder, list_image_encoders
+from medvl.encoders.text.encoder import TextEncoder
+from medvl.encoders.text.factory import create_text_encoder, list_text_encoders
 
 __all__ = [
     "ImageEncoder",

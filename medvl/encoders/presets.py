@@ -67,7 +67,8 @@ class TextPreset:
     pool: Literal["cls", "mean", "max", "eos"] = "cls"
     """The published model's own way to one vector a text, which is the default."""
     tokenizer: str | None = None
-    """What `medvl.data.tokenize.load_tokenizer` takes; None is the repository of the weights at their revision."""
+    """What `medvl.data.tokenizer.tokenizer.load_tokenizer` takes; None is the repository of the weights at their
+    revision."""
     note: str = ""
 
     @property

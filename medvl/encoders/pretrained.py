@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from medvl._hub import fetch
+from medvl.common.hub import fetch
 from medvl.encoders.presets import Weights
 from medvl.errors import WeightsError
 

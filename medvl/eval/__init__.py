@@ -8,69 +8,93 @@ find.
 Everything is imported on first use: the statistics need numpy only.
 """
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "AnswerEval": "vqa.answer",
-    "AnswerVocabulary": "vqa.vocabulary",
-    "ClassifyEval": "classification",
-    "DetectionEval": "detection",
-    "LabelPolicy": "policies",
-    "MapRules": "grounding_metrics",
-    "MetricRow": "results",
-    "PromptSet": "prompts",
-    "ReportEval": "generation.write",
-    "RetrievalEval": "retrieval",
-    "RetrievalList": "retrieval_lists",
-    "SegmentationEval": "segmentation",
-    "VQAData": "vqa.questions",
-    "VQAProtocol": "vqa.protocol",
-    "WrittenReport": "generation.judge",
-    "ZeroShotEval": "zeroshot",
-    "answer_questions": "vqa.answer",
-    "answers_in": "vqa.answer",
-    "bootstrap_auroc": "stats",
-    "bootstrap_average_precision": "stats",
-    "bootstrap_metric": "stats",
-    "box_detection": "detection",
-    "choose_threshold": "metrics",
-    "class_retrieval": "retrieval_classes",
-    "classify": "classification",
-    "format_table": "results",
-    "get_protocol": "vqa.protocol",
-    "image_retrieval": "retrieval_classes",
-    "image_text_retrieval": "retrieval",
-    "judge_answers": "vqa.judge",
-    "judge_reports": "generation.judge",
-    "linear_probe": "probe",
-    "list_prompts": "prompts",
-    "load_prompts": "prompts",
-    "normalize_answer": "vqa.normalize",
-    "mask_segmentation": "segmentation",
-    "phrase_grounding": "grounding",
-    "read_results": "results",
-    "reranked_retrieval": "rerank",
-    "write_detection_page": "dense_page",
-    "write_grounding_page": "grounding_page",
-    "write_page": "page",
-    "write_probe_page": "probe_page",
-    "write_reports": "generation.write",
-    "write_results": "results",
-    "write_retrieval_page": "retrieval_view_page",
-    "write_segmentation_page": "dense_page",
-    "write_zero_shot_page": "zeroshot_page",
-    "zero_shot": "zeroshot",
-}
+from medvl.common.lazy_exports import lazy_exports
 
-__all__ = sorted(_HOME)
+if TYPE_CHECKING:
+    from medvl.eval.classification.evaluate import ClassifyEval as ClassifyEval
+    from medvl.eval.classification.evaluate import classify as classify
+    from medvl.eval.classification.label_policy import LabelPolicy as LabelPolicy
+    from medvl.eval.core.bootstrap import bootstrap_auroc as bootstrap_auroc
+    from medvl.eval.core.bootstrap import bootstrap_average_precision as bootstrap_average_precision
+    from medvl.eval.core.bootstrap import bootstrap_metric as bootstrap_metric
+    from medvl.eval.core.metrics import choose_threshold as choose_threshold
+    from medvl.eval.core.results import MetricRow as MetricRow
+    from medvl.eval.core.results import format_table as format_table
+    from medvl.eval.core.results import read_results as read_results
+    from medvl.eval.core.results import write_results as write_results
+    from medvl.eval.dense.detection import DetectionEval as DetectionEval
+    from medvl.eval.dense.detection import box_detection as box_detection
+    from medvl.eval.dense.page import write_detection_page as write_detection_page
+    from medvl.eval.dense.page import write_segmentation_page as write_segmentation_page
+    from medvl.eval.dense.segmentation import SegmentationEval as SegmentationEval
+    from medvl.eval.dense.segmentation import mask_segmentation as mask_segmentation
+    from medvl.eval.grounding.evaluate import phrase_grounding as phrase_grounding
+    from medvl.eval.grounding.metrics import MapRules as MapRules
+    from medvl.eval.grounding.page import write_grounding_page as write_grounding_page
+    from medvl.eval.html.page import write_page as write_page
+    from medvl.eval.linear_probe.evaluate import linear_probe as linear_probe
+    from medvl.eval.linear_probe.page import write_probe_page as write_probe_page
+    from medvl.eval.report_generation.evaluate import WrittenReport as WrittenReport
+    from medvl.eval.report_generation.evaluate import judge_reports as judge_reports
+    from medvl.eval.report_generation.generate import ReportEval as ReportEval
+    from medvl.eval.report_generation.generate import write_reports as write_reports
+    from medvl.eval.retrieval.by_class import class_retrieval as class_retrieval
+    from medvl.eval.retrieval.by_class import image_retrieval as image_retrieval
+    from medvl.eval.retrieval.candidate_lists import RetrievalList as RetrievalList
+    from medvl.eval.retrieval.image_text import RetrievalEval as RetrievalEval
+    from medvl.eval.retrieval.image_text import image_text_retrieval as image_text_retrieval
+    from medvl.eval.retrieval.image_text_page import write_retrieval_page as write_retrieval_page
+    from medvl.eval.retrieval.rerank import reranked_retrieval as reranked_retrieval
+    from medvl.eval.vqa.answer_normalization import normalize_answer as normalize_answer
+    from medvl.eval.vqa.answer_vocabulary import AnswerVocabulary as AnswerVocabulary
+    from medvl.eval.vqa.evaluate import judge_answers as judge_answers
+    from medvl.eval.vqa.predict import AnswerEval as AnswerEval
+    from medvl.eval.vqa.predict import answer_questions as answer_questions
+    from medvl.eval.vqa.predict import answers_in as answers_in
+    from medvl.eval.vqa.protocol import VQAProtocol as VQAProtocol
+    from medvl.eval.vqa.protocol import get_protocol as get_protocol
+    from medvl.eval.vqa.question_set import VQAData as VQAData
+    from medvl.eval.zero_shot.evaluate import ZeroShotEval as ZeroShotEval
+    from medvl.eval.zero_shot.evaluate import zero_shot as zero_shot
+    from medvl.eval.zero_shot.page import write_zero_shot_page as write_zero_shot_page
+    from medvl.eval.zero_shot.prompts import PromptSet as PromptSet
+    from medvl.eval.zero_shot.prompts import list_prompts as list_prompts
+    from medvl.eval.zero_shot.prompts import load_prompts as load_prompts
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"medvl.eval.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'medvl.eval' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        ".classification.evaluate": ["ClassifyEval", "classify"],
+        ".classification.label_policy": ["LabelPolicy"],
+        ".core.bootstrap": ["bootstrap_auroc", "bootstrap_average_precision", "bootstrap_metric"],
+        ".core.metrics": ["choose_threshold"],
+        ".core.results": ["MetricRow", "format_table", "read_results", "write_results"],
+        ".dense.detection": ["DetectionEval", "box_detection"],
+        ".dense.page": ["write_detection_page", "write_segmentation_page"],
+        ".dense.segmentation": ["SegmentationEval", "mask_segmentation"],
+        ".grounding.evaluate": ["phrase_grounding"],
+        ".grounding.metrics": ["MapRules"],
+        ".grounding.page": ["write_grounding_page"],
+        ".html.page": ["write_page"],
+        ".linear_probe.evaluate": ["linear_probe"],
+        ".linear_probe.page": ["write_probe_page"],
+        ".report_generation.evaluate": ["WrittenReport", "judge_reports"],
+        ".report_generation.generate": ["ReportEval", "write_reports"],
+        ".retrieval.by_class": ["class_retrieval", "image_retrieval"],
+        ".retrieval.candidate_lists": ["RetrievalList"],
+        ".retrieval.image_text": ["RetrievalEval", "image_text_retrieval"],
+        ".retrieval.image_text_page": ["write_retrieval_page"],
+        ".retrieval.rerank": ["reranked_retrieval"],
+        ".vqa.answer_normalization": ["normalize_answer"],
+        ".vqa.answer_vocabulary": ["AnswerVocabulary"],
+        ".vqa.evaluate": ["judge_answers"],
+        ".vqa.predict": ["AnswerEval", "answer_questions", "answers_in"],
+        ".vqa.protocol": ["VQAProtocol", "get_protocol"],
+        ".vqa.question_set": ["VQAData"],
+        ".zero_shot.evaluate": ["ZeroShotEval", "zero_shot"],
+        ".zero_shot.page": ["write_zero_shot_page"],
+        ".zero_shot.prompts": ["PromptSet", "list_prompts", "load_prompts"],
+    },
+)

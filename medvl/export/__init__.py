@@ -11,24 +11,28 @@ How a published file's keys correspond to medvl's stands in the tables of `syste
 `systems_towers`, one line for a key or a family of keys; `families` has the lines of the backbones.
 """
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-_LAZY = {
-    "Exported": "medvl.export.exported",
-    "Imported": "medvl.export.importing",
-    "export_hugging_face": "medvl.export.to_hugging_face",
-    "export_onnx": "medvl.export.to_onnx",
-    "export_open_clip": "medvl.export.to_open_clip",
-    "import_checkpoint": "medvl.export.importing",
-    "list_importers": "medvl.export.importers",
-    "load_encoder": "medvl.export.importing",
-}
+from medvl.common.lazy_exports import lazy_exports
 
-__all__ = sorted(_LAZY)
+if TYPE_CHECKING:
+    from medvl.export.exporters.common import Exported as Exported
+    from medvl.export.exporters.hugging_face import export_hugging_face as export_hugging_face
+    from medvl.export.exporters.onnx import export_onnx as export_onnx
+    from medvl.export.exporters.open_clip import export_open_clip as export_open_clip
+    from medvl.export.importers.import_checkpoint import Imported as Imported
+    from medvl.export.importers.import_checkpoint import import_checkpoint as import_checkpoint
+    from medvl.export.importers.import_checkpoint import load_encoder as load_encoder
+    from medvl.export.importers.registry import list_importers as list_importers
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'medvl.export' has no attribute {name!r}")
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        ".exporters.common": ["Exported"],
+        ".exporters.hugging_face": ["export_hugging_face"],
+        ".exporters.onnx": ["export_onnx"],
+        ".exporters.open_clip": ["export_open_clip"],
+        ".importers.import_checkpoint": ["Imported", "import_checkpoint", "load_encoder"],
+        ".importers.registry": ["list_importers"],
+    },
+)

@@ -1,13 +1,14 @@
 """Contrastive losses of dual-encoders.
 
 Row i of `image_BE` and row i of `text_BE` belong together; all other rows are negatives. In a run of several ranks the
-caller gathers first (`medvl.losses.distributed.gather`), so these functions never know of ranks.
+caller gathers first (`medvl.losses.gather.gather`), so these functions never know of ranks.
 
-Where the matrix of all pairs' logits would be large, it is computed a block at a time (`medvl.losses.streaming`): the
+Where the matrix of all pairs' logits would be large, it is computed a block at a time (`medvl.losses.blockwise`): the
 same value and gradient, in memory that grows with B and not with its square.
 
 Reports repeat, and the images of a study share one: with `groups`, rows that agree in any of them (see
-`medvl.losses.pairs`) are not negatives of each other but positives. None of the papers does so, and it is off without.
+`medvl.losses.positives`) are not negatives of each other but positives. None of the papers does so, and it is off
+without.
 """
 
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.inputs import check_share, full_precision, product_dtype
-from medvl.losses.streaming import info_nce, pairwise_sigmoid
+from medvl.losses.blockwise import info_nce, pairwise_sigmoid
+from medvl.losses.precision import check_share, full_precision, product_dtype
 
 # B pairs, E shared embedding dim.
 

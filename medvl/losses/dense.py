@@ -6,7 +6,7 @@ Shape letters: B images, P cells, L labels; h, w cells of a grid.
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.inputs import full_precision
+from medvl.losses.precision import full_precision
 
 
 def boxes(

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from medvl.losses.inputs import full_precision
+from medvl.losses.precision import full_precision
 
 WordPool = Literal["sum", "mean", "max"]
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.losses.inputs import check_share, full_precision
+from medvl.losses.precision import check_share, full_precision
 
 
 def itc(
@@ -101,7 +101,7 @@ class MomentumQueue(nn.Module):
     """
 
     same_on_all_ranks: ClassVar[bool] = True
-    """Its buffers need not be taken from rank 0 before each step (`medvl.train.distributed.distribute`)."""
+    """Its buffers need not be taken from rank 0 before each step (`medvl.train.parallel.distributed.distribute`)."""
 
     image_QE: Tensor
     text_QE: Tensor
@@ -136,7 +136,7 @@ class MomentumQueue(nn.Module):
 
     @torch.no_grad()
     def enqueue(self, image_BE: Tensor, text_BE: Tensor, names_B: Tensor) -> None:
-        """Add momentum embeddings, of all ranks (`medvl.losses.distributed.gather`) so that all queues stay equal.
+        """Add momentum embeddings, of all ranks (`medvl.losses.gather.gather`) so that all queues stay equal.
 
         Raises ValueError when there are not as many of each.
         """

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.inputs import full_precision
+from medvl.losses.precision import full_precision
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def random_pairs(same_BB: Tensor, generator: torch.Generator) -> MatchingPairs:
     half of the rows are like that, fewer than half are negatives.
 
     Args:
-        same_BB: bool, True where two rows belong together (`medvl.losses.pairs.same_pairs`).
+        same_BB: bool, True where two rows belong together (`medvl.losses.positives.same_pairs`).
         generator: of the CPU or of the device. A CPU generator gives the same pairs on every device.
 
     Raises ValueError unless `same_BB` is square.
@@ -87,7 +87,7 @@ def hard_pairs(similarity_BB: Tensor, same_BB: Tensor, generator: torch.Generato
 
     Args:
         similarity_BB: logits, temperature applied, images down and texts across; no gradient is taken.
-        same_BB: bool, True where two rows belong together (`medvl.losses.pairs.same_pairs`).
+        same_BB: bool, True where two rows belong together (`medvl.losses.positives.same_pairs`).
         generator: of the CPU or of the device.
 
     Raises ValueError unless both are square and of one size.

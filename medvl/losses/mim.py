@@ -13,7 +13,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from medvl.losses.inputs import full_precision
+from medvl.losses.precision import full_precision
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

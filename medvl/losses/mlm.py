@@ -13,7 +13,7 @@ N masked positions of the whole batch, V vocabulary; the other letters as in `me
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.inputs import check_share, full_precision
+from medvl.losses.precision import check_share, full_precision
 
 IGNORED = -100
 """Label of a position that was not masked; what torch's own cross-entropy leaves out."""

@@ -1,46 +1,66 @@
 """Published systems, one file each, on the shared encoders; and how a model is made, saved and loaded."""
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-_LAZY = {
-    "create_classifier": "medvl.models.classifier",
-    "create_dense": "medvl.models.dense",
-    "create_vqa": "medvl.models.vqa",
-    "create_model": "medvl.models.registry",
-    "list_models": "medvl.models.registry",
-    "load": "medvl.models.storage",
-    "load_towers": "medvl.models.storage",
-    "warm_start": "medvl.models.storage",
-    "load_weights": "medvl.models.storage",
-    "save": "medvl.models.storage",
-    "ContrastiveEncoder": "medvl.models.dual",
-    "DualEncoder": "medvl.models.dual",
-    "VQA": "medvl.models.vqa",
-    "Classifier": "medvl.models.classifier",
-    "ClassifierConfig": "medvl.models.classifier_config",
-    "Detector": "medvl.models.detector",
-    "DetectorConfig": "medvl.models.dense_config",
-    "Segmenter": "medvl.models.segmenter",
-    "SegmenterConfig": "medvl.models.dense_config",
-    "FusionModel": "medvl.models.fusion_model",
-    "System": "medvl.models.base",
-    "ALBEFConfig": "medvl.models.fusion_configs",
-    "CheXzeroConfig": "medvl.models.clip_configs",
-    "CLIPConfig": "medvl.models.clip_configs",
-    "ConVIRTConfig": "medvl.models.configs",
-    "DualStreamConfig": "medvl.models.fusion_configs",
-    "GLoRIAConfig": "medvl.models.gloria_config",
-    "M3AEConfig": "medvl.models.fusion_configs",
-    "MedViLLConfig": "medvl.models.fusion_configs",
-    "SigLIPConfig": "medvl.models.clip_configs",
-    "SingleStreamConfig": "medvl.models.fusion_configs",
-}
+from medvl.common.lazy_exports import lazy_exports
 
-__all__ = sorted(_LAZY)
+if TYPE_CHECKING:
+    from medvl.models.base import System as System
+    from medvl.models.checkpoint import load as load
+    from medvl.models.checkpoint import load_towers as load_towers
+    from medvl.models.checkpoint import load_weights as load_weights
+    from medvl.models.checkpoint import save as save
+    from medvl.models.checkpoint import warm_start as warm_start
+    from medvl.models.downstream.classifier import Classifier as Classifier
+    from medvl.models.downstream.classifier import create_classifier as create_classifier
+    from medvl.models.downstream.classifier_config import ClassifierConfig as ClassifierConfig
+    from medvl.models.downstream.dense_base import create_dense as create_dense
+    from medvl.models.downstream.dense_config import DetectorConfig as DetectorConfig
+    from medvl.models.downstream.dense_config import SegmenterConfig as SegmenterConfig
+    from medvl.models.downstream.detector import Detector as Detector
+    from medvl.models.downstream.segmenter import Segmenter as Segmenter
+    from medvl.models.downstream.vqa.model import VQA as VQA
+    from medvl.models.downstream.vqa.model import create_vqa as create_vqa
+    from medvl.models.dual_encoders.base import ContrastiveEncoder as ContrastiveEncoder
+    from medvl.models.dual_encoders.base import DualEncoder as DualEncoder
+    from medvl.models.dual_encoders.clip_configs import CheXzeroConfig as CheXzeroConfig
+    from medvl.models.dual_encoders.clip_configs import CLIPConfig as CLIPConfig
+    from medvl.models.dual_encoders.clip_configs import SigLIPConfig as SigLIPConfig
+    from medvl.models.dual_encoders.configs import ConVIRTConfig as ConVIRTConfig
+    from medvl.models.dual_encoders.gloria_config import GLoRIAConfig as GLoRIAConfig
+    from medvl.models.fusion_encoders.base import FusionModel as FusionModel
+    from medvl.models.fusion_encoders.config import ALBEFConfig as ALBEFConfig
+    from medvl.models.fusion_encoders.config import DualStreamConfig as DualStreamConfig
+    from medvl.models.fusion_encoders.config import M3AEConfig as M3AEConfig
+    from medvl.models.fusion_encoders.config import MedViLLConfig as MedViLLConfig
+    from medvl.models.fusion_encoders.config import SingleStreamConfig as SingleStreamConfig
+    from medvl.models.registry import create_model as create_model
+    from medvl.models.registry import list_models as list_models
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'medvl.models' has no attribute {name!r}")
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        ".base": ["System"],
+        ".checkpoint": ["load", "load_towers", "load_weights", "save", "warm_start"],
+        ".downstream.classifier": ["Classifier", "create_classifier"],
+        ".downstream.classifier_config": ["ClassifierConfig"],
+        ".downstream.dense_base": ["create_dense"],
+        ".downstream.dense_config": ["DetectorConfig", "SegmenterConfig"],
+        ".downstream.detector": ["Detector"],
+        ".downstream.segmenter": ["Segmenter"],
+        ".downstream.vqa.model": ["VQA", "create_vqa"],
+        ".dual_encoders.base": ["ContrastiveEncoder", "DualEncoder"],
+        ".dual_encoders.clip_configs": ["CLIPConfig", "CheXzeroConfig", "SigLIPConfig"],
+        ".dual_encoders.configs": ["ConVIRTConfig"],
+        ".dual_encoders.gloria_config": ["GLoRIAConfig"],
+        ".fusion_encoders.base": ["FusionModel"],
+        ".fusion_encoders.config": [
+            "ALBEFConfig",
+            "DualStreamConfig",
+            "M3AEConfig",
+            "MedViLLConfig",
+            "SingleStreamConfig",
+        ],
+        ".registry": ["create_model", "list_models"],
+    },
+)

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from medvl.data.tokenize import Tokenizer
-from medvl.data.transforms import EvalTransform
+from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import TextEncoder
 from medvl.errors import ConfigError
 from medvl.schema import Batch, Losses

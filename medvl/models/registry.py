@@ -8,27 +8,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from medvl.data.tokenize import Tokenizer, load_tokenizer
+from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.encoders.presets import TEXT_PRESETS
-from medvl.encoders.text_build import takes_canonical_text, takes_clip_tokens
+from medvl.encoders.text.builders import takes_canonical_text, takes_clip_tokens
 from medvl.errors import ConfigError
 from medvl.models.base import System
 
 _SYSTEMS = {
-    "albef": "medvl.models.albef:ALBEF",
-    "chexzero": "medvl.models.chexzero:CheXzero",
-    "clip": "medvl.models.clip:CLIP",
-    "classifier": "medvl.models.classifier:Classifier",
-    "convirt": "medvl.models.convirt:ConVIRT",
-    "detector": "medvl.models.detector:Detector",
-    "dual_stream": "medvl.models.streams:DualStreamModel",
-    "gloria": "medvl.models.gloria:GLoRIA",
-    "m3ae": "medvl.models.m3ae:M3AE",
-    "medvill": "medvl.models.medvill:MedViLL",
-    "segmenter": "medvl.models.segmenter:Segmenter",
-    "siglip": "medvl.models.siglip:SigLIP",
-    "single_stream": "medvl.models.streams:SingleStreamModel",
-    "vqa": "medvl.models.vqa:VQA",
+    "albef": "medvl.models.fusion_encoders.albef:ALBEF",
+    "chexzero": "medvl.models.dual_encoders.chexzero:CheXzero",
+    "clip": "medvl.models.dual_encoders.clip:CLIP",
+    "classifier": "medvl.models.downstream.classifier:Classifier",
+    "convirt": "medvl.models.dual_encoders.convirt:ConVIRT",
+    "detector": "medvl.models.downstream.detector:Detector",
+    "dual_stream": "medvl.models.fusion_encoders.streams:DualStreamModel",
+    "gloria": "medvl.models.dual_encoders.gloria:GLoRIA",
+    "m3ae": "medvl.models.fusion_encoders.m3ae:M3AE",
+    "medvill": "medvl.models.fusion_encoders.medvill:MedViLL",
+    "segmenter": "medvl.models.downstream.segmenter:Segmenter",
+    "siglip": "medvl.models.dual_encoders.siglip:SigLIP",
+    "single_stream": "medvl.models.fusion_encoders.streams:SingleStreamModel",
+    "vqa": "medvl.models.downstream.vqa.model:VQA",
 }
 """name -> module:class, imported on first use."""
 
@@ -73,7 +73,7 @@ def create_model(
     if isinstance(name, str | Path) and Path(name).is_dir():
         if settings or pretrained is not None or tokenizer is not None:
             raise ConfigError(f"{name} is a checkpoint: its settings and tokenizer are its own")
-        from medvl.models.storage import load
+        from medvl.models.checkpoint import load
 
         return load(name)
     cls, config = _configuration(name, settings)

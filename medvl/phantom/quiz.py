@@ -4,11 +4,11 @@ import dataclasses
 
 import numpy as np
 
-from medvl.phantom.findings import DRAWN, Finding, truth_labels
-from medvl.phantom.phrases import NAMES
-from medvl.phantom.randomness import generator
-from medvl.phantom.sentences import pick
-from medvl.phantom.world import View
+from medvl.phantom.language.lexicon import NAMES
+from medvl.phantom.language.sentences import pick
+from medvl.phantom.population.findings import DRAWN, Finding, truth_labels
+from medvl.phantom.population.world import View
+from medvl.phantom.seeds import generator
 
 _STREAM = 98  # keeps these random numbers apart from those of the drawing
 _ONE_SIDED = ("Atelectasis", "Consolidation", "Fracture", "Pleural Effusion", "Pneumonia", "Pneumothorax")

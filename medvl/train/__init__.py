@@ -8,35 +8,36 @@ Read `loop.py` first, then `step.py`; each other file is one concern of theirs. 
 the command line, come without torch.
 """
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "Constant": "config",
-    "Cosine": "config",
-    "Linear": "config",
-    "OptimConfig": "config",
-    "Plateau": "config",
-    "Run": "run",
-    "TrainConfig": "config",
-    "TrainResult": "loop",
-    "choose": "launch",
-    "from_dict": "serialize",
-    "pretraining": "run",
-    "rank_and_world": "distributed",
-    "seeded": "seeding",
-    "to_dict": "serialize",
-    "train": "loop",
-}
+from medvl.common.lazy_exports import lazy_exports
 
-__all__ = sorted(_HOME)
+if TYPE_CHECKING:
+    from medvl.common.config_io import from_dict as from_dict
+    from medvl.common.config_io import to_dict as to_dict
+    from medvl.common.seeding import seeded as seeded
+    from medvl.train.config import Constant as Constant
+    from medvl.train.config import Cosine as Cosine
+    from medvl.train.config import Linear as Linear
+    from medvl.train.config import OptimConfig as OptimConfig
+    from medvl.train.config import Plateau as Plateau
+    from medvl.train.config import TrainConfig as TrainConfig
+    from medvl.train.loop.trainer import TrainResult as TrainResult
+    from medvl.train.loop.trainer import train as train
+    from medvl.train.parallel.distributed import rank_and_world as rank_and_world
+    from medvl.train.recipe_cli import choose as choose
+    from medvl.train.run import Run as Run
+    from medvl.train.run import pretraining as pretraining
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"medvl.train.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'medvl.train' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "medvl.common.config_io": ["from_dict", "to_dict"],
+        "medvl.common.seeding": ["seeded"],
+        ".config": ["Constant", "Cosine", "Linear", "OptimConfig", "Plateau", "TrainConfig"],
+        ".loop.trainer": ["TrainResult", "train"],
+        ".parallel.distributed": ["rank_and_world"],
+        ".recipe_cli": ["choose"],
+        ".run": ["Run", "pretraining"],
+    },
+)

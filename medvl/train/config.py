@@ -160,7 +160,7 @@ class TrainConfig:
     """Compile the model: a minute at the start, then faster steps on a GPU. Needs a C compiler and Python's headers."""
     packed_text: bool = False
     """Text encoders compute the real tokens of a batch and no padding: the same values and gradients, at a cost that
-    follows the length of the reports. For BERT, RoBERTa and ALBERT; see `medvl.encoders.packing`."""
+    follows the length of the reports. For BERT, RoBERTa and ALBERT; see `medvl.encoders.text.packing`."""
     checkpoint_activations: bool = False
     """Transformer encoders keep each layer's input only and compute the layer again for its gradient: the same values
     and gradients in far less memory, for a third more arithmetic. Encoders with batch norms stay as they are."""
@@ -169,7 +169,7 @@ class TrainConfig:
     shard_weights: bool = False
     """Each rank holds its share of weights, gradients and optimiser state, and gathers a block's weights while it
     computes with them: for models whose training does not fit into one device. The same run to rounding, and the same
-    checkpoints, sharded or not; one rank has nothing to share. See `medvl.train.sharded`."""
+    checkpoints, sharded or not; one rank has nothing to share. See `medvl.train.parallel.fsdp`."""
     find_unused_parameters: bool = False
     """For models that leave parameters out of some steps, on several ranks."""
     num_threads: int | None = None

@@ -3,17 +3,18 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import nn
 
+from medvl.common.config_io import to_dict
+from medvl.common.seeding import seeded
 from medvl.models import create_model, warm_start
+from medvl.models.base import TwoTowers
 from medvl.train.config import OptimConfig, TrainConfig
-from medvl.train.data import DataConfig, Opened, open_data
-from medvl.train.loop import TrainResult, train
-from medvl.train.seeding import seeded
-from medvl.train.serialize import to_dict
-from medvl.train.validate import Evaluator
+from medvl.train.loop.trainer import TrainResult, train
+from medvl.train.loop.validate import Evaluator
+from medvl.train.tasks.pretraining import DataConfig, Opened, open_data
 
 
 class Settings(Protocol):
@@ -87,6 +88,6 @@ def pretraining(recipe: str, settings: Pretraining, start: Path | None = None) -
     with seeded(settings.train.seed):
         model = create_model(settings.model, pretrained=settings.pretrained, tokenizer=settings.data.tokenizer)
     if start is not None:
-        warm_start(model, start)
+        warm_start(cast(TwoTowers, model), start)
     opened = open_data(settings.data, model, settings.train.micro_batch)
     return Run(recipe=recipe, settings=settings, model=model, data=opened)

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from medvl.data.corpora.base import Plan, Record, read_table
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record, read_table
 from medvl.data.corpora.mimic_cxr import parse_labels
-from medvl.data.corpora.spool import Records
-from medvl.data.deid import Deidentifier, cap_age
+from medvl.data.privacy.deidentify import Deidentifier, cap_age
 from medvl.errors import CorpusError
 from medvl.schema import FINDINGS, Sample
 

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from medvl.data.corpora.base import Plan, Record, open_text
-from medvl.data.corpora.spool import Records
-from medvl.data.deid import Deidentifier
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record, open_text
+from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import hash_split
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample

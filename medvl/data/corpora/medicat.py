@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from medvl.data.corpora.base import Plan, Record, find_file
-from medvl.data.corpora.figures import figure_sections
-from medvl.data.corpora.spool import Records
+from medvl.data.corpora.common.figures import figure_sections
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record, find_file
 from medvl.data.corpora.table import read_json_lines
-from medvl.data.deid import Deidentifier
+from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
 from medvl.errors import CorpusError
 from medvl.schema import Sample

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from medvl.data.corpora.base import Plan, Record, find_file, read_record, read_table
-from medvl.data.corpora.spool import Records
-from medvl.data.deid import Deidentifier
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record, find_file, read_record, read_table
+from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
 from medvl.schema import FINDINGS, Sample
 

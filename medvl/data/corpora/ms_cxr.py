@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args
 
-from medvl.data.corpora.base import Plan, Record, find_file, read_table
-from medvl.data.corpora.boxes import Box, read_box, region_fields
-from medvl.data.corpora.phrases import Phrase
-from medvl.data.corpora.spool import Records
-from medvl.data.deid import Deidentifier
+from medvl.data.annotations.boxes import Box, read_box, region_fields
+from medvl.data.annotations.phrases import Phrase
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record, find_file, read_table
+from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
 

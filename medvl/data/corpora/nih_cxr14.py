@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from medvl.data.corpora.base import Plan, Record, check_columns, find_file, open_text, read_table
-from medvl.data.corpora.boxes import Box, read_box, region_fields
-from medvl.data.corpora.spool import Records
-from medvl.data.deid import Deidentifier, cap_age
+from medvl.data.annotations.boxes import Box, read_box, region_fields
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record, check_columns, find_file, open_text, read_table
+from medvl.data.privacy.deidentify import Deidentifier, cap_age
 from medvl.data.splits import hash_split
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from medvl.data.corpora.base import Plan, Record, read_table
-from medvl.data.corpora.spool import Records
-from medvl.data.deid import Deidentifier
-from medvl.data.openi import iter_openi_reports
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record, read_table
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.reports.openi_xml import iter_openi_reports
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
 from medvl.errors import CorpusError
 from medvl.schema import Sample

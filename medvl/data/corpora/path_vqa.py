@@ -5,9 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from medvl.data.corpora.base import Plan
-from medvl.data.corpora.plain_pickle import read_plain_pickle
-from medvl.data.corpora.questions import (
+from medvl.data.annotations.questions import (
     Question,
     check_rows,
     inferred_type,
@@ -16,7 +14,9 @@ from medvl.data.corpora.questions import (
     safe_name,
     text_of,
 )
-from medvl.data.deid import Deidentifier
+from medvl.data.corpora.common.pickle_reader import read_plain_pickle
+from medvl.data.corpora.common.tables import Plan
+from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 

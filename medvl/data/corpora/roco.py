@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from medvl.data.corpora.base import Plan, Record, find_file, open_text, read_table
-from medvl.data.corpora.figures import SplitRule, figure_sections, settle_splits
-from medvl.data.corpora.spool import Records
+from medvl.data.corpora.common.figures import SplitRule, figure_sections, settle_splits
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record, find_file, open_text, read_table
 from medvl.data.corpora.table import read_json_lines
-from medvl.data.deid import Deidentifier
+from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 

@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from medvl.data.corpora.base import Plan, Record, find_file, read_table
-from medvl.data.corpora.boxes import region_fields
-from medvl.data.corpora.spool import Records
-from medvl.data.deid import Deidentifier
-from medvl.data.rle import EMPTY, decode_runs
+from medvl.data.annotations.boxes import region_fields
+from medvl.data.annotations.mask_rle import EMPTY, decode_runs
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record, find_file, read_table
+from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import check_fractions, hash_split
 from medvl.errors import CorpusError
 from medvl.schema import Sample

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medvl.data.corpora.base import Plan, Record, check_columns, open_text, read_table
-from medvl.data.corpora.spool import Records
-from medvl.data.deid import Deidentifier, cap_age
-from medvl.data.reports import parse_report
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record, check_columns, open_text, read_table
+from medvl.data.privacy.deidentify import Deidentifier, cap_age
+from medvl.data.reports.sections import parse_report
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from medvl.data.corpora.base import Plan, open_text
-from medvl.data.corpora.questions import Question, inferred_type, plan_questions, safe_name, text_of
-from medvl.data.deid import Deidentifier
+from medvl.data.annotations.questions import Question, inferred_type, plan_questions, safe_name, text_of
+from medvl.data.corpora.common.tables import Plan, open_text
+from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from medvl.data.corpora.base import Plan
-from medvl.data.corpora.questions import AnswerType, Question, plan_questions, read_rows, safe_name, text_of
-from medvl.data.deid import Deidentifier
+from medvl.data.annotations.questions import AnswerType, Question, plan_questions, read_rows, safe_name, text_of
+from medvl.data.corpora.common.tables import Plan
+from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import hash_split
 from medvl.errors import CorpusError
 from medvl.schema import Sample

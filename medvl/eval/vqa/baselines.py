@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 
-from medvl.data.corpora.questions import Question
+from medvl.data.annotations.questions import Question
+from medvl.eval.vqa.answer_vocabulary import AnswerVocabulary
 from medvl.eval.vqa.predictions import Prediction, constant_predictions, predictions_from_scores
 from medvl.eval.vqa.protocol import VQAProtocol
-from medvl.eval.vqa.question_only import QuestionOnly
-from medvl.eval.vqa.vocabulary import AnswerVocabulary
+from medvl.eval.vqa.question_only_baseline import QuestionOnly
 
 QUESTION_ONLY = "question_only"
 

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from medvl.data.items import Collate, Item, ItemMaker
-from medvl.data.questions import QuestionSource
-from medvl.data.text import WholeText
-from medvl.data.transforms import EvalTransform
+from medvl.data.loading.collate import Collate, Item, ItemMaker
+from medvl.data.loading.vqa_source import QuestionSource
+from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.text import WholeText
 from medvl.errors import MedvlError
 from medvl.models import VQA
-from medvl.models.vqa_attention import question_attention
+from medvl.models.downstream.vqa.attention import question_attention
 from medvl.schema import Batch
-from medvl.train.validate import evaluating
+from medvl.train.loop.validate import evaluating
 
 _log = logging.getLogger(__name__)
 _BATCH = 8  # attention of few questions at a time: maps are (B, T, P)

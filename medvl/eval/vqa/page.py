@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from medvl.eval import figures
-from medvl.eval.page import Cell, Page, Picture, Pictures, Section, Strip, Table, metric_cell, png_uri, write_page
-from medvl.eval.page_header import dated, hashed, headline, software
-from medvl.eval.rows import MetricRow
+from medvl.eval.core.metric_rows import MetricRow
+from medvl.eval.html import plots
+from medvl.eval.html.header import dated, hashed, headline, software
+from medvl.eval.html.page import Cell, Page, Picture, Pictures, Section, Strip, Table, metric_cell, png_uri, write_page
 from medvl.eval.vqa.baselines import QUESTION_ONLY
-from medvl.eval.vqa.cases import Explain, Pixels, choose_examples, show_cases
-from medvl.eval.vqa.judge import ACCURACY, CEILING, GAIN, MODEL, TYPES, VQAResult, subgroup_of
+from medvl.eval.vqa.evaluate import ACCURACY, CEILING, GAIN, MODEL, TYPES, VQAResult, subgroup_of
+from medvl.eval.vqa.examples import Explain, Pixels, choose_examples, show_cases
 
 _NAMES: Mapping[str, str] = {
     MODEL: "Model",
@@ -190,15 +190,15 @@ def _plot(result: VQAResult) -> list[Pictures]:
     if not groups:
         return []
 
-    def series(system: str, color: str) -> figures.Series:
+    def series(system: str, color: str) -> plots.Series:
         found = [rows[ACCURACY, group, subgroup_of(system)] for group in groups]
         value_K, low_K, high_K = np.array([(row.value, row.low, row.high) for row in found]).T
-        return figures.Series(name=_NAMES[system], value_K=value_K, low_K=low_K, high_K=high_K, color=color)
+        return plots.Series(name=_NAMES[system], value_K=value_K, low_K=low_K, high_K=high_K, color=color)
 
-    leading = [(MODEL, figures.LINE_COLOR), (QUESTION_ONLY, figures.NEGATIVE_COLOR)]
-    beside = [("majority_by_kind", figures.POSITIVE_COLOR), ("majority", figures.GREY)]
+    leading = [(MODEL, plots.LINE_COLOR), (QUESTION_ONLY, plots.NEGATIVE_COLOR)]
+    beside = [("majority_by_kind", plots.POSITIVE_COLOR), ("majority", plots.GREY)]
     counts = [rows[ACCURACY, group, subgroup_of(QUESTION_ONLY)].n for group in groups]
-    plot = figures.accuracy_plot(
+    plot = plots.accuracy_plot(
         [f"{group.removeprefix('kind: ')} ({n})" for group, n in zip(groups, counts, strict=True)],
         [series(*each) for each in leading if each[0] in result.systems],
         [series(*each) for each in beside],

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from medvl.errors import EvaluationError
-from medvl.eval.vqa.vocabulary import AnswerVocabulary
+from medvl.eval.vqa.answer_vocabulary import AnswerVocabulary
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-from medvl.data.corpora.questions import Question
+from medvl.data.annotations.questions import Question
 from medvl.errors import EvaluationError
-from medvl.eval.vqa.normalize import NORMALIZER, get_normalizer
+from medvl.eval.vqa.answer_normalization import NORMALIZER, get_normalizer
 
 Closed = Literal["field", "yes_no", "predicted"]
 Match = Literal["exact", "any_of", "llava_med"]

@@ -1,0 +1,1 @@
+"""Command line of medvl: one file for each group of commands."""

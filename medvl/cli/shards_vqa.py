@@ -1,0 +1,89 @@
+"""`medvl shards` for the corpora of questions about images: a sample is an image with its list of questions."""
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from medvl.cli.shards import Flat, convert, deidentifier
+from medvl.data.convert.options import ShardOptions, ShardRun
+
+if TYPE_CHECKING:
+    from medvl.data.corpora.common.tables import Plan
+    from medvl.data.privacy.deidentify import Deidentifier
+
+
+def vqa_rad(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    split: Literal["official", "image-disjoint"] = "official",
+) -> str:
+    """Make shards of VQA-RAD, from the original release or from MEVF's split files.
+
+    Args:
+        root: folder of the questions (VQA_RAD Dataset Public.json, or trainset.json and testset.json) and the images.
+        run: where to.
+        options: how images are stored.
+        split: official divides the questions, and every test image is also in train: one folder, mixed, in which each
+            question says its split. image-disjoint divides the images, the same way everywhere.
+    """
+    from medvl.data.corpora import vqa_rad as corpus
+
+    deid = deidentifier(run.salt_file)
+    return _convert(corpus.plan(root, deid, split=split), deid, run, options)
+
+
+def slake(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, language: Literal["en", "zh"] = "en") -> str:
+    """Make shards of SLAKE, with the questions of one language.
+
+    Args:
+        root: folder of train.json, validate.json, test.json and imgs/.
+        run: where to.
+        options: how images are stored.
+        language: of the questions.
+    """
+    from medvl.data.corpora import slake as corpus
+
+    deid = deidentifier(run.salt_file)
+    return _convert(corpus.plan(root, deid, language=language), deid, run, options)
+
+
+def vqa_med(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> str:
+    """Make shards of ImageCLEF VQA-Med 2019.
+
+    Args:
+        root: folder below which the unpacked archives lie.
+        run: where to.
+        options: how images are stored.
+    """
+    from medvl.data.corpora import vqa_med as corpus
+
+    deid = deidentifier(run.salt_file)
+    return _convert(corpus.plan(root, deid), deid, run, options)
+
+
+def path_vqa(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> str:
+    """Make shards of PathVQA, in colour.
+
+    Args:
+        root: folder of qas/ and images/.
+        run: where to.
+        options: how images are stored; the stains of pathology are kept whatever --color says.
+    """
+    from medvl.data.corpora import path_vqa as corpus
+
+    deid = deidentifier(run.salt_file)
+    return _convert(corpus.plan(root, deid), deid, run, dataclasses.replace(options, color=True))
+
+
+def _convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOptions) -> str:
+    from medvl.data.annotations.questions import questions_of
+
+    told = convert(plan, deid, run, dataclasses.replace(options, keep_textless=True))
+    counts = Counter(question.split for record in plan.records for question in questions_of(record.sample))
+    lines = [", ".join(f"{count} questions in {split}" for split, count in counts.items())]
+    if plan.noticed:
+        lines.append("noticed: " + ", ".join(f"{count} {rule}" for rule, count in sorted(plan.noticed.items())))
+    return "\n".join([*lines, told])

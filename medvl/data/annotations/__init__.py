@@ -1,0 +1,1 @@
+"""Boxes, masks, phrases and questions that come with images."""

@@ -1,0 +1,1 @@
+"""Conversion of a corpus to shards: plan, convert, write, merge."""

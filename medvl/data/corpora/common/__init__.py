@@ -1,0 +1,1 @@
+"""Readers that several corpora share: tables, figures, record files."""

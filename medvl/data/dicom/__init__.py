@@ -1,0 +1,1 @@
+"""DICOM files to 8-bit or 16-bit grey images."""

@@ -1,0 +1,167 @@
+"""DICOM files to grey images, the way a viewer would show them, and a record of the few header fields that may leave.
+
+    image = read_dicom("study/image.dcm")
+    image.pixels_HW  # uint8, black is 0
+    image.header.view_position  # "PA"
+
+Modality LUT or rescale, then VOI LUT or window (the first of several), else the range between the 0.5th and the 99.5th
+percentile, then the inversion of MONOCHROME1. Pixel padding is left out of the percentiles and shown black. Samples of
+8 bits that have no window are shades already and stay as they are. Colour becomes luma.
+
+Nothing of a file is trusted before it has been checked against `DicomLimits`, and nothing of a header is passed on but
+`DicomHeader`, whose texts come from closed lists: no name, date, identifier or free text can be in it.
+"""
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from medvl.data.dicom.parser import DicomFile, DicomLimits, Elements, Tag, open_dicom
+from medvl.data.dicom.pixels import PixelLayout, decode_frame
+from medvl.data.dicom.rendering import Display, Shading, render
+from medvl.data.privacy.deidentify import cap_age
+from medvl.errors import ConfigError, DicomError
+
+__all__ = ["DicomHeader", "DicomImage", "DicomLimits", "read_dicom"]
+
+DEFAULT_LIMITS = DicomLimits()
+
+_MODALITIES = re.compile(
+    r"CR|DX|RF|CT|MR|US|NM|PT|MG|XA|XC|OT|SC|SEG|RTDOSE|RTIMAGE|ES|GM|SM|OP|OPT|IO|PX|IVUS|OCT|BI|TG|DG|BMD|CFM|DMS|LS"
+)
+_VIEWS = re.compile(
+    r"(?:AP|PA)(?: (?:LLD|RLD|AXIAL))?|LL|RL|LATERAL|XTABLE LATERAL|LLD|RLD|LLO|RLO|LAO|RAO|LPO|RPO|SWIMMERS"
+    r"|CC|MLO|ML|LM|LMO|FB|SIO|ISO|XCCL|XCCM"
+)
+_BODY_PARTS = re.compile(
+    r"(?:PORT )?CHEST|THORAX|LUNG|HEART|RIBS?|STERNUM|CLAVICLE|SCAPULA|SHOULDER|ARM|HUMERUS|ELBOW|FOREARM|WRIST|HAND"
+    r"|FINGER|EXTREMITY|[CTLS]?SPINE|COCCYX|PELVIS|HIP|LEG|FEMUR|THIGH|KNEE|PATELLA|CALF|TIBIA|ANKLE|FOOT|CALCANEUS|TOE"
+    r"|HEAD|SKULL|BRAIN|ORBIT|SINUS|NOSE|EAR|EYE|FACE|JAW|MANDIBLE|MAXILLA|ZYGOMA|NECK|THYROID|BREAST|ABDOMEN|LIVER"
+    r"|PANCREAS|SPLEEN|KIDNEY|BLADDER|PROSTATE|UTERUS|OVARY|AORTA|WHOLE ?BODY"
+)
+_LATERALITIES = re.compile(r"[LRBU]")
+_SEXES = re.compile(r"[FM]")
+_SYNTAXES = re.compile(r"1\.2\.840\.10008\.1\.2(?:\.\d{1,3}){0,3}")  # those of the standard
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DicomHeader:
+    """All that is kept of a header. A text that is not on its list is None, like one that is missing."""
+
+    rows: int
+    columns: int
+    frames: int
+    bits_stored: int
+    photometric_interpretation: str
+    transfer_syntax: str | None
+    modality: str | None
+    view_position: str | None
+    body_part: str | None
+    laterality: str | None
+    """L, R, B (both) or U (unpaired)."""
+    patient_sex: str | None
+    """F or M."""
+    burned_in: bool | None
+    """Whether the file says that its pixels show who the patient is; None where it does not say."""
+    patient_age: int | None
+    """Years, 90 standing for 90 and above."""
+    pixel_spacing: tuple[float, float] | None
+    """Millimetres between rows and between columns, at the patient or else at the detector."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class DicomImage:
+    """One frame as it is to be shown, and its header."""
+
+    pixels_HW: np.ndarray
+    """uint8, or uint16 where 16 bits were asked for; 0 is black."""
+    header: DicomHeader
+    shading: Shading
+    """What decided over black and white: voi_lut, window, percentiles, full_range, palette or color."""
+
+
+def read_dicom(
+    path: Path | str, *, bits: Literal[8, 16] = 8, frame: int | None = None, limits: DicomLimits = DEFAULT_LIMITS
+) -> DicomImage:
+    """Reads one image.
+
+    Args:
+        path: a DICOM file, with or without preamble and transfer syntax.
+        bits: of the shades: 8 (uint8) or 16 (uint16).
+        frame: which frame of a multi-frame file, from 0. None refuses such files: one frame must not stand for all.
+        limits: what the file may ask for.
+
+    Raises DicomError, whose `reason` is one of:
+        "unreadable": the file cannot be opened.
+        "not_dicom": it is something else.
+        "no_pixels": a DICOM file without an image (a report, a plan, a directory).
+        "truncated": it ends too early.
+        "malformed": it contradicts itself or the standard.
+        "unsupported": DICOM, but of a kind that is not read.
+        "multi_frame": several frames, and `frame` was not given; or it has no such frame.
+        "too_large": it is over `limits`.
+        "no_codec": its compression needs a package that is not installed; the text names it.
+        "undecodable": its compressed data are damaged.
+    Raises ConfigError when `bits` or `frame` is out of range.
+    """
+    if bits not in (8, 16):
+        raise ConfigError(f"bits must be 8 or 16, got {bits}")
+    if frame is not None and frame < 0:
+        raise ConfigError(f"frame counts from 0, got {frame}")
+    try:
+        with Path(path).open("rb") as file:
+            return _read(open_dicom(file, limits), bits, frame)
+    except DicomError as error:
+        raise DicomError(f"{path}: {error}", error.reason) from error
+    except OSError as error:
+        raise DicomError(f"{path} cannot be read ({error.strerror})", "unreadable") from error
+    except MemoryError as error:
+        raise DicomError(f"{path}: there is not enough memory to decode it", "too_large") from error
+
+
+def _read(file: DicomFile, bits: int, frame: int | None) -> DicomImage:
+    layout = PixelLayout.of(file)
+    if frame is None and layout.frames > 1:
+        raise DicomError(f"it has {layout.frames} frames: choose one (frame=0, ...)", "multi_frame")
+    index = frame or 0
+    if index >= layout.frames:
+        raise DicomError(f"it has {layout.frames} frames, so there is no frame {index}", "multi_frame")
+    header, display = _header(file, layout), Display.of(file.elements, layout, index)
+    pixels_HW, shading = render(decode_frame(file, layout, index), display, layout, bits)
+    return DicomImage(pixels_HW, header, shading)
+
+
+def _header(file: DicomFile, layout: PixelLayout) -> DicomHeader:
+    elements = file.elements
+    return DicomHeader(
+        rows=layout.rows,
+        columns=layout.columns,
+        frames=layout.frames,
+        bits_stored=layout.bits_stored,
+        photometric_interpretation=layout.photometric,
+        transfer_syntax=_listed(file.transfer_syntax, _SYNTAXES),
+        modality=_listed(elements.text(Tag.MODALITY), _MODALITIES),
+        view_position=_listed(elements.text(Tag.VIEW_POSITION), _VIEWS),
+        body_part=_listed(elements.text(Tag.BODY_PART), _BODY_PARTS),
+        laterality=_listed(elements.text(Tag.IMAGE_LATERALITY) or elements.text(Tag.LATERALITY), _LATERALITIES),
+        patient_sex=_listed(elements.text(Tag.PATIENT_SEX), _SEXES),
+        burned_in={"YES": True, "NO": False}.get((elements.text(Tag.BURNED_IN) or "").strip().upper()),
+        patient_age=cap_age(elements.text(Tag.PATIENT_AGE)),
+        pixel_spacing=_spacing(elements, Tag.PIXEL_SPACING) or _spacing(elements, Tag.IMAGER_PIXEL_SPACING),
+    )
+
+
+def _listed(text: str | None, known: re.Pattern[str]) -> str | None:
+    text = (text or "").upper()
+    return text if known.fullmatch(text) else None
+
+
+def _spacing(elements: Elements, tag: Tag) -> tuple[float, float] | None:
+    numbers = elements.decimals(tag)
+    if len(numbers) != 2 or not all(math.isfinite(number) and number > 0 for number in numbers):
+        return None
+    return numbers[0], numbers[1]

@@ -1,0 +1,348 @@
+"""From stored samples to shades of grey: modality LUT, VOI LUT or window, inversion (DICOM PS3.3 C.11.1, C.11.2).
+
+Every step is a function of one stored value, so for samples of up to 16 bits the whole chain is worked out once for
+each value that can occur, and the image goes through that table in a single pass.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Literal, Protocol
+
+import cv2
+import numpy as np
+
+from medvl.data.dicom.parser import Elements, Tag
+from medvl.data.dicom.pixels import Frame, PixelLayout
+from medvl.errors import DicomError
+
+Shading = Literal["voi_lut", "window", "percentiles", "full_range", "palette", "color"]
+
+PERCENTILES = (0.5, 99.5)
+"""Black and white where a file has neither VOI LUT nor window. Half a per cent at either end is more than lead markers,
+burnt-in text and dead pixels cover, and less than any organ."""
+
+_LUMA = np.array([0.299, 0.587, 0.114])  # BT.601, as JPEG and OpenCV have it
+_VALUES, _LINE, _REPEAT = 0, 1, 2  # kinds of segments of a palette
+_BLOCK = 1 << 20
+_SAMPLE = 1 << 20
+
+
+class Shade(Protocol):
+    """Values, float64 of any shape, to shades: 0 black, 1 white."""
+
+    def __call__(self, values: np.ndarray) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Table:
+    """A look-up table: entry i stands for the value first + i; values beyond either end get that end's entry."""
+
+    first: int
+    entries: np.ndarray
+
+    def __call__(self, values: np.ndarray) -> np.ndarray:
+        index = np.clip(np.rint(values) - self.first, 0, len(self.entries) - 1)
+        return self.entries[index.astype(np.int64)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Window:
+    """A window of `width` around `center`, by one of DICOM's three functions (PS3.3 C.11.2.1.2 and .3)."""
+
+    center: float
+    width: float
+    function: str
+
+    def __call__(self, values: np.ndarray) -> np.ndarray:
+        if self.function == "SIGMOID":
+            exponent = np.clip(-4 * (values - self.center) / self.width, -700, 700)
+            return 1 / (1 + np.exp(exponent))
+        if self.function == "LINEAR":
+            if self.width == 1:
+                return (values > self.center - 0.5).astype(np.float64)
+            return np.clip((values - (self.center - 0.5)) / (self.width - 1) + 0.5, 0, 1)
+        return np.clip((values - self.center) / self.width + 0.5, 0, 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Range:
+    """Linear between two values. A constant image has low = high, and is black."""
+
+    low: float
+    high: float
+
+    def __call__(self, values: np.ndarray) -> np.ndarray:
+        if not self.high > self.low:
+            return np.zeros(values.shape)
+        return np.clip((values - self.low) / (self.high - self.low), 0, 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Display:
+    """What a file says about how its samples are to be shown."""
+
+    modality: Callable[[np.ndarray], np.ndarray] | None
+    """Stored values to values (Hounsfield units, ...); None where they are the same."""
+    voi: Table | Window | None
+    inverted: bool
+    padding: tuple[int, int] | None
+    """Stored values, first and last, that mean "no image here"."""
+    palette: Table | None
+    """The brightness of the colours that the stored values stand for."""
+
+    @classmethod
+    def of(cls, elements: Elements, layout: PixelLayout, frame: int) -> "Display":
+        """Reads the transformations of one frame. Raises DicomError when a table is damaged."""
+        values, voi = elements, elements
+        groups = [elements.item(Tag.FRAME_GROUPS, frame), elements.item(Tag.SHARED_GROUPS)]
+        for group in filter(None, groups):
+            values = values if values is not elements else group.item(Tag.FRAME_VALUES) or elements
+            voi = voi if voi is not elements else group.item(Tag.FRAME_VOI) or elements
+        padding = elements.word(Tag.PADDING, signed=layout.signed)
+        limit = elements.word(Tag.PADDING_LIMIT, signed=layout.signed)
+        bounds = None if padding is None else sorted((padding, padding if limit is None else limit))
+        modality, negative = _modality(values, layout)
+        return cls(
+            modality=modality,
+            voi=_voi(voi, layout, signed=layout.signed or negative),
+            inverted=layout.photometric == "MONOCHROME1" or elements.text(Tag.SHAPE) == "INVERSE",
+            padding=(bounds[0], bounds[1]) if bounds else None,
+            palette=_palette(elements) if layout.photometric == "PALETTE COLOR" else None,
+        )
+
+
+def _modality(elements: Elements, layout: PixelLayout) -> tuple[Callable[[np.ndarray], np.ndarray] | None, bool]:
+    """The modality LUT or rescale, and whether it can give negative values."""
+    item = elements.item(Tag.MODALITY_LUT)
+    if item is not None:
+        return _read_table(item, signed=layout.signed), False
+    slope, intercept = elements.decimals(Tag.SLOPE) or [1.0], elements.decimals(Tag.INTERCEPT) or [0.0]
+    if not (math.isfinite(slope[0]) and math.isfinite(intercept[0]) and slope[0]):
+        raise DicomError("its rescale slope or intercept is no number to scale by", "malformed")
+    if (slope[0], intercept[0]) == (1, 0):
+        return None, False
+    return (lambda stored: stored * slope[0] + intercept[0]), intercept[0] < 0 or slope[0] < 0
+
+
+def _voi(elements: Elements, layout: PixelLayout, *, signed: bool) -> Table | Window | None:
+    """The VOI LUT, else the window, the first of several; a window without a width is none."""
+    item = elements.item(Tag.VOI_LUT)
+    if item is not None:
+        table = _read_table(item, signed=signed)
+        # Files claim 16 bits for entries of 12: what the entries need tells how white is written.
+        white = (1 << int(table.entries.max()).bit_length()) - 1
+        return Table(table.first, table.entries / max(white, 1))
+    centers, widths = elements.decimals(Tag.WINDOW_CENTER), elements.decimals(Tag.WINDOW_WIDTH)
+    if not centers or not widths or not math.isfinite(centers[0]) or not 0 < widths[0] < math.inf:
+        return None
+    # LINEAR counts in whole steps, which floating-point values do not have, nor windows of a width below one.
+    function = elements.text(Tag.WINDOW_FUNCTION) or "LINEAR"
+    whole_steps = function == "LINEAR" and not layout.is_float and widths[0] >= 1
+    return Window(centers[0], widths[0], function if function == "SIGMOID" or whole_steps else "LINEAR_EXACT")
+
+
+def _read_table(item: Elements, *, signed: bool) -> Table:
+    """A LUT with its descriptor (PS3.3 C.11.1.1.1)."""
+    signed = item.vr(Tag.LUT_DESCRIPTOR) == "SS" or (item.vr(Tag.LUT_DESCRIPTOR) == "" and signed)
+    count, first, _ = _descriptor(item, Tag.LUT_DESCRIPTOR, signed=signed)
+    return Table(first, _entries(item, Tag.LUT_DATA, count).astype(np.float64))
+
+
+def _descriptor(elements: Elements, tag: Tag, *, signed: bool) -> tuple[int, int, int]:
+    """(number of entries, value of the first, bits of an entry)."""
+    words = elements.words(tag)
+    if len(words) < 3:
+        raise DicomError("the descriptor of a look-up table is damaged", "malformed")
+    first = words[1] - (1 << 16) if signed and words[1] >= 1 << 15 else words[1]
+    return words[0] or 1 << 16, first, words[2]
+
+
+def _entries(elements: Elements, tag: Tag, count: int) -> np.ndarray:
+    """The entries of a table: words, or bytes where there are only so many."""
+    data = elements.raw(tag) or b""
+    if len(data) >= 2 * count:
+        return np.frombuffer(data, f"{elements.coding.endian}u2", count)
+    if len(data) >= count:
+        return np.frombuffer(data, np.uint8, count)
+    raise DicomError("a look-up table has fewer entries than its descriptor says", "malformed")
+
+
+def _palette(elements: Elements) -> Table:
+    """The brightness of the entries of a colour palette (PS3.3 C.7.9)."""
+    count, first, bits = _descriptor(elements, Tag.RED_DESCRIPTOR, signed=False)
+    tables = []
+    for plain, segments in (
+        (Tag.RED_PALETTE, Tag.RED_SEGMENTS),
+        (Tag.GREEN_PALETTE, Tag.GREEN_SEGMENTS),
+        (Tag.BLUE_PALETTE, Tag.BLUE_SEGMENTS),
+    ):
+        data = elements.raw(segments)
+        if data is None:
+            tables.append(_entries(elements, plain, count))
+        else:
+            width = 1 if bits == 8 else 2
+            words = np.frombuffer(data, f"{elements.coding.endian}u{width}", len(data) // width).tolist()
+            tables.append(np.array(_expand_segments(words, width, count)))
+    white = 255 if bits <= 8 and max(table.max() for table in tables) <= 255 else 65535
+    return Table(first, np.stack(tables, axis=-1) @ _LUMA / white)
+
+
+def _expand_segments(words: list[int], width: int, count: int) -> list[int]:
+    """A segmented palette of words of `width` bytes, written out to `count` entries (PS3.3 C.7.9.2)."""
+    entries: list[int] = []
+    for number, (kind, length, content) in enumerate(_segments(words, width, 0, len(words))):
+        if kind == _VALUES:
+            entries += content
+        elif entries and content:  # a line from the last entry to a new one
+            entries += np.rint(np.linspace(entries[-1], content[0], length + 1)[1:]).astype(int).tolist()
+        if len(entries) >= count:
+            return entries[:count]
+        if number > count:
+            break
+    raise DicomError("a segmented palette has fewer entries than its descriptor says", "malformed")
+
+
+def _segments(
+    words: list[int], width: int, start: int, end: int, *, copied: bool = False
+) -> Iterator[tuple[int, int, list[int]]]:
+    """(kind, length, content) of the segments of values and lines; those that repeat others are looked up."""
+    while start + 2 < end:
+        kind, length = words[start : start + 2]
+        if kind == _REPEAT and not copied and start + 3 < end:
+            source = (words[start + 2] | words[start + 3] << 8 * width) // width
+            repeated = _segments(words, width, source, start, copied=True)
+            yield from itertools.islice(repeated, length)
+            start += 4
+        elif kind in (_VALUES, _LINE) and length:
+            size = length if kind == _VALUES else 1
+            yield kind, length, words[start + 2 : start + 2 + size]
+            start += 2 + size
+        else:
+            return
+
+
+def render(frame: Frame, display: Display, layout: PixelLayout, bits: int) -> tuple[np.ndarray, Shading]:
+    """The frame in shades of grey, uint8 or uint16 (H, W), and what decided over black and white."""
+    top = (1 << bits) - 1
+    if frame.space in ("rgb", "luma"):
+        return _render_color(frame, layout, top), "color"
+    if display.palette:
+        if frame.samples.itemsize > 2:
+            raise DicomError("its palette is indexed by more than 16 bits", "unsupported")
+        table = _quantize(display.palette(_stored_values(frame, layout)), top)
+        return cv2.LUT(_codes(frame.samples), table), "palette"
+    if frame.samples.itemsize > 2:
+        return _render_wide(frame, display, layout, top)
+    return _render_narrow(frame, display, layout, top)
+
+
+def _render_narrow(frame: Frame, display: Display, layout: PixelLayout, top: int) -> tuple[np.ndarray, Shading]:
+    """Up to 16 bits: one table of every value that can occur."""
+    codes_HW = _codes(frame.samples)
+    stored = _stored_values(frame, layout)
+    padding = _is_padding(stored, display)
+    values = display.modality(stored) if display.modality else stored
+    shade, shading = _choose(display, layout)
+    if shade is None:
+        counts = cv2.calcHist([codes_HW], [0], None, [len(stored)], [0, len(stored)]).ravel()
+        counts[padding] = 0
+        shade = _percentile_range(values, counts)
+    table = _finish(shade(values), padding, display, top)
+    return cv2.LUT(codes_HW, table), shading
+
+
+def _render_wide(frame: Frame, display: Display, layout: PixelLayout, top: int) -> tuple[np.ndarray, Shading]:
+    """More than 16 bits, or floating point: block by block, to keep the temporaries small."""
+    shade, shading = _choose(display, layout)
+    samples = frame.samples.ravel()
+    if shade is None:
+        stored = samples[:: max(1, samples.size // _SAMPLE)].astype(np.float64)
+        stored = stored[np.isfinite(stored) & ~_is_padding(stored, display)]
+        values = display.modality(stored) if display.modality else stored
+        shade = _percentile_range(values, np.ones(values.shape))
+    out = np.empty(samples.size, np.uint8 if top == 255 else np.uint16)
+    for start in range(0, samples.size, _BLOCK):
+        stored = samples[start : start + _BLOCK].astype(np.float64)
+        no_image = _is_padding(stored, display) | ~np.isfinite(stored)
+        stored[no_image] = 0
+        values = display.modality(stored) if display.modality else stored
+        out[start : start + _BLOCK] = _finish(shade(values), no_image, display, top)
+    return out.reshape(frame.samples.shape), shading
+
+
+def _render_color(frame: Frame, layout: PixelLayout, top: int) -> np.ndarray:
+    """Luma. A window does not apply to colour (PS3.3 C.11.2)."""
+    samples, white = _codes(frame.samples), (1 << layout.bits_stored) - 1
+    if frame.space == "luma":
+        grey_HW = samples
+    elif samples.itemsize <= 2:
+        grey_HW = cv2.cvtColor(samples, cv2.COLOR_RGB2GRAY)
+    else:
+        rows = range(0, len(samples), max(1, _BLOCK // samples.shape[1]))
+        grey_HW = np.concatenate([samples[row : row + rows.step] @ _LUMA for row in rows])
+    if grey_HW.dtype == np.uint8 and white == top:
+        return grey_HW
+    if grey_HW.itemsize > 2:
+        return _quantize(Range(0, white)(grey_HW), top)
+    levels = np.arange(1 << 8 * grey_HW.itemsize, dtype=np.float64)
+    return cv2.LUT(grey_HW, _quantize(Range(0, white)(levels), top))
+
+
+def _choose(display: Display, layout: PixelLayout) -> tuple[Shade | None, Shading]:
+    """What the file wants; None for percentiles. Plain 8-bit samples are shades already."""
+    if isinstance(display.voi, Table):
+        return display.voi, "voi_lut"
+    if isinstance(display.voi, Window):
+        return display.voi, "window"
+    if layout.bits_stored <= 8 and not layout.signed and display.modality is None:
+        return Range(0, (1 << layout.bits_stored) - 1), "full_range"
+    return None, "percentiles"
+
+
+def _percentile_range(values: np.ndarray, counts: np.ndarray) -> Range:
+    """The range between `PERCENTILES` of values that occur `counts` times; of all of them, should those coincide."""
+    present = np.flatnonzero(counts)
+    if not present.size:
+        return Range(0, 0)
+    order = present[np.argsort(values[present], kind="stable")]
+    cumulated = np.cumsum(counts[order], dtype=np.float64)
+    low, high = np.searchsorted(cumulated, np.array(PERCENTILES) / 100 * cumulated[-1])
+    ends = values[order[low]], values[order[min(high, len(order) - 1)]]
+    if ends[0] == ends[1]:
+        ends = values[order[0]], values[order[-1]]
+    return Range(float(ends[0]), float(ends[1]))
+
+
+def _finish(shades: np.ndarray, padding: np.ndarray, display: Display, top: int) -> np.ndarray:
+    if display.inverted:
+        shades = 1 - shades
+    return _quantize(np.where(padding, 0, shades), top)
+
+
+def _quantize(shades: np.ndarray, top: int) -> np.ndarray:
+    return np.rint(shades * top).astype(np.uint8 if top == 255 else np.uint16)
+
+
+def _is_padding(stored: np.ndarray, display: Display) -> np.ndarray:
+    if display.padding is None:
+        return np.zeros(stored.shape, bool)
+    return (stored >= display.padding[0]) & (stored <= display.padding[1])
+
+
+def _codes(samples: np.ndarray) -> np.ndarray:
+    """The same bits as unsigned integers: what indexes a table."""
+    return samples.view(f"u{samples.itemsize}")
+
+
+def _stored_values(frame: Frame, layout: PixelLayout) -> np.ndarray:
+    """The stored value, float64, behind every code of 8 or 16 bits: unused bits removed, sign applied."""
+    codes = np.arange(1 << 8 * frame.samples.itemsize, dtype=np.int64)
+    bits = 8 * frame.samples.itemsize
+    if not frame.exact:
+        bits = min(bits, layout.bits_stored)
+        codes = (codes >> layout.shift) & ((1 << bits) - 1)
+    if layout.signed:
+        codes = np.where(codes >= 1 << (bits - 1), codes - (1 << bits), codes)
+    return codes.astype(np.float64)

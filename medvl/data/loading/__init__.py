@@ -1,0 +1,1 @@
+"""Batches from shards: sources, sampling, collation, worker processes."""

@@ -1,0 +1,1 @@
+"""De-identification and detection of burned-in text."""

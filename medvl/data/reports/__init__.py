@@ -1,0 +1,1 @@
+"""Radiology reports: sections, sentences, laterality, labels."""

@@ -1,0 +1,263 @@
+"""Radiology reports: their sections, addenda and sentences, with the quirks of MIMIC-CXR and some of other hospitals.
+
+A MIMIC report is plain text in short lines: FINAL REPORT as a title, sections with a header in capitals at the start
+of a line (`FINDINGS:`), masks (`___`) where something was removed, and now and then a wet read or an addendum above a
+rule of underscores. Sections may be missing, empty, repeated, or named after the examination (`CHEST, TWO VIEWS:`).
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from medvl.data.reports.laterality import swap_laterality
+from medvl.data.reports.sentences import split_sentences
+from medvl.errors import ReportError
+
+__all__ = ["Report", "parse_report", "read_report", "split_sentences", "swap_laterality"]
+
+MAX_REPORT_BYTES = 1 << 20
+"""The longest report of MIMIC-CXR has under 10 kB; what is larger than this is no report."""
+
+_ALIASES = {
+    "findings": "findings|finding|findings in detail|radiographic findings|report|results|description|observations",
+    "impression": "impression|impressions|imp|final impression|conclusion|conclusions|opinion|summary|diagnosis"
+    "|interpretation|findings and impression|findings/impression|findings / impression|impression and findings"
+    "|impression/findings|impression and recommendation|impression and recommendations",
+    "indication": "indication|indications|indication for exam|indication for study|clinical indication"
+    "|clinical indications|reason for exam|reason for examination|reason for study|reason for the exam"
+    "|reason for this examination|reason|reason for request|chief complaint",
+    "history": "history|clinical history|clinical information|patient history|medical history|past medical history"
+    "|pfi|pmh|hx|clinical data|clinical context|clinical statement|presenting history|indication and history"
+    "|history and indication|indication/history|history/indication",
+    "comparison": "comparison|comparisons|comparison exam|comparison study|comparison studies|comparison film"
+    "|comparison films|compared to|prior studies|prior exams|previous examination",
+    "technique": "technique|techniques|technical factors|procedure|procedure comments|protocol|method",
+    "examination": "examination|examinations|exam|exams|study|studies|type of exam|type of examination|exam type"
+    "|exam description|examination type",
+    "recommendation": "recommendation|recommendations|recommendation(s)|follow up|follow-up",
+    "notification": "notification|notifications|communication|notice",
+    "wet_read": "wet read|preliminary report|preliminary read",
+    "addendum": "addendum|addenda|final addendum",
+}
+_SECTION_OF = {alias: section for section, aliases in _ALIASES.items() for alias in aliases.split("|")}
+_OF_THE_EXAMINATION = re.compile(r"\b(?:chest|thorax|cxr|views?|radiographs?|x-?rays?|films?)\b")
+_BEFORE_FINDINGS = frozenset(("indication", "history", "comparison", "technique", "examination"))
+_CONTEXT = _BEFORE_FINDINGS | {"notification", "recommendation", "wet_read", "addendum"}
+"""Sections that say why, how and to whom, not what is seen."""
+
+_PARTS_OF_FINDINGS = re.compile(
+    r"(?:visualized |upper |right |left )?(?:lungs?|pleura|pleural spaces?|heart|heart size|cardiac|cardiac silhouette"
+    r"|cardiomediastinal silhouette|mediastinum|hila|airways?|vessels|(?:pulmonary )?vasculature|bones?|chest wall"
+    r"|abdomen|diaphragm|soft tissues|osseous structures|(?:support )?devices|lines|tubes|ett?|e[nt]t? tube|ng tube"
+    r"|other)(?:(?: and | & |, |/)(?:airways?|pleura|mediastinum|soft tissues|tubes|lines|devices|hila|vessels))*",
+    re.IGNORECASE,
+)
+"""Sub-headings that a template puts inside of FINDINGS: they stay in its text."""
+
+_RULE = re.compile(r"\s*_{10,}\s*")  # a mask has three
+_TITLE = re.compile(r"\s*FINAL (?P<kind>REPORT|ADDENDUM)\s*:?\s*")
+_HEADER = re.compile(r"[ \t]*(?P<label>[A-Za-z][A-Za-z ()/,&'-]{0,58}[A-Za-z)])[ \t]*:(?P<rest>(?!\d).*)")
+_HEADER_IN_LINE = re.compile(
+    r"([.!?:_][ \t]{1,40}|[ \t]{2,40})"
+    r"((?:CLINICAL )?(?:FINDINGS AND IMPRESSION|FINDINGS|IMPRESSION|CONCLUSION|COMPARISONS?|INDICATION"
+    r"|TECHNIQUE|HISTORY|RECOMMENDATIONS?|RECOMMENDATION\(S\)|NOTIFICATION|ADDENDUM):)"
+)
+_LIST_ITEM = re.compile(r"[ \t]*(?:[-*•][ \t]|\(?\d{1,2}[.)][ \t]+[A-Z_])")
+_ADDENDUM = re.compile(r"\s*ADDENDUM\b[\s:]*")
+_LETTER_OR_DIGIT = re.compile(r"[^\W_]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """A report taken apart. Line wraps are undone; a text is never the empty string."""
+
+    sections: Mapping[str, str]
+    """Name -> text, in the order of the report. Common headers have one name each (findings, impression, indication,
+    history, comparison, technique, examination, recommendation, notification, wet_read); others are lower-cased. Of
+    sections with the same name, the last that has text."""
+    empty_sections: tuple[str, ...] = ()
+    """Names of headers without text, or with nothing but masks, below them; such sections are dropped."""
+    preamble: str | None = None
+    """What stands before the first header."""
+    addenda: tuple[str, ...] = ()
+    last_paragraph: str | None = None
+    """The last paragraph that describes the image, for reports without findings and impression: such a paragraph may
+    follow, after a blank line, a section that describes none (technique, comparison, ...)."""
+    encoding: str = "utf-8"
+    """Of the file; "utf-8" for reports that came as text."""
+
+    @property
+    def findings(self) -> str | None:
+        """The findings, None where the report has none."""
+        return self.sections.get("findings")
+
+    @property
+    def impression(self) -> str | None:
+        """The impression, None where the report has none."""
+        return self.sections.get("impression")
+
+    def sentences(self, sections: Sequence[str] = ("findings", "impression")) -> list[str]:
+        """The sentences of the named sections, or of the last paragraph when none of them is there."""
+        texts = [self.sections[name] for name in sections if name in self.sections]
+        if not texts and self.last_paragraph:
+            texts = [self.last_paragraph]
+        return [sentence for text in texts for sentence in split_sentences(text)]
+
+
+def read_report(path: Path | str) -> Report:
+    """The report in a text file: UTF-8, or an older file in Windows-1252 or Latin-1 (`encoding` says which).
+
+    Raises ReportError when the file is too large or is no text; OSError when it cannot be opened.
+    """
+    path = Path(path)
+    with path.open("rb") as file:
+        data = file.read(MAX_REPORT_BYTES + 1)
+    if len(data) > MAX_REPORT_BYTES:
+        raise ReportError(f"{path} has more than {MAX_REPORT_BYTES} bytes: it is no report")
+    if b"\0" in data:
+        raise ReportError(f"{path} holds NUL bytes: it is binary, or UTF-16 that must be converted to UTF-8")
+    text, encoding = _decode(data)
+    if sum(character < " " and character not in "\t\n\r\f\v" for character in text) > len(text) // 100:
+        raise ReportError(f"{path} is full of control characters: it is no text")
+    return dataclasses.replace(parse_report(text), encoding=encoding)
+
+
+def _decode(data: bytes) -> tuple[str, str]:
+    for encoding, codec in (("utf-8", "utf-8-sig"), ("cp1252", "cp1252")):
+        try:
+            return data.decode(codec), encoding
+        except UnicodeDecodeError:
+            continue
+    return data.decode("latin-1"), "latin-1"  # maps every byte
+
+
+def parse_report(text: str) -> Report:
+    """Takes a report apart. Any text can be parsed: without headers, it is all preamble and last paragraph.
+
+    A header is known by its place at the start of a line and its colon. In capitals, any words make one; in lower
+    case, only the names in this module's table do, so that `Dr. X:` and `at 3:00` do not. The well-known headers in
+    capitals are also found inside of a line, where a report has lost its line breaks.
+    """
+    sections: dict[str, str] = {}
+    empty: dict[str, None] = {}
+    addenda: list[str] = []
+    preamble: str | None = None
+    parts: list[tuple[str | None, list[str]]] = []
+    for is_addendum, lines in _blocks(text):
+        if is_addendum:
+            addenda += filter(_describes, [_ADDENDUM.sub("", _join(lines))])
+            continue
+        for name, body in _split_by_header(lines):
+            content = _join(body)
+            if not _describes(content) and not (name in _CONTEXT and "_" in content):  # COMPARISON: ___ is not empty
+                empty |= {name: None} if name else {}
+                continue
+            parts.append((name, body))
+            if name is None:
+                preamble = preamble or content
+            elif name == "addendum":
+                addenda.append(content)
+            else:
+                sections.pop(name, None)
+                sections[name] = content
+    return Report(
+        sections=sections,
+        empty_sections=tuple(name for name in empty if name not in sections),
+        preamble=preamble,
+        addenda=tuple(addenda),
+        last_paragraph=_last_paragraph(parts),
+    )
+
+
+def _blocks(text: str) -> Iterable[tuple[bool, list[str]]]:
+    """(is an addendum, lines), cut at rules and at the titles FINAL REPORT and FINAL ADDENDUM."""
+    is_addendum, lines = False, list[str]()
+    for line in _HEADER_IN_LINE.sub(r"\1\n\2", text.replace("\ufeff", "")).splitlines():
+        title = _TITLE.fullmatch(line)
+        if title is None and not _RULE.fullmatch(line):
+            lines.append(line)
+            continue
+        yield is_addendum or _opens_addendum(lines), lines
+        is_addendum, lines = bool(title and title["kind"] == "ADDENDUM"), []
+    yield is_addendum or _opens_addendum(lines), lines
+
+
+def _opens_addendum(lines: list[str]) -> bool:
+    """Whether a block begins with the word; with a colon, it is a header like others."""
+    first = next((line for line in lines if line.strip()), "")
+    return _ADDENDUM.match(first) is not None and _HEADER.match(first) is None
+
+
+def _split_by_header(lines: list[str]) -> list[tuple[str | None, list[str]]]:
+    """(section, its lines), beginning with what stands before the first header, whose section is None."""
+    parts: list[tuple[str | None, list[str]]] = [(None, [])]
+    for line in lines:
+        header = _header(line, inside=parts[-1][0])
+        if header is None:
+            parts[-1][1].append(line)
+        else:
+            parts.append((header[0], [header[1]]))
+    return parts
+
+
+def _header(line: str, inside: str | None) -> tuple[str, str] | None:
+    """(section, rest of the line) when `line` begins with a header."""
+    match = _HEADER.match(line)
+    label, rest = (match["label"], match["rest"]) if match else (line.strip(), "")
+    plain = " ".join(label.lower().split())
+    known = _SECTION_OF.get(plain)
+    if match is None:  # a header alone on its line may lack the colon: Findings, FINDINGS, but not "findings"
+        return (known, "") if known and label[:1].isupper() else None
+    if known and (label[:1].isupper() or plain == known):
+        return known, rest
+    if not label.isupper() or not (rest[:1].isspace() or not rest):
+        return None
+    if _PARTS_OF_FINDINGS.fullmatch(plain) and inside in ("findings", "impression"):
+        return None
+    return ("findings" if _OF_THE_EXAMINATION.search(plain) else plain), rest
+
+
+def _is_part_of_findings(line: str) -> bool:
+    header = _HEADER.match(line)
+    return header is not None and _PARTS_OF_FINDINGS.fullmatch(header["label"]) is not None
+
+
+def _paragraphs(lines: Iterable[str], *, items: bool) -> list[str]:
+    """Runs of lines between blank lines, unwrapped; with `items`, also cut before list items and sub-headings."""
+    paragraphs: list[list[str]] = [[]]
+    for line in lines:
+        if not line.strip():
+            paragraphs.append([])
+        elif items and (_LIST_ITEM.match(line) or _is_part_of_findings(line)):
+            paragraphs.append([line])
+        else:
+            paragraphs[-1].append(line)
+    return [" ".join(" ".join(paragraph).split()) for paragraph in paragraphs if paragraph]
+
+
+def _join(lines: Iterable[str]) -> str:
+    """One line of text.
+
+    A paragraph or list item that ends without punctuation gets a full stop, or its last sentence would run on into
+    the next.
+    """
+    paragraphs = _paragraphs(lines, items=True)
+    ended = [paragraph if paragraph[-1] in ".!?:;," else paragraph + "." for paragraph in paragraphs[:-1]]
+    return " ".join([*ended, *paragraphs[-1:]])
+
+
+def _describes(text: str) -> bool:
+    """Whether there is more than masks and punctuation."""
+    return _LETTER_OR_DIGIT.search(text) is not None
+
+
+def _last_paragraph(parts: list[tuple[str | None, list[str]]]) -> str | None:
+    for section, lines in reversed(parts):
+        paragraphs = _paragraphs(lines, items=False)
+        if section in _CONTEXT:  # its first paragraph is its own
+            paragraphs = paragraphs[1:] if section in _BEFORE_FINDINGS else []
+        paragraphs = list(filter(_describes, paragraphs))
+        if paragraphs:
+            return paragraphs[-1]
+    return None

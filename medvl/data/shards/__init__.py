@@ -1,0 +1,1 @@
+"""The shard format: manifest, index, reading, verification."""

@@ -1,0 +1,90 @@
+"""Where words begin in a sequence of sub-word ids: for whole-word masking, and for words as sums of their sub-words.
+
+A word is what the tokenizer split off before it looked for pieces: for WordPiece, letters and digits between spaces
+and punctuation, and every punctuation mark; for byte-level BPE, a run of letters, of digits or of other marks, and a
+contraction (`'s`) where the vocabulary has it as one piece; for SentencePiece, what stands between spaces.
+Everything is looked up in tables by id, so ids can be on any device.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+from torch import Tensor
+
+from medvl.data.tokenizer.wordpiece_trainer import CONTINUED
+
+_BYTE_SPACE, _SENTENCE_SPACE, _END = "Ġ", "▁", "</w>"
+_LINE_BREAKS = "ĉĊċČč"
+"""Tab, line feed and the like, as byte-level BPE writes them."""
+_LETTER, _DIGIT, _OTHER, _BREAK, _JOINS = range(5)
+
+
+class WordBoundaries:
+    """Tables over the vocabulary of one tokenizer.
+
+    Args:
+        backend: the tokenizer.
+        vocab_size: number of ids.
+        special: ids that are no part of a text: padding, beginning, end.
+    """
+
+    def __init__(self, backend: Backend, vocab_size: int, special: Sequence[int]) -> None:
+        tokens = [backend.id_to_token(index) or "" for index in range(vocab_size)]
+        model = backend.model
+        self._special_V = torch.zeros(len(tokens), dtype=torch.bool)
+        self._special_V[list(special)] = True
+        self._ends_V: Tensor | None = None
+        self._kinds_V2: Tensor | None = None
+        if isinstance(model, models.WordPiece):
+            begins = [not token.startswith(CONTINUED) for token in tokens]
+        elif isinstance(model, models.BPE) and model.end_of_word_suffix == _END:
+            begins = [False] * len(tokens)
+            self._ends_V = torch.tensor([token.endswith(_END) for token in tokens])
+        elif isinstance(model, models.BPE):
+            begins = [token.startswith(_BYTE_SPACE) for token in tokens]
+            texts = [token.removeprefix(_BYTE_SPACE) or _BYTE_SPACE for token in tokens]
+            self._kinds_V2 = torch.tensor([(_kind(text[0]), _kind(text[-1])) for text in texts])
+        elif isinstance(model, models.Unigram):
+            begins = [token.startswith(_SENTENCE_SPACE) for token in tokens]
+        else:
+            begins = [True] * len(tokens)  # a vocabulary of words
+        self._begins_V = torch.tensor(begins)
+
+    def starts(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """(B, T) bool: True on the first sub-word of every word; False on special tokens and padding."""
+        special_BT = _look_up(self._special_V, ids_BT)
+        starts_BT = _look_up(self._begins_V, ids_BT)
+        starts_BT[:, 1:] |= special_BT[:, :-1]
+        if self._ends_V is not None:
+            starts_BT[:, 1:] |= _look_up(self._ends_V, ids_BT)[:, :-1]
+        if self._kinds_V2 is not None:
+            kinds_BT2 = _look_up(self._kinds_V2, ids_BT)
+            before_BT, after_BT = kinds_BT2[:, :-1, 1], kinds_BT2[:, 1:, 0]
+            starts_BT[:, 1:] |= (before_BT != after_BT) & (before_BT != _JOINS)
+        starts_BT[:, 0] = True
+        return starts_BT & ~special_BT & mask_BT
+
+    def words(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        """(B, T) int64: the number of the word a token belongs to, from 0; -1 on special tokens and padding."""
+        number_BT = self.starts(ids_BT, mask_BT).cumsum(dim=1) - 1
+        return number_BT.masked_fill(_look_up(self._special_V, ids_BT) | ~mask_BT, -1)
+
+
+def _look_up(table_V: Tensor, ids_BT: Tensor) -> Tensor:
+    return table_V.to(ids_BT.device)[ids_BT]
+
+
+def _kind(character: str) -> int:
+    """Kinds as the splitting pattern of byte-level BPE tells them; bytes beyond ASCII count as letters.
+
+    A space belongs to the word behind it, also where the vocabulary has no piece of both.
+    """
+    if character == _BYTE_SPACE:
+        return _JOINS
+    if character in _LINE_BREAKS:
+        return _BREAK
+    if character.isdigit():
+        return _DIGIT
+    return _LETTER if character.isalpha() or not character.isascii() else _OTHER

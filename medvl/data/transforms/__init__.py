@@ -1,0 +1,1 @@
+"""Transforms of images and texts, and masking for masked language modelling."""

@@ -1,0 +1,1 @@
+"""Image encoders from timm, torchvision and open_clip."""

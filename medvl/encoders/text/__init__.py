@@ -1,0 +1,1 @@
+"""Text encoders from transformers and open_clip."""

@@ -1,0 +1,1 @@
+"""Evaluation of trained classifiers, label policies and subgroups."""

@@ -1,0 +1,132 @@
+"""Who is in the test set: masks by view, projection, sex and age band, AUROC within each, and the gaps between them.
+
+A cell (label and group) is reported when the group holds at least `smallest` positives and as many negatives of the
+label; otherwise its row stands there without a value. The mean of a group is taken over the labels that can be
+reported in every group of the attribute, so that groups are compared on the same labels.
+
+A gap ("auroc_gap") is the AUROC of the group with the highest minus that of the group with the lowest, for a label or
+the mean; its row names the two. They are chosen on all images and kept in the resamples, where they may change places:
+an interval that reaches below zero says that these data do not tell the groups apart. With more than two groups the
+choice itself makes gaps look larger than they are.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medvl.eval.core.bootstrap import mean_over_labels, ranked_columns
+from medvl.eval.core.metric_rows import Block, MetricRow, empty_block, label_row, ranking_block
+from medvl.eval.core.metrics import Array
+from medvl.schema import Sample
+
+_LATERAL = ("LATERAL", "LL", "RL", "LLD", "RLD")
+_FRONTAL = ("FRONTAL", "PA", "AP")
+_AGE_BANDS = ((40, "under 40"), (60, "40-59"), (80, "60-79"))
+
+
+def _view(sample: Sample) -> str | None:
+    words = (sample.view or "").upper().split()
+    if any(word in _LATERAL for word in words):
+        return "lateral"
+    return "frontal" if any(word in _FRONTAL for word in words) else None
+
+
+def _projection(sample: Sample) -> str | None:
+    words = (sample.view or "").upper().split()
+    return next((projection for projection in ("PA", "AP") if projection in words), None)
+
+
+def _age_band(sample: Sample) -> str | None:
+    if sample.age is None:
+        return None
+    return next((band for end, band in _AGE_BANDS if sample.age < end), "80 and over")
+
+
+ATTRIBUTES: Mapping[str, Callable[[Sample], str | None]] = {
+    "view": _view,
+    "projection": _projection,
+    "sex": lambda sample: sample.sex,
+    "age": _age_band,
+}
+
+
+def subgroups(samples: Sequence[Sample]) -> dict[str, dict[str, NDArray[np.bool_]]]:
+    """Attribute -> group -> mask_N, for the attributes that split these samples into two groups or more."""
+    result = {}
+    for attribute, group_of in ATTRIBUTES.items():
+        of_sample = np.array([group_of(sample) or "" for sample in samples])
+        names = sorted(set(of_sample.tolist()) - {""}, key=_age_order)
+        if len(names) > 1:
+            result[attribute] = {name: of_sample == name for name in names}
+    return result
+
+
+def _age_order(name: str) -> tuple[bool, str]:
+    return not name.startswith("under"), name
+
+
+def subgroup_blocks(
+    scores_NL: Array, labels_NL: Array, names: Sequence[str], samples: Sequence[Sample], smallest: int
+) -> tuple[list[Block], dict[str, list[str]]]:
+    """AUROC rows of every group and of the gaps, and attribute -> labels in the mean of its groups (empty: no mean)."""
+    blocks: list[Block] = []
+    labels_in_mean = {}
+    for attribute, masks in subgroups(samples).items():
+        judged = {group: np.where(mask_N[:, None], labels_NL, np.nan) for group, mask_N in masks.items()}
+        enough = {group: _enough_L(labels, smallest) for group, labels in judged.items()}
+        reported_L = np.any(list(enough.values()), axis=0)
+        everywhere_L = np.all(list(enough.values()), axis=0)
+        labels_in_mean[attribute] = [name for name, kept in zip(names, everywhere_L, strict=True) if kept]
+        means = {"macro": labels_in_mean[attribute]} if everywhere_L.any() else {}
+        for group, group_labels_NL in judged.items():
+            subgroup = f"{attribute}: {group}"
+            kept = np.flatnonzero(enough[group]).tolist()
+            small = np.flatnonzero(reported_L & ~enough[group]).tolist()
+            if kept:
+                columns = scores_NL[:, kept], group_labels_NL[:, kept], [names[index] for index in kept]
+                blocks.append(ranking_block("auroc", *columns, means=means, subgroup=subgroup))
+            if small:
+                rows = [label_row("auroc", names[index], group_labels_NL[:, index], subgroup) for index in small]
+                blocks.append(empty_block(rows))
+        targets = {
+            name: [index] for index, name in enumerate(names) if sum(kept[index] for kept in enough.values()) > 1
+        }
+        if means:
+            targets["macro"] = np.flatnonzero(everywhere_L).tolist()
+        blocks += [
+            _gap_block(attribute, target, columns, scores_NL, judged, enough) for target, columns in targets.items()
+        ]
+    return blocks, labels_in_mean
+
+
+def _gap_block(
+    attribute: str,
+    target: str,
+    columns: Sequence[int],
+    scores_NL: Array,
+    judged: Mapping[str, Array],
+    enough: Mapping[str, NDArray[np.bool_]],
+) -> Block:
+    """The gap of one label, or of the mean over several, between the groups that have enough images of all of them."""
+
+    def mean_of(labels_NL: Array) -> Callable[[Array], Array]:
+        ranked = ranked_columns(scores_NL[:, columns], labels_NL[:, columns])
+        return lambda counts_NR: mean_over_labels(np.stack([column.auroc_R(counts_NR) for column in ranked], axis=1))
+
+    groups = {group: mean_of(labels) for group, labels in judged.items() if enough[group][columns].all()}
+    values = {group: float(statistic(np.ones((len(scores_NL), 1)))[0]) for group, statistic in groups.items()}
+    best, worst = max(values, key=values.__getitem__), min(values, key=values.__getitem__)
+    both_NL = np.concatenate([judged[best][:, columns], judged[worst][:, columns]])
+    row = MetricRow(
+        metric="auroc_gap",
+        target=target,
+        subgroup=f"{attribute}: {best} - {worst}",
+        n=int((~np.isnan(both_NL).all(axis=1)).sum()),
+        n_positive=int((both_NL == 1).sum()) if len(columns) == 1 else None,
+    )
+    return Block([row], lambda counts_NR: (groups[best](counts_NR) - groups[worst](counts_NR))[:, None])
+
+
+def _enough_L(labels_NL: Array, smallest: int) -> NDArray[np.bool_]:
+    return ((labels_NL == 1).sum(axis=0) >= smallest) & ((labels_NL == 0).sum(axis=0) >= smallest)

@@ -1,0 +1,143 @@
+"""What `predictions.jsonl` says of every item, as blocks of metrics: the same rows again, so that runs can be paired.
+
+A reader knows the lines of one protocol. It gives the rows that these lines decide; what an evaluation computed from
+more than them (the other direction of a retrieval, calibration at thresholds) stays without a paired difference.
+
+Shape letters: N items, K rows.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medvl.errors import EvaluationError
+from medvl.eval.core.metric_rows import Block, mean_block, median_block, ranking_block
+from medvl.eval.core.metrics import Array
+from medvl.eval.core.results import Results
+from medvl.eval.grounding.evaluate import label_mean_block
+from medvl.schema import COMPETITION_FINDINGS
+
+Line = Mapping[str, Any]
+_TOLERANCE = 1e-6
+"""Between a row of results.json and the same row from its predictions."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Items:
+    """The items of a run in the order of their names, and the blocks of metrics over them."""
+
+    names: tuple[tuple[Any, ...], ...]
+    groups: tuple[Any, ...] | None
+    """What is drawn: the patient (or text) of each item; None where the lines do not say, and items are drawn."""
+    blocks: tuple[Block, ...]
+
+    @property
+    def rows(self) -> list[str]:
+        """Names of the rows, as the blocks' statistics give them."""
+        return [row.name for block in self.blocks for row in block.rows]
+
+    def statistic(self, counts_NR: Array) -> Array:
+        """values_RK, columns as in `rows`."""
+        return np.concatenate([block.statistic(counts_NR) for block in self.blocks], axis=1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Reader:
+    item: tuple[str, ...]
+    """The fields that name an item."""
+    group: str
+    """The field that says what an item is drawn with."""
+    blocks: Callable[[Sequence[Line]], list[Block]]
+
+
+def read_items(folder: Path, results: Results) -> Items | None:
+    """The items behind the results in a folder; None where it has no predictions, or of a protocol without a reader.
+
+    Raises EvaluationError when the predictions are no lines of the protocol, name an item twice, or give other values
+    than the results say.
+    """
+    path, reader = folder / "predictions.jsonl", _READERS.get(results.protocol)
+    if reader is None or not path.is_file():
+        return None
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        named = sorted(
+            ((tuple(line[field] for field in reader.item), line) for line in lines), key=lambda pair: pair[0]
+        )
+        names, lines = tuple(name for name, _ in named), [line for _, line in named]
+        groups = tuple(line[reader.group] for line in lines) if all(reader.group in line for line in lines) else None
+        items = Items(names, groups, tuple(reader.blocks(lines)))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EvaluationError(f"{path} has no lines of {results.protocol} ({type(error).__name__})") from error
+    if not names or len(set(names)) != len(names):
+        raise EvaluationError(f"{path} has no item, or one of them twice: evaluate again")
+    _check(items, results, path)
+    return items
+
+
+def _check(items: Items, results: Results, path: Path) -> None:
+    """The rows of the predictions must be those of the results."""
+    told = {row.name: row.value for row in results.rows}
+    values = zip(items.rows, items.statistic(np.ones((len(items.names), 1)))[0].tolist(), strict=True)
+    for name, value in values:
+        known = told.get(name, value)
+        if not math.isclose(known, value, abs_tol=_TOLERANCE) and not (math.isnan(known) and math.isnan(value)):
+            raise EvaluationError(
+                f"{path} gives {value:.6f} for {name} and results.json beside it {known:.6f}: they are of two "
+                "evaluations, so evaluate again"
+            )
+
+
+def _ranking(lines: Sequence[Line]) -> list[Block]:
+    """AUROC and average precision of every class and their means: zero-shot, and classifiers."""
+    names = list(lines[0]["scores"])
+    scores_NL, labels_NL = (
+        np.array([[_number(line[field][name]) for name in names] for line in lines]) for field in ("scores", "labels")
+    )
+    both_L = (labels_NL == 1).any(axis=0) & (labels_NL == 0).any(axis=0)
+    judged = [name for name, both in zip(names, both_L.tolist(), strict=True) if both]
+    means = {"macro": judged}
+    if set(COMPETITION_FINDINGS) <= set(judged):
+        means["macro_competition"] = list(COMPETITION_FINDINGS)
+    metrics = ("auroc", "average_precision")
+    return [ranking_block(metric, scores_NL, labels_NL, names, means=means) for metric in metrics]
+
+
+def _grounding(lines: Sequence[Line]) -> list[Block]:
+    labels = [line["label"] for line in lines]
+    metrics = [field for field in lines[0] if field not in ("key", "phrase", "patient", "label")]
+    return [label_mean_block(name, np.array([_number(line[name]) for line in lines]), labels) for name in metrics]
+
+
+def _retrieval(lines: Sequence[Line]) -> list[Block]:
+    """From images to texts: the lines have no rank of a text."""
+    rank_N = np.array([float(line["rank"]) for line in lines])
+    recalls = [mean_block(f"recall@{k}", (rank_N <= k)[:, None].astype(float), ["image_to_text"]) for k in (1, 5, 10)]
+    return [*recalls, median_block("median_rank", rank_N, "image_to_text")]
+
+
+def _answers(lines: Sequence[Line]) -> list[Block]:
+    credit_N1 = np.array([[_number(line["model_credit"])] for line in lines])
+    return [mean_block("accuracy", credit_N1, ["overall"])]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+_RANKING = _Reader(("key",), "patient", _ranking)
+_RANKS = _Reader(("key",), "text", _retrieval)
+_READERS = {
+    "zero_shot": _RANKING,
+    "classification": _RANKING,
+    "grounding": _Reader(("key", "phrase"), "patient", _grounding),
+    "image_text_retrieval": _RANKS,
+    "image_text_retrieval_reranked": _RANKS,
+    "vqa": _Reader(("id",), "patient", _answers),
+}
+"""Protocol -> how its lines are read."""

@@ -1,0 +1,1 @@
+"""Metrics, bootstrap intervals and result files that all evaluators share."""

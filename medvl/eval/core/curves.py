@@ -1,0 +1,108 @@
+"""Curves for the page: ROC with its bootstrap band, and calibration.
+
+Shape letters: N items, R resamples, G grid points, Q bins.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medvl.eval.core.bootstrap import percentile_interval, resample_counts
+from medvl.eval.core.metrics import Array
+
+_MOST_THRESHOLDS = 512
+"""Of the ROC band: more cannot be seen in a picture, and the cost of the band grows with them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RocCurve:
+    """The ROC curve of one label, corner by corner, and the pointwise band of its true positive rate."""
+
+    false_positive_rate: Array
+    true_positive_rate: Array
+    grid_G: Array
+    low_G: Array
+    high_G: Array
+
+
+def roc_curve(
+    scores_N: Array,
+    labels_N: Array,
+    *,
+    resamples: int = 1000,
+    seed: int = 0,
+    groups: Sequence[Hashable] | None = None,
+    grid_points: int = 101,
+) -> RocCurve | None:
+    """The ROC curve with a 95 % band at fixed false positive rates; None where a class is absent.
+
+    `labels_N` are 1, 0 or NaN (left out). The band's resamples are those of `bootstrap` with the same seed and groups;
+    with more than 512 distinct scores it is drawn at 512 quantiles of them (the curve itself keeps every corner).
+    """
+    known = ~np.isnan(labels_N)
+    if len(np.unique(labels_N[known])) < 2:
+        return None
+    order = np.flatnonzero(known)[np.argsort(-scores_N[known], kind="stable")]
+    positive_NR = (labels_N[order] == 1).astype(np.float64)[:, None]
+    ends = np.flatnonzero(np.append(np.diff(scores_N[order]) != 0, True))
+    false_1, true_1 = _rates(positive_NR, 1 - positive_NR, ends)
+    grid_G = np.linspace(0, 1, grid_points)
+    if resamples == 0:
+        unknown_G = np.full(grid_points, np.nan)
+        return RocCurve(false_1[:, 0], true_1[:, 0], grid_G, unknown_G, unknown_G)
+    if len(ends) > _MOST_THRESHOLDS:
+        ends = ends[np.linspace(0, len(ends) - 1, _MOST_THRESHOLDS).astype(np.int64)]
+    heights_RG = []
+    for counts_NR in resample_counts(len(scores_N), resamples, seed, groups):
+        drawn_NR = counts_NR[order]
+        false_TR, true_TR = _rates(drawn_NR * positive_NR, drawn_NR * (1 - positive_NR), ends)
+        both_classes = ~np.isnan(false_TR[-1] + true_TR[-1])
+        pairs = zip(false_TR.T[both_classes], true_TR.T[both_classes], strict=True)
+        heights_RG += [np.interp(grid_G, false_T, true_T) for false_T, true_T in pairs]
+    low_G, high_G = percentile_interval(np.array(heights_RG).reshape(-1, grid_points))
+    return RocCurve(false_1[:, 0], true_1[:, 0], grid_G, low_G, high_G)
+
+
+def _rates(positive_NR: Array, negative_NR: Array, ends: NDArray[np.int64]) -> tuple[Array, Array]:
+    """False and true positive rates, from (0, 0) to (1, 1), at the thresholds where runs of equal scores end."""
+
+    def rate(weights_NR: Array) -> Array:
+        sums_NR = np.cumsum(weights_NR, axis=0)
+        total_R = np.where(sums_NR[-1] > 0, sums_NR[-1], np.nan)
+        return np.concatenate([np.zeros((1, weights_NR.shape[1])), sums_NR[ends] / total_R])
+
+    return rate(negative_NR), rate(positive_NR)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CalibrationBins:
+    """Mean probability and share of positives (with Wilson's interval) in bins of about equally many items."""
+
+    probability_Q: Array
+    observed_Q: Array
+    count_Q: Array
+    low_Q: Array
+    high_Q: Array
+
+
+def calibration_bins(probability_N: Array, labels_N: Array, bins: int = 10) -> CalibrationBins:
+    """Reliability of probabilities. NaN labels are left out; equal probabilities share a bin, so there may be fewer."""
+    known = ~np.isnan(labels_N)
+    probability, positive = probability_N[known], labels_N[known]
+    inner_edges = np.unique(np.quantile(probability, np.linspace(0, 1, bins + 1)[1:-1]))
+    bin_of_N = np.searchsorted(inner_edges, probability, side="right")
+    count = np.bincount(bin_of_N).astype(np.float64)
+    kept = count > 0
+    mean = np.bincount(bin_of_N, probability)[kept] / count[kept]
+    share = np.bincount(bin_of_N, positive)[kept] / count[kept]
+    low, high = wilson_interval(share, count[kept])
+    return CalibrationBins(mean, share, count[kept], low, high)
+
+
+def wilson_interval(share: Array, count: Array, z: float = 1.959964) -> tuple[Array, Array]:
+    """(low, high) of each share of a count, by Wilson's score (95 % by default): right for small counts, at 0 and 1."""
+    center = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return np.maximum(center - half, 0), np.minimum(center + half, 1)

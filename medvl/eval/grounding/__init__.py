@@ -1,0 +1,1 @@
+"""Phrase grounding: heat maps against boxes."""

@@ -1,0 +1,208 @@
+"""The page of a grounding evaluation: the numbers of every finding, and maps over images with their boxes."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medvl.data.transforms.image import Box
+from medvl.eval.grounding.evaluate import GroundedPhrase, GroundingResult, boxes_on
+from medvl.eval.html.header import header_facts, headline
+from medvl.eval.html.overlay import draw_map
+from medvl.eval.html.page import (
+    Cell,
+    Page,
+    Picture,
+    Pictures,
+    Section,
+    Strip,
+    Table,
+    metric_cell,
+    thumbnail_uri,
+    write_page,
+)
+
+_NAMES = {"pointing_game": "Pointing game", "miou": "Mean IoU", "cnr": "CNR", "signed_cnr": "Signed CNR"}
+_TARGETS = {"overall": "All phrases", "macro": "Mean over findings"}
+_SIDE = 384
+"""Pixels of the longer side of a picture."""
+_UNSEEN = 0.35
+"""Brightness that is left of what the model was not shown."""
+_BOX = (34, 211, 238)
+LIMITS = (
+    "A research evaluation, not for clinical use: a map that lies in a box says that something there goes with the "
+    "phrase, not that the model has recognised the finding, nor where its edge is.",
+    "Intervals are percentiles of a bootstrap over patients. They hold the chance of the draw, not the judgement of "
+    "whoever drew the boxes.",
+    "Images and phrases on this page belong to the data set and stay under its terms of use.",
+)
+
+
+def write_grounding_page(
+    result: GroundingResult,
+    path: str | Path,
+    *,
+    model: str,
+    data: str,
+    date: str | None = None,
+    pixels: Callable[[int], NDArray[np.uint8]] | None = None,
+) -> Path:
+    """Write the page as one HTML file; its path.
+
+    Args:
+        result: what `phrase_grounding` returned; the items whose maps it kept are shown.
+        path: of the file; its folder is made where it is missing.
+        model, data: what they are called in the header.
+        date: shown as it stands; the library reads no clock.
+        pixels: position -> image, as `loader.source.pixels`; None leaves the images out.
+    """
+    results, details = result.results, result.results.details
+    sections: list[Section] = [_table(result), _thresholds(result)]
+    if pixels is not None and result.maps:
+        sections.append(_pictures(result, pixels))
+    page = Page(
+        title=f"Phrase grounding: {model}",
+        subtitle=f"{data}: {details['phrases']:,} phrases about {details['images']:,} images of "
+        f"{details['patients']:,} patients",
+        headlines=[
+            headline(_NAMES[metric], results.row(metric, "overall")) for metric in ("pointing_game", "cnr", "miou")
+        ],
+        facts=header_facts(results, model=model, data=data, date=date, drawn="patients", own=_own_facts(result)),
+        sections=sections,
+        limits=LIMITS,
+    )
+    return write_page(page, path)
+
+
+def _own_facts(result: GroundingResult) -> list[tuple[str, str]]:
+    config, details = result.results.config, result.results.details
+    maps = {
+        "attention": "attention of the phrase's words, averaged",
+        "similarity": "cosine of the phrase with each patch",
+    }[config["maps"]]
+    if config["smoothing"]:
+        maps += f", smoothed by {config['smoothing']:g} cells"
+    unseen = {"background": "lowest value of the map", "drop": "left out"}[config["unseen"]]
+    scale = {"unit": "of each map from 0 to 1", "signed": "of each map from -1 to 1", "none": "of the map as it is"}
+    told = [
+        ("Maps", maps),
+        ("Not shown", f"{details['unseen']:.1%} of the pixels, cut off by the transform: {unseen}"),
+        ("Thresholds", f"{', '.join(f'{t:g}' for t in config['thresholds'])} {scale[config['scale']]}"),
+    ]
+    if details["without_value"]:
+        told.append(("Not judged", f"{details['without_value']} phrases whose boxes were cut off whole"))
+    return told
+
+
+def _targets(result: GroundingResult) -> list[str]:
+    return [row.target for row in result.results.rows if row.metric == "cnr"]
+
+
+def _table(result: GroundingResult) -> Table:
+    chance = result.results.details["chance"]
+    chance = {**chance, "macro": float(np.mean([value for name, value in chance.items() if name != "overall"]))}
+    lines: list[Sequence[Cell | str]] = []
+    for target in _targets(result):
+        rows = {metric: result.results.row(metric, target) for metric in _NAMES}
+        lines.append(
+            [
+                _TARGETS.get(target, target),
+                metric_cell(rows["pointing_game"], reference=chance[target], bar=True),
+                metric_cell(rows["miou"], bar=True),
+                metric_cell(rows["cnr"]),
+                metric_cell(rows["signed_cnr"]),
+                f"{chance[target]:.3f}",
+                f"{rows['cnr'].n:,}",
+            ]
+        )
+    return Table(
+        title="By finding",
+        columns=["", *_NAMES.values(), "Box share", "Phrases"],
+        rows=lines,
+        strong_rows=2,
+        caption="With 95% intervals. The pointing game is the share of phrases whose map is highest within their "
+        "boxes; the tick in its bar, the share of the image that they cover, is a blind guess. CNR is the contrast "
+        "of the map inside and outside of the boxes over its noise; signed, it is negative where a map spares them.",
+    )
+
+
+def _thresholds(result: GroundingResult) -> Table:
+    metrics = [f"iou@{threshold:g}" for threshold in result.results.config["thresholds"]]
+    lines: list[Sequence[Cell | str]] = [
+        [_TARGETS.get(target, target), *(metric_cell(result.results.row(metric, target)) for metric in metrics)]
+        for target in _targets(result)
+    ]
+    return Table(
+        title="Overlap by threshold",
+        columns=["", *(f"IoU at {metric.removeprefix('iou@')}" for metric in metrics)],
+        rows=lines,
+        strong_rows=2,
+        caption="Of the boxes with all pixels at or above a threshold; their mean is the mean IoU.",
+    )
+
+
+def _pictures(result: GroundingResult, pixels: Callable[[int], NDArray[np.uint8]]) -> Pictures:
+    by_label: dict[str, list[GroundedPhrase]] = {}
+    for item in result.items:
+        if (item.position, item.number) in result.maps:
+            by_label.setdefault(item.phrase.label, []).append(item)
+    strips = []
+    for label, items in sorted(by_label.items()):
+        pictures = [_picture(item, result.maps[item.position, item.number], pixels(item.position)) for item in items]
+        count = result.results.row("cnr", label).n
+        strips.append(Strip(title=label, note=f"{len(items)} of {count:,}, drawn at random", pictures=pictures))
+    return Pictures(
+        title="Where phrases are found",
+        strips=strips,
+        caption="Color is full at the highest place of a map and begins at its mean; the boxes are those of the data "
+        "set. What is darkened was cut off before the model saw the image.",
+    )
+
+
+def _picture(item: GroundedPhrase, map_HW: NDArray[np.float32], pixels: NDArray[np.uint8]) -> Picture:
+    numbers = item.numbers
+    hit = "not judged" if np.isnan(numbers["pointing_game"]) else f"points inside: {_share(numbers['pointing_game'])}"
+    told = f"{hit}, CNR {numbers['signed_cnr']:+.2f}, IoU {numbers['miou']:.2f}"
+    drawn_HWC = draw_grounding(pixels, map_HW, boxes_on(item.phrase, item.sample, map_HW.shape))
+    return Picture(
+        source=thumbnail_uri(drawn_HWC, _SIDE),
+        alternative=f"map of a phrase about {item.phrase.label}, with its boxes",
+        lines=[item.phrase.text, told],
+    )
+
+
+def _share(value: float) -> str:
+    return {0.0: "no", 1.0: "yes"}.get(value, f"{value:.0%}")
+
+
+def draw_grounding(
+    pixels: NDArray[np.uint8], map_HW: NDArray[np.floating], boxes: Sequence[Box], side: int = _SIDE
+) -> NDArray[np.uint8]:
+    """The image (H, W, 3) with its longer side at `side` pixels, the map as heat over it and the outlines of the boxes.
+
+    Args:
+        pixels: (H, W) or (H, W, 3).
+        map_HW: of the same size; NaN, what the model was not shown, is darkened.
+        boxes: in pixels of the image.
+        side: of the picture.
+    """
+    import cv2
+
+    height, width = map_HW.shape
+    scale = side / max(height, width)
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    image = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC)
+    seen_HW = np.isfinite(map_HW)
+    filled_HW = np.where(seen_HW, map_HW, map_HW[seen_HW].min()) - map_HW[seen_HW].min()
+    heat_HW = cv2.resize(filled_HW.astype(np.float32), size, interpolation=cv2.INTER_LINEAR)
+    shown_HW1 = cv2.resize(seen_HW.astype(np.uint8), size, interpolation=cv2.INTER_NEAREST)[:, :, None]
+    drawn_HWC = draw_map(image.astype(np.uint8), heat_HW, Box(0, 0, *heat_HW.shape)) * (
+        _UNSEEN + (1 - _UNSEEN) * shown_HW1
+    )
+    drawn_HWC = np.ascontiguousarray(drawn_HWC.round().astype(np.uint8))
+    for box in boxes:
+        corners = (box.left, box.top, box.left + box.width, box.top + box.height)
+        left, top, right, bottom = (round(place * scale) for place in corners)
+        cv2.rectangle(drawn_HWC, (left, top), (right - 1, bottom - 1), _BOX, 2, cv2.LINE_AA)
+    return np.asarray(drawn_HWC)

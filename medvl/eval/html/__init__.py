@@ -1,0 +1,1 @@
+"""HTML pages, plots and image overlays."""

@@ -1,0 +1,75 @@
+"""The page of a linear probe: AUROC by fraction of the labels, and what every classifier's page shows."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medvl.eval.classification.page import LIMITS, facts, sections, subtitle
+from medvl.eval.html.header import headline
+from medvl.eval.html.page import Cell, Page, Table, metric_cell, write_page
+from medvl.eval.linear_probe.evaluate import ProbeResult, suffix
+
+
+def write_probe_page(
+    result: ProbeResult,
+    path: str | Path,
+    *,
+    model: str,
+    data: str,
+    date: str | None = None,
+    pixels: Callable[[int], NDArray[np.uint8]] | None = None,
+    examples: int = 3,
+) -> Path:
+    """Write the page as one HTML file; its path. The arguments are those of `write_zero_shot_page`."""
+    page = Page(
+        title=f"Linear probe: {model}",
+        subtitle=subtitle(result, data),
+        headlines=[_headline(result, fraction) for fraction in result.fractions],
+        facts=facts(result, model=model, data=data, date=date, own=_own_facts(result)),
+        sections=[_by_fraction(result), *sections(result, pixels, examples)],
+        limits=LIMITS,
+    )
+    return write_page(page, path)
+
+
+def _headline(result: ProbeResult, fraction: float) -> tuple[str, str, str]:
+    row = result.results.row(f"auroc{suffix(fraction)}", "macro")
+    return headline(f"AUROC, {100 * fraction:g}% of the labels", row)
+
+
+def _own_facts(result: ProbeResult) -> list[tuple[str, str]]:
+    config, details = result.results.config, result.results.details
+    penalties = ", ".join(f"{value:g}" for value in config["penalties"])
+    draws = f"{config['seeds']} of each fraction below 100%, by patient, nested"
+    return [
+        ("Probe", f"logistic regression on {details['feature_dim']:,} standardised features"),
+        ("Penalty", f"of {penalties}, on validation"),
+        ("Draws", f"{len(details['draws'])}: {draws}"),
+    ]
+
+
+def _by_fraction(result: ProbeResult) -> Table:
+    rows = {(row.metric, row.target): row for row in result.results.rows if not row.subgroup}
+    means = {"macro_competition": "Mean of the five competition findings", "macro": "Mean of all"}
+    means = {target: label for target, label in means.items() if (f"auroc{suffix(1)}", target) in rows} or {
+        "macro": "Mean of all"
+    }
+    lines: list[Sequence[Cell | str]] = []
+    for target, label in {**means, **{name: name for name in result.images.names}}.items():
+        cells: list[Cell | str] = [label]
+        for fraction in result.fractions:
+            cells.append(metric_cell(rows.get((f"auroc{suffix(fraction)}", target)), reference=0.5, bar=True))
+            spread = rows.get((f"auroc_sd{suffix(fraction)}", target))
+            cells.append("" if spread is None or np.isnan(spread.value) else f"{spread.value:.3f}")
+        lines.append(cells)
+    columns = [name for fraction in result.fractions for name in (f"AUROC, {100 * fraction:g}%", "over draws")]
+    return Table(
+        title="By fraction of the labels",
+        columns=["", *columns],
+        rows=lines,
+        strong_rows=len(means),
+        caption="The mean over the draws of a fraction with its 95% interval over test patients, and the standard "
+        "deviation over the draws. All that follows is of the largest fraction's first draw.",
+    )

@@ -1,0 +1,108 @@
+"""Logistic regression of many labels on fixed features, by L-BFGS.
+
+Shape letters: N images, D feature dim, L labels.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from medvl.eval.core.metrics import Array
+
+_MOST_STEPS = 1000
+TOLERANCE = 1e-4
+"""Largest entry of the gradient at which a fit is done, as in scikit-learn. The loss is a mean over images, so it does
+not grow with N."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Standardizer:
+    """Features to zero mean and unit deviation; a feature that never varies becomes 0."""
+
+    mean_D: Tensor
+    scale_D: Tensor
+
+    @classmethod
+    def of(cls, x_ND: Tensor) -> "Standardizer":
+        """By the mean and the deviation of these features."""
+        x_ND = x_ND.double()
+        std_D = x_ND.std(dim=0, unbiased=False)
+        varies_D = std_D > 1e-6 * (1 + x_ND.abs().mean(dim=0))
+        return cls(x_ND.mean(dim=0), torch.where(varies_D, 1 / std_D.clamp(min=1e-30), torch.zeros_like(std_D)))
+
+    def __call__(self, x_ND: Tensor) -> Tensor:
+        """float64 (N, D)."""
+        return (x_ND.double() - self.mean_D) * self.scale_D
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinearProbe:
+    """One logistic regression a label."""
+
+    weight_LD: Tensor
+    bias_L: Tensor
+    converged: bool = True
+
+    def probability_NL(self, x_ND: Tensor) -> Array:
+        """Of standardised features, float64."""
+        return torch.sigmoid(F.linear(x_ND, self.weight_LD, self.bias_L)).numpy()
+
+
+def fit_logistic(
+    x_ND: Tensor, y_NL: Array, penalty: float, start: LinearProbe | None = None, *, tolerance: float = TOLERANCE
+) -> LinearProbe:
+    """The probes that minimise, for each label, its mean cross-entropy + penalty / 2 |weights|^2.
+
+    The bias is not penalised. Labels are independent problems, solved side by side: a label's images are those where it
+    is 1 or 0, and a label that is only one of the two has nothing to learn from, its probability being 0.5 everywhere.
+
+    Args:
+        x_ND: float64, standardised.
+        y_NL: 1, 0 or NaN (left out).
+        penalty: above 0, so that the solution is unique.
+        start: to begin from, such as the solution for a larger penalty.
+        tolerance: largest entry of the gradient that is taken for zero.
+    """
+    known_NL, target_NL = torch.from_numpy(~np.isnan(y_NL)).double(), torch.from_numpy(np.nan_to_num(y_NL))
+    both_L = torch.from_numpy((y_NL == 1).any(axis=0) & (y_NL == 0).any(axis=0)).double()
+    share_NL = both_L * known_NL / known_NL.sum(dim=0).clamp(min=1)
+    weight_LD = torch.zeros(y_NL.shape[1], x_ND.shape[1], dtype=torch.float64)
+    bias_L = torch.zeros(y_NL.shape[1], dtype=torch.float64)
+    if start is not None:
+        weight_LD, bias_L = start.weight_LD.clone(), start.bias_L.clone()
+    parameters = [weight_LD.requires_grad_(), bias_L.requires_grad_()]
+    optimizer = torch.optim.LBFGS(
+        parameters,
+        max_iter=_MOST_STEPS,
+        tolerance_grad=tolerance,
+        tolerance_change=1e-14,
+        history_size=10,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        logits_NL = F.linear(x_ND, weight_LD, bias_L)
+        loss_NL = F.binary_cross_entropy_with_logits(logits_NL, target_NL, reduction="none")
+        loss = (loss_NL * share_NL).sum() + penalty / 2 * weight_LD.square().sum()
+        loss.backward()
+        return loss
+
+    with torch.enable_grad():
+        optimizer.step(closure)
+        closure()
+    steepest = max(float(parameter.grad.abs().max()) for parameter in parameters if parameter.grad is not None)
+    return LinearProbe(weight_LD.detach(), bias_L.detach(), steepest <= 2 * tolerance)
+
+
+def fit_path(x_ND: Tensor, y_NL: Array, penalties: Sequence[float]) -> dict[float, LinearProbe]:
+    """Penalty -> probe, from the largest penalty down, each fit beginning where the one before ended."""
+    found: dict[float, LinearProbe] = {}
+    probe = None
+    for penalty in sorted(penalties, reverse=True):
+        probe = found[penalty] = fit_logistic(x_ND, y_NL, penalty, probe)
+    return found

@@ -1,0 +1,1 @@
+"""Image-text retrieval, re-ranking and retrieval by class."""

@@ -1,0 +1,61 @@
+"""The page of a retrieval by class: precision at k of every class, in each direction, beside that of a random order."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from medvl.eval.core.results import Results
+from medvl.eval.html.header import hashed, header_facts, headline
+from medvl.eval.html.page import Cell, Page, Table, metric_cell, write_page
+
+_LIMITS = (
+    "A research evaluation, not for clinical use: a hit is an image or text with the same label, which says nothing of "
+    "how much else the two have in common.",
+    "Intervals hold the chance of the queries that were drawn; the candidates are those of the list or the folder.",
+)
+
+
+def write_class_retrieval_page(
+    results: Results, path: str | Path, *, model: str, data: str, date: str | None = None
+) -> Path:
+    """Write the page as one HTML file; its path. `model` and `data` are what they are called in the header."""
+    directions = list(dict.fromkeys(row.subgroup for row in results.rows))
+    listed = results.inputs.get("list")
+    own = [("List", hashed(results.config["list"], listed))] if listed else []
+    page = Page(
+        title=f"Retrieval by class: {model}",
+        subtitle=data,
+        headlines=[_headline(results, direction) for direction in directions],
+        facts=header_facts(results, model=model, data=data, date=date, drawn="queries", own=own),
+        sections=[_table(results, direction) for direction in directions],
+        limits=_LIMITS,
+    )
+    return write_page(page, path)
+
+
+def _headline(results: Results, direction: str) -> tuple[str, str, str]:
+    metric = f"precision@{results.config['ks'][0]}"
+    return headline(f"{metric}, {direction or 'image to image'}", results.row(metric, "macro", direction))
+
+
+def _table(results: Results, direction: str) -> Table:
+    rows = {(row.metric, row.target): row for row in results.rows if row.subgroup == direction}
+    chance = results.details["chance"]
+    metrics = [f"precision@{k}" for k in results.config["ks"]]
+    targets = {"macro": sum(chance.values()) / len(chance), **chance}
+    lines: list[Sequence[Cell | str]] = [
+        [
+            "Mean" if target == "macro" else target,
+            *(metric_cell(rows[metric, target], reference=share, bar=True) for metric in metrics),
+            f"{rows[metrics[0], target].n:,}",
+            f"{share:.3f}",
+        ]
+        for target, share in targets.items()
+    ]
+    return Table(
+        title=(direction or "image to image").capitalize(),
+        columns=["", *(metric.capitalize() for metric in metrics), "Queries", "Chance"],
+        rows=lines,
+        strong_rows=1,
+        caption="The share of a query's nearest candidates that have its class, with 95% intervals. The tick in a bar "
+        "is a random order.",
+    )

@@ -1,0 +1,178 @@
+"""Which images and texts a retrieval by class is made of: drawn or read once, written down, and known by its hash.
+
+    {"name": "chexpert-8x200", "classes": ["Atelectasis", ...],
+     "candidates": [["<key>", ["Atelectasis"]], ...],
+     "image_queries": [["<key>", ["Edema"]], ...],
+     "text_queries": [["A pleural effusion is present.", ["Pleural Effusion"]], ...]}
+
+Images stand there by the keys of their shards, which are salted hashes: a list fits the shards of one salt.
+"""
+
+import csv
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from medvl.common.files import write_atomic
+from medvl.data.corpora import chexpert
+from medvl.data.corpora.common.tables import check_columns, open_text
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.errors import CorpusError, EvaluationError
+from medvl.eval.core.interfaces import Source
+from medvl.schema import COMPETITION_FINDINGS, POSITIVE, UNCERTAIN, Sample
+
+Item = tuple[str, tuple[str, ...]]
+"""A key or a text, and its classes."""
+
+CHEXPERT_8X200 = (
+    "Atelectasis",
+    "Cardiomegaly",
+    "Edema",
+    "Fracture",
+    "No Finding",
+    "Pleural Effusion",
+    "Pneumonia",
+    "Pneumothorax",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RetrievalList:
+    """Candidates and queries with their classes. Raises `EvaluationError` when a class is unknown or a key is twice."""
+
+    name: str
+    classes: tuple[str, ...]
+    candidates: tuple[Item, ...]
+    image_queries: tuple[Item, ...] = ()
+    """None: every candidate is a query among the others."""
+    text_queries: tuple[Item, ...] = ()
+
+    def __post_init__(self) -> None:
+        for part in (self.candidates, self.image_queries, self.text_queries):
+            unknown = {name for _, classes in part for name in classes} - set(self.classes)
+            if unknown or any(not classes for _, classes in part):
+                raise EvaluationError(f"the list {self.name!r} has items without a class of {', '.join(self.classes)}")
+            if len({name for name, _ in part}) != len(part):
+                raise EvaluationError(f"the list {self.name!r} has an item twice: each stands there once")
+        if not self.candidates:
+            raise EvaluationError(f"the list {self.name!r} has no candidates")
+
+    @property
+    def sha256(self) -> str:
+        """Of all that decides a number: what goes into the results."""
+        return hashlib.sha256(self._text().encode()).hexdigest()
+
+    @property
+    def keys(self) -> set[str]:
+        """Of all images."""
+        return {key for key, _ in (*self.candidates, *self.image_queries)}
+
+    def write(self, path: Path) -> Path:
+        """Write it as JSON, whole or not at all; its path."""
+        return write_atomic(path, self._text())
+
+    def _text(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> "RetrievalList":
+        """What `write` wrote. Raises `EvaluationError` that names the file."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            parts = {name: _items(content[name]) for name in ("candidates", "image_queries", "text_queries")}
+            return cls(name=content["name"], classes=tuple(content["classes"]), **parts)
+        except FileNotFoundError:
+            raise EvaluationError(f"{path} does not exist: `medvl eval listed` makes one") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise EvaluationError(f"{path} is not a list of candidates and queries ({type(error).__name__})") from error
+
+
+def _items(rows: Sequence[Any]) -> tuple[Item, ...]:
+    return tuple((str(name), tuple(map(str, classes))) for name, classes in rows)
+
+
+def draw_list(
+    source: Source,
+    *,
+    classes: Sequence[str] = COMPETITION_FINDINGS,
+    per_class: int = 200,
+    seed: int = 0,
+    name: str | None = None,
+) -> RetrievalList:
+    """Images that show one class alone, as many of each: GLoRIA's 5x200 by default, but drawn once and written down.
+
+    An image is of a class when its label is 1 and none of the other classes is 1 or uncertain. Of these the first
+    `per_class` are taken in the order of a hash of (seed, key).
+
+    Raises `EvaluationError` when a class has too few of them.
+    """
+    found: dict[str, list[str]] = {wanted: [] for wanted in classes}
+    for position in range(len(source)):
+        sample = source.sample(position)
+        if only := _only_class(sample, classes):
+            found[only].append(sample.key)
+    short = {wanted: len(keys) for wanted, keys in found.items() if len(keys) < per_class}
+    if short or not classes:
+        told = ", ".join(f"{wanted} {count}" for wanted, count in short.items()) or "no class"
+        raise EvaluationError(f"{per_class} images that show one class alone are asked for, there are fewer: {told}")
+    candidates = [
+        (key, (wanted,)) for wanted, keys in found.items() for key in sorted(keys, key=_order(seed))[:per_class]
+    ]
+    return RetrievalList(
+        name=name or f"{len(classes)}x{per_class}, seed {seed}", classes=tuple(classes), candidates=tuple(candidates)
+    )
+
+
+def _only_class(sample: Sample, classes: Sequence[str]) -> str | None:
+    present = [name for name in classes if sample.labels.get(name) in (POSITIVE, UNCERTAIN)]
+    return present[0] if len(present) == 1 and sample.labels[present[0]] == POSITIVE else None
+
+
+def _order(seed: int) -> Any:
+    return lambda key: hashlib.blake2b(f"{seed}/{key}".encode(), digest_size=8).digest()
+
+
+def read_chexpert_8x200(root: Path, deid: Deidentifier) -> RetrievalList:
+    """CheXpert 8x200 as ConVIRT's authors published it (repository yuhaozhang/convirt), by the keys of these shards.
+
+    Args:
+        root: holds `image-retrieval/candidate.csv` and `query.csv`, and `text-retrieval/query.csv`.
+        deid: what the shards of CheXpert were hashed with.
+
+    Raises:
+        CorpusError: a table is missing or is not what was published.
+    """
+    images, texts = root / "image-retrieval", root / "text-retrieval"
+    candidates = [
+        (chexpert.image_key(row["Path"], deid), tuple(name for name in CHEXPERT_8X200 if row[name] == "1.0"))
+        for row in _rows(images / "candidate.csv", ("Path", *CHEXPERT_8X200))
+    ]
+    return RetrievalList(
+        name="chexpert-8x200",
+        classes=CHEXPERT_8X200,
+        candidates=tuple(candidates),
+        image_queries=tuple(
+            (chexpert.image_key(row["Path"], deid), (_known(row["Variable"], images),))
+            for row in _rows(images / "query.csv", ("Variable", "Path"))
+        ),
+        text_queries=tuple(
+            (row["Text"].strip(), (_known(row["Variable"], texts),))
+            for row in _rows(texts / "query.csv", ("Variable", "Text"))
+        ),
+    )
+
+
+def _rows(path: Path, required: Sequence[str]) -> list[Mapping[str, str]]:
+    with open_text(path) as file:
+        reader = csv.DictReader(file)
+        check_columns(path, reader.fieldnames or (), required)
+        return list(reader)
+
+
+def _known(name: str, folder: Path) -> str:
+    if name not in CHEXPERT_8X200:
+        raise CorpusError(f"{folder / 'query.csv'}: Variable has {name!r}, which is none of the eight classes")
+    return name

@@ -1,0 +1,1 @@
+"""Zero-shot classification with prompt sets."""

@@ -1,0 +1,1 @@
+"""Exporters to Hugging Face, ONNX and open_clip."""

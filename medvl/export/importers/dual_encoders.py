@@ -1,0 +1,248 @@
+"""Key maps of dual-encoders that medvl has, whole: towers, heads and temperature."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from medvl.errors import ConfigError
+from medvl.export.importers.backbones import (
+    TEXT,
+    TEXT_PROJECTION,
+    bert,
+    clip_image,
+    clip_text,
+    hugging_face_swin,
+    resnet,
+    sequential_resnet,
+)
+from medvl.export.importers.encoders_from_shapes import Options, image_arguments, text_arguments
+from medvl.export.importers.key_map import Line, Shapes, drop, keep
+from medvl.export.importers.registry import Importer
+from medvl.models.dual_encoders.clip_configs import CheXzeroConfig, CLIPConfig, SigLIPConfig
+from medvl.models.dual_encoders.configs import ConVIRTConfig
+from medvl.models.dual_encoders.gloria_config import GLoRIAConfig
+
+_SIZES = ("input_resolution", "context_length", "vocab_size")
+_MEDCLIP_LAYERS = (1, 2, -1)
+
+_OPEN_CLIP: tuple[Line, ...] = (
+    *clip_image("visual."),
+    *clip_text("text."),
+    *clip_text(""),
+    keep("logit_scale", "logit_scale", change="scalar"),
+    keep("logit_bias", "logit_bias", change="scalar"),
+    *(drop(name, "a size, not a parameter") for name in _SIZES),
+)
+
+
+def _clip(
+    config: type[CLIPConfig], shapes: Shapes, image: Options, text: Options, settings: Mapping[str, Any]
+) -> CLIPConfig:
+    """CLIP's configuration of towers that have these shapes."""
+    image_options, text_options = image_arguments(shapes, image), text_arguments(shapes, text)
+    decided = {
+        "image_encoder": image_options.pop("name"),
+        "text_encoder": text_options.pop("name"),
+        "image_size": image_options.pop("image_size", 224),
+        "vocab_size": text_options.pop("vocab_size", None),
+    }
+    image_options.pop("projection", None)  # the system's own business
+    return config(**decided, image_arguments=image_options, text_arguments=text_options, **settings)
+
+
+def _chexzero(shapes: Shapes) -> CLIPConfig:
+    return _clip(CheXzeroConfig, shapes, {}, {}, {})
+
+
+def _biomedclip(shapes: Shapes) -> CLIPConfig:
+    return _clip(CLIPConfig, shapes, {"name": "biomedclip"}, {"name": "biomedclip_text"}, {"max_tokens": 256})
+
+
+def _medclip(shapes: Shapes) -> CLIPConfig:
+    settings = {
+        "fit": "pad",
+        "image_mean": (0.5862785803043838,),
+        "image_std": (0.27950088968644304,),
+        "text_pool": "mean",
+        "projection_dim": shapes["image_head.weight"][0],
+    }
+    text = {"name": "bioclinicalbert", "layers": _MEDCLIP_LAYERS}
+    return _clip(CLIPConfig, shapes, {}, text, settings)
+
+
+def _gloria(shapes: Shapes) -> GLoRIAConfig:
+    image, text = image_arguments(shapes, {}), text_arguments(shapes, {"name": "bioclinicalbert"})
+    return GLoRIAConfig(
+        image_encoder=image["name"],
+        text_encoder=text["name"],
+        projection_dim=shapes["image_head.weight"][0],
+        vocab_size=shapes[f"{TEXT}embeddings.word_embeddings.weight"][0],
+    )
+
+
+def _convirt(shapes: Shapes) -> ConVIRTConfig:
+    image, text = image_arguments(shapes, {}), text_arguments(shapes, {"name": "bioclinicalbert"})
+    return ConVIRTConfig(
+        image_encoder=image["name"],
+        text_encoder=text["name"],
+        projection_dim=shapes["image_head.2.weight"][0],
+        vocab_size=shapes[f"{TEXT}embeddings.word_embeddings.weight"][0],
+        **_convirt_heads(shapes),
+    )
+
+
+def _convirt_heads(shapes: Shapes) -> dict[str, Any]:
+    """The heads' hidden width, where it is not that of their input."""
+    widths = {shapes[f"{side}_head.0.weight"] for side in ("image", "text")}
+    return (
+        {} if all(hidden == given for hidden, given in widths) else {"hidden_dim": max(hidden for hidden, _ in widths)}
+    )
+
+
+def _convirt_pytorch(shapes: Shapes) -> ConVIRTConfig:
+    return dataclasses.replace(_convirt(shapes), text_pool="mean")
+
+
+def open_clip_importer(model: str) -> Importer:
+    """The importer of a model that open_clip knows by name, both towers its own.
+
+    Raises ConfigError when open_clip has no such model.
+    """
+    import open_clip
+
+    fields = open_clip.get_model_config(model)
+    if fields is None:
+        near = difflib.get_close_matches(model, open_clip.list_models(), n=3)
+        raise ConfigError(f"open_clip has no model {model!r}: did you mean {', '.join(near) or 'another'}?")
+    text = fields.get("text_cfg", {})
+    name, size = f"open_clip:{model}", fields["vision_cfg"].get("image_size", 224)
+
+    def system(shapes: Shapes) -> CLIPConfig:
+        config = SigLIPConfig if "logit_bias" in shapes else CLIPConfig
+        tokens = text.get("context_length", 77)
+        return config(image_encoder=name, text_encoder=name, image_size=size, max_tokens=tokens)
+
+    return Importer(
+        name=name,
+        title=f"open_clip's {model}",
+        source="mlfoundations/open_clip @ 89fb801",
+        table=_OPEN_CLIP,
+        system=system,
+        tokenizer=None if text.get("hf_tokenizer_name") else "clip",
+    )
+
+
+def _relu_head(first: str, second: str, side: str) -> list[Line]:
+    return [keep(f"{first}.*", f"{side}_head.0.*"), keep(f"{second}.*", f"{side}_head.2.*")]
+
+
+_GLORIA_TOWERS = (*resnet("gloria.img_encoder.model."), *bert("gloria.text_encoder.model."))
+_GLORIA = Importer(
+    name="gloria",
+    title="GLoRIA (Huang et al. 2021): ResNet-50, Bio_ClinicalBERT",
+    source="marshuang80/gloria; Lightning, prefix gloria.",
+    table=(
+        *_GLORIA_TOWERS,
+        keep("gloria.img_encoder.global_embedder.*", "image_head.*"),
+        keep("gloria.img_encoder.local_embedder.weight", "region_head.weight", change="of width 1"),
+    ),
+    system=_gloria,
+)
+_GLORIA_ENCODERS = Importer(
+    name="gloria_encoders",
+    title="GLoRIA's encoders alone: for its ResNet-18, whose regions are not as wide as their projection takes them",
+    source=_GLORIA.source,
+    image={"image_size": 299, "mean": (0.5,), "std": (0.5,)},
+    text={"name": "bioclinicalbert", "layers": (-1, -2, -3, -4), "reduce": "sum"},
+    table=(
+        *_GLORIA_TOWERS,
+        drop("gloria.img_encoder.global_embedder.*", "the projection of the whole image"),
+        drop("gloria.img_encoder.local_embedder.*", "the projection of regions"),
+    ),
+)
+
+_CONVIRT_NOTE = "The pixel statistics are ImageNet's, the encoder's default: those of this code were not looked up."
+
+IMPORTERS = (
+    _GLORIA,
+    _GLORIA_ENCODERS,
+    Importer(
+        name="chexzero",
+        title="CheXzero (Tiu et al. 2022): CLIP ViT-B/32, or its ViT of 320 pixels",
+        source="rajpurkarlab/CheXzero @ 5c341db; the names of OpenAI's CLIP",
+        table=_OPEN_CLIP,
+        system=_chexzero,
+        tokenizer="clip",
+    ),
+    Importer(
+        name="biomedclip",
+        title="BiomedCLIP (Zhang et al. 2023): ViT-B/16, PubMedBERT",
+        source="mlfoundations/open_clip @ 89fb801",
+        table=(
+            *clip_image("visual."),
+            *bert("text.transformer."),
+            keep("text.proj.**", f"{TEXT_PROJECTION}**"),
+            keep("logit_scale", "logit_scale", change="scalar"),
+        ),
+        system=_biomedclip,
+    ),
+    Importer(
+        name="medclip",
+        title="MedCLIP (Wang et al. 2022): ResNet-50 or Swin-T, Bio_ClinicalBERT",
+        source="MedCLIP's MedCLIPModel.from_pretrained",
+        table=(
+            keep("vision_model.model.fc.weight", "image_head.weight"),
+            keep("vision_model.projection_head.weight", "image_head.weight"),
+            *hugging_face_swin("vision_model.model."),
+            *resnet("vision_model.model."),
+            *bert("text_model.model."),
+            keep("text_model.projection_head.weight", "text_head.weight"),
+            keep("logit_scale", "logit_scale", change="scalar"),
+        ),
+        system=_medclip,
+        note="The released code averages over padding as well; here the mean is over real tokens.",
+    ),
+    Importer(
+        name="convirt_pytorch",
+        title="ConVIRT-pytorch (unofficial): ResNet-50, Bio_ClinicalBERT, mean over tokens",
+        source="edreisMD/ConVIRT-pytorch @ c99ca5f",
+        table=(
+            *sequential_resnet("res_features."),
+            *bert("bert_model."),
+            *_relu_head("res_l1", "res_l2", "image"),
+            *_relu_head("bert_l1", "bert_l2", "text"),
+        ),
+        system=_convirt_pytorch,
+        note=_CONVIRT_NOTE,
+    ),
+    Importer(
+        name="convirt_lovt",
+        title="ConVIRT as in LoVT's repository: ResNet-50, Bio_ClinicalBERT, max over tokens",
+        source="LoVT's repository, src/models; Lightning, no prefix",
+        table=(
+            *resnet("model_a.encoder.feature_extractor.backbone_layers."),
+            *bert("model_b.encoder.language_model."),
+            *_relu_head("model_a.project_global.projection_before", "model_a.project_global.projection_after", "image"),
+            *_relu_head("model_b.project_global.projection_before", "model_b.project_global.projection_after", "text"),
+            drop("model_*.project_local.**", "local projections, which its ConVIRT never trains"),
+            drop("ll_attention.**", "attention between regions and sentences, which its ConVIRT never trains"),
+            drop("chexpert_bin_*.**", "online evaluation"),
+        ),
+        system=_convirt,
+        note=f"Its maximum is over sentences first, here over all tokens at once. {_CONVIRT_NOTE}",
+    ),
+    Importer(
+        name="convirt_vilmedic",
+        title="ConVIRT as in ViLMedic and BenchX: ResNet-50, Bio_ClinicalBERT",
+        source="yangzhou12/BenchX @ b874fa6, its table of prefixes",
+        table=(
+            *resnet("visual.model."),
+            *bert("linguistic.encoder."),
+            *_relu_head("vis_proj.0", "vis_proj.2", "image"),
+            *_relu_head("lin_proj.0", "lin_proj.2", "text"),
+        ),
+        system=_convirt,
+        note=f"No list of its keys was at hand, only its prefixes; it is refused where they differ. {_CONVIRT_NOTE}",
+    ),
+)

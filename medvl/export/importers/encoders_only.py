@@ -1,0 +1,264 @@
+"""Key maps of systems that medvl has not built: their encoders are imported, and every other tensor is left out."""
+
+from medvl.encoders.presets import IMAGENET_MEAN, IMAGENET_STD
+from medvl.export.importers.backbones import (
+    TEXT,
+    TEXT_PROJECTION,
+    bert,
+    clip_image,
+    hugging_face_swin,
+    masked_words,
+    resnet,
+    sequential_resnet,
+    vision_transformer,
+)
+from medvl.export.importers.key_map import Zeros, drop, keep, same
+from medvl.export.importers.registry import Importer
+
+_HEAD = "a projection into this system's shared space, which medvl has not built"
+_SCALE = "the temperature of this system's loss"
+_HALF = {"mean": (0.5,), "std": (0.5,)}
+_UNKNOWN = (
+    f"The pixel statistics are ImageNet's ({IMAGENET_MEAN}, {IMAGENET_STD}), the encoder's default: those of this "
+    "system were not looked up."
+)
+_CLIP_LEFTOVER = "left over of CLIP's text tower, never used"
+_FUSION = "the fusion-encoder of this system, which medvl has not built"
+
+_BIOVIL_RESNET = (
+    drop("encoder.encoder.fc.*", "the ImageNet classifier, which BioViL's loader demands and nothing reads"),
+    *resnet("encoder.encoder."),
+    drop("projector.**", _HEAD),
+)
+_METER_TOWERS = (
+    *clip_image("vision_encoder.visual."),
+    drop("vision_encoder.positional_embedding", _CLIP_LEFTOVER),
+    drop("vision_encoder.token_embedding.weight", _CLIP_LEFTOVER),
+    drop("vision_encoder.ln_final.*", _CLIP_LEFTOVER),
+    *bert("language_encoder."),
+    drop("multi_modal_**", _FUSION),
+    drop("modality_type_embeddings.weight", _FUSION),
+    *(drop(f"{head}_head.**", "a pretraining head") for head in ("mlm", "mim", "itm", "itc", "align")),
+    *(drop(f"{head}_head.**", "a downstream head") for head in ("vqa", "cls", "irtr")),
+)
+
+IMPORTERS = (
+    Importer(
+        name="lovt",
+        title="LoVT (Mueller et al. 2022): ResNet-50, Bio_ClinicalBERT",
+        source="LoVT's repository, src/models; Lightning, no prefix",
+        image={},
+        text={"name": "bioclinicalbert", "pool": "max"},
+        table=(
+            *resnet("model_a.encoder.feature_extractor.backbone_layers."),
+            *bert("model_b.encoder.language_model."),
+            drop(
+                "model_*.encoder.global_aggregator.**", "attention over regions or sentences, which medvl has not built"
+            ),
+            drop("model_*.project_*.**", _HEAD),
+            drop("ll_attention.**", "attention between regions and sentences, which medvl has not built"),
+            drop("loss_module.**", "tables of the local loss, which depend on the sizes of its inputs"),
+            drop("chexpert_bin_*.**", "online evaluation"),
+        ),
+        note=_UNKNOWN,
+    ),
+    Importer(
+        name="biovil",
+        title="BioViL's image model (Boecking et al. 2022): ResNet-50",
+        source="microsoft/hi-ml @ b67c1d2",
+        image={"image_size": 480, "mean": (0.0,), "std": (1.0,)},
+        table=_BIOVIL_RESNET,
+        note="The text model is cxrbert's.",
+    ),
+    Importer(
+        name="biovil_t",
+        title="BioViL-T's image model (Bannur et al. 2023): ResNet-50",
+        source="microsoft/hi-ml @ b67c1d2",
+        image={"image_size": 448, "mean": (0.0,), "std": (1.0,)},
+        table=(
+            drop("encoder.backbone_to_vit.weight", "leads to the pooler over two images, which medvl has not built"),
+            drop("encoder.vit_pooler.**", "the pooler over two images, which medvl has not built"),
+            drop("encoder.missing_previous_emb", "stands for a missing earlier image, for the pooler"),
+            *_BIOVIL_RESNET,
+        ),
+        note="The text model is cxrbert's.",
+    ),
+    Importer(
+        name="cxrbert",
+        title="CXR-BERT, the text model of BioViL and BioViL-T, with its projection",
+        source="microsoft/hi-ml @ b67c1d2",
+        text={"name": "cxrbert"},
+        table=(
+            *bert("bert."),
+            keep("cls_projection_head.**", f"{TEXT_PROJECTION}**"),
+            *masked_words("cls.predictions."),
+        ),
+    ),
+    Importer(
+        name="mgca",
+        title="MGCA (Wang et al. 2022): ResNet-50 or ViT-B/16, the lower half of Bio_ClinicalBERT",
+        source="HKU-MedAI/MGCA",
+        image=_HALF,
+        text={"name": "bioclinicalbert"},
+        table=(
+            *vision_transformer("img_encoder_q.model."),
+            *resnet("img_encoder_q.model."),
+            drop(
+                "text_encoder_q.model.encoder.layer.*.crossattention.**", "cross-attention, which text alone never runs"
+            ),
+            *bert("text_encoder_q.model."),
+            drop("*_encoder_q.*_embed.**", _HEAD),
+            drop("*_local_atten_layer.**", "attention between words and patches, which medvl has not built"),
+            drop("prototype_layer.weight", "prototypes, which medvl has not built"),
+        ),
+        zeros=(
+            Zeros(
+                ours=f"{TEXT}embeddings.token_type_embeddings.weight",
+                why="its BERT has no token types: adding zeros is the same",
+            ),
+        ),
+    ),
+    Importer(
+        name="cxrclip",
+        title="CXR-CLIP (You et al. 2023): ResNet-50 or Swin-T, Bio_ClinicalBERT",
+        source="Soombit-ai/cxr-clip @ 3118885",
+        image={},
+        text={"name": "bioclinicalbert", "pool": "eos"},
+        table=(
+            *resnet("image_encoder.resnet."),
+            *hugging_face_swin("image_encoder.image_encoder."),
+            *bert("text_encoder.text_encoder."),
+            drop("image_projection.**", _HEAD),
+            drop("text_projection.**", _HEAD),
+            drop("logit_scale", _SCALE),
+        ),
+        note=f"With Swin, the system's image vector is its first token, not the average. {_UNKNOWN}",
+    ),
+    Importer(
+        name="arl",
+        title="ARL (Chen et al. 2022): CLIP ViT-B/16 without its last block, RoBERTa",
+        source="zhjohnchan/ARL @ 527fe06",
+        image={},
+        text={"name": "roberta"},
+        table=_METER_TOWERS,
+    ),
+    Importer(
+        name="ptunifier",
+        title="PTUnifier (Chen et al. 2023): CLIP ViT-B/16 without its last block, RoBERTa",
+        source="zhjohnchan/PTUnifier @ eee60eb",
+        image={},
+        text={"name": "roberta"},
+        table=(
+            *_METER_TOWERS,
+            drop("pseudo_*_token_pool", "prompts for a missing modality, which medvl has not built"),
+        ),
+    ),
+    Importer(
+        name="medklip",
+        title="MedKLIP (Wu et al. 2023): the first three stages of a ResNet-50",
+        source="MedKLIP's train_MedKLIP.py",
+        image={},
+        table=(
+            *sequential_resnet("res_features."),
+            drop("res_l*.*", _HEAD),
+            drop("decoder.**", "the decoder of entities, which medvl has not built"),
+            *(
+                drop(f"{name}.*", "a head of the decoder of entities")
+                for name in ("disease_embedding_layer", "cl_fc", "classifier")
+            ),
+        ),
+        note=f"The file has no text encoder: its entities were encoded once by Bio_ClinicalBERT. {_UNKNOWN}",
+    ),
+    Importer(
+        name="kad",
+        title="KAD (Zhang et al. 2023): ResNet-50 at 512 pixels and above, Med-KEBERT",
+        source="KAD's A3_CLIP/main.py",
+        image={"image_size": 512},
+        text={"name": "pubmedbert"},
+        parts=("image_encoder", "text_encoder", "model"),
+        table=(
+            *resnet("image_encoder/resnet."),
+            *(
+                same(f"image_encoder/res_features.{number}.**", f"image_encoder/resnet.{name}.**")
+                for number, name in {
+                    0: "conv1",
+                    1: "bn1",
+                    **{stage + 3: f"layer{stage}" for stage in (1, 2, 3, 4)},
+                }.items()
+            ),
+            drop("image_encoder/res_l*.*", _HEAD),
+            *bert("text_encoder/bert_model."),
+            drop("text_encoder/mlp_embed.**", _HEAD),
+            drop("*/logit_scale", _SCALE),
+            drop("model/**", "the decoder of queries, which medvl has not built"),
+        ),
+        note=f"The system's text vector goes through BERT's pooler and a head, which are left out. {_UNKNOWN}",
+    ),
+    Importer(
+        name="prior",
+        title="PRIOR (Cheng et al. 2023): ResNet-50 on grey images, Bio_ClinicalBERT",
+        source="QtacierP/PRIOR @ 086bf2e",
+        image={},
+        text={"name": "bioclinicalbert"},
+        table=(
+            *resnet("image_encoder.encoder."),
+            drop("image_encoder.atten_pool.**", "attention pooling, which medvl has not built"),
+            *bert("text_encoder.encoder."),
+            drop("global_text_attention.**", "attention over sentences, which medvl has not built"),
+            *(
+                drop(f"{level}_{side}_projection.*", _HEAD)
+                for level in ("global", "local")
+                for side in ("image", "text")
+            ),
+            drop("logit_scale", _SCALE),
+            drop("local_logit_scale", _SCALE),
+            *(
+                drop(name, "a part of its local and reconstruction tasks, which medvl has not built")
+                for name in ("prototype_queries", "predictor.**", "sentence_**", "image_decoder.**", "local_cross_**")
+            ),
+        ),
+        note=_UNKNOWN,
+    ),
+    Importer(
+        name="mrm",
+        title="MRM (Zhou et al. 2023): ViT-B/16, a small BERT",
+        source="yangzhou12/BenchX @ b874fa6",
+        image={},
+        text={"name": "bert"},
+        table=(
+            *vision_transformer(""),
+            *bert("bert_encoder.model.bert."),
+            *masked_words("bert_encoder.model.cls."),
+            drop("bert_mlp.*", "leads from the image to masked words, in pretraining"),
+            drop("mask_token", "stands for a missing patch, in pretraining"),
+            drop("decoder_**", "the decoder of pixels, of pretraining"),
+        ),
+        note="Its ViT was trained with fixed positions, which are in the file.",
+    ),
+    Importer(
+        name="mflag",
+        title="M-FLAG (Liu et al. 2023): ResNet-50, CXR-BERT",
+        source="yangzhou12/BenchX @ b874fa6",
+        image={},
+        text={"name": "cxrbert"},
+        table=(
+            *resnet("encoder."),
+            *bert("lm_model.bert."),
+            keep("lm_model.cls_projection_head.**", f"{TEXT_PROJECTION}**"),
+            *masked_words("lm_model.cls.predictions."),
+            drop("proj_*.**", _HEAD),
+        ),
+        note=_UNKNOWN,
+    ),
+    Importer(
+        name="r2gen",
+        title="R2Gen (Chen et al. 2020): ResNet-101",
+        source="zhjohnchan/R2Gen @ e8cd3cf",
+        image={},
+        table=(
+            *sequential_resnet("visual_extractor.model."),
+            drop("encoder_decoder.**", "the report writer, which medvl has not built"),
+        ),
+        note=_UNKNOWN,
+    ),
+)

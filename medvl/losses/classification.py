@@ -1,0 +1,29 @@
+"""Classification of findings: many labels an image, some of them unknown. B images, L labels."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from medvl.losses.precision import full_precision
+
+
+def labels(logits_BL: Tensor, target_BL: Tensor) -> Tensor:
+    """Binary cross-entropy, averaged over the labels that are known.
+
+    Args:
+        logits_BL: a row an image, a column a label.
+        target_BL: 1 or 0; NaN where a label is unknown, which takes no part, whatever its logit.
+
+    Returns a scalar, ln 2 for logits of zero; 0, with a gradient of zeros, where nothing is known. Raises ValueError on
+    unequal shapes.
+    """
+    if logits_BL.ndim != 2 or logits_BL.shape != target_BL.shape:
+        raise ValueError(
+            f"labels need logits and targets of one shape (B, L), got {tuple(logits_BL.shape)} "
+            f"and {tuple(target_BL.shape)}"
+        )
+    known_BL = ~target_BL.isnan()
+    with full_precision(logits_BL):
+        loss_BL = F.binary_cross_entropy_with_logits(
+            logits_BL.float(), target_BL.nan_to_num(0.0).float(), reduction="none"
+        )
+        return loss_BL.masked_fill(~known_BL, 0.0).sum() / known_BL.sum().clamp(min=1)

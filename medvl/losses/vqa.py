@@ -1,0 +1,65 @@
+"""Answering: as classification over a vocabulary with soft targets, or word by word.
+
+V answers of a vocabulary, or words of a tokenizer's; N words of all answers of a batch; B questions.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from medvl.losses.precision import full_precision
+
+
+def answers(logits_BV: Tensor, target_BV: Tensor) -> Tensor:
+    """Binary cross-entropy of every answer, summed over the vocabulary and averaged over the questions.
+
+    The mean over all cells times V, as METER and M3AE train VQA (after bottom-up attention, arXiv 1707.07998, section
+    3.3): without the factor the gradient would fall with the size of the vocabulary.
+
+    Args:
+        logits_BV: a row a question, a column an answer.
+        target_BV: how right each answer is, within [0, 1]; a row of zeros is a question whose answer is not in the
+            vocabulary.
+
+    Returns a scalar, V ln 2 for logits of zero. Raises ValueError on unequal shapes.
+    """
+    if logits_BV.ndim != 2 or logits_BV.shape != target_BV.shape:
+        raise ValueError(
+            f"answers need logits and targets of one shape (B, V), got {tuple(logits_BV.shape)} "
+            f"and {tuple(target_BV.shape)}"
+        )
+    with full_precision(logits_BV):
+        loss = F.binary_cross_entropy_with_logits(logits_BV.float(), target_BV.float(), reduction="sum")
+        return loss / max(len(logits_BV), 1)
+
+
+def answer_words(logits_NV: Tensor, ids_N: Tensor, weight_N: Tensor, questions: int) -> Tensor:
+    """Cross-entropy of every word, weighted by its answer's score, summed over the words and averaged over questions.
+
+    As ALBEF trains its answer decoder (Li et al., arXiv 2107.07651, section 5): a question's answers weigh by their
+    scores, and a long answer more than a short one, as the likelihood that ranks them later has it.
+
+    Args:
+        logits_NV: scores of the next word at every place in front of a word, the closing token among the words.
+        ids_N: int64, the words that stand there.
+        weight_N: how right the answer is that the word belongs to, within [0, 1].
+        questions: B, those without a single answer among them.
+
+    Returns a scalar, near words of a question times ln V for a decoder that knows nothing; 0, with a gradient of zeros,
+    where there is no word. Raises ValueError on shapes that do not belong together.
+    """
+    if weight_N.shape != ids_N.shape:
+        raise ValueError(f"each word needs a weight: {len(ids_N)} words and {len(weight_N)} weights")
+    return -(word_log_probability(logits_NV, ids_N) * weight_N.float()).sum() / max(questions, 1)
+
+
+def word_log_probability(logits_NV: Tensor, ids_N: Tensor) -> Tensor:
+    """(N,) float32: the logarithm of each word's probability among all V.
+
+    Raises ValueError on shapes that do not belong together.
+    """
+    if logits_NV.ndim != 2 or ids_N.shape != logits_NV.shape[:1]:
+        raise ValueError(
+            f"words need logits (N, V) and ids (N,), got {tuple(logits_NV.shape)} and {tuple(ids_N.shape)}"
+        )
+    with full_precision(logits_NV):
+        return -F.cross_entropy(logits_NV.float(), ids_N, reduction="none")

@@ -1,0 +1,1 @@
+"""Models for downstream tasks: classification, detection, segmentation, question answering."""

@@ -1,0 +1,33 @@
+"""The settings of a classifier of findings. No torch here, as in `medvl.models.dual_encoders.configs`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from medvl.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClassifierConfig:
+    """An image encoder and one linear layer."""
+
+    system: ClassVar[str] = "classifier"
+
+    encoder: Mapping[str, Any]
+    """Arguments of `create_image_encoder`, its name among them."""
+    transform: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of `EvalTransform`."""
+    labels: tuple[str, ...]
+    frozen_encoder: bool = False
+    """Train the linear layer alone, the encoder in eval mode: a linear probe by gradient descent."""
+    head_rate: float = 1.0
+    """Learning rate of the linear layer, as a multiple of the encoder's."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", tuple(self.labels))  # a list, where it was read from JSON
+        if not self.labels or len(set(self.labels)) != len(self.labels):
+            raise ConfigError(f"labels must be one or more, each once; there are {len(self.labels)}")
+        if self.head_rate <= 0:
+            raise ConfigError(f"head_rate must be above 0, got {self.head_rate}")
+        if "name" not in self.encoder:
+            raise ConfigError("encoder must name the image encoder: {'name': 'resnet50'}")

@@ -1,0 +1,148 @@
+"""Detection on a frozen image encoder: boxes with labels and scores, without anchors.
+
+Every cell of the decoder's grid says how likely it lies in the inner part of a box of each label, and where that box
+is: the offset of its center from the cell's and the logarithms of its sides, in units of a cell. It is FCOS (Tian et
+al., arXiv 1904.01355) on one grid with center sampling; offsets in place of distances to edges hold for boxes smaller
+than a cell too, and center-ness is left out because only inner cells are trained to speak up.
+
+Shape letters: N boxes of an image, P cells, L labels, K boxes that are kept.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from medvl import losses
+from medvl.data.loading.dense_targets import MarkedBatch
+from medvl.data.transforms.image import EvalTransform
+from medvl.encoders import ImageEncoder
+from medvl.models.downstream.dense_base import DenseModel, rare
+from medvl.models.downstream.dense_config import DetectorConfig
+from medvl.schema import Batch, Losses
+
+_LARGEST_LOG = 6.0
+"""Of a side in cells: some 400 of them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Targets:
+    """What each cell is to say."""
+
+    label_BPL: Tensor
+    """1 where the cell lies in the inner part of a box of the label."""
+    box_BP4: Tensor
+    """Edges of its box, the smallest one where it lies in several; anything where it lies in none."""
+    inner_BP: Tensor
+    """bool: whether it lies in one."""
+
+
+class Detector(DenseModel):
+    """Boxes from the decoder's grid, trained by the focal loss and generalised overlap."""
+
+    name = DetectorConfig.system
+    Config = DetectorConfig
+
+    def __init__(self, config: DetectorConfig, image_encoder: ImageEncoder, transform: EvalTransform) -> None:
+        super().__init__(config, image_encoder, transform)
+        self.label_head = rare(nn.Conv2d(config.width, len(config.labels), 1))
+        self.place_head = nn.Conv2d(config.width, 4, 1)
+
+    def forward(self, batch: Batch) -> Losses:
+        """`batch` is a `MarkedBatch` with boxes."""
+        assert isinstance(batch, MarkedBatch)
+        assert batch.boxes_BN5 is not None
+        logits_BPL, box_BP4 = self.cells(batch.image_BCHW)
+        targets = self.targets(batch.boxes_BN5)
+        label, place = losses.boxes(logits_BPL, box_BP4, targets.label_BPL, targets.box_BP4, targets.inner_BP)
+        return Losses.sum(label=label, place=place)
+
+    def cells(self, image_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (B, P, L) and boxes (B, P, 4), edges in pixels of the input, of all cells in row-major order."""
+        features_BWhw = self.decode(image_BCHW)
+        logits_BPL = self.label_head(features_BWhw).flatten(2).transpose(1, 2)
+        place_BP4 = self.place_head(features_BWhw).flatten(2).transpose(1, 2).float()
+        center_P2, cell_2 = self._centers(place_BP4.device)
+        middle_BP2 = center_P2 + place_BP4[:, :, :2] * cell_2
+        half_BP2 = place_BP4[:, :, 2:].clamp(max=_LARGEST_LOG).exp() * cell_2 / 2
+        return logits_BPL, torch.cat([middle_BP2 - half_BP2, middle_BP2 + half_BP2], dim=2)
+
+    def targets(self, boxes_BN5: Tensor) -> Targets:
+        """What the cells are to say about boxes (B, N, 5) in pixels of the input; rows of NaN are no boxes.
+
+        A cell speaks for a box when its center lies in the inner part, which is never smaller than a cell, so that
+        every box has one.
+        """
+        center_P2, cell_2 = self._centers(boxes_BN5.device)
+        low_BN2, high_BN2, label_BN = boxes_BN5[:, :, :2], boxes_BN5[:, :, 2:4], boxes_BN5[:, :, 4]
+        reach_BN2 = torch.maximum((high_BN2 - low_BN2) * self.config.inner_share, cell_2) / 2
+        apart_BPN2 = (center_P2[:, None] - ((low_BN2 + high_BN2) / 2)[:, None]).abs()
+        inner_BPN = (apart_BPN2 <= reach_BN2[:, None]).all(dim=3)  # never true of NaN
+        number_L = torch.arange(len(self.config.labels), device=boxes_BN5.device)
+        of_label_BNL = label_BN[:, :, None] == number_L
+        label_BPL = (inner_BPN[:, :, :, None] & of_label_BNL[:, None]).any(dim=2)
+        inner_BP = inner_BPN.any(dim=2)
+        if not boxes_BN5.shape[1]:
+            return Targets(label_BPL.float(), boxes_BN5.new_zeros(*inner_BP.shape, 4), inner_BP)
+        area_BN = (high_BN2 - low_BN2).prod(dim=2)
+        smallest_BP = torch.where(inner_BPN, area_BN[:, None], torch.inf).argmin(dim=2)
+        box_BP4 = boxes_BN5[:, :, :4].gather(1, smallest_BP[:, :, None].expand(-1, -1, 4))
+        return Targets(label_BPL.float(), box_BP4, inner_BP)
+
+    @torch.no_grad()
+    def detect(self, image_BCHW: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """One (L, K, 5) an image: edges in pixels of the image before `transform`, and the score, the highest first.
+
+        Boxes are cut to what the model was shown. K is `max_boxes`, or the number of cells where that is smaller; rows
+        that suppression left over have a score of -inf.
+
+        Args:
+            image_BCHW: as `transform` made them.
+            sizes: (height, width) of each before that.
+        """
+        logits_BPL, box_BP4 = self.cells(image_BCHW.to(self.device))
+        score_BPL = torch.sigmoid(logits_BPL.float())
+        box_BP4 = box_BP4.clamp(0, self.transform.size)
+        kept = [
+            suppress(box_BP4, score_BP, overlap=self.config.suppression, keep=self.config.max_boxes)
+            for score_BP in score_BPL.unbind(dim=2)
+        ]
+        found_BLK5 = torch.stack(kept, dim=1)
+        places = found_BLK5.new_tensor([_place(self.transform, size) for size in sizes])
+        scale_B, shift_B = places[:, None, None, :4], places[:, None, None, 4:]
+        return list(torch.cat([found_BLK5[..., :4] * scale_B + shift_B, found_BLK5[..., 4:]], dim=3))
+
+    def _centers(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Centers (P, 2) of the cells, x before y, and the sides (2,) of a cell; in pixels of the input."""
+        rows, columns = self.grid
+        cell_2 = torch.tensor([self.transform.size / columns, self.transform.size / rows], device=device)
+        y, x = torch.meshgrid(torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij")
+        return (torch.stack([x, y], dim=2).flatten(0, 1) + 0.5) * cell_2, cell_2
+
+
+def _place(transform: EvalTransform, size: tuple[int, int]) -> tuple[float, ...]:
+    """Scale of the four edges and their shift, from pixels of the input to those of an image of that size."""
+    seen = transform.box(*size)
+    across, down = seen.width / transform.size, seen.height / transform.size
+    return across, down, across, down, seen.left, seen.top, seen.left, seen.top
+
+
+def suppress(box_BP4: Tensor, score_BP: Tensor, *, overlap: float, keep: int) -> Tensor:
+    """(B, K, 5): the best boxes of each image with their scores, none of which overlaps a better one by more.
+
+    Greedy non-maximum suppression, all images at once. Once no box is left over, scores are -inf.
+    """
+    left_BP = score_BP.clone()
+    area_BP = (box_BP4[:, :, 2:] - box_BP4[:, :, :2]).prod(dim=2)
+    kept = []
+    for _ in range(min(keep, score_BP.shape[1])):
+        best_B1 = left_BP.argmax(dim=1, keepdim=True)
+        best_B14 = box_BP4.gather(1, best_B1[:, :, None].expand(-1, -1, 4))
+        kept.append(torch.cat([best_B14, left_BP.gather(1, best_B1)[:, :, None]], dim=2))
+        low_BP2 = torch.maximum(box_BP4[:, :, :2], best_B14[:, :, :2])
+        high_BP2 = torch.minimum(box_BP4[:, :, 2:], best_B14[:, :, 2:])
+        shared_BP = (high_BP2 - low_BP2).clamp(min=0).prod(dim=2)
+        union_BP = area_BP + area_BP.gather(1, best_B1) - shared_BP
+        left_BP = left_BP.masked_fill(shared_BP > overlap * union_BP, -torch.inf).scatter(1, best_B1, -torch.inf)
+    return torch.cat(kept, dim=1)

@@ -1,0 +1,1 @@
+"""Visual question answering on a pretrained fusion-encoder."""

@@ -1,0 +1,265 @@
+"""What answers a question, on the states of any fusion-encoder: classifiers, and a decoder that ranks or writes.
+
+B questions, V answers of the vocabulary, K answers of a shortlist, T tokens of an answer, S tokens of K answers with
+their padding, N those without it, C tokens that are read, D width.
+"""
+
+import abc
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from medvl import losses
+from medvl.errors import ConfigError
+from medvl.losses.vqa import word_log_probability
+from medvl.models.downstream.vqa.config import VQAConfig
+from medvl.models.downstream.vqa.decoder import AnswerDecoder, AnswerWriter, Memory, start_from
+from medvl.models.fusion_encoders.albef import ALBEF
+from medvl.models.fusion_encoders.base import FusionModel
+from medvl.models.fusion_encoders.config import StreamConfig
+from medvl.models.fusion_encoders.layers.encoder import Fused, Tokens
+from medvl.models.fusion_encoders.layers.transformer import init_weights
+from medvl.models.fusion_encoders.medvill import MedViLL
+from medvl.models.text_decoding import Decoding, search
+
+_ANSWERS_AT_ONCE = 128
+_WORDS_AT_ONCE = 2048
+"""Of a ranking pass: they bound its memory, and change no number."""
+
+
+class Said(NamedTuple):
+    """An answer to each question."""
+
+    answers: list[str]
+    score_B: Tensor
+    """float32, within [0, 1]: the probability that the head gives its answer."""
+
+
+class AnswerHead(Protocol):
+    """What all heads do with a batch of fused questions."""
+
+    reads_pooled: bool
+    """Whether it looks at `Fused.pooled_BD`."""
+
+    def loss(self, fused: Fused, target_BV: Tensor) -> Tensor:
+        """Of targets within [0, 1]; a row of zeros is a question whose answer is not in the vocabulary."""
+
+    def scores(self, fused: Fused) -> Tensor:
+        """(B, V) float: the higher, the better the answer."""
+
+    def said(self, fused: Fused) -> Said:
+        """The best answers."""
+
+
+class _Classifier(nn.Sequential, abc.ABC):
+    """Layers from one vector a question to a score an answer, each right or wrong by itself."""
+
+    reads_pooled = True
+
+    def __init__(self, answers: Sequence[str], *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self._answers = tuple(answers)
+
+    @abc.abstractmethod
+    def vector(self, fused: Fused) -> Tensor:
+        """(B, D): what the answer is read from."""
+
+    def loss(self, fused: Fused, target_BV: Tensor) -> Tensor:
+        """See `AnswerHead`."""
+        return losses.answers(self.scores(fused), target_BV)
+
+    def scores(self, fused: Fused) -> Tensor:
+        """See `AnswerHead`; logits."""
+        logits_BV: Tensor = self(self.vector(fused))
+        return logits_BV
+
+    def said(self, fused: Fused) -> Said:
+        """See `AnswerHead`."""
+        best_B, place_B = self.scores(fused).float().max(dim=1)
+        return Said([self._answers[place] for place in place_B.tolist()], best_B.sigmoid())
+
+
+class ClassifierHead(_Classifier):
+    """Linear, LayerNorm, GELU, Linear on the pooled vector (METER and M3AE, card 1.1)."""
+
+    def __init__(self, width: int, answers: Sequence[str]) -> None:
+        super().__init__(
+            answers, nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), nn.Linear(width, len(answers))
+        )
+
+    def vector(self, fused: Fused) -> Tensor:
+        """What the fusion-encoder pools."""
+        return fused.pooled_BD
+
+
+class ProductHead(_Classifier):
+    """Linear, ReLU, Linear on the product of CLS and the first SEP (MedViLL; VLP, Zhou et al., arXiv 1909.11059).
+
+    The published head can never give its first answer; this one can give all.
+    """
+
+    reads_pooled = False
+
+    def __init__(self, width: int, answers: Sequence[str]) -> None:
+        super().__init__(answers, nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, len(answers)))
+        init_weights(self)
+
+    def vector(self, fused: Fused) -> Tensor:
+        """The two tokens between which the image stands."""
+        block_BND = fused.image.states_BND
+        return block_BND[:, 0] * block_BND[:, -1]
+
+
+class DecoderHead(nn.Module):
+    """An `AnswerDecoder` that has learnt the vocabulary's answers, and ranks them or writes its own.
+
+    It reads all that the fusion-encoder has written: the question's states and the image's, but the question's alone on
+    ALBEF, whose fusion-encoder leaves the image as it is.
+
+    Answers that are the same tokens to the tokenizer are one answer to this head; what it writes is the first of them.
+    An answer with a word that the tokenizer does not know can be ranked, and is never written.
+
+    Raises ConfigError when the model has no tokenizer, an answer holds no token, or the sizes do not fit.
+    """
+
+    reads_pooled = False
+
+    ids_VT: Tensor
+    length_V: Tensor
+
+    def __init__(self, config: VQAConfig, model: FusionModel) -> None:
+        super().__init__()
+        if model.tokenizer is None:
+            raise ConfigError(f"the head {config.head!r} writes answers: start from a model that has a tokenizer")
+        self.config, self.tokenizer = config, model.tokenizer
+        ids_VT, mask_VT = model.tokenizer(config.answers)
+        length_V = mask_VT.sum(dim=1).clamp(max=config.decoder.max_tokens)
+        if length_V.min() < 3:
+            number = int(length_V.argmin()) + 1
+            raise ConfigError(f"answer {number} of the vocabulary is no token to the tokenizer: leave it out")
+        ids_VT = ids_VT[:, : int(length_V.max())].scatter(1, length_V[:, None] - 1, model.tokenizer.sep_id)
+        self.register_buffer("ids_VT", ids_VT, persistent=False)
+        self.register_buffer("length_V", length_V, persistent=False)
+        known = zip(ids_VT.tolist(), length_V.tolist(), config.answers, strict=True)
+        self._answer_of = {tuple(ids[1 : length - 1]): answer for ids, length, answer in reversed(list(known))}
+        self._whole = not isinstance(model, ALBEF)
+        settings = model.config
+        width = settings.width if isinstance(settings, StreamConfig) else model.pooled_dim
+        self.decoder = AnswerDecoder(config.decoder, width, model.text_encoder.vocab_size)
+        start_from(self.decoder, model)
+
+    def loss(self, fused: Fused, target_BV: Tensor) -> Tensor:
+        """See `AnswerHead`: every answer with a score is written behind its question, word by word."""
+        row_N, answer_N = (target_BV > 0).nonzero().unbind(dim=1)
+        mask_NT = self._mask(answer_N)
+        ids_NT = self.ids_VT[answer_N, : mask_NT.shape[1]]
+        given_NT, next_NT, real_NT = ids_NT[:, :-1], ids_NT[:, 1:], mask_NT[:, 1:]
+        place_T = torch.arange(given_NT.shape[1], device=ids_NT.device)
+        memory = self.decoder.read(self._states(fused).rows(row_N))
+        states_NTD, _ = self.decoder(given_NT, place_T, memory, (place_T <= place_T[:, None])[None])
+        weight_NT = target_BV[row_N, answer_N, None].expand_as(real_NT)
+        logits = self.decoder.score_words(states_NTD[real_NT])
+        return losses.answer_words(logits, next_NT[real_NT], weight_NT[real_NT], len(target_BV))
+
+    def scores(self, fused: Fused) -> Tensor:
+        """See `AnswerHead`: log-likelihoods, minus infinity off the shortlist.
+
+        The sum of the log-probabilities of an answer's words and its closing token, not divided by their number; the
+        first word counts twice where `config.decoder.first_word` says so (ALBEF's `rank_answer`).
+        """
+        decoder, settings = self.decoder, self.config.decoder
+        memory = decoder.read(self._states(fused))
+        first_B1 = self.ids_VT[:1, :1].expand(len(fused.pooled_BD), 1)
+        states_B1D, memory = decoder(first_B1, first_B1.new_zeros(1), memory)
+        first_id_V = self.ids_VT[:, 1]
+        first_BV = decoder.score_words(states_B1D[:, 0]).float().log_softmax(dim=1)[:, first_id_V]
+        # stable: of answers that begin alike the first ones are taken, whatever the device
+        chosen_BK = first_BV.sort(dim=1, descending=True, stable=True).indices[:, : settings.shortlist]
+        rest_BK = torch.cat([self._rest(some_BK, memory) for some_BK in chosen_BK.split(_ANSWERS_AT_ONCE, 1)], dim=1)
+        times = 2 if settings.first_word == "twice" else 1
+        return torch.full_like(first_BV, -torch.inf).scatter(
+            1, chosen_BK, times * first_BV.gather(1, chosen_BK) + rest_BK
+        )
+
+    def said(self, fused: Fused) -> Said:
+        """See `AnswerHead`."""
+        if self.config.head == "generation":
+            return self.write(fused)
+        best_B, place_B = self.scores(fused).max(dim=1)
+        return Said([self.config.answers[place] for place in place_B.tolist()], best_B.exp())
+
+    def write(self, fused: Fused) -> Said:
+        """What the decoder writes by itself: an answer of the vocabulary where it wrote its tokens, else the text."""
+        tokenizer, settings = self.tokenizer, self.config.decoder
+        marks = (tokenizer.pad_id, tokenizer.cls_id, tokenizer.unk_id, tokenizer.mask_id)
+        found = search(
+            AnswerWriter(self.decoder, self.decoder.read(self._states(fused)), tokenizer.cls_id),
+            Decoding(beams=settings.beams),
+            max_tokens=settings.max_tokens - 1,
+            end_id=tokenizer.sep_id,
+            pad_id=tokenizer.pad_id,
+            never=[mark for mark in marks if mark is not None and mark != tokenizer.sep_id],
+        )
+        rows = zip(found.ids_BT.cpu(), found.mask_BT.cpu(), strict=True)
+        written = [ids_T[mask_T].tolist() for ids_T, mask_T in rows]
+        answers = [self._answer_of.get(tuple(ids)) or tokenizer.decode(ids) for ids in written]
+        return Said(answers, found.score_B.exp())
+
+    def _rest(self, chosen_BK: Tensor, memory: Memory) -> Tensor:
+        """(B, K): log-probability of what stands behind the first word of these answers.
+
+        Their words lie side by side without padding, in one row a question, and see those of their own answer: most
+        answers are a word or two, and the longest of VQA-RAD has over twenty.
+        """
+        mask_BKT = self._mask(chosen_BK)
+        ids_BKT = self.ids_VT[chosen_BK][:, :, : mask_BKT.shape[2]]
+        given_BS, next_BS = ids_BKT[:, :, 1:-1].flatten(1), ids_BKT[:, :, 2:].flatten(1)
+        real_BS = mask_BKT[:, :, 2:].flatten(1)
+        most = int(real_BS.sum(dim=1).max())
+        order_BN = (~real_BS).sort(dim=1, stable=True).indices[:, :most]
+        real_BN = real_BS.gather(1, order_BN)
+        steps = mask_BKT.shape[2] - 2
+        answer_BN, place_BN = order_BN // steps, order_BN % steps + 1
+        seen_BNN = (answer_BN[:, :, None] == answer_BN[:, None]) & (place_BN[:, None] <= place_BN[:, :, None])
+        start_BN1 = torch.ones_like(seen_BNN[:, :, :1])  # the first token is every answer's
+        states_BND, _ = self.decoder(
+            given_BS.gather(1, order_BN), place_BN, memory, torch.cat([start_BN1, seen_BNN], dim=2)
+        )
+        states_ND, next_N = states_BND[real_BN], next_BS.gather(1, order_BN)[real_BN]
+        pairs = zip(states_ND.split(_WORDS_AT_ONCE), next_N.split(_WORDS_AT_ONCE), strict=True)
+        log_N = torch.cat([word_log_probability(self.decoder.score_words(states), ids) for states, ids in pairs])
+        log_BN = log_N.new_zeros(real_BN.shape).masked_scatter(real_BN, log_N)
+        log_BS = log_BN.new_zeros(real_BS.shape).scatter(1, order_BN, log_BN)
+        return log_BS.unflatten(1, (chosen_BK.shape[1], steps)).sum(dim=2)
+
+    def _states(self, fused: Fused) -> Tokens:
+        if not self._whole:
+            return fused.text
+        states_BCD = torch.cat([fused.text.states_BND, fused.image.states_BND], dim=1)
+        if fused.text.mask_BN is None and fused.image.mask_BN is None:
+            return Tokens(states_BCD, None)
+        return Tokens(states_BCD, torch.cat([fused.text.real_BN(), fused.image.real_BN()], dim=1))
+
+    def _mask(self, answer: Tensor) -> Tensor:
+        """(..., T): the tokens of these answers, T of the longest of them."""
+        length = self.length_V[answer]
+        longest = int(length.max()) if length.numel() else 0
+        return torch.arange(longest, device=length.device) < length[..., None]
+
+
+def create_head(config: VQAConfig, model: FusionModel) -> ClassifierHead | ProductHead | DecoderHead:
+    """A fresh head on a fusion model.
+
+    Raises ConfigError when MedViLL's head is asked for on another system, or a decoder does not fit the model.
+    """
+    if config.head == "classifier":
+        return ClassifierHead(model.pooled_dim, config.answers)
+    if config.head == "product":
+        if not isinstance(model, MedViLL):
+            raise ConfigError(
+                f"the head 'product' is MedViLL's, on the two tokens around its image, not {model.name}'s"
+            )
+        return ProductHead(model.pooled_dim, config.answers)
+    return DecoderHead(config, model)

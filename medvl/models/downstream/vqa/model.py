@@ -1,0 +1,156 @@
+"""Visual question answering on any fusion-encoder: by a classifier over a vocabulary of answers, or their decoder."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.encoders import parameter_groups
+from medvl.errors import ConfigError
+from medvl.models.base import System
+from medvl.models.checkpoint import load, load_towers
+from medvl.models.downstream.vqa.config import DecoderConfig, Head, VQAConfig
+from medvl.models.downstream.vqa.heads import Said, create_head
+from medvl.models.fusion_encoders.base import FusionModel
+from medvl.models.fusion_encoders.config import StreamConfig
+from medvl.models.fusion_encoders.layers.encoder import Pooler
+from medvl.models.registry import create_model
+from medvl.schema import Batch, Losses
+
+
+class VQA(System):
+    """A fusion-encoder, and a head that answers (`medvl.models.downstream.vqa.heads`): `config.head` says which.
+
+    The batch's text is the question and its labels are the answers: column v of `labels_BL` is 1 where answer v of
+    `config.answers` is right (`medvl.data.loading.vqa_source.QuestionSource`).
+
+    The heads of pretraining stay with their fusion-encoder, frozen, and so do its poolers where the head reads other
+    states: they take no part here, and a checkpoint of this model can start another pretraining.
+    """
+
+    name = VQAConfig.system
+    Config = VQAConfig
+
+    def __init__(self, config: VQAConfig, fusion_model: FusionModel) -> None:
+        super().__init__(config, transform=fusion_model.transform, tokenizer=fusion_model.tokenizer)
+        self.fusion_model = fusion_model
+        self.answer_head = create_head(config, fusion_model)
+        for name, child in fusion_model.named_children():
+            if name.endswith("head"):
+                child.requires_grad_(False)
+        for module in fusion_model.modules():
+            if isinstance(module, Pooler):  # a MedViLL that was trained for reports has frozen it
+                module.requires_grad_(self.answer_head.reads_pooled)
+
+    @classmethod
+    def build(cls, config: VQAConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
+        """Raises ConfigError and WeightsError as `create_model` says."""
+        settings = dict(config.settings)
+        if config.vocab_size is not None:
+            settings["vocab_size"] = config.vocab_size
+        made = create_model(config.fusion, pretrained=pretrained, tokenizer=tokenizer, **settings)
+        if not isinstance(made, FusionModel):
+            raise ConfigError(f"{config.fusion} is no fusion-encoder: take dual_stream, m3ae, ...")
+        return cls(config, made)
+
+    @classmethod
+    def on(
+        cls,
+        fusion_model: FusionModel,
+        answers: Sequence[str],
+        *,
+        head: Head = "classifier",
+        decoder: DecoderConfig | None = None,
+        head_rate: float | None = None,
+    ) -> Self:
+        """A fresh head on a fusion-encoder, which is taken as it is and not copied. Raises as `create_vqa`."""
+        settings = dataclasses.asdict(fusion_model.config)
+        config = VQAConfig(
+            fusion=fusion_model.name,
+            settings=settings,
+            answers=tuple(answers),
+            head=head,
+            decoder=decoder or DecoderConfig(),
+            head_rate=head_rate,
+            max_tokens=settings["max_tokens"],
+            vocab_size=settings["vocab_size"],
+        )
+        return cls(config, fusion_model)
+
+    def forward(self, batch: Batch) -> Losses:
+        """Every question with its image; an answer outside the vocabulary is a row of zeros."""
+        return Losses.sum(
+            answers=self.answer_head.loss(self.fusion_model.features(batch), batch.labels_BL.nan_to_num(0.0))
+        )
+
+    def answer_logits(self, batch: Batch) -> Tensor:
+        """(B, V): scores of the answers of `config.answers`; a decoder's are log-likelihoods, minus infinity where an
+        answer is not on the shortlist."""
+        return self.answer_head.scores(self.fusion_model.features(batch))
+
+    def said(self, batch: Batch) -> Said:
+        """The answer to each question of a batch."""
+        return self.answer_head.said(self.fusion_model.features(batch))
+
+    @torch.no_grad()
+    def answer(self, image_BCHW: Tensor, questions: Sequence[str]) -> list[str]:
+        """The likeliest answer to each question about its image. Raises ConfigError without a tokenizer."""
+        if len(image_BCHW) != len(questions):
+            raise ConfigError(f"{len(questions)} questions about {len(image_BCHW)} images: give one image a question")
+        ids_BT, mask_BT = self.tokenize(list(questions))
+        batch = Batch(
+            keys=[str(number) for number in range(len(questions))],
+            image_BCHW=image_BCHW.to(self.device),
+            ids_BT=ids_BT,
+            mask_BT=mask_BT,
+            labels_BL=torch.empty(len(questions), 0),
+            texts=list(questions),
+        )
+        return self.said(batch).answers
+
+    def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+        """The fusion model's own groups, and the head at `head_rate` times `lr`."""
+        groups = self.fusion_model.parameter_groups(lr, weight_decay)
+        head = parameter_groups(self.answer_head, lr * self.config.head_rate, weight_decay)
+        return [*groups, *({**group, "name": f"answer_head: {group['name']}"} for group in head)]
+
+
+def create_vqa(
+    start: Path | str,
+    answers: Sequence[str],
+    *,
+    fusion: StreamConfig,
+    head: Head = "classifier",
+    decoder: DecoderConfig | None = None,
+    head_rate: float | None = None,
+) -> VQA:
+    """A fresh head that answers on the model of a checkpoint, of either family.
+
+    Args:
+        start: checkpoint of a fusion-encoder, which is taken whole; of a VQA model, whose head is replaced; or of a
+            dual-encoder, whose towers are taken under a fresh fusion-encoder.
+        answers: the vocabulary, normalised.
+        fusion: sizes of that fresh fusion-encoder; what it says of the encoders is replaced by what `start` has.
+        head: how an answer is given.
+        decoder: of the heads "ranking" and "generation"; ALBEF's sizes by default.
+        head_rate: learning rate of the head, as a multiple of the encoders'; None is the head's published one.
+
+    Raises:
+        CheckpointError: `start` is no whole checkpoint.
+        ConfigError: the vocabulary has fewer than two answers, or the head does not fit the model.
+    """
+    started = load(start)
+    if isinstance(started, VQA):
+        started = started.fusion_model
+    if isinstance(started, FusionModel):
+        return VQA.on(started, answers, head=head, decoder=decoder, head_rate=head_rate)
+    names = ("image_encoder", "text_encoder", "image_size", "fit", "max_tokens", "vocab_size")
+    config = dataclasses.replace(fusion, **{name: getattr(started.config, name) for name in names})
+    fresh = create_model(config, tokenizer=started.tokenizer)
+    assert isinstance(fresh, FusionModel)
+    load_towers(fresh, start)
+    return VQA.on(fresh, answers, head=head, decoder=decoder, head_rate=head_rate)

@@ -1,0 +1,1 @@
+"""Dual-encoders, one file a system."""

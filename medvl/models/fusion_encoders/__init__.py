@@ -1,0 +1,1 @@
+"""Fusion-encoders, one file a system."""

@@ -1,0 +1,90 @@
+"""What reads a fusion-encoder's states in pretraining: words behind masks, pixels of missing patches.
+
+Letters: B batch, N positions, P patches, K kept patches, V vocabulary, D width, C values of a patch's pixels.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl.losses.mim import PatchMask
+from medvl.models.fusion_encoders.layers.transformer import INIT_STD, LAYER_NORM_EPS, init_weights
+
+
+class WordHead(nn.Module):
+    """BERT's head over the vocabulary: dense, GELU, LayerNorm, a linear layer with a bias for every word.
+
+    Args:
+        width: of the states.
+        vocab_size: V.
+        tied: the linear layer's matrix is the table of word embeddings, which `forward` is then given: the table has
+            one owner, the text encoder.
+    """
+
+    def __init__(self, width: int, vocab_size: int, *, tied: bool = False) -> None:
+        super().__init__()
+        self.dense, self.norm = nn.Linear(width, width), nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.words = None if tied else nn.Linear(width, vocab_size, bias=False)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+        init_weights(self)
+
+    def forward(self, states_ND: Tensor, table_VD: Tensor | None = None) -> Tensor:
+        """(N, V): scores of every word at each position; give it masked positions only."""
+        hidden_ND = self.norm(F.gelu(self.dense(states_ND)))
+        if self.words is None:
+            assert table_VD is not None, "a tied head is given the table of word embeddings"
+            return F.linear(hidden_ND, table_VD, self.bias)
+        scores_NV: Tensor = self.words(hidden_ND) + self.bias
+        return scores_NV
+
+
+class PixelDecoder(nn.Module):
+    """MAE's decoder (He et al., arXiv 2111.06377, section 3): kept patches and mask tokens to the pixels of all.
+
+    Args:
+        in_dim: width of the states that it reads.
+        grid: (h, w) of the patches.
+        values: C, numbers in a patch.
+        width, layers, heads: of its own pre-LN blocks (CLIP's, as M3AE has them).
+    """
+
+    def __init__(self, in_dim: int, grid: tuple[int, int], values: int, *, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        from timm.layers import QuickGELU
+        from timm.models.vision_transformer import Block
+
+        self.embed = nn.Linear(in_dim, width)
+        self.mask_token = nn.Parameter(torch.empty(width).normal_(std=INIT_STD))
+        self.register_buffer("positions_ND", sinusoids(grid, width), persistent=False)
+        self.positions_ND: Tensor
+        self.blocks = nn.ModuleList(
+            Block(width, heads, qkv_bias=True, act_layer=QuickGELU, norm_layer=nn.LayerNorm) for _ in range(layers)
+        )
+        self.norm, self.pixels = nn.LayerNorm(width), nn.Linear(width, values)
+        init_weights(self)
+
+    def forward(self, states_BND: Tensor, patches: PatchMask) -> Tensor:
+        """(B, P, C) from the class token and the kept patches behind it, N = 1 + K."""
+        embedded_BND = self.embed(states_BND)
+        restored_BPD = patches.restore(embedded_BND[:, 1:], self.mask_token)
+        hidden_BND = torch.cat([embedded_BND[:, :1], restored_BPD], dim=1) + self.positions_ND
+        for block in self.blocks:
+            hidden_BND = block(hidden_BND)
+        pixels_BPC: Tensor = self.pixels(self.norm(hidden_BND[:, 1:]))
+        return pixels_BPC
+
+
+def sinusoids(grid: tuple[int, int], width: int) -> Tensor:
+    """(1 + h * w, D): fixed positions of a grid in row-major order behind a class token, whose own are zero.
+
+    The first half of each vector is of the column, the second of the row: sines, then cosines, of frequencies from 1
+    down to 1 / 10,000 (MAE's table). `width` must be a multiple of 4.
+    """
+    quarter = width // 4
+    frequency_Q = 10_000.0 ** (-torch.arange(quarter, dtype=torch.float64) / quarter)
+    halves = []
+    for coordinate_P in (torch.arange(grid[1]).repeat(grid[0]), torch.arange(grid[0]).repeat_interleave(grid[1])):
+        angle_PQ = coordinate_P.double()[:, None] * frequency_Q
+        halves += [angle_PQ.sin(), angle_PQ.cos()]
+    patches_PD = torch.cat(halves, dim=1)
+    return torch.cat([torch.zeros_like(patches_PD[:1]), patches_PD]).float()

@@ -1,0 +1,1 @@
+"""Report text, captions and questions of the phantom."""

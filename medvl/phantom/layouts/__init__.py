@@ -1,0 +1,1 @@
+"""Writers of the phantom in the layouts of published corpora."""

@@ -1,0 +1,182 @@
+"""A view as a DICOM file: 12 bits, in the variety of encodings that hospitals produce.
+
+The header carries an invented name, ids and dates, which the real release does not: so that a test can show that none
+of it gets past de-identification.
+"""
+
+import dataclasses
+import io
+
+import numpy as np
+from numpy.typing import NDArray
+from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
+from pydicom.uid import (
+    UID,
+    ExplicitVRLittleEndian,
+    ImplicitVRLittleEndian,
+    JPEG2000Lossless,
+    JPEGLSLossless,
+    RLELossless,
+)
+
+from medvl.phantom.population.world import Patient, Study, View
+from medvl.phantom.rendering.film import WHITE
+from medvl.phantom.seeds import generator
+
+_STREAM = 96
+_DIGITAL, _COMPUTED = UID("1.2.840.10008.5.1.4.1.1.1.1"), UID("1.2.840.10008.5.1.4.1.1.1")  # DX for presentation, CR
+_SYNTAXES = {
+    ExplicitVRLittleEndian: 0.62,
+    ImplicitVRLittleEndian: 0.08,
+    RLELossless: 0.10,
+    JPEG2000Lossless: 0.10,
+    JPEGLSLossless: 0.10,
+}
+_SURNAMES = ("Ashgrove", "Brambleby", "Corncrake", "Dunmallow", "Eskwater", "Fernhollow", "Gorseley", "Hazelrigg")
+_GIVEN = {"F": ("Alma", "Beatrix", "Clementine", "Dorothea"), "M": ("Ambrose", "Barnaby", "Cornelius", "Digby")}
+_VIEW_CODES = {
+    "PA": ("399348003", "postero-anterior"),
+    "AP": ("399348003", "antero-posterior"),
+    "LATERAL": ("399067008", "lateral"),
+    "LL": ("399067008", "left lateral"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Encoding:
+    """How the pixels of one file are stored."""
+
+    syntax: UID
+    inverted: bool
+    """MONOCHROME1: low values are bright."""
+    table: bool
+    """A VOI LUT sequence instead of a window."""
+    low: int
+    """The stored value of black (of white, when inverted)."""
+    high: int
+    gamma: float
+    """Bend of the VOI LUT; 1 with a window."""
+    implicit_position: bool
+    """ViewPosition is left blank."""
+
+
+def encoding_of(view: View) -> Encoding:
+    """How a view is stored: always the same for the same view."""
+    rng = generator(*view.key, _STREAM)
+    syntaxes = list(_SYNTAXES)
+    table = rng.random() < 0.15
+    return Encoding(
+        syntax=syntaxes[rng.choice(len(syntaxes), p=list(_SYNTAXES.values()))],
+        inverted=bool(rng.random() < 0.2),
+        table=bool(table),
+        low=int(rng.integers(0, 500)),
+        high=int(rng.integers(3200, WHITE + 1)),
+        gamma=float(rng.uniform(1.4, 2.2)) if table else 1.0,
+        implicit_position=bool(rng.random() < 0.03),
+    )
+
+
+def view_position(view: View) -> str:
+    """What header and table say about the projection: the position, or nothing now and then."""
+    return "" if encoding_of(view).implicit_position else view.position
+
+
+def view_code(view: View) -> str:
+    """The meaning of the view's code, as tables spell it."""
+    return _VIEW_CODES[view.position][1]
+
+
+def procedure(study: Study) -> str:
+    """The description of the examination."""
+    if any(view.lateral for view in study.views):
+        return "CHEST (PA AND LAT)"
+    return f"CHEST ({'PORTABLE ' if study.views[0].position == 'AP' else ''}{study.views[0].position})"
+
+
+def orientation(view: View) -> str:
+    """Erect or Recumbent."""
+    return "Recumbent" if view.position == "AP" else "Erect"
+
+
+def dicom_bytes(patient: Patient, study: Study, view: View, image_HW: NDArray[np.uint16]) -> bytes:
+    """The file of one view; `image_HW` is what `draw` returned. Its VOI and polarity give the image back."""
+    encoding = encoding_of(view)
+    rng = generator(*view.key, _STREAM + 1)
+    meta = FileMetaDataset()
+    meta.TransferSyntaxUID = (
+        ImplicitVRLittleEndian if encoding.syntax == ImplicitVRLittleEndian else ExplicitVRLittleEndian
+    )
+    dataset = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
+    _describe(dataset, patient, study, view, rng)
+    _add_pixels(dataset, image_HW, encoding, view)
+    if encoding.syntax.is_compressed:
+        dataset.compress(encoding.syntax, generate_instance_uid=False)
+    buffer = io.BytesIO()
+    dataset.save_as(buffer, enforce_file_format=True)
+    return buffer.getvalue()
+
+
+def _describe(dataset: Dataset, patient: Patient, study: Study, view: View, rng: np.random.Generator) -> None:
+    person = generator(*study.key[:2], _STREAM)  # the same name in every study of a patient
+    surname, given = (str(person.choice(names)) for names in (_SURNAMES, _GIVEN[study.sex]))
+    digital = rng.random() < 0.7
+    dataset.SOPClassUID = dataset.file_meta.MediaStorageSOPClassUID = _DIGITAL if digital else _COMPUTED
+    dataset.SOPInstanceUID = dataset.file_meta.MediaStorageSOPInstanceUID = _uid(view.dicom_id)
+    dataset.StudyInstanceUID, dataset.SeriesInstanceUID = _uid(f"{study.study_id:x}"), _uid(f"{study.study_id:x}01")
+    dataset.Modality = "DX" if digital else "CR"
+    dataset.PatientName = f"{surname}^{given}"
+    dataset.PatientID = f"PHANTOM-{patient.subject_id}"
+    dataset.PatientSex = study.sex
+    dataset.PatientAge = f"{study.age:03d}Y"
+    dataset.PatientBirthDate = f"{study.taken.year - study.age}0101"
+    dataset.AccessionNumber = f"ACC{study.study_id}"
+    dataset.StudyID = str(study.study_id)
+    dataset.StudyDate = study.taken.strftime("%Y%m%d")
+    dataset.StudyTime = study.taken.strftime("%H%M%S.%f")[:-3]
+    dataset.ReferringPhysicianName = "Quillfeather^Ottoline"
+    dataset.InstitutionName = "Phantom General Hospital"
+    dataset.Manufacturer = "Phantom Works"
+    dataset.BodyPartExamined = "CHEST"
+    dataset.ViewPosition = view_position(view)
+    dataset.PerformedProcedureStepDescription = procedure(study)
+    dataset.ViewCodeSequence = [_code(*_VIEW_CODES[view.position])]
+    dataset.ProcedureCodeSequence = [_code("399208008", procedure(study))]
+    dataset.PatientOrientationCodeSequence = [_code("10904000", orientation(view))]
+
+
+def _code(value: str, meaning: str) -> Dataset:
+    item = Dataset()
+    item.CodeValue, item.CodingSchemeDesignator, item.CodeMeaning = value, "SCT", meaning
+    return item
+
+
+def _uid(hexadecimal: str) -> UID:
+    """A UID below 2.25, which is open to any 128-bit number."""
+    return UID(f"2.25.{int(hexadecimal.replace('-', '')[:32], 16)}")
+
+
+def _add_pixels(dataset: Dataset, image_HW: NDArray[np.uint16], encoding: Encoding, view: View) -> None:
+    """Stored values such that VOI (window or table), then polarity, give `image_HW` back."""
+    shown = (WHITE - image_HW if encoding.inverted else image_HW) / WHITE
+    span = encoding.high - encoding.low
+    stored = np.rint(encoding.low + span * shown ** (1 / encoding.gamma)).astype("<u2")
+    height, width = image_HW.shape
+    dataset.Rows, dataset.Columns = height, width
+    dataset.SamplesPerPixel, dataset.PixelRepresentation = 1, 0
+    dataset.BitsAllocated, dataset.BitsStored, dataset.HighBit = 16, 12, 11
+    dataset.PhotometricInterpretation = "MONOCHROME1" if encoding.inverted else "MONOCHROME2"
+    dataset.PresentationLUTShape = "INVERSE" if encoding.inverted else "IDENTITY"
+    dataset.RescaleIntercept, dataset.RescaleSlope, dataset.RescaleType = 0, 1, "US"
+    spacing = round(10 * view.camera.field / min(height, width), 4)  # millimetres
+    dataset.ImagerPixelSpacing = [spacing, spacing]
+    dataset.PixelData = stored.tobytes()
+    dataset["PixelData"].VR = "OW"
+    if encoding.table:
+        curve = np.rint(WHITE * (np.arange(span + 1) / span) ** encoding.gamma).astype(int)
+        item = Dataset()
+        item.LUTDescriptor, item.LUTExplanation = [span + 1, encoding.low, 12], "NORMAL"
+        item.LUTData = curve.tolist()
+        item["LUTDescriptor"].VR = item["LUTData"].VR = "US"
+        dataset.VOILUTSequence = [item]
+    else:  # DICOM's linear function maps [c - w/2, c + w/2 - 1]
+        dataset.WindowCenter, dataset.WindowWidth = (encoding.low + encoding.high + 1) / 2, span + 1

@@ -1,0 +1,1 @@
+"""Patients, findings and anatomy of the phantom."""

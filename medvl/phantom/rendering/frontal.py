@@ -1,0 +1,126 @@
+"""The normal chest seen from the front (PA and AP)."""
+
+import cv2
+import numpy as np
+
+from medvl.phantom.geometry import Points, Surface, ellipse
+from medvl.phantom.population.frontal_anatomy import (
+    SIDES,
+    Chest,
+    FrontalLung,
+    airways,
+    anterior_ribs,
+    arm,
+    breast,
+    clavicle,
+    heart_outline,
+    hilum,
+    mediastinum_outline,
+    posterior_ribs,
+    scapula,
+    sign,
+    torso,
+    vertebrae,
+)
+from medvl.phantom.rendering.scene import Scene
+from medvl.phantom.rendering.vessels import fan_of, grow_tree, stroke_tree
+
+Broken = dict[tuple[str, int], tuple[Points, ...]]
+"""(side, index of a posterior rib, or -1 for the clavicle) -> the lines that replace it."""
+
+
+def frontal_scene(chest: Chest, surface: Surface, rng: np.random.Generator, arms: float, broken: Broken) -> Scene:
+    """Draw everything but the findings; `arms` spreads the arms (1 is beside the trunk), `broken` replaces ribs."""
+    lungs = [FrontalLung(chest, side) for side in SIDES]
+    scene = Scene(surface, [lung.outline() for lung in lungs])
+    _soft_tissue(scene, chest, arms)
+    _heart(scene, chest)
+    _bones(scene, chest, broken)
+    _spine(scene, chest)
+    for side in SIDES:
+        stroke_tree(surface, scene.detail, grow_tree(rng, hilum(chest, side), fan_of(side)), chest.markings)
+    return scene
+
+
+def _soft_tissue(scene: Scene, chest: Chest, arms: float) -> None:
+    coarse = scene.coarse
+    x, y = coarse.grid
+    body = coarse.soft([torso(chest)], 0.45)
+    deep = coarse.blur(body, 2.2)
+    thick = 0.66 + 0.03 * chest.wall
+    scene.soft += thick * body * (0.25 + 0.75 * deep)
+    limbs = coarse.soft([arm(chest, side, arms) for side in SIDES], 0.4)
+    scene.soft += 0.55 * limbs * (1 - 0.7 * body)
+    belly = np.clip((y - (chest.dome_right - 1.0)) / 4.0, 0, 1)
+    middle = np.exp(-np.square(np.square(x / (0.95 * chest.half_width))))
+    scene.soft += 0.62 * body * belly * (0.35 + 0.65 * middle)
+    scene.soft += 0.20 * body * np.exp(-np.square(x / 3.6))  # spine, muscles of the back, sternum
+    scene.soft += 0.16 * coarse.soft([mediastinum_outline(chest)], 0.7)
+    gas = ellipse((0.42 * chest.half_width, chest.dome_left + 2.4), (2.3, 1.3), -12)
+    scene.soft -= 0.26 * coarse.soft([gas], 0.35)  # the stomach bubble
+    hila = [ellipse(hilum(chest, side), (1.0, 2.3), -14 * sign(side)) for side in SIDES]
+    scene.air *= 1 - 0.30 * coarse.soft(hila, 0.6)
+    if chest.breast:
+        outlines = [breast(chest, side) for side in SIDES]
+        fade = np.clip((y - outlines[0][:, 1].min()) / (1.3 * chest.breast), 0, 1)
+        scene.soft += 0.24 * coarse.soft(outlines, 0.22) * fade
+
+
+def _heart(scene: Scene, chest: Chest) -> None:
+    surface, coarse = scene.surface, scene.coarse
+    heart = heart_outline(chest)
+    scene.soft += 0.26 * coarse.soft([heart], 1.2)
+    organs = surface.fill([mediastinum_outline(chest)], 190)
+    surface.fill([heart], 255, organs)
+    _, y = coarse.grid
+    below = np.clip((y - min(chest.dome_right, chest.dome_left)) / 3.0, 0, 1)  # there the liver is as dense
+    above = np.clip((-6.0 - y) / 7.0, 0, 0.8)  # and the neck is thin
+    cv2.multiply(organs, surface.enlarge(1 - below - above), dst=organs, dtype=cv2.CV_8U)
+    scene.add(organs, 0.33)
+    scene.hide_lung(organs, 0.66)
+    trachea, bronchi = airways(chest)
+    lumen = coarse.stroke([trachea], 1.7)
+    coarse.stroke(bronchi, 1.1, 190, lumen)
+    scene.soft -= 0.24 * coarse.blur(lumen.astype(np.float32) / 255, 0.16)
+
+
+def _bones(scene: Scene, chest: Chest, broken: Broken) -> None:
+    surface = scene.surface
+    front, rear = surface.blank(), surface.blank()
+    for side in SIDES:
+        ribs, near = posterior_ribs(chest, side), anterior_ribs(chest, side)
+        whole = ribs[[(side, i) not in broken for i in range(len(ribs))]]
+        pieces = [line for (where, i), lines in broken.items() if where == side and i >= 0 for line in lines]
+        for width, value in ((1.0, 255), (0.7, 160)):
+            surface.stroke(whole, width * chest.rib_width, value, rear)
+            surface.stroke(pieces, width * chest.rib_width, value, rear)
+        surface.stroke(near, 1.20 * chest.rib_width, 255, front)
+        surface.stroke(near, 0.92 * chest.rib_width, 153, front)
+    scene.add(front, 0.095)
+    scene.add(rear, 0.16)
+    girdle = surface.blank()
+    for side in SIDES:
+        blade, collar = scapula(chest, side), broken.get((side, -1), (clavicle(chest, side),))
+        surface.fill([blade], 40, girdle)
+        surface.stroke([np.concatenate([blade, blade[:1]])], 0.35, 85, girdle)
+        head = np.array([sign(side) * 1.20 * (chest.half_width + chest.wall), -9.3])
+        shaft = head + np.array([[0.0, 0.0], [1.0, 7.0], [1.6, 24.0]]) * [sign(side), 1.0]
+        surface.stroke([shaft], 2.2, 105, girdle)
+        surface.stroke([shaft], 1.3, 60, girdle)
+        surface.fill([ellipse((head[0], head[1]), (2.3, 2.5))], 90, girdle)
+        surface.stroke(collar, 1.25, 135, girdle)
+        surface.stroke(collar, 0.85, 88, girdle)
+    scene.add(girdle, 0.36)
+
+
+def _spine(scene: Scene, chest: Chest) -> None:
+    surface = scene.surface
+    spine = surface.blank()
+    centers = vertebrae(chest)
+    square = np.array(
+        [[-1.65, -1.0], [0.0, -0.93], [1.65, -1.0], [1.5, 0.0], [1.65, 1.0], [0, 0.93], [-1.65, 1.0], [-1.5, 0]]
+    )
+    surface.fill(centers[:, None] + square, 48, spine)
+    for dx, dy, radii in ((-1.05, -0.2, (0.26, 0.45)), (1.05, -0.2, (0.26, 0.45)), (0.0, 0.7, (0.2, 0.6))):
+        surface.fill(centers[:, None] + ellipse((dx, dy), radii, points=10), 82, spine)
+    scene.add(spine, 0.36)

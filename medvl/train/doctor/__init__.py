@@ -1,0 +1,1 @@
+"""Measurements and advice for a recipe on this machine."""

@@ -1,0 +1,1 @@
+"""Checkpoints, non-finite updates and errors with advice."""

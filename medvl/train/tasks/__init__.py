@@ -1,0 +1,1 @@
+"""Data settings and loaders of the training tasks."""

@@ -1,0 +1,191 @@
+"""The `medvl` command: helps, lists, and says in one line what is wrong with a command or its data."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.mimic_files import write_csv_gz
+
+from medvl.cli import main as cli
+from medvl.data.tokenizer import tokenizer
+from medvl.schema import FINDINGS
+
+COMMANDS = (
+    *("phantom mimic-cxr", "phantom mimic-cxr-jpg", "phantom chexpert", "phantom contact-sheet", "phantom roco"),
+    *("phantom medicat", "shards roco", "shards medicat", "shards openi"),
+    *("shards mimic-cxr", "shards chexpert", "shards table", "shards vqa-rad", "shards slake", "shards vqa-med"),
+    *("shards path-vqa", "eval zero-shot", "eval retrieval", "eval vqa", "eval report"),
+    *("eval probe", "eval classify", "eval class-retrieval", "eval listed"),
+    *("shards rsna", "shards siim", "shards nih-cxr14", "shards covidx"),
+    *("phantom vqa-rad", "phantom slake", "vocab", "verify", "import", "export", "list"),
+)
+
+
+def ends(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Status and error text of a command that must not succeed."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, capsys.readouterr().err
+
+
+def line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line in which a command says what is wrong with its input."""
+    status, text = ends(arguments, capsys)
+    assert status == 1
+    (told,) = text.splitlines()
+    assert told.startswith("medvl: ")
+    return told.removeprefix("medvl: ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_lists_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(arguments)
+    lines = capsys.readouterr().out.splitlines()
+    listed = {name: text for text in lines for name in COMMANDS if text.startswith(f"  {name} ")}
+    assert set(listed) == set(COMMANDS)
+    assert all(text.endswith(".") for text in listed.values())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*name.split(), "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert f"usage: medvl {name}" in out
+    assert "(default: " in out
+
+
+def test_help_comes_without_the_heavy_libraries() -> None:
+    code = (
+        "import sys; from medvl.cli import main as cli; cli.main(['--help']);"
+        "print([name for name in ('torch', 'transformers', 'timm', 'pydicom', 'albumentations') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("kind", "match", "expected"),
+    [
+        ("models", "*", "convirt"),
+        ("image-encoders", "resnet5*", "resnet50"),
+        ("text-encoders", "bioclinical*", "bioclinicalbert"),
+        ("prompts", "*classes", "chexpert_classes"),
+    ],
+)
+def test_list_names_what_there_is(kind: str, match: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["list", kind, "--match", match])
+    assert expected in capsys.readouterr().out.splitlines()
+    cli.main(["list", kind, "--match", "nothing-of-this-name"])
+    assert capsys.readouterr().out.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["list"], "image-encoders"),
+        (["list", "sausages"], "invalid choice 'sausages'"),
+        (["shards"], "Missing subcommand"),
+        (["shards", "mimic-cxr"], "--root"),
+        (["shards", "mimic-cxr", "--root", "a", "--out", "b", "--qualitty", "3"], "--qualitty"),
+        (["phantom", "mimic-cxr", "--out", "a", "--patients", "many"], "--patients"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_status_2_and_names_the_option(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text = ends(arguments, capsys)
+    assert status == 2
+    assert told in text
+    assert "Traceback" not in text
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert line(["shard"], capsys) == "there is no command 'shard'"
+
+
+def test_a_root_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nowhere, out = str(tmp_path / "nowhere"), ["--out", str(tmp_path / "out")]
+    told = line(["shards", "mimic-cxr", "--root", nowhere, *out], capsys)
+    assert told == f"{nowhere} does not exist or is no folder: --root must name that of the release"
+    assert f"{nowhere} holds none of train.csv" in line(["shards", "chexpert", "--root", nowhere, *out], capsys)
+    columns = ["--image-column", "image", "--patient-column", "patient"]
+    told = line(["shards", "table", "--table", f"{nowhere}.csv", *columns, *out], capsys)
+    assert f"{nowhere}.csv does not exist" in told
+    for command in (["verify", nowhere], ["vocab", nowhere, str(tmp_path / "out")]):
+        assert f"{nowhere} is not a finished folder of shards" in line(command, capsys)
+    assert nowhere in line(["eval", "zero-shot", "--checkpoint", nowhere, "--data", nowhere], capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_column_is_named(mimic_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = mimic_root / "mimic-cxr-2.0.0-chexpert.csv.gz"
+    write_csv_gz(table, ["subject_id", "study_id", *FINDINGS[1:]], [])
+    told = line(["shards", "mimic-cxr", "--root", str(mimic_root), "--out", str(tmp_path / "out")], capsys)
+    assert told.startswith(f"{table} lacks the column {FINDINGS[0]}")
+    rows = tmp_path / "rows.csv"
+    rows.write_text("image,subject\na.png,p1\n")
+    columns = ["--image-column", "image", "--patient-column", "patient"]
+    told = line(["shards", "table", "--table", str(rows), *columns, "--out", str(tmp_path / "out")], capsys)
+    assert "lacks the column patient; it has image, subject" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_anything_else_is_left_alone(
+    mimic_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "thesis"
+    out.mkdir()
+    (out / "chapter.txt").write_text("years of work")
+    assert f"{out} is not empty" in line(["phantom", "mimic-cxr", "--out", str(out)], capsys)
+    assert f"{out} is not empty" in line(["shards", "mimic-cxr", "--root", str(mimic_root), "--out", str(out)], capsys)
+    assert [path.read_text() for path in out.iterdir()] == ["years of work"]
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        (["--quality", "0"], "quality must be within 1..100"),
+        (["--short-side", "3"], "short_side must be between 16 and 8192 pixels, got 3"),
+        (["--max-skipped", "-1"], "max_skipped must not be negative"),
+        (["--workers", "0"], "workers must be 1 or more, got 0"),
+    ],
+)
+def test_a_value_out_of_range_is_named(option: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told in line(["shards", "mimic-cxr", "--root", "a", "--out", "b", *option], capsys)
+
+
+@pytest.mark.parametrize("option", [["--where", "source"], ["--splits", "train"], ["--splits", "train=most"]])
+def test_pairs_must_be_pairs(option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["shards", "table", "--table", str(tmp_path / "rows.csv"), "--out", str(tmp_path / "out")]
+    columns = ["--image-column", "image", "--patient-column", "patient"]
+    assert f"{option[0]} takes NAME=" in line([*command, *columns, *option], capsys)
+
+
+def test_a_full_disk_and_a_forbidden_folder_end_in_one_line(
+    mimic_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = tmp_path / "shards"
+    cli.main(["shards", "mimic-cxr", "--root", str(mimic_root), "--out", str(shards), "--workers", "1"])
+    capsys.readouterr()
+
+    def full(*arguments: Any, **settings: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        patch.setattr(tokenizer.Tokenizer, "save", full)
+        command = ["phantom", "mimic-cxr", "--out", str(tmp_path / "mimic"), "--patients", "1", "--workers", "1"]
+        assert line(command, capsys).endswith("No space left on device")
+        command = ["vocab", str(shards / "train"), str(tmp_path / "vocab"), "--min-frequency", "1"]
+        assert line(command, capsys).endswith("No space left on device")
+    (tmp_path / "file").touch()
+    beneath = tmp_path / "file" / "below"
+    told = line(["vocab", str(shards / "train"), str(beneath), "--min-frequency", "1"], capsys)
+    assert told == f"{beneath}: Not a directory"

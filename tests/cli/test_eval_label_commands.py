@@ -1,0 +1,102 @@
+"""`medvl eval probe`, `classify`, `class-retrieval` and `listed` as commands, on shards and checkpoints on disk."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.label_shards import NAMES, make_shards
+
+import medvl
+from medvl.cli import main as cli
+from medvl.data.tokenizer.tokenizer import train_wordpiece
+from medvl.eval import RetrievalList, read_results
+from medvl.models import create_classifier
+from medvl.models.checkpoint import save
+
+COMMON = ["--workers", "0", "--resamples", "20"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`shards/`, and two checkpoints: `run/best` of ConVIRT, `labels/best` of a classifier on it."""
+    folder = tmp_path_factory.mktemp("label-commands")
+    make_shards(folder)
+    torch.manual_seed(0)
+    settings = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "fit": "squash"}
+    tokenizer = train_wordpiece(["edema is seen", "no fracture"], vocab_size=60, min_frequency=1)
+    model = medvl.create_model("convirt", tokenizer=tokenizer, projection_dim=8, frozen_text_layers=0, **settings)
+    for name in ("run/best", "labels/best"):
+        (folder / name).mkdir(parents=True)
+    save(model, folder / "run" / "best")
+    save(create_classifier(folder / "run" / "best", NAMES), folder / "labels" / "best")
+    return folder
+
+
+def splits(home: Path) -> list[str]:
+    names = {"train": "train", "valid": "validate", "test": "test"}
+    return [text for option, split in names.items() for text in (f"--{option}", str(home / "shards" / split))]
+
+
+def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 1
+    return capsys.readouterr().err
+
+
+def test_a_probe_and_its_baseline_share_a_run_and_its_features(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    probe = ["eval", "probe", "--checkpoint", str(home / "run" / "best"), *splits(home), *COMMON]
+    cli.main([*probe, "--fractions", "0.5", "1.0", "--seeds", "2"])
+    shown = capsys.readouterr().out
+    assert "auroc@50%" in shown
+    folder = home / "run" / "eval" / "probe"
+    assert {path.name for path in folder.iterdir()} == {"results.json", "predictions.jsonl", "index.html"}
+    assert len(list((home / "run" / "eval" / "features").iterdir())) == 3
+    results = read_results(folder)
+    assert results.row("auroc@100%", "Edema").value > 0.9
+    assert results.inputs["checkpoint"] is not None
+    cli.main([*probe, "--fractions", "1.0", "--random-encoder"])
+    baseline = read_results(home / "run" / "eval" / "probe_random")
+    assert baseline.inputs["checkpoint"] is None
+    assert baseline.inputs["encoder"] != results.inputs["encoder"]
+    assert len(list((home / "run" / "eval" / "features").iterdir())) == 6
+    cli.main(["eval", "probe", "--encoder", "resnet_tiny", "--image-size", "32", *splits(home), *COMMON,
+              "--fractions", "1.0", "--out", str(home / "named")])  # fmt: skip
+    assert "resnet_tiny, random weights" in (home / "named" / "index.html").read_text()
+
+
+def test_a_probe_of_nothing_or_of_two_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = ["--checkpoint", str(home / "run" / "best")]
+    for arguments in ([], [*checkpoint, "--encoder", "resnet_tiny"], ["--encoder", "resnet_tiny", "--random-encoder"]):
+        assert "name a --checkpoint, with --random-encoder" in told(
+            ["eval", "probe", *splits(home), *arguments], capsys
+        )
+    text = told(["eval", "probe", *splits(home), "--encoder", "resnet_tiny", "--image-size", "32"], capsys)
+    assert "--encoder needs --out" in text
+
+
+def test_a_classifier_is_judged_with_a_page(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = ["--data", str(home / "shards" / "test"), "--valid", str(home / "shards" / "validate")]
+    cli.main(["eval", "classify", "--checkpoint", str(home / "labels" / "best"), *data, *COMMON])
+    results = read_results(home / "labels" / "eval" / "classify")
+    assert results.row("auroc", "Edema").value == 0.5  # its head is still zero
+    assert "Classification: classifier" in (home / "labels" / "eval" / "classify" / "index.html").read_text()
+    assert "Edema" in capsys.readouterr().out
+    text = told(["eval", "classify", "--checkpoint", str(home / "run" / "best"), *data], capsys)
+    assert "is a convirt: recipes/linear_probe.py makes a classifier of it" in text
+
+
+def test_a_list_is_drawn_and_searched(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, path = str(home / "shards" / "train"), home / "listed.json"
+    cli.main(["eval", "listed", "--out", str(path), "--data", data, "--classes", *NAMES, "--per-class", "5"])
+    assert "10 candidates" in capsys.readouterr().out
+    search = ["eval", "class-retrieval", "--checkpoint", str(home / "run" / "best"), "--data", data, *COMMON]
+    cli.main([*search, "--listed", str(path), "--ks", "3"])
+    results = read_results(home / "run" / "eval" / "class_retrieval")
+    assert results.inputs["list"] == RetrievalList.read(path).sha256
+    assert results.row("precision@3", "Edema", "image to image").n == 5
+    cli.main([*search, "--ks", "5"])
+    assert read_results(home / "run" / "eval" / "image_retrieval").row("precision@5", "Edema").value > 0.5
+    assert "name --data to draw from, or --chexpert-8x200" in told(["eval", "listed", "--out", str(path)], capsys)
+    text = told([*search[:3], str(home / "labels" / "best"), *search[4:]], capsys)
+    assert "is a classifier, which compares nothing" in text

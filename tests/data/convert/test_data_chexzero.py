@@ -1,0 +1,78 @@
+"""What CheXzero is given: its text where a report has no impression, its images as its code prepares them."""
+
+import numpy as np
+import pytest
+import torch
+
+from medvl.data.reports.sections import parse_report
+from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.text import WholeText
+from medvl.errors import ConfigError
+
+REPORT = """FINAL REPORT
+ FINDINGS: Small left effusion.
+
+ IMPRESSION: To be replaced.
+
+ IMPRESSION:  Left effusion, unchanged.
+
+ RECOMMENDATION(S):  CT.
+
+ NOTIFICATION:  By phone.
+"""
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("missing", "expected"),
+    [("other_sections", "Small left effusion."), ("literal", "NO IMPRESSION"), ("no_text", "")],
+)
+def test_a_missing_impression_has_a_policy_by_name(missing: str, expected: str) -> None:
+    policy = WholeText(sections=("impression",), missing=missing)
+    assert policy({"findings": "Small left effusion."}, rng()) == expected
+    assert policy({"findings": "Small left effusion.", "impression": "Effusion."}, rng()) == "Effusion."
+
+
+def test_what_is_missing_is_all_of_the_wanted_sections() -> None:
+    policy = WholeText(missing="literal")
+    assert policy({"impression": "Effusion."}, rng()) == "Effusion."
+    assert policy({"caption": "An axial CT."}, rng()) == "NO FINDINGS"
+
+
+def test_the_other_sections_stand_in_by_default() -> None:
+    assert WholeText(sections=("impression",))({"caption": "An axial CT."}, rng()) == "An axial CT."
+
+
+def test_an_unknown_policy_is_named() -> None:
+    with pytest.raises(ConfigError, match="missing must be one of other_sections, literal, no_text, got 'nan'"):
+        WholeText(missing="nan")
+
+
+def test_the_text_is_the_last_impression_up_to_the_recommendation() -> None:
+    policy = WholeText(sections=("impression",), missing="literal")
+    assert policy(parse_report(REPORT).sections, rng()) == "Left effusion, unchanged."
+
+
+@pytest.mark.parametrize("shape", [(320, 400), (500, 320), (320, 320), (64, 90)])
+def test_images_are_stored_at_320_and_read_at_224(shape: tuple[int, int]) -> None:
+    """A square of 320 on black, then bicubic: torch's tensors, to which CheXzero's code applies its resize."""
+    image_HW = np.kron(
+        rng().integers(0, 256, (shape[0] // 4, shape[1] // 4), dtype=np.uint8), np.ones((4, 4), np.uint8)
+    )
+    image_HW = image_HW[: shape[0], : shape[1]]
+    stored_HWC = EvalTransform(size=320, fit="pad").build()(image_HW, rng()).image_HWC
+    stored_1CHW = torch.from_numpy(stored_HWC).permute(2, 0, 1)[None].float()
+    expected = torch.nn.functional.interpolate(stored_1CHW, size=(224, 224), mode="bicubic").clamp(0, 255)[0, 0]
+    read_HWC = EvalTransform(size=224, fit="pad", stored_size=320).build()(image_HW, rng()).image_HWC
+    assert read_HWC.shape == (224, 224, 1)
+    assert read_HWC.dtype == np.uint8
+    difference = np.abs(read_HWC[:, :, 0] - expected.numpy())
+    assert difference.max() <= 1  # whole grey levels
+
+
+def test_a_stored_size_is_checked() -> None:
+    with pytest.raises(ConfigError, match="image size must be between"):
+        EvalTransform(stored_size=8)

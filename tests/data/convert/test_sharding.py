@@ -1,0 +1,324 @@
+"""Conversion: deterministic, resumable, accounted for to the last image; and reading it back."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+from helpers.mimic_files import IMAGES, textured
+from helpers.shard_plans import OPTIONS, contents, make_plan
+
+from medvl.data.convert import pipeline, writer
+from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.data.convert.pipeline import write_shards
+from medvl.data.corpora import mimic_cxr
+from medvl.data.corpora.common.tables import Plan, Record
+from medvl.data.images.codecs import decode_image, encode_png
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.shards.format import Index, Manifest, ShardSource, check_key, sample_from_json, sample_to_json
+from medvl.errors import BudgetError, ConfigError, CorpusError, ShardError, SplitError
+from medvl.schema import FINDINGS, Sample
+
+
+def test_what_goes_in_comes_out(tmp_path: Path, deid: Deidentifier) -> None:
+    plan = make_plan(tmp_path / "images")
+    manifest = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)["train"]
+    assert Manifest.read(tmp_path / "out/train") == manifest
+    assert (manifest.samples, manifest.planned, len(manifest.shards)) == (12, 12, 3)
+    assert manifest.patients == tuple(sorted(f"patient{number}" for number in range(6)))
+    source = ShardSource(tmp_path / "out/train")
+    assert source.label_names == ("even",)
+    for position in range(len(source)):
+        planned = plan.records[position].sample
+        sample = source.sample(position)
+        assert sample == dataclasses.replace(planned, image=None)
+        assert source.key(position) == sample.key
+        assert source.pixels(position).shape == (32, 40)
+    with pytest.raises(IndexError):
+        source.sample(12)
+
+
+def test_any_webdataset_reader_can_read_them(tmp_path: Path, deid: Deidentifier) -> None:
+    write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    urls = [str(path) for path in sorted((tmp_path / "out/train").glob("*.tar"))]
+    samples = list(webdataset.WebDataset(urls, shardshuffle=False))
+    assert [sample["__key__"] for sample in samples] == [f"key{number:03d}" for number in range(12)]
+    assert json.loads(samples[3]["json"])["sections"] == {"caption": "This is image 3."}
+    assert decode_image(samples[3]["png"]).shape == (32, 40)
+
+
+def test_workers_change_nothing(tmp_path: Path, deid: Deidentifier) -> None:
+    plan = make_plan(tmp_path / "images", bad={3: b"no image"})
+    for workers in (1, 2):
+        run = ShardRun(out=tmp_path / f"out{workers}", workers=workers, max_skipped=1)
+        write_shards(plan, deid, run, OPTIONS)
+    assert contents(tmp_path / "out1/train") == contents(tmp_path / "out2/train")
+
+
+@pytest.mark.fault("F12")
+def test_every_skip_is_counted_and_listed(tmp_path: Path, deid: Deidentifier) -> None:
+    whole = encode_png(textured(1, 40, 50))
+    plan = make_plan(tmp_path / "images", bad={0: b"zero", 4: whole[: len(whole) // 2], 7: b"text"})
+    (tmp_path / "images/0.png").write_bytes(b"")
+    (tmp_path / "images/9.png").unlink()
+    manifest = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=4), OPTIONS)["train"]
+    assert (manifest.samples, manifest.planned, sum(manifest.skipped.values())) == (8, 12, 4)
+    reasons = {"key000": "empty", "key004": "truncated", "key007": "unknown_format", "key009": "image_missing"}
+    assert manifest.skipped_keys == tuple(reasons.items())
+    assert manifest.skipped == dict.fromkeys(reasons.values(), 1)
+    private = [json.loads(line) for line in (tmp_path / "out-private/skipped.jsonl").read_text().splitlines()]
+    assert {row["key"]: row["reason"] for row in private} == dict(manifest.skipped_keys)
+    assert "9.png" in next(row["message"] for row in private if row["key"] == "key009")
+    assert (tmp_path / "out-private").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.fault("F12")
+def test_more_skips_than_the_budget_end_the_run_and_more_budget_continues_it(
+    tmp_path: Path, deid: Deidentifier
+) -> None:
+    plan = make_plan(tmp_path / "images", bad={1: b"x", 8: b"y"})
+    with pytest.raises(BudgetError, match=r"2 images cannot be read .* more than the budget of 1; .*skipped.jsonl"):
+        write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=0.1), OPTIONS)
+    assert not (tmp_path / "out/train/manifest.json").exists()
+    manifest = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=0.2), OPTIONS)["train"]
+    assert manifest.samples == 10
+
+
+def test_images_without_text_are_left_out_by_rule(tmp_path: Path, deid: Deidentifier) -> None:
+    plan = make_plan(tmp_path / "images", 4)
+    plan.records[2] = Record(dataclasses.replace(plan.records[2].sample, sections={"caption": ""}))
+    manifest = write_shards(plan, deid, ShardRun(out=tmp_path / "a", workers=1), OPTIONS)["train"]
+    assert (manifest.samples, manifest.excluded, manifest.skipped) == (3, {"no_text": 1}, {})
+    keep = dataclasses.replace(OPTIONS, keep_textless=True)
+    assert write_shards(plan, deid, ShardRun(out=tmp_path / "b", workers=1), keep)["train"].samples == 4
+
+
+@pytest.mark.parametrize("stop_after", [0, 3, 5, 8, 11])
+def test_a_killed_run_goes_on_and_ends_the_same(
+    tmp_path: Path, deid: Deidentifier, stop_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(tmp_path / "images")
+    write_shards(plan, deid, ShardRun(out=tmp_path / "whole", workers=1), OPTIONS)
+    original, seen = writer._encode, [0]
+
+    def stop(*arguments: object) -> bytes:
+        seen[0] += 1
+        if seen[0] > stop_after:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_encode", stop)
+        with pytest.raises(KeyboardInterrupt):
+            write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    seen[0] = -100
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "_encode", stop)
+        write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    assert seen[0] + 100 == 12 - stop_after // 5 * 5, "finished shards are made again"
+    assert contents(tmp_path / "out/train") == contents(tmp_path / "whole/train")
+
+
+@pytest.mark.slow
+def test_a_run_killed_by_the_system_goes_on(tmp_path: Path, deid: Deidentifier) -> None:
+    """SIGKILL of the real command with its workers, at an arbitrary moment; then the same command again."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    rows = []
+    for number in range(300):
+        (folder / f"{number}.png").write_bytes(encode_png(textured(number, 600, 500)))
+        rows.append({"image": f"images/{number}.png", "patient": f"p{number}", "text": f"Image {number}."})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "medvl.cli.main", "shards", "table", "--table", str(tmp_path / "rows.jsonl"),
+               "--image-column", "image", "--patient-column", "patient", "--text-column", "text", "--workers", "2",
+               "--samples-per-shard", "20"]  # fmt: skip
+    subprocess.run([*command, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
+    out = tmp_path / "out"
+    process = subprocess.Popen([*command, "--out", str(out)], start_new_session=True, stderr=subprocess.DEVNULL)
+    while not list(out.glob("*/*.tar")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not list(out.glob("*/manifest.json")), "killed too late to test anything"
+    subprocess.run([*command, "--out", str(out)], check=True, capture_output=True)
+    for split in ("train", "validate", "test"):
+        expected = contents(tmp_path / "whole" / split)
+        found = contents(out / split)
+        assert {name: found[name] for name in expected} == expected
+
+
+def test_a_second_run_does_nothing_and_another_plan_is_refused(tmp_path: Path, deid: Deidentifier) -> None:
+    plan, run = make_plan(tmp_path / "images"), ShardRun(out=tmp_path / "out", workers=1)
+    write_shards(plan, deid, run, OPTIONS)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out/train").iterdir()}
+    write_shards(plan, deid, run, OPTIONS)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out/train").iterdir()} == before
+    with pytest.raises(ConfigError, match="begun with another options"):
+        write_shards(plan, deid, run, dataclasses.replace(OPTIONS, quality=90))
+    with pytest.raises(ConfigError, match="begun with another records"):
+        write_shards(make_plan(tmp_path / "images", 11), deid, run, OPTIONS)
+    with pytest.raises(ConfigError, match="begun with another salt"):
+        write_shards(plan, Deidentifier(b"another salt of sufficient size!"), run, OPTIONS)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign/file").touch()
+    with pytest.raises(ConfigError, match="not empty"):
+        write_shards(plan, deid, ShardRun(out=tmp_path / "foreign"), OPTIONS)
+
+
+def test_a_damaged_shard_of_an_unfinished_run_is_made_again(tmp_path: Path, deid: Deidentifier) -> None:
+    plan, run = make_plan(tmp_path / "images"), ShardRun(out=tmp_path / "out", workers=1)
+    write_shards(plan, deid, run, OPTIONS)
+    expected = contents(tmp_path / "out/train")
+    (tmp_path / "out/train/lab-train-000001.tar").write_bytes(b"cut short")
+    (tmp_path / "out/train/lab-train-000002.index").unlink()
+    (tmp_path / "out-private/lab-train-000000.json").write_text('{"name": "lab-tr')
+    write_shards(plan, deid, run, OPTIONS)
+    assert contents(tmp_path / "out/train") == expected
+
+
+@pytest.mark.fault("S11")
+def test_a_patient_in_two_splits_is_refused(tmp_path: Path, deid: Deidentifier) -> None:
+    plan = make_plan(tmp_path / "images", 4)
+    plan.records[1] = Record(dataclasses.replace(plan.records[1].sample, split="test"))
+    with pytest.raises(SplitError, match="lab: splits share patients: 1 in both"):
+        write_shards(plan, deid, ShardRun(out=tmp_path / "out"), OPTIONS)
+
+
+def test_empty_plans_and_double_keys_are_refused(tmp_path: Path, deid: Deidentifier) -> None:
+    with pytest.raises(CorpusError, match=r"no image is left to convert \(3 view\)"):
+        write_shards(Plan("lab", [], (), Counter(view=3)), deid, ShardRun(out=tmp_path / "out"), OPTIONS)
+    plan = make_plan(tmp_path / "images", 2)
+    with pytest.raises(CorpusError, match="2 images are listed more than once, first key key000"):
+        write_shards(Plan("lab", plan.records * 2, (), Counter()), deid, ShardRun(out=tmp_path / "out"), OPTIONS)
+
+
+@pytest.mark.fault("F2")
+def test_a_full_disk_keeps_what_is_done(tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, run = make_plan(tmp_path / "images"), ShardRun(out=tmp_path / "out", workers=1)
+    original, calls = os.fsync, [0]
+
+    def fsync(descriptor: int) -> None:
+        calls[0] += 1
+        if calls[0] == 6:
+            raise OSError(28, "No space left on device")
+        original(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(ShardError, match="is full: free some space and run the same command again; 1 of 3 shards"):
+            write_shards(plan, deid, run, OPTIONS)
+    assert not list((tmp_path / "out").rglob("*.tar.partial"))
+    assert write_shards(plan, deid, run, OPTIONS)["train"].samples == 12
+
+
+@pytest.mark.fault("F6")
+def test_a_dead_worker_is_said_to_be_dead(tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_start_worker", os._exit)
+    with pytest.raises(ShardError, match="a worker process died"):
+        write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=2), OPTIONS)
+
+
+def test_mimic_cxr_becomes_shards(mimic_root: Path, tmp_path: Path, deid: Deidentifier) -> None:
+    manifests = write_shards(
+        mimic_cxr.plan(mimic_root, deid), deid, ShardRun(out=tmp_path / "out", workers=1), ShardOptions(short_side=64)
+    )
+    assert {split: manifest.samples for split, manifest in manifests.items()} == {"train": 3, "validate": 1, "test": 1}
+    assert manifests["train"].label_names == FINDINGS
+    assert manifests["test"].warnings["no_findings_or_impression"] == 1
+    source = ShardSource(tmp_path / "out/train")
+    by_key = {source.key(position): position for position in range(len(source))}
+    original = textured(1, 91, 120)
+    stored = source.pixels(by_key[deid.image(IMAGES[1][2])])
+    assert stored.shape == (64, 84)
+    reference = original[:: len(original) // 8, ::15].mean()
+    assert abs(float(stored.mean()) - reference) < 20, "the image of another sample"
+    everything = b"".join(path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file())
+    for subject, study, dicom_id, _, _ in IMAGES:
+        for identifier in (subject, study, dicom_id):
+            assert identifier.encode() not in everything
+
+
+def test_a_study_without_a_report_and_a_report_in_latin_1(mimic_root: Path, tmp_path: Path, deid: Deidentifier) -> None:
+    (mimic_root / "files/p11/p11000001/s51000001.txt").unlink()
+    latin = mimic_root / "files/p10/p10000764/s57375967.txt"
+    latin.write_bytes(" FINDINGS: M\xe9diastinum widened.\n".encode("latin-1"))
+    run = ShardRun(out=tmp_path / "out", workers=1, max_skipped=1)
+    manifests = write_shards(mimic_cxr.plan(mimic_root, deid), deid, run)
+    assert manifests["validate"].skipped == {"report_missing": 1}
+    assert manifests["test"].warnings["not_utf8"] == 1
+    assert ShardSource(tmp_path / "out/test").sample(0).sections["findings"] == "Médiastinum widened."
+
+
+def test_samples_survive_json_and_foreign_json_does_not() -> None:
+    sample = Sample(
+        key="k", corpus="c", split="s", patient="p", study="t", sections={"caption": "5 µm"}, labels={"A": -1}
+    )
+    assert sample_from_json(sample_to_json(sample)) == sample
+    for data in (b"", b"[]", b'{"key": 1}', b'{"key": "k", "unknown": 1}', b"\xff\xfe"):
+        with pytest.raises(ValueError, match="\\w"):
+            sample_from_json(data)
+
+
+@pytest.mark.fault("S4")
+@pytest.mark.parametrize("key", ["", "a/b", "../a", "a.b", "a b", "ä", "a" * 101, "a\n"])
+def test_keys_that_could_be_paths_are_refused(key: str) -> None:
+    with pytest.raises(ShardError):
+        check_key(key)
+
+
+@pytest.mark.fault("S4")
+def test_tars_hold_plain_files_only(tmp_path: Path, deid: Deidentifier) -> None:
+    write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    with tarfile.open(tmp_path / "out/train/lab-train-000000.tar") as archive:
+        for member in archive:
+            assert (member.mtime, member.uid, member.uname, member.isreg()) == (0, 0, "", True)
+
+
+@pytest.mark.fault("F11")
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "manifest.json").unlink(), "not a finished folder"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "cannot be read"),
+        (lambda folder: (folder / "manifest.json").write_text('{"schema_version": 99}'), "schema version"),
+        (lambda folder: (folder / "manifest.json").write_text('{"schema_version": 1}'), "is damaged"),
+        (lambda folder: (folder / "lab-train-000001.tar").unlink(), "000001.tar is missing"),
+        (lambda folder: (folder / "lab-train-000001.index").unlink(), "000001.index is missing"),
+        (lambda folder: os.truncate(folder / "lab-train-000001.tar", 1000), "has 1000 bytes where"),
+        (lambda folder: (folder / "lab-train-000001.index").write_text("# medvl index 1\na\tb\n"), "index is damaged"),
+        (lambda folder: (folder / "lab-train-000001.index").write_bytes(b"\xff\xfe\x00"), "index is damaged"),
+        (
+            lambda folder: (folder / "lab-train-000001.index").write_bytes(
+                (folder / "lab-train-000002.index").read_bytes()
+            ),
+            "does not belong",
+        ),
+    ],
+)
+def test_a_damaged_folder_is_refused_before_anything_is_read(
+    tmp_path: Path, deid: Deidentifier, damage, message: str
+) -> None:
+    write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    damage(tmp_path / "out/train")
+    with pytest.raises(ShardError, match=message):
+        ShardSource(tmp_path / "out/train")
+
+
+def test_an_index_survives_its_file(tmp_path: Path) -> None:
+    places = np.array([[512, 10], [2048, 20]])
+    index = Index(("a", "b"), ("jpg", "png"), places, places + 1)
+    (tmp_path / "x.index").write_text(index.to_text())
+    read = Index.read(tmp_path / "x.index")
+    assert (read.keys, read.suffixes) == (index.keys, index.suffixes)
+    np.testing.assert_array_equal(read.image, index.image)
+    np.testing.assert_array_equal(read.meta, index.meta)

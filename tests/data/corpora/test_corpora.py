@@ -1,0 +1,298 @@
+"""Converters against fixtures of the exact published layouts, good and bad."""
+
+import csv
+import gzip
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from helpers.mimic_files import IMAGES, LABELS, textured, write_csv_gz
+
+from medvl.data.corpora import chexpert, mimic_cxr, table
+from medvl.data.corpora.table import TableColumns
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.shards.format import sample_to_json
+from medvl.errors import ConfigError, CorpusError
+from medvl.schema import FINDINGS
+
+
+def test_mimic_samples_carry_what_the_tables_and_reports_say(mimic_root: Path, deid: Deidentifier) -> None:
+    samples = {sample.key: sample for sample in mimic_cxr.iter_samples(mimic_root, deid=deid)}
+    assert len(samples) == len(IMAGES)
+    for subject, study, dicom_id, view, split in IMAGES:
+        sample = samples[deid.image(dicom_id)]
+        assert (sample.corpus, sample.split, sample.view) == ("mimic-cxr", split, view or None)
+        assert sample.patient == deid.patient(subject)
+        assert sample.labels == {name: int(float(value)) for name, value in LABELS[study].items()}
+        assert sample.image is not None
+        assert sample.image.is_file()
+        assert sample.sections
+    effusion = samples[deid.image(IMAGES[0][2])]
+    assert effusion.sections["findings"].startswith(
+        "There is a small left pleural effusion. The heart is mildly enlarged."
+    )
+    assert effusion.sections["impression"] == "Small left pleural effusion."
+    headerless = samples[deid.image(IMAGES[3][2])]
+    assert "dense consolidation" in headerless.sections["last_paragraph"]
+
+
+def test_nothing_that_identifies_reaches_a_sample(mimic_root: Path, deid: Deidentifier) -> None:
+    for sample in mimic_cxr.iter_samples(mimic_root, deid=deid):
+        stored = sample_to_json(sample).decode()
+        for subject, study, dicom_id, _, _ in IMAGES:
+            assert subject not in stored
+            assert study not in stored
+            assert dicom_id not in stored
+            assert dicom_id[:8] not in stored
+
+
+def test_mimic_views_and_splits_are_chosen_and_counted(mimic_root: Path, deid: Deidentifier) -> None:
+    frontal = mimic_cxr.plan(mimic_root, deid, views=("PA", "AP"))
+    assert len(frontal.records) == 3
+    assert frontal.excluded == {"view": 2}
+    assert len(mimic_cxr.plan(mimic_root, deid, split="test").records) == 1
+    with pytest.raises(CorpusError, match="splits train, validate, test"):
+        mimic_cxr.plan(mimic_root, deid, split="dev")
+
+
+def test_mimic_without_a_table_or_a_column_says_which(mimic_root: Path, deid: Deidentifier) -> None:
+    write_csv_gz(mimic_root / "mimic-cxr-2.0.0-chexpert.csv.gz", ["subject_id", "study_id", *FINDINGS[:-1]], [])
+    with pytest.raises(CorpusError, match="chexpert.csv.gz lacks the column Support Devices"):
+        mimic_cxr.plan(mimic_root, deid)
+    (mimic_root / "mimic-cxr-2.0.0-split.csv.gz").unlink()
+    with pytest.raises(CorpusError, match=r"holds none of .*mimic-cxr-2.0.0-split.csv.gz"):
+        mimic_cxr.plan(mimic_root, deid, labeler="negbio")
+    with pytest.raises(CorpusError, match="no folder files/"):
+        mimic_cxr.plan(mimic_root / "files", deid)
+
+
+@pytest.mark.parametrize("column", ["dicom_id", "subject_id", "study_id"])
+def test_mimic_with_an_id_that_leads_elsewhere_is_refused(mimic_root: Path, deid: Deidentifier, column: str) -> None:
+    names = ["dicom_id", "subject_id", "study_id", "ViewPosition"]
+    row = {"dicom_id": IMAGES[0][2], "subject_id": "10000032", "study_id": "50414267", "ViewPosition": "PA"}
+    row[column] = "../../../secret"
+    write_csv_gz(mimic_root / "mimic-cxr-2.0.0-metadata.csv.gz", names, [list(row.values())])
+    write_csv_gz(mimic_root / "mimic-cxr-2.0.0-split.csv.gz", ["dicom_id", "study_id", "subject_id", "split"],
+                 [[row["dicom_id"], row["study_id"], row["subject_id"], "train"]])  # fmt: skip
+    with pytest.raises(CorpusError, match=r"metadata.csv.gz: a dicom_id, subject_id or study_id is no plain id"):
+        mimic_cxr.plan(mimic_root, deid)
+
+
+def test_mimic_with_a_wrong_value_says_where(mimic_root: Path, deid: Deidentifier) -> None:
+    rows = [["10000032", "50414267", "yes", *[""] * 13]]
+    write_csv_gz(mimic_root / "mimic-cxr-2.0.0-chexpert.csv.gz", ["subject_id", "study_id", *FINDINGS], rows)
+    with pytest.raises(CorpusError, match="Atelectasis is 'yes'"):
+        mimic_cxr.plan(mimic_root, deid)
+
+
+@pytest.mark.parametrize("damage", [b"", b"not gzip", "truncated"])
+def test_a_damaged_table_is_a_typed_error(mimic_root: Path, deid: Deidentifier, damage: bytes | str) -> None:
+    path = mimic_root / "mimic-cxr-2.0.0-metadata.csv.gz"
+    path.write_bytes(path.read_bytes()[:40] if damage == "truncated" else damage)
+    with pytest.raises(CorpusError, match=r"metadata.csv.gz (cannot be read|lacks)"):
+        mimic_cxr.plan(mimic_root, deid)
+
+
+CHEXPERT_COLUMNS = ["Path", "Sex", "Age", "Frontal/Lateral", "AP/PA", "No Finding", "Enlarged Cardiomediastinum",
+                    "Cardiomegaly", "Lung Opacity", "Lung Lesion", "Edema", "Consolidation", "Pneumonia", "Atelectasis",
+                    "Pneumothorax", "Pleural Effusion", "Pleural Other", "Fracture", "Support Devices"]  # fmt: skip
+
+
+@pytest.fixture
+def chexpert_root(tmp_path: Path) -> Path:
+    root = tmp_path / "CheXpert-v1.0-small"
+    rows = {
+        "train": [
+            ["train/patient00001/study1/view1_frontal.jpg", "Female", "68", "Frontal", "AP", "1.0", *[""] * 13],
+            [
+                "train/patient00002/study2/view1_frontal.jpg",
+                "Unknown",
+                "0",
+                "Frontal",
+                "PA",
+                "",
+                *["-1.0"] * 2,
+                *[""] * 11,
+            ],
+            ["train/patient00002/study2/view2_lateral.jpg", "Male", "90", "Lateral", "", "", *["0.0"] * 13],
+        ],
+        "valid": [["valid/patient64541/study1/view1_frontal.jpg", "Male", "73", "Frontal", "AP", *["0.0"] * 13, "1.0"]],
+    }
+    for split, lines in rows.items():
+        (root / split).mkdir(parents=True)
+        with (root / f"{split}.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(CHEXPERT_COLUMNS)
+            writer.writerows([[f"CheXpert-v1.0-small/{line[0]}", *line[1:]] for line in lines])
+    with (root / "test.csv").open("w", newline="") as file:  # the later release: path and findings only
+        writer = csv.writer(file)
+        writer.writerow(["Path", *FINDINGS])
+        writer.writerow(["test/patient64741/study1/view1_frontal.jpg", *["1.0"] * 14])
+    return root
+
+
+def test_chexpert_samples_carry_what_the_tables_say(chexpert_root: Path, deid: Deidentifier) -> None:
+    samples = list(chexpert.iter_samples(chexpert_root, deid=deid))
+    assert [sample.split for sample in samples] == ["train", "train", "train", "valid", "test"]
+    assert [sample.view for sample in samples] == ["AP", "PA", "LATERAL", "AP", "FRONTAL"]
+    assert [sample.sex for sample in samples] == ["F", None, "M", "M", None]
+    assert [sample.age for sample in samples] == [68, None, 90, 73, None]
+    assert samples[0].labels == {"No Finding": 1}
+    assert samples[1].labels == {"Enlarged Cardiomediastinum": -1, "Cardiomegaly": -1}
+    assert samples[3].labels["Support Devices"] == 1
+    assert samples[4].labels == dict.fromkeys(FINDINGS, 1)
+    assert samples[1].patient == samples[2].patient != samples[0].patient
+    assert samples[0].image == chexpert_root / "train/patient00001/study1/view1_frontal.jpg"
+
+
+def test_chexpert_leaves_out_laterals_and_names_what_is_wrong(chexpert_root: Path, deid: Deidentifier) -> None:
+    plan = chexpert.plan(chexpert_root, deid, frontal_only=True, split="train")
+    assert len(plan.records) == 2
+    assert plan.excluded == {"lateral": 1}
+    with pytest.raises(CorpusError, match="holds none of train.csv"):
+        chexpert.plan(chexpert_root / "train", deid)
+    (chexpert_root / "valid.csv").write_text(",".join(CHEXPERT_COLUMNS[:-1]) + "\n")
+    with pytest.raises(CorpusError, match="valid.csv lacks the column Support Devices"):
+        chexpert.plan(chexpert_root, deid)
+    (chexpert_root / "valid.csv").write_text(",".join(CHEXPERT_COLUMNS) + "\n" + "../../etc/passwd,," + "," * 16 + "\n")
+    with pytest.raises(CorpusError, match="not of the form"):
+        chexpert.plan(chexpert_root, deid)
+
+
+ROWS = [
+    {"image": "a.png", "patient": "p1", "caption": "CT of the chest.", "plane": "Axial", "tags": ["mass"], "age": 40},
+    {"image": "b.png", "patient": "p2", "caption": "MR of the brain.", "plane": "Sagittal", "tags": [], "age": None},
+    {"image": "c.png", "patient": "p2", "caption": "", "plane": "", "tags": ["mass", "edema"], "age": 95},
+]
+COLUMNS = TableColumns(
+    image_column="image",
+    patient_column="patient",
+    text_column=("caption",),
+    category_column=("plane",),
+    tags_column=("tags",),
+    age_column="age",
+)
+
+
+def write_rows(folder: Path, kind: str) -> Path:
+    path = folder / f"rows.{kind}"
+    if kind.startswith("csv"):
+        with (gzip.open if kind.endswith("gz") else open)(path, "wt", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(ROWS[0]))
+            writer.writeheader()
+            writer.writerows({**row, "tags": "|".join(row["tags"])} for row in ROWS)
+    elif kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["csv", "csv.gz", "jsonl", "parquet"])
+def test_a_table_reads_alike_in_every_format(tmp_path: Path, deid: Deidentifier, kind: str) -> None:
+    plan = table.plan(write_rows(tmp_path, kind), COLUMNS, deid, name="lab")
+    assert plan.label_names == ("plane=Axial", "plane=Sagittal", "edema", "mass")
+    first, second, third = (record.sample for record in plan.records)
+    assert first.labels == {"plane=Axial": 1, "plane=Sagittal": 0, "edema": 0, "mass": 1}
+    assert third.labels == {"edema": 1, "mass": 1}
+    assert (first.age, second.age, third.age) == (40, None, 90)
+    assert first.sections == {"caption": "CT of the chest."}
+    assert third.sections == {}
+    assert second.patient == third.patient
+    assert second.split == third.split
+    assert first.image == (tmp_path / "a.png").resolve()
+
+
+def test_a_table_is_filtered_split_and_parsed_as_asked(tmp_path: Path, deid: Deidentifier) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {
+        "image": "a.png",
+        "patient": "p",
+        "part": "train",
+        "report": "FINDINGS: Clear.\nIMPRESSION: Normal.",
+        "source": "x",
+    }
+    path.write_text("".join(json.dumps(row | {"image": f"{n}.png", "source": s}) + "\n" for n, s in enumerate("xyx")))
+    columns = TableColumns(
+        image_column="image",
+        patient_column="patient",
+        text_column=("report",),
+        split_column="part",
+        extra_column=("source",),
+    )
+    plan = table.plan(path, columns, deid, where={"source": "x"}, parse_reports=True)
+    assert [record.sample.extra for record in plan.records] == [{"source": "x"}] * 2
+    assert plan.excluded == {"where": 1}
+    assert plan.records[0].sample.sections == {"findings": "Clear.", "impression": "Normal."}
+    assert plan.records[0].sample.split == "train"
+
+
+@pytest.mark.parametrize(("wanted", "kept"), [("true", ["0.png"]), ("1", ["0.png"]), ("False", ["1.png"]), ("yes", [])])
+def test_a_boolean_is_asked_for_by_its_name(tmp_path: Path, deid: Deidentifier, wanted: str, kept: list[str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"image": f"{n}.png", "patient": "p", "text": "Clear.", "seen": seen} for n, seen in enumerate([True, False])
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = TableColumns(image_column="image", patient_column="patient", text_column=("text",))
+    plan = table.plan(path, columns, deid, where={"seen": wanted})
+    assert [record.sample.image.name for record in plan.records if record.sample.image] == kept
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"image": ""}, "row 1: image or patient is empty"),
+        ({"patient": None}, "row 1: image or patient is empty"),
+        ({"image": "../outside.png"}, "row 1: image leads out of the image root"),
+        ({"image": "/etc/passwd"}, "row 1: image leads out of the image root"),
+        ({"part": "../x"}, "row 1: part must be a plain word"),
+        ({"label": "maybe"}, "row 1: label must be 1, 0, -1 or empty"),
+    ],
+)
+def test_a_wrong_row_is_named(tmp_path: Path, deid: Deidentifier, change: dict, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {"image": "a.png", "patient": "p", "part": "train", "label": 1} | change
+    path.write_text(json.dumps(row) + "\n")
+    columns = TableColumns(image_column="image", patient_column="patient", split_column="part", label_column=("label",))
+    with pytest.raises(CorpusError, match=message):
+        table.plan(path, columns, deid)
+
+
+def test_a_wrong_table_is_named(tmp_path: Path, deid: Deidentifier) -> None:
+    path = write_rows(tmp_path, "csv")
+    with pytest.raises(CorpusError, match="lacks the column report; it has image, patient"):
+        table.plan(path, TableColumns(image_column="image", patient_column="patient", text_column=("report",)), deid)
+    with pytest.raises(CorpusError, match="does not exist"):
+        table.plan(tmp_path / "none.csv", COLUMNS, deid)
+    with pytest.raises(CorpusError, match=r"ends in \.csv"):
+        table.plan(tmp_path / "rows.xlsx", COLUMNS, deid)
+    (tmp_path / "bad.jsonl").write_text('{"image": 1\n')
+    with pytest.raises(CorpusError, match="cannot be read as JSON lines"):
+        table.plan(tmp_path / "bad.jsonl", COLUMNS, deid)
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no PAR1")
+    with pytest.raises(CorpusError, match="cannot be read as Parquet"):
+        table.plan(tmp_path / "bad.parquet", COLUMNS, deid)
+    (tmp_path / "latin.csv").write_bytes("image,patient\na.png,J\xf6rg\n".encode("latin-1"))
+    with pytest.raises(CorpusError, match="cannot be read as a CSV"):
+        table.plan(tmp_path / "latin.csv", TableColumns(image_column="image", patient_column="patient"), deid)
+    with pytest.raises(ConfigError, match="sum to 1"):
+        table.plan(path, COLUMNS, deid, fractions={"train": 0.5})
+
+
+def test_data_cards_name_the_counts_that_verify_compares_with() -> None:
+    cards = Path(__file__).parents[3] / "data_cards"
+    for module in (mimic_cxr, chexpert):
+        card = (cards / f"{module.NAME}.md").read_text()
+        for name, count in module.COUNTS.items():
+            assert f"| {name} | {count:,} |" in card
+
+
+def test_fixture_images_differ() -> None:
+    """The fixture is only worth something if a mix-up of images would show."""
+    first, second = (cv2.imencode(".png", textured(seed, 90, 120))[1] for seed in range(2))
+    assert not np.array_equal(first, second)

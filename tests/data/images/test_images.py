@@ -1,0 +1,176 @@
+"""JPEG and PNG decoding against Pillow and against PNGs written byte by byte; damage, bombs and resizing."""
+
+import io
+import struct
+import zlib
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from medvl.data.images.codecs import decode_image, encode_jpeg, encode_png, resize_short_side
+from medvl.errors import ImageError
+
+
+@pytest.fixture(scope="module")
+def scene() -> np.ndarray:
+    """A smooth colour image (120, 90, 3)."""
+    small = np.random.default_rng(0).integers(0, 256, (8, 6, 3), dtype=np.uint8)
+    return cv2.resize(small, (90, 120), interpolation=cv2.INTER_CUBIC)
+
+
+def saved(image: Image.Image, kind: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def png(width: int, height: int, bits: int, color_type: int, samples: bytes = b"") -> bytes:
+    """A PNG from its specification: signature, IHDR, IDAT, IEND."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", width, height, bits, color_type, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(samples)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+def test_jpeg_equals_pillow(scene, mode):
+    data = saved(Image.fromarray(scene).convert(mode), "JPEG", quality=90)
+    reference = Image.open(io.BytesIO(data))
+    for color, target in ((False, "L"), (True, "RGB")):
+        decoded = decode_image(data, color=color)
+        expected = np.asarray(reference.convert("RGB").convert(target))
+        assert decoded.dtype == np.uint8
+        assert decoded.shape == expected.shape
+        assert np.abs(decoded.astype(int) - expected).max() <= 3  # two roundings of a colour conversion
+
+
+@pytest.mark.parametrize("options", [{"progressive": True}, {"keep_rgb": True}, {"subsampling": 0}])
+def test_jpeg_variants(scene, options):
+    decoded = decode_image(saved(Image.fromarray(scene), "JPEG", quality=95, **options), color=True)
+    assert np.abs(decoded.astype(int) - scene).mean() < 2
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
+def test_png_equals_pillow(scene, mode):
+    image = Image.fromarray(scene).convert(mode)
+    data = saved(image, "PNG")
+    assert np.array_equal(decode_image(data), np.asarray(image.convert("L")))
+    assert np.array_equal(decode_image(data, color=True), np.asarray(image.convert("RGB")))
+
+
+def test_16_bit_png_is_scaled_not_clipped():
+    ramp = np.arange(65536, dtype=">u2").reshape(256, 256)
+    rows = b"".join(b"\0" + row.tobytes() for row in ramp)
+    scaled = np.round(np.arange(65536) / 257).reshape(256, 256)
+    assert np.array_equal(decode_image(png(256, 256, 16, 0, rows)), scaled)
+    assert np.array_equal(decode_image(png(256, 256, 16, 0, rows), color=True), np.stack([scaled] * 3, axis=-1))
+    rows_rgb = b"".join(b"\0" + np.repeat(row, 3).tobytes() for row in ramp)
+    assert np.abs(decode_image(png(256, 256, 16, 2, rows_rgb)).astype(int) - scaled).max() <= 1
+    rows_alpha = b"".join(b"\0" + np.repeat(row, 2).tobytes() for row in ramp)
+    assert np.abs(decode_image(png(256, 256, 16, 4, rows_alpha)).astype(int) - scaled).max() <= 1
+
+
+def test_low_bit_depths_use_the_whole_range():
+    assert decode_image(png(4, 1, 2, 0, bytes([0, 0b00011011]))).tolist() == [[0, 85, 170, 255]]
+
+
+def test_round_trips(scene):
+    grey = scene[:, :, 0]
+    assert np.array_equal(decode_image(encode_png(grey)), grey)
+    assert np.array_equal(decode_image(encode_png(scene), color=True), scene)
+    assert np.abs(decode_image(encode_jpeg(grey)).astype(int) - grey).mean() < 1
+    assert np.abs(decode_image(encode_jpeg(scene), color=True).astype(int) - scene).mean() < 1.5
+    assert len(encode_jpeg(scene, 50)) < len(encode_jpeg(scene, 95))
+    assert encode_jpeg(grey[:, ::-1]) == encode_jpeg(grey[:, ::-1].copy())  # also from a view, and every time
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_truncated_files(scene, kind):
+    data = saved(Image.fromarray(scene), kind)
+    for length in (len(data) // 2, len(data) * 9 // 10):
+        with pytest.raises(ImageError, match=f"the {kind} ends before its last pixel") as caught:
+            decode_image(data[:length])
+        assert caught.value.reason == "truncated"
+
+
+@pytest.mark.parametrize(
+    ("data", "reason", "message"),
+    [
+        (b"", "empty", "is empty"),
+        (b"\x89PN", "truncated", "within its first bytes"),
+        (b"\xff\xd8", "truncated", "within its first bytes"),
+        (b"\x89PNG\r\n\x1a\n\0\0", "truncated", "the PNG ends within its header"),
+        (b"\xff\xd8\xff\xe0abc", "malformed", "the JPEG's header is damaged"),
+        (b"GIF89a" + bytes(50), "unknown_format", "neither JPEG nor PNG"),
+        (bytes(100), "unknown_format", "neither JPEG nor PNG"),
+        (png(0, 5, 8, 0), "malformed", "has 5 x 0 pixels"),
+        (png(5, 5, 8, 7, bytes(30)), "malformed", "the PNG's data are damaged"),
+        (png(100_000, 100_000, 8, 0), "too_large", "has 100000 x 100000 pixels, over the limit of 67108864"),
+    ],
+)
+def test_bad_files(data, reason, message):
+    with pytest.raises(ImageError, match=message) as caught:
+        decode_image(data)
+    assert caught.value.reason == reason
+
+
+@pytest.mark.fault("S6")
+def test_a_jpeg_bomb_is_refused_by_its_header(scene):
+    data = bytearray(saved(Image.fromarray(scene), "JPEG"))
+    frame = data.index(b"\xff\xc0")
+    data[frame + 5 : frame + 9] = struct.pack(">HH", 65500, 65500)
+    with pytest.raises(ImageError, match="has 65500 x 65500 pixels"):
+        decode_image(bytes(data))
+    with pytest.raises(ImageError, match="over the limit of 10000"):
+        decode_image(saved(Image.fromarray(scene), "JPEG"), max_pixels=10_000)
+
+
+@pytest.mark.fault("S15")
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_mutated_files_raise_image_errors_only(scene, kind):
+    whole = saved(Image.fromarray(scene), kind)
+    random = np.random.default_rng(0)
+    failed = 0
+    for _ in range(500):
+        data = bytearray(whole)
+        for _ in range(random.integers(1, 6)):
+            start = int(random.integers(len(data)))
+            data[start : start + int(random.integers(0, 9))] = random.bytes(int(random.integers(0, 9)))
+        try:
+            decoded = decode_image(bytes(data), color=True, max_pixels=1 << 20)
+        except ImageError as error:
+            failed += error.reason in ("truncated", "malformed", "too_large", "unknown_format")
+        else:
+            assert decoded.dtype == np.uint8
+            assert decoded.shape[2] == 3
+    assert failed > 100
+
+
+def test_resizing_the_short_side(scene):
+    assert resize_short_side(scene, 45).shape == (60, 45, 3)
+    assert resize_short_side(scene.transpose(1, 0, 2), 45).shape == (45, 60, 3)
+    assert resize_short_side(scene[:, :, 0], 45).shape == (60, 45)
+    assert resize_short_side(scene, 90) is scene
+    assert resize_short_side(scene, 200) is scene
+    assert resize_short_side(scene, 180, enlarge=True).shape == (240, 180, 3)
+    assert resize_short_side(np.zeros((3, 1000), np.uint8), 1).shape == (1, 333)
+
+
+def test_shrinking_averages_areas():
+    image = np.random.default_rng(0).integers(0, 256, (64, 96), dtype=np.uint8)
+    means = image.reshape(16, 4, 24, 4).mean(axis=(1, 3))
+    assert np.abs(resize_short_side(image, 20) - cv2.resize(image, (30, 20), interpolation=cv2.INTER_AREA)).max() == 0
+    assert np.abs(resize_short_side(image, 16) - means).max() <= 1  # halved before: rounded twice
+
+
+def test_large_images_are_halved_first_and_hardly_another(scene):
+    grey_HW = cv2.resize(scene, (1201, 801), interpolation=cv2.INTER_CUBIC)[:, :, 0]
+    direct = cv2.resize(grey_HW, (150, 100), interpolation=cv2.INTER_AREA).astype(int)
+    shrunk = resize_short_side(grey_HW, 100)
+    assert shrunk.shape == direct.shape
+    assert abs((shrunk - direct).mean()) < 0.6  # OpenCV rounds halves up
+    assert np.abs(shrunk - direct).max() <= 4

@@ -1,0 +1,78 @@
+"""Several folders of shards as one source, and texts drawn from a figure's sections."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.shard_plans import make_plan
+
+from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.data.convert.pipeline import write_shards
+from medvl.data.corpora.common.tables import Record
+from medvl.data.loading.concat import JoinedSource
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.shards.format import ShardSource
+from medvl.data.transforms.text import RandomSection
+from medvl.errors import ConfigError
+
+
+def write(home: Path, corpus: str, count: int, salt: bytes = bytes(32), **labels: int) -> ShardSource:
+    """A folder of shards whose images and patients are its own."""
+    (home / corpus).mkdir(parents=True)
+    plan = make_plan(home / corpus / "images", count)
+    for number, record in enumerate(plan.records):
+        told: dict[str, Any] = {"key": f"{corpus}-{record.sample.key}", "patient": f"{corpus}-{number}"}
+        sample = dataclasses.replace(record.sample, **told, corpus=corpus, split="train", labels=labels)
+        plan.records[number] = Record(sample, record.report)
+    plan = dataclasses.replace(plan, corpus=corpus, label_names=tuple(labels))
+    run = ShardRun(out=home / corpus / "out", workers=1)
+    write_shards(plan, Deidentifier(salt), run, ShardOptions(samples_per_shard=3, keep_textless=True))
+    return ShardSource(home / corpus / "out" / "train")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[ShardSource, ShardSource]:
+    home = tmp_path_factory.mktemp("joined")
+    return write(home, "roco", 5, Edema=1), write(home, "medicat", 4, Edema=0, Mass=1)
+
+
+def test_the_samples_of_one_follow_those_of_the_other(sources: tuple[ShardSource, ShardSource]) -> None:
+    joined = JoinedSource(sources)
+    assert len(joined) == 9
+    expected = [source.sample(place) for source in sources for place in range(len(source))]
+    assert [joined.sample(place) for place in range(9)] == expected
+    np.testing.assert_array_equal(joined.pixels(5), sources[1].pixels(0))
+    for beyond in (-1, 9):
+        with pytest.raises(IndexError, match=f"sample {beyond} of 9"):
+            joined.sample(beyond)
+
+
+def test_labels_patients_and_shards_are_those_of_all(sources: tuple[ShardSource, ShardSource]) -> None:
+    joined = JoinedSource(sources)
+    assert joined.label_names == ("Edema", "Mass")
+    assert joined.manifest.corpus == "roco+medicat"
+    assert joined.manifest.samples == 9
+    assert set(joined.manifest.patients) == {p for source in sources for p in source.manifest.patients}
+    assert joined.fingerprint != JoinedSource(sources[::-1]).fingerprint  # another order is another run
+    assert all(str(source.folder) in joined.folder for source in sources)
+
+
+def test_folders_that_do_not_belong_together(sources: tuple[ShardSource, ShardSource], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="each once"):
+        JoinedSource([sources[0], sources[0]])
+    with pytest.raises(ConfigError, match="each once"):
+        JoinedSource([])
+    with pytest.raises(ConfigError, match="different salts"):
+        JoinedSource([sources[0], write(tmp_path, "other", 2, salt=b"1" * 32)])
+
+
+def test_a_section_is_drawn_whole_and_evenly() -> None:
+    sections = {"caption": "Figure of a chest.", "reference-1": "It shows a mass there.", "reference-2": "See."}
+    rng = np.random.default_rng(0)
+    drawn = [RandomSection()(sections, rng) for _ in range(400)]
+    assert set(drawn) == {"Figure of a chest.", "It shows a mass there."}  # the short one is left out
+    assert abs(drawn.count("Figure of a chest.") - 200) < 40
+    assert RandomSection()({"caption": "See."}, rng) == "See."
+    assert RandomSection()({}, rng) == ""

@@ -1,0 +1,326 @@
+"""The loader: the same global batches for everybody, from any position, and nothing lost."""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.mimic_files import textured
+from helpers.shard_plans import make_plan
+
+from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.data.convert.pipeline import write_shards
+from medvl.data.images.codecs import encode_png
+from medvl.data.loading.collate import sample_rng
+from medvl.data.loading.loader import FileSource, Loader, open_loader
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.reports.laterality import swap_laterality
+from medvl.data.shards.format import Index, ShardSource
+from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
+from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
+from medvl.data.transforms.text import RandomSentence, WholeText
+from medvl.errors import BudgetError, ConfigError, ShardError
+from medvl.schema import Batch
+
+COUNT = 23
+SENTENCES = ["The left lung is clear today.", "There is a small right effusion.", "No pneumothorax is seen."]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("loader")
+    plan = make_plan(root / "images", COUNT)
+    for number, record in enumerate(plan.records):
+        text = " ".join([*SENTENCES, f"This is image number {number} of all."])
+        sample = dataclasses.replace(record.sample, sections={"findings": text})
+        plan.records[number] = dataclasses.replace(record, sample=sample)
+    options = ShardOptions(short_side=40, samples_per_shard=5, image_format="png")
+    write_shards(plan, Deidentifier(b"0" * 32), ShardRun(out=root / "out", workers=1), options)
+    return root / "out/train"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_wordpiece(
+        [*SENTENCES, *[f"image number {number} of all" for number in range(COUNT)]], vocab_size=200, min_frequency=1
+    )
+
+
+@pytest.fixture
+def open_it(folder: Path, tokenizer: Tokenizer) -> Callable[..., Loader]:
+    def opener(**changes: Any) -> Loader:
+        settings: dict[str, Any] = {
+            "batch": 4,
+            "image": ConVIRTAugmentation(size=32, flip="off"),
+            "text": RandomSentence(),
+            "tokenizer": tokenizer,
+            "train": True,
+            "seed": 7,
+        }
+        source = changes.pop("source") if "source" in changes else ShardSource(folder)
+        return open_loader(source, **settings | changes)
+
+    return opener
+
+
+def same(a: Batch, b: Batch) -> bool:
+    return (
+        a.keys == b.keys
+        and a.texts == b.texts
+        and a.studies == b.studies
+        and torch.equal(a.image_BCHW, b.image_BCHW)
+        and torch.equal(a.ids_BT, b.ids_BT)
+        and torch.equal(a.mask_BT, b.mask_BT)
+        and torch.equal(a.labels_BL.nan_to_num(9), b.labels_BL.nan_to_num(9))
+    )
+
+
+def epochs(loader: Loader, count: int) -> Iterator[Batch]:
+    for _ in range(count):
+        yield from loader
+
+
+def test_a_batch_is_what_the_schema_says(open_it: Callable[..., Loader], tokenizer: Tokenizer) -> None:
+    batch = next(iter(open_it(image=EvalTransform(size=32), text=WholeText(), train=False, batch=5)))
+    assert batch.image_BCHW.shape == (5, 1, 32, 32)
+    assert batch.image_BCHW.dtype == torch.uint8
+    assert batch.keys == [f"key{number:03d}" for number in range(5)]
+    assert batch.labels_BL.tolist() == [[1.0], [0.0], [1.0], [0.0], [1.0]]
+    ids_BT, mask_BT = tokenizer(batch.texts)
+    assert torch.equal(batch.ids_BT, ids_BT)
+    assert torch.equal(batch.mask_BT, mask_BT)
+    assert batch.mask_BT.any(dim=0).all(), "padded beyond the longest text"
+    assert "image number 3" in batch.texts[3]
+    assert batch.studies == ["study0", "study0", "study1", "study1", "study2"]
+    assert batch.has_text_B is None
+    expected = EvalTransform(size=32).build()(textured(3, 40, 50), np.random.default_rng(0)).image_HWC
+    assert np.array_equal(batch.image_BCHW[3].permute(1, 2, 0), expected)
+
+
+def test_a_sample_without_text_is_flagged(open_it: Callable[..., Loader], folder: Path) -> None:
+    """Whatever a tokenizer makes of nothing, it is no text."""
+    images = folder.parent.parent / "images"
+    sections: list[dict[str, str]] = [{"findings": "Clear."}, {}, {"findings": " "}, {"findings": "An effusion."}]
+    shards = ShardSource(folder)
+    samples = [
+        dataclasses.replace(shards.sample(row), image=images / f"{row}.png", sections=text)
+        for row, text in enumerate(sections)
+    ]
+    batch = next(iter(open_it(source=FileSource(samples, ()), text=WholeText(), train=False)))
+    assert batch.has_text_B is not None
+    assert batch.has_text_B.tolist() == [True, False, False, True]
+
+
+def test_an_epoch_has_every_sample_once_but_for_the_tail(open_it: Callable[..., Loader]) -> None:
+    loader = open_it()
+    orders = []
+    for _ in range(3):
+        keys = [key for batch in loader for key in batch.keys]
+        assert len(keys) == len(set(keys)) == COUNT // 4 * 4
+        orders.append(tuple(keys))
+    assert len(set(orders)) == 3, "every epoch has an order of its own"
+    assert len({frozenset(order) for order in orders}) > 1, "what is left over changes"
+    again = open_it()
+    assert tuple(key for batch in again for key in batch.keys) == orders[0]
+    assert tuple(key for batch in open_it(seed=8) for key in batch.keys) != orders[0]
+
+
+@pytest.mark.fault("F8")
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_change_nothing(open_it: Callable[..., Loader], workers: int) -> None:
+    for mine, theirs in zip(epochs(open_it(), 2), epochs(open_it(workers=workers), 2), strict=True):
+        assert same(mine, theirs)
+
+
+@pytest.mark.fault("F9")
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_share_the_global_batches(open_it: Callable[..., Loader], world: int) -> None:
+    ranks = [open_it(rank=rank, world=world) for rank in range(world)]
+    for whole, *parts in zip(epochs(open_it(), 2), *(epochs(loader, 2) for loader in ranks), strict=True):
+        assert [key for part in parts for key in part.keys] == whole.keys
+        assert len({len(part) for part in parts}) == 1
+        assert torch.equal(torch.cat([part.image_BCHW for part in parts]), whole.image_BCHW)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_evaluation_gives_every_sample_once_in_whole_batches(open_it: Callable[..., Loader], world: int) -> None:
+    whole = [batch.keys for batch in open_it(train=False)]
+    assert [key for keys in whole for key in keys] == [f"key{number:03d}" for number in range(COUNT)]
+    ranks = [[batch.keys for batch in open_it(train=False, rank=rank, world=world)] for rank in range(world)]
+    for rank, batches in enumerate(ranks):
+        assert batches == whole[rank::world]
+
+
+@pytest.mark.fault("F7")
+@pytest.mark.parametrize("position", [0, 1, 3, 4, 5, 7, 12])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_position_is_gone_back_to_exactly(open_it: Callable[..., Loader], position: int, workers: int) -> None:
+    loader = open_it()
+    expected = epochs(loader, 4)
+    for _ in range(position):
+        next(expected)
+    state = json.loads(json.dumps(loader.state_dict()))
+    again = open_it(workers=workers)
+    again.load_state_dict(state)
+    for mine, theirs in zip(expected, epochs(again, 4), strict=False):
+        assert same(mine, theirs)
+
+
+def test_the_state_counts_what_was_handed_out_not_what_was_read_ahead(open_it: Callable[..., Loader]) -> None:
+    loader = open_it(workers=2)
+    for count, _ in enumerate(loader, start=1):
+        assert loader.state_dict()["batch"] == count
+    assert (loader.state_dict()["epoch"], loader.state_dict()["batch"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 8}, "another seed"),
+        ({"batch": 5}, "another global_batch"),
+        ({"source": "other"}, "another samples, fingerprint"),
+    ],
+)
+def test_a_position_of_another_run_is_refused(open_it: Callable[..., Loader], change: dict, message: str) -> None:
+    if change.get("source"):
+        source = ShardSource(open_it().source.folder)
+        change = {"source": FileSource([source.sample(number) for number in range(9)], ["even"])}
+    state = open_it().state_dict()
+    with pytest.raises(ConfigError, match=message):
+        open_it(**change).load_state_dict(state)
+    with pytest.raises(ConfigError, match="is not a position"):
+        open_it().load_state_dict(state | {"batch": 99})
+
+
+def test_randomness_is_that_of_seed_epoch_and_key(open_it: Callable[..., Loader]) -> None:
+    """A sample is augmented alike in another batch size, another place in the order, another process."""
+
+    def by_key(loader: Loader, epoch: int) -> dict[str, tuple]:
+        loader.load_state_dict(loader.state_dict() | {"epoch": epoch})
+        return {
+            key: (text, image.numpy().tobytes())
+            for batch in loader
+            for key, text, image in zip(batch.keys, batch.texts, batch.image_BCHW, strict=True)
+        }
+
+    first, second = by_key(open_it(), 3), by_key(open_it(batch=1), 3)
+    assert all(second[key] == value for key, value in first.items())
+    other_epoch, other_seed = by_key(open_it(batch=1), 4), by_key(open_it(batch=1, seed=8), 3)
+    assert all(second[key][1] != other_epoch[key][1] != other_seed[key][1] for key in second)
+    assert len({value[0] for value in second.values()}) > 3, "sentences are drawn"
+
+
+def test_purposes_do_not_disturb_each_other() -> None:
+    draws = [sample_rng(1, 2, "key", purpose).random() for purpose in ("image", "text")]
+    assert draws[0] != draws[1]
+    assert sample_rng(1, 2, "key", "image").random() == draws[0]
+
+
+@pytest.mark.parametrize("flip", ["swap_text", "plain"])
+def test_a_mirrored_image_gets_a_mirrored_text_or_the_plain_one(open_it: Callable[..., Loader], flip: str) -> None:
+    plain = {key: text for batch in open_it(batch=1) for key, text in zip(batch.keys, batch.texts, strict=True)}
+    changed = Counter()
+    for batch in open_it(batch=1, image=ConVIRTAugmentation(size=32, flip=flip)):
+        (key,), (text,) = batch.keys, batch.texts
+        assert text in (plain[key], swap_laterality(plain[key]))
+        changed[text != plain[key]] += "left" in plain[key] or "right" in plain[key]
+    assert bool(changed[True]) == (flip == "swap_text")
+
+
+def test_sentences_are_drawn_uniformly_and_short_ones_left_out() -> None:
+    sections = {"findings": "Clear. The lungs are clear. No effusion is seen.", "impression": "Normal chest today."}
+    policy = RandomSentence(min_tokens=3, sections=("findings", "impression"))
+    drawn = Counter(policy(sections, np.random.default_rng(seed)) for seed in range(3000))
+    assert set(drawn) == {"The lungs are clear.", "No effusion is seen.", "Normal chest today."}
+    assert all(900 < count < 1100 for count in drawn.values())
+    assert policy({"findings": "Clear."}, np.random.default_rng(0)) == "Clear."
+    assert (
+        policy({"caption": "An axial slice of the brain."}, np.random.default_rng(0)) == "An axial slice of the brain."
+    )
+    assert policy({}, np.random.default_rng(0)) == ""
+    assert WholeText()(sections, np.random.default_rng(0)) == " ".join(sections.values())
+
+
+def damage(folder: Path, tmp_path: Path, rows: list[int]) -> Path:
+    """A copy of the folder whose images of the first shard are partly zeros: sizes and index stay as they are."""
+    copy = tmp_path / "damaged"
+    copy.mkdir()
+    for path in folder.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    index = Index.read(copy / "lab-train-000000.index")
+    data = bytearray((copy / "lab-train-000000.tar").read_bytes())
+    for row in rows:
+        start, size = (int(number) for number in index.image[row])
+        data[start : start + size] = bytes(size)
+    (copy / "lab-train-000000.tar").write_bytes(data)
+    return copy
+
+
+@pytest.mark.fault("F12")
+def test_an_unreadable_sample_is_counted_within_the_budget(
+    open_it: Callable[..., Loader], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = open_it(source=ShardSource(damage(folder, tmp_path, [1, 3])), train=False, batch=5, max_skipped=2)
+    sizes = [len(batch) for batch in loader]
+    assert sizes == [3, 5, 5, 5, 3]
+    assert loader.skipped.total() == 2
+    assert "key001 is left out" in caplog.text
+    with pytest.raises(BudgetError, match="2 samples cannot be read .* more than the budget of 1"):
+        list(open_it(source=loader.source, train=False, batch=5, max_skipped=1))
+
+
+def test_a_batch_without_a_readable_sample_ends_the_run(
+    open_it: Callable[..., Loader], folder: Path, tmp_path: Path
+) -> None:
+    source = ShardSource(damage(folder, tmp_path, [0, 1, 2, 3, 4]))
+    with pytest.raises(ShardError, match="not one sample of a batch can be read"):
+        list(open_it(source=source, train=False, batch=5, max_skipped=10))
+
+
+def test_a_tar_cut_after_opening_is_named(open_it: Callable[..., Loader], folder: Path, tmp_path: Path) -> None:
+    source = ShardSource(damage(folder, tmp_path, []))
+    with (source.folder / "lab-train-000000.tar").open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises((ShardError, BudgetError), match=r"cannot be read"):
+        list(open_it(source=source, train=False, batch=5))
+    with pytest.raises(ShardError, match=r"000000.tar is damaged at sample key000: the tar ends before it"):
+        source.sample(0)
+
+
+def test_files_are_read_without_shards(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    samples = [record.sample for record in make_plan(tmp_path / "images", 6).records]
+    (tmp_path / "images/4.png").write_bytes(encode_png(textured(4, 30, 70)))
+    loader = open_loader(
+        FileSource(samples, ("even",)),
+        batch=4,
+        image=EvalTransform(size=32),
+        text=WholeText(),
+        tokenizer=tokenizer,
+        train=False,
+    )
+    batches = list(loader)
+    assert [len(batch) for batch in batches] == [4, 2]
+    assert loader.source.pixels(4).shape == (30, 70)
+
+
+@pytest.mark.fault("F13")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": 5, "world": 2}, "cannot be shared evenly by 2 ranks"),
+        ({"batch": 24}, "more than the 23 samples"),
+        ({"batch": 0}, "do not make sense"),
+        ({"rank": 2, "world": 2}, "do not make sense"),
+        ({"source": FileSource([], ())}, "no sample|more than the 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_once(
+    open_it: Callable[..., Loader], changes: dict, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_it(**changes)

@@ -1,0 +1,248 @@
+"""Report sections: MIMIC-CXR's quirks, other hospitals' layouts, files in old encodings, and what is no report."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medvl.data.reports.sections import MAX_REPORT_BYTES, parse_report, read_report
+from medvl.errors import ReportError
+
+RULE = "_" * 78
+
+MIMIC = f"""\
+                                 FINAL ADDENDUM
+  ADDENDUM  The findings were discussed with Dr. ___ at 3:00.
+
+ {RULE}
+ WET READ: ___ ___ 7:04 AM
+  No acute process.
+
+ {RULE}
+                                 FINAL REPORT
+ EXAMINATION:  CHEST (PA AND LAT)
+
+ INDICATION:  ___F with cough
+  // evaluate for pneumonia
+
+ TECHNIQUE:  Chest PA and lateral
+
+ COMPARISON:  ___
+
+ FINDINGS:
+
+ The heart is normal. There is a 3.2
+ cm mass in the left lung. Discussed with Dr. X:
+ he agreed at 3:00 PM.
+
+ No effusion.
+
+ RECOMMENDATION(S):
+
+ NOTIFICATION:   The findings were telephoned to ___ at
+ 10:15 on ___, 5 minutes after discovery.
+
+ IMPRESSION:
+
+ 1. Left lung mass
+ 2. No acute process.
+"""
+
+
+def test_a_whole_mimic_report():
+    report = parse_report(MIMIC)
+    assert dict(report.sections) == {
+        "wet_read": "___ ___ 7:04 AM No acute process.",
+        "examination": "CHEST (PA AND LAT)",
+        "indication": "___F with cough // evaluate for pneumonia",
+        "technique": "Chest PA and lateral",
+        "comparison": "___",
+        "findings": "The heart is normal. There is a 3.2 cm mass in the left lung. "
+        "Discussed with Dr. X: he agreed at 3:00 PM. No effusion.",
+        "notification": "The findings were telephoned to ___ at 10:15 on ___, 5 minutes after discovery.",
+        "impression": "1. Left lung mass. 2. No acute process.",
+    }
+    assert list(report.sections)[:2] == ["wet_read", "examination"]
+    assert report.addenda == ("The findings were discussed with Dr. ___ at 3:00.",)
+    assert report.empty_sections == ("recommendation",)
+    assert report.preamble is None
+    assert report.findings == report.sections["findings"]
+    assert report.impression == report.sections["impression"]
+    assert report.sentences() == [
+        "The heart is normal.",
+        "There is a 3.2 cm mass in the left lung.",
+        "Discussed with Dr. X: he agreed at 3:00 PM.",
+        "No effusion.",
+        "Left lung mass.",
+        "No acute process.",
+    ]
+    assert report.sentences(("impression",)) == ["Left lung mass.", "No acute process."]
+
+
+@pytest.mark.parametrize(
+    ("header", "section"),
+    [
+        ("IMPRESSION", "impression"), ("CONCLUSION", "impression"), ("CONCLUSIONS", "impression"),
+        ("FINDINGS AND IMPRESSION", "impression"), ("FINDINGS/IMPRESSION", "impression"), ("SUMMARY", "impression"),
+        ("FINDINGS", "findings"), ("FINDING", "findings"), ("CHEST, TWO VIEWS", "findings"),
+        ("PA AND LATERAL VIEWS OF THE CHEST", "findings"), ("PORTABLE AP CHEST RADIOGRAPH", "findings"),
+        ("PFI", "history"), ("CLINICAL HISTORY", "history"), ("REASON FOR EXAM", "indication"),
+        ("REASON FOR EXAMINATION", "indication"), ("COMPARISONS", "comparison"), ("EXAM", "examination"),
+        ("STUDY", "examination"), ("RECOMMENDATIONS", "recommendation"), ("WET READ", "wet_read"),
+        ("OPERATORS NOTE", "operators note"), ("DOSE (IN MGY)", "dose (in mgy)"),
+    ],
+)  # fmt: skip
+def test_header_names(header, section):
+    assert dict(parse_report(f" {header}:  Some text here.").sections) == {section: "Some text here."}
+
+
+@pytest.mark.parametrize(
+    ("text", "sections"),
+    [
+        ("Findings: Clear.\nImpression: Normal.", {"findings": "Clear.", "impression": "Normal."}),
+        ("findings: clear.\nimpression: normal.", {"findings": "clear.", "impression": "normal."}),
+        ("FINDINGS\nClear.\nIMPRESSION\nNormal.", {"findings": "Clear.", "impression": "Normal."}),
+        ("Findings\n\nClear.\n\nImpression\n\nNormal.", {"findings": "Clear.", "impression": "Normal."}),
+        ("FINDINGS:Clear.\r\nIMPRESSION:Normal.\r\n", {"findings": "Clear.", "impression": "Normal."}),
+        ("\ufeffFINDINGS: Clear.", {"findings": "Clear."}),
+        (
+            "INDICATION: Cough. COMPARISON: None. FINDINGS: Clear. IMPRESSION: Normal.",
+            {"indication": "Cough.", "comparison": "None.", "findings": "Clear.", "impression": "Normal."},
+        ),
+        ("CLINICAL HISTORY: Cough. FINDINGS: Clear.", {"history": "Cough.", "findings": "Clear."}),
+        (
+            "FINDINGS:\nLUNGS: Clear.\nHEART: Normal\nBONES AND SOFT TISSUES: Normal.\nIMPRESSION: Normal.",
+            {"findings": "LUNGS: Clear. HEART: Normal. BONES AND SOFT TISSUES: Normal.", "impression": "Normal."},
+        ),
+        ("Findings:\nLungs: clear\nHeart: normal", {"findings": "Lungs: clear. Heart: normal"}),
+        ("FINDINGS: First.\nFINDINGS: Second.", {"findings": "Second."}),
+        ("FINDINGS: First.\nIMPRESSION: Normal.\nFINDINGS:\n", {"findings": "First.", "impression": "Normal."}),
+        ("FINDINGS: No change\n- Tube\n- Line", {"findings": "No change. - Tube. - Line"}),
+        ("The findings: none.\nSeen by Dr. X: yes.\n3:00 at noon\nAt: home", {}),
+        ("", {}),
+    ],
+)
+def test_layouts(text, sections):
+    assert dict(parse_report(text).sections) == sections
+
+
+def test_order_is_that_of_the_winning_sections():
+    report = parse_report("FINDINGS: One.\nIMPRESSION: Two.\nFINDINGS: Three.")
+    assert list(report.sections) == ["impression", "findings"]
+
+
+def test_empty_sections_are_dropped_and_named_once():
+    report = parse_report("FINDINGS: ___\nIMPRESSION:\n\nTECHNIQUE: .\nTECHNIQUE:\nCOMPARISON: ___")
+    assert dict(report.sections) == {"comparison": "___"}
+    assert report.empty_sections == ("findings", "impression", "technique")
+    assert report.findings is None
+    assert report.impression is None
+    assert report.sentences() == []
+
+
+@pytest.mark.parametrize(
+    ("text", "last_paragraph"),
+    [
+        ("PORTABLE CHEST\n COMPARISON: ___.\n\n The lungs are\n clear.", "The lungs are clear."),
+        ("One.\n\nTwo.\n\n\n", "Two."),
+        ("Two views of the chest. Clear.", "Two views of the chest. Clear."),
+        ("TECHNIQUE: AP.\n\n The lungs are\n clear.\n\n NOTIFICATION: Dr. ___\n\n at ___.\n", "The lungs are clear."),
+        ("INDICATION: Cough.\n\nCOMPARISON: None.\n", None),
+        ("COMPARISON:\n\nNone.\n", None),
+        ("One.\n\n___\n", "One."),
+        ("___\n", None),
+        ("", None),
+    ],
+)
+def test_last_paragraph_stands_in_for_missing_sections(text, last_paragraph):
+    report = parse_report(text)
+    assert report.last_paragraph == last_paragraph
+    assert " ".join(report.sentences()) == (last_paragraph or "")
+
+
+def test_preamble_and_addendum_as_a_section():
+    report = parse_report("AP portable chest of ___.\n\nFINDINGS: Clear.\nADDENDUM: Tube seen.\n")
+    assert report.preamble == "AP portable chest of ___."
+    assert report.addenda == ("Tube seen.",)
+    assert "addendum" not in report.sections
+    below_a_rule = parse_report(f"FINDINGS: Clear.\n{RULE}\n ADDENDUM\n Tube seen.\n")
+    assert below_a_rule.addenda == ("Tube seen.",)
+    assert below_a_rule.findings == "Clear."
+
+
+@pytest.mark.parametrize(
+    ("data", "encoding", "findings"),
+    [
+        ("FINDINGS: ½ of the lung – clear.".encode(), "utf-8", "½ of the lung – clear."),
+        (b"\xef\xbb\xbfFINDINGS: Clear.", "utf-8", "Clear."),
+        (b"FINDINGS: \xbd of the lung \x96 clear.", "cp1252", "½ of the lung – clear."),
+        (b"FINDINGS: \xbd clear\x81.", "latin-1", "½ clear\x81."),
+    ],
+)
+def test_files_in_old_encodings_are_read_and_said(tmp_path, data, encoding, findings):
+    path = tmp_path / "s1.txt"
+    path.write_bytes(data)
+    report = read_report(path)
+    assert report.encoding == encoding
+    assert report.findings == findings
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"FINDINGS: \0 SECRET", "s1.txt holds NUL bytes"),
+        ("FINDINGS: SECRET".encode("utf-16"), "s1.txt holds NUL bytes: it is binary, or UTF-16"),
+        (b"SECRET" + bytes(range(1, 32)) * 4, "s1.txt is full of control characters"),
+        (b"SECRET " * (MAX_REPORT_BYTES // 7 + 1), f"s1.txt has more than {MAX_REPORT_BYTES} bytes"),
+    ],
+)
+def test_what_is_no_report_is_refused_without_quoting_it(tmp_path, data, message):
+    path = tmp_path / "s1.txt"
+    path.write_bytes(data)
+    with pytest.raises(ReportError, match=re.escape(message)) as caught:
+        read_report(path)
+    assert "SECRET" not in str(caught.value)
+
+
+def test_a_missing_file_is_an_oserror_that_names_it(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        read_report(tmp_path / "s2.txt")
+    assert caught.value.filename == str(tmp_path / "s2.txt")
+
+
+@pytest.mark.fault("S15")
+def test_mutated_reports_raise_report_errors_only(tmp_path):
+    path = tmp_path / "s1.txt"
+    random = np.random.default_rng(0)
+    read = 0
+    for _ in range(500):
+        data = bytearray(MIMIC.encode())
+        for _ in range(random.integers(1, 8)):
+            start = int(random.integers(len(data)))
+            data[start : start + int(random.integers(0, 40))] = random.bytes(int(random.integers(0, 12)))
+        path.write_bytes(data)
+        try:
+            report = read_report(path)
+        except ReportError:
+            continue
+        read += 1
+        assert all(report.sections.values())
+        assert all(report.sentences())
+    assert read > 250
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from([*MIMIC.splitlines(), "", "Findings:", "CHEST:", "1. One", "___"]), max_size=30))
+def test_texts_are_never_empty_and_never_wrapped(lines):
+    report = parse_report("\n".join(lines))
+    texts = [*report.sections.values(), *report.addenda]
+    texts += [text for text in (report.preamble, report.last_paragraph) if text is not None]
+    assert all(text and text == " ".join(text.split()) for text in texts)
+    assert not set(report.empty_sections) & set(report.sections)
+
+
+def test_a_hostile_text_does_not_take_quadratic_time():
+    for text in (" " * 200_000, "_" * 200_000, "A" * 200_000, "A:" * 50_000, "\n" * 50_000, ". " * 50_000):
+        parse_report(text)

@@ -1,0 +1,123 @@
+"""`medvl verify`: every kind of damage is found, and shared patients are."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers.shard_plans import OPTIONS, make_plan, reseal
+
+from medvl.cli import main as cli
+from medvl.data.convert.options import ShardRun
+from medvl.data.convert.pipeline import write_shards
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.shards.format import Index, Manifest
+from medvl.data.shards.verify import check_against, compare_counts, verify_folder
+from medvl.errors import SplitError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, deid: Deidentifier) -> Path:
+    write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    return tmp_path / "out/train"
+
+
+def test_a_sound_folder_has_no_problems(folder: Path) -> None:
+    assert verify_folder(folder, decode=True).problems == ()
+
+
+def flip_byte(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.fault("F11")
+@pytest.mark.parametrize("position", [0, 600, 5000])
+def test_a_flipped_byte_is_found_by_its_hash(folder: Path, position: int) -> None:
+    flip_byte(folder / "lab-train-000001.tar", position)
+    (problem,) = verify_folder(folder).problems
+    assert problem.startswith("lab-train-000001.tar: its bytes are not those that were written")
+
+
+def test_missing_and_strange_files_are_found(folder: Path) -> None:
+    (folder / "lab-train-000001.tar").unlink()
+    (folder / "lab-train-000009.tar").touch()
+    assert verify_folder(folder).problems == (
+        "lab-train-000001.tar is missing",
+        "lab-train-000009.tar is not in the manifest",
+    )
+
+
+@pytest.mark.fault("F11")
+def test_damage_under_a_true_hash_is_found_too(folder: Path) -> None:
+    tar = folder / "lab-train-000000.tar"
+    index = Index.read(tar.with_suffix(".index"))
+    flip_byte(tar, int(index.meta[2][0]) + 3)  # inside a sample's JSON
+    reseal(folder, 0)
+    (problem,) = verify_folder(folder).problems
+    assert "key002.json" in problem
+    flip_byte(tar, int(index.meta[2][0]) + 3)
+    data = bytearray(tar.read_bytes())
+    start, size = (int(number) for number in index.image[1])
+    data[start : start + size] = bytes(size)  # an image of zeros
+    tar.write_bytes(data)
+    reseal(folder, 0)
+    assert verify_folder(folder).problems == ()
+    (problem,) = verify_folder(folder, decode=True).problems
+    assert "key001.png" in problem
+
+
+def test_an_index_of_another_tar_is_found(folder: Path) -> None:
+    (folder / "lab-train-000000.index").write_bytes((folder / "lab-train-000001.index").read_bytes())
+    reseal(folder, 0)
+    problems = verify_folder(folder).problems
+    assert any("is not where the index says" in problem for problem in problems)
+    assert any("is in the index and not in the tar" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("samples", 13, "12 samples in the shards, 13 in the manifest"),
+        ("patients", ["patient0"], "6 patients in the shards, 1 in the manifest"),
+        ("planned", 14, "14 images were planned, 12 are accounted for"),
+        ("skipped_keys", [["key1", "x"]], "not those that are counted"),
+        ("label_names", ["odd"], "labels that the manifest does not name"),
+        ("corpus", "other", "another key, corpus or split"),
+    ],
+)
+def test_a_manifest_that_does_not_add_up_is_found(folder: Path, field: str, value: object, message: str) -> None:
+    content = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(content | {field: value}))
+    assert any(message in problem for problem in verify_folder(folder).problems)
+
+
+@pytest.mark.fault("S11")
+def test_shared_patients_and_other_salts_are_refused(folder: Path) -> None:
+    manifest = Manifest.read(folder)
+    with pytest.raises(SplitError, match="share 6 patients"):
+        check_against(manifest, manifest)
+    content = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(content | {"salt": "other"}))
+    with pytest.raises(SplitError, match="different salts"):
+        check_against(manifest, Manifest.read(folder))
+    (folder / "manifest.json").write_text(json.dumps(content | {"patients": ["someone else"]}))
+    check_against(manifest, Manifest.read(folder))
+
+
+def test_counts_are_compared_with_the_cards(folder: Path) -> None:
+    manifests = {"train": Manifest.read(folder)}
+    assert compare_counts(manifests, {"images": 12, "train": 12}) == {}
+    assert compare_counts(manifests, {"images": 100, "valid": 1}) == {"images": (12, 100), "valid": (0, 1)}
+
+
+def test_the_command_says_what_it_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["verify", str(folder.parent), "--decode"])
+    assert "lab/train: 12 samples of 6 patients in 3 shards, 0 left out: sound" in capsys.readouterr().out
+    flip_byte(folder / "lab-train-000001.tar", 700)
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["verify", str(folder)])
+    captured = capsys.readouterr()
+    assert "1 PROBLEMS" in captured.out
+    assert "sha256 differs" in captured.out
+    assert "is damaged" in captured.err

@@ -1,0 +1,358 @@
+"""Tokenizers against the libraries whose vocabularies they read, and the vocabulary trainer against itself."""
+
+import functools
+import json
+import multiprocessing
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from helpers.vocabularies import write_byte_level
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
+from medvl.errors import ConfigError, WeightsError
+
+TEXTS = [
+    "FINDINGS: The heart size is normal. There is a small left pleural effusion.",
+    "Small left pleural effusion with adjacent atelectasis, 3.2 cm. No pneumothorax.",
+    "IMPRESSION: No acute cardiopulmonary process. ___ was notified by Dr. ___ at 10:30.",
+    "Moderate cardiomegaly. Mild pulmonary oedema, improved. Right-sided effusion is unchanged.",
+    "Heart size is normal, lungs are clear. No effusion or pneumothorax is seen.",
+    "Compared with ___, the left effusion has increased; atelectasis is unchanged.",
+] * 3
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tokenizer:
+    return train_wordpiece(TEXTS, vocab_size=200)
+
+
+@pytest.fixture(scope="module")
+def clip() -> Tokenizer:
+    return load_tokenizer("clip")
+
+
+@pytest.fixture(scope="module")
+def roberta_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level vocabulary in RoBERTa's two files."""
+    return write_byte_level(tmp_path_factory.mktemp("roberta"), TEXTS)
+
+
+def real(ids_BT: torch.Tensor, mask_BT: torch.Tensor, row: int = 0) -> list[int]:
+    return ids_BT[row][mask_BT[row]].tolist()
+
+
+def test_ids_and_mask(trained: Tokenizer) -> None:
+    ids_BT, mask_BT = trained(["No effusion.", "", "The heart size is normal."])
+    assert ids_BT.dtype == torch.int64
+    assert mask_BT.dtype == torch.bool
+    assert ids_BT.shape == mask_BT.shape
+    assert mask_BT[:, 0].all()
+    assert mask_BT.any(dim=0).all()  # no column is padding for all
+    assert real(ids_BT, mask_BT, 1) == [trained.cls_id, trained.sep_id]
+    assert (ids_BT[~mask_BT] == trained.pad_id).all()
+    for row in range(3):
+        assert real(ids_BT, mask_BT, row)[0] == trained.cls_id
+        assert real(ids_BT, mask_BT, row)[-1] == trained.sep_id
+    empty_ids, empty_mask = trained([])
+    assert empty_ids.shape == empty_mask.shape == (0, 0)
+    assert trained(["", ""])[0].tolist() == [[trained.cls_id, trained.sep_id]] * 2
+
+
+def test_special_ids(trained: Tokenizer) -> None:
+    assert [trained.pad_id, trained.unk_id, trained.cls_id, trained.sep_id, trained.mask_id] == [0, 1, 2, 3, 4]
+    assert trained.vocab_size == len(trained.vocabulary) == 200
+    assert [token for token, _ in sorted(trained.vocabulary.items(), key=lambda item: item[1])][:6] == [*SPECIAL, "___"]
+
+
+def test_one_text_is_no_list(trained: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="give a list of texts, not one text"):
+        trained("no effusion")
+
+
+def test_long_texts_are_cut(trained: Tokenizer) -> None:
+    short = train_wordpiece(TEXTS, vocab_size=200, max_tokens=8)
+    ids_BT, mask_BT = short(["the heart size is normal " * 20, "no"])
+    full = real(*trained(["the heart size is normal " * 20]))
+    assert ids_BT.shape == (2, 8)
+    assert real(ids_BT, mask_BT) == [*full[:7], short.sep_id]
+    with pytest.raises(ConfigError, match="max_tokens is 2"):
+        train_wordpiece(TEXTS, max_tokens=2)
+
+
+def test_masked_out_words_are_one_token(trained: Tokenizer) -> None:
+    ids = real(*trained(["___ was seen by Dr. ___, and ____ not."]))
+    assert ids.count(trained.vocabulary["___"]) == 3
+    assert trained.unk_id not in real(*trained(["was notified by ___"]))
+    assert trained.decode(real(*trained(["the left effusion ___"]))) == "the left effusion ___"
+
+
+def test_case_is_lost_and_words_are_found_again(trained: Tokenizer) -> None:
+    upper, lower = trained(["LEFT Effusion"]), trained(["left effusion"])
+    assert torch.equal(upper[0], lower[0])
+    assert trained.decode(upper[0][0]) == "left effusion"
+    assert trained.unk_id in real(*trained(["\u6f22"]))  # a character that no text had
+
+
+def test_vocabulary_does_not_depend_on_order_or_process() -> None:
+    expected = train_wordpiece(TEXTS, vocab_size=150).vocabulary
+    for seed in range(3):
+        shuffled = TEXTS[:]
+        random.Random(seed).shuffle(shuffled)
+        assert train_wordpiece(iter(shuffled), vocab_size=150).vocabulary == expected
+    program = (
+        "import json, sys; from medvl.data.tokenizer.tokenizer import train_wordpiece;"
+        "print(json.dumps(train_wordpiece(json.loads(sys.stdin.read()), vocab_size=150).vocabulary))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps(TEXTS),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert json.loads(result.stdout) == expected
+
+
+def test_as_short_as_the_library_s_own_vocabulary() -> None:
+    ours = train_wordpiece(TEXTS, vocab_size=150, max_tokens=500)
+    theirs = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+    theirs.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    trainer = tokenizers.trainers.WordPieceTrainer(vocab_size=150, special_tokens=SPECIAL, show_progress=False)
+    theirs.train_from_iterator([text.replace("___", "") for text in TEXTS], trainer)
+    texts = [text.replace("___", "") for text in TEXTS]
+    length = sum(len(encoding.ids) for encoding in theirs.encode_batch(texts))
+    assert int(ours(texts)[1].sum()) - 2 * len(texts) < 1.03 * length
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "message"),
+    [
+        ([], {}, "0 texts hold no word"),
+        (["", "  "], {}, "2 texts hold no word"),
+        (TEXTS, {"vocab_size": 20}, "different characters: a vocabulary of 14 is too small"),
+    ],
+)
+def test_texts_that_make_no_vocabulary(texts: list[str], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train_wordpiece(texts, **options)
+
+
+def test_save_and_load(trained: Tokenizer, tmp_path: Path) -> None:
+    trained.save(tmp_path / "tokenizer")
+    trained.save(tmp_path / "again")
+    for file in sorted((tmp_path / "tokenizer").iterdir()):
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
+    loaded = load_tokenizer(tmp_path / "tokenizer")
+    assert loaded.vocabulary == trained.vocabulary
+    assert (loaded.max_tokens, loaded.source) == (trained.max_tokens, trained.source)
+    assert [loaded.pad_id, loaded.unk_id, loaded.cls_id, loaded.sep_id, loaded.mask_id] == [0, 1, 2, 3, 4]
+    for ours, theirs in zip(loaded(TEXTS), trained(TEXTS), strict=True):
+        assert torch.equal(ours, theirs)
+    assert load_tokenizer(str(tmp_path / "tokenizer"), max_tokens=5)(TEXTS)[0].shape[1] == 5
+
+
+def test_transformers_reads_what_is_saved(trained: Tokenizer, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    trained.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS[:6]:
+        assert theirs(text)["input_ids"] == real(*trained([text]))
+    assert (theirs.pad_token_id, theirs.mask_token_id) == (trained.pad_id, trained.mask_id)
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_vocabulary_file_alone(trained: Tokenizer, tmp_path: Path, lowercase: bool) -> None:
+    """BERT's oldest form; where no configuration speaks of case, it is lowered, as Hugging Face does."""
+    trained.save(tmp_path / "full")
+    folder = tmp_path / "old"
+    folder.mkdir()
+    (folder / "vocab.txt").write_bytes((tmp_path / "full" / "vocab.txt").read_bytes().replace(b"\n", b"\r\n"))
+    assert torch.equal(load_tokenizer(folder)(["Left Effusion"])[0], trained(["left effusion"])[0])
+    (folder / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lowercase, "model_max_length": 64}))
+    loaded = load_tokenizer(folder)
+    assert loaded.max_tokens == 64
+    assert (loaded.unk_id in real(*loaded(["Left Effusion"]))) is not lowercase
+    assert load_tokenizer(folder, lowercase=not lowercase)(["Left"])[0].tolist() != loaded(["Left"])[0].tolist()
+
+
+def test_bytes_of_roberta(roberta_folder: Path) -> None:
+    ours = load_tokenizer(roberta_folder)
+    theirs = tokenizers.ByteLevelBPETokenizer(str(roberta_folder / "vocab.json"), str(roberta_folder / "merges.txt"))
+    assert (ours.cls_id, ours.pad_id, ours.sep_id, ours.unk_id, ours.mask_id) == (0, 1, 2, 3, 4)
+    for text in [*TEXTS[:6], "caf\u00e9 \u2013 5\u00b0C", ""]:
+        ids = real(*ours([text]))
+        assert ids == [0, *theirs.encode(text).ids, 2]
+        assert ours.decode(ids) == text
+    padded, _ = ours(["left effusion", ""])
+    assert (padded[1, 2:] == 1).all()
+
+
+@functools.cache
+def clip_once() -> Tokenizer:
+    return load_tokenizer("clip")
+
+
+ASSIGNED = st.characters(exclude_categories=("Cn", "Cs"))  # what is a letter beyond them depends on a library's age
+
+
+@given(st.lists(st.text(ASSIGNED, max_size=40), min_size=1, max_size=4))
+@settings(max_examples=80, deadline=None)
+def test_clip_is_open_clip_s(texts: list[str]) -> None:
+    import open_clip
+
+    ids_BT, mask_BT = clip_once()(texts)
+    expected = open_clip.tokenize(texts)
+    for row in range(len(texts)):
+        ids = real(ids_BT, mask_BT, row)
+        assert ids == expected[row, : len(ids)].tolist()
+        assert (expected[row, len(ids) :] == 0).all()
+
+
+def test_clip(clip: Tokenizer) -> None:
+    import open_clip
+
+    assert (clip.vocab_size, clip.max_tokens, clip.cls_id, clip.sep_id) == (49408, 77, 49406, 49407)
+    assert (clip.mask_id, clip.unk_id, clip.pad_id) == (None, None, 0)
+    texts = [*TEXTS, "it's 12.5mg/dL &amp; \u201cquoted\u201d", "effusion " * 100]
+    ids_BT, mask_BT = clip(texts)
+    assert torch.equal(ids_BT.masked_fill(~mask_BT, 0), open_clip.tokenize(texts)[:, : ids_BT.shape[1]])
+    assert clip.decode(real(*clip(["Small LEFT effusion"]))) == "small left effusion"
+    assert clip.decode(real(*clip(["caf\u00e9"]))) == "caf\u00e9"
+
+
+def test_clip_round_trip(clip: Tokenizer, tmp_path: Path) -> None:
+    clip.save(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert torch.equal(loaded(TEXTS)[0], clip(TEXTS)[0])
+    assert (loaded.max_tokens, loaded.cls_id, loaded.source) == (77, 49406, "clip")
+
+
+def words_of(tokenizer: Tokenizer, text: str) -> list[str]:
+    ids_BT, mask_BT = tokenizer([text, text + " and more of it"])  # so that the first is padded
+    word_BT = tokenizer.word_ids(ids_BT, mask_BT)
+    starts_BT = tokenizer.word_starts(ids_BT, mask_BT)
+    assert (word_BT[~mask_BT] == -1).all()
+    assert not starts_BT[~mask_BT].any()
+    assert word_BT[0, 0] == -1
+    assert word_BT[0].max() + 1 == starts_BT[0].sum()
+    count = int(word_BT[0].max()) + 1
+    return [tokenizer.decode(ids_BT[0][word_BT[0] == word]).strip() for word in range(count)]
+
+
+def test_words_of_pieces(trained: Tokenizer) -> None:
+    words = ["heart", "-", "size", "leftpleural", ",", "3", ".", "2", "___", "atelectasis"]
+    assert words_of(trained, "Heart-size leftpleural, 3.2 ___ atelectasis") == words
+
+
+def test_words_of_bytes(roberta_folder: Path) -> None:
+    tokenizer = load_tokenizer(roberta_folder)
+    assert words_of(tokenizer, "the xyzzy effusion, 3.2cm") == ["the", "xyzzy", "effusion", ",", "3", ".", "2", "cm"]
+    assert words_of(tokenizer, "atelectasis") == ["atelectasis"]
+
+
+def test_words_of_clip(clip: Tokenizer) -> None:
+    assert words_of(clip, "small atelectasis, 3.2cm") == ["small", "atelectasis", ",", "3", ".", "2", "cm"]
+
+
+@given(st.lists(st.sampled_from([*" ".join(TEXTS).split(), "xyzzy", "Q", "9"]), min_size=1, max_size=12))
+@settings(max_examples=40, deadline=None)
+def test_words_are_what_the_splitter_made(words: list[str]) -> None:
+    tokenizer = train_wordpiece(TEXTS, vocab_size=120)
+    splitter = tokenizers.pre_tokenizers.BertPreTokenizer()
+    text = " ".join(words).replace("___", "x")
+    ids_BT, mask_BT = tokenizer([text])
+    if mask_BT.sum() < tokenizer.max_tokens:
+        assert int(tokenizer.word_starts(ids_BT, mask_BT).sum()) == len(splitter.pre_tokenize_str(text.lower()))
+
+
+def test_pickle_fork_and_spawn(trained: Tokenizer, clip: Tokenizer) -> None:
+    for tokenizer in (trained, clip):
+        copied = pickle.loads(pickle.dumps(tokenizer))
+        assert torch.equal(copied(TEXTS)[0], tokenizer(TEXTS)[0])
+        assert copied.max_tokens == tokenizer.max_tokens
+    for method in ("fork", "spawn"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            ids = pool.apply(ids_in_child, (trained, TEXTS))
+        assert ids == trained(TEXTS)[0].tolist()
+
+
+def ids_in_child(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    ids: list[list[int]] = tokenizer(texts)[0].tolist()
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "holds no tokenizer: neither tokenizer.json nor vocab.txt"),
+        ({"tokenizer.json": "{"}, "the tokenizer of .* cannot be read"),
+        ({"tokenizer.json": "{}"}, "the tokenizer of .* cannot be read"),
+        ({"vocab.txt": "left\nright\n"}, r"the vocabulary lacks \[PAD\], \[UNK\], \[CLS\], \[SEP\], \[MASK\]"),
+        ({"vocab.json": "[]", "merges.txt": ""}, "the tokenizer of .* cannot be read"),
+        ({"vocab.json": '{"a": 0}', "merges.txt": "a\n"}, "the tokenizer of .* cannot be read"),
+        ({"vocab.txt": "\n".join(SPECIAL), "tokenizer_config.json": "{"}, "the tokenizer of .* cannot be read"),
+        ({"vocab.txt": b"\xff\xfe\x00"}, "the tokenizer of .* cannot be read"),
+    ],
+)
+def test_damaged_folders(tmp_path: Path, files: dict[str, str | bytes], message: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_vocabulary_without_ends(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"left": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="names no tokens to begin and to end a text with"):
+        load_tokenizer(tmp_path)
+
+
+def test_files_have_a_greatest_size(tmp_path: Path) -> None:
+    with (tmp_path / "vocab.txt").open("wb") as file:
+        file.truncate(200 * 2**20)
+    with pytest.raises(ConfigError, match="is larger than"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "error", "message"),
+    [
+        ("owner/name", {}, ConfigError, r"owner/name is no folder; .* a commit of 40 digits"),
+        ("owner/name", {"revision": "main"}, WeightsError, r"revision 'main' is not a full commit hash"),
+        ("owner/name", {"revision": COMMIT}, WeightsError, rf"tokenizer.json of owner/name at revision {COMMIT}"),
+        ("clip", {"revision": COMMIT}, ConfigError, r"revision is for repositories on the hub: clip is not one"),
+    ],
+)
+def test_sources_that_cannot_be_had(source: str, options: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        load_tokenizer(source, **options)
+
+
+def test_hub_repository_in_the_cache(trained: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / COMMIT
+    trained.save(snapshot)
+    (snapshot / "tokenizer.json").unlink()
+    (snapshot / "tokenizer_config.json").unlink()  # vocab.txt alone, as in many old repositories
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    loaded = load_tokenizer("owner/name", revision=COMMIT, max_tokens=64)
+    assert loaded.source == f"owner/name@{COMMIT}"
+    assert loaded.max_tokens == 64
+    text = ["the left effusion"]
+    assert torch.equal(loaded(text)[0], trained(text)[0])

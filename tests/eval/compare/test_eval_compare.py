@@ -1,0 +1,235 @@
+"""Runs side by side: what may be compared, paired differences against a loop written out, the report's files."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.eval_fakes import FakeLoader, FakeModel, make_source
+from sklearn.metrics import roc_auc_score
+
+from medvl.cli import main as cli
+from medvl.errors import EvaluationError
+from medvl.eval import zero_shot
+from medvl.eval.compare.compare import Comparison, Run, compare, find_runs, tell_apart
+from medvl.eval.compare.page import format_comparison, write_report
+from medvl.eval.compare.predictions import read_items
+from medvl.eval.core.bootstrap import resample_counts
+from medvl.eval.core.metric_rows import MetricRow, measure
+from medvl.eval.core.results import Results, read_results, write_results
+from medvl.eval.grounding.evaluate import label_mean_block
+from medvl.eval.retrieval.image_text import image_text_retrieval
+from medvl.eval.zero_shot.evaluate import ZeroShotResult
+
+NAMES = ("Edema", "Fracture")
+
+
+def judged(seed: int, patients: int | None = None) -> ZeroShotResult:
+    """A zero-shot evaluation of 40 images by a model that knows as much as the seed says: nothing."""
+    rng = np.random.default_rng(0)
+    source = make_source((rng.random((40, 2)) < 0.5).astype(float), NAMES, patients=patients)
+    pixels = np.random.default_rng(seed)
+    source.images = [pixels.integers(0, 256, image.shape, dtype=np.uint8) for image in source.images]
+    return zero_shot(FakeModel(), FakeLoader(source), resamples=20)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two training runs with a zero-shot evaluation each, of 16 patients."""
+    folder = tmp_path_factory.mktemp("runs")
+    for number, name in enumerate(("first", "second")):
+        result = judged(number, patients=16)
+        write_results(result.results, folder / name / "eval" / "zero_shot", result.predictions())
+    return folder
+
+
+def compared(*folders: Path, **settings: Any) -> Comparison:
+    ((_, runs),) = find_runs(folders).items()
+    return compare(runs, **settings)
+
+
+def test_a_paired_difference_is_that_of_a_plain_loop_over_the_same_draws(home: Path) -> None:
+    found = compared(home / "first", home / "second", resamples=60, seed=3)
+    row = found.differences[0]["auroc/Edema"]
+    first, second = judged(0, patients=16).images, judged(1, patients=16).images
+    order = np.argsort([sample.key for sample in first.samples])
+    labels_N = first.labels_NL[order, 0]
+    scores = [images.scores_NL[order, list(images.names).index("Edema")] for images in (first, second)]
+    values = []
+    for counts_NR in resample_counts(40, 60, 3, [first.samples[n].patient for n in order]):
+        for counts_N in counts_NR.T:
+            drawn = np.repeat(np.arange(40), counts_N.astype(int))
+            both = [roc_auc_score(labels_N[drawn], score[drawn]) for score in scores]
+            values.append(both[1] - both[0])
+    assert row.value == pytest.approx(roc_auc_score(labels_N, scores[1]) - roc_auc_score(labels_N, scores[0]))
+    assert (row.low, row.high) == pytest.approx(tuple(np.quantile(values, [0.025, 0.975])))
+    assert {"auroc/macro", "average_precision/macro"} <= set(found.differences[0])
+    assert found.notes == ()
+
+
+def test_pairing_sees_what_two_intervals_hide(tmp_path: Path) -> None:
+    """One run is better by a hundredth on every phrase, and phrases differ far more than that."""
+    rng = np.random.default_rng(0)
+    hard = rng.random(60)
+    for name, better in (("a", 0.0), ("b", 0.01)):
+        write_grounding(tmp_path / name, hard + better)
+    row = compared(tmp_path / "a", tmp_path / "b").differences[0]["cnr/overall"]
+    assert (row.low, row.value, row.high) == pytest.approx((0.01, 0.01, 0.01))
+    assert (
+        read_results(tmp_path / "a").row("cnr", "overall").high > read_results(tmp_path / "b").row("cnr", "overall").low
+    )
+
+
+def write_grounding(folder: Path, cnr_N: np.ndarray, *, named: bool = True, **settings: Any) -> Results:
+    lines = [
+        {"key": f"k{number // 2}", "phrase": number % 2, "label": "Edema", "cnr": float(value)}
+        | ({"patient": f"p{number % 20}"} if named else {})
+        for number, value in enumerate(cnr_N)
+    ]
+    block = label_mean_block("cnr", cnr_N, ["Edema"] * len(cnr_N))
+    fields: dict[str, Any] = {
+        "protocol": "grounding",
+        "protocol_version": 1,
+        "rows": measure([block], len(cnr_N), resamples=50),
+        "config": {"maps": "similarity", "resamples": 50},
+        "inputs": {"checkpoint": folder.name, "manifest": "f" * 64},
+        "packages": {},
+    }
+    results = Results(**{**fields, **settings})
+    write_results(results, folder, lines)
+    return results
+
+
+def test_runs_on_other_data_are_refused_unless_that_is_wanted(tmp_path: Path) -> None:
+    write_grounding(tmp_path / "a", np.ones(4))
+    write_grounding(tmp_path / "b", np.ones(4), inputs={"checkpoint": "b", "manifest": "0" * 64})
+    with pytest.raises(EvaluationError, match="b and a have another manifest.*say --force"):
+        compared(tmp_path / "a", tmp_path / "b")
+    assert "b and a have another manifest" in compared(tmp_path / "a", tmp_path / "b", force=True).notes
+    write_grounding(tmp_path / "c", np.ones(4), protocol_version=2)
+    with pytest.raises(EvaluationError, match="c went by grounding version 2, a by grounding version 1"):
+        compared(tmp_path / "a", tmp_path / "c")
+
+
+def test_settings_that_differ_are_told_and_those_that_do_not_matter_are_not(tmp_path: Path) -> None:
+    write_grounding(tmp_path / "a", np.ones(4))
+    write_grounding(tmp_path / "b", np.ones(4), config={"maps": "attention", "resamples": 7})
+    assert compared(tmp_path / "a", tmp_path / "b").notes == ("maps: similarity (a), attention (b)",)
+
+
+def test_other_items_are_not_paired_and_unnamed_patients_are_told(tmp_path: Path) -> None:
+    write_grounding(tmp_path / "a", np.arange(4.0))
+    write_grounding(tmp_path / "b", np.arange(6.0))
+    found = compared(tmp_path / "a", tmp_path / "b")
+    assert found.differences == ({},)
+    assert found.notes == ("b is not paired with a: their predictions are of other items",)
+    (tmp_path / "b" / "predictions.jsonl").unlink()
+    assert "no predictions that could be" in compared(tmp_path / "a", tmp_path / "b").notes[0]
+    for name in ("c", "d"):
+        write_grounding(tmp_path / name, np.arange(4.0), named=False)
+    assert "single items are drawn" in compared(tmp_path / "c", tmp_path / "d").notes[0]
+
+
+def test_predictions_must_be_those_of_their_results(tmp_path: Path) -> None:
+    results = write_grounding(tmp_path / "a", np.ones(4))
+    other = write_grounding(tmp_path / "b", np.zeros(4))
+    path = tmp_path / "a" / "predictions.jsonl"
+    path.write_text((tmp_path / "b" / "predictions.jsonl").read_text())
+    with pytest.raises(EvaluationError, match=r"gives 0.000000 for cnr/overall and results.json beside it 1.000000"):
+        read_items(tmp_path / "a", results)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines, lines[0]]))
+    with pytest.raises(EvaluationError, match="one of them twice"):
+        read_items(tmp_path / "a", other)
+    path.write_text('{"key": 1}\n')
+    with pytest.raises(EvaluationError, match=r"has no lines of grounding \(KeyError\)"):
+        read_items(tmp_path / "a", results)
+    assert read_items(tmp_path / "a", dataclasses.replace(results, protocol="image_retrieval")) is None
+
+
+def test_ranks_of_images_give_the_rows_of_their_direction(tmp_path: Path) -> None:
+    source = make_source(np.zeros((12, 1)), ["Edema"])
+    loader = FakeLoader(source, texts=[f"text {number // 2}" for number in range(12)])
+    result = image_text_retrieval(FakeModel(), loader, resamples=20)
+    write_results(result.results, tmp_path, result.predictions())
+    items = read_items(tmp_path, result.results)
+    assert items is not None
+    assert items.groups is not None
+    assert len(set(items.groups)) == 6
+    assert items.rows == [f"{name}/image_to_text" for name in ("recall@1", "recall@5", "recall@10", "median_rank")]
+
+
+# Finding and naming runs
+
+
+def test_runs_are_found_from_any_of_their_folders_and_called_by_what_tells_them_apart(home: Path) -> None:
+    (home / "first" / "best").mkdir(exist_ok=True)
+    places = [home / "first" / "best", home / "second" / "eval" / "zero_shot" / "results.json"]
+    runs = find_runs(places)["zero_shot"]
+    assert [run.name for run in runs] == ["first", "second"]
+    with pytest.raises(EvaluationError, match="holds no results.json, nor an eval/ that does"):
+        find_runs([home / "first" / "eval" / "zero_shot" / "nothing"])
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/r/a/eval/x", "/r/b/eval/x"], ["a", "b"]),
+        (["/r/a/1/x", "/r/b/2/x"], ["a/1", "b/2"]),
+        (["/r/a", "/r/a/b"], ["a", "b"]),
+        (["/r/a", "/r/a"], ["1 a", "2 a"]),
+        (["/r/a"], ["a"]),
+    ],
+)
+def test_names_are_short_and_not_the_same(paths: list[str], names: list[str]) -> None:
+    found = tell_apart([Path(path) for path in paths])
+    assert len(set(found)) == len(found)
+    assert found == names
+
+
+# What is written
+
+
+def test_the_report_has_values_differences_and_arrows_for_what_is_certain(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name, better in (("a", 0.0), ("b", 0.1), ("c", -0.2)):
+        write_grounding(tmp_path / name, rng.random(60) * 0.01 + 0.5 + better)
+    found = compared(tmp_path / "a", tmp_path / "b", tmp_path / "c", resamples=100)
+    told = format_comparison(found)
+    assert "b difference" in told
+    paths = write_report([found], tmp_path / "out", date="2026-01-01")
+    content: list[Mapping[str, Any]] = json.loads(paths[0].read_text())
+    row = content[0]["rows"][0]
+    assert row["name"] == "cnr/overall"
+    assert [value["n"] for value in row["values"]] == [60, 60, 60]
+    assert row["differences"][0]["value"] == pytest.approx(0.1, abs=0.01)
+    html = paths[1].read_text()
+    for word in ("b minus a", "c minus a", "▲ +0.1", "▼ -0.", "2026-01-01", "Edema"):
+        assert word in html
+
+
+def test_rows_that_only_one_run_has_stand_beside_a_dash(tmp_path: Path) -> None:
+    write_grounding(tmp_path / "a", np.ones(4))
+    extra = MetricRow(metric="miou", target="overall", value=0.5, n=4)
+    own = read_results(tmp_path / "a")
+    b = Run("b", tmp_path / "a", dataclasses.replace(own, rows=(*own.rows, extra)))
+    found = compare([Run("a", tmp_path / "a", own), b], resamples=10)
+    assert found.rows[-1] == "miou/overall"
+    assert found.as_json()["rows"][-1]["values"][0] is None
+    assert "–" in write_report([found], tmp_path / "out")[1].read_text()
+    told = dataclasses.replace(found, notes=("maps: attention (a), similarity (b)",))
+    assert "maps: attention (a)" in write_report([told], tmp_path / "told")[1].read_text()
+
+
+def test_the_command_prints_a_table_and_says_where_the_page_is(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "report"
+    cli.main(["report", str(home / "first"), str(home / "second"), "--out", str(out), "--resamples", "20"])
+    printed = capsys.readouterr().out
+    assert "second difference" in printed
+    assert str(out / "index.html") in printed
+    assert (out / "comparison.json").is_file()

@@ -1,0 +1,158 @@
+"""Results on disk and in the terminal."""
+
+import dataclasses
+import hashlib
+import json
+import math
+
+import numpy as np
+import pytest
+
+from medvl.errors import EvaluationError
+from medvl.eval import MetricRow, format_table, read_results, write_results
+from medvl.eval.core.bootstrap import bootstrap_indices
+from medvl.eval.core.metric_rows import mean_block, measure, median_block
+from medvl.eval.core.results import Results, checkpoint_sha256
+
+ROWS = (
+    MetricRow(metric="auroc", target="Edema", value=0.8734, low=0.8121, high=0.921, n=100, n_positive=20),
+    MetricRow(metric="auroc", target="Edema", subgroup="sex: F", n=7, n_positive=1),
+    MetricRow(metric="auroc", target="macro", value=0.7, low=0.6, high=0.8, n=120),
+    MetricRow(metric="f1", target="Edema", value=0.5, n=100, n_positive=20),
+    MetricRow(metric="median_rank", target="macro", value=12.5, low=10.0, high=140.25, n=120),
+)
+
+
+def make_results(**changes) -> Results:
+    results = Results(
+        protocol="zero_shot",
+        protocol_version=1,
+        rows=ROWS,
+        config={"seed": 0, "ks": (1, 5)},
+        inputs={"checkpoint": None, "prompts": "ab"},
+        details={"thresholds": {"Edema": 0.25, "Fracture": math.nan}},
+    )
+    return dataclasses.replace(results, **changes)
+
+
+def test_results_come_back_as_they_were_written(tmp_path):
+    (path,) = write_results(make_results(), tmp_path / "new" / "folder")
+    for given in (path, path.parent, str(path)):
+        back = read_results(given)
+        assert repr(back.rows) == repr(ROWS)  # NaN differs from itself
+        assert back.protocol == "zero_shot"
+        assert back.inputs == {"checkpoint": None, "prompts": "ab"}
+        assert back.details["thresholds"] == {"Edema": 0.25, "Fracture": None}
+        assert back.packages["medvl"]
+        assert back.packages["torch"]
+
+
+def test_the_file_is_strict_json_with_named_rows(tmp_path):
+    (path,) = write_results(make_results(), tmp_path)
+    data = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert data["results_version"] == 1
+    assert data["protocol"] == {"name": "zero_shot", "version": 1}
+    assert [row["name"] for row in data["metrics"]][:2] == ["auroc/Edema", "auroc/Edema (sex: F)"]
+    assert data["metrics"][1]["value"] is None
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path):
+    write_results(make_results(), tmp_path)
+    before = (tmp_path / "results.json").read_bytes()
+    with pytest.raises(TypeError):
+        write_results(make_results(details={"bad": object()}), tmp_path)
+    assert (tmp_path / "results.json").read_bytes() == before
+
+    def breaking():
+        yield {"key": "a"}
+        raise RuntimeError("disk")
+
+    with pytest.raises(RuntimeError):
+        write_results(make_results(), tmp_path, breaking())
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_a_failed_rename_removes_its_temporary_file(tmp_path):
+    (tmp_path / "results.json").mkdir()
+    with pytest.raises(OSError, match=r"results\.json"):
+        write_results(make_results(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"is not a results file of medvl \(JSONDecodeError"),
+        ("[]", r"is not a results file of medvl \(TypeError"),
+        ("{}", r"is not a results file of medvl \(KeyError: 'results_version'\)"),
+        ('{"results_version": 99}', "has format version 99, this medvl reads version 1"),
+        ('{"results_version": 1, "protocol": {"name": "a", "version": 1}, "metrics": [{"metric": 1}]}', "KeyError"),
+    ],
+)
+def test_foreign_files_are_refused_by_name(tmp_path, text, message):
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(EvaluationError, match=message) as caught:
+        read_results(tmp_path)
+    assert "results.json" in str(caught.value)
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(EvaluationError, match=r"results\.json is not there"):
+        read_results(tmp_path)
+    with pytest.raises(EvaluationError, match=r"model\.safetensors is not there"):
+        checkpoint_sha256(tmp_path)
+
+
+def test_the_hash_of_a_checkpoint_is_that_of_its_weights(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    expected = hashlib.sha256(b"weights").hexdigest()
+    assert checkpoint_sha256(tmp_path) == checkpoint_sha256(tmp_path / "model.safetensors") == expected
+
+
+def test_the_table_is_aligned_and_leaves_out_what_is_not_there():
+    assert format_table(ROWS) == "\n".join(
+        [
+            "                  n  positive                 auroc     f1         median rank",
+            "Edema           100        20  0.873 [0.812, 0.921]  0.500                   -",
+            "Edema (sex: F)    7         1                     -      -                   -",
+            "macro           120            0.700 [0.600, 0.800]      -  12.5 [10.0, 140.2]",
+        ]
+    )
+    assert format_table(ROWS[2:3]).splitlines()[0].split() == ["n", "auroc"]
+
+
+def test_metrics_that_do_not_fit_stand_in_a_table_beneath():
+    whole, beneath = format_table(ROWS, width=60).split("\n\n")
+    assert whole.splitlines()[0].split() == ["n", "positive", "auroc", "f1"]
+    assert beneath.splitlines()[0].split() == ["n", "positive", "median", "rank"]
+    assert len(beneath.splitlines()) == 4
+    assert max(map(len, whole.splitlines())) <= 60
+    assert len(format_table(ROWS, width=1).split("\n\n")) == 3
+
+
+def test_unknown_rows_are_named():
+    with pytest.raises(EvaluationError, match=r"no row 'auroc/Edema \(sex: M\)' in the results of zero_shot"):
+        make_results().row("auroc", "Edema", "sex: M")
+
+
+def test_means_and_medians_equal_a_plain_loop():
+    rng = np.random.default_rng(0)
+    values_NK = rng.integers(0, 9, (40, 2)).astype(float)
+    values_NK[:5, 1] = np.nan
+    rows = measure(
+        [mean_block("accuracy", values_NK, ["open", "closed"]), median_block("median", values_NK[:, 0], "open")],
+        40,
+        resamples=30,
+        seed=2,
+    )
+    drawn_RN = bootstrap_indices(40, 30, seed=2)
+    plain = [
+        (lambda x: x[:, 0].mean(), 40),
+        (lambda x: np.nanmean(x[:, 1]), 35),
+        (lambda x: np.median(x[:, 0]), 40),
+    ]
+    for row, (function, n) in zip(rows, plain, strict=True):
+        loop = [function(values_NK[drawn]) for drawn in drawn_RN]
+        assert row.n == n
+        assert row.value == pytest.approx(function(values_NK))
+        assert (row.low, row.high) == pytest.approx(tuple(np.percentile(loop, (2.5, 97.5))))

@@ -1,0 +1,262 @@
+"""Re-ranked retrieval against its protocol written out plainly, every pair encoded anew; what is encoded how often."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.eval_fakes import FakeLoader, FakeModel, make_source
+from helpers.fusion_samples import SIDE, TEXTS, tiny_model, tiny_tokenizer
+from helpers.shard_plans import OPTIONS, make_plan
+from torch import Tensor, nn
+
+from medvl.cli import eval_common
+from medvl.data.convert.options import ShardRun
+from medvl.data.convert.pipeline import write_shards
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.errors import ConfigError, EvaluationError
+from medvl.eval import reranked_retrieval
+from medvl.eval.retrieval import rerank
+from medvl.eval.retrieval.rerank import Shortlister, reranked_ranks
+from medvl.models.checkpoint import save
+from medvl.models.fusion_encoders.base import FusionModel
+from medvl.schema import Batch
+
+REPORTS = [*TEXTS, "The heart is enlarged.", "Dense left consolidation of the lungs.", "", "No effusion."]
+COUNT = 17
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return tiny_tokenizer()
+
+
+class Pictures(FakeLoader):
+    """Images of noise, each with one of the reports; the empty one is left out."""
+
+    def __init__(self, batch: int = 5, side: int = SIDE) -> None:
+        source = make_source(np.zeros((COUNT, 0)), ())
+        rng = np.random.default_rng(0)
+        source.images = [rng.integers(0, 256, (side, side), dtype=np.uint8) for _ in range(COUNT)]
+        super().__init__(source, batch, [f" {REPORTS[row % len(REPORTS)]}\n" for row in range(COUNT)])
+
+
+class Rows(FakeLoader):
+    """The same samples as `FakeModel` takes them: one row of pixels."""
+
+    def __init__(self) -> None:
+        source = make_source(np.zeros((COUNT, 0)), ())
+        super().__init__(source, 4, [f"{REPORTS[row % len(REPORTS)]}" for row in range(COUNT)])
+
+
+class Counting(nn.Module):
+    """Counts what a module is given."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.seen = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name in ("inner", "seen") else getattr(super().__getattr__("inner"), name)
+
+    def forward(self, rows: Tensor, *rest: Any) -> Any:
+        self.seen += len(rows)
+        return self.inner(rows, *rest)
+
+
+def plain_ranks(
+    similarity_NM: np.ndarray, score_NM: np.ndarray, text_of: Sequence[int], k: int
+) -> tuple[list[int], list[int]]:
+    """The protocol, a query at a time."""
+    positive_NM = np.array(text_of)[:, None] == np.arange(similarity_NM.shape[1])
+    return (
+        [_rank(s, f, p, k) for s, f, p in zip(similarity_NM, score_NM, positive_NM, strict=True)],
+        [_rank(s, f, p, k) for s, f, p in zip(similarity_NM.T, score_NM.T, positive_NM.T, strict=True)],
+    )
+
+
+def _rank(similar: np.ndarray, score: np.ndarray, positive: np.ndarray, k: int) -> int:
+    order = sorted(range(len(similar)), key=lambda place: (-similar[place], positive[place]))[:k]
+    mine = [place for place in order if positive[place]]
+    if mine:
+        best = max(score[place] for place in mine)
+        return 1 + sum(score[place] >= best for place in order if not positive[place])
+    best = max(similar[positive])
+    return 1 + sum(similar[~positive] >= best)
+
+
+@torch.no_grad()
+def uncached(model: FusionModel, loader: FakeLoader) -> tuple[list[int], np.ndarray]:
+    """(text of each image with text, score of every pair), both encoded again for each."""
+    pictures = [batch for batch in _singles(loader) if batch.texts[0].strip()]
+    plain = [" ".join(batch.texts[0].split()) for batch in pictures]
+    texts = list(dict.fromkeys(plain))
+    scores = np.zeros((len(pictures), len(texts)))
+    for row, batch in enumerate(pictures):
+        for column, text in enumerate(texts):
+            ids_BT, mask_BT = model.tokenize([text])
+            logits_B2 = model.match(model.text_tokens(ids_BT, mask_BT), model.image_tokens(batch.image_BCHW))
+            scores[row, column] = (logits_B2[0, 1] - logits_B2[0, 0]).item()
+    return [texts.index(text) for text in plain], scores
+
+
+def _singles(loader: FakeLoader) -> Iterator[Batch]:
+    yield from FakeLoader(loader.source, 1, loader.texts)
+
+
+@pytest.mark.parametrize("shortlist", [1, 3, 100])
+def test_it_is_the_uncached_protocol(tokenizer: Tokenizer, shortlist: int) -> None:
+    """ALBEF, whose own embeddings make the list."""
+    model: Any = tiny_model("albef", tokenizer).eval()
+    nn.init.normal_(model.itm_head.weight, generator=torch.Generator().manual_seed(5))
+    result = reranked_retrieval(model, Pictures(), shortlist=shortlist, resamples=0)
+    text_of, score_NM = uncached(model, Pictures())
+    texts = list(dict.fromkeys(" ".join(text.split()) for text in Pictures().texts if text.strip()))
+    with torch.no_grad():
+        images = torch.cat([batch.image_BCHW for batch in _singles(Pictures()) if batch.texts[0].strip()])
+        similarity_NM = model.similarity(images, texts).numpy()
+    of_images, of_texts = plain_ranks(similarity_NM, score_NM, text_of, shortlist)
+    assert result.image_rank_N.tolist() == of_images
+    assert result.text_rank_M.tolist() == of_texts
+    assert len(set(of_images)) > 3 or shortlist == 1
+    details = result.results.details
+    assert (details["images"], details["texts"], details["images_without_text"]) == (15, 7, 2)
+    if shortlist == 100:
+        assert details["positive_on_shortlist"] == {"image_to_text": 1.0, "text_to_image": 1.0}
+    assert result.results.protocol == "image_text_retrieval_reranked"
+
+
+@pytest.mark.parametrize("name", ["dual_stream", "medvill"])
+def test_another_dual_encoder_may_make_the_list(tokenizer: Tokenizer, name: str) -> None:
+    model = tiny_model(name, tokenizer).eval()
+    nn.init.normal_(model.itm_head.weight, generator=torch.Generator().manual_seed(5))
+    fake = FakeModel().eval()
+    result = reranked_retrieval(model, Pictures(), shortlist=3, by=Shortlister(fake, Rows()), resamples=0)
+    text_of, score_NM = uncached(model, Pictures())
+    texts = list(dict.fromkeys(text for text in Rows().texts if text))
+    with torch.no_grad():
+        rows = torch.cat([batch.image_BCHW for batch in Rows()])
+        kept = [row for row, text in enumerate(Rows().texts) if text]
+        similarity_NM = (fake.embed_images(rows).global_NE[kept] @ fake.embed_texts(texts).global_NE.T).numpy()
+    of_images, of_texts = plain_ranks(similarity_NM, score_NM, text_of, 3)
+    assert result.image_rank_N.tolist() == of_images
+    assert result.text_rank_M.tolist() == of_texts
+
+
+def test_everything_is_encoded_once_and_pairs_come_in_chunks(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = tiny_model("albef", tokenizer).eval()
+    whole = reranked_retrieval(model, Pictures(), shortlist=4, resamples=0)
+    model.image_encoder, model.text_encoder = Counting(model.image_encoder), Counting(model.text_encoder)
+    monkeypatch.setattr(rerank, "_PAIRS", 6)
+    monkeypatch.setattr(rerank, "_TEXTS", 2)
+    largest, fuse = [], model.fuse
+    monkeypatch.setattr(model, "fuse", lambda text, image: largest.append(len(text.states_BND)) or fuse(text, image))
+    chunked = reranked_retrieval(model, Pictures(3), shortlist=4, resamples=0)
+    assert model.image_encoder.seen == COUNT
+    assert model.text_encoder.seen == 7
+    assert max(largest) == 6
+    assert sum(largest) <= 4 * (15 + 7)
+    np.testing.assert_array_equal(chunked.image_rank_N, whole.image_rank_N)
+    np.testing.assert_array_equal(chunked.text_rank_M, whole.text_rank_M)
+
+
+@pytest.mark.parametrize("shortlist", [1, 2, 5, 40])
+def test_ties_count_against_the_positive_on_and_off_the_list(shortlist: int) -> None:
+    generator = torch.Generator().manual_seed(shortlist)
+    similarity_NM = torch.randint(0, 4, (30, 9), generator=generator) / 4
+    score_NM = torch.randint(0, 3, (30, 9), generator=generator).float()
+    text_of_N = torch.arange(30) % 9
+    plain = plain_ranks(similarity_NM.numpy(), score_NM.numpy(), text_of_N.tolist(), shortlist)
+    before = plain_ranks(similarity_NM.numpy(), similarity_NM.numpy(), text_of_N.tolist(), 0)
+    found = reranked_ranks(
+        similarity_NM,
+        text_of_N,
+        shortlist,
+        (np.array(before[0]), np.array(before[1])),
+        lambda image_Q, text_Q: score_NM[image_Q, text_Q],
+    )
+    constant = torch.zeros(30, 9)
+    worst = reranked_ranks(
+        constant,
+        text_of_N,
+        shortlist,
+        (np.full(30, 9), np.full(9, 30)),
+        lambda image_Q, text_Q: torch.zeros(len(image_Q)),
+    )
+    assert set(worst[0].tolist()) == {9}
+    assert all(rank >= 26 for rank in worst[1].tolist())
+    listed = np.array(before[0]) <= shortlist  # elsewhere ties decide which strangers are on the list
+    assert (found[0][~listed] == np.array(before[0])[~listed]).all()
+    assert (found[0][listed] <= shortlist).all()
+    if shortlist == 40:
+        assert found[0].tolist() == plain[0]
+        assert found[1].tolist() == plain[1]
+
+
+def test_a_perfect_matcher_finds_what_is_on_the_list(tokenizer: Tokenizer) -> None:
+    similarity_NM = torch.rand(20, 20, generator=torch.Generator().manual_seed(0))
+    text_of_N = torch.arange(20)
+    before = plain_ranks(similarity_NM.numpy(), similarity_NM.numpy(), text_of_N.tolist(), 0)
+    found = reranked_ranks(
+        similarity_NM,
+        text_of_N,
+        5,
+        (np.array(before[0]), np.array(before[1])),
+        lambda image_Q, text_Q: (image_Q == text_Q).float(),
+    )
+    for rank, old in zip(found, before, strict=True):
+        assert rank.tolist() == [1 if place <= 5 else place for place in old]
+        assert 0 < sum(place <= 5 for place in old) < 20
+
+
+def test_what_cannot_be_judged_is_refused(tokenizer: Tokenizer) -> None:
+    fusion, albef = tiny_model("dual_stream", tokenizer), tiny_model("albef", tokenizer)
+    with pytest.raises(EvaluationError, match="dual_stream is no dual-encoder"):
+        reranked_retrieval(fusion, Pictures())
+    with pytest.raises(EvaluationError, match="shortlist is 0"):
+        reranked_retrieval(albef, Pictures(), shortlist=0)
+    other = Rows()
+    other.source.samples = other.source.samples[::-1]
+    with pytest.raises(EvaluationError, match="gives other images"):
+        reranked_retrieval(fusion, Pictures(), by=Shortlister(FakeModel(), other))
+    with torch.no_grad():
+        albef.itm_head.bias.fill_(torch.nan)
+    with pytest.raises(EvaluationError, match="match scores are not finite"):
+        reranked_retrieval(albef, Pictures())
+
+
+def test_intervals_and_autocast(tokenizer: Tokenizer) -> None:
+    model = tiny_model("albef", tokenizer)
+    result = reranked_retrieval(model, Pictures(), resamples=50, autocast=torch.bfloat16)
+    row = result.results.row("recall@5", "image_to_text")
+    assert 0 <= row.low <= row.value <= row.high <= 1
+    assert model.training
+    assert result.results.config["autocast"] == "torch.bfloat16"
+    assert {line["key"] for line in result.predictions()} == set(result.keys)
+
+
+def test_the_command_reranks_with_another_checkpoint_or_its_own(
+    tokenizer: Tokenizer, deid: Deidentifier, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "shards", workers=1), OPTIONS)
+    data = tmp_path / "shards" / "train"
+    for name in ("albef", "dual_stream"):
+        (tmp_path / name / "best").mkdir(parents=True)
+        save(tiny_model(name, tokenizer), tmp_path / name / "best")
+    albef, stream = tmp_path / "albef" / "best", tmp_path / "dual_stream" / "best"
+    settings: dict[str, Any] = {"shortlist": 3, "resamples": 0, "workers": 0, "device": "cpu"}
+    for checkpoint, own in ((stream, False), (albef, True)):
+        eval_common.retrieval(albef, data, rerank=checkpoint, **settings)
+        written = json.loads((checkpoint.parent / "eval" / "retrieval" / "results.json").read_text())
+        assert written["protocol"] == {"name": "image_text_retrieval_reranked", "version": 1}
+        assert written["config"]["own_shortlist"] is own
+        assert (written["inputs"]["shortlist_checkpoint"] is None) is own
+    assert "recall@5" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="dual_stream, which compares nothing"):
+        eval_common.retrieval(stream, data, **settings)

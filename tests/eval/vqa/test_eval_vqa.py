@@ -1,0 +1,343 @@
+"""Judging answers to questions: normalisers, vocabularies, denominators, baselines, protocols."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+import medvl
+from medvl.data.annotations.questions import Question
+from medvl.data.corpora import vqa_rad
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.errors import EvaluationError
+from medvl.eval import AnswerVocabulary, VQAData, VQAProtocol, judge_answers, read_results
+from medvl.eval.vqa.answer_normalization import NORMALIZERS
+from medvl.eval.vqa.baselines import baselines
+from medvl.eval.vqa.predictions import Prediction, constant_predictions, predictions_from_scores, read_predictions
+from medvl.eval.vqa.protocol import LEGACY, PROTOCOLS, get_protocol
+from medvl.eval.vqa.published_protocols import legacy_table
+from medvl.eval.vqa.question_only_baseline import QuestionOnly, features_of
+
+# Questions, vocabulary, predictions
+
+
+def ask(name, question, answer, split="test", kind="PRES", organ="CHEST", phrasing="freeform", answer_type=None):
+    closed = answer.lower() in ("yes", "no")
+    return Question(
+        id=name, question=question, answer=answer, answer_type=answer_type or ("closed" if closed else "open"),
+        kind=kind, organ=organ, split=split, phrasing=phrasing,
+    )  # fmt: skip
+
+
+TRAIN = (
+    ask("t1", "is there a mass?", "Yes", "train"),
+    ask("t2", "is there a mass?", "yes", "train"),
+    ask("t3", "is there a mass?", "no", "train"),
+    ask("t4", "where is the mass?", "Right lung", "train", kind="POS"),
+    ask("t5", "where is the mass?", "the right lung", "train", kind="POS"),
+    ask("t6", "which plane?", "axial", "train", kind="PLANE", organ="HEAD"),
+)
+TEST = (
+    ask("1", "is there a mass?", "yes"),
+    ask("2", "is there air?", "no"),
+    ask("3", "where is the mass?", "left lung", kind="POS", phrasing="para"),
+    ask("4", "which plane?", "Axial", kind="ABN, PLANE", organ="HEAD"),
+    ask("5", "is it MR or CT?", "CT", answer_type="closed", kind="MODALITY", organ="HEAD"),
+    ask("6", "what is it?", "", kind="ABN"),
+)
+DATA = VQAData("tiny", "official", TRAIN + TEST, ("a", "b", "c", "d", "e", "f", "a", "a", "b", "c", "d", "e"))
+GOLD = {question.id: Prediction(question.answer) for question in TEST}
+
+
+def row(result, target, metric="accuracy", subgroup=""):
+    return result.results.row(metric, target, subgroup)
+
+
+def test_the_vocabulary_comes_from_train_alone_by_default():
+    vocabulary = AnswerVocabulary.build(DATA.questions, get_protocol("medvl"))
+    assert vocabulary.answers == ("right lung", "yes", "axial", "no")  # by frequency, then by the alphabet
+    assert vocabulary.index()["axial"] == 2
+    everything = AnswerVocabulary.build(DATA.questions, get_protocol("m3ae"))
+    assert set(everything.answers) == {*vocabulary.answers, "left lung", "ct"}
+    frequent = AnswerVocabulary.build(DATA.questions, get_protocol("medvl"), min_count=2)
+    assert frequent.answers == ("right lung", "yes")
+    assert len({v.fingerprint for v in (vocabulary, everything, frequent)}) == 3
+    with pytest.raises(EvaluationError, match="no answer in train"):
+        AnswerVocabulary.build(TEST, get_protocol("medvl"))
+
+
+def test_scores_become_answers_by_id():
+    vocabulary = AnswerVocabulary.build(DATA.questions, get_protocol("medvl"))
+    found = predictions_from_scores(["2", "1"], [[0.0, 0.1, 0.3, 0.9], [2.0, 2.0, 1.0, 0.0]], vocabulary)
+    assert {name: said.answer for name, said in found.items()} == {"2": "no", "1": "right lung"}
+    assert found["2"].score == 0.9
+    with pytest.raises(EvaluationError, match=r"scores of shape \(1, 3\) for 1 questions and 4 answers"):
+        predictions_from_scores(["1"], [[1.0, 2.0, 3.0]], vocabulary)
+    with pytest.raises(EvaluationError, match="NaN"):
+        predictions_from_scores(["1"], [[1.0, 2.0, 3.0, np.nan]], vocabulary)
+
+
+def test_predictions_are_read_and_refused_by_line(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    path.write_text('{"id": 1, "answer": "yes", "answer_type": "closed"}\n\n{"id": "2", "answer": "no"}\n')
+    assert read_predictions(path) == {"1": Prediction("yes", "closed"), "2": Prediction("no")}
+    for text, told in (
+        ('{"id": 1, "answer": "yes"}\n{"id": "1", "answer": "no"}', "line 2: question 1 is answered a second time"),
+        ('{"id": 1}', "line 1 is no object with id and answer"),
+        ("[]", "line 1 is no object"),
+        ("{", "line 1 is no object"),
+        ('{"id": 1, "answer": ["yes"]}', "line 1: answer must be a text"),
+    ):
+        path.write_text(text)
+        with pytest.raises(EvaluationError, match=told):
+            read_predictions(path)
+    with pytest.raises(EvaluationError, match="is not there"):
+        read_predictions(tmp_path / "none")
+
+
+# Judging
+
+
+def test_every_question_stays_in_the_denominator():
+    result = judge_answers(DATA, GOLD, resamples=0)
+    assert row(result, "overall").value == pytest.approx(5 / 6)  # the question without an answer is worth nothing
+    assert (row(result, "overall").n, row(result, "closed").n, row(result, "open").n) == (6, 3, 3)
+    assert row(result, "closed").value == 1.0
+    ceiling = row(result, "overall", "ceiling")
+    assert (ceiling.value, ceiling.n) == (pytest.approx(3 / 6), 6)  # left lung and CT never occur in train
+    half = judge_answers(DATA, {"1": Prediction("YES"), "3": Prediction("right lung")}, resamples=0)
+    assert row(half, "overall").value == pytest.approx(1 / 6)
+    assert half.results.details["not_predicted"] == 4
+    with pytest.raises(EvaluationError, match="1 predictions are for questions that tiny does not have, first 99"):
+        judge_answers(DATA, {"99": Prediction("yes")})
+    with pytest.raises(EvaluationError, match=r"no question in validate: its splits are \['test', 'train'\]"):
+        judge_answers(DATA, GOLD, split="validate")
+
+
+def test_rows_by_kind_and_organ_count_a_question_of_two_kinds_twice():
+    result = judge_answers(DATA, GOLD, resamples=0)
+    assert (row(result, "kind: PLANE").n, row(result, "kind: ABN").n, row(result, "kind: PRES").n) == (1, 2, 2)
+    assert row(result, "kind: ABN").value == 0.5
+    assert (row(result, "organ: CHEST").n, row(result, "organ: HEAD").n) == (4, 2)
+    assert "kind: PLANE" in result.table()
+    assert len(result.table().splitlines()) > 12
+
+
+def test_positions_do_not_matter():
+    backwards = dict(reversed(GOLD.items()))
+    shown = [judge_answers(DATA, said, resamples=20).results for said in (backwards, GOLD)]
+    assert repr(shown[0]) == repr(shown[1])  # NaN is not equal to itself
+
+
+def test_intervals_are_drawn_over_images():
+    """Questions of one image stand or fall together: with all questions on two images, few values can occur."""
+    two = dataclasses.replace(DATA, groups=tuple("ab"[int(q.id in ("1", "2", "4"))] for q in DATA.questions))
+    said = {name: Prediction(TEST[int(name) - 1].answer if name in ("1", "2", "4") else "wrong") for name in GOLD}
+    overall = row(judge_answers(two, said, resamples=200), "overall")
+    assert (overall.low, overall.value, overall.high) == (0.0, 0.5, 1.0)
+    apart = row(judge_answers(DATA.choose(range(12)), said, resamples=200), "overall")
+    assert apart.high - apart.low < 1
+
+
+def test_the_gain_over_the_question_is_a_paired_difference():
+    result = judge_answers(DATA, GOLD, resamples=50)
+    gain = row(result, "overall", "gain_over_question_only")
+    alone = row(result, "overall", subgroup="baseline: question_only")
+    assert gain.value == pytest.approx(row(result, "overall").value - alone.value)
+    assert gain.low <= gain.value <= gain.high
+
+
+def test_results_and_predictions_are_written(tmp_path):
+    result = judge_answers(DATA, GOLD, resamples=10, inputs={"checkpoint": "f" * 64})
+    medvl.eval.write_results(result.results, tmp_path, result.predictions())
+    back = read_results(tmp_path)
+    assert back.config["judging"]["normalizer"] == "medvl-1"
+    assert back.config["vocabulary_size"] == 4
+    assert (back.inputs["checkpoint"], len(back.inputs["questions"])) == ("f" * 64, 64)
+    assert back.row("accuracy", "overall").value == result.results.row("accuracy", "overall").value
+    lines = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
+    assert [line["id"] for line in lines] == [question.id for question in TEST]
+    assert lines[0]["model"] == "yes"
+    assert lines[2]["model_credit"] == 1.0
+    assert lines[5]["answer"] == ""
+
+
+def test_the_fingerprint_is_that_of_the_questions_and_nothing_else():
+    shuffled = DATA.choose([3, *range(3), *range(4, 12)])
+    assert shuffled.fingerprint == DATA.fingerprint
+    changed = dataclasses.replace(DATA, questions=(dataclasses.replace(TRAIN[0], answer="No"), *DATA.questions[1:]))
+    assert changed.fingerprint != DATA.fingerprint
+    assert dataclasses.replace(DATA, groups=("x",) * 12).fingerprint == DATA.fingerprint  # hashed with another salt
+
+
+# Baselines
+
+
+def test_baselines_learn_from_train_alone():
+    found = baselines(TRAIN, TEST, get_protocol("medvl"))
+    said = {name: [one[question.id].answer for question in TEST] for name, one in found.items()}
+    assert said["always_yes"] == ["yes"] * 6
+    assert said["majority"] == ["right lung"] * 6
+    assert said["majority_by_kind"] == ["yes", "yes", "right lung"] + ["right lung"] * 3
+    assert said["question_lookup"] == ["yes", "right lung", "right lung", "axial", "right lung", "right lung"]
+    assert said["question_only"][:4] == ["yes", "yes", "right lung", "axial"]
+    other = [dataclasses.replace(question, answer="something else") for question in TEST]
+    assert baselines(TRAIN, other, get_protocol("medvl")) == found
+
+
+def ridge(counts_NF, classes_N, penalty, size):
+    """The definition, written out: normal equations of the centred problem."""
+    target_NV = np.eye(size)[classes_N]
+    centred_NF = counts_NF - counts_NF.mean(axis=0)
+    normal_FF = centred_NF.T @ centred_NF + penalty * np.eye(counts_NF.shape[1])
+    weight_FV = np.linalg.solve(normal_FF, centred_NF.T @ (target_NV - target_NV.mean(axis=0)))
+    return weight_FV, target_NV.mean(axis=0) - counts_NF.mean(axis=0) @ weight_FV
+
+
+def test_the_question_only_model_is_ridge_regression(monkeypatch):
+    monkeypatch.setattr("medvl.eval.vqa.question_only_baseline._BLOCK", 2)
+    texts = ["is there a mass", "where is it", "is there a mass", "is it left", "a mass a mass", "is there a mass"]
+    classes = [0, 2, 1, 0, 2, 0]
+    names = sorted({name for text in texts for name in features_of(text)})
+
+    def matrix(rows):
+        return np.array([[features_of(text)[name] for name in names] for text in rows], float)
+
+    weight_FV, bias_V = ridge(matrix(texts), classes, 0.7, 4)
+    new = ["is there a fracture", "nothing known", "where is it", "where is it"]
+    model = QuestionOnly(texts, classes, 4, penalty=0.7)
+    np.testing.assert_allclose(model.scores(new), matrix(new) @ weight_FV + bias_V, atol=1e-12)
+    assert model.scores([]).shape == (0, 4)
+
+
+def test_the_question_only_model_refuses_what_it_cannot_learn_from():
+    for questions, classes in (([], []), (["a"], [4]), (["a"], [-1]), (["a", "b"], [0])):
+        with pytest.raises(EvaluationError, match="needs questions"):
+            QuestionOnly(questions, classes, 4)
+
+
+def test_wording_that_gives_the_answer_away_is_found_and_other_wording_is_not():
+    rng = np.random.default_rng(0)
+    leaky = [f"is the {word} there" for word in ("left", "right") for _ in range(40)]
+    model = QuestionOnly(leaky, [0] * 40 + [1] * 40, 2)
+    assert (model.scores(leaky).argmax(1) == [0] * 40 + [1] * 40).all()
+    fair = [f"is the {word} there" for word in rng.choice(["left", "right"], 400)]
+    classes = rng.integers(0, 2, 400)
+    hits = QuestionOnly(fair[:200], classes[:200].tolist(), 2).scores(fair[200:]).argmax(1) == classes[200:]
+    assert 0.4 < hits.mean() < 0.6
+
+
+# Protocols
+
+
+def test_legacy_protocols_say_what_is_wrong_with_them():
+    assert PROTOCOLS["medvl"].flaw == ""
+    assert PROTOCOLS["medvl"].vocabulary == ("train",)
+    assert all(PROTOCOLS[name].flaw for name in LEGACY)
+    with pytest.raises(EvaluationError, match="no VQA protocol 'mine': name one of medvl"):
+        get_protocol("mine")
+    with pytest.raises(EvaluationError, match="no normaliser 'mine'"):
+        VQAProtocol(name="x", normalizer="mine")
+
+
+def test_freeform_only_denominators_are_a_named_protocol():
+    result = judge_answers(DATA, GOLD, protocol="mevf", resamples=0)
+    assert row(result, "overall").n == 5
+    none = VQAProtocol(name="none", phrasing=("frame",))
+    with pytest.raises(EvaluationError, match="judges no question of test"):
+        judge_answers(DATA, GOLD, protocol=none)
+
+
+def test_closed_by_yes_and_no_moves_questions_to_open():
+    result = judge_answers(DATA, GOLD, protocol="yes_no", resamples=0)
+    assert (row(result, "closed").n, row(result, "open").n) == (2, 4)
+
+
+def test_closed_by_prediction_needs_one():
+    with pytest.raises(EvaluationError, match="every prediction needs an answer_type"):
+        judge_answers(DATA, GOLD, protocol="pubmedclip")
+    typed = {name: dataclasses.replace(said, answer_type="open") for name, said in GOLD.items()}
+    result = judge_answers(DATA, typed, protocol="pubmedclip", resamples=0)
+    assert (row(result, "closed").n, row(result, "open").n) == (0, 6)
+    assert "every prediction needs an answer_type" in legacy_table(DATA, GOLD)
+    assert "substrings count" in legacy_table(DATA)
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [("mass", 1), ("large mass", 1), ("(large) mass", 1), ("Cyst", 1), ("large", 0), ("mass cyst", 0), ("", 0)],
+)
+def test_vqa_med_accepts_alternatives_and_optional_parts(answer, right):
+    question = ask("1", "what is abnormal?", "(large) mass#cyst")
+    assert get_protocol("vqa_med_2019").credit(answer, question) == right
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "credit"),
+    [("normal", "no", 1), ("normal", "yes", 0), ("yes and no", "yes", 1), ("yes and no", "no", 1), ("MRI", "mri", 0)],
+)
+def test_substrings_count_for_llava_med(answer, gold, credit):
+    assert get_protocol("llava_med").credit(answer, ask("1", "?", gold, answer_type="closed")) == credit
+    assert get_protocol("medvl").credit(answer, ask("1", "?", gold, answer_type="closed")) == (answer == "MRI")
+
+
+def test_token_recall_rewards_saying_more():
+    question = ask("1", "where?", "right lower lobe")
+    credit = get_protocol("llava_med").credit
+    assert credit("right lobe", question) == pytest.approx(2 / 3)
+    assert credit("left right upper lower middle lobe", question) == 1
+
+
+# VQA-RAD itself
+
+
+@pytest.fixture(scope="module")
+def rad(real_data):
+    samples = vqa_rad.iter_samples(real_data / "vqa_rad", deid=Deidentifier(b"0" * 32))
+    return VQAData.from_samples(samples)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("normalizer", "train", "everything", "unseen", "closed", "opened"),
+    [("raw", 514, 557, 48, 6, 42), ("lower", 476, 517, 47, 6, 41), ("vqa_v2", 461, 498, 44, 6, 38),
+     ("mevf", 458, 494, 43, 6, 37), ("mumc", 470, 509, 45, 6, 39), ("medvl-1", 459, 495, 43, 6, 37)],
+)  # fmt: skip
+def test_vocabularies_of_vqa_rad_have_their_known_sizes(rad, normalizer, train, everything, unseen, closed, opened):
+    own = AnswerVocabulary.build(rad.questions, VQAProtocol(name="x", normalizer=normalizer))
+    both = AnswerVocabulary.build(
+        rad.questions, VQAProtocol(name="x", normalizer=normalizer, vocabulary=("train", "test"))
+    )
+    assert (len(own), len(both)) == (train, everything)
+    normalize = NORMALIZERS[normalizer]
+    missed = [q.answer_type for q in rad.part("test").questions if normalize(q.answer) not in own.answers]
+    assert (len(missed), missed.count("closed"), missed.count("open")) == (unseen, closed, opened)
+
+
+@pytest.mark.real
+def test_baselines_and_inflation_on_vqa_rad_are_those_that_were_measured(rad):
+    result = judge_answers(rad, resamples=0)
+
+    def value(name, target):
+        return row(result, target, subgroup=f"baseline: {name}").value
+
+    for name, closed, overall in (("always_yes", 0.434, 0.262), ("always_no", 0.489, 0.295)):
+        assert value(name, "closed") == pytest.approx(closed, abs=5e-4)
+        assert value(name, "overall") == pytest.approx(overall, abs=5e-4)
+    assert value("question_only", "closed") == pytest.approx(0.713, abs=0.005)
+    by_yes_no = judge_answers(rad, protocol="yes_no", resamples=0)
+    assert row(by_yes_no, "closed", subgroup="baseline: question_only").value == pytest.approx(0.745, abs=0.01)
+    assert (row(by_yes_no, "closed", "ceiling").n, row(by_yes_no, "open", "ceiling").n) == (251, 200)
+    assert row(judge_answers(rad, protocol="mevf", resamples=0), "closed", "ceiling").n == 185
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(("answer", "closed"), [("normal", 0.489), ("yes and no", 0.923)])
+def test_a_constant_word_wins_the_closed_questions_of_llava_med(rad, answer, closed):
+    ids = [question.id for question in rad.part("test").questions]
+    result = judge_answers(rad, constant_predictions(ids, answer), protocol="llava_med", resamples=0)
+    assert row(result, "closed").value == pytest.approx(closed, abs=5e-4)
+    assert row(result, "closed", "ceiling").value == pytest.approx(0.934, abs=5e-4)  # what a perfect model scores
+    honest = judge_answers(rad, constant_predictions(ids, answer), resamples=0)
+    assert row(honest, "closed").value < 0.01

@@ -1,0 +1,400 @@
+"""The page of a VQA evaluation: true to the results, escaped, self-contained, and its cases those of the model."""
+
+import argparse
+import dataclasses
+import functools
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.fusion_samples import tiny_model, tiny_tokenizer
+from helpers.html_pages import Reader, read
+from helpers.vqa_corpora import rad_row, write_image
+
+from medvl.cli import main as cli
+from medvl.cli.eval_vqa import _open
+from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.data.convert.pipeline import write_shards
+from medvl.data.corpora import vqa_rad
+from medvl.data.loading.vqa_source import QuestionSource
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.shards.format import ShardSource
+from medvl.errors import ConfigError, ImageError
+from medvl.eval import VQAData, judge_answers, normalize_answer
+from medvl.eval.vqa.corpus_scripts import report
+from medvl.eval.vqa.evaluate import VQAResult
+from medvl.eval.vqa.examples import choose_examples
+from medvl.eval.vqa.explain import explain
+from medvl.eval.vqa.page import write_vqa_page
+from medvl.eval.vqa.predict import answer_questions, question_data
+from medvl.eval.vqa.predictions import Prediction
+from medvl.models import VQA, save
+from medvl.models.downstream.vqa.attention import question_attention
+from medvl.models.downstream.vqa.config import DecoderConfig
+
+HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>&"
+ANSWERS = ("yes", "no", "left", "right", "two")
+KINDS = {"PRES": ("Is there a mass?", "Yes"), "COUNT": ("How many masses?", "two"), "POS": ("Where is it?", "left")}
+
+
+def asked(start: int) -> list[dict[str, Any]]:
+    """Twelve questions about six images; a closed and two open types, and one with an answer that train lacks."""
+    rows = []
+    for number in range(12):
+        kind = ("PRES", "COUNT", "POS")[number % 3]
+        question, answer = KINDS[kind]
+        closed = "CLOSED" if kind == "PRES" else "OPEN"
+        image = f"synpic{number % 6}.jpg"
+        rows.append(rad_row(start + number, image, question, answer, question_type=kind, answer_type=closed))
+    return rows
+
+
+def write_corpus(root: Path) -> Path:
+    test = [*asked(100), rad_row(200, "synpic0.jpg", f"{HOSTILE}?", f"{HOSTILE}", image_organ="HEAD")]
+    (root / "trainset.json").write_text(json.dumps(asked(0)))
+    (root / "testset.json").write_text(json.dumps(test))
+    for number in range(6):
+        write_image(root / "images" / f"synpic{number}.jpg", number)
+    return root
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus, its shards, and the checkpoint of a random model."""
+    home = tmp_path_factory.mktemp("page")
+    deid = Deidentifier(bytes(32))
+    plan = vqa_rad.plan(write_corpus(home), deid)
+    write_shards(plan, deid, ShardRun(out=home / "shards", workers=1), ShardOptions(keep_textless=True))
+    (home / "run" / "best").mkdir(parents=True)
+    save(VQA.on(tiny_model("dual_stream", tiny_tokenizer()), ANSWERS).eval(), home / "run" / "best")
+    return home
+
+
+@pytest.fixture(scope="module")
+def model(home: Path) -> VQA:
+    from medvl import load
+
+    loaded = load(home / "run" / "best")
+    assert isinstance(loaded, VQA)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def source(home: Path) -> QuestionSource:
+    return QuestionSource(ShardSource(home / "shards" / "mixed"), "test", ANSWERS, normalize_answer)
+
+
+@pytest.fixture(scope="module")
+def result(model: VQA, source: QuestionSource) -> VQAResult:
+    said = answer_questions(model, _open(model, source, 8, 0))
+    for n, name in enumerate(sorted(said)):  # a random model is right about little: let it be, in part
+        question = next(each.question for each in source.asked if each.question.id == name)
+        if n % 2 and question.id != "200":
+            said[name] = Prediction(normalize_answer(question.answer), score=0.75)
+    return judge_answers(question_data([source.source]), said, resamples=20, inputs={"checkpoint": "ab" * 32})
+
+
+def pixels_of(source: QuestionSource) -> Any:
+    places = {each.question.id: each.image for each in source.asked}
+    return lambda name: source.source.pixels(places[name], color=True)
+
+
+@pytest.fixture(scope="module")
+def page(result: VQAResult, model: VQA, source: QuestionSource, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_vqa_page(
+        result,
+        tmp_path_factory.mktemp("out") / "new" / "index.html",
+        model="dual_stream",
+        date="2026-01-31",
+        pixels=pixels_of(source),
+        explain=functools.partial(explain, model, source),
+    )
+
+
+def images(reader: Reader) -> list[dict[str, str]]:
+    return [attributes for tag, attributes in reader.tags if tag == "img"]
+
+
+def test_the_page_says_what_was_asked_and_how_it_was_judged(page: Path, result: VQAResult) -> None:
+    text = "\n".join(read(page).text)
+    for expected in (
+        "Visual question answering: dual_stream",
+        "vqa-rad, official split, test: 13 questions about 6 images",
+        "2026-01-31",
+        "medvl, version 1",
+        f"vqa-rad, official split, test (sha256 {str(result.results.inputs['questions'])[:12]})",
+        f"3 of train (sha256 {str(result.results.inputs['vocabulary'])[:12]})",
+        f"dual_stream (sha256 {'ab' * 6})",
+        "equal to the data set's answer, once normalised (medvl-1)",
+        "by the data set's own field",
+        "95%, 20 resamples of images, seed 0",
+        "not for clinical use",
+    ):
+        assert expected in text
+
+
+def test_every_row_stands_beside_all_baselines(page: Path, result: VQAResult) -> None:
+    text = read(page).text
+    start = text.index("By question type and organ")
+    assert text[start + 2 : start + 10] == [
+        "Model", "Always yes", "Always no", "Most frequent answer", "Most frequent of its type",
+        "Same question in train", "Question-only model", "Questions",
+    ]  # fmt: skip
+    for group in ("kind: PRES", "kind: COUNT", "kind: POS", "organ: CHEST", "organ: HEAD"):
+        place = text.index(group, start)
+        row = result.results.row("accuracy", group)
+        assert text[place + 1] == f"{row.value:.3f}"
+        assert text[place + 2] == f"[{row.low:.3f}, {row.high:.3f}]"
+        always = result.results.row("accuracy", group, "baseline: always_yes")
+        assert text[place + 3] == f"{always.value:.3f}"
+    for target, n in (("overall", 13), ("closed", 4), ("open", 9)):
+        assert f"{target.capitalize()} ({n})" in text
+        row = result.results.row("accuracy", target)
+        assert f"{row.value:.3f}" in text
+
+
+def test_the_page_loads_nothing_and_runs_nothing(page: Path) -> None:
+    reader = read(page)
+    assert not {tag for tag, _ in reader.tags} & {"script", "link", "iframe", "object", "form", "base"}
+    for _, attributes in reader.tags:
+        assert not [name for name in attributes if name.startswith("on")]
+        for name in ("src", "href", "srcset", "action"):
+            assert attributes.get(name, "data:image/").startswith("data:image/")
+    assert "http" not in re.sub(r"http-equiv|data:image[^\"]*", "", page.read_text())
+
+
+def test_hostile_questions_and_answers_are_text(page: Path) -> None:
+    reader = read(page)
+    assert f"{HOSTILE}?" in reader.text
+    assert HOSTILE in reader.text
+    assert "script" not in {tag for tag, _ in reader.tags}
+    assert all(image["src"].startswith("data:") for image in images(reader))
+
+
+def test_cards_show_image_question_answers_and_both_maps(
+    page: Path, result: VQAResult, model: VQA, source: Any
+) -> None:
+    reader = read(page)
+    assert [line for line in reader.text if line in ("Hits, closed", "Hits, open", "Misses, closed", "Misses, open")]
+    chosen = choose_examples(result)
+    count = sum(map(len, chosen.values()))
+    assert count == len(result.data.questions)
+    kinds = Counter(image["alt"].split(" ")[0].rstrip(":") for image in images(reader))
+    assert kinds == {"accuracy": 1, "image": count, "attention": 2 * count}
+    assert Counter(image["alt"] for image in images(reader))["attention: Summary token"] == count
+    place = chosen[False, "open"][0]
+    question = result.data.questions[place]
+    start = reader.text.index("Misses, open")
+    found = explain(model, source, [question.id])[question.id]
+    said = result.systems["model"][question.id]
+    card = reader.text[start + 1 : reader.text.index(f"id {question.id}")]
+    assert card[0] == question.question
+    assert card[card.index("True answer") + 1] == question.answer
+    assert said.answer in card
+    assert f"{said.score:.2f}" in card
+    others = [answer for answer, _ in found.answers if answer != said.answer]
+    below = card[card.index(said.answer, card.index("True answer") + 2) :]
+    assert [line for line in below if line in others] == others
+
+
+def test_explanations_are_what_the_model_computes(model: VQA, source: QuestionSource) -> None:
+    model.train()
+    places = (1, 5, next(n for n, each in enumerate(source.asked) if each.question.id == "200"))
+    ids = [source.asked[place].question.id for place in places]
+    found = explain(model, source, ids, answers=3)
+    assert model.training
+    model.eval()
+    assert set(found) == set(ids)
+    (batch,) = _open(model, source, 13, 0)
+    with torch.no_grad():
+        logits_BV = model.answer_logits(batch)
+        maps = question_attention(model.fusion_model, batch)
+    for row in places:
+        one = found[source.asked[row].question.id]
+        order = logits_BV[row].argsort(descending=True).tolist()
+        assert [answer for answer, _ in one.answers] == [ANSWERS[place] for place in order[:3]]
+        assert one.answers[0][1] == pytest.approx(float(logits_BV[row].max().sigmoid()), abs=1e-4)
+        right = normalize_answer(source.asked[row].question.answer)
+        assert one.rank == (order.index(ANSWERS.index(right)) + 1 if right in ANSWERS else None)
+        assert one.transform == model.transform
+        for (_, map_hw), map_BP in zip(one.maps, (maps.pooled_BP, maps.words_BP), strict=True):
+            assert map_hw.shape == maps.grid == (4, 4)
+            np.testing.assert_allclose(map_hw.ravel(), map_BP[row], rtol=1e-3, atol=1e-5)
+    assert found["200"].rank is None
+
+
+def test_the_shares_of_a_decoder_are_its_likelihoods(source: QuestionSource) -> None:
+    decoder = DecoderConfig(layers=1, heads=2, intermediate=32)
+    model = VQA.on(tiny_model("dual_stream", tiny_tokenizer()), ANSWERS, head="ranking", decoder=decoder).eval()
+    said = answer_questions(model, _open(model, source, 13, 0))
+    for name, one in explain(model, source, ["100", "101"], answers=len(ANSWERS)).items():
+        answer, share = one.answers[0]
+        assert (answer, share) == (said[name].answer, pytest.approx(said[name].score, rel=1e-3))
+        assert 0 < sum(share for _, share in one.answers) < 1
+        assert len(one.maps) == 2
+
+
+def test_a_question_whose_image_is_gone_is_not_explained(
+    model: VQA, source: QuestionSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pixels = source.pixels
+
+    def broken(position: int, color: bool = False) -> np.ndarray:
+        if position == 0:
+            raise ImageError("damaged", "truncated")
+        return pixels(position, color)
+
+    monkeypatch.setattr(source, "pixels", broken)
+    ids = [source.asked[place].question.id for place in (0, 1)]
+    assert set(explain(model, source, ids)) == {ids[1]}
+    assert f"question {ids[0]} is not explained" in caplog.text
+
+
+def test_without_a_checkpoint_there_are_images_and_answers(result: VQAResult, source: Any, tmp_path: Path) -> None:
+    path = write_vqa_page(result, tmp_path / "page.html", model="answers.jsonl", pixels=pixels_of(source))
+    reader = read(path)
+    alternatives = [image["alt"] for image in images(reader)]
+    assert sum(alternative.startswith("image of question") for alternative in alternatives) == 13
+    assert not [alternative for alternative in alternatives if alternative.startswith("attention")]
+    assert "Heat is attention" not in "\n".join(reader.text)
+    assert "Date" not in reader.text
+    bare = read(write_vqa_page(result, tmp_path / "bare.html"))
+    assert len(images(bare)) == 1
+    assert "True answer" in bare.text
+
+
+@pytest.mark.parametrize(("score", "shown"), [(0.25, True), (1, True), (-3.5, False), ("high", False), (None, False)])
+def test_scores_that_are_no_shares_are_not_drawn(source: Any, tmp_path: Path, score: Any, shown: bool) -> None:
+    said = {"100": Prediction("yes", score=score)}
+    result = judge_answers(question_data([source.source]), said, resamples=5)
+    page = write_vqa_page(result, tmp_path / "page.html").read_text()
+    assert ('class="share"' in page) == shown
+
+
+def test_without_answers_there_are_the_baselines_alone(source: QuestionSource, tmp_path: Path) -> None:
+    result = judge_answers(question_data([source.source]), resamples=5)
+    text = read(write_vqa_page(result, tmp_path / "page.html")).text
+    assert "Visual question answering: what needs no image" in text
+    assert "Question-only model, overall" in text
+    assert "Model" not in text
+    assert "Hits and misses" not in text
+
+
+def test_images_that_cannot_be_read_are_left_out(result: VQAResult, tmp_path: Path, caplog: Any) -> None:
+    def missing(name: str) -> np.ndarray:
+        raise FileNotFoundError(2, "no such file")
+
+    reader = read(write_vqa_page(result, tmp_path / "page.html", pixels=missing))
+    assert len(images(reader)) == 1
+    assert "is not shown: it could not be read" in caplog.text
+
+
+def test_who_was_not_answered_is_told(source: QuestionSource, tmp_path: Path) -> None:
+    data = question_data([source.source])
+    text = read(write_vqa_page(judge_answers(data, {}, resamples=5), tmp_path / "page.html")).text
+    assert "13 questions, which count as wrong" in text
+    assert text.count("(no answer)") == 10  # six open ones and four closed ones
+    legacy = read(write_vqa_page(judge_answers(data, {}, protocol="mevf", resamples=5), tmp_path / "old.html")).text
+    assert "Not comparable" in legacy
+    assert "judges freeform questions only" in legacy
+
+
+def test_the_same_result_makes_the_same_page(
+    page: Path, result: VQAResult, model: VQA, source: QuestionSource, tmp_path: Path
+) -> None:
+    again = write_vqa_page(
+        result,
+        tmp_path / "page.html",
+        model="dual_stream",
+        date="2026-01-31",
+        pixels=pixels_of(source),
+        explain=functools.partial(explain, model, source),
+    )
+    assert again.read_bytes() == page.read_bytes()
+
+
+def many(result: VQAResult, count: int = 400) -> VQAResult:
+    """Hits and misses of eight question types, some of them rare."""
+    first = result.data.questions[0]
+    kinds = ["PRES"] * 13 + ["A", "B", "C", "D", "E", "F", "G"]
+    questions = tuple(
+        dataclasses.replace(first, id=str(n), kind=kinds[n % 20], answer_type=("closed", "open")[n % 3 == 0])
+        for n in range(count)
+    )
+    data = VQAData("d", "s", questions, tuple(map(str, range(count))))
+    credit_N = np.array([(0.0, 0.4, 1.0, 1.0)[n % 4] for n in range(count)])
+    return dataclasses.replace(result, data=data, credits={"model": credit_N})
+
+
+def test_examples_are_drawn_by_seed_and_question_types_take_turns(result: VQAResult) -> None:
+    whole = many(result)
+    chosen = choose_examples(whole, each=8)
+    assert chosen == choose_examples(whole, each=8)
+    assert chosen != choose_examples(whole, each=8, seed=1)
+    for (hit, answer_type), places in chosen.items():
+        assert len(set(places)) == 8
+        for place in places:
+            question = whole.data.questions[place]
+            assert question.answer_type == answer_type
+            assert (whole.credits["model"][place] == 1) == hit
+        kinds = Counter(whole.data.questions[place].kind for place in places)
+        everywhere = {q.kind for n, q in enumerate(whole.data.questions) if q.answer_type == answer_type
+                      and (whole.credits["model"][n] == 1) == hit}  # fmt: skip
+        assert len(kinds) == min(8, len(everywhere))
+    first = Counter(
+        whole.data.questions[choose_examples(whole, each=1, seed=seed)[True, "closed"][0]].kind for seed in range(60)
+    )
+    assert first["PRES"] > 20  # in the order in which a random draw meets them, not in the alphabet's
+    assert len(first) > 2
+    assert not any(choose_examples(whole, each=0).values())
+
+
+def test_the_command_writes_the_page(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = ["--data", str(home / "shards" / "mixed"), "--resamples", "5"]
+    cli.main(["eval", "vqa", "--checkpoint", str(home / "run" / "best"), *data, "--workers", "0", "--examples", "1"])
+    out = home / "run" / "eval" / "vqa"
+    assert str(out / "index.html") in capsys.readouterr().out
+    reader = read(out / "index.html")
+    assert "attention: Words" in {image["alt"] for image in images(reader)}
+    assert json.loads((out / "results.json").read_text())["inputs"]["checkpoint"]
+
+    answers = home / "answers.jsonl"
+    answers.write_text("".join(json.dumps({"id": str(100 + n), "answer": "yes"}) + "\n" for n in range(12)))
+    same = ["--train", str(home / "shards" / "mixed")]  # said twice is no second corpus
+    cli.main(["eval", "vqa", "--predictions", str(answers), *data, *same, "--out", str(home / "told")])
+    reader = read(home / "told" / "index.html")
+    assert f"Visual question answering: {answers}" in reader.text
+    assert len(images(reader)) > 4
+    assert "1 questions, which count as wrong" in reader.text
+    for neither in ([], ["--predictions", str(answers), "--checkpoint", str(home / "run" / "best")]):
+        with pytest.raises(SystemExit):
+            cli.main(["eval", "vqa", *data, *neither])
+        assert "who answers? Name a --checkpoint or a file of --predictions" in capsys.readouterr().err
+
+
+def test_scripts_write_the_page_with_images_of_the_corpus(home: Path, tmp_path: Path, deid: Deidentifier) -> None:
+    from medvl.eval.vqa.corpus_scripts import _pixels
+
+    samples = list(vqa_rad.iter_samples(home, deid=deid))
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text(json.dumps({"id": "100", "answer": "yes", "score": 0.5}))
+    options = argparse.Namespace(
+        predictions=answers, protocol="medvl", part="test", resamples=5, legacy=False, out=tmp_path / "out"
+    )
+    told = report(VQAData.from_samples(samples), options, _pixels(samples))
+    assert told.endswith("index.html")
+    reader = read(tmp_path / "out" / "index.html")
+    assert sum(image["alt"].startswith("image of question") for image in images(reader)) == 4 + 6
+
+
+def test_a_checkpoint_that_answers_nothing_is_refused(home: Path, tmp_path: Path) -> None:
+    from medvl.cli.eval_vqa import vqa
+
+    save(tiny_model("dual_stream", tiny_tokenizer()), tmp_path)
+    with pytest.raises(ConfigError, match="is a dual_stream and answers no questions"):
+        vqa(home / "shards" / "mixed", checkpoint=tmp_path)

@@ -1,0 +1,61 @@
+"""The scripts of VQA corpora as commands."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.vqa_corpora import rad_row, write_image, write_slake
+
+from medvl.data.corpora import vqa_rad
+from medvl.errors import EvaluationError
+from medvl.eval import VQAData, read_results
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "vqa_rad.py"
+
+
+def rad_root(folder: Path) -> Path:
+    rows = [
+        rad_row(n, f"synpic{n}.jpg", "Is there a mass?", ("Yes", "No")[n % 2], answer_type="CLOSED") for n in range(8)
+    ]
+    (folder / "trainset.json").write_text(json.dumps(rows))
+    (folder / "testset.json").write_text(json.dumps([row | {"qid": 10 + row["qid"]} for row in rows]))
+    write_image(folder / "images" / "synpic0.jpg", 0)
+    return folder
+
+
+def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), "--root", str(folder), "--resamples", "10", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_the_script_judges_predictions_and_says_what_is_wrong(tmp_path):
+    root = rad_root(tmp_path)
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text("".join(json.dumps({"id": str(10 + n), "answer": "yes"}) + "\n" for n in range(8)))
+    done = run(root, "--predictions", str(answers), "--legacy", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert "8 questions on 8 images, 2 answers in the vocabulary" in done.stdout
+    assert read_results(tmp_path / "out").row("accuracy", "closed").value == 0.5
+    assert "m3ae" in done.stdout
+    answers.write_text('{"id": "99", "answer": "yes"}')
+    done = run(root, "--predictions", str(answers))
+    assert (done.returncode, done.stderr.splitlines()) == (
+        1, ["error: 1 predictions are for questions that vqa-rad does not have, first 99"],
+    )  # fmt: skip
+
+
+def test_shards_say_which_split_they_are(tmp_path, deid):
+    samples = vqa_rad.iter_samples(rad_root(tmp_path), deid=deid, split="image-disjoint")
+    assert VQAData.from_samples(samples).split_id == "image-disjoint"
+    with pytest.raises(EvaluationError, match="there is no question to judge"):
+        VQAData.from_samples([])
+
+
+def test_the_other_script_reads_the_other_corpus(tmp_path):
+    script = SCRIPT.with_name("slake.py")
+    command = [sys.executable, str(script), "--root", str(write_slake(tmp_path)), "--resamples", "10"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "slake, official split, test, protocol medvl: 1 questions on 1 images" in done.stdout

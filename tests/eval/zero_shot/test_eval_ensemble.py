@@ -1,0 +1,136 @@
+"""Several checkpoints as one: their scores averaged, image by image, and every member named."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.eval_fakes import FakeLoader, FakeModel, FakeSource, make_source
+from helpers.shard_plans import OPTIONS, make_plan
+from torch import Tensor
+
+import medvl
+from medvl.cli import main as cli
+from medvl.cli.eval_common import load_ensemble, open_shards
+from medvl.data.convert.options import ShardRun
+from medvl.data.convert.pipeline import write_shards
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.tokenizer.tokenizer import train_wordpiece
+from medvl.errors import ConfigError, EvaluationError
+from medvl.eval import load_prompts, zero_shot
+from medvl.eval.zero_shot.scores import predict
+from medvl.models.checkpoint import save
+from medvl.schema import FINDINGS, Embeddings
+
+COUNT = 40
+
+
+class Turned(FakeModel):
+    """The same model, looking at the pixels in another order."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def embed_images(self, image_BCHW: Tensor) -> Embeddings:
+        return super().embed_images(image_BCHW.roll(self.shift, dims=3))
+
+
+@pytest.fixture
+def source() -> FakeSource:
+    labels_NL = (np.random.default_rng(0).random((COUNT, len(FINDINGS))) < 0.4).astype(float)
+    return make_source(labels_NL, FINDINGS)
+
+
+@pytest.mark.parametrize("name", ["chexpert_pairs", "chexpert_classes", "chexpert_ensemble"])
+def test_an_ensemble_averages_scores_and_not_embeddings(name: str, source: FakeSource) -> None:
+    prompts = [load_prompts(name)]
+    members = [Turned(shift) for shift in (0, 3, 5)]
+    found = predict(members, FakeLoader(source), prompts)
+    alone = [predict(member, FakeLoader(source), prompts).scores_NL[0] for member in members]
+    np.testing.assert_allclose(found.scores_NL[0], np.mean(alone, axis=0), rtol=1e-12)
+    assert np.abs(alone[0] - alone[1]).max() > 0.001
+    assert found.keys == tuple(sample.key for sample in source.samples)
+    assert all(member.training for member in members)
+
+
+def test_each_member_encodes_an_image_once(source: FakeSource) -> None:
+    """For both sides of every pair of sentences, and for every prompt set."""
+    members = [Turned(shift) for shift in (0, 3)]
+    sets = [load_prompts("chexpert_pairs"), load_prompts("chexpert_classes")]
+    predict(members, FakeLoader(source), sets)
+    assert [member.images_encoded for member in members] == [COUNT, COUNT]
+
+
+def test_an_ensemble_of_one_is_that_one(source: FakeSource) -> None:
+    alone = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=5)
+    listed = zero_shot([FakeModel()], FakeLoader(source), "chexpert_pairs", resamples=5)
+    assert listed.table() == alone.table()
+    assert listed.results.config == alone.results.config
+    with pytest.raises(EvaluationError, match="at least one model"):
+        predict([], FakeLoader(source), [load_prompts("chexpert_pairs")])
+
+
+def test_the_results_name_every_member(source: FakeSource, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a", "b")]
+    for file in files:
+        file.write_text(file.name)
+    members = [Turned(0), Turned(3)]
+    results = zero_shot(members, FakeLoader(source), "chexpert_pairs", resamples=0, checkpoint=files).results
+    assert len(results.config["ensemble"]) == 2
+    swapped = zero_shot(members, FakeLoader(source), "chexpert_pairs", resamples=0, checkpoint=files[::-1]).results
+    assert results.inputs["checkpoint"] != swapped.inputs["checkpoint"]
+    single = zero_shot(Turned(0), FakeLoader(source), "chexpert_pairs", resamples=0, checkpoint=files[0]).results
+    assert single.inputs["checkpoint"] == results.config["ensemble"][0]
+    assert "ensemble" not in single.config
+    with pytest.raises(EvaluationError, match="a stands twice in the ensemble"):
+        zero_shot(members, FakeLoader(source), "chexpert_pairs", checkpoint=[files[0], files[0]])
+    with pytest.raises(EvaluationError, match="2 models with 1 checkpoints: name one for each"):
+        zero_shot(members, FakeLoader(source), "chexpert_pairs", checkpoint=files[0])
+
+
+def checkpoint(folder: Path, seed: int, size: int = 32) -> Path:
+    torch.manual_seed(seed)
+    model = medvl.create_model(
+        "clip",
+        image_encoder="resnet_tiny",
+        text_encoder="tiny_bert",
+        text_arguments={"num_hidden_layers": 1},
+        tokenizer=train_wordpiece(list(load_prompts("chexpert_pairs").texts())),
+        image_size=size,
+        projection_dim=16,
+    )
+    folder.mkdir()
+    save(model, folder)
+    return folder
+
+
+def test_checkpoints_that_look_at_images_otherwise_are_refused(tmp_path: Path) -> None:
+    folders = [checkpoint(tmp_path / "a", 0), checkpoint(tmp_path / "b", 1), checkpoint(tmp_path / "c", 2, size=64)]
+    assert len(load_ensemble(folders[:2], "cpu")) == 2
+    with pytest.raises(ConfigError, match=r"c prepares images otherwise than .*a .*judge them apart"):
+        load_ensemble(folders, "cpu")
+
+
+def test_the_command_takes_several_checkpoints(tmp_path: Path, deid: Deidentifier) -> None:
+    write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    data = tmp_path / "out/train"
+    sides = {"positive": ["This number is even."], "negative": ["This number is odd."]}
+    described = {"name": "even", "version": 1, "description": "", "scoring": "pair_softmax", "temperature": 1.0}
+    prompts = tmp_path / "even.json"
+    prompts.write_text(json.dumps({**described, "ensemble": "similarity_mean", "classes": {"even": sides}}))
+    (tmp_path / "run").mkdir()
+    folders = [checkpoint(tmp_path / "run" / name, seed) for seed, name in enumerate(("first", "second"))]
+    options = ["--data", str(data), "--prompts", str(prompts), "--resamples", "0", "--workers", "0"]
+    cli.main(["eval", "zero-shot", "--checkpoint", *map(str, folders), *options])
+    out = tmp_path / "run/eval/zero_shot_ensemble"
+    members = load_ensemble(folders, "cpu")
+    alone = [
+        predict(member, open_shards(member, folder, data, 5, 0), [load_prompts(prompts)]).scores_NL[0]
+        for member, folder in zip(members, folders, strict=True)
+    ]
+    lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose([line["scores"]["even"] for line in lines], np.mean(alone, axis=0)[:, 0], rtol=1e-6)
+    assert len(json.loads((out / "results.json").read_text())["config"]["ensemble"]) == 2
+    assert "second" in (out / "index.html").read_text()

@@ -1,0 +1,65 @@
+"""GLoRIA's published zero-shot protocol, by its name: its phrases, its draw, its similarity, its standardised scores."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from helpers.eval_fakes import FakeLoader, FakeModel, make_source
+from torch import Tensor
+
+from medvl.errors import EvaluationError
+from medvl.eval import load_prompts, zero_shot
+from medvl.eval.zero_shot.scores import predict
+from medvl.schema import COMPETITION_FINDINGS, Embeddings
+
+PUBLISHED = "gloria_published"
+
+
+class Published(FakeModel):
+    """A dual-encoder with a second similarity, of another scale a text."""
+
+    def published_similarity(self, images: Embeddings, texts: Embeddings) -> Tensor:
+        similarity_NM: Tensor = self.similarity(images, texts)
+        return similarity_NM * torch.arange(1, similarity_NM.shape[1] + 1) - 7
+
+
+def test_five_phrases_a_class_were_drawn() -> None:
+    classes = load_prompts(PUBLISHED).classes
+    assert tuple(classes) == COMPETITION_FINDINGS
+    assert all(len(set(sides.positive)) == 5 and not sides.negative for sides in classes.values())
+
+
+@torch.no_grad()
+def test_scores_are_the_best_phrase_standardised_over_the_images() -> None:
+    source = make_source(np.eye(5)[np.arange(40) % 5], COMPETITION_FINDINGS)
+    model, prompts = Published(), load_prompts(PUBLISHED)
+    found_NL = predict(model, FakeLoader(source), [prompts]).scores_NL[0]
+    model.eval()
+    texts = model.embed_texts(prompts.texts())
+    images = [model.embed_images(batch.image_BCHW) for batch in FakeLoader(source)]
+    similarity_NM = torch.cat([model.published_similarity(part, texts) for part in images]).double()
+    best_NL = similarity_NM.unflatten(1, (5, 5)).amax(dim=2)
+    expected_NL = (best_NL - best_NL.mean(dim=0)) / best_NL.std(dim=0, correction=0)
+    np.testing.assert_allclose(found_NL, expected_NL.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_protocol_is_in_the_results_and_classes_compete() -> None:
+    source = make_source(np.eye(5)[np.arange(40) % 5], COMPETITION_FINDINGS)
+    results = zero_shot(Published(), FakeLoader(source), PUBLISHED, resamples=5).results
+    assert results.config["prompts"]["scoring"] == "gloria_published"
+    metrics = {row.metric for row in results.rows}
+    assert {"auroc", "top1_accuracy"} <= metrics
+    assert "brier" not in metrics  # a standardised score is no probability
+
+
+def test_a_model_without_it_and_a_single_image_are_refused() -> None:
+    source = make_source(np.eye(5)[np.arange(10) % 5], COMPETITION_FINDINGS)
+    with pytest.raises(EvaluationError, match="published code, which this model does not have"):
+        predict(FakeModel(), FakeLoader(source), [load_prompts(PUBLISHED)])
+    single = make_source(np.eye(5)[:1], COMPETITION_FINDINGS)
+    with pytest.raises(EvaluationError, match="these 1 all have the same"):
+        predict(Published(), FakeLoader(single), [load_prompts(PUBLISHED)])
+    assert not load_prompts(PUBLISHED).gives_probabilities
+    with pytest.raises(EvaluationError, match="at least two classes"):
+        dataclasses.replace(load_prompts(PUBLISHED)).select(["Edema"])

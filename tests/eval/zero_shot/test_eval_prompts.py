@@ -1,0 +1,171 @@
+"""Prompt files: ours are complete and say what they should; anybody's are checked and named when wrong."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from medvl.errors import EvaluationError
+from medvl.eval import list_prompts, load_prompts
+from medvl.eval.zero_shot import prompts
+from medvl.schema import COMPETITION_FINDINGS, FINDINGS
+
+OURS = ("chexpert_classes", "chexpert_ensemble", "chexpert_pairs")
+DENIED = re.compile(
+    r"\b(no|not|without|neither|free|normal|clear|intact|unremarkable|well aerated|fully)\b", re.IGNORECASE
+)
+TOPIC = {
+    "Atelectasis": "atelecta|collapse|volume|linear",
+    "Cardiomegaly": "heart|cardi",
+    "Consolidation": "consolidation|airspace",
+    "Edema": "edema|congestion|fluid",
+    "Enlarged Cardiomediastinum": "mediast",
+    "Fracture": "fracture|osseous|ribs",
+    "Lung Lesion": "nodul|mass|lesion",
+    "Lung Opacity": "opacit|lungs are clear",
+    "No Finding": "chest|abnormal|lung|disease|cardiopulmonary|heart|rib|effusion",
+    "Pleural Effusion": "effusion|costophrenic|pleural (space|fluid)",
+    "Pleural Other": "pleura|fibrothorax",
+    "Pneumonia": "pneumonia|infect|infiltrate",
+    "Pneumothorax": "pneumothorax|pleural line",
+    "Support Devices": "device|tube|catheter|pacemaker|lines?",
+}
+
+
+def valid_file(**changes) -> dict:
+    data = {
+        "name": "modality",
+        "version": 1,
+        "description": "CT against MR.",
+        "scoring": "class_softmax",
+        "temperature": 0.1,
+        "ensemble": "similarity_mean",
+        "classes": {"CT": {"positive": ["A CT image."]}, "MR": {"positive": ["An MR image."]}},
+    }
+    return {**data, **changes}
+
+
+def written(folder: Path, data: object) -> Path:
+    path = folder / "mine.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return path
+
+
+def test_our_sets_are_listed_and_load_by_name():
+    assert set(OURS) <= set(list_prompts())
+    assert [load_prompts(name).name for name in list_prompts()] == list_prompts()
+
+
+def test_chexzero_s_template_is_the_published_one_but_for_no_finding():
+    """ "no No Finding" is what turned that label round."""
+    template = load_prompts("chexzero_template")
+    assert sorted({*template.classes, "No Finding"}) == sorted(FINDINGS)
+    assert (template.scoring, template.temperature) == ("pair_softmax", 1.0)
+    for finding, sides in template.classes.items():
+        assert (sides.positive, sides.negative) == ((finding,), (f"no {finding}",))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_finding_has_its_own_sentences(name):
+    prompt_set = load_prompts(name)
+    assert sorted(prompt_set.classes) == sorted(FINDINGS)
+    assert prompt_set.sha256 == hashlib.sha256((prompts._FOLDER / f"{name}.json").read_bytes()).hexdigest()
+    positives = [sentence for sides in prompt_set.classes.values() for sentence in sides.positive]
+    assert len(set(positives)) == len(positives)
+    for finding, sides in prompt_set.classes.items():
+        for sentence in (*sides.positive, *sides.negative):
+            assert re.search(TOPIC[finding], sentence, re.IGNORECASE), (finding, sentence)
+            assert re.fullmatch(r"[A-Z][^.]*\.", sentence), sentence
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_finding_is_affirmed_by_its_positives_and_denied_by_its_negatives(name):
+    for finding, sides in load_prompts(name).classes.items():
+        denied, affirmed = (
+            (sides.positive, sides.negative) if finding == "No Finding" else (sides.negative, sides.positive)
+        )
+        for sentence in denied:
+            assert DENIED.search(sentence), (finding, sentence)
+        if finding != "No Finding":
+            for sentence in affirmed:
+                assert not DENIED.search(sentence), (finding, sentence)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_no_finding_is_positive_for_a_normal_study(name):
+    """CheXzero's template turned this label round: AUROC 0.07."""
+    sides = load_prompts(name).classes["No Finding"]
+    for sentence in sides.positive:
+        assert re.search(r"\b(normal|clear|unremarkable|no)\b", sentence, re.IGNORECASE)
+    findings = "|".join(topic for finding, topic in TOPIC.items() if finding != "No Finding")
+    for sentence in sides.negative:
+        assert re.search(f"abnormal|not normal|{findings}", sentence, re.IGNORECASE)
+        assert not re.search(r"\bno\b", sentence, re.IGNORECASE)
+
+
+def test_a_selection_keeps_order_and_hash_and_names_what_is_missing():
+    whole = load_prompts("chexpert_classes")
+    five = whole.select(COMPETITION_FINDINGS)
+    assert tuple(five.classes) == COMPETITION_FINDINGS
+    assert five.sha256 == whole.sha256
+    with pytest.raises(EvaluationError, match="'chexpert_classes' has no class Hernia: it has Atelectasis"):
+        whole.select(["Edema", "Hernia"])
+    with pytest.raises(EvaluationError, match="class_softmax needs at least two classes"):
+        whole.select(["Edema"])
+
+
+def test_texts_are_distinct_and_in_order(tmp_path):
+    shared = {
+        "A": {"positive": ["one", "two"], "negative": ["none"]},
+        "B": {"positive": ["two"], "negative": ["none", "three"]},
+    }
+    prompt_set = load_prompts(written(tmp_path, valid_file(scoring="margin", classes=shared)))
+    assert prompt_set.texts() == ("one", "two", "none", "three")
+    assert not prompt_set.gives_probabilities
+
+
+def test_a_users_file_loads_by_path(tmp_path):
+    path = written(tmp_path, valid_file())
+    for given in (path, str(path)):
+        prompt_set = load_prompts(given)
+        assert prompt_set.classes["MR"].positive == ("An MR image.",)
+        assert prompt_set.temperature == 0.1
+        assert prompt_set.gives_probabilities
+
+
+NEGATIVE = {"positive": ["yes"], "negative": ["no"]}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("{", r"mine\.json is not a JSON prompt set"),
+        ('{"name": "a", "name": "b"}', r"name stands there twice"),
+        ([], r"exactly the fields name, version, .*; found list"),
+        (valid_file(extra=1), r"exactly the fields .*'extra'"),
+        (valid_file(version="1"), r"the field version has the wrong type \(str\)"),
+        (valid_file(version=True), r"the field version has the wrong type \(bool\)"),
+        (valid_file(scoring="softmax"), r"scoring is 'softmax', not one of pair_softmax, class_softmax, margin"),
+        (valid_file(ensemble="mean"), r"ensemble is 'mean', not one of similarity_mean"),
+        (valid_file(temperature=0), r"the temperature is 0, and must be above 0"),
+        (valid_file(classes={"CT": ["A CT image."]}), r"class 'CT' needs a list 'positive'"),
+        (valid_file(classes={"CT": {"positive": []}}), r"class 'CT': 'positive' must be a list of at least one"),
+        (valid_file(classes={"CT": {"positive": ["  "]}}), r"class 'CT': 'positive' holds something that is not a"),
+        (valid_file(classes={"CT": {"positive": ["a", "a"]}}), r"class 'CT': the sentence 'a' stands there twice"),
+        (valid_file(classes={"CT": NEGATIVE, "MR": NEGATIVE}), r"'CT' must not have negative sentences"),
+        (valid_file(classes={"CT": {"positive": ["a"]}}), r"class_softmax needs at least two classes"),
+        (valid_file(scoring="pair_softmax"), r"pair_softmax needs classes with negative sentences; see \['CT', 'MR'\]"),
+        (valid_file(scoring="margin", classes={}), r"margin needs classes"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path, data, message):
+    with pytest.raises(EvaluationError, match=message) as caught:
+        load_prompts(written(tmp_path, data))
+    assert "mine.json" in str(caught.value)
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(EvaluationError, match="no prompt set 'chexpert': name one of chexpert_classes, chexpert_ens"):
+        load_prompts("chexpert")

@@ -1,0 +1,86 @@
+"""Batches and tiny models that the tests of fusion-encoders share."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import medvl
+from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
+from medvl.models.fusion_encoders.base import FusionModel
+from medvl.schema import Batch
+
+TEXTS = (
+    "There is a small left effusion.",
+    "No pneumothorax.",
+    "The heart is mildly enlarged and the lungs are clear.",
+    "Dense consolidation of the right lower lobe.",
+)
+SIDE = 64
+_TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+_ENCODERS: dict[str, Any] = {
+    "text_encoder": "tiny_bert",
+    "text_arguments": _TEXT,
+    "image_encoder": "timm:test_vit",
+    "image_arguments": {"depth": 2},
+    "image_size": SIDE,
+}
+_STREAM: dict[str, Any] = {**_ENCODERS, "width": 24, "layers": 4, "heads": 2, "intermediate": 48}
+_ALBEF: dict[str, Any] = {
+    "layers": 2,
+    "heads": 2,
+    "intermediate": 64,
+    "projection_dim": 16,
+    "queue_size": 32,
+    "ramp_steps": 4,
+    "temperature": 0.5,
+}
+TINY: dict[str, dict[str, Any]] = {
+    "dual_stream": _STREAM,
+    "single_stream": _STREAM,
+    "m3ae": {**_STREAM, "decoder_width": 16, "decoder_heads": 2, "decoder_layers": 1},
+    "albef": {**_ENCODERS, **_ALBEF},
+    "medvill": {**_ENCODERS, "image_encoder": "resnet_tiny", "image_arguments": {}, "frozen_image_layers": 0},
+}
+"""Every fusion system, small enough for a step in milliseconds."""
+
+
+def tiny_tokenizer() -> Tokenizer:
+    return train_wordpiece(list(TEXTS), vocab_size=200, min_frequency=1)
+
+
+def tiny_model(name: str, tokenizer: Tokenizer | None, seed: int = 0, **settings: Any) -> FusionModel:
+    torch.manual_seed(seed)
+    model = medvl.create_model(name, tokenizer=tokenizer, **{**TINY[name], **settings})
+    assert isinstance(model, FusionModel)
+    return model
+
+
+def shaken(model: Any) -> Any:
+    """The model with weights far from those at the start, so that what it says depends on what it is given."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter += 0.4 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def make_batch(tokenizer: Tokenizer, size: int = 6, texts: Sequence[str] = TEXTS, **fields: Any) -> Batch:
+    chosen = [texts[number % len(texts)] for number in range(size)]
+    ids_BT, mask_BT = tokenizer(chosen)
+    generator = torch.Generator().manual_seed(1)
+    batch = Batch(
+        keys=[str(number) for number in range(size)],
+        image_BCHW=torch.randint(0, 256, (size, 1, SIDE, SIDE), dtype=torch.uint8, generator=generator),
+        ids_BT=ids_BT,
+        mask_BT=mask_BT,
+        labels_BL=torch.zeros(size, 0),
+        texts=chosen,
+    )
+    return dataclasses.replace(batch, **fields)
+
+
+def flags(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.bool)

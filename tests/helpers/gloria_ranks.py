@@ -1,0 +1,88 @@
+"""A small GLoRIA and its data; and what the test of two ranks runs under torchrun.
+
+torchrun --standalone --nproc-per-node 2 gloria_ranks.py FOLDER
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import medvl
+from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
+from medvl.losses.gather import gather_padded
+from medvl.models.dual_encoders.gloria import GLoRIA
+from medvl.schema import Batch
+
+TEXTS = ["There is a small left effusion.", "No pneumothorax.", "The heart is mildly enlarged and the lungs are clear."]
+RAGGED = [*TEXTS, "Bibasilar atelectasis, unchanged: no new consolidation.", "", "effusion"]
+FIRST_RANK = 3
+"""Pairs of rank 0; the other has the rest."""
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """Of so few pieces that words fall apart."""
+    return train_wordpiece(TEXTS, vocab_size=45, min_frequency=1)
+
+
+def tiny_model(tokenizer: Tokenizer | str | None, **settings: Any) -> GLoRIA:
+    """Both levels in small: 64 pixels, stretched to 96, and 6 x 6 regions."""
+    torch.manual_seed(0)
+    towers = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "projection_dim": 24}
+    sizes = {"image_size": 64, "margin": 0, "encoder_size": 96}
+    model = medvl.create_model("gloria", tokenizer=tokenizer, **{**towers, **sizes, **settings})
+    assert isinstance(model, GLoRIA)
+    return model
+
+
+def make_batch(tokenizer: Tokenizer | None, rows: list[int] | None = None) -> Batch:
+    """Seven pairs, or some of them; each image is another, and its text does not depend on the company."""
+    assert tokenizer is not None
+    rows = list(range(7)) if rows is None else rows
+    texts = [([*RAGGED, "A left pneumothorax is large."][row] or "Clear.") for row in rows]
+    ids_BT, mask_BT = tokenizer(texts)
+    pixels = torch.randint(0, 256, (7, 1, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    return Batch(
+        keys=[str(row) for row in rows],
+        image_BCHW=pixels[rows],
+        ids_BT=ids_BT,
+        mask_BT=mask_BT,
+        labels_BL=torch.zeros(len(rows), 0),
+        texts=texts,
+    )
+
+
+def sequences() -> tuple[Tensor, Tensor]:
+    """Seven of other lengths, the longest on rank 1; zeros behind the mask."""
+    mask_BT = torch.arange(6) < torch.tensor([2, 4, 0, 6, 1, 3, 3])[:, None]
+    x_BTE = torch.randn(7, 6, 5, generator=torch.Generator().manual_seed(2))
+    return x_BTE * mask_BT[:, :, None], mask_BT
+
+
+def main(folder: Path) -> None:
+    """The loss and the gradients of a model in eval mode, after DDP's average; and the sequences of both ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    mine = slice(0, FIRST_RANK) if rank == 0 else slice(FIRST_RANK, 7)
+    model = medvl.load(folder)
+    parallel = DistributedDataParallel(model)  # by name: its hooks live as long as it does
+    found = parallel(make_batch(model.tokenizer, list(range(7))[mine]))
+    found.total.backward()
+    tensors = {f"loss/{name}": term.detach() for name, term in {"total": found.total, **found.terms}.items()}
+    tensors |= {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    x_BTE, mask_BT = sequences()
+    longest = int(mask_BT[mine].sum(dim=1).max())
+    garbage_BTE = x_BTE.masked_fill(~mask_BT[:, :, None], torch.nan)[mine, :longest]
+    tensors["padded"], tensors["mask"] = gather_padded(garbage_BTE, mask_BT[mine, :longest])
+    safetensors.torch.save_file(tensors, folder / f"found-{rank}.st")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,167 @@
+"""Trainings in processes of their own, for tests that kill them.
+
+    train_child.py step RUN_DIR [KILL_AT]     train; SIGKILL itself when micro-batch KILL_AT is handed out
+    train_child.py workers RUN_DIR            train slowly, with batches from two worker processes
+    train_child.py writes FOLDER              kill a training before each of its operations on files, and resume it
+
+The last forks, so that torch is imported once; nothing here uses more than one thread.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from helpers import train_fakes as fakes
+from helpers.train_fakes import FakeLoader
+from medvl.data.loading.worker_errors import watched
+from medvl.schema import Batch
+from medvl.train import Cosine
+from medvl.train.fault_tolerance import checkpoint
+
+WATCHED = {
+    *("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate"),
+}
+"""Audit events that come before an operation on files."""
+
+
+class Killed(fakes.FakeLoader):
+    def __init__(self, kill_at: int | None) -> None:
+        super().__init__(20, 4)
+        self.kill_at = kill_at
+
+    def change(self, batch: Batch) -> Batch:
+        if self.epoch * self.steps_per_epoch + self.position - 1 == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch
+
+
+class _Slow(Dataset[Batch]):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, position: int) -> Batch:
+        time.sleep(0.1)
+        return fakes.make_batch(list(range(4 * position, 4 * position + 4)))
+
+
+def _own_group(worker: int) -> None:
+    os.setpgid(0, 0)
+
+
+class Workers(fakes.FakeLoader):
+    """Batches of torch's DataLoader, whose workers live as long as the loader does."""
+
+    def __init__(self) -> None:
+        super().__init__(20, 4)
+        self.batches = DataLoader(
+            _Slow(),
+            batch_size=None,
+            num_workers=2,
+            persistent_workers=True,
+            multiprocessing_context="fork",
+            worker_init_fn=_own_group,
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.batches:
+            self.position += 1
+            yield batch
+        self.epoch, self.position = self.epoch + 1, 0
+
+
+def run(
+    run_dir: Path, kill_at: int | None = None, steps: int = 15, every: int = 4, loader: fakes.FakeLoader | None = None
+) -> None:
+    fakes.train(
+        fakes.TwoTowers(fakes.TwoTowersConfig(dropout=0.3, norm=True)),
+        loader or Killed(kill_at),
+        optim=fakes.optim(schedule=Cosine()),
+        config=fakes.config(run_dir, epochs=None, steps=steps, validate_every=2, checkpoint_every=every, keep_last=1),
+        valid_loader=fakes.valid_batches(),
+    )
+
+
+def kill_before_write(number: int, run_dir: Path) -> None:
+    """From here on, SIGKILL before the n-th operation on the run's files."""
+    left = number
+
+    def watch(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal left
+        if event in WATCHED and str(run_dir) in str(arguments):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def in_fork(run_dir: Path, number: int | None) -> int:
+    """Train in a forked process; the signal that ended it, or 0."""
+    child = os.fork()
+    if child == 0:
+        if number is not None:
+            kill_before_write(number, run_dir)
+        try:
+            run(run_dir, steps=2, every=1)
+        except BaseException as error:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status):
+        raise SystemExit(f"a training after {number} operations failed")
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+def kill_at_every_write(folder: Path) -> None:
+    """Print `killed N same M`: trainings that were killed, and those that then ended with the undisturbed weights."""
+    run(folder / "whole", steps=2, every=1)  # here and not in a fork: what it imports, all forks then have
+    expected = fakes.weights_hash(folder / "whole")
+    killed = same = 0
+    while in_fork(folder / f"run-{killed}", killed):
+        if in_fork(folder / f"run-{killed}", None):
+            raise SystemExit("the resumed training was killed")
+        same += fakes.weights_hash(folder / f"run-{killed}") == expected
+        leftovers = [path for path in folder.glob(f"run-{killed}/**/.*") if path.name != ".lock"]
+        if leftovers:
+            raise SystemExit(f"left behind: {leftovers}")
+        killed += 1
+    sys.stdout.write(f"killed {killed} same {same}\n")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    checkpoint.model_files = fakes.FakeModelFiles
+    if sys.argv[1] == "writes":
+        kill_at_every_write(Path(sys.argv[2]))
+    elif sys.argv[1] == "workers":
+        run(Path(sys.argv[2]), steps=1000, loader=Workers())
+    else:
+        run(Path(sys.argv[2]), *map(int, sys.argv[3:]))
+
+
+class Dying(FakeLoader):
+    """Batches from two worker processes, which die at a batch of the second epoch."""
+
+    def __init__(self, kill_at: int | None) -> None:
+        super().__init__(20, 4)
+        self.kill_at = kill_at
+
+    def __iter__(self) -> Iterator[Batch]:
+        places = range(self.position, self.steps_per_epoch)
+        batches = DataLoader(_Slow(), sampler=places, batch_size=None, num_workers=2, worker_init_fn=_own_group)
+        handed_out = watched(batches)
+        for place in places:
+            if (self.epoch, place) == (1, self.kill_at):
+                for process in multiprocessing.active_children():
+                    process.kill()
+            self.position += 1
+            yield next(handed_out)
+        self.epoch, self.position = self.epoch + 1, 0

@@ -1,0 +1,279 @@
+"""What tests of several ranks run under torchrun: each check writes what it found to `FOLDER/NAME-RANK.json`.
+
+torchrun --standalone --nproc-per-node 2 train_ranks.py FOLDER NAME...
+"""
+
+import errno
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from helpers import train_fakes as fakes
+from medvl import losses
+from medvl.errors import TrainingError
+from medvl.losses.blockwise import info_nce, pairwise_sigmoid
+from medvl.losses.gather import gather, no_gather
+from medvl.schema import Batch, Losses
+from medvl.train import Cosine, rank_and_world
+from medvl.train.fault_tolerance import checkpoint
+from medvl.train.loop.validate import evaluating, validation_loss
+from medvl.train.optim.precision import Precision
+from medvl.train.parallel.distributed import World, join
+
+COUNTS = (3, 5)
+"""Rows of the two ranks in the uneven checks."""
+
+
+def rows(total: int = sum(COUNTS), width: int = 4) -> torch.Tensor:
+    return torch.randn(total, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def weigh(x_NE: torch.Tensor) -> torch.Tensor:
+    """A loss that ties every row to every other."""
+    return (x_NE @ x_NE.T).softmax(dim=1).square().sum()
+
+
+def check_gather(folder: Path) -> Any:
+    """Values and gradients of `gather`, as the owner of the rows sees them."""
+    rank, _ = rank_and_world()
+    found: dict[str, Any] = {}
+    for name, counts in {"uneven": COUNTS, "even": (4, 4), "empty": (0, 8)}.items():
+        mine = rows().split(list(counts))[rank].clone().requires_grad_()
+        gathered = gather(mine)
+        weigh(gathered).backward()
+        assert mine.grad is not None
+        found[name] = {"value": gathered.tolist(), "grad": mine.grad.tolist()}
+    found["flags"] = gather(torch.tensor([rank == 1] * (rank + 1))).tolist()
+    found["numbers"] = gather(torch.tensor([rank + 10])).tolist()
+    found["regions"] = list(gather(torch.zeros(2, 3, 4, dtype=torch.bfloat16)).shape)
+    with no_gather():
+        found["alone"] = list(gather(torch.zeros(rank + 1, 2)).shape)
+    try:
+        gather(torch.zeros(2, 3 + rank))
+    except ValueError as error:
+        found["error"] = str(error)
+    return found
+
+
+def check_ddp(folder: Path) -> Any:
+    """Gradients of a contrastive loss with a learned temperature, after DDP's average, from uneven batches."""
+    rank, _ = rank_and_world()
+    model = fakes.TwoTowers()
+    wrapped = DistributedDataParallel(model)
+    everything = list(range(sum(COUNTS)))
+    mine = everything[: COUNTS[0]] if rank == 0 else everything[COUNTS[0] :]
+    total = wrapped(fakes.make_batch(mine)).total
+    total.backward()
+    grads = {name: parameter.grad.tolist() for name, parameter in model.named_parameters()}
+    return {"loss": total.item(), "grads": grads}
+
+
+def pairs() -> tuple[torch.Tensor, torch.Tensor]:
+    """Unit image and text embeddings of all ranks."""
+    image_NE, text_NE = rows(width=16), rows(2 * sum(COUNTS), width=16)[sum(COUNTS) :]
+    return nn.functional.normalize(image_NE, dim=1).float(), nn.functional.normalize(text_NE, dim=1).float()
+
+
+STUDIES = torch.tensor([0, 1, 2, 1, 3, 4, 2, 2])
+"""Of the pairs of all ranks, some on both."""
+WORDS = torch.arange(4) < torch.tensor([4, 1, 2, 3, 0, 4, 2, 1])[:, None]
+"""Which of four words each text has."""
+
+CONTRASTIVE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "convirt": lambda image_NE, text_NE: losses.convirt(image_NE, text_NE),
+    "convirt at 0.01": lambda image_NE, text_NE: losses.convirt(image_NE, text_NE, temperature=0.01),
+    "clip": lambda image_NE, text_NE: losses.clip(image_NE, text_NE, 14.3),
+    "clip at 0.01": lambda image_NE, text_NE: losses.clip(image_NE, text_NE, 100.0),
+    "siglip": lambda image_NE, text_NE: losses.siglip(image_NE, text_NE, 10.0, -10.0),
+    "siglip at 0.01": lambda image_NE, text_NE: losses.siglip(image_NE, text_NE, 100.0, -10.0),
+    "convirt with shared positives": lambda image_NE, text_NE: losses.convirt(image_NE, text_NE, groups=[STUDIES]),
+    "clip in blocks": lambda image_NE, text_NE: info_nce(14.3 * image_NE, text_NE, 0.5, [STUDIES], block_rows=3),
+    "siglip in blocks": lambda image_NE, text_NE: pairwise_sigmoid(10 * image_NE, text_NE, -10.0, block_rows=3),
+    "itc": lambda image_NE, text_NE: losses.itc(
+        image_NE, text_NE, image_NE.detach(), text_NE.detach(), 0.1, 0.4, STUDIES[:, None] == STUDIES
+    ),
+    "gloria": lambda image_NE, text_NE: torch.stack(
+        losses.gloria_local(image_NE.unflatten(1, (4, 4)), text_NE.unflatten(1, (4, 4)), WORDS)
+    ).sum(),
+}
+
+
+def check_losses(folder: Path) -> Any:
+    """Each contrastive loss over the pairs of both ranks, and its gradient at this rank's own."""
+    rank, _ = rank_and_world()
+    found = {}
+    for name, loss in CONTRASTIVE.items():
+        image_BE, text_BE = (part.split(list(COUNTS))[rank].clone().requires_grad_() for part in pairs())
+        value = loss(gather(image_BE), gather(text_BE))
+        value.backward()
+        assert image_BE.grad is not None
+        assert text_BE.grad is not None
+        found[name] = {"value": value.item(), "image": image_BE.grad.tolist(), "text": text_BE.grad.tolist()}
+    return found
+
+
+def training(folder: Path, loader: fakes.FakeLoader | None = None, **changes: Any) -> Any:
+    """Ten steps with accumulation and validation on however many ranks there are."""
+    rank, world = rank_and_world()
+    model = changes.pop("model", None) or fakes.TwoTowers(fakes.TwoTowersConfig(norm=changes.pop("norm", False)))
+    settings = {"global_batch": 8, "accumulate": 2, "validate_every": 2, **changes}
+    evals = settings.pop("evals", ())
+    return fakes.train(
+        model,
+        loader or fakes.FakeLoader(20, 4, rank, world),
+        optim=fakes.optim(schedule=Cosine(), clip_norm=1.0),
+        config=fakes.config(folder, **settings),
+        valid_loader=fakes.valid_batches(rank, world),
+        evals=evals,
+    )
+
+
+def check_train(folder: Path) -> Any:
+    rank, world = rank_and_world()
+    loader = fakes.FakeLoader(20, 4, rank, world)
+    called: list[int] = []
+
+    def evaluator(model: nn.Module) -> dict[str, float]:
+        called.append(rank)
+        assert not isinstance(model, DistributedDataParallel)
+        return {"score": float(model(fakes.make_batch([0, 1])).total)}
+
+    result = training(folder / "train", loader, evals=[evaluator])
+    return {"step": result.step, "called": len(called), "metrics": dict(result.metrics), "keys": loader.handed_out}
+
+
+def check_nan(folder: Path) -> Any:
+    """One rank's loss is infinite in one step, with a finite gradient: all ranks must leave that step out."""
+    rank, _ = rank_and_world()
+
+    class Sick(fakes.TwoTowers):
+        calls = 0
+
+        def forward(self, batch: Batch) -> Losses:
+            found = super().forward(batch)
+            self.calls += self.training
+            bad = rank == 1 and self.training and self.calls == 5
+            return Losses(total=found.total + torch.inf if bad else found.total, terms=found.terms)
+
+    model = Sick()
+    result = training(folder / "nan", model=model)
+    return {"skipped": result.skipped, "weights": model.image.weight.tolist()}
+
+
+def check_disk(folder: Path) -> Any:
+    """Rank 0's disk is full for a while; the other rank has none to fill."""
+    saves = [0]
+
+    class Full(fakes.FakeModelFiles):
+        def save(self, *arguments: Any) -> None:
+            saves[0] += 1
+            if saves[0] in (2, 3):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().save(*arguments)
+
+    checkpoint.model_files = Full
+    try:
+        result = training(folder / "disk", log_every=1)
+    finally:
+        checkpoint.model_files = fakes.FakeModelFiles
+    return {"step": result.step, "failures": result.save_failures, "saves": saves[0]}
+
+
+def check_disagree(folder: Path) -> Any:
+    try:
+        training(folder / "disagree", seed=rank_and_world()[0])
+    except TrainingError as error:
+        return str(error)
+    return None
+
+
+def check_lock(folder: Path) -> Any:
+    """Another process holds the folder: every rank hears of it."""
+    from medvl.common.folders import _locked_here
+
+    path = (folder / "lock").resolve() / ".lock"
+    _locked_here.add(path)
+    try:
+        training(folder / "lock")
+    except TrainingError as error:
+        return str(error)
+    finally:
+        _locked_here.discard(path)
+    return None
+
+
+def check_validate(folder: Path) -> Any:
+    """The validation loss of a fresh model, from this rank's share of the batches."""
+    with join("cpu") as world:
+        return validate(world)
+
+
+def validate(world: World) -> dict[str, float]:
+    model = fakes.TwoTowers()
+    with evaluating(model):
+        return validation_loss(
+            model,
+            fakes.valid_batches(world.rank, world.size),
+            world=world,
+            precision=Precision("fp32", world.device),
+            seed=0,
+            place=lambda batch: batch,
+        )
+
+
+def check_resume(folder: Path) -> Any:
+    return training(folder / "resume", norm=True, epochs=4).step
+
+
+def check_more_ranks(folder: Path) -> Any:
+    """Go on with what one rank began; the warnings come back."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("medvl").addHandler(handler)
+    result = training(folder / "one", epochs=4)
+    return {"step": result.step, "warnings": lines}
+
+
+def check_whole(folder: Path) -> Any:
+    return training(folder / "whole", norm=True, epochs=4).step
+
+
+def check_signal(folder: Path) -> Any:
+    """Only rank 1 is told to stop, in the middle of a step; both must end after the same step, with status 0."""
+    rank, world = rank_and_world()
+
+    class Told(fakes.FakeLoader):
+        def change(self, batch: Batch) -> Batch:
+            if rank == 1 and (self.epoch, self.position) == (1, 2):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return batch
+
+    training(folder / "resume", Told(20, 4, rank, world), norm=True, epochs=4)
+    raise AssertionError("train returned after SIGTERM")
+
+
+CHECKS: dict[str, Callable[[Path], Any]] = {
+    name.removeprefix("check_"): function for name, function in globals().items() if name.startswith("check_")
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    checkpoint.model_files = fakes.FakeModelFiles
+    target, names = Path(sys.argv[1]), sys.argv[2:]
+    if names != ["signal"]:  # there train itself joins the ranks
+        dist.init_process_group("gloo")
+    for check in names:
+        (target / f"{check}-{rank_and_world()[0]}.json").write_text(json.dumps(CHECKS[check](target)))
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,91 @@
+"""Answering as classification: the loss against its formula."""
+
+import math
+
+import pytest
+import torch
+from helpers.loss_checks import check_precision, check_zero_with_gradient, compare
+from torch import Tensor
+
+from medvl import losses
+
+
+def naive(logits_BV: Tensor, target_BV: Tensor) -> Tensor:
+    total = logits_BV.new_zeros(())
+    for logits_V, target_V in zip(logits_BV, target_BV.to(logits_BV.dtype), strict=True):
+        for logit, target in zip(logits_V, target_V, strict=True):
+            chance = 1 / (1 + torch.exp(-logit))
+            total = total - target * torch.log(chance) - (1 - target) * torch.log(1 - chance)
+    return total / len(logits_BV)
+
+
+def random_case(batch: int, size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(batch)
+    return 2 * torch.randn(batch, size, generator=generator), torch.rand(batch, size, generator=generator)
+
+
+@pytest.mark.parametrize(("batch", "size"), [(1, 2), (5, 3), (8, 30)])
+def test_it_is_binary_cross_entropy_summed_over_answers(batch: int, size: int) -> None:
+    logits_BV, target_BV = random_case(batch, size)
+    compare(lambda x: losses.answers(x, target_BV), lambda x: naive(x, target_BV), [logits_BV])
+
+
+def test_it_starts_at_ln_two_an_answer() -> None:
+    assert losses.answers(torch.zeros(4, 450), torch.zeros(4, 450)).item() == pytest.approx(450 * math.log(2), rel=1e-5)
+
+
+def test_precision_and_nothing_to_learn_from() -> None:
+    logits_BV, target_BV = random_case(4, 6)
+    check_precision(lambda x: losses.answers(x, target_BV), logits_BV)
+    check_zero_with_gradient(lambda x: losses.answers(x, torch.zeros(0, 6)), torch.zeros(0, 6))
+    assert losses.answers(torch.full((1, 2), 1e4), torch.tensor([[1.0, 0.0]])).isfinite()
+
+
+def test_shapes_must_agree() -> None:
+    with pytest.raises(ValueError, match=r"one shape \(B, V\), got \(2, 3\) and \(2, 4\)"):
+        losses.answers(torch.zeros(2, 3), torch.zeros(2, 4))
+
+
+# Word by word
+
+
+def naive_words(logits_NV: Tensor, ids_N: Tensor, weight_N: Tensor, questions: int) -> Tensor:
+    total = logits_NV.new_zeros(())
+    for logits_V, word, weight in zip(logits_NV, ids_N.tolist(), weight_N.to(logits_NV.dtype), strict=True):
+        total = total - weight * torch.log(torch.exp(logits_V[word]) / torch.exp(logits_V).sum())
+    return total / questions
+
+
+def words_case(words: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    logits_NV, weight_NV = random_case(words, size)
+    return logits_NV, torch.arange(words) * 7 % size, weight_NV[:, 0]
+
+
+@pytest.mark.parametrize(("words", "size", "questions"), [(1, 2, 1), (9, 5, 4), (3, 40, 6)])
+def test_words_are_weighted_and_averaged_over_questions(words: int, size: int, questions: int) -> None:
+    logits_NV, ids_N, weight_N = words_case(words, size)
+    compare(
+        lambda x: losses.answer_words(x, ids_N, weight_N, questions),
+        lambda x: naive_words(x, ids_N, weight_N, questions),
+        [logits_NV],
+    )
+
+
+def test_a_word_starts_at_ln_v_and_no_words_at_nothing() -> None:
+    _, ids_N, _ = words_case(6, 300)
+    start = losses.answer_words(torch.zeros(6, 300), ids_N, torch.ones(6), 2)
+    assert start.item() == pytest.approx(3 * math.log(300), rel=1e-5)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    check_zero_with_gradient(lambda x: losses.answer_words(x, nothing, torch.zeros(0), 3), torch.zeros(0, 300))
+
+
+def test_words_are_computed_on_in_float32() -> None:
+    logits_NV, ids_N, weight_N = words_case(5, 8)
+    check_precision(lambda x: losses.answer_words(x, ids_N, weight_N, 2), logits_NV)
+
+
+def test_words_have_logits_and_weights_of_their_own() -> None:
+    with pytest.raises(ValueError, match=r"logits \(N, V\) and ids \(N,\), got \(2, 3\) and \(3,\)"):
+        losses.answer_words(torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64), torch.ones(3), 1)
+    with pytest.raises(ValueError, match="each word needs a weight: 2 words and 3 weights"):
+        losses.answer_words(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), torch.ones(3), 1)

@@ -1,0 +1,298 @@
+"""GLoRIA's local loss against the paper's equations written out pair by pair, in value and in gradient."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.loss_checks import check_precision, check_zero_with_gradient, compare
+from torch import Tensor
+
+from medvl import losses
+from medvl.losses import gloria
+from medvl.losses.gloria import WordPool, gloria_attention, gloria_contrast, gloria_similarity
+
+LENGTHS = [3, 7, 1, 5, 7, 2]
+"""Words of the texts: ragged, and two alike."""
+
+
+def naive_attention(regions_PE: Tensor, words_WE: Tensor, temp1: float) -> Tensor:
+    """(W, P), equations 2 and 3: each region's share of every word, then each word's softmax over the regions."""
+    rows = []
+    for t in range(len(words_WE)):
+        shares = []
+        for region_E in regions_PE:
+            exponentials = [torch.exp(region_E @ word_E) for word_E in words_WE]
+            shares.append(exponentials[t] / sum(exponentials))
+        weights = [torch.exp(temp1 * share) for share in shares]
+        rows.append(torch.stack([weight / sum(weights) for weight in weights]))
+    return torch.stack(rows)
+
+
+def naive_similarity(regions_PE: Tensor, words_WE: Tensor, temp1: float, temp2: float, pool: WordPool) -> Tensor:
+    """Equations 4 to 6 for one image and one text, which has no padding."""
+    matches = []
+    for weights_P, word_E in zip(naive_attention(regions_PE, words_WE, temp1), words_WE, strict=True):
+        context_E = sum(weight * region_E for weight, region_E in zip(weights_P, regions_PE, strict=True))
+        matches.append(context_E @ word_E / (context_E.norm() * word_E.norm()))
+    scaled = torch.exp(temp2 * torch.stack(matches))
+    return torch.log({"sum": scaled.sum(), "mean": scaled.mean(), "max": scaled.max()}[pool])
+
+
+def naive_similarities(
+    regions_NPE: Tensor,
+    words_MWE: Tensor,
+    lengths: list[int],
+    temp1: float = 4.0,
+    temp2: float = 5.0,
+    pool: WordPool = "sum",
+) -> Tensor:
+    """The double loop over images and texts."""
+    rows = []
+    for regions_PE in regions_NPE:
+        texts = zip(words_MWE, lengths, strict=True)
+        row = [naive_similarity(regions_PE, words_WE[:length], temp1, temp2, pool) for words_WE, length in texts]
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
+
+
+def naive_contrast(similarity_BB: Tensor, temp3: float = 10.0) -> Tensor:
+    """Equation 7 in both directions, with its ratio of exponentials, summed."""
+    exponential_BB = torch.exp(temp3 * (similarity_BB - similarity_BB.max()))
+    total = similarity_BB.new_zeros(())
+    for i in range(len(similarity_BB)):
+        total = total - torch.log(exponential_BB[i, i] / exponential_BB[i].sum())
+        total = total - torch.log(exponential_BB[i, i] / exponential_BB[:, i].sum())
+    return total / len(similarity_BB)
+
+
+def pairs(lengths: list[int], regions: int = 9, dim: int = 16, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Regions, words whose padding is anything, and the mask."""
+    generator = torch.Generator().manual_seed(seed)
+    regions_BPE = torch.randn(len(lengths), regions, dim, generator=generator) / 2
+    words_BWE = torch.randn(len(lengths), max(*lengths, 1), dim, generator=generator)
+    return regions_BPE, words_BWE, torch.arange(words_BWE.shape[1]) < torch.tensor(lengths)[:, None]
+
+
+def both(*arguments: Any, **options: Any) -> Tensor:
+    """Both directions, summed as GLoRIA does."""
+    image_to_text, text_to_image = losses.gloria_local(*arguments, **options)
+    return image_to_text + text_to_image
+
+
+def with_gradients(inputs: tuple[Tensor, Tensor, Tensor], **options: Any) -> list[Tensor]:
+    """The loss and what it asks of regions and words."""
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs[:2]]
+    value = both(*leaves, inputs[2], **options)
+    return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+
+@pytest.mark.fault("N1")
+@pytest.mark.parametrize("regions", [9, 24], ids=["by gram", "by context"])  # of 16 dimensions
+def test_it_is_the_papers_double_loop(regions: int) -> None:
+    regions_BPE, words_BWE, mask_BW = pairs(LENGTHS, regions)
+    compare(
+        lambda region, word: both(region, word, mask_BW),
+        lambda region, word: naive_contrast(naive_similarities(region, word, LENGTHS)),
+        [regions_BPE, words_BWE],
+    )
+
+
+@pytest.mark.fault("N1")
+@pytest.mark.parametrize("regions", [9, 24], ids=["by gram", "by context"])
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+def test_chunks_change_nothing(regions: int, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = pairs(LENGTHS, regions)
+    whole = with_gradients(inputs)
+    if again:
+        monkeypatch.setattr(gloria, "_KEPT_BYTES", 0)
+    for chunk in (1, 2, 4, 5, 6, 100):
+        for ours, theirs in zip(with_gradients(inputs, chunk=chunk), whole, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("temps", [(4.0, 5.0, 10.0), (1.0, 1.0, 1.0), (9.0, 2.0, 20.0)])
+def test_all_three_temperatures_are_where_the_paper_has_them(temps: tuple[float, float, float]) -> None:
+    temp1, temp2, temp3 = temps
+    regions_BPE, words_BWE, mask_BW = pairs([4, 2, 6])
+    compare(
+        lambda region, word: both(region, word, mask_BW, temp1, temp2, temp3),
+        lambda region, word: naive_contrast(naive_similarities(region, word, [4, 2, 6], temp1, temp2), temp3),
+        [regions_BPE, words_BWE],
+    )
+    if temps == (4.0, 5.0, 10.0):
+        torch.testing.assert_close(
+            losses.gloria_local(regions_BPE, words_BWE, mask_BW),
+            losses.gloria_local(regions_BPE, words_BWE, mask_BW, temp1=4.0, temp2=5.0, temp3=10.0),
+        )
+
+
+@pytest.mark.parametrize("pool", ["sum", "mean", "max"])
+def test_other_images_and_texts_than_pairs_are_compared(pool: WordPool) -> None:
+    regions_NPE = pairs([1, 1, 1, 1])[0]
+    _, words_MWE, mask_MW = pairs(LENGTHS, seed=1)
+    weight_NM = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+    compare(
+        lambda region, word: (gloria_similarity(region, word, mask_MW, pool=pool, chunk=4) * weight_NM).sum(),
+        lambda region, word: (naive_similarities(region, word, LENGTHS, pool=pool) * weight_NM).sum(),
+        [regions_NPE, words_MWE],
+    )
+    assert gloria_similarity(regions_NPE, words_MWE[:0], mask_MW[:0]).shape == (4, 0)
+    assert gloria_similarity(regions_NPE[:0], words_MWE, mask_MW).shape == (0, 6)
+
+
+def test_memory_decides_how_many_texts_are_compared_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of short texts hold more of them, and a budget that nothing fits still takes one by one."""
+    regions_BPE, words_BWE, mask_BW = pairs(LENGTHS)
+    seen: list[tuple[int, ...]] = []
+    compute = gloria._compare
+
+    def watched(*inputs: Any) -> Tensor:
+        seen.append(tuple(inputs[3].shape))
+        return compute(*inputs)
+
+    monkeypatch.setattr(gloria, "_compare", watched)
+    whole = gloria_similarity(regions_BPE, words_BWE, mask_BW)
+    monkeypatch.setattr(gloria, "_CHUNK_BYTES", gloria._CHUNK_TENSORS * 4 * 6 * 9 * 14)  # 14 words
+    torch.testing.assert_close(gloria_similarity(regions_BPE, words_BWE, mask_BW), whole)
+    monkeypatch.setattr(gloria, "_CHUNK_BYTES", 1)
+    torch.testing.assert_close(gloria_similarity(regions_BPE, words_BWE, mask_BW), whole)
+    assert seen == [(6, 7), (2, 7), (2, 5), (2, 2), (1, 7), (1, 7), (1, 5), (1, 3), (1, 2), (1, 1)]
+
+
+@pytest.mark.parametrize("garbage", [1e4, torch.inf, torch.nan])
+def test_padding_never_changes_a_value(garbage: float) -> None:
+    """GLoRIA's zero-shot code attends to it, which lifts a text's score of -2.6 to 0."""
+    regions_BPE, words_BWE, mask_BW = pairs(LENGTHS)
+    clean = gloria_similarity(regions_BPE, words_BWE, mask_BW)
+    longer_BWE = F.pad(words_BWE, (0, 0, 0, 5)).masked_fill(~F.pad(mask_BW, (0, 5))[:, :, None], garbage)
+    longer_BWE.requires_grad_()
+    found = gloria_similarity(regions_BPE, longer_BWE, F.pad(mask_BW, (0, 5)))
+    torch.testing.assert_close(found, clean, rtol=0, atol=0)
+    found.square().sum().backward()
+    assert longer_BWE.grad is not None
+    assert longer_BWE.grad.isfinite().all()
+    assert not longer_BWE.grad[~F.pad(mask_BW, (0, 5))].any()
+    for i, length in enumerate(LENGTHS):  # nor does the company
+        alone = gloria_similarity(regions_BPE, words_BWE[i : i + 1, :length], mask_BW[i : i + 1, :length])
+        torch.testing.assert_close(alone[:, 0], clean[:, i], rtol=1e-5, atol=1e-6)
+
+
+def test_words_may_be_anywhere_in_the_mask() -> None:
+    regions_BPE, words_BWE, mask_BW = pairs(LENGTHS)
+    mask_BW[1, [0, 3]] = False
+    found = gloria_similarity(regions_BPE, words_BWE, mask_BW)[:, 1]
+    kept_1WE = words_BWE[1:2, mask_BW[1]]
+    expected = gloria_similarity(regions_BPE, kept_1WE, torch.ones(1, 5, dtype=torch.bool))[:, 0]
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_text_without_words_is_left_out() -> None:
+    lengths = [3, 0, 7, 5, 0]
+    kept = [0, 2, 3]
+    regions_BPE, words_BWE, mask_BW = pairs(lengths)
+    compare(
+        lambda region, word: both(region, word, mask_BW, chunk=2),
+        lambda region, word: (
+            naive_contrast(naive_similarities(region[kept], word[kept], [3, 7, 5])) + 0 * (region.sum() + word.sum())
+        ),
+        [regions_BPE, words_BWE],
+    )
+    torch.testing.assert_close(
+        gloria_similarity(regions_BPE, words_BWE, mask_BW)[:, [1, 4]], torch.full((5, 2), -5.0), rtol=0, atol=0
+    )
+
+
+def test_no_word_at_all() -> None:
+    regions_BPE, words_BWE, mask_BW = pairs([0, 0])
+    check_zero_with_gradient(lambda region, word: both(region, word, mask_BW), regions_BPE, words_BWE)
+    none_MWE, none_MW = words_BWE[:, :0], mask_BW[:, :0]
+    assert gloria_similarity(regions_BPE, none_MWE, none_MW).tolist() == [[-5.0, -5.0], [-5.0, -5.0]]
+
+
+def test_a_single_pair_has_nothing_to_be_told_from() -> None:
+    regions_BPE, words_BWE, mask_BW = pairs([4])
+    assert [loss.item() for loss in losses.gloria_local(regions_BPE, words_BWE, mask_BW)] == [0, 0]
+
+
+def test_vectors_of_zeros_have_a_gradient_that_is_finite() -> None:
+    regions_BPE, words_BWE, mask_BW = pairs([2, 3])
+    regions_BPE[0] = 0
+    words_BWE[1, 0] = 0
+    leaves = [regions_BPE.requires_grad_(), words_BWE.requires_grad_()]
+    both(*leaves, mask_BW).backward()
+    assert all(leaf.grad is not None and leaf.grad.isfinite().all() for leaf in leaves)
+
+
+def test_scores_far_beyond_what_an_exponential_holds() -> None:
+    regions_BPE, words_BWE, mask_BW = pairs(LENGTHS)
+    leaves = [(30 * regions_BPE).requires_grad_(), (30 * words_BWE).requires_grad_()]
+    total = both(*leaves, mask_BW)
+    total.backward()
+    assert total.isfinite()
+    assert all(leaf.grad is not None and leaf.grad.isfinite().all() for leaf in leaves)
+
+
+def test_it_starts_near_ln_b() -> None:
+    """With embeddings that know nothing of each other, and equally many words in every text."""
+    batch = 32
+    regions_BPE, words_BWE, mask_BW = pairs([20] * batch, regions=49, dim=256)
+    for loss in losses.gloria_local(regions_BPE, words_BWE, mask_BW):
+        assert loss.item() == pytest.approx(math.log(batch), abs=0.4)
+
+
+def test_the_first_loss_is_of_images_that_look_for_their_text() -> None:
+    similarity_BB = torch.tensor([[1.0, 0.0], [3.0, 2.0]])
+    image_to_text, text_to_image = gloria_contrast(similarity_BB, torch.ones(2, dtype=torch.bool), 1.0)
+    assert image_to_text.item() == pytest.approx((math.log1p(math.exp(-1)) + math.log1p(math.exp(1))) / 2)
+    assert text_to_image.item() == pytest.approx((math.log1p(math.exp(2)) + math.log1p(math.exp(-2))) / 2)
+
+
+def test_attention_is_that_of_the_similarity() -> None:
+    regions_BPE, words_BWE, mask_BW = pairs(LENGTHS)
+    attention_BWP = gloria_attention(regions_BPE, words_BWE, mask_BW)
+    for i, length in enumerate(LENGTHS):
+        expected = naive_attention(regions_BPE[i].double(), words_BWE[i, :length].double(), 4.0)
+        torch.testing.assert_close(attention_BWP[i, :length].double(), expected, rtol=1e-5, atol=1e-7)
+    assert not attention_BWP[~mask_BW].any()
+    torch.testing.assert_close(attention_BWP.sum(dim=2), mask_BW.float())
+
+
+def test_autocast_does_not_reach_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor what the backward pass computes again."""
+    inputs = pairs(LENGTHS)
+    check_precision(lambda region, word: both(region, word, inputs[2]), *inputs[:2])
+    plain = with_gradients(inputs)
+    monkeypatch.setattr(gloria, "_KEPT_BYTES", 0)
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs[:2]]
+    with torch.autocast("cpu", torch.bfloat16):
+        value = both(*leaves, inputs[2])
+    for ours, theirs in zip([value, *torch.autograd.grad(value, leaves)], plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"words_BWE": torch.zeros(3, 4, 8)}, "needs pairs, got 2 images and 3 texts"),
+        ({"regions_BPE": torch.zeros(0, 5, 8), "words_BWE": torch.zeros(0, 4, 8)}, "needs pairs"),
+        ({"words_BWE": torch.zeros(2, 4, 9)}, r"regions must be \(N, P, E\), words \(M, W, E\)"),
+        ({"word_mask_BW": torch.ones(2, 5, dtype=torch.bool)}, "and their mask"),
+        ({"regions_BPE": torch.zeros(2, 0, 8)}, "at least one region"),
+        ({"temp1": 0.0}, "temp1 0.0"),
+        ({"temp2": -1.0}, "temp2 -1.0"),
+        ({"temp3": 0.0}, "temp3 must be above 0"),
+        ({"pool": "median"}, "known are sum, mean, max"),
+    ],
+)
+def test_wrong_arguments_are_refused(change: dict, message: str) -> None:
+    arguments = {
+        "regions_BPE": torch.zeros(2, 5, 8),
+        "words_BWE": torch.zeros(2, 4, 8),
+        "word_mask_BW": torch.ones(2, 4, dtype=torch.bool),
+    }
+    with pytest.raises(ValueError, match=message):
+        losses.gloria_local(**arguments | change)
+    with pytest.raises(ValueError, match=r"\(B, B\) similarities"):
+        gloria_contrast(torch.zeros(2, 3), torch.ones(2, dtype=torch.bool))

@@ -1,0 +1,50 @@
+"""Classification of findings: the loss against its formula, and labels that are unknown."""
+
+import math
+
+import pytest
+import torch
+from helpers.loss_checks import check_precision, check_zero_with_gradient, compare
+from torch import Tensor
+
+from medvl import losses
+
+TARGET_BL = torch.tensor([[1.0, 0.0, torch.nan], [0.0, torch.nan, torch.nan], [1.0, 1.0, 0.0], [0.0, 1.0, 1.0]])
+
+
+def naive(logits_BL: Tensor, target_BL: Tensor) -> Tensor:
+    total, known = logits_BL.new_zeros(()), 0
+    for logits_L, target_L in zip(logits_BL, target_BL, strict=True):
+        for logit, target in zip(logits_L, target_L.tolist(), strict=True):
+            if not math.isnan(target):
+                chance = 1 / (1 + torch.exp(-logit))
+                total, known = total - torch.log(chance if target == 1 else 1 - chance), known + 1
+    return total / known
+
+
+def logits() -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+
+
+def test_value_and_gradient_are_those_of_the_formula() -> None:
+    compare(lambda x: losses.labels(x, TARGET_BL), lambda x: naive(x, TARGET_BL), [logits()])
+
+
+def test_it_begins_at_ln_2_and_nothing_known_is_zero() -> None:
+    assert losses.labels(torch.zeros(4, 3), TARGET_BL).item() == pytest.approx(math.log(2))
+    check_zero_with_gradient(lambda x: losses.labels(x, torch.full((4, 3), torch.nan)), logits())
+
+
+def test_an_unknown_label_takes_no_part_whatever_its_logit() -> None:
+    wild = torch.where(TARGET_BL.isnan(), torch.tensor(torch.inf), logits()).requires_grad_()
+    loss = losses.labels(wild, TARGET_BL)
+    torch.testing.assert_close(loss, losses.labels(logits(), TARGET_BL))
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    check_precision(lambda x: losses.labels(x, TARGET_BL), logits())
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match=r"labels need logits and targets of one shape \(B, L\), got \(4, 3\)"):
+        losses.labels(logits(), TARGET_BL[:, :2])

@@ -1,0 +1,235 @@
+"""The classifier: on any system's encoder, frozen for good or trained, with settled labels, judged and stopped early."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.eval_fakes import make_source
+from helpers.label_shards import NAMES, make_shards
+from sklearn import metrics as reference
+
+import medvl
+from medvl.data.loading.loader import FileSource, open_loader
+from medvl.data.loading.subset import Settled, label_fraction, no_text
+from medvl.data.shards.format import ShardSource
+from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.text import WholeText
+from medvl.encoders import create_image_encoder
+from medvl.errors import CheckpointError, ConfigError, EvaluationError, SplitError
+from medvl.eval import ClassifyEval, LabelPolicy, classify
+from medvl.models import Classifier, ClassifierConfig, create_classifier
+from medvl.models.checkpoint import load, save
+from medvl.schema import Batch
+from medvl.train import OptimConfig, TrainConfig, train
+from medvl.train.tasks.classification import LabelConfig, open_labels
+
+BRIGHT = EvalTransform(size=32, fit="squash")
+
+
+def classifier(frozen: bool = False, **settings: Any) -> Classifier:
+    torch.manual_seed(0)
+    encoder = create_image_encoder("resnet_tiny", image_size=32)
+    return Classifier.on(encoder, NAMES, BRIGHT, frozen_encoder=frozen, **settings)
+
+
+def batch_of(count: int = 4) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    return Batch(
+        keys=[str(number) for number in range(count)],
+        image_BCHW=torch.randint(0, 256, (count, 1, 32, 32), dtype=torch.uint8, generator=generator),
+        ids_BT=torch.empty(count, 0, dtype=torch.int64),
+        mask_BT=torch.empty(count, 0, dtype=torch.bool),
+        labels_BL=torch.tensor([[1.0, 0.0], [0.0, torch.nan], [1.0, 1.0], [0.0, 0.0]])[:count],
+        texts=[""] * count,
+    )
+
+
+# The model
+
+
+def test_it_begins_at_ln_2_and_learns() -> None:
+    model = classifier(head_rate=5.0)
+    loss = model(batch_of()).total
+    assert loss.item() == pytest.approx(np.log(2))
+    optimizer = torch.optim.AdamW(model.parameter_groups(lr=1e-3, weight_decay=0.01))
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model(batch_of()).total
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.6
+
+
+def test_a_frozen_encoder_moves_in_nothing_not_even_its_statistics() -> None:
+    model = classifier(frozen=True).train()
+    before = {name: tensor.clone() for name, tensor in model.image_encoder.state_dict().items()}
+    assert any("running" in name or "num_batches" in name for name in before)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {"label_head.weight", "label_head.bias"}
+    optimizer = torch.optim.SGD(model.parameter_groups(lr=0.1, weight_decay=0.1))
+    for _ in range(3):
+        model(batch_of()).total.backward()
+        optimizer.step()
+    for name, tensor in model.image_encoder.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+    assert model.label_head.weight.abs().sum() > 0
+
+
+def test_rates_of_the_head_and_of_the_layers() -> None:
+    groups = classifier(head_rate=4.0).parameter_groups(lr=1e-3, weight_decay=0.1, layer_decay=0.5)
+    rates = {group["name"].split(":")[0]: group["lr"] for group in groups if group["name"].startswith("head")}
+    assert rates == {"head": 4e-3}
+    encoder = {group["lr"] for group in groups if group["name"].startswith("encoder")}
+    assert max(encoder) <= 1e-3
+    assert len(encoder) > 2
+    assert sum(len(group["params"]) for group in groups) == len(list(classifier().parameters()))
+
+
+def test_it_is_saved_and_loaded_whole(tmp_path: Path) -> None:
+    model = classifier(frozen=True).eval()
+    torch.nn.init.normal_(model.label_head.weight)
+    save(model, tmp_path)
+    again = load(tmp_path)
+    assert isinstance(again, Classifier)
+    assert again.transform == BRIGHT
+    assert again.config.labels == NAMES
+    torch.testing.assert_close(again.label_logits(batch_of().image_BCHW), model.label_logits(batch_of().image_BCHW))
+    chances = again.predict(batch_of().image_BCHW)
+    torch.testing.assert_close(chances["Edema"], torch.sigmoid(model.label_logits(batch_of().image_BCHW))[:, 0])
+    assert not any(p.requires_grad for p in again.image_encoder.parameters())
+
+
+def test_it_starts_on_the_encoder_of_any_system(tmp_path: Path) -> None:
+    settings = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "vocab_size": 50}
+    convirt = medvl.create_model("convirt", projection_dim=8, frozen_text_layers=0, **settings).eval()
+    save(convirt, tmp_path)
+    model = create_classifier(tmp_path, NAMES, frozen_encoder=True)
+    for name, tensor in convirt.image_encoder.state_dict().items():
+        torch.testing.assert_close(model.image_encoder.state_dict()[name], tensor, rtol=0, atol=0)
+    assert model.transform == convirt.transform
+    other = tmp_path / "classifier"
+    other.mkdir()
+    save(model, other)
+    assert create_classifier(other, ("Mass",)).config.labels == ("Mass",)  # a new head on an old classifier
+    with pytest.raises(ConfigError, match="no image encoder is called 'nowhere'"):
+        create_classifier("nowhere", NAMES)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="not a whole checkpoint"):
+        create_classifier(tmp_path, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"labels": ()}, "labels must be one or more"),
+        ({"labels": ("a", "a")}, "each once"),
+        ({"head_rate": 0.0}, "head_rate must be above 0"),
+        ({"encoder": {}}, "encoder must name the image encoder"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        ClassifierConfig(**{"encoder": {"name": "resnet_tiny"}, "labels": NAMES, **settings})
+
+
+def test_it_is_made_by_name_like_every_system() -> None:
+    model = medvl.create_model("classifier", encoder={"name": "resnet_tiny", "image_size": 32}, labels=NAMES)
+    assert isinstance(model, Classifier)
+    assert "classifier" in medvl.list_models()
+
+
+# Its data
+
+
+def test_settled_labels_follow_the_policy_and_the_chosen_columns() -> None:
+    labels_NL = np.array([[-1, 1, np.nan], [0, np.nan, 1]])
+    source = make_source(labels_NL, ("Edema", "Fracture", "No Finding"))
+    settled = Settled(source, ("Fracture", "Edema", "Mass"), LabelPolicy(uncertain="ones").settle)
+    assert [settled.sample(place).labels for place in range(2)] == [
+        {"Fracture": 1, "Edema": 1},
+        {"Fracture": 0, "Edema": 0},
+    ]
+    ignoring = Settled(source, NAMES, LabelPolicy(missing="ignore", no_finding="labelled").settle)
+    assert [ignoring.sample(place).labels for place in range(2)] == [{"Fracture": 1}, {"Edema": 0}]
+    assert settled.label_names == ("Fracture", "Edema", "Mass")
+    assert settled.fingerprint != ignoring.fingerprint != source.fingerprint
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_shards(tmp_path_factory.mktemp("labels"))
+
+
+def data_of(shards: Path, **settings: Any) -> LabelConfig:
+    return LabelConfig(train=shards / "train", valid=shards / "validate", image=BRIGHT, workers=0, **settings)
+
+
+def test_training_stops_early_by_the_validation_patients_and_the_best_step_is_kept(shards, tmp_path):
+    policy = LabelPolicy()
+    data = data_of(shards, fraction=0.5, draw=3)
+    assert data.names() == NAMES
+    model = create_classifier_of(data)
+    opened = open_labels(data, model, policy.settle, batch=4)
+    assert opened.described["data"]["train"]["images"] == 16
+    config = TrainConfig(
+        run_dir=tmp_path, epochs=50, global_batch=4, best_metric="classify/auroc/Edema", best_mode="max",
+        early_stop_patience=2, tensorboard=False, log_every=100,
+    )  # fmt: skip
+    evals = [ClassifyEval(opened.valid_images, policy=policy)]
+    result = train(
+        model, opened.train, valid_loader=opened.valid, evals=evals, optim=OptimConfig(lr=0.05), config=config,
+        run=opened.described,
+    )  # fmt: skip
+    assert result.stopped == "early_stop"
+    assert result.best_value > 0.9
+    assert result.best is not None
+    best = load(result.best)
+    loader = open_loader(
+        ShardSource(shards / "validate"),
+        batch=5,
+        image=best.transform,
+        text=WholeText(),
+        tokenizer=no_text,
+        train=False,
+    )
+    judged = classify(best, loader, resamples=20, checkpoint=result.best)
+    scores, truth = judged.images.scores_NL[:, 0], judged.images.labels_NL[:, 0]
+    assert judged.results.row("auroc", "Edema").value == pytest.approx(reference.roc_auc_score(truth, scores))
+    assert judged.results.row("auroc", "Edema").value == pytest.approx(result.best_value)
+    assert judged.results.config["ece_bins"] == 15
+    assert {"ece", "brier", "average_precision"} <= {row.metric for row in judged.results.rows}
+    assert "f1" not in {row.metric for row in judged.results.rows}
+    with pytest.raises(SplitError, match="are in the validation and in the test images"):
+        classify(best, loader, valid_loader=loader)
+
+
+def create_classifier_of(data: LabelConfig) -> Classifier:
+    torch.manual_seed(0)
+    return Classifier.on(create_image_encoder("resnet_tiny", image_size=32), data.names(), BRIGHT, frozen_encoder=True)
+
+
+def test_the_fractions_are_those_of_the_probe(shards):
+    source = ShardSource(shards / "train")
+    patients = [source.sample(place).patient for place in range(len(source))]
+    data = data_of(shards, fraction=0.25, draw=7)
+    opened = open_labels(data, create_classifier_of(data), LabelPolicy().settle, batch=4)
+    wanted = {source.sample(int(place)).key for place in label_fraction(patients, 0.25, 7)}
+    assert {key for batch in opened.train for key in batch.keys} == wanted
+
+
+def test_what_cannot_be_opened_or_judged_is_named(shards, tmp_path):
+    with pytest.raises(ConfigError, match="has no label Mass: it has Edema, Fracture"):
+        data_of(shards, labels=("Mass",)).names()
+    with pytest.raises(ConfigError, match="fraction must be above 0 and at most 1"):
+        data_of(shards, fraction=0.0)
+    with pytest.raises(ConfigError, match=r"not there: data.train .*train, data.valid .*\nmake it"):
+        data_of(tmp_path).check("make it")
+    same = dataclasses.replace(data_of(shards), valid=shards / "train")
+    with pytest.raises(SplitError):
+        open_labels(same, classifier(), LabelPolicy().settle, batch=4)
+    stranger = FileSource(make_source(np.eye(2), ("Mass", "Nodule")).samples, ("Mass", "Nodule"))
+    loader = open_loader(stranger, batch=2, image=BRIGHT, text=WholeText(), tokenizer=no_text, train=False)
+    with pytest.raises(EvaluationError, match=r"and the data \(Mass, Nodule\) have no label in common"):
+        ClassifyEval(loader)(classifier())

@@ -1,0 +1,267 @@
+"""Questions from shards to judged answers: the source, the model over answers, and accuracy while training."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.fusion_samples import TEXTS, TINY, make_batch, tiny_model, tiny_tokenizer
+from helpers.vqa_corpora import write_rad_shards
+
+import medvl
+from medvl.data.loading.loader import open_loader
+from medvl.data.loading.vqa_source import QuestionSource
+from medvl.data.shards.format import ShardSource
+from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
+from medvl.data.transforms.text import WholeText
+from medvl.errors import ConfigError, CorpusError
+from medvl.eval import AnswerEval, answer_questions, answers_in, judge_answers, normalize_answer
+from medvl.eval.vqa.predict import question_data
+from medvl.models import VQA, create_vqa, save
+from medvl.models.downstream.vqa.config import VQAConfig
+from medvl.models.fusion_encoders.config import DualStreamConfig
+from medvl.train.tasks.vqa import QuestionConfig, open_questions
+
+ANSWERS = ("yes", "no", "2", "right lung")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rad_shards(tmp_path_factory.mktemp("vqa"))
+
+
+def tiny_vqa(answers: tuple[str, ...] = ANSWERS) -> VQA:
+    fusion = tiny_model("dual_stream", tiny_tokenizer())
+    return VQA.on(fusion, answers)
+
+
+def source_of(folder: Path, split: str, answers: tuple[str, ...] = ANSWERS) -> QuestionSource:
+    return QuestionSource(ShardSource(folder), split, answers, normalize_answer)
+
+
+def loader_of(source: QuestionSource, model: VQA, **changes: Any) -> Any:
+    settings = {"batch": 4, "image": model.transform, "text": WholeText(sections=("question",)), "train": False}
+    return open_loader(source, tokenizer=model.tokenizer, **{**settings, **changes})
+
+
+def test_each_question_is_an_item_with_its_image(folder: Path) -> None:
+    train, test = source_of(folder, "train"), source_of(folder, "test")
+    assert (len(train), len(test)) == (6, 2)
+    asked = [test.sample(place) for place in range(2)]
+    assert [sample.sections for sample in asked] == [
+        {"question": "Is there fluid?"},
+        {"question": "Where is the mass?"},
+    ]
+    assert [dict(sample.labels) for sample in asked] == [{"no": 1}, {"right lung": 1}]
+    assert len({sample.key for sample in asked}) == 2
+    assert len({sample.patient for sample in asked}) == 1
+    np.testing.assert_array_equal(test.pixels(0), test.source.pixels(test.asked[0].image))
+    assert train.fingerprint != test.fingerprint
+
+
+def test_an_answer_outside_the_vocabulary_has_no_label_and_stays(folder: Path) -> None:
+    source = source_of(folder, "test", ("yes", "2"))
+    assert [dict(source.sample(place).labels) for place in range(len(source))] == [{}, {}]
+
+
+def test_a_split_without_questions_is_named(folder: Path) -> None:
+    with pytest.raises(CorpusError, match="no question of the split 'validate': it has questions of test, train"):
+        source_of(folder, "validate")
+
+
+def test_questions_about_one_image_share_it_and_are_answered_as_alone(folder: Path) -> None:
+    model, source = tiny_vqa().eval(), source_of(folder, "train")
+    (batch,) = loader_of(source, model, batch=8)
+    images = len(set(source.image_keys))
+    assert images < len(source)
+    assert batch.image_of_B is not None
+    assert len(batch.image_BCHW) == images
+    alone = list(loader_of(source, model, batch=1))
+    assert all(one.image_of_B is None for one in alone)
+    for row, one in enumerate(alone):
+        torch.testing.assert_close(batch.image_BCHW[batch.image_of_B[row]], one.image_BCHW[0])
+    with torch.no_grad():
+        together_BV = model.answer_logits(batch)
+        alone_BV = torch.cat([model.answer_logits(one) for one in alone])
+    torch.testing.assert_close(together_BV, alone_BV, rtol=1e-4, atol=1e-5)
+
+
+def test_an_image_is_read_once_for_the_questions_that_follow_one_another(folder: Path, monkeypatch: Any) -> None:
+    source, read = source_of(folder, "train"), []
+    pixels = source.pixels
+    monkeypatch.setattr(source, "pixels", lambda *place: read.append(place) or pixels(*place))
+    list(loader_of(source, tiny_vqa(), batch=8))
+    assert len(read) == len(set(source.image_keys))
+
+
+@pytest.mark.parametrize("together", [2, 3])
+def test_training_keeps_questions_of_an_image_together_and_loses_none(folder: Path, together: int) -> None:
+    source = source_of(folder, "train")
+    image_of = {source.key(place): source.image_keys[place] for place in range(len(source))}
+    crop = ConVIRTAugmentation.weak(32)
+    loader = loader_of(source, tiny_vqa(), batch=1, train=True, image=crop, together=together)
+    epochs = [[batch.keys[0] for batch in loader] for _ in range(4)]
+    for keys in epochs:
+        assert sorted(keys) == sorted(image_of)
+        runs = [image_of[key] for key in keys]
+        for image in set(runs):
+            places = [place for place, name in enumerate(runs) if name == image]
+            for start in range(0, len(places), together):
+                group = places[start : start + together]
+                assert group == list(range(group[0], group[0] + len(group)))
+    assert len({tuple(keys) for keys in epochs}) > 1
+    (batch,) = loader_of(source, tiny_vqa(), batch=6, train=True, image=crop, together=together)
+    assert len(batch.image_BCHW) < 6
+    (apart,) = loader_of(source, tiny_vqa(), batch=6, train=True, image=crop)
+    assert apart.image_of_B is None
+
+
+def test_a_position_among_questions_that_are_together_is_no_position_among_others(folder: Path) -> None:
+    source = source_of(folder, "train")
+    loader = loader_of(source, tiny_vqa(), batch=2, train=True, together=2)
+    with pytest.raises(ConfigError, match="another together"):
+        loader_of(source, tiny_vqa(), batch=2, train=True).load_state_dict(loader.state_dict())
+
+
+def test_only_what_shares_images_can_be_kept_together(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="together is 2"):
+        loader_of(ShardSource(folder), tiny_vqa(), batch=2, train=True, together=2)
+
+
+def test_the_loader_hands_out_questions_and_answers(folder: Path) -> None:
+    model = tiny_vqa()
+    (batch,) = loader_of(source_of(folder, "train"), model, batch=8, workers=1)
+    row = batch.texts.index("Is the heart enlarged?")
+    assert batch.labels_BL.shape == (6, len(ANSWERS))
+    assert batch.labels_BL[row, 0] == 1
+    assert batch.labels_BL[row, 1:].isnan().all()
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_every_fusion_encoder_answers_and_learns(name: str) -> None:
+    tokenizer = tiny_tokenizer()
+    model = VQA.on(tiny_model(name, tokenizer), ANSWERS)
+    batch = make_batch(tokenizer, labels_BL=torch.eye(6, len(ANSWERS)).masked_fill(torch.eye(6, 4) == 0, torch.nan))
+    loss = model(batch)
+    assert loss.total.item() == pytest.approx(len(ANSWERS) * np.log(2), rel=0.5)
+    loss.total.backward()
+    still = [key for key, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    assert [key for key in still if "position" not in key and "embeddings" not in key] == []
+    frozen = [key for key, p in model.named_parameters() if not p.requires_grad]
+    assert all("head" in key or ".momentum." in key for key in frozen if name != "medvill")
+
+
+def test_padding_and_order_change_no_answer() -> None:
+    tokenizer = tiny_tokenizer()
+    model = tiny_vqa().eval()
+    batch = make_batch(tokenizer)
+    with torch.no_grad():
+        whole = model.answer_logits(batch)
+        turned = model.answer_logits(make_batch(tokenizer, texts=TEXTS))
+        alone = [model.answer_logits(_row(batch, row)) for row in range(len(batch))]
+    torch.testing.assert_close(turned, whole)
+    torch.testing.assert_close(torch.cat(alone), whole, rtol=1e-4, atol=1e-5)
+
+
+def _row(batch: Any, row: int) -> Any:
+    length = int(batch.mask_BT[row].sum())
+    return type(batch)(
+        keys=[batch.keys[row]],
+        image_BCHW=batch.image_BCHW[row : row + 1],
+        ids_BT=batch.ids_BT[row : row + 1, :length],
+        mask_BT=batch.mask_BT[row : row + 1, :length],
+        labels_BL=batch.labels_BL[row : row + 1],
+        texts=[batch.texts[row]],
+    )
+
+
+def test_a_checkpoint_comes_back_with_its_answers(tmp_path: Path) -> None:
+    model = tiny_vqa().eval()
+    save(model, tmp_path)
+    again = medvl.load(tmp_path)
+    assert isinstance(again, VQA)
+    assert again.config == model.config
+    image_BCHW = make_batch(tiny_tokenizer()).image_BCHW[:2]
+    asked = ["Is there fluid?", "Where is the mass?"]
+    assert again.answer(image_BCHW, asked) == model.answer(image_BCHW, asked)
+    assert set(again.answer(image_BCHW, asked)) <= set(ANSWERS)
+    with pytest.raises(ConfigError, match="1 questions about 2 images"):
+        again.answer(image_BCHW, asked[:1])
+
+
+def test_it_starts_from_either_family(tmp_path: Path) -> None:
+    """A dual-encoder's towers under a fresh fusion-encoder; a fusion-encoder whole; a VQA model without its head."""
+    torch.manual_seed(0)
+    tokenizer = tiny_tokenizer()
+    dual = medvl.create_model(
+        "convirt", image_encoder="resnet_tiny", text_encoder="tiny_bert", image_size=64, frozen_text_layers=0,
+        projection_dim=8, tokenizer=tokenizer,
+    )  # fmt: skip
+    sizes = DualStreamConfig(image_arguments={}, width=24, layers=2, heads=2, intermediate=48, image_positions=True)
+    starts = {"dual": dual, "whole": tiny_model("single_stream", tokenizer), "answers": tiny_vqa(("a", "b"))}
+    for name, model in starts.items():
+        (tmp_path / name).mkdir()
+        save(model, tmp_path / name)
+    made = {name: create_vqa(tmp_path / name, ANSWERS, fusion=sizes) for name in starts}
+    image_BCHW = make_batch(tokenizer).image_BCHW
+    with torch.no_grad():
+        theirs = dual.eval().image_encoder(image_BCHW).pooled_BD
+        ours = made["dual"].eval().fusion_model.image_encoder(image_BCHW).pooled_BD
+    torch.testing.assert_close(ours, theirs)
+    assert made["whole"].fusion_model.name == "single_stream"
+    assert made["answers"].config.answers == ANSWERS
+
+
+def test_answers_are_judged_and_counted_while_training(folder: Path) -> None:
+    vocabulary = answers_in(folder)
+    assert set(vocabulary.answers) == {"yes", "2", "right lung", "none"}
+    model = tiny_vqa(vocabulary.answers)
+    with torch.no_grad():  # says "right lung", whatever is asked
+        model.answer_head[-1].weight.zero_()
+        model.answer_head[-1].bias.copy_(torch.tensor([float(a == "right lung") for a in vocabulary.answers]))
+    loader = loader_of(source_of(folder, "test", vocabulary.answers), model)
+    assert AnswerEval(loader)(model) == {"vqa/accuracy": 0.5, "vqa/closed": 0.0, "vqa/open": 1.0}
+    assert model.training
+    said = answer_questions(model, loader)
+    assert {prediction.answer for prediction in said.values()} == {"right lung"}
+    result = judge_answers(question_data([ShardSource(folder)]), said, resamples=10)
+    assert result.results.row("accuracy", "overall").value == 0.5
+
+
+def test_learning_rates_of_the_three_parts() -> None:
+    model = tiny_vqa()
+    rates = {group["name"].split(":")[0]: group["lr"] for group in model.parameter_groups(1e-5, 0.01)}
+    assert rates["image_encoder"] == pytest.approx(1e-5)
+    assert rates["fusion"] == pytest.approx(5e-5)
+    assert rates["answer_head"] == pytest.approx(5e-4)
+
+
+def test_training_data_is_opened_and_checked(folder: Path) -> None:
+    model = tiny_vqa()
+    image = EvalTransform(size=64)
+    config = QuestionConfig(train=folder, valid=folder, valid_split="test", image=image, workers=0)
+    opened = open_questions(config, model, ANSWERS, normalize_answer, 3)
+    assert opened.train.steps_per_epoch == 2
+    assert opened.valid_images is not None
+    assert sum(len(batch) for batch in opened.valid_images) == 2
+    with pytest.raises(ConfigError, match=r"not there: data\.valid nowhere\nmake it"):
+        QuestionConfig(train=folder, valid=Path("nowhere"), image=image).check("make it")
+    with pytest.raises(ConfigError, match=r"image\.flip is 'swap_text': answers name sides"):
+        QuestionConfig(train=folder, valid=None, image=ConVIRTAugmentation(size=64))
+
+
+@pytest.mark.parametrize("answers", [(), ("yes",), ("yes", "yes")])
+def test_a_vocabulary_has_two_answers_or_more(answers: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="answers must be two or more, each once"):
+        VQAConfig(fusion="m3ae", answers=answers)
+
+
+@pytest.mark.parametrize(
+    ("head", "rate"), [("classifier", 50.0), ("product", 1.0), ("ranking", 1.0), ("generation", 1.0)]
+)
+def test_a_head_learns_at_its_published_rate_unless_told_otherwise(head: Any, rate: float) -> None:
+    assert VQAConfig(fusion="medvill", answers=ANSWERS, head=head).head_rate == rate
+    assert VQAConfig(fusion="medvill", answers=ANSWERS, head=head, head_rate=4.0).head_rate == 4.0
+    with pytest.raises(ConfigError, match="head_rate must be above 0"):
+        VQAConfig(fusion="medvill", answers=ANSWERS, head=head, head_rate=0.0)

@@ -1,0 +1,213 @@
+"""Where a fusion-encoder looks: attention maps of every system against weights worked out one by one."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from helpers.fusion_samples import SIDE, TINY, flags, make_batch, shaken, tiny_model, tiny_tokenizer
+from torch import Tensor
+
+from medvl.errors import ConfigError
+from medvl.models.downstream.vqa.attention import QuestionAttention, question_attention
+from medvl.models.fusion_encoders.layers.transformer import Attention
+from medvl.schema import Batch
+
+LAST = {
+    "dual_stream": "fusion.text_layers.3.cross_attention",
+    "m3ae": "fusion.text_layers.3.cross_attention",
+    "single_stream": "fusion.layers.3.attention",
+    "albef": "fusion.1.cross_attention",
+    "medvill": "text_encoder.backbone.encoder.layer.1.attention.self",
+}
+"""The attention that a map is of."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+def lively(name: str, tokenizer: Any, **settings: Any) -> Any:
+    return shaken(tiny_model(name, tokenizer, **settings)).eval()
+
+
+def rows(batch: Batch, chosen: slice) -> Batch:
+    """Some samples of a batch, padded to the longest text among them."""
+    length = int(batch.mask_BT[chosen].sum(dim=1).max())
+    return dataclasses.replace(
+        batch,
+        keys=batch.keys[chosen],
+        image_BCHW=batch.image_BCHW[chosen],
+        ids_BT=batch.ids_BT[chosen, :length],
+        mask_BT=batch.mask_BT[chosen, :length],
+        labels_BL=batch.labels_BL[chosen],
+        texts=batch.texts[chosen],
+    )
+
+
+def watched(model: Any, name: str, batch: Batch) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """The last attention's module, and the states, context and mask (B, Q, K) that the forward pass gives it."""
+    module, seen = model.get_submodule(LAST[name]), []
+    hook = module.register_forward_pre_hook(lambda *given: seen.append(given[1:]), with_kwargs=True)
+    with torch.no_grad():
+        model.features(batch)
+    hook.remove()
+    ((inputs, named),) = seen
+    if name == "medvill":  # transformers' own
+        return module, inputs[0], inputs[0], named["attention_mask"][:, 0]
+    states_BQD, context_BKD, mask = inputs
+    full_BQK = torch.ones(*states_BQD.shape[:2], context_BKD.shape[1], dtype=torch.bool)
+    return module, states_BQD, context_BKD, full_BQK if mask is None else full_BQK & mask
+
+
+def naive_weights(query_BQD: Tensor, key_BKD: Tensor, heads: int, mask_BQK: Tensor) -> Tensor:
+    """(B, Q, K): one query of one head at a time, mean over the heads."""
+    size = query_BQD.shape[2] // heads
+    weights = torch.zeros(len(query_BQD), query_BQD.shape[1], key_BKD.shape[1])
+    for row in range(len(query_BQD)):
+        for place in range(query_BQD.shape[1]):
+            for head in range(heads):
+                part = slice(head * size, (head + 1) * size)
+                scores = key_BKD[row, :, part] @ query_BQD[row, place, part] / size**0.5
+                scores[~mask_BQK[row, place]] = -torch.inf
+                weights[row, place] += scores.exp() / scores.exp().sum() / heads
+    return weights
+
+
+def expected_maps(model: Any, name: str, batch: Batch) -> tuple[Tensor, Tensor]:
+    """(pooled_BP, words_BP) from what the forward pass computes."""
+    module, states_BQD, context_BKD, mask_BQK = watched(model, name, batch)
+    heads = module.heads if isinstance(module, Attention) else module.num_attention_heads
+    with torch.no_grad():
+        weights = naive_weights(module.query(states_BQD), module.key(context_BKD), heads, mask_BQK)
+    cells = {"medvill": slice(1, 5), "single_stream": slice(1, 17)}.get(name, slice(1, None))
+    first = {"medvill": 5, "single_stream": 17}.get(name, 0)  # where the text's first token stands, or would
+    words = []
+    for row, length in enumerate(batch.mask_BT.sum(dim=1).tolist()):
+        words.append(weights[row, first + 1 : first + length - 1].mean(dim=0)[cells])
+    return weights[:, 0, cells], torch.stack(words)
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_maps_are_the_weights_that_the_forward_pass_attends_with(name: str, tokenizer: Any) -> None:
+    model, batch = lively(name, tokenizer), make_batch(tokenizer)
+    pooled_BP, words_BP = expected_maps(model, name, batch)
+    maps = question_attention(model, batch)
+    torch.testing.assert_close(maps.pooled_BP, pooled_BP, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(maps.words_BP, words_BP, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_shapes_and_sums(name: str, tokenizer: Any) -> None:
+    maps = question_attention(lively(name, tokenizer), make_batch(tokenizer))
+    grid = (2, 2) if name == "medvill" else (4, 4)
+    assert maps.grid == grid
+    for map_BP in (maps.pooled_BP, maps.words_BP):
+        assert map_BP.shape == (6, grid[0] * grid[1])
+        assert map_BP.dtype == torch.float32
+        assert (map_BP >= 0).all()
+        assert (map_BP.sum(dim=1) <= 1 + 1e-5).all()
+        assert (map_BP.sum(dim=1) > 0.01).all()
+        assert not map_BP.requires_grad
+    assert not torch.allclose(maps.pooled_BP[0], maps.pooled_BP[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_neither_padding_nor_neighbours_change_a_map(name: str, tokenizer: Any) -> None:
+    model, batch = lively(name, tokenizer), make_batch(tokenizer)
+    whole = question_attention(model, batch)
+    alone = [question_attention(model, rows(batch, slice(row, row + 1))) for row in range(len(batch))]
+    other_BT = torch.where(batch.mask_BT, batch.ids_BT, batch.ids_BT.max())
+    noisy = question_attention(model, dataclasses.replace(batch, ids_BT=other_BT))
+    for field in ("pooled_BP", "words_BP"):
+        expected = getattr(whole, field)
+        torch.testing.assert_close(torch.cat([getattr(one, field) for one in alone]), expected, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(getattr(noisy, field), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_a_sample_without_an_image_or_words_looks_nowhere(name: str, tokenizer: Any) -> None:
+    model = lively(name, tokenizer)
+    batch = make_batch(tokenizer, has_image_B=flags(1, 0, 1, 1, 0, 1), has_text_B=flags(1, 1, 0, 1, 1, 1))
+    maps = question_attention(model, batch)
+    assert not maps.pooled_BP[[1, 4]].any()
+    assert not maps.words_BP[[1, 2, 4]].any()
+    assert (maps.words_BP[[0, 3, 5]].sum(dim=1) > 0.01).all()
+    full = question_attention(model, make_batch(tokenizer))
+    torch.testing.assert_close(maps.words_BP[0], full.words_BP[0], rtol=1e-3, atol=1e-5)
+    nothing = question_attention(model, dataclasses.replace(batch, has_image_B=torch.zeros(6, dtype=torch.bool)))
+    assert nothing.grid is not None
+    assert nothing.pooled_BP.shape == (6, nothing.grid[0] * nothing.grid[1])
+    assert not nothing.pooled_BP.any()
+    assert not nothing.words_BP.any()
+
+
+def test_a_question_of_no_words_looks_nowhere(tokenizer: Any) -> None:
+    batch = make_batch(tokenizer, size=2, texts=("", "No pneumothorax."), has_text_B=None)
+    assert batch.mask_BT.sum(dim=1)[0] == 2
+    maps = question_attention(lively("dual_stream", tokenizer), batch)
+    assert maps.pooled_BP[0].sum() > 0.01
+    assert not maps.words_BP[0].any()
+    assert maps.words_BP[1].any()
+
+
+def test_regions_have_no_grid_and_padded_ones_get_nothing(tokenizer: Any) -> None:
+    model = lively("dual_stream", tokenizer, image_encoder="regions:12", image_arguments={})
+    regions_BPD = torch.randn(6, 5, 12, generator=torch.Generator().manual_seed(0))
+    regions_BPD[2, 3:] = 0
+    maps = question_attention(model, make_batch(tokenizer, regions_BPD=regions_BPD))
+    assert maps.grid is None
+    assert maps.pooled_BP.shape == (6, 5)
+    assert not maps.pooled_BP[2, 3:].any()
+    assert (maps.pooled_BP[2, :3] > 0).all()
+
+
+def test_words_that_may_not_see_the_image_do_not(tokenizer: Any) -> None:
+    model = lively("single_stream", tokenizer, attention="non_cross")
+    assert not question_attention(model, make_batch(tokenizer)).words_BP.any()
+
+
+def test_a_map_follows_what_the_words_look_for(tokenizer: Any) -> None:
+    """One cell's key is made to fit every query: all attention goes there."""
+    model, batch = lively("dual_stream", tokenizer), make_batch(tokenizer)
+    layer = model.get_submodule(LAST["dual_stream"])
+    wanted = 6
+    layer.query.register_forward_hook(lambda *_: torch.full((6, batch.ids_BT.shape[1], 24), 4.0))
+    keys_BKD = torch.zeros(6, 17, 24)
+    keys_BKD[:, 1 + wanted] = 4.0
+    layer.key.register_forward_hook(lambda *_: keys_BKD)
+    maps = question_attention(model, batch)
+    assert maps.pooled_BP.argmax(dim=1).tolist() == [wanted] * 6
+    assert (maps.words_BP[:, wanted] > 0.99).all()
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_nothing_is_kept_when_nobody_asks(name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward pass computes no map, and looking leaves the model as it was."""
+    model, batch = lively(name, tokenizer), make_batch(tokenizer)
+    with torch.no_grad():
+        before = model.features(batch).pooled_BD
+        question_attention(model, batch)
+        monkeypatch.setattr("medvl.models.fusion_encoders.layers.transformer.attention_weights", None)
+        monkeypatch.setattr("medvl.models.fusion_encoders.medvill.attention_weights", None)
+        after = model.features(batch).pooled_BD
+    assert torch.equal(before, after)
+
+
+def test_a_model_in_training_is_refused(tokenizer: Any) -> None:
+    model = tiny_model("medvill", tokenizer).train()
+    with pytest.raises(ConfigError, match="attention is looked at in eval mode"):
+        question_attention(model, make_batch(tokenizer))
+
+
+def test_the_grid_is_that_of_the_images_given(tokenizer: Any) -> None:
+    model = lively("dual_stream", tokenizer, image_encoder="resnet_tiny", image_arguments={})
+    cells = {}
+    for side in (SIDE, 2 * SIDE):
+        image_BCHW = torch.zeros(6, 1, side, SIDE, dtype=torch.uint8)
+        maps: QuestionAttention = question_attention(model, make_batch(tokenizer, image_BCHW=image_BCHW))
+        assert maps.grid is not None
+        assert maps.pooled_BP.shape == (6, maps.grid[0] * maps.grid[1])
+        cells[side] = maps.grid
+    assert cells[2 * SIDE] == (2 * cells[SIDE][0], cells[SIDE][1])

@@ -1,0 +1,240 @@
+"""Every way to answer, on every fusion-encoder: what learns, what is said, and that it survives its checkpoint."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import pytest
+import torch
+from helpers.fusion_samples import TEXTS, TINY, make_batch, shaken, tiny_model
+from helpers.vqa_corpora import write_rad_shards
+
+import medvl
+from medvl.cli.eval_vqa import vqa as eval_vqa
+from medvl.data.loading.loader import open_loader
+from medvl.data.loading.vqa_source import QuestionSource
+from medvl.data.shards.format import ShardSource
+from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
+from medvl.data.transforms.text import WholeText
+from medvl.errors import ConfigError, EvaluationError
+from medvl.eval import AnswerEval, answer_questions, answers_in, normalize_answer, read_results
+from medvl.models import VQA, create_vqa, save
+from medvl.models.downstream.vqa.config import HEADS, DecoderConfig, Head, VQAConfig
+from medvl.models.downstream.vqa.heads import DecoderHead, Said
+from medvl.models.fusion_encoders.config import DualStreamConfig
+from medvl.schema import Batch
+
+ANSWERS = ("yes", "no", "left effusion", "right lower lobe")
+DECODER = DecoderConfig(layers=2, heads=2, intermediate=64, dropout=0.0, max_tokens=16)
+DECODERS: tuple[Head, ...] = ("ranking", "generation")
+PAIRS = [(name, head) for name in sorted(TINY) for head in HEADS if head != "product" or name == "medvill"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_wordpiece([*TEXTS, *ANSWERS], vocab_size=200, min_frequency=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rad_shards(tmp_path_factory.mktemp("vqa"))
+
+
+def answering(name: str, head: Head, tokenizer: Tokenizer, answers: tuple[str, ...] = ANSWERS, **settings: Any) -> VQA:
+    return VQA.on(tiny_model(name, tokenizer, **settings), answers, head=head, decoder=DECODER)
+
+
+def asked(tokenizer: Tokenizer, size: int = 6) -> Batch:
+    """Question i has answer i modulo four; each text comes with one answer."""
+    target_BV = torch.eye(len(ANSWERS)).repeat(2, 1)[:size]
+    return make_batch(tokenizer, size, labels_BL=target_BV.masked_fill(target_BV == 0, torch.nan))
+
+
+def test_all_heads_are_known() -> None:
+    assert get_args(Head) == HEADS
+    with pytest.raises(ConfigError, match="head is 'guess': known are classifier, product, ranking, generation"):
+        VQAConfig(fusion="m3ae", answers=ANSWERS, head=cast(Any, "guess"))
+
+
+@pytest.mark.parametrize(("name", "head"), PAIRS)
+def test_what_should_learn_has_a_gradient_and_the_rest_is_frozen(name: str, head: Head, tokenizer: Tokenizer) -> None:
+    model = answering(name, head, tokenizer)
+    batch = asked(tokenizer)
+    loss = model(batch)
+    loss.total.backward()
+    still = [key for key, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    assert [key for key in still if "position" not in key and "embeddings" not in key] == []
+    frozen = {key for key, p in model.named_parameters() if not p.requires_grad}
+    assert not [key for key in frozen if key.startswith("answer_head")]
+    poolers = {key for key, _ in model.named_parameters() if "pooler." in key}
+    assert poolers <= frozen if head != "classifier" else not poolers & frozen
+
+
+@pytest.mark.parametrize(("name", "head"), PAIRS)
+def test_losses_start_where_nothing_is_known(name: str, head: Head, tokenizer: Tokenizer) -> None:
+    batch = asked(tokenizer, 4)
+    if head in DECODERS:
+        words = sum(int(tokenizer([answer])[1].sum()) - 1 for answer in ANSWERS)
+        expected = words / 4 * math.log(tokenizer.vocab_size)
+    else:
+        expected = len(ANSWERS) * math.log(2)
+    assert answering(name, head, tokenizer)(batch).total.item() == pytest.approx(expected, rel=0.2)
+
+
+@pytest.mark.parametrize(("name", "head"), [("albef", "ranking"), ("dual_stream", "ranking"), ("medvill", "product")])
+def test_a_handful_of_questions_is_learnt_and_answered(name: str, head: Head, tokenizer: Tokenizer) -> None:
+    torch.manual_seed(0)
+    model, batch = answering(name, head, tokenizer).eval(), asked(tokenizer, 4)  # without dropout
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 5e-3)
+    for _ in range(50):
+        optimizer.zero_grad()
+        model(batch).total.backward()
+        optimizer.step()
+    given = [model.said(batch)]
+    assert model.answer_logits(batch).argmax(dim=1).tolist() == [0, 1, 2, 3]
+    if isinstance(model.answer_head, DecoderHead):
+        given.append(model.answer_head.write(model.fusion_model.features(batch)))
+    for said in given:
+        assert said.answers == list(ANSWERS)
+
+
+@pytest.mark.parametrize(("name", "head"), PAIRS)
+def test_neither_padding_nor_neighbours_change_an_answer(name: str, head: Head, tokenizer: Tokenizer) -> None:
+    model = shaken(answering(name, head, tokenizer)).eval()
+    batch = make_batch(tokenizer, 4)
+    with torch.no_grad():
+        whole, scores_BV = model.said(batch), model.answer_logits(batch)
+        turned = model.said(_rows(batch, [2, 0, 3, 1]))
+        alone = [_rows(batch, [row], int(batch.mask_BT[row].sum())) for row in range(4)]
+        apart, scores = [model.said(one) for one in alone], torch.cat([model.answer_logits(one) for one in alone])
+    assert turned.answers == [whole.answers[row] for row in (2, 0, 3, 1)]
+    assert [said.answers[0] for said in apart] == whole.answers
+    torch.testing.assert_close(scores, scores_BV, rtol=1e-4, atol=2e-3)
+
+
+def _rows(batch: Batch, rows: list[int], tokens: int | None = None) -> Batch:
+    index = torch.tensor(rows)
+    return dataclasses.replace(
+        batch,
+        keys=[batch.keys[row] for row in rows],
+        image_BCHW=batch.image_BCHW[index],
+        ids_BT=batch.ids_BT[index, :tokens],
+        mask_BT=batch.mask_BT[index, :tokens],
+        labels_BL=batch.labels_BL[index],
+        texts=[batch.texts[row] for row in rows],
+    )
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_checkpoint_answers_as_the_model_did(head: Head, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = shaken(answering("medvill", head, tokenizer)).eval()
+    save(model, tmp_path)
+    again = medvl.load(tmp_path)
+    assert isinstance(again, VQA)
+    assert again.config == model.config
+    batch = make_batch(tokenizer)
+    with torch.no_grad():
+        ours, theirs = model.said(batch), again.said(batch)
+    assert ours.answers == theirs.answers
+    torch.testing.assert_close(ours.score_B, theirs.score_B, rtol=0, atol=0)
+    assert again.answer(batch.image_BCHW, TEXTS[:2] * 3) == model.answer(batch.image_BCHW, TEXTS[:2] * 3)
+    start = {"fusion": DualStreamConfig(), "decoder": DECODER}
+    other = create_vqa(tmp_path, ("a", "b", "c"), head="ranking", **start)  # the head is replaced, whatever it was
+    assert (other.config.head, len(other.answer_logits(batch)[0])) == ("ranking", 3)
+
+
+def test_a_decoder_starts_on_a_dual_encoder_as_well(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    dual = medvl.create_model(
+        "convirt", image_encoder="resnet_tiny", text_encoder="tiny_bert", image_size=64, frozen_text_layers=0,
+        projection_dim=8, tokenizer=tokenizer,
+    )  # fmt: skip
+    save(dual, tmp_path)
+    sizes = DualStreamConfig(image_arguments={}, width=192, layers=1, heads=2, intermediate=48, image_positions=True)
+    made = create_vqa(tmp_path, ANSWERS, fusion=sizes, head="generation", decoder=DECODER)
+    table: Any = made.fusion_model.text_encoder.backbone.embeddings.word_embeddings
+    decoder: Any = made.answer_head.decoder
+    assert torch.equal(decoder.words.weight, table.weight), "the decoder starts from the words that ConVIRT has learnt"
+
+
+# MedViLL's own head
+
+
+def test_the_product_is_of_the_tokens_around_the_image(tokenizer: Tokenizer) -> None:
+    model = shaken(answering("medvill", "product", tokenizer)).eval()
+    fusion, batch = model.fusion_model, make_batch(tokenizer, 3)
+    inner, _, outer = model.answer_head
+    with torch.no_grad():
+        found = model.answer_logits(batch)
+        for row in range(3):
+            one = _rows(batch, [row])
+            image, text = fusion.image_tokens(one.image_BCHW), fusion.text_tokens(one.ids_BT, one.mask_BT)
+            fused = fusion.fuse(text, image)
+            cells = image.states_BND.shape[1]
+            sequence_SD = torch.cat([fused.image.states_BND, fused.text.states_BND], dim=1)[0]  # CLS cells SEP text SEP
+            product_D = sequence_SD[0] * sequence_SD[1 + cells]
+            expected = (product_D @ inner.weight.T + inner.bias).clamp(min=0) @ outer.weight.T + outer.bias
+            torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
+    assert inner.weight.shape == (64, 32)
+
+
+def test_the_first_answer_can_be_given(tokenizer: Tokenizer) -> None:
+    """The released code leaves answer 0 out when it is asked, and trains it all the same."""
+    model = answering("medvill", "product", tokenizer).eval()
+    with torch.no_grad():
+        last: Any = model.answer_head[-1]
+        last.bias.copy_(torch.tensor([9.0, 0, 0, 0]))
+    assert model.said(make_batch(tokenizer)).answers == ["yes"] * 6
+
+
+def test_other_systems_have_no_token_behind_the_image(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="'product' is MedViLL's, on the two tokens around its image, not m3ae's"):
+        answering("m3ae", "product", tokenizer)
+
+
+# Judged
+
+
+def loader_of(folder: Path, model: VQA) -> Any:
+    source = QuestionSource(ShardSource(folder), "test", model.config.answers, normalize_answer)
+    text = WholeText(sections=("question",))
+    return open_loader(source, batch=4, image=model.transform, text=text, tokenizer=model.tokenizer, train=False)
+
+
+@pytest.mark.parametrize("head", DECODERS)
+def test_decoders_are_judged_as_classifiers_are(head: Head, folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    answers = answers_in(folder).answers
+    assert "no" not in answers, "an answer of the test questions has come into the vocabulary"
+    model = answering("dual_stream", head, tokenizer, answers)
+    loader = loader_of(folder, model)
+    numbers = AnswerEval(loader)(model)
+    assert set(numbers) == {"vqa/accuracy", "vqa/closed", "vqa/open"}
+    assert model.training
+    said = answer_questions(model, loader)
+    assert sorted(said) == ["7", "8"]
+    if head == "ranking":
+        assert {prediction.answer for prediction in said.values()} <= set(answers)
+    assert all(0 <= (prediction.score or 0) <= 1 for prediction in said.values())
+    save(model, tmp_path)
+    eval_vqa(checkpoint=tmp_path, data=folder, out=tmp_path / "out", resamples=10, workers=0, device="cpu")
+    assert read_results(tmp_path / "out").row("accuracy", "overall").value == numbers["vqa/accuracy"]
+
+
+def test_an_answer_that_no_vocabulary_has_can_be_written_and_is_right(
+    folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = answering("dual_stream", "generation", tokenizer, ("yes", "2"))
+    loader = loader_of(folder, model)
+    monkeypatch.setattr(model, "said", lambda batch: Said(["Right lung"] * len(batch), torch.ones(len(batch))))
+    assert AnswerEval(loader)(model)["vqa/open"] == 1.0
+
+
+@pytest.mark.parametrize("head", ["classifier", *DECODERS])
+def test_a_broken_model_is_no_answer(head: Head, folder: Path, tokenizer: Tokenizer) -> None:
+    model = answering("dual_stream", head, tokenizer)
+    with torch.no_grad():
+        for parameter in model.answer_head.parameters():
+            parameter.fill_(torch.nan)
+    loader = loader_of(folder, model)
+    with pytest.raises(EvaluationError, match="a score is NaN"):
+        answer_questions(model, loader)

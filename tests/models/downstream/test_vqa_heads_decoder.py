@@ -1,0 +1,344 @@
+"""The decoder of answers against plain loops: what an answer is worth, which answers are considered, what is written."""
+
+import dataclasses
+import math
+from typing import Any, cast
+
+import pytest
+import torch
+from helpers.fusion_samples import TEXTS, TINY, make_batch, shaken, tiny_model
+from torch import Tensor
+
+from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
+from medvl.errors import ConfigError
+from medvl.models import VQA
+from medvl.models.downstream.vqa.config import DecoderConfig, Head
+from medvl.models.downstream.vqa.heads import DecoderHead
+from medvl.models.fusion_encoders.albef import ALBEF
+from medvl.models.fusion_encoders.layers.encoder import Fused, Tokens
+from medvl.models.text_decoding import Decoding, search
+from medvl.schema import Batch
+
+ANSWERS = ("no", "left effusion", "left", "right lower lobe", "clear lungs", "left lower lobe", "enlarged heart", "yes")
+"""Of one to three words and more pieces; three begin alike."""
+DECODER = DecoderConfig(layers=2, heads=2, intermediate=64, dropout=0.0, max_tokens=16, beams=1)
+SYSTEMS = sorted(TINY)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_wordpiece([*TEXTS, *ANSWERS], vocab_size=90, min_frequency=1)
+
+
+def decoding_vqa(name: str, tokenizer: Tokenizer, head: Head = "ranking", **changes: Any) -> VQA:
+    """Weights far from those at the start, where every answer would be worth the same."""
+    decoder = dataclasses.replace(DECODER, **changes)
+    model = shaken(VQA.on(tiny_model(name, tokenizer), ANSWERS, head=head, decoder=decoder))
+    assert isinstance(model, VQA)
+    return model.eval()
+
+
+def decoder_head(model: VQA) -> DecoderHead:
+    assert isinstance(model.answer_head, DecoderHead)
+    return model.answer_head
+
+
+def read_CD(model: VQA, fused: Fused, row: int) -> Tensor:
+    """What the answer to one question is read from, without padding."""
+    parts = [fused.text] if isinstance(model.fusion_model, ALBEF) else [fused.text, fused.image]
+    return torch.cat([part.states_BND[row][part.real_BN()[row]] for part in parts])
+
+
+def attend(attention: Any, queries_QD: Tensor, keys_KD: Tensor, seen_QK: Tensor) -> Tensor:
+    """One head after the other."""
+    projected = attention.query(queries_QD), attention.key(keys_KD), attention.value(keys_KD)
+    attended = []
+    for query_Qd, key_Kd, value_Kd in zip(*(part.chunk(attention.heads, dim=1) for part in projected), strict=True):
+        scores_QK = query_Qd @ key_Kd.T / math.sqrt(query_Qd.shape[1])
+        attended.append(scores_QK.masked_fill(~seen_QK, -math.inf).softmax(dim=1) @ value_Kd)
+    return attention.norm(queries_QD + attention.out(torch.cat(attended, dim=1)))
+
+
+def next_words(head: DecoderHead, context_CD: Tensor, ids: list[int]) -> Tensor:
+    """(T, V): log-probabilities of the word behind each of these, the whole answer so far at once, nothing kept."""
+    decoder: Any = head.decoder
+    ids_T = torch.tensor(ids)
+    states_TD = decoder.norm(decoder.words(ids_T) + decoder.positions.weight[: len(ids)])
+    earlier_TT = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    everything_TC = torch.ones(len(ids), len(context_CD), dtype=torch.bool)
+    for layer in decoder.layers:
+        states_TD = attend(layer.attention, states_TD, states_TD, earlier_TT)
+        states_TD = attend(layer.cross_attention, states_TD, context_CD, everything_TC)
+        states_TD = layer.feed_forward(states_TD)
+    return decoder.score_words(states_TD).log_softmax(dim=1)
+
+
+def naive_words(model: VQA, context_CD: Tensor, answer: str) -> list[Tensor]:
+    """Log-probability of every word of an answer and of its end."""
+    assert model.tokenizer is not None
+    ids = model.tokenizer([answer])[0][0].tolist()
+    log_TV = next_words(decoder_head(model), context_CD, ids[:-1])
+    return [log_TV[place, word] for place, word in enumerate(ids[1:])]
+
+
+def naive_scores(model: VQA, batch: Batch, first_word: str = "once") -> Tensor:
+    fused = model.fusion_model.features(batch)
+    rows = []
+    for row in range(len(batch)):
+        words = [naive_words(model, read_CD(model, fused, row), answer) for answer in ANSWERS]
+        likelihoods = [torch.stack(log).sum() for log in words]
+        if first_word == "twice":  # ALBEF: log p(first word), and beside it minus the whole answer's cross-entropy
+            likelihoods = [torch.cat([log[0].exp().log()[None], torch.stack(log)]).sum() for log in words]
+        rows.append(torch.stack(likelihoods))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("first_word", ["once", "twice"])
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_an_answer_is_worth_the_log_likelihood_of_its_words(name: str, first_word: str, tokenizer: Tokenizer) -> None:
+    model, batch = decoding_vqa(name, tokenizer, first_word=first_word), make_batch(tokenizer, 5)
+    with torch.no_grad():
+        expected, found = naive_scores(model, batch, first_word), model.answer_logits(batch)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    assert expected.std(dim=0).min() > 1e-3, "every question has the same scores: nothing is tested"
+
+
+def test_counting_the_first_word_twice_changes_answers(tokenizer: Tokenizer) -> None:
+    """What the published score prefers is not what is likelier: the two must not be mistaken for each other."""
+    batch = make_batch(tokenizer, 4)
+    with torch.no_grad():
+        once, twice = (
+            decoding_vqa("albef", tokenizer, first_word=how).answer_logits(batch) for how in ("once", "twice")
+        )
+    assert (twice < once).all()
+    assert not torch.equal(once.argsort(dim=1), twice.argsort(dim=1))
+
+
+@pytest.mark.parametrize("shortlist", [1, 3, 7])
+def test_the_shortlist_is_of_the_likeliest_first_words(shortlist: int, tokenizer: Tokenizer) -> None:
+    model, batch = decoding_vqa("dual_stream", tokenizer, shortlist=shortlist), make_batch(tokenizer, 5)
+    with torch.no_grad():
+        found, whole = model.answer_logits(batch), naive_scores(model, batch)
+        fused = model.fusion_model.features(batch)
+        for row in range(len(batch)):
+            first_V = [float(naive_words(model, read_CD(model, fused, row), answer)[0]) for answer in ANSWERS]
+            ranked = sorted(range(len(ANSWERS)), key=lambda place: -first_V[place])  # equal ones in their order
+            assert sorted(found[row].isfinite().nonzero()[:, 0].tolist()) == sorted(ranked[:shortlist])
+    finite = found.isfinite()
+    torch.testing.assert_close(found[finite], whole[finite], rtol=1e-4, atol=1e-3)
+    said = model.said(batch)
+    assert said.answers == [ANSWERS[place] for place in found.argmax(dim=1).tolist()]
+    torch.testing.assert_close(said.score_B, found.amax(dim=1).exp())
+
+
+def test_a_ranking_pass_in_parts_changes_no_number(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = decoding_vqa("m3ae", tokenizer), make_batch(tokenizer, 5)
+    with torch.no_grad():
+        whole = model.answer_logits(batch)
+        monkeypatch.setattr("medvl.models.downstream.vqa.heads._ANSWERS_AT_ONCE", 3)
+        monkeypatch.setattr("medvl.models.downstream.vqa.heads._WORDS_AT_ONCE", 4)
+        torch.testing.assert_close(model.answer_logits(batch), whole, rtol=1e-5, atol=1e-4)
+
+
+def test_questions_are_encoded_once_whatever_the_number_of_answers(tokenizer: Tokenizer) -> None:
+    """ALBEF's ranking repeats a question's states for each of 128 answers; here its keys and values serve all."""
+    model, batch = decoding_vqa("albef", tokenizer), make_batch(tokenizer, 5)
+    rows: list[int] = []
+    layers: Any = decoder_head(model).decoder.layers
+    modules = [model.fusion_model.image_encoder, model.fusion_model.text_encoder]
+    for module in [*modules, *(layer.cross_attention.key for layer in layers)]:
+        module.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
+    with torch.no_grad():
+        model.answer_logits(batch)
+    assert rows == [5] * (2 + len(layers))
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_the_loss_is_the_weighted_cross_entropy_of_every_word(name: str, tokenizer: Tokenizer) -> None:
+    """Several answers a question, each by its score; a question without one counts in the mean."""
+    model = decoding_vqa(name, tokenizer)
+    target_BV = torch.tensor(
+        [[0, 1, 0, 0, 0, 0, 0, 0], [0.3, 0, 0, 1, 0, 0.6, 0, 0], [0] * 8, [0, 0, 0, 0, 0, 0, 0, 1]]
+    )
+    batch = make_batch(tokenizer, 4, labels_BL=target_BV.masked_fill(target_BV == 0, torch.nan))
+    leaves = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = model(batch).total
+    mine = torch.autograd.grad(found, leaves, allow_unused=True)
+    fused = model.fusion_model.features(batch)
+    expected = torch.zeros(())
+    for row, place in target_BV.nonzero().tolist():
+        for log in naive_words(model, read_CD(model, fused, row), ANSWERS[place]):
+            expected = expected - target_BV[row, place] * log
+    expected = expected / len(batch)
+    theirs = torch.autograd.grad(expected, leaves, allow_unused=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for ours, reference in zip(mine, theirs, strict=True):
+        assert (ours is None) == (reference is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-4 * float(reference.abs().max()) + 1e-5)
+
+
+def test_a_batch_without_a_known_answer_teaches_nothing(tokenizer: Tokenizer) -> None:
+    model = decoding_vqa("dual_stream", tokenizer)
+    loss = model(make_batch(tokenizer, 3, labels_BL=torch.full((3, len(ANSWERS)), torch.nan))).total
+    assert loss.item() == 0
+    loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+# Writing
+
+
+def naive_greedy(model: VQA, context_CD: Tensor) -> tuple[list[int], float]:
+    """(ids, log-probability), one question, everything computed anew for every word."""
+    head, tokenizer = decoder_head(model), model.tokenizer
+    assert tokenizer is not None
+    assert tokenizer.unk_id is not None
+    assert tokenizer.mask_id is not None
+    never = [tokenizer.pad_id, tokenizer.cls_id, tokenizer.unk_id, tokenizer.mask_id]
+    ids, total = [tokenizer.cls_id], 0.0
+    while len(ids) < head.config.decoder.max_tokens:
+        log_V = next_words(head, context_CD, ids)[-1]
+        log_V[never] = -math.inf
+        log_V = log_V.log_softmax(dim=0)
+        total += float(log_V.max())
+        if int(log_V.argmax()) == tokenizer.sep_id:
+            break
+        ids.append(int(log_V.argmax()))
+    return ids[1:], total
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_kept_keys_and_values_change_no_word(name: str, tokenizer: Tokenizer) -> None:
+    model, batch = decoding_vqa(name, tokenizer, "generation", max_tokens=9), make_batch(tokenizer, 5)
+    with torch.no_grad():
+        fused = model.fusion_model.features(batch)
+        written = [naive_greedy(model, read_CD(model, fused, row)) for row in range(len(batch))]
+        said = model.said(batch)
+    assert said.answers == [tokenizer.decode(ids) for ids, _ in written]
+    torch.testing.assert_close(said.score_B.log(), torch.tensor([log for _, log in written]), rtol=1e-4, atol=1e-3)
+    assert len(set(said.answers)) > 1, "every question has the same answer: nothing is tested"
+
+
+class WithoutMemory:
+    """The same decoder as a `NextToken` that keeps nothing: for the beam search."""
+
+    def __init__(self, head: DecoderHead, contexts: list[Tensor], cls_id: int) -> None:
+        self.head, self.contexts = head, contexts
+        self.written = [[cls_id] for _ in contexts]
+
+    def first(self) -> Tensor:
+        beams = len(self.written) // len(self.contexts)
+        pairs = [(self.contexts[row // beams], ids) for row, ids in enumerate(self.written)]
+        return torch.stack([next_words(self.head, context_CD, ids)[-1] for context_CD, ids in pairs])
+
+    def next(self, ids_R: Tensor, parent_R: Tensor) -> Tensor:
+        self.written = [
+            [*self.written[parent], word] for parent, word in zip(parent_R.tolist(), ids_R.tolist(), strict=True)
+        ]
+        return self.first()
+
+
+def test_beams_keep_their_own_answers_and_share_the_question(tokenizer: Tokenizer) -> None:
+    model, batch = (
+        decoding_vqa("single_stream", tokenizer, "generation", max_tokens=7, beams=3),
+        make_batch(tokenizer, 5),
+    )
+    assert tokenizer.unk_id is not None
+    assert tokenizer.mask_id is not None
+    with torch.no_grad():
+        fused = model.fusion_model.features(batch)
+        contexts = [read_CD(model, fused, row) for row in range(len(batch))]
+        expected = search(
+            WithoutMemory(decoder_head(model), contexts, tokenizer.cls_id), Decoding(beams=3),
+            max_tokens=6, end_id=tokenizer.sep_id, pad_id=tokenizer.pad_id,
+            never=(tokenizer.pad_id, tokenizer.cls_id, tokenizer.unk_id, tokenizer.mask_id),
+        )  # fmt: skip
+        said = model.said(batch)
+        greedy = decoding_vqa("single_stream", tokenizer, "generation", max_tokens=7).said(batch)
+    rows = zip(expected.ids_BT, expected.mask_BT, strict=True)
+    assert said.answers == [tokenizer.decode(ids_T[mask_T]) for ids_T, mask_T in rows]
+    torch.testing.assert_close(said.score_B.log(), expected.score_B, rtol=1e-4, atol=1e-3)
+    assert said.answers != greedy.answers
+
+
+def test_a_written_answer_of_the_vocabulary_is_given_as_it_stands_there(tokenizer: Tokenizer) -> None:
+    """A tokenizer's text is not its input: `3.4 cm` comes back as `3. 4 cm`, and would be judged wrong."""
+    words = train_wordpiece([*TEXTS, "3.4 cm", "yes"], vocab_size=200, min_frequency=1)
+    model = VQA.on(tiny_model("dual_stream", words), ("yes", "3.4 cm"), head="generation", decoder=DECODER)
+    head = decoder_head(model)
+    assert words.decode(head.ids_VT[1]) != "3.4 cm"
+    batch = make_batch(words, 2, labels_BL=torch.tensor([[0.0, 1.0]]).repeat(2, 1))
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 3e-3)
+    for _ in range(25):
+        optimizer.zero_grad()
+        model(batch).total.backward()
+        optimizer.step()
+    assert model.eval().said(batch).answers == ["3.4 cm"] * 2
+
+
+# Where it starts
+
+
+def test_on_albef_it_starts_from_the_fusion_encoder(tokenizer: Tokenizer) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    model = tiny_model("albef", tokenizer, text_arguments=sizes, layers=3)
+    assert isinstance(model, ALBEF)
+    head = decoder_head(VQA.on(model, ANSWERS, head="ranking", decoder=DECODER))
+    for layer, fused in zip(head.decoder.layers, model.fusion[-2:], strict=True):
+        ours, theirs = layer.state_dict(), fused.state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert all(tensor.data_ptr() != theirs[name].data_ptr() for name, tensor in ours.items())
+    table: Any = model.text_encoder.backbone.embeddings
+    assert torch.equal(head.decoder.words.weight, table.word_embeddings.weight)
+    known_TD = table.position_embeddings.weight[:15] + table.token_type_embeddings.weight[0]
+    assert torch.equal(head.decoder.positions.weight, known_TD)
+    assert torch.equal(head.decoder.word_head.bias, model.mlm_head.bias)
+    with pytest.raises(ConfigError, match="of 3 layers, 2 heads and intermediate 64: it cannot have 4, 2 and 64"):
+        VQA.on(model, ANSWERS, head="ranking", decoder=dataclasses.replace(DECODER, layers=4))
+
+
+def test_it_reads_the_image_unless_the_fusion_encoder_leaves_it_as_it_is(tokenizer: Tokenizer) -> None:
+    """ALBEF's decoder reads the question's states alone, which have seen the image."""
+    for name in SYSTEMS:
+        model, batch = decoding_vqa(name, tokenizer), make_batch(tokenizer, 3)
+        head = decoder_head(model)
+        with torch.no_grad():
+            fused = model.fusion_model.features(batch)
+            other = Tokens(torch.randn_like(fused.image.states_BND), fused.image.mask_BN)
+            same = torch.equal(head.scores(fused), head.scores(fused._replace(image=other)))
+        assert same == (name == "albef")
+
+
+def test_long_answers_are_cut_and_known_by_what_is_left(tokenizer: Tokenizer) -> None:
+    answers = ("the heart is mildly enlarged and the lungs are clear", "yes", "the heart is small")
+    model = VQA.on(
+        tiny_model("dual_stream", tokenizer),
+        answers,
+        head="ranking",
+        decoder=dataclasses.replace(DECODER, max_tokens=5),
+    ).eval()
+    head = decoder_head(model)
+    assert head.ids_VT.shape == (3, 5)
+    assert (head.ids_VT.gather(1, head.length_V[:, None] - 1) == tokenizer.sep_id).all()
+    assert torch.equal(head.ids_VT[0], head.ids_VT[2])
+    with torch.no_grad():
+        scores_BV = model.answer_logits(make_batch(tokenizer, 2))
+    torch.testing.assert_close(scores_BV[:, 0], scores_BV[:, 2])
+
+
+def test_a_decoder_that_cannot_be_is_named(tokenizer: Tokenizer) -> None:
+    model = tiny_model("dual_stream", tokenizer)
+    with pytest.raises(ConfigError, match=r"24 wide: no multiple of decoder\.heads 5"):
+        VQA.on(model, ANSWERS, head="ranking", decoder=dataclasses.replace(DECODER, heads=5))
+    with pytest.raises(ConfigError, match="answer 2 of the vocabulary is no token to the tokenizer"):
+        VQA.on(model, ("yes", " "), head="generation", decoder=DECODER)
+    with pytest.raises(ConfigError, match="'ranking' writes answers: start from a model that has a tokenizer"):
+        VQA.on(tiny_model("dual_stream", None), ANSWERS, head="ranking", decoder=DECODER)
+    for field, value in (("layers", 0), ("beams", 0), ("shortlist", 0), ("dropout", 1.0), ("max_tokens", 2)):
+        with pytest.raises(ConfigError, match=rf"decoder\.{field}"):
+            dataclasses.replace(DECODER, **{field: value})
+    with pytest.raises(ConfigError, match="first_word is 'thrice': known are once, twice"):
+        DecoderConfig(first_word=cast(Any, "thrice"))

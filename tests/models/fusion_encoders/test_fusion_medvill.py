@@ -1,0 +1,165 @@
+"""MedViLL: its sequence as BERT reads it, its masks, its cells, its negatives."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers.fusion_samples import TEXTS, make_batch, tiny_model, tiny_tokenizer
+from torch import Tensor
+
+from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.errors import ConfigError
+from medvl.models.fusion_encoders.config import Attention, MedViLLConfig
+from medvl.models.fusion_encoders.layers.attention_masks import attention_mask
+from medvl.models.fusion_encoders.medvill import MedViLL
+from medvl.schema import Batch
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return tiny_tokenizer()
+
+
+def make(tokenizer: Tokenizer, **settings: object) -> MedViLL:
+    model = tiny_model("medvill", tokenizer, **settings)
+    assert isinstance(model, MedViLL)
+    return model
+
+
+def spelled_out(model: MedViLL, batch: Batch, row: int) -> Tensor:
+    """(S, D) of one sample: `[CLS] cells [SEP] text [SEP]` through BERT's own modules, without padding."""
+    bert, tokenizer = model.text_encoder.backbone, model.tokenizer
+    assert tokenizer is not None
+    ids = batch.ids_BT[row][batch.mask_BT[row]][1:]
+    cells = model.image_encoder(batch.image_BCHW[[row]]).patches_BPD
+    words = bert.embeddings.word_embeddings
+    marks = words(torch.tensor([tokenizer.cls_id, tokenizer.sep_id]))
+    vectors = torch.cat([marks[:1], model.image_input(cells)[0], marks[1:], words(ids)])
+    count = cells.shape[1]
+    places = torch.tensor([0, *range(count), 0, *range(len(ids))])
+    types = torch.tensor([0] * (count + 2) + [1] * len(ids))
+    hidden = bert.embeddings(inputs_embeds=vectors[None], position_ids=places[None], token_type_ids=types[None])
+    whole = torch.ones(1, count + 2, dtype=torch.bool), torch.ones(1, len(ids), dtype=torch.bool)
+    mask_BSS = attention_mask(model.config.attention, *whole)
+    additive = (~mask_BSS[:, None]).float() * torch.finfo(torch.float32).min
+    for layer in bert.encoder.layer:
+        hidden = layer(hidden, additive)
+    return hidden[0]
+
+
+@pytest.mark.parametrize("attention", ["bidirectional", "seq2seq", "bar", "non_cross"])
+def test_the_sequence_is_berts(attention: Attention, tokenizer: Tokenizer) -> None:
+    model = make(tokenizer, attention=attention).eval()
+    batch = make_batch(tokenizer, 4)
+    fused = model.features(batch)
+    for row in range(4):
+        expected = spelled_out(model, batch, row)
+        real = int(batch.mask_BT[row].sum()) - 1
+        images = fused.image.states_BND.shape[1]
+        torch.testing.assert_close(fused.image.states_BND[row], expected[:images], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(fused.text.states_BND[row, :real], expected[images:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("attention", "text_looks_ahead", "image_sees_text"),
+    [("bar", False, True), ("seq2seq", False, False), ("bidirectional", True, True), ("mixed", True, True)],
+)
+def test_masks_decide_who_learns_of_a_later_word(
+    attention: Attention, text_looks_ahead: bool, image_sees_text: bool, tokenizer: Tokenizer
+) -> None:
+    model = make(tokenizer, attention=attention).eval()
+    batch = make_batch(tokenizer, 2, texts=TEXTS[2:])
+    ids_BT = batch.ids_BT.clone()
+    ids_BT[:, 5] = ids_BT[:, 1]
+    before, after = model.features(batch), model.features(dataclasses.replace(batch, ids_BT=ids_BT))
+    earlier = slice(0, 4)  # ids 1 to 4
+    same = torch.allclose(before.text.states_BND[:, earlier], after.text.states_BND[:, earlier], atol=1e-5)
+    assert same is not text_looks_ahead
+    assert torch.allclose(before.pooled_BD, after.pooled_BD, atol=1e-5) is not image_sees_text
+
+
+def test_cells_are_drawn_in_training_and_whole_in_eval(tokenizer: Tokenizer) -> None:
+    model = make(tokenizer, image_tokens=3, image_size=64, image_encoder="timm:test_vit", image_arguments={"depth": 1})
+    batch = make_batch(tokenizer, 2)
+    model.eval()
+    whole = model.image_tokens(batch.image_BCHW).states_BND
+    assert whole.shape[1] == 16
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    torch.manual_seed(0)
+    drawn = model.image_tokens(batch.image_BCHW).states_BND
+    assert drawn.shape[1] == 3
+    places = [
+        next(place for place in range(16) if torch.allclose(whole[:, place], drawn[:, index], atol=1e-5))
+        for index in range(3)
+    ]
+    assert places == sorted(set(places))
+    assert not torch.equal(drawn, model.image_tokens(batch.image_BCHW).states_BND)
+
+
+def test_equal_labels_are_no_negatives(tokenizer: Tokenizer) -> None:
+    """A text with the same CheXpert labels may well describe the image; NaN, not mentioned, equals NaN."""
+    nan = float("nan")
+    labels_BL = torch.tensor([[1.0, nan], [1.0, nan], [0.0, nan], [1.0, nan]])
+    model = make(tokenizer)
+    batch = make_batch(tokenizer, 4, labels_BL=labels_BL)
+    for seed in range(30):
+        torch.manual_seed(seed)
+        pairs = model.draw(batch).pairs
+        wrong = (~pairs.matched_N).nonzero().squeeze(1)
+        assert len(wrong) == 2
+        for row in wrong.tolist():
+            assert 2 in (int(pairs.image_N[row]), int(pairs.text_N[row]))
+
+
+def test_one_pass_gives_both_losses(tokenizer: Tokenizer) -> None:
+    """Every text beside the image that was drawn for it, words guessed beside wrong images as well."""
+    model = make(tokenizer).eval()
+    batch = make_batch(tokenizer)
+    passes = []
+    model.text_encoder.backbone.encoder.layer[0].register_forward_hook(lambda *_: passes.append(1))
+    torch.manual_seed(1)
+    result = model(batch)
+    assert len(passes) == 1
+    torch.manual_seed(1)
+    draw = model.draw(batch)
+    swapped = dataclasses.replace(
+        batch, ids_BT=draw.masked.ids_BT, image_BCHW=batch.image_BCHW[draw.pairs.image_N[draw.pairs.text_N.argsort()]]
+    )
+    fused = model.features(swapped)
+    table = model.text_encoder.backbone.embeddings.word_embeddings.weight
+    words_BTV = model.mlm_head(fused.text.states_BND, table)
+    mlm = torch.nn.functional.cross_entropy(words_BTV.flatten(0, 1), draw.masked.labels_BT[:, 1:].flatten())
+    itm = torch.nn.functional.cross_entropy(model.itm_head(fused.pooled_BD), draw.pairs.matched_N.long())
+    torch.testing.assert_close(result.terms["mlm"], mlm)
+    torch.testing.assert_close(result.terms["itm"], itm)
+
+
+def test_published_settings_and_size() -> None:
+    config = MedViLLConfig()
+    assert (config.image_encoder, config.text_encoder, config.image_size) == ("resnet50", "bert", 512)
+    assert (config.image_tokens, config.attention, config.frozen_image_layers) == (180, "bar", 1)
+    with torch.device("meta"):
+        model = MedViLL.build(config, pretrained=False, tokenizer=None)
+    counts = {name: sum(p.numel() for p in child.parameters()) for name, child in model.named_children()}
+    assert counts["image_encoder"] == 23_508_032
+    assert counts["text_encoder"] == 109_482_240 - 590_592  # BERT-base without its pooler ...
+    assert counts["pooler"] == 590_592  # ... which is here
+    assert counts["image_input"] == 2049 * 768
+    assert counts["mlm_head"] == 769 * 768 + 2 * 768 + 30_522
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen
+    assert all(name.split(".")[2] in ("conv1", "bn1", "layer1") for name in frozen), frozen
+
+
+def test_what_cannot_be_one_bert_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="is a BERT: hf:roberta is not"):
+        make(tokenizer, text_encoder="hf:roberta")
+    with pytest.raises(ConfigError, match="16 cells, and tiny_bert positions for 10"):
+        make(
+            tokenizer,
+            image_encoder="timm:test_vit",
+            text_arguments={"hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 10},
+        )

@@ -1,0 +1,390 @@
+"""Every fusion system: what it learns, what it must not notice, samples with one modality, on disk, by its groups."""
+
+import copy
+import dataclasses
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.fusion_samples import SIDE, TINY, flags, make_batch, tiny_model, tiny_tokenizer
+from torch import nn
+
+import medvl
+from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.encoders import create_text_encoder
+from medvl.errors import CheckpointError, ConfigError
+from medvl.models.checkpoint import load_towers, save, warm_start
+from medvl.models.dual_encoders.configs import ConVIRTConfig
+from medvl.models.fusion_encoders.base import FusionModel
+from medvl.models.fusion_encoders.config import DualStreamConfig, M3AEConfig, MedViLLConfig, SingleStreamConfig
+from medvl.schema import Batch
+from medvl.train.config import OptimConfig
+from medvl.train.optim.optimizer import build_optimizer
+
+SYSTEMS = sorted(TINY)
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return tiny_tokenizer()
+
+
+@pytest.fixture(params=SYSTEMS)
+def model(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> FusionModel:
+    return tiny_model(request.param, tokenizer)
+
+
+def step(model: FusionModel, batch: Batch, seed: int = 0) -> medvl.schema.Losses:
+    torch.manual_seed(seed)
+    return model(batch)
+
+
+def test_systems_are_listed_by_name() -> None:
+    assert set(SYSTEMS) <= set(medvl.list_models())
+    assert medvl.list_models("*_stream") == ["dual_stream", "single_stream"]
+
+
+def test_every_parameter_that_should_learn_gets_a_gradient(model: FusionModel, tokenizer: Tokenizer) -> None:
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    step(model, make_batch(tokenizer)).total.backward()
+    optimizer.step()  # timm starts the last norm of each residual branch at zero: before a step nothing passes it
+    optimizer.zero_grad()
+    step(model, make_batch(tokenizer)).total.backward()
+    for name, parameter in model.named_parameters():
+        if name.startswith("momentum."):
+            assert not parameter.requires_grad
+            continue
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_losses_start_at_their_expectations(model: FusionModel, tokenizer: Tokenizer) -> None:
+    """ln V, ln 2, (D - 1) / D, ln B; their plain sum is what is minimised."""
+    result = step(model, make_batch(tokenizer, 12))
+    expected = {"mlm": math.log(tokenizer.vocab_size), "itm": math.log(2)}
+    if model.name == "m3ae":
+        values = 3 * 16 * 16
+        expected["mim"] = (values - 1) / values
+    if model.name == "albef":
+        expected["itc"] = math.log(12)
+    assert set(result.terms) == set(expected)
+    for name, value in expected.items():
+        assert result.terms[name].item() == pytest.approx(value, rel=0.05), name
+    torch.testing.assert_close(result.total, torch.stack(list(result.terms.values())).sum())
+
+
+def test_a_step_is_decided_by_torchs_seed(model: FusionModel, tokenizer: Tokenizer) -> None:
+    batch = make_batch(tokenizer)
+    totals = [step(copy.deepcopy(model), batch, seed).total for seed in (1, 1, 2)]
+    assert torch.equal(totals[0], totals[1])
+    assert not torch.equal(totals[0], totals[2])
+
+
+def test_padding_and_order_change_nothing(model: FusionModel, tokenizer: Tokenizer) -> None:
+    model.eval()
+    batch = make_batch(tokenizer)
+    fused = model.features(batch)
+    noise = torch.randint(5, 50, (6, 3))
+    longer = dataclasses.replace(
+        batch,
+        ids_BT=torch.cat([batch.ids_BT, noise], dim=1),
+        mask_BT=torch.cat([batch.mask_BT, torch.zeros(6, 3, dtype=torch.bool)], dim=1),
+    )
+    padded = model.features(longer)
+    torch.testing.assert_close(padded.pooled_BD, fused.pooled_BD, **CLOSE)
+    real, width = fused.text.real_BN(), fused.text.states_BND.shape[1]
+    torch.testing.assert_close(padded.text.states_BND[:, :width][real], fused.text.states_BND[real], **CLOSE)
+    order = torch.tensor([3, 5, 0, 1, 4, 2])
+    turned = model.features(
+        dataclasses.replace(
+            batch, image_BCHW=batch.image_BCHW[order], ids_BT=batch.ids_BT[order], mask_BT=batch.mask_BT[order]
+        )
+    )
+    torch.testing.assert_close(turned.pooled_BD, fused.pooled_BD[order], **CLOSE)
+    torch.testing.assert_close(turned.image.states_BND, fused.image.states_BND[order], **CLOSE)
+
+
+def test_image_and_text_see_each_other(model: FusionModel, tokenizer: Tokenizer) -> None:
+    model.eval()
+    batch = make_batch(tokenizer)
+    fused = model.features(batch)
+    other = model.features(dataclasses.replace(batch, image_BCHW=batch.image_BCHW.flip(0)))
+    assert not torch.allclose(other.text.states_BND, fused.text.states_BND, atol=1e-5)
+    text = model.text_tokens(batch.ids_BT, batch.mask_BT)
+    image = model.image_tokens(batch.image_BCHW)
+    torch.testing.assert_close(model.fuse(text, image).pooled_BD, fused.pooled_BD, **CLOSE)
+    assert model.match(text, image).shape == (6, 2)
+    assert fused.pooled_BD.shape == (6, model.pooled_dim)
+
+
+def test_a_missing_modality_is_not_looked_at(model: FusionModel, tokenizer: Tokenizer) -> None:
+    model.eval()
+    batch = make_batch(tokenizer, 4, has_image_B=flags(1, 0, 1, 1), has_text_B=flags(1, 1, 0, 1))
+    fused = model.features(batch)
+    image_BCHW, ids_BT = batch.image_BCHW.clone(), batch.ids_BT.clone()
+    image_BCHW[1], ids_BT[2, 1:3] = 255, 9
+    other = model.features(dataclasses.replace(batch, image_BCHW=image_BCHW, ids_BT=ids_BT))
+    torch.testing.assert_close(other.pooled_BD, fused.pooled_BD)
+    whole = model.features(dataclasses.replace(batch, has_image_B=None, has_text_B=None))
+    complete = torch.tensor([0, 3])
+    torch.testing.assert_close(whole.pooled_BD[complete], fused.pooled_BD[complete], **CLOSE)
+    assert not torch.allclose(whole.pooled_BD[1], fused.pooled_BD[1], atol=1e-5)
+    assert not torch.allclose(whole.pooled_BD[2], fused.pooled_BD[2], atol=1e-5)
+
+
+def test_losses_are_finite_where_some_are_not_eligible(model: FusionModel, tokenizer: Tokenizer) -> None:
+    batch = make_batch(tokenizer, 6, has_image_B=flags(1, 0, 1, 1, 0, 1), has_text_B=flags(1, 1, 0, 1, 1, 1))
+    result = step(model, batch)
+    result.total.backward()
+    assert result.total.isfinite()
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("images", "texts"), [(0, 1), (1, 0), (0, 0)])
+def test_batches_of_one_modality_alone_train(model: FusionModel, tokenizer: Tokenizer, images: int, texts: int) -> None:
+    """A term without an eligible sample is zero, and nothing becomes infinite."""
+    batch = make_batch(tokenizer, 3, has_image_B=flags(*[images] * 3), has_text_B=flags(*[texts] * 3))
+    buffers = {name: buffer.clone() for name, buffer in model.image_encoder.named_buffers()}
+    result = step(model, batch)
+    result.total.backward()
+    assert result.terms["itm"] == 0
+    assert (result.terms["mlm"] > 0) == bool(texts)
+    if "mim" in result.terms:
+        assert (result.terms["mim"] > 0) == bool(images)
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
+    if not images:  # placeholders never reach the statistics of a batch norm
+        assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.image_encoder.named_buffers())
+
+
+def test_without_a_tokenizer_a_model_fuses_and_is_not_pretrained(tokenizer: Tokenizer) -> None:
+    for name in SYSTEMS:
+        bare = tiny_model(name, None, vocab_size=tokenizer.vocab_size).eval()
+        batch = make_batch(tokenizer, 2)
+        assert bare.features(batch).pooled_BD.shape == (2, bare.pooled_dim)
+        with pytest.raises(ConfigError, match=f"{name} needs a tokenizer to mask words"):
+            bare(batch)
+
+
+def test_a_saved_model_is_the_same_model(model: FusionModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    save(model.eval(), tmp_path)
+    loaded = medvl.load(tmp_path)
+    assert type(loaded) is type(model)
+    assert loaded.config == model.config
+    batch = make_batch(tokenizer)
+    assert torch.equal(loaded.features(batch).pooled_BD, model.features(batch).pooled_BD)
+    assert torch.equal(step(loaded, batch).total, step(model, batch).total)
+
+
+def test_groups_learn_at_their_rates_and_norms_do_not_decay(model: FusionModel) -> None:
+    config = dataclasses.replace(model.config, fusion_rate=5.0, head_rate=7.0)
+    model.config = config
+    groups = model.parameter_groups(1e-5, 0.01)
+    assert len({group["name"] for group in groups}) == len(groups)
+    rates = {id(parameter): group for group in groups for parameter in group["params"]}
+    names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert sum(len(group["params"]) for group in groups) == len(rates) == len(names)
+    norms = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm | nn.BatchNorm2d) for p in m.parameters()}
+    for name, parameter in names.items():
+        group = rates[id(parameter)]
+        scale = 1 if name.startswith(("image_encoder.", "text_encoder.")) else 5
+        scale = 7 if name.partition(".")[0].endswith("_head") else scale
+        assert group["lr"] == pytest.approx(scale * 1e-5), name
+        undecayed = id(parameter) in norms or parameter.ndim <= 1
+        assert group["weight_decay"] == (0.0 if undecayed else 0.01), name
+    optimizer = build_optimizer(model, OptimConfig(lr=1e-5, weight_decay=0.01))
+    scales = sorted({round(group["lr_scale"], 9) for group in optimizer.param_groups})
+    assert scales == [1, 5, 7]
+
+
+@pytest.mark.parametrize(("name", "image"), [("m3ae", "timm:test_vit"), ("medvill", "resnet_tiny")])
+def test_towers_of_a_dual_encoder_start_a_fusion_encoder(
+    name: str, image: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """The encoders are shared objects: trained by ConVIRT, saved, loaded; the same features to the last bit."""
+    torch.manual_seed(3)
+    convirt = medvl.create_model(
+        "convirt",
+        tokenizer=tokenizer,
+        image_encoder=image,
+        text_encoder="tiny_bert",
+        image_size=SIDE,
+        projection_dim=16,
+        frozen_text_layers=1,
+    )
+    batch = make_batch(tokenizer)
+    before = convirt.text_encoder.get_parameter("backbone.encoder.layer.2.output.dense.weight").clone()
+    optimizer = torch.optim.AdamW(convirt.parameters(), lr=1e-3)
+    convirt(batch).total.backward()
+    optimizer.step()
+    assert not torch.equal(before, convirt.text_encoder.get_parameter("backbone.encoder.layer.2.output.dense.weight"))
+    save(convirt.eval(), tmp_path)
+    fusion = tiny_model(name, tokenizer, image_encoder=image, image_arguments={}, text_arguments={}).eval()
+    head = fusion.itm_head.weight.clone()
+    load_towers(fusion, tmp_path)
+    assert torch.equal(fusion.itm_head.weight, head)
+    for mine, theirs in (
+        (fusion.image_encoder(batch.image_BCHW), convirt.image_encoder(batch.image_BCHW)),
+        (fusion.text_encoder(batch.ids_BT, batch.mask_BT), convirt.text_encoder(batch.ids_BT, batch.mask_BT)),
+    ):
+        for field in dataclasses.fields(mine):
+            value = getattr(mine, field.name)
+            if field.name not in ("pooled_BD", "grid"):  # ConVIRT pools its text by the maximum
+                assert torch.equal(value, getattr(theirs, field.name))
+    assert step(fusion.train(), batch).total.isfinite()
+
+
+def test_a_warm_start_takes_all_of_its_own_kind_and_the_towers_of_another(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    pretrained = tiny_model("medvill", tokenizer)
+    save(pretrained, tmp_path)
+    report = tiny_model("medvill", tokenizer, attention="seq2seq", objective="report")
+    warm_start(report, tmp_path)
+    weights = pretrained.state_dict()
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in report.state_dict().items())
+    other = tiny_model("single_stream", tokenizer, image_encoder="resnet_tiny", image_arguments={})
+    head = other.itm_head.weight.clone()
+    warm_start(other, tmp_path)
+    assert torch.equal(other.itm_head.weight, head)
+    assert all(torch.equal(t, weights[f"text_encoder.{key}"]) for key, t in other.text_encoder.state_dict().items())
+    with pytest.raises(CheckpointError, match="does not exist"):
+        warm_start(other, tmp_path / "none")
+
+
+def test_towers_that_do_not_fit_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    save(tiny_model("dual_stream", tokenizer), tmp_path)
+    wider = tiny_model("m3ae", tokenizer, text_arguments={"hidden_size": 48, "num_attention_heads": 3})
+    before = {key: tensor.clone() for key, tensor in wider.state_dict().items()}
+    with pytest.raises(CheckpointError, match="text_encoder of .*does not fit the model"):
+        load_towers(wider, tmp_path)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in wider.state_dict().items())  # both or none
+    other = medvl.data.tokenizer.tokenizer.train_wordpiece(["Other words entirely."], vocab_size=200, min_frequency=1)
+    stranger = tiny_model("m3ae", other)
+    with pytest.raises(CheckpointError, match="another vocabulary"):
+        load_towers(stranger, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["single_stream", "dual_stream"])
+@pytest.mark.parametrize(
+    "image", ["resnet_tiny", "timm:test_vit", "torchvision:resnet18", "timm:mobilenetv3_small_050"]
+)
+def test_any_image_encoder_plugs_in(name: str, image: str, tokenizer: Tokenizer) -> None:
+    """Grids of CNNs, tokens, and a model whose vector is wider than its map."""
+    model = tiny_model(name, tokenizer, image_encoder=image, image_arguments={}, image_positions=True)
+    result = step(model, make_batch(tokenizer))
+    result.total.backward()
+    assert result.total.isfinite()
+    with pytest.raises(ConfigError, match="positions for|takes images of"):
+        model.image_tokens(torch.zeros(2, 1, 96, 96, dtype=torch.uint8))
+
+
+def test_other_text_encoders_plug_in(tokenizer: Tokenizer) -> None:
+    for text, arguments in (("hf:distilbert", {"dim": 32, "n_layers": 1, "n_heads": 2}), ("static", {"dimension": 12})):
+        model = tiny_model("dual_stream", tokenizer, text_encoder=text, text_arguments=arguments)
+        assert step(model, make_batch(tokenizer)).total.isfinite()
+
+
+def test_vectors_are_embedded_as_words_are() -> None:
+    """What a text encoder gives a word, it gives a vector in the word's place: positions, types, norm, mapping."""
+    ids_BT, mask_BT = torch.randint(5, 50, (2, 6)), torch.ones(2, 6, dtype=torch.bool)
+    types_BT = torch.ones_like(ids_BT)
+    for name in ("tiny_bert", "bioalbert"):
+        encoder = create_text_encoder(name, vocab_size=60, num_hidden_layers=1).eval()
+        vectors_BTD = encoder.backbone.get_input_embeddings()(ids_BT)
+        expected = encoder.embed(ids_BT, mask_BT, token_type_ids=types_BT)
+        torch.testing.assert_close(encoder.embed_vectors(vectors_BTD, token_type_ids=types_BT), expected)
+    with pytest.raises(ConfigError, match="embeds words only"):
+        create_text_encoder("static", vocab_size=60, dimension=8).embed_vectors(torch.zeros(1, 2, 8))
+
+
+def test_precomputed_regions_take_the_place_of_pixels(tokenizer: Tokenizer) -> None:
+    regions_BPD = torch.randn(4, 5, 11, generator=torch.Generator().manual_seed(0))
+    regions_BPD[1, 3:] = 0
+    batch = make_batch(tokenizer, 4, regions_BPD=regions_BPD, image_BCHW=torch.zeros(4, 1, 0, 0, dtype=torch.uint8))
+    settings: dict[str, Any] = {"image_encoder": "regions:11", "image_arguments": {}}
+    for name in ("single_stream", "dual_stream"):
+        model = tiny_model(name, tokenizer, image_positions=False, **settings)
+        result = step(model, batch)
+        result.total.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        model.eval()
+        fused = model.features(batch)
+        fewer = dataclasses.replace(batch, regions_BPD=torch.nn.functional.pad(regions_BPD, (0, 0, 0, 4)))
+        torch.testing.assert_close(model.features(fewer).pooled_BD, fused.pooled_BD, **CLOSE)
+        with pytest.raises(ConfigError, match="takes precomputed regions"):
+            model.features(dataclasses.replace(batch, regions_BPD=None))
+        with pytest.raises(ConfigError, match=r"regions must be \(B, P, 11\)"):
+            model.features(dataclasses.replace(batch, regions_BPD=regions_BPD[:, :, :4]))
+    with pytest.raises(ConfigError, match="given by their width alone"):
+        tiny_model("dual_stream", tokenizer, **{**settings, "image_encoder": "regions:many"})
+    with pytest.raises(ConfigError, match="have no grid"):
+        tiny_model("dual_stream", tokenizer, image_positions=True, **settings)
+    for name in ("m3ae", "medvill"):
+        with pytest.raises(ConfigError, match="precomputed regions have none"):
+            tiny_model(name, tokenizer, **settings)
+
+
+def test_flags_and_regions_move_with_their_batch(tokenizer: Tokenizer) -> None:
+    batch = make_batch(tokenizer, 2)
+    assert batch.has_image_B is None
+    assert batch.to("meta").has_text_B is None
+    moved = dataclasses.replace(
+        batch, has_image_B=flags(1, 0), has_text_B=flags(1, 1), regions_BPD=torch.zeros(2, 3, 4)
+    ).to("meta")
+    for tensor in (moved.has_image_B, moved.has_text_B, moved.regions_BPD):
+        assert tensor is not None
+        assert tensor.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        (DualStreamConfig, {"mask_probability": 0.0}, "mask_probability must be within"),
+        (DualStreamConfig, {"heads": 5}, "multiple of heads"),
+        (DualStreamConfig, {"dropout": 1.0}, "dropout must be within"),
+        (DualStreamConfig, {"itm_weight": 0.0}, "itm_weight must be above 0"),
+        (SingleStreamConfig, {"attention": "causal"}, "known are bidirectional"),
+        (SingleStreamConfig, {"seq2seq_share": 1.5}, "seq2seq_share must be within"),
+        (M3AEConfig, {"mim_layer": 7}, "there are layers 1 to 6"),
+        (M3AEConfig, {"removed_patches": 1.0}, "removed_patches must be within"),
+        (M3AEConfig, {"decoder_width": 10}, "decoder_width 10 must be a multiple of 4"),
+        (MedViLLConfig, {"image_tokens": 0}, "image_tokens must be positive"),
+        (MedViLLConfig, {"attention": "none"}, "attention is 'none'"),
+    ],
+)
+def test_settings_out_of_range_are_named(config: Any, settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**settings)
+
+
+def test_a_configuration_finds_its_own_system_alone() -> None:
+    """Also where one configuration is a kind of another; a dual-encoder brings no fusion code along."""
+    assert ConVIRTConfig.system == "convirt"
+    code = (
+        "import sys, medvl.models\n"
+        "assert 'torch' not in sys.modules\n"
+        "from medvl.models import ConVIRTConfig, M3AEConfig\n"
+        "assert 'torch' not in sys.modules\n"
+        "from medvl.models import create_model\n"
+        "tiny = dict(image_encoder='resnet_tiny', text_encoder='tiny_bert', image_size=64)\n"
+        "create_model(ConVIRTConfig(**tiny, projection_dim=8, frozen_text_layers=0))\n"
+        "fusion = ('medvl.models.fusion_encoders.layers.', 'medvl.models.fusion_encoders.base', 'medvl.models.fusion_encoders.streams', 'medvl.models.m')\n"
+        "print([name for name in sys.modules if name.startswith(fusion)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_step_in_16_bits_is_near_the_full_one(model: FusionModel, tokenizer: Tokenizer) -> None:
+    model.eval()
+    batch = make_batch(tokenizer, 6, has_image_B=flags(1, 0, 1, 1, 1, 1), has_text_B=flags(1, 1, 0, 1, 1, 1))
+    full = step(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = step(model, batch)
+    half.total.backward()
+    assert half.total.dtype == torch.float32
+    for name, value in full.terms.items():
+        torch.testing.assert_close(half.terms[name], value, rtol=0.03, atol=0.03)

@@ -1,0 +1,104 @@
+"""Fusion-encoders on two ranks: DDP averages what each rank alone would have found, whatever its samples lack.
+
+Run by torchrun it is one rank: `test_fusion_ranks.py FOLDER` writes what the rank found to `FOLDER/RANK.pt`.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.fusion_samples import flags, make_batch, tiny_model, tiny_tokenizer
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from medvl.models.fusion_encoders.base import FusionModel
+from medvl.schema import Batch
+
+SYSTEMS = ("m3ae", "medvill", "single_stream", "dual_stream")
+CASES = ("whole", "without text", "without images")
+"""What rank 1 has; rank 0 always has whole pairs."""
+
+
+def model_of(name: str) -> FusionModel:
+    model = tiny_model(name, tiny_tokenizer())
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def batch_of(rank: int, case: str) -> Batch:
+    tokenizer = tiny_tokenizer()
+    if rank == 0 or case == "whole":
+        return make_batch(tokenizer, size=4 + 2 * rank)
+    nothing = flags(*[0] * 6)
+    return make_batch(tokenizer, **{"has_text_B" if case == "without text" else "has_image_B": nothing})
+
+
+def loss_of(module: torch.nn.Module, rank: int, case: str) -> Tensor:
+    torch.manual_seed(10 + rank)  # the draws of this rank
+    total: Tensor = module(batch_of(rank, case)).total
+    return total
+
+
+def gradients(model: FusionModel) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
+    """Gradients after DDP's average, by system and case, of each rank."""
+    folder = tmp_path_factory.mktemp("fusion-ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, folder]
+    ended = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_two_ranks_average_what_each_would_find_alone(
+    name: str, case: str, found: list[dict[str, dict[str, Tensor]]]
+) -> None:
+    expected: dict[str, Tensor] = {}
+    for rank in (0, 1):
+        model = model_of(name)
+        loss_of(model, rank, case).backward()
+        for key, gradient in gradients(model).items():
+            expected[key] = expected.get(key, torch.zeros_like(gradient)) + gradient / 2
+    for of_rank in found:
+        averaged = of_rank[f"{name} {case}"]
+        assert averaged.keys() == expected.keys()
+        for key, gradient in expected.items():
+            torch.testing.assert_close(averaged[key], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, k=key: k + text)
+
+
+def check(folder: Path) -> None:
+    """One rank: every system and case under DDP, as the trainer wraps them."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    results = {}
+    for name in SYSTEMS:
+        for case in CASES:
+            model = model_of(name)
+            wrapped = DistributedDataParallel(model)  # it must live until the backward pass has ended
+            loss_of(wrapped, rank, case).backward()
+            results[f"{name} {case}"] = gradients(model)
+    torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    check(Path(sys.argv[1]))

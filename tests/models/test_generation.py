@@ -1,0 +1,308 @@
+"""Writing: the search against plain loops, MedViLL's kept keys and values against none, and what it learns to write."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.fusion_samples import TEXTS, make_batch, shaken, tiny_model, tiny_tokenizer
+from torch import Tensor
+
+import medvl
+from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.data.transforms.mlm_masking import TextMasking
+from medvl.errors import ConfigError
+from medvl.models.checkpoint import save
+from medvl.models.downstream.vqa.model import VQA
+from medvl.models.fusion_encoders.config import Attention, MedViLLConfig
+from medvl.models.fusion_encoders.layers.attention_masks import attention_mask
+from medvl.models.fusion_encoders.medvill import MedViLL
+from medvl.models.text_decoding import Decoding, Generated, search
+from medvl.schema import Batch
+
+END, PAD, NEVER = 1, 0, (0, 2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return tiny_tokenizer()
+
+
+def writer(tokenizer: Tokenizer, attention: Attention = "seq2seq", **settings: object) -> MedViLL:
+    """Weights far from those at the start, where every text would be the same."""
+    model = tiny_model(
+        "medvill",
+        tokenizer,
+        attention=attention,
+        image_encoder="timm:test_vit",
+        image_arguments={"depth": 1},
+        **settings,
+    )
+    assert isinstance(model, MedViLL)
+    return shaken(model).eval()
+
+
+def without_cache(model: MedViLL, image: Tensor, longest: int, has_image: bool = True) -> list[int]:
+    """Greedy, one image at a time, the whole sequence through BERT's modules at every step."""
+    bert, tokenizer = model.text_encoder.backbone, model.tokenizer
+    assert tokenizer is not None
+    assert tokenizer.mask_id is not None
+    words = bert.embeddings.word_embeddings
+    cells = model.image_input(model.image_encoder(image[None]).patches_BPD)[0]
+    cells = cells if has_image else cells[:0]
+    marks, count = words(torch.tensor([tokenizer.cls_id, tokenizer.sep_id])), len(cells)
+    written: list[int] = []
+    while len(written) < longest:
+        ids = torch.tensor([*written, tokenizer.mask_id])
+        vectors = torch.cat([marks[:1], cells, marks[1:], words(ids)])
+        places = torch.tensor([0, *range(count), 0, *range(len(ids))])
+        types = torch.tensor([0] * (count + 2) + [1] * len(ids))
+        hidden = bert.embeddings(inputs_embeds=vectors[None], position_ids=places[None], token_type_ids=types[None])
+        whole = torch.ones(1, count + 2, dtype=torch.bool), torch.ones(1, len(ids), dtype=torch.bool)
+        additive = (~attention_mask("seq2seq", *whole)[:, None]).float() * torch.finfo(torch.float32).min
+        for layer in bert.encoder.layer:
+            hidden = layer(hidden, additive)
+        scores_V = model.mlm_head(hidden[0, -1:], words.weight)[0]
+        scores_V[[tokenizer.pad_id, tokenizer.cls_id, tokenizer.unk_id, tokenizer.mask_id]] = -math.inf
+        word = int(scores_V.argmax())
+        if word == tokenizer.sep_id:
+            break
+        written.append(word)
+    return written
+
+
+def rows(found: Generated) -> list[list[int]]:
+    return [ids[mask].tolist() for ids, mask in zip(found.ids_BT, found.mask_BT, strict=True)]
+
+
+@pytest.mark.parametrize("attention", ["seq2seq", "bar", "mixed"])
+def test_kept_keys_and_values_change_no_word(attention: Attention, tokenizer: Tokenizer) -> None:
+    model, batch = writer(tokenizer, attention), make_batch(tokenizer, 6)
+    with torch.no_grad():
+        expected = [without_cache(model, image, 12) for image in batch.image_BCHW]
+    assert len({tuple(words) for words in expected}) > 1, "every image has the same text: nothing is tested"
+    assert rows(model.generate(batch.image_BCHW, decoding=Decoding(max_tokens=12))) == expected
+    alone = [rows(model.generate(image[None], decoding=Decoding(max_tokens=12)))[0] for image in batch.image_BCHW]
+    assert alone == expected
+
+
+def test_an_image_that_is_not_there_is_not_looked_at(tokenizer: Tokenizer) -> None:
+    model, batch = writer(tokenizer), make_batch(tokenizer, 3)
+    has_image_B = torch.tensor([True, False, True])
+    with torch.no_grad():
+        expected = [
+            without_cache(model, image, 8, has)
+            for image, has in zip(batch.image_BCHW, has_image_B.tolist(), strict=True)
+        ]
+    assert rows(model.generate(batch.image_BCHW, has_image_B, decoding=Decoding(max_tokens=8))) == expected
+
+
+class WithoutCache:
+    """The same model as a `NextToken` that keeps nothing: for the beam search."""
+
+    def __init__(self, model: MedViLL, image: Tensor) -> None:
+        self.model, self.written_RT = model, torch.empty(len(image), 0, dtype=torch.int64)
+        self.image = model.image_tokens(image)
+
+    def first(self) -> Tensor:
+        tokenizer = self.model.tokenizer
+        assert tokenizer is not None
+        rows = len(self.written_RT)
+        column = torch.ones(rows, 1, dtype=torch.int64)
+        ids_RT = torch.cat(
+            [tokenizer.cls_id * column, self.written_RT, tokenizer.mask_id * column, tokenizer.sep_id * column], dim=1
+        )
+        text = self.model.text_tokens(ids_RT, torch.ones_like(ids_RT, dtype=torch.bool))  # its SEP closes the block
+        fused = self.model.fuse(text, self.image)
+        return self.model.score_words(fused.text.states_BND[:, -2])
+
+    def next(self, ids_R: Tensor, parent_R: Tensor) -> Tensor:
+        self.image = self.image.rows(parent_R)
+        self.written_RT = torch.cat([self.written_RT[parent_R], ids_R[:, None]], dim=1)
+        return self.first()
+
+
+@pytest.mark.parametrize("decoding", [Decoding(beams=3), Decoding(beams=4, length_penalty=1.0)])
+def test_beams_keep_their_own_keys_and_values(decoding: Decoding, tokenizer: Tokenizer) -> None:
+    model, batch = writer(tokenizer), make_batch(tokenizer, 5)
+    assert tokenizer.unk_id is not None
+    assert tokenizer.mask_id is not None
+    never = (tokenizer.pad_id, tokenizer.cls_id, tokenizer.unk_id, tokenizer.mask_id)
+    expected = search(
+        WithoutCache(model, batch.image_BCHW), decoding,
+        max_tokens=9, end_id=tokenizer.sep_id, pad_id=tokenizer.pad_id, never=never,
+    )  # fmt: skip
+    found = model.generate(batch.image_BCHW, decoding=dataclasses.replace(decoding, max_tokens=9))
+    assert rows(found) == rows(expected)
+    torch.testing.assert_close(found.score_B, expected.score_B, rtol=1e-4, atol=1e-3)
+    assert rows(found) != rows(model.generate(batch.image_BCHW, decoding=Decoding(max_tokens=9)))
+
+
+def test_a_step_computes_two_tokens_and_the_image_once(tokenizer: Tokenizer) -> None:
+    model, batch = writer(tokenizer), make_batch(tokenizer, 2)
+    computed: list[int] = []
+    model.text_encoder.backbone.encoder.layer[0].register_forward_hook(
+        lambda module, given, states: computed.append(given[0].shape[1])
+    )
+    with torch.no_grad():
+        model.mlm_head.bias[tokenizer.sep_id] = -1e4  # never ends
+    found = model.generate(batch.image_BCHW, decoding=Decoding(max_tokens=7))
+    assert computed == [18, 1, *[2] * 6]  # 16 cells between CLS and SEP
+    assert not found.ended_B.any()
+    assert found.mask_BT.sum(dim=1).tolist() == [7, 7]
+
+
+def test_what_ends_at_once_is_empty(tokenizer: Tokenizer) -> None:
+    model, batch = writer(tokenizer), make_batch(tokenizer, 2)
+    with torch.no_grad():
+        model.mlm_head.bias[tokenizer.sep_id] = 1e4
+    found = model.generate(batch.image_BCHW)
+    assert found.ids_BT.shape == (2, 0)
+    assert found.ended_B.all()
+
+
+@pytest.mark.parametrize(
+    ("attention", "why"), [("bidirectional", "a word sees those behind it"), ("non_cross", "words see no image")]
+)
+def test_a_mask_under_which_nobody_writes_is_refused(attention: Attention, why: str, tokenizer: Tokenizer) -> None:
+    model, batch = writer(tokenizer, attention), make_batch(tokenizer, 1)
+    with pytest.raises(ConfigError, match=f"attention '{attention}', under which {why}.*train it with seq2seq or bar"):
+        model.generate(batch.image_BCHW)
+    with pytest.raises(ConfigError, match=f"objective 'report' goes with attention .*, not '{attention}'"):
+        MedViLLConfig(attention=attention, objective="report")
+
+
+def test_who_cannot_write_is_told_why(tokenizer: Tokenizer) -> None:
+    image_BCHW = make_batch(tokenizer, 1).image_BCHW
+    with pytest.raises(ConfigError, match=r"writes in eval mode.*call eval\(\)"):
+        writer(tokenizer).train().generate(image_BCHW)
+    with pytest.raises(ConfigError, match="1000 tokens: tiny_bert has"):
+        writer(tokenizer).generate(image_BCHW, decoding=Decoding(max_tokens=1000))
+    without = tiny_model("medvill", None, attention="seq2seq").eval()
+    assert isinstance(without, MedViLL)
+    with pytest.raises(ConfigError, match="needs a tokenizer to write"):
+        without.generate(image_BCHW)
+    with pytest.raises(ConfigError, match="objective is 'song': known are pretraining, report"):
+        MedViLLConfig(objective="song")
+
+
+def shades(tokenizer: Tokenizer) -> Batch:
+    """Four images that a glance tells apart, each with a text of its own."""
+    batch = make_batch(tokenizer, 4)
+    image_BCHW = torch.zeros_like(batch.image_BCHW)
+    for row, (top, left) in enumerate([(0, 0), (0, 32), (32, 0), (32, 32)]):
+        image_BCHW[row, :, top : top + 32, left : left + 32] = 255
+    return dataclasses.replace(batch, image_BCHW=image_BCHW)
+
+
+def test_it_learns_to_write_and_where_to_stop(tokenizer: Tokenizer) -> None:
+    """Whole reports from pixels alone, after a few hundred steps of the report objective."""
+    model = tiny_model(
+        "medvill", tokenizer, attention="seq2seq", objective="report", mask_probability=0.4,
+        text_arguments={"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+                        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    )  # fmt: skip
+    assert isinstance(model, MedViLL)
+    batch = shades(tokenizer)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    torch.manual_seed(0)
+    for _ in range(300):
+        optimizer.zero_grad()
+        model(batch).total.backward()
+        optimizer.step()
+    model.eval()
+    for decoding in (Decoding(), Decoding(beams=3)):
+        found = model.generate(batch.image_BCHW, decoding=decoding)
+        assert found.ended_B.all()
+        expected = [tokenizer.decode(ids) for ids in batch.ids_BT]
+        assert [tokenizer.decode(ids) for ids in rows(found)] == expected
+    other = model.generate(batch.image_BCHW.flip(0))
+    assert [tokenizer.decode(ids) for ids in rows(other)] == expected[::-1]
+
+
+def test_the_report_objective_is_words_beside_their_own_images(tokenizer: Tokenizer) -> None:
+    """By hand from `features`' parts; the image block's SEP is never the hidden one."""
+    model = tiny_model("medvill", tokenizer, attention="seq2seq", objective="report", mask_probability=0.9).eval()
+    assert isinstance(model, MedViLL)
+    batch = make_batch(tokenizer, 4)
+    torch.manual_seed(3)
+    result = model(batch)
+    torch.manual_seed(3)
+    masked = model.masking(batch.ids_BT, batch.mask_BT, torch.default_generator)
+    end_B = batch.mask_BT.sum(dim=1) - 1
+    row_B = torch.arange(4)
+    hidden_B = masked.labels_BT[row_B, end_B] == tokenizer.sep_id
+    assert hidden_B.any()
+    sep = tokenizer.sep_id * torch.ones(4, 1, dtype=torch.int64)
+    behind_BT = torch.cat([masked.ids_BT, sep], dim=1).masked_fill(
+        ~torch.cat([batch.mask_BT, batch.mask_BT[:, :1]], 1), 0
+    )
+    text = model.text_tokens(behind_BT, torch.ones_like(behind_BT, dtype=torch.bool))  # SEP last: it closes the block
+    fused = model.fuse(text, model.image_tokens(batch.image_BCHW))
+    scores_BTV = model.score_words(fused.text.states_BND[:, :-1])
+    mlm = torch.nn.functional.cross_entropy(scores_BTV.flatten(0, 1), masked.labels_BT[:, 1:].flatten())
+    assert set(result.terms) == {"mlm"}
+    torch.testing.assert_close(result.total, mlm)
+    result.total.backward()
+    still = {name.split(".")[0] for name, p in model.named_parameters() if not p.requires_grad}
+    assert still == {"pooler", "itm_head"}
+    lazy = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert lazy == []
+
+
+def test_pretraining_never_hides_the_end_and_reports_do(tokenizer: Tokenizer) -> None:
+    batch = make_batch(tokenizer, 4)
+    end_B = batch.mask_BT.sum(dim=1) - 1
+    for objective, rate in (("pretraining", 0.0), ("report", 0.5)):
+        model = tiny_model("medvill", tokenizer, objective=objective, mask_probability=0.5)
+        generator = torch.Generator().manual_seed(0)
+        hidden = [model.masking(batch.ids_BT, batch.mask_BT, generator).labels_BT for _ in range(400)]
+        share = torch.stack([labels_BT[torch.arange(4), end_B] >= 0 for labels_BT in hidden]).float().mean()
+        assert float(share) == pytest.approx(rate, abs=0.05)
+        others = torch.stack([labels_BT[:, 0] for labels_BT in hidden])
+        assert (others < 0).all()
+
+
+def test_the_end_of_a_text_is_never_part_of_a_word(tokenizer: Tokenizer) -> None:
+    """Whole words: the end is hidden as often as a word, and alone as well as with others."""
+    batch = make_batch(tokenizer, 4)
+    masking = TextMasking(tokenizer, rate=0.4, ends=True)
+    row_B, end_B = torch.arange(4), batch.mask_BT.sum(dim=1) - 1
+    words_BT = tokenizer.word_ids(batch.ids_BT, batch.mask_BT)
+    generator, together = torch.Generator().manual_seed(0), []
+    for _ in range(300):
+        hidden_BT = masking(batch.ids_BT, batch.mask_BT, generator).labels_BT >= 0
+        together.append(torch.stack([hidden_BT[row_B, end_B], hidden_BT[row_B, end_B - 1]]))
+        for row in range(4):
+            for word in range(int(words_BT[row].max()) + 1):
+                assert hidden_BT[row][words_BT[row] == word].unique().numel() == 1
+    share_2N = torch.stack(together, dim=1).float().flatten(1)
+    assert share_2N.mean(dim=1).tolist() == pytest.approx([0.4, 0.4], abs=0.06)
+    assert float(torch.corrcoef(share_2N)[0, 1]) == pytest.approx(
+        0, abs=0.2
+    )  # a text in which nothing was chosen gets one
+
+
+def test_a_report_model_answers_questions_with_all_it_needs(tokenizer: Tokenizer) -> None:
+    model = VQA.on(tiny_model("medvill", tokenizer, objective="report"), ("yes", "no"))
+    frozen = {name.split(".")[1] for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {"itm_head", "mlm_head"}
+
+
+def test_no_reference_reaches_the_words(tokenizer: Tokenizer) -> None:
+    """The reference is no argument; a batch's text and labels are never read, and a checkpoint carries none."""
+    model = writer(tokenizer)
+    batch = make_batch(tokenizer, 4)
+    before = model.generate(batch.image_BCHW)
+    model.features(make_batch(tokenizer, 4, texts=TEXTS[::-1]))  # nothing is remembered of what was encoded
+    assert torch.equal(model.generate(batch.image_BCHW).ids_BT, before.ids_BT)
+
+
+def test_a_checkpoint_writes_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = writer(tokenizer, objective="report")
+    save(model, tmp_path)
+    again = medvl.load(tmp_path)
+    assert isinstance(again, MedViLL)
+    image_BCHW = make_batch(tokenizer, 4).image_BCHW
+    assert rows(again.generate(image_BCHW)) == rows(model.generate(image_BCHW))

@@ -1,0 +1,292 @@
+"""Models: made by name, ConVIRT as published, saved and loaded whole or not at all."""
+
+import dataclasses
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import medvl
+from medvl import losses
+from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
+from medvl.errors import CheckpointError, ConfigError
+from medvl.models.checkpoint import save
+from medvl.models.dual_encoders.configs import ConVIRTConfig
+from medvl.models.dual_encoders.convirt import ConVIRT
+from medvl.schema import Batch, Embeddings
+
+TEXTS = ["There is a small left effusion.", "No pneumothorax.", "The heart is mildly enlarged and the lungs are clear."]
+TINY: dict[str, Any] = {
+    "image_encoder": "resnet_tiny",
+    "text_encoder": "tiny_bert",
+    "image_size": 64,
+    "projection_dim": 32,
+    "frozen_text_layers": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_wordpiece(TEXTS, vocab_size=200, min_frequency=1)
+
+
+@pytest.fixture
+def model(tokenizer: Tokenizer) -> ConVIRT:
+    torch.manual_seed(0)
+    made = medvl.create_model("convirt", tokenizer=tokenizer, **TINY)
+    assert isinstance(made, ConVIRT)
+    return made
+
+
+def make_batch(tokenizer: Tokenizer, size: int = 6) -> Batch:
+    texts = [TEXTS[number % 3] for number in range(size)]
+    ids_BT, mask_BT = tokenizer(texts)
+    generator = torch.Generator().manual_seed(1)
+    return Batch(
+        keys=[str(number) for number in range(size)],
+        image_BCHW=torch.randint(0, 256, (size, 1, 64, 64), dtype=torch.uint8, generator=generator),
+        ids_BT=ids_BT,
+        mask_BT=mask_BT,
+        labels_BL=torch.zeros(size, 0),
+        texts=texts,
+    )
+
+
+def test_list_models_takes_wildcards() -> None:
+    assert "convirt" in medvl.list_models("*")
+    assert medvl.list_models("con*") == ["convirt"]
+    assert medvl.list_models("nothing*") == []
+
+
+def test_convirt_is_published_by_default() -> None:
+    config = ConVIRTConfig()
+    assert (config.image_encoder, config.text_encoder, config.image_size) == ("resnet50", "bioclinicalbert", 224)
+    assert (config.projection_dim, config.frozen_text_layers) == (512, 6)
+    assert (config.temperature, config.image_weight) == (0.1, 0.75)
+
+
+@pytest.mark.slow
+def test_convirt_constructs_at_its_published_size_without_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(*arguments: object) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    model = medvl.create_model("convirt")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    # ResNet-50 without its classifier 23,508,032; BERT-base with 28,996 pieces and without pooler 107,719,680 (with it
+    # 108,310,272); two heads: (2048 + 1) * 2048 + (2048 + 1) * 512 and (768 + 1) * 768 + (768 + 1) * 512.
+    heads = 2049 * 2048 + 2049 * 512 + 769 * 768 + 769 * 512
+    assert count - heads in (23_508_032 + 107_719_680, 23_508_032 + 108_310_272)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen
+    assert all(name.startswith("text_encoder.") for name in frozen)
+    layers = {part for name in frozen for part in name.split(".") if part.isdigit()}
+    assert layers == {str(layer) for layer in range(6)}
+    image = torch.zeros(2, 1, 224, 224, dtype=torch.uint8)
+    assert model.eval().encode_image(image).shape == (2, 512)
+
+
+def test_every_parameter_that_should_learn_gets_a_gradient(model: ConVIRT, tokenizer: Tokenizer) -> None:
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    model(make_batch(tokenizer)).total.backward()
+    optimizer.step()  # timm starts the last norm of each residual branch at zero: before a step nothing passes it
+    optimizer.zero_grad()
+    model(make_batch(tokenizer)).total.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            assert parameter.grad.abs().sum() > 0, name
+        else:
+            assert parameter.grad is None, name
+            assert name.startswith("text_encoder."), name
+
+
+def test_the_loss_is_the_published_one_and_starts_near_ln_b(model: ConVIRT, tokenizer: Tokenizer) -> None:
+    model.eval()
+    batch = make_batch(tokenizer)
+    result = model(batch)
+    image_BE, text_BE = model.encode_image(batch.image_BCHW), model.encode_text(batch.ids_BT, batch.mask_BT)
+    torch.testing.assert_close(result.total, losses.convirt(image_BE, text_BE, 0.1, 0.75))
+    assert set(result.terms) == {"contrastive"}
+    assert result.total.item() == pytest.approx(math.log(len(batch)), abs=0.5)
+
+
+def test_embeddings_are_unit_vectors_and_similarity_is_their_cosine(model: ConVIRT, tokenizer: Tokenizer) -> None:
+    model.eval()
+    batch = make_batch(tokenizer, 4)
+    image_NE, text_ME = model.encode_image(batch.image_BCHW), model.encode_text(TEXTS)
+    torch.testing.assert_close(image_NE.norm(dim=-1), torch.ones(4))
+    torch.testing.assert_close(text_ME.norm(dim=-1), torch.ones(3))
+    similarity = model.similarity(batch.image_BCHW, TEXTS)
+    assert similarity.shape == (4, 3)
+    torch.testing.assert_close(similarity, image_NE @ text_ME.T)
+    torch.testing.assert_close(model.similarity(Embeddings(image_NE), model.embed_texts(TEXTS)), similarity)
+
+
+def test_padding_and_company_change_nothing(model: ConVIRT, tokenizer: Tokenizer) -> None:
+    model.eval()
+    together = model.encode_text(TEXTS)
+    alone = torch.cat([model.encode_text([text]) for text in TEXTS])
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
+    batch = make_batch(tokenizer, 3)
+    images = model.encode_image(batch.image_BCHW)
+    torch.testing.assert_close(images[[2]], model.encode_image(batch.image_BCHW[[2]]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_saved_model_is_the_same_model(model: ConVIRT, tmp_path: Path) -> None:
+    model.eval()
+    save(model, tmp_path, {"recipe": "test"})
+    loaded = medvl.load(tmp_path)
+    assert not loaded.training
+    assert loaded.config == model.config
+    assert loaded.transform == model.transform
+    assert loaded.tokenizer is not None
+    for (name, mine), (other, theirs) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
+        assert name == other
+        assert torch.equal(mine, theirs)
+    torch.testing.assert_close(loaded.encode_text(TEXTS), model.encode_text(TEXTS), rtol=0, atol=0)
+    assert json.loads((tmp_path / "config.json").read_text())["run"] == {"recipe": "test"}
+    again = medvl.create_model(tmp_path)
+    assert torch.equal(again.encode_text(TEXTS), model.encode_text(TEXTS))
+    with pytest.raises(ConfigError, match="is a checkpoint"):
+        medvl.create_model(tmp_path, projection_dim=3)
+
+
+def replace_weights(folder: Path, change: dict[str, Any]) -> None:
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    for name, value in change.items():
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda f: os.truncate(f / "model.safetensors", 100), "no whole safetensors file"),
+        (lambda f: torch.save({"a": 1}, f / "model.safetensors"), "no whole safetensors file"),
+        (lambda f: (f / "config.json").unlink(), "not a checkpoint of medvl"),
+        (lambda f: (f / "config.json").write_text("{"), "cannot be read"),
+        (lambda f: (f / "config.json").write_text("[]"), "not a model configuration"),
+        (
+            lambda f: (f / "config.json").write_text('{"format": 1, "model": {"name": "gloria"}}'),
+            "does not describe a model",
+        ),
+        (lambda f: replace_weights(f, {"image_head.0.bias": None}), "missing image_head.0.bias"),
+        (lambda f: replace_weights(f, {"extra": torch.zeros(1)}), "unexpected extra"),
+        (
+            lambda f: replace_weights(f, {"text_head.2.bias": torch.zeros(5)}),
+            r"text_head.2.bias is \(5,\), not \(32,\)",
+        ),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(model: ConVIRT, tmp_path: Path, damage: Any, message: str) -> None:
+    save(model, tmp_path)
+    damage(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        medvl.load(tmp_path)
+
+
+@pytest.mark.fault("S1")
+def test_a_pickle_posing_as_a_checkpoint_is_refused_and_not_run(tmp_path: Path) -> None:
+    class Payload:
+        def __reduce__(self) -> tuple:
+            return (os.mkdir, (str(tmp_path / "executed"),))
+
+    torch.save({"model": Payload()}, tmp_path / "last.pt")
+    with pytest.raises(CheckpointError, match="may need pickle"):
+        medvl.load(tmp_path / "last.pt")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "last.pt").rename(tmp_path / "folder/model.safetensors")
+    (tmp_path / "folder/config.json").write_text(
+        json.dumps({"format": 1, "model": {"name": "convirt", "settings": {**TINY, "vocab_size": 50}}})
+    )
+    with pytest.raises(CheckpointError, match="no whole safetensors file"):
+        medvl.load(tmp_path / "folder")
+    assert not (tmp_path / "executed").exists()
+    with pytest.raises(CheckpointError, match="does not exist"):
+        medvl.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("convrit", {}, "did you mean 'convirt'"),
+        ("convirt", {"temprature": 1}, "did you mean 'temperature'"),
+        ("convirt", {"temperature": 0}, "temperature must be above 0"),
+        ("convirt", {"image_weight": 2}, "within"),
+        (object(), {}, "not the configuration of a system"),
+    ],
+)
+def test_wrong_names_and_settings_are_named(name: Any, settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        medvl.create_model(name, **settings)
+
+
+def test_a_vocabulary_fits_its_tokenizer(tokenizer: Tokenizer) -> None:
+    assert medvl.create_model("convirt", tokenizer=tokenizer, **TINY).config.vocab_size == tokenizer.vocab_size
+    config = ConVIRTConfig(**TINY, vocab_size=10)
+    with pytest.raises(ConfigError, match="do not belong together"):
+        medvl.create_model(config, tokenizer=tokenizer)
+    bare = medvl.create_model(dataclasses.replace(config, vocab_size=300))
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        bare.encode_text(["text"])
+    assert bare.encode_text(torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool)).shape == (1, 32)
+    with pytest.raises(ConfigError, match="need their mask"):
+        bare.encode_text(torch.ones(1, 3, dtype=torch.long))
+
+
+@pytest.mark.slow
+def test_two_ranks_take_the_step_of_one(model: ConVIRT, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Loss and gradients of the global batch, an uneven one included; dropout and batch statistics off."""
+    save(model, tmp_path)
+    batch = make_batch(tokenizer, 7)
+    tensors = {"image": batch.image_BCHW, "ids": batch.ids_BT, "mask": batch.mask_BT}
+    safetensors.torch.save_file(tensors, tmp_path / "batch.st")
+    code = textwrap.dedent("""
+        import sys, torch, safetensors.torch, torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+        import medvl
+        from medvl.schema import Batch
+        folder = sys.argv[1]
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        model = medvl.load(folder)
+        parallel = DistributedDataParallel(model)
+        whole = safetensors.torch.load_file(folder + "/batch.st")
+        mine = slice(0, 4) if dist.get_rank() == 0 else slice(4, 7)
+        part = {name: tensor[mine] for name, tensor in whole.items()}
+        size = len(part["ids"])
+        batch = Batch(keys=[""] * size, image_BCHW=part["image"], ids_BT=part["ids"], mask_BT=part["mask"],
+                      labels_BL=torch.zeros(size, 0), texts=[""] * size)
+        loss = parallel(batch).total
+        loss.backward()
+        if dist.get_rank() == 0:
+            found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"loss": loss.detach()}
+            safetensors.torch.save_file(found, folder + "/found.st")
+        dist.destroy_process_group()
+    """)
+    (tmp_path / "child.py").write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([*command, str(tmp_path / "child.py"), str(tmp_path)], check=True, capture_output=True, timeout=120)
+    found = safetensors.torch.load_file(tmp_path / "found.st")
+    alone = medvl.load(tmp_path)
+    loss = alone(batch).total
+    loss.backward()
+    torch.testing.assert_close(found.pop("loss"), loss.detach(), rtol=1e-6, atol=1e-6)
+    expected = {name: parameter.grad for name, parameter in alone.named_parameters() if parameter.grad is not None}
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)

@@ -1,0 +1,122 @@
+"""The phantom's population: decided by (seed, index), plausible, consistent with itself."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from medvl.errors import ConfigError
+from medvl.phantom import World
+from medvl.phantom.population.findings import CHRONIC, OPAQUE
+from medvl.phantom.population.world import MAX_PATIENTS
+from medvl.schema import COMPETITION_FINDINGS, FINDINGS
+
+
+@pytest.fixture(scope="module")
+def patients():
+    return list(World(11).patients(1200))
+
+
+@pytest.fixture(scope="module")
+def studies(patients):
+    return [study for patient in patients for study in patient.studies]
+
+
+def test_a_patient_depends_on_seed_and_index_only():
+    alone = World(3).patient(41)
+    among_others = list(World(3).patients(43))[41]
+    assert alone == among_others
+    assert alone != World(4).patient(41)
+    assert alone.studies != World(3).patient(42).studies
+
+
+def test_far_patients_cost_no_more_and_exist():
+    assert World(0).patient(MAX_PATIENTS - 1).studies
+
+
+@pytest.mark.parametrize("index", [-1, MAX_PATIENTS])
+def test_an_index_outside_the_world_is_refused(index):
+    with pytest.raises(ConfigError, match=rf"patient index must lie in \[0, {MAX_PATIENTS}\), not {index}"):
+        World(0).patient(index)
+
+
+def test_a_negative_seed_is_refused():
+    with pytest.raises(ConfigError, match="seed must be 0 or more, not -1"):
+        World(-1)
+
+
+def test_identifiers_look_like_those_of_mimic_and_never_repeat(patients, studies):
+    views = [view for study in studies for view in study.views]
+    subject_ids = [patient.subject_id for patient in patients]
+    study_ids = [study.study_id for study in studies]
+    dicom_ids = [view.dicom_id for view in views]
+    assert all(re.fullmatch(r"1\d{7}", str(number)) for number in subject_ids)
+    assert all(re.fullmatch(r"5\d{7}", str(number)) for number in study_ids)
+    assert all(re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{8}){4}", name) for name in dicom_ids)
+    for names in (subject_ids, study_ids, dicom_ids):
+        assert len(set(names)) == len(names)
+
+
+def test_prevalence_lies_where_the_recipes_need_it(studies):
+    share = {label: sum(study.labels[label] for study in studies) / len(studies) for label in FINDINGS}
+    for label in COMPETITION_FINDINGS:
+        assert 0.15 <= share[label] <= 0.35, label
+    assert 0.2 <= share["No Finding"] <= 0.4
+    assert all(share[label] > 0.03 for label in FINDINGS)
+
+
+def test_findings_occur_together_as_they_do_in_hospitals(studies):
+    def chance(label, given):
+        ill = [study for study in studies if study.labels[given]]
+        return sum(study.labels[label] for study in ill) / len(ill)
+
+    def overall(label):
+        return sum(study.labels[label] for study in studies) / len(studies)
+
+    assert chance("Edema", "Cardiomegaly") > 1.5 * overall("Edema")
+    assert chance("Pneumothorax", "Fracture") > 1.5 * overall("Pneumothorax")
+    assert chance("Consolidation", "Pneumonia") > 1.5 * overall("Consolidation")
+
+
+def test_labels_are_complete_and_consistent(studies):
+    for study in studies:
+        labels = study.labels
+        assert tuple(labels) == FINDINGS
+        ill = any(labels[name] for name in FINDINGS if name not in ("No Finding", "Support Devices"))
+        assert labels["No Finding"] == int(not ill)
+        if any(labels[name] for name in OPAQUE):
+            assert labels["Lung Opacity"] == 1
+
+
+def test_chronic_findings_stay_and_dates_run_forward(patients):
+    for patient in patients:
+        kept = [{f for f in study.findings if f.label in CHRONIC} for study in patient.studies]
+        assert all(findings == kept[0] for findings in kept)
+        days = [study.taken.date() for study in patient.studies]
+        assert days == sorted(days)
+        assert [study.prior for study in patient.studies] == [None, *(s.findings for s in patient.studies[:-1])]
+
+
+def test_every_study_has_a_frontal_view_first_and_at_most_three(studies):
+    positions = Counter()
+    for study in studies:
+        assert not study.views[0].lateral
+        assert 1 <= len(study.views) <= 3
+        positions.update(view.position for view in study.views)
+    assert set(positions) == {"PA", "AP", "LATERAL", "LL"}
+    assert all(0.05 < count / sum(positions.values()) < 0.5 for count in positions.values())
+
+
+def test_severity_and_side_follow_from_the_parts(studies):
+    sides, severities = Counter(), Counter()
+    for finding in (finding for study in studies for finding in study.findings):
+        assert finding.extent == max(part.extent for part in finding.parts)
+        assert finding.severity == (
+            "mild" if finding.extent < 1 / 3 else "moderate" if finding.extent < 2 / 3 else "severe"
+        )
+        named = {part.side for part in finding.parts} - {"midline"}
+        assert finding.side == ("bilateral" if len(named) == 2 else next(iter(named), "midline"))
+        sides[finding.side] += 1
+        severities[finding.severity] += 1
+    assert min(sides.values()) > 100
+    assert min(severities.values()) > 500

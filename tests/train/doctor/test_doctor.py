@@ -1,0 +1,294 @@
+"""The doctor: figures that mean what they say, a limit that follows from them, and nothing left behind."""
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import train_fakes as fakes
+from helpers.shard_plans import make_plan
+from torch import nn
+
+from medvl.cli import main as cli
+from medvl.cli.doctor import doctor, load_recipe
+from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.data.convert.pipeline import write_shards
+from medvl.data.loading import profile
+from medvl.data.loading.loader import Loader, open_loader
+from medvl.data.loading.profile import Stages, time_stages
+from medvl.data.loading.subset import no_text
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.shards.format import ShardSource
+from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.text import WholeText
+from medvl.errors import ConfigError, ImageError
+from medvl.schema import Batch, Losses
+from medvl.train.config import OptimConfig, TrainConfig
+from medvl.train.doctor.diagnosis import advice, describe, limit
+from medvl.train.doctor.examine import Examination, examine
+from medvl.train.doctor.timers import first_rows, flops_of_a_sample, matmul_flops, seconds_each
+from medvl.train.fault_tolerance import checkpoint
+from medvl.train.optim.precision import Precision
+from medvl.train.run import Run
+from medvl.train.tasks.pretraining import Opened
+
+CPU = torch.device("cpu")
+FP32 = Precision("fp32", CPU)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+    """What the doctor reads of a recipe's data."""
+
+    workers: int = 0
+    image: EvalTransform = dataclasses.field(default_factory=EvalTransform)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    optim: OptimConfig
+    train: TrainConfig
+    data: Data = Data()
+
+
+def settings(run_dir: Path, **changes: Any) -> Settings:
+    return Settings(optim=fakes.optim(), train=fakes.config(run_dir, **changes))
+
+
+def found(**changes: Any) -> Examination:
+    """A GPU that waits for nothing."""
+    figures: dict[str, Any] = {
+        "device": "H200", "precision": "bf16", "cores": 16, "threads": 8, "workers": 8, "pairs": 256,
+        "parameters": 10**8, "gflop_a_pair": 90.0, "ceiling_tflops": 770.0, "model_rate": 2700.0,
+        "loader_rate": 5000.0, "rate": 2600.0, "wait_share": 0.01, "transfer_seconds": 0.001, "real_tokens": 0.9,
+        "first_batch_seconds": 1.0, "first_step_seconds": 50.0, "checkpoint_seconds": 0.5, "peak_gb": 100.0,
+        "memory_gb": 141.0, "stages": Stages(disk=1e-5, decode=1e-3, augmentation=5e-4, text=1e-4),
+    }  # fmt: skip
+    return Examination(**{**figures, **changes})
+
+
+FAST = {"precision": "bf16", "channels_last": True, "compile": True}
+STARVED = {"loader_rate": 900.0, "rate": 880.0, "wait_share": 0.6}
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({}, "compute"),
+        ({"transfer_seconds": 0.02}, "transfer"),
+        (STARVED, "decode"),
+        ({**STARVED, "stages": Stages(disk=1e-2, decode=1e-3, augmentation=5e-4, text=1e-4)}, "disk"),
+        ({**STARVED, "stages": Stages(disk=0, decode=1e-3, augmentation=5e-3, text=1e-4)}, "augmentation"),
+        ({**STARVED, "stages": Stages(disk=0, decode=1e-3, augmentation=5e-4, text=1e-2)}, "text"),
+        ({**STARVED, "stages": None}, "loading"),
+        ({"device": "CPU", "memory_gb": None, "rate": 1500.0, "cores": 8}, "cores"),
+        ({"device": "CPU", "memory_gb": None, "rate": 1500.0, "cores": 16}, "compute"),
+        ({"device": "CPU", "memory_gb": None, "rate": 2690.0, "cores": 8}, "compute"),
+    ],
+)
+def test_the_limit_follows_from_the_figures(changes: dict[str, Any], part: str) -> None:
+    assert limit(found(**changes)) == part
+
+
+@pytest.mark.parametrize(
+    ("changes", "train", "words"),
+    [
+        ({}, {}, ["--train.precision bf16", "--train.channels-last True", "--train.compile True"]),
+        ({"peak_gb": 20.0}, FAST, ["--train.global-batch"]),
+        ({"real_tokens": 0.4}, FAST, ["60% of the token positions are padding: --train.packed-text True"]),
+        ({"real_tokens": 0.4}, {**FAST, "packed_text": True}, []),
+        (
+            {"real_tokens": 0.4, "device": "CPU", "memory_gb": None},
+            {},
+            ["60% of the token positions are padding: a smaller --model.max-tokens"],
+        ),
+        ({"peak_gb": 120.0}, FAST, []),
+        (STARVED, {}, ["--data.workers 15: 16 cores, 8 workers", "medvl shards --short-side"]),
+        ({**STARVED, "workers": 15}, {}, ["all 16 cores are taken by 15 workers", "medvl shards --short-side"]),
+        ({**STARVED, "stages": Stages(disk=1, decode=0, augmentation=0, text=0)}, {}, ["local disk, or in memory"]),
+        ({"device": "CPU", "memory_gb": None, "rate": 1500.0, "cores": 8}, {}, ["fewer --data.workers"]),
+        ({"device": "CPU", "memory_gb": None, "rate": 2690.0, "cores": 8}, {}, []),
+    ],
+)
+def test_the_advice_names_options(
+    changes: dict[str, Any], train: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    told = advice(found(**changes), settings(tmp_path, **train))
+    assert len(told) == len(words)
+    for line, word in zip(told, words, strict=True):
+        assert word in line
+
+
+def test_the_table_says_everything(tmp_path: Path) -> None:
+    text = describe(found(), settings(tmp_path, precision="bf16", channels_last=True, compile=True))
+    for value in ("2700.0 pairs/s", "5000.0 images/s", "2600.0 pairs/s, 0.96 of the slower", "1.0% of the time",
+                  "31.6% of a measured 770 TFLOP/s", "100.00 GB (GPU memory)", "90% of the positions", "1.0 s, 50.0 s",
+                  "stops the run for 0.50 s", "disk 0.01, decode 1.00, augmentation 0.50, text 0.10 ms",
+                  "compute: the step itself", "none of its options"):  # fmt: skip
+        assert value in text
+
+
+class Products(nn.Module):
+    """One product of matrices, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(36, 5, bias=False)
+        self.query = nn.Parameter(torch.randn(1, 1, 7, 4))
+
+    def forward(self, batch: Batch) -> Losses:
+        image_BD = batch.image_BCHW.flatten(1).float()
+        query_BHTD = self.query.expand(len(batch), -1, -1, -1)
+        attended = nn.functional.scaled_dot_product_attention(query_BHTD, query_BHTD, query_BHTD)
+        return Losses.sum(both=self.linear(image_BD).sum() + attended.sum())
+
+
+def test_operations_are_those_of_the_formula() -> None:
+    """A product counts 2 n m k; its backward pass twice that, or once where its input wants no gradient."""
+    model = Products()
+    linear, attention = 2 * 36 * 5, 2 * (2 * 7 * 7 * 4)
+    counted = flops_of_a_sample(model, fakes.make_batch(list(range(20))), FP32)
+    assert counted == linear * 2 + attention * 3
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_first_rows_are_a_batch() -> None:
+    batch = fakes.make_batch([3, 4, 5])
+    few = first_rows(batch, 2)
+    assert (few.keys, len(few.texts), few.studies) == (["s3", "s4"], 2, None)
+    assert torch.equal(few.image_BCHW, batch.image_BCHW[:2])
+    assert first_rows(batch, 8).keys == batch.keys
+    shared = dataclasses.replace(batch, image_BCHW=batch.image_BCHW[:1], image_of_B=torch.zeros(3, dtype=torch.int64))
+    assert first_rows(shared, 2) is shared
+
+
+def test_clocks_count_calls_and_seconds() -> None:
+    calls = Counter[int]()
+
+    def nap(number: int) -> None:
+        calls[number] += 1
+        time.sleep(0.01)
+
+    assert seconds_each(nap, CPU, 0.05) >= 0.01
+    assert set(calls.values()) == {1}
+    assert len(calls) >= 3
+    assert 1e8 < matmul_flops(CPU, FP32, 0.0) < 1e14
+
+
+@pytest.fixture(scope="module")
+def loader(tmp_path_factory: pytest.TempPathFactory) -> Loader:
+    root = tmp_path_factory.mktemp("stages")
+    options = ShardOptions(short_side=32, samples_per_shard=8, image_format="png")
+    write_shards(
+        make_plan(root / "images", 16), Deidentifier(b"0" * 32), ShardRun(out=root / "out", workers=1), options
+    )
+    return open_loader(
+        ShardSource(root / "out/train"), batch=4, image=EvalTransform(size=32), text=WholeText(), tokenizer=no_text,
+        train=True,
+    )  # fmt: skip
+
+
+def test_each_stage_is_timed_for_what_it_does(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, read, now = loader.samples, set[int](), [0.0]
+    decode, transform, row, collate = samples.source.pixels, samples.maker.transform, samples.maker.row, loader.collate
+
+    def pixels(position: int, color: bool = False) -> np.ndarray:
+        now[0] += 0.003 if position in read else 0.023
+        read.add(position)
+        return decode(position, color)
+
+    def slow(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        def slowed(*arguments: Any) -> Any:
+            now[0] += seconds
+            return function(*arguments)
+
+        return slowed
+
+    monkeypatch.setattr(profile, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(samples.source, "pixels", pixels)
+    monkeypatch.setattr(samples.maker, "transform", slow(transform, 0.006))
+    monkeypatch.setattr(samples.maker, "row", slow(row, 0.009))
+    monkeypatch.setattr(loader, "collate", slow(collate, 0.008))
+    found = time_stages(loader, batch=4, batches=1)
+    assert found.disk == pytest.approx(0.020)
+    assert found.decode == pytest.approx(0.003)
+    assert found.augmentation == pytest.approx(0.006)
+    assert found.text == pytest.approx(0.009 + 0.008 / 4)
+    assert found.total == pytest.approx(0.040)
+
+
+def test_samples_that_cannot_be_read_are_left_out(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(*_: Any) -> np.ndarray:
+        raise ImageError("the JPEG ends before its last pixel", "truncated")
+
+    monkeypatch.setattr(loader.samples.source, "pixels", damaged)
+    with pytest.raises(ImageError, match="not one of the samples can be read"):
+        time_stages(loader, batch=2)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_is_measured_and_left_as_it_was(tmp_path: Path, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
+    model = fakes.TwoTowers()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generators = torch.get_rng_state()
+    chosen = settings(tmp_path / "runs" / "mine", global_batch=4 * accumulate, accumulate=accumulate)
+    run = Run(recipe="fake", settings=chosen, model=model, data=Opened(fakes.FakeLoader(20, 4), None, None, {}))
+    found = examine(run, seconds=0.05)
+    assert list(tmp_path.iterdir()) == []
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generators)
+    assert (found.device, found.pairs, found.workers, found.real_tokens) == ("CPU", 4 * accumulate, 0, 1.0)
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+    for name in ("model_rate", "loader_rate", "rate", "first_batch_seconds", "first_step_seconds",
+                 "checkpoint_seconds", "peak_gb", "mfu", "efficiency"):  # fmt: skip
+        assert getattr(found, name) > 0, name
+    assert 0 <= found.wait_share < 1
+    assert (found.memory_gb, found.stages) == (None, None)
+
+
+def test_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run = Run(recipe="fake", settings=settings(tmp_path), model=nn.Linear(1, 1), data=Opened(None, None, None, {}))
+    with pytest.raises(ConfigError, match="start it without torchrun"):
+        examine(run)
+
+
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_can_be_examined(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module, chosen = load_recipe(path, ["tiny", "--train.seed", "7"])
+    assert chosen == dataclasses.replace(module.tiny, train=dataclasses.replace(module.tiny.train, seed=7))
+    with pytest.raises(ConfigError, match=r"not there: data.train"):
+        doctor([str(path), "tiny"])
+
+
+def test_what_is_no_recipe_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no Python file"):
+        load_recipe(tmp_path / "none.py", [])
+    with pytest.raises(ConfigError, match="is no Python file"):
+        load_recipe(Path(__file__).with_suffix(".toml"), [])
+    (tmp_path / "other.py").write_text("x = 1\n")
+    with pytest.raises(ConfigError, match="is no recipe: it defines no PRESETS and prepare"):
+        load_recipe(tmp_path / "other.py", [])
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--help"])
+    assert ended.value.code == 0
+    assert "preset and options of the recipe" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", str(tmp_path / "none.py"), "tiny"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith(f"medvl: {tmp_path / 'none.py'} is no Python file")
+    cli.main(["--help"])
+    assert "  doctor                   Measure a recipe part by part" in capsys.readouterr().out

@@ -1,0 +1,231 @@
+"""Non-finite values never reach the model; bad samples are named, counted and budgeted; signals end a run in order."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import train_fakes as fakes
+from helpers.train_fakes import FakeLoader, TwoTowers, TwoTowersConfig, make_batch, records, train
+from torch import nn
+
+from medvl.errors import TrainingError
+from medvl.schema import Batch, Losses
+from medvl.train.fault_tolerance import checkpoint
+from medvl.train.fault_tolerance.nonfinite import BufferGuard, StopSignals, poison
+from medvl.train.loop.step import Step
+from medvl.train.optim.optimizer import build_optimizer
+from medvl.train.optim.precision import Precision
+from medvl.train.parallel.distributed import World
+
+WORLD = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
+BAD = "s3"
+
+
+@pytest.fixture(autouse=True)
+def _fake_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
+
+
+class Sick(TwoTowers):
+    """Breaks in one way or another wherever the sample `BAD` is in the batch; has BatchNorm, so also by its buffers."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(TwoTowersConfig(norm=True))
+        self.how = how
+
+    def forward(self, batch: Batch) -> Losses:
+        bad = BAD in batch.keys
+        if bad and self.how == "activation":
+            self.norm(torch.full((2, 8), torch.nan))  # what a NaN in the input does to running statistics
+        losses = super().forward(batch)
+        if not bad:
+            return losses
+        if self.how in ("loss nan", "activation"):
+            return Losses(total=losses.total * torch.nan, terms=losses.terms)
+        if self.how == "loss inf, gradient finite":
+            return Losses(total=losses.total + torch.inf, terms=losses.terms)
+        return Losses(total=_BadGradient.apply(losses.total, float(self.how.split()[-1])), terms=losses.terms)
+
+
+class _BadGradient(torch.autograd.Function):
+    """The identity, but its gradient is a value of one's choice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, value: float) -> torch.Tensor:
+        ctx.value = value
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.full_like(grads[0], ctx.value), None
+
+
+WAYS = ["loss nan", "loss inf, gradient finite", "gradient nan", "gradient inf", "activation"]
+
+
+def step_of(model: nn.Module, precision: str = "fp32", clip_norm: float | None = None) -> Step:
+    optimizer = build_optimizer(model, fakes.optim(optimizer="sgd", momentum=0.9))
+    return Step(
+        model,
+        optimizer,
+        Precision(precision, WORLD.device),
+        WORLD,
+        seed=0,
+        clip_norm=clip_norm,
+        channels_last=False,
+    )
+
+
+@pytest.mark.fault("F14")
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("how", WAYS)
+def test_no_weight_buffer_or_momentum_changes_in_a_bad_step(how: str, clip_norm: float | None) -> None:
+    model = Sick(how)
+    step = step_of(model, clip_norm=clip_norm)
+    assert step(0, 0.1, [make_batch([0, 1])], 1).updated
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    momentum = step.optimizer.state[model.image.weight]["momentum_buffer"].clone()
+    outcome = step(1, 0.1, [make_batch([4, 5]), make_batch([2, 3])], 2)  # the bad one is the second micro-batch
+    assert not outcome.updated
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(step.optimizer.state[model.image.weight]["momentum_buffer"], momentum)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert outcome.suspects() == ([] if how.startswith("gradient") else ["s2", "s3"])
+    assert step(2, 0.1, [make_batch([6, 7])], 1).updated
+    assert not torch.equal(model.image.weight, before["image.weight"])
+
+
+def test_a_finite_loss_is_not_changed_by_the_guard() -> None:
+    loss = torch.tensor(3.7, requires_grad=True)
+    guarded = poison(loss)
+    guarded.backward()
+    assert guarded.item() == loss.item()
+    assert loss.grad is not None
+    assert loss.grad.item() == 1.0
+
+
+def test_buffers_of_any_type_come_back() -> None:
+    module = nn.Module()
+    module.register_buffer("queue", torch.arange(6.0).reshape(2, 3))
+    module.register_buffer("count", torch.tensor(4))
+    module.register_buffer("seen", torch.tensor([True, False]))
+    guard = BufferGuard(module)
+    guard.take()
+    module.queue.fill_(torch.nan)
+    module.count += 1
+    module.seen.logical_not_()
+    guard.restore()
+    assert torch.equal(module.queue, torch.arange(6.0).reshape(2, 3))
+    assert module.count.item() == 4
+    assert module.seen.tolist() == [True, False]
+
+
+@pytest.mark.fault("F14")
+def test_skipped_updates_are_counted_named_and_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    result = train(Sick("loss nan"), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path, log_every=4))
+    assert (result.step, result.skipped) == (8, 2)  # once an epoch
+    skips = records(tmp_path, "skip")
+    assert len(skips) == 2
+    assert all(BAD in row["keys"] and len(row["keys"]) == 4 for row in skips)
+    assert caplog.text.count("loss or gradient is not finite, the update is left out; samples: ") == 2
+    assert BAD in caplog.text
+    assert [row["skipped"] for row in records(tmp_path, "train")] == [1, 2]
+    assert all(row["loss"] > 0 for row in records(tmp_path, "train"))  # means over the updates that were made
+    assert all(tensor.isfinite().all() for tensor in fakes.weights(tmp_path).values())
+
+
+@pytest.mark.fault("F14")
+def test_more_than_the_budget_fails_and_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"2 updates had a loss .* nonfinite_budget is 1; .*s3") as raised:
+        train(
+            Sick("gradient inf"),
+            FakeLoader(16, 4),
+            optim=fakes.optim(),
+            config=fakes.config(tmp_path, nonfinite_budget=1, checkpoint_every=1),
+        )
+    assert "lower optim.lr or set optim.clip_norm" in str(raised.value)
+    state = json.loads((tmp_path / "last" / "train_state" / "state.json").read_text())
+    assert state["skipped"] == 1
+    assert 4 <= state["step"] < 8
+
+
+@pytest.mark.fault("F14")
+def test_the_budget_counts_over_interruptions(tmp_path: Path) -> None:
+    def run(epochs: int) -> Any:
+        settings = fakes.config(tmp_path, epochs=epochs, nonfinite_budget=2)
+        return train(Sick("loss nan"), FakeLoader(16, 4), optim=fakes.optim(), config=settings)
+
+    assert run(1).skipped == 1
+    assert run(2).skipped == 2
+    with pytest.raises(TrainingError, match="3 updates"):
+        run(3)
+
+
+def test_fp16_searches_its_scale_without_touching_the_budget(tmp_path: Path) -> None:
+    """At the scale it starts with, this loss overflows in 16 bits: that is the search, not the data."""
+
+    class Large(TwoTowers):
+        def forward(self, batch: Batch) -> Losses:
+            losses = super().forward(batch)
+            return Losses(total=_Steep.apply(losses.total), terms=losses.terms)
+
+    result = train(
+        Large(),
+        FakeLoader(16, 4),
+        optim=fakes.optim(clip_norm=1.0),
+        config=fakes.config(tmp_path, precision="fp16", nonfinite_budget=0),
+    )
+    state = json.loads((result.last / "train_state" / "state.json").read_text())
+    assert result.skipped == 0
+    assert state["overflows"] == 4
+    assert state["scaler"]["scale"] == 65536 / 2**4
+    assert "overflows" in records(tmp_path, "train")[-1]
+
+
+class _Steep(torch.autograd.Function):
+    """The identity, whose gradient overflows once the incoming one is above 4,096, as a 16-bit one would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return torch.where(grads[0] > 4096, torch.inf, grads[0])
+
+
+def test_fp16_with_a_broken_loss_does_count(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="nonfinite_budget is 0"):
+        train(
+            Sick("loss nan"),
+            FakeLoader(16, 4),
+            optim=fakes.optim(),
+            config=fakes.config(tmp_path, precision="fp16", nonfinite_budget=0),
+        )
+
+
+def test_the_first_signal_is_a_request(capsys: pytest.CaptureFixture[str]) -> None:
+    with StopSignals() as stop:
+        assert stop.requested is None
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested == "SIGINT"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_ends_the_process_at_once(number: signal.Signals) -> None:
+    code = (
+        "import os, sys; from medvl.train.fault_tolerance.nonfinite import StopSignals\n"
+        "number = int(sys.argv[1])\n"
+        "with StopSignals() as stop:\n"
+        "    os.kill(os.getpid(), number); print(stop.requested, flush=True)\n"
+        "    os.kill(os.getpid(), number); print('still here')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(int(number))], capture_output=True, text=True, check=False)
+    assert ended.returncode == -number
+    assert ended.stdout == f"{number.name}\n"

@@ -1,0 +1,287 @@
+"""The step and its parts against plain PyTorch: accumulation, clipping, groups, rates, precision, seeds."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from helpers import train_fakes as fakes
+from helpers.train_fakes import FakeLoader, Regression, TwoTowers, TwoTowersConfig, make_batch
+from torch import nn
+
+from medvl.common.seeding import derive
+from medvl.errors import ConfigError, TrainingError
+from medvl.train import Constant, Cosine, Linear, OptimConfig, Plateau, seeded
+from medvl.train.loop.step import Step
+from medvl.train.optim.optimizer import build_optimizer, parameter_groups, set_lr
+from medvl.train.optim.precision import Precision
+from medvl.train.optim.schedule import LearningRate
+from medvl.train.parallel.batches import Feed
+from medvl.train.parallel.distributed import World
+
+WORLD = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
+
+
+def step_of(
+    model: nn.Module, config: OptimConfig, precision: str = "fp32", channels_last: bool = False, seed: int = 0
+) -> Step:
+    return Step(
+        model,
+        build_optimizer(model, config),
+        Precision(precision, WORLD.device),
+        WORLD,
+        seed=seed,
+        clip_norm=config.clip_norm,
+        channels_last=channels_last,
+    )
+
+
+@pytest.mark.fault("N2")
+def test_accumulation_of_a_mean_loss_is_the_big_batch() -> None:
+    big, small = Regression(), Regression()
+    whole = step_of(big, fakes.optim())(0, 1e-2, [make_batch(list(range(12)))], 1)
+    parts = [make_batch(list(range(start, start + 4))) for start in (0, 4, 8)]
+    in_parts = step_of(small, fakes.optim())(0, 1e-2, parts, 3)
+    torch.testing.assert_close(small.linear.weight, big.linear.weight, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(in_parts.grad_norm, whole.grad_norm, rtol=1e-5, atol=0)
+    mean = sum(losses.total for losses in in_parts.losses) / 3
+    torch.testing.assert_close(mean, whole.losses[0].total)
+    assert in_parts.pairs == whole.pairs == 12
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+def test_a_step_is_the_plain_optimisers_step(optimizer: str) -> None:
+    config = OptimConfig(optimizer=optimizer, lr=0.03, weight_decay=0.1, momentum=0.7, betas=(0.8, 0.95), eps=1e-6)
+    ours, plain = Regression(), Regression()
+    step = step_of(ours, config)
+    groups = [{"params": [plain.linear.weight], "weight_decay": 0.1}, {"params": [plain.linear.bias]}]
+    reference: torch.optim.Optimizer
+    if optimizer == "sgd":
+        reference = torch.optim.SGD(groups, lr=0.03, momentum=0.7, weight_decay=0.0)
+    else:
+        kind = torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW
+        reference = kind(groups, lr=0.03, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
+    for number in range(4):
+        step(number, 0.03, [make_batch([number, 10 + number])], 1)
+        reference.zero_grad()
+        plain(make_batch([number, 10 + number])).total.backward()
+        reference.step()
+    torch.testing.assert_close(ours.linear.weight, plain.linear.weight, rtol=0, atol=0)
+    torch.testing.assert_close(ours.linear.bias, plain.linear.bias, rtol=0, atol=0)
+
+
+def test_clipping_scales_the_gradient_to_the_norm_and_reports_the_norm_before() -> None:
+    model = Regression()
+    before = model.linear.weight.detach().clone(), model.linear.bias.detach().clone()
+    outcome = step_of(model, fakes.optim(optimizer="sgd", momentum=0.0, clip_norm=0.05))(
+        0, 1.0, [make_batch(list(range(8)))], 1
+    )
+    assert outcome.grad_norm.item() > 0.05
+    moved = torch.cat([(model.linear.weight - before[0]).flatten(), (model.linear.bias - before[1]).flatten()])
+    assert moved.norm().item() == pytest.approx(0.05, rel=1e-4)
+
+
+def test_dropout_depends_on_seed_step_and_micro_batch_and_on_nothing_else() -> None:
+    def losses(seed: int, step: int, noise: int) -> list[float]:
+        torch.manual_seed(noise)
+        model = TwoTowers(TwoTowersConfig(dropout=0.5))
+        outcome = step_of(model, fakes.optim(), seed=seed)(step, 1e-2, [make_batch([0, 1, 2])] * 2, 2)
+        return [loss.total.item() for loss in outcome.losses]
+
+    first = losses(0, 0, noise=1)
+    assert first == losses(0, 0, noise=2)
+    assert first[0] != first[1]
+    assert first != losses(0, 1, noise=1)
+    assert first != losses(1, 0, noise=1)
+
+
+def test_derived_seeds_do_not_collide() -> None:
+    places = list(itertools.product(range(2), range(20), range(2), range(8)))
+    assert len({derive(seed, "step", *place) for seed, *place in places}) == len(places)
+
+
+def test_models_made_in_a_seeded_context_are_equal_and_the_generator_is_untouched() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    with seeded(7):
+        one = nn.Linear(4, 4)
+    with seeded(7):
+        two = nn.Linear(4, 4)
+    with seeded(8):
+        other = nn.Linear(4, 4)
+    assert torch.equal(one.weight, two.weight)
+    assert not torch.equal(one.weight, other.weight)
+    assert torch.equal(torch.rand(2), expected)
+
+
+@pytest.mark.fault("N4")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bit_autocast_stays_near_32_bits_and_keeps_float32_weights(precision: str) -> None:
+    full, half = Regression(), Regression()
+    in_full, in_half = step_of(full, fakes.optim()), step_of(half, fakes.optim(), precision)
+    for number in range(5):
+        in_full(number, 0.01, [make_batch([number, 5])], 1)
+        tries = [in_half(number, 0.01, [make_batch([number, 5])], 1)]
+        while tries[-1].scale_search:  # fp16 begins with a scale at which this loss overflows
+            tries.append(in_half(number, 0.01, [make_batch([number, 5])], 1))
+        assert tries[-1].updated
+        assert len(tries) == 1 or (precision, number) == ("fp16", 0)
+    assert half.linear.weight.dtype is torch.float32
+    assert not torch.equal(half.linear.weight, full.linear.weight)
+    torch.testing.assert_close(half.linear.weight, full.linear.weight, rtol=0, atol=0.02)
+
+
+def test_channels_last_reaches_the_model() -> None:
+    seen: list[bool] = []
+
+    class Look(Regression):
+        def forward(self, batch: object) -> object:
+            seen.append(batch.image_BCHW.is_contiguous(memory_format=torch.channels_last))
+            return super().forward(batch)
+
+    batch = make_batch([0, 1])
+    batch.image_BCHW = batch.image_BCHW.expand(-1, 3, -1, -1).contiguous()
+    model = Look()
+    model.linear = nn.Linear(3 * fakes.SIZE**2, 1)
+    step_of(model, fakes.optim(), channels_last=True)(0, 1e-2, [batch], 1)
+    assert seen == [True]
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 2, 3)
+        self.norm = nn.LayerNorm([4, 4])  # its weight has two dimensions
+        self.batch_norm = nn.BatchNorm2d(2)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.tied = nn.Linear(3, 3, bias=False)
+        self.tied_too = self.tied
+        self.temperature = nn.Parameter(torch.tensor(0.1))
+        self.position = nn.Parameter(torch.zeros(1, 3, 2))
+
+
+def test_decay_spares_biases_norms_and_scalars_and_frozen_parameters_are_left_out() -> None:
+    model = Towers()
+    groups = parameter_groups(model, OptimConfig(lr=1e-3, weight_decay=0.2))
+    decayed, spared = sorted(groups, key=lambda group: -group["weight_decay"])
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert {names[p] for p in decayed["params"]} == {"convolution.weight", "tied.weight", "position"}
+    assert {names[p] for p in spared["params"]} == {
+        *("convolution.bias", "norm.weight", "norm.bias", "batch_norm.weight", "batch_norm.bias", "temperature")
+    }
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.2, 0.0)
+
+
+def test_a_models_own_groups_and_their_rates_are_kept_by_the_schedule() -> None:
+    class Own(Towers):
+        def parameter_groups(self, lr: float, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, object]]:
+            return [
+                {"params": [self.tied.weight], "lr": lr * layer_decay, "weight_decay": weight_decay},
+                {"params": [self.temperature], "lr": lr, "weight_decay": 0.0},
+                {"params": [], "lr": lr, "weight_decay": 0.0},
+            ]
+
+    optimizer = build_optimizer(Own(), OptimConfig(lr=0.2, layer_decay=0.5, weight_decay=0.1))
+    assert [group["lr_scale"] for group in optimizer.param_groups] == [0.5, 1.0]
+    set_lr(optimizer, 0.02)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
+
+    class Plain(Towers):
+        def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, object]]:
+            return [{"params": [self.tied.weight], "lr": lr, "weight_decay": weight_decay}]
+
+    with pytest.raises(ConfigError, match="Plain makes its own groups without layers: leave layer_decay unset"):
+        build_optimizer(Plain(), OptimConfig(layer_decay=0.5))
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    with pytest.raises(TrainingError, match="Linear has no trainable parameter"):
+        build_optimizer(nn.Linear(2, 2).requires_grad_(False), OptimConfig())
+
+
+def rates(schedule: object, total: int) -> list[float]:
+    rate = LearningRate(schedule=schedule, lr=0.4, total_steps=total)
+    return [rate.at(step) for step in range(total)]
+
+
+def test_schedules_are_their_closed_forms() -> None:
+    assert rates(Constant(), 3) == [0.4] * 3
+    assert rates(Constant(warmup_steps=2), 4) == pytest.approx([0.2, 0.4, 0.4, 0.4])
+    assert rates(Linear(min_lr=0.1), 4) == pytest.approx([0.4, 0.325, 0.25, 0.175])
+    assert rates(Linear(warmup_steps=2), 4) == pytest.approx([0.2, 0.4, 0.4, 0.2])
+    cosine = [0.1 + 0.3 * (1 + math.cos(math.pi * step / 10)) / 2 for step in range(10)]
+    assert rates(Cosine(min_lr=0.1), 10) == pytest.approx(cosine)
+    assert rates(Cosine(warmup_steps=4), 3) == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_cosine_is_torchs() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.4)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=0.01)
+    expected = []
+    for _ in range(20):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates(Cosine(min_lr=0.01), 20) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("patience", [0, 2])
+def test_plateau_is_torchs(mode: str, patience: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
+    reference = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, mode=mode, factor=0.5, patience=patience, threshold=0.05, min_lr=0.01
+    )
+    schedule = Plateau(factor=0.5, patience=patience, threshold=0.05, min_lr=0.01)
+    rate = LearningRate(schedule=schedule, lr=0.4, total_steps=1, mode=mode)
+    for value in torch.rand(40, generator=generator).add(0.5).tolist():
+        reference.step(value)
+        rate.observe(value)
+        assert rate.at(0) == pytest.approx(optimizer.param_groups[0]["lr"])
+    assert rate.at(0) == 0.01
+
+
+def test_plateau_takes_nan_for_no_improvement_and_comes_back_from_its_state() -> None:
+    rate = LearningRate(schedule=Plateau(patience=1), lr=1.0, total_steps=1)
+    assert [rate.observe(value) for value in (math.nan, 2.0, math.nan)] == [False, False, False]
+    again = LearningRate(schedule=Plateau(patience=1), lr=1.0, total_steps=1)
+    again.load_state_dict(rate.state_dict())
+    assert again.observe(3.0)
+    assert again.at(0) == 0.5
+
+
+def test_feed_cuts_epochs_into_updates_and_never_mixes_two_epochs() -> None:
+    loader = FakeLoader(20, 4)
+    feed = Feed(loader, accumulate=3)
+    assert feed.steps_per_epoch == 2
+    assert [feed.micro_batches(step) for step in range(4)] == [3, 2, 3, 2]
+    sizes = [len(list(feed.take(step))) for step in range(4)]
+    assert sizes == [3, 2, 3, 2]
+    assert len(loader.handed_out) == 10
+    assert sorted(key for keys in loader.handed_out[:5] for key in keys) == sorted(f"s{i}" for i in range(20))
+
+
+def test_a_loader_that_breaks_its_promise_is_named() -> None:
+    class Short(FakeLoader):
+        @property
+        def steps_per_epoch(self) -> int:
+            return 7
+
+        def __iter__(self) -> object:
+            yield from [make_batch([0])] * 3
+
+    with pytest.raises(TrainingError, match="ended before its 7 batches"):
+        list(Feed(Short(20, 4), accumulate=7).take(0))
+
+    class Long(FakeLoader):
+        def __iter__(self) -> object:
+            yield from [make_batch([0])] * 6
+
+    feed = Feed(Long(20, 4), accumulate=1)
+    with pytest.raises(TrainingError, match="has more than its 5 batches"):
+        [list(feed.take(step)) for step in range(6)]
+    with pytest.raises(TrainingError, match="no batch in an epoch"):
+        Feed(FakeLoader(3, 4), accumulate=1)

@@ -1,0 +1,247 @@
+"""What makes a step fast without changing it: nothing is waited for, padding and patches are left out, memory spared."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import train_fakes as fakes
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import medvl
+from medvl.errors import ConfigError
+from medvl.models import ContrastiveEncoder
+from medvl.schema import Batch, Losses
+from medvl.train.fault_tolerance import checkpoint
+from medvl.train.loop.prepare import prepare
+from medvl.train.loop.step import Step
+from medvl.train.optim.precision import Precision
+from medvl.train.parallel.distributed import World, machine_settings
+
+WORLD = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
+VIT = {"layers": 2, "width": 64, "patch_size": 8}
+TEXT = {"num_hidden_layers": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+TOWERS = {"image_encoder": "open_clip:ViT-B-32", "image_arguments": VIT, "image_size": 32, "projection_dim": 16}
+PAIRS, PATCHES = 4, 16
+WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "item", "masked_select", "unique")
+"""Operations whose result the host must have before it can go on: `.item()`, and shapes that depend on values."""
+
+
+def clip(**settings: Any) -> ContrastiveEncoder:
+    torch.manual_seed(0)
+    text = {"text_encoder": "tiny_bert", "text_arguments": TEXT, "vocab_size": 40}
+    return medvl.create_model("clip", **{**TOWERS, **text, **settings})
+
+
+def make_batch(longest: int = 7) -> Batch:
+    generator = torch.Generator().manual_seed(3)
+    return Batch(
+        keys=[f"s{number}" for number in range(PAIRS)],
+        image_BCHW=torch.randint(0, 256, (PAIRS, 1, 32, 32), generator=generator, dtype=torch.uint8),
+        ids_BT=torch.randint(5, 40, (PAIRS, longest), generator=generator),
+        mask_BT=torch.arange(longest) < torch.tensor([7, 2, 5, 3])[:, None],
+        labels_BL=torch.zeros(PAIRS, 1),
+        texts=[""] * PAIRS,
+    )
+
+
+def step_of(model: nn.Module) -> Step:
+    """With the fused optimiser of a GPU, which keeps its step counts beside its moments."""
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "lr_scale": 1.0}], lr=1e-3, fused=True)
+    options = {"seed": 0, "clip_norm": 1.0, "channels_last": True}
+    return Step(model, optimizer, Precision("fp32", WORLD.device), WORLD, **options)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what a GPU would be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operation.overloadpacket.__name__
+        if name in WAITS:
+            self.seen.append(name)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("packed", "patch_dropout", "expected"),
+    [
+        (False, 0.0, ["_local_scalar_dense"]),
+        (False, 0.5, ["_local_scalar_dense"]),
+        (True, 0.5, ["nonzero", "_local_scalar_dense"]),
+    ],
+)
+def test_a_step_waits_once_for_its_verdict(packed: bool, patch_dropout: float, expected: list[str]) -> None:
+    """Whether the gradient is finite decides about the update. Packed texts ask for their lengths before anything."""
+    model = clip(patch_dropout=patch_dropout).train()
+    if packed:
+        model.text_encoder.pack()
+    step = step_of(model)
+    step(0, 1e-3, [make_batch()], 1)
+    with Waits() as waits:
+        outcome = step(1, 1e-3, [make_batch()], 1)
+    assert outcome.updated
+    assert waits.seen == expected
+
+
+@pytest.mark.fault("N3")
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_compiled_model_makes_the_same_steps_and_few_graphs(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend that runs eagerly keeps the test short. The second length of text makes graphs for all that follow."""
+    graphs = CompileCounter()
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compile_module(module, backend=graphs))
+    torch.compiler.reset()
+    plain, compiled = clip(), clip()
+    for model, compile in ((plain, False), (compiled, True)):
+        options = {"compile": compile, "packed_text": packed, "channels_last": False}
+        prepare(model, fakes.config(Path("unused"), **options), WORLD.device)
+    step, compiled_step = step_of(plain), step_of(compiled)
+    counts = []
+    for number, longest in enumerate((7, 6, 5, 4)):
+        batch = make_batch(longest)
+        ours, theirs = compiled_step(number, 1e-3, [batch], 1), step(number, 1e-3, [batch], 1)
+        torch.testing.assert_close(ours.losses[0].total, theirs.losses[0].total)
+        counts.append(graphs.frame_count)
+    assert counts[0] > 0
+    assert counts[1] == counts[-1], "each length of text is compiled anew"
+    for (name, mine), other in zip(compiled.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def kept_patches(model: ContrastiveEncoder) -> list[Tensor]:
+    """What the vision Transformer is told to keep, of each forward pass from now on."""
+    seen: list[Tensor] = []
+    model.image_encoder.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1]))
+    return seen
+
+
+def test_patches_are_left_out_in_training_only() -> None:
+    model, plain, batch = clip(patch_dropout=0.75), clip(), make_batch()
+    model.load_state_dict(plain.state_dict())
+    seen = kept_patches(model)
+    with torch.no_grad():
+        torch.manual_seed(1)
+        trained = model.train().encode_image(batch.image_BCHW)
+        assert seen[0].shape == (PAIRS, PATCHES // 4)
+        assert all(len(set(row)) == len(row) and set(row) <= set(range(PATCHES)) for row in seen[0].tolist())
+        assert len({tuple(row) for row in seen[0].tolist()}) > 1  # each image loses others
+        for mode in (plain.train(), plain.eval()):
+            assert torch.equal(model.eval().encode_image(batch.image_BCHW), mode.encode_image(batch.image_BCHW))
+    assert seen[1] is seen[2] is None
+    assert not torch.equal(trained, plain.encode_image(batch.image_BCHW))
+
+
+def test_every_patch_is_kept_as_often() -> None:
+    model, image_BCHW = clip(patch_dropout=0.5).train(), make_batch().image_BCHW
+    torch.manual_seed(0)
+    seen = [model._draw_patches(image_BCHW) for _ in range(100)]
+    count_P = torch.bincount(torch.cat(seen).flatten(), minlength=PATCHES)
+    assert count_P.sum() == 100 * PAIRS * PATCHES / 2
+    assert (count_P - 200).abs().max() < 50  # five standard deviations of a binomial of 400 draws
+
+
+def test_the_patches_of_a_step_follow_from_its_number() -> None:
+    """So a run that was interrupted leaves out what it would have left out."""
+    whole, resumed = clip(patch_dropout=0.5).train(), clip(patch_dropout=0.5).train()
+    seen, seen_again = kept_patches(whole), kept_patches(resumed)
+    step, step_again = step_of(whole), step_of(resumed)
+    for number in range(3):
+        step(number, 1e-3, [make_batch()], 1)
+    torch.manual_seed(77)
+    step_again(2, 1e-3, [make_batch()], 1)
+    assert torch.equal(seen[2], seen_again[0])
+    assert not torch.equal(seen[1], seen[2])
+
+
+def test_patch_dropout_is_refused_where_it_means_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"patch_dropout is 1.0: it must be 0 or above and below 1"):
+        clip(patch_dropout=1.0)
+    with pytest.raises(ConfigError, match="but resnet_tiny needs all patches: take a vision Transformer, or 0"):
+        clip(image_encoder="resnet_tiny", image_arguments={}, patch_dropout=0.5)
+
+
+def test_a_run_that_spares_computes_what_a_plain_one_does(tmp_path: Path) -> None:
+    weights = []
+    for settings in ({}, {"packed_text": True, "checkpoint_activations": True}):
+        model = clip()
+        prepare(model, fakes.config(tmp_path, **settings), WORLD.device)
+        assert model.training
+        step = step_of(model)
+        for number in range(2):
+            step(number, 1e-3, [make_batch()], 1)
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-4)
+
+
+def test_settings_that_are_nothing_for_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="packed_text: the model has no text encoder, leave it unset"):
+        prepare(fakes.Regression(), fakes.config(tmp_path, packed_text=True), WORLD.device)
+    with pytest.raises(ConfigError, match="checkpoint_activations: the model has no encoder, leave it unset"):
+        prepare(fakes.Regression(), fakes.config(tmp_path, checkpoint_activations=True), WORLD.device)
+
+
+class Watching(fakes.Regression):
+    """Notes in each step how many objects the collector passes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed_over: list[int] = []
+
+    def forward(self, batch: Batch) -> Losses:
+        self.passed_over.append(gc.get_freeze_count() if gc.isenabled() else 0)
+        return super().forward(batch)
+
+
+def test_the_collector_passes_over_what_was_there_before_the_run(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
+    model = Watching()
+    fakes.train(model, fakes.FakeLoader(12, 4), optim=fakes.optim(), config=fakes.config(tmp_path, epochs=1))
+    assert len(model.passed_over) == 3
+    assert min(model.passed_over) > 10_000
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("name", ["convirt", "gloria"])
+def test_attention_dropout_is_the_encoders_own_until_it_is_set(name: str) -> None:
+    towers: dict[str, Any] = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "frozen_text_layers": 0}
+
+    def shares(**settings: Any) -> set[float]:
+        layers = medvl.create_model(name, **towers, **settings).text_encoder.backbone.encoder.layer
+        return {layer.attention.self.dropout.p for layer in layers}
+
+    assert shares() == {0.1}
+    assert shares(attention_dropout=0.0) == {0.0}
+    assert shares(attention_dropout=0.25) == {0.25}
+    with pytest.raises(ConfigError, match="attention_dropout is 1.0: it must be 0 or above and below 1"):
+        medvl.create_model(name, **towers, attention_dropout=1.0)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "deterministic", "during"),
+    [
+        ("cuda", "bf16", False, ("high", True)),
+        ("cuda", "fp32", False, ("highest", True)),
+        ("cuda", "fp16", True, ("high", False)),
+        ("cpu", "bf16", False, ("highest", False)),
+    ],
+)
+def test_a_gpu_multiplies_and_convolves_as_the_run_allows(
+    device: str, precision: str, deterministic: bool, during: tuple[str, bool]
+) -> None:
+    """TensorFloat32 beside 16 bits, cuDNN's trials unless results are to be repeatable; afterwards as it was."""
+
+    def settings() -> tuple[str, bool]:
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+
+    before = settings()
+    world = World(rank=0, size=1, local_size=1, device=torch.device(device))
+    with machine_settings(world, None, deterministic, precision):
+        assert settings() == during
+    assert settings() == before == ("highest", False)

@@ -1,0 +1,278 @@
+"""Validation, best and early stopping, and the records that a run leaves."""
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import train_fakes as fakes
+from helpers.train_fakes import FakeLoader, TwoTowers, TwoTowersConfig, records, train
+from torch import nn
+
+from medvl.errors import ConfigError, TrainingError
+from medvl.losses.gather import gather
+from medvl.schema import Batch, Losses
+from medvl.train import Plateau
+from medvl.train.fault_tolerance import checkpoint
+from medvl.train.loop.logger import Journal, console, forget_after
+from medvl.train.loop.meters import Tracker, Window
+from medvl.train.loop.step import Outcome
+from medvl.train.loop.validate import evaluating, validation_loss
+from medvl.train.optim.precision import Precision
+from medvl.train.parallel.distributed import World
+
+WORLD = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _fake_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
+
+
+def run(run_dir: Path, scores: Iterator[float], patience: int | None = None, **changes: Any) -> Any:
+    """Eight steps with a validation after each; the metric is what the test says."""
+    return train(
+        TwoTowers(),
+        FakeLoader(16, 4),
+        optim=fakes.optim(),
+        config=fakes.config(
+            run_dir,
+            **{
+                "best_metric": "auroc",
+                "best_mode": "max",
+                "validate_every": 1,
+                "early_stop_patience": patience,
+                **changes,
+            },
+        ),
+        evals=[lambda model: {"auroc": next(scores)}],
+    )
+
+
+def validate(model: nn.Module, batches: list[Batch]) -> dict[str, float]:
+    with evaluating(model):
+        return validation_loss(
+            model, batches, world=WORLD, precision=Precision("fp32", WORLD.device), seed=0, place=lambda batch: batch
+        )
+
+
+def test_validation_loss_is_the_mean_over_samples() -> None:
+    model = TwoTowers(TwoTowersConfig(dropout=0.5, norm=True))
+    batches = fakes.valid_batches()
+    assert [len(batch) for batch in batches] == [4, 4, 4, 4, 2]
+    found = validate(model, batches)
+    model.eval()
+    with torch.no_grad():
+        each = [(len(batch), model(batch)) for batch in batches]
+    expected = sum(size * losses.total.item() for size, losses in each) / 18
+    assert found["loss"] == pytest.approx(expected, rel=1e-6)
+    assert found["loss"] == pytest.approx(found["loss/image_to_text"] + found["loss/text_to_image"])
+
+
+def test_validation_draws_the_same_masks_each_time_and_leaves_modes_and_gradients_alone() -> None:
+    class Masking(TwoTowers):
+        def forward(self, batch: Batch) -> Losses:
+            assert not self.training
+            assert not torch.is_grad_enabled()
+            return Losses.sum(masked=super().forward(batch).total * torch.rand(()))
+
+    model = Masking(TwoTowersConfig(norm=True))
+    model.norm.eval()  # a model may keep a part in eval mode
+    first = validate(model, fakes.valid_batches())
+    torch.rand(5)
+    assert validate(model, fakes.valid_batches()) == first
+    assert model.training
+    assert not model.norm.training
+
+
+def test_a_non_finite_validation_loss_is_nan_and_never_the_best() -> None:
+    class Broken(nn.Module):
+        def forward(self, batch: Batch) -> Losses:
+            return Losses.sum(broken=torch.tensor(torch.inf))
+
+    assert math.isnan(validate(Broken(), fakes.valid_batches())["loss"])
+    tracker = Tracker(mode="min", patience=None)
+    assert not tracker.observe(1, math.nan)
+    assert tracker.best is None
+
+
+def test_no_validation_batch_is_an_error() -> None:
+    with pytest.raises(TrainingError, match="valid loader gives no batch"):
+        validate(TwoTowers(), [])
+
+
+def test_the_best_step_and_early_stopping(tmp_path: Path) -> None:
+    scores = iter([0.5, 0.7, 0.7, 0.6, 0.8, math.nan, 0.75, 0.1])
+    result = run(tmp_path, scores, patience=3)
+    assert (result.stopped, result.step) == ("finished", 8)  # the third one in a row without improvement is the last
+    assert (result.best_step, result.best_value) == (5, 0.8)
+    assert result.metrics == {"auroc": 0.1}
+    assert [row["auroc"] for row in records(tmp_path, "valid")] == [0.5, 0.7, 0.7, 0.6, 0.8, None, 0.75, 0.1]
+
+
+def test_early_stopping_ends_the_run_saves_it_and_stays_ended(tmp_path: Path) -> None:
+    result = run(tmp_path, iter([0.9, 0.8, 0.7, 0.6]), patience=2)
+    assert (result.stopped, result.step, result.best_step) == ("early_stop", 3, 1)
+    assert result.last.name == "step-00000003"
+    again = run(tmp_path, iter([]), patience=2)
+    assert (again.stopped, again.step, again.metrics) == ("early_stop", 3, {"auroc": 0.7})
+
+
+def test_a_metric_that_nothing_gives_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no validation gives best_metric 'aurok': did you mean 'auroc'"):
+        run(tmp_path, iter([0.5]), best_metric="aurok")
+
+
+def test_two_evaluators_with_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="two evaluators give a metric 'auroc'"):
+        train(
+            TwoTowers(),
+            FakeLoader(16, 4),
+            optim=fakes.optim(),
+            config=fakes.config(tmp_path, best_metric="auroc"),
+            evals=[lambda model: {"auroc": 0.5}, lambda model: {"auroc": 0.6}],
+        )
+
+
+def test_what_follows_a_metric_needs_a_validation(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a Plateau schedule follows a validation metric"):
+        train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(schedule=Plateau()), config=fakes.config(tmp_path))
+    with pytest.raises(ConfigError, match="early_stop_patience follows a validation metric"):
+        train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path, early_stop_patience=1))
+
+
+def test_a_loader_of_another_batch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gives 4 pairs .* in 2 micro-batches asks for 2: open it with"):
+        train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path, accumulate=2))
+
+
+def test_validation_and_records_come_when_they_are_due(tmp_path: Path) -> None:
+    train(
+        TwoTowers(),
+        FakeLoader(20, 4),
+        optim=fakes.optim(),
+        config=fakes.config(tmp_path, validate_every=4, log_every=3, checkpoint_every=6, keep_last=9),
+        valid_loader=fakes.valid_batches(),
+    )
+    assert [row["step"] for row in records(tmp_path, "valid")] == [4, 8, 10]
+    assert [row["step"] for row in records(tmp_path, "train")] == [3, 6, 9, 10]
+    kept = sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir())
+    best = {row["step"] for row in records(tmp_path, "valid")}
+    assert {0, 6, 10} <= set(kept) <= {0, 6, 10} | best
+
+
+def test_a_record_is_the_mean_since_the_one_before(tmp_path: Path) -> None:
+    settings = {"optim": fakes.optim(), "valid_loader": None}
+    train(TwoTowers(), FakeLoader(24, 4), config=fakes.config(tmp_path / "each", epochs=1, log_every=1), **settings)
+    train(TwoTowers(), FakeLoader(24, 4), config=fakes.config(tmp_path / "three", epochs=1, log_every=3), **settings)
+    each, threes = records(tmp_path / "each", "train"), records(tmp_path / "three", "train")
+    for name in ("loss", "loss/image_to_text", "grad_norm"):
+        means = [sum(row[name] for row in each[start : start + 3]) / 3 for start in (0, 3)]
+        assert [row[name] for row in threes] == pytest.approx(means)
+    assert [row["epoch"] for row in threes] == [0.5, 1.0]
+    timing = json.loads((tmp_path / "three" / "metrics.jsonl").read_text().splitlines()[0])["timing"]
+    assert timing["pairs_per_second"] > 0
+    assert 0 <= timing["wait_share"] <= 1
+
+
+def test_terms_that_change_between_steps_are_refused() -> None:
+    def outcome(**terms: float) -> Outcome:
+        losses = Losses.sum(**{name: torch.tensor(value) for name, value in terms.items()})
+        return Outcome(losses=[losses], grad_norm=torch.tensor(1.0), keys=[["a"]], updated=True)
+
+    window = Window(WORLD)
+    window.add(outcome(mlm=1.0))
+    with pytest.raises(TrainingError, match="the same terms at each step"):
+        window.add(outcome(itm=1.0))
+
+
+def test_tensorboard_holds_the_scalars(tmp_path: Path) -> None:
+    train(
+        TwoTowers(),
+        FakeLoader(16, 4),
+        optim=fakes.optim(),
+        config=fakes.config(tmp_path, tensorboard=True, log_every=2),
+        valid_loader=fakes.valid_batches(),
+    )
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    losses = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert losses == pytest.approx({row["step"]: row["loss"] for row in records(tmp_path, "train")})
+    assert [event.step for event in events.Scalars("valid/loss")] == [4, 8]
+
+
+def test_wandb_that_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"not installed: pip install 'medvl\[wandb\]'"):
+        train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path, wandb="project"))
+
+
+def test_wandb_gets_the_records_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FakeWandb:
+        def __init__(self) -> None:
+            self.ids: list[str] = []
+            self.logged: list[dict[str, float]] = []
+
+        def init(self, **options: Any) -> "FakeWandb":
+            assert (options["project"], options["resume"]) == ("project", "allow")
+            self.ids.append(options["id"])
+            return self
+
+        def log(self, row: dict[str, float]) -> None:
+            self.logged.append(row)
+
+        def finish(self) -> None:
+            self.ids.append("finished")
+
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for epochs in (1, 2):
+        train(
+            TwoTowers(),
+            FakeLoader(16, 4),
+            optim=fakes.optim(),
+            config=fakes.config(tmp_path, wandb="project", epochs=epochs, log_every=4),
+        )
+    assert fake.ids[0] == fake.ids[2]
+    assert fake.ids[1] == fake.ids[3] == "finished"
+    assert [row["step"] for row in fake.logged] == [4, 8]
+    assert "train/loss" in fake.logged[0]
+
+
+def test_numbers_that_json_has_not_become_null(tmp_path: Path) -> None:
+    journal = Journal(fakes.config(tmp_path), step=0, total_steps=1, active=True)
+    journal.record("train", 1, {"loss": math.nan, "nested": {"a": math.inf}})
+    journal.close()
+    assert records(tmp_path) == [{"kind": "train", "step": 1, "loss": None, "nested": {"a": None}}]
+
+
+def test_forgetting_keeps_what_came_before(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\nnonsense\n{"step": 3}\n{"step": 2')
+    forget_after(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_lines_appear_on_stderr_where_nobody_has_set_up_logging(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("medvl")
+    monkeypatch.setattr(logger, "propagate", False)  # pytest's own handlers sit on the root
+    with console(active=True):
+        logging.getLogger("medvl.train.loop.trainer").info("step 1")
+    with console(active=False):
+        logging.getLogger("medvl.train.loop.trainer").info("rank 1 is silent")
+    assert capsys.readouterr().err.endswith(" step 1\n")
+    assert logger.handlers == []
+
+
+def test_gather_is_the_identity_on_one_rank() -> None:
+    x_BE = torch.rand(3, 2)
+    assert gather(x_BE) is x_BE

@@ -1,0 +1,318 @@
+"""A large batch in parts has the gradient of the batch at once, for every contrastive system, and on two ranks.
+
+Run by torchrun it is one rank: `test_train_grad_cache.py FOLDER` writes the weights after a step to `FOLDER/RANK.pt`.
+"""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import gloria_ranks
+from helpers import train_fakes as fakes
+from torch import Tensor, nn
+
+import medvl
+from medvl.errors import CheckpointError, ConfigError
+from medvl.models import ContrastiveEncoder
+from medvl.models.dual_encoders.base import Pairs, groups_of
+from medvl.schema import Batch
+from medvl.train.config import TrainConfig
+from medvl.train.fault_tolerance import checkpoint
+from medvl.train.loop.step import Step
+from medvl.train.optim.grad_cache import GradCache
+from medvl.train.optim.optimizer import build_optimizer
+from medvl.train.optim.precision import Precision
+from medvl.train.parallel.distributed import World, distribute, join
+
+WORLD = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
+VIT = {"layers": 1, "width": 64, "patch_size": 16}
+BERT = {"text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}, "vocab_size": 40}
+TOWERS = {"image_encoder": "open_clip:ViT-B-32", "image_arguments": VIT, "image_size": 32, "projection_dim": 16, **BERT}
+CONVIRT = {"image_encoder": "resnet_tiny", "image_size": 32, "projection_dim": 16, "frozen_text_layers": 0}
+STUDIES = ["a", "b", "a", "c", "d", "c", "e"]
+PAIRS = len(STUDIES)
+COUNTS = (2, 5)
+"""Pairs of the two ranks; in parts of two, one part and three."""
+
+
+def clip(**settings: Any) -> ContrastiveEncoder:
+    """No batch norm; dropout in the text encoder, in train mode."""
+    torch.manual_seed(0)
+    return medvl.create_model("clip", **{**TOWERS, **settings})
+
+
+def siglip() -> ContrastiveEncoder:
+    torch.manual_seed(0)
+    return medvl.create_model("siglip", **TOWERS, positives="text")
+
+
+def convirt(**settings: Any) -> ContrastiveEncoder:
+    """Batch norm in the image encoder."""
+    torch.manual_seed(0)
+    text = {"text_encoder": "tiny_bert", "vocab_size": 40}
+    return medvl.create_model("convirt", **{**CONVIRT, **text, **settings})
+
+
+def gloria() -> ContrastiveEncoder:
+    return gloria_ranks.tiny_model(gloria_ranks.tiny_tokenizer())
+
+
+SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
+    "clip": lambda: clip(positives="study"),
+    "siglip": siglip,
+    "convirt": lambda: convirt(positives="either"),
+    "gloria": gloria,
+}
+
+
+def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
+    """Seven pairs or some of them. Two texts are the same, and the fourth image is missing."""
+    indices = list(range(PAIRS))[rows]
+    if name == "gloria":
+        batch = gloria_ranks.make_batch(gloria_ranks.tiny_tokenizer(), indices)
+    else:
+        generator = torch.Generator().manual_seed(5)
+        ids_BT = torch.randint(5, 40, (PAIRS, 6), generator=generator)
+        ids_BT[6] = ids_BT[1]
+        batch = Batch(
+            keys=list(map(str, indices)),
+            image_BCHW=torch.randint(0, 256, (PAIRS, 1, 32, 32), dtype=torch.uint8, generator=generator)[rows],
+            ids_BT=ids_BT[rows],
+            mask_BT=(torch.arange(6) < torch.tensor([6, 4, 5, 3, 6, 2, 4])[:, None])[rows],
+            labels_BL=torch.zeros(len(indices), 0),
+            texts=[""] * len(indices),
+            studies=STUDIES[rows],
+        )
+    if name != "convirt":
+        batch = dataclasses.replace(batch, has_image_B=(torch.arange(PAIRS) != 3)[rows])
+    return batch
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        near = {"rtol": 1e-4, "atol": 1e-6 + 1e-5 * tensor.abs().max().item()}
+        torch.testing.assert_close(found[name], tensor, **near, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def draw(part: int) -> None:
+    torch.manual_seed(part)
+
+
+def cached(model: nn.Module, part: int, batch: Batch, kind: Any = "fp32", count: int = 1) -> Any:
+    return GradCache(model, part, Precision(kind, WORLD.device))(batch, count, draw)
+
+
+@pytest.mark.fault("N2")
+@pytest.mark.parametrize("part", [1, 3, PAIRS])
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_the_gradient_is_that_of_the_batch_at_once(name: str, part: int) -> None:
+    """Of the learned temperature and bias too; with soft targets, a missing image, texts of other lengths."""
+    model, batch = SYSTEMS[name]().eval(), make_batch(name)
+    expected = model(batch)
+    (expected.total / 3).backward()
+    at_once = gradients(model)
+    assert any(gradient.abs().max() > 1e-4 for gradient in at_once.values())
+    model.zero_grad(set_to_none=True)
+    found = cached(model, part, batch, count=3)
+    torch.testing.assert_close(found.total, expected.total)
+    assert found.terms.keys() == expected.terms.keys()
+    assert_same(gradients(model), at_once)
+
+
+def test_both_passes_drop_the_same() -> None:
+    """Against one graph over all parts, each drawn with its own seed."""
+    model, batch = clip(), make_batch()
+    parts = []
+    for number, rows in enumerate((slice(0, 1), slice(1, 3), slice(3, 5), slice(5, 7))):
+        draw(number)
+        parts.append(model.encode_pairs(make_batch(rows=rows)))
+    model.compare_pairs(Pairs.cat(parts)).total.backward()
+    expected = gradients(model)
+    model.zero_grad(set_to_none=True)
+    cached(model, 2, batch)
+    assert_same(gradients(model), expected)
+    model.zero_grad(set_to_none=True)
+    GradCache(model, 2, Precision("fp32", WORLD.device))(batch, 1, lambda part: draw(part + 1))
+    name = "text_head.weight"
+    assert not torch.allclose(gradients(model)[name], expected[name], rtol=1e-2)
+
+
+def test_only_a_part_has_a_graph_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = clip()
+    seen: list[tuple[int, bool]] = []
+    encode = model.encode_pairs
+
+    def record(batch: Batch) -> Pairs:
+        seen.append((len(batch), torch.is_grad_enabled()))
+        return encode(batch)
+
+    monkeypatch.setattr(model, "encode_pairs", record)
+    cached(model, 3, make_batch())
+    assert seen == [(2, False), (2, False), (3, False), (2, True), (2, True), (3, True)]
+
+
+def test_running_statistics_count_a_batch_once() -> None:
+    """Batch norm's statistics are those of the parts, each seen once."""
+    model, once = convirt(), convirt()
+    cached(model, 4, make_batch("convirt"))
+    with torch.no_grad():
+        for rows in (slice(0, 3), slice(3, 7)):
+            once.encode_pairs(make_batch("convirt", rows))
+    counts = [name for name, _ in once.named_buffers() if name.endswith("num_batches_tracked")]
+    assert counts
+    expected = dict(once.named_buffers())
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, expected[name])
+    assert expected[counts[0]] == 2
+
+
+def test_a_frozen_tower_has_no_gradient() -> None:
+    model, batch = clip().eval(), make_batch()
+    model.image_encoder.requires_grad_(False)
+    model.image_head.requires_grad_(False)
+    model(batch).total.backward()
+    expected = gradients(model)
+    model.zero_grad(set_to_none=True)
+    cached(model, 2, batch)
+    assert_same(gradients(model), expected)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_16_bits_and_the_loss_scale(kind: Any) -> None:
+    model, batch = clip().eval(), make_batch()
+    precision = Precision(kind, WORLD.device)
+    with precision.autocast():
+        total = model(batch).total
+    precision.backward(total)
+    expected = gradients(model)
+    model.zero_grad(set_to_none=True)
+    cached(model, 3, batch, kind)
+    for name, found in gradients(model).items():
+        assert (found - expected[name]).norm() <= 0.03 * expected[name].norm() + 1e-6, name
+
+
+def step_of(module: nn.Module, part: int | None, world: World = WORLD) -> Step:
+    optimizer = build_optimizer(module, fakes.optim(optimizer="sgd", momentum=0.0))
+    return Step(
+        module,
+        optimizer,
+        Precision("fp32", world.device),
+        world,
+        seed=0,
+        clip_norm=None,
+        channels_last=False,
+        grad_cache=part,
+    )
+
+
+def test_accumulation_goes_over_batches_in_parts() -> None:
+    weights = []
+    for part in (None, 2):
+        model = clip().eval()
+        micro = [make_batch(rows=slice(0, 4)), make_batch(rows=slice(4, 7))]
+        outcome = step_of(model, part)(0, 1.0, micro, 2)
+        assert outcome.pairs == PAIRS
+        weights.append(dict(model.named_parameters()))
+    assert_same(*weights)
+
+
+def test_what_is_not_finite_changes_nothing() -> None:
+    model = convirt()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    encode = model.encode_text
+    model.encode_text = lambda ids, mask: encode(ids, mask) * torch.where(ids[:, :1] == ids[0, 0], torch.inf, 1.0)
+    outcome = step_of(model, 3)(0, 1.0, [make_batch("convirt")], 1)
+    assert not outcome.updated
+    assert outcome.suspects() == list(map(str, range(PAIRS)))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_other_models_and_compiling_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="grad_cache is for models whose loss .*: two-towers is none, leave it unset"):
+        step_of(fakes.TwoTowers(), 2)
+    with pytest.raises(ConfigError, match="grad_cache and compile exclude each other"):
+        TrainConfig(run_dir=tmp_path, steps=1, global_batch=4, grad_cache=2, compile=True)
+    with pytest.raises(ConfigError, match="grad_cache must be 1 or above, got 0"):
+        TrainConfig(run_dir=tmp_path, steps=1, global_batch=4, grad_cache=0)
+
+
+def test_the_setting_reaches_the_steps_and_is_part_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
+    sizes: list[int] = []
+
+    def run(**settings: Any) -> Any:
+        model = convirt()
+        encode = model.encode_pairs
+        model.encode_pairs = lambda batch: sizes.append(len(batch)) or encode(batch)
+        config = fakes.config(tmp_path, global_batch=4, **settings)
+        return fakes.train(model, fakes.FakeLoader(8, 4), optim=fakes.optim(), config=config)
+
+    assert run(grad_cache=3, epochs=1).step == 2
+    assert sizes == [2, 2] * 4
+    with pytest.raises(CheckpointError, match=r"train\.grad_cache is 3 there and 2 here"):
+        run(grad_cache=2, epochs=2)
+
+
+def test_positives_of_a_batch_are_numbered_alike_in_every_part_of_it() -> None:
+    whole = groups_of(make_batch(), "either")
+    parts = [groups_of(make_batch(rows=rows), "either") for rows in (slice(0, 3), slice(3, 7))]
+    for study_or_text, first, second in zip(whole, *parts, strict=True):
+        assert torch.equal(study_or_text, torch.cat([first, second]))
+    assert (whole[0][:, None] == whole[0]).sum() == PAIRS + 4
+    assert groups_of(make_batch(), "own") == ()
+    with pytest.raises(ConfigError, match="positives is 'study', but these batches know no studies"):
+        groups_of(dataclasses.replace(make_batch(), studies=None), "study")
+    for name in ("convirt", "clip"):
+        with pytest.raises(ConfigError, match="positives is 'texts': known are own, study, text, either"):
+            medvl.create_model(name, positives="texts")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
+    """Weights after a step on two ranks, by system, of each rank."""
+    folder = tmp_path_factory.mktemp("grad-cache-ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, folder]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+@pytest.mark.fault("N2")
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_two_ranks_take_the_step_of_one(name: str, found: list[dict[str, dict[str, Tensor]]]) -> None:
+    """Uneven ranks, of one part and of three, against one process without parts."""
+    model = SYSTEMS[name]().eval()
+    step_of(model, None)(0, 1.0, [make_batch(name)], 1)
+    for of_rank in found:
+        assert_same(of_rank[name], dict(model.named_parameters()))
+
+
+def check(folder: Path) -> None:
+    """One rank: a step of every system, wrapped as the trainer wraps it."""
+    torch.set_num_threads(1)
+    with join("cpu") as world:
+        mine = slice(0, COUNTS[0]) if world.rank == 0 else slice(COUNTS[0], PAIRS)
+        weights = {}
+        for name, make in SYSTEMS.items():
+            model = make().eval()
+            step_of(distribute(model, world, False), 2, world)(0, 1.0, [make_batch(name, mine)], 1)
+            weights[name] = {key: parameter.detach() for key, parameter in model.named_parameters()}
+        torch.save(weights, folder / f"{world.rank}.pt")
+
+
+if __name__ == "__main__":
+    check(Path(sys.argv[1]))

@@ -1,0 +1,380 @@
+"""Sharded runs are the runs that they are without shards: two ranks against DDP, and across checkpoints.
+
+Run by torchrun it is one rank: `test_train_sharded.py FOLDER` trains into folders of FOLDER, and writes what the rank
+found to `FOLDER/RANK.json`.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import train_fakes as fakes
+from helpers.fusion_samples import TEXTS, tiny_model, tiny_tokenizer
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+import medvl
+from medvl.errors import ConfigError, TrainingError
+from medvl.losses.itc import MomentumQueue
+from medvl.schema import Batch, Losses
+from medvl.train import TrainResult, rank_and_world
+from medvl.train.config import TrainConfig
+from medvl.train.fault_tolerance import checkpoint
+from medvl.train.loop.step import Step
+from medvl.train.optim.optimizer import build_optimizer, trainable
+from medvl.train.optim.precision import Precision
+from medvl.train.parallel.distributed import World, join, shared_buffers
+from medvl.train.parallel.fsdp import Shards, repeated_blocks
+
+SAMPLES, MICRO = 24, 8
+"""Three micro-batches an epoch: an update of two and one of one."""
+CLIP = 0.5
+OPTIONS: dict[str, Any] = {"precision": "bf16", "packed_text": True, "checkpoint_activations": True, "epochs": 1}
+TEXT = {"num_hidden_layers": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+VIT = {"layers": 2, "width": 64, "patch_size": 16}
+TOWERS = {"text_encoder": "tiny_bert", "vocab_size": 40, "image_size": 32, "projection_dim": 16}
+
+
+def clip() -> nn.Module:
+    """No batch norm and no dropout: the same on any number of ranks."""
+    torch.manual_seed(0)
+    image = {"image_encoder": "open_clip:ViT-B-32", "image_arguments": VIT}
+    return medvl.create_model("clip", **TOWERS, **image, text_arguments=TEXT)
+
+
+def convirt() -> nn.Module:
+    """Batch norms, a frozen text layer, dropout."""
+    torch.manual_seed(0)
+    return medvl.create_model("convirt", **TOWERS, image_encoder="resnet_tiny", frozen_text_layers=1)
+
+
+def medvill() -> nn.Module:
+    """A fusion-encoder whose word head is tied to the table of word embeddings."""
+    return tiny_model("medvill", tiny_tokenizer())
+
+
+def pairs(positions: list[int], epoch: int) -> Batch:
+    """Samples of the dual-encoders: tokens and pixels follow from position and epoch."""
+    images, ids = [], []
+    for position in positions:
+        generator = torch.Generator().manual_seed(1000 * epoch + position)
+        images.append(torch.randint(0, 256, (1, 32, 32), generator=generator, dtype=torch.uint8))
+        ids.append(torch.randint(5, 40, (6,), generator=generator))
+    return batch_of(
+        positions, torch.stack(images), torch.stack(ids), torch.arange(6) < torch.tensor(positions)[:, None] % 5 + 2
+    )
+
+
+def reports(positions: list[int], epoch: int) -> Batch:
+    """Samples of the fusion-encoder, with words for its tokenizer."""
+    generator = torch.Generator().manual_seed(1000 * epoch + positions[0])
+    image_BCHW = torch.randint(0, 256, (len(positions), 1, 64, 64), generator=generator, dtype=torch.uint8)
+    return batch_of(positions, image_BCHW, *tiny_tokenizer()([TEXTS[position % len(TEXTS)] for position in positions]))
+
+
+def batch_of(positions: list[int], image_BCHW: Tensor, ids_BT: Tensor, mask_BT: Tensor) -> Batch:
+    return Batch(
+        keys=[f"s{position}" for position in positions],
+        image_BCHW=image_BCHW,
+        ids_BT=ids_BT,
+        mask_BT=mask_BT,
+        labels_BL=torch.zeros(len(positions), 0),
+        texts=[""] * len(positions),
+    )
+
+
+Make = Callable[[list[int], int], Batch]
+MODELS: dict[str, tuple[Callable[[], nn.Module], Make]] = {
+    "clip": (clip, pairs),
+    "convirt": (convirt, pairs),
+    "medvill": (medvill, reports),
+}
+
+
+class Loader(fakes.FakeLoader):
+    """The order of the fake one, samples of another kind."""
+
+    def __init__(self, make: Make) -> None:
+        super().__init__(SAMPLES, MICRO, *rank_and_world())
+        self.make = make
+
+    def change(self, batch: Batch) -> Batch:
+        return self.make([int(key.removeprefix("s")) for key in batch.keys], self.epoch)
+
+
+def run(run_dir: Path, name: str, model: nn.Module | None = None, **settings: Any) -> TrainResult:
+    """A run of some epochs, with accumulation, clipping, weight decay and validation, on however many ranks."""
+    rank, world = rank_and_world()
+    build, make = MODELS[name]
+
+    def score(model: nn.Module) -> dict[str, float]:
+        assert not any(isinstance(module, FSDPModule) for module in model.modules())
+        return {"score": float(model(make([2000, 2001], 0)).total)}
+
+    return fakes.train(
+        model or build(),
+        Loader(make),
+        optim=fakes.optim(lr=1e-3, eps=1e-6, weight_decay=0.1, clip_norm=CLIP),
+        config=fakes.config(run_dir, **{"global_batch": 2 * MICRO, "accumulate": 2, "log_every": 1, **settings}),
+        valid_loader=[make([1000, 1001, 1002, 1003], 0), make([1004, 1005], 0), make([1006, 1007], 0)][rank::world],
+        evals=[score],
+    )
+
+
+class Sick(fakes.TwoTowers):
+    """Its loss is infinite in one step on rank 1, with a finite gradient."""
+
+    calls = 0
+
+    def forward(self, batch: Batch) -> Losses:
+        found = super().forward(batch)
+        self.calls += self.training
+        bad = rank_and_world()[0] == 1 and self.training and self.calls == 5
+        return Losses(total=found.total + torch.inf if bad else found.total, terms=found.terms)
+
+
+def check_sick(folder: Path) -> Any:
+    files, checkpoint.model_files = checkpoint.model_files, fakes.FakeModelFiles
+    model = Sick()
+    try:
+        result = fakes.train(
+            model,
+            fakes.FakeLoader(20, 4, *rank_and_world()),
+            optim=fakes.optim(),
+            config=fakes.config(folder / "sick", shard_weights=True),
+        )
+    finally:
+        checkpoint.model_files = files
+    return {"skipped": result.skipped, "weights": model.image.weight.tolist(), "scale": model.logit_scale.item()}
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> int:
+    """Bytes of this rank's part of tensors."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def check_bytes(world: World) -> Any:
+    """Of parameters and of the optimiser's state, here and in all."""
+    shards = Shards(medvill().train(), world)
+    optimizer = build_optimizer(shards.module, fakes.optim())
+    options: dict[str, Any] = {"seed": 0, "clip_norm": None, "channels_last": False, "shards": shards}
+    step = Step(shards.module, optimizer, Precision("fp32", world.device), world, **options)
+    positions = [4 * world.rank + number for number in range(4)]
+    assert step(0, 1e-3, [reports(positions, 0)], 1).updated
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    return {
+        "parameters": bytes_of(trainable(optimizer)),
+        "all_parameters": bytes_of(list(shards.whole.parameters())),
+        "optimizer": bytes_of(moments),
+    }
+
+
+def check_refusals(world: World) -> Any:
+    """What a model, and a batch, is told."""
+    found = {}
+    try:
+        Shards(tiny_model("albef", tiny_tokenizer()), world)
+    except ConfigError as error:
+        found["average"] = str(error)
+    shards = Shards(medvill(), world)
+    batch = reports([0, 1], 0)
+    batch.has_image_B, batch.has_text_B = torch.tensor([True, False]), torch.tensor([False, False])
+    try:
+        shards.check(batch)
+    except TrainingError as error:
+        found["batch"] = str(error)
+    return found
+
+
+def check_lacking(world: World) -> Any:
+    """Gradient norms of a batch that lacks a text on rank 1, without shards and with."""
+    norms = []
+    for sharded in (False, True):
+        model = medvill().train()
+        shards = Shards(model, world) if sharded else None
+        module = nn.parallel.DistributedDataParallel(model) if shards is None else shards.module
+        optimizer = build_optimizer(model if shards is None else shards.module, fakes.optim())
+        options: dict[str, Any] = {"seed": 0, "clip_norm": None, "channels_last": False, "shards": shards}
+        batch = reports([0, 1, 2, 3], 0)
+        if world.rank == 1:
+            batch.has_text_B = torch.tensor([True, False, True, True])
+        step = Step(module, optimizer, Precision("fp32", world.device), world, **options)
+        norms.append(float(step(0, 1e-3, [batch], 1).grad_norm))
+    return norms
+
+
+def main(folder: Path) -> None:
+    """Everything that two ranks do."""
+    for name in MODELS:
+        run(folder / f"{name} ddp", name, epochs=2)
+        run(folder / f"{name} sharded", name, epochs=2, shard_weights=True)
+    run(folder / "options ddp", "clip", **OPTIONS)
+    run(folder / "options sharded", "clip", **OPTIONS, shard_weights=True)
+    if rank_and_world()[0] == 0:
+        for copy in ("sharded, then ddp", "sharded, then alone", "sharded, then sharded"):
+            shutil.copytree(folder / "clip sharded", folder / copy, symlinks=True)
+    dist.barrier()
+    run(folder / "sharded, then ddp", "clip", epochs=3)
+    run(folder / "alone, then sharded", "clip", epochs=3, shard_weights=True)
+    run(folder / "sharded, then sharded", "clip", epochs=3, shard_weights=True)
+    model = clip()
+    run(folder / "undisturbed", "clip", model, epochs=3, shard_weights=True)
+    saved = fakes.weights(folder / "undisturbed")
+    found: dict[str, Any] = {"sick": check_sick(folder)}
+    found["kept"] = all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+    with join("cpu") as world:
+        found |= {"bytes": check_bytes(world), "refusals": check_refusals(world), "lacking": check_lacking(world)}
+    (folder / f"{rank_and_world()[0]}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One start of torchrun for all that two ranks do, and what one process does before and after."""
+    target = tmp_path_factory.mktemp("sharded")
+    run(target / "alone", "clip", epochs=3)
+    run(target / "alone, then sharded", "clip", epochs=2, shard_weights=True)  # one rank has nothing to share
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, target]
+    ended = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    run(target / "sharded, then alone", "clip", epochs=3)
+    return target
+
+
+def found(folder: Path, name: str) -> list[Any]:
+    """What each rank found."""
+    return [json.loads((folder / f"{rank}.json").read_text())[name] for rank in (0, 1)]
+
+
+def optimizer_state(run_dir: Path) -> dict[str, Tensor]:
+    return load_file(run_dir / "last" / checkpoint.OPTIMIZER)
+
+
+def assert_same_run(ours: Path, theirs: Path, near: float = 1e-4) -> None:
+    """The same curve, validations included, and the same checkpoint to rounding."""
+    for our, their in zip(fakes.records(ours), fakes.records(theirs), strict=True):
+        assert our.pop("kind") == their.pop("kind")
+        assert our == pytest.approx(their, rel=near)
+    for files in (fakes.weights, optimizer_state):
+        found, expected = files(ours), files(theirs)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.allclose(found[name], tensor, rtol=10 * near, atol=near / 10), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_sharded_run_is_the_run_under_ddp(name: str, folder: Path) -> None:
+    """With accumulation, clipping, weight decay, running statistics, a frozen layer, a tied head, validation."""
+    assert_same_run(folder / f"{name} sharded", folder / f"{name} ddp")
+    (_, *rest) = fakes.records(folder / f"{name} sharded", "train")
+    assert len(rest) == 3
+    assert all(row["grad_norm"] > CLIP for row in rest)  # so clipping was put to the test
+
+
+def test_packed_text_recomputed_layers_and_16_bits_go_with_shards(folder: Path) -> None:
+    assert_same_run(folder / "options sharded", folder / "options ddp", near=2e-3)
+
+
+@pytest.mark.parametrize("name", ["sharded, then ddp", "sharded, then alone", "alone, then sharded", "undisturbed"])
+def test_a_run_goes_on_with_shards_or_without_them_on_any_number_of_ranks(name: str, folder: Path) -> None:
+    assert_same_run(folder / name, folder / "alone")
+
+
+def test_a_sharded_run_that_was_interrupted_has_the_bits_of_one_that_was_not(folder: Path) -> None:
+    interrupted, undisturbed = folder / "sharded, then sharded", folder / "undisturbed"
+    assert fakes.weights_hash(interrupted) == fakes.weights_hash(undisturbed)
+    assert fakes.records(interrupted) == fakes.records(undisturbed)
+
+
+def test_the_model_that_was_given_has_the_weights_in_the_end(folder: Path) -> None:
+    assert found(folder, "kept") == [True, True]
+
+
+@pytest.mark.fault("F14")
+def test_a_loss_that_is_infinite_on_one_rank_is_skipped_by_both(folder: Path) -> None:
+    first, second = found(folder, "sick")
+    assert first["skipped"] == second["skipped"] == 1
+    assert first == second
+    assert torch.tensor(first["weights"]).isfinite().all()
+
+
+def test_each_rank_holds_half_of_the_parameters_and_of_the_optimizer_state(folder: Path) -> None:
+    """To a row of each matrix; the scalars and step counts of Adam are on both."""
+    parts = found(folder, "bytes")
+    for part in parts:
+        assert part["parameters"] == pytest.approx(part["all_parameters"] / 2, rel=0.01)
+        assert part["optimizer"] == pytest.approx(2 * part["parameters"], rel=0.01)
+    assert sum(part["parameters"] for part in parts) == pytest.approx(parts[0]["all_parameters"], rel=1e-3)
+
+
+def test_a_text_that_is_missing_on_one_rank_keeps_nobody_waiting(folder: Path) -> None:
+    for without, sharded in found(folder, "lacking"):
+        assert sharded == pytest.approx(without, rel=1e-5)
+
+
+def test_models_and_batches_that_cannot_be_sharded_are_refused(folder: Path) -> None:
+    for rank, refused in enumerate(found(folder, "refusals")):
+        assert refused["average"].startswith("shard_weights: albef moves an average of its weights in its forward pass")
+        assert refused["batch"].startswith(
+            f"shard_weights: none of the 2 samples of rank {rank} has a text (s0, s1): the ranks would wait"
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"grad_cache": 2}, "shard_weights and grad_cache exclude each other: weights are gathered for"),
+        ({"precision": "fp16"}, "shard_weights and precision 'fp16' exclude each other: each rank would"),
+        ({"compile": True}, "shard_weights and compile exclude each other"),
+        ({"find_unused_parameters": True}, "shard_weights and find_unused_parameters exclude each other: a rank"),
+    ],
+)
+def test_settings_that_cannot_be_sharded_are_refused(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        TrainConfig(run_dir=tmp_path, steps=1, global_batch=4, shard_weights=True, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("clip", ["image_encoder.backbone.transformer.resblocks.", "text_encoder.backbone.encoder.layer."]),
+        ("convirt", ["image_encoder.backbone.stages.", "text_encoder.backbone.encoder.layer."]),
+        ("medvill", ["image_encoder.backbone.stages.", "text_encoder.backbone.encoder.layer."]),
+    ],
+)
+def test_blocks_are_layers_and_residual_blocks_once_each(name: str, expected: list[str]) -> None:
+    model = MODELS[name][0]()
+    names = {module: path for path, module in model.named_modules()}
+    blocks = [names[block] for block in repeated_blocks(model)]
+    assert len(set(blocks)) == len(blocks) >= 4
+    assert {next(start for start in expected if block.startswith(start)) for block in blocks} == set(expected)
+    assert not any(block.startswith(f"{other}.") for block in blocks for other in blocks)
+
+
+def test_what_is_the_same_on_all_ranks_by_itself_is_not_sent() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), MomentumQueue(size=4, dim=2))
+    assert [id(buffer) for buffer in shared_buffers(model)] == [id(buffer) for buffer in model[0].buffers()]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    main(Path(sys.argv[1]))
+    dist.destroy_process_group()

@@ -1,0 +1,143 @@
+"""A batch ahead of the steps: the same batches in the same order, and a position that counts what steps have taken.
+
+On a CPU the side stream is no stream, so this is the logic of being ahead. That copies overlap with computation, and
+that the two streams wait for each other, only a GPU can show.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import train_fakes as fakes
+from torch import Tensor
+
+from medvl.schema import Batch
+from medvl.train.fault_tolerance import checkpoint
+from medvl.train.loop import trainer
+from medvl.train.parallel.batches import Feed
+from medvl.train.parallel.prefetch import SideStream, place, side_stream
+
+CPU = torch.device("cpu")
+
+
+class Watched(SideStream):
+    """Notes what is sent and what is received."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU, channels_last=False)
+        self.seen: list[tuple[str, str]] = []
+
+    def send(self, batch: Batch) -> Batch:
+        self.seen.append(("send", batch.keys[0]))
+        return super().send(batch)
+
+    def receive(self, batch: Batch) -> Batch:
+        self.seen.append(("receive", batch.keys[0]))
+        return super().receive(batch)
+
+
+def steps_of(feed: Feed, steps: range) -> list[tuple[list[list[str]], dict[str, Any]]]:
+    """The keys that each step takes, and the position after it."""
+    return [([batch.keys for batch in feed.take(step)], feed.state_dict()) for step in steps]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_steps_take_the_same_batches_and_stand_at_the_same_place(accumulate: int) -> None:
+    plain, ahead = fakes.FakeLoader(20, 4), fakes.FakeLoader(20, 4)
+    feed = Feed(ahead, accumulate, Watched())
+    steps = range(2 * feed.steps_per_epoch)
+    assert steps_of(feed, steps) == steps_of(Feed(plain, accumulate), steps)
+    assert ahead.handed_out == plain.handed_out  # nothing beyond the end of the epoch
+
+
+def test_one_batch_is_ahead_and_none_beyond_the_end_of_an_epoch() -> None:
+    loader, side = fakes.FakeLoader(20, 4), Watched()
+    feed = Feed(loader, 1, side)
+    for step, ahead in enumerate([2, 3, 4, 5, 5, 7, 8, 9, 10, 10]):
+        ((key, *_),) = [batch.keys for batch in feed.take(step)]
+        assert len(loader.handed_out) == ahead
+        assert step % 5 == 0 or ("receive", key) in side.seen
+    assert [kind for kind, _ in side.seen] == ["send", "receive"] * 8
+
+
+def test_the_next_batch_is_sent_when_the_step_asks_for_more_and_not_before() -> None:
+    side = Watched()
+    batches = Feed(fakes.FakeLoader(20, 4), 2, side).take(0)
+    next(batches)
+    assert side.seen == []  # the step computes with the first one
+    next(batches)
+    assert [kind for kind, _ in side.seen] == ["send", "receive"]
+    assert next(batches, None) is None
+    assert [kind for kind, _ in side.seen] == ["send", "receive", "send"]
+
+
+@pytest.mark.parametrize("taken", range(1, 7))
+def test_a_resumed_feed_goes_on_after_the_last_batch_taken(taken: int) -> None:
+    whole = steps_of(Feed(fakes.FakeLoader(20, 4), 1), range(10))
+    feed = Feed(fakes.FakeLoader(20, 4), 1, Watched())
+    position = steps_of(feed, range(taken))[-1][1]
+    loader = fakes.FakeLoader(20, 4)
+    loader.load_state_dict(position)
+    assert steps_of(Feed(loader, 1, Watched()), range(taken, 10)) == whole[taken:]
+
+
+def test_a_run_with_a_batch_ahead_is_the_run_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted in the middle of an epoch, too, with a batch on its way."""
+    monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
+
+    def run(name: str, **settings: Any) -> None:
+        settings = {"epochs": None, "checkpoint_every": 1, "keep_last": 20, **settings}
+        config = fakes.config(tmp_path / name, **settings)
+        fakes.train(fakes.TwoTowers(), fakes.FakeLoader(20, 4), optim=fakes.optim(), config=config)
+
+    run("plain", steps=8)
+    made: list[Watched] = []
+
+    def watched(device: torch.device, channels_last: bool) -> Watched:
+        made.append(Watched())
+        return made[-1]
+
+    monkeypatch.setattr(trainer, "side_stream", watched)
+    run("ahead", steps=3)
+    run("ahead", steps=8)
+    assert [len(side.seen) for side in made] == [5, 7]  # three sent and two received; then in two epochs
+    assert fakes.weights_hash(tmp_path / "ahead") == fakes.weights_hash(tmp_path / "plain")
+    for step in range(9):
+        states = [
+            checkpoint.read(tmp_path / name / "checkpoints" / f"step-{step:08d}").state["loader"]
+            for name in ("ahead", "plain")
+        ]
+        assert states[0] == states[1]
+
+
+def test_placing_a_batch_again_copies_nothing() -> None:
+    batch = fakes.make_batch([0, 1])
+    batch.image_BCHW = batch.image_BCHW.expand(-1, 3, -1, -1)
+    once = place(batch, CPU, channels_last=True)
+    assert once.image_BCHW.is_contiguous(memory_format=torch.channels_last)
+    again = place(once, CPU, channels_last=True)
+    assert again.image_BCHW.data_ptr() == once.image_BCHW.data_ptr()
+    assert torch.equal(again.image_BCHW, batch.image_BCHW)
+
+
+def test_a_cpu_has_no_side_stream() -> None:
+    assert side_stream(CPU, channels_last=False) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_batch_that_comes_beside_a_busy_gpu_is_whole() -> None:
+    device = torch.device("cuda")
+    side, busy = SideStream(device, channels_last=True), torch.randn(4096, 4096, device=device)
+    sums: list[Tensor] = []
+    expected = []
+    for number in range(8):
+        batch = fakes.make_batch([number] * 64).pin_memory()
+        expected.append(int(batch.image_BCHW.sum()))
+        for _ in range(20):
+            busy = (busy @ busy).clamp(-1, 1)
+        sent = side.send(batch)
+        del batch
+        sums.append(side.receive(sent).image_BCHW.sum())
+        del sent
+    assert [int(total) for total in sums] == expected

@@ -1,0 +1,126 @@
+"""A recipe's data: folders that must be there, patients that must not be shared, the same batches for any ranks."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.shard_plans import make_plan
+
+import medvl
+from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.data.convert.pipeline import write_shards
+from medvl.data.corpora.common.tables import Record
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.tokenizer.tokenizer import train_wordpiece
+from medvl.data.transforms.image import ConVIRTAugmentation
+from medvl.data.transforms.text import RandomSentence
+from medvl.errors import ConfigError, ShardError, SplitError
+from medvl.train.tasks.pretraining import DataConfig, Opened, open_data
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """16 images for training, 6 of other patients for validation."""
+    root = tmp_path_factory.mktemp("data")
+    plan = make_plan(root / "images", 22)
+    for number, record in enumerate(plan.records):
+        split = "train" if number < 16 else "validate"
+        text = f"This is image {number}. It shows a chest. There is no effusion."
+        plan.records[number] = Record(
+            dataclasses.replace(record.sample, split=split, sections={"findings": text}), record.report
+        )
+    write_shards(
+        plan, Deidentifier(b"0" * 32), ShardRun(out=root / "out", workers=1), ShardOptions(samples_per_shard=5)
+    )
+    return root / "out"
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    texts = [f"This is image {number}. It shows a chest. There is no effusion." for number in range(22)]
+    return medvl.create_model(
+        "convirt",
+        tokenizer=train_wordpiece(texts, vocab_size=100, min_frequency=1),
+        image_encoder="resnet_tiny",
+        text_encoder="tiny_bert",
+        frozen_text_layers=0,
+        image_size=32,
+        projection_dim=8,
+    )
+
+
+def config(shards: Path, **changes: Any) -> DataConfig:
+    settings: dict[str, Any] = {
+        "train": str(shards / "train"),
+        "valid": shards / "validate",
+        "image": ConVIRTAugmentation(size=32, flip="swap_text"),
+        "text": RandomSentence(),
+        "workers": 0,
+        "valid_batch": 2,
+    }
+    return DataConfig(**settings | changes)
+
+
+def opened_on(rank: int, world: int, data: DataConfig, model: Any, monkeypatch: pytest.MonkeyPatch) -> Opened:
+    """As a process that torchrun has started opens it."""
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", str(rank))
+        patch.setenv("WORLD_SIZE", str(world))
+        return open_data(data, model, micro_batch=4)
+
+
+@pytest.mark.fault("F9")
+@pytest.mark.parametrize(("world", "workers"), [(2, 0), (2, 1), (4, 0)])
+def test_ranks_see_together_the_batches_of_one(
+    world: int, workers: int, shards: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys, pixels after augmentation and drawn sentences, over two epochs."""
+    alone = opened_on(0, 1, config(shards), model, monkeypatch)
+    ranks = [opened_on(rank, world, config(shards, workers=workers), model, monkeypatch) for rank in range(world)]
+    seen = 0
+    for _ in range(2):
+        for whole, *parts in zip(alone.train, *(part.train for part in ranks), strict=True):
+            assert whole.keys == [key for part in parts for key in part.keys]
+            assert whole.texts == [text for part in parts for text in part.texts]
+            assert torch.equal(whole.image_BCHW, torch.cat([part.image_BCHW for part in parts]))
+            seen += len(whole)
+    assert seen == 32
+    held_out = [batch.keys for batch in alone.valid]
+    for rank, part in enumerate(ranks):
+        assert [batch.keys for batch in part.valid] == held_out[rank::world]
+        assert [batch.keys for batch in part.valid_images] == held_out
+
+
+def test_what_is_missing_is_named_with_the_advice(shards: Path, tmp_path: Path) -> None:
+    config(shards).check("make it")
+    config(shards, train="s3://bucket/train", valid=None).check("make it")
+    with pytest.raises(ConfigError, match=rf"^not there: data.train {tmp_path}/train\nmake it$"):
+        config(shards, train=str(tmp_path / "train")).check("make it")
+    with pytest.raises(ConfigError, match="not there: data.valid .*, data.tokenizer "):
+        config(shards, valid=tmp_path / "validate", tokenizer=tmp_path / "vocab").check("make it")
+
+
+@pytest.mark.fault("S11")
+def test_a_patient_in_training_and_validation_is_refused(shards: Path, model: Any) -> None:
+    with pytest.raises(SplitError, match="share 8 patients"):
+        open_data(config(shards, valid=shards / "train"), model, micro_batch=4)
+
+
+def test_a_damaged_folder_and_a_model_without_tokenizer_are_refused(shards: Path, model: Any, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(ShardError, match="manifest.json cannot be read"):
+        open_data(config(shards, train=str(tmp_path)), model, micro_batch=4)
+    bare = medvl.create_model(dataclasses.replace(model.config, vocab_size=100))
+    with pytest.raises(ConfigError, match="the model has no tokenizer: set data.tokenizer"):
+        open_data(config(shards), bare, micro_batch=4)
+
+
+def test_a_checkpoint_is_told_of_its_patients(shards: Path, model: Any) -> None:
+    opened = open_data(config(shards), model, micro_batch=4)
+    assert opened.described["train_manifest"]["patients"] == tuple(sorted(f"patient{number}" for number in range(8)))
+    assert opened.described["data"]["train"]["samples"] == 16
+    assert opened.described["data"]["valid"]["patients"] == 3
+    without = open_data(config(shards, valid=None), model, micro_batch=4)
+    assert (without.valid, without.valid_images) == (None, None)

@@ -1,0 +1,464 @@
+"""Faults that a run survives or names: a full disk, spikes, weights gone astray, no memory, names that appear late."""
+
+import errno
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import train_fakes as fakes
+from helpers.train_child import Dying
+from helpers.train_fakes import FakeLoader, TwoTowers, records, train
+
+from medvl.common import folders
+from medvl.data.loading.worker_errors import worker_error
+from medvl.errors import TrainingError
+from medvl.schema import Batch, Losses
+from medvl.train.fault_tolerance import checkpoint
+from medvl.train.fault_tolerance.checkpoint import Checkpoints
+from medvl.train.fault_tolerance.nonfinite import Spikes
+from medvl.train.loop import logger
+
+BAD = "s3"
+LATE = "s1"
+"""In the eighth batch of 64 samples in fours."""
+
+
+@pytest.fixture(autouse=True)
+def _fake_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
+
+
+class Refusing:
+    """A file on a disk that is full for some of the writes, and takes a part of one."""
+
+    def __init__(self, file: Any, full: range) -> None:
+        self.file, self.full, self.writes = file, full, 0
+
+    def write(self, data: bytes) -> int:
+        self.writes += 1
+        if self.writes - 1 in self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if self.writes == self.full.start:  # just before it is full
+            return self.file.write(data[: len(data) // 2])
+        return self.file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+@pytest.mark.fault("F2")
+def test_records_that_a_full_disk_refuses_are_written_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(name: str) -> None:
+        train(TwoTowers(), FakeLoader(32, 4), optim=fakes.optim(), config=fakes.config(tmp_path / name, log_every=1))
+
+    run("whole")
+    opened = logger._Lines.__init__
+
+    def on_a_full_disk(self: logger._Lines, path: Path) -> None:
+        opened(self, path)
+        self._file = Refusing(self._file, range(4, 9))
+
+    monkeypatch.setattr(logger._Lines, "__init__", on_a_full_disk)
+    run("full")
+    assert records(tmp_path / "full") == records(tmp_path / "whole")
+    assert len(records(tmp_path / "full")) == 16
+    assert caplog.text.count("metrics.jsonl cannot be written") == 1
+
+
+@pytest.mark.fault("F2")
+def test_records_that_are_never_written_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    """/dev/full is a disk that is."""
+    lines = logger._Lines(Path("/dev/full"))
+    for number in range(3):
+        lines.add(str(number))
+    lines.flush()
+    lines.close()
+    assert "/dev/full lacks its last 3 records" in caplog.text
+
+
+@pytest.mark.fault("F2")
+def test_tensorboard_on_a_full_disk_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    def refuse(self: SummaryWriter, name: str, value: float, step: int) -> None:
+        if step > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", refuse)
+    config = fakes.config(tmp_path, log_every=1, tensorboard=True)
+    assert train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=config).step == 8
+    assert caplog.text.count("TensorBoard's file cannot be written") == 1
+
+
+FULL = """
+import resource, sys, pathlib
+import torch
+from helpers from helpers import train_fakes as fakes
+from medvl.train.fault_tolerance import checkpoint
+torch.set_num_threads(1)
+checkpoint.model_files = fakes.FakeModelFiles
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+
+class Filling(fakes.FakeLoader):  # no file may grow beyond 900 bytes while steps 3 to 6 are made
+    def change(self, batch):
+        step = self.epoch * self.steps_per_epoch + self.position
+        resource.setrlimit(resource.RLIMIT_FSIZE, (900 if 3 <= step <= 6 else hard, hard))
+        return batch
+
+result = fakes.train(fakes.TwoTowers(), Filling(16, 4), optim=fakes.optim(),
+    config=fakes.config(pathlib.Path(sys.argv[1]), checkpoint_every=2, keep_last=9, log_every=1))
+print(result.step, result.save_failures)
+"""
+
+
+@pytest.mark.fault("F2")
+def test_a_run_goes_on_while_the_system_refuses_to_let_files_grow(tmp_path: Path) -> None:
+    """As the kernel does it, in the middle of a file: a limit of the process stands for the disk's."""
+    ended = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    step, failures = map(int, ended.stdout.split())
+    assert step == 8
+    assert failures >= 2
+    assert Checkpoints(tmp_path, keep_last=9).steps() == [8, 7, 2, 0]  # 4 and 6 could not be; 7 is what was owed
+    for folder in (tmp_path / "checkpoints").iterdir():
+        checkpoint.verify(folder)
+    assert [row["step"] for row in records(tmp_path, "train")] == list(range(1, 9))
+
+
+@pytest.mark.fault("F6")
+def test_a_connection_that_breaks_off_is_a_worker_that_died() -> None:
+    for error in (ConnectionResetError(104, "Connection reset by peer"), EOFError()):
+        assert "died" in str(worker_error(error))
+    assert worker_error(ConnectionResetError("Caught ConnectionResetError in DataLoader worker process 0.")) is None
+    assert worker_error(RuntimeError("a shape")) is None
+
+
+DYING = """
+import pathlib, sys
+import torch
+from helpers from helpers import train_fakes as fakes
+from medvl.train.fault_tolerance import checkpoint
+from helpers.train_child import Dying
+torch.set_num_threads(1)
+checkpoint.model_files = fakes.FakeModelFiles
+config = fakes.config(pathlib.Path(sys.argv[1]), checkpoint_every=1)
+fakes.train(fakes.TwoTowers(), Dying(2), optim=fakes.optim(), config=config)
+"""
+
+
+@pytest.mark.fault("F6")
+def test_a_dead_worker_ends_a_run_with_advice_and_it_can_be_continued(tmp_path: Path) -> None:
+    """The run that loses its workers is a process of its own: torch raises in whatever line the signal finds."""
+
+    def run(name: str) -> Any:
+        config = fakes.config(tmp_path / name, checkpoint_every=1)
+        return train(TwoTowers(), Dying(None), optim=fakes.optim(), config=config)
+
+    killed = tmp_path / "killed"
+    ended = subprocess.run(  # torch's own timeout, without the check for dead workers, would be twice this one
+        [sys.executable, "-c", DYING, str(killed)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert re.search(r"LoaderError: .*worker process died .*with fewer --data.workers", ended.stderr)
+    checkpoint.verify(killed / "last")
+    run("killed")
+    run("whole")
+    assert fakes.weights_hash(killed) == fakes.weights_hash(tmp_path / "whole")
+
+
+class Astray(TwoTowers):
+    """Its weights are ruined once, in an update that looks sound: from there on no loss is finite."""
+
+    ruined = False
+
+    def forward(self, batch: Batch) -> Losses:
+        if LATE in batch.keys and self.training and not self.ruined:
+            self.ruined = True
+            self.image.weight.data.fill_(torch.inf)
+        return super().forward(batch)
+
+
+def order(loader: FakeLoader) -> list[str]:
+    return [key for keys in loader.handed_out for key in keys]
+
+
+@pytest.mark.fault("F14")
+def test_weights_gone_astray_go_back_to_a_checkpoint_and_the_data_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = FakeLoader(64, 4)
+    plain = FakeLoader(64, 4)
+    config = fakes.config(tmp_path / "run", epochs=1, checkpoint_every=2, keep_last=9, log_every=1)
+    result = train(Astray(), loader, optim=fakes.optim(), config=config)
+    assert (result.step, result.skipped) == (16, 4)
+    assert order(loader) == [key for batch in plain for key in batch.keys], "no batch twice, none left out"
+    ruined = next(number for number, keys in enumerate(loader.handed_out) if LATE in keys)
+    (back,) = records(tmp_path / "run", "rollback")
+    assert back["step"] == ruined + 4
+    source = tmp_path / "run" / "checkpoints" / back["checkpoint"]
+    assert int(back["checkpoint"].split("-")[1]) < ruined
+    saved_after = tmp_path / "run" / "checkpoints" / f"step-{ruined + 4:08d}"
+    assert (saved_after / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert json.loads((saved_after / "train_state/state.json").read_text())["rollbacks"] == 1
+    skips = records(tmp_path / "run", "skip")
+    assert [row["step"] for row in skips] == list(range(ruined + 1, ruined + 5))
+    assert LATE in skips[0]["keys"]
+    assert all(tensor.isfinite().all() for tensor in fakes.weights(tmp_path / "run").values())
+    assert "rollback 1 of 2" in caplog.text
+
+
+@pytest.mark.fault("F14")
+def test_rollbacks_have_a_budget(tmp_path: Path) -> None:
+    config = fakes.config(tmp_path, epochs=1, checkpoint_every=2, rollbacks=0, nonfinite_budget=5)
+    with pytest.raises(TrainingError, match="6 updates had"):
+        train(Astray(), FakeLoader(64, 4), optim=fakes.optim(), config=config)
+    assert not records(tmp_path, "rollback")
+
+
+@pytest.mark.fault("F14")
+def test_a_damaged_checkpoint_is_not_gone_back_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Damaging(FakeLoader):
+        def change(self, batch: Batch) -> Batch:
+            if LATE in batch.keys:
+                self.damaged = tmp_path / "checkpoints" / f"step-{self.position - 2:08d}"
+                (self.damaged / "model.safetensors").write_bytes(b"")
+            return batch
+
+    loader = Damaging(64, 4)
+    config = fakes.config(tmp_path, epochs=1, checkpoint_every=1, keep_last=9)
+    assert train(Astray(), loader, optim=fakes.optim(), config=config).step == 16
+    (back,) = records(tmp_path, "rollback")
+    assert back["checkpoint"] < loader.damaged.name
+    assert "it is not gone back to" in caplog.text
+
+
+class Spiky(TwoTowers):
+    """The loss of one batch is thirty times what it was."""
+
+    def forward(self, batch: Batch) -> Losses:
+        losses = super().forward(batch)
+        factor = 30.0 if BAD in batch.keys and self.training else 1.0
+        return Losses(total=losses.total * factor, terms=losses.terms)
+
+
+def spiky_run(run_dir: Path, loader: FakeLoader | None = None, **changes: Any) -> Any:
+    settings = {"epochs": 3, "spike_factor": 10.0, "log_every": 1, "checkpoint_every": 5, **changes}
+    return train(
+        Spiky(), loader or FakeLoader(64, 4), optim=fakes.optim(lr=1e-3), config=fakes.config(run_dir, **settings)
+    )
+
+
+@pytest.mark.fault("F15")
+def test_the_update_of_a_spike_is_left_out_and_its_samples_named(tmp_path: Path) -> None:
+    loader = FakeLoader(64, 4)
+    result = spiky_run(tmp_path, loader)
+    expected = [step + 1 for step, keys in enumerate(loader.handed_out) if BAD in keys and step >= Spikes.FEWEST]
+    skips = records(tmp_path, "skip")
+    assert [row["step"] for row in skips] == expected
+    assert len(expected) == result.skipped == 2
+    assert all(row["reason"] == "spike" and BAD in row["keys"] for row in skips)
+
+
+@pytest.mark.fault("F15")
+def test_spikes_pass_where_nobody_asked_and_have_the_budget_of_other_skips(tmp_path: Path) -> None:
+    assert spiky_run(tmp_path / "free", spike_factor=None).skipped == 0
+    with pytest.raises(TrainingError, match=r"nonfinite_budget is 1; the last was step"):
+        spiky_run(tmp_path / "budget", nonfinite_budget=1)
+
+
+@pytest.mark.fault("F15")
+def test_a_resumed_run_finds_the_same_spikes(tmp_path: Path) -> None:
+    class Cut(FakeLoader):
+        def change(self, batch: Batch) -> Batch:
+            if self.epoch == 1 and self.position == 3:
+                raise KeyboardInterrupt
+            return batch
+
+    spiky_run(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        spiky_run(tmp_path / "cut", Cut(64, 4))
+    spiky_run(tmp_path / "cut")
+    assert records(tmp_path / "cut") == records(tmp_path / "whole")
+    assert fakes.weights_hash(tmp_path / "cut") == fakes.weights_hash(tmp_path / "whole")
+
+
+def test_a_loss_is_compared_with_the_median_once_there_are_enough() -> None:
+    spikes = Spikes(10.0)
+    assert not any(spikes.judge(loss) for loss in [1.0] * (Spikes.FEWEST - 1) + [1000.0]), "too few to tell"
+    assert not spikes.judge(10.0)
+    assert spikes.judge(10.1)
+    assert spikes.judge(1e9)
+    again = Spikes(10.0, spikes.state_dict())
+    assert len(again.state_dict()) == Spikes.FEWEST + 1
+    assert again.judge(10.1)
+
+
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+    MemoryError(),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"),
+]
+
+
+@pytest.mark.fault("F16")
+@pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
+def test_running_out_of_memory_ends_with_settings_that_need_less(error: Exception, tmp_path: Path) -> None:
+    class Large(TwoTowers):
+        def forward(self, batch: Batch) -> Losses:
+            raise error
+
+    config = fakes.config(tmp_path, global_batch=8, accumulate=2)
+    with pytest.raises(TrainingError, match="ran out of memory on the CPU with 4 pairs a rank") as raised:
+        train(Large(), FakeLoader(16, 4), optim=fakes.optim(), config=config)
+    assert "set train.accumulate to 4" in str(raised.value)
+    assert "train.grad_cache to 2" in str(raised.value)
+    assert raised.value.__cause__ is error
+    checkpoint.verify(tmp_path / "last")
+
+
+@pytest.mark.fault("F16")
+def test_the_allocator_really_says_so(tmp_path: Path) -> None:
+    class Large(TwoTowers):
+        def forward(self, batch: Batch) -> Losses:
+            torch.empty(1 << 52)
+            return super().forward(batch)
+
+    with pytest.raises(TrainingError, match="ran out of memory"):
+        train(Large(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path))
+
+
+def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
+    class Broken(TwoTowers):
+        def forward(self, batch: Batch) -> Losses:
+            raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match="^shapes do not fit$"):
+        train(Broken(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path))
+
+
+@pytest.mark.fault("F20")
+def test_a_folder_whose_new_name_is_seen_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS may show it to the very process that renamed it."""
+    now = Path.replace
+    late: list[str] = []
+
+    def later(self: Path, target: Path) -> Path:
+        if self.is_dir() and not self.is_symlink():
+            late.append(Path(target).name)
+            threading.Timer(0.1, now, (self, target)).start()
+            return Path(target)
+        return now(self, target)
+
+    def run(name: str) -> Any:
+        values = iter([3.0, 1.0, 2.0, 4.0])
+        return train(
+            TwoTowers(),
+            FakeLoader(16, 4),
+            optim=fakes.optim(),
+            config=fakes.config(
+                tmp_path / name, validate_every=2, checkpoint_every=1, keep_last=1, best_metric="score"
+            ),
+            evals=[lambda model: {"score": next(values)}],
+        )
+
+    run("whole")
+    monkeypatch.setattr(Path, "replace", later)
+    result = run("late")
+    assert "step-00000008" in late
+    assert ".step-00000000.trash" in late
+    assert (result.save_failures, result.best_step) == (0, 4)
+    assert sorted(path.name for path in (tmp_path / "late" / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000008",
+    ]
+    assert (tmp_path / "late" / "best").readlink().name == "step-00000004"
+    assert fakes.weights_hash(tmp_path / "late") == fakes.weights_hash(tmp_path / "whole")
+
+
+@pytest.mark.fault("F20")
+def test_a_name_that_never_appears_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="not seen for 0 s"):
+        folders.wait_for(tmp_path / "never", seconds=0.1)
+
+
+@pytest.mark.fault("F10")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_run_moves_between_gpu_and_cpu(tmp_path: Path) -> None:
+    class Cut(FakeLoader):
+        def change(self, batch: Batch) -> Batch:
+            if self.position == self.cut:
+                raise KeyboardInterrupt
+            return batch
+
+    def run(name: str, device: str, cut: int | None = None) -> Any:
+        loader = Cut(32, 4)
+        loader.cut = cut
+        config = fakes.config(tmp_path / name, epochs=1, checkpoint_every=1, device=device)
+        return train(TwoTowers(), loader, optim=fakes.optim(), config=config)
+
+    run("whole", "cpu")
+    for device, cut in (("cuda", 3), ("cpu", 6)):
+        with pytest.raises(KeyboardInterrupt):
+            run("moved", device, cut)
+    assert run("moved", "cuda").step == 8
+    for name, tensor in fakes.weights(tmp_path / "whole").items():
+        torch.testing.assert_close(fakes.weights(tmp_path / "moved")[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.fault("F4")
+def test_sigterm_while_a_checkpoint_is_written_still_ends_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Path] = []
+
+    class Told(fakes.FakeModelFiles):
+        def save(self, model: Any, folder: Path, run: Any) -> None:
+            if not told:
+                os.kill(os.getpid(), signal.SIGTERM)
+            told.append(folder)
+            super().save(model, folder, run)
+
+    monkeypatch.setattr(checkpoint, "model_files", Told)
+    with pytest.raises(SystemExit) as ended:
+        train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path))
+    assert ended.value.code == 0
+    checkpoint.verify(tmp_path / "last")
+
+
+@pytest.mark.fault("F17")
+def test_the_clock_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that jumps years ahead and back: the same weights, and no time below zero in the records."""
+    train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path / "one"))
+    real = time.time
+    jumps = iter([1e9, -1e9] * 10_000)
+    monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
+    with monkeypatch.context() as patch:
+        patch.setattr(logging, "_startTime", 0.0, raising=False)
+        train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path / "two"))
+    assert fakes.weights_hash(tmp_path / "one") == fakes.weights_hash(tmp_path / "two")
+    rows = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
+    assert all(value >= 0 for row in rows for value in row.get("timing", {}).values())

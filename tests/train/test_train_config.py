@@ -1,0 +1,180 @@
+"""Configs: ranges checked, JSON there and back, the command line."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from medvl.common.config_io import differences
+from medvl.errors import ConfigError
+from medvl.train import Constant, Cosine, Linear, OptimConfig, Plateau, TrainConfig, choose, from_dict, to_dict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataFake:
+    train: str
+    sizes: tuple[int, ...] = (224, 224)
+    weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecipeFake:
+    data: DataFake
+    optim: OptimConfig
+    train: TrainConfig
+
+
+PAPER = RecipeFake(
+    data=DataFake(train="shards/train", weights={"a": 0.5}),
+    optim=OptimConfig(lr=1e-4, schedule=Plateau(factor=0.5, patience=12)),
+    train=TrainConfig(run_dir=Path("runs/paper"), epochs=200, global_batch=32, validate_every=100),
+)
+TINY = dataclasses.replace(PAPER, train=TrainConfig(run_dir=Path("runs/tiny"), steps=5, global_batch=8))
+PRESETS = {"paper": PAPER, "tiny": TINY}
+
+
+@pytest.mark.fault("F18")
+@pytest.mark.parametrize("schedule", [Constant(), Linear(min_lr=1e-6), Cosine(warmup_steps=7), Plateau(patience=3)])
+def test_json_round_trip_keeps_every_value_and_type(schedule: object) -> None:
+    recipe = dataclasses.replace(PAPER, optim=OptimConfig(betas=(0.5, 0.75), clip_norm=1.0, schedule=schedule))
+    again = from_dict(RecipeFake, json.loads(json.dumps(to_dict(recipe))))
+    assert again == recipe
+    assert isinstance(again.train.run_dir, Path)
+    assert isinstance(again.optim.betas, tuple)
+
+
+def test_an_integer_is_read_as_a_float_where_a_float_is_wanted() -> None:
+    lr = from_dict(OptimConfig, {"lr": 1}).lr
+    assert lr == 1.0
+    assert isinstance(lr, float)
+
+
+@pytest.mark.fault("F18")
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ({"learning_rate": 1.0}, "no field 'learning_rate'"),
+        ({"weight_decy": 1.0}, "OptimConfig has no field 'weight_decy': did you mean 'weight_decay'"),
+        ({"lr": "1e-4"}, "OptimConfig.lr must be of type float, got '1e-4'"),
+        ({"lr": True}, "OptimConfig.lr must be of type float, got True"),
+        ({"clip_norm": "a"}, "OptimConfig.clip_norm must be of type float, got 'a'"),
+        ({"optimizer": "adamW"}, "OptimConfig.optimizer must be one of 'adam', 'adamw', 'sgd'"),
+        ({"betas": [0.9]}, "OptimConfig.betas must have 2 entries, got 1"),
+        ({"betas": 0.9}, "OptimConfig.betas must be a list"),
+        ({"schedule": {"kind": "Cosin"}}, "schedule has no kind 'Cosin': did you mean 'Cosine'"),
+        ({"schedule": {"kind": "Cosine", "warmup": 1}}, "schedule has no field 'warmup': did you mean 'warmup_steps'"),
+        ({"schedule": 3}, "OptimConfig.schedule must be one of Constant, Linear, Cosine, Plateau, got 3"),
+    ],
+)
+def test_reading_names_what_does_not_fit(data: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        from_dict(OptimConfig, data)
+
+
+def test_reading_names_a_missing_field_by_its_path() -> None:
+    with pytest.raises(ConfigError, match=r"RecipeFake\.train\.run_dir is missing"):
+        from_dict(RecipeFake, {"data": {"train": "x"}, "optim": {}, "train": {"global_batch": 4, "steps": 1}})
+
+
+def test_what_json_cannot_hold_is_refused_on_writing() -> None:
+    with pytest.raises(TypeError, match="holds a set"):
+        to_dict(dataclasses.replace(PAPER.data, weights={"a": {1, 2}}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"lr": 0.0}, "lr must be above 0, got 0.0"),
+        ({"lr": float("nan")}, "lr must be above 0, got nan"),
+        ({"betas": (0.9, 1.0)}, "betas must be 0 or above and below 1"),
+        ({"layer_decay": 1.5}, "layer_decay must be above 0 and at most 1"),
+        ({"clip_norm": -1.0}, "clip_norm must be above 0"),
+        ({"optimizer": "lion"}, "optimizer must be one of adam, adamw, sgd, got 'lion'"),
+        ({"lr": 1e-4, "schedule": Cosine(min_lr=1e-3)}, "min_lr 0.001 is above lr 0.0001"),
+    ],
+)
+def test_optimiser_ranges(fields: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        OptimConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "epochs and steps are both unset"),
+        ({"steps": 0}, "steps must be 1 or above"),
+        ({"steps": 1, "global_batch": 6, "accumulate": 4}, "global_batch 6 does not divide into 4"),
+        ({"steps": 1, "keep_last": 0}, "keep_last must be 1 or above"),
+        ({"steps": 1, "validate_every": 0}, "validate_every must be 1 or above"),
+        ({"steps": 1, "precision": "fp8"}, "precision must be one of fp32, bf16, fp16"),
+        ({"steps": 1, "nonfinite_budget": -1}, "nonfinite_budget must be 0 or above"),
+    ],
+)
+def test_training_ranges(fields: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        TrainConfig(**{"run_dir": Path("runs/x"), "global_batch": 8, **fields})
+
+
+def test_micro_batch_is_the_loaders_share_of_an_update() -> None:
+    assert TrainConfig(run_dir=Path("r"), steps=1, global_batch=32, accumulate=4).micro_batch == 8
+
+
+def test_differences_names_changed_added_and_removed_leaves() -> None:
+    old, new = {"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 1, "c": 4}, "e": 5}
+    assert differences(old, new) == [("a.c", 2, 4), ("d", 3, None), ("e", None, 5)]
+
+
+def test_command_line_chooses_and_changes_a_preset() -> None:
+    assert choose(PRESETS, []) == PAPER
+    assert choose(PRESETS, ["tiny"]) == TINY
+    changed = choose(PRESETS, ["tiny", "--optim.lr", "3e-4", "--data.train", "elsewhere", "--train.seed", "5"])
+    assert (changed.optim.lr, changed.data.train, changed.train.seed) == (3e-4, "elsewhere", 5)
+    assert changed.optim.schedule == TINY.optim.schedule
+    assert choose(PRESETS, ["--train.validate-every", "epoch"]).train.validate_every == "epoch"
+    assert choose(PRESETS, ["--optim.schedule.patience", "3"]).optim.schedule == Plateau(factor=0.5, patience=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["huge"], "no preset 'huge': known: paper, tiny"),
+        (["tin"], "no preset 'tin': did you mean 'tiny'?"),
+        (["--optim.lrr", "1"], "--optim.lrr"),
+        (["--optim.lr", "fast"], "--optim.lr"),
+        (["--optim.lr", "-1"], "lr must be above 0"),
+        (["--train.run-dir"], "--train.run-dir"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_status_2_and_names_the_flag(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        choose(PRESETS, arguments)
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_the_flags_of_training_are_these() -> None:
+    """A flag is a promise to everyone who has it in a script: adding or renaming one is decided here."""
+    assert [field.name for field in dataclasses.fields(TrainConfig)] == [
+        *("run_dir", "epochs", "steps", "global_batch", "accumulate", "grad_cache", "seed"),
+        *("precision", "device", "channels_last", "compile", "packed_text", "checkpoint_activations"),
+        *("deterministic", "shard_weights", "find_unused_parameters", "num_threads"),
+        *("validate_every", "best_metric", "best_mode", "early_stop_patience"),
+        *("checkpoint_every", "keep_last", "resume", "nonfinite_budget", "spike_factor", "rollbacks"),
+        *("log_every", "tensorboard", "wandb"),
+    ]
+    assert [field.name for field in dataclasses.fields(OptimConfig)] == [
+        *("optimizer", "lr", "betas", "eps", "momentum", "weight_decay", "layer_decay", "clip_norm", "schedule")
+    ]
+
+
+def test_configs_and_command_line_come_without_torch() -> None:
+    code = (
+        "import sys; from medvl.train import TrainConfig, OptimConfig, choose, to_dict; print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

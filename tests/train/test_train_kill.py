@@ -1,0 +1,64 @@
+"""SIGKILL at any moment, the same command again: the weights of the run that was left alone, bit for bit."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import train_fakes as fakes
+
+CHILD = str(Path(fakes.__file__).with_name("train_child.py"))
+
+
+def child(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, CHILD, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.fault("F1")
+def test_killed_at_a_random_step_and_started_again(tmp_path: Path) -> None:
+    seed = time.time_ns()
+    at = random.Random(seed).randrange(1, 15)
+    assert child("step", tmp_path / "whole").returncode == 0
+    assert child("step", tmp_path / "killed", at).returncode == -signal.SIGKILL
+    assert not (tmp_path / "killed" / "checkpoints" / "step-00000015").exists()
+    again = child("step", tmp_path / "killed")
+    assert again.returncode == 0, again.stderr
+    assert fakes.weights_hash(tmp_path / "killed") == fakes.weights_hash(tmp_path / "whole"), f"killed at {at}"
+    assert fakes.records(tmp_path / "killed") == fakes.records(tmp_path / "whole")
+
+
+@pytest.mark.fault("F4")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_process_group_ends_a_run_with_loader_workers_in_order(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """As Ctrl-C in a terminal and torchrun send it. Workers in the same group would die of it, and the run with them."""
+    command = [sys.executable, CHILD, "workers", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "step 9 of 1000" in line:
+                break
+        os.killpg(process.pid, number)
+        sent = time.monotonic()
+        rest = process.stderr.read()
+        assert process.wait() == 0, rest
+    assert time.monotonic() - sent < 30
+    assert f"stopped by {number.name} after step " in rest
+    step = int(rest.split("after step ")[-1].split(":")[0])
+    assert (tmp_path / "last").readlink().name == f"step-{step:08d}"
+
+
+@pytest.mark.fault("F1")
+@pytest.mark.slow
+def test_killed_before_every_operation_on_files(tmp_path: Path) -> None:
+    ended = child("writes", tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    _, killed, _, same = ended.stdout.split()
+    assert int(killed) > 60  # three checkpoints, two removals, the links, the records
+    assert same == killed

@@ -1,0 +1,196 @@
+"""Two ranks: the gather, DDP, and whole runs, against one process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import train_fakes as fakes
+from helpers import train_ranks as ranks
+from helpers.train_ranks import CONTRASTIVE, COUNTS, pairs, rows, weigh
+
+from medvl.train.fault_tolerance import checkpoint
+from medvl.train.parallel.distributed import join
+
+SCRIPT = str(ranks.__file__)
+
+
+@pytest.fixture(autouse=True)
+def _fake_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
+
+
+def torchrun(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, SCRIPT, str(folder), *names],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=environment,
+    )
+
+
+def found(folder: Path, name: str) -> list[Any]:
+    """What each rank wrote."""
+    return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One start of torchrun for all checks that go on after one another."""
+    target = tmp_path_factory.mktemp("ranks")
+    ended = torchrun(target, "gather", "losses", "ddp", "train", "nan", "disk", "disagree", "lock", "validate", "whole")
+    assert ended.returncode == 0, ended.stderr
+    return target
+
+
+@pytest.mark.parametrize(("name", "counts"), [("uneven", COUNTS), ("even", (4, 4)), ("empty", (0, 8))])
+def test_gather_has_the_value_and_the_gradient_of_one_process(name: str, counts: tuple[int, int], folder: Path) -> None:
+    whole = rows().requires_grad_()
+    weigh(whole).backward()
+    assert whole.grad is not None
+    for rank, result in enumerate(found(folder, "gather")):
+        torch.testing.assert_close(torch.tensor(result[name]["value"], dtype=torch.float64), rows())
+        # Both ranks compute the same loss, so the sum of what they ask of a row is twice what one process asks.
+        expected = 2 * whole.grad.split(list(counts))[rank]
+        grad = torch.tensor(result[name]["grad"], dtype=torch.float64).reshape(expected.shape)
+        torch.testing.assert_close(grad, expected, rtol=1e-6, atol=1e-12)
+
+
+def test_gather_of_flags_numbers_and_regions_and_its_refusals(folder: Path) -> None:
+    for rank, result in enumerate(found(folder, "gather")):
+        assert result["flags"] == [False, True, True]
+        assert result["numbers"] == [10, 11]
+        assert result["regions"] == [4, 3, 4]
+        assert result["alone"] == [rank + 1, 2]
+        assert f"rank {rank} has (2, {3 + rank}), rank {1 - rank} has (2, {4 - rank})" in result["error"]
+
+
+@pytest.mark.fault("N1")
+@pytest.mark.parametrize("name", CONTRASTIVE)
+def test_contrastive_losses_are_those_of_one_process(name: str, folder: Path) -> None:
+    """In value and gradient, from uneven batches; at temperature 0.01 too, and finite there."""
+    image_NE, text_NE = (tensor.requires_grad_() for tensor in pairs())
+    value = CONTRASTIVE[name](image_NE, text_NE)
+    value.backward()
+    for rank, result in enumerate(found(folder, "losses")):
+        assert result[name]["value"] == pytest.approx(value.item(), rel=1e-6)
+        for part, whole in (("image", image_NE), ("text", text_NE)):
+            assert whole.grad is not None
+            # Twice, as in the test above: DDP divides the sum over ranks by their number.
+            expected = 2 * whole.grad.split(list(COUNTS))[rank]
+            assert expected.isfinite().all()
+            assert expected.abs().sum() > 0
+            torch.testing.assert_close(torch.tensor(result[name][part]), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_parameter_gradients_after_ddp_are_those_of_one_process(folder: Path) -> None:
+    model = fakes.TwoTowers()
+    losses = model(fakes.make_batch(list(range(sum(COUNTS)))))
+    losses.total.backward()
+    for result in found(folder, "ddp"):
+        assert result["loss"] == pytest.approx(losses.total.item(), rel=1e-6)
+        assert "logit_scale" in result["grads"]
+        for name, parameter in model.named_parameters():
+            grad = torch.tensor(result["grads"][name])
+            torch.testing.assert_close(grad, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_run_on_two_ranks_is_the_run_on_one(folder: Path, tmp_path: Path) -> None:
+    loader = fakes.FakeLoader(20, 4)
+
+    def evaluator(model: torch.nn.Module) -> dict[str, float]:
+        return {"score": float(model(fakes.make_batch([0, 1])).total)}
+
+    alone = ranks.training(tmp_path / "alone", loader, evals=[evaluator])
+    first, second = found(folder, "train")
+    assert first["step"] == second["step"] == alone.step == 6
+    assert [a + b for a, b in zip(first["keys"], second["keys"], strict=True)] == loader.handed_out
+    for name, tensor in fakes.weights(tmp_path / "alone").items():
+        torch.testing.assert_close(fakes.weights(folder / "train")[name], tensor, rtol=1e-4, atol=1e-5)
+    assert first["metrics"] == second["metrics"] == pytest.approx(dict(alone.metrics), rel=1e-4)
+    assert (first["called"], second["called"]) == (3, 0)  # evaluators run on rank 0 only
+    ours, theirs = fakes.records(folder / "train"), fakes.records(tmp_path / "alone")
+    assert [(row["kind"], row["step"]) for row in ours] == [(row["kind"], row["step"]) for row in theirs]
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.pop("kind") == their.pop("kind")
+        assert our == pytest.approx(their, rel=1e-4)
+
+
+@pytest.mark.fault("F14")
+def test_a_loss_that_is_infinite_on_one_rank_is_skipped_by_both(folder: Path) -> None:
+    first, second = found(folder, "nan")
+    assert first["skipped"] == second["skipped"] == 1
+    assert first["weights"] == second["weights"]
+    assert torch.tensor(first["weights"]).isfinite().all()
+    (skip,) = fakes.records(folder / "nan", "skip")
+    assert len(skip["keys"]) == 2  # those of the one micro-batch, on the rank that had it
+
+
+@pytest.mark.fault("F2")
+def test_a_full_disk_of_rank_0_does_not_part_the_ranks(folder: Path) -> None:
+    first, second = found(folder, "disk")
+    assert first["step"] == second["step"] == 6
+    assert first["failures"] == second["failures"] == 2
+    assert second["saves"] == 0
+
+
+def test_ranks_with_other_settings_hear_of_each_other(folder: Path) -> None:
+    first, second = found(folder, "disagree")
+    assert first == "ranks 0 and 1 differ in settings: start all with the same command and data"
+    assert second == "ranks 1 and 0 differ in settings: start all with the same command and data"
+
+
+@pytest.mark.fault("F19")
+def test_a_lock_of_rank_0_stops_all_ranks(folder: Path) -> None:
+    first, second = found(folder, "lock")
+    assert "is in use by this process" in first
+    assert second.startswith("rank 0 cannot go on: TrainingError: ")
+    assert "is in use by" in second
+
+
+@pytest.mark.fault("F4")
+@pytest.mark.slow
+def test_a_signal_to_one_rank_stops_both_and_the_resumed_run_is_the_same(folder: Path, tmp_path: Path) -> None:
+    stopped = torchrun(tmp_path, "signal")
+    assert stopped.returncode == 0, stopped.stderr
+    assert not list(tmp_path.glob("signal-*.json"))  # train did not return, on either rank
+    assert (tmp_path / "resume" / "last").readlink().name == "step-00000004"
+    again = torchrun(tmp_path, "resume")
+    assert again.returncode == 0, again.stderr
+    assert found(tmp_path, "resume") == found(folder, "whole") == [12, 12]
+    assert fakes.weights_hash(tmp_path / "resume") == fakes.weights_hash(folder / "whole")
+    assert fakes.records(tmp_path / "resume") == fakes.records(folder / "whole")
+
+
+def test_the_validation_loss_is_the_same_to_the_last_bit_on_any_number_of_ranks(folder: Path) -> None:
+    with join("cpu") as world:
+        alone = ranks.validate(world)
+    assert found(folder, "validate") == [alone, alone]
+
+
+@pytest.mark.fault("F9")
+def test_a_run_goes_on_with_another_number_of_ranks_and_says_so(tmp_path: Path) -> None:
+    class Stop(fakes.FakeLoader):
+        def change(self, batch: Any) -> Any:
+            if (self.epoch, self.position) == (1, 4):
+                raise KeyboardInterrupt
+            return batch
+
+    ranks.training(tmp_path / "whole", epochs=4)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.training(tmp_path / "one", Stop(20, 4), checkpoint_every=1, epochs=4)
+    ended = torchrun(tmp_path, "more_ranks")
+    assert ended.returncode == 0, ended.stderr
+    for result in found(tmp_path, "more_ranks"):
+        assert result["step"] == 12
+        assert "a run on 1 ranks, this one has 2: the batches are the same" in result["warnings"][0]
+    for name, tensor in fakes.weights(tmp_path / "whole").items():
+        torch.testing.assert_close(fakes.weights(tmp_path / "one")[name], tensor, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,244 @@
+"""Interrupt anywhere, start again, and the weights are those of the run that was left alone, bit for bit."""
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import train_fakes as fakes
+from helpers.train_fakes import FakeLoader, TwoTowers, TwoTowersConfig, records, train, weights
+from safetensors.torch import load_file
+
+from medvl.common.folders import RunLock
+from medvl.errors import CheckpointError
+from medvl.schema import Batch
+from medvl.train import Constant, Cosine, Plateau
+from medvl.train.fault_tolerance import checkpoint
+
+# 24 samples in batches of 4, three batches an update: two updates an epoch, both of three micro-batches;
+# 20 samples: five batches, so the epoch's second update has two.
+SETTINGS: dict[str, Any] = {"epochs": 3, "global_batch": 12, "accumulate": 3, "log_every": 2}
+LAST_STEP = 6
+
+
+class StopAt(FakeLoader):
+    """Sends this process a signal while the given micro-batch (counted over the whole run) is handed out."""
+
+    def __init__(self, at: int, number: signal.Signals = signal.SIGTERM) -> None:
+        super().__init__(20, 4)
+        self.at, self.number = at, number
+
+    def change(self, batch: Batch) -> Batch:
+        if self.epoch * self.steps_per_epoch + self.position - 1 == self.at:
+            os.kill(os.getpid(), self.number)
+        return batch
+
+
+@pytest.fixture(autouse=True)
+def _fake_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
+
+
+def run(run_dir: Path, loader: FakeLoader | None = None, schedule: Any = None, **changes: Any) -> Any:
+    model = TwoTowers(TwoTowersConfig(dropout=0.3, norm=True))
+    return train(
+        model,
+        loader or FakeLoader(20, 4),
+        optim=fakes.optim(optimizer="sgd", momentum=0.9, clip_norm=1.0, schedule=schedule or Cosine(warmup_steps=2)),
+        config=fakes.config(run_dir, **{**SETTINGS, **changes}),
+        valid_loader=fakes.valid_batches(),
+    )
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+    assert records(one) == records(other)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
+        assert run(folder).step == LAST_STEP
+    return folder
+
+
+@pytest.mark.fault("F17")
+def test_two_runs_are_equal_bit_for_bit(undisturbed: Path, tmp_path: Path) -> None:
+    run(tmp_path)
+    assert_same_run(undisturbed, tmp_path)
+    assert len(records(undisturbed, "train")) == 3
+    assert len(records(undisturbed, "valid")) == 3
+
+
+@pytest.mark.fault("F17")
+def test_another_seed_gives_other_weights(undisturbed: Path, tmp_path: Path) -> None:
+    run(tmp_path, seed=1)
+    assert not torch.equal(weights(tmp_path)["image.weight"], weights(undisturbed)["image.weight"])
+
+
+@pytest.mark.fault("F4")
+@pytest.mark.parametrize("at", [0, 1, 4, 5, 8, 11, 13], ids=lambda at: f"micro-batch {at}")
+def test_sigterm_saves_exits_with_0_and_the_resumed_run_is_the_same(at: int, undisturbed: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path, StopAt(at))
+    assert ended.value.code == 0
+    epoch, position = divmod(at, 5)
+    stopped = load_file(tmp_path / "last" / "train_state" / "optimizer.safetensors")
+    assert "image.weight::momentum_buffer" in stopped
+    assert (tmp_path / "last").readlink().name == f"step-{epoch * 2 + position // 3 + 1:08d}"
+    assert run(tmp_path).step == LAST_STEP
+    assert_same_run(undisturbed, tmp_path)
+
+
+@pytest.mark.fault("F7")
+@pytest.mark.parametrize("step", range(LAST_STEP))
+def test_a_run_cut_off_after_any_step_resumes_to_the_same_bits(step: int, undisturbed: Path, tmp_path: Path) -> None:
+    class Cut(FakeLoader):
+        def change(self, batch: Batch) -> Batch:
+            if self.epoch * 2 + (self.position - 1) // 3 == step:
+                raise KeyboardInterrupt
+            return batch
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, Cut(20, 4), checkpoint_every=1)
+    assert (tmp_path / "last").readlink().name == f"step-{step:08d}"
+    run(tmp_path, checkpoint_every=1)
+    assert_same_run(undisturbed, tmp_path)
+
+
+@pytest.mark.fault("F7")
+def test_resume_with_plateau_and_adam(tmp_path: Path) -> None:
+    """The rate, and the count of validations without improvement, come back: here the rate falls after each one."""
+
+    def go(name: str, loader: FakeLoader | None = None) -> None:
+        train(
+            TwoTowers(TwoTowersConfig(dropout=0.5)),
+            loader or FakeLoader(20, 4),
+            optim=fakes.optim(schedule=Plateau(factor=0.5, patience=1, threshold=0.9), weight_decay=0.1),
+            config=fakes.config(tmp_path / name, epochs=4, validate_every=3),
+            valid_loader=fakes.valid_batches(),
+        )
+
+    go("whole")
+    with pytest.raises(SystemExit):
+        go("cut", StopAt(10))
+    go("cut")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert records(tmp_path / "whole", "train")[-1]["lr"] < 1e-2
+
+
+def test_a_finished_run_given_again_does_nothing(undisturbed: Path) -> None:
+    before = weights(undisturbed)
+    loader = FakeLoader(20, 4)
+    result = run(undisturbed, loader)
+    assert result.step == LAST_STEP
+    assert result.stopped == "finished"
+    assert loader.handed_out == []
+    assert torch.equal(weights(undisturbed)["image.weight"], before["image.weight"])
+
+
+def test_a_longer_run_goes_on_where_the_rate_does_not_depend_on_the_length(tmp_path: Path) -> None:
+    run(tmp_path / "whole", schedule=Constant(), epochs=4)
+    run(tmp_path / "longer", schedule=Constant(), epochs=2)
+    assert run(tmp_path / "longer", schedule=Constant(), epochs=4).step == 8
+    assert torch.equal(weights(tmp_path / "whole")["image.weight"], weights(tmp_path / "longer")["image.weight"])
+
+
+def test_resume_from_another_runs_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        run(tmp_path / "first", StopAt(7))
+    source = str(tmp_path / "first" / "last")
+    with pytest.raises(SystemExit):
+        run(tmp_path / "second", StopAt(10), resume=source)
+    loader = FakeLoader(20, 4)
+    run(tmp_path / "second", loader, resume=source)  # given again: goes on with its own checkpoint, not from the start
+    assert len(loader.handed_out) == 2
+    assert torch.equal(weights(tmp_path / "second")["image.weight"], weights(undisturbed)["image.weight"])
+
+
+def test_resume_from_an_older_checkpoint_of_the_same_run_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, checkpoint_every=1, keep_last=3)
+    with pytest.raises(CheckpointError, match="is not the newest checkpoint of"):
+        run(tmp_path, resume=str(tmp_path / "checkpoints" / f"step-{LAST_STEP - 1:08d}"))
+
+
+def test_resume_never_refuses_a_used_folder(undisturbed: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="resume is 'never'"):
+        run(undisturbed, resume="never")
+    assert run(tmp_path, resume="never").step == LAST_STEP
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"seed": 7}, r"train\.seed is 0 there and 7 here"),
+        ({"accumulate": 1, "global_batch": 4}, r"train\.global_batch is 12 there and 4 here; train\.accumulate is 3"),
+        ({"precision": "bf16"}, r"train\.precision is 'fp32' there and 'bf16' here"),
+        ({"epochs": 4}, r"train\.total_steps is 6 there and 8 here"),
+        ({"schedule": Cosine(warmup_steps=1)}, r"optim\.schedule\.warmup_steps is 2 there and 1 here"),
+        ({"schedule": Constant()}, r"optim\.schedule\.kind is 'Cosine' there and 'Constant' here"),
+        ({"loader": FakeLoader(20, 4, data="d1")}, "does not go with this data: .* another fingerprint"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(changes: dict[str, Any], text: str, undisturbed: Path) -> None:
+    before = weights(undisturbed)
+    with pytest.raises(CheckpointError, match=text):
+        run(undisturbed, **changes)
+    assert torch.equal(weights(undisturbed)["image.weight"], before["image.weight"])
+
+
+def test_a_checkpoint_of_another_model_is_refused(undisturbed: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.settings\.width is 8 there and 9 here"):
+        train(
+            TwoTowers(TwoTowersConfig(dropout=0.3, norm=True, width=9)),
+            FakeLoader(20, 4),
+            optim=fakes.optim(optimizer="sgd", momentum=0.9, clip_norm=1.0, schedule=Cosine(warmup_steps=2)),
+            config=fakes.config(undisturbed, **SETTINGS),
+            valid_loader=fakes.valid_batches(),
+        )
+
+
+@pytest.mark.fault("F19")
+def test_the_second_run_of_a_folder_is_refused_while_the_first_one_lives(tmp_path: Path) -> None:
+    from medvl.errors import TrainingError
+
+    with RunLock(tmp_path), pytest.raises(TrainingError, match="is in use by this process"):
+        run(tmp_path)
+    assert run(tmp_path).step == LAST_STEP
+
+
+def test_records_beyond_the_resumed_step_and_half_a_line_are_taken_out(undisturbed: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        run(tmp_path, StopAt(6))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 99}\n{"kind": "valid", "st')
+    run(tmp_path)
+    assert records(tmp_path) == records(undisturbed)
+
+
+def test_generators_and_handlers_are_the_callers_again(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    threads = torch.get_num_threads()
+    run(tmp_path)
+    assert torch.equal(torch.rand(3), expected)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    assert torch.get_num_threads() == threads
+
+
+def test_logging_is_left_alone_where_it_is_set_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="medvl"):
+        run(tmp_path)
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("step 2 of 6: loss ") and "pairs/s" in line and "ETA" in line for line in lines)
+    assert any(line.startswith("validation after step 2: loss ") for line in lines)
