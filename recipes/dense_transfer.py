@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal
 
 from medvl.train.config import Cosine, OptimConfig, TrainConfig
 from medvl.train.recipe_cli import launch
-from medvl.train.tasks.dense import MarkConfig
+from medvl.train.tasks.dense import DenseDataConfig
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -47,7 +47,7 @@ class Recipe:
     """Channels of the decoder."""
     doublings: int = 2
     """How often the decoder doubles the encoder's grid."""
-    data: MarkConfig
+    data: DenseDataConfig
     optim: OptimConfig
     train: TrainConfig
 
@@ -55,7 +55,7 @@ class Recipe:
 paper = Recipe(
     task="detection",
     init_from=Path("runs/convirt-mimic/best"),
-    data=MarkConfig(train=Path("shards/rsna/train"), valid=Path("shards/rsna/validate")),
+    data=DenseDataConfig(train=Path("shards/rsna/train"), valid=Path("shards/rsna/validate")),
     optim=OptimConfig(lr=5e-4, weight_decay=1e-4, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
     train=TrainConfig(
         run_dir=Path("runs/rsna-detection"),
@@ -81,7 +81,7 @@ tiny = dataclasses.replace(
     paper,
     init_from=Path("quickstart/convirt/best"),
     width=64,
-    data=MarkConfig(train=Path("quickstart/rsna/train"), valid=Path("quickstart/rsna/validate"), workers=1),
+    data=DenseDataConfig(train=Path("quickstart/rsna/train"), valid=Path("quickstart/rsna/validate"), workers=1),
     optim=_small,
     train=dataclasses.replace(paper.train, run_dir=Path("quickstart/detection"), epochs=20),
 )
@@ -89,7 +89,7 @@ tiny_segmentation = dataclasses.replace(
     segmentation,
     init_from=tiny.init_from,
     width=64,
-    data=MarkConfig(train=Path("quickstart/siim/train"), valid=Path("quickstart/siim/validate"), workers=1),
+    data=DenseDataConfig(train=Path("quickstart/siim/train"), valid=Path("quickstart/siim/validate"), workers=1),
     optim=_small,
     train=dataclasses.replace(segmentation.train, run_dir=Path("quickstart/segmentation"), epochs=20),
 )
@@ -129,7 +129,7 @@ def prepare(recipe: Recipe) -> "Run":
         )
     opened = open_marks(recipe.data, model, kind, recipe.train.micro_batch)
     run = Run(recipe="dense_transfer", settings=recipe, model=model, data=opened)
-    return run.judged_by(DetectionEval if detects else SegmentationEval)
+    return run.with_evaluator(DetectionEval if detects else SegmentationEval)
 
 
 if __name__ == "__main__":

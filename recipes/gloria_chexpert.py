@@ -86,7 +86,7 @@ tiny = Recipe(
         encoder_size=144,
         projection_dim=128,
         text_layers=2,
-        local_length=2.0,
+        local_feature_norm=2.0,
         text_token=False,
         temp1=40.0,
         max_tokens=48,
@@ -134,7 +134,7 @@ def prepare(recipe: Recipe) -> "Run":
 
     run = pretraining("gloria_chexpert", recipe, recipe.init_from)
     prompts = recipe.prompts
-    return run if prompts is None else run.judged_by(lambda images: ZeroShotEval(images, prompts))
+    return run if prompts is None else run.with_evaluator(lambda images: ZeroShotEval(images, prompts))
 
 
 if __name__ == "__main__":

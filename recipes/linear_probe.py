@@ -36,7 +36,7 @@ class Recipe:
     """Checkpoint to take the image encoder from, or the name of an encoder with published weights."""
     frozen_encoder: bool
     """Train the linear layer alone."""
-    head_rate: float = 1.0
+    head_lr_mult: float = 1.0
     """Learning rate of the linear layer, as a multiple of the encoder's."""
     uncertain: Literal["ignore", "zeros", "ones", "per_class"] = "ignore"
     """What a label of -1 counts as."""
@@ -70,7 +70,7 @@ paper = Recipe(
 finetune = dataclasses.replace(
     paper,
     frozen_encoder=False,
-    head_rate=5.0,
+    head_lr_mult=5.0,
     data=dataclasses.replace(paper.data, image=ConVIRTAugmentation(size=224)),
     optim=dataclasses.replace(paper.optim, lr=1e-4),
     train=dataclasses.replace(paper.train, run_dir=Path("runs/finetune")),
@@ -112,11 +112,11 @@ def prepare(recipe: Recipe) -> "Run":
             recipe.init_from,
             recipe.data.names(),
             frozen_encoder=recipe.frozen_encoder,
-            head_rate=recipe.head_rate,
+            head_lr_mult=recipe.head_lr_mult,
         )
     opened = open_labels(recipe.data, model, policy.settle, recipe.train.micro_batch)
     run = Run(recipe="linear_probe", settings=recipe, model=model, data=opened)
-    return run.judged_by(lambda images: ClassifyEval(images, policy=policy))
+    return run.with_evaluator(lambda images: ClassifyEval(images, policy=policy))
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ paper_report = dataclasses.replace(
 )
 tiny_report = dataclasses.replace(
     tiny,
-    model=dataclasses.replace(tiny.model, attention="seq2seq", objective="report", mask_probability=0.4),
+    model=dataclasses.replace(tiny.model, attention="seq2seq", objective="report", mlm_probability=0.4),
     init_from=Path("quickstart/medvill/best"),
     train=dataclasses.replace(tiny.train, run_dir=Path("quickstart/medvill-report"), epochs=30),
 )

@@ -127,7 +127,7 @@ def prepare(recipe: Recipe) -> "Run":
 
     run = pretraining("siglip_mimic", recipe)
     prompts = recipe.prompts
-    return run if prompts is None else run.judged_by(lambda images: ZeroShotEval(images, prompts))
+    return run if prompts is None else run.with_evaluator(lambda images: ZeroShotEval(images, prompts))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class Recipe:
     """Or product (MedViLL's own), ranking or generation (a decoder of answers)."""
     decoder: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
     """Of the heads ranking and generation."""
-    head_rate: float | None = None
+    head_lr_mult: float | None = None
     """Learning rate of the head, as a multiple of the encoders'; None is the published one of that head."""
     protocol: str = "medvl"
     """How answers are compared, and whose answers make up the vocabulary."""
@@ -72,10 +72,10 @@ paper = Recipe(
 tiny = Recipe(
     init_from=Path("quickstart/convirt/best"),
     fusion=DualStreamConfig(
-        image_arguments={}, width=192, layers=2, heads=3, intermediate=768, image_positions=True, fusion_rate=2.0
+        image_arguments={}, width=192, layers=2, heads=3, intermediate=768, image_positions=True, fusion_lr_mult=2.0
     ),
     decoder=DecoderConfig(layers=2, heads=3, intermediate=768),
-    head_rate=4.0,
+    head_lr_mult=4.0,
     data=QuestionConfig(
         train=Path("quickstart/vqa/train"),
         valid=Path("quickstart/vqa-valid/test"),
@@ -123,11 +123,11 @@ def prepare(recipe: Recipe) -> "Run":
             fusion=recipe.fusion,
             head=recipe.head,
             decoder=recipe.decoder,
-            head_rate=recipe.head_rate,
+            head_lr_mult=recipe.head_lr_mult,
         )
     opened = open_questions(recipe.data, model, answers, normalize, recipe.train.micro_batch)
     run = Run(recipe="vqa_finetune", settings=recipe, model=model, data=opened)
-    return run.judged_by(lambda images: AnswerEval(images, recipe.protocol))
+    return run.with_evaluator(lambda images: AnswerEval(images, recipe.protocol))
 
 
 if __name__ == "__main__":

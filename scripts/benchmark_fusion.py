@@ -104,7 +104,7 @@ def inputs(model: M3AE, size: int) -> tuple[Batch, Draw]:
         masked=MaskedText(ids_BT.masked_fill(masked_BT, 4), ids_BT.masked_fill(~masked_BT, -100)),
         masked_N=masked_BT.flatten().nonzero().squeeze(1),
         pairs=MatchingPairs(torch.where(row_B % 2 == 0, row_B, row_B.roll(1)), row_B, row_B % 2 == 0),
-        patches=mask_patches(size, model.grid[0] * model.grid[1], model.config.removed_patches, generator),
+        patches=mask_patches(size, model.grid[0] * model.grid[1], model.config.mask_ratio, generator),
     )
     return batch, draw
 

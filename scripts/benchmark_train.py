@@ -50,8 +50,8 @@ from medvl.train.doctor.timers import synchronize
 from medvl.train.loop.step import Step
 from medvl.train.optim.optimizer import build_optimizer
 from medvl.train.optim.precision import Precision
-from medvl.train.parallel.batches import Feed
-from medvl.train.parallel.distributed import World, join
+from medvl.train.parallel.batches import BatchStream
+from medvl.train.parallel.distributed import RankInfo, join
 from medvl.train.parallel.prefetch import side_stream
 from medvl.train.run import Run
 from medvl.train.tasks.pretraining import DataConfig, open_data
@@ -174,7 +174,7 @@ def medvl_run(settings: Settings) -> Run:
 class Medvl:
     """medvl's step and loader."""
 
-    def __init__(self, settings: Settings, world: World) -> None:
+    def __init__(self, settings: Settings, world: RankInfo) -> None:
         run = medvl_run(settings)
         self.model, self.world = run.model.to(world.device).train(), world
         if settings.train.compile:
@@ -182,7 +182,7 @@ class Medvl:
         self.optimizer = build_optimizer(self.model, settings.optim)
         self.precision = Precision(settings.train.precision, world.device)
         self.step = Step(self.model, self.optimizer, self.precision, world, seed=0, clip_norm=None, channels_last=False)
-        self.feed, self._number = Feed(run.data.train, 1, side_stream(world.device, channels_last=False)), 0
+        self.feed, self._number = BatchStream(run.data.train, 1, side_stream(world.device, channels_last=False)), 0
 
     def bare(self, batch: Batch) -> None:
         """Forward, backward and update, and nothing around them."""
@@ -200,7 +200,7 @@ class Medvl:
             yield outcome.pairs
 
 
-def steps(settings: Settings, options: argparse.Namespace, world: World) -> dict[str, Rate]:
+def steps(settings: Settings, options: argparse.Namespace, world: RankInfo) -> dict[str, Rate]:
     """Each contender's step on inputs that are on the device."""
     ours, theirs, plain = Medvl(settings, world), OpenClip(options, world), OpenClip(options, world)
     parameters = [sum(parameter.numel() for parameter in each.model.parameters()) for each in (ours, theirs)]
@@ -245,7 +245,7 @@ def trainer_rate(theirs: OpenClip, batches: Iterable[tuple[Tensor, Tensor]], opt
     return options.steps * options.batch / (marks[-1] - marks[1])
 
 
-def timed(updates: Iterable[int], options: argparse.Namespace, world: World) -> float:
+def timed(updates: Iterable[int], options: argparse.Namespace, world: RankInfo) -> float:
     """Pairs a second of an iterable that makes updates and gives their pairs; the first one is not counted."""
     clock, iterator = CLOCKS[options.clock], iter(updates)
     next(iterator)
@@ -256,7 +256,7 @@ def timed(updates: Iterable[int], options: argparse.Namespace, world: World) -> 
     return pairs / (clock() - started)
 
 
-def trainers(settings: Settings, folder: Path, options: argparse.Namespace, world: World) -> dict[str, Rate]:
+def trainers(settings: Settings, folder: Path, options: argparse.Namespace, world: RankInfo) -> dict[str, Rate]:
     """Each contender from files to updates."""
     import open_clip
 

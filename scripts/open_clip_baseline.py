@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from medvl.train.doctor.timers import synchronize
 from medvl.train.optim.precision import Precision
-from medvl.train.parallel.distributed import World
+from medvl.train.parallel.distributed import RankInfo
 
 SMALL: dict[str, Any] = {
     "embed_dim": 128,
@@ -37,7 +37,7 @@ def sizes_of(model: str) -> dict[str, Any]:
 class OpenClip:
     """open_clip's model under its own trainer, or under a plain loop."""
 
-    def __init__(self, options: argparse.Namespace, world: World) -> None:
+    def __init__(self, options: argparse.Namespace, world: RankInfo) -> None:
         import open_clip
 
         sizes = sizes_of(options.model)

@@ -29,7 +29,7 @@ if [ "$start" = m3ae ]; then
 
     step "ConVIRT on the captions: it stands for the CLIP that M3AE starts from"
     torchrun recipes/convirt_mimic.py tiny --train.epochs 5 --prompts None \
-        --data.train quickstart/roco-shards/train --data.also quickstart/medicat-shards/train \
+        --data.train quickstart/roco-shards/train --data.extra-train quickstart/medicat-shards/train \
         --data.valid quickstart/roco-shards/validation --data.tokenizer quickstart/figure-vocab \
         --data.text.sections caption --train.best-metric loss --train.best-mode min \
         --train.run-dir quickstart/figures-convirt

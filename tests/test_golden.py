@@ -24,7 +24,7 @@ from medvl.schema import Batch
 from medvl.train.loop.step import Step
 from medvl.train.optim.optimizer import build_optimizer
 from medvl.train.optim.precision import Precision
-from medvl.train.parallel.distributed import World
+from medvl.train.parallel.distributed import RankInfo
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden_curves.json"
@@ -69,7 +69,7 @@ def curves(recipe: str, precision: Literal["fp32", "bf16"] = "fp32") -> dict[str
     tokenizer = train_wordpiece(TEXTS, vocab_size=200, min_frequency=1)
     model = create_model(settings.model, tokenizer=tokenizer).train()
     start(model)
-    world = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
+    world = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
     optimizer = build_optimizer(model, settings.optim)
     options: dict[str, Any] = {"seed": 0, "clip_norm": 1.0, "channels_last": False}
     step = Step(model, optimizer, Precision(precision, world.device), world, **options)

@@ -48,8 +48,8 @@ def zero_shot(
         device: auto, cpu or cuda.
     """
     from medvl.eval.classification.label_policy import LabelPolicy
-    from medvl.eval.zero_shot.evaluate import zero_shot as judge
-    from medvl.eval.zero_shot.page import write_zero_shot_page
+    from medvl.eval.zero_shot_classification.evaluate import zero_shot as judge
+    from medvl.eval.zero_shot_classification.page import write_zero_shot_page
 
     models = load_ensemble(checkpoint, device)
     loader = open_shards(models[0], checkpoint[0], data, batch, workers)

@@ -8,8 +8,8 @@ from medvl.cli.eval_common import default_folder, load_model, publish, refuse_se
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from medvl.eval.linear_probe.evaluate import ProbeResult
-    from medvl.eval.linear_probe.features import FeatureTable, ProbedEncoder
+    from medvl.eval.probing.evaluate import ProbeResult
+    from medvl.eval.probing.features import FeatureTable, ProbedEncoder
 
 
 def probe(
@@ -76,7 +76,7 @@ def probe(
 
 def _publish(result: "ProbeResult", folder: Path, model: str, test: Path) -> None:
     from medvl.data.shards.format import ShardSource
-    from medvl.eval.linear_probe.page import write_probe_page
+    from medvl.eval.probing.page import write_probe_page
 
     source = ShardSource(test)
     page = functools.partial(write_probe_page, pixels=source.pixels)
@@ -100,7 +100,7 @@ def _choose(
     device: str,
 ) -> "ProbedEncoder":
     from medvl.data.shards.format import ShardSource
-    from medvl.eval.linear_probe.features import ProbedEncoder
+    from medvl.eval.probing.features import ProbedEncoder
 
     if encoder is not None and checkpoint is None and not random_encoder:
         return _named(encoder, pretrained, image_size, device)
@@ -125,7 +125,7 @@ def _folder(out: Path | None, checkpoint: Path | None, random_encoder: bool) -> 
 def _named(encoder: str, pretrained: bool, image_size: int | None, device: str) -> "ProbedEncoder":
     import torch
 
-    from medvl.eval.linear_probe.features import ProbedEncoder
+    from medvl.eval.probing.features import ProbedEncoder
 
     probed = ProbedEncoder.named(encoder, pretrained=pretrained, image_size=image_size)
     probed.module.to(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
@@ -137,7 +137,7 @@ def _features(encoder: "ProbedEncoder", cache: Path, batch: int, workers: int, d
     from medvl.data.loading.subset import no_text
     from medvl.data.shards.format import ShardSource
     from medvl.data.transforms.text import WholeText
-    from medvl.eval.linear_probe.features import encode_features
+    from medvl.eval.probing.features import encode_features
 
     loader = open_loader(
         ShardSource(data),

@@ -100,7 +100,7 @@ def list_everything(kind: Literal["models", "image-encoders", "text-encoders", "
     from medvl import encoders, models
 
     if kind == "prompts":
-        from medvl.eval.zero_shot.prompts import list_prompts
+        from medvl.eval.zero_shot_classification.prompts import list_prompts
 
         names = fnmatch.filter(list_prompts(), match)
     else:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from medvl.eval.grounding.metrics import MapRules as MapRules
     from medvl.eval.grounding.page import write_grounding_page as write_grounding_page
     from medvl.eval.html.page import write_page as write_page
-    from medvl.eval.linear_probe.evaluate import linear_probe as linear_probe
-    from medvl.eval.linear_probe.page import write_probe_page as write_probe_page
+    from medvl.eval.probing.evaluate import linear_probe as linear_probe
+    from medvl.eval.probing.page import write_probe_page as write_probe_page
     from medvl.eval.report_generation.evaluate import WrittenReport as WrittenReport
     from medvl.eval.report_generation.evaluate import judge_reports as judge_reports
     from medvl.eval.report_generation.generate import ReportEval as ReportEval
@@ -56,12 +56,12 @@ if TYPE_CHECKING:
     from medvl.eval.vqa.protocol import VQAProtocol as VQAProtocol
     from medvl.eval.vqa.protocol import get_protocol as get_protocol
     from medvl.eval.vqa.question_set import VQAData as VQAData
-    from medvl.eval.zero_shot.evaluate import ZeroShotEval as ZeroShotEval
-    from medvl.eval.zero_shot.evaluate import zero_shot as zero_shot
-    from medvl.eval.zero_shot.page import write_zero_shot_page as write_zero_shot_page
-    from medvl.eval.zero_shot.prompts import PromptSet as PromptSet
-    from medvl.eval.zero_shot.prompts import list_prompts as list_prompts
-    from medvl.eval.zero_shot.prompts import load_prompts as load_prompts
+    from medvl.eval.zero_shot_classification.evaluate import ZeroShotEval as ZeroShotEval
+    from medvl.eval.zero_shot_classification.evaluate import zero_shot as zero_shot
+    from medvl.eval.zero_shot_classification.page import write_zero_shot_page as write_zero_shot_page
+    from medvl.eval.zero_shot_classification.prompts import PromptSet as PromptSet
+    from medvl.eval.zero_shot_classification.prompts import list_prompts as list_prompts
+    from medvl.eval.zero_shot_classification.prompts import load_prompts as load_prompts
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
@@ -78,8 +78,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".grounding.metrics": ["MapRules"],
         ".grounding.page": ["write_grounding_page"],
         ".html.page": ["write_page"],
-        ".linear_probe.evaluate": ["linear_probe"],
-        ".linear_probe.page": ["write_probe_page"],
+        ".probing.evaluate": ["linear_probe"],
+        ".probing.page": ["write_probe_page"],
         ".report_generation.evaluate": ["WrittenReport", "judge_reports"],
         ".report_generation.generate": ["ReportEval", "write_reports"],
         ".retrieval.by_class": ["class_retrieval", "image_retrieval"],
@@ -93,8 +93,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".vqa.predict": ["AnswerEval", "answer_questions", "answers_in"],
         ".vqa.protocol": ["VQAProtocol", "get_protocol"],
         ".vqa.question_set": ["VQAData"],
-        ".zero_shot.evaluate": ["ZeroShotEval", "zero_shot"],
-        ".zero_shot.page": ["write_zero_shot_page"],
-        ".zero_shot.prompts": ["PromptSet", "list_prompts", "load_prompts"],
+        ".zero_shot_classification.evaluate": ["ZeroShotEval", "zero_shot"],
+        ".zero_shot_classification.page": ["write_zero_shot_page"],
+        ".zero_shot_classification.prompts": ["PromptSet", "list_prompts", "load_prompts"],
     },
 )

@@ -6,7 +6,7 @@ from torch import Tensor
 from medvl.losses.precision import full_precision
 
 
-def labels(logits_BL: Tensor, target_BL: Tensor) -> Tensor:
+def multilabel_bce(logits_BL: Tensor, target_BL: Tensor) -> Tensor:
     """Binary cross-entropy, averaged over the labels that are known.
 
     Args:

@@ -9,7 +9,7 @@ from torch import Tensor
 from medvl.losses.precision import full_precision
 
 
-def boxes(
+def detection(
     logits_BPL: Tensor,
     box_BP4: Tensor,
     label_BPL: Tensor,
@@ -43,7 +43,7 @@ def boxes(
         return focal / count, apart / count
 
 
-def masks(logits_BLhw: Tensor, share_BLhw: Tensor, *, smoothing: float = 1.0) -> tuple[Tensor, Tensor]:
+def bce_dice(logits_BLhw: Tensor, share_BLhw: Tensor, *, smoothing: float = 1.0) -> tuple[Tensor, Tensor]:
     """What cells say of masks: (cross-entropy, soft Dice loss).
 
     The binary cross-entropy averaged over all cells; and 1 - (2 sum(p s) + e) / (sum(p) + sum(s) + e), the sums over

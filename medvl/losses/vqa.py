@@ -9,7 +9,7 @@ from torch import Tensor
 from medvl.losses.precision import full_precision
 
 
-def answers(logits_BV: Tensor, target_BV: Tensor) -> Tensor:
+def vqa_bce(logits_BV: Tensor, target_BV: Tensor) -> Tensor:
     """Binary cross-entropy of every answer, summed over the vocabulary and averaged over the questions.
 
     The mean over all cells times V, as METER and M3AE train VQA (after bottom-up attention, arXiv 1707.07998, section

@@ -14,7 +14,7 @@ from medvl.models.base import TwoTowers
 from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.loop.trainer import TrainResult, train
 from medvl.train.loop.validate import Evaluator
-from medvl.train.tasks.pretraining import DataConfig, Opened, open_data
+from medvl.train.tasks.pretraining import DataConfig, DataLoaders, open_data
 
 
 class Settings(Protocol):
@@ -58,10 +58,10 @@ class Run:
     settings: Settings
     """Those of the recipe, all of which the checkpoints hold."""
     model: nn.Module
-    data: Opened
+    data: DataLoaders
     evals: Sequence[Evaluator] = ()
 
-    def judged_by(self, make: Callable[[Any], Evaluator]) -> "Run":
+    def with_evaluator(self, make: Callable[[Any], Evaluator]) -> "Run":
         """With one more evaluator, which `make` makes for the validation images; without such images as it is."""
         if self.data.valid_images is None:
             return self

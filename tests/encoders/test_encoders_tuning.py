@@ -315,7 +315,5 @@ def test_the_package_comes_alone() -> None:
     )
     heavy, rooms, quick = result.stdout.split("\n")[:3]
     assert heavy == "[]"
-    assert rooms == str(
-        ["medvl.common.hub", "medvl.common.torchvision_cpu", "medvl.encoders", "medvl.errors", "medvl.schema"]
-    )
+    assert rooms == str(["medvl.common", "medvl.encoders", "medvl.errors", "medvl.schema"])
     assert quick == "True"

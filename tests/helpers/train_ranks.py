@@ -28,7 +28,7 @@ from medvl.train import Cosine, rank_and_world
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.loop.validate import evaluating, validation_loss
 from medvl.train.optim.precision import Precision
-from medvl.train.parallel.distributed import World, join
+from medvl.train.parallel.distributed import RankInfo, join
 
 COUNTS = (3, 5)
 """Rows of the two ranks in the uneven checks."""
@@ -218,7 +218,7 @@ def check_validate(folder: Path) -> Any:
         return validate(world)
 
 
-def validate(world: World) -> dict[str, float]:
+def validate(world: RankInfo) -> dict[str, float]:
     model = fakes.TwoTowers()
     with evaluating(model):
         return validation_loss(

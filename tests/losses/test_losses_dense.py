@@ -43,7 +43,7 @@ def case(inner: bool = True) -> tuple[Tensor, ...]:
 
 def test_boxes_are_those_of_the_formulas() -> None:
     logits, boxes, *rest = case()
-    found, expected = losses.boxes(logits, boxes, *rest), naive_boxes(logits, boxes, *rest)
+    found, expected = losses.detection(logits, boxes, *rest), naive_boxes(logits, boxes, *rest)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
     ours = torch.autograd.grad(sum(found), (logits, boxes))
@@ -53,7 +53,7 @@ def test_boxes_are_those_of_the_formulas() -> None:
 
 def test_without_a_box_places_cost_nothing_and_have_a_gradient_of_zeros() -> None:
     logits, boxes, labels, true, inner = case(inner=False)
-    focal, place = losses.boxes(logits, boxes, labels * 0, true.fill_(math.nan), inner)
+    focal, place = losses.detection(logits, boxes, labels * 0, true.fill_(math.nan), inner)
     assert place == 0
     (focal + place).backward()
     assert boxes.grad is not None
@@ -77,7 +77,7 @@ def test_masks_are_those_of_the_formulas() -> None:
     logits = torch.randn(3, 2, 4, 5, requires_grad=True)
     shares = torch.rand(3, 2, 4, 5)
     shares[0] = 0
-    found, expected = losses.masks(logits, shares), naive_masks(logits, shares)
+    found, expected = losses.bce_dice(logits, shares), naive_masks(logits, shares)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(
@@ -86,21 +86,21 @@ def test_masks_are_those_of_the_formulas() -> None:
 
 
 def test_an_empty_mask_that_is_left_empty_costs_nothing() -> None:
-    entropy, dice = losses.masks(torch.full((1, 1, 8, 8), -30.0), torch.zeros(1, 1, 8, 8))
+    entropy, dice = losses.bce_dice(torch.full((1, 1, 8, 8), -30.0), torch.zeros(1, 1, 8, 8))
     assert entropy < 1e-6
     assert dice < 1e-6
-    _, marked = losses.masks(torch.full((1, 1, 8, 8), 30.0), torch.zeros(1, 1, 8, 8))
+    _, marked = losses.bce_dice(torch.full((1, 1, 8, 8), 30.0), torch.zeros(1, 1, 8, 8))
     assert marked == pytest.approx(1 - 1 / 65)
 
 
 def test_they_are_computed_in_full_precision() -> None:
     logits, boxes, *rest = case()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = losses.boxes(logits.bfloat16(), boxes, *rest)
-        masks = losses.masks(logits[None].bfloat16(), torch.zeros(1, *logits.shape))
+        found = losses.detection(logits.bfloat16(), boxes, *rest)
+        masks = losses.bce_dice(logits[None].bfloat16(), torch.zeros(1, *logits.shape))
     assert {loss.dtype for loss in (*found, *masks)} == {torch.float32}
 
 
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="one shape"):
-        losses.masks(torch.zeros(1, 1, 4, 4), torch.zeros(1, 2, 4, 4))
+        losses.bce_dice(torch.zeros(1, 1, 4, 4), torch.zeros(1, 2, 4, 4))

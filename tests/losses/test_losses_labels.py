@@ -27,24 +27,24 @@ def logits() -> Tensor:
 
 
 def test_value_and_gradient_are_those_of_the_formula() -> None:
-    compare(lambda x: losses.labels(x, TARGET_BL), lambda x: naive(x, TARGET_BL), [logits()])
+    compare(lambda x: losses.multilabel_bce(x, TARGET_BL), lambda x: naive(x, TARGET_BL), [logits()])
 
 
 def test_it_begins_at_ln_2_and_nothing_known_is_zero() -> None:
-    assert losses.labels(torch.zeros(4, 3), TARGET_BL).item() == pytest.approx(math.log(2))
-    check_zero_with_gradient(lambda x: losses.labels(x, torch.full((4, 3), torch.nan)), logits())
+    assert losses.multilabel_bce(torch.zeros(4, 3), TARGET_BL).item() == pytest.approx(math.log(2))
+    check_zero_with_gradient(lambda x: losses.multilabel_bce(x, torch.full((4, 3), torch.nan)), logits())
 
 
 def test_an_unknown_label_takes_no_part_whatever_its_logit() -> None:
     wild = torch.where(TARGET_BL.isnan(), torch.tensor(torch.inf), logits()).requires_grad_()
-    loss = losses.labels(wild, TARGET_BL)
-    torch.testing.assert_close(loss, losses.labels(logits(), TARGET_BL))
+    loss = losses.multilabel_bce(wild, TARGET_BL)
+    torch.testing.assert_close(loss, losses.multilabel_bce(logits(), TARGET_BL))
 
 
 def test_half_precision_is_computed_in_float32() -> None:
-    check_precision(lambda x: losses.labels(x, TARGET_BL), logits())
+    check_precision(lambda x: losses.multilabel_bce(x, TARGET_BL), logits())
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"labels need logits and targets of one shape \(B, L\), got \(4, 3\)"):
-        losses.labels(logits(), TARGET_BL[:, :2])
+        losses.multilabel_bce(logits(), TARGET_BL[:, :2])

@@ -199,7 +199,7 @@ def shades(tokenizer: Tokenizer) -> Batch:
 def test_it_learns_to_write_and_where_to_stop(tokenizer: Tokenizer) -> None:
     """Whole reports from pixels alone, after a few hundred steps of the report objective."""
     model = tiny_model(
-        "medvill", tokenizer, attention="seq2seq", objective="report", mask_probability=0.4,
+        "medvill", tokenizer, attention="seq2seq", objective="report", mlm_probability=0.4,
         text_arguments={"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
                         "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     )  # fmt: skip
@@ -223,7 +223,7 @@ def test_it_learns_to_write_and_where_to_stop(tokenizer: Tokenizer) -> None:
 
 def test_the_report_objective_is_words_beside_their_own_images(tokenizer: Tokenizer) -> None:
     """By hand from `features`' parts; the image block's SEP is never the hidden one."""
-    model = tiny_model("medvill", tokenizer, attention="seq2seq", objective="report", mask_probability=0.9).eval()
+    model = tiny_model("medvill", tokenizer, attention="seq2seq", objective="report", mlm_probability=0.9).eval()
     assert isinstance(model, MedViLL)
     batch = make_batch(tokenizer, 4)
     torch.manual_seed(3)
@@ -255,7 +255,7 @@ def test_pretraining_never_hides_the_end_and_reports_do(tokenizer: Tokenizer) ->
     batch = make_batch(tokenizer, 4)
     end_B = batch.mask_BT.sum(dim=1) - 1
     for objective, rate in (("pretraining", 0.0), ("report", 0.5)):
-        model = tiny_model("medvill", tokenizer, objective=objective, mask_probability=0.5)
+        model = tiny_model("medvill", tokenizer, objective=objective, mlm_probability=0.5)
         generator = torch.Generator().manual_seed(0)
         hidden = [model.masking(batch.ids_BT, batch.mask_BT, generator).labels_BT for _ in range(400)]
         share = torch.stack([labels_BT[torch.arange(4), end_B] >= 0 for labels_BT in hidden]).float().mean()

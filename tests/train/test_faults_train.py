@@ -25,7 +25,7 @@ from medvl.errors import TrainingError
 from medvl.schema import Batch, Losses
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.checkpoint import Checkpoints
-from medvl.train.fault_tolerance.nonfinite import Spikes
+from medvl.train.fault_tolerance.nonfinite import LossSpikeDetector
 from medvl.train.loop import logger
 
 BAD = "s3"
@@ -107,7 +107,7 @@ def test_tensorboard_on_a_full_disk_does_not_end_a_run(
 FULL = """
 import resource, sys, pathlib
 import torch
-from helpers from helpers import train_fakes as fakes
+from helpers import train_fakes as fakes
 from medvl.train.fault_tolerance import checkpoint
 torch.set_num_threads(1)
 checkpoint.model_files = fakes.FakeModelFiles
@@ -156,7 +156,7 @@ def test_a_connection_that_breaks_off_is_a_worker_that_died() -> None:
 DYING = """
 import pathlib, sys
 import torch
-from helpers from helpers import train_fakes as fakes
+from helpers import train_fakes as fakes
 from medvl.train.fault_tolerance import checkpoint
 from helpers.train_child import Dying
 torch.set_num_threads(1)
@@ -276,7 +276,9 @@ def spiky_run(run_dir: Path, loader: FakeLoader | None = None, **changes: Any) -
 def test_the_update_of_a_spike_is_left_out_and_its_samples_named(tmp_path: Path) -> None:
     loader = FakeLoader(64, 4)
     result = spiky_run(tmp_path, loader)
-    expected = [step + 1 for step, keys in enumerate(loader.handed_out) if BAD in keys and step >= Spikes.FEWEST]
+    expected = [
+        step + 1 for step, keys in enumerate(loader.handed_out) if BAD in keys and step >= LossSpikeDetector.FEWEST
+    ]
     skips = records(tmp_path, "skip")
     assert [row["step"] for row in skips] == expected
     assert len(expected) == result.skipped == 2
@@ -307,13 +309,13 @@ def test_a_resumed_run_finds_the_same_spikes(tmp_path: Path) -> None:
 
 
 def test_a_loss_is_compared_with_the_median_once_there_are_enough() -> None:
-    spikes = Spikes(10.0)
-    assert not any(spikes.judge(loss) for loss in [1.0] * (Spikes.FEWEST - 1) + [1000.0]), "too few to tell"
+    spikes = LossSpikeDetector(10.0)
+    assert not any(spikes.judge(loss) for loss in [1.0] * (LossSpikeDetector.FEWEST - 1) + [1000.0]), "too few to tell"
     assert not spikes.judge(10.0)
     assert spikes.judge(10.1)
     assert spikes.judge(1e9)
-    again = Spikes(10.0, spikes.state_dict())
-    assert len(again.state_dict()) == Spikes.FEWEST + 1
+    again = LossSpikeDetector(10.0, spikes.state_dict())
+    assert len(again.state_dict()) == LossSpikeDetector.FEWEST + 1
     assert again.judge(10.1)
 
 

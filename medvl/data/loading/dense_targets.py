@@ -30,7 +30,7 @@ _SIDES = ("x", "y", "width", "height")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class MarkedBatch(Batch):
+class DenseBatch(Batch):
     """A batch with the boxes or the masks of its images."""
 
     boxes_BN5: Tensor | None = None
@@ -41,7 +41,7 @@ class MarkedBatch(Batch):
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         mapped = Batch._map(self, function)
-        assert isinstance(mapped, MarkedBatch)
+        assert isinstance(mapped, DenseBatch)
         mapped.boxes_BN5 = None if self.boxes_BN5 is None else function(self.boxes_BN5)
         mapped.masks_BLhw = None if self.masks_BLhw is None else function(self.masks_BLhw)
         return mapped
@@ -109,7 +109,7 @@ def _entries(sample: Sample, kind: Kind) -> list[Mapping[str, Any]]:
     return found
 
 
-class Marker:
+class DenseTargets:
     """Boxes or masks as a model with this transform sees them.
 
     Args:
@@ -144,7 +144,7 @@ class Marker:
         return np.stack(planes)
 
 
-class MarkedLoader:
+class DenseLoader:
     """The batches of a loader with the boxes or masks of their images; everything else is the loader's.
 
     Args:
@@ -153,7 +153,7 @@ class MarkedLoader:
             nothing.
     """
 
-    def __init__(self, loader: Loader, marker: Marker) -> None:
+    def __init__(self, loader: Loader, marker: DenseTargets) -> None:
         self.loader, self.marker = loader, marker
         samples = (loader.source.sample(position) for position in range(len(loader.source)))
         make: Callable[[Sample], np.ndarray] = marker.boxes if marker.kind == "boxes" else marker.masks
@@ -179,13 +179,13 @@ class MarkedLoader:
         """Batches of an epoch on this rank."""
         return self.loader.steps_per_epoch
 
-    def __iter__(self) -> Iterator[MarkedBatch]:
+    def __iter__(self) -> Iterator[DenseBatch]:
         for batch in self.loader:
             fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
             if self.marker.kind == "boxes":
-                yield MarkedBatch(**fields, boxes_BN5=self._boxes(batch.keys))
+                yield DenseBatch(**fields, boxes_BN5=self._boxes(batch.keys))
             else:
-                yield MarkedBatch(**fields, masks_BLhw=self._masks(batch.keys))
+                yield DenseBatch(**fields, masks_BLhw=self._masks(batch.keys))
 
     def state_dict(self) -> dict[str, Any]:
         """As the loader's: what the marks are follows from the model and the data."""

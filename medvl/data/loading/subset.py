@@ -36,7 +36,7 @@ class Subset:
         return self.source.pixels(int(self.positions[position]), color)
 
 
-class Settled:
+class LabelPolicyView:
     """A source whose labels are 1, 0 or absent, in columns of one's own choice.
 
     Args:

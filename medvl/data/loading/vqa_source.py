@@ -12,7 +12,7 @@ from medvl.errors import CorpusError
 from medvl.schema import Sample
 
 
-class Asked(NamedTuple):
+class ImageQuestion(NamedTuple):
     """A question and the image that it is about."""
 
     image: int
@@ -82,10 +82,12 @@ class QuestionSource:
         return self.source.pixels(self.asked[position].image, color)
 
 
-def asked_in(source: ShardSource, split: str) -> tuple[Asked, ...]:
+def asked_in(source: ShardSource, split: str) -> tuple[ImageQuestion, ...]:
     """The questions of a split, in the order of the shards. Raises CorpusError when there is none."""
     everything = [
-        Asked(place, question) for place in range(len(source)) for question in questions_of(source.sample(place))
+        ImageQuestion(place, question)
+        for place in range(len(source))
+        for question in questions_of(source.sample(place))
     ]
     found = tuple(asked for asked in everything if asked.question.split == split)
     if not found:

@@ -33,7 +33,7 @@ from medvl.eval.classification.scored_images import (
     places,
     ranking_blocks,
 )
-from medvl.eval.core.full_pass import WholePass, input_hashes
+from medvl.eval.core.full_pass import FullPass, input_hashes
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import measure
 from medvl.models.downstream.classifier_config import ClassifierConfig
@@ -110,7 +110,7 @@ def score_labels(model: Classifies, loader: Loader, policy: LabelPolicy) -> Scor
             f"the classifier ({', '.join(model.config.labels)}) and the data "
             f"({', '.join(source.label_names) or 'none'}) have no label in common"
         )
-    given = WholePass(loader)
+    given = FullPass(loader)
     parts, tables = [], []
     with evaluating(model):
         for batch in given:

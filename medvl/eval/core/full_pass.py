@@ -10,7 +10,7 @@ from medvl.eval.core.results import checkpoint_sha256
 from medvl.schema import Batch
 
 
-class WholePass:
+class FullPass:
     """The batches of a loader, and once they are through, the proof that they held every sample of its source once.
 
     Iterating raises `EvaluationError` behind the last batch where a sample came twice, was neither given nor skipped,

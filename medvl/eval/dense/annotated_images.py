@@ -12,7 +12,7 @@ from medvl.data.loading.dense_targets import Kind, is_marked
 from medvl.errors import EvaluationError
 from medvl.eval.classification.scored_images import places
 from medvl.eval.core.bootstrap import mean_over_labels
-from medvl.eval.core.full_pass import WholePass
+from medvl.eval.core.full_pass import FullPass
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import Block
 from medvl.eval.core.metrics import Array
@@ -62,7 +62,7 @@ def judge_images(
         EvaluationError: there is no marked image, or the loader does not give every sample once.
     """
     place_of = places(loader.source)
-    given = WholePass(loader)
+    given = FullPass(loader)
     judged: list[Judged] = []
     with evaluating(model):
         for batch in given:

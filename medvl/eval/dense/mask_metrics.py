@@ -51,7 +51,7 @@ class Areas:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
+class MaskThreshold:
     """What makes a mask of a map of probabilities."""
 
     threshold: float
@@ -117,7 +117,7 @@ def left_empty(areas: Areas) -> Array:
     return np.where(areas.true_N[:, None] > 0, np.nan, areas.marked_NT == 0)
 
 
-def choose_cut(areas: Areas, thresholds: Sequence[float], empty: EmptyRule) -> Cut:
+def choose_cut(areas: Areas, thresholds: Sequence[float], empty: EmptyRule) -> MaskThreshold:
     """The threshold and the least share with the best mean Dice; on validation images, and nowhere else.
 
     Of equally good ones the highest threshold and the smallest share. NaN twice where the rule leaves all images out.
@@ -129,6 +129,6 @@ def choose_cut(areas: Areas, thresholds: Sequence[float], empty: EmptyRule) -> C
         if judged_N.any():
             values_AT[row] = dice_NT[judged_N].mean(axis=0)
     if np.isnan(values_AT).all():
-        return Cut(threshold=float("nan"), least_share=float("nan"))
+        return MaskThreshold(threshold=float("nan"), least_share=float("nan"))
     row, back = divmod(int(values_AT[:, ::-1].argmax()), len(thresholds))
-    return Cut(threshold=thresholds[len(thresholds) - 1 - back], least_share=LEAST_SHARES[row])
+    return MaskThreshold(threshold=thresholds[len(thresholds) - 1 - back], least_share=LEAST_SHARES[row])

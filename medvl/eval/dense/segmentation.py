@@ -35,8 +35,8 @@ from medvl.eval.dense.annotated_images import Dense, MarkedImage, headline_targe
 from medvl.eval.dense.mask_metrics import (
     THRESHOLDS,
     Areas,
-    Cut,
     EmptyRule,
+    MaskThreshold,
     areas_of,
     choose_cut,
     dice,
@@ -46,7 +46,7 @@ from medvl.eval.dense.mask_metrics import (
 )
 
 PROTOCOL, PROTOCOL_VERSION = "segmentation", 1
-_FIXED = Cut(threshold=0.5, least_share=0.0)
+_FIXED = MaskThreshold(threshold=0.5, least_share=0.0)
 _SHOWN_SIDE = 384
 _TRAINING_SIDE = 256
 
@@ -75,7 +75,7 @@ class SegmentationResult:
     results: Results
     labels: tuple[str, ...]
     images: tuple[SegmentedImage, ...]
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, MaskThreshold]
     dice_NL: NDArray[np.float64]
     """Under the rule; NaN where it leaves an image out."""
 
@@ -195,14 +195,14 @@ def overlap_blocks(areas: Mapping[str, Areas], empty: EmptyRule) -> list[Block]:
     ]
 
 
-def _chosen_cuts(areas: Mapping[str, Areas], empty: EmptyRule) -> dict[str, Cut]:
+def _chosen_cuts(areas: Mapping[str, Areas], empty: EmptyRule) -> dict[str, MaskThreshold]:
     """The best cut of each label; the fixed one of a label for which the rule leaves no image."""
     cuts = {label: choose_cut(found, THRESHOLDS, empty) for label, found in areas.items()}
     return {label: _FIXED if np.isnan(cut.threshold) else cut for label, cut in cuts.items()}
 
 
 def _described(
-    images: Sequence[SegmentedImage], areas: Mapping[str, Areas], cuts: Mapping[str, Cut], empty: EmptyRule
+    images: Sequence[SegmentedImage], areas: Mapping[str, Areas], cuts: Mapping[str, MaskThreshold], empty: EmptyRule
 ) -> dict[str, Any]:
     return {
         "patients": len({image.sample.patient for image in images}),
@@ -222,7 +222,7 @@ def _by_label(images: Sequence[SegmentedImage], labels: Sequence[str]) -> dict[s
     return {label: stack([image.areas[number] for image in images]) for number, label in enumerate(labels)}
 
 
-def _at(areas: Areas, cut: Cut) -> Areas:
+def _at(areas: Areas, cut: MaskThreshold) -> Areas:
     return areas.cut(cut.least_share).at(THRESHOLDS.index(cut.threshold))
 
 

@@ -31,7 +31,7 @@ from medvl.data.transforms.image import Box
 from medvl.errors import EvaluationError
 from medvl.eval.classification.scored_images import places
 from medvl.eval.core.bootstrap import mean_over_labels
-from medvl.eval.core.full_pass import WholePass, input_hashes
+from medvl.eval.core.full_pass import FullPass, input_hashes
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import Block, MetricRow, mean_block, measure
 from medvl.eval.core.metrics import Array
@@ -184,7 +184,7 @@ class _Judge:
         """Every item, the maps of those that are kept, and the account of it all."""
         items: list[GroundedPhrase] = []
         shown: _Maps = {}
-        given = WholePass(self.loader)
+        given = FullPass(self.loader)
         with evaluating(self.model):
             for batch in given:
                 for item, map_HW in self._items(batch):
@@ -276,7 +276,7 @@ def label_mean_block(metric: str, value_N: Array, labels: Sequence[str]) -> Bloc
     return Block([overall, dataclasses.replace(overall, target="macro"), *of_labels], statistic)
 
 
-def _account(items: Sequence[GroundedPhrase], given: WholePass) -> dict[str, Any]:
+def _account(items: Sequence[GroundedPhrase], given: FullPass) -> dict[str, Any]:
     """What was judged, what was left out, what the model was not shown, and what a blind guess reaches."""
     images = {item.sample.key for item in items}
     shares: dict[str, list[float]] = {"overall": [item.share for item in items]}

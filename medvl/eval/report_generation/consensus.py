@@ -14,7 +14,7 @@ from medvl.data.reports.labeler import label_report
 from medvl.eval.report_generation.clinical_f1 import Doubt, asserted
 
 
-def spokesman(texts: Sequence[str], doubt: Doubt = "negative") -> int:
+def mbr_select(texts: Sequence[str], doubt: Doubt = "negative") -> int:
     """Which of the texts has the greatest mean F1, over all of them, of the findings that it asserts; the first of
     equals. Two texts without any finding agree. Raises ValueError when there is no text."""
     if not texts:

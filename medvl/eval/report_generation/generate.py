@@ -9,7 +9,7 @@ from medvl.data.loading.loader import Source
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.text import REPORT_SECTIONS, choose_sections
 from medvl.errors import ConfigError
-from medvl.eval.report_generation.consensus import spokesman
+from medvl.eval.report_generation.consensus import mbr_select
 from medvl.eval.report_generation.evaluate import WrittenReport, judge_reports
 from medvl.models.text_decoding import Decoding, Generated
 from medvl.schema import Batch
@@ -70,7 +70,7 @@ def write_reports(
             texts = [model.tokenizer.decode(ids_T[mask_T]) for ids_T, mask_T in rows]
             each, ends = len(texts) // len(batch), found.ended_B.tolist()
             for number, key in enumerate(batch.keys):
-                chosen = number * each + spokesman(texts[number * each :][:each])
+                chosen = number * each + mbr_select(texts[number * each :][:each])
                 written[key] = (texts[chosen], ends[chosen])
     reports = []
     for place in range(len(loader.source)):

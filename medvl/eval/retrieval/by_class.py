@@ -31,14 +31,14 @@ from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.classification.scored_images import account_of, places
 from medvl.eval.core.bootstrap import mean_over_labels
-from medvl.eval.core.full_pass import WholePass, input_hashes
+from medvl.eval.core.full_pass import FullPass, input_hashes
 from medvl.eval.core.interfaces import Loader, Model
 from medvl.eval.core.metric_rows import Block, MetricRow, mean_block, measure
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
 from medvl.eval.retrieval.candidate_lists import Item, RetrievalList
 from medvl.eval.retrieval.image_text import Similarity, check_ks, encode_images, take
-from medvl.eval.zero_shot.scores import embed_texts
+from medvl.eval.zero_shot_classification.scores import embed_texts
 from medvl.schema import Embeddings, Sample
 from medvl.train.loop.validate import evaluating
 
@@ -232,7 +232,7 @@ def _report_queries(
 
 def _encode(model: Model, loader: Loader) -> tuple[Embeddings, list[Sample], dict[str, int]]:
     """Embeddings and samples of every readable image, and what could not be read."""
-    given = WholePass(loader)
+    given = FullPass(loader)
     with evaluating(model):
         images, keys, _ = encode_images(model, given, None)
     place_of = places(loader.source)

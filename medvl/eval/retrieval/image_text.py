@@ -22,12 +22,12 @@ import torch
 from numpy.typing import NDArray
 
 from medvl.errors import EvaluationError
-from medvl.eval.core.full_pass import WholePass, input_hashes
+from medvl.eval.core.full_pass import FullPass, input_hashes
 from medvl.eval.core.interfaces import Compares, Loader, Model, encode_batch
 from medvl.eval.core.metric_rows import Block, MetricRow, mean_block, measure, median_block
 from medvl.eval.core.results import Results
 from medvl.eval.retrieval.examples import RetrievalView, look
-from medvl.eval.zero_shot.scores import concatenate, embed_texts
+from medvl.eval.zero_shot_classification.scores import concatenate, embed_texts
 from medvl.schema import Batch, Embeddings
 from medvl.train.loop.validate import evaluating
 
@@ -98,7 +98,7 @@ def image_text_retrieval(
     sample once, or there are fewer than two distinct texts.
     """
     check_ks(ks)
-    inputs, given = input_hashes(checkpoint, manifest=loader), WholePass(loader)
+    inputs, given = input_hashes(checkpoint, manifest=loader), FullPass(loader)
     with evaluating(model):
         images, keys, texts = encode_images(model, given, autocast)
         gallery = Gallery.of(keys, texts, given.unreadable)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medvl.errors import EvaluationError
-from medvl.eval.core.full_pass import WholePass, input_hashes
+from medvl.eval.core.full_pass import FullPass, input_hashes
 from medvl.eval.core.interfaces import Loader, Model
 from medvl.eval.core.results import Results, checkpoint_sha256
 from medvl.eval.retrieval.image_text import (
@@ -41,7 +41,7 @@ from medvl.eval.retrieval.image_text import (
     retrieval_ranks,
     take,
 )
-from medvl.eval.zero_shot.scores import embed_texts
+from medvl.eval.zero_shot_classification.scores import embed_texts
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.layers.encoder import Tokens
 from medvl.schema import Embeddings
@@ -229,7 +229,7 @@ def _rows(tokens: Tokens, index_B: Tensor, device: torch.device) -> Tokens:
 
 def _encode(model: FusionModel, loader: Loader) -> tuple[Encoded, Gallery]:
     """Tokens of the images with text and of the distinct texts."""
-    given = WholePass(loader)
+    given = FullPass(loader)
     parts, texts = [], list[str]()
     for batch in given:
         plain = plain_texts(batch)

@@ -14,7 +14,7 @@ from medvl.eval.vqa.answer_vocabulary import AnswerVocabulary
 from medvl.eval.vqa.predictions import Prediction
 from medvl.eval.vqa.protocol import PROTOCOL, get_protocol
 from medvl.eval.vqa.question_set import VQAData
-from medvl.models.downstream.vqa.heads import Said
+from medvl.models.downstream.vqa.heads import AnswerPredictions
 from medvl.schema import Batch
 from medvl.train.loop.validate import evaluating
 
@@ -22,7 +22,7 @@ from medvl.train.loop.validate import evaluating
 class Answers(Protocol):
     """A model that answers questions."""
 
-    def said(self, batch: Batch) -> Said:
+    def said(self, batch: Batch) -> AnswerPredictions:
         """An answer to each question of a batch, of its vocabulary or in its own words."""
 
     def modules(self) -> Iterator[torch.nn.Module]:

@@ -55,7 +55,7 @@ class Classifier(System):
         transform: EvalTransform,
         *,
         frozen_encoder: bool = False,
-        head_rate: float = 1.0,
+        head_lr_mult: float = 1.0,
     ) -> Self:
         """A fresh head on an encoder, which is taken as it is and not copied."""
         config = ClassifierConfig(
@@ -63,13 +63,13 @@ class Classifier(System):
             transform=dataclasses.asdict(transform),
             labels=tuple(labels),
             frozen_encoder=frozen_encoder,
-            head_rate=head_rate,
+            head_lr_mult=head_lr_mult,
         )
         return cls(config, image_encoder, transform)
 
     def forward(self, batch: Batch) -> Losses:
         """`batch.labels_BL` has the columns of `config.labels`, 1, 0 or NaN."""
-        return Losses.sum(labels=losses.labels(self.label_logits(batch.image_BCHW), batch.labels_BL))
+        return Losses.sum(labels=losses.multilabel_bce(self.label_logits(batch.image_BCHW), batch.labels_BL))
 
     def label_logits(self, image_BCHW: Tensor) -> Tensor:
         """(B, L), in the order of `config.labels`."""
@@ -83,8 +83,8 @@ class Classifier(System):
         return dict(zip(self.config.labels, probability_BL.T, strict=True))
 
     def parameter_groups(self, lr: float, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
-        """The encoder at `lr`, falling by `layer_decay` towards its stem, and the head at `head_rate` times `lr`."""
-        parts = (("encoder", self.image_encoder, lr), ("head", self.label_head, lr * self.config.head_rate))
+        """The encoder at `lr`, falling by `layer_decay` towards its stem, and the head at `head_lr_mult` times `lr`."""
+        parts = (("encoder", self.image_encoder, lr), ("head", self.label_head, lr * self.config.head_lr_mult))
         return [
             {**group, "name": f"{name}: {group['name']}"}
             for name, module, rate in parts
@@ -93,7 +93,7 @@ class Classifier(System):
 
 
 def create_classifier(
-    start: Path | str, labels: Sequence[str], *, frozen_encoder: bool = False, head_rate: float = 1.0
+    start: Path | str, labels: Sequence[str], *, frozen_encoder: bool = False, head_lr_mult: float = 1.0
 ) -> Classifier:
     """A fresh head over labels on the image encoder of a checkpoint of any system, or on an encoder by name.
 
@@ -101,7 +101,7 @@ def create_classifier(
         start: folder of a checkpoint; or the name of an image encoder (`medvl list image-encoders`), which starts from
             its published weights.
         labels: names of the columns.
-        frozen_encoder, head_rate: see `ClassifierConfig`.
+        frozen_encoder, head_lr_mult: see `ClassifierConfig`.
 
     Raises:
         CheckpointError: the folder is no whole checkpoint.
@@ -109,7 +109,7 @@ def create_classifier(
         WeightsError: published weights cannot be had.
     """
     encoder, transform = encoder_at(start)
-    return Classifier.on(encoder, labels, transform, frozen_encoder=frozen_encoder, head_rate=head_rate)
+    return Classifier.on(encoder, labels, transform, frozen_encoder=frozen_encoder, head_lr_mult=head_lr_mult)
 
 
 def encoder_at(start: Path | str) -> tuple[ImageEncoder, EvalTransform]:

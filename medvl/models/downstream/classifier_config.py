@@ -20,14 +20,14 @@ class ClassifierConfig:
     labels: tuple[str, ...]
     frozen_encoder: bool = False
     """Train the linear layer alone, the encoder in eval mode: a linear probe by gradient descent."""
-    head_rate: float = 1.0
+    head_lr_mult: float = 1.0
     """Learning rate of the linear layer, as a multiple of the encoder's."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", tuple(self.labels))  # a list, where it was read from JSON
         if not self.labels or len(set(self.labels)) != len(self.labels):
             raise ConfigError(f"labels must be one or more, each once; there are {len(self.labels)}")
-        if self.head_rate <= 0:
-            raise ConfigError(f"head_rate must be above 0, got {self.head_rate}")
+        if self.head_lr_mult <= 0:
+            raise ConfigError(f"head_lr_mult must be above 0, got {self.head_lr_mult}")
         if "name" not in self.encoder:
             raise ConfigError("encoder must name the image encoder: {'name': 'resnet50'}")

@@ -48,14 +48,14 @@ class DetectorConfig(DenseConfig):
 
     inner_share: float = 0.4
     """Cells in the inner part of a box, this share of each of its sides, learn to find it."""
-    suppression: float = 0.4
+    nms_iou_threshold: float = 0.4
     """Of two boxes of a label that overlap by more, the one with the lower score is left out."""
     max_boxes: int = 20
     """Most boxes of a label in an image."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("inner_share", "suppression"):
+        for name in ("inner_share", "nms_iou_threshold"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be above 0 and at most 1, got {getattr(self, name):g}")
         if self.max_boxes < 1:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.data.loading.dense_targets import MarkedBatch
+from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder
 from medvl.models.downstream.dense_base import DenseModel, rare
@@ -50,12 +50,12 @@ class Detector(DenseModel):
         self.place_head = nn.Conv2d(config.width, 4, 1)
 
     def forward(self, batch: Batch) -> Losses:
-        """`batch` is a `MarkedBatch` with boxes."""
-        assert isinstance(batch, MarkedBatch)
+        """`batch` is a `DenseBatch` with boxes."""
+        assert isinstance(batch, DenseBatch)
         assert batch.boxes_BN5 is not None
         logits_BPL, box_BP4 = self.cells(batch.image_BCHW)
         targets = self.targets(batch.boxes_BN5)
-        label, place = losses.boxes(logits_BPL, box_BP4, targets.label_BPL, targets.box_BP4, targets.inner_BP)
+        label, place = losses.detection(logits_BPL, box_BP4, targets.label_BPL, targets.box_BP4, targets.inner_BP)
         return Losses.sum(label=label, place=place)
 
     def cells(self, image_BCHW: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ class Detector(DenseModel):
         """One (L, K, 5) an image: edges in pixels of the image before `transform`, and the score, the highest first.
 
         Boxes are cut to what the model was shown. K is `max_boxes`, or the number of cells where that is smaller; rows
-        that suppression left over have a score of -inf.
+        that nms_iou_threshold left over have a score of -inf.
 
         Args:
             image_BCHW: as `transform` made them.
@@ -105,7 +105,7 @@ class Detector(DenseModel):
         score_BPL = torch.sigmoid(logits_BPL.float())
         box_BP4 = box_BP4.clamp(0, self.transform.size)
         kept = [
-            suppress(box_BP4, score_BP, overlap=self.config.suppression, keep=self.config.max_boxes)
+            suppress(box_BP4, score_BP, overlap=self.config.nms_iou_threshold, keep=self.config.max_boxes)
             for score_BP in score_BPL.unbind(dim=2)
         ]
         found_BLK5 = torch.stack(kept, dim=1)
@@ -131,7 +131,7 @@ def _place(transform: EvalTransform, size: tuple[int, int]) -> tuple[float, ...]
 def suppress(box_BP4: Tensor, score_BP: Tensor, *, overlap: float, keep: int) -> Tensor:
     """(B, K, 5): the best boxes of each image with their scores, none of which overlaps a better one by more.
 
-    Greedy non-maximum suppression, all images at once. Once no box is left over, scores are -inf.
+    Greedy non-maximum nms_iou_threshold, all images at once. Once no box is left over, scores are -inf.
     """
     left_BP = score_BP.clone()
     area_BP = (box_BP4[:, :, 2:] - box_BP4[:, :, :2]).prod(dim=2)

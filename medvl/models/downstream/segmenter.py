@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.data.loading.dense_targets import MarkedBatch
+from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder
 from medvl.models.downstream.dense_base import DenseModel, rare
@@ -26,10 +26,10 @@ class Segmenter(DenseModel):
         self.mask_head = rare(nn.Conv2d(config.width, len(config.labels), 1))
 
     def forward(self, batch: Batch) -> Losses:
-        """`batch` is a `MarkedBatch` with masks at the model's own grid."""
-        assert isinstance(batch, MarkedBatch)
+        """`batch` is a `DenseBatch` with masks at the model's own grid."""
+        assert isinstance(batch, DenseBatch)
         assert batch.masks_BLhw is not None
-        entropy, dice = losses.masks(self.mask_logits(batch.image_BCHW), batch.masks_BLhw / 255)
+        entropy, dice = losses.bce_dice(self.mask_logits(batch.image_BCHW), batch.masks_BLhw / 255)
         return Losses.sum(cross_entropy=entropy, dice=dice)
 
     def mask_logits(self, image_BCHW: Tensor) -> Tensor:

@@ -221,7 +221,7 @@ class GLoRIA(ContrastiveEncoder):
         return int(self.config.text_token)
 
     def _scaled(self, local_NPE: Tensor) -> Tensor:
-        length = self.config.local_length
+        length = self.config.local_feature_norm
         return local_NPE if length is None else length * F.normalize(local_NPE.float(), dim=-1)
 
     def _compare_words(self, images: Embeddings, texts: Embeddings, pool: WordPool | None = None) -> Tensor:

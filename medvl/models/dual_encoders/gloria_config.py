@@ -40,7 +40,7 @@ class GLoRIAConfig:
     """The embedding layer and this many layers above it are not trained; 0 trains everything."""
     attention_dropout: float | None = None
     """As for ConVIRT."""
-    local_length: float | None = None
+    local_feature_norm: float | None = None
     """Length that every region and word is brought to before they are compared. None leaves them as they are, as the
     paper does: then their own length says how sharp the attention is, and where it is large from the start, one word
     has every region to itself, no gradient changes that, and all regions are attended alike."""
@@ -62,7 +62,7 @@ class GLoRIAConfig:
     """Of the text encoder; None is the preset's own, or the tokenizer's where one is given."""
 
     def __post_init__(self) -> None:
-        for name in ("temp1", "temp2", "temp3", "pixel_std", "local_length"):
+        for name in ("temp1", "temp2", "temp3", "pixel_std", "local_feature_norm"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")

@@ -23,7 +23,7 @@ from medvl.models.dual_encoders.base import DualEncoder
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.config import ALBEFConfig
 from medvl.models.fusion_encoders.corruption import complete_rows, draw_text, of_rows, same_rows
-from medvl.models.fusion_encoders.layers.encoder import Fused, Looks, Tokens
+from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Tokens
 from medvl.models.fusion_encoders.layers.heads import WordHead
 from medvl.models.fusion_encoders.layers.inputs import create_encoders, of_present
 from medvl.models.fusion_encoders.layers.transformer import CoAttentionLayer, Sizes, init_weights
@@ -103,12 +103,12 @@ class Layers(nn.Module):
         states_BTD = self._fused(text, image, len(self.fusion))
         return Fused(Tokens(states_BTD, text.mask_BN), image, states_BTD[:, 0])
 
-    def looks(self, text: Tokens, image: Tokens) -> Looks:
+    def looks(self, text: Tokens, image: Tokens) -> AttentionMaps:
         """Over all of the image's tokens; the pooled token is the text's first one."""
         states_BTD = self._fused(text, image, len(self.fusion) - 1)
         last: Any = self.fusion[-1]
         weights_BTP = last.cross_weights(states_BTD, image.states_BND, text.mask_BN, image.mask_BN)
-        return Looks(weights_BTP[:, 0], weights_BTP)
+        return AttentionMaps(weights_BTP[:, 0], weights_BTP)
 
     def _fused(self, text: Tokens, image: Tokens, depth: int) -> Tensor:
         """The text's states after the first `depth` layers."""
@@ -256,7 +256,7 @@ class ALBEF(FusionModel, DualEncoder):
         """See the base class."""
         return self.layers.fuse(text, image)
 
-    def looks(self, text: Tokens, image: Tokens) -> Looks:
+    def looks(self, text: Tokens, image: Tokens) -> AttentionMaps:
         """See the base class."""
         return self.layers.looks(text, image).cells(image, leading=1)
 
@@ -283,7 +283,7 @@ class ALBEF(FusionModel, DualEncoder):
             teacher: Read = average.read(batch, masked.ids_BT, masked_N, row_K)
         names_K = name_ids(batch.keys if batch.studies is None else batch.studies).to(row_K.device)[row_K]
         itc = self.itc_head(learner, teacher, names_K, alpha)
-        pairs = self.look_alikes(batch, learner, row_K)
+        pairs = self.hard_negatives(batch, learner, row_K)
         itm = losses.itm(
             self.match(learner.text.rows(pairs.text_N), learner.image.rows(pairs.image_N)), pairs.matched_N
         )
@@ -291,7 +291,7 @@ class ALBEF(FusionModel, DualEncoder):
         total = self.config.itc_weight * itc + self.config.itm_weight * itm + self.config.mlm_weight * mlm
         return Losses(total=total, terms={"itc": itc, "itm": itm, "mlm": mlm})
 
-    def look_alikes(self, batch: Batch, read: Read, row_K: Tensor) -> MatchingPairs:
+    def hard_negatives(self, batch: Batch, read: Read, row_K: Tensor) -> MatchingPairs:
         """Rows of the batch: K pairs, and for each text an image, for each image a text, that look like theirs."""
         similarity_KK = (read.image_KE @ read.text_KE.T).detach() / self.itc_head.temperature.detach()
         same_KK = same_rows(batch)[row_K][:, row_K]

@@ -11,7 +11,7 @@ from medvl.data.transforms.mlm_masking import TextMasking
 from medvl.encoders import parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import TwoTowers
-from medvl.models.fusion_encoders.layers.encoder import Fused, Looks, Tokens
+from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Tokens
 from medvl.models.fusion_encoders.layers.inputs import RegionEncoder
 from medvl.schema import Batch, Losses
 
@@ -57,7 +57,7 @@ class FusionModel(TwoTowers):
         """Row i of both attend to each other."""
 
     @abc.abstractmethod
-    def looks(self, text: Tokens, image: Tokens) -> Looks:
+    def looks(self, text: Tokens, image: Tokens) -> AttentionMaps:
         """Where row i of the text looks in row i of the images: over the cells of their grid, or over regions. A row of
         the text's for each of the `ids_BT` that `text` was made of."""
 
@@ -105,7 +105,7 @@ class FusionModel(TwoTowers):
             )
         return TextMasking(
             self.tokenizer,
-            rate=self.config.mask_probability,
+            rate=self.config.mlm_probability,
             whole_words=self.config.whole_words,
             ends=self.masks_ends,
         )
@@ -117,9 +117,9 @@ class FusionModel(TwoTowers):
         """
         groups: list[dict[str, Any]] = []
         for name, child in self.named_children():
-            rate = 1.0 if name in _ENCODERS else self.config.fusion_rate
+            rate = 1.0 if name in _ENCODERS else self.config.fusion_lr_mult
             if name.endswith("head"):
-                rate = self.config.head_rate
+                rate = self.config.head_lr_mult
             groups += [
                 {**group, "name": f"{name}: {group['name']}"}
                 for group in parameter_groups(child, lr * rate, weight_decay)

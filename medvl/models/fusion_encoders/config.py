@@ -32,24 +32,24 @@ class FusionConfig:
     image_size: int = 288
     fit: Literal["crop", "pad", "squash"] = "crop"
     """How an image is made square for inference (`medvl.data.transforms.image.EvalTransform`)."""
-    mask_probability: float = 0.15
+    mlm_probability: float = 0.15
     """Share of words (or tokens, where `whole_words` is off) that the masked language model must guess."""
     whole_words: bool = True
     """Mask all pieces of a word or none."""
     mlm_weight: float = 1.0
     itm_weight: float = 1.0
-    fusion_rate: float = 5.0
+    fusion_lr_mult: float = 5.0
     """Learning rate of the fusion-encoder and of what leads into it, as a multiple of the encoders'."""
-    head_rate: float = 5.0
+    head_lr_mult: float = 5.0
     """Learning rate of the heads, as a multiple of the encoders'."""
     max_tokens: int = 64
     vocab_size: int | None = None
     """Of the text encoder; None is the preset's own, or the tokenizer's where one is given."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.mask_probability < 1:
-            raise ConfigError(f"mask_probability must be within (0, 1), got {self.mask_probability}")
-        for name in ("mlm_weight", "itm_weight", "fusion_rate", "head_rate"):
+        if not 0 < self.mlm_probability < 1:
+            raise ConfigError(f"mlm_probability must be within (0, 1), got {self.mlm_probability}")
+        for name in ("mlm_weight", "itm_weight", "fusion_lr_mult", "head_lr_mult"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
 
@@ -114,7 +114,7 @@ class M3AEConfig(DualStreamConfig):
     system: ClassVar[str] = "m3ae"
 
     max_tokens: int = 64
-    removed_patches: float = 0.75
+    mask_ratio: float = 0.75
     """Share of the patches that are taken away before the image encoder's first block."""
     mim_layer: int = 3
     """The decoder reads the image stream after so many co-attention layers."""
@@ -125,8 +125,8 @@ class M3AEConfig(DualStreamConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.removed_patches < 1 or self.mim_weight <= 0:
-            raise ConfigError("removed_patches must be within (0, 1) and mim_weight above 0")
+        if not 0 < self.mask_ratio < 1 or self.mim_weight <= 0:
+            raise ConfigError("mask_ratio must be within (0, 1) and mim_weight above 0")
         if not 1 <= self.mim_layer <= self.layers:
             raise ConfigError(f"mim_layer is {self.mim_layer}: there are layers 1 to {self.layers}")
         if self.decoder_width % self.decoder_heads or self.decoder_width % 4 or self.decoder_layers < 1:
@@ -145,8 +145,8 @@ class MedViLLConfig(FusionConfig):
     text_encoder: str = "bert"
     image_size: int = 512
     whole_words: bool = False
-    fusion_rate: float = 1.0
-    head_rate: float = 1.0
+    fusion_lr_mult: float = 1.0
+    head_lr_mult: float = 1.0
     frozen_image_layers: int = 1
     """The stem and so many stages above it are not trained; 0 trains everything."""
     image_tokens: int = 180
@@ -183,8 +183,8 @@ class ALBEFConfig(FusionConfig):
     """The lower half of BERT encodes the text; the upper one is the fusion-encoder, `layers` layers of it."""
     image_size: int = 256
     whole_words: bool = False
-    fusion_rate: float = 1.0
-    head_rate: float = 1.0
+    fusion_lr_mult: float = 1.0
+    head_lr_mult: float = 1.0
     max_tokens: int = 25
     layers: int = 6
     """Of the fusion-encoder, as wide as the text encoder."""

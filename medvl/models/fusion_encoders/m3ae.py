@@ -88,7 +88,7 @@ class M3AE(DualStreamModel):
         patches = mask_patches(
             len(batch),
             self.grid[0] * self.grid[1],
-            self.config.removed_patches,
+            self.config.mask_ratio,
             torch.default_generator,
             batch.image_BCHW.device,
         )

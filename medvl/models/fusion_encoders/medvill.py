@@ -13,7 +13,7 @@ from medvl.errors import ConfigError
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.config import WRITERS, MedViLLConfig
 from medvl.models.fusion_encoders.corruption import Draw, draw_pairs, draw_text
-from medvl.models.fusion_encoders.layers.encoder import Fused, Looks, Pooler, Tokens, stream_mask
+from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Pooler, Tokens, stream_mask
 from medvl.models.fusion_encoders.layers.heads import WordHead
 from medvl.models.fusion_encoders.layers.inputs import create_encoders, of_present
 from medvl.models.fusion_encoders.layers.transformer import attention_weights, init_weights
@@ -136,7 +136,7 @@ class MedViLL(FusionModel):
             self.pooler(states_BSD),
         )
 
-    def looks(self, text: Tokens, image: Tokens) -> Looks:
+    def looks(self, text: Tokens, image: Tokens) -> AttentionMaps:
         """See the base class; the pooled token is CLS, which the text begins with."""
         block, words, mask_BSS = self._sequence(text, image)
         below_BSD = self.text_encoder.encode(torch.cat([block.states_BND, words.states_BND], dim=1), mask_BSS)[-2]
@@ -147,7 +147,7 @@ class MedViLL(FusionModel):
         ).mean(dim=1)
         images = block.states_BND.shape[1]
         of_text_BTP = torch.cat([weights_BSS[:, :1], weights_BSS[:, images:]], dim=1)[:, :, 1 : images - 1]
-        return Looks(of_text_BTP[:, 0], of_text_BTP).cells(image, leading=0)
+        return AttentionMaps(of_text_BTP[:, 0], of_text_BTP).cells(image, leading=0)
 
     def _sequence(self, text: Tokens, image: Tokens) -> tuple[Tokens, Tokens, Tensor]:
         """The image block, the words behind it, and who of both may attend to whom (B, S, S)."""

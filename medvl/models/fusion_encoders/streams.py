@@ -19,7 +19,14 @@ from medvl.encoders import TextEncoder
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.config import DualStreamConfig, SingleStreamConfig, StreamConfig
 from medvl.models.fusion_encoders.corruption import Draw, draw_pairs, draw_text
-from medvl.models.fusion_encoders.layers.encoder import DualStream, Fused, FusionEncoder, Looks, SingleStream, Tokens
+from medvl.models.fusion_encoders.layers.encoder import (
+    AttentionMaps,
+    DualStream,
+    Fused,
+    FusionEncoder,
+    SingleStream,
+    Tokens,
+)
 from medvl.models.fusion_encoders.layers.heads import WordHead
 from medvl.models.fusion_encoders.layers.inputs import (
     ImageInput,
@@ -104,7 +111,7 @@ class StreamModel(FusionModel, abc.ABC):
         fused: Fused = self.fusion(text, image)
         return fused
 
-    def looks(self, text: Tokens, image: Tokens) -> Looks:
+    def looks(self, text: Tokens, image: Tokens) -> AttentionMaps:
         """See the base class."""
         return self.fusion.looks(text, image).cells(image, leading=1)
 

@@ -40,7 +40,7 @@ _SLICES = 0.7  # share of the patients that have one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class ImageQuestion:
     """A question about an image with its one right answer."""
 
     question: str
@@ -61,7 +61,7 @@ class VQAImage:
     plane: str
     draw: Callable[[int], NDArray[np.uint16]]
     """Size -> 12-bit image (H, W)."""
-    asked: tuple[Asked, ...]
+    asked: tuple[ImageQuestion, ...]
 
 
 def vqa_images(patient: Patient) -> list[VQAImage]:
@@ -132,15 +132,15 @@ def _slice(number: int, part: Slice) -> VQAImage:
     )
 
 
-def _yes_no(kind: str, question: str, truth: bool) -> Asked:
-    return Asked(question=question, answer="yes" if truth else "no", closed=True, kind=kind)
+def _yes_no(kind: str, question: str, truth: bool) -> ImageQuestion:
+    return ImageQuestion(question=question, answer="yes" if truth else "no", closed=True, kind=kind)
 
 
-def _open(kind: str, question: str, answer: str) -> Asked:
-    return Asked(question=question, answer=answer, closed=False, kind=kind)
+def _open(kind: str, question: str, answer: str) -> ImageQuestion:
+    return ImageQuestion(question=question, answer=answer, closed=False, kind=kind)
 
 
-def _about_image(rng: np.random.Generator, organ: str, modality: str, plane: str) -> Iterator[Asked]:
+def _about_image(rng: np.random.Generator, organ: str, modality: str, plane: str) -> Iterator[ImageQuestion]:
     """Modality, plane and organ: an open and a closed question each."""
     yield _open("modality", pick(rng, ["What modality is this?", "How was this image taken?"]), modality)
     yield _open("plane", pick(rng, ["In which plane is this image?", "What is the plane?"]), plane)
@@ -159,7 +159,7 @@ def _guess(rng: np.random.Generator, truth: str, options: Iterable[str]) -> str:
     return truth if rng.random() < 0.5 else pick(rng, [option for option in options if option != truth])
 
 
-def _presence(rng: np.random.Generator, view: View) -> Iterator[Asked]:
+def _presence(rng: np.random.Generator, view: View) -> Iterator[ImageQuestion]:
     """Whether a finding is there, where it is plain to see or plainly not there."""
     truth = truth_labels(view.findings)
     plain = {finding.label for finding in view.findings if finding.extent >= _SEEN or finding.label in _ALWAYS_SEEN}
@@ -173,7 +173,7 @@ def _presence(rng: np.random.Generator, view: View) -> Iterator[Asked]:
         yield _open("size", "What is the size of the heart?", "enlarged" if enlarged else "normal")
 
 
-def _about_finding(rng: np.random.Generator, finding: Finding) -> Iterator[Asked]:
+def _about_finding(rng: np.random.Generator, finding: Finding) -> Iterator[ImageQuestion]:
     """Side and severity of what is there."""
     name = NAMES[finding.label]
     if finding.label in _ONE_SIDED and finding.extent >= _SEEN:
@@ -187,7 +187,7 @@ def _about_finding(rng: np.random.Generator, finding: Finding) -> Iterator[Asked
         yield _open("count", "How many nodules are there?", str(len(finding.parts)))
 
 
-def _about_masses(rng: np.random.Generator, part: Slice) -> Iterator[Asked]:
+def _about_masses(rng: np.random.Generator, part: Slice) -> Iterator[ImageQuestion]:
     """Presence, number, side and size of the masses of a slice."""
     yield _yes_no("presence", pick(rng, ["Is there a mass?", "Does this image show a mass?"]), bool(part.masses))
     if not part.masses:

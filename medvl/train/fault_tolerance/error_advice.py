@@ -8,14 +8,14 @@ import torch
 from medvl.data.loading.worker_errors import worker_error
 from medvl.errors import TrainingError
 from medvl.train.config import TrainConfig
-from medvl.train.parallel.distributed import World
+from medvl.train.parallel.distributed import RankInfo
 
 _NO_HOST_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 """What torch's allocator for the CPU says, in its texts."""
 
 
 @contextlib.contextmanager
-def explained(world: World, config: TrainConfig) -> Iterator[None]:
+def explained(world: RankInfo, config: TrainConfig) -> Iterator[None]:
     """Within this context, running out of memory is a TrainingError with the peak and the settings that need less, and
     the death of a loader's worker, which torch may report anywhere in the main thread, is a LoaderError."""
     try:
@@ -31,7 +31,7 @@ def explained(world: World, config: TrainConfig) -> Iterator[None]:
         raise explanation from error
 
 
-def _out_of_memory(world: World, config: TrainConfig) -> str:
+def _out_of_memory(world: RankInfo, config: TrainConfig) -> str:
     local = config.micro_batch // world.size
     part = max(1, min(local, config.grad_cache or local) // 2)
     advice = [

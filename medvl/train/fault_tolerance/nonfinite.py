@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 
-def poison(loss: Tensor) -> Tensor:
+def propagate_nonfinite(loss: Tensor) -> Tensor:
     """The loss, with a gradient that is NaN throughout where the loss is not finite.
 
     A loss can be infinite while its gradient is finite or zero, on one rank only. With this the gradient tells: after
@@ -22,7 +22,7 @@ def poison(loss: Tensor) -> Tensor:
     return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
-class Spikes:
+class LossSpikeDetector:
     """Losses far above what they have been lately. They are no sum or mean, which one spike would pull up: a median."""
 
     WINDOW, FEWEST = 64, 16

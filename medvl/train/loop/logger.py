@@ -19,7 +19,7 @@ from medvl.train.config import TrainConfig
 _log = logging.getLogger(__name__)
 
 
-class Journal:
+class RunLogger:
     """The records of a run. Only rank 0 has one that writes.
 
     A record is one line of JSON with its `kind` ("train", "valid", "skip") and `step`; what depends on the clock stands

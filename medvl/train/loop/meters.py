@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from medvl.errors import TrainingError
-from medvl.train.loop.step import Outcome
-from medvl.train.parallel.distributed import World
+from medvl.train.loop.step import StepResult
+from medvl.train.parallel.distributed import RankInfo
 
 
 class Window:
@@ -20,13 +20,13 @@ class Window:
     They are part of a checkpoint, so that the record after a resumed step is that of an undisturbed run.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: RankInfo) -> None:
         self._world = world
         self._names: list[str] = []
         self._sums: Tensor | None = None
         self._steps = 0
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: StepResult) -> None:
         """Count an update that was made."""
         rows = [torch.stack([losses.total, *losses.terms.values()]).double() for losses in outcome.losses]
         values = torch.cat([torch.stack(rows).mean(dim=0), outcome.grad_norm.double().reshape(1)])
@@ -67,7 +67,7 @@ class Window:
 class Speed:
     """Pairs a second, the share of time spent waiting for data, and the time that is left."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: RankInfo) -> None:
         self._world = world
         self._pairs = self._steps = 0
         self._waited = 0.0

@@ -11,10 +11,10 @@ from medvl.encoders import TextEncoder, checkpoint_activations
 from medvl.encoders.base import Encoder
 from medvl.errors import ConfigError
 from medvl.train.config import TrainConfig
-from medvl.train.parallel.distributed import World
+from medvl.train.parallel.distributed import RankInfo
 
 if TYPE_CHECKING:
-    from medvl.train.parallel.fsdp import Shards
+    from medvl.train.parallel.fsdp import FSDPModel
 
 
 def prepare(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
@@ -35,7 +35,7 @@ def prepare(model: nn.Module, config: TrainConfig, device: torch.device) -> None
         model.compile()
 
 
-def prepare_ranks(model: nn.Module, config: TrainConfig, world: World) -> "Shards | None":
+def prepare_ranks(model: nn.Module, config: TrainConfig, world: RankInfo) -> "FSDPModel | None":
     """`prepare` the model, and cut its weights over the ranks where the settings ask for that and there are several.
 
     Raises ConfigError as `prepare` does, and where `shard_weights` is nothing for this model.
@@ -43,11 +43,11 @@ def prepare_ranks(model: nn.Module, config: TrainConfig, world: World) -> "Shard
     if not config.shard_weights or world.size == 1:
         prepare(model, config, world.device)
         return None
-    from medvl.train.parallel.fsdp import Shards  # torch's half of it takes seconds to import
+    from medvl.train.parallel.fsdp import FSDPModel  # torch's half of it takes seconds to import
 
     # What is to be cut does not fit on the device, and must be contiguous.
     prepare(model, dataclasses.replace(config, channels_last=False), torch.device("cpu"))
-    return Shards(model, world)
+    return FSDPModel(model, world)
 
 
 def _pack(encoders: Sequence[TextEncoder]) -> None:

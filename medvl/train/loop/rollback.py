@@ -7,9 +7,9 @@ from medvl.errors import CheckpointError, TrainingError
 from medvl.train.config import TrainConfig
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.checkpoint import Checkpoints
-from medvl.train.loop.logger import Journal
+from medvl.train.loop.logger import RunLogger
 from medvl.train.loop.state import TrainState
-from medvl.train.loop.step import Outcome
+from medvl.train.loop.step import StepResult
 
 _log = logging.getLogger(__name__)
 
@@ -18,13 +18,13 @@ STREAK = 4
 _SHOWN_KEYS = 8
 
 
-class Rescue:
+class RollbackPolicy:
     """Keeps the account of updates that were left out."""
 
-    def __init__(self, state: TrainState, config: TrainConfig, journal: Journal, checkpoints: Checkpoints) -> None:
+    def __init__(self, state: TrainState, config: TrainConfig, journal: RunLogger, checkpoints: Checkpoints) -> None:
         self._state, self._config, self._journal, self._checkpoints = state, config, journal, checkpoints
 
-    def __call__(self, outcome: Outcome, step: int) -> bool:
+    def __call__(self, outcome: StepResult, step: int) -> bool:
         """Count the update number `step`, which was left out; True where the weights went back. A call of all ranks.
 
         Raises TrainingError where it is one more than the budget allows.
@@ -42,7 +42,7 @@ class Rescue:
             )
         return state.streak == STREAK and state.rollbacks < self._config.rollbacks and self._go_back()
 
-    def _name(self, outcome: Outcome, step: int) -> str:
+    def _name(self, outcome: StepResult, step: int) -> str:
         """Record the samples that are to blame, or may be; the first ones as a text."""
         everything = [key for keys in outcome.keys for key in keys]
         suspects, everyone = zip(*self._state.world.exchange([outcome.suspects(), everything]), strict=True)

@@ -17,16 +17,16 @@ from medvl.errors import CheckpointError, ConfigError
 from medvl.train.config import OptimConfig, Plateau, TrainConfig
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.checkpoint import Saved
-from medvl.train.fault_tolerance.nonfinite import Spikes
+from medvl.train.fault_tolerance.nonfinite import LossSpikeDetector
 from medvl.train.loop.meters import Tracker, Window
 from medvl.train.optim.optimizer import load_optimizer_tensors, optimizer_tensors
 from medvl.train.optim.precision import Precision
 from medvl.train.optim.schedule import LearningRate
-from medvl.train.parallel.batches import Feed
-from medvl.train.parallel.distributed import World
+from medvl.train.parallel.batches import BatchStream
+from medvl.train.parallel.distributed import RankInfo
 
 if TYPE_CHECKING:
-    from medvl.train.parallel.fsdp import Shards
+    from medvl.train.parallel.fsdp import FSDPModel
 
 _log = logging.getLogger(__name__)
 
@@ -41,14 +41,14 @@ class TrainState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     precision: Precision
-    feed: Feed
+    feed: BatchStream
     rate: LearningRate
     tracker: Tracker
     window: Window
-    world: World
+    world: RankInfo
     identity: Mapping[str, Any]
-    spikes: Spikes | None = None
-    shards: "Shards | None" = None
+    spikes: LossSpikeDetector | None = None
+    shards: "FSDPModel | None" = None
     """Of a sharded run: its model is then a copy in host memory, what is trained are the shards."""
     step: int = 0
     """Updates done or skipped."""

@@ -12,19 +12,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from medvl.common.seeding import derive, reseed
 from medvl.schema import Batch, Losses
-from medvl.train.fault_tolerance.nonfinite import BufferGuard, Spikes, poison
+from medvl.train.fault_tolerance.nonfinite import BufferGuard, LossSpikeDetector, propagate_nonfinite
 from medvl.train.optim.grad_cache import GradCache
 from medvl.train.optim.optimizer import set_lr, trainable
 from medvl.train.optim.precision import Precision
-from medvl.train.parallel.distributed import World, average_gradients
+from medvl.train.parallel.distributed import RankInfo, average_gradients
 from medvl.train.parallel.prefetch import place
 
 if TYPE_CHECKING:
-    from medvl.train.parallel.fsdp import Shards
+    from medvl.train.parallel.fsdp import FSDPModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class StepResult:
     """What an update was. Tensors stay on the device: nothing here has been waited for but `finite`."""
 
     losses: list[Losses]
@@ -61,14 +61,14 @@ class Step:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         precision: Precision,
-        world: World,
+        world: RankInfo,
         *,
         seed: int,
         clip_norm: float | None,
         channels_last: bool,
         grad_cache: int | None = None,
-        spikes: Spikes | None = None,
-        shards: "Shards | None" = None,
+        spikes: LossSpikeDetector | None = None,
+        shards: "FSDPModel | None" = None,
     ) -> None:
         self.module, self.optimizer, self.precision, self.world = module, optimizer, precision, world
         self._spikes, self._shards = spikes, shards
@@ -78,7 +78,7 @@ class Step:
         self._cache = None if grad_cache is None else GradCache(model, grad_cache, precision)
         self._buffers = BufferGuard(module)
 
-    def __call__(self, step: int, lr: float, batches: Iterable[Batch], count: int) -> Outcome:
+    def __call__(self, step: int, lr: float, batches: Iterable[Batch], count: int) -> StepResult:
         """Update number `step` with the rate `lr` from `count` micro-batches, whose losses are averaged.
 
         A loss or gradient that is not finite, on any rank and in any micro-batch, leaves weights, optimiser and buffers
@@ -98,7 +98,7 @@ class Step:
                 with self._reduction(on=micro == count - 1):
                     with self.precision.autocast():
                         loss = self.module(self.place(batch))
-                    self.precision.backward(poison(loss.total) / count)
+                    self.precision.backward(propagate_nonfinite(loss.total) / count)
             else:
                 loss = self._cache(self.place(batch), count, draw)
             losses.append(_detached(loss))
@@ -119,7 +119,7 @@ class Step:
             self._buffers.restore()
         self.optimizer.zero_grad(set_to_none=True)
         made = {"updated": finite and not spike, "spike": spike, "scale_search": searching}
-        return Outcome(losses=losses, grad_norm=grad_norm, keys=keys, **made)
+        return StepResult(losses=losses, grad_norm=grad_norm, keys=keys, **made)
 
     def place(self, batch: Batch) -> Batch:
         """The batch on this rank's device, in the model's memory format, if it is not there yet."""

@@ -34,19 +34,19 @@ from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.checkpoint import Checkpoints
 from medvl.train.fault_tolerance.error_advice import explained
 from medvl.train.fault_tolerance.gc_freeze import garbage_is_new
-from medvl.train.fault_tolerance.nonfinite import Spikes, StopSignals
-from medvl.train.loop.logger import Journal, console
+from medvl.train.fault_tolerance.nonfinite import LossSpikeDetector, StopSignals
+from medvl.train.loop.logger import RunLogger, console
 from medvl.train.loop.meters import Speed, Tracker, Window
 from medvl.train.loop.prepare import prepare_ranks
-from medvl.train.loop.rollback import Rescue
+from medvl.train.loop.rollback import RollbackPolicy
 from medvl.train.loop.state import TrainState, identity, resume_path
-from medvl.train.loop.step import Outcome, Step
+from medvl.train.loop.step import Step, StepResult
 from medvl.train.loop.validate import Evaluator, evaluating, run_evaluators, share_buffers, validation_loss
 from medvl.train.optim.optimizer import build_optimizer
 from medvl.train.optim.precision import Precision
 from medvl.train.optim.schedule import LearningRate
-from medvl.train.parallel.batches import Feed, TrainLoader
-from medvl.train.parallel.distributed import World, distribute, join, machine_settings
+from medvl.train.parallel.batches import BatchStream, TrainLoader
+from medvl.train.parallel.distributed import RankInfo, distribute, join, machine_settings
 from medvl.train.parallel.prefetch import side_stream
 
 _log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Training:
         self,
         model: nn.Module,
         train_loader: TrainLoader,
-        world: World,
+        world: RankInfo,
         optim: OptimConfig,
         config: TrainConfig,
         valid_loader: Iterable[Batch] | None,
@@ -145,7 +145,7 @@ class Training:
         self.valid_loader, self.evals = valid_loader, evals
         self.run = {**run, "train": to_dict(config), "optim": to_dict(optim), "versions": _versions()}
         self.shards = prepare_ranks(model, config, world)
-        self.feed = Feed(train_loader, config.accumulate, side_stream(world.device, config.channels_last))
+        self.feed = BatchStream(train_loader, config.accumulate, side_stream(world.device, config.channels_last))
         limits = [config.steps, config.epochs and config.epochs * self.feed.steps_per_epoch]
         self.total_steps = min(limit for limit in limits if limit is not None)
         self.state = self._first_state(optim)
@@ -165,8 +165,8 @@ class Training:
             spikes=self.state.spikes,
             shards=self.shards,
         )
-        self.journal = Journal(config, step=self.state.step, total_steps=self.total_steps, active=world.is_main)
-        self.rescue = Rescue(self.state, config, self.journal, self.checkpoints)
+        self.journal = RunLogger(config, step=self.state.step, total_steps=self.total_steps, active=world.is_main)
+        self.rescue = RollbackPolicy(self.state, config, self.journal, self.checkpoints)
         self.speed = Speed(world)
 
     def until_the_end(self, stop: StopSignals) -> Literal["finished", "early_stop", "signal"]:
@@ -228,7 +228,7 @@ class Training:
             window=Window(world),
             world=world,
             identity=identity(self.model, optim, config, rate),
-            spikes=None if config.spike_factor is None else Spikes(config.spike_factor),
+            spikes=None if config.spike_factor is None else LossSpikeDetector(config.spike_factor),
             shards=self.shards,
         )
 
@@ -266,7 +266,7 @@ class Training:
                     "start all with the same command and data"
                 )
 
-    def _account(self, outcome: Outcome, step: int) -> bool:
+    def _account(self, outcome: StepResult, step: int) -> bool:
         """Count an update, or one that was skipped; True where the weights went back to an earlier checkpoint."""
         self.journal.advance()
         self.speed.add(outcome.pairs)

@@ -13,7 +13,7 @@ from medvl.errors import ConfigError, TrainingError
 from medvl.losses.gather import no_gather
 from medvl.schema import Batch
 from medvl.train.optim.precision import Precision
-from medvl.train.parallel.distributed import World, broadcast
+from medvl.train.parallel.distributed import RankInfo, broadcast
 
 Evaluator = Callable[[Any], Mapping[str, float]]
 """Metrics of a model in eval mode, by name. Called on rank 0 only, while the other ranks wait."""
@@ -40,7 +40,7 @@ def evaluating(model: HasModules) -> Iterator[None]:
             module.training = mode
 
 
-def share_buffers(model: nn.Module, world: World) -> None:
+def share_buffers(model: nn.Module, world: RankInfo) -> None:
     """Rank 0's running statistics become those of all ranks: they are what a checkpoint holds."""
     if world.size > 1:
         broadcast(list(model.buffers()))
@@ -50,7 +50,7 @@ def validation_loss(
     model: nn.Module,
     batches: Iterable[Batch],
     *,
-    world: World,
+    world: RankInfo,
     precision: Precision,
     seed: int,
     place: Callable[[Batch], Batch],

@@ -18,7 +18,7 @@ from torch import nn
 from medvl.errors import ConfigError
 from medvl.models.dual_encoders.base import ContrastiveEncoder, Pairs
 from medvl.schema import Batch, Losses
-from medvl.train.fault_tolerance.nonfinite import BufferGuard, poison
+from medvl.train.fault_tolerance.nonfinite import BufferGuard, propagate_nonfinite
 from medvl.train.optim.precision import Precision
 
 
@@ -57,7 +57,7 @@ class GradCache:
         leaves = [[tensor.requires_grad_() for tensor in pairs.embeddings()] for pairs in encoded]
         with self._precision.autocast():
             losses = self._model.compare_pairs(Pairs.cat(encoded))
-        self._precision.backward(poison(losses.total) / count)
+        self._precision.backward(propagate_nonfinite(losses.total) / count)
         for number, (part, cached) in enumerate(zip(parts, leaves, strict=True)):
             again = self._encode(part, number, draw).embeddings()
             # A frozen tower's embeddings have no graph, and a level of weight 0 no gradient.

@@ -34,7 +34,7 @@ class TrainLoader(Protocol):
         """Go to a position at once. Raises where it is that of other data."""
 
 
-class Feed:
+class BatchStream:
     """Endless batches, cut into updates of `accumulate` micro-batches; an epoch's last update may have fewer.
 
     With a side stream the next batch is sent to the device as soon as the step has queued its work on this one: at the

@@ -27,7 +27,7 @@ _meetings = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class World:
+class RankInfo:
     """This process among the ranks of a run."""
 
     rank: int
@@ -94,7 +94,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def join(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[World]:
+def join(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[RankInfo]:
     """The ranks that torchrun started, or this process alone. Leaves them at the end if it was it that joined them.
 
     Raises ConfigError where a GPU is asked for and there is none.
@@ -110,7 +110,7 @@ def join(device: Literal["auto", "cpu", "cuda"] = "auto") -> Iterator[World]:
     try:
         hosts = dist.new_group(backend="gloo", timeout=_HOST_TIMEOUT) if size > 1 else None
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        yield World(rank=rank, size=size, local_size=local_size, device=chosen, hosts=hosts)
+        yield RankInfo(rank=rank, size=size, local_size=local_size, device=chosen, hosts=hosts)
     finally:
         if starting:
             dist.destroy_process_group()
@@ -129,7 +129,7 @@ def _meet(backend: str) -> None:
     dist.init_process_group(backend, store=names, rank=rank, world_size=size)
 
 
-def distribute(model: nn.Module, world: World, find_unused_parameters: bool) -> nn.Module:
+def distribute(model: nn.Module, world: RankInfo, find_unused_parameters: bool) -> nn.Module:
     """The model in DDP on several ranks, or itself. Rank 0's weights and buffers become everyone's.
 
     DDP takes rank 0's buffers to the other ranks before each step, so the running statistics that a checkpoint holds
@@ -177,7 +177,7 @@ def broadcast(tensors: Sequence[Tensor], group: Any = None) -> None:
         torch._foreach_copy_(alike, [piece.view_as(tensor) for piece, tensor in zip(pieces, alike, strict=True)])
 
 
-def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
+def average_gradients(parameters: Sequence[nn.Parameter], world: RankInfo) -> None:
     """Each gradient becomes its mean over the ranks, as DDP has it. All ranks must call it together.
 
     Where only some ranks have a gradient, the others count as zero; where none has one, it stays None.
@@ -196,7 +196,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
 
 
 @contextlib.contextmanager
-def machine_settings(world: World, num_threads: int | None, deterministic: bool, precision: str) -> Iterator[None]:
+def machine_settings(world: RankInfo, num_threads: int | None, deterministic: bool, precision: str) -> Iterator[None]:
     """CPU threads, and by what algorithms a GPU computes, for the time of a run.
 
     torchrun gives each of several ranks one thread, whatever the machine has; on a CPU that would leave cores idle.

@@ -27,13 +27,13 @@ from torch.optim.swa_utils import AveragedModel
 from medvl.errors import ConfigError, TrainingError
 from medvl.schema import Batch, Losses
 from medvl.train.optim.optimizer import parameter_name
-from medvl.train.parallel.distributed import World, average_gradients, broadcast, shared_buffers
+from medvl.train.parallel.distributed import RankInfo, average_gradients, broadcast, shared_buffers
 
 _SHOWN_KEYS = 8
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 
-class Shards:
+class FSDPModel:
     """This rank's part of a model, and the whole model in host memory.
 
     Rank 0's weights and buffers become everyone's, as with DDP. Methods are calls of all ranks, but for `check`,
@@ -50,7 +50,7 @@ class Shards:
     Raises ConfigError for a model that changes its weights in its forward pass, where most of them are not.
     """
 
-    def __init__(self, whole: nn.Module, world: World) -> None:
+    def __init__(self, whole: nn.Module, world: RankInfo) -> None:
         if any(isinstance(module, AveragedModel) for module in whole.modules()):
             raise ConfigError(
                 f"shard_weights: {getattr(whole, 'name', type(whole).__name__)} moves an average of its weights in its "

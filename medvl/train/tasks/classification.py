@@ -13,7 +13,7 @@ from medvl.data.shards.verify import check_against
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
-from medvl.train.tasks.pretraining import Opened, describe
+from medvl.train.tasks.pretraining import DataLoaders, describe
 
 Settle = Callable[[NDArray[np.float64], Sequence[str]], NDArray[np.float64]]
 """Labels of 1, 0, -1 or NaN, one column a name, to 1, 0 or NaN."""
@@ -46,7 +46,7 @@ class LabelledData:
             raise ConfigError(f"fraction must be above 0 and at most 1, got {self.fraction:g}")
 
     def check(self, how: str) -> None:
-        """Raises ConfigError when a folder is missing; `how` says which commands make it. Looks at names only."""
+        """Raises ConfigError when a folder is missing. `how` names the commands that make them."""
         wanted = [("data.train", self.train), ("data.valid", self.valid)]
         missing = [f"{name} {path}" for name, path in wanted if not (path / MANIFEST).is_file()]
         if missing:
@@ -71,14 +71,14 @@ class LabelConfig(LabelledData):
         return self.labels or there
 
 
-def open_labels(data: LabelConfig, model: Any, settle: Settle, batch: int) -> Opened:
+def open_labels(data: LabelConfig, model: Any, settle: Settle, batch: int) -> DataLoaders:
     """Open the loaders of a classifier for this rank; the columns are `model.config.labels`.
 
     Raises ShardError when a folder is damaged, SplitError when the two share a patient, ConfigError when the batch does
     not fit the ranks or the drawn images.
     """
     from medvl.data.loading.loader import open_loader
-    from medvl.data.loading.subset import Settled, Subset, label_fraction, no_text
+    from medvl.data.loading.subset import LabelPolicyView, Subset, label_fraction, no_text
     from medvl.data.shards.format import ShardSource
     from medvl.train.parallel.distributed import rank_and_world
 
@@ -94,7 +94,7 @@ def open_labels(data: LabelConfig, model: Any, settle: Settle, batch: int) -> Op
     patients = [shards.sample(position).patient for position in range(len(shards))]
     drawn = Subset(shards, label_fraction(patients, data.fraction, data.draw))
     names = model.config.labels
-    source = Settled(drawn, names, settle)
+    source = LabelPolicyView(drawn, names, settle)
     train = open_loader(
         source, batch=batch, train=True, image=data.image, rank=rank, world=world, workers=data.workers, **common
     )
@@ -108,5 +108,5 @@ def open_labels(data: LabelConfig, model: Any, settle: Settle, batch: int) -> Op
     common |= {"batch": data.valid_batch, "image": model.transform, "train": False}
     few = min(data.workers, 2)
     judged = open_loader(held_out, workers=few if rank == 0 else 0, **common)
-    losses = open_loader(Settled(held_out, names, settle), rank=rank, world=world, workers=few, **common)
-    return Opened(train, losses, judged, described)
+    losses = open_loader(LabelPolicyView(held_out, names, settle), rank=rank, world=world, workers=few, **common)
+    return DataLoaders(train, losses, judged, described)

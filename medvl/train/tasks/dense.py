@@ -9,7 +9,7 @@ from medvl.data.shards.verify import check_against
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
 from medvl.train.tasks.classification import LabelledData
-from medvl.train.tasks.pretraining import Opened, describe
+from medvl.train.tasks.pretraining import DataLoaders, describe
 
 if TYPE_CHECKING:
     from medvl.data.loading.dense_targets import Kind
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MarkConfig(LabelledData):
+class DenseDataConfig(LabelledData):
     """Where boxes or masks come from. Images are given to the frozen encoder as its own transform makes them."""
 
     def names(self, kind: "Kind") -> tuple[str, ...]:
@@ -36,20 +36,20 @@ class MarkConfig(LabelledData):
         return self.labels or there
 
 
-def open_marks(data: MarkConfig, model: Any, kind: "Kind", batch: int) -> Opened:
+def open_marks(data: DenseDataConfig, model: Any, kind: "Kind", batch: int) -> DataLoaders:
     """Open the loaders of a dense head for this rank; labels and grid are the model's.
 
     Raises ShardError when a folder is damaged, SplitError when the two share a patient, ConfigError when the batch does
     not fit the ranks or the drawn images, CorpusError when boxes or masks are not as medvl writes them.
     """
-    from medvl.data.loading.dense_targets import MarkedLoader, Marker
+    from medvl.data.loading.dense_targets import DenseLoader, DenseTargets
     from medvl.data.loading.loader import open_loader
     from medvl.data.loading.subset import no_text
     from medvl.data.shards.format import ShardSource
     from medvl.train.parallel.distributed import rank_and_world
 
     rank, world = rank_and_world()
-    marker = Marker(kind, model.config.labels, model.transform, model.grid)
+    marker = DenseTargets(kind, model.config.labels, model.transform, model.grid)
     common: dict[str, Any] = {
         "image": model.transform,
         "tokenizer": no_text,
@@ -70,7 +70,7 @@ def open_marks(data: MarkConfig, model: Any, kind: "Kind", batch: int) -> Opened
         "data": {"train": describe(shards.manifest) | told, "valid": describe(held_out.manifest)},
         "train_manifest": dataclasses.asdict(shards.manifest),
     }
-    return Opened(MarkedLoader(train, marker), MarkedLoader(losses, marker), images, described)
+    return DataLoaders(DenseLoader(train, marker), DenseLoader(losses, marker), images, described)
 
 
 def _looked_at(shards: "ShardSource", kind: "Kind", fraction: float = 1.0, draw: int = 0) -> "Subset":

@@ -18,7 +18,7 @@ class DataConfig:
     train: str
     """Folder of shards, or the address of one: https://... or s3://..., which is streamed
     (`medvl.data.loading.streaming`)."""
-    also: tuple[Path, ...] = ()
+    extra_train: tuple[Path, ...] = ()
     """Further folders of shards, whose samples are shuffled among those of `train`."""
     valid: Path | None
     """Folder of shards for validation, of other patients; None validates nothing."""
@@ -37,18 +37,18 @@ class DataConfig:
     """Of the order of the samples, and of what is drawn for each."""
 
     def check(self, how: str) -> None:
-        """Raises ConfigError when a folder is missing; `how` says which commands make it. Looks at names only."""
+        """Raises ConfigError when a folder is missing. `how` names the commands that make them."""
         wanted = [("data.valid", self.valid, MANIFEST), ("data.tokenizer", self.tokenizer, "tokenizer.json")]
         if "://" not in self.train:
             wanted.insert(0, ("data.train", Path(self.train), MANIFEST))
-        wanted += [("data.also", path, MANIFEST) for path in self.also]
+        wanted += [("data.extra_train", path, MANIFEST) for path in self.extra_train]
         missing = [f"{name} {path}" for name, path, file in wanted if path is not None and not (path / file).is_file()]
         if missing:
             raise ConfigError(f"not there: {', '.join(missing)}\n{how}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Opened:
+class DataLoaders:
     """What a recipe hands to `train`."""
 
     train: Any
@@ -61,7 +61,7 @@ class Opened:
     """For the checkpoints: `data`, and `train_manifest`, which tells the patients that the model has seen."""
 
 
-def open_data(data: DataConfig, model: Any, micro_batch: int) -> Opened:
+def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
     """Open the loaders of a recipe for this rank.
 
     Raises ShardError when a folder is damaged, SplitError when training and validation share a patient, ConfigError
@@ -85,13 +85,15 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> Opened:
         "text": data.text,
     }
     if is_address(data.train):
-        if data.also:
-            raise ConfigError("data.also joins folders; a streamed address of data.train cannot be joined with them")
+        if data.extra_train:
+            raise ConfigError(
+                "data.extra_train joins folders; a streamed address of data.train cannot be joined with them"
+            )
         train_loader: Any = open_remote_loader(data.train, batch=micro_batch, **ours, **common)
         manifest = train_loader.manifest
     else:
         first = ShardSource(data.train)
-        source = JoinedSource([first, *map(ShardSource, data.also)]) if data.also else first
+        source = JoinedSource([first, *map(ShardSource, data.extra_train)]) if data.extra_train else first
         train_loader = open_loader(source, batch=micro_batch, train=True, **ours, **common)
         manifest = source.manifest
     described: dict[str, Any] = {
@@ -99,7 +101,7 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> Opened:
         "train_manifest": dataclasses.asdict(manifest),
     }
     if data.valid is None:
-        return Opened(train_loader, None, None, described)
+        return DataLoaders(train_loader, None, None, described)
     held_out = ShardSource(data.valid)
     check_against(manifest, held_out.manifest)
     described["data"]["valid"] = describe(held_out.manifest)
@@ -108,7 +110,7 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> Opened:
     few = min(data.workers, 2)
     valid_loader = open_loader(held_out, rank=rank, world=world, workers=few, **common)
     valid_images = open_loader(held_out, workers=few if rank == 0 else 0, **common)
-    return Opened(train_loader, valid_loader, valid_images, described)
+    return DataLoaders(train_loader, valid_loader, valid_images, described)
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from medvl.data.shards.verify import check_against
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
-from medvl.train.tasks.pretraining import Opened, describe
+from medvl.train.tasks.pretraining import DataLoaders, describe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class QuestionConfig:
             raise ConfigError(f"image.flip is {self.image.flip!r}: answers name sides, so it must be off")
 
     def check(self, how: str) -> None:
-        """Raises ConfigError when a folder is missing; `how` says which commands make it. Looks at names only."""
+        """Raises ConfigError when a folder is missing. `how` names the commands that make them."""
         wanted = [("data.train", self.train), ("data.valid", self.valid)]
         missing = [f"{name} {path}" for name, path in wanted if path is not None and not (path / MANIFEST).is_file()]
         if missing:
@@ -52,7 +52,7 @@ class QuestionConfig:
 
 def open_questions(
     data: QuestionConfig, model: Any, answers: Sequence[str], normalize: Callable[[str], str], batch: int
-) -> Opened:
+) -> DataLoaders:
     """Open the loaders of a fine-tuning recipe for this rank; `answers` are the columns of the labels.
 
     Raises ShardError when a folder is damaged, CorpusError when it has no question of the split, SplitError when two
@@ -89,7 +89,7 @@ def open_questions(
         "train_manifest": dataclasses.asdict(shards.manifest),
     }
     if data.valid is None:
-        return Opened(train, None, None, described)
+        return DataLoaders(train, None, None, described)
     held_out = ShardSource(data.valid)
     if held_out.fingerprint != shards.fingerprint:  # one folder for both is a corpus that splits questions
         check_against(shards.manifest, held_out.manifest)
@@ -99,4 +99,4 @@ def open_questions(
     few = min(data.workers, 2)
     loss_loader = open_loader(questions, rank=rank, world=world, workers=few, **common)
     eval_loader = open_loader(questions, workers=few if rank == 0 else 0, **common)
-    return Opened(train, loss_loader, eval_loader, described)
+    return DataLoaders(train, loss_loader, eval_loader, described)

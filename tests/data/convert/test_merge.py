@@ -14,6 +14,7 @@ from helpers.mimic_files import textured
 
 from medvl.cli import main as cli
 from medvl.data.convert import merge, pipeline
+from medvl.data.convert import plan as plan_module
 from medvl.data.convert.conversion import Conversion
 from medvl.data.convert.merge import merge_parts
 from medvl.data.convert.options import ShardOptions, ShardRun
@@ -220,7 +221,7 @@ def test_a_patient_in_two_splits_and_a_strange_tar_are_found(
     """Whatever let them into the parts: the whole is judged by what lies there."""
     plan = make_plan(tmp_path / "images")
     plan.records[1] = Record(dataclasses.replace(plan.records[1].sample, split="test"))
-    monkeypatch.setattr(plan, "check_disjoint", lambda *_: None)
+    monkeypatch.setattr(plan_module, "check_disjoint", lambda *_: None)
     folders = make_parts(tmp_path, deid, 2, plan)
     with pytest.raises(SplitError, match="1 in both"):
         merge_parts(tmp_path / "merged", folders)

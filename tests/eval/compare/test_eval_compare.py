@@ -22,7 +22,7 @@ from medvl.eval.core.metric_rows import MetricRow, measure
 from medvl.eval.core.results import Results, read_results, write_results
 from medvl.eval.grounding.evaluate import label_mean_block
 from medvl.eval.retrieval.image_text import image_text_retrieval
-from medvl.eval.zero_shot.evaluate import ZeroShotResult
+from medvl.eval.zero_shot_classification.evaluate import ZeroShotResult
 
 NAMES = ("Edema", "Fracture")
 

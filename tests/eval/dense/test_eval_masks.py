@@ -11,8 +11,8 @@ from medvl.eval.dense.mask_metrics import (
     LEAST_SHARES,
     THRESHOLDS,
     Areas,
-    Cut,
     EmptyRule,
+    MaskThreshold,
     areas_of,
     choose_cut,
     dice,
@@ -38,7 +38,7 @@ def random_maps(count: int = 12, seed: int = 0) -> list[tuple[np.ndarray, np.nda
     return pairs
 
 
-def naive(map_HW: np.ndarray, truth: np.ndarray, cut: Cut) -> tuple[float, float]:
+def naive(map_HW: np.ndarray, truth: np.ndarray, cut: MaskThreshold) -> tuple[float, float]:
     """(Dice, IoU) by counting pixels; both empty is 1."""
     marked = [bool(value >= cut.threshold) for value in map_HW.ravel()]  # False for NaN
     if sum(marked) < cut.least_share * len(marked):
@@ -58,7 +58,7 @@ def test_numbers_are_those_of_counting_pixels(least: float) -> None:
     dice_NT, iou_NT = dice(areas), overlap(areas)
     for row, (map_HW, truth) in enumerate(pairs):
         for place, threshold in enumerate(THRESHOLDS):
-            cut = Cut(threshold=threshold, least_share=least)
+            cut = MaskThreshold(threshold=threshold, least_share=least)
             expected = naive(map_HW, truth, cut)
             assert (dice_NT[row, place], iou_NT[row, place]) == pytest.approx(expected)
             assert cut(map_HW).sum() == areas.marked_NT[row, place]
@@ -89,11 +89,11 @@ def test_the_cut_is_the_best_of_all(rule: EmptyRule) -> None:
     areas = stack([areas_of(*pair, THRESHOLDS) for pair in pairs])
     chosen = choose_cut(areas, THRESHOLDS, rule)
 
-    def value(cut: Cut) -> float:
+    def value(cut: MaskThreshold) -> float:
         numbers = [naive(*pair, cut)[0] for pair in pairs if rule == "one_if_both_empty" or pair[1].any()]
         return float(np.mean(numbers))
 
-    best = max(value(Cut(threshold=t, least_share=a)) for t in THRESHOLDS for a in LEAST_SHARES)
+    best = max(value(MaskThreshold(threshold=t, least_share=a)) for t in THRESHOLDS for a in LEAST_SHARES)
     assert value(chosen) == pytest.approx(best)
     empty = stack([areas_of(map_HW, np.zeros_like(truth), THRESHOLDS) for map_HW, truth in pairs])
     assert math.isnan(choose_cut(empty, THRESHOLDS, "skip_empty").threshold)  # no image is left to choose on

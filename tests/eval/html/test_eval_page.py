@@ -20,7 +20,7 @@ from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.results import Results
 from medvl.eval.html.header import header_facts, headline
 from medvl.eval.html.page import Page, Table, write_page
-from medvl.eval.zero_shot.evaluate import ZeroShotResult
+from medvl.eval.zero_shot_classification.evaluate import ZeroShotResult
 
 NAMES = ("Edema", "Fracture", "Pneumonia")
 
@@ -154,8 +154,8 @@ def test_the_same_result_makes_the_same_page(result, page, tmp_path):
 def test_plots_leave_the_global_plotting_state_alone():
     code = (
         "import sys; from medvl.eval import write_zero_shot_page; assert 'matplotlib' not in sys.modules\n"
-        "import numpy as np; from medvl.eval import figures\n"
-        "figures.score_plot(np.arange(4.0), np.array([0, 1, 0, 1.0]), None)\n"
+        "import numpy as np; from medvl.eval.html import plots\n"
+        "plots.score_plot(np.arange(4.0), np.array([0, 1, 0, 1.0]), None)\n"
         "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -22,7 +22,7 @@ from medvl.eval import ReportEval, WrittenReport, judge_reports, read_results, w
 from medvl.eval.core.bootstrap import bootstrap_indices
 from medvl.eval.report_generation import generate
 from medvl.eval.report_generation.clinical_f1 import asserted
-from medvl.eval.report_generation.consensus import spokesman
+from medvl.eval.report_generation.consensus import mbr_select
 from medvl.eval.report_generation.evaluate import OTHERS
 from medvl.eval.report_generation.nlg_metrics import common_subsequence, report_scores, words
 from medvl.models.checkpoint import save
@@ -185,14 +185,14 @@ def test_what_looks_at_no_image_is_shown_beside(pairs: list[WrittenReport]) -> N
 def test_who_agrees_most_speaks_for_all() -> None:
     effusion, edema = "There is a left pleural effusion.", "There is pulmonary edema."
     normal = "No acute cardiopulmonary abnormality."
-    assert spokesman([normal, effusion, "Small right pleural effusion.", edema]) == 1
-    assert spokesman([normal, f"{effusion} {edema}", effusion, edema]) == 1
-    assert spokesman([edema]) == 0
+    assert mbr_select([normal, effusion, "Small right pleural effusion.", edema]) == 1
+    assert mbr_select([normal, f"{effusion} {edema}", effusion, edema]) == 1
+    assert mbr_select([edema]) == 0
     doubted = "Possible left pleural effusion."
-    assert spokesman([doubted, edema, effusion, effusion]) == 2
-    assert spokesman([edema, doubted, effusion], doubt="positive") == 1
+    assert mbr_select([doubted, edema, effusion, effusion]) == 2
+    assert mbr_select([edema, doubted, effusion], doubt="positive") == 1
     with pytest.raises(ValueError, match="no text"):
-        spokesman([])
+        mbr_select([])
 
 
 def test_of_several_draws_one_is_kept_for_each_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_of_several_draws_one_is_kept_for_each_image(tmp_path: Path, monkeypatch
         seen.append(texts)
         return len(texts) - 1
 
-    monkeypatch.setattr(generate, "spokesman", last)
+    monkeypatch.setattr(generate, "mbr_select", last)
     reports = generate.write_reports(model, loader, decoding=Decoding(samples=4, max_tokens=6))
     assert [len(texts) for texts in seen] == [4, 4, 4]
     assert sorted(report.generated for report in reports) == sorted(texts[3] for texts in seen)

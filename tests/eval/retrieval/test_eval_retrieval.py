@@ -9,7 +9,7 @@ from medvl.errors import EvaluationError
 from medvl.eval import RetrievalEval, image_text_retrieval
 from medvl.eval.core.bootstrap import bootstrap_indices
 from medvl.eval.retrieval import image_text
-from medvl.eval.zero_shot.scores import concatenate
+from medvl.eval.zero_shot_classification.scores import concatenate
 from medvl.schema import Embeddings
 
 TEXTS = [f"report {index % 20}" for index in range(50)]

@@ -13,7 +13,7 @@ from sklearn import metrics as reference
 
 import medvl
 from medvl.data.loading.loader import FileSource, open_loader
-from medvl.data.loading.subset import Settled, label_fraction, no_text
+from medvl.data.loading.subset import LabelPolicyView, label_fraction, no_text
 from medvl.data.shards.format import ShardSource
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
@@ -51,7 +51,7 @@ def batch_of(count: int = 4) -> Batch:
 
 
 def test_it_begins_at_ln_2_and_learns() -> None:
-    model = classifier(head_rate=5.0)
+    model = classifier(head_lr_mult=5.0)
     loss = model(batch_of()).total
     assert loss.item() == pytest.approx(np.log(2))
     optimizer = torch.optim.AdamW(model.parameter_groups(lr=1e-3, weight_decay=0.01))
@@ -78,7 +78,7 @@ def test_a_frozen_encoder_moves_in_nothing_not_even_its_statistics() -> None:
 
 
 def test_rates_of_the_head_and_of_the_layers() -> None:
-    groups = classifier(head_rate=4.0).parameter_groups(lr=1e-3, weight_decay=0.1, layer_decay=0.5)
+    groups = classifier(head_lr_mult=4.0).parameter_groups(lr=1e-3, weight_decay=0.1, layer_decay=0.5)
     rates = {group["name"].split(":")[0]: group["lr"] for group in groups if group["name"].startswith("head")}
     assert rates == {"head": 4e-3}
     encoder = {group["lr"] for group in groups if group["name"].startswith("encoder")}
@@ -125,7 +125,7 @@ def test_it_starts_on_the_encoder_of_any_system(tmp_path: Path) -> None:
     [
         ({"labels": ()}, "labels must be one or more"),
         ({"labels": ("a", "a")}, "each once"),
-        ({"head_rate": 0.0}, "head_rate must be above 0"),
+        ({"head_lr_mult": 0.0}, "head_lr_mult must be above 0"),
         ({"encoder": {}}, "encoder must name the image encoder"),
     ],
 )
@@ -146,12 +146,12 @@ def test_it_is_made_by_name_like_every_system() -> None:
 def test_settled_labels_follow_the_policy_and_the_chosen_columns() -> None:
     labels_NL = np.array([[-1, 1, np.nan], [0, np.nan, 1]])
     source = make_source(labels_NL, ("Edema", "Fracture", "No Finding"))
-    settled = Settled(source, ("Fracture", "Edema", "Mass"), LabelPolicy(uncertain="ones").settle)
+    settled = LabelPolicyView(source, ("Fracture", "Edema", "Mass"), LabelPolicy(uncertain="ones").settle)
     assert [settled.sample(place).labels for place in range(2)] == [
         {"Fracture": 1, "Edema": 1},
         {"Fracture": 0, "Edema": 0},
     ]
-    ignoring = Settled(source, NAMES, LabelPolicy(missing="ignore", no_finding="labelled").settle)
+    ignoring = LabelPolicyView(source, NAMES, LabelPolicy(missing="ignore", no_finding="labelled").settle)
     assert [ignoring.sample(place).labels for place in range(2)] == [{"Fracture": 1}, {"Edema": 0}]
     assert settled.label_names == ("Fracture", "Edema", "Mass")
     assert settled.fingerprint != ignoring.fingerprint != source.fingerprint

@@ -12,7 +12,15 @@ from torch import Tensor
 
 import medvl
 from medvl.data.annotations.mask_rle import encode_runs
-from medvl.data.loading.dense_targets import MarkedBatch, Marker, boxes_of, is_marked, mark_labels, mask_at, mask_of
+from medvl.data.loading.dense_targets import (
+    DenseBatch,
+    DenseTargets,
+    boxes_of,
+    is_marked,
+    mark_labels,
+    mask_at,
+    mask_of,
+)
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import create_image_encoder
 from medvl.errors import ConfigError, CorpusError
@@ -47,9 +55,9 @@ def segmenter(transform: EvalTransform = SQUASH, encoder: str = "resnet_tiny") -
     return Segmenter.on(create_image_encoder(encoder, image_size=transform.size), LABELS, transform, width=16)
 
 
-def batch_of(model: Detector | Segmenter, samples: list[Sample]) -> MarkedBatch:
+def batch_of(model: Detector | Segmenter, samples: list[Sample]) -> DenseBatch:
     kind: Any = "boxes" if isinstance(model, Detector) else "masks"
-    marker = Marker(kind, LABELS, model.transform, model.grid)
+    marker = DenseTargets(kind, LABELS, model.transform, model.grid)
     fields: dict[str, Any] = {}
     if kind == "boxes":
         found = [marker.boxes(sample) for sample in samples]
@@ -59,7 +67,7 @@ def batch_of(model: Detector | Segmenter, samples: list[Sample]) -> MarkedBatch:
     else:
         fields["masks_BLhw"] = torch.from_numpy(np.stack([marker.masks(sample) for sample in samples]))
     count = len(samples)
-    return MarkedBatch(
+    return DenseBatch(
         keys=[str(number) for number in range(count)],
         image_BCHW=torch.randint(0, 256, (count, 1, SIZE, SIZE), dtype=torch.uint8),
         ids_BT=torch.zeros(count, 0, dtype=torch.int64),
@@ -98,7 +106,7 @@ def test_a_box_goes_to_the_models_pixels_and_back(fit: Any) -> None:
     """What the detector says in its input's pixels comes out in those of the image."""
     model = detector(EvalTransform(size=SIZE, fit=fit)).eval()
     sample = sample_of({"boxes": [box("Opacity", 80, 30, 40, 60)]})
-    (edges,) = Marker("boxes", LABELS, model.transform, model.grid).boxes(sample)
+    (edges,) = DenseTargets("boxes", LABELS, model.transform, model.grid).boxes(sample)
     assert edges[4] == 1
 
     def cells(image_BCHW: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +122,7 @@ def test_a_box_goes_to_the_models_pixels_and_back(fit: Any) -> None:
 
 
 def test_boxes_are_cut_where_the_image_was() -> None:
-    crop = Marker("boxes", LABELS, EvalTransform(size=SIZE, fit="crop"), (4, 4))  # columns 40 to 160 of 200
+    crop = DenseTargets("boxes", LABELS, EvalTransform(size=SIZE, fit="crop"), (4, 4))  # columns 40 to 160 of 200
     assert len(crop.boxes(sample_of({"boxes": [box("Mass", 0, 0, 30, 30)]}))) == 0
     (edges,) = crop.boxes(sample_of({"boxes": [box("Mass", 20, 0, 60, 60)]}))
     np.testing.assert_allclose(edges[:4], [0, 0, 40 * SIZE / 120, 60 * SIZE / 120], atol=0.5)
@@ -126,7 +134,7 @@ def test_a_mask_goes_to_the_models_grid_as_the_image_does(fit: Any) -> None:
     runs = np.zeros((120, 200), bool)
     runs[31:77, 63:140] = True
     transform = EvalTransform(size=SIZE, fit=fit)
-    found = Marker("masks", LABELS, transform, (16, 16)).masks(
+    found = DenseTargets("masks", LABELS, transform, (16, 16)).masks(
         sample_of({"masks": [{"label": "Mass", "runs": encode_runs(runs)}]})
     )
     drawn = transform.build()((runs * 255).astype(np.uint8), np.random.default_rng(0)).image_HWC[:, :, 0]
@@ -142,7 +150,7 @@ def test_a_map_lies_over_the_image_where_the_mask_does(fit: Any) -> None:
     runs = np.zeros((120, 200), bool)
     runs[30:78, 60:140] = True
     sample = sample_of({"masks": [{"label": "Mass", "runs": encode_runs(runs)}]})
-    share_Lhw = torch.from_numpy(Marker("masks", LABELS, model.transform, model.grid).masks(sample)) / 255
+    share_Lhw = torch.from_numpy(DenseTargets("masks", LABELS, model.transform, model.grid).masks(sample)) / 255
     model.mask_logits = lambda image_BCHW: torch.logit(share_Lhw.clamp(1e-4, 1 - 1e-4))[None]  # type: Any
     (map_LHW,) = model.maps(torch.zeros(1, 1, SIZE, SIZE, dtype=torch.uint8), [(120, 200)])
     marked = (map_LHW[0].nan_to_num(0) >= 0.5).numpy()
@@ -249,7 +257,7 @@ def test_a_batch_keeps_its_marks_wherever_it_goes() -> None:
     model = segmenter()
     batch = batch_of(model, [sample_of({"boxes": [box("Mass", 60, 30, 80, 48)]})])
     moved = dataclasses.replace(batch.to("meta"), texts=["x"])
-    assert isinstance(moved, MarkedBatch)
+    assert isinstance(moved, DenseBatch)
     assert moved.masks_BLhw is not None
     assert moved.masks_BLhw.device.type == moved.image_BCHW.device.type == "meta"
     assert moved.boxes_BN5 is None
@@ -305,7 +313,7 @@ def test_learnt_positions_take_no_other_size(tmp_path: Path) -> None:
         ({"doublings": 6}, "doublings must be between 0 and 5"),
         ({"encoder": {}}, "encoder must name the image encoder"),
         ({"inner_share": 0.0}, "inner_share must be above 0"),
-        ({"suppression": 1.5}, "suppression must be above 0"),
+        ({"nms_iou_threshold": 1.5}, "nms_iou_threshold must be above 0"),
         ({"max_boxes": 0}, "max_boxes must be 1 or more"),
     ],
 )

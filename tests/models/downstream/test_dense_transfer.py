@@ -19,7 +19,7 @@ from medvl.data.annotations.mask_rle import encode_runs
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.common.tables import Plan, Record
-from medvl.data.loading.dense_targets import MarkedBatch
+from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.loading.subset import label_fraction
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.format import ShardSource
@@ -40,7 +40,7 @@ from medvl.eval.dense.detection import detect_images
 from medvl.models import Detector, Segmenter, load, save
 from medvl.schema import Sample
 from medvl.train import Constant, OptimConfig, TrainConfig, train
-from medvl.train.tasks.dense import MarkConfig, open_marks
+from medvl.train.tasks.dense import DenseDataConfig, open_marks
 
 SIDE = 64
 SQUASH = EvalTransform(size=SIDE, fit="squash")
@@ -88,8 +88,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_shards(tmp_path_factory.mktemp("squares"))
 
 
-def data_of(shards: Path, **settings: Any) -> MarkConfig:
-    return MarkConfig(train=shards / "train", valid=shards / "validate", workers=0, valid_batch=5, **settings)
+def data_of(shards: Path, **settings: Any) -> DenseDataConfig:
+    return DenseDataConfig(train=shards / "train", valid=shards / "validate", workers=0, valid_batch=5, **settings)
 
 
 def model_of(cls: Any) -> Any:
@@ -135,7 +135,7 @@ def test_batches_carry_the_boxes_of_their_images_and_leave_out_where_nobody_look
     samples = {source.sample(place).key: source.sample(place) for place in range(len(source))}
     seen = []
     for batch in opened.train:
-        assert isinstance(batch, MarkedBatch)
+        assert isinstance(batch, DenseBatch)
         assert batch.boxes_BN5 is not None
         for key, boxes_N5 in zip(batch.keys, batch.boxes_BN5, strict=True):
             seen.append(key)

@@ -21,7 +21,7 @@ from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import AnswerEval, answer_questions, answers_in, normalize_answer, read_results
 from medvl.models import VQA, create_vqa, save
 from medvl.models.downstream.vqa.config import HEADS, DecoderConfig, Head, VQAConfig
-from medvl.models.downstream.vqa.heads import DecoderHead, Said
+from medvl.models.downstream.vqa.heads import AnswerPredictions, DecoderHead
 from medvl.models.fusion_encoders.config import DualStreamConfig
 from medvl.schema import Batch
 
@@ -225,7 +225,9 @@ def test_an_answer_that_no_vocabulary_has_can_be_written_and_is_right(
 ) -> None:
     model = answering("dual_stream", "generation", tokenizer, ("yes", "2"))
     loader = loader_of(folder, model)
-    monkeypatch.setattr(model, "said", lambda batch: Said(["Right lung"] * len(batch), torch.ones(len(batch))))
+    monkeypatch.setattr(
+        model, "said", lambda batch: AnswerPredictions(["Right lung"] * len(batch), torch.ones(len(batch)))
+    )
     assert AnswerEval(loader)(model)["vqa/open"] == 1.0
 
 

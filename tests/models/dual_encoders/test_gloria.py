@@ -20,8 +20,8 @@ from medvl import losses
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import ConfigError
 from medvl.eval.retrieval.image_text import Similarity, take
-from medvl.eval.zero_shot.prompts import load_prompts
-from medvl.eval.zero_shot.scores import PromptScorer, concatenate
+from medvl.eval.zero_shot_classification.prompts import load_prompts
+from medvl.eval.zero_shot_classification.scores import PromptScorer, concatenate
 from medvl.losses.gloria import gloria_attention, gloria_similarity
 from medvl.models import GLoRIAConfig, load_towers, save
 from medvl.models.dual_encoders.gloria import GLoRIA
@@ -64,7 +64,7 @@ def test_gloria_is_published_by_default() -> None:
     assert (config.text_layers, config.text_reduce, config.word_pool) == (4, "sum", "sum")
     assert (config.temp1, config.temp2, config.temp3) == (4.0, 5.0, 10.0)
     assert (config.local_weight, config.global_weight) == (1.0, 1.0)
-    assert (config.local_length, config.text_token) == (None, True)
+    assert (config.local_feature_norm, config.text_token) == (None, True)
     with torch.device("meta"):
         model = GLoRIA.build(config, pretrained=False, tokenizer=None)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if "encoder" not in name}
@@ -338,7 +338,7 @@ def test_a_length_for_all_regions_and_words_leaves_room_for_attention(tokenizer:
     batch = make_batch(tokenizer, [0, 1, 2])
     spread = {}
     for length in (None, 3.0):
-        model = tiny_model(tokenizer, local_length=length).eval()
+        model = tiny_model(tokenizer, local_feature_norm=length).eval()
         with torch.no_grad():
             for head in (model.word_head, model.region_head):
                 head.load_state_dict({name: 100 * tensor for name, tensor in head.state_dict().items()})
@@ -351,8 +351,8 @@ def test_a_length_for_all_regions_and_words_leaves_room_for_attention(tokenizer:
         assert (lengths_NP == pytest.approx(3.0, rel=1e-4)) is (length is not None)
     assert spread[3.0].min() > 0
     assert (spread[None] == 0).any()
-    with pytest.raises(ConfigError, match="local_length must be above 0"):
-        GLoRIAConfig(local_length=0.0)
+    with pytest.raises(ConfigError, match="local_feature_norm must be above 0"):
+        GLoRIAConfig(local_feature_norm=0.0)
 
 
 def test_its_towers_go_into_other_systems_and_theirs_into_it(model: GLoRIA, tmp_path: Path) -> None:

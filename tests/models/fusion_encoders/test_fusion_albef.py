@@ -146,7 +146,7 @@ def test_negatives_look_alike_and_are_none_of_the_study_or_text(tokenizer: Token
     read = Reading(torch.eye(5), similarity.T)
     for seed in range(20):
         torch.manual_seed(seed)
-        pairs = model.look_alikes(batch, read, row_K)
+        pairs = model.hard_negatives(batch, read, row_K)
         found = list(zip(pairs.image_N.tolist(), pairs.text_N.tolist(), strict=True))
         assert found[:5] == [(row, row) for row in row_K.tolist()]
         assert pairs.matched_N.tolist() == [True] * 5 + [False] * 10
@@ -270,12 +270,12 @@ import dataclasses, json, sys
 import torch, torch.distributed as dist
 from helpers.fusion_samples import make_batch, tiny_tokenizer
 from helpers.albef_ranks import make, quiet, two_steps
-from medvl.train.parallel.distributed import World, distribute
+from medvl.train.parallel.distributed import RankInfo, distribute
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 model = make(tiny_tokenizer(), dropout=0.0, text_arguments=quiet())
-world = World(rank=rank, size=2, local_size=2, device=torch.device("cpu"))
+world = RankInfo(rank=rank, size=2, local_size=2, device=torch.device("cpu"))
 module = distribute(model, world, False)
 ignored = sorted(module.parameters_to_ignore)
 found = two_steps(model, module, rank, 2)

@@ -60,9 +60,9 @@ def test_the_published_settings_are_the_default() -> None:
         "roberta",
     )
     assert (config.image_size, config.max_tokens, config.layers, config.heads) == (288, 64, 6, 12)
-    assert (config.mask_probability, config.removed_patches, config.mim_layer) == (0.15, 0.75, 3)
+    assert (config.mlm_probability, config.mask_ratio, config.mim_layer) == (0.15, 0.75, 3)
     assert (config.decoder_width, config.decoder_layers, config.decoder_heads) == (384, 4, 6)
-    assert (config.fusion_rate, config.head_rate) == (5.0, 5.0)
+    assert (config.fusion_lr_mult, config.head_lr_mult) == (5.0, 5.0)
 
 
 def test_a_shared_step_is_three_separate_forwards(model: M3AE, tokenizer: Tokenizer) -> None:

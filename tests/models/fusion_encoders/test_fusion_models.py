@@ -181,7 +181,7 @@ def test_a_saved_model_is_the_same_model(model: FusionModel, tokenizer: Tokenize
 
 
 def test_groups_learn_at_their_rates_and_norms_do_not_decay(model: FusionModel) -> None:
-    config = dataclasses.replace(model.config, fusion_rate=5.0, head_rate=7.0)
+    config = dataclasses.replace(model.config, fusion_lr_mult=5.0, head_lr_mult=7.0)
     model.config = config
     groups = model.parameter_groups(1e-5, 0.01)
     assert len({group["name"] for group in groups}) == len(groups)
@@ -342,14 +342,14 @@ def test_flags_and_regions_move_with_their_batch(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("config", "settings", "message"),
     [
-        (DualStreamConfig, {"mask_probability": 0.0}, "mask_probability must be within"),
+        (DualStreamConfig, {"mlm_probability": 0.0}, "mlm_probability must be within"),
         (DualStreamConfig, {"heads": 5}, "multiple of heads"),
         (DualStreamConfig, {"dropout": 1.0}, "dropout must be within"),
         (DualStreamConfig, {"itm_weight": 0.0}, "itm_weight must be above 0"),
         (SingleStreamConfig, {"attention": "causal"}, "known are bidirectional"),
         (SingleStreamConfig, {"seq2seq_share": 1.5}, "seq2seq_share must be within"),
         (M3AEConfig, {"mim_layer": 7}, "there are layers 1 to 6"),
-        (M3AEConfig, {"removed_patches": 1.0}, "removed_patches must be within"),
+        (M3AEConfig, {"mask_ratio": 1.0}, "mask_ratio must be within"),
         (M3AEConfig, {"decoder_width": 10}, "decoder_width 10 must be a multiple of 4"),
         (MedViLLConfig, {"image_tokens": 0}, "image_tokens must be positive"),
         (MedViLLConfig, {"attention": "none"}, "attention is 'none'"),

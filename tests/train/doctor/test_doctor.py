@@ -35,7 +35,7 @@ from medvl.train.doctor.timers import first_rows, flops_of_a_sample, matmul_flop
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.optim.precision import Precision
 from medvl.train.run import Run
-from medvl.train.tasks.pretraining import Opened
+from medvl.train.tasks.pretraining import DataLoaders
 
 CPU = torch.device("cpu")
 FP32 = Precision("fp32", CPU)
@@ -238,7 +238,7 @@ def test_a_run_is_measured_and_left_as_it_was(tmp_path: Path, accumulate: int, m
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     generators = torch.get_rng_state()
     chosen = settings(tmp_path / "runs" / "mine", global_batch=4 * accumulate, accumulate=accumulate)
-    run = Run(recipe="fake", settings=chosen, model=model, data=Opened(fakes.FakeLoader(20, 4), None, None, {}))
+    run = Run(recipe="fake", settings=chosen, model=model, data=DataLoaders(fakes.FakeLoader(20, 4), None, None, {}))
     found = examine(run, seconds=0.05)
     assert list(tmp_path.iterdir()) == []
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
@@ -254,7 +254,7 @@ def test_a_run_is_measured_and_left_as_it_was(tmp_path: Path, accumulate: int, m
 
 def test_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    run = Run(recipe="fake", settings=settings(tmp_path), model=nn.Linear(1, 1), data=Opened(None, None, None, {}))
+    run = Run(recipe="fake", settings=settings(tmp_path), model=nn.Linear(1, 1), data=DataLoaders(None, None, None, {}))
     with pytest.raises(ConfigError, match="start it without torchrun"):
         examine(run)
 

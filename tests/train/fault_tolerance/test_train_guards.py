@@ -17,13 +17,13 @@ from torch import nn
 from medvl.errors import TrainingError
 from medvl.schema import Batch, Losses
 from medvl.train.fault_tolerance import checkpoint
-from medvl.train.fault_tolerance.nonfinite import BufferGuard, StopSignals, poison
+from medvl.train.fault_tolerance.nonfinite import BufferGuard, StopSignals, propagate_nonfinite
 from medvl.train.loop.step import Step
 from medvl.train.optim.optimizer import build_optimizer
 from medvl.train.optim.precision import Precision
-from medvl.train.parallel.distributed import World
+from medvl.train.parallel.distributed import RankInfo
 
-WORLD = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
+WORLD = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
 BAD = "s3"
 
 
@@ -103,7 +103,7 @@ def test_no_weight_buffer_or_momentum_changes_in_a_bad_step(how: str, clip_norm:
 
 def test_a_finite_loss_is_not_changed_by_the_guard() -> None:
     loss = torch.tensor(3.7, requires_grad=True)
-    guarded = poison(loss)
+    guarded = propagate_nonfinite(loss)
     guarded.backward()
     assert guarded.item() == loss.item()
     assert loss.grad is not None

@@ -16,10 +16,10 @@ from medvl.train.loop.step import Step
 from medvl.train.optim.optimizer import build_optimizer, parameter_groups, set_lr
 from medvl.train.optim.precision import Precision
 from medvl.train.optim.schedule import LearningRate
-from medvl.train.parallel.batches import Feed
-from medvl.train.parallel.distributed import World
+from medvl.train.parallel.batches import BatchStream
+from medvl.train.parallel.distributed import RankInfo
 
-WORLD = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
+WORLD = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
 
 
 def step_of(
@@ -255,7 +255,7 @@ def test_plateau_takes_nan_for_no_improvement_and_comes_back_from_its_state() ->
 
 def test_feed_cuts_epochs_into_updates_and_never_mixes_two_epochs() -> None:
     loader = FakeLoader(20, 4)
-    feed = Feed(loader, accumulate=3)
+    feed = BatchStream(loader, accumulate=3)
     assert feed.steps_per_epoch == 2
     assert [feed.micro_batches(step) for step in range(4)] == [3, 2, 3, 2]
     sizes = [len(list(feed.take(step))) for step in range(4)]
@@ -274,14 +274,14 @@ def test_a_loader_that_breaks_its_promise_is_named() -> None:
             yield from [make_batch([0])] * 3
 
     with pytest.raises(TrainingError, match="ended before its 7 batches"):
-        list(Feed(Short(20, 4), accumulate=7).take(0))
+        list(BatchStream(Short(20, 4), accumulate=7).take(0))
 
     class Long(FakeLoader):
         def __iter__(self) -> object:
             yield from [make_batch([0])] * 6
 
-    feed = Feed(Long(20, 4), accumulate=1)
+    feed = BatchStream(Long(20, 4), accumulate=1)
     with pytest.raises(TrainingError, match="has more than its 5 batches"):
         [list(feed.take(step)) for step in range(6)]
     with pytest.raises(TrainingError, match="no batch in an epoch"):
-        Feed(FakeLoader(3, 4), accumulate=1)
+        BatchStream(FakeLoader(3, 4), accumulate=1)

@@ -19,9 +19,9 @@ from medvl.train.fault_tolerance import checkpoint
 from medvl.train.loop.prepare import prepare
 from medvl.train.loop.step import Step
 from medvl.train.optim.precision import Precision
-from medvl.train.parallel.distributed import World, machine_settings
+from medvl.train.parallel.distributed import RankInfo, machine_settings
 
-WORLD = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
+WORLD = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
 VIT = {"layers": 2, "width": 64, "patch_size": 8}
 TEXT = {"num_hidden_layers": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 TOWERS = {"image_encoder": "open_clip:ViT-B-32", "image_arguments": VIT, "image_size": 32, "projection_dim": 16}
@@ -241,7 +241,7 @@ def test_a_gpu_multiplies_and_convolves_as_the_run_allows(
         return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
 
     before = settings()
-    world = World(rank=0, size=1, local_size=1, device=torch.device(device))
+    world = RankInfo(rank=0, size=1, local_size=1, device=torch.device(device))
     with machine_settings(world, None, deterministic, precision):
         assert settings() == during
     assert settings() == before == ("highest", False)

@@ -19,14 +19,14 @@ from medvl.losses.gather import gather
 from medvl.schema import Batch, Losses
 from medvl.train import Plateau
 from medvl.train.fault_tolerance import checkpoint
-from medvl.train.loop.logger import Journal, console, forget_after
+from medvl.train.loop.logger import RunLogger, console, forget_after
 from medvl.train.loop.meters import Tracker, Window
-from medvl.train.loop.step import Outcome
+from medvl.train.loop.step import StepResult
 from medvl.train.loop.validate import evaluating, validation_loss
 from medvl.train.optim.precision import Precision
-from medvl.train.parallel.distributed import World
+from medvl.train.parallel.distributed import RankInfo
 
-WORLD = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
+WORLD = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -181,9 +181,9 @@ def test_a_record_is_the_mean_since_the_one_before(tmp_path: Path) -> None:
 
 
 def test_terms_that_change_between_steps_are_refused() -> None:
-    def outcome(**terms: float) -> Outcome:
+    def outcome(**terms: float) -> StepResult:
         losses = Losses.sum(**{name: torch.tensor(value) for name, value in terms.items()})
-        return Outcome(losses=[losses], grad_norm=torch.tensor(1.0), keys=[["a"]], updated=True)
+        return StepResult(losses=[losses], grad_norm=torch.tensor(1.0), keys=[["a"]], updated=True)
 
     window = Window(WORLD)
     window.add(outcome(mlm=1.0))
@@ -247,7 +247,7 @@ def test_wandb_gets_the_records_under_one_id(tmp_path: Path, monkeypatch: pytest
 
 
 def test_numbers_that_json_has_not_become_null(tmp_path: Path) -> None:
-    journal = Journal(fakes.config(tmp_path), step=0, total_steps=1, active=True)
+    journal = RunLogger(fakes.config(tmp_path), step=0, total_steps=1, active=True)
     journal.record("train", 1, {"loss": math.nan, "nested": {"a": math.inf}})
     journal.close()
     assert records(tmp_path) == [{"kind": "train", "step": 1, "loss": None, "nested": {"a": None}}]

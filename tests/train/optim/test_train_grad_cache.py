@@ -28,9 +28,9 @@ from medvl.train.loop.step import Step
 from medvl.train.optim.grad_cache import GradCache
 from medvl.train.optim.optimizer import build_optimizer
 from medvl.train.optim.precision import Precision
-from medvl.train.parallel.distributed import World, distribute, join
+from medvl.train.parallel.distributed import RankInfo, distribute, join
 
-WORLD = World(rank=0, size=1, local_size=1, device=torch.device("cpu"))
+WORLD = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
 VIT = {"layers": 1, "width": 64, "patch_size": 16}
 BERT = {"text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}, "vocab_size": 40}
 TOWERS = {"image_encoder": "open_clip:ViT-B-32", "image_arguments": VIT, "image_size": 32, "projection_dim": 16, **BERT}
@@ -202,7 +202,7 @@ def test_16_bits_and_the_loss_scale(kind: Any) -> None:
         assert (found - expected[name]).norm() <= 0.03 * expected[name].norm() + 1e-6, name
 
 
-def step_of(module: nn.Module, part: int | None, world: World = WORLD) -> Step:
+def step_of(module: nn.Module, part: int | None, world: RankInfo = WORLD) -> Step:
     optimizer = build_optimizer(module, fakes.optim(optimizer="sgd", momentum=0.0))
     return Step(
         module,

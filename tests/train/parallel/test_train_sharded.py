@@ -33,8 +33,8 @@ from medvl.train.fault_tolerance import checkpoint
 from medvl.train.loop.step import Step
 from medvl.train.optim.optimizer import build_optimizer, trainable
 from medvl.train.optim.precision import Precision
-from medvl.train.parallel.distributed import World, join, shared_buffers
-from medvl.train.parallel.fsdp import Shards, repeated_blocks
+from medvl.train.parallel.distributed import RankInfo, join, shared_buffers
+from medvl.train.parallel.fsdp import FSDPModel, repeated_blocks
 
 SAMPLES, MICRO = 24, 8
 """Three micro-batches an epoch: an update of two and one of one."""
@@ -164,9 +164,9 @@ def bytes_of(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-def check_bytes(world: World) -> Any:
+def check_bytes(world: RankInfo) -> Any:
     """Of parameters and of the optimiser's state, here and in all."""
-    shards = Shards(medvill().train(), world)
+    shards = FSDPModel(medvill().train(), world)
     optimizer = build_optimizer(shards.module, fakes.optim())
     options: dict[str, Any] = {"seed": 0, "clip_norm": None, "channels_last": False, "shards": shards}
     step = Step(shards.module, optimizer, Precision("fp32", world.device), world, **options)
@@ -180,14 +180,14 @@ def check_bytes(world: World) -> Any:
     }
 
 
-def check_refusals(world: World) -> Any:
+def check_refusals(world: RankInfo) -> Any:
     """What a model, and a batch, is told."""
     found = {}
     try:
-        Shards(tiny_model("albef", tiny_tokenizer()), world)
+        FSDPModel(tiny_model("albef", tiny_tokenizer()), world)
     except ConfigError as error:
         found["average"] = str(error)
-    shards = Shards(medvill(), world)
+    shards = FSDPModel(medvill(), world)
     batch = reports([0, 1], 0)
     batch.has_image_B, batch.has_text_B = torch.tensor([True, False]), torch.tensor([False, False])
     try:
@@ -197,12 +197,12 @@ def check_refusals(world: World) -> Any:
     return found
 
 
-def check_lacking(world: World) -> Any:
+def check_lacking(world: RankInfo) -> Any:
     """Gradient norms of a batch that lacks a text on rank 1, without shards and with."""
     norms = []
     for sharded in (False, True):
         model = medvill().train()
-        shards = Shards(model, world) if sharded else None
+        shards = FSDPModel(model, world) if sharded else None
         module = nn.parallel.DistributedDataParallel(model) if shards is None else shards.module
         optimizer = build_optimizer(model if shards is None else shards.module, fakes.optim())
         options: dict[str, Any] = {"seed": 0, "clip_norm": None, "channels_last": False, "shards": shards}

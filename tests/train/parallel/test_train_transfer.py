@@ -15,7 +15,7 @@ from torch import Tensor
 from medvl.schema import Batch
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.loop import trainer
-from medvl.train.parallel.batches import Feed
+from medvl.train.parallel.batches import BatchStream
 from medvl.train.parallel.prefetch import SideStream, place, side_stream
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ class Watched(SideStream):
         return super().receive(batch)
 
 
-def steps_of(feed: Feed, steps: range) -> list[tuple[list[list[str]], dict[str, Any]]]:
+def steps_of(feed: BatchStream, steps: range) -> list[tuple[list[list[str]], dict[str, Any]]]:
     """The keys that each step takes, and the position after it."""
     return [([batch.keys for batch in feed.take(step)], feed.state_dict()) for step in steps]
 
@@ -45,15 +45,15 @@ def steps_of(feed: Feed, steps: range) -> list[tuple[list[list[str]], dict[str, 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 def test_steps_take_the_same_batches_and_stand_at_the_same_place(accumulate: int) -> None:
     plain, ahead = fakes.FakeLoader(20, 4), fakes.FakeLoader(20, 4)
-    feed = Feed(ahead, accumulate, Watched())
+    feed = BatchStream(ahead, accumulate, Watched())
     steps = range(2 * feed.steps_per_epoch)
-    assert steps_of(feed, steps) == steps_of(Feed(plain, accumulate), steps)
+    assert steps_of(feed, steps) == steps_of(BatchStream(plain, accumulate), steps)
     assert ahead.handed_out == plain.handed_out  # nothing beyond the end of the epoch
 
 
 def test_one_batch_is_ahead_and_none_beyond_the_end_of_an_epoch() -> None:
     loader, side = fakes.FakeLoader(20, 4), Watched()
-    feed = Feed(loader, 1, side)
+    feed = BatchStream(loader, 1, side)
     for step, ahead in enumerate([2, 3, 4, 5, 5, 7, 8, 9, 10, 10]):
         ((key, *_),) = [batch.keys for batch in feed.take(step)]
         assert len(loader.handed_out) == ahead
@@ -63,7 +63,7 @@ def test_one_batch_is_ahead_and_none_beyond_the_end_of_an_epoch() -> None:
 
 def test_the_next_batch_is_sent_when_the_step_asks_for_more_and_not_before() -> None:
     side = Watched()
-    batches = Feed(fakes.FakeLoader(20, 4), 2, side).take(0)
+    batches = BatchStream(fakes.FakeLoader(20, 4), 2, side).take(0)
     next(batches)
     assert side.seen == []  # the step computes with the first one
     next(batches)
@@ -74,12 +74,12 @@ def test_the_next_batch_is_sent_when_the_step_asks_for_more_and_not_before() -> 
 
 @pytest.mark.parametrize("taken", range(1, 7))
 def test_a_resumed_feed_goes_on_after_the_last_batch_taken(taken: int) -> None:
-    whole = steps_of(Feed(fakes.FakeLoader(20, 4), 1), range(10))
-    feed = Feed(fakes.FakeLoader(20, 4), 1, Watched())
+    whole = steps_of(BatchStream(fakes.FakeLoader(20, 4), 1), range(10))
+    feed = BatchStream(fakes.FakeLoader(20, 4), 1, Watched())
     position = steps_of(feed, range(taken))[-1][1]
     loader = fakes.FakeLoader(20, 4)
     loader.load_state_dict(position)
-    assert steps_of(Feed(loader, 1, Watched()), range(taken, 10)) == whole[taken:]
+    assert steps_of(BatchStream(loader, 1, Watched()), range(taken, 10)) == whole[taken:]
 
 
 def test_a_run_with_a_batch_ahead_is_the_run_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import ConVIRTAugmentation
 from medvl.data.transforms.text import RandomSentence
 from medvl.errors import ConfigError, ShardError, SplitError
-from medvl.train.tasks.pretraining import DataConfig, Opened, open_data
+from medvl.train.tasks.pretraining import DataConfig, DataLoaders, open_data
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def config(shards: Path, **changes: Any) -> DataConfig:
     return DataConfig(**settings | changes)
 
 
-def opened_on(rank: int, world: int, data: DataConfig, model: Any, monkeypatch: pytest.MonkeyPatch) -> Opened:
+def opened_on(rank: int, world: int, data: DataConfig, model: Any, monkeypatch: pytest.MonkeyPatch) -> DataLoaders:
     """As a process that torchrun has started opens it."""
     with monkeypatch.context() as patch:
         patch.setenv("RANK", str(rank))

@@ -64,7 +64,7 @@ class VQAConfig:
     head: Head = "classifier"
     decoder: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
     """Of the heads "ranking" and "generation"."""
-    head_rate: float | None = None
+    head_lr_mult: float | None = None
     """Learning rate of the head, as a multiple of the encoders'. None is the published one: 50 of a classifier (M3AE),
     1 of MedViLL's product and of a decoder, which starts from the fusion-encoder (ALBEF)."""
     max_tokens: int = 32
@@ -80,7 +80,7 @@ class VQAConfig:
             raise ConfigError(f"answers must be two or more, each once; there are {len(self.answers)}")
         if self.head not in HEADS:
             raise ConfigError(f"head is {self.head!r}: known are {', '.join(HEADS)}")
-        if self.head_rate is None:
-            object.__setattr__(self, "head_rate", 50.0 if self.head == "classifier" else 1.0)
-        elif self.head_rate <= 0:
-            raise ConfigError(f"head_rate must be above 0, got {self.head_rate}")
+        if self.head_lr_mult is None:
+            object.__setattr__(self, "head_lr_mult", 50.0 if self.head == "classifier" else 1.0)
+        elif self.head_lr_mult <= 0:
+            raise ConfigError(f"head_lr_mult must be above 0, got {self.head_lr_mult}")

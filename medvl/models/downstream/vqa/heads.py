@@ -29,7 +29,7 @@ _WORDS_AT_ONCE = 2048
 """Of a ranking pass: they bound its memory, and change no number."""
 
 
-class Said(NamedTuple):
+class AnswerPredictions(NamedTuple):
     """An answer to each question."""
 
     answers: list[str]
@@ -49,7 +49,7 @@ class AnswerHead(Protocol):
     def scores(self, fused: Fused) -> Tensor:
         """(B, V) float: the higher, the better the answer."""
 
-    def said(self, fused: Fused) -> Said:
+    def said(self, fused: Fused) -> AnswerPredictions:
         """The best answers."""
 
 
@@ -68,17 +68,17 @@ class _Classifier(nn.Sequential, abc.ABC):
 
     def loss(self, fused: Fused, target_BV: Tensor) -> Tensor:
         """See `AnswerHead`."""
-        return losses.answers(self.scores(fused), target_BV)
+        return losses.vqa_bce(self.scores(fused), target_BV)
 
     def scores(self, fused: Fused) -> Tensor:
         """See `AnswerHead`; logits."""
         logits_BV: Tensor = self(self.vector(fused))
         return logits_BV
 
-    def said(self, fused: Fused) -> Said:
+    def said(self, fused: Fused) -> AnswerPredictions:
         """See `AnswerHead`."""
         best_B, place_B = self.scores(fused).float().max(dim=1)
-        return Said([self._answers[place] for place in place_B.tolist()], best_B.sigmoid())
+        return AnswerPredictions([self._answers[place] for place in place_B.tolist()], best_B.sigmoid())
 
 
 class ClassifierHead(_Classifier):
@@ -183,14 +183,14 @@ class DecoderHead(nn.Module):
             1, chosen_BK, times * first_BV.gather(1, chosen_BK) + rest_BK
         )
 
-    def said(self, fused: Fused) -> Said:
+    def said(self, fused: Fused) -> AnswerPredictions:
         """See `AnswerHead`."""
         if self.config.head == "generation":
             return self.write(fused)
         best_B, place_B = self.scores(fused).max(dim=1)
-        return Said([self.config.answers[place] for place in place_B.tolist()], best_B.exp())
+        return AnswerPredictions([self.config.answers[place] for place in place_B.tolist()], best_B.exp())
 
-    def write(self, fused: Fused) -> Said:
+    def write(self, fused: Fused) -> AnswerPredictions:
         """What the decoder writes by itself: an answer of the vocabulary where it wrote its tokens, else the text."""
         tokenizer, settings = self.tokenizer, self.config.decoder
         marks = (tokenizer.pad_id, tokenizer.cls_id, tokenizer.unk_id, tokenizer.mask_id)
@@ -205,7 +205,7 @@ class DecoderHead(nn.Module):
         rows = zip(found.ids_BT.cpu(), found.mask_BT.cpu(), strict=True)
         written = [ids_T[mask_T].tolist() for ids_T, mask_T in rows]
         answers = [self._answer_of.get(tuple(ids)) or tokenizer.decode(ids) for ids in written]
-        return Said(answers, found.score_B.exp())
+        return AnswerPredictions(answers, found.score_B.exp())
 
     def _rest(self, chosen_BK: Tensor, memory: Memory) -> Tensor:
         """(B, K): log-probability of what stands behind the first word of these answers.

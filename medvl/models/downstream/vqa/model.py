@@ -14,7 +14,7 @@ from medvl.errors import ConfigError
 from medvl.models.base import System
 from medvl.models.checkpoint import load, load_towers
 from medvl.models.downstream.vqa.config import DecoderConfig, Head, VQAConfig
-from medvl.models.downstream.vqa.heads import Said, create_head
+from medvl.models.downstream.vqa.heads import AnswerPredictions, create_head
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.config import StreamConfig
 from medvl.models.fusion_encoders.layers.encoder import Pooler
@@ -65,7 +65,7 @@ class VQA(System):
         *,
         head: Head = "classifier",
         decoder: DecoderConfig | None = None,
-        head_rate: float | None = None,
+        head_lr_mult: float | None = None,
     ) -> Self:
         """A fresh head on a fusion-encoder, which is taken as it is and not copied. Raises as `create_vqa`."""
         settings = dataclasses.asdict(fusion_model.config)
@@ -75,7 +75,7 @@ class VQA(System):
             answers=tuple(answers),
             head=head,
             decoder=decoder or DecoderConfig(),
-            head_rate=head_rate,
+            head_lr_mult=head_lr_mult,
             max_tokens=settings["max_tokens"],
             vocab_size=settings["vocab_size"],
         )
@@ -92,7 +92,7 @@ class VQA(System):
         answer is not on the shortlist."""
         return self.answer_head.scores(self.fusion_model.features(batch))
 
-    def said(self, batch: Batch) -> Said:
+    def said(self, batch: Batch) -> AnswerPredictions:
         """The answer to each question of a batch."""
         return self.answer_head.said(self.fusion_model.features(batch))
 
@@ -113,9 +113,9 @@ class VQA(System):
         return self.said(batch).answers
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """The fusion model's own groups, and the head at `head_rate` times `lr`."""
+        """The fusion model's own groups, and the head at `head_lr_mult` times `lr`."""
         groups = self.fusion_model.parameter_groups(lr, weight_decay)
-        head = parameter_groups(self.answer_head, lr * self.config.head_rate, weight_decay)
+        head = parameter_groups(self.answer_head, lr * self.config.head_lr_mult, weight_decay)
         return [*groups, *({**group, "name": f"answer_head: {group['name']}"} for group in head)]
 
 
@@ -126,7 +126,7 @@ def create_vqa(
     fusion: StreamConfig,
     head: Head = "classifier",
     decoder: DecoderConfig | None = None,
-    head_rate: float | None = None,
+    head_lr_mult: float | None = None,
 ) -> VQA:
     """A fresh head that answers on the model of a checkpoint, of either family.
 
@@ -137,7 +137,7 @@ def create_vqa(
         fusion: sizes of that fresh fusion-encoder; what it says of the encoders is replaced by what `start` has.
         head: how an answer is given.
         decoder: of the heads "ranking" and "generation"; ALBEF's sizes by default.
-        head_rate: learning rate of the head, as a multiple of the encoders'; None is the head's published one.
+        head_lr_mult: learning rate of the head, as a multiple of the encoders'; None is the head's published one.
 
     Raises:
         CheckpointError: `start` is no whole checkpoint.
@@ -147,10 +147,10 @@ def create_vqa(
     if isinstance(started, VQA):
         started = started.fusion_model
     if isinstance(started, FusionModel):
-        return VQA.on(started, answers, head=head, decoder=decoder, head_rate=head_rate)
+        return VQA.on(started, answers, head=head, decoder=decoder, head_lr_mult=head_lr_mult)
     names = ("image_encoder", "text_encoder", "image_size", "fit", "max_tokens", "vocab_size")
     config = dataclasses.replace(fusion, **{name: getattr(started.config, name) for name in names})
     fresh = create_model(config, tokenizer=started.tokenizer)
     assert isinstance(fresh, FusionModel)
     load_towers(fresh, start)
-    return VQA.on(fresh, answers, head=head, decoder=decoder, head_rate=head_rate)
+    return VQA.on(fresh, answers, head=head, decoder=decoder, head_lr_mult=head_lr_mult)

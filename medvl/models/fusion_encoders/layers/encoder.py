@@ -51,7 +51,7 @@ class Fused(NamedTuple):
     """One vector a pair, of width `pooled_dim`."""
 
 
-class Looks(NamedTuple):
+class AttentionMaps(NamedTuple):
     """Where a text looks in its image: attention of the last fusion layer, mean over its heads, float32.
 
     A row sums to at most 1: what is missing goes to words, and to tokens that stand for no place in the image.
@@ -62,10 +62,10 @@ class Looks(NamedTuple):
     text_BTP: Tensor
     """Of every token of the text, its first one and its padding included."""
 
-    def cells(self, image: Tokens, leading: int) -> "Looks":
+    def cells(self, image: Tokens, leading: int) -> "AttentionMaps":
         """Without the image's `leading` tokens, which are no cells; 0 on tokens that are padding."""
         real_BP = image.real_BN()[:, leading:].float()
-        return Looks(self.pooled_BP[:, leading:] * real_BP, self.text_BTP[:, :, leading:] * real_BP[:, None])
+        return AttentionMaps(self.pooled_BP[:, leading:] * real_BP, self.text_BTP[:, :, leading:] * real_BP[:, None])
 
 
 class Pooler(nn.Module):
@@ -98,7 +98,7 @@ class FusionEncoder(nn.Module, abc.ABC):
         """
 
     @abc.abstractmethod
-    def looks(self, text: Tokens, image: Tokens) -> Looks:
+    def looks(self, text: Tokens, image: Tokens) -> AttentionMaps:
         """Over all of the image's tokens. It takes what `forward` takes, which itself keeps no weights."""
 
     def mark(self, text: Tokens, image: Tokens) -> tuple[Tensor, Tensor]:
@@ -123,12 +123,12 @@ class DualStream(FusionEncoder):
         pooled_BD = torch.cat([self.text_pooler(text.states_BND), self.image_pooler(image.states_BND)], dim=-1)
         return Fused(text, image, pooled_BD)
 
-    def looks(self, text: Tokens, image: Tokens) -> Looks:
+    def looks(self, text: Tokens, image: Tokens) -> AttentionMaps:
         """See the base class; of the two pooled tokens, the text's."""
         text, image = self.streams(text, image, len(self.text_layers) - 1)
         last: Any = self.text_layers[-1]
         weights_BTP = last.cross_weights(text.states_BND, image.states_BND, text.mask_BN, image.mask_BN)
-        return Looks(weights_BTP[:, 0], weights_BTP)
+        return AttentionMaps(weights_BTP[:, 0], weights_BTP)
 
     def streams(self, text: Tokens, image: Tokens, depth: int) -> tuple[Tokens, Tokens]:
         """Both streams after the first `depth` layers; what lies above is not computed."""
@@ -164,13 +164,13 @@ class SingleStream(FusionEncoder):
             self.pooler(states_BSD),
         )
 
-    def looks(self, text: Tokens, image: Tokens) -> Looks:
+    def looks(self, text: Tokens, image: Tokens) -> AttentionMaps:
         """See the base class; the pooled token is the image's first one."""
         states_BSD, mask_BSS = self.stream(text, image, len(self.layers) - 1)
         last: Any = self.layers[-1]
         weights_BSS = last.attention.weights(states_BSD, states_BSD, mask_BSS).mean(dim=1)
         images = image.states_BND.shape[1]
-        return Looks(weights_BSS[:, 0, :images], weights_BSS[:, images:, :images])
+        return AttentionMaps(weights_BSS[:, 0, :images], weights_BSS[:, images:, :images])
 
     def stream(self, text: Tokens, image: Tokens, depth: int) -> tuple[Tensor, Tensor | None]:
         """The states (B, S, D) after the first `depth` layers, and the mask that all of them share."""

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.errors import EvaluationError
-from medvl.eval.core.full_pass import WholePass
+from medvl.eval.core.full_pass import FullPass
 from medvl.eval.core.interfaces import Loader, Model, encode_batch
 from medvl.eval.core.metrics import Array
-from medvl.eval.zero_shot.prompts import PromptSet
+from medvl.eval.zero_shot_classification.prompts import PromptSet
 from medvl.schema import Batch, Embeddings
 from medvl.train.loop.validate import evaluating
 
@@ -57,7 +57,7 @@ def predict(
     members = list(model) if isinstance(model, Sequence) else [model]
     if not members:
         raise EvaluationError("an ensemble needs at least one model")
-    given = WholePass(loader)
+    given = FullPass(loader)
     labels: list[Tensor] = []
     scores: list[list[Tensor]] = []
     with contextlib.ExitStack() as stack:

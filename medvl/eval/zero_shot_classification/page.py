@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from medvl.eval.classification.page import LIMITS, facts, headlines, sections, subtitle
 from medvl.eval.html.header import hashed
 from medvl.eval.html.page import Page, write_page
-from medvl.eval.zero_shot.evaluate import ZeroShotResult
+from medvl.eval.zero_shot_classification.evaluate import ZeroShotResult
 
 
 def write_zero_shot_page(

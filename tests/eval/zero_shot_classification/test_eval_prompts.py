@@ -9,7 +9,7 @@ import pytest
 
 from medvl.errors import EvaluationError
 from medvl.eval import list_prompts, load_prompts
-from medvl.eval.zero_shot import prompts
+from medvl.eval.zero_shot_classification import prompts
 from medvl.schema import COMPETITION_FINDINGS, FINDINGS
 
 OURS = ("chexpert_classes", "chexpert_ensemble", "chexpert_pairs")

@@ -47,8 +47,8 @@ from medvl.eval.core.bootstrap import bootstrap_auroc
 from medvl.eval.core.metric_rows import Block, ranking_block
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import format_table
-from medvl.eval.linear_probe.features import FeatureTable
-from medvl.eval.linear_probe.solver import LinearProbe, Standardizer, fit_path
+from medvl.eval.probing.features import FeatureTable
+from medvl.eval.probing.solver import LinearProbe, Standardizer, fit_path
 
 PROTOCOL, PROTOCOL_VERSION = "linear_probe", 1
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)

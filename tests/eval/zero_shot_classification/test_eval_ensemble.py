@@ -19,7 +19,7 @@ from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import load_prompts, zero_shot
-from medvl.eval.zero_shot.scores import predict
+from medvl.eval.zero_shot_classification.scores import predict
 from medvl.models.checkpoint import save
 from medvl.schema import FINDINGS, Embeddings
 

@@ -26,7 +26,7 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder
 from medvl.errors import EvaluationError
 from medvl.eval.classification.scored_images import places
-from medvl.eval.core.full_pass import WholePass
+from medvl.eval.core.full_pass import FullPass
 from medvl.eval.core.interfaces import Loader, Source
 from medvl.eval.core.metrics import Array
 from medvl.models.base import System
@@ -149,7 +149,7 @@ def _describe(encoder: ProbedEncoder, source: Source) -> str:
 
 
 def _encode(encoder: ProbedEncoder, loader: Loader) -> _Kept:
-    given = WholePass(loader)
+    given = FullPass(loader)
     device = next(encoder.module.parameters()).device
     parts: list[torch.Tensor] = []
     with evaluating(encoder.module):

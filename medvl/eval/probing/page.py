@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from medvl.eval.classification.page import LIMITS, facts, sections, subtitle
 from medvl.eval.html.header import headline
 from medvl.eval.html.page import Cell, Page, Table, metric_cell, write_page
-from medvl.eval.linear_probe.evaluate import ProbeResult, suffix
+from medvl.eval.probing.evaluate import ProbeResult, suffix
 
 
 def write_probe_page(

@@ -20,8 +20,8 @@ from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, EvaluationError, SplitError
 from medvl.eval import linear_probe, write_probe_page
 from medvl.eval.classification.label_policy import LabelPolicy
-from medvl.eval.linear_probe.features import FeatureTable, ProbedEncoder, encode_features
-from medvl.eval.linear_probe.solver import Standardizer, fit_logistic, fit_path
+from medvl.eval.probing.features import FeatureTable, ProbedEncoder, encode_features
+from medvl.eval.probing.solver import Standardizer, fit_logistic, fit_path
 
 NAMES = ("Edema", "Fracture", "Cardiomegaly")
 

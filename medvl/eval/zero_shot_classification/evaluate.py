@@ -45,8 +45,8 @@ from medvl.eval.core.full_pass import input_hashes
 from medvl.eval.core.interfaces import Loader, Model, Source
 from medvl.eval.core.metric_rows import Block, measure, one_of_many_block
 from medvl.eval.core.results import checkpoint_sha256
-from medvl.eval.zero_shot.prompts import COMPETING, PromptSet, load_prompts
-from medvl.eval.zero_shot.scores import predict
+from medvl.eval.zero_shot_classification.prompts import COMPETING, PromptSet, load_prompts
+from medvl.eval.zero_shot_classification.scores import predict
 
 PROTOCOL, PROTOCOL_VERSION = "zero_shot", 1
 
