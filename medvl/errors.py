@@ -1,34 +1,69 @@
-"""What can go wrong, as types.
+"""Error types.
 
-Every error that medvl raises on bad input is a `MedvlError`. Its text says three things: which file or field, what is
-wrong with it, and what to do about it. It never quotes a header value or a line of a report: those may name a patient.
+Every error that medvl raises on bad input is a `MedvlError`. Its message names the file or the field, says what is
+wrong and what to do about it. It never quotes a header value or a line of a report: those may name a patient.
+
+`code` is a short word for programs: to count errors, or to handle one kind. Codes in use:
+
+| code | meaning |
+|---|---|
+| out_of_range | a value is outside its allowed range |
+| unknown_name | no field, choice, system, preset or command has this name |
+| wrong_type | a value has another type than the field |
+| missing | something required was not given |
+| conflict | two settings, or a setting and the model or data, exclude each other |
+| unsupported | valid, but not supported |
+| not_found | a file, folder or key does not exist |
+| exists | the output exists already and belongs to something else |
+| in_use | another process holds the folder |
+| unreadable | the operating system refuses to read or write |
+| truncated, malformed, undecodable | the file is damaged: it ends early, breaks its format, or its codec fails |
+| too_large | over a limit of size, count or memory |
+| mismatch | two things that must agree do not: a hash, a shape, a manifest, ranks |
+| version | written by another version of medvl |
+| leak | a patient or article is on both sides of a split |
+| empty | nothing is left to work on |
+| budget | more bad inputs than the budget allows |
+| worker | a worker process died or hangs |
+| nonfinite | a loss, gradient or weight is not finite |
+
+DICOM and image errors have a few more, for counting: no_pixels, no_codec, not_dicom, multi_frame, unknown_format,
+no_image.
 """
+
+from typing import Any, Self
 
 
 class MedvlError(Exception):
-    """Base of all errors that medvl raises on purpose."""
+    """Base of all errors that medvl raises on purpose.
+
+    Attributes:
+        code: short word for programs, from the table in `medvl.errors`.
+        field: the setting, option, column or key that is wrong, as the user wrote it; None where there is none.
+    """
+
+    def __init__(self, message: str, code: str = "", *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.field = code, field
+
+    def __reduce__(self) -> tuple[Any, ...]:  # code and field survive the way from a worker process
+        return _rebuild, (type(self), str(self), self.code, self.field)
+
+    def prefixed(self, prefix: str) -> Self:
+        """Return the same error with `prefix` before its message, for example the file's path."""
+        return type(self)(f"{prefix}{self}", self.code, field=self.field)
+
+
+def _rebuild(cls: type[MedvlError], message: str, code: str, field: str | None) -> MedvlError:
+    return cls(message, code, field=field)
 
 
 class DicomError(MedvlError):
-    """A DICOM file cannot be read as an image. `reason` is a short word for counting: "truncated", "no_pixels", ..."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-    def __reduce__(self) -> tuple[type["DicomError"], tuple[str, str]]:  # crosses process borders whole
-        return type(self), (str(self), self.reason)
+    """A DICOM file cannot be read as an image."""
 
 
 class ImageError(MedvlError):
-    """A JPEG or PNG cannot be read. `reason` as in `DicomError`."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-    def __reduce__(self) -> tuple[type["ImageError"], tuple[str, str]]:
-        return type(self), (str(self), self.reason)
+    """A JPEG or PNG file cannot be read."""
 
 
 class ReportError(MedvlError):

@@ -215,7 +215,7 @@ for path in sys.argv[1:]:
         decode_image(Path(path).read_bytes())
         reason = "decoded"
     except ImageError as error:
-        reason = error.reason
+        reason = error.code
     peak = int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) >> 10
     print(Path(path).stem.replace(" ", "_"), reason, round(time.process_time() - started, 2), peak)
 """
@@ -296,7 +296,7 @@ def test_a_dicom_directory_is_no_image_and_leads_nowhere(tmp_path: Path) -> None
     path = write_dataset(tmp_path / "disc" / "DICOMDIR", data)
     with pytest.raises(DicomError) as caught:
         read_dicom(path)
-    assert caught.value.reason == "no_pixels"
+    assert caught.value.code == "no_pixels"
     sources = [file.read_text() for file in (ROOT / "medvl").rglob("*.py")]
     assert not [text for text in sources if "pydicom.fileset" in text or "FileSet(" in text]
 

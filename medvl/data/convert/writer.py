@@ -119,7 +119,7 @@ def _add(record: Record, options: ShardOptions, writer: "_TarWriter", note: Shar
         pixels, sample = read_pixels(sample, color=options.color, warnings=note.warnings)
         data = _encode(pixels, options)
     except (DicomError, ImageError) as error:
-        note.skipped.append((key, error.reason, str(error)))
+        note.skipped.append((key, error.code, str(error)))
     except MemoryError:
         note.skipped.append((key, "too_large", "it takes more memory than a worker may have"))
     except FileNotFoundError as error:

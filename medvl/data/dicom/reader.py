@@ -116,7 +116,7 @@ def read_dicom(
         with Path(path).open("rb") as file:
             return _read(open_dicom(file, limits), bits, frame)
     except DicomError as error:
-        raise DicomError(f"{path}: {error}", error.reason) from error
+        raise DicomError(f"{path}: {error}", error.code) from error
     except OSError as error:
         raise DicomError(f"{path} cannot be read ({error.strerror})", "unreadable") from error
     except MemoryError as error:

@@ -95,7 +95,7 @@ class Samples(Dataset[Item | Failure]):
         try:
             image = self.maker.transform(key, self.source.pixels(position, self.color), epoch)
         except (ImageError, DicomError) as error:
-            return Failure(sample.key, error.reason)
+            return Failure(sample.key, error.code)
         except ShardError:
             return Failure(sample.key, "shard_damaged")
         except FileNotFoundError:

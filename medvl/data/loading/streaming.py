@@ -128,7 +128,7 @@ class _Stream(IterableDataset[tuple[Batch | None, list[Failure]]]):
             data = next(raw[suffix] for suffix in IMAGE_SUFFIXES if suffix in raw)
             return self.maker(sample, decode_image(data, color=self.color), self.epoch)
         except ImageError as error:
-            return Failure(key, error.reason)
+            return Failure(key, error.code)
         except (ValueError, KeyError, StopIteration):
             return Failure(key, "sample_unreadable")
 

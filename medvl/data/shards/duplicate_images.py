@@ -93,7 +93,7 @@ def _hash_one(source: ShardSource, position: int) -> np.ndarray | str:
     try:
         bits = perceptual_hash(source.pixels(position))
     except ImageError as error:
-        return error.reason
+        return error.code
     return "of_one_colour" if bits is None else bits
 
 

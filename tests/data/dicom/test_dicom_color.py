@@ -87,7 +87,7 @@ def test_damaged_palettes(tmp_path):
     data.BluePaletteColorLookupTableData = bytes(10)
     with pytest.raises(DicomError, match="fewer entries than its descriptor says") as caught:
         read_dicom(write_dataset(tmp_path / "a.dcm", data))
-    assert caught.value.reason == "malformed"
+    assert caught.value.code == "malformed"
     del data.RedPaletteColorLookupTableDescriptor
     with pytest.raises(DicomError, match="descriptor of a look-up table is damaged"):
         read_dicom(write_dataset(tmp_path / "a.dcm", data))

@@ -160,7 +160,7 @@ def test_a_missing_codec_is_named():
         return
     with pytest.raises(DicomError, match=r'12-bit JPEG Extended .*: pip install "medvl\[gpl-codecs\]"') as caught:
         read_dicom(BUNDLED / "JPGExtended.dcm")
-    assert caught.value.reason == "no_codec"
+    assert caught.value.code == "no_codec"
 
 
 def test_files_without_preamble_meta_information_or_transfer_syntax(tmp_path, pixels, plain):
@@ -291,7 +291,7 @@ def test_what_is_no_readable_image(tmp_path, data, reason, message):
     path.write_bytes(data)
     with pytest.raises(DicomError, match=message) as caught:
         read_dicom(path)
-    assert caught.value.reason == reason
+    assert caught.value.code == reason
     assert str(caught.value).startswith(f"{path}: ")
 
 
@@ -299,7 +299,7 @@ def test_files_that_cannot_be_opened(tmp_path):
     for path, message in ((tmp_path / "missing.dcm", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(DicomError, match=re.escape(f"{path} cannot be read ({message}")) as caught:
             read_dicom(path)
-        assert caught.value.reason == "unreadable"
+        assert caught.value.code == "unreadable"
 
 
 def test_settings_are_checked(tmp_path, plain):
@@ -320,4 +320,4 @@ def test_settings_are_checked(tmp_path, plain):
 def test_limits_can_be_set(tmp_path, plain, limits, message):
     with pytest.raises(DicomError, match=message) as caught:
         read_dicom(tmp_path / "plain.dcm", limits=limits)
-    assert caught.value.reason == "too_large"
+    assert caught.value.code == "too_large"

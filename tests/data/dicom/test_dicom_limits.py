@@ -155,7 +155,7 @@ for path in sys.argv[1:]:
         read_dicom(path, frame=0)
         reason = ""
     except DicomError as error:
-        reason = error.reason
+        reason = error.code
     peak = int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) // 1024
     print(json.dumps([Path(path).stem, reason, round(time.perf_counter() - start, 2), peak]))
 """
@@ -212,7 +212,7 @@ def test_mutated_files_raise_dicom_errors_only(tmp_path, name):
         try:
             image = read_dicom(path, frame=0)
         except DicomError as error:
-            reasons.add(error.reason)
+            reasons.add(error.code)
         else:
             reasons.add("decoded")
             assert image.pixels_HW.shape == (image.header.rows, image.header.columns)

@@ -186,14 +186,14 @@ def test_multi_frame_files_need_a_choice(tmp_path):
     path = write_dataset(tmp_path / "a.dcm", image_dataset(pixels, NumberOfFrames=3))
     with pytest.raises(DicomError, match="a.dcm: it has 3 frames: choose one") as caught:
         read_dicom(path)
-    assert caught.value.reason == "multi_frame"
+    assert caught.value.code == "multi_frame"
     for frame in range(3):
         image = read_dicom(path, frame=frame)
         assert np.array_equal(image.pixels_HW, pixels[frame])
         assert image.header.frames == 3
     with pytest.raises(DicomError, match="so there is no frame 3") as caught:
         read_dicom(path, frame=3)
-    assert caught.value.reason == "multi_frame"
+    assert caught.value.code == "multi_frame"
     single = write_dataset(tmp_path / "b.dcm", image_dataset(pixels[0], NumberOfFrames=1))
     assert np.array_equal(read_dicom(single, frame=0).pixels_HW, read_dicom(single).pixels_HW)
 

@@ -67,7 +67,7 @@ def check(path: Path) -> DicomImage | None:
         frames = read_dicom(path, frame=0).header.frames
         images = {frame: read_dicom(path, frame=frame, bits=16) for frame in {0, frames - 1}}
     except DicomError as error:
-        reason = error.reason
+        reason = error.code
     else:
         reason = None
     if not (HAS_12_BITS and REFUSED.get(path.stem) == "no_codec"):

@@ -94,7 +94,7 @@ def test_truncated_files(scene, kind):
     for length in (len(data) // 2, len(data) * 9 // 10):
         with pytest.raises(ImageError, match=f"the {kind} ends before its last pixel") as caught:
             decode_image(data[:length])
-        assert caught.value.reason == "truncated"
+        assert caught.value.code == "truncated"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_truncated_files(scene, kind):
 def test_bad_files(data, reason, message):
     with pytest.raises(ImageError, match=message) as caught:
         decode_image(data)
-    assert caught.value.reason == reason
+    assert caught.value.code == reason
 
 
 @pytest.mark.fault("S6")
@@ -143,7 +143,7 @@ def test_mutated_files_raise_image_errors_only(scene, kind):
         try:
             decoded = decode_image(bytes(data), color=True, max_pixels=1 << 20)
         except ImageError as error:
-            failed += error.reason in ("truncated", "malformed", "too_large", "unknown_format")
+            failed += error.code in ("truncated", "malformed", "too_large", "unknown_format")
         else:
             assert decoded.dtype == np.uint8
             assert decoded.shape[2] == 3
