@@ -32,7 +32,7 @@ class Encoder(nn.Module):
         return [[f"backbone.{name}" for name in group] for group in self._layers(self.backbone)]
 
     def train(self, mode: bool = True) -> Self:
-        """As in torch; what is frozen stays in eval mode where `rest_frozen` said so."""
+        """As in torch; what is frozen stays in eval mode where `keep_frozen_in_eval` said so."""
         super().train(mode)
         if mode and self._frozen_rests:
             for module in self.modules():
@@ -41,7 +41,7 @@ class Encoder(nn.Module):
                     module.eval()
         return self
 
-    def rest_frozen(self, rests: bool) -> None:
+    def keep_frozen_in_eval(self, rests: bool) -> None:
         """Whether modules that have parameters, none of them trained, stay in eval mode from now on."""
         self._frozen_rests = rests
         self.train(self.training)

@@ -53,7 +53,7 @@ def freeze_layers(
         for name in group:
             encoder.get_parameter(name).requires_grad_(False)
     if frozen:
-        encoder.rest_frozen(eval_mode)
+        encoder.keep_frozen_in_eval(eval_mode)
 
 
 def parameter_groups(
@@ -178,7 +178,7 @@ def merge_lora(encoder: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def keeping_statistics(module: nn.Module) -> Iterator[None]:
+def freeze_batch_norm_statistics(module: nn.Module) -> Iterator[None]:
     """Batch norms inside normalise as they would, but do not take this batch into their running statistics: for passes
     over images that inference never sees."""
     norms = [child for child in module.modules() if isinstance(child, _NormBase)]

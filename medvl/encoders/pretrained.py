@@ -84,7 +84,7 @@ def read_url(url: str) -> dict[str, Tensor]:
     return tensors
 
 
-def locate(name: str, pretrained: Pretrained, published: Weights | None, note: str = "") -> Path:
+def locate_weights(name: str, pretrained: Pretrained, published: Weights | None, note: str = "") -> Path:
     """The local file that `pretrained` means for encoder `name`, fetched from the hub where it has to be.
 
     Raises `WeightsError` when it cannot be had; the text says how a local copy is given.

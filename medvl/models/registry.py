@@ -10,7 +10,7 @@ from typing import Any
 
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.encoders.presets import TEXT_PRESETS
-from medvl.encoders.text.builders import takes_canonical_text, takes_clip_tokens
+from medvl.encoders.text.builders import uses_canonical_text, uses_clip_tokenizer
 from medvl.errors import ConfigError
 from medvl.models.base import System
 
@@ -81,7 +81,7 @@ def create_model(
         tokenizer = _tokenizer_of_preset(config)
     if isinstance(tokenizer, str | Path):
         family, _, model = getattr(config, "text_encoder", "").partition(":")
-        canonical = family == "open_clip" and takes_canonical_text(model)
+        canonical = family == "open_clip" and uses_canonical_text(model)
         tokenizer = load_tokenizer(tokenizer, max_tokens=config.max_tokens, cleaning="canonical" if canonical else None)
     if tokenizer is not None:
         config = _fit_vocabulary(config, tokenizer, bool(pretrained))
@@ -113,7 +113,7 @@ def _tokenizer_of_preset(config: Any) -> Tokenizer | None:
     preset = TEXT_PRESETS.get(getattr(config, "text_encoder", ""))
     if preset is None:
         family, _, model = config.text_encoder.partition(":")
-        clip = family == "open_clip" and takes_clip_tokens(model)
+        clip = family == "open_clip" and uses_clip_tokenizer(model)
         return load_tokenizer("clip", max_tokens=config.max_tokens) if clip else None
     if preset.tokenizer is not None:
         return load_tokenizer(preset.tokenizer, max_tokens=config.max_tokens)

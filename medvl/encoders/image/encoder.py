@@ -149,7 +149,7 @@ class ImageEncoder(Encoder):
         return (image - self._mean) / self._std
 
     @property
-    def leaves_patches_out(self) -> bool:
+    def can_drop_patches(self) -> bool:
         """Whether `forward` takes `keep_BK`."""
         return self._adapter.keep is not None
 

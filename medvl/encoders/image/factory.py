@@ -21,7 +21,7 @@ from medvl.encoders.pretrained import (
     Pretrained,
     beyond,
     load_strictly,
-    locate,
+    locate_weights,
     read_tensors,
     read_url,
 )
@@ -168,7 +168,7 @@ def _load(vision: Vision, options: ImageOptions, preset: ImagePreset | None, pre
     if pretrained is True and preset is None and vision.url is not None:
         source, tensors = vision.url, read_url(vision.url)
     else:
-        path = locate(options.name, pretrained, published, preset.note if preset else vision.note)
+        path = locate_weights(options.name, pretrained, published, preset.note if preset else vision.note)
         source, tensors = str(path), read_tensors(path)
     if any(key.startswith("backbone.") for key in tensors):
         encoder = ImageEncoder(vision, options)

@@ -150,13 +150,13 @@ def build_open_clip(name: str, arguments: Mapping[str, Any], projection: bool) -
     )
 
 
-def takes_clip_tokens(name: str) -> bool:
+def uses_clip_tokenizer(name: str) -> bool:
     """Whether the text tower of a model of open_clip has CLIP's own vocabulary: one that names no other."""
     fields = _text_fields(name)
     return fields is not None and not fields.get("hf_tokenizer_name")
 
 
-def takes_canonical_text(name: str) -> bool:
+def uses_canonical_text(name: str) -> bool:
     """Whether a model of open_clip was given texts in lower case and without punctuation (SigLIP)."""
     options = (_text_fields(name) or {}).get("tokenizer_kwargs") or {}
     return options.get("clean") == "canonicalize"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.encoders.presets import TEXT_PRESETS, TextPreset
-from medvl.encoders.pretrained import CLIP_SCALARS, KeyMap, Pretrained, beyond, load_strictly, locate, read_tensors
+from medvl.encoders.pretrained import CLIP_SCALARS, KeyMap, Pretrained, beyond, load_strictly, locate_weights, read_tensors
 from medvl.encoders.text.adapters import ClipAdapter, Language
 from medvl.encoders.text.builders import build_hugging_face, build_open_clip, build_static, read_folder
 from medvl.encoders.text.encoder import Pool, Reduce, TextEncoder, TextOptions
@@ -151,7 +151,7 @@ def _static(options: TextOptions, pretrained: Pretrained, vocabulary: Mapping[st
     """A table of word vectors, filled from a file where there is one."""
     if options.projection:
         raise ConfigError("a static table has no projection")
-    path = None if pretrained is False else locate("static", pretrained, None, "word vectors are given by path")
+    path = None if pretrained is False else locate_weights("static", pretrained, None, "word vectors are given by path")
     arguments = dict(options.arguments)
     if path is not None:
         if vocabulary is None:
@@ -177,7 +177,7 @@ def _load(encoder: TextEncoder, language: Language, preset: TextPreset | None, p
                 f"{encoder.name} counts positions from its padding id, which is {published} in the published weights, "
                 f"not {encoder.pad_id}: take its own tokenizer, or start at random"
             )
-    path = locate(encoder.name, pretrained, preset.weights if preset else None, preset.note if preset else "")
+    path = locate_weights(encoder.name, pretrained, preset.weights if preset else None, preset.note if preset else "")
     names = [name for name, _ in language.net.named_parameters()]
     upper = [] if language.blocks is None else beyond(language.blocks, names)
     keys = KeyMap(

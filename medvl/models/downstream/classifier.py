@@ -37,7 +37,7 @@ class Classifier(System):
         nn.init.zeros_(self.label_head.bias)
         if config.frozen_encoder:
             image_encoder.requires_grad_(False)
-            image_encoder.rest_frozen(True)
+            image_encoder.keep_frozen_in_eval(True)
 
     @classmethod
     def build(cls, config: ClassifierConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:

@@ -64,7 +64,7 @@ class DenseModel(System):
         super().__init__(config, transform=transform, tokenizer=None)
         self.image_encoder = image_encoder
         image_encoder.requires_grad_(False)
-        image_encoder.rest_frozen(True)
+        image_encoder.keep_frozen_in_eval(True)
         cells = image_encoder.grid(transform.size, transform.size)
         if cells is None or not image_encoder.patch_dim:
             raise ConfigError(f"{image_encoder.name} has no grid of patches: nothing can be located in it")

@@ -47,7 +47,7 @@ class DualEncoder(TwoTowers):
         super().__init__(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
         self.image_head, self.text_head = image_head, text_head
         self.patch_dropout: float = getattr(config, "patch_dropout", 0.0)
-        if self.patch_dropout and not image_encoder.leaves_patches_out:
+        if self.patch_dropout and not image_encoder.can_drop_patches:
             raise ConfigError(
                 f"patch_dropout is {self.patch_dropout}, but {image_encoder.name} needs all patches: take a vision "
                 "Transformer, or 0"

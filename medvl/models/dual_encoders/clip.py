@@ -14,7 +14,7 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
 from medvl.encoders.image.factory import image_has_projection
 from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
-from medvl.encoders.pretrained import KeyMap, Pretrained, load_strictly, locate, read_tensors
+from medvl.encoders.pretrained import KeyMap, Pretrained, load_strictly, locate_weights, read_tensors
 from medvl.encoders.text.factory import text_has_projection
 from medvl.errors import ConfigError, WeightsError
 from medvl.models.dual_encoders.base import ContrastiveEncoder, Pairs, gather_global, groups_of
@@ -166,8 +166,8 @@ def _heads(config: CLIPConfig, image_encoder: ImageEncoder, text_encoder: TextEn
 def _whole_file(config: CLIPConfig) -> Path | None:
     """The one file that both towers start from; None where each has its own."""
     if config.weights is not None:
-        return locate(config.image_encoder, config.weights, None)
+        return locate_weights(config.image_encoder, config.weights, None)
     presets: Any = IMAGE_PRESETS.get(config.image_encoder), TEXT_PRESETS.get(config.text_encoder)
     published = {None if preset is None else preset.weights for preset in presets}
     weights = published.pop()
-    return None if published or weights is None else locate(config.image_encoder, True, weights)
+    return None if published or weights is None else locate_weights(config.image_encoder, True, weights)

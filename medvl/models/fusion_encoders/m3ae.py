@@ -8,7 +8,7 @@ from torch import Tensor
 from medvl import losses
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
-from medvl.encoders import ImageEncoder, TextEncoder, keeping_statistics
+from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
 from medvl.errors import ConfigError
 from medvl.losses.mim import PatchMask, blank, mask_patches, patchify, standardize
 from medvl.models.fusion_encoders.config import M3AEConfig
@@ -126,9 +126,9 @@ class M3AE(DualStreamModel):
 
     def visible_tokens(self, image_BCHW: Tensor, patches: PatchMask) -> Tokens:
         """The image's token and those of the kept patches, which know nothing of the others."""
-        if self.image_encoder.leaves_patches_out:
+        if self.image_encoder.can_drop_patches:
             return self.image_tokens(image_BCHW, keep_BK=patches.kept_BK)
-        with keeping_statistics(self.image_encoder):  # they are those of whole images
+        with freeze_batch_norm_statistics(self.image_encoder):  # they are those of whole images
             blanked = blank(self.image_encoder.normalize(image_BCHW), patches.masked_BP, self.patch)
             states_BND = self.image_tokens(blanked).states_BND
         return Tokens(torch.cat([states_BND[:, :1], patches.keep(states_BND[:, 1:])], dim=1), None)
