@@ -11,7 +11,13 @@ timm, torchvision, open_clip, transformers and peft are imported when an encoder
 """
 
 from medvl.encoders.activation_checkpointing import checkpoint_activations
-from medvl.encoders.finetuning import add_lora, freeze_layers, freeze_batch_norm_statistics, merge_lora, parameter_groups
+from medvl.encoders.finetuning import (
+    add_lora,
+    freeze_batch_norm_statistics,
+    freeze_layers,
+    merge_lora,
+    parameter_groups,
+)
 from medvl.encoders.image.encoder import ImageEncoder
 from medvl.encoders.image.factory import create_image_encoder, list_image_encoders
 from medvl.encoders.text.encoder import TextEncoder
@@ -24,8 +30,8 @@ __all__ = [
     "checkpoint_activations",
     "create_image_encoder",
     "create_text_encoder",
-    "freeze_layers",
     "freeze_batch_norm_statistics",
+    "freeze_layers",
     "list_image_encoders",
     "list_text_encoders",
     "merge_lora",

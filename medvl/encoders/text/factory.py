@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from medvl.encoders.presets import TEXT_PRESETS, TextPreset
-from medvl.encoders.pretrained import CLIP_SCALARS, KeyMap, Pretrained, beyond, load_strictly, locate_weights, read_tensors
+from medvl.encoders.pretrained import (
+    CLIP_SCALARS,
+    KeyMap,
+    Pretrained,
+    beyond,
+    load_strictly,
+    locate_weights,
+    read_tensors,
+)
 from medvl.encoders.text.adapters import ClipAdapter, Language
 from medvl.encoders.text.builders import build_hugging_face, build_open_clip, build_static, read_folder
 from medvl.encoders.text.encoder import Pool, Reduce, TextEncoder, TextOptions
