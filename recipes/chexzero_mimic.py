@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
-from medvl.models.dual_encoders.clip_configs import CheXzeroConfig
+from medvl.models.dual_encoders.chexzero import CheXzeroConfig
 from medvl.train.config import Cosine, OptimConfig, TrainConfig
 from medvl.train.recipe_cli import launch
 from medvl.train.tasks.pretraining import DataConfig

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from medvl.data.transforms.image import ConVIRTAugmentation
 from medvl.data.transforms.text import RandomSentence, WholeText
-from medvl.models.dual_encoders.configs import ConVIRTConfig
+from medvl.models.dual_encoders.convirt import ConVIRTConfig
 from medvl.train.config import Cosine, OptimConfig, Plateau, TrainConfig
 from medvl.train.recipe_cli import launch
 from medvl.train.tasks.pretraining import DataConfig

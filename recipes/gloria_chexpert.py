@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from medvl.data.transforms.image import ConVIRTAugmentation, RandomCrop
 from medvl.data.transforms.text import RandomSentence, WholeText
-from medvl.models.dual_encoders.gloria_config import GLoRIAConfig
+from medvl.models.dual_encoders.gloria import GLoRIAConfig
 from medvl.train.config import Cosine, OptimConfig, Plateau, TrainConfig
 from medvl.train.recipe_cli import launch
 from medvl.train.tasks.pretraining import DataConfig

@@ -41,7 +41,7 @@ from medvl.data.tokenizer.tokenizer import load_tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.models import create_model
-from medvl.models.dual_encoders.clip_configs import CLIPConfig
+from medvl.models.dual_encoders.clip import CLIPConfig
 from medvl.schema import Batch
 from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.doctor.diagnosis import describe

@@ -6,6 +6,7 @@ from medvl.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from medvl.models.base import System as System
+    from medvl.models.base import SystemConfig as SystemConfig
     from medvl.models.checkpoint import load as load
     from medvl.models.checkpoint import load_towers as load_towers
     from medvl.models.checkpoint import load_weights as load_weights
@@ -23,24 +24,25 @@ if TYPE_CHECKING:
     from medvl.models.downstream.vqa.model import create_vqa as create_vqa
     from medvl.models.dual_encoders.base import ContrastiveEncoder as ContrastiveEncoder
     from medvl.models.dual_encoders.base import DualEncoder as DualEncoder
-    from medvl.models.dual_encoders.clip_configs import CheXzeroConfig as CheXzeroConfig
-    from medvl.models.dual_encoders.clip_configs import CLIPConfig as CLIPConfig
-    from medvl.models.dual_encoders.clip_configs import SigLIPConfig as SigLIPConfig
-    from medvl.models.dual_encoders.configs import ConVIRTConfig as ConVIRTConfig
-    from medvl.models.dual_encoders.gloria_config import GLoRIAConfig as GLoRIAConfig
+    from medvl.models.dual_encoders.chexzero import CheXzeroConfig as CheXzeroConfig
+    from medvl.models.dual_encoders.clip import CLIPConfig as CLIPConfig
+    from medvl.models.dual_encoders.convirt import ConVIRTConfig as ConVIRTConfig
+    from medvl.models.dual_encoders.gloria import GLoRIAConfig as GLoRIAConfig
+    from medvl.models.dual_encoders.siglip import SigLIPConfig as SigLIPConfig
+    from medvl.models.factory import create_model as create_model
     from medvl.models.fusion_encoders.base import FusionModel as FusionModel
     from medvl.models.fusion_encoders.config import ALBEFConfig as ALBEFConfig
     from medvl.models.fusion_encoders.config import DualStreamConfig as DualStreamConfig
     from medvl.models.fusion_encoders.config import M3AEConfig as M3AEConfig
     from medvl.models.fusion_encoders.config import MedViLLConfig as MedViLLConfig
     from medvl.models.fusion_encoders.config import SingleStreamConfig as SingleStreamConfig
-    from medvl.models.registry import create_model as create_model
     from medvl.models.registry import list_models as list_models
+    from medvl.models.registry import register_system as register_system
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        ".base": ["System"],
+        ".base": ["System", "SystemConfig"],
         ".checkpoint": ["load", "load_towers", "load_weights", "save", "warm_start"],
         ".downstream.classifier": ["Classifier", "create_classifier"],
         ".downstream.classifier_config": ["ClassifierConfig"],
@@ -50,9 +52,11 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".downstream.segmenter": ["Segmenter"],
         ".downstream.vqa.model": ["VQA", "create_vqa"],
         ".dual_encoders.base": ["ContrastiveEncoder", "DualEncoder"],
-        ".dual_encoders.clip_configs": ["CLIPConfig", "CheXzeroConfig", "SigLIPConfig"],
-        ".dual_encoders.configs": ["ConVIRTConfig"],
-        ".dual_encoders.gloria_config": ["GLoRIAConfig"],
+        ".dual_encoders.chexzero": ["CheXzeroConfig"],
+        ".dual_encoders.clip": ["CLIPConfig"],
+        ".dual_encoders.convirt": ["ConVIRTConfig"],
+        ".dual_encoders.gloria": ["GLoRIAConfig"],
+        ".dual_encoders.siglip": ["SigLIPConfig"],
         ".fusion_encoders.base": ["FusionModel"],
         ".fusion_encoders.config": [
             "ALBEFConfig",
@@ -61,6 +65,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "MedViLLConfig",
             "SingleStreamConfig",
         ],
-        ".registry": ["create_model", "list_models"],
+        ".factory": ["create_model"],
+        ".registry": ["list_models", "register_system"],
     },
 )

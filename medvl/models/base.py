@@ -1,6 +1,7 @@
-"""What every system is, of either family: the same encoders, a configuration, a transform, a tokenizer."""
+"""Base classes of all systems."""
 
 import abc
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
@@ -14,19 +15,27 @@ from medvl.errors import ConfigError
 from medvl.schema import Batch, Losses
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SystemConfig:
+    """Base of the settings of a system."""
+
+    system: ClassVar[str]
+    """Name of the system; set by `medvl.models.registry.register_system`."""
+
+
 class System(nn.Module, abc.ABC):
-    """A published system, as `create_model` makes it and a checkpoint holds it.
+    """Base of everything that `create_model` creates and a checkpoint holds.
 
     Attributes:
-        config: its settings, enough to build it again.
-        transform: how an image is prepared for inference.
-        tokenizer: None in a model that is given token ids only.
+        config: settings, sufficient to build the system again.
+        transform: preparation of an image for inference.
+        tokenizer: None in a model that takes token ids only.
     """
 
     name: ClassVar[str]
-    """What `create_model` knows the system by."""
-    Config: ClassVar[type]
-    """Its frozen dataclass of settings."""
+    """Name for `create_model`; set by `medvl.models.registry.register_system`."""
+    Config: ClassVar[type[SystemConfig]]
+    """Frozen dataclass of settings."""
 
     def __init__(self, config: Any, *, transform: EvalTransform, tokenizer: Tokenizer | None) -> None:
         super().__init__()
@@ -35,41 +44,52 @@ class System(nn.Module, abc.ABC):
     @classmethod
     @abc.abstractmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """The system as its configuration says; with `pretrained`, from its encoders' published weights."""
+        """Build the system from its settings; with `pretrained`, from the encoders' published weights.
+
+        Raises ConfigError and WeightsError as `create_model` does.
+        """
 
     @abc.abstractmethod
     def forward(self, batch: Batch) -> Losses:
-        """The losses of a training batch."""
+        """Return the losses of a training batch."""
+
+    def before_step(self, step: int) -> None:
+        """Update state before the forward pass of optimiser step `step`, from 0: clamps, freezing, normalisation."""
+
+    def after_step(self, step: int) -> None:
+        """Update state after the optimiser's update of step `step`, from 0: moving averages."""
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         return next(self.parameters()).device
 
     def tokenize(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(ids_BT, mask_BT) on the model's device, of strings or of ids with their mask.
+        """Return (ids_BT, mask_BT) on the model's device, from strings or from ids with their mask.
 
-        Raises ConfigError when strings meet a model without a tokenizer, or ids come without their mask.
+        Raises ConfigError for strings without a tokenizer, and for ids without a mask.
         """
         if isinstance(texts, Tensor):
             if mask_BT is None:
-                raise ConfigError("token ids need their mask: encode_text(ids_BT, mask_BT)")
+                raise ConfigError("token ids need a mask: encode_text(ids_BT, mask_BT)", "missing", field="mask_BT")
             return texts, mask_BT
         if self.tokenizer is None:
             raise ConfigError(
-                "this model has no tokenizer, so it cannot encode strings: "
-                "create_model(..., tokenizer=FOLDER), or pass token ids and their mask"
+                "this model has no tokenizer and cannot encode strings: create_model(..., tokenizer=FOLDER), or pass "
+                "token ids and their mask",
+                "missing",
+                field="tokenizer",
             )
         ids_BT, mask_BT = self.tokenizer([texts] if isinstance(texts, str) else list(texts))
         return ids_BT.to(self.device), mask_BT.to(self.device)
 
 
 class TwoTowers(System):
-    """A system that is pretrained: with an image encoder and a text encoder of its own.
+    """Base of pretrained systems: an image encoder and a text encoder.
 
     Attributes:
-        image_encoder, text_encoder: the same objects in every family, under the same names, so that the towers of one
-            system's checkpoint start another one (`medvl.models.load_towers`).
+        image_encoder, text_encoder: the same classes under the same names in every system, so that the towers of one
+            system's checkpoint can initialise another system (`medvl.models.load_towers`).
     """
 
     def __init__(

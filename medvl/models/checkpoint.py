@@ -66,7 +66,7 @@ def load(folder: Path | str) -> System:
     described = _read_config(folder)["model"]
     try:
         cls = system(described["name"])
-        config = cls.Config(**described["settings"])
+        config: Any = cls.Config(**described["settings"])
     except (ConfigError, TypeError, KeyError) as error:
         raise CheckpointError(f"{folder / CONFIG} does not describe a model that this medvl has: {error}") from error
     has_tokenizer = (folder / TOKENIZER).is_dir()

@@ -1,134 +1,121 @@
-"""Which systems there are, and how one is made."""
+"""Names of systems and the classes behind them.
 
-import dataclasses
-import difflib
+A system registers itself when its module is imported:
+
+    @register_system("convirt")
+    class ConVIRT(ContrastiveEncoder):
+        Config = ConVIRTConfig
+        ...
+
+medvl's own modules are imported on first use. Another package adds systems with the entry point group `medvl.systems`,
+for example in its pyproject.toml:
+
+    [project.entry-points."medvl.systems"]
+    mgca = "my_package.mgca:MGCA"
+"""
+
 import fnmatch
+import functools
 import importlib
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
-from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from medvl.encoders.presets import TEXT_PRESETS
-from medvl.encoders.text.builders import uses_canonical_text, uses_clip_tokenizer
+from medvl.common.config_io import nearest
 from medvl.errors import ConfigError
 from medvl.models.base import System
 
-_SYSTEMS = {
-    "albef": "medvl.models.fusion_encoders.albef:ALBEF",
-    "chexzero": "medvl.models.dual_encoders.chexzero:CheXzero",
-    "clip": "medvl.models.dual_encoders.clip:CLIP",
-    "classifier": "medvl.models.downstream.classifier:Classifier",
-    "convirt": "medvl.models.dual_encoders.convirt:ConVIRT",
-    "detector": "medvl.models.downstream.detector:Detector",
-    "dual_stream": "medvl.models.fusion_encoders.streams:DualStreamModel",
-    "gloria": "medvl.models.dual_encoders.gloria:GLoRIA",
-    "m3ae": "medvl.models.fusion_encoders.m3ae:M3AE",
-    "medvill": "medvl.models.fusion_encoders.medvill:MedViLL",
-    "segmenter": "medvl.models.downstream.segmenter:Segmenter",
-    "siglip": "medvl.models.dual_encoders.siglip:SigLIP",
-    "single_stream": "medvl.models.fusion_encoders.streams:SingleStreamModel",
-    "vqa": "medvl.models.downstream.vqa.model:VQA",
+ENTRY_POINTS = "medvl.systems"
+
+_MODULES = {
+    "albef": "medvl.models.fusion_encoders.albef",
+    "chexzero": "medvl.models.dual_encoders.chexzero",
+    "classifier": "medvl.models.downstream.classifier",
+    "clip": "medvl.models.dual_encoders.clip",
+    "convirt": "medvl.models.dual_encoders.convirt",
+    "detector": "medvl.models.downstream.detector",
+    "dual_stream": "medvl.models.fusion_encoders.streams",
+    "gloria": "medvl.models.dual_encoders.gloria",
+    "m3ae": "medvl.models.fusion_encoders.m3ae",
+    "medvill": "medvl.models.fusion_encoders.medvill",
+    "segmenter": "medvl.models.downstream.segmenter",
+    "siglip": "medvl.models.dual_encoders.siglip",
+    "single_stream": "medvl.models.fusion_encoders.streams",
+    "vqa": "medvl.models.downstream.vqa.model",
 }
-"""name -> module:class, imported on first use."""
+"""Name of a built-in system -> module that defines it."""
+_CLASSES: dict[str, type[System]] = {}
+"""Systems registered so far."""
+
+Class = TypeVar("Class", bound=type[System])
+
+
+def register_system(name: str) -> Callable[[Class], Class]:
+    """Register the decorated `System` under `name` and its `Config` as the configuration of that system.
+
+    Raises ConfigError where the name belongs to another class, or the class has no `Config` of its own.
+    """
+
+    def register(cls: Class) -> Class:
+        place, known = (cls.__module__, cls.__qualname__), _CLASSES.get(name)
+        if _MODULES.get(name, cls.__module__) != cls.__module__ or (
+            known is not None and (known.__module__, known.__qualname__) != place  # a notebook may run a cell again
+        ):
+            raise ConfigError(f"a system named {name!r} exists already: choose another name", "exists", field="name")
+        if vars(cls.Config).get("system", name) != name:
+            raise ConfigError(
+                f"{cls.__name__} needs a Config of its own: {cls.Config.__name__} belongs to {cls.Config.system!r}",
+                "conflict",
+                field="Config",
+            )
+        cls.name = cls.Config.system = name
+        _CLASSES[name] = cls
+        return cls
+
+    return register
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """Names of the systems that match a wildcard, sorted."""
-    return sorted(fnmatch.filter(_SYSTEMS, pattern))
+    """Return the names of the systems that match a wildcard, sorted. Imports none of them."""
+    return sorted(fnmatch.filter({*_MODULES, *_CLASSES, *_entry_points()}, pattern))
 
 
 def system(name: str) -> type[System]:
-    """The class of a system. Raises ConfigError naming the nearest known name."""
-    if name not in _SYSTEMS:
-        near = difflib.get_close_matches(name, _SYSTEMS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(list_models())}"
-        raise ConfigError(f"no system is called {name!r}: {hint} A folder of a checkpoint can be given as well.")
-    module, _, attribute = _SYSTEMS[name].partition(":")
-    found: type[System] = getattr(importlib.import_module(module), attribute)
-    return found
+    """Return the class of a system. Imports its module if needed.
 
-
-def create_model(
-    name: Any,
-    *,
-    pretrained: bool | None = None,
-    tokenizer: Tokenizer | Path | str | None = None,
-    **settings: Any,
-) -> System:
-    """A system by name, by its configuration, or from a checkpoint directory.
-
-    Args:
-        name: "convirt", ...; or a configuration such as `ConVIRTConfig(...)`; or the folder of a checkpoint.
-        pretrained: True starts both encoders from their presets' published weights (hub, pinned revision); None and
-            False initialise at random from torch's generator and never touch the network.
-        tokenizer: the tokenizer or its folder. Default: with `pretrained`, the text encoder's own from the hub; else
-            none, and the model takes token ids only.
-        settings: fields of the system's configuration that differ from the published ones.
-
-    Raises:
-        ConfigError: the name or a setting is unknown, or the tokenizer does not fit the text encoder.
-        WeightsError: pretrained weights cannot be had or do not fit.
+    Raises ConfigError where no system has this name, or its entry point does not load.
     """
-    if isinstance(name, str | Path) and Path(name).is_dir():
-        if settings or pretrained is not None or tokenizer is not None:
-            raise ConfigError(f"{name} is a checkpoint: its settings and tokenizer are its own")
-        from medvl.models.checkpoint import load
-
-        return load(name)
-    cls, config = _configuration(name, settings)
-    if tokenizer is None and pretrained:
-        tokenizer = _tokenizer_of_preset(config)
-    if isinstance(tokenizer, str | Path):
-        family, _, model = getattr(config, "text_encoder", "").partition(":")
-        canonical = family == "open_clip" and uses_canonical_text(model)
-        tokenizer = load_tokenizer(tokenizer, max_tokens=config.max_tokens, cleaning="canonical" if canonical else None)
-    if tokenizer is not None:
-        config = _fit_vocabulary(config, tokenizer, bool(pretrained))
-    return cls.build(config, pretrained=bool(pretrained), tokenizer=tokenizer)
+    if name not in _CLASSES:
+        if name in _MODULES:
+            importlib.import_module(_MODULES[name])
+        elif name in _entry_points():
+            _CLASSES[name] = _load(_entry_points()[name])
+        else:
+            raise ConfigError(
+                f"no system or checkpoint folder is named {name!r}: {nearest(name, list_models())}",
+                "unknown_name",
+                field="name",
+            )
+    return _CLASSES[name]
 
 
-def _configuration(name: Any, settings: Mapping[str, Any]) -> tuple[type[System], Any]:
-    if isinstance(name, str | Path):
-        cls = system(str(name))
-        _check_settings(str(name), cls.Config, settings)
-        return cls, cls.Config(**settings)
-    if getattr(name, "system", None) not in _SYSTEMS:
-        raise ConfigError(f"a {type(name).__name__} is not the configuration of a system")
-    cls = system(name.system)  # this one alone is imported
-    _check_settings(cls.name, cls.Config, settings)
-    return cls, cls.Config(**{**vars(name), **settings})
+@functools.cache
+def _entry_points() -> Mapping[str, importlib.metadata.EntryPoint]:
+    """Return the systems of other packages by name. Built-in systems cannot be replaced."""
+    points = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    return {point.name: point for point in points if point.name not in _MODULES}
 
 
-def _check_settings(name: str, config: type, settings: Mapping[str, Any]) -> None:
-    fields = [field.name for field in dataclasses.fields(config)]
-    for setting in settings:
-        if setting not in fields:
-            near = difflib.get_close_matches(setting, fields, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(fields)}"
-            raise ConfigError(f"{name} has no setting {setting!r}: {hint}")
-
-
-def _tokenizer_of_preset(config: Any) -> Tokenizer | None:
-    preset = TEXT_PRESETS.get(getattr(config, "text_encoder", ""))
-    if preset is None:
-        family, _, model = config.text_encoder.partition(":")
-        clip = family == "open_clip" and uses_clip_tokenizer(model)
-        return load_tokenizer("clip", max_tokens=config.max_tokens) if clip else None
-    if preset.tokenizer is not None:
-        return load_tokenizer(preset.tokenizer, max_tokens=config.max_tokens)
-    if preset.hub_id is None:
-        return None
-    return load_tokenizer(preset.hub_id, revision=preset.revision, max_tokens=config.max_tokens)
-
-
-def _fit_vocabulary(config: Any, tokenizer: Tokenizer, pretrained: bool) -> Any:
-    """The text encoder gets as many embeddings as the tokenizer has ids, unless published weights fix the number."""
-    if config.vocab_size is None and not pretrained:
-        return dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
-    if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
+def _load(point: importlib.metadata.EntryPoint) -> type[System]:
+    """Return the class of an entry point. Raises ConfigError unless it is a system registered under the same name."""
+    source = f"system {point.name!r} of entry point {point.value!r}"
+    try:
+        cls = point.load()
+    except Exception as error:  # code of another package may raise anything
+        raise ConfigError(f"{source} cannot be imported ({type(error).__name__}: {error})", "unsupported") from error
+    if not (isinstance(cls, type) and issubclass(cls, System)) or getattr(cls, "name", None) != point.name:
         raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} ids and the text encoder {config.vocab_size} embeddings: "
-            "they do not belong together"
+            f'expected {source} to be a System decorated with @register_system("{point.name}"), got {cls!r}',
+            "wrong_type",
         )
-    return config
+    return cls

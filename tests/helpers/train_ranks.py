@@ -23,10 +23,11 @@ from medvl import losses
 from medvl.errors import TrainingError
 from medvl.losses.blockwise import info_nce, pairwise_sigmoid
 from medvl.losses.gather import gather, no_gather
+from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch, Losses
 from medvl.train import Cosine, rank_and_world
 from medvl.train.fault_tolerance import checkpoint
-from medvl.train.loop.validate import evaluating, validation_loss
+from medvl.train.loop.validate import validation_loss
 from medvl.train.optim.precision import Precision
 from medvl.train.parallel.distributed import RankInfo, join
 

@@ -37,7 +37,7 @@ from medvl.eval.core.full_pass import FullPass, input_hashes
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import measure
 from medvl.models.downstream.classifier_config import ClassifierConfig
-from medvl.train.loop.validate import HasModules, evaluating
+from medvl.models.eval_mode import HasModules, evaluating
 
 PROTOCOL, PROTOCOL_VERSION = "classification", 1
 

@@ -17,8 +17,8 @@ from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import Block
 from medvl.eval.core.metrics import Array
 from medvl.models.downstream.dense_config import DenseConfig
+from medvl.models.eval_mode import HasModules, evaluating
 from medvl.schema import Sample
-from medvl.train.loop.validate import HasModules, evaluating
 
 Judged = TypeVar("Judged")
 

@@ -39,8 +39,8 @@ from medvl.eval.core.results import Results
 from medvl.eval.grounding.heatmaps import Maps, choose_maps, phrase_maps
 from medvl.eval.grounding.metrics import MapRules, inside, judge_map
 from medvl.models import DualEncoder
+from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch, Sample
-from medvl.train.loop.validate import evaluating
 
 PROTOCOL, PROTOCOL_VERSION = "grounding", 1
 

@@ -31,8 +31,8 @@ from medvl.eval.core.interfaces import Loader, Source
 from medvl.eval.core.metrics import Array
 from medvl.models.base import System
 from medvl.models.downstream.classifier import image_encoder_of
+from medvl.models.eval_mode import evaluating
 from medvl.schema import Sample
-from medvl.train.loop.validate import evaluating
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,9 +11,9 @@ from medvl.data.transforms.text import REPORT_SECTIONS, choose_sections
 from medvl.errors import ConfigError
 from medvl.eval.report_generation.consensus import mbr_select
 from medvl.eval.report_generation.evaluate import WrittenReport, judge_reports
+from medvl.models.eval_mode import evaluating
 from medvl.models.text_decoding import Decoding, Generated
 from medvl.schema import Batch
-from medvl.train.loop.validate import evaluating
 
 
 class Writer(Protocol):

@@ -39,8 +39,8 @@ from medvl.eval.core.results import Results
 from medvl.eval.retrieval.candidate_lists import Item, RetrievalList
 from medvl.eval.retrieval.image_text import Similarity, check_ks, encode_images, take
 from medvl.eval.zero_shot_classification.scores import embed_texts
+from medvl.models.eval_mode import evaluating
 from medvl.schema import Embeddings, Sample
-from medvl.train.loop.validate import evaluating
 
 LISTED, FOLDER, VERSION = "class_retrieval", "image_retrieval", 1
 KS = (5, 10, 50)

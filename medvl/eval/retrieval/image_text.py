@@ -28,8 +28,8 @@ from medvl.eval.core.metric_rows import Block, MetricRow, mean_block, measure, m
 from medvl.eval.core.results import Results
 from medvl.eval.retrieval.examples import RetrievalView, look
 from medvl.eval.zero_shot_classification.scores import concatenate, embed_texts
+from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch, Embeddings
-from medvl.train.loop.validate import evaluating
 
 PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval", 1
 

@@ -42,10 +42,10 @@ from medvl.eval.retrieval.image_text import (
     take,
 )
 from medvl.eval.zero_shot_classification.scores import embed_texts
+from medvl.models.eval_mode import evaluating
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.layers.encoder import Tokens
 from medvl.schema import Embeddings
-from medvl.train.loop.validate import evaluating
 
 PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval_reranked", 1
 

@@ -15,8 +15,8 @@ from medvl.data.transforms.text import WholeText
 from medvl.errors import MedvlError
 from medvl.models import VQA
 from medvl.models.downstream.vqa.attention import question_attention
+from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch
-from medvl.train.loop.validate import evaluating
 
 _log = logging.getLogger(__name__)
 _BATCH = 8  # attention of few questions at a time: maps are (B, T, P)

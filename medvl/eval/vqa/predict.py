@@ -15,8 +15,8 @@ from medvl.eval.vqa.predictions import Prediction
 from medvl.eval.vqa.protocol import PROTOCOL, get_protocol
 from medvl.eval.vqa.question_set import VQAData
 from medvl.models.downstream.vqa.heads import AnswerPredictions
+from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch
-from medvl.train.loop.validate import evaluating
 
 
 class Answers(Protocol):

@@ -20,8 +20,8 @@ from medvl.eval.core.full_pass import FullPass
 from medvl.eval.core.interfaces import Loader, Model, encode_batch
 from medvl.eval.core.metrics import Array
 from medvl.eval.zero_shot_classification.prompts import PromptSet
+from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch, Embeddings
-from medvl.train.loop.validate import evaluating
 
 _TEXT_BATCH = 256
 

@@ -19,9 +19,11 @@ from medvl.export.importers.backbones import (
 from medvl.export.importers.encoders_from_shapes import Options, image_arguments, text_arguments
 from medvl.export.importers.key_map import Line, Shapes, drop, keep
 from medvl.export.importers.registry import Importer
-from medvl.models.dual_encoders.clip_configs import CheXzeroConfig, CLIPConfig, SigLIPConfig
-from medvl.models.dual_encoders.configs import ConVIRTConfig
-from medvl.models.dual_encoders.gloria_config import GLoRIAConfig
+from medvl.models.dual_encoders.chexzero import CheXzeroConfig
+from medvl.models.dual_encoders.clip import CLIPConfig
+from medvl.models.dual_encoders.convirt import ConVIRTConfig
+from medvl.models.dual_encoders.gloria import GLoRIAConfig
+from medvl.models.dual_encoders.siglip import SigLIPConfig
 
 _SIZES = ("input_resolution", "context_length", "vocab_size")
 _MEDCLIP_LAYERS = (1, 2, -1)

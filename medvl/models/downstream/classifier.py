@@ -16,9 +16,11 @@ from medvl.errors import ConfigError
 from medvl.models.base import System
 from medvl.models.checkpoint import load
 from medvl.models.downstream.classifier_config import ClassifierConfig
+from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
 
+@register_system("classifier")
 class Classifier(System):
     """Logits of labels from the encoder's pooled vector; a label that is NaN takes no part in the loss.
 
@@ -26,7 +28,6 @@ class Classifier(System):
     do not move, and its dropout is off.
     """
 
-    name = ClassifierConfig.system
     Config = ClassifierConfig
 
     def __init__(self, config: ClassifierConfig, image_encoder: ImageEncoder, transform: EvalTransform) -> None:

@@ -1,14 +1,15 @@
-"""The settings of a classifier of findings. No torch here, as in `medvl.models.dual_encoders.configs`."""
+"""The settings of a classifier of findings."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from medvl.errors import ConfigError
+from medvl.models.base import SystemConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClassifierConfig:
+class ClassifierConfig(SystemConfig):
     """An image encoder and one linear layer."""
 
     system: ClassVar[str] = "classifier"

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,8 @@ class DenseModel(System):
     """
 
     config: Any
+
+    Config: ClassVar[type[DenseConfig]]
 
     def __init__(self, config: DenseConfig, image_encoder: ImageEncoder, transform: EvalTransform) -> None:
         super().__init__(config, transform=transform, tokenizer=None)

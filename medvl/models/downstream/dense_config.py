@@ -1,14 +1,15 @@
-"""The settings of a detector of boxes and of a segmenter. No torch here, as in `medvl.models.dual_encoders.configs`."""
+"""The settings of a detector of boxes and of a segmenter."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from medvl.errors import ConfigError
+from medvl.models.base import SystemConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseConfig:
+class DenseConfig(SystemConfig):
     """A frozen image encoder and a small decoder on its grid of patches."""
 
     encoder: Mapping[str, Any]

@@ -20,6 +20,7 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder
 from medvl.models.downstream.dense_base import DenseModel, rare
 from medvl.models.downstream.dense_config import DetectorConfig
+from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
 _LARGEST_LOG = 6.0
@@ -38,10 +39,10 @@ class Targets:
     """bool: whether it lies in one."""
 
 
+@register_system("detector")
 class Detector(DenseModel):
     """Boxes from the decoder's grid, trained by the focal loss and generalised overlap."""
 
-    name = DetectorConfig.system
     Config = DetectorConfig
 
     def __init__(self, config: DetectorConfig, image_encoder: ImageEncoder, transform: EvalTransform) -> None:

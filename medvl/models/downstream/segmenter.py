@@ -12,13 +12,14 @@ from medvl.encoders import ImageEncoder
 from medvl.models.downstream.dense_base import DenseModel, rare
 from medvl.models.downstream.dense_config import SegmenterConfig
 from medvl.models.heatmaps import on_image
+from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
 
+@register_system("segmenter")
 class Segmenter(DenseModel):
     """Logits of labels for each cell of the decoder's grid, trained by cross-entropy and soft Dice."""
 
-    name = SegmenterConfig.system
     Config = SegmenterConfig
 
     def __init__(self, config: SegmenterConfig, image_encoder: ImageEncoder, transform: EvalTransform) -> None:

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,11 @@ from medvl.losses.gather import gather
 from medvl.losses.mim import mask_patches
 from medvl.losses.positives import name_ids, text_ids
 from medvl.models.base import TwoTowers
-from medvl.models.dual_encoders.configs import Positives
 from medvl.schema import Batch, Embeddings, Losses
+
+Positives = Literal["own", "study", "text", "either"]
+"""Which texts of a batch are an image's positives, and the other way round: its own, as published; those of its study
+as well, or those that read the same, or either. What is no positive is a negative."""
 
 
 class DualEncoder(TwoTowers):
@@ -184,3 +187,24 @@ def projection_head(in_features: int, out_features: int, hidden: int | None = No
     """Linear, ReLU, Linear; inside as wide as `hidden`, or as its input."""
     inside = hidden or in_features
     return nn.Sequential(nn.Linear(in_features, inside), nn.ReLU(inplace=True), nn.Linear(inside, out_features))
+
+
+def attention_arguments(dropout: float | None) -> dict[str, Any]:
+    """What `create_text_encoder` is told of `attention_dropout`. Raises ConfigError unless it is a probability."""
+    if dropout is None:
+        return {}
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"attention_dropout is {dropout}: it must be 0 or above and below 1")
+    return {"attention_probs_dropout_prob": dropout}
+
+
+def check_patch_dropout(share: float) -> None:
+    """Raises ConfigError unless something is left."""
+    if not 0 <= share < 1:
+        raise ConfigError(f"patch_dropout is {share}: it must be 0 or above and below 1")
+
+
+def check_positives(positives: str) -> None:
+    """Raises ConfigError, naming what there is."""
+    if positives not in get_args(Positives):
+        raise ConfigError(f"positives is {positives!r}: known are {', '.join(get_args(Positives))}")

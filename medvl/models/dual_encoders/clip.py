@@ -1,9 +1,10 @@
 """CLIP (Radford et al., arXiv 2103.00020) on any two towers, and as any dual-encoder that open_clip has."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +18,86 @@ from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
 from medvl.encoders.pretrained import KeyMap, Pretrained, load_strictly, locate_weights, read_tensors
 from medvl.encoders.text.factory import text_has_projection
 from medvl.errors import ConfigError, WeightsError
-from medvl.models.dual_encoders.base import ContrastiveEncoder, Pairs, gather_global, groups_of
-from medvl.models.dual_encoders.clip_configs import CLIPConfig
+from medvl.models.base import SystemConfig
+from medvl.models.dual_encoders.base import (
+    ContrastiveEncoder,
+    Pairs,
+    Positives,
+    check_patch_dropout,
+    check_positives,
+    gather_global,
+    groups_of,
+)
 from medvl.models.fusion_encoders.corruption import complete_rows
+from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Losses
 
 _TEXT_HEAD = "text.proj."
 """Beginning of the keys of what open_clip has over a Hugging Face tower."""
 
 
+Statistics = tuple[float, ...]
+"""One value for grey, or three."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CLIPConfig(SystemConfig):
+    """CLIP (Radford et al., arXiv 2103.00020), on any two towers.
+
+    A tower of open_clip brings its projection along, and so does a preset that was published with one; any other
+    tower gets a head. `open_clip:NAME` twice is a model of open_clip; the defaults are OpenAI's ViT-B/32.
+    """
+
+    image_encoder: str = "clip_vit_b32"
+    image_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Sizes for its constructor, by its library's names; `embed_dim` is that of open_clip's projections."""
+    text_encoder: str = "clip_text"
+    text_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    weights: str | None = None
+    """What `pretrained` starts from: the file of a whole open_clip model, a folder with one, or
+    `OWNER/NAME@COMMIT[:FILE]` on the hub. None takes the published file of each encoder's preset."""
+    image_size: int = 224
+    fit: Literal["crop", "pad", "squash"] = "crop"
+    """How an image is made square for inference (`medvl.data.transforms.image.EvalTransform`)."""
+    stored_size: int | None = None
+    """As in `EvalTransform`."""
+    image_mean: Statistics | None = None
+    """Of pixels in 0..1; None is the image encoder's own."""
+    image_std: Statistics | None = None
+    text_pool: Literal["cls", "mean", "max", "eos"] | None = None
+    """From tokens to one vector; None is the text encoder's own way."""
+    text_head: Literal["linear", "mlp"] = "linear"
+    """Of a text encoder without a projection of its own, as open_clip makes it: no biases; `mlp` is halfway as wide
+    inside, with a GELU."""
+    projection_dim: int = 512
+    """E, of the shared space, where neither tower decides it."""
+    temperature: float = 0.07
+    """At the start; what is learned is the logarithm of its inverse, the scale."""
+    max_scale: float | None = 100.0
+    """The scale is brought back to this before each step of the training (section 2.5). None lets it grow."""
+    positives: Positives = "own"
+    """As for ConVIRT."""
+    patch_dropout: float = 0.0
+    """As for ConVIRT."""
+    max_tokens: int = 77
+    vocab_size: int | None = None
+    """Of the text encoder; None is the preset's own, or the tokenizer's where one is given."""
+
+    def __post_init__(self) -> None:
+        for name in ("image_mean", "image_std"):  # lists, where they were read from JSON
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.temperature <= 0 or self.projection_dim < 1:
+            raise ConfigError("temperature must be above 0 and projection_dim positive")
+        if self.max_scale is not None and self.max_scale < 1 / self.temperature:
+            raise ConfigError(
+                f"max_scale {self.max_scale} is below the scale at the start, 1 / {self.temperature}: raise it, or None"
+            )
+        check_positives(self.positives)
+        check_patch_dropout(self.patch_dropout)
+
+
+@register_system("clip")
 class CLIP(ContrastiveEncoder):
     """Symmetric InfoNCE with a learned temperature (section 2.3, figure 3).
 
@@ -45,7 +117,6 @@ class CLIP(ContrastiveEncoder):
         logit_scale: logarithm of the inverse temperature.
     """
 
-    name = CLIPConfig.system
     Config: ClassVar[type] = CLIPConfig
 
     def __init__(self, config: CLIPConfig, *parts: Any, **prepares: Any) -> None:

@@ -1,16 +1,33 @@
 """SigLIP: every pair of a batch judged for itself (Zhai et al., arXiv 2303.15343, ICCV 2023)."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from medvl import losses
-from medvl.models.dual_encoders.clip import CLIP
-from medvl.models.dual_encoders.clip_configs import SigLIPConfig
+from medvl.models.dual_encoders.clip import CLIP, CLIPConfig
+from medvl.models.registry import register_system
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SigLIPConfig(CLIPConfig):
+    """SigLIP (Zhai et al., arXiv 2303.15343), on any two towers; the defaults are open_clip's ViT-B/16."""
+
+    image_encoder: str = "open_clip:ViT-B-16-SigLIP"
+    text_encoder: str = "open_clip:ViT-B-16-SigLIP"
+    fit: Literal["crop", "pad", "squash"] = "squash"
+    temperature: float = 0.1
+    """Of t' = log 10 (section 3.2)."""
+    bias: float = -10.0
+    """Added to all logits, at the start: nearly all pairs of a batch do not belong together."""
+    max_scale: float | None = None
+    max_tokens: int = 64
+
+
+@register_system("siglip")
 class SigLIP(CLIP):
     """CLIP's towers under a pairwise sigmoid loss with a learned scale and bias (section 3.2).
 
@@ -18,7 +35,6 @@ class SigLIP(CLIP):
         logit_bias: added to all logits.
     """
 
-    name = SigLIPConfig.system
     Config: ClassVar[type] = SigLIPConfig
 
     def __init__(self, config: SigLIPConfig, *parts: Any, **prepares: Any) -> None:

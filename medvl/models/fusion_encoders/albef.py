@@ -27,6 +27,7 @@ from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, To
 from medvl.models.fusion_encoders.layers.heads import WordHead
 from medvl.models.fusion_encoders.layers.inputs import create_encoders, of_present
 from medvl.models.fusion_encoders.layers.transformer import CoAttentionLayer, Sizes, init_weights
+from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Losses
 
 _BERT = {
@@ -164,6 +165,7 @@ class ContrastHead(nn.Module):
         )
 
 
+@register_system("albef")
 class ALBEF(FusionModel, DualEncoder):
     """Contrastive alignment of two towers, then matching and masked words in a fusion-encoder above the text's.
 
@@ -182,7 +184,6 @@ class ALBEF(FusionModel, DualEncoder):
         itc_head: the learned temperature and the queue.
     """
 
-    name = ALBEFConfig.system
     Config = ALBEFConfig
 
     def __init__(

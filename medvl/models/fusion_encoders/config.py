@@ -1,11 +1,11 @@
-"""The published settings of fusion-encoders, side by side. No torch here, as in
-`medvl.models.dual_encoders.configs`."""
+"""The published settings of fusion-encoders, side by side."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from medvl.errors import ConfigError
+from medvl.models.base import SystemConfig
 
 Attention = Literal["bidirectional", "seq2seq", "bar", "mixed", "non_cross"]
 """Who attends to whom in a single stream (`medvl.models.fusion_encoders.layers.attention_masks`)."""
@@ -20,7 +20,7 @@ Arguments = Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FusionConfig:
+class FusionConfig(SystemConfig):
     """What every fusion-encoder is told. The learning rates of new weights are multiples of the encoders' own."""
 
     image_encoder: str = "clip_vit_b16"

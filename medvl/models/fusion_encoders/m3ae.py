@@ -17,6 +17,7 @@ from medvl.models.fusion_encoders.layers.encoder import Tokens
 from medvl.models.fusion_encoders.layers.heads import PixelDecoder
 from medvl.models.fusion_encoders.layers.inputs import ImageSource
 from medvl.models.fusion_encoders.streams import DualStreamModel, Predictions
+from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
 # P patches, K kept ones, C numbers in a patch; the other letters as in `medvl.schema`.
@@ -34,6 +35,7 @@ class M3AEPredictions(Predictions):
     """bool: the patches that were taken out."""
 
 
+@register_system("m3ae")
 class M3AE(DualStreamModel):
     """Dual-stream pretraining by masked words, masked patches and image-text matching.
 
@@ -50,7 +52,6 @@ class M3AE(DualStreamModel):
     text embeddings and 0.6 RoBERTa's pooler.
     """
 
-    name = M3AEConfig.system
     Config = M3AEConfig
 
     image_encoder: ImageEncoder

@@ -17,6 +17,7 @@ from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Po
 from medvl.models.fusion_encoders.layers.heads import WordHead
 from medvl.models.fusion_encoders.layers.inputs import create_encoders, of_present
 from medvl.models.fusion_encoders.layers.transformer import attention_weights, init_weights
+from medvl.models.registry import register_system
 from medvl.models.text_decoding import Decoding, Generated, search
 from medvl.schema import Batch, Losses
 
@@ -29,6 +30,7 @@ _GREEDY = Decoding()
 # P cells of the grid, T text tokens with CLS and SEP, S all tokens; the other letters as in `medvl.schema`.
 
 
+@register_system("medvill")
 class MedViLL(FusionModel):
     """The sequence `[CLS] cells [SEP] text [SEP]` through BERT, pretrained by masked words and image-text matching.
 
@@ -42,7 +44,6 @@ class MedViLL(FusionModel):
     left to chance.
     """
 
-    name = MedViLLConfig.system
     Config = MedViLLConfig
 
     def __init__(

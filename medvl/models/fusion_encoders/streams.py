@@ -36,6 +36,7 @@ from medvl.models.fusion_encoders.layers.inputs import (
     of_present,
 )
 from medvl.models.fusion_encoders.layers.transformer import Sizes, init_weights
+from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
 
@@ -156,10 +157,10 @@ class StreamModel(FusionModel, abc.ABC):
         return Losses(total=total, terms={"mlm": mlm, "itm": itm})
 
 
+@register_system("dual_stream")
 class DualStreamModel(StreamModel):
     """A stream for each modality, with co-attention."""
 
-    name = DualStreamConfig.system
     Config = DualStreamConfig
     fusion: DualStream
 
@@ -168,10 +169,10 @@ class DualStreamModel(StreamModel):
         return DualStream(_sizes(config))
 
 
+@register_system("single_stream")
 class SingleStreamModel(StreamModel):
     """One Transformer over both modalities' tokens."""
 
-    name = SingleStreamConfig.system
     Config = SingleStreamConfig
 
     def make_fusion(self, config: SingleStreamConfig) -> FusionEncoder:

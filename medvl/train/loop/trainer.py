@@ -28,6 +28,7 @@ from medvl.common.config_io import nearest, to_dict
 from medvl.common.folders import RunLock, wait_for
 from medvl.common.seeding import caller_keeps_generators
 from medvl.errors import CheckpointError, ConfigError, TrainingError
+from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch
 from medvl.train.config import Interval, OptimConfig, Plateau, TrainConfig
 from medvl.train.fault_tolerance import checkpoint
@@ -41,7 +42,7 @@ from medvl.train.loop.prepare import prepare_ranks
 from medvl.train.loop.rollback import RollbackPolicy
 from medvl.train.loop.state import TrainState, identity, resume_path
 from medvl.train.loop.step import Step, StepResult
-from medvl.train.loop.validate import Evaluator, evaluating, run_evaluators, share_buffers, validation_loss
+from medvl.train.loop.validate import Evaluator, run_evaluators, share_buffers, validation_loss
 from medvl.train.optim.optimizer import build_optimizer
 from medvl.train.optim.precision import Precision
 from medvl.train.optim.schedule import LearningRate

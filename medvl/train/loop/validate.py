@@ -1,43 +1,20 @@
 """What a model is worth in the middle of its training: validation loss, and evaluators."""
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from medvl.common.seeding import derive, reseed
 from medvl.errors import ConfigError, TrainingError
-from medvl.losses.gather import no_gather
 from medvl.schema import Batch
 from medvl.train.optim.precision import Precision
 from medvl.train.parallel.distributed import RankInfo, broadcast
 
 Evaluator = Callable[[Any], Mapping[str, float]]
 """Metrics of a model in eval mode, by name. Called on rank 0 only, while the other ranks wait."""
-
-
-class HasModules(Protocol):
-    """A module, as far as its mode goes."""
-
-    def modules(self) -> Iterator[nn.Module]:
-        """As torch has them."""
-
-
-@contextlib.contextmanager
-def evaluating(model: HasModules) -> Iterator[None]:
-    """Eval mode, no gradients, no gathering; afterwards each module is in the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    for module, _ in modes:
-        module.training = False
-    try:
-        with torch.no_grad(), no_gather():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def share_buffers(model: nn.Module, world: RankInfo) -> None:

@@ -16,13 +16,14 @@ from torch import nn
 
 from medvl.errors import ConfigError, TrainingError
 from medvl.losses.gather import gather
+from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch, Losses
 from medvl.train import Plateau
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.loop.logger import RunLogger, console, forget_after
 from medvl.train.loop.meters import Tracker, Window
 from medvl.train.loop.step import StepResult
-from medvl.train.loop.validate import evaluating, validation_loss
+from medvl.train.loop.validate import validation_loss
 from medvl.train.optim.precision import Precision
 from medvl.train.parallel.distributed import RankInfo
 

@@ -1,10 +1,11 @@
-"""The settings of VQA fine-tuning. No torch here, as in `medvl.models.dual_encoders.configs`."""
+"""The settings of VQA fine-tuning."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from medvl.errors import ConfigError
+from medvl.models.base import SystemConfig
 
 Head = Literal["classifier", "product", "ranking", "generation"]
 """How an answer is given. "classifier": two layers over the vocabulary on what the fusion-encoder pools (METER, M3AE,
@@ -50,7 +51,7 @@ class DecoderConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VQAConfig:
+class VQAConfig(SystemConfig):
     """A head that answers, on a fusion-encoder."""
 
     system: ClassVar[str] = "vqa"

@@ -15,13 +15,15 @@ from medvl.models.base import System
 from medvl.models.checkpoint import load, load_towers
 from medvl.models.downstream.vqa.config import DecoderConfig, Head, VQAConfig
 from medvl.models.downstream.vqa.heads import AnswerPredictions, create_head
+from medvl.models.factory import create_model
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.config import StreamConfig
 from medvl.models.fusion_encoders.layers.encoder import Pooler
-from medvl.models.registry import create_model
+from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
 
+@register_system("vqa")
 class VQA(System):
     """A fusion-encoder, and a head that answers (`medvl.models.downstream.vqa.heads`): `config.head` says which.
 
@@ -32,7 +34,6 @@ class VQA(System):
     states: they take no part here, and a checkpoint of this model can start another pretraining.
     """
 
-    name = VQAConfig.system
     Config = VQAConfig
 
     def __init__(self, config: VQAConfig, fusion_model: FusionModel) -> None:

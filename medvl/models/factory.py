@@ -1,0 +1,100 @@
+"""Creation of a model by name, by configuration, or from a checkpoint."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from medvl.common.config_io import nearest
+from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from medvl.encoders.presets import TEXT_PRESETS
+from medvl.encoders.text.builders import uses_canonical_text, uses_clip_tokenizer
+from medvl.errors import ConfigError
+from medvl.models.base import System, SystemConfig
+from medvl.models.checkpoint import load
+from medvl.models.registry import system
+
+
+def create_model(
+    name: str | Path | SystemConfig,
+    *,
+    pretrained: bool | None = None,
+    tokenizer: Tokenizer | Path | str | None = None,
+    **settings: Any,
+) -> System:
+    """Create a system by name or configuration, or load one from a checkpoint directory.
+
+    Args:
+        name: "convirt", ...; or a configuration such as `ConVIRTConfig(...)`; or the folder of a checkpoint.
+        pretrained: True starts both encoders from their presets' published weights (hub, pinned revision); None and
+            False initialise at random from torch's generator and never use the network.
+        tokenizer: the tokenizer or its folder. Default: with `pretrained`, the text encoder's own from the hub; else
+            none, and the model takes token ids only.
+        settings: fields of the system's configuration that differ from the published ones.
+
+    Raises:
+        ConfigError: the name or a setting is unknown, or the tokenizer does not fit the text encoder.
+        WeightsError: pretrained weights are not available or do not fit.
+    """
+    if isinstance(name, str | Path) and Path(name).is_dir():
+        if settings or pretrained is not None or tokenizer is not None:
+            raise ConfigError(f"{name} is a checkpoint: it has its own settings and tokenizer, give none", "conflict")
+        return load(name)
+    cls, config = _configuration(name, settings)
+    if tokenizer is None and pretrained:
+        tokenizer = _tokenizer_of_preset(config)
+    if isinstance(tokenizer, str | Path):
+        family, _, model = getattr(config, "text_encoder", "").partition(":")
+        canonical = family == "open_clip" and uses_canonical_text(model)
+        tokenizer = load_tokenizer(tokenizer, max_tokens=config.max_tokens, cleaning="canonical" if canonical else None)
+    if tokenizer is not None:
+        config = _fit_vocabulary(config, tokenizer, bool(pretrained))
+    return cls.build(config, pretrained=bool(pretrained), tokenizer=tokenizer)
+
+
+def _configuration(name: str | Path | SystemConfig, settings: Mapping[str, Any]) -> tuple[type[System], Any]:
+    if isinstance(name, str | Path):
+        cls = system(str(name))
+        _check_settings(cls, settings)
+        return cls, cls.Config(**settings)
+    if not hasattr(name, "system"):
+        kind = type(name).__name__
+        raise ConfigError(f"expected a name or the configuration of a system, got a {kind}", "wrong_type", field="name")
+    cls = system(name.system)
+    _check_settings(cls, settings)
+    return cls, dataclasses.replace(name, **settings)
+
+
+def _check_settings(cls: type[System], settings: Mapping[str, Any]) -> None:
+    fields = [field.name for field in dataclasses.fields(cls.Config)]
+    for setting in settings:
+        if setting not in fields:
+            hint = nearest(setting, fields)
+            raise ConfigError(f"{cls.name} has no setting {setting!r}: {hint}", "unknown_name", field=setting)
+
+
+def _tokenizer_of_preset(config: Any) -> Tokenizer | None:
+    preset = TEXT_PRESETS.get(getattr(config, "text_encoder", ""))
+    if preset is None:
+        family, _, model = config.text_encoder.partition(":")
+        clip = family == "open_clip" and uses_clip_tokenizer(model)
+        return load_tokenizer("clip", max_tokens=config.max_tokens) if clip else None
+    if preset.tokenizer is not None:
+        return load_tokenizer(preset.tokenizer, max_tokens=config.max_tokens)
+    if preset.hub_id is None:
+        return None
+    return load_tokenizer(preset.hub_id, revision=preset.revision, max_tokens=config.max_tokens)
+
+
+def _fit_vocabulary(config: Any, tokenizer: Tokenizer, pretrained: bool) -> Any:
+    """Return the config with as many embeddings as the tokenizer has ids, unless published weights fix the number."""
+    if config.vocab_size is None and not pretrained:
+        return dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
+    if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} ids and the text encoder {config.vocab_size} embeddings: "
+            "take the text encoder's own tokenizer, or raise vocab_size",
+            "mismatch",
+            field="tokenizer",
+        )
+    return config
