@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Version of the shards' format; shards of another version are refused."""
 
 FINDINGS = (
     "Atelectasis",

@@ -19,8 +19,8 @@ MAY_IMPORT = {
     "encoders": set(),
     "models": {"losses", "data", "encoders"},
     "train": {"losses", "data", "encoders", "models"},
-    "eval": {"losses", "data", "encoders", "models", "train"},
-    "export": {"data", "encoders", "models", "train"},
+    "eval": {"losses", "data", "encoders", "models"},
+    "export": {"data", "encoders", "models"},
     "cli": {"losses", "data", "encoders", "models", "train", "eval", "export", "phantom"},
 }
 FREE = {"schema", "errors", "common"}

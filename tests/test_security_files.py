@@ -171,7 +171,7 @@ def test_hostile_safetensors_are_refused_as_weights_and_as_a_checkpoint(kind: st
     with pytest.raises(WeightsError, match="cannot be read as safetensors"):
         read_tensors(path)
     (tmp_path / "train_state").mkdir()
-    (tmp_path / checkpoint.STATE).write_text('{"format": 1}')
+    (tmp_path / checkpoint.STATE).write_text('{"format": 2}')
     path.rename(tmp_path / checkpoint.OPTIMIZER)
     with pytest.raises(CheckpointError, match="no readable train_state"):
         checkpoint.read(tmp_path)

@@ -1,8 +1,8 @@
-"""Config dataclasses to JSON values and back.
+"""Conversion between config dataclasses and JSON values: the one reader and writer of every configuration.
 
-A field whose type is a union of dataclasses is tagged with the class name under `kind`; everything else is written as
-it stands. Reading checks every value against the field's type and names what does not fit, with the nearest known
-name where a key is unknown. No code is evaluated and nothing is imported by name.
+A field whose type is a union of dataclasses is written with the class name under `kind`. Reading checks each value
+against the type of its field and converts what JSON has no type for: tuples, paths and nested dataclasses. Errors name
+the field by its dotted path, and the nearest known name. No code is evaluated and nothing is imported by name.
 """
 
 import contextlib
@@ -22,33 +22,33 @@ _KIND = "kind"
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A config dataclass as JSON values: nested dataclasses become objects, tuples lists, paths strings.
+    """Convert a config dataclass to JSON values: nested dataclasses to objects, tuples to lists, paths to strings.
 
-    Raises TypeError where a field holds something that JSON cannot.
+    Raises TypeError where a field holds a value that JSON cannot represent.
     """
     hints = typing.get_type_hints(type(config))
     return {field.name: _encode(getattr(config, field.name), hints[field.name]) for field in dataclasses.fields(config)}
 
 
 def from_dict(cls: type[Config], data: Mapping[str, Any]) -> Config:
-    """The config that `to_dict` wrote; fields that are left out take their defaults.
+    """Build a config from the values that `to_dict` returned, or from Python values; missing fields take defaults.
 
-    Raises ConfigError on an unknown key (naming the nearest field), a missing one and a value of another type.
+    Raises ConfigError with the dotted path in `field`: `unknown_name` (with the nearest field name), `missing`,
+    `wrong_type`, or what the config's own checks raise.
     """
-    return _decode_dataclass(cls, data, cls.__name__)
+    return _decode_dataclass(cls, data, "")
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """(dotted path, old value, new value) of every leaf in which two trees of JSON values differ."""
+    """Return (dotted path, old value, new value) of every leaf in which two trees of JSON values differ."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         names = [*old, *(name for name in new if name not in old)]
-        prefix = f"{path}." if path else ""
-        return [row for name in names for row in differences(old.get(name), new.get(name), f"{prefix}{name}")]
+        return [row for name in names for row in differences(old.get(name), new.get(name), _join(path, name))]
     return [] if old == new else [(path, old, new)]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for an error's text: the nearest known name where one is near, else all of them."""
+    """Return a hint for an error message: the nearest known name, or all of them where none is near."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names) or 'none'}"
@@ -66,7 +66,7 @@ def _encode(value: Any, hint: Any = Any) -> Any:
         return [_encode(item, _item_hint(hint)) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"a config holds a {type(value).__name__}: only dataclasses, paths and JSON values can be written")
+    raise TypeError(f"expected dataclasses, paths and JSON values in a config, got a {type(value).__name__}")
 
 
 def _decode(value: Any, hint: Any, path: str) -> Any:
@@ -77,7 +77,13 @@ def _decode(value: Any, hint: Any, path: str) -> Any:
         return _decode_union(value, hint, path)
     if origin is Literal:
         if not any(value == known and type(value) is type(known) for known in arguments):
-            raise ConfigError(f"{path} must be one of {', '.join(map(repr, arguments))}, got {value!r}")
+            if not isinstance(value, str):
+                raise _wrong_type(path, _hint_name(hint), value)
+            raise ConfigError(
+                f"{path}: expected one of {_hint_name(hint)}, got {value!r}; {nearest(value, map(str, arguments))}",
+                "unknown_name",
+                field=path,
+            )
         return value
     if dataclasses.is_dataclass(hint):
         return _decode_dataclass(typing.cast(type, hint), value, path)
@@ -85,24 +91,36 @@ def _decode(value: Any, hint: Any, path: str) -> Any:
         return _decode_sequence(value, origin, arguments, path)
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{path} must be an object, got {_name_of(value)}")
-        return {key: _decode(item, arguments[1], f"{path}.{key}") for key, item in value.items()}
+            raise _wrong_type(path, "an object", value)
+        return {key: _decode(item, arguments[1], _join(path, key)) for key, item in value.items()}
     return _decode_scalar(value, hint, path)
 
 
 def _decode_dataclass(cls: type[Config], data: Any, path: str) -> Config:
+    if isinstance(data, cls):
+        return data
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{path} must be an object with the fields of {cls.__name__}, got {_name_of(data)}")
+        raise _wrong_type(path or cls.__name__, f"an object with the fields of {cls.__name__}", data)
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, cls)) if field.init}
     for name in data:
         if name not in fields and name != _KIND:
-            raise ConfigError(f"{path} has no field {name!r}: {nearest(name, fields)}")
+            unknown = _join(path, name)
+            raise ConfigError(
+                f"{cls.__name__} has no field {unknown!r}: {nearest(name, fields)}", "unknown_name", field=unknown
+            )
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in data:
-            raise ConfigError(f"{path}.{name} is missing: give it a value")
-    return cls(**{name: _decode(data[name], hints[name], f"{path}.{name}") for name in fields if name in data})
+            missing = _join(path, name)
+            raise ConfigError(f"{cls.__name__}.{missing} is missing; give it a value", "missing", field=missing)
+    values = {name: _decode(data[name], hints[name], _join(path, name)) for name in fields if name in data}
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        if error.field is None or not path:
+            raise
+        raise ConfigError(f"{path}: {error}", error.code, field=_join(path, error.field)) from None
 
 
 def _decode_union(value: Any, hint: Any, path: str) -> Any:
@@ -111,23 +129,23 @@ def _decode_union(value: Any, hint: Any, path: str) -> Any:
         known = {cls.__name__: cls for cls in _dataclasses_of(hint)}
         kind = str(value[_KIND])
         if kind not in known:
-            raise ConfigError(f"{path} has no kind {kind!r}: {nearest(kind, known)}")
+            raise ConfigError(f"{path}: no kind {kind!r}; {nearest(kind, known)}", "unknown_name", field=path)
         return _decode_dataclass(known[kind], value, path)
     for member in members:
         with contextlib.suppress(ConfigError):
             return _decode(value, member, path)
     rest = [member for member in members if member is not type(None)]
     if len(rest) == 1 and value is not None:
-        return _decode(value, rest[0], path)  # raises, and says what an optional field wants
-    raise ConfigError(f"{path} must be one of {', '.join(map(_hint_name, members))}, got {_name_of(value)}")
+        return _decode(value, rest[0], path)  # raises the error of the only type that the field may have
+    raise _wrong_type(path, f"one of {', '.join(map(_hint_name, members))}", value)
 
 
 def _decode_sequence(value: Any, origin: type, arguments: tuple[Any, ...], path: str) -> Any:
     if not isinstance(value, (list, tuple)):
-        raise ConfigError(f"{path} must be a list, got {_name_of(value)}")
+        raise _wrong_type(path, "a list", value)
     if origin is tuple and Ellipsis not in arguments:
         if len(value) != len(arguments):
-            raise ConfigError(f"{path} must have {len(arguments)} entries, got {len(value)}")
+            raise ConfigError(f"{path}: expected {len(arguments)} entries, got {len(value)}", "wrong_type", field=path)
         hints: Iterable[Any] = arguments
     else:
         hints = [arguments[0]] * len(value)
@@ -143,23 +161,32 @@ def _decode_scalar(value: Any, hint: Any, path: str) -> Any:
         return float(value)
     if hint in (None, type(None)):
         if value is not None:
-            raise ConfigError(f"{path} must be null, got {_name_of(value)}")
+            raise _wrong_type(path, "null", value)
         return None
     if hint not in (bool, int, float, str, Path):
-        raise ConfigError(f"{path}: a {_hint_name(hint)} cannot be read from JSON")
+        raise ConfigError(f"{path}: {_hint_name(hint)} cannot be read from JSON", "unsupported", field=path)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{path} must be of type {hint.__name__}, got {_name_of(value)}")
+        raise _wrong_type(path, f"type {hint.__name__}", value)
     return value
 
 
+def _wrong_type(path: str, expected: str, value: Any) -> ConfigError:
+    shown = f"{value!r}" if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
+    return ConfigError(f"{path}: expected {expected}, got {shown}", "wrong_type", field=path)
+
+
+def _join(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
 def _dataclasses_of(hint: Any) -> list[type]:
-    """The dataclasses that a type may be: itself, or the members of a union."""
+    """Return the dataclasses that a type allows: itself, or the members of a union."""
     members = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
     return [member for member in members if dataclasses.is_dataclass(member) and isinstance(member, type)]
 
 
 def _item_hint(hint: Any) -> Any:
-    """The type of a container's values; for a tuple of mixed types, anything."""
+    """Return the type of a container's values; Any for a tuple of several types."""
     arguments = [argument for argument in typing.get_args(hint) if argument is not Ellipsis]
     mixed = typing.get_origin(hint) is tuple and len(set(arguments)) > 1
     return arguments[-1] if arguments and not mixed else Any
@@ -169,7 +196,3 @@ def _hint_name(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return ", ".join(map(repr, typing.get_args(hint)))
     return "null" if hint is type(None) else getattr(hint, "__name__", str(hint))
-
-
-def _name_of(value: Any) -> str:
-    return f"{value!r}" if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"

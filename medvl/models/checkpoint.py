@@ -1,6 +1,5 @@
 """A model on disk: `config.json`, `model.safetensors` and its tokenizer. Weights never need pickle."""
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ import safetensors.torch
 from torch import Tensor, nn
 
 import medvl
+from medvl.common.config_io import from_dict, to_dict
 from medvl.common.files import MARKER, check_marker
 from medvl.data.shards.format import Manifest
 from medvl.data.tokenizer.tokenizer import load_tokenizer
@@ -21,7 +21,7 @@ from medvl.models.registry import system
 CONFIG, WEIGHTS, TOKENIZER, TRAIN_MANIFEST = "config.json", "model.safetensors", "tokenizer", "train_manifest.json"
 TRAIN_STATE = "train_state"
 """Folder of a checkpoint that a model does not need: the run's own state."""
-_FORMAT = 1
+_FORMAT = 2
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar")
 _SHOWN = 4
 _TOWERS = ("image_encoder", "text_encoder")
@@ -34,7 +34,7 @@ def save(model: System, folder: Path, run: Mapping[str, Any] | None = None) -> N
     Args:
         model: a system.
         folder: gets `config.json`, `model.safetensors` and, if the model has a tokenizer, `tokenizer/`.
-        run: how the model came to be (recipe, data, versions); JSON values only. The manifest of the training data,
+        run: how the model was trained (recipe, data, versions); JSON values only. The manifest of the training data,
             under `train_manifest`, gets a file of its own: evaluators refuse data that shares a patient with it.
     """
     run = dict(run or {})
@@ -44,7 +44,7 @@ def save(model: System, folder: Path, run: Mapping[str, Any] | None = None) -> N
     config = {
         "format": _FORMAT,
         "medvl": medvl.__version__,
-        "model": {"name": model.name, "settings": dataclasses.asdict(model.config)},
+        "model": {"name": model.name, "settings": to_dict(model.config)},
         "run": run,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
@@ -66,7 +66,7 @@ def load(folder: Path | str) -> System:
     described = _read_config(folder)["model"]
     try:
         cls = system(described["name"])
-        config: Any = cls.Config(**described["settings"])
+        config: Any = from_dict(cls.Config, described["settings"])
     except (ConfigError, TypeError, KeyError) as error:
         raise CheckpointError(f"{folder / CONFIG} does not describe a model that this medvl has: {error}") from error
     has_tokenizer = (folder / TOKENIZER).is_dir()
@@ -179,6 +179,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing: {folder} is not a checkpoint of medvl") from None
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}): it is damaged") from error
-    if not isinstance(config, dict) or config.get("format") != _FORMAT or not isinstance(config.get("model"), dict):
-        raise CheckpointError(f"{path} is not a model configuration of format {_FORMAT}")
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+        raise CheckpointError(f"{path} is no configuration of a medvl model", "malformed")
+    if config.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{path}: expected format {_FORMAT}, got {config.get('format')}; train or import the model again", "version"
+        )
     return config

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from medvl.common.config_io import nearest
+from medvl.common.config_io import from_dict
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.encoders.presets import TEXT_PRESETS
 from medvl.encoders.text.builders import uses_canonical_text, uses_clip_tokenizer
@@ -55,22 +55,12 @@ def create_model(
 def _configuration(name: str | Path | SystemConfig, settings: Mapping[str, Any]) -> tuple[type[System], Any]:
     if isinstance(name, str | Path):
         cls = system(str(name))
-        _check_settings(cls, settings)
-        return cls, cls.Config(**settings)
+        return cls, from_dict(cls.Config, settings)
     if not hasattr(name, "system"):
         kind = type(name).__name__
         raise ConfigError(f"expected a name or the configuration of a system, got a {kind}", "wrong_type", field="name")
     cls = system(name.system)
-    _check_settings(cls, settings)
-    return cls, dataclasses.replace(name, **settings)
-
-
-def _check_settings(cls: type[System], settings: Mapping[str, Any]) -> None:
-    fields = [field.name for field in dataclasses.fields(cls.Config)]
-    for setting in settings:
-        if setting not in fields:
-            hint = nearest(setting, fields)
-            raise ConfigError(f"{cls.name} has no setting {setting!r}: {hint}", "unknown_name", field=setting)
+    return cls, from_dict(cls.Config, {**vars(name), **settings})
 
 
 def _tokenizer_of_preset(config: Any) -> Tokenizer | None:

@@ -18,22 +18,22 @@ Interval = int | Literal["epoch"]
 
 def _at_least(name: str, value: float, low: float) -> None:
     if not (math.isfinite(value) and value >= low):
-        raise ConfigError(f"{name} must be {low} or above, got {value}")
+        raise ConfigError(f"{name} must be {low} or above, got {value}", "out_of_range", field=name)
 
 
 def _above(name: str, value: float, low: float) -> None:
     if not (math.isfinite(value) and value > low):
-        raise ConfigError(f"{name} must be above {low}, got {value}")
+        raise ConfigError(f"{name} must be above {low}, got {value}", "out_of_range", field=name)
 
 
 def _between(name: str, value: float, low: float, high: float) -> None:
     if not low < value <= high:
-        raise ConfigError(f"{name} must be above {low} and at most {high}, got {value}")
+        raise ConfigError(f"{name} must be above {low} and at most {high}, got {value}", "out_of_range", field=name)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}", "unknown_name", field=name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

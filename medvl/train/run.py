@@ -76,8 +76,13 @@ class Run:
             evals=self.evals,
             optim=self.settings.optim,
             config=self.settings.train,
-            run={"recipe": self.recipe, "settings": to_dict(self.settings), **self.data.described},
+            run={"recipe": self.recipe, "settings": self._own_settings(), **self.data.described},
         )
+
+    def _own_settings(self) -> dict[str, Any]:
+        """Return the settings of the recipe that a checkpoint does not hold elsewhere (model, optim, train)."""
+        settings = to_dict(self.settings)
+        return {name: value for name, value in settings.items() if name not in ("model", "optim", "train")}
 
 
 def pretraining(recipe: str, settings: Pretraining, start: Path | None = None) -> Run:

@@ -129,7 +129,7 @@ class FakeModelFiles:
     """What `medvl.models.checkpoint` does, for any module."""
 
     def save(self, model: nn.Module, folder: Path, run: Mapping[str, Any]) -> None:
-        (folder / "config.json").write_text(json.dumps({"format": 1, "run": run}))
+        (folder / "config.json").write_text(json.dumps({"format": 2, "run": run}))
         save_file(
             {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors"
         )

@@ -178,9 +178,13 @@ def replace_weights(folder: Path, change: dict[str, Any]) -> None:
         (lambda f: torch.save({"a": 1}, f / "model.safetensors"), "no whole safetensors file"),
         (lambda f: (f / "config.json").unlink(), "not a checkpoint of medvl"),
         (lambda f: (f / "config.json").write_text("{"), "cannot be read"),
-        (lambda f: (f / "config.json").write_text("[]"), "not a model configuration"),
+        (lambda f: (f / "config.json").write_text("[]"), "no configuration of a medvl model"),
         (
             lambda f: (f / "config.json").write_text('{"format": 1, "model": {"name": "gloria"}}'),
+            "expected format 2, got 1",
+        ),
+        (
+            lambda f: (f / "config.json").write_text('{"format": 2, "model": {"name": "gloria"}}'),
             "does not describe a model",
         ),
         (lambda f: replace_weights(f, {"image_head.0.bias": None}), "missing image_head.0.bias"),
@@ -210,7 +214,7 @@ def test_a_pickle_posing_as_a_checkpoint_is_refused_and_not_run(tmp_path: Path) 
     (tmp_path / "folder").mkdir()
     (tmp_path / "last.pt").rename(tmp_path / "folder/model.safetensors")
     (tmp_path / "folder/config.json").write_text(
-        json.dumps({"format": 1, "model": {"name": "convirt", "settings": {**TINY, "vocab_size": 50}}})
+        json.dumps({"format": 2, "model": {"name": "convirt", "settings": {**TINY, "vocab_size": 50}}})
     )
     with pytest.raises(CheckpointError, match="no whole safetensors file"):
         medvl.load(tmp_path / "folder")

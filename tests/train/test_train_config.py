@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from helpers.errors import raises
 
 from medvl.common.config_io import differences
 from medvl.errors import ConfigError
@@ -55,33 +56,39 @@ def test_an_integer_is_read_as_a_float_where_a_float_is_wanted() -> None:
 
 @pytest.mark.fault("F18")
 @pytest.mark.parametrize(
-    ("data", "text"),
+    ("data", "code", "field", "names"),
     [
-        ({"learning_rate": 1.0}, "no field 'learning_rate'"),
-        ({"weight_decy": 1.0}, "OptimConfig has no field 'weight_decy': did you mean 'weight_decay'"),
-        ({"lr": "1e-4"}, "OptimConfig.lr must be of type float, got '1e-4'"),
-        ({"lr": True}, "OptimConfig.lr must be of type float, got True"),
-        ({"clip_norm": "a"}, "OptimConfig.clip_norm must be of type float, got 'a'"),
-        ({"optimizer": "adamW"}, "OptimConfig.optimizer must be one of 'adam', 'adamw', 'sgd'"),
-        ({"betas": [0.9]}, "OptimConfig.betas must have 2 entries, got 1"),
-        ({"betas": 0.9}, "OptimConfig.betas must be a list"),
-        ({"schedule": {"kind": "Cosin"}}, "schedule has no kind 'Cosin': did you mean 'Cosine'"),
-        ({"schedule": {"kind": "Cosine", "warmup": 1}}, "schedule has no field 'warmup': did you mean 'warmup_steps'"),
-        ({"schedule": 3}, "OptimConfig.schedule must be one of Constant, Linear, Cosine, Plateau, got 3"),
+        ({"learning_rate": 1.0}, "unknown_name", "learning_rate", "OptimConfig"),
+        ({"weight_decy": 1.0}, "unknown_name", "weight_decy", "did you mean 'weight_decay'"),
+        ({"lr": "1e-4"}, "wrong_type", "lr", "got '1e-4'"),
+        ({"lr": True}, "wrong_type", "lr", "got True"),
+        ({"clip_norm": "a"}, "wrong_type", "clip_norm", "expected type float"),
+        ({"optimizer": "adamW"}, "unknown_name", "optimizer", "'adamw'"),
+        ({"betas": [0.9]}, "wrong_type", "betas", "expected 2 entries, got 1"),
+        ({"betas": 0.9}, "wrong_type", "betas", "a list"),
+        ({"betas": [0.9, "b"]}, "wrong_type", "betas.1", "got 'b'"),
+        ({"schedule": {"kind": "Cosin"}}, "unknown_name", "schedule", "did you mean 'Cosine'"),
+        ({"schedule": {"kind": "Cosine", "warmup": 1}}, "unknown_name", "schedule.warmup", "'warmup_steps'"),
+        ({"schedule": {"kind": "Cosine", "min_lr": -1}}, "out_of_range", "schedule.min_lr", ""),
+        ({"schedule": 3}, "wrong_type", "schedule", "Constant, Linear, Cosine, Plateau, got 3"),
     ],
 )
-def test_reading_names_what_does_not_fit(data: dict[str, object], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
+def test_from_dict_names_the_invalid_field(data: dict[str, object], code: str, field: str, names: str) -> None:
+    with raises(ConfigError, code, field, names=names):
         from_dict(OptimConfig, data)
 
 
-def test_reading_names_a_missing_field_by_its_path() -> None:
-    with pytest.raises(ConfigError, match=r"RecipeFake\.train\.run_dir is missing"):
+def test_from_dict_names_a_missing_field_by_its_path() -> None:
+    with raises(ConfigError, "missing", "train.run_dir"):
         from_dict(RecipeFake, {"data": {"train": "x"}, "optim": {}, "train": {"global_batch": 4, "steps": 1}})
 
 
-def test_what_json_cannot_hold_is_refused_on_writing() -> None:
-    with pytest.raises(TypeError, match="holds a set"):
+def test_from_dict_accepts_python_values() -> None:
+    assert from_dict(OptimConfig, {"betas": (0.5, 0.75), "schedule": Cosine()}).schedule == Cosine()
+
+
+def test_to_dict_refuses_what_json_cannot_hold() -> None:
+    with pytest.raises(TypeError, match="set"):
         to_dict(dataclasses.replace(PAPER.data, weights={"a": {1, 2}}))
 
 

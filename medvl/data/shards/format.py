@@ -103,8 +103,13 @@ class Manifest:
     @classmethod
     def parse(cls, content: Any, where: str) -> "Manifest":
         """A manifest from its JSON. Raises ShardError, naming `where`, when it is no manifest of this schema."""
-        if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:
-            raise ShardError(f"{where} is not a manifest of schema version {SCHEMA_VERSION}: make the shards again")
+        if not isinstance(content, dict):
+            raise ShardError(f"{where} is no manifest of shards: expected a JSON object", "malformed")
+        version = content.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ShardError(
+                f"{where}: expected schema version {SCHEMA_VERSION}, got {version}; make the shards again", "version"
+            )
         content = dict(content)
         try:
             content["shards"] = tuple(Shard(**shard) for shard in content["shards"])

@@ -25,7 +25,6 @@ class ClassifierConfig(SystemConfig):
     """Learning rate of the linear layer, as a multiple of the encoder's."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", tuple(self.labels))  # a list, where it was read from JSON
         if not self.labels or len(set(self.labels)) != len(self.labels):
             raise ConfigError(f"labels must be one or more, each once; there are {len(self.labels)}")
         if self.head_lr_mult <= 0:

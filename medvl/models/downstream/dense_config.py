@@ -23,7 +23,6 @@ class DenseConfig(SystemConfig):
     """How often the decoder doubles the encoder's grid: 7 x 7 cells become 28 x 28."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", tuple(self.labels))  # a list, where it was read from JSON
         if not self.labels or len(set(self.labels)) != len(self.labels):
             raise ConfigError(f"labels must be one or more, each once; there are {len(self.labels)}")
         if self.width < 8 or self.width % 8:

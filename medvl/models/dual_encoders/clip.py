@@ -84,9 +84,6 @@ class CLIPConfig(SystemConfig):
     """Of the text encoder; None is the preset's own, or the tokenizer's where one is given."""
 
     def __post_init__(self) -> None:
-        for name in ("image_mean", "image_std"):  # lists, where they were read from JSON
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.temperature <= 0 or self.projection_dim < 1:
             raise ConfigError("temperature must be above 0 and projection_dim positive")
         if self.max_scale is not None and self.max_scale < 1 / self.temperature:

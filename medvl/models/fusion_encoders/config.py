@@ -15,7 +15,7 @@ WRITERS: tuple[Attention, ...] = ("seq2seq", "bar", "mixed")
 Objective = Literal["pretraining", "report"]
 OBJECTIVES: tuple[Objective, ...] = ("pretraining", "report")
 """What MedViLL is trained for."""
-Arguments = Mapping[str, int]
+Arguments = Mapping[str, int | float | bool | str]
 """Sizes for an encoder's constructor, by its library's names: `{"layers": 11}`, `{"num_hidden_layers": 3}`."""
 
 

@@ -30,7 +30,8 @@ from medvl.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+"""Version of `train_state/`; another one is refused."""
 STATE = "train_state/state.json"
 OPTIMIZER = "train_state/optimizer.safetensors"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -88,7 +89,9 @@ def read(folder: Path) -> Saved:
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"{folder} has no readable train_state ({type(error).__name__}: {error})") from error
     if state.get("format") != FORMAT:
-        raise CheckpointError(f"{folder / STATE} has format {state.get('format')}, this medvl reads {FORMAT}")
+        raise CheckpointError(
+            f"{folder / STATE}: expected format {FORMAT}, got {state.get('format')}; start a new run", "version"
+        )
     return Saved(folder=folder, state=state, optimizer=optimizer)
 
 

@@ -23,7 +23,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-import medvl
 from medvl.common.config_io import nearest, to_dict
 from medvl.common.folders import RunLock, wait_for
 from medvl.common.seeding import caller_keeps_generators
@@ -370,4 +369,4 @@ def _check(loader: TrainLoader, optim: OptimConfig, config: TrainConfig, validat
 
 
 def _versions() -> dict[str, str]:
-    return {"medvl": medvl.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    return {"torch": str(torch.__version__), "python": platform.python_version()}

@@ -291,7 +291,7 @@ def test_tars_hold_plain_files_only(tmp_path: Path, deid: Deidentifier) -> None:
         (lambda folder: (folder / "manifest.json").unlink(), "not a finished folder"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "cannot be read"),
         (lambda folder: (folder / "manifest.json").write_text('{"schema_version": 99}'), "schema version"),
-        (lambda folder: (folder / "manifest.json").write_text('{"schema_version": 1}'), "is damaged"),
+        (lambda folder: (folder / "manifest.json").write_text('{"schema_version": 2}'), "is damaged"),
         (lambda folder: (folder / "lab-train-000001.tar").unlink(), "000001.tar is missing"),
         (lambda folder: (folder / "lab-train-000001.index").unlink(), "000001.index is missing"),
         (lambda folder: os.truncate(folder / "lab-train-000001.tar", 1000), "has 1000 bytes where"),

@@ -24,7 +24,7 @@ from medvl.data.loading.dense_targets import (
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import create_image_encoder
 from medvl.errors import ConfigError, CorpusError
-from medvl.models import Detector, DetectorConfig, Segmenter, SegmenterConfig, create_dense, load, save
+from medvl.models import Detector, DetectorConfig, Segmenter, create_dense, load, save
 from medvl.models.downstream.dense_base import PRIOR
 from medvl.models.downstream.detector import suppress
 from medvl.schema import Sample
@@ -327,5 +327,3 @@ def test_they_are_made_by_name_like_every_system() -> None:
         assert isinstance(
             medvl.create_model(name, encoder={"name": "resnet_tiny", "image_size": 32}, labels=LABELS), cls
         )
-    config = SegmenterConfig(encoder={"name": "resnet_tiny", "image_size": 32}, labels=["Mass"])
-    assert config.labels == ("Mass",)

@@ -261,7 +261,7 @@ def test_a_vocabulary_has_two_answers_or_more(answers: tuple[str, ...]) -> None:
     ("head", "rate"), [("classifier", 50.0), ("product", 1.0), ("ranking", 1.0), ("generation", 1.0)]
 )
 def test_a_head_learns_at_its_published_rate_unless_told_otherwise(head: Any, rate: float) -> None:
-    assert VQAConfig(fusion="medvill", answers=ANSWERS, head=head).head_lr_mult == rate
-    assert VQAConfig(fusion="medvill", answers=ANSWERS, head=head, head_lr_mult=4.0).head_lr_mult == 4.0
+    assert VQAConfig(fusion="medvill", answers=ANSWERS, head=head).effective_head_lr_mult == rate
+    assert VQAConfig(fusion="medvill", answers=ANSWERS, head=head, head_lr_mult=4.0).effective_head_lr_mult == 4.0
     with pytest.raises(ConfigError, match="head_lr_mult must be above 0"):
         VQAConfig(fusion="medvill", answers=ANSWERS, head=head, head_lr_mult=0.0)

@@ -387,7 +387,7 @@ def test_any_encoder_goes_in(tokenizer: Tokenizer, towers: dict[str, Any]) -> No
     ("settings", "message"),
     [
         ({"temp2": 0.0}, "temp2 must be above 0"),
-        ({"word_pool": "max"}, "word_pool is 'max': known are 'sum' and 'mean'"),
+        ({"word_pool": "max"}, "word_pool: expected one of 'sum', 'mean', got 'max'"),
         ({"local_weight": 0.0, "global_weight": 0.0}, "not both 0"),
         ({"text_layers": 0}, "must be positive"),
         ({"patch_level": -9}, "levels of local features"),

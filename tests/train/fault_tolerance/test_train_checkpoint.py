@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import train_fakes as fakes
+from helpers.errors import raises
 from helpers.train_fakes import FakeLoader, TwoTowers, train
 from safetensors import SafetensorError
 from torch import nn
@@ -187,11 +188,11 @@ def test_a_folder_that_is_not_there_or_no_checkpoint_is_refused(tmp_path: Path) 
         run(tmp_path / "run", resume=str(tmp_path / "folder"))
 
 
-def test_a_checkpoint_of_a_later_format_is_refused(tmp_path: Path) -> None:
+def test_read_refuses_another_format_and_names_both_versions(tmp_path: Path) -> None:
     folder = run(tmp_path).last
     state = json.loads((folder / "train_state/state.json").read_text())
     (folder / "train_state/state.json").write_text(json.dumps({**state, "format": 99}))
-    with pytest.raises(CheckpointError, match="has format 99, this medvl reads 1"):
+    with raises(CheckpointError, "version", names="expected format 2, got 99"):
         read(folder)
 
 

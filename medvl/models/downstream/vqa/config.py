@@ -74,14 +74,18 @@ class VQAConfig(SystemConfig):
     """Of the text encoder; None is as the fusion-encoder's settings say, or the tokenizer's where one is given."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "answers", tuple(self.answers))  # a list, where it was read from JSON
-        if isinstance(self.decoder, Mapping):  # likewise
-            object.__setattr__(self, "decoder", DecoderConfig(**self.decoder))
         if len(self.answers) < 2 or len(set(self.answers)) != len(self.answers):
             raise ConfigError(f"answers must be two or more, each once; there are {len(self.answers)}")
         if self.head not in HEADS:
             raise ConfigError(f"head is {self.head!r}: known are {', '.join(HEADS)}")
-        if self.head_lr_mult is None:
-            object.__setattr__(self, "head_lr_mult", 50.0 if self.head == "classifier" else 1.0)
-        elif self.head_lr_mult <= 0:
-            raise ConfigError(f"head_lr_mult must be above 0, got {self.head_lr_mult}")
+        if self.head_lr_mult is not None and self.head_lr_mult <= 0:
+            raise ConfigError(
+                f"head_lr_mult must be above 0, got {self.head_lr_mult}", "out_of_range", field="head_lr_mult"
+            )
+
+    @property
+    def effective_head_lr_mult(self) -> float:
+        """`head_lr_mult`, or the published value of the head where that is None."""
+        if self.head_lr_mult is not None:
+            return self.head_lr_mult
+        return 50.0 if self.head == "classifier" else 1.0

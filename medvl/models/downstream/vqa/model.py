@@ -116,7 +116,7 @@ class VQA(System):
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
         """The fusion model's own groups, and the head at `head_lr_mult` times `lr`."""
         groups = self.fusion_model.parameter_groups(lr, weight_decay)
-        head = parameter_groups(self.answer_head, lr * self.config.head_lr_mult, weight_decay)
+        head = parameter_groups(self.answer_head, lr * self.config.effective_head_lr_mult, weight_decay)
         return [*groups, *({**group, "name": f"answer_head: {group['name']}"} for group in head)]
 
 
