@@ -57,7 +57,7 @@ class System(nn.Module, abc.ABC):
         """Update state before the forward pass of optimiser step `step`, from 0: clamps, freezing, normalisation."""
 
     def after_step(self, step: int) -> None:
-        """Update state after the optimiser's update of step `step`, from 0: moving averages. Not for a skipped update."""
+        """Update state after optimiser step `step`, from 0, unless it was skipped: moving averages."""
 
     @property
     def device(self) -> torch.device:
