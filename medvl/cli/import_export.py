@@ -81,7 +81,7 @@ def export_checkpoint(
 def _list() -> str:
     from medvl.export.importers.registry import NOT_IMPORTED, list_importers
 
-    rows = [(importer.name, importer.makes, importer.title) for importer in list_importers()]
+    rows = [(importer.name, importer.kind, importer.title) for importer in list_importers()]
     rows.append(("open_clip:NAME", "system", "any model of open_clip whose towers are its own"))
     lines = [f"{name:17} {makes:24} {title}" for name, makes, title in sorted(rows)]
     lines += [f"{name:17} {'not imported':24} {why}" for name, why in NOT_IMPORTED.items()]

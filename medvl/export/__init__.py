@@ -1,4 +1,4 @@
-"""Checkpoints of other projects into medvl, and medvl's into other formats.
+"""Import of published checkpoints, and export to other formats.
 
     from medvl.export import export_onnx, import_checkpoint, list_importers, load_encoder
 
@@ -7,8 +7,8 @@
     load_encoder("imported/gloria/image_encoder")
     export_onnx(medvl.load("runs/convirt/best"), "exported").differences
 
-How a published file's keys correspond to medvl's stands in the tables of `systems_dual`, `systems_fusion` and
-`systems_towers`, one line for a key or a family of keys; `families` has the lines of the backbones.
+The tables in `importers.dual_encoders`, `importers.fusion_encoders` and `importers.encoders_only` map the keys of a
+published file to medvl's, one rule for a key or a family of keys; `importers.backbones` has the rules of the backbones.
 """
 
 from typing import TYPE_CHECKING

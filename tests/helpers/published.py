@@ -1,6 +1,6 @@
 """Names and shapes of published checkpoints (`state_dicts/*.txt`), and files that hold tensors of those names.
 
-A line is a name and a shape; `{a,b}` and `{0-11}` stand for each of several, `-` for the shape of a single number.
+Each line has a name and a shape; `{a,b}` and `{0-11}` stand for several names, `-` for the shape of a scalar.
 """
 
 import itertools
@@ -45,18 +45,18 @@ LISTS = {
 
 
 def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
-    """Key -> shape of one list."""
+    """Return key -> shape of one list."""
     lines = (FOLDER / f"{name}.txt").read_text().splitlines()
     return {key: shape for line in lines if not line.startswith("#") for key, shape in _expand(line)}
 
 
 def meta_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Tensors that have shapes and no values."""
+    """Return tensors on the meta device."""
     return {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
 
 
 def random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
-    """Values that let a signal through; variances are positive, counters whole."""
+    """Return random weights of moderate scale; variances are positive, counters are 7."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for key, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""What the exporters share: inputs to compare outputs on, the model card, the refusal of what came out different."""
+"""Parts that the exporters share: inputs for comparing outputs, the comparison, and the model card."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,30 +14,29 @@ from medvl.errors import CheckpointError
 from medvl.models.base import TwoTowers
 
 TOLERANCE = 1e-3
-"""Largest difference of any output, relative to the largest one, that an export may have and be called the same model;
-float32 on other kernels gives some 1e-6."""
+"""Largest accepted difference of an output, relative to its largest value; other float32 kernels give about 1e-6."""
 _TEXT_TOKENS = 9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exported:
-    """A model in another project's format, proved on random inputs."""
+    """A model in another project's format, compared with medvl's on random inputs."""
 
     folder: Path
     differences: Mapping[str, float]
-    """Output -> its largest difference from medvl's, over medvl's largest value; NaN where nothing could run it."""
+    """Output -> largest difference from medvl's, relative to medvl's largest value; NaN where it was not compared."""
     left_out: Mapping[str, str]
     """Part of the model -> why the format cannot hold it."""
 
 
 def random_pixels(encoder: ImageEncoder, batch: int = 2) -> Tensor:
-    """(B, C, H, W) floats, as after normalisation."""
+    """Return random pixels (B, C, H, W), as after normalization."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(batch, encoder.in_channels, *encoder.image_size, generator=generator)
 
 
 def random_ids(encoder: TextEncoder, end_id: int | None, batch: int = 2) -> Tensor:
-    """(B, T) ids without padding, `end_id` last; no id before it is padding or `end_id`."""
+    """Return ids (B, T) without padding that end in `end_id`; no earlier id is padding or `end_id`."""
     generator = torch.Generator().manual_seed(0)
     tokens = min(_TEXT_TOKENS, encoder.max_tokens)
     ids_BT = torch.randint(encoder.vocab_size, (batch, tokens), generator=generator)
@@ -50,20 +49,27 @@ def random_ids(encoder: TextEncoder, end_id: int | None, batch: int = 2) -> Tens
     return ids_BT
 
 
-def difference(name: str, found: Tensor, expected: Tensor) -> float:
-    """The largest difference over the largest expected value. Raises CheckpointError when it is above `TOLERANCE`."""
-    if found.shape != expected.shape:
-        raise CheckpointError(f"{name} came out of shape {tuple(found.shape)}, not {tuple(expected.shape)}")
-    largest = float((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-12))
+def difference(name: str, actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference over the largest expected value.
+
+    Raises:
+        CheckpointError: the shapes differ, or the difference is above `TOLERANCE`.
+    """
+    if actual.shape != expected.shape:
+        raise CheckpointError(
+            f"expected {name} of shape {tuple(expected.shape)}, got {tuple(actual.shape)}", "mismatch"
+        )
+    largest = float((actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-12))
     if not largest <= TOLERANCE:
         raise CheckpointError(
-            f"{name} came out different by {largest:.1e} of its largest value: this model cannot be exported so"
+            f"{name} differs by {largest:.1e} of its largest value: this model cannot be exported to this format",
+            "mismatch",
         )
     return largest
 
 
 def write_card(folder: Path, model: TwoTowers, *, usage: str, left_out: Mapping[str, str], library: str) -> None:
-    """`README.md`: what the folder holds, how it is loaded, what is missing, and that nothing is known of its use."""
+    """Write `README.md`: content, usage, missing parts and limits."""
     missing = [f"- {part}: {why}" for part, why in left_out.items()] or ["- nothing"]
     lines = [
         "---",

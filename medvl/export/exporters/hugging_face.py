@@ -1,7 +1,8 @@
-"""medvl to transformers: folders that `AutoModel.from_pretrained` loads, none of them with code of its own.
+"""Export to transformers: folders that `AutoModel.from_pretrained` loads without custom code.
 
-A tower goes where transformers has a class that computes the same; a CLIP on open_clip's own towers becomes one
-`CLIPModel`. Heads and fusion-encoders of other systems have no class there and are left out, which the card says.
+An encoder is exported where transformers has a class that computes the same; a CLIP on open_clip's own encoders becomes
+one `CLIPModel`. transformers has no class for the heads and fusion-encoders of other systems: they are left out, and
+the card lists them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,45 +25,48 @@ from medvl.export.importers.backbones import (
     hugging_face_resnet,
     hugging_face_vit,
 )
-from medvl.export.importers.key_map import Line, keep, to_theirs
+from medvl.export.importers.key_map import KeyRule, keep, to_published
 from medvl.models.base import System, TwoTowers
 from medvl.models.dual_encoders.clip import CLIP
 
-_ANY_END = 2  # transformers' sign for "the closing token is the one of the highest id"
-_TOWERS = ("image_encoder", "text_encoder")
-_PROJ = "proj"  # CLIP's projection of an image, in the library's own module
-_HEADS = "transformers has no class with this head; medvl's ONNX export holds it"
+_HIGHEST_ID_IS_END = 2  # transformers' code for "the end token is the one of the highest id"
+_ENCODERS = ("image_encoder", "text_encoder")
+_PROJ = "proj"  # CLIP's projection of an image, inside open_clip's module
+_NO_CLASS = "transformers has no class with this head; medvl's ONNX export holds it"
 
 
 def export_hugging_face(model: System, out: Path | str) -> Exported:
-    """Write a model's towers, or a whole CLIP, as transformers' own classes, with a card.
+    """Write a model's encoders, or a complete CLIP, as transformers' own classes, with a card.
 
-    Every folder is loaded again by `AutoModel` and its outputs are compared with medvl's before anything is kept.
+    `AutoModel` loads every folder again, and its outputs are compared with medvl's before the folder is kept.
 
     Args:
-        model: any system with two towers.
+        model: any system with an image and a text encoder.
         out: new folder: that of a `CLIPModel`, or with `image_encoder` and `text_encoder` in it.
 
     Raises:
-        ConfigError: transformers has no class for one of the towers; the text says which.
-        CheckpointError: transformers computes something else.
+        ConfigError: transformers has no class for an encoder; the message names it.
+        CheckpointError: transformers' outputs differ.
     """
     if not isinstance(model, TwoTowers) or not isinstance(model.image_encoder, ImageEncoder):
-        raise ConfigError(f"{model.name} has no two towers of its own: export the system that it was made of")
+        raise ConfigError(
+            f"{model.name} does not have an image and a text encoder: export the system that it was made from",
+            "unsupported",
+        )
     model.eval()
     with new_folder(Path(out)) as folder, torch.no_grad():
-        whole = _is_whole_clip(model)
-        differences = _write_clip(model, folder) if whole else _write_towers(model, folder)
-        left_out = {} if whole else _heads(model)
+        clip = _is_plain_clip_model(model)
+        differences = _write_clip(model, folder) if clip else _write_encoders(model, folder)
+        left_out = {} if clip else _heads(model)
         if model.tokenizer is not None:
-            model.tokenizer.save(folder if whole else folder / "text_encoder")
-        write_card(folder, model, usage=_usage(model, whole), left_out=left_out, library="transformers")
+            model.tokenizer.save(folder if clip else folder / "text_encoder")
+        write_card(folder, model, usage=_usage(model, clip), left_out=left_out, library="transformers")
     return Exported(folder=Path(out), differences=differences, left_out=left_out)
 
 
-def _usage(model: TwoTowers, whole: bool) -> str:
+def _usage(model: TwoTowers, clip: bool) -> str:
     lines = ["from transformers import AutoModel"]
-    if whole:
+    if clip:
         return "\n".join([*lines, 'model = AutoModel.from_pretrained("FOLDER")'])
     pooler = ", add_pooling_layer=False" if _no_pooler(model.text_encoder.backbone) else ""
     lines.append('image_encoder = AutoModel.from_pretrained("FOLDER/image_encoder")')
@@ -71,34 +75,36 @@ def _usage(model: TwoTowers, whole: bool) -> str:
 
 
 def _heads(model: Any) -> dict[str, str]:
-    """What is in neither tower, or over one."""
-    parts = [name for name, child in model.named_children() if name not in _TOWERS and _filled(child)]
-    if _filled(model.text_encoder.projection):
+    """Return the parts outside of the two encoders' backbones, with the reason why they are left out."""
+    parts = [name for name, child in model.named_children() if name not in _ENCODERS and _has_parameters(child)]
+    if _has_parameters(model.text_encoder.projection):
         parts.append("text_encoder.projection")
     if getattr(model.image_encoder.backbone, _PROJ, None) is not None:
         parts.append(f"{IMAGE}{_PROJ}")
-    return dict.fromkeys(parts, _HEADS)
+    return dict.fromkeys(parts, _NO_CLASS)
 
 
-def _write_towers(model: Any, folder: Path) -> dict[str, float]:
-    image, text = (folder / name for name in _TOWERS)
+def _write_encoders(model: Any, folder: Path) -> dict[str, float]:
+    image, text = (folder / name for name in _ENCODERS)
     return {**_write_image(model.image_encoder, image), **_write_text(model.text_encoder, text)}
 
 
-def _filled(module: nn.Module | None) -> bool:
+def _has_parameters(module: nn.Module | None) -> bool:
     return module is not None and any(True for _ in module.parameters())
 
 
-def _fill(net: Any, tensors: Mapping[str, Tensor], table: Sequence[Line], what: str) -> None:
-    """Give transformers' module our tensors. Raises ConfigError where the two do not have the same ones."""
-    found, unknown = to_theirs(tensors, table)
+def _load_tensors(net: Any, tensors: Mapping[str, Tensor], table: Sequence[KeyRule], name: str) -> None:
+    """Load medvl's tensors into transformers' module. Raises ConfigError if names or shapes differ."""
+    renamed, unknown = to_published(tensors, table)
     state = net.state_dict()
-    missing = [name for name in state if name not in found]
-    shapes = [name for name, tensor in found.items() if name in state and state[name].shape != tensor.shape]
-    strange = [*unknown, *(name for name in found if name not in state), *missing, *shapes]
-    if strange:
-        raise ConfigError(f"{type(net).__name__} of transformers does not compute what {what} does: {strange[0]}")
-    net.load_state_dict(found)
+    missing = [key for key in state if key not in renamed]
+    shapes = [key for key, tensor in renamed.items() if key in state and state[key].shape != tensor.shape]
+    differing = [*unknown, *(key for key in renamed if key not in state), *missing, *shapes]
+    if differing:
+        raise ConfigError(
+            f"{type(net).__name__} of transformers does not compute what {name} does: {differing[0]}", "unsupported"
+        )
+    net.load_state_dict(renamed)
 
 
 def _write_image(encoder: ImageEncoder, folder: Path) -> dict[str, float]:
@@ -106,42 +112,43 @@ def _write_image(encoder: ImageEncoder, folder: Path) -> dict[str, float]:
 
     net, table = _image_class(encoder)
     tensors = {f"{IMAGE}{name}": tensor for name, tensor in encoder.backbone.state_dict().items() if name != _PROJ}
-    _fill(net, tensors, table, encoder.name)
+    _load_tensors(net, tensors, table, encoder.name)
     net.save_pretrained(folder)
-    again = transformers.AutoModel.from_pretrained(folder, **_no_pooler(net)).eval()
+    reloaded = transformers.AutoModel.from_pretrained(folder, **_no_pooler(net)).eval()
     pixels = random_pixels(encoder)
-    found, features = again(pixels).last_hidden_state, encoder(pixels)
-    if found.ndim == 4:
-        found = found.flatten(2).transpose(1, 2)
-    if encoder.config["patch_level"] != -1:  # regions are of an earlier stage, the vector is of the last
-        return {"image vector": difference("the image vector", found.mean(dim=1), features.pooled_BD)}
+    states, features = reloaded(pixels).last_hidden_state, encoder(pixels)
+    if states.ndim == 4:
+        states = states.flatten(2).transpose(1, 2)
+    if encoder.config["patch_level"] != -1:  # regions come from an earlier stage, the pooled vector from the last
+        return {"image vector": difference("the image vector", states.mean(dim=1), features.pooled_BD)}
     expected = features.patches_BPD
     assert expected is not None, "every class here has regions"
-    found = found[:, found.shape[1] - expected.shape[1] :]  # behind the class token, where there is one
+    states = states[:, states.shape[1] - expected.shape[1] :]  # without the class token
     if type(net).__name__ == "CLIPVisionModel":
-        found = (
-            again.vision_model.post_layernorm(found) if hasattr(again, "vision_model") else again.post_layernorm(found)
-        )
-    return {"image regions": difference("the image regions", found, expected)}
+        parent = reloaded.vision_model if hasattr(reloaded, "vision_model") else reloaded
+        states = parent.post_layernorm(states)
+    return {"image regions": difference("the image regions", states, expected)}
 
 
-def _image_class(encoder: ImageEncoder) -> tuple[Any, Sequence[Line]]:
-    """(transformers' model at random weights, how its keys correspond to ours)."""
-    makers: Mapping[str, Callable[[ImageEncoder], tuple[Any, Sequence[Line]]]] = {
+def _image_class(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
+    """Return transformers' model with random weights, and its key table."""
+    builders: Mapping[str, Callable[[ImageEncoder], tuple[Any, Sequence[KeyRule]]]] = {
         "timm.models.resnet.ResNet": _resnet,
         "timm.models.vision_transformer.VisionTransformer": _vision_transformer,
         "open_clip.transformer.VisionTransformer": _clip_vision,
     }
     kind = f"{type(encoder.backbone).__module__}.{type(encoder.backbone).__name__}"
-    if kind not in makers:
+    if kind not in builders:
         raise ConfigError(
-            f"{encoder.name} is a {kind}, for which transformers has no class that computes the same: exported are "
-            f"{', '.join(makers)}. ONNX takes any"
+            f"transformers has no class that computes {encoder.name} ({kind}): expected one of "
+            f"{', '.join(builders)}; the ONNX export takes any",
+            "unsupported",
+            field="image_encoder",
         )
-    return makers[kind](encoder)
+    return builders[kind](encoder)
 
 
-def _resnet(encoder: ImageEncoder) -> tuple[Any, Sequence[Line]]:
+def _resnet(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
     import transformers
 
     net: Any = encoder.backbone
@@ -158,7 +165,7 @@ def _resnet(encoder: ImageEncoder) -> tuple[Any, Sequence[Line]]:
     return transformers.ResNetModel(config), hugging_face_resnet("")
 
 
-def _vision_transformer(encoder: ImageEncoder) -> tuple[Any, Sequence[Line]]:
+def _vision_transformer(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
     import transformers
 
     net: Any = encoder.backbone
@@ -177,7 +184,7 @@ def _vision_transformer(encoder: ImageEncoder) -> tuple[Any, Sequence[Line]]:
     return transformers.ViTModel(config, add_pooling_layer=False), hugging_face_vit("")
 
 
-def _clip_vision(encoder: ImageEncoder) -> tuple[Any, Sequence[Line]]:
+def _clip_vision(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
     import transformers
 
     net = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**_clip_vision_fields(encoder)))
@@ -190,33 +197,35 @@ def _write_text(encoder: TextEncoder, folder: Path) -> dict[str, float]:
     net: Any = encoder.backbone
     if not isinstance(net, transformers.PreTrainedModel):
         if not _is_plain_clip(net, "TextTransformer"):
-            raise ConfigError(f"the text encoder {encoder.name} is none that transformers has a class for")
-        net = transformers.CLIPTextModel(transformers.CLIPTextConfig(**_clip_text_fields(encoder, _ANY_END)))
+            raise ConfigError(
+                f"transformers has no class for the text encoder {encoder.name}", "unsupported", field="text_encoder"
+            )
+        net = transformers.CLIPTextModel(transformers.CLIPTextConfig(**_clip_text_fields(encoder, _HIGHEST_ID_IS_END)))
         table = hugging_face_clip_text("text_model." if hasattr(net, "text_model") else "")
         tensors = {f"text_encoder.backbone.{name}": tensor for name, tensor in encoder.backbone.state_dict().items()}
-        _fill(net, tensors, table, encoder.name)
+        _load_tensors(net, tensors, table, encoder.name)
     net.save_pretrained(folder)
-    again = transformers.AutoModel.from_pretrained(folder, **_no_pooler(net)).eval()
+    reloaded = transformers.AutoModel.from_pretrained(folder, **_no_pooler(net)).eval()
     ids = random_ids(encoder, None)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    found = again(input_ids=ids, attention_mask=mask.long()).last_hidden_state
-    return {"token states": difference("the token states", found, encoder.encode(encoder.embed(ids, mask), mask)[-1])}
+    states = reloaded(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+    return {"token states": difference("the token states", states, encoder.encode(encoder.embed(ids, mask), mask)[-1])}
 
 
 def _no_pooler(net: Any) -> dict[str, bool]:
-    """What keeps `from_pretrained` from adding a pooler at random weights, where the class has one."""
+    """Return the argument that keeps `from_pretrained` from adding a random pooler, for classes that have one."""
     return {"add_pooling_layer": False} if hasattr(net, "pooler") and net.pooler is None else {}
 
 
 def _is_plain_clip(net: Any, kind: str) -> bool:
-    """Whether one of open_clip's own Transformers is OpenAI's, with nothing added."""
+    """Return whether one of open_clip's Transformers is OpenAI's, with nothing added."""
     if type(net).__name__ != kind or not type(net).__module__.startswith("open_clip."):
         return False
     causal = kind != "TextTransformer" or net.attn_mask is not None
     return causal and getattr(net, "attn_pool", None) is None and not getattr(net, "final_ln_after_pool", False)
 
 
-def _is_whole_clip(model: TwoTowers) -> bool:
+def _is_plain_clip_model(model: TwoTowers) -> bool:
     return (
         isinstance(model, CLIP)
         and not hasattr(model, "logit_bias")
@@ -241,16 +250,16 @@ def _write_clip(model: Any, folder: Path) -> dict[str, float]:
     table = [
         *hugging_face_clip_image("vision_model."),
         *hugging_face_clip_text("text_model."),
-        keep("visual_projection.weight", f"{IMAGE}proj", change="transposed"),
-        keep("text_projection.weight", f"{TEXT_PROJECTION}matrix", change="transposed"),
+        keep("visual_projection.weight", f"{IMAGE}proj", change="transpose"),
+        keep("text_projection.weight", f"{TEXT_PROJECTION}matrix", change="transpose"),
         keep("logit_scale", "logit_scale"),
     ]
-    _fill(net, model.state_dict(), table, model.name)
+    _load_tensors(net, model.state_dict(), table, model.name)
     net.save_pretrained(folder)
-    again = transformers.AutoModel.from_pretrained(folder).eval()
+    reloaded = transformers.AutoModel.from_pretrained(folder).eval()
     pixels, ids = random_pixels(model.image_encoder), random_ids(encoder, end_id)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    output = again(input_ids=ids, attention_mask=mask.long(), pixel_values=pixels)
+    output = reloaded(input_ids=ids, attention_mask=mask.long(), pixel_values=pixels)
     return {
         "image embedding": difference("the image embedding", output.image_embeds, model.encode_image(pixels)),
         "text embedding": difference("the text embedding", output.text_embeds, model.encode_text(ids, mask)),
@@ -260,7 +269,11 @@ def _write_clip(model: Any, folder: Path) -> dict[str, float]:
 def _clip_vision_fields(encoder: ImageEncoder) -> dict[str, Any]:
     net: Any = encoder.backbone
     if not _is_plain_clip(net, "VisionTransformer") or encoder.image_size[0] != encoder.image_size[1]:
-        raise ConfigError(f"{encoder.name} is no plain CLIP on square images, which transformers' class is")
+        raise ConfigError(
+            f"transformers' CLIP takes square images and a plain vision Transformer, got {encoder.name}",
+            "unsupported",
+            field="image_encoder",
+        )
     return {
         **_clip_sizes(net.transformer),
         "image_size": encoder.image_size[0],

@@ -1,4 +1,4 @@
-"""medvl to ONNX: one file a tower, heads included, the preparation of pixels inside."""
+"""Export to ONNX: one file per encoder, with its head and the normalization of pixels."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _NOT_COMPARED = float("nan")
 
 
 class ImageTower(nn.Module):
-    """uint8 pixels (B, C, H, W) to the embedding of a dual-encoder; of another system, to pooled vector and regions."""
+    """Map uint8 pixels (B, C, H, W) to a dual-encoder's embedding; for other systems, to pooled vector and regions."""
 
     outputs: Sequence[str]
 
@@ -32,7 +32,7 @@ class ImageTower(nn.Module):
         self.outputs = ("image_embedding",) if isinstance(model, DualEncoder) else ("image_pooled", "image_regions")
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, ...]:
-        """In the order of `outputs`."""
+        """Return the outputs in the order of `outputs`."""
         if isinstance(self.model, DualEncoder):
             return (self.model.encode_image(pixels),)
         features = self.model.image_encoder(pixels)
@@ -40,7 +40,7 @@ class ImageTower(nn.Module):
 
 
 class TextTower(nn.Module):
-    """ids and mask (B, T), int64, to the embedding of a dual-encoder; else to pooled vector and tokens."""
+    """Map ids and mask (B, T), int64, to a dual-encoder's embedding; for other systems, to pooled vector and tokens."""
 
     outputs: Sequence[str]
 
@@ -50,7 +50,7 @@ class TextTower(nn.Module):
         self.outputs = ("text_embedding",) if isinstance(model, DualEncoder) else ("text_pooled", "text_tokens")
 
     def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-        """In the order of `outputs`; the mask is 1 on real tokens."""
+        """Return the outputs in the order of `outputs`; the mask is 1 on real tokens."""
         if isinstance(self.model, DualEncoder):
             return (self.model.encode_text(ids, mask.bool()),)
         features = self.model.text_encoder(ids, mask.bool())
@@ -58,24 +58,27 @@ class TextTower(nn.Module):
 
 
 def export_onnx(model: System, out: Path | str) -> Exported:
-    """Write `image_tower.onnx` and `text_tower.onnx`, with any number of images and of texts of any length.
+    """Write `image_tower.onnx` and `text_tower.onnx`, for any batch size and text length.
 
-    Where onnxruntime is installed, its outputs are compared with medvl's before anything is kept; where it is not,
-    the differences are NaN.
+    If onnxruntime is installed, its outputs are compared with medvl's before the folder is kept; otherwise the
+    differences are NaN.
 
     Args:
-        model: any system with two towers.
+        model: any system with an image and a text encoder.
         out: new folder.
 
     Raises:
-        ConfigError: onnx or onnxscript is not installed, or the model has no two towers.
-        CheckpointError: onnxruntime computes something else.
+        ConfigError: onnx or onnxscript is not installed, or the model does not have both encoders.
+        CheckpointError: onnxruntime's outputs differ.
     """
     lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if lacking:
-        raise ConfigError(f"{' and '.join(lacking)} is not installed: pip install 'medvl[onnx]'")
+        raise ConfigError(f"{' and '.join(lacking)} is not installed: pip install 'medvl[onnx]'", "missing")
     if not isinstance(model, TwoTowers) or not isinstance(model.image_encoder, ImageEncoder):
-        raise ConfigError(f"{model.name} has no two towers of its own: export the system that it was made of")
+        raise ConfigError(
+            f"{model.name} does not have an image and a text encoder: export the system that it was made from",
+            "unsupported",
+        )
     model.eval()
     encoder = model.image_encoder
     generator = torch.Generator().manual_seed(0)
@@ -97,7 +100,7 @@ def export_onnx(model: System, out: Path | str) -> Exported:
         }
         usage = 'import onnxruntime\nimage_tower = onnxruntime.InferenceSession("FOLDER/image_tower.onnx")'
         left_out = {
-            name: "neither tower runs it"
+            name: "neither file uses it"
             for name, child in model.named_children()
             if name not in _USED and any(True for _ in child.parameters())
         }
@@ -108,7 +111,7 @@ def export_onnx(model: System, out: Path | str) -> Exported:
 
 
 def _write(tower: Any, inputs: dict[str, Tensor], shapes: dict[str, Any], path: Path) -> dict[str, float]:
-    """One file, and how far its outputs are from the tower's."""
+    """Write one file; return the differences of its outputs from the module's."""
     torch.onnx.export(
         tower.eval(),
         tuple(inputs.values()),
@@ -127,9 +130,9 @@ def _write(tower: Any, inputs: dict[str, Tensor], shapes: dict[str, Any], path: 
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    fewer = {name: tensor[1:] for name, tensor in inputs.items()}  # another batch than it was traced with
-    found = session.run(None, {name: tensor.numpy() for name, tensor in fewer.items()})
+    second = {name: tensor[1:] for name, tensor in inputs.items()}  # a batch size other than the traced one
+    outputs = session.run(None, {name: tensor.numpy() for name, tensor in second.items()})
     return {
         name: difference(f"the {name}", torch.from_numpy(value), expected)
-        for name, value, expected in zip(names, found, tower(*fewer.values()), strict=True)
+        for name, value, expected in zip(names, outputs, tower(*second.values()), strict=True)
     }

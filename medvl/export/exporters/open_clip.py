@@ -1,4 +1,4 @@
-"""medvl to open_clip: a folder that `open_clip.create_model("local-dir:FOLDER")` loads."""
+"""Export to open_clip: a folder that `open_clip.create_model("local-dir:FOLDER")` loads."""
 
 import dataclasses
 import json
@@ -22,44 +22,49 @@ _CONFIG, _WEIGHTS, _TEXT_FOLDER = "open_clip_config.json", "open_clip_model.safe
 _RESIZE = {"crop": "shortest", "pad": "longest", "squash": "squash"}
 _BERT_POOLS = {"cls": "cls_last_hidden_state_pooler", "mean": "mean_pooler"}
 _CLIP_IDS = 49408
-_START_BIAS = -10.0  # any number: it makes open_clip build the parameter
+_START_BIAS = -10.0  # its value is overwritten: setting it makes open_clip create the parameter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tower:
-    """One half of open_clip's model."""
+    """The image or text half of open_clip's model."""
 
     fields: Mapping[str, Any]
-    """Of its configuration."""
+    """Fields of its configuration."""
     tensors: Mapping[str, Tensor]
     quick_gelu: bool | None = None
-    """None where it makes no difference."""
+    """None if it makes no difference."""
 
 
 def export_open_clip(model: System, out: Path | str) -> Exported:
     """Write a CLIP, CheXzero or SigLIP in open_clip's format: configuration, weights, preprocessing, card.
 
-    The model is built again by open_clip and its embeddings are compared with medvl's before anything is kept.
+    open_clip builds the model again, and its embeddings are compared with medvl's before the folder is kept.
 
     Args:
-        model: on towers that open_clip has: its own; timm's by name, with a linear head; a BERT with open_clip's heads.
-        out: new folder. A BERT's configuration and tokenizer lie in `text_encoder`, which the configuration names by
-            its full path: open_clip knows no relative ones.
+        model: with encoders that open_clip has: its own; timm's by name, with a linear head; a BERT with open_clip's
+            heads.
+        out: new folder. The configuration names a BERT's folder `text_encoder` by its full path, because open_clip
+            does not support relative ones.
 
     Raises:
-        ConfigError: the model is no CLIP, or open_clip cannot express one of its parts; the text names it.
-        CheckpointError: open_clip computes something else.
+        ConfigError: the model is not a CLIP, or open_clip does not support one of its parts; the message names it.
+        CheckpointError: open_clip's embeddings differ.
     """
     import safetensors.torch
 
     if not isinstance(model, CLIP):
-        raise ConfigError(f"open_clip has nothing like {model.name}: only clip, chexzero and siglip can be exported")
+        raise ConfigError(
+            f"open_clip does not support {model.name}: export clip, chexzero or siglip", "unsupported", field="model"
+        )
     out = Path(out)
     model.eval()
     vision, text = _vision(model), _text(model)
     flags = {tower.quick_gelu for tower in (vision, text)} - {None}
     if len(flags) > 1:
-        raise ConfigError("one tower has CLIP's quick GELU and the other one not: open_clip has one setting for both")
+        raise ConfigError(
+            "only one encoder has CLIP's quick GELU: open_clip has a single setting for both", "unsupported"
+        )
     config: dict[str, Any] = {
         "embed_dim": _width(model.image_head, model.image_encoder.feature_dim),
         "vision_cfg": dict(vision.fields),
@@ -75,7 +80,7 @@ def export_open_clip(model: System, out: Path | str) -> Exported:
         if hugging_face:
             _write_bert(model, folder / _TEXT_FOLDER)
             config["text_cfg"]["hf_model_name"] = str(folder / _TEXT_FOLDER)
-        differences = _prove(model, config, tensors)
+        differences = _compare(model, config, tensors)
         if hugging_face:
             config["text_cfg"]["hf_model_name"] = str(out.resolve() / _TEXT_FOLDER)
         content = {"model_cfg": config, "preprocess_cfg": _preprocessing(model)}
@@ -90,21 +95,23 @@ def export_open_clip(model: System, out: Path | str) -> Exported:
 def _vision(model: CLIP) -> _Tower:
     encoder = model.image_encoder
     if encoder.in_channels != 3:
-        raise ConfigError("open_clip's image towers take three channels: this one takes grey images")
+        raise ConfigError("open_clip's image encoders take three channels, got grey images", "unsupported")
     arguments = dict(model.config.image_arguments)
     size = list(encoder.image_size)
     if _is_open_clip(encoder):
         base, preset = _base(encoder, IMAGE_PRESETS)
         arguments.pop("embed_dim", None)
-        known = {**base["vision_cfg"], **preset, **arguments, "image_size": size}
-        known.pop("embed_dim", None)
+        fields = {**base["vision_cfg"], **preset, **arguments, "image_size": size}
+        fields.pop("embed_dim", None)
         tensors = _prefixed(encoder.backbone, "visual.")
-        return _Tower(fields=known, tensors=tensors, quick_gelu=bool(base.get("quick_gelu")))
+        return _Tower(fields=fields, tensors=tensors, quick_gelu=bool(base.get("quick_gelu")))
     name = _timm_name(encoder)
     if name is None or arguments or not isinstance(model.image_head, nn.Linear):
         raise ConfigError(
-            f"open_clip cannot build {encoder.name} with {arguments or 'these settings'}: it takes its own image "
-            "towers, and timm's by name, without arguments, under a linear head"
+            f"open_clip cannot build {encoder.name} with {arguments or 'these settings'}: it supports its own image "
+            "encoders, and timm's by name, without arguments, under a linear head",
+            "unsupported",
+            field="image_encoder",
         )
     fields = {"timm_model_name": name, "timm_pool": "", "timm_proj": "linear", "image_size": size}
     head = {"visual.head.proj.weight": model.image_head.weight}
@@ -114,7 +121,11 @@ def _vision(model: CLIP) -> _Tower:
 def _text(model: CLIP) -> _Tower:
     encoder = model.text_encoder
     if encoder.layers != (-1,):
-        raise ConfigError(f"open_clip reads the last layer of a text encoder: this one combines {encoder.layers}")
+        raise ConfigError(
+            f"open_clip reads the last layer of a text encoder, got a combination of {encoder.layers}",
+            "unsupported",
+            field="text_arguments",
+        )
     return _clip_text(model, encoder) if _is_open_clip(encoder) else _bert(model, encoder)
 
 
@@ -131,9 +142,13 @@ def _clip_text(model: CLIP, encoder: TextEncoder) -> _Tower:
         "pad_id": encoder.pad_id,
     }
     if encoder.pool != "eos":
-        raise ConfigError(f"open_clip's text towers end in their closing token, not in pool={encoder.pool!r}")
+        raise ConfigError(
+            f"open_clip's text encoders pool by the end token, got pool={encoder.pool!r}",
+            "unsupported",
+            field="text_pool",
+        )
     if net.vocab_size != _CLIP_IDS and fields.get("pool_type") != "last" and model.tokenizer is not None:
-        fields |= {"pool_type": "eos", "eos_id": model.tokenizer.sep_id}  # CLIP's own is its highest id
+        fields |= {"pool_type": "eos", "eos_id": model.tokenizer.sep_id}  # CLIP's default is the highest id
     tensors = _prefixed(net, "text.")
     projection = encoder.projection
     if isinstance(projection, MatrixHead):
@@ -147,9 +162,15 @@ def _bert(model: CLIP, encoder: TextEncoder) -> _Tower:
     head = encoder.projection if encoder.projection is not None else model.text_head
     linear = isinstance(head, nn.Linear) and head.bias is None
     if not linear and not isinstance(head, nn.Sequential):
-        raise ConfigError(f"open_clip cannot build the head over {encoder.name}: it knows a linear one and CLIP's MLP")
-    if encoder.pool not in _BERT_POOLS:  # open_clip's maximum is over the padding, by a mistake in its mask
-        raise ConfigError(f"open_clip pools a BERT by {' or '.join(_BERT_POOLS)}, not by {encoder.pool}")
+        raise ConfigError(
+            f"open_clip supports a linear head and CLIP's MLP over {encoder.name}, got another head", "unsupported"
+        )
+    if encoder.pool not in _BERT_POOLS:  # open_clip's maximum includes the padding: a mistake in its mask
+        raise ConfigError(
+            f"open_clip pools a BERT by {' or '.join(_BERT_POOLS)}, got {encoder.pool}",
+            "unsupported",
+            field="text_pool",
+        )
     fields = {
         "context_length": model.config.max_tokens,
         "vocab_size": encoder.vocab_size,
@@ -162,7 +183,7 @@ def _bert(model: CLIP, encoder: TextEncoder) -> _Tower:
 
 
 def _base(encoder: ImageEncoder | TextEncoder, presets: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(open_clip's configuration of the model that an encoder is named by, what its preset adds)."""
+    """Return open_clip's configuration of an encoder's model, and the arguments that its preset adds."""
     import open_clip
 
     preset = presets.get(encoder.name)
@@ -212,31 +233,35 @@ def _preprocessing(model: CLIP) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _prove(model: CLIP, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Build it with open_clip and compare. Raises ConfigError when the tensors do not fit, CheckpointError when the
-    embeddings differ."""
+def _compare(model: CLIP, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Build the model with open_clip and compare the embeddings.
+
+    Raises:
+        ConfigError: the tensors do not fit.
+        CheckpointError: the embeddings differ.
+    """
     import open_clip
 
     arguments = {name: value for name, value in config.items() if name != "custom_text"}
-    theirs: Any = open_clip.CustomTextCLIP(**arguments)
+    exported: Any = open_clip.CustomTextCLIP(**arguments)
     try:
-        theirs.load_state_dict(tensors)
+        exported.load_state_dict(tensors)
     except RuntimeError as error:
-        raise ConfigError(f"open_clip builds this model with other tensors: {error}") from error
-    theirs.eval()
+        raise ConfigError(f"open_clip builds this model with other tensors: {error}", "unsupported") from error
+    exported.eval()
     pixels = random_pixels(model.image_encoder)
     end_id = _CLIP_IDS - 1 if model.text_encoder.vocab_size == _CLIP_IDS else None
     if model.tokenizer is not None:
         end_id = model.tokenizer.sep_id
     ids = random_ids(model.text_encoder, end_id)
     mask = torch.ones_like(ids, dtype=torch.bool)
-    length = theirs.text.context_length if _is_open_clip(model.text_encoder) else ids.shape[1]
+    length = exported.text.context_length if _is_open_clip(model.text_encoder) else ids.shape[1]
     padded = nn.functional.pad(ids, (0, length - ids.shape[1]), value=model.text_encoder.pad_id)
     return {
         "image embedding": difference(
-            "the image embedding", theirs.encode_image(pixels, normalize=True), model.encode_image(pixels)
+            "the image embedding", exported.encode_image(pixels, normalize=True), model.encode_image(pixels)
         ),
         "text embedding": difference(
-            "the text embedding", theirs.encode_text(padded, normalize=True), model.encode_text(ids, mask)
+            "the text embedding", exported.encode_text(padded, normalize=True), model.encode_text(ids, mask)
         ),
     }

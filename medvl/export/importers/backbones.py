@@ -1,11 +1,11 @@
-"""Key maps of the backbones that published systems are made of; a system's table puts them together.
+"""Key tables of the backbones; the table of a system combines them.
 
-Every function takes the beginning of the backbone's keys in the file and gives lines
-(`medvl.export.importers.key_map`) whose other
-side is medvl's image encoder (timm's and open_clip's names) or text encoder (transformers' and open_clip's names).
+Every function takes the prefix of the backbone's keys in the file and returns rules
+(`medvl.export.importers.key_map`) to medvl's image encoder (names of timm and open_clip) or text encoder (names of
+transformers and open_clip).
 """
 
-from medvl.export.importers.key_map import Line, drop, keep
+from medvl.export.importers.key_map import KeyRule, drop, keep
 
 IMAGE, TEXT = "image_encoder.backbone.", "text_encoder.backbone."
 TEXT_PROJECTION = "text_encoder.projection."
@@ -13,25 +13,25 @@ _COUNTER = "a counter that older transformers stored"
 _POOLER = "BERT's pooler, which the system does not use"
 
 
-def resnet(source: str) -> list[Line]:
-    """A ResNet under torchvision's names, which are timm's as well, with or without its classifier."""
+def resnet(source: str) -> list[KeyRule]:
+    """Return the rules of a ResNet with torchvision's (and timm's) names, with or without its classifier."""
     return [drop(f"{source}fc.*", "the ImageNet classifier"), keep(f"{source}**", f"{IMAGE}**")]
 
 
-def sequential_resnet(source: str) -> list[Line]:
-    """The children of torchvision's ResNet in a `Sequential`: 0 and 1 are its stem, 4 to 7 its stages."""
+def sequential_resnet(source: str) -> list[KeyRule]:
+    """Return the rules of a torchvision ResNet in a `Sequential`: children 0 and 1 are the stem, 4 to 7 the stages."""
     children = {0: "conv1", 1: "bn1", 4: "layer1", 5: "layer2", 6: "layer3", 7: "layer4"}
     return [keep(f"{source}{number}.**", f"{IMAGE}{name}.**") for number, name in children.items()]
 
 
-def vision_transformer(source: str) -> list[Line]:
-    """A vision Transformer under timm's names; only those, so that its keys may stand among others."""
+def vision_transformer(source: str) -> list[KeyRule]:
+    """Return the rules of a vision Transformer with timm's names; other keys with the same prefix are not matched."""
     parts = ("cls_token", "pos_embed", "patch_embed.proj.*", "blocks.**", "norm.*")
     return [keep(f"{source}{part}", f"{IMAGE}{part}") for part in parts]
 
 
-def hugging_face_vit(source: str) -> list[Line]:
-    """transformers' `ViTModel`: timm's fused attention matrix in three."""
+def hugging_face_vit(source: str) -> list[KeyRule]:
+    """Return the rules of transformers' `ViTModel`, whose query, key and value are fused into one matrix in timm."""
     return [
         keep(f"{source}embeddings.cls_token", f"{IMAGE}cls_token"),
         keep(f"{source}embeddings.position_embeddings", f"{IMAGE}pos_embed"),
@@ -48,27 +48,30 @@ def hugging_face_vit(source: str) -> list[Line]:
     ]
 
 
-def hugging_face_swin(source: str) -> list[Line]:
-    """transformers' `SwinModel` as it was stored before its version 5: timm's fused attention matrix in three, and the
-    step down in resolution at the end of a stage instead of the beginning of the next."""
-    block, ours = f"{source}encoder.layers.*.blocks.*", f"{IMAGE}layers.*.blocks.*"
+def hugging_face_swin(source: str) -> list[KeyRule]:
+    """Return the rules of transformers' `SwinModel` before version 5.
+
+    timm fuses query, key and value into one matrix, and downsamples at the start of a stage instead of the end of the
+    previous one.
+    """
+    block, target = f"{source}encoder.layers.*.blocks.*", f"{IMAGE}layers.*.blocks.*"
     return [
         keep(f"{source}embeddings.patch_embeddings.projection.*", f"{IMAGE}patch_embed.proj.*"),
         keep(f"{source}embeddings.norm.*", f"{IMAGE}patch_embed.norm.*"),
-        drop(f"{block}.attention.self.relative_position_index", "computed anew from the window's size"),
+        drop(f"{block}.attention.self.relative_position_index", "computed from the window size"),
         keep(
             f"{block}.attention.self.relative_position_bias_table",
-            f"{ours}.attn.relative_position_bias_table",
+            f"{target}.attn.relative_position_bias_table",
         ),
         *(
-            keep(f"{block}.attention.self.{name}.*", f"{ours}.attn.qkv.*", part=(index, 3))
+            keep(f"{block}.attention.self.{name}.*", f"{target}.attn.qkv.*", part=(index, 3))
             for index, name in enumerate(("query", "key", "value"))
         ),
-        keep(f"{block}.attention.output.dense.*", f"{ours}.attn.proj.*"),
-        keep(f"{block}.layernorm_before.*", f"{ours}.norm1.*"),
-        keep(f"{block}.layernorm_after.*", f"{ours}.norm2.*"),
-        keep(f"{block}.intermediate.dense.*", f"{ours}.mlp.fc1.*"),
-        keep(f"{block}.output.dense.*", f"{ours}.mlp.fc2.*"),
+        keep(f"{block}.attention.output.dense.*", f"{target}.attn.proj.*"),
+        keep(f"{block}.layernorm_before.*", f"{target}.norm1.*"),
+        keep(f"{block}.layernorm_after.*", f"{target}.norm2.*"),
+        keep(f"{block}.intermediate.dense.*", f"{target}.mlp.fc1.*"),
+        keep(f"{block}.output.dense.*", f"{target}.mlp.fc2.*"),
         *(
             keep(f"{source}encoder.layers.{stage}.downsample.**", f"{IMAGE}layers.{stage + 1}.downsample.**")
             for stage in range(3)
@@ -77,30 +80,30 @@ def hugging_face_swin(source: str) -> list[Line]:
     ]
 
 
-def hugging_face_resnet(source: str) -> list[Line]:
-    """transformers' `ResNetModel`: its stem, stages and shortcuts by names of their own."""
-    stage, ours = f"{source}encoder.stages.", f"{IMAGE}layer"
-    lines = [
+def hugging_face_resnet(source: str) -> list[KeyRule]:
+    """Return the rules of transformers' `ResNetModel`."""
+    stage, target = f"{source}encoder.stages.", f"{IMAGE}layer"
+    rules = [
         keep(f"{source}embedder.embedder.convolution.*", f"{IMAGE}conv1.*"),
         keep(f"{source}embedder.embedder.normalization.*", f"{IMAGE}bn1.*"),
     ]
     for index in range(4):
-        here, there = f"{stage}{index}.layers.*", f"{ours}{index + 1}.*"
-        lines += [
-            keep(f"{here}.shortcut.convolution.*", f"{there}.downsample.0.*"),
-            keep(f"{here}.shortcut.normalization.*", f"{there}.downsample.1.*"),
+        old, new = f"{stage}{index}.layers.*", f"{target}{index + 1}.*"
+        rules += [
+            keep(f"{old}.shortcut.convolution.*", f"{new}.downsample.0.*"),
+            keep(f"{old}.shortcut.normalization.*", f"{new}.downsample.1.*"),
         ]
-        for place in range(3):
-            lines += [
-                keep(f"{here}.layer.{place}.convolution.*", f"{there}.conv{place + 1}.*"),
-                keep(f"{here}.layer.{place}.normalization.*", f"{there}.bn{place + 1}.*"),
+        for layer in range(3):
+            rules += [
+                keep(f"{old}.layer.{layer}.convolution.*", f"{new}.conv{layer + 1}.*"),
+                keep(f"{old}.layer.{layer}.normalization.*", f"{new}.bn{layer + 1}.*"),
             ]
-    return lines
+    return rules
 
 
-def hugging_face_clip_image(source: str) -> list[Line]:
-    """transformers' `CLIPVisionModel`."""
-    ours = {
+def hugging_face_clip_image(source: str) -> list[KeyRule]:
+    """Return the rules of transformers' `CLIPVisionModel`."""
+    names = {
         "embeddings.class_embedding": "class_embedding",
         "embeddings.patch_embedding.weight": "conv1.weight",
         "embeddings.position_embedding.weight": "positional_embedding",
@@ -108,48 +111,48 @@ def hugging_face_clip_image(source: str) -> list[Line]:
         "post_layernorm.*": "ln_post.*",
     }
     return [
-        *(keep(f"{source}{theirs}", f"{IMAGE}{name}") for theirs, name in ours.items()),
+        *(keep(f"{source}{key}", f"{IMAGE}{name}") for key, name in names.items()),
         *_hugging_face_clip_blocks(source, IMAGE),
     ]
 
 
-def hugging_face_clip_text(source: str) -> list[Line]:
-    """transformers' `CLIPTextModel`."""
-    ours = {
+def hugging_face_clip_text(source: str) -> list[KeyRule]:
+    """Return the rules of transformers' `CLIPTextModel`."""
+    names = {
         "embeddings.token_embedding.weight": "token_embedding.weight",
         "embeddings.position_embedding.weight": "positional_embedding",
         "final_layer_norm.*": "ln_final.*",
     }
     return [
-        *(keep(f"{source}{theirs}", f"{TEXT}{name}") for theirs, name in ours.items()),
+        *(keep(f"{source}{key}", f"{TEXT}{name}") for key, name in names.items()),
         *_hugging_face_clip_blocks(source, TEXT),
     ]
 
 
-def _hugging_face_clip_blocks(source: str, tower: str) -> list[Line]:
-    """CLIP's fused attention matrix in three."""
-    block, ours = f"{source}encoder.layers.*", f"{tower}transformer.resblocks.*"
+def _hugging_face_clip_blocks(source: str, encoder: str) -> list[KeyRule]:
+    """Return the rules of CLIP's blocks; open_clip fuses query, key and value into one matrix."""
+    block, target = f"{source}encoder.layers.*", f"{encoder}transformer.resblocks.*"
     return [
         *(
-            keep(f"{block}.self_attn.{name}_proj.{leaf}", f"{ours}.attn.in_proj_{leaf}", part=(index, 3))
+            keep(f"{block}.self_attn.{name}_proj.{leaf}", f"{target}.attn.in_proj_{leaf}", part=(index, 3))
             for index, name in enumerate("qkv")
             for leaf in ("weight", "bias")
         ),
-        keep(f"{block}.self_attn.out_proj.*", f"{ours}.attn.out_proj.*"),
-        keep(f"{block}.layer_norm1.*", f"{ours}.ln_1.*"),
-        keep(f"{block}.layer_norm2.*", f"{ours}.ln_2.*"),
-        keep(f"{block}.mlp.fc1.*", f"{ours}.mlp.c_fc.*"),
-        keep(f"{block}.mlp.fc2.*", f"{ours}.mlp.c_proj.*"),
+        keep(f"{block}.self_attn.out_proj.*", f"{target}.attn.out_proj.*"),
+        keep(f"{block}.layer_norm1.*", f"{target}.ln_1.*"),
+        keep(f"{block}.layer_norm2.*", f"{target}.ln_2.*"),
+        keep(f"{block}.mlp.fc1.*", f"{target}.mlp.c_fc.*"),
+        keep(f"{block}.mlp.fc2.*", f"{target}.mlp.c_proj.*"),
     ]
 
 
-def clip_image(source: str) -> list[Line]:
-    """OpenAI's vision Transformer, whose names are open_clip's; or any other image tower of open_clip."""
+def clip_image(source: str) -> list[KeyRule]:
+    """Return the rules of OpenAI's vision Transformer or any other image encoder of open_clip."""
     return [keep(f"{source}**", f"{IMAGE}**")]
 
 
-def clip_text(source: str) -> list[Line]:
-    """The text tower of OpenAI's CLIP and of open_clip, its projection a matrix or a linear layer."""
+def clip_text(source: str) -> list[KeyRule]:
+    """Return the rules of CLIP's text encoder (OpenAI, open_clip); its projection is a matrix or a linear layer."""
     return [
         keep(f"{source}text_projection", f"{TEXT_PROJECTION}matrix"),
         keep(f"{source}text_projection.*", f"{TEXT_PROJECTION}*"),
@@ -161,8 +164,8 @@ def clip_text(source: str) -> list[Line]:
     ]
 
 
-def bert(source: str) -> list[Line]:
-    """BERT or RoBERTa under transformers' names, with or without the pooler."""
+def bert(source: str) -> list[KeyRule]:
+    """Return the rules of BERT or RoBERTa with transformers' names, with or without the pooler."""
     return [
         drop(f"{source}embeddings.position_ids", _COUNTER),
         drop(f"{source}pooler.dense.*", _POOLER),
@@ -171,6 +174,6 @@ def bert(source: str) -> list[Line]:
     ]
 
 
-def masked_words(source: str) -> list[Line]:
-    """BERT's head over the vocabulary, where nothing of ours reads it."""
-    return [drop(f"{source}**", "the head over the vocabulary, of pretraining")]
+def vocabulary_head(source: str) -> list[KeyRule]:
+    """Return the rule that leaves BERT's vocabulary head out."""
+    return [drop(f"{source}**", "the vocabulary head, for pretraining")]

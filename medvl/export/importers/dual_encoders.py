@@ -1,4 +1,4 @@
-"""Key maps of dual-encoders that medvl has, whole: towers, heads and temperature."""
+"""Key tables of dual-encoders that medvl has: encoders, heads and temperature."""
 
 import dataclasses
 import difflib
@@ -17,8 +17,8 @@ from medvl.export.importers.backbones import (
     sequential_resnet,
 )
 from medvl.export.importers.encoders_from_shapes import Options, image_arguments, text_arguments
-from medvl.export.importers.key_map import Line, Shapes, drop, keep
-from medvl.export.importers.registry import Importer
+from medvl.export.importers.importer import Importer
+from medvl.export.importers.key_map import KeyRule, Shapes, drop, keep
 from medvl.models.dual_encoders.chexzero import CheXzeroConfig
 from medvl.models.dual_encoders.clip import CLIPConfig
 from medvl.models.dual_encoders.convirt import ConVIRTConfig
@@ -28,7 +28,7 @@ from medvl.models.dual_encoders.siglip import SigLIPConfig
 _SIZES = ("input_resolution", "context_length", "vocab_size")
 _MEDCLIP_LAYERS = (1, 2, -1)
 
-_OPEN_CLIP: tuple[Line, ...] = (
+_OPEN_CLIP: tuple[KeyRule, ...] = (
     *clip_image("visual."),
     *clip_text("text."),
     *clip_text(""),
@@ -41,16 +41,16 @@ _OPEN_CLIP: tuple[Line, ...] = (
 def _clip(
     config: type[CLIPConfig], shapes: Shapes, image: Options, text: Options, settings: Mapping[str, Any]
 ) -> CLIPConfig:
-    """CLIP's configuration of towers that have these shapes."""
+    """Return CLIP's config for encoders of these shapes."""
     image_options, text_options = image_arguments(shapes, image), text_arguments(shapes, text)
-    decided = {
+    from_shapes = {
         "image_encoder": image_options.pop("name"),
         "text_encoder": text_options.pop("name"),
         "image_size": image_options.pop("image_size", 224),
         "vocab_size": text_options.pop("vocab_size", None),
     }
-    image_options.pop("projection", None)  # the system's own business
-    return config(**decided, image_arguments=image_options, text_arguments=text_options, **settings)
+    image_options.pop("projection", None)  # set by the system
+    return config(**from_shapes, image_arguments=image_options, text_arguments=text_options, **settings)
 
 
 def _chexzero(shapes: Shapes) -> CLIPConfig:
@@ -95,11 +95,11 @@ def _convirt(shapes: Shapes) -> ConVIRTConfig:
 
 
 def _convirt_heads(shapes: Shapes) -> dict[str, Any]:
-    """The heads' hidden width, where it is not that of their input."""
+    """Return the heads' hidden width if it differs from that of their input."""
     widths = {shapes[f"{side}_head.0.weight"] for side in ("image", "text")}
-    return (
-        {} if all(hidden == given for hidden, given in widths) else {"hidden_dim": max(hidden for hidden, _ in widths)}
-    )
+    if all(hidden == width for hidden, width in widths):
+        return {}
+    return {"hidden_dim": max(hidden for hidden, _ in widths)}
 
 
 def _convirt_pytorch(shapes: Shapes) -> ConVIRTConfig:
@@ -107,16 +107,21 @@ def _convirt_pytorch(shapes: Shapes) -> ConVIRTConfig:
 
 
 def open_clip_importer(model: str) -> Importer:
-    """The importer of a model that open_clip knows by name, both towers its own.
+    """Return the importer of an open_clip model whose image and text encoder are both open_clip's own.
 
-    Raises ConfigError when open_clip has no such model.
+    Raises:
+        ConfigError: open_clip has no such model.
     """
     import open_clip
 
     fields = open_clip.get_model_config(model)
     if fields is None:
         near = difflib.get_close_matches(model, open_clip.list_models(), n=3)
-        raise ConfigError(f"open_clip has no model {model!r}: did you mean {', '.join(near) or 'another'}?")
+        raise ConfigError(
+            f"open_clip has no model {model!r}: did you mean {', '.join(near) or 'another'}?",
+            "unknown_name",
+            field="system",
+        )
     text = fields.get("text_cfg", {})
     name, size = f"open_clip:{model}", fields["vision_cfg"].get("image_size", 224)
 
@@ -135,7 +140,7 @@ def open_clip_importer(model: str) -> Importer:
     )
 
 
-def _relu_head(first: str, second: str, side: str) -> list[Line]:
+def _relu_head(first: str, second: str, side: str) -> list[KeyRule]:
     return [keep(f"{first}.*", f"{side}_head.0.*"), keep(f"{second}.*", f"{side}_head.2.*")]
 
 
@@ -147,13 +152,13 @@ _GLORIA = Importer(
     table=(
         *_GLORIA_TOWERS,
         keep("gloria.img_encoder.global_embedder.*", "image_head.*"),
-        keep("gloria.img_encoder.local_embedder.weight", "region_head.weight", change="of width 1"),
+        keep("gloria.img_encoder.local_embedder.weight", "region_head.weight", change="conv to linear"),
     ),
     system=_gloria,
 )
 _GLORIA_ENCODERS = Importer(
     name="gloria_encoders",
-    title="GLoRIA's encoders alone: for its ResNet-18, whose regions are not as wide as their projection takes them",
+    title="GLoRIA's encoders alone: for its ResNet-18, whose regions do not have the width of their projection",
     source=_GLORIA.source,
     image={"image_size": 299, "mean": (0.5,), "std": (0.5,)},
     text={"name": "bioclinicalbert", "layers": (-1, -2, -3, -4), "reduce": "sum"},
@@ -164,7 +169,7 @@ _GLORIA_ENCODERS = Importer(
     ),
 )
 
-_CONVIRT_NOTE = "The pixel statistics are ImageNet's, the encoder's default: those of this code were not looked up."
+_CONVIRT_NOTE = "The pixel statistics are ImageNet's, the encoder's default; those of the published code are not known."
 
 IMPORTERS = (
     _GLORIA,
@@ -245,6 +250,6 @@ IMPORTERS = (
             *_relu_head("lin_proj.0", "lin_proj.2", "text"),
         ),
         system=_convirt,
-        note=f"No list of its keys was at hand, only its prefixes; it is refused where they differ. {_CONVIRT_NOTE}",
+        note=f"Its keys were not published, only their prefixes; a file with other keys is refused. {_CONVIRT_NOTE}",
     ),
 )

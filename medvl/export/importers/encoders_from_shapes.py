@@ -1,4 +1,4 @@
-"""Encoders that fit the tensors of a file: sizes are read off the shapes, the rest is the published system's."""
+"""Encoders of the sizes that the tensors of a file have; other arguments come from the importer."""
 
 import re
 from collections.abc import Mapping
@@ -15,53 +15,53 @@ from medvl.export.importers.key_map import Shapes
 Options = Mapping[str, Any]
 """Arguments of `create_image_encoder` or `create_text_encoder`."""
 
-_HEAD_WIDTH = 64  # of every BERT, vision Transformer and CLIP of the published sizes; no file says it
+_HEAD_WIDTH = 64  # of every published BERT, vision Transformer and CLIP; the files do not contain it
 _RESNETS: Mapping[tuple[bool, tuple[int, ...]], str] = {
     (True, (3, 4, 6, 3)): "resnet50",
     (True, (3, 4, 23, 3)): "timm:resnet101",
     (False, (2, 2, 2, 2)): "resnet18",
     (False, (3, 4, 6, 3)): "timm:resnet34",
 }
-"""(bottlenecks, blocks a stage) -> name."""
+"""(bottleneck blocks?, blocks per stage) -> name."""
 _RESNET_CHANNELS = (64, 128, 256, 512)
 
 
-class Towers(nn.Module):
-    """An image encoder, a text encoder, or both, where a file has no more that medvl knows."""
+class Encoders(nn.Module):
+    """An image encoder, a text encoder, or both."""
 
     def __init__(self, image_encoder: ImageEncoder | None, text_encoder: TextEncoder | None) -> None:
         super().__init__()
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
 
 
-def build_towers(shapes: Shapes, image: Options | None, text: Options | None) -> Towers:
-    """Both encoders, at random weights, of the sizes that these tensors (by our names) have.
+def build_encoders(shapes: Shapes, image: Options | None, text: Options | None) -> Encoders:
+    """Build encoders with random weights for tensors of these shapes.
 
     Args:
-        shapes: of the tensors.
-        image, text: what the shapes do not say; None where the file has no such tower.
+        shapes: of the tensors, by medvl's names.
+        image, text: arguments that the shapes do not determine; None if the file has no such encoder.
 
     Raises:
-        WeightsError: the tensors are of no architecture that is known here.
+        WeightsError: the architecture is not known.
     """
     image_encoder = None if image is None else create_image_encoder(**image_arguments(shapes, image))
     if text is None:
-        return Towers(image_encoder, None)
+        return Encoders(image_encoder, None)
     projected = any(name.startswith(TEXT_PROJECTION) for name in shapes)
     arguments = text_arguments(shapes, {"projection": projected, **text})
-    return Towers(image_encoder, create_text_encoder(**arguments))
+    return Encoders(image_encoder, create_text_encoder(**arguments))
 
 
-def below(shapes: Shapes, prefix: str) -> Shapes:
-    """Those of one child, by its own names."""
+def child_shapes(shapes: Shapes, prefix: str) -> Shapes:
+    """Return the shapes of one child, without its prefix."""
     return {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
 
 
 def image_arguments(shapes: Shapes, options: Options) -> dict[str, Any]:
-    """Arguments of `create_image_encoder`. Raises WeightsError where the tensors are of no known architecture."""
+    """Return arguments of `create_image_encoder`. Raises WeightsError if the architecture is not known."""
     if "name" in options:
         return dict(options)
-    shapes = below(shapes, IMAGE)
+    shapes = child_shapes(shapes, IMAGE)
     if "patch_embed.norm.weight" in shapes:
         return _swin(shapes) | dict(options)
     if "class_embedding" in shapes:
@@ -70,30 +70,30 @@ def image_arguments(shapes: Shapes, options: Options) -> dict[str, Any]:
         return _vision_transformer(shapes) | dict(options)
     if "conv1.weight" in shapes and "layer1.0.conv1.weight" in shapes:
         return _resnet(shapes) | dict(options)
-    raise WeightsError(f"the image tower is of no architecture that is known here: it has {_some(shapes)}")
+    raise WeightsError(f"unknown architecture of the image encoder: it has {_some(shapes)}", "mismatch")
 
 
 def text_arguments(shapes: Shapes, options: Options) -> dict[str, Any]:
-    """Arguments of `create_text_encoder`; `name` in `options` is a preset, but for CLIP's tower.
+    """Return arguments of `create_text_encoder`; `name` in `options` is a preset, except for CLIP's text encoder.
 
-    Raises WeightsError as `image_arguments` does.
+    Raises WeightsError if the architecture is not known.
     """
-    tower = below(shapes, TEXT)
-    if "embeddings.word_embeddings.weight" in tower:
-        return _bert(tower, str(options["name"])) | dict(options)
-    if "token_embedding.weight" not in tower:
-        raise WeightsError(f"the text tower is of no architecture that is known here: it has {_some(tower)}")
-    return _clip_text(tower, shapes.get(f"{TEXT_PROJECTION}matrix", (0, 512))[1]) | dict(options)
+    encoder = child_shapes(shapes, TEXT)
+    if "embeddings.word_embeddings.weight" in encoder:
+        return _bert(encoder, str(options["name"])) | dict(options)
+    if "token_embedding.weight" not in encoder:
+        raise WeightsError(f"unknown architecture of the text encoder: it has {_some(encoder)}", "mismatch")
+    return _clip_text(encoder, shapes.get(f"{TEXT_PROJECTION}matrix", (0, 512))[1]) | dict(options)
 
 
-def count(shapes: Shapes, beginning: str) -> int:
-    """How many numbered children there are behind a beginning, as in `blocks.11.norm1.weight`."""
-    numbers = (re.match(rf"{re.escape(beginning)}(\d+)\.", name) for name in shapes)
+def count(shapes: Shapes, prefix: str) -> int:
+    """Return the number of numbered children after a prefix, as in `blocks.11.norm1.weight`."""
+    numbers = (re.match(rf"{re.escape(prefix)}(\d+)\.", name) for name in shapes)
     return max((int(number[1]) + 1 for number in numbers if number), default=0)
 
 
-def heads(width: int) -> int:
-    """Of attention, in a Transformer of this width."""
+def attention_heads(width: int) -> int:
+    """Return the number of attention heads of a Transformer of this width."""
     return max(1, width // _HEAD_WIDTH)
 
 
@@ -118,22 +118,22 @@ def _vision_transformer(shapes: Shapes) -> dict[str, Any]:
     width, _, patch, _ = shapes["patch_embed.proj.weight"]
     side = round((shapes["pos_embed"][1] - 1) ** 0.5) * patch
     depth, inside = count(shapes, "blocks."), shapes["blocks.0.mlp.fc1.weight"][0]
-    found = {
+    fields = {
         "patch_size": patch,
         "embed_dim": width,
         "depth": depth,
-        "num_heads": heads(width),
+        "num_heads": attention_heads(width),
         "mlp_ratio": inside / width,
     }
     base = {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12, "mlp_ratio": 4.0}
-    return {"name": "vit_b16", "image_size": side, **_differing(found, base)}
+    return {"name": "vit_b16", "image_size": side, **_differing(fields, base)}
 
 
 def _clip_image(shapes: Shapes) -> dict[str, Any]:
     width, _, patch, _ = shapes["conv1.weight"]
     side = round((shapes["positional_embedding"][0] - 1) ** 0.5) * patch
     embed_dim = shapes.get("proj", (0, 512))[1]
-    found = {
+    fields = {
         "patch_size": patch,
         "width": width,
         "layers": count(shapes, "transformer.resblocks."),
@@ -141,16 +141,16 @@ def _clip_image(shapes: Shapes) -> dict[str, Any]:
     }
     base = {"patch_size": 16 if patch == 16 else 32, "width": 768, "layers": 12, "embed_dim": 512}
     name = f"clip_vit_b{base['patch_size']}"
-    return {"name": name, "image_size": side, "projection": "proj" in shapes, **_differing(found, base)}
+    return {"name": name, "image_size": side, "projection": "proj" in shapes, **_differing(fields, base)}
 
 
 def _clip_text(shapes: Shapes, embed_dim: int) -> dict[str, Any]:
     words, width = shapes["token_embedding.weight"]
-    found = {
+    fields = {
         "vocab_size": words,
         "hidden_size": width,
         "num_hidden_layers": count(shapes, "transformer.resblocks."),
-        "num_attention_heads": heads(width),
+        "num_attention_heads": attention_heads(width),
         "max_position_embeddings": shapes["positional_embedding"][0],
         "embed_dim": embed_dim,
     }
@@ -162,37 +162,37 @@ def _clip_text(shapes: Shapes, embed_dim: int) -> dict[str, Any]:
         "max_position_embeddings": 77,
         "embed_dim": 512,
     }
-    return {"name": "clip_text", **_differing(found, base)}
+    return {"name": "clip_text", **_differing(fields, base)}
 
 
 def _swin(shapes: Shapes) -> dict[str, Any]:
     depths = tuple(count(shapes, f"layers.{stage}.blocks.") for stage in range(count(shapes, "layers.")))
     tables = [shapes[f"layers.{stage}.blocks.0.attn.relative_position_bias_table"] for stage in range(len(depths))]
-    found = {
+    fields = {
         "embed_dim": shapes["patch_embed.proj.weight"][0],
         "depths": depths,
         "num_heads": tuple(table[1] for table in tables),
         "window_size": (round(tables[0][0] ** 0.5) + 1) // 2,
     }
     base = {"embed_dim": 96, "depths": (2, 2, 6, 2), "num_heads": (3, 6, 12, 24), "window_size": 7}
-    return {"name": "swin_tiny", **_differing(found, base)}
+    return {"name": "swin_tiny", **_differing(fields, base)}
 
 
 def _bert(shapes: Shapes, preset: str) -> dict[str, Any]:
     words, width = shapes["embeddings.word_embeddings.weight"]
-    found = {
+    fields = {
         "vocab_size": words,
         "hidden_size": width,
         "num_hidden_layers": count(shapes, "encoder.layer."),
-        "num_attention_heads": heads(width),
+        "num_attention_heads": attention_heads(width),
         "intermediate_size": shapes["encoder.layer.0.intermediate.dense.weight"][0],
         "max_position_embeddings": shapes["embeddings.position_embeddings.weight"][0],
     }
-    return _differing(found, TEXT_PRESETS[preset].arguments)
+    return _differing(fields, TEXT_PRESETS[preset].arguments)
 
 
-def _differing(found: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in found.items() if base.get(key) != value}
+def _differing(fields: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if base.get(key) != value}
 
 
 def _some(shapes: Shapes) -> str:

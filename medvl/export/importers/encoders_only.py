@@ -1,4 +1,4 @@
-"""Key maps of systems that medvl has not built: their encoders are imported, and every other tensor is left out."""
+"""Key tables of systems that medvl does not have: only their encoders are imported."""
 
 from medvl.encoders.presets import IMAGENET_MEAN, IMAGENET_STD
 from medvl.export.importers.backbones import (
@@ -7,26 +7,26 @@ from medvl.export.importers.backbones import (
     bert,
     clip_image,
     hugging_face_swin,
-    masked_words,
     resnet,
     sequential_resnet,
     vision_transformer,
+    vocabulary_head,
 )
-from medvl.export.importers.key_map import Zeros, drop, keep, same
-from medvl.export.importers.registry import Importer
+from medvl.export.importers.importer import Importer
+from medvl.export.importers.key_map import ZeroTensor, drop, keep, same
 
-_HEAD = "a projection into this system's shared space, which medvl has not built"
+_HEAD = "a projection into this system's shared space, which medvl does not have"
 _SCALE = "the temperature of this system's loss"
 _HALF = {"mean": (0.5,), "std": (0.5,)}
-_UNKNOWN = (
-    f"The pixel statistics are ImageNet's ({IMAGENET_MEAN}, {IMAGENET_STD}), the encoder's default: those of this "
-    "system were not looked up."
+_STATISTICS = (
+    f"The pixel statistics are ImageNet's ({IMAGENET_MEAN}, {IMAGENET_STD}), the encoder's default; those of this "
+    "system are not known."
 )
-_CLIP_LEFTOVER = "left over of CLIP's text tower, never used"
-_FUSION = "the fusion-encoder of this system, which medvl has not built"
+_CLIP_LEFTOVER = "a remainder of CLIP's text encoder, never used"
+_FUSION = "the fusion-encoder of this system, which medvl does not have"
 
 _BIOVIL_RESNET = (
-    drop("encoder.encoder.fc.*", "the ImageNet classifier, which BioViL's loader demands and nothing reads"),
+    drop("encoder.encoder.fc.*", "the ImageNet classifier, which BioViL's loader requires but never uses"),
     *resnet("encoder.encoder."),
     drop("projector.**", _HEAD),
 )
@@ -53,14 +53,14 @@ IMPORTERS = (
             *resnet("model_a.encoder.feature_extractor.backbone_layers."),
             *bert("model_b.encoder.language_model."),
             drop(
-                "model_*.encoder.global_aggregator.**", "attention over regions or sentences, which medvl has not built"
+                "model_*.encoder.global_aggregator.**", "attention over regions or sentences, which medvl does not have"
             ),
             drop("model_*.project_*.**", _HEAD),
-            drop("ll_attention.**", "attention between regions and sentences, which medvl has not built"),
+            drop("ll_attention.**", "attention between regions and sentences, which medvl does not have"),
             drop("loss_module.**", "tables of the local loss, which depend on the sizes of its inputs"),
             drop("chexpert_bin_*.**", "online evaluation"),
         ),
-        note=_UNKNOWN,
+        note=_STATISTICS,
     ),
     Importer(
         name="biovil",
@@ -76,9 +76,9 @@ IMPORTERS = (
         source="microsoft/hi-ml @ b67c1d2",
         image={"image_size": 448, "mean": (0.0,), "std": (1.0,)},
         table=(
-            drop("encoder.backbone_to_vit.weight", "leads to the pooler over two images, which medvl has not built"),
-            drop("encoder.vit_pooler.**", "the pooler over two images, which medvl has not built"),
-            drop("encoder.missing_previous_emb", "stands for a missing earlier image, for the pooler"),
+            drop("encoder.backbone_to_vit.weight", "input of the pooler over two images, which medvl does not have"),
+            drop("encoder.vit_pooler.**", "the pooler over two images, which medvl does not have"),
+            drop("encoder.missing_previous_emb", "the placeholder for a missing earlier image, for the pooler"),
             *_BIOVIL_RESNET,
         ),
         note="The text model is cxrbert's.",
@@ -91,7 +91,7 @@ IMPORTERS = (
         table=(
             *bert("bert."),
             keep("cls_projection_head.**", f"{TEXT_PROJECTION}**"),
-            *masked_words("cls.predictions."),
+            *vocabulary_head("cls.predictions."),
         ),
     ),
     Importer(
@@ -103,17 +103,15 @@ IMPORTERS = (
         table=(
             *vision_transformer("img_encoder_q.model."),
             *resnet("img_encoder_q.model."),
-            drop(
-                "text_encoder_q.model.encoder.layer.*.crossattention.**", "cross-attention, which text alone never runs"
-            ),
+            drop("text_encoder_q.model.encoder.layer.*.crossattention.**", "cross-attention, unused for text alone"),
             *bert("text_encoder_q.model."),
             drop("*_encoder_q.*_embed.**", _HEAD),
-            drop("*_local_atten_layer.**", "attention between words and patches, which medvl has not built"),
-            drop("prototype_layer.weight", "prototypes, which medvl has not built"),
+            drop("*_local_atten_layer.**", "attention between words and patches, which medvl does not have"),
+            drop("prototype_layer.weight", "prototypes, which medvl does not have"),
         ),
         zeros=(
-            Zeros(
-                ours=f"{TEXT}embeddings.token_type_embeddings.weight",
+            ZeroTensor(
+                name=f"{TEXT}embeddings.token_type_embeddings.weight",
                 why="its BERT has no token types: adding zeros is the same",
             ),
         ),
@@ -132,7 +130,7 @@ IMPORTERS = (
             drop("text_projection.**", _HEAD),
             drop("logit_scale", _SCALE),
         ),
-        note=f"With Swin, the system's image vector is its first token, not the average. {_UNKNOWN}",
+        note=f"With Swin, the system's image vector is its first token, not the average. {_STATISTICS}",
     ),
     Importer(
         name="arl",
@@ -150,7 +148,7 @@ IMPORTERS = (
         text={"name": "roberta"},
         table=(
             *_METER_TOWERS,
-            drop("pseudo_*_token_pool", "prompts for a missing modality, which medvl has not built"),
+            drop("pseudo_*_token_pool", "prompts for a missing modality, which medvl does not have"),
         ),
     ),
     Importer(
@@ -161,13 +159,13 @@ IMPORTERS = (
         table=(
             *sequential_resnet("res_features."),
             drop("res_l*.*", _HEAD),
-            drop("decoder.**", "the decoder of entities, which medvl has not built"),
+            drop("decoder.**", "the decoder of entities, which medvl does not have"),
             *(
                 drop(f"{name}.*", "a head of the decoder of entities")
                 for name in ("disease_embedding_layer", "cl_fc", "classifier")
             ),
         ),
-        note=f"The file has no text encoder: its entities were encoded once by Bio_ClinicalBERT. {_UNKNOWN}",
+        note=f"The file has no text encoder: its entities were encoded once by Bio_ClinicalBERT. {_STATISTICS}",
     ),
     Importer(
         name="kad",
@@ -190,9 +188,9 @@ IMPORTERS = (
             *bert("text_encoder/bert_model."),
             drop("text_encoder/mlp_embed.**", _HEAD),
             drop("*/logit_scale", _SCALE),
-            drop("model/**", "the decoder of queries, which medvl has not built"),
+            drop("model/**", "the decoder of queries, which medvl does not have"),
         ),
-        note=f"The system's text vector goes through BERT's pooler and a head, which are left out. {_UNKNOWN}",
+        note=f"The system's text vector goes through BERT's pooler and a head, which are left out. {_STATISTICS}",
     ),
     Importer(
         name="prior",
@@ -202,9 +200,9 @@ IMPORTERS = (
         text={"name": "bioclinicalbert"},
         table=(
             *resnet("image_encoder.encoder."),
-            drop("image_encoder.atten_pool.**", "attention pooling, which medvl has not built"),
+            drop("image_encoder.atten_pool.**", "attention pooling, which medvl does not have"),
             *bert("text_encoder.encoder."),
-            drop("global_text_attention.**", "attention over sentences, which medvl has not built"),
+            drop("global_text_attention.**", "attention over sentences, which medvl does not have"),
             *(
                 drop(f"{level}_{side}_projection.*", _HEAD)
                 for level in ("global", "local")
@@ -213,11 +211,11 @@ IMPORTERS = (
             drop("logit_scale", _SCALE),
             drop("local_logit_scale", _SCALE),
             *(
-                drop(name, "a part of its local and reconstruction tasks, which medvl has not built")
+                drop(name, "a part of its local and reconstruction tasks, which medvl does not have")
                 for name in ("prototype_queries", "predictor.**", "sentence_**", "image_decoder.**", "local_cross_**")
             ),
         ),
-        note=_UNKNOWN,
+        note=_STATISTICS,
     ),
     Importer(
         name="mrm",
@@ -228,10 +226,10 @@ IMPORTERS = (
         table=(
             *vision_transformer(""),
             *bert("bert_encoder.model.bert."),
-            *masked_words("bert_encoder.model.cls."),
-            drop("bert_mlp.*", "leads from the image to masked words, in pretraining"),
-            drop("mask_token", "stands for a missing patch, in pretraining"),
-            drop("decoder_**", "the decoder of pixels, of pretraining"),
+            *vocabulary_head("bert_encoder.model.cls."),
+            drop("bert_mlp.*", "the connection from the image to masked words, for pretraining"),
+            drop("mask_token", "the placeholder for masked patches, for pretraining"),
+            drop("decoder_**", "the decoder of pixels, for pretraining"),
         ),
         note="Its ViT was trained with fixed positions, which are in the file.",
     ),
@@ -245,10 +243,10 @@ IMPORTERS = (
             *resnet("encoder."),
             *bert("lm_model.bert."),
             keep("lm_model.cls_projection_head.**", f"{TEXT_PROJECTION}**"),
-            *masked_words("lm_model.cls.predictions."),
+            *vocabulary_head("lm_model.cls.predictions."),
             drop("proj_*.**", _HEAD),
         ),
-        note=_UNKNOWN,
+        note=_STATISTICS,
     ),
     Importer(
         name="r2gen",
@@ -257,8 +255,8 @@ IMPORTERS = (
         image={},
         table=(
             *sequential_resnet("visual_extractor.model."),
-            drop("encoder_decoder.**", "the report writer, which medvl has not built"),
+            drop("encoder_decoder.**", "the report decoder, which medvl does not have"),
         ),
-        note=_UNKNOWN,
+        note=_STATISTICS,
     ),
 )

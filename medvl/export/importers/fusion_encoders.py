@@ -1,43 +1,43 @@
-"""Key maps of fusion-encoders that medvl has, whole."""
+"""Key tables of fusion-encoders that medvl has."""
 
 from typing import Any
 
 from medvl.export.importers.backbones import TEXT, bert, clip_image, sequential_resnet
-from medvl.export.importers.encoders_from_shapes import count, heads, image_arguments, text_arguments
-from medvl.export.importers.key_map import Line, Shapes, drop, keep, same
-from medvl.export.importers.registry import Importer
+from medvl.export.importers.encoders_from_shapes import attention_heads, count, image_arguments, text_arguments
+from medvl.export.importers.importer import Importer
+from medvl.export.importers.key_map import KeyRule, Shapes, drop, keep, same
 from medvl.models.fusion_encoders.config import M3AEConfig, MedViLLConfig
 
-_CLIP_LEFTOVER = "left over of CLIP's text tower, never used"
-_MASKED_WORDS = {
+_CLIP_LEFTOVER = "a remainder of CLIP's text encoder, never used"
+_MLM_HEAD = {
     "transform.dense.*": "dense.*",
     "transform.LayerNorm.*": "norm.*",
     "bias": "bias",
 }
 
 
-def _bert_attention(theirs: str, ours: str) -> list[Line]:
-    """One attention of a BERT layer as the fusion-encoder names it."""
+def _bert_attention(source: str, target: str) -> list[KeyRule]:
+    """Return the rules of one attention of a BERT layer."""
     return [
-        *(keep(f"{theirs}.self.{name}.*", f"{ours}.{name}.*") for name in ("query", "key", "value")),
-        keep(f"{theirs}.output.dense.*", f"{ours}.out.*"),
-        keep(f"{theirs}.output.LayerNorm.*", f"{ours}.norm.*"),
+        *(keep(f"{source}.self.{name}.*", f"{target}.{name}.*") for name in ("query", "key", "value")),
+        keep(f"{source}.output.dense.*", f"{target}.out.*"),
+        keep(f"{source}.output.LayerNorm.*", f"{target}.norm.*"),
     ]
 
 
-def _co_attention(theirs: str, ours: str) -> list[Line]:
-    """The layers of one stream."""
+def _co_attention(source: str, target: str) -> list[KeyRule]:
+    """Return the rules of the layers of one stream."""
     return [
-        *_bert_attention(f"{theirs}.*.attention", f"{ours}.*.attention"),
-        *_bert_attention(f"{theirs}.*.crossattention", f"{ours}.*.cross_attention"),
-        keep(f"{theirs}.*.intermediate.dense.*", f"{ours}.*.feed_forward.inner.*"),
-        keep(f"{theirs}.*.output.dense.*", f"{ours}.*.feed_forward.outer.*"),
-        keep(f"{theirs}.*.output.LayerNorm.*", f"{ours}.*.feed_forward.norm.*"),
+        *_bert_attention(f"{source}.*.attention", f"{target}.*.attention"),
+        *_bert_attention(f"{source}.*.crossattention", f"{target}.*.cross_attention"),
+        keep(f"{source}.*.intermediate.dense.*", f"{target}.*.feed_forward.inner.*"),
+        keep(f"{source}.*.output.dense.*", f"{target}.*.feed_forward.outer.*"),
+        keep(f"{source}.*.output.LayerNorm.*", f"{target}.*.feed_forward.norm.*"),
     ]
 
 
-def _pixel_decoder() -> list[Line]:
-    """CLIP's blocks by timm's names."""
+def _pixel_decoder() -> list[KeyRule]:
+    """Return the rules of the pixel decoder: CLIP's names -> timm's."""
     block = "mim_head.decoder.resblocks.*"
     names = {
         "attn.in_proj_weight": "attn.qkv.weight",
@@ -49,27 +49,27 @@ def _pixel_decoder() -> list[Line]:
         "mlp.c_proj.*": "mlp.fc2.*",
     }
     return [
-        drop("mim_head.decoder_pos_embed", "a fixed table of sines and cosines, computed anew"),
-        keep("mim_head.mask_token", "mim_head.mask_token", change="flattened"),
+        drop("mim_head.decoder_pos_embed", "a fixed table of sines and cosines, which medvl computes"),
+        keep("mim_head.mask_token", "mim_head.mask_token", change="flatten"),
         keep("mim_head.decoder_embed.*", "mim_head.embed.*"),
         keep("mim_head.decoder_norm.*", "mim_head.norm.*"),
         keep("mim_head.decoder_pred.*", "mim_head.pixels.*"),
-        *(keep(f"{block}.{theirs}", f"mim_head.blocks.*.{ours}") for theirs, ours in names.items()),
+        *(keep(f"{block}.{source}", f"mim_head.blocks.*.{target}") for source, target in names.items()),
     ]
 
 
-def _towers(shapes: Shapes, text_preset: str) -> dict[str, Any]:
-    """The part of a fusion-encoder's configuration that both towers decide."""
+def _encoders(shapes: Shapes, text_preset: str) -> dict[str, Any]:
+    """Return the fields of a fusion-encoder's config that describe the two encoders."""
     image, text = image_arguments(shapes, {}), text_arguments(shapes, {"name": text_preset})
     image.pop("projection", None)
-    found = {
+    fields = {
         "image_encoder": image.pop("name"),
         "text_encoder": text.pop("name"),
         "vocab_size": text.pop("vocab_size", None),
     }
     if "image_size" in image:
-        found["image_size"] = image.pop("image_size")
-    return {**found, "image_arguments": image, "text_arguments": text}
+        fields["image_size"] = image.pop("image_size")
+    return {**fields, "image_arguments": image, "text_arguments": text}
 
 
 def _m3ae(shapes: Shapes) -> M3AEConfig:
@@ -77,20 +77,20 @@ def _m3ae(shapes: Shapes) -> M3AEConfig:
     intermediate, width = shapes["fusion.text_layers.0.feed_forward.inner.weight"]
     decoder = shapes["mim_head.embed.weight"][0]
     return M3AEConfig(
-        **_towers(shapes, "roberta"),
+        **_encoders(shapes, "roberta"),
         width=width,
         layers=layers,
-        heads=heads(width),
+        heads=attention_heads(width),
         intermediate=intermediate,
         decoder_width=decoder,
         decoder_layers=count(shapes, "mim_head.blocks."),
-        decoder_heads=heads(decoder),
+        decoder_heads=attention_heads(decoder),
         mim_layer=min(M3AEConfig.mim_layer, layers),
     )
 
 
 def _medvill(shapes: Shapes) -> MedViLLConfig:
-    return MedViLLConfig(**_towers(shapes, "bert"))
+    return MedViLLConfig(**_encoders(shapes, "bert"))
 
 
 _M3AE = Importer(
@@ -110,7 +110,7 @@ _M3AE = Importer(
         *_co_attention("multi_modal_vision_layers", "fusion.image_layers"),
         keep("multi_modal_language_pooler.dense.*", "fusion.text_pooler.dense.*"),
         keep("multi_modal_vision_pooler.dense.*", "fusion.image_pooler.dense.*"),
-        *(keep(f"mlm_head.{theirs}", f"mlm_head.{ours}") for theirs, ours in _MASKED_WORDS.items()),
+        *(keep(f"mlm_head.{source}", f"mlm_head.{target}") for source, target in _MLM_HEAD.items()),
         keep("mlm_head.decoder.weight", "mlm_head.words.weight"),
         *_pixel_decoder(),
         keep("itm_head.fc.*", "itm_head.*"),
@@ -130,13 +130,13 @@ _MEDVILL = Importer(
         *sequential_resnet("enc.img_encoder.model."),
         keep("enc.encoder.layer.**", f"{TEXT}encoder.layer.**"),
         keep("enc.pooler.dense.*", "pooler.dense.*"),
-        *(keep(f"mlm.predictions.{theirs}", f"mlm_head.{ours}") for theirs, ours in _MASKED_WORDS.items()),
+        *(keep(f"mlm.predictions.{source}", f"mlm_head.{target}") for source, target in _MLM_HEAD.items()),
         same("mlm.predictions.decoder.weight", "enc.txt_embeddings.word_embeddings.weight"),
         keep("itm.linear.*", "itm_head.*"),
     ),
     system=_medvill,
-    note="The head over the vocabulary was published with a LayerNorm epsilon of 1e-5; here it is 1e-12. The file does "
-    "not say which attention mask it was trained with: the configuration says the paper's best, bar.",
+    note="The vocabulary head was published with a LayerNorm epsilon of 1e-5; here it is 1e-12. The file does not "
+    "contain the attention mask of its training: the config has the paper's best one, bar.",
 )
 
 IMPORTERS = (_M3AE, _MEDVILL)

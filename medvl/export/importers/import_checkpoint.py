@@ -1,4 +1,4 @@
-"""Load a published system's file into medvl: every entry mapped or left out for a reason, every parameter filled."""
+"""Import of a published checkpoint: every entry is mapped or left out with a reason, every parameter is filled."""
 
 import dataclasses
 import json
@@ -16,9 +16,10 @@ from medvl.common.folders import new_folder, write_json
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
 from medvl.errors import CheckpointError, ConfigError, WeightsError
-from medvl.export.importers.encoders_from_shapes import Towers, build_towers
-from medvl.export.importers.key_map import Mapped, to_ours
-from medvl.export.importers.registry import Importer, find_importer, recognise
+from medvl.export.importers.encoders_from_shapes import Encoders, build_encoders
+from medvl.export.importers.importer import Importer
+from medvl.export.importers.key_map import Mapped, to_medvl
+from medvl.export.importers.registry import find_importer, matching_importers
 from medvl.export.importers.torch_reader import read_checkpoint
 from medvl.models import checkpoint, create_model
 from medvl.models.base import System
@@ -31,25 +32,25 @@ _SHOWN = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Imported:
-    """A published checkpoint in medvl's terms, in eval mode."""
+    """A published checkpoint as a medvl model in eval mode."""
 
-    model: System | Towers
+    model: System | Encoders
     system: str
     """The importer's name."""
     loaded: int
-    """Tensors of ours that were filled from the file."""
+    """Number of medvl tensors that were filled from the file."""
     left_out: Mapping[str, str]
-    """Key of the file -> why."""
+    """Key of the file -> reason."""
     zeros: Mapping[str, str]
-    """Tensor of ours that is zero because the file has none -> why that is the same."""
+    """medvl tensor that is set to zero because the file has none -> why the result is the same."""
     blanks: Sequence[str]
-    """Types of the objects in the file that were not read."""
+    """Types of the objects in the file that were skipped."""
     sha256: str
-    """Of the file."""
+    """Hash of the file."""
     note: str
 
     def report(self) -> dict[str, Any]:
-        """What happened, as JSON."""
+        """Return all fields except the model, and medvl's version, for `import.json`."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**{name: value for name, value in fields.items() if name != "model"}, "medvl": medvl.__version__}
 
@@ -57,18 +58,18 @@ class Imported:
 def import_checkpoint(
     system: str, file: Path | str, *, tokenizer: Tokenizer | Path | str | None = None, out: Path | str | None = None
 ) -> Imported:
-    """A published checkpoint as a medvl system, or as encoders where medvl has not built the system.
+    """Load a published checkpoint as a medvl system, or as encoders where medvl does not have the system.
 
     Args:
         system: name of an importer (`list_importers`), or `open_clip:NAME`.
-        file: safetensors, or what `torch.save` wrote; nothing in it is run.
-        tokenizer: the system's, or its folder; without one, only the systems with CLIP's vocabulary take strings.
-        out: folder to write. A system becomes a checkpoint that `medvl.load` reads; an encoder becomes a folder
-            `image_encoder` or `text_encoder` that `load_encoder` reads. `import.json` says what was left out and why.
+        file: safetensors, or a file written by `torch.save`; no code in it is run.
+        tokenizer: the system's tokenizer or its folder; without it, only systems with CLIP's vocabulary take strings.
+        out: new folder. A system becomes a checkpoint for `medvl.load`; encoders become folders `image_encoder` and
+            `text_encoder` for `load_encoder`. `import.json` lists what was left out and why.
 
     Raises:
-        ConfigError: there is no such importer, or the tokenizer does not fit.
-        WeightsError: the file cannot be read or is of another system; the text names the first differences.
+        ConfigError: there is no such importer, `out` exists, or the tokenizer does not fit.
+        WeightsError: the file cannot be read or belongs to another system; the message names the first differences.
     """
     importer, path = find_importer(system), Path(file)
     checkpoint = read_checkpoint(path, importer.parts)
@@ -97,19 +98,23 @@ def import_checkpoint(
 
 def fit(
     tensors: Mapping[str, Tensor], importer: Importer, source: str, tokenizer: Tokenizer | Path | str | None = None
-) -> tuple[System | Towers, Mapped, dict[str, str]]:
-    """(model at random weights, a file's tensors by its names, zeros -> why), after comparing all names and shapes.
+) -> tuple[System | Encoders, Mapped, dict[str, str]]:
+    """Return the model (random weights), the file's tensors by its names, and the tensors to zero with the reason.
 
-    Works on the meta device, where nothing but shapes exists. Raises as `import_checkpoint` does.
+    All names and shapes are compared. Works on the meta device.
+
+    Raises:
+        ConfigError, WeightsError: as `import_checkpoint`.
     """
-    mapped = to_ours(tensors, importer.table)
+    mapped = to_medvl(tensors, importer.table)
     try:
         model = _build(importer, mapped, tokenizer)
-    except (WeightsError, KeyError) as error:  # the tensors that decide the sizes are missing
-        raise WeightsError(_refusal(tensors, importer, source, [*mapped.problems, f"missing {error}"])) from None
+    except (WeightsError, KeyError) as error:  # the tensors that determine the sizes are missing
+        problems = [*mapped.problems, f"missing {error}"]
+        raise _mismatch(tensors, importer, source, problems) from None
     state = model.state_dict()
     missing = [name for name in state if name not in mapped.tensors and not name.endswith("num_batches_tracked")]
-    zeros = {zero.ours: zero.why for zero in importer.zeros if zero.ours in missing}
+    zeros = {zero.name: zero.why for zero in importer.zeros if zero.name in missing}
     problems = [*mapped.problems, *(f"missing {name}" for name in missing if name not in zeros)]
     for name, tensor in mapped.tensors.items():
         keys = ", ".join(mapped.sources[name])
@@ -118,33 +123,36 @@ def fit(
         elif state[name].shape != tensor.shape:
             problems.append(f"{keys} is {tuple(tensor.shape)}, expected {tuple(state[name].shape)}")
     if problems:
-        raise WeightsError(_refusal(tensors, importer, source, problems))
+        raise _mismatch(tensors, importer, source, problems)
     return model, mapped, zeros
 
 
-def _build(importer: Importer, mapped: Mapped, tokenizer: Tokenizer | Path | str | None) -> System | Towers:
+def _build(importer: Importer, mapped: Mapped, tokenizer: Tokenizer | Path | str | None) -> System | Encoders:
     if importer.system is None:
         if tokenizer is not None:
-            raise ConfigError(f"{importer.name} is imported as encoders, which take no tokenizer")
-        return build_towers(mapped.shapes, importer.image, importer.text)
+            raise ConfigError(
+                f"{importer.name} is imported as encoders: they take no tokenizer", "conflict", field="tokenizer"
+            )
+        return build_encoders(mapped.shapes, importer.image, importer.text)
     config = importer.system(mapped.shapes)
     if tokenizer is None and importer.tokenizer is not None:
         tokenizer = load_tokenizer(importer.tokenizer, max_tokens=config.max_tokens)
     return create_model(config, tokenizer=tokenizer)
 
 
-def _refusal(tensors: Mapping[str, Tensor], importer: Importer, source: str, problems: Sequence[str]) -> str:
+def _mismatch(tensors: Mapping[str, Tensor], importer: Importer, source: str, problems: Sequence[str]) -> WeightsError:
     more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    others = [name for name in recognise(list(tensors)) if name != importer.name]
+    others = [name for name in matching_importers(list(tensors)) if name != importer.name]
     hint = f" Its keys are those of {' or '.join(others)}." if others else ""
-    return f"{source} is no checkpoint of {importer.name}: {'; '.join(problems[:_SHOWN])}{more}.{hint}"
+    message = f"{source} is not a checkpoint of {importer.name}: {'; '.join(problems[:_SHOWN])}{more}.{hint}"
+    return WeightsError(message, "mismatch")
 
 
 def _save(imported: Imported, out: Path) -> None:
     if out.exists():
-        raise ConfigError(f"{out} exists: give a folder that does not")
+        raise ConfigError(f"{out} exists: give a new folder", "exists", field="out")
     with new_folder(out) as folder:
-        if isinstance(imported.model, Towers):
+        if isinstance(imported.model, Encoders):
             for name, encoder in imported.model.named_children():
                 save_encoder(encoder, folder / name)
         else:
@@ -155,7 +163,7 @@ def _save(imported: Imported, out: Path) -> None:
 
 
 def save_encoder(encoder: nn.Module, folder: Path) -> None:
-    """Write one encoder into a new folder: `encoder.json`, the arguments that make it again, and its weights."""
+    """Write one encoder into a new folder: its weights, and its factory arguments in `encoder.json`."""
     import safetensors.torch
 
     assert isinstance(encoder, ImageEncoder | TextEncoder)
@@ -167,7 +175,7 @@ def save_encoder(encoder: nn.Module, folder: Path) -> None:
 
 
 def load_encoder(folder: Path | str) -> ImageEncoder | TextEncoder:
-    """The encoder that `import_checkpoint` wrote into a folder, in eval mode.
+    """Load an encoder that `import_checkpoint` wrote, in eval mode.
 
     The same as `create_image_encoder(**arguments, pretrained=folder)` with the arguments of its `encoder.json`.
 
@@ -177,10 +185,13 @@ def load_encoder(folder: Path | str) -> ImageEncoder | TextEncoder:
     """
     path = Path(folder) / ENCODER
     try:
-        described = json.loads(path.read_bytes())
-        kind, arguments = described["kind"], dict(described["arguments"])
+        description = json.loads(path.read_bytes())
+        kind, arguments = description["kind"], dict(description["arguments"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}): no encoder was written here") from None
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}): give a folder written by import_checkpoint",
+            "not_found" if isinstance(error, FileNotFoundError) else "malformed",
+        ) from None
     if kind == "image":
         return create_image_encoder(**arguments, pretrained=Path(folder)).eval()
     return create_text_encoder(**arguments, pretrained=Path(folder)).eval()

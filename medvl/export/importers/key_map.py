@@ -1,11 +1,11 @@
-r"""Key maps: tables of how the keys of a published file correspond to medvl's, which read both ways.
+r"""Tables that map the keys of a published file to medvl's, in both directions.
 
     keep("img_encoder.model.**", "image_encoder.backbone.**")
     keep("blocks.*.attention.self.query.*", "blocks.*.attn.qkv.*", part=(0, 3))   # a third of a fused matrix
     drop("**.position_ids", "a counter that older transformers stored")
 
-`*` stands for one component of a key, `**` for all that follows; what the stars of one side match goes to those of the
-other side in order. The first line of a table that fits a key decides.
+`*` matches one component of a key, `**` one or more; the matches of one side are inserted into the other side in
+order. The first rule of a table that matches a key is used.
 """
 
 import dataclasses
@@ -17,132 +17,133 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Change = Literal["as it is", "transposed", "flattened", "scalar", "of width 1"]
+Change = Literal["none", "transpose", "flatten", "scalar", "conv to linear"]
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of tensors, by key."""
+"""Shapes of tensors by key."""
 _NORMS = {"gamma": "weight", "beta": "bias"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
-    """One line of a table."""
+class KeyRule:
+    """One rule of a table."""
 
-    theirs: str
-    ours: str | None
-    """None: left out."""
+    source: str
+    """Key in the published file, with wildcards."""
+    target: str | None
+    """Key in medvl, with wildcards; None: the tensor is left out."""
     why: str = ""
-    """It is left out."""
-    change: Change = "as it is"
+    """Reason for leaving it out."""
+    change: Change = "none"
     part: tuple[int, int] = (0, 1)
-    """(i, n): the i-th of n pieces, stacked along the first axis, of the tensor on our side."""
+    """(i, n): the tensor is the i-th of n pieces of medvl's tensor, stacked along the first axis."""
     copy_of: str | None = None
-    """The key of the same file that it must be equal to."""
+    """Key of the same file that the tensor must be equal to."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Zeros:
-    """A tensor of ours that the published system does not have, and that changes nothing when it is zero."""
+class ZeroTensor:
+    """A medvl tensor that the published system does not have; setting it to zero gives the same output."""
 
-    ours: str
+    name: str
     why: str
 
 
-def keep(theirs: str, ours: str, *, part: tuple[int, int] = (0, 1), change: Change = "as it is") -> Line:
-    """The tensors of these keys are loaded."""
-    return Line(theirs=theirs, ours=ours, part=part, change=change)
+def keep(source: str, target: str, *, part: tuple[int, int] = (0, 1), change: Change = "none") -> KeyRule:
+    """Return a rule that loads the tensors of these keys."""
+    return KeyRule(source=source, target=target, part=part, change=change)
 
 
-def drop(theirs: str, why: str) -> Line:
-    """The tensors of these keys are left out, for a reason."""
-    return Line(theirs=theirs, ours=None, why=why)
+def drop(source: str, why: str) -> KeyRule:
+    """Return a rule that leaves the tensors of these keys out, with a reason."""
+    return KeyRule(source=source, target=None, why=why)
 
 
-def same(theirs: str, as_theirs: str) -> Line:
-    """The tensors of these keys are stored twice: they must be equal to those of another key, and are left out."""
-    return Line(theirs=theirs, ours=None, why=f"stored twice, the same as {as_theirs}", copy_of=as_theirs)
+def same(source: str, copy_of: str) -> KeyRule:
+    """Return a rule for tensors stored twice: they must equal those of another key, and are left out."""
+    return KeyRule(source=source, target=None, why=f"stored twice, the same as {copy_of}", copy_of=copy_of)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Mapped:
-    """What a table makes of a file."""
+    """A file's tensors after a table was applied."""
 
     tensors: Mapping[str, Tensor]
-    """By our names."""
+    """By medvl's names."""
     sources: Mapping[str, Sequence[str]]
-    """Our name -> the keys that it was made of."""
+    """medvl name -> keys of the file that it was built from."""
     left_out: Mapping[str, str]
-    """Key -> why."""
+    """Key -> reason."""
     problems: Sequence[str]
-    """What does not fit the table, in words: keys that no line speaks of, pieces that are missing, ..."""
+    """Mismatches between file and table: keys without a rule, missing pieces, copies that differ."""
 
     @property
     def shapes(self) -> Shapes:
-        """Of the tensors, by our names."""
+        """Shapes of the tensors by medvl's names."""
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
 
-def to_ours(tensors: Mapping[str, Tensor], table: Sequence[Line]) -> Mapped:
-    """A file's tensors by our names.
+def to_medvl(tensors: Mapping[str, Tensor], table: Sequence[KeyRule]) -> Mapped:
+    """Rename a file's tensors to medvl's names.
 
-    The `module.` of a parallel wrapper is taken off every key. Old conversions from TensorFlow call a layer norm's
-    weight `gamma` and its bias `beta`; they are renamed.
+    The `module.` prefix of a parallel wrapper is removed, and `gamma` and `beta` of layer norms (old conversions from
+    TensorFlow) become `weight` and `bias`.
     """
-    tensors = dict(zip(_modern(list(tensors)), tensors.values(), strict=True))
+    tensors = dict(zip(_normalized_keys(list(tensors)), tensors.values(), strict=True))
     pieces: dict[str, dict[tuple[int, int], tuple[str, Tensor]]] = {}
     left_out: dict[str, str] = {}
     unknown, problems = [], []
     for key, tensor in tensors.items():
-        line, stars = _find(key, table)
-        if line is None:
+        rule, stars = _first_match(key, table)
+        if rule is None:
             unknown.append(key)
-        elif line.ours is None:
-            left_out[key] = line.why
-            problems += _compare_copy(key, stars, line, tensors)
+        elif rule.target is None:
+            left_out[key] = rule.why
+            problems += _compare_copy(key, stars, rule, tensors)
         else:
-            name = _fill(line.ours, stars)
+            name = _fill(rule.target, stars)
             group = pieces.setdefault(name, {})
-            if line.part in group:
-                problems.append(f"{key} and {group[line.part][0]} both are {name}")
-            group[line.part] = (key, _change(tensor, line.change))
+            if rule.part in group:
+                problems.append(f"{key} and {group[rule.part][0]} both map to {name}")
+            group[rule.part] = (key, _change(tensor, rule.change))
     problems += [f"unexpected {key}" for key in unknown]
-    found: dict[str, Tensor] = {}
+    joined: dict[str, Tensor] = {}
     for name, group in pieces.items():
         count = next(iter(group))[1]
-        wanted = [(index, count) for index in range(count)]
-        if sorted(group) != wanted:
-            problems.append(f"{name} needs {count} pieces, found {', '.join(key for key, _ in group.values())}")
+        expected = [(index, count) for index in range(count)]
+        if sorted(group) != expected:
+            problems.append(f"{name} needs {count} pieces, got {', '.join(key for key, _ in group.values())}")
         else:
-            found[name] = _join([group[part][1] for part in wanted])
+            joined[name] = _join([group[part][1] for part in expected])
     sources = {name: [key for key, _ in group.values()] for name, group in pieces.items()}
-    return Mapped(tensors=found, sources=sources, left_out=left_out, problems=problems)
+    return Mapped(tensors=joined, sources=sources, left_out=left_out, problems=problems)
 
 
-def to_theirs(tensors: Mapping[str, Tensor], table: Sequence[Line]) -> tuple[dict[str, Tensor], list[str]]:
-    """(our tensors by the keys of the published layout, our names that the table has no line for)."""
-    found: dict[str, Tensor] = {}
+def to_published(tensors: Mapping[str, Tensor], table: Sequence[KeyRule]) -> tuple[dict[str, Tensor], list[str]]:
+    """Rename medvl's tensors to the published layout; also return the medvl names that have no rule."""
+    renamed: dict[str, Tensor] = {}
     unknown = []
     for name, tensor in tensors.items():
-        lines = [(line, stars) for line in table if line.ours is not None and (stars := _match(name, line.ours))]
-        if not lines:
+        rules = [(rule, stars) for rule in table if rule.target is not None and (stars := _match(name, rule.target))]
+        if not rules:
             unknown.append(name)
-        first = lines[0][0].ours if lines else None
-        for line, stars in lines:
-            if line.ours == first:  # all pieces of one tensor
-                piece = tensor.chunk(line.part[1])[line.part[0]] if line.part[1] > 1 else tensor
-                found[_fill(line.theirs, stars.groups())] = _change(piece, line.change).contiguous()
-    return found, unknown
+        first = rules[0][0].target if rules else None
+        for rule, stars in rules:
+            if rule.target == first:  # all pieces of one tensor
+                piece = tensor.chunk(rule.part[1])[rule.part[0]] if rule.part[1] > 1 else tensor
+                renamed[_fill(rule.source, stars.groups())] = _change(piece, rule.change).contiguous()
+    return renamed, unknown
 
 
-def explained(keys: Sequence[str], table: Sequence[Line]) -> int:
-    """How many of these keys a table has a line for."""
-    return sum(_find(key, table)[0] is not None for key in _modern(keys))
+def count_covered(keys: Sequence[str], table: Sequence[KeyRule]) -> int:
+    """Return how many of these keys have a rule in the table."""
+    return sum(_first_match(key, table)[0] is not None for key in _normalized_keys(keys))
 
 
-def _find(key: str, table: Sequence[Line]) -> tuple[Line | None, Sequence[str]]:
-    for line in table:
-        found = _match(key, line.theirs)
-        if found is not None:
-            return line, found.groups()
+def _first_match(key: str, table: Sequence[KeyRule]) -> tuple[KeyRule | None, Sequence[str]]:
+    for rule in table:
+        match = _match(key, rule.source)
+        if match is not None:
+            return rule, match.groups()
     return None, ()
 
 
@@ -157,36 +158,36 @@ def _match(key: str, template: str) -> re.Match[str] | None:
 
 
 def _fill(template: str, stars: Sequence[str]) -> str:
-    """A template with its stars replaced in order; stars that are left over, as of `drop`, go nowhere."""
+    """Replace the wildcards of a template in order; surplus matches are ignored."""
     remaining = iter(stars)
     return re.sub(r"\*\*|\*", lambda _: next(remaining), template)
 
 
-def _modern(keys: Sequence[str]) -> list[str]:
-    """Keys without a parallel wrapper, and with the layer norms' names of today."""
+def _normalized_keys(keys: Sequence[str]) -> list[str]:
+    """Remove a parallel wrapper's prefix, and rename `gamma` and `beta` of layer norms."""
     wrapped = all(key.startswith("module.") for key in keys)
     bare = [key.removeprefix("module.") if wrapped else key for key in keys]
-    return [re.sub(r"(?<=LayerNorm\.)(gamma|beta)$", lambda found: _NORMS[found[1]], key) for key in bare]
+    return [re.sub(r"(?<=LayerNorm\.)(gamma|beta)$", lambda match: _NORMS[match[1]], key) for key in bare]
 
 
 def _change(tensor: Tensor, change: Change) -> Tensor:
-    if change == "transposed":
+    if change == "transpose":
         return tensor.T
-    if change == "of width 1":  # a convolution that is a linear layer
+    if change == "conv to linear":  # a 1 x 1 convolution is a linear layer
         return tensor.flatten(1)
     if change == "scalar" and tensor.numel() == 1:
         return tensor.reshape(())
-    return tensor.flatten() if change == "flattened" else tensor
+    return tensor.flatten() if change == "flatten" else tensor
 
 
 def _join(pieces: Sequence[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
 
 
-def _compare_copy(key: str, stars: Sequence[str], line: Line, tensors: Mapping[str, Tensor]) -> list[str]:
-    if line.copy_of is None:
+def _compare_copy(key: str, stars: Sequence[str], rule: KeyRule, tensors: Mapping[str, Tensor]) -> list[str]:
+    if rule.copy_of is None:
         return []
-    original = _fill(line.copy_of, stars)
+    original = _fill(rule.copy_of, stars)
     other, tensor = tensors.get(original), tensors[key]
     if other is None:
         return [f"missing {original}, which {key} is a copy of"]

@@ -1,11 +1,10 @@
-"""Tensors of a checkpoint that `torch.save` wrote, without unpickling it.
+"""Reader of tensors that `torch.save` wrote, without unpickling.
 
 Published checkpoints hold more than tensors: Lightning's hyperparameters, a training configuration (OmegaConf), an
-optimiser. torch's guarded reader refuses such a file whole, and the unguarded one runs whatever it says. Here the
-instructions of its pickle are followed one by one (`medvl.data.corpora.common.pickle_reader`) and nothing is
-imported or
-called: dictionaries, lists, texts, numbers and the addresses of tensors are built; any other object becomes a blank.
-Objects of packages that no training checkpoint needs end the reading: such a file is hostile, or something else.
+optimizer. torch's safe loader refuses such a file, and the unsafe one runs any code in it. This reader follows the
+pickle's instructions one by one (`medvl.data.corpora.common.pickle_reader`) and imports and calls nothing: it builds
+dictionaries, lists, texts, numbers and the addresses of tensors, and skips any other object. Objects of packages that
+no training checkpoint needs end the reading with an error.
 """
 
 import dataclasses
@@ -33,24 +32,11 @@ _PACKAGES = frozenset(
         *("torchvision", "transformers", "typing", "yacs"),
     }
 )
-"""Whose objects may stand in a checkpoint beside the tensors. They are blanks here, whatever they are."""
+"""Packages whose objects may appear in a checkpoint beside the tensors; all of them are skipped."""
 _BUILTINS = frozenset(
     {
-        *(
-            "bool",
-            "bytearray",
-            "bytes",
-            "complex",
-            "dict",
-            "float",
-            "frozenset",
-            "int",
-            "list",
-            "long",
-            "object",
-            "set",
-        ),
-        *("slice", "str", "tuple", "unicode"),
+        *("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "long", "object"),
+        *("set", "slice", "str", "tuple", "unicode"),
     }
 )
 _STORAGES = {
@@ -69,52 +55,54 @@ _TENSOR = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2")
 _PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 _BYTES = ("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8")
 _LONGEST_PICKLE = 1 << 28
-_DAMAGE = (
+_DAMAGE_ERRORS = (
     *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, MemoryError, OverflowError),
     *(ValueError, IndexError, KeyError, TypeError, AttributeError),
-    RuntimeError,  # an archive that claims to be encrypted, or packed in a way that zipfile has not
+    RuntimeError,  # an archive marked as encrypted, or with a compression that zipfile does not support
 )
-"""What damage leads to in reading an archive and following its pickle."""
+"""Errors that a damaged archive or pickle causes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """What a file of weights holds."""
+    """The content of a file of weights."""
 
     tensors: Mapping[str, Tensor]
-    """On the CPU, in the file's dtypes. Tensors that share their storage in the file share it here."""
+    """On the CPU, in the file's dtypes. Tensors that share storage in the file share it here."""
     blanks: Sequence[str]
-    """Types of the objects that were left unread, sorted."""
+    """Types of the skipped objects, sorted."""
 
 
 def read_checkpoint(path: Path, parts: Sequence[str] = ()) -> Checkpoint:
-    """The state dict of a file: safetensors, or what `torch.save` wrote, at its top or in one of the usual wrappers.
+    """Read the state dict of a file: safetensors or `torch.save`, at its top or in one of the usual wrappers.
 
     Args:
         path: of the file.
         parts: names of several state dicts that the file holds side by side; their keys are then `part/key`.
 
     Raises:
-        WeightsError: the file is missing, damaged, holds no state dict, or is a pickle of more than a checkpoint needs.
+        WeightsError: the file is missing or damaged, holds no state dict, or holds unexpected objects.
     """
     if not path.is_file():
-        kind = "a folder: give the file in it that holds the weights" if path.is_dir() else "not there"
-        raise WeightsError(f"{path} is {kind}")
+        kind = "is a folder: give the file in it that holds the weights" if path.is_dir() else "does not exist"
+        raise WeightsError(f"{path} {kind}", "not_found")
     if path.suffix == ".safetensors" or not _is_archive(path):
-        return Checkpoint(tensors=read_tensors(path), blanks=())  # torch's own guard: tensors only
+        return Checkpoint(tensors=read_tensors(path), blanks=())  # uses torch's safe loader
     try:
         with zipfile.ZipFile(path) as archive:
             return _read_archive(archive, path, parts)
     except CorpusError as error:
-        raise WeightsError(str(error)) from None
-    except _DAMAGE as error:
-        raise WeightsError(f"{path} is no whole checkpoint of torch ({type(error).__name__}): copy it again") from None
+        raise WeightsError(str(error), error.code, field=error.field) from None
+    except _DAMAGE_ERRORS as error:
+        raise WeightsError(
+            f"{path} is not a complete torch checkpoint ({type(error).__name__}): copy it again", "malformed"
+        ) from None
 
 
 def _is_archive(path: Path) -> bool:
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # one whose end is damaged
+    except zipfile.BadZipFile:  # its end is damaged
         return True
 
 
@@ -124,14 +112,17 @@ def _read_archive(archive: zipfile.ZipFile, path: Path, parts: Sequence[str]) ->
     if root is None:
         inner = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth", ".safetensors")))
         hint = f": unpack it and give {inner[0]}" if inner else ""
-        raise WeightsError(f"{path} is an archive without torch's data.pkl{hint}")
+        raise WeightsError(f"{path} is an archive without torch's data.pkl{hint}", "malformed")
     if any(name.startswith(f"{root}code/") for name in names):
-        raise WeightsError(f"{path} is a TorchScript archive, which holds code: give a state dict")
+        raise WeightsError(f"{path} is a TorchScript archive, which holds code: give a state dict", "unsupported")
     order = f"{root}byteorder"
     if order in names and archive.read(order) != sys.byteorder.encode():
-        raise WeightsError(f"{path} was written on a machine of another byte order: save it anew on one like this")
+        raise WeightsError(
+            f"{path} was written on a machine of another byte order: save it again on a machine like this",
+            "unsupported",
+        )
     if archive.getinfo(f"{root}data.pkl").file_size > _LONGEST_PICKLE:
-        raise WeightsError(f"{path} has a pickle of over {_LONGEST_PICKLE} bytes: it is no checkpoint")
+        raise WeightsError(f"{path} has a pickle of over {_LONGEST_PICKLE} bytes: it is not a checkpoint", "too_large")
     reader = _CheckpointReader(path)
     entries = _state_dict(reader.read(archive.read(f"{root}data.pkl")), path, parts)
     store = _Store(archive, f"{root}data/", path)
@@ -141,24 +132,26 @@ def _read_archive(archive: zipfile.ZipFile, path: Path, parts: Sequence[str]) ->
 
 
 def _state_dict(content: Any, path: Path, parts: Sequence[str]) -> dict[str, "_Address"]:
-    """The addresses of tensors by key."""
+    """Return the addresses of the tensors by key."""
     if parts and isinstance(content, dict) and all(isinstance(content.get(part), dict) for part in parts):
-        found = {f"{part}/{key}": value for part in parts for key, value in content[part].items()}
+        state = {f"{part}/{key}": value for part in parts for key, value in content[part].items()}
     else:
-        found = content
+        state = content
         for wrapper in _WRAPPERS:
-            if isinstance(found, dict) and isinstance(found.get(wrapper), dict):
-                found = found[wrapper]
-    if not isinstance(found, dict) or not found or not all(isinstance(key, str) for key in found):
-        raise WeightsError(f"{path} holds no state dict, neither at its top nor under {', '.join(_WRAPPERS)}")
-    strangers = [key for key, value in found.items() if not isinstance(value, _Address)]
-    if strangers:
-        raise WeightsError(f"{path} holds no state dict: {strangers[0]!r} is no tensor")
-    return found
+            if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
+                state = state[wrapper]
+    if not isinstance(state, dict) or not state or not all(isinstance(key, str) for key in state):
+        raise WeightsError(
+            f"{path} holds no state dict, neither at its top nor under {', '.join(_WRAPPERS)}", "mismatch"
+        )
+    others = [key for key, value in state.items() if not isinstance(value, _Address)]
+    if others:
+        raise WeightsError(f"{path} holds no state dict: {others[0]!r} is not a tensor", "mismatch")
+    return state
 
 
-class _Named(NamedTuple):
-    """A function or a class that the pickle speaks of."""
+class _Global(NamedTuple):
+    """A function or class that the pickle refers to."""
 
     module: str
     name: str
@@ -174,7 +167,7 @@ class _Storage(NamedTuple):
 
 
 class _Address(NamedTuple):
-    """Where a tensor lies in the archive."""
+    """Position of a tensor in the archive."""
 
     storage: _Storage
     offset: int
@@ -183,35 +176,35 @@ class _Address(NamedTuple):
 
 
 class _Blank:
-    """An object that is not built; filling it does nothing."""
+    """An object that is not built; updating it does nothing."""
 
     def update(self, items: Any) -> None:
-        """As a dictionary."""
+        """Ignore items of a dictionary."""
 
     def extend(self, items: Any) -> None:
-        """As a list."""
+        """Ignore items of a list."""
 
 
 class _CheckpointReader(PickleReader):
-    """Builds addresses and blanks as well. `blanks` are the types of the latter."""
+    """Pickle reader that also builds addresses of tensors, and skips objects; `blanks` has the types of those."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.blanks: set[str] = set()
 
     def other(self, name: str, argument: Any) -> None:
-        """What is no instruction of plain data."""
+        """Follow an instruction that does not build plain data."""
         if name in ("GLOBAL", "STACK_GLOBAL"):
-            self._name(argument if name == "GLOBAL" else " ".join([self.stack.pop(-2), self.stack.pop()]))
+            self._push_global(argument if name == "GLOBAL" else " ".join([self.stack.pop(-2), self.stack.pop()]))
         elif name == "BINPERSID":
-            self._locate(self.stack.pop())
+            self._push_storage(self.stack.pop())
         elif name in ("REDUCE", "NEWOBJ"):
             arguments, function = self.stack.pop(), self.stack.pop()
             self.stack.append(self._call(function, arguments))
         elif name == "NEWOBJ_EX":
             del self.stack[-2:]
             self.stack.append(self._blank(self.stack.pop()))
-        elif name in ("BUILD", "POP"):  # the state of an object: an ordered dictionary's is metadata
+        elif name in ("BUILD", "POP"):  # an object's state; that of an ordered dictionary is metadata
             self.stack.pop()
         elif name in _BYTES:
             self.stack.append(argument)
@@ -223,27 +216,30 @@ class _CheckpointReader(PickleReader):
             self.to_mark()
             self.stack.append(_Blank())
         else:
-            raise WeightsError(f"{self.path} holds an instruction that no checkpoint of torch needs ({name})")
+            raise WeightsError(
+                f"{self.path} holds an instruction that no torch checkpoint needs ({name})", "unsupported"
+            )
 
-    def _name(self, argument: str) -> None:
+    def _push_global(self, argument: str) -> None:
         module, _, name = argument.partition(" ")
         package = module.partition(".")[0]
         known = name in _BUILTINS if package in ("builtins", "__builtin__") else package in _PACKAGES
         if not known:
             raise WeightsError(
-                f"{self.path} speaks of {module}.{name}, which no checkpoint of torch needs: it is not read, because a "
-                "pickle can run any program. Where it was made, save its tensors alone, best as safetensors"
+                f"{self.path} refers to {module}.{name}, which no torch checkpoint needs: it is refused, because a "
+                "pickle can run any program. Where it was written, save only its tensors, best as safetensors",
+                "unsupported",
             )
-        self.stack.append(_Named(module, name))
+        self.stack.append(_Global(module, name))
 
-    def _locate(self, address: Any) -> None:
+    def _push_storage(self, address: Any) -> None:
         kind, storage, key, _, numel = address
         if kind != "storage" or storage.name not in _STORAGES:
-            raise WeightsError(f"{self.path} holds tensors of a kind that is not read: {storage}")
+            raise WeightsError(f"{self.path} holds tensors of an unsupported storage: {storage}", "unsupported")
         self.stack.append(_Storage(_STORAGES[storage.name], key, numel))
 
     def _call(self, function: Any, arguments: Any) -> Any:
-        """What a function returns: of those that rebuild tensors and ordered dictionaries; else a blank."""
+        """Return the result of functions that rebuild tensors and ordered dictionaries, else a blank."""
         name = str(function)
         if name in _TENSOR:
             storage, offset, size, stride = arguments[:4]
@@ -256,36 +252,38 @@ class _CheckpointReader(PickleReader):
         return self._blank(function)
 
     def _blank(self, function: Any) -> _Blank:
-        if isinstance(function, _Named):
+        if isinstance(function, _Global):
             self.blanks.add(str(function))
         return _Blank()
 
 
 class _Store:
-    """The bytes of an archive, every storage read once."""
+    """Storages of an archive, each read once."""
 
     def __init__(self, archive: zipfile.ZipFile, folder: str, path: Path) -> None:
         self._archive, self._folder, self._path = archive, folder, path
         self._storages: dict[str, Tensor] = {}
 
     def tensor(self, address: _Address, key: str) -> Tensor:
-        """Raises WeightsError where the address lies outside of its storage."""
+        """Return a tensor as a view of its storage. Raises WeightsError if it reaches outside of the storage."""
         storage, offset, size, stride = address
         if math.prod(size) == 0:
             return torch.empty(size, dtype=storage.dtype)
         numbers = (offset, *size, *stride)
         if len(size) != len(stride) or min(numbers) < 0 or math.prod(size) > storage.numel:
-            raise WeightsError(f"{self._path} is damaged: {key} has no possible shape")
+            raise WeightsError(f"{self._path} is damaged: {key} has no possible shape", "malformed")
         last = offset + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
         if last >= storage.numel:
-            raise WeightsError(f"{self._path} is damaged: {key} reaches behind its storage")
+            raise WeightsError(f"{self._path} is damaged: {key} reaches behind its storage", "malformed")
         return self._storage(storage).as_strided(size, stride, offset)
 
     def _storage(self, storage: _Storage) -> Tensor:
         if storage.key not in self._storages:
             entry = self._archive.getinfo(self._folder + storage.key)
-            wanted = storage.numel * storage.dtype.itemsize
-            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != wanted:
-                raise WeightsError(f"{self._path} is damaged: storage {storage.key} is not of {wanted} bytes")
+            expected = storage.numel * storage.dtype.itemsize
+            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != expected:
+                raise WeightsError(
+                    f"{self._path} is damaged: storage {storage.key} does not have {expected} bytes", "malformed"
+                )
             self._storages[storage.key] = torch.frombuffer(bytearray(self._archive.read(entry)), dtype=storage.dtype)
         return self._storages[storage.key]

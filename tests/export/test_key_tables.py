@@ -1,17 +1,18 @@
-"""Every published layout: all entries explained, all of our parameters filled, a wrong file refused."""
+"""Key tables of every published layout: they cover all entries and fill all parameters, and refuse other files."""
 
 from typing import Any
 
 import pytest
 import torch
+from helpers.errors import raises
 from helpers.published import LISTS, meta_tensors, shapes_of
 from torch import Tensor
 
 from medvl.errors import ConfigError, WeightsError
 from medvl.export.importers.import_checkpoint import fit
-from medvl.export.importers.registry import NOT_IMPORTED, find_importer, list_importers, recognise
+from medvl.export.importers.registry import NOT_IMPORTED, find_importer, list_importers, matching_importers
 
-WHOLE = {
+SYSTEMS = {
     *("biomedclip", "chexzero", "convirt_lovt", "convirt_pytorch", "convirt_vilmedic", "gloria"),
     *("m3ae", "medclip", "medvill"),
 }
@@ -22,20 +23,20 @@ def fitted(tensors: dict[str, Tensor], name: str) -> Any:
         return fit(tensors, find_importer(name), "file")
 
 
-def refusal(tensors: dict[str, Tensor], name: str) -> str:
-    with pytest.raises(WeightsError) as caught:
+def import_error(tensors: dict[str, Tensor], name: str) -> str:
+    with raises(WeightsError, "mismatch", names=f"file is not a checkpoint of {name}: ") as caught:
         fitted(tensors, name)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("listed", LISTS)
-def test_every_entry_is_mapped_or_named_and_every_parameter_filled(listed: str) -> None:
+def test_every_entry_is_mapped_or_left_out_and_every_parameter_is_filled(listed: str) -> None:
     tensors = meta_tensors(shapes_of(listed))
     model, mapped, zeros = fitted(tensors, LISTS[listed])
     loaded = [key for keys in mapped.sources.values() for key in keys]
     assert len(loaded) == len(set(loaded))
-    taken = {key.removeprefix("module.") for key in tensors}
-    assert set(loaded) | set(mapped.left_out) == taken
+    keys = {key.removeprefix("module.") for key in tensors}
+    assert set(loaded) | set(mapped.left_out) == keys
     assert not set(loaded) & set(mapped.left_out)
     assert all(len(why) > 10 for why in mapped.left_out.values())
     state = model.state_dict()
@@ -43,56 +44,54 @@ def test_every_entry_is_mapped_or_named_and_every_parameter_filled(listed: str) 
     assert {name: tensor.shape for name, tensor in mapped.tensors.items()} == {
         name: state[name].shape for name in mapped.tensors
     }
-    assert LISTS[listed] in recognise(list(tensors))
-    if LISTS[listed] in WHOLE:
-        assert len(mapped.left_out) < 25  # no line is so wide that it swallows a layer
+    assert LISTS[listed] in matching_importers(list(tensors))
+    if LISTS[listed] in SYSTEMS:
+        assert len(mapped.left_out) < 25  # no rule is so broad that it drops a layer
 
 
-def test_every_importer_is_tested_and_every_other_list_has_a_reason() -> None:
-    without_list = {"convirt_vilmedic"}  # its keys were never listed, only its prefixes
+def test_importers_and_published_lists_correspond() -> None:
+    without_list = {"convirt_vilmedic"}  # only the prefixes of its keys were published
     assert {importer.name for importer in list_importers()} == set(LISTS.values()) | without_list
-    assert {importer.name for importer in list_importers() if importer.makes == "system"} == WHOLE
+    assert {importer.name for importer in list_importers() if importer.kind == "system"} == SYSTEMS
     assert set(NOT_IMPORTED) == {"lvit", "benchx_converters"}
-    with pytest.raises(ConfigError, match="lvit cannot be imported: a U-Net"):
+    with raises(ConfigError, "unsupported", "system", names="lvit"):
         find_importer("lvit")
-    with pytest.raises(ConfigError, match="no importer is called 'medclap': did you mean medclip"):
+    with raises(ConfigError, "unknown_name", "system", names="did you mean medclip"):
         find_importer("medclap")
 
 
 @pytest.mark.parametrize("listed", ["gloria_resnet18", "m3ae"])
-def test_a_file_that_is_not_whole_is_refused(listed: str) -> None:
+def test_missing_unexpected_and_misshaped_entries_are_refused(listed: str) -> None:
     name = LISTS[listed]
     shapes = shapes_of(listed)
     loaded = next(key for key in shapes if key.endswith("layer.3.output.dense.weight"))
     without = {key: shape for key, shape in shapes.items() if key != loaded}
-    text = refusal(meta_tensors(without), name)
-    named = "missing text_encoder.backbone.encoder.layer.3.output.dense.weight"
-    assert text.startswith(f"file is no checkpoint of {name}: {named}")
-    text = refusal(meta_tensors({**shapes, "spam.weight": (2, 2)}), name)
-    assert text == f"file is no checkpoint of {name}: unexpected spam.weight."
-    text = refusal(meta_tensors({**shapes, loaded: (5, 7)}), name)
+    names = "missing text_encoder.backbone.encoder.layer.3.output.dense.weight"
+    assert names in import_error(meta_tensors(without), name)
+    assert "unexpected spam.weight" in import_error(meta_tensors({**shapes, "spam.weight": (2, 2)}), name)
+    text = import_error(meta_tensors({**shapes, loaded: (5, 7)}), name)
     assert f"{loaded} is (5, 7), expected " in text
 
 
-def test_another_system_s_file_is_refused_and_recognised() -> None:
-    text = refusal(meta_tensors(shapes_of("gloria_resnet50")), "chexzero")
-    assert text.startswith("file is no checkpoint of chexzero: unexpected gloria.text_encoder.model.embeddings")
+def test_error_for_another_systems_file_names_that_system() -> None:
+    text = import_error(meta_tensors(shapes_of("gloria_resnet50")), "chexzero")
+    assert "unexpected gloria.text_encoder.model.embeddings" in text
     assert "; and 5" in text
     assert text.endswith(" Its keys are those of gloria or gloria_encoders.")
-    text = refusal(meta_tensors({"conv1.weight": (64, 3, 7, 7), "fc.weight": (10, 64)}), "medklip")
+    text = import_error(meta_tensors({"conv1.weight": (64, 3, 7, 7), "fc.weight": (10, 64)}), "medklip")
     assert "unexpected conv1.weight; unexpected fc.weight" in text
-    assert "of no architecture that is known here" in text
+    assert "unknown architecture of the image encoder" in text
 
 
-def test_a_piece_of_a_fused_matrix_that_is_missing_is_named() -> None:
+def test_missing_piece_of_a_fused_matrix_is_named() -> None:
     shapes = shapes_of("cxrclip_swin_tiny")
     block = "image_encoder.image_encoder.encoder.layers.2.blocks.1.attention.self"
     del shapes[f"{block}.key.bias"]
-    text = refusal(meta_tensors(shapes), "cxrclip")
-    assert f"layers.2.blocks.1.attn.qkv.bias needs 3 pieces, found {block}.query.bias, {block}.value.bias" in text
+    text = import_error(meta_tensors(shapes), "cxrclip")
+    assert f"layers.2.blocks.1.attn.qkv.bias needs 3 pieces, got {block}.query.bias, {block}.value.bias" in text
 
 
-def test_a_parallel_wrapper_and_old_names_of_norms() -> None:
+def test_parallel_wrapper_and_old_layer_norm_names_are_normalized() -> None:
     shapes = {
         f"module.{key}".replace("LayerNorm.weight", "LayerNorm.gamma").replace(
             "LayerNorm.bias", "LayerNorm.beta"
@@ -103,17 +102,17 @@ def test_a_parallel_wrapper_and_old_names_of_norms() -> None:
     assert set(mapped.tensors) == set(model.state_dict())
 
 
-def test_gloria_s_regions_are_projected_by_a_convolution_of_width_1() -> None:
+def test_gloria_region_head_is_imported_from_a_1x1_convolution() -> None:
     tensors = meta_tensors(shapes_of("gloria_resnet50"))
     kernel = torch.randn(768, 1024, 1, 1)
     _, mapped, _ = fitted({**tensors, "gloria.img_encoder.local_embedder.weight": kernel}, "gloria")
     assert torch.equal(mapped.tensors["region_head.weight"], kernel[:, :, 0, 0])
-    text = refusal(meta_tensors(shapes_of("gloria_resnet18")), "gloria")
+    text = import_error(meta_tensors(shapes_of("gloria_resnet18")), "gloria")
     assert "gloria.img_encoder.local_embedder.weight is (768, 1024), expected (768, 256)" in text
     assert text.endswith(" Its keys are those of gloria_encoders.")
 
 
-def test_the_other_chexzero() -> None:
+def test_chexzero_with_320_pixels_is_imported() -> None:
     """Patches of 16 pixels, 320 pixels, 768 shared dimensions, as its code builds it without pretraining."""
     shapes = shapes_of("chexzero")
     shapes |= {
@@ -127,7 +126,7 @@ def test_the_other_chexzero() -> None:
     assert model.image_encoder.feature_dim == model.text_encoder.feature_dim == 768
 
 
-def test_kad_at_224_pixels_keeps_its_copy_up_to_the_third_stage() -> None:
+def test_kad_at_224_pixels_may_lack_the_copy_of_its_last_stage() -> None:
     shapes = {
         key: shape for key, shape in shapes_of("kad").items() if not key.startswith("image_encoder/res_features.7")
     }
@@ -136,8 +135,8 @@ def test_kad_at_224_pixels_keeps_its_copy_up_to_the_third_stage() -> None:
     assert model.image_encoder.feature_dim == 2048
 
 
-def test_vilmedic_s_convirt() -> None:
-    """Put together from BenchX's table: torchvision's ResNet, a BERT, both heads 768 wide."""
+def test_convirt_from_vilmedic_is_imported() -> None:
+    """Keys from BenchX's table of prefixes: torchvision's ResNet, a BERT, both heads 768 wide."""
     official = shapes_of("convirt_pytorch")
     children = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3", "7": "layer4"}
     shapes = {}
@@ -155,7 +154,7 @@ def test_vilmedic_s_convirt() -> None:
     assert model.config.text_pool == "max"
 
 
-def test_any_open_clip_model() -> None:
+def test_open_clip_models_are_imported_by_name() -> None:
     import open_clip
 
     with torch.device("meta"):
@@ -165,5 +164,5 @@ def test_any_open_clip_model() -> None:
             assert set(mapped.tensors) == set(model.state_dict())
             assert ("logit_bias" in mapped.tensors) == bias
             assert model.name == ("siglip" if bias else "clip")
-    with pytest.raises(ConfigError, match="open_clip has no model 'ViT-B-31': did you mean"):
+    with raises(ConfigError, "unknown_name", "system", names="ViT-B-31"):
         find_importer("open_clip:ViT-B-31")

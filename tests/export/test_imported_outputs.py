@@ -1,5 +1,4 @@
-"""Imported weights compute what the published layer computes: small files at random values against the layer written out
-plainly, from the file's own keys."""
+"""Imported weights against the published layers, written out plainly from the file's own keys, on small random files."""
 
 import math
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.errors import raises
 from helpers.published import random_tensors
 from torch import Tensor
 
@@ -35,7 +35,7 @@ def norm(x: Tensor, file: Tensors, name: str, eps: float) -> Tensor:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, hidden: Tensor | None = None) -> Tensor:
-    """Softmax attention head by head; `hidden` is True where a query must not look."""
+    """Softmax attention head by head; `hidden` is True where a query must not attend."""
     answers = []
     for q, k, v in zip(query.chunk(heads, -1), key.chunk(heads, -1), value.chunk(heads, -1), strict=True):
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
@@ -46,7 +46,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, hidden: Tensor
 
 
 def clip_block(x: Tensor, file: Tensors, name: str, hidden: Tensor | None = None) -> Tensor:
-    """OpenAI's: pre-LN, one matrix for query, key and value, x * sigmoid(1.702 x)."""
+    """OpenAI's block: pre-LN, one matrix for query, key and value, x * sigmoid(1.702 x)."""
     y = norm(x, file, f"{name}.ln_1", 1e-5)
     q, k, v = F.linear(y, file[f"{name}.attn.in_proj_weight"], file[f"{name}.attn.in_proj_bias"]).chunk(3, dim=-1)
     x = x + linear(attend(q, k, v, x.shape[-1] // 64, hidden), file, f"{name}.attn.out_proj")
@@ -81,7 +81,7 @@ def clip_visual(prefix: str, side: int, patch: int, layers: int) -> dict[str, tu
 
 
 def clip_encode(pixels: Tensor, file: Tensors, prefix: str, layers: int) -> Tensor:
-    """(B, 1 + P, D) after the final norm."""
+    """Return the states (B, 1 + P, D) after the final norm."""
     patches = F.conv2d(pixels, file[f"{prefix}conv1.weight"], stride=file[f"{prefix}conv1.weight"].shape[-1])
     tokens = patches.flatten(2).transpose(1, 2)
     x = torch.cat([file[f"{prefix}class_embedding"].expand(len(tokens), 1, -1), tokens], dim=1)
@@ -106,8 +106,8 @@ def chexzero_file() -> Tensors:
     return {**random_tensors(shapes), "logit_scale": torch.tensor(3.5)}
 
 
-def test_chexzero_is_clip(chexzero_file: Tensors, tmp_path: Path) -> None:
-    """Both towers, their projections and the temperature; through the checkpoint that is written, and from halves."""
+def test_chexzero_import_equals_clip(chexzero_file: Tensors, tmp_path: Path) -> None:
+    """Both encoders, their projections and the temperature, also after saving and loading."""
     file = chexzero_file
     model = imported(file, "chexzero", tmp_path, out=tmp_path / "out")
     image = torch.randint(256, (2, 1, 64, 64), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
@@ -122,10 +122,10 @@ def test_chexzero_is_clip(chexzero_file: Tensors, tmp_path: Path) -> None:
         x = clip_block(x, file, f"transformer.resblocks.{layer}", later)
     ends = norm(x, file, "ln_final", 1e-5)[torch.arange(2), ids.argmax(dim=1)]  # the end token has the highest id
     with torch.no_grad():
-        found = model.encode_text(ids, mask)
-        torch.testing.assert_close(found, F.normalize(ends @ file["text_projection"], dim=-1), atol=1e-5, rtol=1e-4)
+        actual = model.encode_text(ids, mask)
+        torch.testing.assert_close(actual, F.normalize(ends @ file["text_projection"], dim=-1), atol=1e-5, rtol=1e-4)
         loaded = medvl.load(tmp_path / "out")
-        assert torch.equal(loaded.encode_text(["small left effusion", "no pneumothorax"]), found)
+        assert torch.equal(loaded.encode_text(["small left effusion", "no pneumothorax"]), actual)
     assert loaded.logit_scale.item() == 3.5
 
 
@@ -194,7 +194,7 @@ def texts() -> tuple[Tensor, Tensor]:
     return ids, torch.arange(7) < torch.tensor([[7], [4], [2]])
 
 
-def test_cxrbert_with_its_projection(tmp_path: Path) -> None:
+def test_cxrbert_import_includes_its_projection(tmp_path: Path) -> None:
     head: dict[str, tuple[int, ...]] = {
         "cls_projection_head.dense_to_hidden.weight": (128, WIDTH),
         "cls_projection_head.dense_to_output.weight": (128, 128),
@@ -211,12 +211,13 @@ def test_cxrbert_with_its_projection(tmp_path: Path) -> None:
         F.gelu(linear(cls, file, "cls_projection_head.dense_to_hidden")), file, "cls_projection_head.LayerNorm", 1e-12
     )
     with torch.no_grad():
-        found = encoder(ids, mask).pooled_BD
-    torch.testing.assert_close(found, linear(hidden, file, "cls_projection_head.dense_to_output"), atol=2e-5, rtol=1e-4)
+        actual = encoder(ids, mask).pooled_BD
+    torch.testing.assert_close(
+        actual, linear(hidden, file, "cls_projection_head.dense_to_output"), atol=2e-5, rtol=1e-4
+    )
 
 
-def test_mgca_s_bert_without_token_types(tmp_path: Path) -> None:
-    """Zeros in their place change nothing."""
+def test_mgca_import_fills_missing_token_types_with_zeros(tmp_path: Path) -> None:
     text = bert_shapes("text_encoder_q.model.", 1, types=0)
     file = random_tensors({**text, **resnet_shapes("img_encoder_q.model.", (1, 1, 1, 1))})
     encoder = imported(file, "mgca", tmp_path).text_encoder
@@ -227,7 +228,7 @@ def test_mgca_s_bert_without_token_types(tmp_path: Path) -> None:
 
 
 def resnet_shapes(prefix: str, blocks: tuple[int, ...], grey: bool = False) -> dict[str, tuple[int, ...]]:
-    """Bottlenecks of 8, 8, 16 and 16 channels inside."""
+    """Shapes of a ResNet whose bottlenecks have 8, 8, 16 and 16 inner channels."""
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}conv1.weight": (64, 1 if grey else 3, 7, 7)}
     norms = {f"{prefix}bn1": 64}
     wide = 64
@@ -250,7 +251,7 @@ def resnet_shapes(prefix: str, blocks: tuple[int, ...], grey: bool = False) -> d
 
 
 def resnet(pixels: Tensor, file: Tensors, prefix: str, blocks: tuple[int, ...]) -> Tensor:
-    """torchvision's, in eval mode: the stride is the 3x3 convolution's."""
+    """torchvision's ResNet in eval mode, with the stride in the 3x3 convolution."""
 
     def bn(x: Tensor, name: str) -> Tensor:
         mean, var = file[f"{name}.running_mean"], file[f"{name}.running_var"]
@@ -271,8 +272,8 @@ def resnet(pixels: Tensor, file: Tensors, prefix: str, blocks: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("grey", [False, True])
-def test_resnets_under_both_kinds_of_names(tmp_path: Path, grey: bool) -> None:
-    """torchvision's own names, and the indices of a Sequential; one channel as PRIOR has it."""
+def test_resnet_imports_from_named_and_sequential_keys(tmp_path: Path, grey: bool) -> None:
+    """torchvision's names, and the indices of a Sequential; one channel as in PRIOR."""
     blocks = (1, 2, 1, 1)
     file = random_tensors(resnet_shapes("", blocks, grey))
     pixels = torch.randn(2, 1 if grey else 3, 64, 64, generator=torch.Generator().manual_seed(3))
@@ -301,8 +302,8 @@ _SWIN = {
 }
 
 
-def test_medclip_s_swin_is_transformers_own(tmp_path: Path) -> None:
-    """transformers' Swin, whose parameters are renamed to those of its fourth version; two of its blocks are shifted."""
+def test_swin_import_equals_transformers(tmp_path: Path) -> None:
+    """transformers' Swin, its parameters renamed to those of version 4; two of its blocks are shifted."""
     from transformers import SwinConfig, SwinModel
 
     torch.manual_seed(4)
@@ -322,8 +323,8 @@ def test_medclip_s_swin_is_transformers_own(tmp_path: Path) -> None:
         torch.testing.assert_close(encoder(pixels).patches_BPD, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_medclip_s_heads(tmp_path: Path) -> None:
-    """The mean of three states and of real tokens, projected; the image's average, projected by what is named fc."""
+def test_medclip_import_includes_its_heads(tmp_path: Path) -> None:
+    """The mean of three states and of real tokens, projected; the image's average, projected by the layer named fc."""
     blocks = (1, 1, 1, 1)
     file = random_tensors(
         {
@@ -381,8 +382,8 @@ def m3ae_file() -> Tensors:
     return random_tensors(shapes)
 
 
-def test_m3ae_s_co_attention_and_heads(tmp_path: Path) -> None:
-    """Both encoders, one layer of each stream, the poolers, matching, words; the pixel decoder's block."""
+def test_m3ae_import_equals_its_co_attention_and_heads(tmp_path: Path) -> None:
+    """Both encoders, one layer of each stream, the poolers, ITM, MLM, and a block of the pixel decoder."""
     file = m3ae_file()
     model = imported(file, "m3ae", tmp_path)
     pixels = torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(7))
@@ -393,10 +394,10 @@ def test_m3ae_s_co_attention_and_heads(tmp_path: Path) -> None:
         words = model.mlm_head(fused.text.states_BND)
         matched = model.itm_head(fused.pooled_BD)
         decoded = model.mim_head.blocks[0](torch.ones(1, 5, 64).cumsum(1))
-    seen = clip_encode(pixels, file, "vision_encoder.visual.", 2)
-    v = linear(seen, file, "multi_modal_vision_proj") + file["modality_type_embeddings.weight"][1]
+    encoded = clip_encode(pixels, file, "vision_encoder.visual.", 2)
+    v = linear(encoded, file, "multi_modal_vision_proj") + file["modality_type_embeddings.weight"][1]
     torch.testing.assert_close(image.states_BND + file["modality_type_embeddings.weight"][1], v, atol=1e-4, rtol=1e-4)
-    t = text.states_BND + file["modality_type_embeddings.weight"][0]  # RoBERTa's positions are not the point here
+    t = text.states_BND + file["modality_type_embeddings.weight"][0]  # RoBERTa's positions are not tested here
     new_t = cross_layer(t, v, file, "multi_modal_language_layers.0.", ~mask[:, None], None)
     new_v = cross_layer(v, t, file, "multi_modal_vision_layers.0.", None, ~mask[:, None])
     torch.testing.assert_close(fused.text.states_BND[mask], new_t[mask], atol=1e-4, rtol=1e-4)
@@ -454,15 +455,15 @@ def medvill_file() -> Tensors:
     return file
 
 
-def test_medvill_s_copies_must_be_copies(tmp_path: Path) -> None:
+def test_medvill_import_checks_that_stored_copies_are_equal(tmp_path: Path) -> None:
     file = medvill_file()
     model = imported(file, "medvill", tmp_path)
     assert torch.equal(model.image_input.weight, file["enc.img_embeddings.img_embeddings.weight"])
     assert torch.equal(model.itm_head.weight, file["itm.linear.weight"])
     file["enc.img_embeddings.LayerNorm.weight"] = file["enc.img_embeddings.LayerNorm.weight"] + 1
-    told = "enc.img_embeddings.LayerNorm.weight is not equal to enc.txt_embeddings.LayerNorm.weight"
-    with pytest.raises(WeightsError, match=told):
+    names = "enc.img_embeddings.LayerNorm.weight is not equal to enc.txt_embeddings.LayerNorm.weight"
+    with raises(WeightsError, "mismatch", names=names):
         imported(file, "medvill", tmp_path)
     del file["enc.txt_embeddings.LayerNorm.weight"]
-    with pytest.raises(WeightsError, match=r"missing enc\.txt_embeddings\.LayerNorm\.weight, which .* is a copy of"):
+    with raises(WeightsError, "mismatch", names="missing enc.txt_embeddings.LayerNorm.weight"):
         fit(file, find_importer("medvill"), "file")
