@@ -19,7 +19,7 @@ from medvl.schema import Sample
 
 def read(options: argparse.Namespace, deid: Deidentifier) -> Iterable[Sample]:
     """The images with their questions."""
-    return slake.iter_samples(options.root, deid=deid, language=options.language)
+    return slake.plan(options.root, deid, language=options.language).iter_samples()
 
 
 if __name__ == "__main__":

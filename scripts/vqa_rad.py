@@ -21,7 +21,7 @@ from medvl.schema import Sample
 
 def read(options: argparse.Namespace, deid: Deidentifier) -> Iterable[Sample]:
     """The images with their questions."""
-    return vqa_rad.iter_samples(options.root, deid=deid, split=options.split)
+    return vqa_rad.plan(options.root, deid, split=options.split).iter_samples()
 
 
 if __name__ == "__main__":

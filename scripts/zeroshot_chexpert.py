@@ -63,7 +63,7 @@ def arguments() -> argparse.Namespace:
 
 def read_split(options: argparse.Namespace, split: str, deid: Deidentifier) -> FileSource:
     """The images of a split with their labels. Raises CorpusError."""
-    samples = list(chexpert.iter_samples(options.root, split=split, deid=deid))
+    samples = list(chexpert.plan(options.root, deid, split=split).iter_samples())
     if options.frontal_only:
         samples = [sample for sample in samples if sample.view != "LATERAL"]
     return FileSource(samples, FINDINGS)

@@ -84,6 +84,6 @@ def _convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOp
     told = convert(plan, deid, run, dataclasses.replace(options, keep_textless=True))
     counts = Counter(question.split for record in plan.records for question in questions_of(record.sample))
     lines = [", ".join(f"{count} questions in {split}" for split, count in counts.items())]
-    if plan.noticed:
-        lines.append("noticed: " + ", ".join(f"{count} {rule}" for rule, count in sorted(plan.noticed.items())))
+    if plan.warnings:
+        lines.append("warnings: " + ", ".join(f"{count} {rule}" for rule, count in sorted(plan.warnings.items())))
     return "\n".join([*lines, told])

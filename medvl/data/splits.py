@@ -1,4 +1,4 @@
-"""Splits: by the corpus' own table, or by a hash of the patient; and the proof that they do not overlap."""
+"""Splits: assignment by a hash of the patient, and checks that splits share no patient."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -9,17 +9,22 @@ DEFAULT_FRACTIONS: Mapping[str, float] = {"train": 0.8, "validate": 0.1, "test":
 
 
 def check_fractions(fractions: Mapping[str, float]) -> None:
-    """Raises ConfigError unless the fractions are positive and sum to one."""
+    """Raise ConfigError unless the fractions are positive and sum to 1."""
     if not fractions or any(fraction <= 0 for fraction in fractions.values()):
-        raise ConfigError(f"split fractions must all be above zero, got {dict(fractions)}")
-    if abs(sum(fractions.values()) - 1.0) > 1e-9:
-        raise ConfigError(f"split fractions must sum to 1, got {dict(fractions)} with sum {sum(fractions.values()):g}")
+        raise ConfigError(f"expected split fractions above 0, got {dict(fractions)}", "out_of_range", field="splits")
+    total = sum(fractions.values())
+    if abs(total - 1.0) > 1e-9:
+        raise ConfigError(
+            f"expected split fractions with sum 1, got {dict(fractions)} with sum {total:g}",
+            "out_of_range",
+            field="splits",
+        )
 
 
 def hash_split(patient: str, fractions: Mapping[str, float] = DEFAULT_FRACTIONS) -> str:
-    """The split of a patient, decided by a hash of the (already hashed) patient id alone.
+    """Return the split of a patient, determined by a hash of the (already hashed) patient id alone.
 
-    A patient keeps its split when others join or leave the corpus, and in every corpus hashed with the same salt.
+    A patient keeps its split when others are added or removed, and in every corpus hashed with the same salt.
     """
     digest = hashlib.blake2b(patient.encode(), digest_size=8, person=b"medvl-split").digest()
     position = int.from_bytes(digest, "big") / 2**64
@@ -28,11 +33,11 @@ def hash_split(patient: str, fractions: Mapping[str, float] = DEFAULT_FRACTIONS)
         upper += fraction
         if position < upper:
             return name
-    return list(fractions)[-1]  # rounding: the fractions summed to slightly below one
+    return list(fractions)[-1]  # the fractions may sum to slightly below 1
 
 
-def check_disjoint(patients_by_split: Mapping[str, Iterable[str]], what: str) -> None:
-    """Raises SplitError when a patient stands in two splits. `what` names the corpus in the message."""
+def check_disjoint(patients_by_split: Mapping[str, Iterable[str]], name: str) -> None:
+    """Raise SplitError when a patient is in two splits. `name` is that of the corpus, for the message."""
     owner: dict[str, str] = {}
     shared: dict[tuple[str, str], list[str]] = {}
     for split, patients in patients_by_split.items():
@@ -46,6 +51,7 @@ def check_disjoint(patients_by_split: Mapping[str, Iterable[str]], what: str) ->
             for (first, second), patients in sorted(shared.items())
         )
         raise SplitError(
-            f"{what}: splits share patients: {detail}. Every image of a patient must be in one split: "
-            "mend the split table, or drop its column and let medvl split by patient hash."
+            f"{name}: splits share patients: {detail}; correct the split table so that each patient is in one split, "
+            "or remove its column to split by patient hash",
+            "leak",
         )

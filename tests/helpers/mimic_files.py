@@ -1,4 +1,4 @@
-"""A tiny MIMIC-CXR on disk, in the published layout."""
+"""A tiny MIMIC-CXR in the published layout."""
 
 import gzip
 from pathlib import Path
@@ -48,6 +48,6 @@ def write_csv_gz(path: Path, header: list[str], rows: list[list[str]]) -> None:
 
 
 def textured(seed: int, height: int, width: int) -> np.ndarray:
-    """A grey image that no other seed gives."""
+    """Return a grey image that is different for each seed."""
     coarse = np.random.default_rng(seed).integers(0, 256, (8, 8), dtype=np.uint8)
     return cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)

@@ -1,4 +1,4 @@
-"""Small VQA corpora in the exact layouts of their releases, dirt included."""
+"""Small VQA corpora in the layouts of their releases, including typical errors."""
 
 import json
 import pickle
@@ -20,7 +20,7 @@ def write_image(path: Path, seed: int) -> None:
 
 
 def rad_row(qid: Any, image: str, question: str, answer: Any, **fields: Any) -> dict[str, Any]:
-    """A row of MEVF's files; the original release has more fields."""
+    """Return a row of MEVF's files; the original release has more fields."""
     row = {"qid": qid, "image_name": image, "image_organ": "CHEST", "answer": answer, "answer_type": "OPEN",
            "question_type": "PRES", "question": question, "phrase_type": "freeform"}  # fmt: skip
     return row | fields
@@ -40,14 +40,14 @@ RAD_TEST = [
     rad_row(7, "synpic1.jpg", "Is there fluid?", "No", answer_type="CLOSED"),
     rad_row(8, "synpic1.jpg", "Where is the mass?", "right lung", question_type="ATRIB", phrase_type="para"),
 ]
-RAD_DIRT = {
+RAD_WARNINGS = {
     "answer_type_padded": 1, "question_suffix": 2, "answer_number": 1, "no_answer": 1, "broken_character": 1,
     "question_type_misspelt": 4, "duplicate": 1, "also_in_train": 1,
 }  # fmt: skip
 
 
 def write_rad(root: Path, form: str = "mevf") -> Path:
-    """MEVF's two files, or the original one with the fields that only it has."""
+    """Write MEVF's two files, or the original one with its additional fields."""
     folder = root / ("images" if form == "mevf" else "VQA_RAD Image Folder")
     for number in (1, 2):
         write_image(folder / f"synpic{number}.jpg", number)
@@ -55,17 +55,17 @@ def write_rad(root: Path, form: str = "mevf") -> Path:
         (root / "trainset.json").write_text(json.dumps(RAD_TRAIN))
         (root / "testset.json").write_text(json.dumps(RAD_TEST))
         return root
-    only = {"qid_linked_id": "03f45x", "image_case_url": "https://medpix.nlm.nih.gov/case?id=1", "evaluation": "given",
+    original_fields = {"qid_linked_id": "03f45x", "image_case_url": "https://medpix.nlm.nih.gov/case?id=1", "evaluation": "given",
             "question_rephrase": "NULL", "question_relation": "NULL", "question_frame": "NULL"}  # fmt: skip
-    rows = [only | row for row in RAD_TRAIN]
-    rows += [only | row | {"phrase_type": f"test_{row['phrase_type']}"} for row in RAD_TEST]
+    rows = [original_fields | row for row in RAD_TRAIN]
+    rows += [original_fields | row | {"phrase_type": f"test_{row['phrase_type']}"} for row in RAD_TEST]
     rows[0]["qid"] = "1"
     (root / "VQA_RAD Dataset Public.json").write_text(json.dumps(rows))
     return root
 
 
 def write_rad_shards(home: Path) -> Path:
-    """Shards of that VQA-RAD, whose questions are split and not its images."""
+    """Write shards of that VQA-RAD, which splits questions instead of images."""
     deid = Deidentifier(bytes(32))
     plan = vqa_rad.plan(write_rad(home / "rad"), deid)
     write_shards(plan, deid, ShardRun(out=home / "shards", workers=1), ShardOptions(keep_textless=True))
@@ -100,7 +100,7 @@ def write_slake(root: Path, validate: str = "validate.json") -> Path:
 
 
 def write_vqa_med(root: Path) -> Path:
-    """Two archives unpacked side by side, and the test folder of the repository."""
+    """Write two unpacked archives and the test folder of the repository."""
     train, val = root / "ImageClef-2019-VQA-Med-Training", root / "ImageClef-2019-VQA-Med-Validation"
     test = root / "VQAMed2019Test"
     files = {
@@ -110,7 +110,7 @@ def write_vqa_med(root: Path) -> Path:
         / "QAPairsByCategory"
         / "C3_Organ_train.txt": "synpic1|what organ is shown?|lung, mediastinum, pleura\n\n",
         train / "QAPairsByCategory" / "C4_Abnormality_train.txt": "synpic2|what is alarming?|mass | cyst\n",
-        train / "All_QA_Pairs_train.txt": "not read: the four files say the same, and the category\n",
+        train / "All_QA_Pairs_train.txt": "not read: the four files have the same questions with categories\n",
         val / "QAPairsByCategory" / "C1_Modality_val.txt": "synpic3|what modality is shown?|xr - plain film\n",
         test / "VQAMed2019_Test_Questions_w_Ref_Answers.txt": (
             "synpic4|abnormality|what is abnormal?|(large) mass#cyst\nsynpic4|organ|what organ?|spine and contents\n"

@@ -30,7 +30,7 @@ def pneumonia(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_rsna_is_read_by_its_converter_box_by_box(pneumonia: Path, deid: Deidentifier) -> None:
-    read = {sample.image.stem: sample for sample in rsna.iter_samples(pneumonia, deid=deid) if sample.image}
+    read = {sample.image.stem: sample for sample in rsna.plan(pneumonia, deid).iter_samples() if sample.image}
     views = {
         hexadecimal(view): (study, view)
         for patient in World(SEED).patients(PATIENTS)
@@ -62,7 +62,7 @@ def test_siim_is_read_by_its_converter_mask_by_mask(tmp_path: Path, deid: Deiden
     count = 60
     root = write_siim(tmp_path / "siim", patients=count, seed=SEED, size=32, workers=1)
     views = {str(uid(view)): view for patient in World(SEED).patients(count) for _, view in frontals(patient)}
-    samples = [sample for sample in siim.iter_samples(root, deid=deid) if sample.image]
+    samples = [sample for sample in siim.plan(root, deid).iter_samples() if sample.image]
     masked = 0
     for sample in samples:
         assert sample.image is not None

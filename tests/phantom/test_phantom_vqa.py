@@ -140,7 +140,7 @@ def test_phantom_vqa_rad_has_the_layout_and_the_fields_of_the_release(rad, deid)
         assert (image.mode, max(image.size)) == ("L", SIZE)
     plan = vqa_rad.plan(rad, deid)
     assert {record.sample.split for record in plan.records} == {"train", "test"}
-    assert not plan.noticed
+    assert not plan.warnings
 
 
 def test_splits_of_the_phantom_share_no_patient(rad):
@@ -163,7 +163,7 @@ def test_closed_answers_are_balanced_a_wording_in_each_split(rad):
 
 
 def test_the_question_alone_is_not_enough(rad, deid):
-    data = VQAData.from_samples(vqa_rad.iter_samples(rad, deid=deid))
+    data = VQAData.from_samples(vqa_rad.plan(rad, deid).iter_samples())
     result = judge_answers(data, resamples=0).results
     for name in ("majority", "majority_by_kind", "question_lookup", "question_only"):
         assert result.row("accuracy", "closed", f"baseline: {name}").value <= 0.55

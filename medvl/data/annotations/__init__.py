@@ -1,1 +1,1 @@
-"""Boxes, masks, phrases and questions that come with images."""
+"""Boxes, masks, phrases and questions of an image."""

@@ -1,10 +1,10 @@
-"""Boxes that a corpus has for its images, as `Sample.extra` carries them.
+"""Bounding boxes of an image in `Sample.extra`.
 
     {"boxes": [{"label": "Mass", "x": 225.1, "y": 547.0, "width": 86.8, "height": 79.2}],
      "image_width": 1024, "image_height": 1024}
 
-x and y are the left and upper edge, all four in pixels of the image as it was published, whose size stands beside them:
-shards hold a smaller copy. An image without any box has an empty list where the corpus looked for them.
+x and y are the left and top edge. All values are in pixels of the published image, whose size is stored too: shards
+hold a smaller copy. An annotated image without any box has an empty list.
 """
 
 import math
@@ -17,21 +17,25 @@ Box = dict[str, object]
 
 
 def read_box(label: str, fields: Sequence[str], size: tuple[int, int], where: Path) -> Box:
-    """A box from its left, top, width and height as a table writes them, in an image of `size` (width, height).
+    """Parse a box from its left, top, width and height in a table, for an image of `size` (width, height).
 
-    Raises CorpusError, naming the file, when a field is no number or the box is empty or leaves the image by more than
-    a pixel.
+    Raises CorpusError, naming the file, when a field is not a number, or the box is empty or exceeds the image by more
+    than a pixel.
     """
     try:
         x, y, width, height = (float(field) for field in fields)
     except ValueError:
-        raise CorpusError(f"{where}: the fields of a box of {label} are not four numbers") from None
+        raise CorpusError(f"{where}: expected four numbers for a box of {label}", "malformed", field="boxes") from None
     inside = x > -1 and y > -1 and x + width < size[0] + 1 and y + height < size[1] + 1
     if not all(map(math.isfinite, (x, y, width, height))) or width <= 0 or height <= 0 or not inside:
-        raise CorpusError(f"{where}: a box of {label} is empty or leaves its image of {size[0]} x {size[1]} pixels")
+        raise CorpusError(
+            f"{where}: a box of {label} is empty or exceeds its image of {size[0]} x {size[1]} pixels",
+            "out_of_range",
+            field="boxes",
+        )
     return {"label": label, "x": x, "y": y, "width": width, "height": height}
 
 
 def region_fields(size: tuple[int, int], regions: Mapping[str, object]) -> dict[str, object]:
-    """What `Sample.extra` gets: the regions and the size (width, height) of the image that they are pixels of."""
+    """Return the fields of `Sample.extra` for regions in pixels of an image of `size` (width, height)."""
     return {**regions, "image_width": size[0], "image_height": size[1]}

@@ -71,7 +71,7 @@ class Conversion:
             part=part,
             label_names=plan.label_names,
             excluded=_total([plan.excluded]),
-            noticed=_total([plan.noticed]),
+            noticed=_total([plan.warnings]),
             planned=dict(planned),
             packages={name: importlib.metadata.version(name) for name in _PACKAGES},
         )

@@ -1,1 +1,1 @@
-"""One file a corpus: what its release looks like on disk, and how its rows become samples."""
+"""Corpora: one module per corpus, each with a `plan` function that turns its release on disk into records."""

@@ -2,14 +2,13 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from medvl.data.corpora.common.figures import figure_sections
+from medvl.data.corpora.common.figures import figure_sections, read_references
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, find_file
-from medvl.data.corpora.table import read_json_lines
+from medvl.data.corpora.common.tables import Plan, Record, find_file, read_json_lines
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
 from medvl.errors import CorpusError
@@ -17,13 +16,13 @@ from medvl.schema import Sample
 
 NAME = "medicat"
 COUNTS: Mapping[str, int] = {"images": 217_060}
-"""Of the full release: what `medvl verify --full` compares with."""
+"""Images of the full release, which `medvl verify --full` compares with."""
 
 _TABLE = "s2_full_figures_oa_nonroco_combined_medical_top4_public.jsonl"
 _TABLES = (_TABLE, f"{_TABLE}.gz", "sample.jsonl")
 _FIELDS = ("pdf_hash", "fig_uri", "s2_caption", "radiology")
 _SUBCAPTIONS = "subcaptions_public.jsonl"
-_HASH, _URI = re.compile(r"[0-9a-f]{40}"), re.compile(r"[\w .()+-]{1,120}\.(?:png|jpg)")  # they name a file
+_HASH, _URI = re.compile(r"[0-9a-f]{40}"), re.compile(r"[\w .()+-]{1,120}\.(?:png|jpg)")  # used as file names
 
 
 def plan(
@@ -33,34 +32,37 @@ def plan(
     radiology_only: bool = False,
     fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
 ) -> Plan:
-    """Everything that the tables say about the figures; no image is opened.
+    """Plan the samples of MedICaT from its tables; no image is opened.
 
     Args:
-        root: the folder of the release: the table of figures, `figures/` and, where there is one,
+        root: folder of the release, with the table of figures, `figures/` and optionally
             `subcaptions_public.jsonl`.
         deid: hashes articles and figures.
-        radiology_only: leave out what the release's own classifier does not take for radiology.
-        fractions: of the splits; the release has none. Figures of one article are in one split.
+        radiology_only: leave out figures that the release's own classifier does not count as radiology.
+        fractions: fractions of the splits, by article; the release has no splits.
 
     Raises:
-        CorpusError: a table is missing or is not what the data card says.
+        CorpusError: a table is missing or does not match the data card.
         ConfigError: the fractions do not sum to one.
     """
     root = Path(root)
     check_fractions(fractions)
     table = find_file(root, *_TABLES)
     compound = _read_compound(root / _SUBCAPTIONS)
-    excluded, noticed = Counter[str](), Counter[str]()
+    excluded, warnings = Counter[str](), Counter[str]()
     seen: set[tuple[str, str]] = set()
     records = Records()
     for number, row in read_json_lines(table, _FIELDS):
         article, file = _text(row, "pdf_hash"), _text(row, "fig_uri")
         if not _HASH.fullmatch(article) or not _URI.fullmatch(file):
             raise CorpusError(
-                f"{table}, line {number}: pdf_hash and fig_uri do not name a file, such as 3-Figure1-1.png"
+                f"{table}, line {number}: expected pdf_hash (40 hexadecimal digits) and fig_uri (a file name like "
+                "3-Figure1-1.png)",
+                "malformed",
+                field="fig_uri",
             )
         if (article, file) in seen:
-            noticed["duplicate_line"] += 1
+            warnings["duplicate_line"] += 1
             continue
         seen.add((article, file))
         if radiology_only and row["radiology"] is not True:
@@ -75,36 +77,25 @@ def plan(
             patient=patient,
             study=deid.study(article, file),
             image=root / "figures" / name,
-            sections=figure_sections(_caption(row), _references(row, table, number), noticed),
+            sections=figure_sections(
+                _caption(row), read_references(row, "s2orc_references", f"{table}, line {number}"), warnings
+            ),
             extra=_extra(row, (article, _text(row, "fig_key")) in compound),
         )
         records.append(Record(sample))
-    return Plan(NAME, records, (), excluded, noticed)
-
-
-def iter_samples(root: Path, *, deid: Deidentifier, radiology_only: bool = False) -> Iterator[Sample]:
-    """Samples of all splits. Raises CorpusError."""
-    for record in plan(root, deid, radiology_only=radiology_only).records:
-        yield record.sample
+    return Plan(NAME, records, (), excluded, warnings)
 
 
 def _caption(row: Mapping[str, Any]) -> str:
-    """As Semantic Scholar's figure extraction read it; where it read none, as S2ORC has it."""
+    """Return the caption extracted by Semantic Scholar or, where it found none, the one of S2ORC."""
     return _text(row, "s2_caption") or _text(row, "s2orc_caption")
 
 
-def _references(row: Mapping[str, Any], table: Path, number: int) -> list[str]:
-    sentences = row.get("s2orc_references") or []
-    if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
-        raise CorpusError(f"{table}, line {number}: s2orc_references is neither null nor a list of texts")
-    return sentences
-
-
 def _extra(row: Mapping[str, Any], compound: bool) -> dict[str, object]:
-    """The release's own classes of a figure, its licence, and whether people found sub-figures in it.
+    """Return the release's classes of a figure, its licence, and whether annotators marked sub-figures.
 
-    Only some figures were looked at for sub-figures, so the flag is there only where it is true. The DOI is left out:
-    it names the article, which the hash is there to hide.
+    Only some figures were annotated for sub-figures, so the flag is present only where it is true. The DOI is left
+    out because it would identify the article behind the hash.
     """
     extra: dict[str, object] = {name: row[name] for name in ("radiology", "scope") if isinstance(row.get(name), bool)}
     if kind := _text(row, "predicted_type"):
@@ -117,7 +108,7 @@ def _extra(row: Mapping[str, Any], compound: bool) -> dict[str, object]:
 
 
 def _read_compound(path: Path) -> set[tuple[str, str]]:
-    """(pdf_hash, fig_key) of the figures in which an annotator marked sub-figures."""
+    """Read (pdf_hash, fig_key) of the figures in which an annotator marked sub-figures."""
     if not path.is_file():
         return set()
     rows = (row for _, row in read_json_lines(path, ("pdf_hash", "fig_key", "answer")))

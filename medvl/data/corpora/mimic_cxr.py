@@ -2,11 +2,19 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, find_file, read_record, read_table
+from medvl.data.corpora.common.tables import (
+    Plan,
+    Record,
+    check_choice,
+    find_file,
+    find_suffix,
+    parse_findings,
+    read_table,
+)
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
 from medvl.schema import FINDINGS, Sample
@@ -14,11 +22,10 @@ from medvl.schema import FINDINGS, Sample
 NAME = "mimic-cxr"
 SPLITS = ("train", "validate", "test")
 COUNTS: Mapping[str, int] = {"images": 377_110}
-"""Of the full release: what `medvl verify --full` compares with."""
+"""Images of the full release, which `medvl verify --full` compares with."""
 
-_ID = re.compile(r"[\w-]{1,80}")  # names a file or a folder: neither dots nor slashes
+_ID = re.compile(r"[\w-]{1,80}")  # used as a file or folder name, so without dots and slashes
 _RELEASES = ("2.1.0", "2.0.0")
-_LABEL_VALUES = {"1.0": 1, "0.0": 0, "-1.0": -1, "1": 1, "0": 0, "-1": -1}
 
 
 def plan(
@@ -30,28 +37,33 @@ def plan(
     views: tuple[str, ...] = (),
     split: str | None = None,
 ) -> Plan:
-    """Everything that the tables of the release say about its images; no image or report is opened.
+    """Plan the samples of MIMIC-CXR from its tables; no image or report is opened.
 
     Args:
-        root: the folder that holds `files/` and the tables, of the DICOM or of the JPG release.
+        root: folder with `files/` and the tables of the DICOM or of the JPG release.
         deid: hashes patient, study and image ids.
-        reports: folder that holds the reports' `files/` tree; default `root`. The JPG release has none of its own.
-        labeler: "chexpert" or "negbio": which table the labels come from.
+        reports: folder with the `files/` tree of the reports; default `root`. The JPG release has no reports.
+        labeler: table of the labels, "chexpert" or "negbio".
         views: keep only these values of ViewPosition ("PA", "AP", "LATERAL", ...); empty keeps all.
-        split: only this split; default all three.
+        split: split to read; default all three.
 
     Raises:
-        CorpusError: a table or column is missing, or a value is not what the data card says.
+        CorpusError: a table or column is missing, or a value does not match the data card.
+        ConfigError: the split or the labeler is unknown.
     """
     root, reports = Path(root), Path(reports or root)
     if not root.is_dir():
-        raise CorpusError(f"{root} does not exist or is no folder: --root must name that of the release")
+        raise CorpusError(
+            f"{root} is not a folder: --root must be the folder of the release", "not_found", field="root"
+        )
     if not (reports / "files").is_dir():
         raise CorpusError(
-            f"{reports} has no folder files/: --reports must name the folder that holds that of the reports"
+            f"{reports} has no folder files/: --reports must be the folder with the files/ tree of the reports",
+            "not_found",
+            field="reports",
         )
-    if split is not None and split not in SPLITS:
-        raise CorpusError(f"{NAME} has the splits {', '.join(SPLITS)}, not {split!r}")
+    if split is not None:
+        check_choice(split, SPLITS, "split")
     labels = _read_labels(root, labeler)
     splits = _read_splits(root)
     excluded: Counter[str] = Counter()
@@ -68,7 +80,7 @@ def plan(
             excluded["view"] += 1
             continue
         folder = _folder(table, dicom_id, subject, study)
-        suffix = suffix or _suffix_of_release(root / folder / dicom_id)
+        suffix = suffix or find_suffix(root / folder / dicom_id, (".dcm", ".jpg"))
         sample = Sample(
             key=deid.image(dicom_id),
             corpus=NAME,
@@ -83,17 +95,10 @@ def plan(
     return Plan(NAME, records, FINDINGS, excluded)
 
 
-def iter_samples(root: Path, *, deid: Deidentifier, split: str | None = None) -> Iterator[Sample]:
-    """Samples with their report, read one after another. Raises CorpusError and ReportError."""
-    warnings: Counter[str] = Counter()
-    for record in plan(root, deid, split=split).records:
-        yield read_record(record, warnings)
-
-
 def _folder(table: Path, dicom_id: str, subject: str, study: str) -> Path:
-    """Of a study, within the release. Raises CorpusError where an id would lead elsewhere."""
+    """Return a study's folder in the release. Raises CorpusError when an id is not safe as part of a path."""
     if not all(map(_ID.fullmatch, (dicom_id, subject, study))):
-        raise CorpusError(f"{table}: a dicom_id, subject_id or study_id is no plain id, such as 10000032")
+        raise CorpusError(f"{table}: expected dicom_id, subject_id and study_id like 10000032", "malformed")
     return Path("files", f"p{subject[:2]}", f"p{subject}", f"s{study}")
 
 
@@ -102,40 +107,25 @@ def _table(root: Path, kind: str) -> Path:
     return find_file(root, *names)
 
 
-def _suffix_of_release(image: Path) -> str | None:
-    """A release is all DICOM or all JPG, so the first image that is there decides: no 377,110 looks at the disk."""
-    return next((suffix for suffix in (".dcm", ".jpg") if image.with_suffix(suffix).is_file()), None)
-
-
 def _read_splits(root: Path) -> dict[str, str]:
     path = _table(root, "split")
-    known = {name: name for name in SPLITS}
+    known = {name: name for name in SPLITS}  # one string object per split instead of one per image
     splits = {}
     for row in read_table(path, ("dicom_id", "split")):
         if row["split"] not in known:
-            raise CorpusError(f"{path}: split {row['split']!r} is none of {', '.join(SPLITS)}")
+            raise CorpusError(
+                f"{path}: expected one of {', '.join(SPLITS)} for split, got {row['split']!r}",
+                "malformed",
+                field="split",
+            )
         splits[row["dicom_id"]] = known[row["split"]]
     return splits
 
 
 def _read_labels(root: Path, labeler: str) -> dict[str, Mapping[str, int]]:
-    if labeler not in ("chexpert", "negbio"):
-        raise CorpusError(f"labeler must be chexpert or negbio, got {labeler!r}")
+    check_choice(labeler, ("chexpert", "negbio"), "labeler")
     path = _table(root, labeler)
     labels: dict[str, Mapping[str, int]] = {}
     for row in read_table(path, ("study_id", *FINDINGS)):
-        labels[row["study_id"]] = parse_labels(row, path)
-    return labels
-
-
-def parse_labels(row: Mapping[str, str], path: Path) -> dict[str, int]:
-    """The 14 findings of a table row: 1, 0, -1; blanks left out. Raises CorpusError on any other value."""
-    labels = {}
-    for name in FINDINGS:
-        value = row[name].strip()
-        if not value:
-            continue
-        if value not in _LABEL_VALUES:
-            raise CorpusError(f"{path}: {name} is {value!r}, which is none of 1, 0, -1 and blank")
-        labels[name] = _LABEL_VALUES[value]
+        labels[row["study_id"]] = parse_findings(row, path)
     return labels

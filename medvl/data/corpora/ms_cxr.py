@@ -2,16 +2,15 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args
 
 from medvl.data.annotations.boxes import Box, read_box, region_fields
 from medvl.data.annotations.phrases import Phrase
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, find_file, read_table
+from medvl.data.corpora.common.tables import Plan, Record, check_choice, find_file, find_suffix, read_table
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.errors import ConfigError, CorpusError
+from medvl.errors import CorpusError
 from medvl.schema import Sample
 
 NAME = "ms-cxr"
@@ -36,24 +35,23 @@ _PATH = re.compile(rf"files/p\d{{2}}/p(\d{{8}})/s(\d{{8}})/({_ID})\.(?:jpg|dcm)"
 
 
 def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, splits: Splits = "test") -> Plan:
-    """Everything that the table says about its images; no image is opened.
+    """Plan the samples of MS-CXR from its table; no image is opened.
 
-    An image is a sample, with all its phrases in `extra`. Ids are hashed as those of MIMIC-CXR, so that with one salt
-    an image has the key, and a patient the hash, that they have there.
+    Each image is one sample, with all its phrases in `extra`. Ids are hashed as in MIMIC-CXR: with the same salt,
+    images and patients have the same hashes in both corpora.
 
     Args:
-        root: the folder of the release, which holds the table.
+        root: folder of the release, with the table.
         deid: hashes patient, study and image ids.
-        images: folder that holds `files/` of MIMIC-CXR-JPG or MIMIC-CXR; default `root`.
-        splits: "test" makes a test set of all, as the published results do; "release" takes the table's own column.
+        images: folder with the `files/` tree of MIMIC-CXR-JPG or MIMIC-CXR; default `root`.
+        splits: "test" uses all images for testing, as published results do; "release" uses the table's split column.
 
     Raises:
-        CorpusError: the table is missing, or a value is not what the data card says.
+        CorpusError: the table is missing, or a value does not match the data card.
         ConfigError: an option is unknown.
     """
     root, images = Path(root), Path(images or root)
-    if splits not in get_args(Splits):
-        raise ConfigError(f"splits must be one of {', '.join(get_args(Splits))}, got {splits!r}")
+    check_choice(splits, get_args(Splits), "splits")
     table = find_file(root, *TABLES)
     by_image: dict[str, list[dict[str, str]]] = {}
     for row in read_table(table, (*_COLUMNS, "split") if splits == "release" else _COLUMNS):
@@ -63,10 +61,14 @@ def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, splits: 
     for name, rows in by_image.items():
         match = _PATH.fullmatch(name)
         if match is None or any(row["dicom_id"] != match[3] for row in rows):
-            raise CorpusError(f"{table}: a path is not that of its dicom_id below files/, as in MIMIC-CXR-JPG")
-        suffix = suffix or next((end for end in (".jpg", ".dcm") if (images / name).with_suffix(end).is_file()), None)
+            raise CorpusError(
+                f"{table}: expected a path below files/ that ends with the row's dicom_id, as in MIMIC-CXR-JPG",
+                "malformed",
+                field="path",
+            )
+        suffix = suffix or find_suffix(images / name, (".jpg", ".dcm"))
         subject, study, image = match.groups()
-        size = _one_size(rows, table)
+        size = _image_size(rows, table)
         phrases = [phrase.as_json() for phrase in _phrases(rows, size, table)]
         sample = Sample(
             key=deid.image(image),
@@ -82,36 +84,42 @@ def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, splits: 
     return Plan(NAME, records, LABELS, Counter())
 
 
-def iter_samples(root: Path, *, deid: Deidentifier, images: Path | None = None) -> Iterator[Sample]:
-    """Samples with their phrases. Raises CorpusError."""
-    for record in plan(root, deid, images=images).records:
-        yield record.sample
-
-
 def _phrases(rows: list[dict[str, str]], size: tuple[int, int], table: Path) -> list[Phrase]:
-    """The phrases of one image in the order of the table: rows of one finding and one text are boxes of one phrase."""
+    """Return the phrases of one image in table order; rows with the same finding and text form one phrase."""
     boxes: dict[tuple[str, str], list[Box]] = {}
     for row in rows:
         label, text = row["category_name"], " ".join(row["label_text"].split())
         if label not in LABELS or not text:
-            raise CorpusError(f"{table}: a row has no text, or its category_name is none of {', '.join(LABELS)}")
-        found = boxes.setdefault((label, text), [])
-        found.append(read_box(label, [row[name] for name in ("x", "y", "w", "h")], size, table))
-    return [Phrase(label=label, text=text, boxes=tuple(found)) for (label, text), found in boxes.items()]
+            raise CorpusError(
+                f"{table}: expected a label_text and one of {', '.join(LABELS)} for category_name",
+                "malformed",
+                field="category_name" if text else "label_text",
+            )
+        box = read_box(label, [row[name] for name in ("x", "y", "w", "h")], size, table)
+        boxes.setdefault((label, text), []).append(box)
+    return [Phrase(label=label, text=text, boxes=tuple(group)) for (label, text), group in boxes.items()]
 
 
-def _one_size(rows: list[dict[str, str]], table: Path) -> tuple[int, int]:
-    """(width, height) of an image, on which all its rows agree."""
+def _image_size(rows: list[dict[str, str]], table: Path) -> tuple[int, int]:
+    """Return (width, height) of an image. Raises CorpusError when its rows disagree."""
     sizes = {(row["image_width"], row["image_height"]) for row in rows}
     width, height = rows[0]["image_width"], rows[0]["image_height"]
     if len(sizes) != 1 or not (width.isdigit() and height.isdigit()):
-        raise CorpusError(f"{table}: image_width and image_height are not two whole numbers, the same for one image")
+        raise CorpusError(
+            f"{table}: expected whole numbers for image_width and image_height, the same in all rows of an image",
+            "malformed",
+            field="image_width",
+        )
     return int(width), int(height)
 
 
 def _split(rows: list[dict[str, str]], table: Path) -> str:
-    found = {_SPLITS.get(row["split"]) for row in rows}
-    split = found.pop()
-    if found or split is None:
-        raise CorpusError(f"{table}: split is none of {', '.join(_SPLITS)}, or not the same for all rows of an image")
+    splits = {_SPLITS.get(row["split"]) for row in rows}
+    split = splits.pop()
+    if splits or split is None:
+        raise CorpusError(
+            f"{table}: expected one of {', '.join(_SPLITS)} for split, the same in all rows of an image",
+            "malformed",
+            field="split",
+        )
     return split

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from medvl.data.corpora.common.record_file import Records
@@ -15,7 +15,7 @@ from medvl.schema import Sample
 
 NAME = "openi"
 COUNTS: Mapping[str, int] = {"images": 7_470}
-"""Of the full collection: what `medvl verify --full` compares with."""
+"""Images of the full collection, which `medvl verify --full` compares with."""
 
 _REPORTS = ("ecgen-radiology", "NLMCXR_reports.tgz")
 _IMAGES = "NLMCXR_png"
@@ -31,29 +31,29 @@ def plan(
     images: Path | None = None,
     fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
 ) -> Plan:
-    """Everything that the reports say about the images; no image is opened.
+    """Plan the samples of Open-i from its reports; no image is opened.
 
     Args:
-        root: the folder that holds `ecgen-radiology/` or `NLMCXR_reports.tgz`.
-        deid: hashes reports and images. The collection tells no patients apart, so that a report counts as a patient.
-        images: folder of the PNG files; default `NLMCXR_png` in `root`. Files that are named as in the copy on Kaggle
-            (1_IM-0001-3001.dcm.png) are found too.
-        fractions: of the splits; the collection has none.
+        root: folder with `ecgen-radiology/` or `NLMCXR_reports.tgz`.
+        deid: hashes reports and images. The collection has no patient ids, so each report counts as a patient.
+        images: folder of the PNG files; default `NLMCXR_png` in `root`. File names of the copy on Kaggle
+            (1_IM-0001-3001.dcm.png) are recognised too.
+        fractions: fractions of the splits; the collection has no splits.
 
     Raises:
-        CorpusError: there is no report, or one of them is damaged.
+        CorpusError: there is no report, or one is damaged.
         ConfigError: the fractions do not sum to one.
     """
     root = Path(root)
     images = Path(images) if images is not None else root / _IMAGES
     check_fractions(fractions)
     projections = _read_projections(root / _PROJECTIONS)
-    files = {_place(path.name): path for path in images.iterdir()} if images.is_dir() else {}
-    noticed = Counter[str]()
+    files = {_image_id(path.name): path for path in images.iterdir()} if images.is_dir() else {}
+    warnings = Counter[str]()
     records = Records()
     for report in iter_openi_reports(_find_reports(root)):
-        noticed["report_without_image"] += not report.images
-        noticed["no_findings_or_impression"] += not {"findings", "impression"} & report.sections.keys()
+        warnings["report_without_image"] += not report.images
+        warnings["no_findings_or_impression"] += not {"findings", "impression"} & report.sections.keys()
         patient = deid.patient(report.id)
         for image in report.images:
             sample = Sample(
@@ -62,45 +62,41 @@ def plan(
                 split=hash_split(patient, fractions),
                 patient=patient,
                 study=deid.study(report.id, report.id),
-                image=files.get(_place(image.id), images / f"{image.id}.png"),
+                image=files.get(_image_id(image.id), images / f"{image.id}.png"),
                 sections=report.sections,
-                view=projections.get(_place(image.id)),
+                view=projections.get(_image_id(image.id)),
                 extra={"mesh_major": list(report.mesh_major), "mesh_automatic": list(report.mesh_automatic)},
             )
             records.append(Record(sample))
-    return Plan(NAME, records, (), Counter(), +noticed)
-
-
-def iter_samples(root: Path, *, deid: Deidentifier) -> Iterator[Sample]:
-    """Samples of all splits. Raises CorpusError."""
-    for record in plan(root, deid).records:
-        yield record.sample
+    return Plan(NAME, records, (), Counter(), +warnings)
 
 
 def _find_reports(root: Path) -> Path:
     for name in _REPORTS:
         if (root / name).exists():
             return root / name
-    raise CorpusError(f"{root} holds neither {' nor '.join(_REPORTS)}: see the data card")
+    raise CorpusError(f"{root} contains none of {', '.join(_REPORTS)}: see the data card", "not_found")
 
 
-def _place(name: str) -> tuple[str, ...]:
-    """(12, IM-0001-3001): what the id of an image and the names of its file in different copies have in common."""
+def _image_id(name: str) -> tuple[str, ...]:
+    """Return an image's id, such as (12, IM-0001-3001), from its id in a report or its file name in any copy."""
     match = _NAME.fullmatch(name)
     return match.groups() if match else (name,)
 
 
 def _read_projections(path: Path) -> dict[tuple[str, ...], str]:
-    """Place of an image -> its view, from the table that the copy on Kaggle adds.
+    """Read image id -> view from the table in the copy on Kaggle.
 
-    The captions of the reports do not tell: they describe all images of a study at once, with masks ("XXXX and
-    lateral"), and stand under a lone image just the same.
+    The captions of the reports cannot be used: they describe all images of a study at once, with masks ("XXXX and
+    lateral"), even where a study has one image.
     """
     if not path.is_file():
         return {}
     views = {}
     for row in read_table(path, ("filename", "projection")):
         if row["projection"] not in _VIEWS:
-            raise CorpusError(f"{path}: a projection is none of {', '.join(_VIEWS)}")
-        views[_place(row["filename"])] = _VIEWS[row["projection"]]
+            raise CorpusError(
+                f"{path}: expected one of {', '.join(_VIEWS)} for projection", "malformed", field="projection"
+            )
+        views[_image_id(row["filename"])] = _VIEWS[row["projection"]]
     return views

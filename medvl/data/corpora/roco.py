@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from medvl.data.corpora.common.figures import SplitRule, figure_sections, settle_splits
+from medvl.data.corpora.common.figures import SplitRule, apply_split_rule, figure_sections, read_references
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, find_file, open_text, read_table
-from medvl.data.corpora.table import read_json_lines
+from medvl.data.corpora.common.tables import Plan, Record, find_file, open_text, read_json_lines, read_table
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.errors import CorpusError
+from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
 
 NAME, NAME_OTHERS, NAME_V2 = "roco", "roco-non-radiology", "rocov2"
@@ -21,13 +20,13 @@ COUNTS: Mapping[str, Mapping[str, int]] = {
     NAME_OTHERS: {"images": 6_118},
     NAME_V2: {"images": 79_789},
 }
-"""Corpus name -> rows of the published tables, over all splits: what `medvl verify --full` compares with."""
+"""Corpus name -> rows of the published tables of all splits, which `medvl verify --full` compares with."""
 
 _ID = re.compile(r"ROCO_\d+")
-_ID_V2 = re.compile(r"[A-Za-z0-9_-]{1,80}")  # names a file
+_ID_V2 = re.compile(r"[A-Za-z0-9_-]{1,80}")  # used as a file name
 _LICENCE = re.compile(r"CC0|CC[ -]BY(?:-NC)?(?:-SA|-ND)?")
 _ARTICLE = re.compile(r"PMC\d+")
-_FILE = re.compile(r"(PMC\d+)_([\w .()+,-]+)")  # names a file too: no slashes
+_FILE = re.compile(r"(PMC\d+)_([\w .()+,-]+)")  # used as a file name, so without slashes
 _REFERENCES = tuple(f"roco_{split}_references.jsonl" for split in ("train", "val", "test"))
 
 
@@ -39,52 +38,51 @@ def plan(
     non_radiology: bool = False,
     splits: SplitRule = "official",
 ) -> Plan:
-    """Everything that the tables say about the figures; no image is opened.
+    """Plan the samples of ROCO or ROCOv2 from its tables; no image is opened.
 
     Args:
-        root: of ROCO, the folder that holds `train/`, `validation/` and `test/`, or its parent `data/`'s; of ROCOv2,
-            the folder that holds `train_captions.csv`. Which of the two it is shows by its files.
+        root: for ROCO, the folder with `train/`, `validation/` and `test/`, or the parent of such a folder named
+            `data`; for ROCOv2, the folder with `train_captions.csv`. The release is recognised by its files.
         deid: hashes articles and figures.
-        references: folder of MedICaT's `roco_{train,val,test}_references.jsonl`, whose sentences about a figure become
-            its further sections (the first ROCO only).
-        non_radiology: the out-of-class figures (drawings, photographs) instead of the radiology (the first ROCO only).
-        splits: what to do about articles that have figures in several published splits; see `settle_splits`.
+        references: folder with MedICaT's `roco_{train,val,test}_references.jsonl`, whose sentences about a figure are
+            added to its sections (ROCO only).
+        non_radiology: read the out-of-class figures (drawings, photographs) instead of radiology (ROCO only).
+        splits: rule for articles with figures in several published splits; see `apply_split_rule`.
 
     Raises:
-        CorpusError: a table is missing or is not what the data card says.
-        SplitError: `splits` is "official" and an article stands in two splits.
+        CorpusError: a table is missing or does not match the data card.
+        SplitError: `splits` is "official" and an article is in two splits.
+        ConfigError: an option is unknown, or not supported by ROCOv2.
     """
-    root, noticed = Path(root), Counter[str]()
+    root, warnings = Path(root), Counter[str]()
     if any((root / f"{split}_captions.csv").is_file() for split in SPLITS_V2):
         if references is not None or non_radiology:
-            raise CorpusError(f"{root} is ROCOv2, which has neither references nor figures outside radiology")
-        return settle_splits(_plan(NAME_V2, _read_v2(root, noticed), deid, noticed), splits, SPLITS_V2)
+            raise ConfigError(
+                f"{root} is ROCOv2, which has neither references nor non-radiology figures",
+                "unsupported",
+                field="references" if references is not None else "non_radiology",
+            )
+        return apply_split_rule(_plan(NAME_V2, _read_v2(root, warnings), deid, warnings), splits, SPLITS_V2)
     base = root / "data" if (root / "data").is_dir() else root
     name = NAME_OTHERS if non_radiology else NAME
-    figures = _read_v1(base, "non-radiology" if non_radiology else "radiology", references, noticed)
-    return settle_splits(_plan(name, figures, deid, noticed), splits, SPLITS)
-
-
-def iter_samples(root: Path, *, deid: Deidentifier, splits: SplitRule = "official") -> Iterator[Sample]:
-    """Samples of all splits. Raises CorpusError and SplitError."""
-    for record in plan(root, deid, splits=splits).records:
-        yield record.sample
+    figures = _read_v1(base, "non-radiology" if non_radiology else "radiology", references, warnings)
+    return apply_split_rule(_plan(name, figures, deid, warnings), splits, SPLITS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
-    """Where a figure comes from."""
+    """Origin of a figure."""
 
     article: str
-    """PMC and a number."""
+    """Id in PubMed Central: PMC and a number."""
     file: str = ""
-    """Of the figure: the article's id, `_`, and its name in the article; where known."""
+    """File name of the figure, where known: the article's id, `_`, and the name in the article."""
     licence: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Figure:
-    """A figure as the tables of either release describe it."""
+    """A figure in the tables of either release."""
 
     id: str
     split: str
@@ -95,12 +93,12 @@ class _Figure:
     references: list[str] = dataclasses.field(default_factory=list)
 
 
-def _plan(name: str, figures: Iterable[_Figure], deid: Deidentifier, noticed: Counter[str]) -> Plan:
+def _plan(name: str, figures: Iterable[_Figure], deid: Deidentifier, warnings: Counter[str]) -> Plan:
     excluded = Counter[str]()
     records = Records()
     for figure in figures:
         if figure.source is None:
-            excluded["no_article"] += 1  # so it cannot be told which split it may stand in
+            excluded["no_article"] += 1  # splits are by article
             continue
         extra: dict[str, object] = {field: terms for field, terms in figure.terms.items() if terms}
         if figure.source.licence:
@@ -112,25 +110,28 @@ def _plan(name: str, figures: Iterable[_Figure], deid: Deidentifier, noticed: Co
             patient=deid.patient(figure.source.article),
             study=deid.study(figure.source.article, figure.id),
             image=figure.image,
-            sections=figure_sections(figure.caption, figure.references, noticed),
+            sections=figure_sections(figure.caption, figure.references, warnings),
             extra=extra,
         )
         records.append(Record(sample))
-    return Plan(name, records, (), excluded, noticed)
+    return Plan(name, records, (), excluded, warnings)
 
 
-def _read_v1(base: Path, kind: str, references: Path | None, noticed: Counter[str]) -> Iterator[_Figure]:
+def _read_v1(base: Path, kind: str, references: Path | None, warnings: Counter[str]) -> Iterator[_Figure]:
     folders = {split: base / split / kind for split in SPLITS if (base / split / kind).is_dir()}
     if not folders:
-        raise CorpusError(f"{base} holds none of {', '.join(f'{split}/{kind}' for split in SPLITS)}: see the data card")
-    said = _read_references(references)
+        raise CorpusError(
+            f"{base} contains none of {', '.join(f'{split}/{kind}' for split in SPLITS)}: see the data card",
+            "not_found",
+        )
+    sentences = _read_references(references)
     for split, folder in folders.items():
         sources = _read_sources(folder)
         cuis, keywords = _read_terms(folder / "cuis.txt"), _read_terms(folder / "keywords.txt")
         images = folder / "images"
         present = {path.name for path in images.iterdir()} if images.is_dir() else set[str]()
         lines = ((figure, " ".join(fields)) for figure, fields in _read_lines(folder / "captions.txt"))
-        for figure, caption in _first_captions(lines, noticed).items():
+        for figure, caption in _first_captions(lines, warnings).items():
             source = sources.get(figure)
             file = source.file if source else ""
             yield _Figure(
@@ -140,11 +141,11 @@ def _read_v1(base: Path, kind: str, references: Path | None, noticed: Counter[st
                 image=images / (file if file in present else f"{figure}.jpg"),
                 source=source,
                 terms={"cuis": cuis.get(figure, []), "keywords": keywords.get(figure, [])},
-                references=said.get(file, []),
+                references=sentences.get(file, []),
             )
 
 
-def _read_v2(root: Path, noticed: Counter[str]) -> Iterator[_Figure]:
+def _read_v2(root: Path, warnings: Counter[str]) -> Iterator[_Figure]:
     sources = _read_licences_v2(root / "license_information.csv")
     for split in SPLITS_V2:
         table = root / f"{split}_captions.csv"
@@ -157,9 +158,9 @@ def _read_v2(root: Path, noticed: Counter[str]) -> Iterator[_Figure]:
             {r["ID"]: r["CUIs"].split(";") for r in read_table(concepts, ("ID", "CUIs"))} if concepts.is_file() else {}
         )
         rows = ((row["ID"], row["Caption"]) for row in read_table(table, ("ID", "Caption")))
-        for figure, caption in _first_captions(rows, noticed).items():
+        for figure, caption in _first_captions(rows, warnings).items():
             if not _ID_V2.fullmatch(figure):
-                raise CorpusError(f"{table}: an ID is not of the form ROCOv2_2023_train_000001")
+                raise CorpusError(f"{table}: expected an ID like ROCOv2_2023_train_000001", "malformed", field="ID")
             yield _Figure(
                 id=figure,
                 split=split,
@@ -170,20 +171,20 @@ def _read_v2(root: Path, noticed: Counter[str]) -> Iterator[_Figure]:
             )
 
 
-def _first_captions(rows: Iterable[tuple[str, str]], noticed: Counter[str]) -> dict[str, str]:
-    """Id -> caption: some lines are there twice."""
+def _first_captions(rows: Iterable[tuple[str, str]], warnings: Counter[str]) -> dict[str, str]:
+    """Return id -> first caption; the tables repeat some lines."""
     captions: dict[str, str] = {}
     for figure, caption in rows:
         first = captions.get(figure)
         if first is None:
             captions[figure] = caption
         else:
-            noticed["duplicate_line" if caption == first else "second_caption_ignored"] += 1
+            warnings["duplicate_line" if caption == first else "second_caption_ignored"] += 1
     return captions
 
 
 def _read_sources(folder: Path) -> dict[str, _Source]:
-    """Figure -> source, from licences.txt and, for those that it lacks, from dlinks.txt."""
+    """Read figure -> source from licences.txt and, where that has no entry, from dlinks.txt."""
     sources: dict[str, _Source] = {}
     if find_file(folder, "licences.txt", "dlinks.txt").name == "licences.txt":
         for row in read_table(folder / "licences.txt", ("ROCO_ID", "PMC_ID", "CC")):
@@ -200,25 +201,25 @@ def _read_sources(folder: Path) -> dict[str, _Source]:
 
 
 def _read_licences_v2(path: Path) -> dict[str, _Source]:
-    """Figure -> source; the article's id stands in a column of its own and in the link."""
+    """Read figure -> source; the article's id is in a column of its own or in the link."""
     sources = {}
     for row in read_table(path, ("ID",)):
-        told = " ".join(value for column, value in row.items() if column != "ID")
-        article, licence = _ARTICLE.search(told), _LICENCE.search(told)
+        text = " ".join(value for column, value in row.items() if column != "ID")
+        article, licence = _ARTICLE.search(text), _LICENCE.search(text)
         if article is not None:
             sources[row["ID"]] = _Source(article=article[0], licence=licence[0] if licence else "")
     return sources
 
 
 def _read_terms(path: Path) -> dict[str, list[str]]:
-    """Figure -> terms; nothing where the file is missing, as in some copies."""
+    """Read figure -> terms; empty when the file is missing, as in some copies."""
     if not path.is_file():
         return {}
     return {figure: [term for term in fields if term] for figure, fields in _read_lines(path)}
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """(id, the other fields without surrounding white space) of a table whose fields are separated by tabs."""
+    """Yield (id, other fields) of a tab-separated table, with surrounding white space removed."""
     with open_text(path) as file:
         try:
             for number, line in enumerate(file, start=1):
@@ -226,24 +227,26 @@ def _read_lines(path: Path) -> Iterator[tuple[str, list[str]]]:
                 if not figure and not any(fields):
                     continue
                 if not _ID.fullmatch(figure):
-                    raise CorpusError(f"{path}, line {number}: it does not begin with an id of the form ROCO_00001")
+                    raise CorpusError(f"{path}, line {number}: expected an id like ROCO_00001 first", "malformed")
                 yield figure, fields
         except UnicodeDecodeError:
-            raise CorpusError(f"{path} is no text in UTF-8: fetch it again") from None
+            raise CorpusError(f"{path} is not UTF-8 text: download it again", "malformed") from None
 
 
 def _read_references(folder: Path | None) -> dict[str, list[str]]:
-    """File of a figure -> the sentences that refer to it."""
+    """Read figure file -> sentences that refer to it."""
     if folder is None:
         return {}
     paths = [folder / name for name in _REFERENCES if (folder / name).is_file()]
     if not paths:
-        raise CorpusError(f"{folder} holds none of {', '.join(_REFERENCES)}: it should be MedICaT's roco_references")
-    said: dict[str, list[str]] = {}
+        raise CorpusError(
+            f"{folder} contains none of {', '.join(_REFERENCES)}: expected MedICaT's folder roco_references",
+            "not_found",
+            field="references",
+        )
+    sentences: dict[str, list[str]] = {}
     for path in paths:
         for number, row in read_json_lines(path, ("roco_image_id", "gorc_references")):
-            sentences = row["gorc_references"] or []
-            if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
-                raise CorpusError(f"{path}, line {number}: gorc_references is neither null nor a list of texts")
-            said.setdefault(str(row["roco_image_id"]), []).extend(sentences)
-    return said
+            references = read_references(row, "gorc_references", f"{path}, line {number}")
+            sentences.setdefault(str(row["roco_image_id"]), []).extend(references)
+    return sentences

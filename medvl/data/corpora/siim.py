@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from medvl.data.annotations.boxes import region_fields
@@ -16,10 +16,10 @@ from medvl.schema import Sample
 
 NAME = "siim"
 COUNTS: Mapping[str, int] = {"images": 12_047}
-"""Annotated images of stage 2: what `medvl verify --full` compares with."""
+"""Annotated images of stage 2, which `medvl verify --full` compares with."""
 LABELS = ("Pneumothorax",)
 FRACTIONS: Mapping[str, float] = {"train": 0.7, "validate": 0.15, "test": 0.15}
-"""Of GLoRIA and those who followed it; the release has no test labels."""
+"""Fractions of GLoRIA and later work; the release has no test labels."""
 
 _TABLES = ("stage_2_train.csv", "train-rle.csv")
 _SIZE = (1024, 1024)
@@ -27,15 +27,15 @@ _UID = re.compile(r"[0-9.]{8,64}")
 
 
 def plan(root: Path, deid: Deidentifier, *, fractions: Mapping[str, float] = FRACTIONS) -> Plan:
-    """Everything that the table says about the images; no image is opened.
+    """Plan the samples of the SIIM-ACR challenge from its table; no image is opened.
 
     Args:
-        root: the folder that holds `stage_2_train.csv` or `train-rle.csv`, and the DICOM files at any depth.
-        deid: hashes the images, each of which stands for a patient: the release names none.
-        fractions: of the splits.
+        root: folder with `stage_2_train.csv` or `train-rle.csv`, and the DICOM files at any depth.
+        deid: hashes the images. The release has no patient ids, so each image counts as a patient.
+        fractions: fractions of the splits.
 
     Raises:
-        CorpusError: the table is missing, or a value is not what the data card says.
+        CorpusError: the table is missing, or a value does not match the data card.
         ConfigError: the fractions do not sum to one.
     """
     root = Path(root)
@@ -60,19 +60,18 @@ def plan(root: Path, deid: Deidentifier, *, fractions: Mapping[str, float] = FRA
     return Plan(NAME, records, LABELS, Counter())
 
 
-def iter_samples(root: Path, *, deid: Deidentifier) -> Iterator[Sample]:
-    """Samples of all splits. Raises CorpusError."""
-    for record in plan(root, deid).records:
-        yield record.sample
-
-
 def _read_masks(table: Path) -> dict[str, list[str]]:
-    """Image -> runs of each of its masks, none where it has no pneumothorax."""
+    """Read image -> runs of each of its masks, an empty list for images without pneumothorax."""
     masks: dict[str, list[str]] = {}
     for row in read_table(table, ("ImageId",)):
-        cells = {name.strip(): value.strip() for name, value in row.items()}  # stage 1 has a blank before the name
+        # stage 1 has a blank before the column names
+        cells = {name.strip(): value.strip() for name, value in row.items()}
         if "EncodedPixels" not in cells or not _UID.fullmatch(cells["ImageId"]):
-            raise CorpusError(f"{table}: a row has no ImageId that names a file, or there is no column EncodedPixels")
+            raise CorpusError(
+                f"{table}: expected a column EncodedPixels, and an ImageId of digits and dots in each row",
+                "malformed",
+                field="ImageId" if "EncodedPixels" in cells else "EncodedPixels",
+            )
         runs = masks.setdefault(cells["ImageId"], [])
         text = cells["EncodedPixels"]
         if text == EMPTY or text in runs:  # stage 1 repeats some rows
@@ -80,6 +79,6 @@ def _read_masks(table: Path) -> dict[str, list[str]]:
         try:
             decode_runs(text, _SIZE[1], _SIZE[0])
         except CorpusError as error:
-            raise CorpusError(f"{table}: {error}") from None
+            raise error.prefixed(f"{table}: ") from None
         runs.append(text)
     return masks

@@ -192,7 +192,7 @@ class _CheckpointReader(PickleReader):
         super().__init__(path)
         self.blanks: set[str] = set()
 
-    def other(self, name: str, argument: Any) -> None:
+    def handle_opcode(self, name: str, argument: Any) -> None:
         """Follow an instruction that does not build plain data."""
         if name in ("GLOBAL", "STACK_GLOBAL"):
             self._push_global(argument if name == "GLOBAL" else " ".join([self.stack.pop(-2), self.stack.pop()]))
@@ -211,9 +211,9 @@ class _CheckpointReader(PickleReader):
         elif name == "EMPTY_SET":
             self.stack.append(_Blank())
         elif name in ("ADDITEMS", "POP_MARK"):
-            self.to_mark()
+            self.pop_to_mark()
         elif name == "FROZENSET":
-            self.to_mark()
+            self.pop_to_mark()
             self.stack.append(_Blank())
         else:
             raise WeightsError(

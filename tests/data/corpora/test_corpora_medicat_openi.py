@@ -1,10 +1,11 @@
-"""MedICaT and Open-i: converters against fixtures of the exact published shape, good and bad, and against real data."""
+"""MedICaT and Open-i converters on valid and invalid fixtures in the published layouts, and on real data."""
 
 import gzip
 import json
 from pathlib import Path
 
 import pytest
+from helpers.errors import raises
 from helpers.figure_files import SMALL, write_image, write_table, xml
 
 from medvl.data.convert.options import ShardRun
@@ -45,7 +46,7 @@ def write_medicat(root: Path, rows: list[dict[str, object]]) -> Path:
     return root
 
 
-def test_medicat_samples_carry_what_the_table_says(tmp_path: Path, deid: Deidentifier) -> None:
+def test_medicat_samples_match_table(tmp_path: Path, deid: Deidentifier) -> None:
     references = ["A barium enema revealed a stenosis (Figure 1 ).", "(Figure 1 )", "It was fibrotic ( Figure 1) ."]
     write_medicat(
         tmp_path,
@@ -76,7 +77,7 @@ def test_medicat_samples_carry_what_the_table_says(tmp_path: Path, deid: Deident
     assert first.patient == second.patient == deid.patient(f"{1:040x}") != third.patient
     assert first.split == second.split
     assert first.study != second.study
-    assert plan.noticed == {"blank_caption": 1}
+    assert plan.warnings == {"blank_caption": 1}
     for record in plan.records:
         assert record.sample.image is not None
         assert record.sample.image.is_file()
@@ -85,13 +86,13 @@ def test_medicat_samples_carry_what_the_table_says(tmp_path: Path, deid: Deident
         assert f"{1:040x}" not in stored
 
 
-def test_medicat_keeps_radiology_only_where_asked_and_each_figure_once(tmp_path: Path, deid: Deidentifier) -> None:
+def test_medicat_radiology_only_and_duplicates_are_excluded(tmp_path: Path, deid: Deidentifier) -> None:
     rows = [figure_row(1, 1), figure_row(1, 1), figure_row(2, 1, radiology=False), figure_row(2, 2, radiology=None)]
     write_medicat(tmp_path, rows)
     plan = medicat.plan(tmp_path, deid, radiology_only=True)
     assert [record.sample.key for record in plan.records] == [deid.image(f"{1:040x}_2-Figure1-1.png")]
-    assert (plan.excluded, plan.noticed) == ({"not_radiology": 2}, {"duplicate_line": 1})
-    assert len(list(medicat.iter_samples(tmp_path, deid=deid))) == 3
+    assert (plan.excluded, plan.warnings) == ({"not_radiology": 2}, {"duplicate_line": 1})
+    assert len(list(medicat.plan(tmp_path, deid).iter_samples())) == 3
 
 
 def test_medicat_splits_are_disjoint_by_article(tmp_path: Path, deid: Deidentifier) -> None:
@@ -103,25 +104,25 @@ def test_medicat_splits_are_disjoint_by_article(tmp_path: Path, deid: Deidentifi
         patients.setdefault(record.sample.split, set()).add(record.sample.patient)
     check_disjoint(patients, "medicat")
     assert sorted(patients) == ["train", "valid"]
-    with pytest.raises(ConfigError, match="must sum to 1"):
+    with raises(ConfigError, "out_of_range", "splits"):
         medicat.plan(tmp_path, deid, fractions={"train": 0.5})
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "expected"),
     [
-        (figure_row(1, 1, fig_uri="../../etc/passwd"), "line 1: pdf_hash and fig_uri do not name a file"),
-        (figure_row(1, 1, pdf_hash="PMC1"), "line 1: pdf_hash and fig_uri do not name a file"),
-        (figure_row(1, 1, s2orc_references="one text"), "line 1: s2orc_references is neither null nor a list of texts"),
-        ({"pdf_hash": "1"}, "lacks the columns fig_uri, s2_caption, radiology"),
+        (figure_row(1, 1, fig_uri="../../etc/passwd"), ("malformed", "fig_uri")),
+        (figure_row(1, 1, pdf_hash="PMC1"), ("malformed", "fig_uri")),
+        (figure_row(1, 1, s2orc_references="one text"), ("wrong_type", "s2orc_references")),
+        ({"pdf_hash": "1"}, ("missing", "fig_uri")),
     ],
 )
-def test_medicat_rows_that_are_none_are_named(tmp_path: Path, deid: Deidentifier, row: dict, told: str) -> None:
+def test_medicat_invalid_row_raises(tmp_path: Path, deid: Deidentifier, row: dict, expected: tuple[str, ...]) -> None:
     (tmp_path / TABLE).write_text(json.dumps(row) + "\n")
-    with pytest.raises(CorpusError, match=told):
+    with raises(CorpusError, *expected):
         medicat.plan(tmp_path, deid)
     (tmp_path / TABLE).write_text(json.dumps(figure_row(1, 1))[:-9])
-    with pytest.raises(CorpusError, match="cannot be read as JSON lines"):
+    with raises(CorpusError, "malformed"):
         medicat.plan(tmp_path, deid)
 
 
@@ -137,8 +138,8 @@ def write_openi(root: Path, reports: int = 3) -> Path:
     return root
 
 
-def test_openi_samples_carry_what_the_reports_say(tmp_path: Path, deid: Deidentifier) -> None:
-    samples = list(openi.iter_samples(write_openi(tmp_path), deid=deid))
+def test_openi_samples_match_reports(tmp_path: Path, deid: Deidentifier) -> None:
+    samples = list(openi.plan(write_openi(tmp_path), deid).iter_samples())
     assert len(samples) == 6
     first, second = samples[:2]
     assert first.patient == second.patient == deid.patient("CXR1") != samples[2].patient
@@ -154,17 +155,17 @@ def test_openi_samples_carry_what_the_reports_say(tmp_path: Path, deid: Deidenti
     assert all(sample.image is not None and sample.image.is_file() for sample in samples)
 
 
-def test_openi_views_and_files_of_the_copy_on_kaggle(tmp_path: Path, deid: Deidentifier) -> None:
+def test_openi_kaggle_file_names_and_views_are_read(tmp_path: Path, deid: Deidentifier) -> None:
     root = write_openi(tmp_path)
     for path in (root / "NLMCXR_png").iterdir():
         path.rename(path.with_name(path.name.removeprefix("CXR").replace(".png", ".dcm.png")))
     rows = [["1", "1_IM-0001-3001.dcm.png", "Frontal"], ["1", "1_IM-0001-4001.dcm.png", "Lateral"]]
     write_table(root / "indiana_projections.csv", ["uid", "filename", "projection"], rows)
-    samples = list(openi.iter_samples(root, deid=deid))
+    samples = list(openi.plan(root, deid).iter_samples())
     assert [sample.view for sample in samples] == ["FRONTAL", "LATERAL", None, None, None, None]
     assert all(sample.image is not None and sample.image.is_file() for sample in samples)
     write_table(root / "indiana_projections.csv", ["uid", "filename", "projection"], [[*rows[0][:2], "Oblique"]])
-    with pytest.raises(CorpusError, match="a projection is none of Frontal, Lateral"):
+    with raises(CorpusError, "malformed", "projection"):
         openi.plan(root, deid)
 
 
@@ -177,8 +178,8 @@ def test_openi_reports_without_images_or_sections_are_counted(tmp_path: Path, de
     report.write_text(report.read_text().replace("FINDINGS", "TECHNIQUE").replace("IMPRESSION", "HISTORY"))
     plan = openi.plan(root, deid)
     assert len(plan.records) == 4
-    assert plan.noticed == {"report_without_image": 1, "no_findings_or_impression": 1}
-    with pytest.raises(CorpusError, match="holds neither ecgen-radiology nor NLMCXR_reports.tgz"):
+    assert plan.warnings == {"report_without_image": 1, "no_findings_or_impression": 1}
+    with raises(CorpusError, "not_found"):
         openi.plan(tmp_path / "NLMCXR_png", deid)
 
 
@@ -186,25 +187,25 @@ def test_openi_reports_without_images_or_sections_are_counted(tmp_path: Path, de
 
 
 @pytest.mark.real
-def test_the_openi_collection(real_data: Path, deid: Deidentifier) -> None:
-    """The reports of the whole collection; its images are not there."""
+def test_openi_full_collection_has_the_published_counts(real_data: Path, deid: Deidentifier) -> None:
+    """Reports of the full collection, without its images."""
     plan = openi.plan(real_data / "openi", deid)
     assert len(plan.records) == openi.COUNTS["images"] == len({record.sample.key for record in plan.records})
-    assert plan.noticed == {"report_without_image": 104, "no_findings_or_impression": 28}
+    assert plan.warnings == {"report_without_image": 104, "no_findings_or_impression": 28}
     assert len({record.sample.patient for record in plan.records}) == 3955 - 104
 
 
 @pytest.mark.real
-def test_a_sample_of_medicat(real_data: Path, tmp_path: Path, deid: Deidentifier) -> None:
-    """Ten figures with their texts, put back into the layout of the release."""
+def test_medicat_real_figures_convert(real_data: Path, tmp_path: Path, deid: Deidentifier) -> None:
+    """Ten figures with their texts, written in the layout of the release."""
     folder = real_data / "medicat_sample"
     rows = []
     for line in (folder / "captions.jsonl").read_text(encoding="utf-8").splitlines():
-        given = json.loads(line)
-        article, _, file = Path(given["image"]).name.partition("_")
-        texts = {"s2_caption": given["caption"], "s2orc_caption": None, "s2orc_references": given["inline_refs"]}
-        classes = {name: given[name] for name in ("radiology", "scope", "oa_info")}
-        row = {"pdf_hash": article, "fig_key": file, "fig_uri": file, "predicted_type": given["type"]}
+        figure = json.loads(line)
+        article, _, file = Path(figure["image"]).name.partition("_")
+        texts = {"s2_caption": figure["caption"], "s2orc_caption": None, "s2orc_references": figure["inline_refs"]}
+        classes = {name: figure[name] for name in ("radiology", "scope", "oa_info")}
+        row = {"pdf_hash": article, "fig_key": file, "fig_uri": file, "predicted_type": figure["type"]}
         rows.append(row | texts | classes)
     (tmp_path / "sample.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "figures").symlink_to(folder / "images")

@@ -294,7 +294,7 @@ def test_token_recall_rewards_saying_more():
 
 @pytest.fixture(scope="module")
 def rad(real_data):
-    samples = vqa_rad.iter_samples(real_data / "vqa_rad", deid=Deidentifier(b"0" * 32))
+    samples = vqa_rad.plan(real_data / "vqa_rad", Deidentifier(b"0" * 32)).iter_samples()
     return VQAData.from_samples(samples)
 
 

@@ -380,7 +380,7 @@ def test_the_command_writes_the_page(home: Path, capsys: pytest.CaptureFixture[s
 def test_scripts_write_the_page_with_images_of_the_corpus(home: Path, tmp_path: Path, deid: Deidentifier) -> None:
     from medvl.eval.vqa.corpus_scripts import _pixels
 
-    samples = list(vqa_rad.iter_samples(home, deid=deid))
+    samples = list(vqa_rad.plan(home, deid).iter_samples())
     answers = tmp_path / "answers.jsonl"
     answers.write_text(json.dumps({"id": "100", "answer": "yes", "score": 0.5}))
     options = argparse.Namespace(

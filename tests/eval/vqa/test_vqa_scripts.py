@@ -47,7 +47,7 @@ def test_the_script_judges_predictions_and_says_what_is_wrong(tmp_path):
 
 
 def test_shards_say_which_split_they_are(tmp_path, deid):
-    samples = vqa_rad.iter_samples(rad_root(tmp_path), deid=deid, split="image-disjoint")
+    samples = vqa_rad.plan(rad_root(tmp_path), deid, split="image-disjoint").iter_samples()
     assert VQAData.from_samples(samples).split_id == "image-disjoint"
     with pytest.raises(EvaluationError, match="there is no question to judge"):
         VQAData.from_samples([])

@@ -3,66 +3,73 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record
+from medvl.data.corpora.common.tables import Plan, Record, check_choice
 from medvl.data.splits import DEFAULT_FRACTIONS, hash_split
-from medvl.errors import ConfigError, SplitError
+from medvl.errors import CorpusError, SplitError
 
 MIN_WORDS = 3
-"""Shorter captions and references say nothing about the image ("see text"); M3AE leaves out the same."""
+"""Shorter captions and references do not describe the image ("see text"); M3AE leaves out the same."""
 
 SplitRule = Literal["official", "repaired", "by-article"]
 
 
-def figure_sections(caption: str | None, references: Iterable[str] | None, noticed: Counter[str]) -> dict[str, str]:
-    """The texts of a figure: `caption`, then `reference-1`, `reference-2`, ... in the order of the article.
+def figure_sections(caption: str | None, references: Iterable[str] | None, warnings: Counter[str]) -> dict[str, str]:
+    """Return the texts of a figure: `caption`, then `reference-1`, `reference-2`, ... in the order of the article.
 
-    White space is collapsed. Blank and short texts and repeats are left out and counted in `noticed`; the remaining
-    references are numbered without gaps. A figure without any text gives no section.
+    White space is collapsed. Blank texts, short texts and repeats are left out and counted in `warnings`; the
+    remaining references are numbered without gaps.
     """
     sections: dict[str, str] = {}
     text = " ".join((caption or "").split())
-    if _enough(text):
+    if _is_long_enough(text):
         sections["caption"] = text
     else:
-        noticed["short_caption" if text else "blank_caption"] += 1
-    known = set(sections.values())
-    kept = 0
+        warnings["short_caption" if text else "blank_caption"] += 1
+    seen = set(sections.values())
+    count = 0
     for reference in references or ():
         text = " ".join(reference.split())
-        if text in known:
-            noticed["repeated_reference"] += 1
-        elif not _enough(text):
-            noticed["short_reference"] += 1
+        if text in seen:
+            warnings["repeated_reference"] += 1
+        elif not _is_long_enough(text):
+            warnings["short_reference"] += 1
         else:
-            known.add(text)
-            kept += 1
-            sections[f"reference-{kept}"] = text
+            seen.add(text)
+            count += 1
+            sections[f"reference-{count}"] = text
     return sections
 
 
-def settle_splits(plan: Plan, rule: SplitRule, order: Sequence[str]) -> Plan:
-    """The plan with splits that are disjoint by article.
+def read_references(row: Mapping[str, Any], field: str, where: str) -> list[str]:
+    """Return a field that is null or a list of texts as a list. Raises CorpusError on any other value."""
+    sentences = row.get(field) or []
+    if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
+        raise CorpusError(f"{where}: expected null or a list of texts for {field}", "wrong_type", field=field)
+    return sentences
+
+
+def apply_split_rule(plan: Plan, rule: SplitRule, order: Sequence[str]) -> Plan:
+    """Return the plan with splits that are disjoint by article.
 
     Args:
-        plan: records in their published splits, `patient` being the article.
-        rule: "official" takes the published splits and refuses them where they share an article; "repaired" gives such
-            an article to the last split of `order` that has it and leaves its other figures out, counted as
-            `article_in_<split>`: the published test set stays whole; "by-article" draws all splits anew by a hash of
-            the article.
-        order: the published splits, those that are trained on first.
+        plan: records in their published splits; `patient` is the article.
+        rule: "official" takes the published splits and raises where they share an article; "repaired" assigns such an
+            article to the last split of `order` that has it and leaves out its other figures, counted as
+            `article_in_<split>`, so that the published test set stays complete; "by-article" makes new splits from a
+            hash of the article.
+        order: names of the published splits, training splits first.
 
     Raises:
-        SplitError: `rule` is "official" and an article stands in two splits.
+        SplitError: `rule` is "official" and an article is in two splits.
         ConfigError: `rule` is none of the three.
     """
-    if rule not in get_args(SplitRule):
-        raise ConfigError(f"splits must be one of {', '.join(get_args(SplitRule))}, got {rule!r}")
+    check_choice(rule, get_args(SplitRule), "splits")
     if rule == "by-article":
-        names = dict(zip(order, DEFAULT_FRACTIONS.values(), strict=True))
-        return dataclasses.replace(plan, records=Records(_drawn(record, names) for record in plan.records))
+        shares = dict(zip(order, DEFAULT_FRACTIONS.values(), strict=True))
+        return dataclasses.replace(plan, records=Records(_with_hash_split(record, shares) for record in plan.records))
     owner: dict[str, str] = {}
     shared: set[str] = set()
     for record in plan.records:
@@ -75,18 +82,20 @@ def settle_splits(plan: Plan, rule: SplitRule, order: Sequence[str]) -> Plan:
     if shared and rule == "official":
         raise SplitError(
             f"{plan.corpus}: {len(shared)} articles have figures in more than one published split. --splits repaired "
-            f"leaves {misplaced.total()} of {len(plan.records)} figures out and keeps the held-out splits whole; "
-            "--splits by-article draws all splits anew"
+            f"leaves out {misplaced.total()} of {len(plan.records)} figures and keeps the held-out splits complete; "
+            "--splits by-article makes new splits",
+            "leak",
+            field="splits",
         )
     excluded = plan.excluded + Counter({f"article_in_{split}": count for split, count in misplaced.items()})
-    kept = Records(record for record in plan.records if owner[record.sample.patient] == record.sample.split)
-    return dataclasses.replace(plan, records=kept, excluded=excluded)
+    records = Records(record for record in plan.records if owner[record.sample.patient] == record.sample.split)
+    return dataclasses.replace(plan, records=records, excluded=excluded)
 
 
-def _drawn(record: Record, shares: Mapping[str, float]) -> Record:
+def _with_hash_split(record: Record, shares: Mapping[str, float]) -> Record:
     sample = record.sample
     return dataclasses.replace(record, sample=dataclasses.replace(sample, split=hash_split(sample.patient, shares)))
 
 
-def _enough(text: str) -> bool:
+def _is_long_enough(text: str) -> bool:
     return len(text.split()) >= MIN_WORDS

@@ -1,8 +1,8 @@
-"""Plain data out of a pickle, without unpickling it.
+"""Reading plain data from a pickle without running it.
 
-A pickle is a program, and running one that a stranger wrote is running the stranger's program. Some releases are
-published as pickles of nothing but lists, dictionaries, texts and numbers. `pickletools` takes such a file apart into
-its instructions and runs none; the few that build plain data are carried out here, and any other one ends the reading.
+A pickle is a program: unpickling an untrusted file executes untrusted code. Some releases are published as pickles of
+lists, dictionaries, texts and numbers only. `pickletools` lists the instructions of such a file without executing
+any; the few that build plain data are interpreted here, and any other one is an error.
 (`medvl.export.importers.torch_reader` reads checkpoints in the same way.)
 """
 
@@ -23,30 +23,35 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def read_plain_pickle(path: Path) -> Any:
-    """The lists, dictionaries, tuples, texts and numbers of a pickle.
+    """Read the lists, dictionaries, tuples, texts and numbers of a pickle.
 
-    Raises CorpusError when the file does not exist, is cut off, or holds anything else: objects, functions, bytes.
+    Raises CorpusError when the file does not exist, is truncated, or contains objects, functions or bytes.
     """
     try:
         data = path.read_bytes()
         return PickleReader(path).read(data)
     except FileNotFoundError:
-        raise CorpusError(f"{path} does not exist") from None
+        raise CorpusError(f"{path} does not exist", "not_found") from None
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
-        raise CorpusError(f"{path} is no whole pickle ({type(error).__name__}): copy it again") from None
+        raise CorpusError(
+            f"{path} is not a complete pickle ({type(error).__name__}): copy it again", "malformed"
+        ) from None
 
 
 class PickleReader:
-    """A stack and a memo, as the pickle machine has them. `other` is for those who need more than plain data."""
+    """Interpreter for the pickle instructions that build plain data; subclasses handle more in `handle_opcode`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.stack: list[Any] = []
-        self.memo: dict[str, Any] = {}  # protocol 0 names places by text, the others by number
+        self.memo: dict[str, Any] = {}  # protocol 0 uses text keys, the others numbers
 
     def read(self, data: bytes) -> Any:
-        """What the pickle builds. Raises CorpusError as `other` says, and what a damaged pickle leads to: ValueError,
-        IndexError, KeyError, TypeError, AttributeError."""
+        """Return the object that the pickle builds.
+
+        Raises CorpusError for instructions that are not supported. A damaged pickle raises ValueError, IndexError,
+        KeyError, TypeError or AttributeError.
+        """
         for opcode, argument, _ in pickletools.genops(data):
             name = opcode.name
             if name == "STOP":
@@ -64,37 +69,38 @@ class PickleReader:
             elif name in _GETS:
                 self.stack.append(self.memo[str(argument)])
             elif not self._build(name):
-                self.other(name, argument)
+                self.handle_opcode(name, argument)
         raise ValueError("no STOP")
 
-    def other(self, name: str, argument: Any) -> None:
-        """An instruction that is none of plain data's: refused."""
+    def handle_opcode(self, name: str, argument: Any) -> None:
+        """Raise CorpusError: the instruction does not build plain data."""
         raise CorpusError(
-            f"{self.path} holds more than lists, dictionaries, texts and numbers ({name}): it is not read, because "
-            "a pickle can run any program. Get the file from its publisher, or as JSON"
+            f"{self.path} contains more than lists, dictionaries, texts and numbers ({name}) and is not read, because "
+            "a pickle can run any program. Get the file from its publisher, or as JSON",
+            "unsupported",
         )
 
-    def to_mark(self) -> list[Any]:
-        """What lies above the last mark, taken off the stack with it."""
+    def pop_to_mark(self) -> list[Any]:
+        """Remove and return the items above the last mark, and remove the mark."""
         start = len(self.stack) - 1 - self.stack[::-1].index(_MARK)
         items = self.stack[start + 1 :]
         del self.stack[start:]
         return items
 
     def _build(self, name: str) -> bool:
-        """Whether it is an instruction that puts plain values together, which is then carried out."""
+        """Execute an instruction that combines plain values; return False for any other instruction."""
         if name == "MARK":
             self.stack.append(_MARK)
         elif name == "MEMOIZE":
             self.memo[str(len(self.memo))] = self.stack[-1]
         elif name in ("APPEND", "APPENDS"):
-            items = [self.stack.pop()] if name == "APPEND" else self.to_mark()
+            items = [self.stack.pop()] if name == "APPEND" else self.pop_to_mark()
             self.stack[-1].extend(items)
         elif name in ("SETITEM", "SETITEMS"):
-            items = [self.stack.pop(-2), self.stack.pop()] if name == "SETITEM" else self.to_mark()
+            items = [self.stack.pop(-2), self.stack.pop()] if name == "SETITEM" else self.pop_to_mark()
             self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
         elif name in ("LIST", "TUPLE", "DICT"):
-            items = self.to_mark()
+            items = self.pop_to_mark()
             pairs = dict(zip(items[::2], items[1::2], strict=True)) if name == "DICT" else None
             self.stack.append(pairs if pairs is not None else items if name == "LIST" else tuple(items))
         elif name in _TUPLES:

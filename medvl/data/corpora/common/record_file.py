@@ -1,4 +1,4 @@
-"""The records of a corpus on disk while it is planned and converted, so that memory does not grow with it."""
+"""Records of a corpus in a temporary file, so that planning and conversion use constant memory per corpus."""
 
 import contextlib
 import json
@@ -18,30 +18,30 @@ _FIELDS = tuple(field.name for field in fields(Sample) if field.name != "image")
 
 
 class Records(Sequence[Record]):
-    """Records in the order in which they were added, in memory no more than where each begins: eight bytes.
+    """Records in the order in which they were added; eight bytes of memory per record.
 
-    They lie in a file of the temporary folder ($TMPDIR) that has no name and goes with the process. What is read back
-    equals what was added; `Sample.extra` holds JSON values, as the schema says.
+    They are stored in an unnamed file of the temporary folder ($TMPDIR), which the operating system removes with the
+    process. `Sample.extra` must contain JSON values only; records read back equal those added.
 
-    Raises CorpusError where that folder refuses to hold them.
+    Raises CorpusError when the temporary folder cannot hold them.
     """
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self._file = _unnamed_file()
         self._ends = array("q", [0])
-        self._written = 0
+        self._flushed = 0
         for record in records:
             self.append(record)
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
-            with contextlib.suppress(OSError):  # a full disk has been said before
+            with contextlib.suppress(OSError):  # a full disk was reported when the record was added
                 self._file.close()
 
     def append(self, record: Record) -> None:
-        """Add a record behind the last."""
+        """Add a record at the end."""
         line = _to_json(record)
-        with _said():
+        with _storage_errors():
             self._file.write(line)
         self._ends.append(self._ends[-1] + len(line))
 
@@ -49,46 +49,47 @@ class Records(Sequence[Record]):
         return len(self._ends) - 1
 
     @overload
-    def __getitem__(self, place: int) -> Record: ...
+    def __getitem__(self, index: int) -> Record: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Record]: ...
-    def __getitem__(self, place: int | slice) -> Record | list[Record]:
-        if isinstance(place, slice):
-            return [self[number] for number in range(*place.indices(len(self)))]
-        number = range(len(self))[place]  # counts from the end, or raises IndexError
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = range(len(self))[index]  # resolves negative indices, or raises IndexError
         start, end = self._ends[number], self._ends[number + 1]
-        if end > self._written:
-            with _said():
+        if end > self._flushed:
+            with _storage_errors():
                 self._file.flush()
-            self._written = self._ends[-1]
+            self._flushed = self._ends[-1]
         return _from_json(os.pread(self._file.fileno(), end - start, start))
 
 
 def _unnamed_file() -> IO[bytes]:
-    with _said():
+    with _storage_errors():
         return tempfile.TemporaryFile()
 
 
 @contextlib.contextmanager
-def _said() -> Iterator[None]:
+def _storage_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise CorpusError(
             f"{tempfile.gettempdir()} cannot hold the plan of the corpus ({error.strerror}): free some space there, or "
-            "let $TMPDIR name another folder"
+            "set $TMPDIR to another folder",
+            "unreadable",
         ) from error
 
 
 def _to_json(record: Record) -> bytes:
-    """Texts keep their order, which the JSON of a shard does not need."""
-    kept = {name: value for name in _FIELDS if (value := getattr(record.sample, name)) not in (None, {})}
+    """Encode a record; sections keep their order."""
+    values = {name: value for name in _FIELDS if (value := getattr(record.sample, name)) not in (None, {})}
     image, report = record.sample.image, record.report
     paths = [None if path is None else str(path) for path in (image, report)]
-    return json.dumps([kept, *paths], separators=(",", ":")).encode()
+    return json.dumps([values, *paths], separators=(",", ":")).encode()
 
 
 def _from_json(data: bytes) -> Record:
-    kept, image, report = json.loads(data)
-    sample = Sample(**kept, image=None if image is None else Path(image))
+    values, image, report = json.loads(data)
+    sample = Sample(**values, image=None if image is None else Path(image))
     return Record(sample, None if report is None else Path(report))

@@ -1,44 +1,54 @@
-"""What every corpus shares: records, reading a table of the release, and turning a record into a sample."""
+"""Records of a corpus, and readers for the tables of its release."""
 
 import contextlib
 import csv
 import dataclasses
 import gzip
+import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from medvl.data.privacy.deidentify import find_identifiers, names_a_person
 from medvl.data.reports.sections import read_report
-from medvl.errors import CorpusError
-from medvl.schema import Sample
+from medvl.errors import ConfigError, CorpusError
+from medvl.schema import FINDINGS, Sample
+
+_LABEL_VALUES = {"1.0": 1, "0.0": 0, "-1.0": -1, "1": 1, "0": 0, "-1": -1}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """A sample before its files are read: cheap to make by the hundred thousand, read in parallel later."""
+    """A sample whose files have not been read yet."""
 
     sample: Sample
     report: Path | None = None
-    """A report file whose sections the sample still lacks."""
+    """Report file that the sample's sections are read from; None where the sample has them already."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """All records of a corpus, what was left out by rule, and the label names."""
+    """All records of a corpus, its label names, and counts of excluded rows and warnings."""
 
     corpus: str
     records: Sequence[Record]
     """In any order; `medvl.data.corpora.common.record_file.Records` keeps them on disk."""
     label_names: tuple[str, ...]
     excluded: Counter[str]
-    noticed: Counter[str] = dataclasses.field(default_factory=Counter)
-    """What was mended, or left out within an image (a question in another language), by rule: no image is among it."""
+    """Images left out, by rule."""
+    warnings: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Repairs, and parts left out of an image (such as a question in another language), by rule."""
+
+    def iter_samples(self) -> Iterator[Sample]:
+        """Yield the samples one by one, with their reports read. Raises ReportError when a report cannot be read."""
+        warnings = Counter[str]()
+        for record in self.records:
+            yield read_record(record, warnings)
 
 
 def read_record(record: Record, warnings: Counter[str]) -> Sample:
-    """The sample with its report's sections, counting what was noticed.
+    """Return the sample of a record with its report's sections, and count warnings about its text.
 
     Raises ReportError when the report file cannot be read as text.
     """
@@ -60,9 +70,9 @@ def read_record(record: Record, warnings: Counter[str]) -> Sample:
 
 
 def read_table(path: Path, required: Iterable[str]) -> Iterator[dict[str, str]]:
-    """Rows of a CSV file, gzipped or not, as dictionaries.
+    """Yield the rows of a CSV file, gzipped or not, as dictionaries.
 
-    Raises CorpusError when the file is missing, is no CSV in UTF-8, or lacks a required column.
+    Raises CorpusError when the file is missing, is not CSV in UTF-8, or lacks a required column.
     """
     required = tuple(required)
     try:
@@ -71,35 +81,99 @@ def read_table(path: Path, required: Iterable[str]) -> Iterator[dict[str, str]]:
             check_columns(path, reader.fieldnames or (), required)
             for row in reader:
                 if None in row or None in row.values():
-                    raise CorpusError(f"{path}, line {reader.line_num}: the number of fields is not that of the header")
+                    raise CorpusError(
+                        f"{path}, line {reader.line_num}: expected as many fields as the header has", "malformed"
+                    )
                 yield row
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, csv.Error) as error:
-        raise CorpusError(f"{path} cannot be read as a CSV table ({type(error).__name__}): copy it again") from error
+        raise CorpusError(
+            f"{path} cannot be read as a CSV table ({type(error).__name__}): copy it again", "malformed"
+        ) from error
+
+
+def read_json_lines(path: Path, required: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield (line number, counted from 1; object) of a JSON lines file, gzipped or not; blank lines are skipped.
+
+    Raises CorpusError when the file is missing, a line is not a JSON object, or an object lacks a required field.
+    """
+    with open_text(path) as file:
+        try:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise CorpusError(f"{path}, row {number}: expected a JSON object", "malformed")
+                check_columns(path, list(row), required)
+                yield number, row
+        except (ValueError, EOFError, OSError) as error:
+            raise CorpusError(f"{path} cannot be read as JSON lines ({type(error).__name__})", "malformed") from error
 
 
 @contextlib.contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    """A text file in UTF-8, gzipped or not. Raises CorpusError when it does not exist."""
+    """Open a text file in UTF-8, gzipped or not. Raises CorpusError when it does not exist."""
     opener: Callable[..., TextIO] = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
             yield file
     except FileNotFoundError:
-        raise CorpusError(f"{path} does not exist") from None
+        raise CorpusError(f"{path} does not exist", "not_found") from None
 
 
-def check_columns(path: Path, found: Sequence[str], required: Sequence[str]) -> None:
-    """Raises CorpusError naming the missing columns and those that are there."""
-    missing = [name for name in required if name not in found]
+def check_columns(path: Path, columns: Sequence[str], required: Sequence[str]) -> None:
+    """Raise CorpusError that names the missing and the present columns when a required one is missing."""
+    missing = [name for name in required if name not in columns]
     if missing:
         raise CorpusError(
-            f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; it has {', '.join(found)}"
+            f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; it has "
+            f"{', '.join(columns)}",
+            "missing",
+            field=missing[0],
         )
 
 
 def find_file(root: Path, *names: str) -> Path:
-    """The first of `names` that exists below `root`. Raises CorpusError naming all that were looked for."""
+    """Return the first of `names` that is a file below `root`. Raises CorpusError naming all of them when none is."""
     for name in names:
         if (root / name).is_file():
             return root / name
-    raise CorpusError(f"{root} holds none of {', '.join(names)}: is it the root of the release? See the data card.")
+    raise CorpusError(
+        f"{root} contains none of {', '.join(names)}: is it the root of the release? See the data card.", "not_found"
+    )
+
+
+def find_suffix(image: Path, suffixes: Sequence[str]) -> str | None:
+    """Return the first suffix with which `image` exists, or None.
+
+    All images of a release have the same suffix: testing until the first success is enough.
+    """
+    return next((suffix for suffix in suffixes if image.with_suffix(suffix).is_file()), None)
+
+
+def check_choice(value: str, choices: Sequence[str], field: str) -> None:
+    """Raise ConfigError when an option is none of its choices."""
+    if value not in choices:
+        raise ConfigError(f"{field} must be one of {', '.join(choices)}, got {value!r}", "unknown_name", field=field)
+
+
+def check_share(value: float, field: str) -> None:
+    """Raise ConfigError when a share is not between 0 and 1."""
+    if not 0 < value < 1:
+        raise ConfigError(f"{field} must be between 0 and 1, got {value:g}", "out_of_range", field=field)
+
+
+def parse_findings(row: Mapping[str, str], path: Path) -> dict[str, int]:
+    """Return the labels (1, 0, -1) of the 14 CheXpert findings in a table row; blank cells are left out.
+
+    Raises CorpusError on any other value.
+    """
+    labels = {}
+    for name in FINDINGS:
+        value = row[name].strip()
+        if not value:
+            continue
+        if value not in _LABEL_VALUES:
+            raise CorpusError(f"{path}: expected 1, 0, -1 or blank for {name}, got {value!r}", "malformed", field=name)
+        labels[name] = _LABEL_VALUES[value]
+    return labels

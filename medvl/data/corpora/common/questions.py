@@ -1,0 +1,129 @@
+"""Reading of the VQA corpora: rows of question files, and records with the questions of each image."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from medvl.data.annotations.questions import MIXED, AnswerType, Question
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record, open_text
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.errors import CorpusError
+from medvl.schema import Sample
+
+_EMPTY = "NULL"  # written by VQA-RAD in empty fields; "None" is an answer
+_ANSWER_TYPES: Mapping[str, AnswerType] = {"CLOSED": "closed", "OPEN": "open"}
+
+
+def plan_questions(
+    corpus: str,
+    deid: Deidentifier,
+    images: Mapping[str, Path],
+    questions: Sequence[tuple[str, Question]],
+    warnings: Counter[str],
+    extra: Mapping[str, Mapping[str, str]] | None = None,
+) -> Plan:
+    """Return a plan with one record per image, which carries its questions in the order of the release.
+
+    Args:
+        corpus: its name.
+        deid: hashes the image names. These corpora do not name patients, so each image counts as a patient.
+        images: image name -> file.
+        questions: (image name, question) pairs.
+        warnings: counts of repairs and omissions; counts of repeated questions are added.
+        extra: image name -> further fields of the sample's `extra`.
+
+    Raises:
+        CorpusError: two questions have the same id.
+    """
+    ids = Counter(question.id for _, question in questions)
+    repeated = [name for name, count in ids.items() if count > 1]
+    if repeated:
+        raise CorpusError(
+            f"{corpus}: {len(repeated)} question ids occur more than once, the first is {min(repeated)}", "malformed"
+        )
+    warnings.update(_count_repeats(questions))
+    by_image: dict[str, list[Question]] = {}
+    for image, question in questions:
+        by_image.setdefault(image, []).append(question)
+    mixed = any(len({question.split for question in group}) > 1 for group in by_image.values())
+    records = Records()
+    for image, group in by_image.items():
+        sample = Sample(
+            key=deid.image(image),
+            corpus=corpus,
+            split=MIXED if mixed else group[0].split,
+            patient=deid.patient(image),
+            study=deid.study(image, image),
+            image=images[image],
+            extra={**(extra or {}).get(image, {}), "questions": [question.as_json() for question in group]},
+        )
+        records.append(Record(sample))
+    return Plan(corpus, records, (), Counter(), warnings)
+
+
+def _count_repeats(questions: Iterable[tuple[str, Question]]) -> Counter[str]:
+    """Count questions repeated word for word within a split, and questions of other splits that are also in train."""
+    seen: Counter[tuple[str, ...]] = Counter()
+    for image, question in questions:
+        seen[question.split, image, _fold(question.question), _fold(question.answer)] += 1
+    counts = Counter({"duplicate": sum(count - 1 for count in seen.values())})
+    for split, *rest in seen:
+        counts["also_in_train"] += split != "train" and ("train", *rest) in seen
+    return +counts
+
+
+def _fold(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def read_rows(path: Path, required: Sequence[str]) -> list[dict[str, Any]]:
+    """Read a JSON list of objects. Raises CorpusError when it is not one, or an object lacks a required field."""
+    try:
+        with open_text(path) as file:
+            rows = json.load(file)
+    except (UnicodeDecodeError, ValueError) as error:
+        raise CorpusError(
+            f"{path} cannot be read as JSON ({type(error).__name__}): copy it again", "malformed"
+        ) from None
+    return check_rows(path, rows, required)
+
+
+def check_rows(path: Path, rows: object, required: Sequence[str]) -> list[dict[str, Any]]:
+    """Return `rows` as a list of objects with the required fields. Raises CorpusError naming the first wrong row."""
+    if not isinstance(rows, list) or not rows:
+        raise CorpusError(f"{path}: expected a non-empty list of questions", "malformed")
+    for number, row in enumerate(rows, 1):
+        missing = [name for name in required if not isinstance(row, dict) or name not in row]
+        if missing:
+            raise CorpusError(f"{path}, question {number} lacks {', '.join(missing)}", "missing", field=missing[0])
+    return cast(list[dict[str, Any]], rows)
+
+
+def clean_text(value: object) -> str:
+    """Return a field as text with white space collapsed; empty for NULL and for values that are not text or numbers."""
+    text = " ".join(str(value).split()) if isinstance(value, str | int | float) else ""
+    return "" if text == _EMPTY else text
+
+
+def parse_answer_type(value: object, path: Path) -> AnswerType:
+    """Return the answer type of a field that is CLOSED or OPEN. Raises CorpusError on any other value."""
+    answer_type = _ANSWER_TYPES.get(clean_text(value).upper())
+    if answer_type is None:
+        raise CorpusError(f"{path}: expected CLOSED or OPEN for answer_type", "malformed", field="answer_type")
+    return answer_type
+
+
+def infer_answer_type(answer: str) -> AnswerType:
+    """Return "closed" for yes and no, else "open": for releases without a field for the type."""
+    return "closed" if answer.strip().lower() in ("yes", "no") else "open"
+
+
+def check_image_name(path: Path, name: str) -> str:
+    """Return an image name of a table. Raises CorpusError when it points outside the folder of images."""
+    parts = Path(name).parts
+    if not parts or ".." in parts or Path(name).is_absolute():
+        raise CorpusError(f"{path}: an image name points outside the folder of images", "malformed")
+    return name
