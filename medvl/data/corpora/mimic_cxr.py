@@ -52,16 +52,7 @@ def plan(
         ConfigError: the split or the labeler is unknown.
     """
     root, reports = Path(root), Path(reports or root)
-    if not root.is_dir():
-        raise CorpusError(
-            f"{root} is not a folder: --root must be the folder of the release", "not_found", field="root"
-        )
-    if not (reports / "files").is_dir():
-        raise CorpusError(
-            f"{reports} has no folder files/: --reports must be the folder with the files/ tree of the reports",
-            "not_found",
-            field="reports",
-        )
+    _check_folders(root, reports)
     if split is not None:
         check_choice(split, SPLITS, "split")
     labels = _read_labels(root, labeler)
@@ -93,6 +84,19 @@ def plan(
         )
         records.append(Record(sample, report=(reports / folder).with_suffix(".txt")))
     return Plan(NAME, records, FINDINGS, excluded)
+
+
+def _check_folders(root: Path, reports: Path) -> None:
+    if not root.is_dir():
+        raise CorpusError(
+            f"{root} is not a folder: --root must be the folder of the release", "not_found", field="root"
+        )
+    if not (reports / "files").is_dir():
+        raise CorpusError(
+            f"{reports} has no folder files/: --reports must be the folder with the files/ tree of the reports",
+            "not_found",
+            field="reports",
+        )
 
 
 def _folder(table: Path, dicom_id: str, subject: str, study: str) -> Path:
