@@ -5,7 +5,7 @@
     torchrun recipes/medvill_mimic.py tiny --help     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/medvill-mimic/best     # then it answers questions
     torchrun recipes/medvill_mimic.py paper-report                       # or learns to write reports
-    medvl eval report --checkpoint runs/medvill-report/best --data DIR/test
+    medvl eval report-generation --checkpoint runs/medvill-report/best --data DIR/test
 
 Preset `paper`: BERT-base over 180 cells of a ResNet-50 at 512 pixels and the report, masked words and image-text
 matching from one pass, the bidirectional-autoregressive mask; AdamW at 1e-5, 50 epochs, batch 128. Its shards are of

@@ -62,7 +62,7 @@ def answer(options: argparse.Namespace, start: str, seed: int) -> None:
     arguments += ["--data.train", options.train, "--data.valid", options.valid, *options.recipe_options]
     subprocess.run([sys.executable, RECIPE, *map(str, arguments)], check=True)
     judge = ["eval", "vqa", "--checkpoint", run / "best", "--data", options.test, "--train", options.train]
-    subprocess.run([sys.executable, "-m", "medvl.cli.main", *map(str, judge), "--out", run / "answers"], check=True)
+    subprocess.run([sys.executable, "-m", "medvl", *map(str, judge), "--out", run / "answers"], check=True)
 
 
 def blank(start: Path, folder: Path, seed: int) -> Path:

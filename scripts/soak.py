@@ -61,7 +61,7 @@ class Bench:
             ["shards", "mimic-cxr", "--root", corpus, "--out", shards, "--short-side", "64", "--workers", "1"],
             ["vocab", f"{shards}/train", str(self.home / "vocab"), "--size", "400", "--min-frequency", "1"],
         ):
-            command = [sys.executable, "-m", "medvl.cli.main", *arguments]
+            command = [sys.executable, "-m", "medvl", *arguments]
             subprocess.run(
                 command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=self.environment
             )

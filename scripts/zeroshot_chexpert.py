@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from medvl.cli.eval_common import load_ensemble
 from medvl.data.corpora import chexpert
 from medvl.data.loading.loader import FileSource, Loader, open_loader
 from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
 from medvl.data.transforms.text import WholeText
 from medvl.errors import MedvlError, SplitError
 from medvl.eval import LabelPolicy, list_prompts, load_prompts, write_results, write_zero_shot_page, zero_shot
+from medvl.eval.core.open import load_ensemble
 from medvl.models.checkpoint import train_manifest
 from medvl.schema import FINDINGS
 

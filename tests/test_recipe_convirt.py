@@ -51,7 +51,7 @@ def test_the_commands_that_it_names_exist(tmp_path: Path) -> None:
     advice = [line.split() for line in recipe(tmp_path).stderr.splitlines() if line.startswith("    ")]
     shards, torchrun, quickstart = advice
     options = subprocess.run(
-        [sys.executable, "-m", "medvl.cli.main", *shards[1:3], "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "medvl", *shards[1:3], "--help"], capture_output=True, text=True, check=True
     ).stdout
     flags = recipe(tmp_path, "--help").stdout
     assert all(word in options for word in shards if word.startswith("--"))

@@ -1,23 +1,26 @@
-"""`medvl report`: the evaluations of several runs side by side."""
+"""`medvl compare`: the evaluations of several runs side by side."""
 
 import datetime
 from pathlib import Path
 
-from medvl.cli.eval_common import print_report
+from medvl.cli.eval_common import print_results
 
 
-def report(runs: tuple[Path, ...], *, out: Path = Path("report"), force: bool = False, resamples: int = 1000) -> None:
-    """Set the evaluations of several runs side by side, with paired differences from the first.
+def compare(
+    runs: tuple[Path, ...], *, out: Path = Path("comparison"), force: bool = False, resamples: int = 1000
+) -> None:
+    """Compare the evaluations of several runs, with paired differences from the first.
 
     Args:
-        runs: folders of training runs or of evaluations, or results.json files; the first is compared with.
-        out: gets comparison.json and index.html.
-        force: compare what was evaluated on other data, or otherwise, all the same.
-        resamples: of the paired bootstrap.
+        runs: folders of training runs or of evaluations, or results.json files; the first is the reference.
+        out: folder for comparison.json and index.html.
+        force: compare even if data or settings of the evaluations differ.
+        resamples: resamples of the paired bootstrap.
     """
-    from medvl.eval.compare.compare import compare, find_runs
-    from medvl.eval.compare.page import format_comparison, write_report
+    from medvl.eval.compare import compare as library
+    from medvl.eval.compare.page import format_comparison, write_comparison
 
-    found = [compare(of_protocol, force=force, resamples=resamples) for of_protocol in find_runs(runs).values()]
-    paths = write_report(found, out, date=datetime.date.today().isoformat())
-    print_report("\n\n".join(map(format_comparison, found)), paths)
+    by_protocol = library.find_runs(runs).values()
+    comparisons = [library.compare(of_protocol, force=force, resamples=resamples) for of_protocol in by_protocol]
+    paths = write_comparison(comparisons, out, date=datetime.date.today().isoformat())
+    print_results("\n\n".join(map(format_comparison, comparisons)), paths)

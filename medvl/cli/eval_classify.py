@@ -1,68 +1,44 @@
-"""`medvl eval classify`: a classifier and a folder of shards in, a table, `results.json` and a page out."""
+"""`medvl eval classify`: a trained multi-label classifier."""
 
 import functools
 from pathlib import Path
-from typing import Literal
 
-from medvl.cli.eval_common import default_folder, load_model, open_textless, publish, refuse_seen
-from medvl.errors import ConfigError
+from medvl.cli.eval_common import EvalOptions, LabelOptions, print_results
 
 
-def classify(
-    checkpoint: Path,
-    data: Path,
-    *,
-    valid: Path | None = None,
-    out: Path | None = None,
-    uncertain: Literal["ignore", "zeros", "ones", "per_class"] = "ignore",
-    missing: Literal["ignore", "negative"] = "negative",
-    threshold_rule: Literal["f1", "mcc", "youden"] = "f1",
-    resamples: int = 1000,
-    batch: int = 64,
-    workers: int = 2,
-    device: str = "auto",
-) -> None:
-    """A classifier that recipes/linear_probe.py trained, judged with intervals and a page.
+def classify(shared: EvalOptions, label: LabelOptions, *, valid: Path | None = None) -> None:
+    """Evaluate a classifier that recipes/linear_probe.py trained, with intervals and a page.
 
     Args:
-        checkpoint: folder of a classifier's checkpoint, such as runs/linear-probe/best.
-        data: folder of shards with labels, of patients that it was not trained on.
-        valid: folder of shards of other patients, on which thresholds are chosen; without it there are no yes/no
-            metrics.
-        out: gets results.json, predictions.jsonl and index.html; default eval/classify in the checkpoint's run.
-        uncertain: what a label of -1 counts as.
-        missing: what an absent label counts as.
-        threshold_rule: what thresholds maximise on the validation images.
-        resamples: of the bootstrap.
-        batch: images at a time.
-        workers: loader processes.
-        device: auto, cpu or cuda.
+        valid: folder of shards of other patients, on which thresholds are chosen; without it, no yes/no metrics.
     """
     from medvl.data.shards.format import ShardSource
-    from medvl.eval.classification.evaluate import classify as judge
-    from medvl.eval.classification.label_policy import LabelPolicy
+    from medvl.eval.classification import evaluate
     from medvl.eval.classification.page import write_classification_page
+    from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
+    from medvl.eval.core.publish import default_folder, publish
     from medvl.models import Classifier
 
-    model = load_model(checkpoint, device)
+    model = load_model(shared.checkpoint, shared.device)
     if not isinstance(model, Classifier):
-        raise ConfigError(f"{checkpoint} is a {model.name}: recipes/linear_probe.py makes a classifier of it")
-    refuse_seen(checkpoint, ShardSource(data))
-    loader = open_textless(model, data, batch, workers)
-    result = judge(
+        raise unsupported_model(shared.checkpoint, model, "train a classifier on it with recipes/linear_probe.py")
+    read = functools.partial(open_for_evaluation, transform=model.transform, batch=shared.batch, workers=shared.workers)
+    source = open_source(shared.data, [shared.checkpoint])
+    result = evaluate.classify(
         model,
-        loader,
-        valid_loader=None if valid is None else open_textless(model, valid, batch, workers),
-        policy=LabelPolicy(uncertain=uncertain, missing=missing),
-        threshold_rule=threshold_rule,
-        resamples=resamples,
-        checkpoint=checkpoint,
+        read(source),
+        valid_loader=None if valid is None else read(ShardSource(valid)),
+        policy=label.policy(),
+        threshold_rule=label.threshold_rule,
+        resamples=shared.resamples,
+        checkpoint=shared.checkpoint,
     )
-    publish(
-        result,
-        out or default_folder(checkpoint, "classify"),
-        functools.partial(write_classification_page, pixels=loader.source.pixels),
-        model=f"{model.name} ({checkpoint})",
-        source=loader.source,
-        table=result.table(),
+    paths = publish(
+        result.results,
+        shared.out or default_folder(shared.checkpoint, "classify"),
+        predictions=result.predictions(),
+        write_page=functools.partial(write_classification_page, result, pixels=source.pixels),
+        model=f"{model.name} ({shared.checkpoint})",
+        manifest=source.manifest,
     )
+    print_results(result.table(), paths)

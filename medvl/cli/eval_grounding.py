@@ -1,67 +1,59 @@
-"""`medvl eval grounding`: a checkpoint and a folder of shards with phrases and boxes in, a table and a page out."""
+"""`medvl eval grounding`: phrase grounding by a dual-encoder."""
 
 import functools
-from pathlib import Path
 from typing import Literal
 
-from medvl.cli.eval_common import default_folder, load_model, open_shards, publish
-from medvl.errors import ConfigError
+from medvl.cli.eval_common import SmallBatchOptions, print_results
 
 
 def grounding(
-    checkpoint: Path,
-    data: Path,
+    shared: SmallBatchOptions,
     *,
     maps: Literal["attention", "similarity"] | None = None,
     unseen: Literal["background", "drop"] = "background",
     scale: Literal["unit", "signed", "none"] = "unit",
     smoothing: float = 0.0,
-    out: Path | None = None,
     examples: int = 4,
-    resamples: int = 1000,
-    batch: int = 32,
-    workers: int = 2,
-    device: str = "auto",
 ) -> None:
-    """Phrase grounding: is what a phrase says found within its boxes? Contrast to noise, pointing game, overlap.
+    """Evaluate phrase grounding: contrast-to-noise ratio, pointing game and overlap with the boxes of each phrase.
+
+    The checkpoint is a dual-encoder; the shards have phrases (ms-cxr) or boxes (rsna, nih-cxr14).
 
     Args:
-        checkpoint: folder of a checkpoint of a dual-encoder.
-        data: folder of shards with phrases (ms-cxr) or with boxes (rsna, nih-cxr14), of patients that the model was not
-            trained on.
-        maps: attention of words to regions, or similarity of the phrase with patches; default the model's own.
-        unseen: what pixels are that the model's crop cut off: background, so that a finding there is missed, or
-            dropped from everything.
-        scale: what thresholds are shares of: each map brought to 0..1, to -1..1, or as it is.
-        smoothing: of maps of similarity, in cells of the grid.
-        out: gets results.json, predictions.jsonl and index.html; default eval/grounding in the checkpoint's run.
+        maps: attention of words to regions, or similarity of the phrase with patches; default that of the model.
+        unseen: pixels that the center crop removed: background (a finding there counts as missed), or left out.
+        scale: range to which each map is scaled before thresholds: 0..1, -1..1, or none.
+        smoothing: Gaussian smoothing of similarity maps, in cells of the grid.
         examples: images on the page for each finding.
-        resamples: of the bootstrap.
-        batch: images at a time.
-        workers: loader processes.
-        device: auto, cpu or cuda.
     """
+    from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
+    from medvl.eval.core.publish import default_folder, publish
     from medvl.eval.core.results import format_table
     from medvl.eval.grounding.evaluate import phrase_grounding
     from medvl.eval.grounding.metrics import MapRules
     from medvl.eval.grounding.page import write_grounding_page
     from medvl.models import DualEncoder
 
-    model = load_model(checkpoint, device)
+    model = load_model(shared.checkpoint, shared.device)
     if not isinstance(model, DualEncoder):
-        raise ConfigError(f"{checkpoint} is a {model.name}, which compares no phrase with regions: name a dual-encoder")
-    loader = open_shards(model, checkpoint, data, batch, workers)
+        raise unsupported_model(shared.checkpoint, model, "give the checkpoint of a dual-encoder")
+    source = open_source(shared.data, [shared.checkpoint])
     result = phrase_grounding(
         model,
-        loader,
+        open_for_evaluation(source, model.transform, model.tokenizer, batch=shared.batch, workers=shared.workers),
         maps=maps,
         rules=MapRules(unseen=unseen, scale=scale),
         smoothing=smoothing,
-        resamples=resamples,
+        resamples=shared.resamples,
         keep_maps=examples,
-        checkpoint=checkpoint,
+        checkpoint=shared.checkpoint,
     )
-    folder = out or default_folder(checkpoint, "grounding")
-    page = functools.partial(write_grounding_page, pixels=loader.source.pixels)
-    table = format_table([row for row in result.results.rows if not row.metric.startswith("iou@")])
-    publish(result, folder, page, model=f"{model.name} ({checkpoint})", source=loader.source, table=table)
+    paths = publish(
+        result.results,
+        shared.out or default_folder(shared.checkpoint, "grounding"),
+        predictions=result.predictions(),
+        write_page=functools.partial(write_grounding_page, result, pixels=source.pixels),
+        model=f"{model.name} ({shared.checkpoint})",
+        manifest=source.manifest,
+    )
+    print_results(format_table([row for row in result.results.rows if not row.metric.startswith("iou@")]), paths)

@@ -1,92 +1,64 @@
-"""`medvl eval class-retrieval`, and `medvl eval listed`, which writes down what it is made of."""
+"""`medvl eval class-retrieval` and `medvl eval make-retrieval-list`: retrieval of images by their labels."""
 
-import datetime
+import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from medvl.cli.eval_common import default_folder, load_model, open_shards, print_report
+from medvl.cli.eval_common import EvalOptions, print_results
 from medvl.errors import ConfigError
 
-if TYPE_CHECKING:
-    from medvl.eval.retrieval.candidate_lists import RetrievalList
 
+def class_retrieval(shared: EvalOptions, *, candidates: Path | None = None, ks: tuple[int, ...] = (5, 10, 50)) -> None:
+    """Evaluate precision at k of the images or texts nearest to a query, by labels or over a fixed candidate list.
 
-def class_retrieval(
-    checkpoint: Path,
-    data: Path,
-    *,
-    listed: Path | None = None,
-    ks: tuple[int, ...] = (5, 10, 50),
-    out: Path | None = None,
-    resamples: int = 1000,
-    batch: int = 64,
-    workers: int = 2,
-    device: str = "auto",
-) -> None:
-    """Precision at k of the images, or texts, nearest to an image or a text: by their labels, or over a pinned list.
+    The checkpoint is a dual-encoder; the shards have labels. Default folders are eval/class_retrieval with a list and
+    eval/image_retrieval without.
 
     Args:
-        checkpoint: folder of a checkpoint of a dual-encoder.
-        data: folder of shards with labels, of patients that the model was not trained on.
-        listed: candidates and queries that `medvl eval listed` wrote down, such as CheXpert 8x200; default every image
-            against those of all other patients.
-        ks: how many of the nearest are looked at.
-        out: gets results.json and index.html; default eval/class_retrieval or eval/image_retrieval in the run.
-        resamples: of the bootstrap.
-        batch: images at a time.
-        workers: loader processes.
-        device: auto, cpu or cuda.
+        candidates: candidates and queries from `medvl eval make-retrieval-list`, such as CheXpert 8x200; default every
+            image against the images of all other patients.
+        ks: numbers of nearest candidates.
     """
-    from medvl.data.shards.format import ShardSource
-    from medvl.eval.core.results import format_table, write_results
-    from medvl.eval.retrieval import by_class as protocols
+    from medvl.data.loading.subset import Subset
+    from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
+    from medvl.eval.core.publish import default_folder, publish
+    from medvl.eval.core.results import format_table
+    from medvl.eval.retrieval import by_class
     from medvl.eval.retrieval.by_class_page import write_class_retrieval_page
     from medvl.eval.retrieval.candidate_lists import RetrievalList
     from medvl.models import DualEncoder
 
-    pinned = None if listed is None else RetrievalList.read(listed)
-    model = load_model(checkpoint, device)
+    fixed = None if candidates is None else RetrievalList.read(candidates)
+    model = load_model(shared.checkpoint, shared.device)
     if not isinstance(model, DualEncoder):
-        raise ConfigError(f"{checkpoint} is a {model.name}, which compares nothing: name a dual-encoder")
-    loader = open_shards(model, checkpoint, data, batch, workers)
-    if pinned is not None:
-        loader = _only(loader, pinned, model, batch, workers)
-    if pinned is None:
-        results = protocols.image_retrieval(model, loader, ks=ks, resamples=resamples, checkpoint=checkpoint)
-    else:
-        results = protocols.class_retrieval(model, loader, pinned, ks=ks, resamples=resamples, checkpoint=checkpoint)
-    folder = out or default_folder(checkpoint, results.protocol)
-    paths = write_results(results, folder)
-    manifest = ShardSource(data).manifest
-    page = write_class_retrieval_page(
-        results,
-        folder / "index.html",
-        model=f"{model.name} ({checkpoint})",
-        data=f"{manifest.corpus}, split {manifest.split}",
-        date=datetime.date.today().isoformat(),
-    )
-    print_report(format_table(results.rows), [*paths, page])
-
-
-def _only(loader: Any, pinned: "RetrievalList", model: Any, batch: int, workers: int) -> Any:
-    """A loader over the images of the list alone: a folder may hold a hundred times as many."""
-    from medvl.data.loading.loader import open_loader
-    from medvl.data.loading.subset import Subset
-    from medvl.data.transforms.text import WholeText
-
-    source, wanted = loader.source, pinned.keys
-    return open_loader(
-        Subset(source, [position for position in range(len(source)) if source.key(position) in wanted]),
-        batch=batch,
-        image=model.transform,
-        text=WholeText(),
+        raise unsupported_model(shared.checkpoint, model, "give the checkpoint of a dual-encoder")
+    source = open_source(shared.data, [shared.checkpoint])
+    read = functools.partial(
+        open_for_evaluation,
+        transform=model.transform,
         tokenizer=model.tokenizer,
-        train=False,
-        workers=workers,
+        batch=shared.batch,
+        workers=shared.workers,
     )
+    resamples, checkpoint = shared.resamples, shared.checkpoint
+    if fixed is None:
+        results = by_class.image_retrieval(model, read(source), ks=ks, resamples=resamples, checkpoint=checkpoint)
+    else:  # a folder may hold a hundred times as many images as the list
+        keys = fixed.keys
+        listed = Subset(source, [position for position in range(len(source)) if source.key(position) in keys])
+        results = by_class.class_retrieval(
+            model, read(listed), fixed, ks=ks, resamples=resamples, checkpoint=checkpoint
+        )
+    paths = publish(
+        results,
+        shared.out or default_folder(shared.checkpoint, results.protocol),
+        write_page=functools.partial(write_class_retrieval_page, results),
+        model=f"{model.name} ({shared.checkpoint})",
+        manifest=source.manifest,
+    )
+    print_results(format_table(results.rows), paths)
 
 
-def listed(
+def make_retrieval_list(
     out: Path,
     *,
     data: Path | None = None,
@@ -96,32 +68,31 @@ def listed(
     chexpert_8x200: Path | None = None,
     salt_file: Path | None = None,
 ) -> str:
-    """Write down candidates and queries for class-retrieval: drawn once from shards, or as published.
+    """Write candidates and queries for class-retrieval: sampled once from shards, or as published.
 
     Args:
-        out: the file.
-        data: folder of shards to draw from: images that show one class alone, as in GLoRIA's 5x200.
-        per_class: images of each class.
-        classes: default the five of the CheXpert competition.
-        seed: of the draw.
-        chexpert_8x200: instead of drawing, the folder of ConVIRT's published lists (image-retrieval/ and
-            text-retrieval/).
-        salt_file: what the shards of CheXpert were hashed with; default $MEDVL_SALT_FILE or ~/.config/medvl/salt.
+        out: file of the list.
+        data: folder of shards to sample from: images that show exactly one class, as in GLoRIA's 5x200.
+        per_class: images per class.
+        classes: class names; default the five of the CheXpert competition.
+        seed: seed of the sampling.
+        chexpert_8x200: folder of ConVIRT's published lists (image-retrieval/ and text-retrieval/), instead of --data.
+        salt_file: salt file of the CheXpert shards; default $MEDVL_SALT_FILE or ~/.config/medvl/salt.
     """
     from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
     from medvl.data.shards.format import ShardSource
     from medvl.eval.retrieval.candidate_lists import draw_list, read_chexpert_8x200
     from medvl.schema import COMPETITION_FINDINGS
 
-    if (data is None) == (chexpert_8x200 is None):
-        raise ConfigError("name --data to draw from, or --chexpert-8x200: one of them")
-    if data is not None:
-        made = draw_list(ShardSource(data), classes=classes or COMPETITION_FINDINGS, per_class=per_class, seed=seed)
+    if data is not None and chexpert_8x200 is None:
+        chosen = draw_list(ShardSource(data), classes=classes or COMPETITION_FINDINGS, per_class=per_class, seed=seed)
+    elif chexpert_8x200 is not None and data is None:
+        chosen = read_chexpert_8x200(chexpert_8x200, Deidentifier.from_file(salt_file or default_salt_file()))
     else:
-        assert chexpert_8x200 is not None
-        made = read_chexpert_8x200(chexpert_8x200, Deidentifier.from_file(salt_file or default_salt_file()))
-    made.write(out)
+        raise ConfigError("expected --data to sample from or --chexpert-8x200; give exactly one", "conflict",
+                          field="data")  # fmt: skip
+    chosen.write(out)
     return (
-        f"Wrote {out}: {made.name}, {len(made.candidates)} candidates, {len(made.image_queries)} image queries and "
-        f"{len(made.text_queries)} text queries of {len(made.classes)} classes, sha256 {made.sha256[:12]}"
+        f"Wrote {out}: {chosen.name}, {len(chosen.candidates)} candidates, {len(chosen.image_queries)} image queries "
+        f"and {len(chosen.text_queries)} text queries of {len(chosen.classes)} classes, sha256 {chosen.sha256[:12]}"
     )

@@ -1,85 +1,76 @@
-"""`medvl eval vqa`: answers to the questions in a folder of shards in, a table, `results.json` and a page out."""
+"""`medvl eval vqa`: visual question answering by a checkpoint, or by a file of predictions."""
 
 import dataclasses
-import datetime
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
-from medvl.cli.eval_common import default_folder, load_model, print_report, refuse_seen
+from medvl.cli.eval_common import RunOptions, print_results
 from medvl.common.files import sha256
+from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from medvl.data.loading.vqa_source import QuestionSource
     from medvl.data.shards.format import ShardSource
     from medvl.eval.vqa.evaluate import VQAResult
-    from medvl.eval.vqa.examples import Explain, Pixels
+    from medvl.eval.vqa.examples import Explain
+    from medvl.eval.vqa.predict import QuestionLoader
     from medvl.eval.vqa.predictions import Predictions
     from medvl.eval.vqa.protocol import VQAProtocol
 
 
 def vqa(
     data: Path,
+    shared: RunOptions,
     *,
     checkpoint: Path | None = None,
     predictions: Path | None = None,
     train: Path | None = None,
     split: str = "test",
     protocol: str = "medvl",
-    out: Path | None = None,
-    resamples: int = 1000,
     examples: int = 6,
-    batch: int = 64,
-    workers: int = 2,
-    device: str = "auto",
 ) -> None:
-    """Visual question answering: accuracy with intervals, with baselines that see no image beside it, and a page.
+    """Evaluate visual question answering: accuracy with intervals, baselines without the image, and a page.
 
     Args:
         data: folder of shards with questions.
-        checkpoint: folder of a checkpoint of recipes/vqa_finetune.py, which answers them.
-        predictions: answers of anything else in place of a checkpoint: JSON lines with id and answer, and score where
-            it is known.
-        train: folder of shards with the training questions, which the baselines learn from; default --data, for a
-            corpus whose splits lie in one folder.
-        split: of the questions that are judged.
-        protocol: how answers are compared and who is judged; `medvl` is ours, others are those of published numbers.
-        out: gets results.json, predictions.jsonl and index.html; default eval/vqa in the checkpoint's run, or beside
-            the predictions.
-        resamples: of the bootstrap.
-        examples: hits, and as many misses, of closed and of open questions each, on the page.
-        batch: questions at a time.
-        workers: loader processes.
-        device: auto, cpu or cuda.
+        checkpoint: folder of a checkpoint of recipes/vqa_finetune.py.
+        predictions: answers of another system instead of a checkpoint: JSON lines with id, answer and optional score.
+        train: folder of shards with the training questions, from which the baselines are built; default --data, for
+            corpora with all splits in one folder.
+        split: split of the questions.
+        protocol: rules for comparing answers; `medvl` is ours, others reproduce published numbers.
+        examples: correct and wrong answers on the page, per closed and open question type.
     """
     from medvl.data.shards.format import ShardSource
-    from medvl.errors import ConfigError
+    from medvl.eval.core.publish import default_folder
     from medvl.eval.vqa.evaluate import judge_answers
     from medvl.eval.vqa.predict import question_data
     from medvl.eval.vqa.protocol import get_protocol
 
     rules, shards = get_protocol(protocol), ShardSource(data)
     if checkpoint is not None and predictions is None:
-        answered = _ask(checkpoint, shards, split, rules, batch, workers, device)
+        answers = _from_checkpoint(checkpoint, shards, split, rules, shared)
     elif predictions is not None and checkpoint is None:
-        answered = _read(predictions)
+        answers = _from_file(predictions)
     else:
-        raise ConfigError("who answers? Name a --checkpoint or a file of --predictions, one of them")
+        raise ConfigError("give exactly one of --checkpoint and --predictions", "conflict", field="checkpoint")
+    same_folder = train is None or train.resolve() == data.resolve()
     result = judge_answers(
-        question_data([shards] if train is None or train.resolve() == data.resolve() else [ShardSource(train), shards]),
-        answered.predictions,
+        question_data([shards] if train is None or same_folder else [ShardSource(train), shards]),
+        answers.predictions,
         protocol=rules,
         split=split,
-        resamples=resamples,
-        inputs=answered.inputs,
+        resamples=shared.resamples,
+        inputs=answers.inputs,
     )
-    _write(result, out or default_folder(answered.path, "vqa"), answered, _pixels(shards, split), examples)
+    folder = shared.out or default_folder(answers.path, "vqa")
+    print_results(result.table(), _publish(result, folder, answers, shards, split, examples))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Answered:
-    """Predictions, and whom they are from."""
+class _Answers:
+    """Predictions and their origin."""
 
     predictions: "Predictions"
     name: str
@@ -88,23 +79,31 @@ class _Answered:
     explain: "Explain | None" = None
 
 
-def _ask(
-    checkpoint: Path, shards: "ShardSource", split: str, rules: "VQAProtocol", batch: int, workers: int, device: str
-) -> _Answered:
+def _from_checkpoint(
+    checkpoint: Path, shards: "ShardSource", split: str, rules: "VQAProtocol", shared: RunOptions
+) -> _Answers:
     from medvl.data.loading.vqa_source import QuestionSource
-    from medvl.errors import ConfigError
+    from medvl.eval.core.open import load_model, open_for_evaluation, refuse_training_patients, unsupported_model
     from medvl.eval.core.results import checkpoint_sha256
     from medvl.eval.vqa.explain import explain
     from medvl.eval.vqa.predict import answer_questions
     from medvl.models import VQA
 
-    refuse_seen(checkpoint, shards)
-    model = load_model(checkpoint, device)
+    refuse_training_patients(checkpoint, shards)
+    model = load_model(checkpoint, shared.device)
     if not isinstance(model, VQA):
-        raise ConfigError(f"{checkpoint} is a {model.name} and answers no questions: train recipes/vqa_finetune.py")
+        raise unsupported_model(checkpoint, model, "fine-tune it with recipes/vqa_finetune.py")
     source = QuestionSource(shards, split, model.config.answers, rules.normalize)
-    return _Answered(
-        predictions=answer_questions(model, _open(model, source, batch, workers)),
+    loader = open_for_evaluation(
+        source,
+        model.transform,
+        model.tokenizer,
+        batch=shared.batch,
+        workers=shared.workers,
+        sections=("question",),
+    )
+    return _Answers(
+        predictions=answer_questions(model, cast("QuestionLoader", loader)),
         name=f"{model.fusion_model.name} ({checkpoint})",
         path=checkpoint,
         inputs={"checkpoint": checkpoint_sha256(checkpoint)},
@@ -112,10 +111,10 @@ def _ask(
     )
 
 
-def _read(predictions: Path) -> _Answered:
+def _from_file(predictions: Path) -> _Answers:
     from medvl.eval.vqa.predictions import read_predictions
 
-    return _Answered(
+    return _Answers(
         predictions=read_predictions(predictions),
         name=str(predictions),
         path=predictions,
@@ -123,40 +122,31 @@ def _read(predictions: Path) -> _Answered:
     )
 
 
-def _write(result: "VQAResult", out: Path, answered: _Answered, pixels: "Pixels", examples: int) -> None:
-    from medvl.eval.core.results import write_results
+def _publish(
+    result: "VQAResult", folder: Path, answers: _Answers, shards: "ShardSource", split: str, examples: int
+) -> list[Path]:
+    from medvl.data.loading.vqa_source import asked_in
+    from medvl.eval.core.publish import publish
     from medvl.eval.vqa.page import write_vqa_page
 
-    paths = write_results(result.results, out, result.predictions())
-    page = write_vqa_page(
-        result,
-        out / "index.html",
-        model=answered.name,
-        date=datetime.date.today().isoformat(),
-        pixels=pixels,
-        explain=answered.explain,
-        examples=examples,
-    )
-    print_report(result.table(), [*paths, page])
+    positions = {asked.question.id: asked.image for asked in asked_in(shards, split)}
 
+    def write_page(path: Path, *, model: str, data: str, date: str) -> Path:  # the result names its data itself
+        return write_vqa_page(
+            result,
+            path,
+            model=model,
+            date=date,
+            pixels=lambda name: shards.pixels(positions[name], color=True),
+            explain=answers.explain,
+            examples=examples,
+        )
 
-def _pixels(shards: "ShardSource", split: str) -> "Pixels":
-    from medvl.data.loading.vqa_source import asked_in
-
-    places = {asked.question.id: asked.image for asked in asked_in(shards, split)}
-    return lambda name: shards.pixels(places[name], color=True)
-
-
-def _open(model: Any, source: "QuestionSource", batch: int, workers: int) -> Any:
-    from medvl.data.loading.loader import open_loader
-    from medvl.data.transforms.text import WholeText
-
-    return open_loader(
-        source,
-        batch=batch,
-        image=model.transform,
-        text=WholeText(sections=("question",)),
-        tokenizer=model.tokenizer,
-        train=False,
-        workers=workers,
+    return publish(
+        result.results,
+        folder,
+        predictions=result.predictions(),
+        write_page=write_page,
+        model=answers.name,
+        manifest=shards.manifest,
     )

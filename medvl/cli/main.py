@@ -15,17 +15,18 @@ from medvl.cli import (
     eval_dense,
     eval_grounding,
     eval_probe,
+    eval_report_generation,
+    eval_retrieval,
     eval_retrieval_by_class,
+    eval_vqa,
+    eval_zero_shot,
+    import_export,
+    phantom,
     phantom_vqa,
+    shards,
     shards_labels,
     shards_vqa,
 )
-from medvl.cli import eval_common as eval_command
-from medvl.cli import eval_reports as report_command
-from medvl.cli import eval_vqa as answer_command
-from medvl.cli import import_export as export_command
-from medvl.cli import phantom as phantom_command
-from medvl.cli import shards as data_command
 from medvl.errors import ConfigError, MedvlError, SplitError
 
 if TYPE_CHECKING:
@@ -173,24 +174,24 @@ def _split_folders(folder: Path) -> list[Path]:
 
 _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
     "phantom": {
-        "mimic-cxr": phantom_command.mimic_cxr,
-        "mimic-cxr-jpg": phantom_command.mimic_cxr_jpg,
-        "ms-cxr": phantom_command.ms_cxr,
-        "chexpert": phantom_command.chexpert,
-        "rsna": phantom_command.rsna,
-        "siim": phantom_command.siim,
-        "roco": phantom_command.roco,
-        "medicat": phantom_command.medicat,
+        "mimic-cxr": phantom.mimic_cxr,
+        "mimic-cxr-jpg": phantom.mimic_cxr_jpg,
+        "ms-cxr": phantom.ms_cxr,
+        "chexpert": phantom.chexpert,
+        "rsna": phantom.rsna,
+        "siim": phantom.siim,
+        "roco": phantom.roco,
+        "medicat": phantom.medicat,
         "vqa-rad": phantom_vqa.vqa_rad,
         "slake": phantom_vqa.slake,
-        "contact-sheet": phantom_command.contact_sheet,
+        "contact-sheet": phantom.contact_sheet,
     },
     "shards": {
-        "mimic-cxr": data_command.mimic_cxr,
-        "chexpert": data_command.chexpert,
-        "roco": data_command.roco,
-        "medicat": data_command.medicat,
-        "openi": data_command.openi,
+        "mimic-cxr": shards.mimic_cxr,
+        "chexpert": shards.chexpert,
+        "roco": shards.roco,
+        "medicat": shards.medicat,
+        "openi": shards.openi,
         "vqa-rad": shards_vqa.vqa_rad,
         "slake": shards_vqa.slake,
         "vqa-med": shards_vqa.vqa_med,
@@ -200,29 +201,29 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "ms-cxr": shards_labels.ms_cxr,
         "nih-cxr14": shards_labels.nih_cxr14,
         "covidx": shards_labels.covidx,
-        "table": data_command.table,
+        "table": shards.table,
     },
     "eval": {
-        "zero-shot": eval_command.zero_shot,
-        "retrieval": eval_command.retrieval,
+        "zero-shot": eval_zero_shot.zero_shot,
+        "retrieval": eval_retrieval.retrieval,
         "classify": eval_classify.classify,
         "class-retrieval": eval_retrieval_by_class.class_retrieval,
-        "listed": eval_retrieval_by_class.listed,
+        "make-retrieval-list": eval_retrieval_by_class.make_retrieval_list,
         "grounding": eval_grounding.grounding,
         "detection": eval_dense.detection,
         "segmentation": eval_dense.segmentation,
         "probe": eval_probe.probe,
-        "vqa": answer_command.vqa,
-        "report": report_command.report,
+        "vqa": eval_vqa.vqa,
+        "report-generation": eval_report_generation.report_generation,
     },
 }
 _COMMANDS: dict[str, Callable[..., Any]] = {
-    "merge": data_command.merge,
+    "merge": shards.merge,
     "vocab": vocab,
     "verify": verify,
-    "report": compare.report,
-    "import": export_command.import_published,
-    "export": export_command.export_checkpoint,
+    "compare": compare.compare,
+    "import": import_export.import_published,
+    "export": import_export.export_checkpoint,
     "list": list_everything,
 }
 _READING_ON_THEIR_OWN: dict[str, Callable[[list[str]], str]] = {"doctor": doctor.doctor}
@@ -236,7 +237,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if command in _GROUPS:
             group = _GROUPS[command]
-            told = tyro.extras.subcommand_cli_from_dict(group, prog=f"medvl {command}", args=arguments[1:])
+            told = tyro.extras.subcommand_cli_from_dict(
+                group, prog=f"medvl {command}", args=arguments[1:], config=[tyro.conf.OmitArgPrefixes]
+            )
         elif command in _COMMANDS:
             positional = tyro.conf.configure(tyro.conf.PositionalRequiredArgs)(_COMMANDS[command])
             told = tyro.cli(positional, prog=f"medvl {command}", args=arguments[1:])

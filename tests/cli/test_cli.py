@@ -18,10 +18,10 @@ COMMANDS = (
     *("phantom mimic-cxr", "phantom mimic-cxr-jpg", "phantom chexpert", "phantom contact-sheet", "phantom roco"),
     *("phantom medicat", "shards roco", "shards medicat", "shards openi"),
     *("shards mimic-cxr", "shards chexpert", "shards table", "shards vqa-rad", "shards slake", "shards vqa-med"),
-    *("shards path-vqa", "eval zero-shot", "eval retrieval", "eval vqa", "eval report"),
-    *("eval probe", "eval classify", "eval class-retrieval", "eval listed"),
+    *("shards path-vqa", "eval zero-shot", "eval retrieval", "eval vqa", "eval report-generation"),
+    *("eval probe", "eval classify", "eval class-retrieval", "eval make-retrieval-list"),
     *("shards rsna", "shards siim", "shards nih-cxr14", "shards covidx"),
-    *("phantom vqa-rad", "phantom slake", "vocab", "verify", "import", "export", "list"),
+    *("phantom vqa-rad", "phantom slake", "vocab", "verify", "compare", "import", "export", "list"),
 )
 
 

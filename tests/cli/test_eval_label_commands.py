@@ -1,4 +1,4 @@
-"""`medvl eval probe`, `classify`, `class-retrieval` and `listed` as commands, on shards and checkpoints on disk."""
+"""`medvl eval probe`, `classify`, `class-retrieval` and `make-retrieval-list`, on shards and checkpoints on disk."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ COMMON = ["--workers", "0", "--resamples", "20"]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`shards/`, and two checkpoints: `run/best` of ConVIRT, `labels/best` of a classifier on it."""
+    """Folder with `shards/` and two checkpoints: `run/best` of ConVIRT, `labels/best` of a classifier on it."""
     folder = tmp_path_factory.mktemp("label-commands")
     make_shards(folder)
     torch.manual_seed(0)
@@ -37,18 +37,18 @@ def splits(home: Path) -> list[str]:
     return [text for option, split in names.items() for text in (f"--{option}", str(home / "shards" / split))]
 
 
-def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def error_text(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that must fail and return its error output."""
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     assert caught.value.code == 1
     return capsys.readouterr().err
 
 
-def test_a_probe_and_its_baseline_share_a_run_and_its_features(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_probe_and_random_baseline_share_run_and_feature_cache(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     probe = ["eval", "probe", "--checkpoint", str(home / "run" / "best"), *splits(home), *COMMON]
     cli.main([*probe, "--fractions", "0.5", "1.0", "--seeds", "2"])
-    shown = capsys.readouterr().out
-    assert "auroc@50%" in shown
+    assert "auroc@50%" in capsys.readouterr().out
     folder = home / "run" / "eval" / "probe"
     assert {path.name for path in folder.iterdir()} == {"results.json", "predictions.jsonl", "index.html"}
     assert len(list((home / "run" / "eval" / "features").iterdir())) == 3
@@ -65,38 +65,42 @@ def test_a_probe_and_its_baseline_share_a_run_and_its_features(home: Path, capsy
     assert "resnet_tiny, random weights" in (home / "named" / "index.html").read_text()
 
 
-def test_a_probe_of_nothing_or_of_two_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_probe_needs_exactly_one_of_checkpoint_and_encoder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = ["--checkpoint", str(home / "run" / "best")]
     for arguments in ([], [*checkpoint, "--encoder", "resnet_tiny"], ["--encoder", "resnet_tiny", "--random-encoder"]):
-        assert "name a --checkpoint, with --random-encoder" in told(
-            ["eval", "probe", *splits(home), *arguments], capsys
-        )
-    text = told(["eval", "probe", *splits(home), "--encoder", "resnet_tiny", "--image-size", "32"], capsys)
-    assert "--encoder needs --out" in text
+        text = error_text(["eval", "probe", *splits(home), *arguments], capsys)
+        assert "--checkpoint" in text
+        assert "--encoder" in text
+    text = error_text(["eval", "probe", *splits(home), "--encoder", "resnet_tiny", "--image-size", "32"], capsys)
+    assert "--out" in text
 
 
-def test_a_classifier_is_judged_with_a_page(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_classify_writes_results_and_page(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = ["--data", str(home / "shards" / "test"), "--valid", str(home / "shards" / "validate")]
     cli.main(["eval", "classify", "--checkpoint", str(home / "labels" / "best"), *data, *COMMON])
     results = read_results(home / "labels" / "eval" / "classify")
     assert results.row("auroc", "Edema").value == 0.5  # its head is still zero
     assert "Classification: classifier" in (home / "labels" / "eval" / "classify" / "index.html").read_text()
     assert "Edema" in capsys.readouterr().out
-    text = told(["eval", "classify", "--checkpoint", str(home / "run" / "best"), *data], capsys)
-    assert "is a convirt: recipes/linear_probe.py makes a classifier of it" in text
+    text = error_text(["eval", "classify", "--checkpoint", str(home / "run" / "best"), *data], capsys)
+    assert "is a convirt" in text
+    assert "recipes/linear_probe.py" in text
 
 
-def test_a_list_is_drawn_and_searched(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, path = str(home / "shards" / "train"), home / "listed.json"
-    cli.main(["eval", "listed", "--out", str(path), "--data", data, "--classes", *NAMES, "--per-class", "5"])
+def test_class_retrieval_uses_list_of_make_retrieval_list(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, path = str(home / "shards" / "train"), home / "list.json"
+    cli.main(
+        ["eval", "make-retrieval-list", "--out", str(path), "--data", data, "--classes", *NAMES, "--per-class", "5"]
+    )
     assert "10 candidates" in capsys.readouterr().out
     search = ["eval", "class-retrieval", "--checkpoint", str(home / "run" / "best"), "--data", data, *COMMON]
-    cli.main([*search, "--listed", str(path), "--ks", "3"])
+    cli.main([*search, "--candidates", str(path), "--ks", "3"])
     results = read_results(home / "run" / "eval" / "class_retrieval")
     assert results.inputs["list"] == RetrievalList.read(path).sha256
     assert results.row("precision@3", "Edema", "image to image").n == 5
     cli.main([*search, "--ks", "5"])
     assert read_results(home / "run" / "eval" / "image_retrieval").row("precision@5", "Edema").value > 0.5
-    assert "name --data to draw from, or --chexpert-8x200" in told(["eval", "listed", "--out", str(path)], capsys)
-    text = told([*search[:3], str(home / "labels" / "best"), *search[4:]], capsys)
-    assert "is a classifier, which compares nothing" in text
+    assert "--chexpert-8x200" in error_text(["eval", "make-retrieval-list", "--out", str(path)], capsys)
+    text = error_text([*search[:3], str(home / "labels" / "best"), *search[4:]], capsys)
+    assert "is a classifier" in text
+    assert "dual-encoder" in text

@@ -29,7 +29,7 @@ class Spine:
     home: Path
     printed: dict[str, str] = dataclasses.field(default_factory=dict)
     """Name of a command that was run -> all that it wrote on stdout and stderr."""
-    medvl = (sys.executable, "-m", "medvl.cli.main")
+    medvl = (sys.executable, "-m", "medvl")
 
     @property
     def corpus(self) -> Path:

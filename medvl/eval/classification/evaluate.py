@@ -7,7 +7,7 @@ a `Classifier`.
 * AUROC and average precision a label and their means; Brier score and calibration error (`ECE_BINS` equal-width bins);
   yes/no metrics at thresholds that are chosen on validation images of other patients and nowhere else.
 * Labels that are neither 1 nor 0 are settled by one named policy, which should be the one of training.
-* Intervals: patients are drawn, with all their images (`draw="image"`: images are). All rows share the draws.
+* Intervals: patients are drawn, with all their images (`bootstrap_unit="image"`: images are). All rows share the draws.
 """
 
 import dataclasses
@@ -21,19 +21,18 @@ from torch import Tensor
 from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.classification.scored_images import (
+    BootstrapUnit,
     ClassificationResult,
-    Draw,
     ScoredImages,
     ThresholdRule,
-    account_of,
-    check_draw,
+    check_bootstrap_unit,
     choose_thresholds,
-    decision_blocks,
-    judge,
-    places,
-    ranking_blocks,
+    decision_groups,
+    evaluate_scores,
+    image_counts,
+    ranking_groups,
 )
-from medvl.eval.core.full_pass import FullPass, input_hashes
+from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import measure
 from medvl.models.downstream.classifier_config import ClassifierConfig
@@ -64,7 +63,7 @@ def classify(
     valid_loader: Loader | None = None,
     policy: LabelPolicy | None = None,
     threshold_rule: ThresholdRule = "f1",
-    draw: Draw = "patient",
+    bootstrap_unit: BootstrapUnit = "patient",
     resamples: int = 1000,
     seed: int = 0,
     smallest_subgroup: int = 10,
@@ -76,22 +75,22 @@ def classify(
         EvaluationError: no label can be judged, or the loader or the scores are not whole.
         SplitError: test and validation images share patients.
     """
-    check_draw(draw)
+    check_bootstrap_unit(bootstrap_unit)
     policy = policy or LabelPolicy()
     inputs = input_hashes(checkpoint, manifest=loader, validation_manifest=valid_loader)
     test = score_labels(model, loader, policy)
     thresholds = None
     if valid_loader is not None:
         thresholds = choose_thresholds(score_labels(model, valid_loader, policy), test, threshold_rule)
-    results = judge(
+    results = evaluate_scores(
         test,
-        ranking_blocks(test) + decision_blocks(test, thresholds, probabilities=True),
+        ranking_groups(test) + decision_groups(test, thresholds, probabilities=True),
         thresholds=thresholds,
         protocol=(PROTOCOL, PROTOCOL_VERSION),
         config={
             "policy": dataclasses.asdict(policy),
             "threshold_rule": None if valid_loader is None else threshold_rule,
-            "draw": draw,
+            "bootstrap_unit": bootstrap_unit,
             "resamples": resamples,
             "seed": seed,
             "smallest_subgroup": smallest_subgroup,
@@ -121,7 +120,7 @@ def score_labels(model: Classifies, loader: Loader, policy: LabelPolicy) -> Scor
     if not np.isfinite(scores_NL).all():
         raise EvaluationError("the classifier's scores are not finite: look at its weights")
     resolved = policy.resolve(torch.cat(tables).double().numpy(), source.label_names)
-    place_of = places(source)
+    place_of = samples_by_key(source)
     positions, samples = zip(*(place_of[key] for key in given.keys), strict=True)
     return ScoredImages(
         names=names,
@@ -129,7 +128,7 @@ def score_labels(model: Classifies, loader: Loader, policy: LabelPolicy) -> Scor
         labels_NL=resolved.labels_NL[:, [source.label_names.index(name) for name in names]],
         samples=samples,
         positions=positions,
-        account=account_of(samples, given.unreadable, resolved, names),
+        account=image_counts(samples, given.unreadable, resolved, names),
     )
 
 
@@ -146,7 +145,7 @@ class ClassifyEval:
     def __call__(self, model: Classifies) -> dict[str, float]:
         """The numbers for the model as it is now. Raises `EvaluationError` as `classify` does."""
         images = score_labels(model, self.loader, self.policy)
-        rows = measure(ranking_blocks(images)[:1], len(images.samples), resamples=0)
+        rows = measure(ranking_groups(images)[:1], len(images.samples), resamples=0)
         named = {row.target: row.value for row in rows if not np.isnan(row.value)}
         return {
             f"classify/auroc{'_' if name.startswith('macro') else '/'}{name}": value for name, value in named.items()

@@ -121,7 +121,9 @@ def facts(
     ]
     if details["no_finding_contradictions"]:
         told.append(("Labels", f"{details['no_finding_contradictions']} images have No Finding beside a finding"))
-    return header_facts(result.results, model=model, data=data, date=date, drawn=f"{config['draw']}s", own=told)
+    return header_facts(
+        result.results, model=model, data=data, date=date, units=f"{config['bootstrap_unit']}s", extra=told
+    )
 
 
 def _rows(result: ClassificationResult) -> dict[tuple[str, str, str], MetricRow]:

@@ -8,21 +8,21 @@ Shape letters: N images, L classes.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from medvl.errors import EvaluationError, ShardError, SplitError
+from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import ResolvedLabels
-from medvl.eval.classification.subgroups import subgroup_blocks
-from medvl.eval.core.interfaces import Source
-from medvl.eval.core.metric_rows import Block, calibration_block, decision_block, measure, ranking_block
+from medvl.eval.classification.subgroups import subgroup_groups
+from medvl.eval.core.full_pass import check_disjoint_patients
+from medvl.eval.core.metric_rows import MetricGroup, calibration_metrics, decision_metrics, measure, ranking_metrics
 from medvl.eval.core.metrics import ECE_BINS, Array, choose_threshold
 from medvl.eval.core.results import Results, format_table
 from medvl.schema import COMPETITION_FINDINGS, Sample
 
-Draw = Literal["patient", "image"]
+BootstrapUnit = Literal["patient", "image"]
 ThresholdRule = Literal["f1", "mcc", "youden"]
 
 
@@ -83,7 +83,7 @@ class ClassificationResult:
     @property
     def groups(self) -> list[str] | None:
         """What was drawn for the intervals, for statistics of one's own on the same draws."""
-        return self.images.patients if self.results.config["draw"] == "patient" else None
+        return self.images.patients if self.results.config["bootstrap_unit"] == "patient" else None
 
     def table(self) -> str:
         """The findings and the means of subgroups, as plain text."""
@@ -103,25 +103,17 @@ class ClassificationResult:
             }
 
 
-def check_draw(draw: str) -> None:
-    """Raises `EvaluationError` unless `draw` names what intervals can be drawn over."""
-    if draw not in get_args(Draw):
-        raise EvaluationError(f"draw is {draw!r}: choose one of {', '.join(get_args(Draw))}")
+def check_bootstrap_unit(unit: str) -> None:
+    """Raise `EvaluationError` unless `unit` names a bootstrap unit."""
+    if unit not in get_args(BootstrapUnit):
+        raise EvaluationError(
+            f"expected bootstrap_unit to be one of {', '.join(get_args(BootstrapUnit))}, got {unit!r}",
+            "unknown_name",
+            field="bootstrap_unit",
+        )
 
 
-def places(source: Source) -> dict[str, tuple[int, Sample]]:
-    """Position and sample by key. What cannot be read is left out: the loader has counted it."""
-    found = {}
-    for position in range(len(source)):
-        try:
-            sample = source.sample(position)
-        except ShardError:
-            continue
-        found[sample.key] = (position, sample)
-    return found
-
-
-def account_of(
+def image_counts(
     samples: Sequence[Sample], unreadable: Mapping[str, int], resolved: ResolvedLabels, names: Sequence[str]
 ) -> dict[str, Any]:
     """What became of every image and label, for `ScoredImages.account`."""
@@ -139,42 +131,34 @@ def choose_thresholds(valid: ScoredImages, test: ScoredImages, rule: ThresholdRu
 
     Raises SplitError when the two sets share a patient.
     """
-    check_apart(valid.patients, test.patients)
+    check_disjoint_patients(valid.patients, test.patients)
     columns = zip(valid.names, valid.scores_NL.T, valid.labels_NL.T, strict=True)
     chosen = {name: choose_threshold(scores_N, labels_N, rule) for name, scores_N, labels_N in columns}
     return {name: chosen.get(name, float("nan")) for name in test.names}
 
 
-def check_apart(valid: Iterable[str], test: Iterable[str]) -> None:
-    """Raises SplitError when patients of the validation images are among those of the test images."""
-    shared = len({*valid} & {*test})
-    if shared:
-        raise SplitError(
-            f"{shared} patients are in the validation and in the test images: thresholds would be chosen on patients "
-            "that they are judged on. Use splits that are disjoint by patient."
-        )
-
-
-def ranking_blocks(test: ScoredImages) -> list[Block]:
+def ranking_groups(test: ScoredImages) -> list[MetricGroup]:
     """AUROC and average precision of every class, and their means."""
     columns = test.scores_NL, test.labels_NL, test.names
-    return [ranking_block(metric, *columns, means=test.means) for metric in ("auroc", "average_precision")]
+    return [ranking_metrics(metric, *columns, means=test.means) for metric in ("auroc", "average_precision")]
 
 
-def decision_blocks(test: ScoredImages, thresholds: Mapping[str, float] | None, *, probabilities: bool) -> list[Block]:
+def decision_groups(
+    test: ScoredImages, thresholds: Mapping[str, float] | None, *, probabilities: bool
+) -> list[MetricGroup]:
     """Calibration where scores are probabilities, and yes/no metrics where there are thresholds."""
-    blocks = [calibration_block(test.scores_NL, test.labels_NL, test.names)] if probabilities else []
+    blocks = [calibration_metrics(test.scores_NL, test.labels_NL, test.names)] if probabilities else []
     decided = [index for index, name in enumerate(test.names) if thresholds and not np.isnan(thresholds[name])]
     if thresholds and decided:
         names = [test.names[index] for index in decided]
         predicted_NL = test.scores_NL[:, decided] >= np.array([thresholds[name] for name in names])
-        blocks.append(decision_block(predicted_NL, test.labels_NL[:, decided], names))
+        blocks.append(decision_metrics(predicted_NL, test.labels_NL[:, decided], names))
     return blocks
 
 
-def judge(
+def evaluate_scores(
     test: ScoredImages,
-    blocks: Sequence[Block],
+    blocks: Sequence[MetricGroup],
     *,
     thresholds: Mapping[str, float] | None,
     protocol: tuple[str, int],
@@ -184,9 +168,9 @@ def judge(
 ) -> Results:
     """The rows of these blocks and of the subgroups under one bootstrap.
 
-    `config` has `draw`, `resamples`, `seed` and `smallest_subgroup`; `protocol` is its name and version.
+    `config` has `bootstrap_unit`, `resamples`, `seed` and `smallest_subgroup`; `protocol` is its name and version.
     """
-    of_groups, labels_in_mean = subgroup_blocks(
+    of_groups, labels_in_mean = subgroup_groups(
         test.scores_NL, test.labels_NL, test.names, test.samples, config["smallest_subgroup"]
     )
     rows = measure(
@@ -194,7 +178,7 @@ def judge(
         len(test.samples),
         resamples=config["resamples"],
         seed=config["seed"],
-        groups=test.patients if config["draw"] == "patient" else None,
+        groups=test.patients if config["bootstrap_unit"] == "patient" else None,
     )
     return Results(
         protocol=protocol[0],

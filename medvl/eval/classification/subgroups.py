@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.eval.core.bootstrap import mean_over_labels, ranked_columns
-from medvl.eval.core.metric_rows import Block, MetricRow, empty_block, label_row, ranking_block
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, label_row, ranking_metrics, undefined_metrics
 from medvl.eval.core.metrics import Array
 from medvl.schema import Sample
 
@@ -66,11 +66,11 @@ def _age_order(name: str) -> tuple[bool, str]:
     return not name.startswith("under"), name
 
 
-def subgroup_blocks(
+def subgroup_groups(
     scores_NL: Array, labels_NL: Array, names: Sequence[str], samples: Sequence[Sample], smallest: int
-) -> tuple[list[Block], dict[str, list[str]]]:
+) -> tuple[list[MetricGroup], dict[str, list[str]]]:
     """AUROC rows of every group and of the gaps, and attribute -> labels in the mean of its groups (empty: no mean)."""
-    blocks: list[Block] = []
+    blocks: list[MetricGroup] = []
     labels_in_mean = {}
     for attribute, masks in subgroups(samples).items():
         judged = {group: np.where(mask_N[:, None], labels_NL, np.nan) for group, mask_N in masks.items()}
@@ -85,10 +85,10 @@ def subgroup_blocks(
             small = np.flatnonzero(reported_L & ~enough[group]).tolist()
             if kept:
                 columns = scores_NL[:, kept], group_labels_NL[:, kept], [names[index] for index in kept]
-                blocks.append(ranking_block("auroc", *columns, means=means, subgroup=subgroup))
+                blocks.append(ranking_metrics("auroc", *columns, means=means, subgroup=subgroup))
             if small:
                 rows = [label_row("auroc", names[index], group_labels_NL[:, index], subgroup) for index in small]
-                blocks.append(empty_block(rows))
+                blocks.append(undefined_metrics(rows))
         targets = {
             name: [index] for index, name in enumerate(names) if sum(kept[index] for kept in enough.values()) > 1
         }
@@ -107,7 +107,7 @@ def _gap_block(
     scores_NL: Array,
     judged: Mapping[str, Array],
     enough: Mapping[str, NDArray[np.bool_]],
-) -> Block:
+) -> MetricGroup:
     """The gap of one label, or of the mean over several, between the groups that have enough images of all of them."""
 
     def mean_of(labels_NL: Array) -> Callable[[Array], Array]:
@@ -125,7 +125,7 @@ def _gap_block(
         n=int((~np.isnan(both_NL).all(axis=1)).sum()),
         n_positive=int((both_NL == 1).sum()) if len(columns) == 1 else None,
     )
-    return Block([row], lambda counts_NR: (groups[best](counts_NR) - groups[worst](counts_NR))[:, None])
+    return MetricGroup([row], lambda counts_NR: (groups[best](counts_NR) - groups[worst](counts_NR))[:, None])
 
 
 def _enough_L(labels_NL: Array, smallest: int) -> NDArray[np.bool_]:

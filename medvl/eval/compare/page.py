@@ -21,7 +21,7 @@ _LIMITS = (
 )
 
 
-def write_report(comparisons: Sequence[Comparison], folder: str | Path, *, date: str | None = None) -> list[Path]:
+def write_comparison(comparisons: Sequence[Comparison], folder: str | Path, *, date: str | None = None) -> list[Path]:
     """Write `comparison.json` and `index.html` into a folder, which is made where it is missing; their paths."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

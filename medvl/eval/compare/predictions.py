@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from medvl.errors import EvaluationError
-from medvl.eval.core.metric_rows import Block, mean_block, median_block, ranking_block
+from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, median_metric, ranking_metrics
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
-from medvl.eval.grounding.evaluate import label_mean_block
+from medvl.eval.grounding.evaluate import label_mean_metrics
 from medvl.schema import COMPETITION_FINDINGS
 
 Line = Mapping[str, Any]
@@ -34,7 +34,7 @@ class Items:
     names: tuple[tuple[Any, ...], ...]
     groups: tuple[Any, ...] | None
     """What is drawn: the patient (or text) of each item; None where the lines do not say, and items are drawn."""
-    blocks: tuple[Block, ...]
+    blocks: tuple[MetricGroup, ...]
 
     @property
     def rows(self) -> list[str]:
@@ -52,7 +52,7 @@ class _Reader:
     """The fields that name an item."""
     group: str
     """The field that says what an item is drawn with."""
-    blocks: Callable[[Sequence[Line]], list[Block]]
+    blocks: Callable[[Sequence[Line]], list[MetricGroup]]
 
 
 def read_items(folder: Path, results: Results) -> Items | None:
@@ -93,7 +93,7 @@ def _check(items: Items, results: Results, path: Path) -> None:
             )
 
 
-def _ranking(lines: Sequence[Line]) -> list[Block]:
+def _ranking(lines: Sequence[Line]) -> list[MetricGroup]:
     """AUROC and average precision of every class and their means: zero-shot, and classifiers."""
     names = list(lines[0]["scores"])
     scores_NL, labels_NL = (
@@ -105,25 +105,25 @@ def _ranking(lines: Sequence[Line]) -> list[Block]:
     if set(COMPETITION_FINDINGS) <= set(judged):
         means["macro_competition"] = list(COMPETITION_FINDINGS)
     metrics = ("auroc", "average_precision")
-    return [ranking_block(metric, scores_NL, labels_NL, names, means=means) for metric in metrics]
+    return [ranking_metrics(metric, scores_NL, labels_NL, names, means=means) for metric in metrics]
 
 
-def _grounding(lines: Sequence[Line]) -> list[Block]:
+def _grounding(lines: Sequence[Line]) -> list[MetricGroup]:
     labels = [line["label"] for line in lines]
     metrics = [field for field in lines[0] if field not in ("key", "phrase", "patient", "label")]
-    return [label_mean_block(name, np.array([_number(line[name]) for line in lines]), labels) for name in metrics]
+    return [label_mean_metrics(name, np.array([_number(line[name]) for line in lines]), labels) for name in metrics]
 
 
-def _retrieval(lines: Sequence[Line]) -> list[Block]:
+def _retrieval(lines: Sequence[Line]) -> list[MetricGroup]:
     """From images to texts: the lines have no rank of a text."""
     rank_N = np.array([float(line["rank"]) for line in lines])
-    recalls = [mean_block(f"recall@{k}", (rank_N <= k)[:, None].astype(float), ["image_to_text"]) for k in (1, 5, 10)]
-    return [*recalls, median_block("median_rank", rank_N, "image_to_text")]
+    recalls = [mean_metrics(f"recall@{k}", (rank_N <= k)[:, None].astype(float), ["image_to_text"]) for k in (1, 5, 10)]
+    return [*recalls, median_metric("median_rank", rank_N, "image_to_text")]
 
 
-def _answers(lines: Sequence[Line]) -> list[Block]:
+def _answers(lines: Sequence[Line]) -> list[MetricGroup]:
     credit_N1 = np.array([[_number(line["model_credit"])] for line in lines])
-    return [mean_block("accuracy", credit_N1, ["overall"])]
+    return [mean_metrics("accuracy", credit_N1, ["overall"])]
 
 
 def _number(value: float | None) -> float:

@@ -1,24 +1,24 @@
-"""What goes into an evaluation: every sample of a loader, exactly once, and the hashes by which a result names it."""
+"""Complete passes over a loader, and the identity of what an evaluation read."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from medvl.errors import EvaluationError
-from medvl.eval.core.interfaces import Loader
+from medvl.errors import EvaluationError, ShardError, SplitError
+from medvl.eval.core.interfaces import Loader, Source
 from medvl.eval.core.results import checkpoint_sha256
-from medvl.schema import Batch
+from medvl.schema import Batch, Sample
 
 
 class FullPass:
-    """The batches of a loader, and once they are through, the proof that they held every sample of its source once.
+    """Iterator over the batches of a loader that checks for every sample of the source to come exactly once.
 
-    Iterating raises `EvaluationError` behind the last batch where a sample came twice, was neither given nor skipped,
-    or none came.
+    After the last batch it raises `EvaluationError` if a sample came twice, was neither yielded nor skipped, or if
+    there was no sample at all.
 
     Attributes:
-        keys: of all samples, in the loader's order.
-        unreadable: samples that the loader skipped, by reason: with the keys they make up the whole source.
+        keys: keys of all samples yielded, in the order of the loader.
+        unreadable: counts of samples that the loader skipped, by reason; with `keys` they cover the whole source.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -35,23 +35,51 @@ class FullPass:
         self._check(len(self._loader.source))
 
     def _check(self, expected: int) -> None:
-        given, skipped = len(self.keys), sum(self.unreadable.values())
-        if len(set(self.keys)) != given:
+        yielded, skipped = len(self.keys), sum(self.unreadable.values())
+        duplicates = yielded - len(set(self.keys))
+        if duplicates:
             raise EvaluationError(
-                f"{given - len(set(self.keys))} images came twice: evaluate with a loader for evaluation"
+                f"expected every image once, got {duplicates} again; open the loader with train=False",
+                "mismatch",
             )
-        if given + skipped != expected:
+        if yielded + skipped != expected:
             raise EvaluationError(
-                f"the loader gave {given} of {expected} images and skipped {skipped}: "
-                "open it for evaluation (train=False, one rank), so that no batch is dropped"
+                f"expected {expected} images, got {yielded} and {skipped} skipped; "
+                "open the loader with train=False and one rank, so that no batch is dropped",
+                "mismatch",
             )
-        if not given:
-            raise EvaluationError("there is no image to evaluate")
+        if not yielded:
+            raise EvaluationError("expected images to evaluate, got none", "empty")
+
+
+def samples_by_key(source: Source) -> dict[str, tuple[int, Sample]]:
+    """Return position and sample by key, without samples that cannot be read (the loader counts them)."""
+    samples = {}
+    for position in range(len(source)):
+        try:
+            sample = source.sample(position)
+        except ShardError:
+            continue
+        samples[sample.key] = (position, sample)
+    return samples
+
+
+def check_disjoint_patients(valid: Iterable[str], test: Iterable[str]) -> None:
+    """Raise SplitError if a patient of the validation images is also in the test images."""
+    shared = len({*valid} & {*test})
+    if shared:
+        raise SplitError(
+            f"{shared} patients are in both the validation and the test images, so that thresholds would be chosen on "
+            "test patients; use splits that are disjoint by patient",
+            "leak",
+        )
 
 
 def input_hashes(checkpoint: str | Path | None, **loaders: Loader | None) -> dict[str, str | None]:
-    """For `Results.inputs`: the hash of the checkpoint, and by name that of what each loader reads; None of what is not
-    there. Raises `EvaluationError` when the checkpoint is missing."""
+    """Return the hashes of the checkpoint and, by name, of the source of each loader, for `Results.inputs`.
+
+    Missing inputs are None. Raises `EvaluationError` if the checkpoint does not exist.
+    """
     return {
         "checkpoint": None if checkpoint is None else checkpoint_sha256(checkpoint),
         **{name: None if loader is None else loader.source.fingerprint for name, loader in loaders.items()},

@@ -47,7 +47,7 @@ class MetricRow:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Block:
+class MetricGroup:
     """Rows to fill, and the statistic (counts_NR -> values_RK) that fills them in order."""
 
     rows: Sequence[MetricRow]
@@ -55,7 +55,7 @@ class Block:
 
 
 def measure(
-    blocks: Sequence[Block],
+    blocks: Sequence[MetricGroup],
     n: int,
     *,
     resamples: int = 1000,
@@ -78,7 +78,7 @@ def measure(
     )
 
 
-def ranking_block(
+def ranking_metrics(
     metric: str,
     scores_NL: Array,
     labels_NL: Array,
@@ -86,7 +86,7 @@ def ranking_block(
     *,
     means: Mapping[str, Sequence[str]] | None = None,
     subgroup: str = "",
-) -> Block:
+) -> MetricGroup:
     """AUROC ("auroc") or average precision ("average_precision") a label, and means over named sets of labels.
 
     `means` maps a target ("macro") to the labels that it is the mean of.
@@ -104,24 +104,24 @@ def ranking_block(
         mean_columns = [mean_over_labels(values_RL[:, chosen])[:, None] for chosen in members]
         return np.concatenate([values_RL, *mean_columns], axis=1)
 
-    return Block(rows, statistic)
+    return MetricGroup(rows, statistic)
 
 
-def decision_block(predicted_NL: NDArray[np.bool_], labels_NL: Array, names: Sequence[str]) -> Block:
+def decision_metrics(predicted_NL: NDArray[np.bool_], labels_NL: Array, names: Sequence[str]) -> MetricGroup:
     """`DECISION_METRICS` a label, and the mean over labels of each under the target "macro"."""
     columns = [DecisionColumn(*pair) for pair in zip(predicted_NL.T, labels_NL.T, strict=True)]
-    return _multi_metric_block(DECISION_METRICS, [column.metrics_RK for column in columns], labels_NL, names)
+    return _multi_metric_group(DECISION_METRICS, [column.metrics_RK for column in columns], labels_NL, names)
 
 
-def calibration_block(probability_NL: Array, labels_NL: Array, names: Sequence[str]) -> Block:
+def calibration_metrics(probability_NL: Array, labels_NL: Array, names: Sequence[str]) -> MetricGroup:
     """`CALIBRATION_METRICS` a label, and their means over labels."""
     columns = [ProbabilityColumn(*pair) for pair in zip(probability_NL.T, labels_NL.T, strict=True)]
-    return _multi_metric_block(CALIBRATION_METRICS, [column.metrics_RK for column in columns], labels_NL, names)
+    return _multi_metric_group(CALIBRATION_METRICS, [column.metrics_RK for column in columns], labels_NL, names)
 
 
-def _multi_metric_block(
+def _multi_metric_group(
     metrics: Sequence[str], columns: Sequence[Statistic], labels_NL: Array, names: Sequence[str]
-) -> Block:
+) -> MetricGroup:
     columns_of_labels = list(zip(names, labels_NL.T, strict=True))
     rows = [label_row(metric, name, labels_N) for metric in metrics for name, labels_N in columns_of_labels]
     rows += [MetricRow(metric=metric, target="macro", n=_judged(labels_NL)) for metric in metrics]
@@ -132,10 +132,10 @@ def _multi_metric_block(
         means_RK = np.stack([mean_over_labels(values_RL) for values_RL in by_metric_KRL], axis=1)
         return np.concatenate([*by_metric_KRL, means_RK], axis=1)
 
-    return Block(rows, statistic)
+    return MetricGroup(rows, statistic)
 
 
-def mean_block(metric: str, values_NK: Array, targets: Sequence[str], *, subgroup: str = "") -> Block:
+def mean_metrics(metric: str, values_NK: Array, targets: Sequence[str], *, subgroup: str = "") -> MetricGroup:
     """The mean of each column over its items (NaN: item left out): accuracy, recall at k, overlap, ..."""
     known_NK = (~np.isnan(values_NK)).astype(np.float64)
     filled_NK = np.nan_to_num(values_NK)
@@ -150,10 +150,10 @@ def mean_block(metric: str, values_NK: Array, targets: Sequence[str], *, subgrou
         means_RK = (counts_NR.T @ filled_NK) / np.where(items_RK > 0, items_RK, 1)
         return np.where(items_RK > 0, means_RK, np.nan)
 
-    return Block(rows, statistic)
+    return MetricGroup(rows, statistic)
 
 
-def median_block(metric: str, values_N: Array, target: str) -> Block:
+def median_metric(metric: str, values_N: Array, target: str) -> MetricGroup:
     """The median, half-way between the two middle values where their number is even."""
     order = np.argsort(values_N, kind="stable")
     sorted_N = values_N[order]
@@ -165,10 +165,10 @@ def median_block(metric: str, values_N: Array, target: str) -> Block:
         upper_R = (drawn_NR <= total_R // 2).sum(axis=0)
         return ((sorted_N[lower_R] + sorted_N[upper_R]) / 2)[:, None]
 
-    return Block([MetricRow(metric=metric, target=target, n=len(values_N))], statistic)
+    return MetricGroup([MetricRow(metric=metric, target=target, n=len(values_N))], statistic)
 
 
-def one_of_many_block(scores_NL: Array, labels_NL: Array) -> Block:
+def top1_metrics(scores_NL: Array, labels_NL: Array) -> MetricGroup:
     """Share of images whose class scores highest, over the images with exactly one positive and no unknown label.
 
     "top1_accuracy" over images, and "top1_balanced_accuracy", the mean over the classes that occur (in a resample:
@@ -191,12 +191,12 @@ def one_of_many_block(scores_NL: Array, labels_NL: Array) -> Block:
         accuracy_R = np.where(total_R > 0, right_RL.sum(axis=1) / np.maximum(total_R, 1), np.nan)
         return np.stack([accuracy_R, mean_over_labels(within_RL)], axis=1)
 
-    return Block(rows, statistic)
+    return MetricGroup(rows, statistic)
 
 
-def empty_block(rows: Sequence[MetricRow]) -> Block:
+def undefined_metrics(rows: Sequence[MetricRow]) -> MetricGroup:
     """Rows that are reported without a value: their sizes say why."""
-    return Block(rows, lambda counts_NR: np.full((counts_NR.shape[1], len(rows)), np.nan))
+    return MetricGroup(rows, lambda counts_NR: np.full((counts_NR.shape[1], len(rows)), np.nan))
 
 
 def label_row(metric: str, target: str, labels_N: Array, subgroup: str = "") -> MetricRow:

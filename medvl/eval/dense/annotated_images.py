@@ -10,11 +10,10 @@ from torch import Tensor
 
 from medvl.data.loading.dense_targets import Kind, is_marked
 from medvl.errors import EvaluationError
-from medvl.eval.classification.scored_images import places
 from medvl.eval.core.bootstrap import mean_over_labels
-from medvl.eval.core.full_pass import FullPass
+from medvl.eval.core.full_pass import FullPass, samples_by_key
 from medvl.eval.core.interfaces import Loader
-from medvl.eval.core.metric_rows import Block
+from medvl.eval.core.metric_rows import MetricGroup
 from medvl.eval.core.metrics import Array
 from medvl.models.downstream.dense_config import DenseConfig
 from medvl.models.eval_mode import HasModules, evaluating
@@ -61,7 +60,7 @@ def judge_images(
     Raises:
         EvaluationError: there is no marked image, or the loader does not give every sample once.
     """
-    place_of = places(loader.source)
+    place_of = samples_by_key(loader.source)
     given = FullPass(loader)
     judged: list[Judged] = []
     with evaluating(model):
@@ -78,7 +77,7 @@ def judge_images(
     return judged, {"images": len(judged), "nobody_looked": nobody_looked, "unreadable": given.unreadable}
 
 
-def with_macro(block: Block) -> Block:
+def with_macro(block: MetricGroup) -> MetricGroup:
     """The block, whose rows are one metric's labels, with their mean behind them where there are several."""
     if len(block.rows) < 2:
         return block
@@ -87,7 +86,7 @@ def with_macro(block: Block) -> Block:
         values_RL = block.statistic(counts_NR)
         return np.concatenate([values_RL, mean_over_labels(values_RL)[:, None]], axis=1)
 
-    return Block([*block.rows, dataclasses.replace(block.rows[0], target="macro", n_positive=None)], statistic)
+    return MetricGroup([*block.rows, dataclasses.replace(block.rows[0], target="macro", n_positive=None)], statistic)
 
 
 def headline_target(labels: Sequence[str]) -> str:

@@ -25,10 +25,9 @@ from torch import Tensor
 
 from medvl.data.annotations.phrases import published_size
 from medvl.data.loading.dense_targets import boxes_of
-from medvl.eval.classification.scored_images import check_apart
-from medvl.eval.core.full_pass import input_hashes
+from medvl.eval.core.full_pass import check_disjoint_patients, input_hashes
 from medvl.eval.core.interfaces import Loader
-from medvl.eval.core.metric_rows import Block, MetricRow, mean_block, measure
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
 from medvl.eval.dense.annotated_images import Dense, MarkedImage, headline_target, judge_images, with_macro
@@ -106,7 +105,7 @@ def box_detection(
     thresholds = None
     if valid_loader is not None:
         valid, _ = detect_images(model, valid_loader)
-        check_apart((i.sample.patient for i in valid), (i.sample.patient for i in images))
+        check_disjoint_patients((i.sample.patient for i in valid), (i.sample.patient for i in images))
         thresholds = {label: choose_score(found) for label, found in matched_by_label(valid, labels).items()}
         blocks += threshold_blocks(matched, thresholds)
     patients = [image.sample.patient for image in images]
@@ -116,7 +115,7 @@ def box_detection(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
         rows=measure(blocks, len(images), resamples=resamples, seed=seed, groups=patients),
-        config={"labels": list(labels), "draw": "patient", "resamples": resamples, "seed": seed},
+        config={"labels": list(labels), "bootstrap_unit": "patient", "resamples": resamples, "seed": seed},
         inputs=inputs,
         details={
             **account,
@@ -156,7 +155,7 @@ def matched_by_label(images: Sequence[DetectedImage], labels: Sequence[str]) -> 
     return {label: match_boxes([image.found[number] for image in images]) for number, label in enumerate(labels)}
 
 
-def precision_block(matched: Mapping[str, Matched]) -> Block:
+def precision_block(matched: Mapping[str, Matched]) -> MetricGroup:
     """Average precisions of every label, and their means over labels where there are several."""
     statistics = {label: AveragePrecision(found) for label, found in matched.items()}
     boxed = {label: (found.boxes_N > 0)[:, None] for label, found in matched.items()}
@@ -186,10 +185,10 @@ def precision_block(matched: Mapping[str, Matched]) -> Block:
             rows.append(MetricRow(metric=name, target=label, n=judged, n_positive=positive))
         if len(matched) > 1:
             rows.append(MetricRow(metric=name, target="macro", n=len(some.boxes_N)))
-    return Block(rows, statistic)
+    return MetricGroup(rows, statistic)
 
 
-def threshold_blocks(matched: Mapping[str, Matched], thresholds: Mapping[str, float]) -> list[Block]:
+def threshold_blocks(matched: Mapping[str, Matched], thresholds: Mapping[str, float]) -> list[MetricGroup]:
     """The challenge's score, and how often normal images are left alone, of labels that have a threshold."""
     chosen = {label: found for label, found in matched.items() if not np.isnan(thresholds[label])}
     if not chosen:
@@ -198,8 +197,8 @@ def threshold_blocks(matched: Mapping[str, Matched], thresholds: Mapping[str, fl
     drawn_NL = np.stack([(found.scores_ND >= thresholds[label]).any(axis=1) for label, found in chosen.items()], axis=1)
     boxed_NL = np.stack([found.boxes_N > 0 for found in chosen.values()], axis=1)
     return [
-        with_macro(mean_block("challenge_score", scores_NL, list(chosen))),
-        with_macro(mean_block("left_empty", np.where(boxed_NL, np.nan, ~drawn_NL), list(chosen))),
+        with_macro(mean_metrics("challenge_score", scores_NL, list(chosen))),
+        with_macro(mean_metrics("left_empty", np.where(boxed_NL, np.nan, ~drawn_NL), list(chosen))),
     ]
 
 

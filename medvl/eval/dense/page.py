@@ -183,7 +183,7 @@ def _facts(
 ) -> list[tuple[str, str]]:
     nobody_looked, unreadable = results.details["nobody_looked"], sum(results.details["unreadable"].values())
     left_out = ("Not judged", f"{nobody_looked:,} images in which nobody looked, {unreadable} unreadable")
-    return header_facts(results, model=model, data=data, date=date, drawn="patients", own=[*own, left_out])
+    return header_facts(results, model=model, data=data, date=date, units="patients", extra=[*own, left_out])
 
 
 def _boxes_drawn(result: DetectionResult, pixels: Pixels, examples: int) -> Pictures:

@@ -26,10 +26,9 @@ from torch import Tensor
 
 from medvl.data.annotations.phrases import published_size
 from medvl.data.loading.dense_targets import is_marked, mark_labels, mask_at
-from medvl.eval.classification.scored_images import check_apart, places
-from medvl.eval.core.full_pass import input_hashes
+from medvl.eval.core.full_pass import check_disjoint_patients, input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader
-from medvl.eval.core.metric_rows import Block, mean_block, measure
+from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure
 from medvl.eval.core.results import Results
 from medvl.eval.dense.annotated_images import Dense, MarkedImage, headline_target, judge_images, with_macro
 from medvl.eval.dense.mask_metrics import (
@@ -125,7 +124,7 @@ def mask_segmentation(
     cuts = dict.fromkeys(labels, _FIXED)
     if valid_loader is not None:
         valid, _ = segment_images(model, valid_loader, side)
-        check_apart((image.sample.patient for image in valid), (image.sample.patient for image in images))
+        check_disjoint_patients((image.sample.patient for image in valid), (image.sample.patient for image in images))
         cuts = _chosen_cuts(_by_label(valid, labels), empty)
     areas_by_label = {label: _at(areas, cuts[label]) for label, areas in _by_label(images, labels).items()}
     blocks, patients = overlap_blocks(areas_by_label, empty), [image.sample.patient for image in images]
@@ -138,7 +137,7 @@ def mask_segmentation(
             "empty": empty,
             "side": side,
             "cut": "fixed" if valid_loader is None else "chosen on validation images",
-            "draw": "patient",
+            "bootstrap_unit": "patient",
             "resamples": resamples,
             "seed": seed,
         },
@@ -181,7 +180,7 @@ def segment_images(
     return judge_images(model, loader, "masks", judge)
 
 
-def overlap_blocks(areas: Mapping[str, Areas], empty: EmptyRule) -> list[Block]:
+def overlap_blocks(areas: Mapping[str, Areas], empty: EmptyRule) -> list[MetricGroup]:
     """Dice and overlap under the rule, Dice where there is a mask, and how often normal images are left alone."""
     columns = {
         "dice": [dice(cut, empty) for cut in areas.values()],
@@ -190,7 +189,7 @@ def overlap_blocks(areas: Mapping[str, Areas], empty: EmptyRule) -> list[Block]:
         "left_empty": [left_empty(cut) for cut in areas.values()],
     }
     return [
-        with_macro(mean_block(metric, np.concatenate(values, axis=1), list(areas)))
+        with_macro(mean_metrics(metric, np.concatenate(values, axis=1), list(areas)))
         for metric, values in columns.items()
     ]
 
@@ -233,7 +232,7 @@ def _shrunk(size: tuple[int, int], side: int | None) -> tuple[int, int]:
 
 def _drawn(loader: Loader, each: int, seed: int) -> set[str]:
     """Keys of as many images with a mask and without one."""
-    samples = [sample for _, sample in places(loader.source).values() if is_marked(sample, "masks")]
+    samples = [sample for _, sample in samples_by_key(loader.source).values() if is_marked(sample, "masks")]
     with_mask = np.array([bool(mark_labels([sample], "masks")) for sample in samples], np.bool_)
     rng = np.random.default_rng(seed)
     drawn = [rng.permutation(np.flatnonzero(with_mask == side))[:each].tolist() for side in (True, False)]

@@ -29,11 +29,10 @@ from numpy.typing import NDArray
 from medvl.data.annotations.phrases import Phrase, phrases_of, published_size
 from medvl.data.transforms.image import Box
 from medvl.errors import EvaluationError
-from medvl.eval.classification.scored_images import places
 from medvl.eval.core.bootstrap import mean_over_labels
-from medvl.eval.core.full_pass import FullPass, input_hashes
+from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader
-from medvl.eval.core.metric_rows import Block, MetricRow, mean_block, measure
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
 from medvl.eval.grounding.heatmaps import Maps, choose_maps, phrase_maps
@@ -152,7 +151,7 @@ def _asked(loader: Loader) -> dict[str, list[_Question]]:
     """Key of each sample -> what is looked for in its image."""
     return {
         key: [_Question(position, sample, number, phrase) for number, phrase in enumerate(phrases_of(sample))]
-        for key, (position, sample) in places(loader.source).items()
+        for key, (position, sample) in samples_by_key(loader.source).items()
     }
 
 
@@ -254,18 +253,19 @@ def grounding_rows(
     """Every metric overall, as the mean over findings, and for each finding."""
     labels = [item.phrase.label for item in items]
     blocks = [
-        label_mean_block(metric, np.array([item.numbers[metric] for item in items]), labels) for metric in rules.metrics
+        label_mean_metrics(metric, np.array([item.numbers[metric] for item in items]), labels)
+        for metric in rules.metrics
     ]
     patients = [item.sample.patient for item in items]
     return measure(blocks, len(items), resamples=resamples, seed=seed, groups=patients)
 
 
-def label_mean_block(metric: str, value_N: Array, labels: Sequence[str]) -> Block:
+def label_mean_metrics(metric: str, value_N: Array, labels: Sequence[str]) -> MetricGroup:
     """The mean over items ("overall"), over the means of the labels ("macro"), and of each label; NaN is left out."""
     names = sorted(set(labels))
     of_label_NL = np.array(labels)[:, None] == np.array(names)
     values_NK = np.concatenate([value_N[:, None], np.where(of_label_NL, value_N[:, None], np.nan)], axis=1)
-    means = mean_block(metric, values_NK, ["overall", *names])
+    means = mean_metrics(metric, values_NK, ["overall", *names])
     overall, *of_labels = means.rows
 
     def statistic(counts_NR: Array) -> Array:
@@ -273,7 +273,7 @@ def label_mean_block(metric: str, value_N: Array, labels: Sequence[str]) -> Bloc
         macro_R1 = mean_over_labels(values_RK[:, 1:])[:, None]
         return np.concatenate([values_RK[:, :1], macro_R1, values_RK[:, 1:]], axis=1)
 
-    return Block([overall, dataclasses.replace(overall, target="macro"), *of_labels], statistic)
+    return MetricGroup([overall, dataclasses.replace(overall, target="macro"), *of_labels], statistic)
 
 
 def _account(items: Sequence[GroundedPhrase], given: FullPass) -> dict[str, Any]:

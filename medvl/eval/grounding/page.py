@@ -68,7 +68,7 @@ def write_grounding_page(
         headlines=[
             headline(_NAMES[metric], results.row(metric, "overall")) for metric in ("pointing_game", "cnr", "miou")
         ],
-        facts=header_facts(results, model=model, data=data, date=date, drawn="patients", own=_own_facts(result)),
+        facts=header_facts(results, model=model, data=data, date=date, units="patients", extra=_own_facts(result)),
         sections=sections,
         limits=LIMITS,
     )

@@ -1,4 +1,4 @@
-"""What the pages say alike at their top: the numbers to remember, and what was judged by which protocol."""
+"""Header of the pages: headline numbers, and the facts about data, model and protocol."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.results import Results, format_value
 
 
-def headline(what: str, row: MetricRow) -> tuple[str, str, str]:
-    """(what, number, interval), as `Page.headlines` takes them; "-" and nothing where the row has no value."""
+def headline(title: str, row: MetricRow) -> tuple[str, str, str]:
+    """Return (title, number, interval) for `Page.headlines`; "-" without an interval if the row has no value."""
     number, _, interval = format_value(row).partition(" ")
-    return what, number, interval
+    return title, number, interval
 
 
 def header_facts(
@@ -18,40 +18,40 @@ def header_facts(
     model: str,
     data: str,
     date: str | None,
-    drawn: str,
-    own: Sequence[tuple[str, str]] = (),
+    units: str,
+    extra: Sequence[tuple[str, str]] = (),
 ) -> list[tuple[str, str]]:
-    """What was evaluated, and how, for `Page.facts`.
+    """Return (name, value) pairs on what was evaluated and how, for `Page.facts`.
 
     Args:
-        results: of the evaluation.
-        model, data: what they are called; the hashes of the checkpoint and of the manifest stand behind them.
-        date: shown as it stands; None leaves it out.
-        drawn: what the bootstrap drew, in the plural: patients, texts, ...
-        own: what is told of this kind of evaluation alone.
+        results: results of the evaluation.
+        model, data: display names, shown with the hashes of checkpoint and manifest.
+        date: display date; None for none.
+        units: units that the bootstrap resampled, in the plural: patients, texts, ...
+        extra: facts of this kind of evaluation.
     """
     config = results.config
-    told = [
+    facts = [
         ("Checkpoint", hashed(model, results.inputs.get("checkpoint"))),
         ("Data", hashed(data, results.inputs.get("manifest"))),
-        *own,
-        ("Intervals", f"95%, {config['resamples']:,} resamples of {drawn}, seed {config['seed']}"),
+        *extra,
+        ("Intervals", f"95%, {config['resamples']:,} resamples of {units}, seed {config['seed']}"),
         ("Protocol", f"{results.protocol}, version {results.protocol_version}"),
         ("Software", software(results)),
     ]
-    return dated(date, told)
+    return dated(date, facts)
 
 
 def hashed(name: str, sha256: str | None) -> str:
-    """A name with the beginning of the hash of what it stands for, where that is known."""
+    """Return a name followed by the start of its hash, if known."""
     return f"{name} (sha256 {sha256[:12]})" if sha256 else name
 
 
 def software(results: Results) -> str:
-    """The versions of medvl and torch that gave the numbers."""
+    """Return the versions of medvl and torch of the evaluation."""
     return f"medvl {results.packages['medvl']}, torch {results.packages.get('torch', '?')}"
 
 
 def dated(date: str | None, facts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Facts with the date before them, where there is one."""
+    """Return the facts, with the date first if there is one."""
     return [("Date", date), *facts] if date else list(facts)

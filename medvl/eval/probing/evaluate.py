@@ -32,19 +32,19 @@ from medvl.data.splits import check_disjoint
 from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.classification.scored_images import (
+    BootstrapUnit,
     ClassificationResult,
-    Draw,
     ScoredImages,
     ThresholdRule,
-    account_of,
-    check_draw,
+    check_bootstrap_unit,
     choose_thresholds,
-    decision_blocks,
-    judge,
-    ranking_blocks,
+    decision_groups,
+    evaluate_scores,
+    image_counts,
+    ranking_groups,
 )
 from medvl.eval.core.bootstrap import bootstrap_auroc
-from medvl.eval.core.metric_rows import Block, ranking_block
+from medvl.eval.core.metric_rows import MetricGroup, ranking_metrics
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import format_table
 from medvl.eval.probing.features import FeatureTable
@@ -105,7 +105,7 @@ def linear_probe(
     penalties: Sequence[float] = PENALTIES,
     policy: LabelPolicy | None = None,
     threshold_rule: ThresholdRule = "f1",
-    draw: Draw = "patient",
+    bootstrap_unit: BootstrapUnit = "patient",
     resamples: int = 1000,
     seed: int = 0,
     smallest_subgroup: int = 10,
@@ -118,14 +118,14 @@ def linear_probe(
         fractions: of the training patients whose labels are used, each above 0 and at most 1.
         seeds: draws of each fraction below 1.
         penalties: to choose from.
-        policy, threshold_rule, draw, resamples, seed, smallest_subgroup: as in `zero_shot`.
+        policy, threshold_rule, bootstrap_unit, resamples, seed, smallest_subgroup: as in `zero_shot`.
         inputs: hashes for `Results.inputs` beside those of the data, such as that of the encoder.
 
     Raises:
         EvaluationError: no label can be judged, or the fractions, seeds or penalties are none.
         SplitError: two of the sets share a patient.
     """
-    check_draw(draw)
+    check_bootstrap_unit(bootstrap_unit)
     policy = policy or LabelPolicy()
     config = {
         "fractions": sorted(fractions),
@@ -133,7 +133,7 @@ def linear_probe(
         "penalties": sorted(penalties),
         "policy": dataclasses.asdict(policy),
         "threshold_rule": threshold_rule,
-        "draw": draw,
+        "bootstrap_unit": bootstrap_unit,
         "resamples": resamples,
         "seed": seed,
         "smallest_subgroup": smallest_subgroup,
@@ -143,8 +143,8 @@ def linear_probe(
     main = next(one for one in draws if one.fraction == max(fractions))
     images, on_valid = _with_scores(main, data, scored)
     thresholds = choose_thresholds(on_valid, images, threshold_rule)
-    blocks = ranking_blocks(images) + decision_blocks(images, thresholds, probabilities=True)
-    results = judge(
+    blocks = ranking_groups(images) + decision_groups(images, thresholds, probabilities=True)
+    results = evaluate_scores(
         images,
         blocks + _fraction_blocks(draws, images),
         thresholds=thresholds,
@@ -173,7 +173,7 @@ def _prepare(
             labels_NL=resolved.labels_NL[:, [table.label_names.index(name) for name in names]],
             samples=table.samples,
             positions=table.positions,
-            account=account_of(table.samples, table.unreadable, resolved, names),
+            account=image_counts(table.samples, table.unreadable, resolved, names),
         )
     standardize = Standardizer.of(train.x_ND)
     data = _Data(
@@ -245,7 +245,7 @@ def _mean_auroc(probe: LinearProbe, data: _Data) -> float:
     return float(np.nanmean(auroc_L))
 
 
-def _fraction_blocks(draws: Sequence[_Draw], images: ScoredImages) -> list[Block]:
+def _fraction_blocks(draws: Sequence[_Draw], images: ScoredImages) -> list[MetricGroup]:
     """AUROC and average precision by fraction: the mean over its draws, and where there are several the deviation."""
     by_fraction: dict[float, list[_Draw]] = {}
     for one in draws:
@@ -257,9 +257,9 @@ def _fraction_blocks(draws: Sequence[_Draw], images: ScoredImages) -> list[Block
     ]
 
 
-def _over_draws(metric: str, draws: Sequence[_Draw], images: ScoredImages, ending: str) -> Block:
+def _over_draws(metric: str, draws: Sequence[_Draw], images: ScoredImages, ending: str) -> MetricGroup:
     of_draw = [
-        ranking_block(metric, one.scores_NL, images.labels_NL, images.names, means=images.means) for one in draws
+        ranking_metrics(metric, one.scores_NL, images.labels_NL, images.names, means=images.means) for one in draws
     ]
     rows = [dataclasses.replace(row, metric=f"{metric}{ending}") for row in of_draw[0].rows]
     if len(draws) > 1:
@@ -271,4 +271,4 @@ def _over_draws(metric: str, draws: Sequence[_Draw], images: ScoredImages, endin
             return values_SRK[0]
         return np.concatenate([values_SRK.mean(axis=0), values_SRK.std(axis=0, ddof=1)], axis=1)
 
-    return Block(rows, statistic)
+    return MetricGroup(rows, statistic)

@@ -25,8 +25,7 @@ from medvl.common.seeding import seeded
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder
 from medvl.errors import EvaluationError
-from medvl.eval.classification.scored_images import places
-from medvl.eval.core.full_pass import FullPass
+from medvl.eval.core.full_pass import FullPass, samples_by_key
 from medvl.eval.core.interfaces import Loader, Source
 from medvl.eval.core.metrics import Array
 from medvl.models.base import System
@@ -44,7 +43,7 @@ class ProbedEncoder:
     transform: EvalTransform
 
     @classmethod
-    def of(cls, model: System, *, name: str, random: bool = False, seed: int = 0) -> "ProbedEncoder":
+    def from_model(cls, model: System, *, name: str, random: bool = False, seed: int = 0) -> "ProbedEncoder":
         """The image tower of a system of either family; `random` draws its weights anew, as a baseline.
 
         Raises ConfigError when the system has no image encoder that reads pixels.
@@ -57,7 +56,7 @@ class ProbedEncoder:
         return cls(name=name, module=module, transform=model.transform)
 
     @classmethod
-    def named(
+    def from_name(
         cls, name: str, *, pretrained: bool = False, image_size: int | None = None, seed: int = 0
     ) -> "ProbedEncoder":
         """An encoder by name, published or at random weights. Raises as `create_image_encoder` does."""
@@ -159,7 +158,7 @@ def _encode(encoder: ProbedEncoder, loader: Loader) -> _Kept:
     x_ND = torch.cat(parts)
     if not x_ND.isfinite().all():
         raise EvaluationError(f"features of {encoder.name} are not finite: look at its weights")
-    place_of = places(loader.source)
+    place_of = samples_by_key(loader.source)
     return x_ND, np.array([place_of[key][0] for key in given.keys], dtype=np.int64), given.unreadable
 
 

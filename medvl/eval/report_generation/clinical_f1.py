@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.eval.core.bootstrap import mean_over_labels
-from medvl.eval.core.metric_rows import Block, MetricRow
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow
 from medvl.eval.core.metrics import Array
 from medvl.schema import COMPETITION_FINDINGS, FINDINGS, POSITIVE, UNCERTAIN
 
@@ -31,7 +31,7 @@ def asserted(labels: Sequence[Mapping[str, int]], doubt: Doubt) -> NDArray[np.bo
     return np.array([[row.get(name) in positive for name in FINDINGS] for row in labels], dtype=np.bool_)
 
 
-def findings_block(said_NL: NDArray[np.bool_], meant_NL: NDArray[np.bool_], *, subgroup: str = "") -> Block:
+def findings_block(said_NL: NDArray[np.bool_], meant_NL: NDArray[np.bool_], *, subgroup: str = "") -> MetricGroup:
     """`METRICS` of each finding, micro and macro; `n_positive` counts positives of the references."""
     both_NL, either_NL = (said_NL & meant_NL).astype(float), said_NL.astype(float) + meant_NL
     meant_L, members = meant_NL.sum(axis=0), [[FINDINGS.index(name) for name in names] for names in _SETS.values()]
@@ -53,7 +53,7 @@ def findings_block(said_NL: NDArray[np.bool_], meant_NL: NDArray[np.bool_], *, s
             columns += [_metrics(*sums), np.stack(list(macro), axis=1)[:, None]]
         return np.concatenate(columns, axis=1).reshape(counts_NR.shape[1], -1)
 
-    return Block(rows, statistic)
+    return MetricGroup(rows, statistic)
 
 
 def _metrics(both: Array, said: Array, meant: Array, either: Array) -> Array:

@@ -6,7 +6,7 @@ from typing import Any
 
 from medvl.data.reports.labeler import label_report
 from medvl.errors import EvaluationError
-from medvl.eval.core.metric_rows import Block, measure
+from medvl.eval.core.metric_rows import MetricGroup, measure
 from medvl.eval.core.results import Results, format_table
 from medvl.eval.report_generation.clinical_f1 import METRICS, Doubt, asserted, findings_block
 from medvl.eval.report_generation.nlg_metrics import MEANS, overlap_blocks, report_scores, words
@@ -102,7 +102,7 @@ def judge_reports(
     return ReportResult(results, reports)
 
 
-def _blocks(reports: Sequence[WrittenReport], doubt: Doubt) -> list[Block]:
+def _blocks(reports: Sequence[WrittenReport], doubt: Doubt) -> list[MetricGroup]:
     references = [report.reference for report in reports]
     meant_NL = asserted([label_report(text) for text in references], doubt)
     blocks = []

@@ -1,7 +1,7 @@
 """A model writes the reports of a loader: texts to be judged, and scores while it is being trained."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from medvl.models.text_decoding import Decoding, Generated
 from medvl.schema import Batch
 
 
+@runtime_checkable
 class Writer(Protocol):
     """A model that writes."""
 

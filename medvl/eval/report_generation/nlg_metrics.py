@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from medvl.eval.core.metric_rows import Block, MetricRow, mean_block
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics
 from medvl.eval.core.metrics import Array
 
 REPORT = "report"
@@ -39,12 +39,12 @@ def words(text: str) -> list[str]:
     return [word.strip() for word in _WORD.findall(text.lower())]
 
 
-def overlap_blocks(generated: Sequence[str], references: Sequence[str], *, subgroup: str = "") -> list[Block]:
+def overlap_blocks(generated: Sequence[str], references: Sequence[str], *, subgroup: str = "") -> list[MetricGroup]:
     """The rows of this module, of pairs of texts. An empty text has no word in common with anything: it scores zero."""
     pairs = [(words(said), words(meant)) for said, meant in zip(generated, references, strict=True)]
     means_NK = np.array([report_scores(*pair) for pair in pairs])
     columns = [
-        mean_block(name, scores_N[:, None], [REPORT], subgroup=subgroup)
+        mean_metrics(name, scores_N[:, None], [REPORT], subgroup=subgroup)
         for name, scores_N in zip(MEANS, means_NK.T, strict=True)
     ]
     return [_bleu_block(pairs, subgroup), *columns]
@@ -59,7 +59,7 @@ def report_scores(said: Sequence[str], meant: Sequence[str]) -> tuple[float, ...
     return _f_measure(common, said, meant, 1.0), _f_measure(common, said, meant, 1.2), _meteor(said, meant)
 
 
-def _bleu_block(pairs: Sequence[tuple[list[str], list[str]]], subgroup: str) -> Block:
+def _bleu_block(pairs: Sequence[tuple[list[str], list[str]]], subgroup: str) -> MetricGroup:
     matches_NK = np.array([[ngram_matches(*pair, order) for order in range(1, ORDERS + 1)] for pair in pairs], float)
     said_N, meant_N = (np.array([len(pair[side]) for pair in pairs], float) for side in (0, 1))
     total_NK = np.maximum(said_N[:, None] - np.arange(ORDERS), 0)
@@ -76,7 +76,7 @@ def _bleu_block(pairs: Sequence[tuple[list[str], list[str]]], subgroup: str) -> 
         brevity_R1 = np.minimum(1 - meant_R1 / np.maximum(said_R1, 1), 0)
         return np.exp(brevity_R1 + np.cumsum(log_precision_RK, axis=1) / np.arange(1, ORDERS + 1))
 
-    return Block(rows, statistic)
+    return MetricGroup(rows, statistic)
 
 
 def ngram_matches(said: Sequence[str], meant: Sequence[str], order: int) -> int:

@@ -29,11 +29,11 @@ from torch import Tensor
 
 from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import LabelPolicy
-from medvl.eval.classification.scored_images import account_of, places
+from medvl.eval.classification.scored_images import image_counts
 from medvl.eval.core.bootstrap import mean_over_labels
-from medvl.eval.core.full_pass import FullPass, input_hashes
+from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader, Model
-from medvl.eval.core.metric_rows import Block, MetricRow, mean_block, measure
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
 from medvl.eval.retrieval.candidate_lists import Item, RetrievalList
@@ -114,7 +114,7 @@ def image_retrieval(
         config={"ks": list(ks), "policy": dataclasses.asdict(policy), "resamples": resamples, "seed": seed},
         inputs=inputs,
         details={
-            **account_of(samples, counts, resolved, kept),
+            **image_counts(samples, counts, resolved, kept),
             "chance": dict(zip(kept, relevant_NL.mean(axis=0).tolist(), strict=True)),
         },
     )
@@ -235,7 +235,7 @@ def _encode(model: Model, loader: Loader) -> tuple[Embeddings, list[Sample], dic
     given = FullPass(loader)
     with evaluating(model):
         images, keys, _ = encode_images(model, given, None)
-    place_of = places(loader.source)
+    place_of = samples_by_key(loader.source)
     return images, [place_of[key][1] for key in keys], given.unreadable
 
 
@@ -289,7 +289,7 @@ def _at_once(similarity_QN: Tensor, relevant_NL: Array, ks: Sequence[int]) -> di
     return {k: found.double().numpy() for k, found in precision_at(similarity_QN, relevant, ks).items()}
 
 
-def _blocks(precision: dict[int, Array], relevant_QL: Array, names: Sequence[str], direction: str) -> list[Block]:
+def _blocks(precision: dict[int, Array], relevant_QL: Array, names: Sequence[str], direction: str) -> list[MetricGroup]:
     """Precision at each k of every class, over the queries that have it, and the mean over classes."""
     return [
         _with_macro(f"precision@{k}", np.where(relevant_QL == 1, found_QL, np.nan), names, direction)
@@ -297,12 +297,12 @@ def _blocks(precision: dict[int, Array], relevant_QL: Array, names: Sequence[str
     ]
 
 
-def _with_macro(metric: str, values_QL: Array, names: Sequence[str], direction: str) -> Block:
-    single = mean_block(metric, values_QL, names, subgroup=direction)
+def _with_macro(metric: str, values_QL: Array, names: Sequence[str], direction: str) -> MetricGroup:
+    single = mean_metrics(metric, values_QL, names, subgroup=direction)
     macro = MetricRow(metric=metric, target="macro", subgroup=direction, n=len(values_QL))
 
     def statistic(counts_QR: Array) -> Array:
         values_RL = single.statistic(counts_QR)
         return np.concatenate([values_RL, mean_over_labels(values_RL)[:, None]], axis=1)
 
-    return Block([*single.rows, macro], statistic)
+    return MetricGroup([*single.rows, macro], statistic)

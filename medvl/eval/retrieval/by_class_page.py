@@ -25,7 +25,7 @@ def write_class_retrieval_page(
         title=f"Retrieval by class: {model}",
         subtitle=data,
         headlines=[_headline(results, direction) for direction in directions],
-        facts=header_facts(results, model=model, data=data, date=date, drawn="queries", own=own),
+        facts=header_facts(results, model=model, data=data, date=date, units="queries", extra=own),
         sections=[_table(results, direction) for direction in directions],
         limits=_LIMITS,
     )

@@ -85,7 +85,7 @@ class RetrievalList:
             parts = {name: _items(content[name]) for name in ("candidates", "image_queries", "text_queries")}
             return cls(name=content["name"], classes=tuple(content["classes"]), **parts)
         except FileNotFoundError:
-            raise EvaluationError(f"{path} does not exist: `medvl eval listed` makes one") from None
+            raise EvaluationError(f"{path} does not exist: `medvl eval make-retrieval-list` makes one") from None
         except (ValueError, KeyError, TypeError) as error:
             raise EvaluationError(f"{path} is not a list of candidates and queries ({type(error).__name__})") from error
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from medvl.errors import EvaluationError
 from medvl.eval.core.full_pass import FullPass, input_hashes
 from medvl.eval.core.interfaces import Compares, Loader, Model, encode_batch
-from medvl.eval.core.metric_rows import Block, MetricRow, mean_block, measure, median_block
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure, median_metric
 from medvl.eval.core.results import Results
 from medvl.eval.retrieval.examples import RetrievalView, look
 from medvl.eval.zero_shot_classification.scores import concatenate, embed_texts
@@ -250,9 +250,9 @@ def rank_rows(
 ) -> tuple[MetricRow, ...]:
     """Recall at each k and the median rank, in both directions, with their intervals."""
 
-    def blocks(rank: NDArray[np.int64], target: str) -> list[Block]:
-        recalls = [mean_block(f"recall@{k}", (rank <= k)[:, None].astype(np.float64), [target]) for k in ks]
-        return [*recalls, median_block("median_rank", rank.astype(np.float64), target)]
+    def blocks(rank: NDArray[np.int64], target: str) -> list[MetricGroup]:
+        recalls = [mean_metrics(f"recall@{k}", (rank <= k)[:, None].astype(np.float64), [target]) for k in ks]
+        return [*recalls, median_metric("median_rank", rank.astype(np.float64), target)]
 
     of_images = measure(
         blocks(image_rank_N, "image_to_text"),

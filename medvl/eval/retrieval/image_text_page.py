@@ -75,7 +75,7 @@ def write_retrieval_page(
         title=f"Image-text retrieval: {model}",
         subtitle=f"{data}: {details['images']:,} images and {details['texts']:,} distinct texts",
         headlines=[_headline(result, direction) for direction in _DIRECTIONS],
-        facts=header_facts(result.results, model=model, data=data, date=date, drawn="texts", own=own),
+        facts=header_facts(result.results, model=model, data=data, date=date, units="texts", extra=own),
         sections=sections,
         limits=LIMITS,
     )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from medvl.data.annotations.questions import Question
 from medvl.errors import EvaluationError
-from medvl.eval.core.metric_rows import Block, mean_block, measure
+from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure
 from medvl.eval.core.results import Results, format_table
 from medvl.eval.vqa.answer_vocabulary import AnswerVocabulary
 from medvl.eval.vqa.baselines import QUESTION_ONLY, baselines
@@ -159,7 +159,7 @@ def _blocks(
     credits: Mapping[str, NDArray[np.float64]],
     protocol: VQAProtocol,
     vocabulary: AnswerVocabulary | None,
-) -> list[Block]:
+) -> list[MetricGroup]:
     """Every row of the evaluation: all systems on the same questions and the same draws."""
     groups = _groups(judged)
     blocks = []
@@ -186,9 +186,9 @@ def _ceiling(judged: VQAData, protocol: VQAProtocol, vocabulary: AnswerVocabular
 
 def _masked_block(
     metric: str, values_N: NDArray[np.float64], masks: Mapping[str, NDArray[np.bool_]], subgroup: str = ""
-) -> Block:
+) -> MetricGroup:
     values_NK = np.stack([np.where(mask_N, values_N, np.nan) for mask_N in masks.values()], axis=1)
-    return mean_block(metric, values_NK, list(masks), subgroup=subgroup)
+    return mean_metrics(metric, values_NK, list(masks), subgroup=subgroup)
 
 
 def _types(judged: VQAData, said: Predictions | None, protocol: VQAProtocol) -> dict[str, NDArray[np.bool_]]:

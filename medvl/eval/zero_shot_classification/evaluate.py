@@ -12,7 +12,7 @@ Protocol "zero_shot", version 1:
 * Brier score and calibration error where the prompts give probabilities.
 * Where classes compete, the share of images whose one class scores highest.
 * Subgroup rows as `medvl.eval.classification.subgroups` says.
-* Intervals: patients are drawn, with all their images (`draw="image"`: images are). All rows share the draws.
+* Intervals: patients are drawn, with all their images (`bootstrap_unit="image"`: images are). All rows share the draws.
 
 Shape letters: N images, L classes, R resamples.
 """
@@ -29,21 +29,20 @@ import torch
 from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.classification.scored_images import (
+    BootstrapUnit,
     ClassificationResult,
-    Draw,
     ScoredImages,
     ThresholdRule,
-    account_of,
-    check_draw,
+    check_bootstrap_unit,
     choose_thresholds,
-    decision_blocks,
-    judge,
-    places,
-    ranking_blocks,
+    decision_groups,
+    evaluate_scores,
+    image_counts,
+    ranking_groups,
 )
-from medvl.eval.core.full_pass import input_hashes
+from medvl.eval.core.full_pass import input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader, Model, Source
-from medvl.eval.core.metric_rows import Block, measure, one_of_many_block
+from medvl.eval.core.metric_rows import MetricGroup, measure, top1_metrics
 from medvl.eval.core.results import checkpoint_sha256
 from medvl.eval.zero_shot_classification.prompts import COMPETING, PromptSet, load_prompts
 from medvl.eval.zero_shot_classification.scores import predict
@@ -71,7 +70,7 @@ def zero_shot(
     valid_loader: Loader | None = None,
     policy: LabelPolicy | None = None,
     threshold_rule: ThresholdRule = "f1",
-    draw: Draw = "patient",
+    bootstrap_unit: BootstrapUnit = "patient",
     resamples: int = 1000,
     seed: int = 0,
     smallest_subgroup: int = 10,
@@ -89,7 +88,7 @@ def zero_shot(
         EvaluationError: no class can be judged, scores are not whole, or models and checkpoints do not go together.
         SplitError: test and validation images share patients.
     """
-    check_draw(draw)
+    check_bootstrap_unit(bootstrap_unit)
     prompts = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
     policy = policy or LabelPolicy()
     members = _hashes(checkpoint, len(model) if isinstance(model, Sequence) else 1)
@@ -97,7 +96,7 @@ def zero_shot(
         "prompts": _describe(prompts),
         "policy": dataclasses.asdict(policy),
         "threshold_rule": None if valid_loader is None else threshold_rule,
-        "draw": draw,
+        "bootstrap_unit": bootstrap_unit,
         "resamples": resamples,
         "seed": seed,
         "smallest_subgroup": smallest_subgroup,
@@ -109,7 +108,7 @@ def zero_shot(
     if valid_loader is not None:
         valid = score_images(model, valid_loader, prompts, policy, autocast)
         thresholds = choose_thresholds(valid, test, threshold_rule)
-    results = judge(
+    results = evaluate_scores(
         test,
         _blocks(test, prompts, thresholds),
         thresholds=thresholds,
@@ -158,9 +157,9 @@ def score_images(
     predictions = predict(model, loader, [prompts], autocast=autocast)
     columns = [list(prompts.classes).index(name) for name in names]
     resolved = policy.resolve(predictions.labels_NL, predictions.label_names)
-    place_of = places(source)
+    place_of = samples_by_key(source)
     positions, samples = zip(*(place_of[key] for key in predictions.keys), strict=True)
-    account = account_of(samples, predictions.unreadable, resolved, names)
+    account = image_counts(samples, predictions.unreadable, resolved, names)
     account["classes_without_labels"] = [name for name in prompts.classes if name not in names]
     return ScoredImages(
         names=names,
@@ -182,12 +181,12 @@ def _classes_in_common(prompts: PromptSet, source: Source) -> tuple[str, ...]:
     return names
 
 
-def _blocks(test: ScoredImages, prompts: PromptSet, thresholds: Mapping[str, float] | None) -> list[Block]:
+def _blocks(test: ScoredImages, prompts: PromptSet, thresholds: Mapping[str, float] | None) -> list[MetricGroup]:
     """All rows but those of subgroups."""
-    blocks = ranking_blocks(test)
-    blocks += decision_blocks(test, thresholds, probabilities=prompts.gives_probabilities)
+    blocks = ranking_groups(test)
+    blocks += decision_groups(test, thresholds, probabilities=prompts.gives_probabilities)
     if prompts.scoring in COMPETING:
-        blocks.append(one_of_many_block(test.scores_NL, test.labels_NL))
+        blocks.append(top1_metrics(test.scores_NL, test.labels_NL))
     return blocks
 
 

@@ -270,6 +270,6 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.count("sound") == 3
     cli.main([*shared, "--out", str(tmp_path / "whole")])
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    ended = subprocess.run([sys.executable, "-m", "medvl.cli.main", "merge", str(tmp_path / "x"), everything[0]],
+    ended = subprocess.run([sys.executable, "-m", "medvl", "merge", str(tmp_path / "x"), everything[0]],
                            capture_output=True, text=True)  # fmt: skip
     assert (ended.returncode, ended.stderr) == (1, "medvl: not all parts are given: 2/2 missing\n")

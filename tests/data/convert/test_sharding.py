@@ -138,7 +138,7 @@ def test_a_run_killed_by_the_system_goes_on(tmp_path: Path, deid: Deidentifier) 
         (folder / f"{number}.png").write_bytes(encode_png(textured(number, 600, 500)))
         rows.append({"image": f"images/{number}.png", "patient": f"p{number}", "text": f"Image {number}."})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "medvl.cli.main", "shards", "table", "--table", str(tmp_path / "rows.jsonl"),
+    command = [sys.executable, "-m", "medvl", "shards", "table", "--table", str(tmp_path / "rows.jsonl"),
                "--image-column", "image", "--patient-column", "patient", "--text-column", "text", "--workers", "2",
                "--samples-per-shard", "20"]  # fmt: skip
     subprocess.run([*command, "--out", str(tmp_path / "whole")], check=True, capture_output=True)

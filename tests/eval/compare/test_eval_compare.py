@@ -15,12 +15,12 @@ from medvl.cli import main as cli
 from medvl.errors import EvaluationError
 from medvl.eval import zero_shot
 from medvl.eval.compare.compare import Comparison, Run, compare, find_runs, tell_apart
-from medvl.eval.compare.page import format_comparison, write_report
+from medvl.eval.compare.page import format_comparison, write_comparison
 from medvl.eval.compare.predictions import read_items
 from medvl.eval.core.bootstrap import resample_counts
 from medvl.eval.core.metric_rows import MetricRow, measure
 from medvl.eval.core.results import Results, read_results, write_results
-from medvl.eval.grounding.evaluate import label_mean_block
+from medvl.eval.grounding.evaluate import label_mean_metrics
 from medvl.eval.retrieval.image_text import image_text_retrieval
 from medvl.eval.zero_shot_classification.evaluate import ZeroShotResult
 
@@ -89,7 +89,7 @@ def write_grounding(folder: Path, cnr_N: np.ndarray, *, named: bool = True, **se
         | ({"patient": f"p{number % 20}"} if named else {})
         for number, value in enumerate(cnr_N)
     ]
-    block = label_mean_block("cnr", cnr_N, ["Edema"] * len(cnr_N))
+    block = label_mean_metrics("cnr", cnr_N, ["Edema"] * len(cnr_N))
     fields: dict[str, Any] = {
         "protocol": "grounding",
         "protocol_version": 1,
@@ -200,7 +200,7 @@ def test_the_report_has_values_differences_and_arrows_for_what_is_certain(tmp_pa
     found = compared(tmp_path / "a", tmp_path / "b", tmp_path / "c", resamples=100)
     told = format_comparison(found)
     assert "b difference" in told
-    paths = write_report([found], tmp_path / "out", date="2026-01-01")
+    paths = write_comparison([found], tmp_path / "out", date="2026-01-01")
     content: list[Mapping[str, Any]] = json.loads(paths[0].read_text())
     row = content[0]["rows"][0]
     assert row["name"] == "cnr/overall"
@@ -219,16 +219,16 @@ def test_rows_that_only_one_run_has_stand_beside_a_dash(tmp_path: Path) -> None:
     found = compare([Run("a", tmp_path / "a", own), b], resamples=10)
     assert found.rows[-1] == "miou/overall"
     assert found.as_json()["rows"][-1]["values"][0] is None
-    assert "–" in write_report([found], tmp_path / "out")[1].read_text()
+    assert "–" in write_comparison([found], tmp_path / "out")[1].read_text()
     told = dataclasses.replace(found, notes=("maps: attention (a), similarity (b)",))
-    assert "maps: attention (a)" in write_report([told], tmp_path / "told")[1].read_text()
+    assert "maps: attention (a)" in write_comparison([told], tmp_path / "told")[1].read_text()
 
 
 def test_the_command_prints_a_table_and_says_where_the_page_is(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     out = tmp_path / "report"
-    cli.main(["report", str(home / "first"), str(home / "second"), "--out", str(out), "--resamples", "20"])
+    cli.main(["compare", str(home / "first"), str(home / "second"), "--out", str(out), "--resamples", "20"])
     printed = capsys.readouterr().out
     assert "second difference" in printed
     assert str(out / "index.html") in printed

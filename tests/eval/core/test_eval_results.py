@@ -11,7 +11,7 @@ import pytest
 from medvl.errors import EvaluationError
 from medvl.eval import MetricRow, format_table, read_results, write_results
 from medvl.eval.core.bootstrap import bootstrap_indices
-from medvl.eval.core.metric_rows import mean_block, measure, median_block
+from medvl.eval.core.metric_rows import mean_metrics, measure, median_metric
 from medvl.eval.core.results import Results, checkpoint_sha256
 
 ROWS = (
@@ -140,7 +140,7 @@ def test_means_and_medians_equal_a_plain_loop():
     values_NK = rng.integers(0, 9, (40, 2)).astype(float)
     values_NK[:5, 1] = np.nan
     rows = measure(
-        [mean_block("accuracy", values_NK, ["open", "closed"]), median_block("median", values_NK[:, 0], "open")],
+        [mean_metrics("accuracy", values_NK, ["open", "closed"]), median_metric("median", values_NK[:, 0], "open")],
         40,
         resamples=30,
         seed=2,

@@ -23,7 +23,7 @@ from medvl.data.transforms.image import Box, EvalTransform
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import measure
 from medvl.eval.core.results import read_results, write_results
-from medvl.eval.grounding.evaluate import GroundingResult, boxes_on, label_mean_block, phrase_grounding
+from medvl.eval.grounding.evaluate import GroundingResult, boxes_on, label_mean_metrics, phrase_grounding
 from medvl.eval.grounding.heatmaps import best_cosine, choose_maps, embed_patches, phrase_maps, smooth
 from medvl.eval.grounding.metrics import MapRules, inside, judge_map
 from medvl.eval.grounding.page import draw_grounding, write_grounding_page
@@ -158,7 +158,7 @@ def test_pixels_are_inside_by_their_centers_and_no_box_is_without_one() -> None:
 
 def test_macro_is_the_mean_over_findings_in_every_resample() -> None:
     values, labels = np.array([1.0, 0.0, 1.0, np.nan, 0.5]), ["b", "b", "b", "a", "a"]
-    block = label_mean_block("x", values, labels)
+    block = label_mean_metrics("x", values, labels)
     rows = {row.target: row for row in measure([block], 5, resamples=0)}
     assert list(rows) == ["overall", "macro", "a", "b"]
     assert rows["overall"].value == pytest.approx(2.5 / 4)

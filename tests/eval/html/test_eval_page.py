@@ -175,7 +175,7 @@ def test_every_page_tells_inputs_intervals_and_protocol_alike():
         inputs={"checkpoint": "ab" * 32, "manifest": None},
         packages={"medvl": "1.2"},
     )
-    told = header_facts(results, model="m", data="d", date="today", drawn="texts", own=[("Maps", "cosine")])
+    told = header_facts(results, model="m", data="d", date="today", units="texts", extra=[("Maps", "cosine")])
     assert told == [
         ("Date", "today"),
         ("Checkpoint", f"m (sha256 {'ab' * 6})"),

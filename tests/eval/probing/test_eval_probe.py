@@ -237,7 +237,7 @@ def test_the_page_has_every_fraction(sets, tmp_path):
 
 @pytest.fixture(scope="module")
 def encoder() -> ProbedEncoder:
-    return ProbedEncoder.named("resnet_tiny", image_size=32)
+    return ProbedEncoder.from_name("resnet_tiny", image_size=32)
 
 
 def loader_of(encoder: ProbedEncoder, source: FileSource):
@@ -271,7 +271,7 @@ def test_features_are_encoded_once_for_an_encoder_its_images_and_its_transform(e
 
     changed = [
         dataclasses.replace(encoder, transform=dataclasses.replace(encoder.transform, fit="squash")),
-        ProbedEncoder.named("resnet_tiny", image_size=32, seed=1),
+        ProbedEncoder.from_name("resnet_tiny", image_size=32, seed=1),
     ]
     monkeypatch.setattr(type(encoder.module), "forward", None)  # whoever encodes now fails
     again = encode_features(encoder, loader_of(encoder, source), cache=cache)
@@ -301,17 +301,19 @@ def test_the_baseline_is_the_same_encoder_with_other_weights():
     torch.manual_seed(0)
     settings = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "frozen_text_layers": 0}
     model = medvl.create_model("convirt", projection_dim=8, vocab_size=50, **settings)
-    probed, random = (ProbedEncoder.of(model, name="convirt", random=random) for random in (False, True))
+    probed, random = (ProbedEncoder.from_model(model, name="convirt", random=random) for random in (False, True))
     assert probed.module is model.image_encoder
     assert json.dumps(random.module.config) == json.dumps(probed.module.config)
     assert random.transform == probed.transform
-    assert len({probed.sha256, random.sha256, ProbedEncoder.of(model, name="", random=True, seed=1).sha256}) == 3
-    assert random.sha256 == ProbedEncoder.of(model, name="", random=True).sha256
+    assert (
+        len({probed.sha256, random.sha256, ProbedEncoder.from_model(model, name="", random=True, seed=1).sha256}) == 3
+    )
+    assert random.sha256 == ProbedEncoder.from_model(model, name="", random=True).sha256
     assert random.name == "convirt, random weights"
 
 
 def test_features_that_are_not_finite_are_refused(source):
-    encoder = ProbedEncoder.named("resnet_tiny", image_size=32)
+    encoder = ProbedEncoder.from_name("resnet_tiny", image_size=32)
     with torch.no_grad():
         next(encoder.module.parameters()).fill_(torch.nan)
     with pytest.raises(EvaluationError, match="features of resnet_tiny, random weights are not finite"):

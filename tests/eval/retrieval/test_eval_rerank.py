@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.errors import raises
 from helpers.eval_fakes import FakeLoader, FakeModel, make_source
 from helpers.fusion_samples import SIDE, TEXTS, tiny_model, tiny_tokenizer
 from helpers.shard_plans import OPTIONS, make_plan
 from torch import Tensor, nn
 
-from medvl.cli import eval_common
+from medvl.cli.eval_common import EvalOptions
+from medvl.cli.eval_retrieval import retrieval
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.privacy.deidentify import Deidentifier
@@ -250,13 +252,13 @@ def test_the_command_reranks_with_another_checkpoint_or_its_own(
         (tmp_path / name / "best").mkdir(parents=True)
         save(tiny_model(name, tokenizer), tmp_path / name / "best")
     albef, stream = tmp_path / "albef" / "best", tmp_path / "dual_stream" / "best"
-    settings: dict[str, Any] = {"shortlist": 3, "resamples": 0, "workers": 0, "device": "cpu"}
+    settings: dict[str, Any] = {"data": data, "resamples": 0, "workers": 0, "device": "cpu"}
     for checkpoint, own in ((stream, False), (albef, True)):
-        eval_common.retrieval(albef, data, rerank=checkpoint, **settings)
+        retrieval(EvalOptions(checkpoint=albef, **settings), rerank=checkpoint, shortlist=3)
         written = json.loads((checkpoint.parent / "eval" / "retrieval" / "results.json").read_text())
         assert written["protocol"] == {"name": "image_text_retrieval_reranked", "version": 1}
         assert written["config"]["own_shortlist"] is own
         assert (written["inputs"]["shortlist_checkpoint"] is None) is own
     assert "recall@5" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="dual_stream, which compares nothing"):
-        eval_common.retrieval(stream, data, **settings)
+    with raises(ConfigError, "unsupported", "checkpoint"):
+        retrieval(EvalOptions(checkpoint=stream, **settings))

@@ -202,7 +202,7 @@ def test_a_list_is_written_read_and_known_by_its_hash(tmp_path: Path) -> None:
         path.write_text(damage)
         with pytest.raises(EvaluationError, match="is not a list of candidates and queries"):
             RetrievalList.read(path)
-    with pytest.raises(EvaluationError, match="`medvl eval listed` makes one"):
+    with pytest.raises(EvaluationError, match="`medvl eval make-retrieval-list` makes one"):
         RetrievalList.read(tmp_path / "nowhere.json")
 
 

@@ -12,20 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.errors import raises
 from helpers.fusion_samples import tiny_model, tiny_tokenizer
 from helpers.html_pages import Reader, read
 from helpers.vqa_corpora import rad_row, write_image
 
 from medvl.cli import main as cli
-from medvl.cli.eval_vqa import _open
+from medvl.cli.eval_common import RunOptions
+from medvl.cli.eval_vqa import vqa
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora import vqa_rad
+from medvl.data.loading.loader import Loader
 from medvl.data.loading.vqa_source import QuestionSource
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.format import ShardSource
 from medvl.errors import ConfigError, ImageError
 from medvl.eval import VQAData, judge_answers, normalize_answer
+from medvl.eval.core.open import open_for_evaluation
 from medvl.eval.vqa.corpus_scripts import report
 from medvl.eval.vqa.evaluate import VQAResult
 from medvl.eval.vqa.examples import choose_examples
@@ -91,12 +95,16 @@ def source(home: Path) -> QuestionSource:
 
 @pytest.fixture(scope="module")
 def result(model: VQA, source: QuestionSource) -> VQAResult:
-    said = answer_questions(model, _open(model, source, 8, 0))
+    said = answer_questions(model, open_questions(model, source, 8))
     for n, name in enumerate(sorted(said)):  # a random model is right about little: let it be, in part
         question = next(each.question for each in source.asked if each.question.id == name)
         if n % 2 and question.id != "200":
             said[name] = Prediction(normalize_answer(question.answer), score=0.75)
     return judge_answers(question_data([source.source]), said, resamples=20, inputs={"checkpoint": "ab" * 32})
+
+
+def open_questions(model: VQA, source: QuestionSource, batch: int) -> Loader:
+    return open_for_evaluation(source, model.transform, model.tokenizer, batch=batch, workers=0, sections=("question",))
 
 
 def pixels_of(source: QuestionSource) -> Any:
@@ -210,7 +218,7 @@ def test_explanations_are_what_the_model_computes(model: VQA, source: QuestionSo
     assert model.training
     model.eval()
     assert set(found) == set(ids)
-    (batch,) = _open(model, source, 13, 0)
+    (batch,) = open_questions(model, source, 13)
     with torch.no_grad():
         logits_BV = model.answer_logits(batch)
         maps = question_attention(model.fusion_model, batch)
@@ -231,7 +239,7 @@ def test_explanations_are_what_the_model_computes(model: VQA, source: QuestionSo
 def test_the_shares_of_a_decoder_are_its_likelihoods(source: QuestionSource) -> None:
     decoder = DecoderConfig(layers=1, heads=2, intermediate=32)
     model = VQA.on(tiny_model("dual_stream", tiny_tokenizer()), ANSWERS, head="ranking", decoder=decoder).eval()
-    said = answer_questions(model, _open(model, source, 13, 0))
+    said = answer_questions(model, open_questions(model, source, 13))
     for name, one in explain(model, source, ["100", "101"], answers=len(ANSWERS)).items():
         answer, share = one.answers[0]
         assert (answer, share) == (said[name].answer, pytest.approx(said[name].score, rel=1e-3))
@@ -374,7 +382,7 @@ def test_the_command_writes_the_page(home: Path, capsys: pytest.CaptureFixture[s
     for neither in ([], ["--predictions", str(answers), "--checkpoint", str(home / "run" / "best")]):
         with pytest.raises(SystemExit):
             cli.main(["eval", "vqa", *data, *neither])
-        assert "who answers? Name a --checkpoint or a file of --predictions" in capsys.readouterr().err
+        assert "give exactly one of --checkpoint and --predictions" in capsys.readouterr().err
 
 
 def test_scripts_write_the_page_with_images_of_the_corpus(home: Path, tmp_path: Path, deid: Deidentifier) -> None:
@@ -393,8 +401,6 @@ def test_scripts_write_the_page_with_images_of_the_corpus(home: Path, tmp_path: 
 
 
 def test_a_checkpoint_that_answers_nothing_is_refused(home: Path, tmp_path: Path) -> None:
-    from medvl.cli.eval_vqa import vqa
-
     save(tiny_model("dual_stream", tiny_tokenizer()), tmp_path)
-    with pytest.raises(ConfigError, match="is a dual_stream and answers no questions"):
-        vqa(home / "shards" / "mixed", checkpoint=tmp_path)
+    with raises(ConfigError, "unsupported", "checkpoint"):
+        vqa(home / "shards" / "mixed", RunOptions(), checkpoint=tmp_path)

@@ -1,24 +1,26 @@
 """Several checkpoints as one: their scores averaged, image by image, and every member named."""
 
+import functools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.errors import raises
 from helpers.eval_fakes import FakeLoader, FakeModel, FakeSource, make_source
 from helpers.shard_plans import OPTIONS, make_plan
 from torch import Tensor
 
 import medvl
 from medvl.cli import main as cli
-from medvl.cli.eval_common import load_ensemble, open_shards
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import load_prompts, zero_shot
+from medvl.eval.core.open import load_ensemble, open_for_evaluation, open_source
 from medvl.eval.zero_shot_classification.scores import predict
 from medvl.models.checkpoint import save
 from medvl.schema import FINDINGS, Embeddings
@@ -109,7 +111,7 @@ def checkpoint(folder: Path, seed: int, size: int = 32) -> Path:
 def test_checkpoints_that_look_at_images_otherwise_are_refused(tmp_path: Path) -> None:
     folders = [checkpoint(tmp_path / "a", 0), checkpoint(tmp_path / "b", 1), checkpoint(tmp_path / "c", 2, size=64)]
     assert len(load_ensemble(folders[:2], "cpu")) == 2
-    with pytest.raises(ConfigError, match=r"c prepares images otherwise than .*a .*judge them apart"):
+    with raises(ConfigError, "mismatch", "checkpoint"):
         load_ensemble(folders, "cpu")
 
 
@@ -126,9 +128,12 @@ def test_the_command_takes_several_checkpoints(tmp_path: Path, deid: Deidentifie
     cli.main(["eval", "zero-shot", "--checkpoint", *map(str, folders), *options])
     out = tmp_path / "run/eval/zero_shot_ensemble"
     members = load_ensemble(folders, "cpu")
+    read = functools.partial(open_for_evaluation, open_source(data, folders), batch=5, workers=0)
     alone = [
-        predict(member, open_shards(member, folder, data, 5, 0), [load_prompts(prompts)]).scores_NL[0]
-        for member, folder in zip(members, folders, strict=True)
+        predict(
+            member, read(transform=member.transform, tokenizer=member.tokenizer), [load_prompts(prompts)]
+        ).scores_NL[0]
+        for member in members
     ]
     lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
     np.testing.assert_allclose([line["scores"]["even"] for line in lines], np.mean(alone, axis=0)[:, 0], rtol=1e-6)

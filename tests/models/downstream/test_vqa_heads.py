@@ -11,6 +11,7 @@ from helpers.fusion_samples import TEXTS, TINY, make_batch, shaken, tiny_model
 from helpers.vqa_corpora import write_rad_shards
 
 import medvl
+from medvl.cli.eval_common import RunOptions
 from medvl.cli.eval_vqa import vqa as eval_vqa
 from medvl.data.loading.loader import open_loader
 from medvl.data.loading.vqa_source import QuestionSource
@@ -216,7 +217,8 @@ def test_decoders_are_judged_as_classifiers_are(head: Head, folder: Path, tokeni
         assert {prediction.answer for prediction in said.values()} <= set(answers)
     assert all(0 <= (prediction.score or 0) <= 1 for prediction in said.values())
     save(model, tmp_path)
-    eval_vqa(checkpoint=tmp_path, data=folder, out=tmp_path / "out", resamples=10, workers=0, device="cpu")
+    shared = RunOptions(out=tmp_path / "out", resamples=10, workers=0, device="cpu")
+    eval_vqa(folder, shared, checkpoint=tmp_path)
     assert read_results(tmp_path / "out").row("accuracy", "overall").value == numbers["vqa/accuracy"]
 
 

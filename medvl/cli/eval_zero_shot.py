@@ -1,0 +1,59 @@
+"""`medvl eval zero-shot`: zero-shot classification by a dual-encoder."""
+
+import functools
+from pathlib import Path
+
+from medvl.cli.eval_common import LabelOptions, RunOptions, print_results
+
+
+def zero_shot(
+    checkpoint: tuple[Path, ...],
+    data: Path,
+    shared: RunOptions,
+    label: LabelOptions,
+    *,
+    valid: Path | None = None,
+    prompts: str = "chexpert_ensemble",
+) -> None:
+    """Evaluate zero-shot classification on a folder of shards, with intervals and a page.
+
+    Args:
+        checkpoint: folder of a checkpoint, such as runs/convirt/best; the scores of several are averaged (ensemble).
+        data: folder of shards with labels, of patients that the model was not trained on.
+        valid: folder of shards of other patients, on which thresholds are chosen; without it, no yes/no metrics.
+        prompts: name of a prompt set (`medvl list prompts`) or path of a JSON file.
+    """
+    from medvl.eval.core.open import load_ensemble, open_for_evaluation, open_source
+    from medvl.eval.core.publish import default_folder, publish
+    from medvl.eval.zero_shot_classification import evaluate
+    from medvl.eval.zero_shot_classification.page import write_zero_shot_page
+
+    models = load_ensemble(checkpoint, shared.device)
+    read = functools.partial(
+        open_for_evaluation,
+        transform=models[0].transform,
+        tokenizer=models[0].tokenizer,
+        batch=shared.batch,
+        workers=shared.workers,
+    )
+    source = open_source(data, checkpoint)
+    result = evaluate.zero_shot(
+        models,
+        read(source),
+        prompts,
+        valid_loader=None if valid is None else read(open_source(valid, checkpoint)),
+        policy=label.policy(),
+        threshold_rule=label.threshold_rule,
+        resamples=shared.resamples,
+        checkpoint=checkpoint,
+    )
+    task = "zero_shot" if len(models) == 1 else "zero_shot_ensemble"
+    paths = publish(
+        result.results,
+        shared.out or default_folder(checkpoint[0], task),
+        predictions=result.predictions(),
+        write_page=functools.partial(write_zero_shot_page, result, pixels=source.pixels),
+        model=f"{models[0].name} ({', '.join(map(str, checkpoint))})",
+        manifest=source.manifest,
+    )
+    print_results(result.table(), paths)

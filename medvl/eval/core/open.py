@@ -1,0 +1,115 @@
+"""Models and data loaders for an evaluation: checkpoints loaded onto a device, shards without training patients."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from medvl.data.annotations.questions import MIXED
+from medvl.data.loading.loader import Loader, Source, open_loader
+from medvl.data.loading.subset import no_text
+from medvl.data.shards.format import ShardSource
+from medvl.data.shards.verify import check_against
+from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.text import WholeText
+from medvl.errors import ConfigError
+from medvl.models.base import System
+from medvl.models.checkpoint import load, train_manifest
+from medvl.models.dual_encoders.base import DualEncoder
+
+
+def resolve_device(device: str) -> str:
+    """Return the name of the device; "auto" is CUDA where available, else the CPU."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_model(checkpoint: Path, device: str = "auto") -> System:
+    """Load the model of a checkpoint, in eval mode, onto a device. Raises CheckpointError."""
+    return load(checkpoint).to(resolve_device(device))
+
+
+def load_ensemble(checkpoints: Sequence[Path], device: str = "auto") -> list[DualEncoder]:
+    """Load the dual-encoders of an ensemble, all in memory at once.
+
+    Raises:
+        CheckpointError: a checkpoint cannot be loaded.
+        ConfigError: a model is no dual-encoder, or uses another image transform than the first, so that they cannot
+            share a loader.
+    """
+    models: list[DualEncoder] = []
+    for checkpoint in checkpoints:
+        model = load_model(checkpoint, device)
+        if not isinstance(model, DualEncoder):
+            raise unsupported_model(checkpoint, model, "give the checkpoint of a dual-encoder")
+        models.append(model)
+        if model.transform != models[0].transform:
+            raise ConfigError(
+                f"expected one image transform in an ensemble, got {model.transform} of {checkpoint} and "
+                f"{models[0].transform} of {checkpoints[0]}; evaluate them separately",
+                "mismatch",
+                field="checkpoint",
+            )
+    return models
+
+
+def unsupported_model(checkpoint: Path, model: System, advice: str, *, field: str = "checkpoint") -> ConfigError:
+    """Return the error for a checkpoint of a system that an evaluation does not support."""
+    return ConfigError(f"{checkpoint} is a {model.name}, which this evaluation does not support; {advice}",
+                       "unsupported", field=field)  # fmt: skip
+
+
+def open_source(data: Path, checkpoints: Sequence[Path] = ()) -> ShardSource:
+    """Open a folder of shards for evaluating checkpoints.
+
+    Raises:
+        ShardError: the folder is missing or damaged.
+        SplitError: a checkpoint was trained on a patient of the folder.
+    """
+    source = ShardSource(data)
+    for checkpoint in checkpoints:
+        refuse_training_patients(checkpoint, source)
+    return source
+
+
+def refuse_training_patients(checkpoint: Path, source: ShardSource) -> None:
+    """Raise SplitError if a patient of the shards is in the training manifest of the checkpoint.
+
+    Checkpoints without a manifest, and manifests with another salt, cannot be checked. Corpora that split questions
+    instead of images share images between splits by design (see their data cards) and are not checked.
+    """
+    training = train_manifest(checkpoint)
+    if training is not None and training.salt == source.manifest.salt and source.manifest.split != MIXED:
+        check_against(training, source.manifest)
+
+
+def open_for_evaluation(
+    source: Source,
+    transform: EvalTransform,
+    tokenizer: Tokenizer | None = None,
+    *,
+    batch: int,
+    workers: int,
+    sections: Sequence[str] = (),
+) -> Loader:
+    """Open a loader that yields every sample of a source once, in order.
+
+    Args:
+        source: the samples.
+        transform: the model's image transform.
+        tokenizer: the model's tokenizer; None for models that read no text.
+        batch: samples per batch.
+        workers: loader processes; 0 loads in this process.
+        sections: report sections that make up the text; empty for the whole text.
+    """
+    return open_loader(
+        source,
+        batch=batch,
+        image=transform,
+        text=WholeText(sections=tuple(sections)) if sections else WholeText(),
+        tokenizer=tokenizer or no_text,
+        train=False,
+        workers=workers,
+    )
