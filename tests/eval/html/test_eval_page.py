@@ -185,7 +185,7 @@ def test_every_page_tells_inputs_intervals_and_protocol_alike():
         ("Protocol", "p, version 3"),
         ("Software", "medvl 1.2, torch ?"),
     ]
-    assert header_facts(results, model="m", data="d", date=None, drawn="texts")[0][0] == "Checkpoint"
+    assert header_facts(results, model="m", data="d", date=None, units="texts")[0][0] == "Checkpoint"
     row = MetricRow(metric="x", target="y", value=0.5, low=0.25, high=0.75)
     assert headline("X", row) == ("X", "0.500", "[0.250, 0.750]")
     assert headline("X", MetricRow(metric="x", target="y")) == ("X", "-", "")
