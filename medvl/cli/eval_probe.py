@@ -1,5 +1,6 @@
 """`medvl eval probe`: a linear probe of an image encoder."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,18 +12,30 @@ if TYPE_CHECKING:
     from medvl.eval.probing.features import FeatureTable, ProbedEncoder
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderOptions:
+    """The image encoder: give exactly one of --checkpoint and --encoder."""
+
+    checkpoint: Path | None = None
+    """folder of a checkpoint of any system with an image encoder"""
+    random_encoder: bool = False
+    """reinitialise the encoder of the checkpoint, as a baseline without pretraining"""
+    encoder: str | None = None
+    """name of an image encoder with random weights, such as resnet50"""
+    pretrained: bool = False
+    """use the published weights of --encoder"""
+    image_size: int | None = None
+    """image size of --encoder, where it can be chosen"""
+
+
 def probe(
     train: Path,
     valid: Path,
     test: Path,
+    image: EncoderOptions,
     shared: RunOptions,
     label: LabelOptions,
     *,
-    checkpoint: Path | None = None,
-    encoder: str | None = None,
-    pretrained: bool = False,
-    image_size: int | None = None,
-    random_encoder: bool = False,
     fractions: tuple[float, ...] = (0.01, 0.1, 1.0),
     seeds: int = 5,
     cache: Path | None = None,
@@ -33,33 +46,17 @@ def probe(
         train: folder of shards with labels, on which the probe is fitted.
         valid: folder of shards of other patients, on which penalty and thresholds are chosen.
         test: folder of shards of further patients, that the encoder was not trained on.
-        checkpoint: folder of a checkpoint of any system with an image encoder.
-        encoder: name of an image encoder instead of a checkpoint, such as resnet50; random weights.
-        pretrained: use the published weights of --encoder.
-        image_size: image size of --encoder, where it can be chosen.
-        random_encoder: reinitialise the encoder of the checkpoint, as a baseline without pretraining.
         fractions: fractions of the training patients whose labels are used.
         seeds: random subsets per fraction below 1.
         cache: folder of cached features; default `features` beside the output folder.
     """
     from medvl.eval.core.open import open_source
     from medvl.eval.core.publish import publish
-    from medvl.eval.core.results import checkpoint_sha256
     from medvl.eval.probing.evaluate import linear_probe
     from medvl.eval.probing.page import write_probe_page
 
-    if checkpoint is not None and encoder is None:
-        open_source(test, [checkpoint])  # before the model is loaded: refuses patients of its training data
-        probed = _from_checkpoint(checkpoint, random_encoder, shared.device)
-    elif encoder is not None and checkpoint is None and not random_encoder:
-        probed = _from_name(encoder, pretrained, image_size, shared.device)
-    else:
-        raise ConfigError(
-            "expected --checkpoint (with --random-encoder for the baseline) or --encoder; give exactly one",
-            "conflict",
-            field="checkpoint",
-        )
-    folder = _output_folder(shared.out, checkpoint, random_encoder)
+    probed = _open_encoder(image, test, shared.device)
+    folder = shared.out or _default_folder(image)
     features = functools.partial(_features, probed, cache or folder.parent / "features", shared)
     result = linear_probe(
         *map(features, (train, valid, test)),
@@ -68,10 +65,7 @@ def probe(
         policy=label.policy(),
         threshold_rule=label.threshold_rule,
         resamples=shared.resamples,
-        inputs={
-            "checkpoint": None if checkpoint is None or random_encoder else checkpoint_sha256(checkpoint),
-            "encoder": probed.sha256,
-        },
+        inputs=_hashes(image, probed),
     )
     source = open_source(test)
     paths = publish(
@@ -85,31 +79,39 @@ def probe(
     print_results(result.table(), paths)
 
 
-def _from_checkpoint(checkpoint: Path, random_encoder: bool, device: str) -> "ProbedEncoder":
-    from medvl.eval.core.open import load_model
+def _open_encoder(options: EncoderOptions, test: Path, device: str) -> "ProbedEncoder":
+    from medvl.eval.core.open import load_model, open_source, resolve_device
     from medvl.eval.probing.features import ProbedEncoder
 
-    model = load_model(checkpoint, device)
-    return ProbedEncoder.from_model(model, name=f"{model.name} ({checkpoint})", random=random_encoder)
+    checkpoint, encoder = options.checkpoint, options.encoder
+    if checkpoint is not None and encoder is None:
+        open_source(test, [checkpoint])  # refuses test patients of its training data before the model is loaded
+        model = load_model(checkpoint, device)
+        return ProbedEncoder.from_model(model, name=f"{model.name} ({checkpoint})", random=options.random_encoder)
+    if encoder is not None and checkpoint is None and not options.random_encoder:
+        probed = ProbedEncoder.from_name(encoder, pretrained=options.pretrained, image_size=options.image_size)
+        probed.module.to(resolve_device(device))
+        return probed
+    raise ConfigError(
+        "expected --checkpoint (with --random-encoder for the baseline) or --encoder; give exactly one",
+        "conflict",
+        field="checkpoint",
+    )
 
 
-def _from_name(encoder: str, pretrained: bool, image_size: int | None, device: str) -> "ProbedEncoder":
-    from medvl.eval.core.open import resolve_device
-    from medvl.eval.probing.features import ProbedEncoder
-
-    probed = ProbedEncoder.from_name(encoder, pretrained=pretrained, image_size=image_size)
-    probed.module.to(resolve_device(device))
-    return probed
-
-
-def _output_folder(out: Path | None, checkpoint: Path | None, random_encoder: bool) -> Path:
+def _default_folder(options: EncoderOptions) -> Path:
     from medvl.eval.core.publish import default_folder
 
-    if out is not None:
-        return out
-    if checkpoint is None:
+    if options.checkpoint is None:
         raise ConfigError("--encoder needs --out: there is no run to hold the results", "missing", field="out")
-    return default_folder(checkpoint, "probe_random" if random_encoder else "probe")
+    return default_folder(options.checkpoint, "probe_random" if options.random_encoder else "probe")
+
+
+def _hashes(options: EncoderOptions, probed: "ProbedEncoder") -> dict[str, str | None]:
+    from medvl.eval.core.results import checkpoint_sha256
+
+    trained = None if options.random_encoder else options.checkpoint
+    return {"checkpoint": None if trained is None else checkpoint_sha256(trained), "encoder": probed.sha256}
 
 
 def _features(encoder: "ProbedEncoder", cache: Path, shared: RunOptions, data: Path) -> "FeatureTable":
