@@ -1,4 +1,4 @@
-"""Image and text encoders behind one contract each. This package is imported alone: nothing of medvl comes with it.
+"""Image and text encoders, each with one interface for all backbones. This package imports no other part of medvl.
 
     from medvl.encoders import create_image_encoder, create_text_encoder
 
@@ -7,7 +7,7 @@
     text_encoder = create_text_encoder("bioclinicalbert")
     features = text_encoder(ids_BT, mask_BT)  # TextFeatures: pooled_BD, tokens_BTD, mask_BT
 
-timm, torchvision, open_clip, transformers and peft are imported when an encoder needs them.
+timm, torchvision, open_clip, transformers and peft are imported by the encoders that need them.
 """
 
 from medvl.encoders.activation_checkpointing import checkpoint_activations
@@ -20,6 +20,7 @@ from medvl.encoders.finetuning import (
 )
 from medvl.encoders.image.encoder import ImageEncoder
 from medvl.encoders.image.factory import create_image_encoder, list_image_encoders
+from medvl.encoders.pretrained import read_tensors
 from medvl.encoders.text.encoder import TextEncoder
 from medvl.encoders.text.factory import create_text_encoder, list_text_encoders
 
@@ -36,4 +37,5 @@ __all__ = [
     "list_text_encoders",
     "merge_lora",
     "parameter_groups",
+    "read_tensors",
 ]

@@ -1,22 +1,23 @@
-"""What image and text encoders share: a library's module, its layers by depth, and the rest of what is frozen."""
+"""Base class of image and text encoders."""
 
+from collections.abc import Sequence
 from typing import Protocol, Self
 
 from torch import nn
 
 
 class Adapter(Protocol):
-    """How an encoder talks to its library's module."""
+    """Access of an encoder to its library's module."""
 
     def layers(self, net: nn.Module) -> list[list[str]]:
-        """Names of all parameters by depth, embeddings or stem first."""
+        """Return the names of all parameters by depth, embeddings or stem first."""
 
 
 class Encoder(nn.Module):
-    """A library's module behind a contract.
+    """A library's module with the interface of medvl's encoders.
 
     Attributes:
-        name: as given when the encoder was made.
+        name: as given to `create_image_encoder` or `create_text_encoder`.
         backbone: the library's module, its parameters under the library's own names.
     """
 
@@ -25,23 +26,46 @@ class Encoder(nn.Module):
         self.name = name
         self.backbone = backbone
         self._layers = adapter.layers
-        self._frozen_rests = False
+        self._frozen_in_eval = False
 
     def parameter_layers(self) -> list[list[str]]:
-        """Names of the backbone's parameters by depth: embeddings or stem, the layers, what lies above them."""
+        """Return the names of the backbone's parameters by depth: embeddings or stem, layers, what follows them."""
         return [[f"backbone.{name}" for name in group] for group in self._layers(self.backbone)]
 
     def train(self, mode: bool = True) -> Self:
-        """As in torch; what is frozen stays in eval mode where `keep_frozen_in_eval` said so."""
+        """Set the mode as `nn.Module.train` does, but leave frozen modules in eval mode after `keep_frozen_in_eval`."""
         super().train(mode)
-        if mode and self._frozen_rests:
+        if mode and self._frozen_in_eval:
             for module in self.modules():
                 parameters = list(module.parameters())
                 if parameters and not any(parameter.requires_grad for parameter in parameters):
                     module.eval()
         return self
 
-    def keep_frozen_in_eval(self, rests: bool) -> None:
-        """Whether modules that have parameters, none of them trained, stay in eval mode from now on."""
-        self._frozen_rests = rests
+    def keep_frozen_in_eval(self, enabled: bool) -> None:
+        """Set whether modules whose parameters are all frozen stay in eval mode during training."""
+        self._frozen_in_eval = enabled
         self.train(self.training)
+
+
+def group_by_depth(
+    names: Sequence[str], blocks: Sequence[str], *, top: Sequence[str] = (), stem: Sequence[str] = ()
+) -> list[list[str]]:
+    """Group parameter names by depth, for a model whose blocks have these name prefixes, in order.
+
+    Names that start with one of `top` belong above the blocks, those that start with one of `stem` below them; any
+    other name belongs to the same group as the name before it.
+    """
+    groups: list[list[str]] = [[] for _ in range(len(blocks) + 2)]
+    depth = 0
+    for name in names:
+        block = next((index for index, prefix in enumerate(blocks) if name.startswith(prefix)), None)
+        if block is not None:
+            depth = block + 1
+        if name.startswith(tuple(top)):
+            groups[-1].append(name)
+        elif name.startswith(tuple(stem)):
+            groups[0].append(name)
+        else:
+            groups[depth].append(name)
+    return [group for group in groups if group]

@@ -1,4 +1,4 @@
-"""What of an encoder is trained, and how fast: freezing, rates by depth, weight decay, LoRA."""
+"""Fine-tuning of encoders: frozen layers, layer-wise learning rates, weight decay groups, LoRA."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,10 @@ from medvl.errors import ConfigError
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _LORA_TARGETS = (("query", "value"), ("q_proj", "v_proj"), ("q_lin", "v_lin"), ("qkv",), ("c_fc", "c_proj"))
-"""By family: BERT and its kin, newer Transformers, DistilBERT, timm, open_clip.
+"""Default target layers: BERT-like models, newer Transformers, DistilBERT, timm, open_clip.
 
-open_clip's attention is `nn.MultiheadAttention`, which reads its weights without calling its layers, so that an
-adapter around them would never run: there the feed-forward layers are adapted.
+open_clip's `nn.MultiheadAttention` reads its weights without calling its layers, so an adapter around them would never
+run: its feed-forward layers are adapted instead.
 """
 
 
@@ -24,27 +24,28 @@ def freeze_layers(
 ) -> None:
     """Stop training the first layers of an encoder.
 
-    No gradient is taken of a frozen beginning and none of its activations are kept, because autograd records nothing
-    where neither the input nor a parameter asks for a gradient.
+    Autograd records nothing in frozen first layers, so they keep no activations.
 
     Args:
         encoder: an `ImageEncoder` or a `TextEncoder`.
-        n: how many layers (of a Transformer) or stages (of a CNN) above the embeddings or the stem; 0 for none.
-        embeddings: whether the embeddings or the stem are frozen. Default: if any layer is. ConVIRT freezes the
-            embeddings and 6 layers, MedViLL the stem and the first stage of its ResNet (n=1).
-        eval_mode: frozen parts stay in eval mode while the rest trains, so that the statistics of frozen batch norms
-            do not move and frozen dropout is off. False leaves them to `train()`, as most re-implementations of the
+        n: number of layers (Transformer) or stages (CNN) after the embeddings or the stem; 0 for none.
+        embeddings: whether to freeze the embeddings or the stem. Default: True if any layer is frozen. ConVIRT freezes
+            the embeddings and 6 layers, MedViLL the stem and the first stage of its ResNet (n=1).
+        eval_mode: keep frozen modules in eval mode during training, so that frozen batch norms do not update their
+            statistics and frozen dropout is off. False leaves them to `train()`, as most re-implementations of the
             published systems do.
 
     Raises:
-        ConfigError: the encoder has fewer layers.
+        ConfigError: "out_of_range" if the encoder has fewer layers.
     """
     groups = encoder.parameter_layers()
     count = len(groups) - 1 if n == "all" else n
     if not 0 <= count <= len(groups) - 1:
         raise ConfigError(
-            f"{encoder.name} has {len(groups) - 1} layers of parameters of its own above its embeddings or stem: "
-            f"{n} cannot be frozen"
+            f"n must be between 0 and {len(groups) - 1}, the number of layers of {encoder.name} with parameters of "
+            f"their own, got {n}",
+            "out_of_range",
+            field="n",
         )
     frozen = groups[1 : count + 1]
     if embeddings or (embeddings is None and count > 0):
@@ -64,29 +65,31 @@ def parameter_groups(
     layer_decay: float = 1.0,
     decay_embeddings: bool = True,
 ) -> list[dict[str, Any]]:
-    """Groups for a torch optimiser: every trained parameter once, with its rate and its decay.
+    """Return parameter groups for a torch optimiser, with every trainable parameter in exactly one.
 
-    Biases, the parameters of norms (told by the module's type) and everything with one dimension are not decayed.
+    Biases, the parameters of normalisation layers (by module type) and one-dimensional parameters get no weight decay.
 
     Args:
-        module: a model; encoders anywhere inside it are found by their `parameter_layers`.
-        lr: rate of what is no part of an encoder's layers (heads).
-        weight_decay: of all that is decayed.
-        layer_decay: an encoder's last layer learns at `lr * layer_decay`, the one below at `lr * layer_decay ** 2`,
-            down to its embeddings or stem.
-        decay_embeddings: False exempts embedding tables, and what the library's `no_weight_decay` names (tokens and
-            tables of positions).
+        module: a model; encoders anywhere inside it are recognised by their method `parameter_layers`.
+        lr: learning rate of parameters outside an encoder's layers (heads).
+        weight_decay: weight decay of all other parameters.
+        layer_decay: an encoder's last layer has the rate `lr * layer_decay`, the one before `lr * layer_decay ** 2`,
+            and so on down to its embeddings or stem.
+        decay_embeddings: False exempts embedding tables and the parameters that the library's `no_weight_decay` names
+            (tokens and position tables).
 
     Returns:
-        Dictionaries with "name", "params", "lr" and "weight_decay", in an order that only the module decides.
+        Dictionaries with "name", "params", "lr" and "weight_decay", in the order of the module's parameters.
 
     Raises:
-        ConfigError: `layer_decay` is out of range.
+        ConfigError: "out_of_range" for `layer_decay`.
     """
     if not 0 < layer_decay <= 1:
-        raise ConfigError(f"layer_decay is {layer_decay}: it must be above 0 and at most 1")
-    heights = _heights(module)
-    tables = set() if decay_embeddings else _tables(module)
+        raise ConfigError(
+            f"layer_decay must be above 0 and at most 1, got {layer_decay}", "out_of_range", field="layer_decay"
+        )
+    heights = _layers_from_top(module)
+    tables = set() if decay_embeddings else _embedding_tables(module)
     groups: dict[str, dict[str, Any]] = {}
     seen: set[int] = set()
     for prefix, owner in module.named_modules():
@@ -104,8 +107,8 @@ def parameter_groups(
     return list(groups.values())
 
 
-def _heights(module: nn.Module) -> dict[str, int]:
-    """Parameter name -> how many layers from the top of its encoder it stands, the last layer being 1."""
+def _layers_from_top(module: nn.Module) -> dict[str, int]:
+    """Return parameter name -> position of its layer counted from the top of its encoder, the last layer being 1."""
     heights: dict[str, int] = {}
     for prefix, child in module.named_modules():
         if hasattr(child, "parameter_layers"):
@@ -116,7 +119,8 @@ def _heights(module: nn.Module) -> dict[str, int]:
     return heights
 
 
-def _tables(module: nn.Module) -> set[str]:
+def _embedding_tables(module: nn.Module) -> set[str]:
+    """Return the names of embedding tables and of the parameters that a library exempts from weight decay."""
     names: set[str] = set()
     for prefix, child in module.named_modules():
         start = f"{prefix}." if prefix else ""
@@ -130,43 +134,47 @@ def _tables(module: nn.Module) -> set[str]:
 def add_lora(
     encoder: nn.Module, rank: int, alpha: int, targets: Sequence[str] | None = None, *, dropout: float = 0.0
 ) -> list[str]:
-    """Freeze an encoder and give some of its layers low-rank updates to train, through peft.
+    """Freeze an encoder and add trainable low-rank updates (LoRA) to some of its layers, with peft.
 
     Args:
         encoder: an `ImageEncoder` or a `TextEncoder`; changed in place.
-        rank: of the updates.
+        rank: rank of the updates.
         alpha: the updates are scaled by alpha / rank.
-        targets: last parts of the names of the layers to adapt. Default: the attention's query and value layers, or
-            their common one; the feed-forward layers of open_clip's towers.
-        dropout: before the updates.
+        targets: last parts of the names of the layers to adapt. Default: the attention's query and value layers (or
+            their joint layer); the feed-forward layers of open_clip's encoders.
+        dropout: dropout rate before the updates.
 
     Returns:
-        Names of the adapted layers. `merge_lora` folds the updates in, and must be called before the encoder is saved.
+        Names of the adapted layers. Call `merge_lora` before the encoder is saved.
 
     Raises:
-        ConfigError: no layer is called so, or the encoder has updates already.
+        ConfigError: "unknown_name" if no layer has such a name, "conflict" if the encoder has LoRA updates already.
     """
     import peft
 
     names = [name for name, _ in encoder.named_modules()]
     if any(".lora_A" in name for name in names):
-        raise ConfigError("this encoder has LoRA updates already: merge_lora first")
+        raise ConfigError("the encoder has LoRA updates already: call merge_lora first", "conflict")
     ends = {name.rpartition(".")[2] for name in names}
-    chosen = targets or next((family for family in _LORA_TARGETS if ends.issuperset(family)), None)
-    if chosen is None:
-        raise ConfigError("this encoder has none of the layers that are adapted by default: name them in targets")
-    config = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(chosen))
+    layers = targets or next((family for family in _LORA_TARGETS if ends.issuperset(family)), None)
+    if layers is None:
+        raise ConfigError(
+            "the encoder has none of the default LoRA layers: set targets", "unknown_name", field="targets"
+        )
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(layers))
     try:
         peft.inject_adapter_in_model(config, encoder)
     except ValueError as error:
-        raise ConfigError(f"LoRA cannot be added to {', '.join(chosen)}: {error}") from error
+        raise ConfigError(
+            f"LoRA cannot be added to the layers {', '.join(layers)}: {error}", "unknown_name", field="targets"
+        ) from error
     return [name for name, child in encoder.named_modules() if hasattr(child, "lora_A")]
 
 
 def merge_lora(encoder: nn.Module) -> None:
-    """Fold LoRA updates into the weights, in place: names and shapes are again those of the encoder without them.
+    """Merge LoRA updates into the weights in place, which restores the encoder's parameter names and shapes.
 
-    The weights stay frozen as `add_lora` left them.
+    The weights stay frozen.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -179,11 +187,13 @@ def merge_lora(encoder: nn.Module) -> None:
 
 @contextlib.contextmanager
 def freeze_batch_norm_statistics(module: nn.Module) -> Iterator[None]:
-    """Batch norms inside normalise as they would, but do not take this batch into their running statistics: for passes
-    over images that inference never sees."""
+    """Leave the running statistics of batch norms unchanged inside the context; outputs do not change.
+
+    For training passes over images of a kind that inference does not have (masked images).
+    """
     norms = [child for child in module.modules() if isinstance(child, _NormBase)]
     momenta = [norm.momentum for norm in norms]
-    for norm in norms:  # with momentum 0 the running statistics are left alone
+    for norm in norms:  # with momentum 0 the running statistics do not change
         norm.momentum = 0.0
     try:
         yield

@@ -1,11 +1,11 @@
 """Encoders of the published systems by short name: architecture, weights, normalisation, licence.
 
-Metadata only. Nothing heavy is imported here, and nothing is downloaded: every preset builds offline with random
-weights, and its published weights are one pinned file (repository, commit, file name, and the file's sha256 where it
-is known). Sizes are as in the published `config.json` files and in the checkpoints' tensor shapes.
+Metadata only: this module imports no library and downloads nothing. Every preset builds offline with random weights.
+Its published weights are one pinned file: repository, commit, file name, and sha256 where it is known. Sizes are those
+of the published `config.json` files and of the checkpoints' tensors.
 
-A preset whose `weights` is None has no copy on the hub that its authors published: `pretrained=True` says so, and a
-local copy is loaded by path.
+`weights` is None where the authors published no copy on the hub: `pretrained=True` is then an error, and a local copy
+is loaded by path.
 """
 
 import dataclasses
@@ -20,6 +20,9 @@ IMAGENET_STD: Statistics = (0.229, 0.224, 0.225)
 CLIP_MEAN: Statistics = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD: Statistics = (0.26862954, 0.26130258, 0.27577711)
 
+OPEN_CLIP_CUSTOM = "custom"
+"""Name of an open_clip model that is described by its arguments alone, as `open_clip:custom`."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
@@ -30,60 +33,60 @@ class Weights:
     """Commit of the repository, 40 hexadecimal digits."""
     filename: str = "model.safetensors"
     sha256: str | None = None
-    """Of the file; None where no trustworthy figure was found. The commit alone pins the content as well."""
-    drop: tuple[str, ...] = ()
-    """Beginnings of keys that the encoder has no place for, beside the heads that its library names."""
+    """Hash of the file; None where no trustworthy value is known. The commit alone pins the content as well."""
+    ignored_keys: tuple[str, ...] = ()
+    """Prefixes of keys that the encoder does not use, besides the library's classifier heads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ImagePreset:
-    """An image encoder."""
+    """Preset of an image encoder."""
 
     model: str
-    """What builds it: `timm:NAME`, `torchvision:NAME` or `open_clip:NAME`."""
+    """Library and model: `timm:NAME`, `torchvision:NAME` or `open_clip:NAME`."""
     weights: Weights | None
     licence: str
-    """Of the weights, as their repository states it."""
+    """Licence of the weights, as their repository states it."""
     image_size: int = 224
     mean: Statistics = IMAGENET_MEAN
     std: Statistics = IMAGENET_STD
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
-    """For the library's constructor."""
+    """Arguments of the library's constructor."""
     note: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TextPreset:
-    """A text encoder."""
+    """Preset of a text encoder."""
 
     model: str
-    """What builds it: `hf:MODEL_TYPE` or `open_clip:NAME`."""
+    """Library and model: `hf:MODEL_TYPE` or `open_clip:NAME`."""
     weights: Weights | None
     licence: str
     arguments: Mapping[str, Any]
-    """Fields of the Hugging Face configuration in which it differs from the model type's defaults."""
+    """Fields of the Hugging Face configuration that differ from the model type's defaults."""
     projection: str | None = None
-    """Kind of the head that the published model has over its text vector; `projection=True` builds it."""
+    """Kind of the published model's projection head over its text vector, built with `projection=True`."""
     pool: Literal["cls", "mean", "max", "eos"] = "cls"
-    """The published model's own way to one vector a text, which is the default."""
+    """Default pooling: the published model's own."""
     tokenizer: str | None = None
-    """What `medvl.data.tokenizer.tokenizer.load_tokenizer` takes; None is the repository of the weights at their
+    """Argument of `medvl.data.tokenizer.tokenizer.load_tokenizer`; None is the repository of the weights at their
     revision."""
     note: str = ""
 
     @property
     def hub_id(self) -> str | None:
-        """The repository of the weights, if there is one."""
+        """Repository of the weights, if any."""
         return None if self.weights is None else self.weights.hub_id
 
     @property
     def revision(self) -> str | None:
-        """Its pinned commit."""
+        """Pinned commit of the repository."""
         return None if self.weights is None else self.weights.revision
 
 
 def _bert(vocab_size: int, **differences: Any) -> Mapping[str, Any]:
-    """BERT-base: 12 layers, 768 wide, 12 heads, 3072 inside, 512 positions, 2 token types, exact GELU."""
+    """Return the configuration of BERT-base, with `differences`."""
     base = {
         "vocab_size": vocab_size,
         "hidden_size": 768,
@@ -187,7 +190,7 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = MappingProxyType(
             licence="MIT",
             mean=CLIP_MEAN,
             std=CLIP_STD,
-            note="OpenAI's CLIP: where CheXzero starts",
+            note="OpenAI's CLIP: initial weights of CheXzero",
         ),
         "clip_vit_b16": ImagePreset(
             model="open_clip:ViT-B-16-quickgelu",
@@ -224,7 +227,7 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = MappingProxyType(
                 hub_id="microsoft/rad-dino",
                 revision="2ec9ca0e7a73c23aded999b844acd2f07c7e46b9",
                 filename="backbone_compatible.safetensors",
-                drop=("mask_token",),
+                ignored_keys=("mask_token",),
             ),
             licence="MIT",
             image_size=518,

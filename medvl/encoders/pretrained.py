@@ -1,7 +1,7 @@
-"""Published weights: where they come from, how they are read, and how they are fitted in without silence.
+"""Pretrained weights: locate, read and load them strictly.
 
-A file is safetensors, or a checkpoint that holds nothing but tensors in nested dictionaries: pickle is never run.
-Every key of the file is either loaded or dropped by a rule that names it; every tensor of the encoder is filled.
+A file is safetensors, or a checkpoint of nothing but tensors in nested dictionaries: pickled objects are never run.
+Every key of the file is either loaded or ignored by an explicit rule, and every tensor of the encoder is filled.
 """
 
 import dataclasses
@@ -18,60 +18,63 @@ from medvl.encoders.presets import Weights
 from medvl.errors import WeightsError
 
 _LOG = logging.getLogger(__name__)
-_SHOWN = 5
-_MOST_BLOCKS = 100
+_MAX_NAMES = 5
+_MAX_BLOCKS = 100
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar")
 _HUB = re.compile(r"(?P<hub_id>[\w.-]+/[\w.-]+)@(?P<revision>[\w.-]+)(?::(?P<filename>[\w./-]+))?")
 _CANDIDATES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_model.bin", "open_clip_pytorch_model.bin")
 CLIP_SCALARS = ("logit_scale", "logit_bias", "input_resolution", "context_length", "vocab_size")
-"""Single numbers in a whole CLIP file that belong to neither tower."""
+"""Scalars of a CLIP file that belong to neither encoder."""
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 
 Pretrained = bool | str | Path
-"""False: random weights, and the network is never touched.
-True: the preset's published file, pinned by commit and content; torchvision's default weights, pinned by content; the
-file in a local folder that the encoder was named by.
-A path: a file (safetensors, or a checkpoint that holds nothing but tensors), or a folder with one.
-`OWNER/NAME@COMMIT[:FILE]`: from the hub."""
+"""Source of the weights.
+
+False: random weights, without network access.
+True: the preset's published file, pinned by commit and hash; torchvision's default weights, pinned by hash; the file in
+the folder, where the encoder's name is a local folder.
+A path: a file (safetensors, or a checkpoint of nothing but tensors), or a folder with one.
+`OWNER/NAME@COMMIT[:FILE]`: a file of the Hugging Face hub.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KeyMap:
-    """How the keys of a file become the keys of an encoder.
-
-    `layouts` are alternatives, tried in order: each is a list of (beginning in the file, beginning in the encoder), and
-    the first one whose first beginning occurs in the file is taken. A wrapper's `module.` before every key is taken off
-    first. `drop` names beginnings of keys in the file, and `without` beginnings of names in the encoder's terms, that
-    the encoder has no place for: both are left out, and anything else that does not fit is an error.
-    """
+    """Rules that map the keys of a file to the parameter names of an encoder."""
 
     layouts: Sequence[Sequence[tuple[str, str]]]
-    drop: Sequence[str] = ()
-    without: Sequence[str] = ()
+    """Alternatives, each a list of (prefix in the file, prefix in the encoder). The first one whose first prefix occurs
+    in the file is used. A `module.` before every key is removed first."""
+    ignored_keys: Sequence[str] = ()
+    """Prefixes of keys in the file that are not loaded."""
+    ignored_names: Sequence[str] = ()
+    """Prefixes of mapped names that are not loaded."""
 
     def apply(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str], list[str]]:
-        """(tensors by the encoder's names, keys left out, keys that no rule speaks of)."""
+        """Return (tensors by the encoder's names, ignored keys, keys without a rule)."""
         if all(key.startswith("module.") for key in tensors):
             tensors = {key.removeprefix("module."): tensor for key, tensor in tensors.items()}
         layout = next((pairs for pairs in self.layouts if any(key.startswith(pairs[0][0]) for key in tensors)), ())
         mapped: dict[str, Tensor] = {}
-        left_out, unknown = [], []
+        ignored, unknown = [], []
         for key, tensor in tensors.items():
             pair = next((pair for pair in layout if key.startswith(pair[0])), None)
             name = None if pair is None else pair[1] + key.removeprefix(pair[0])
-            if key.startswith(tuple(self.drop)) or (name is not None and name.startswith(tuple(self.without))):
-                left_out.append(key)
+            is_ignored_name = name is not None and name.startswith(tuple(self.ignored_names))
+            if is_ignored_name or key.startswith(tuple(self.ignored_keys)):
+                ignored.append(key)
             elif name is None:
                 unknown.append(key)
             else:
                 mapped[name] = tensor
-        return mapped, left_out, unknown
+        return mapped, ignored, unknown
 
 
 def read_url(url: str) -> dict[str, Tensor]:
-    """Tensors from an address whose file name carries the beginning of its sha256, as torchvision's do.
+    """Download tensors from a URL whose file name contains the beginning of its sha256, as torchvision's do.
 
-    Raises `WeightsError` when the file cannot be had or its content is another one.
+    Raises:
+        WeightsError: "not_found" if the download fails or the hash differs.
     """
     from urllib.error import URLError
 
@@ -80,20 +83,31 @@ def read_url(url: str) -> dict[str, Tensor]:
             url, map_location="cpu", check_hash=True, weights_only=True, progress=False
         )
     except (URLError, OSError, RuntimeError) as error:
-        raise WeightsError(f"{url} cannot be had ({error}): fetch it elsewhere and give pretrained=PATH") from error
+        raise WeightsError(
+            f"{url} cannot be downloaded ({error}): download it elsewhere and pass pretrained=PATH", "not_found"
+        ) from error
     return tensors
 
 
 def locate_weights(name: str, pretrained: Pretrained, published: Weights | None, note: str = "") -> Path:
-    """The local file that `pretrained` means for encoder `name`, fetched from the hub where it has to be.
+    """Return the local weights file that `pretrained` selects for encoder `name`, downloaded from the hub if needed.
 
-    Raises `WeightsError` when it cannot be had; the text says how a local copy is given.
+    Args:
+        name: name of the encoder, for messages.
+        pretrained: see `Pretrained`; not False.
+        published: the preset's file, for `pretrained=True`.
+        note: hint for the message if there is no published file.
+
+    Raises:
+        WeightsError: "not_found" if there is no such file, "out_of_range" if `pretrained` has none of the known forms.
     """
     if pretrained is True:
         if published is None:
             raise WeightsError(
-                f"{name} has no published weights that are pinned here{': ' + note if note else ''}; "
-                "give pretrained=PATH, or pretrained='OWNER/NAME@COMMIT' for a repository on the hub"
+                f"{name} has no pinned published weights{': ' + note if note else ''}; "
+                "pass pretrained=PATH, or pretrained='OWNER/NAME@COMMIT' for a repository on the hub",
+                "not_found",
+                field="pretrained",
             )
         return fetch(published.hub_id, published.filename, published.revision, sha256=published.sha256)
     source = str(pretrained)
@@ -102,8 +116,9 @@ def locate_weights(name: str, pretrained: Pretrained, published: Weights | None,
         return _local(Path(source), published)
     if match is None:
         raise WeightsError(
-            f"pretrained={source!r} is neither a file, nor a folder, nor OWNER/NAME@COMMIT[:FILE]: the commit must be "
-            "named, so that the run can be made again"
+            f"expected pretrained to be a file, a folder or OWNER/NAME@COMMIT[:FILE] with a commit, got {source!r}",
+            "out_of_range",
+            field="pretrained",
         )
     filenames = [match["filename"]] if match["filename"] else _CANDIDATES
     failures = []
@@ -111,8 +126,8 @@ def locate_weights(name: str, pretrained: Pretrained, published: Weights | None,
         try:
             return fetch(match["hub_id"], filename, match["revision"])
         except WeightsError as error:
-            failures.append(str(error))
-    raise WeightsError(failures[0])
+            failures.append(error)
+    raise failures[0]
 
 
 def _local(path: Path, published: Weights | None) -> Path:
@@ -123,14 +138,17 @@ def _local(path: Path, published: Weights | None) -> Path:
         if (path / filename).is_file():
             return path / filename
     if path.is_dir():
-        raise WeightsError(f"{path} holds none of {', '.join(filenames)}")
-    raise WeightsError(f"{path} does not exist: pretrained must be a file of weights, or a folder that holds one")
+        raise WeightsError(f"{path} contains none of {', '.join(filenames)}", "not_found", field="pretrained")
+    raise WeightsError(
+        f"{path} does not exist: pass a weights file, or a folder that contains one", "not_found", field="pretrained"
+    )
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a weights file, on the CPU, by key.
+    """Read all tensors of a weights file to the CPU, by key.
 
-    Raises `WeightsError` when the file is damaged, holds anything but tensors, or needs pickle to be read.
+    Raises:
+        WeightsError: "malformed" if the file is damaged, contains anything but tensors, or needs pickle to be read.
     """
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
@@ -138,14 +156,19 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling a hostile or damaged file can raise anything
         raise WeightsError(
-            f"{path} cannot be read as a file of tensors ({type(error).__name__}): it is damaged, or it holds pickled "
-            "objects, which are never run; save its tensors as safetensors where it was made"
+            f"{path} cannot be read as a file of tensors ({type(error).__name__}): it is damaged, or it contains "
+            "pickled objects, which are never run; save its tensors as safetensors where it was created",
+            "malformed",
         ) from error
     for wrapper in _WRAPPERS:
-        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):  # Lightning and others nest it
+        if isinstance(content, dict) and isinstance(
+            content.get(wrapper), dict
+        ):  # Lightning and others nest the tensors
             content = content[wrapper]
     if not isinstance(content, dict) or not content or not all(isinstance(value, Tensor) for value in content.values()):
-        raise WeightsError(f"{path} does not hold a dictionary of tensors, neither at its top nor under {_WRAPPERS}")
+        raise WeightsError(
+            f"{path}: expected a dictionary of tensors, at the top level or under one of {_WRAPPERS}", "malformed"
+        )
     return content
 
 
@@ -157,21 +180,27 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise WeightsError(
-            f"{path} cannot be read as safetensors ({error}): it is damaged, or another format"
+            f"{path} cannot be read as safetensors ({error}): it is damaged or has another format", "malformed"
         ) from error
     return tensors
 
 
 def load_strictly(module: nn.Module, tensors: Mapping[str, Tensor], keys: KeyMap, source: str) -> None:
-    """Fill every tensor of `module` from `tensors`, casting to its own dtypes.
+    """Load `tensors` into every parameter and buffer of `module`, cast to their dtypes.
 
-    `num_batches_tracked` of batch norms may be missing (old files lack it). Old TensorFlow conversions call a layer
-    norm's weight `gamma` and its bias `beta`; they are renamed.
+    `num_batches_tracked` of batch norms may be missing (old files lack it). The `gamma` and `beta` of layer norms in
+    old TensorFlow conversions are renamed to `weight` and `bias`.
+
+    Args:
+        module: the module to fill; unchanged if an error is raised.
+        tensors: the file's content.
+        keys: rules that map its keys.
+        source: path or URL, for messages.
 
     Raises:
-        WeightsError: a tensor is missing, unexpected or of another shape. The text names the first ones.
+        WeightsError: "mismatch" if a tensor is missing, unexpected or of another shape; the message names the first.
     """
-    mapped, left_out, unknown = keys.apply({_modern(key): tensor for key, tensor in tensors.items()})
+    mapped, ignored, unknown = keys.apply({_rename_layer_norm(key): tensor for key, tensor in tensors.items()})
     state = module.state_dict()
     counters = {key: tensor for key, tensor in state.items() if key.endswith("num_batches_tracked")}
     mapped = counters | mapped
@@ -186,27 +215,27 @@ def load_strictly(module: nn.Module, tensors: Mapping[str, Tensor], keys: KeyMap
         "of another shape": shapes,
     }
     if any(differences.values()):
-        found = "; ".join(f"{len(names)} {kind}: {_first(names)}" for kind, names in differences.items() if names)
-        raise WeightsError(f"{source} does not fit this encoder: {found}")
+        text = "; ".join(f"{len(names)} {kind}: {_first(names)}" for kind, names in differences.items() if names)
+        raise WeightsError(f"{source} does not fit this encoder: {text}", "mismatch")
     module.load_state_dict(mapped, strict=True)
-    if left_out:
-        _LOG.info("%s: %d tensors loaded, %d left out: %s", source, len(mapped), len(left_out), _first(left_out))
+    if ignored:
+        _LOG.info("%s: %d tensors loaded, %d ignored: %s", source, len(mapped), len(ignored), _first(ignored))
 
 
-def _modern(key: str) -> str:
+def _rename_layer_norm(key: str) -> str:
     return re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", key)) if "LayerNorm." in key else key
 
 
 def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    return ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
 
 
-def beyond(blocks: str, names: Iterable[str]) -> list[str]:
-    """What a published model has above the blocks of an encoder that is built with only its lower ones.
+def unused_blocks(blocks: str, names: Iterable[str]) -> list[str]:
+    """Return the prefixes of a published model's blocks above those that a shallower encoder has.
 
     Args:
-        blocks: beginning of the names of numbered blocks, as "encoder.layer.".
-        names: names of the encoder's parameters, among them those blocks.
+        blocks: prefix of the names of numbered blocks, as "encoder.layer.".
+        names: names of the encoder's parameters.
     """
     numbers = [int(name.removeprefix(blocks).split(".")[0]) for name in names if name.startswith(blocks)]
-    return [f"{blocks}{number}." for number in range(max(numbers) + 1, _MOST_BLOCKS)] if numbers else []
+    return [f"{blocks}{number}." for number in range(max(numbers) + 1, _MAX_BLOCKS)] if numbers else []

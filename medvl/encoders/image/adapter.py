@@ -1,10 +1,10 @@
-"""How `ImageEncoder` talks to the vision models of timm, torchvision and open_clip.
+"""Adapters from the vision models of timm, torchvision and open_clip to `ImageEncoder`.
 
-Every library has its own idea of a feature map. An adapter turns the output of one kind of model into `Parts`: one
-vector an image as the library pools it, and the local vectors in row-major order over their grid. Adapters hold no
-tensors: the library's module stays as it is, with its own parameter names, so that published files fit it.
+An adapter turns the output of one kind of model into `VisionOutput`: one vector per image as the library pools it, and
+local vectors in row-major order over their grid. Adapters hold no tensors: the library's module keeps its parameter
+names, so that published files fit it.
 
-Shape letters are those of `medvl.schema`; N counts the tokens before the patches (class, registers).
+Shape letters are those of `medvl.schema`; N is the number of tokens before the patches (class token, registers).
 """
 
 import abc
@@ -21,22 +21,23 @@ from medvl.errors import ConfigError
 Size = tuple[int, int]
 
 
-class Parts(NamedTuple):
-    """What an adapter reads off a model."""
+class VisionOutput(NamedTuple):
+    """Output of an adapter."""
 
     pooled_BD: Tensor
-    """As the library pools."""
+    """The library's own pooling."""
     prefix_BND: Tensor | None
-    """Class token first; None where there is none or the library does not show it."""
+    """Class token first; None if the model has none or does not return it."""
     patches_BPD: Tensor
     grid: Size | None
-    """None when only some patches were kept."""
+    """None if only some patches were kept."""
 
 
-class KeepPatches(nn.Module):
-    """Stands where a vision Transformer drops patches, between the position embeddings and the first block.
+class PatchSelection(nn.Module):
+    """Module that keeps the patches of `keep_BK`, in place of a vision Transformer's patch dropout.
 
-    `keep_BK` is set around one forward pass only; None keeps all. Holds no tensors of the model's state.
+    It runs between the position embeddings and the first block. `keep_BK` is set for one forward pass only; None keeps
+    all patches. It has no state.
     """
 
     def __init__(self, prefix: int) -> None:
@@ -45,7 +46,7 @@ class KeepPatches(nn.Module):
         self.keep_BK: Tensor | None = None
 
     def forward(self, tokens_BTD: Tensor) -> Tensor:
-        """(B, N + P, D) to (B, N + K, D)."""
+        """Map (B, N + P, D) to (B, N + K, D)."""
         if self.keep_BK is None:
             return tokens_BTD
         prefix_BND, patches_BPD = tokens_BTD[:, : self.prefix], tokens_BTD[:, self.prefix :]
@@ -54,83 +55,65 @@ class KeepPatches(nn.Module):
 
 
 class VisionAdapter(abc.ABC):
-    """One kind of model of one library."""
+    """Adapter for one kind of model of one library."""
 
     fixed_size: bool = False
-    """Whether only the size that the model was built or resized for can be encoded."""
+    """Whether the model accepts only the size that it was built or resized for."""
     keep: str | None = None
-    """Name of the model's `KeepPatches`; None where a model needs all patches."""
+    """Name of the model's `PatchSelection` submodule; None if the model needs all patches."""
 
     @abc.abstractmethod
-    def parts(self, net: Any, image_BCHW: Tensor, level: int) -> Parts:
+    def encode(self, net: Any, image_BCHW: Tensor, level: int) -> VisionOutput:
         """Encode normalised pixels; `level` counts the stages from the end, -1 being the last.
 
-        Raises ConfigError when the model has no such level.
+        Raises:
+            ConfigError: "out_of_range" if the model has no such level.
         """
 
     @abc.abstractmethod
     def layers(self, net: Any) -> list[list[str]]:
-        """Names of all parameters by depth: the stem or the embeddings first."""
+        """Return the names of all parameters by depth, stem or embeddings first."""
 
     def resize(self, net: Any, size: Size) -> None:
-        """Prepare a model for another input size; what is learnt of positions is interpolated.
+        """Change a model's input size in place, interpolating its position embeddings.
 
-        Raises ConfigError when this kind of model cannot.
+        Raises:
+            ConfigError: "unsupported" if this kind of model cannot be resized.
         """
-        raise ConfigError(f"{type(net).__name__} cannot be set to another image size after it was built")
+        raise ConfigError(
+            f"{type(net).__name__} does not support another image size than it was built for",
+            "unsupported",
+            field="image_size",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Vision:
-    """A model as its library builds it, and what `ImageEncoder` must know of it."""
+class VisionBackbone:
+    """A library's model with the metadata that `ImageEncoder` needs."""
 
     net: nn.Module
     adapter: VisionAdapter
     image_size: Size
-    heads: Sequence[str] = ()
-    """Beginnings of keys in published files that this model has no place for: classifiers."""
+    ignored_heads: Sequence[str] = ()
+    """Prefixes of classifier keys in published files, which the model does not have."""
     mean: Sequence[float] = IMAGENET_MEAN
     std: Sequence[float] = IMAGENET_STD
-    blocks: str | None = None
-    """Beginning of the names of numbered blocks, where a model may be built with fewer than the published one."""
+    block_prefix: str | None = None
+    """Prefix of the names of numbered blocks, for models that may be built with fewer blocks than published."""
     note: str = ""
-    """What to say when `pretrained=True` and nothing is pinned."""
+    """Hint for the error if `pretrained=True` and no weights are pinned."""
     url: str | None = None
-    """The library's default weights, where the file's name carries the hash of its content."""
+    """URL of the library's default weights, whose file name contains the hash of its content."""
 
 
-def unfold(map_BDHW: Tensor) -> tuple[Tensor, Size]:
-    """(B, D, H, W) to (B, H * W, D) in row-major order, and (H, W)."""
+def flatten_map(map_BDHW: Tensor) -> tuple[Tensor, Size]:
+    """Return a feature map (B, D, H, W) as (B, H * W, D) in row-major order, and (H, W)."""
     height, width = map_BDHW.shape[2:]
     return map_BDHW.flatten(2).transpose(1, 2), (height, width)
 
 
 def check_level(level: int, levels: int, name: str) -> None:
-    """Raises ConfigError unless -levels <= level <= -1."""
-    if levels == 1 and level != -1:
-        raise ConfigError(f"{name} has one grid of patches: patch_level can be -1 only, not {level}")
+    """Raise ConfigError ("out_of_range") unless -levels <= level <= -1."""
     if not -levels <= level <= -1:
-        raise ConfigError(f"{name} has {levels} levels of local features: patch_level is {level}, not -1 to {-levels}")
-
-
-def by_depth(
-    names: Sequence[str], blocks: Sequence[str], *, top: Sequence[str] = (), stem: Sequence[str] = ()
-) -> list[list[str]]:
-    """Parameter names by depth, for a model whose blocks have these name beginnings, in order.
-
-    What starts with one of `top` lies above the blocks, what starts with one of `stem` below them; any other name
-    stands where the names around it stand.
-    """
-    groups: list[list[str]] = [[] for _ in range(len(blocks) + 2)]
-    depth = 0
-    for name in names:
-        found = next((index for index, block in enumerate(blocks) if name.startswith(block)), None)
-        if found is not None:
-            depth = found + 1
-        if any(name.startswith(beginning) for beginning in top):
-            groups[-1].append(name)
-        elif any(name.startswith(beginning) for beginning in stem):
-            groups[0].append(name)
-        else:
-            groups[depth].append(name)
-    return [group for group in groups if group]
+        allowed = "-1, because it has one grid of patches" if levels == 1 else f"between {-levels} and -1"
+        raise ConfigError(f"patch_level of {name} must be {allowed}; got {level}", "out_of_range", field="patch_level")

@@ -1,9 +1,9 @@
-"""Image encoders: pixels to one vector an image and one vector a region, for every kind of backbone alike.
+"""Image encoder with one interface for all backbones: one vector per image and one per region.
 
     encoder = create_image_encoder("resnet50")
     features = encoder(image_BCHW)  # ImageFeatures: pooled_BD, patches_BPD, grid
 
-Shape letters are those of `medvl.schema`; K counts the patches that are kept.
+Shape letters are those of `medvl.schema`; K is the number of patches that are kept.
 """
 
 import dataclasses
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from medvl.encoders.base import Encoder
-from medvl.encoders.image.adapter import Size, Vision
+from medvl.encoders.image.adapter import Size, VisionBackbone
 from medvl.errors import ConfigError
 from medvl.schema import ImageFeatures
 
-_LUMINANCE = (0.299, 0.587, 0.114)  # ITU-R BT.601, what JPEG and every imaging library make grey with
+_LUMINANCE = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in JPEG and in imaging libraries
 Pool = Literal["cls", "avg"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ImageOptions:
-    """The arguments of `create_image_encoder` that decide the encoder, checked; their meaning stands there."""
+    """Validated arguments of `create_image_encoder`, which documents them."""
 
     name: str
     in_channels: int
@@ -35,40 +35,46 @@ class ImageOptions:
     mean: Sequence[float] | None
     std: Sequence[float] | None
     arguments: Mapping[str, Any]
-    """For the library's constructor."""
+    """Arguments of the library's constructor."""
 
     def __post_init__(self) -> None:
         if self.in_channels not in (1, 3):
-            raise ConfigError(f"in_channels is {self.in_channels}: images are grey (1) or RGB (3)")
+            raise _out_of_range("in_channels", "1 (grey) or 3 (RGB)", self.in_channels)
         if self.patch_level >= 0:
-            raise ConfigError(f"patch_level is {self.patch_level}: levels count from the end, -1 being the last")
+            raise _out_of_range(
+                "patch_level", "negative: levels count from the end, -1 being the last", self.patch_level
+            )
         if self.pool not in (None, "cls", "avg"):
-            raise ConfigError(f"pool is {self.pool!r}: known are 'cls', 'avg' and None, the model's own")
+            raise ConfigError(f"pool must be 'cls', 'avg' or None, got {self.pool!r}", "unknown_name", field="pool")
         if self.projection and self.pool is not None:
-            raise ConfigError("projection=True gives the vector that the model itself pools: leave pool out")
+            raise ConfigError(
+                "projection=True returns the vector that the model itself pools: leave pool out",
+                "conflict",
+                field="pool",
+            )
         for field, values in (("mean", self.mean), ("std", self.std)):
             if values is not None and len(values) not in (1, 3):
-                raise ConfigError(f"{field} has {len(values)} values: give one for grey or three for RGB")
+                raise _out_of_range(field, "1 or 3 values", f"{len(values)}")
         if self.std is not None and min(self.std) <= 0:
-            raise ConfigError(f"std must be positive: {tuple(self.std)}")
+            raise _out_of_range("std", "positive", tuple(self.std))
 
 
 class ImageEncoder(Encoder):
-    """A vision backbone behind one contract; make it with `create_image_encoder`.
+    """A vision backbone with the interface of medvl; create it with `create_image_encoder`.
 
-    The library's module is `backbone`, its parameters under the library's own names. Pixel statistics belong to the
+    `backbone` is the library's module, with the library's parameter names. Pixel statistics belong to the
     configuration and are not in the state dict.
 
     Attributes:
         name: as given to `create_image_encoder`.
         feature_dim, patch_dim: widths of `pooled_BD` and `patches_BPD`.
-        image_size: (height, width) that the encoder is meant for; backbones with learnt positions take no other.
+        image_size: (height, width) of the images; backbones with learnt positions accept no other size.
         in_channels: 1 or 3.
-        mean, std: per channel, of pixels in 0..1.
-        config: arguments that make the same encoder again at random weights, JSON values only.
+        mean, std: statistics per channel of pixels in 0..1.
+        config: arguments that create the same encoder with random weights, JSON values only.
     """
 
-    def __init__(self, vision: Vision, options: ImageOptions) -> None:
+    def __init__(self, vision: VisionBackbone, options: ImageOptions) -> None:
         super().__init__(options.name, vision.net, vision.adapter)
         self._adapter = vision.adapter
         self._pool = options.pool
@@ -86,7 +92,7 @@ class ImageEncoder(Encoder):
         self._std: Tensor
         if self.image_size != vision.image_size and self._adapter.fixed_size:
             self._adapter.resize(self.backbone, self.image_size)
-        if self.in_channels == 1:  # last: a model that is resized may try itself on an RGB image
+        if self.in_channels == 1:  # last, because resizing may run the model on an RGB image
             _grey_stem(self.backbone)
         self.feature_dim, self.patch_dim, _ = self._measure(self.image_size)
 
@@ -94,55 +100,68 @@ class ImageEncoder(Encoder):
         """Encode a batch of images.
 
         Args:
-            image_BCHW: uint8 pixels, grey or RGB, which are scaled to 0..1, brought to `in_channels` and normalised
-                here; or floats that are normalised already, of which only grey is expanded to three channels.
-            keep_BK: int64 indices of the patches to encode, each row without repetition; the others are left out
-                after the position embeddings, before the first block (masked image modelling, patch dropout). Vision
+            image_BCHW: uint8 pixels, grey or RGB, which are scaled to 0..1, converted to `in_channels` and normalised;
+                or floats that are normalised already, where only grey is expanded to three channels.
+            keep_BK: int64 indices of the patches to encode, without repetition in a row. The others are dropped after
+                the position embeddings, before the first block (masked image modelling, patch dropout). Vision
                 Transformers only. `patches_BPD` then has K patches in the order of `keep_BK`, and `grid` is None.
 
         Raises:
-            ConfigError: channels, size or dtype do not go with this encoder.
+            ConfigError: channels, size or dtype do not fit this encoder ("mismatch", "wrong_type"), or the backbone
+                has no patches to drop or no class token ("unsupported").
         """
         prepared = self.normalize(image_BCHW)
         size = (prepared.shape[2], prepared.shape[3])
         if self._adapter.fixed_size and size != self.image_size:
             raise ConfigError(
-                f"{self.name} takes images of {self.image_size} pixels, not {size}: "
-                "resize them, or create the encoder with image_size"
+                f"{self.name} expects images of {self.image_size} pixels, got {size}: "
+                "resize them, or create the encoder with this image_size",
+                "mismatch",
+                field="image_size",
             )
         if keep_BK is None:
-            parts = self._adapter.parts(self.backbone, prepared, self._level)
+            output = self._adapter.encode(self.backbone, prepared, self._level)
         else:
-            slot = self._keep_slot()
-            slot.keep_BK = keep_BK
+            selection = self._patch_selection()
+            selection.keep_BK = keep_BK
             try:
-                parts = self._adapter.parts(self.backbone, prepared, self._level)
+                output = self._adapter.encode(self.backbone, prepared, self._level)
             finally:
-                slot.keep_BK = None
-        pooled_BD = parts.pooled_BD
+                selection.keep_BK = None
+        pooled_BD = output.pooled_BD
         if self._pool == "avg":
-            pooled_BD = parts.patches_BPD.mean(dim=1)
+            pooled_BD = output.patches_BPD.mean(dim=1)
         elif self._pool == "cls":
-            if parts.prefix_BND is None:
-                raise ConfigError(f"{self.name} has no class token to pool: pool='avg', or None for its own way")
-            pooled_BD = parts.prefix_BND[:, 0]
-        return ImageFeatures(pooled_BD=pooled_BD, patches_BPD=parts.patches_BPD, grid=parts.grid)
+            if output.prefix_BND is None:
+                raise ConfigError(
+                    f"{self.name} has no class token: set pool to 'avg', or to None for the model's own pooling",
+                    "unsupported",
+                    field="pool",
+                )
+            pooled_BD = output.prefix_BND[:, 0]
+        return ImageFeatures(pooled_BD=pooled_BD, patches_BPD=output.patches_BPD, grid=output.grid)
 
     def normalize(self, image_BCHW: Tensor) -> Tensor:
-        """What `forward` does to its input first: float pixels of `in_channels` channels, normalised.
+        """Return float pixels with `in_channels` channels, normalised as `forward` does it.
 
-        For models that resize inside (GLoRIA), or whose targets are pixels (masked image modelling). Raises ConfigError
-        on other shapes, channels and types than `forward` takes.
+        For models that resize images themselves (GLoRIA) or predict pixels (masked image modelling).
+
+        Raises:
+            ConfigError: "mismatch" or "wrong_type" for a shape, number of channels or dtype that `forward` rejects.
         """
         channels = image_BCHW.shape[1] if image_BCHW.ndim == 4 else 0
         if channels not in (1, 3):
-            raise ConfigError(f"images must be (B, 1, H, W) or (B, 3, H, W), not {tuple(image_BCHW.shape)}")
+            raise ConfigError(
+                f"expected images (B, 1, H, W) or (B, 3, H, W), got {tuple(image_BCHW.shape)}", "mismatch"
+            )
         if image_BCHW.is_floating_point():
             if channels == 3 and self.in_channels == 1:
-                raise ConfigError(f"{self.name} takes grey images: give uint8 RGB to have it reduced, or one channel")
+                raise ConfigError(
+                    f"{self.name} expects grey images: pass uint8 RGB, which is converted, or one channel", "mismatch"
+                )
             return image_BCHW.expand(-1, self.in_channels, -1, -1)
         if image_BCHW.dtype != torch.uint8:
-            raise ConfigError(f"pixels are uint8, or floats that are normalised already, not {image_BCHW.dtype}")
+            raise ConfigError(f"expected uint8 pixels or normalised floats, got {image_BCHW.dtype}", "wrong_type")
         image = image_BCHW.to(self._mean.dtype) / 255
         if channels == 3 and self.in_channels == 1:
             image = (image * image.new_tensor(_LUMINANCE).view(1, 3, 1, 1)).sum(dim=1, keepdim=True)
@@ -150,20 +169,24 @@ class ImageEncoder(Encoder):
 
     @property
     def can_drop_patches(self) -> bool:
-        """Whether `forward` takes `keep_BK`."""
+        """Whether `forward` accepts `keep_BK`."""
         return self._adapter.keep is not None
 
     def grid(self, height: int, width: int) -> Size:
-        """(h, w) of the patches of an image of that size."""
+        """Return the patch grid (h, w) of an image of this size."""
         return self._measure((height, width))[2]
 
-    def _keep_slot(self) -> Any:
+    def _patch_selection(self) -> Any:
         if self._adapter.keep is None:
-            raise ConfigError(f"{self.name} needs all patches: keep_BK is for vision Transformers")
+            raise ConfigError(
+                f"{self.name} needs all patches: keep_BK works with vision Transformers only",
+                "unsupported",
+                field="keep_BK",
+            )
         return self.backbone.get_submodule(self._adapter.keep)
 
     def _measure(self, size: Size) -> tuple[int, int, Size]:
-        """Widths and grid at an image size, from a pass on the meta device: shapes only, no arithmetic, no memory."""
+        """Return both widths and the grid for an image size, from a forward pass on the meta device."""
         if size not in self._measured:
             state = [*self.named_parameters(), *self.named_buffers()]
             meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in state}
@@ -175,18 +198,26 @@ class ImageEncoder(Encoder):
         return self._measured[size]
 
 
+def _out_of_range(field: str, expected: str, value: object) -> ConfigError:
+    return ConfigError(f"{field} must be {expected}; got {value}", "out_of_range", field=field)
+
+
 def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """One value a channel: a single one is repeated, three are averaged for grey."""
+    """Return one value per channel: a single value is repeated, three are averaged for grey."""
     if len(values) == channels:
         return tuple(float(value) for value in values)
     return (sum(map(float, values)) / len(values),) * channels
 
 
 def _grey_stem(net: nn.Module) -> None:
-    """Replace the first convolution by one that takes a single channel: the sum of its weights over RGB."""
+    """Make the first convolution take one channel, by summing its weights over RGB."""
     for module in net.modules():
         if isinstance(module, nn.Conv2d) and module.in_channels == 3 and module.groups == 1:
             module.weight = nn.Parameter(module.weight.detach().sum(dim=1, keepdim=True))
             module.in_channels = 1
             return
-    raise ConfigError(f"{type(net).__name__} has no convolution over RGB that could be made grey")
+    raise ConfigError(
+        f"{type(net).__name__} has no convolution over RGB, so in_channels cannot be 1",
+        "unsupported",
+        field="in_channels",
+    )

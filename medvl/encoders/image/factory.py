@@ -1,7 +1,7 @@
-"""Image encoders by name: which there are, and how one is built and filled.
+"""Creation of image encoders by name.
 
-A name is a preset (`medvl.encoders.presets`), or that of a timm, torchvision or open_clip model, looked up in this
-order; `timm:NAME`, `torchvision:NAME` and `open_clip:NAME` say which library. What `pretrained` may be stands in
+A name is a preset (`medvl.encoders.presets`), or the name of a timm, torchvision or open_clip model, looked up in this
+order; `timm:NAME`, `torchvision:NAME` and `open_clip:NAME` select the library. Values of `pretrained` are described in
 `medvl.encoders.pretrained`.
 """
 
@@ -11,24 +11,26 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
-from medvl.encoders.image.adapter import Size, Vision
+from medvl.encoders.image.adapter import Size, VisionBackbone
 from medvl.encoders.image.encoder import ImageEncoder, ImageOptions, Pool
-from medvl.encoders.image.open_clip_models import CUSTOM
-from medvl.encoders.presets import IMAGE_PRESETS, ImagePreset
+from medvl.encoders.image.open_clip_models import build_open_clip
+from medvl.encoders.image.timm_models import build_timm
+from medvl.encoders.image.torchvision_models import build_torchvision
+from medvl.encoders.presets import IMAGE_PRESETS, OPEN_CLIP_CUSTOM, ImagePreset
 from medvl.encoders.pretrained import (
     CLIP_SCALARS,
     KeyMap,
     Pretrained,
-    beyond,
     load_strictly,
     locate_weights,
     read_tensors,
     read_url,
+    unused_blocks,
 )
 from medvl.errors import ConfigError, WeightsError
 
 _LIBRARIES = ("timm", "torchvision", "open_clip")
-_OTHER_TOWER = (
+_TEXT_KEYS = (
     "transformer.",
     "token_embedding.",
     "positional_embedding",
@@ -37,7 +39,7 @@ _OTHER_TOWER = (
     "text.",
     *CLIP_SCALARS,
 )
-"""What a whole open_clip checkpoint holds beside its image tower."""
+"""Key prefixes of an open_clip checkpoint outside its image encoder."""
 
 
 def create_image_encoder(
@@ -53,30 +55,37 @@ def create_image_encoder(
     std: Sequence[float] | None = None,
     **arguments: Any,
 ) -> ImageEncoder:
-    """An image encoder by name.
+    """Create an image encoder by name.
 
     Args:
-        name, pretrained: see above. At random it starts as its library does, from torch's global generator: seed it.
-        in_channels: 1 sums the stem's weights over RGB: a grey image gives what its RGB copy gives where the channels
-            share their statistics, which are averaged.
-        image_size: a side or (height, width). Backbones with learnt positions have them interpolated and take no other
-            size; a file whose positions are of that size already is taken as it is. For the rest it is only what they
-            are meant for. Default: the preset's or the library's.
-        patch_level: stage of `patches_BPD` from the end: -1 the last, -2 the one before (GLoRIA's, of a ResNet-50);
-            `pooled_BD` is of the last. Vision Transformers have -1 only: all patch tokens after the final norm.
-        pool: "cls" or "avg" of the tokens; None is the model's own way.
-        projection: open_clip only: `pooled_BD` goes through the tower's projection into the shared space.
-        mean, std: of pixels in 0..1, where they differ from the preset's or the library's.
-        arguments: for the library's constructor (`depth=11`, `channels=(32, 64, 128, 256)`). A vision Transformer with
-            fewer blocks than its published file takes the lower ones.
+        name: a preset, or a model of timm, torchvision or open_clip (see the module's docstring).
+        pretrained: weights to load (see `medvl.encoders.pretrained`). Random weights are drawn as the library does it,
+            from torch's global generator: seed it.
+        in_channels: 3, or 1 to sum the stem's weights over RGB and average `mean` and `std`. A grey image then gives
+            the same features as its RGB copy if the channels share their statistics.
+        image_size: side or (height, width). Learnt positions are interpolated to it, unless the file's positions have
+            this size already, and other sizes are rejected; backbones without positions accept any size. Default: the
+            preset's or the library's.
+        patch_level: stage of `patches_BPD` from the end: -1 the last, -2 the one before (GLoRIA, of a ResNet-50).
+            `pooled_BD` always belongs to the last. Vision Transformers have -1 only: the patches after the final norm.
+        pool: "cls" or "avg" of the tokens; None for the model's own pooling.
+        projection: project `pooled_BD` into the shared space (open_clip only).
+        mean, std: statistics of pixels in 0..1. Default: the preset's or the library's.
+        arguments: arguments of the library's constructor (`depth=11`, `channels=(32, 64, 128, 256)`). A vision
+            Transformer with fewer blocks than its published file loads the lower ones.
 
     Raises:
-        ConfigError: the name or an argument is unknown or out of range; the text names the nearest names.
-        WeightsError: the weights cannot be had, or do not fit; the text names the first differences.
+        ConfigError: the name or an argument is unknown ("unknown_name", with the nearest names in the message) or out
+            of range ("out_of_range").
+        WeightsError: the weights are not available ("not_found") or do not fit ("mismatch").
     """
     library, model, preset = _resolve(name)
     if projection and library != "open_clip":
-        raise ConfigError(f"{name} has no projection into a shared space: only open_clip's towers have one")
+        raise ConfigError(
+            f"{name} has no projection into a shared space: only open_clip's encoders have one",
+            "unsupported",
+            field="projection",
+        )
     options = ImageOptions(
         name=name,
         in_channels=in_channels,
@@ -93,17 +102,28 @@ def create_image_encoder(
 
 
 def image_has_projection(name: str) -> bool:
-    """Whether `create_image_encoder` can build the encoder with `projection=True`. Raises ConfigError as it does."""
+    """Return whether `create_image_encoder` can build this encoder with `projection=True`.
+
+    Raises:
+        ConfigError: "unknown_name".
+    """
     return _resolve(name)[0] == "open_clip"
 
 
 def list_image_encoders(pattern: str = "*", *, library: str | None = None) -> list[str]:
-    """Names that match a wildcard, sorted: presets, or the models of "timm", "torchvision" or "open_clip".
+    """Return the names that match a wildcard, sorted.
 
-    Raises ConfigError for another library.
+    Args:
+        pattern: wildcard.
+        library: "timm", "torchvision" or "open_clip" for their models; None for the presets.
+
+    Raises:
+        ConfigError: "unknown_name" for another library.
     """
     if library is not None and library not in _LIBRARIES:
-        raise ConfigError(f"library is {library!r}: known are {', '.join(_LIBRARIES)}")
+        raise ConfigError(
+            f"library must be one of {', '.join(_LIBRARIES)}; got {library!r}", "unknown_name", field="library"
+        )
     return sorted(fnmatch.filter(IMAGE_PRESETS if library is None else _names(library), pattern))
 
 
@@ -130,40 +150,40 @@ def _names(library: str) -> Sequence[str]:
 
 
 def _resolve(name: str) -> tuple[str, str, ImagePreset | None]:
-    """(library, model, preset) of a name; a bare name is looked for in the presets first, then library by library."""
+    """Return (library, model, preset) of a name, searching the presets first, then library by library."""
     preset = IMAGE_PRESETS.get(name)
     library, separator, model = (preset.model if preset else name).partition(":")
     if separator and library not in _LIBRARIES:
-        raise ConfigError(f"{name!r}: {library!r} is no library of encoders; known are {', '.join(_LIBRARIES)}")
+        raise ConfigError(
+            f"library of {name!r} must be one of {', '.join(_LIBRARIES)}; got {library!r}", "unknown_name", field="name"
+        )
     if preset is not None:
         return library, model, preset
     for candidate in [library] if separator else _LIBRARIES:
-        wanted = model if separator else name
+        target = model if separator else name
         names = _names(candidate)
-        if wanted in names or wanted.partition(".")[0] in names or name == f"open_clip:{CUSTOM}":  # timm has NAME.TAG
-            return candidate, wanted, None
+        if (
+            target in names or target.partition(".")[0] in names or name == f"open_clip:{OPEN_CLIP_CUSTOM}"
+        ):  # timm: NAME.TAG
+            return candidate, target, None
     known = [*IMAGE_PRESETS, *(known for candidate in _LIBRARIES for known in _names(candidate))]
     near = difflib.get_close_matches(model or name, known, n=4)
-    hint = f"did you mean {', '.join(near)}?" if near else f"presets are {', '.join(IMAGE_PRESETS)}"
-    raise ConfigError(f"no image encoder is called {name!r}: {hint}")
+    hint = f"did you mean {', '.join(near)}?" if near else f"the presets are {', '.join(IMAGE_PRESETS)}"
+    raise ConfigError(f"unknown image encoder {name!r}: {hint}", "unknown_name", field="name")
 
 
-def _build(library: str, model: str, arguments: dict[str, Any], options: ImageOptions) -> Vision:
+def _build(library: str, model: str, arguments: dict[str, Any], options: ImageOptions) -> VisionBackbone:
     if library == "timm":
-        from medvl.encoders.image.timm_models import build_timm
-
         return build_timm(model, arguments)
     if library == "torchvision":
-        from medvl.encoders.image.torchvision_models import build_torchvision
-
         return build_torchvision(model, arguments, options.patch_level, options.image_size)
-    from medvl.encoders.image.open_clip_models import build_open_clip
-
     return build_open_clip(model, arguments, options.projection)
 
 
-def _load(vision: Vision, options: ImageOptions, preset: ImagePreset | None, pretrained: Pretrained) -> ImageEncoder:
-    """Fill the model as it was published, then fit it to the options; a file of ours fits the finished encoder."""
+def _load(
+    vision: VisionBackbone, options: ImageOptions, preset: ImagePreset | None, pretrained: Pretrained
+) -> ImageEncoder:
+    """Load published weights before the model is adapted to the options, and medvl's own file after that."""
     published = preset.weights if preset else None
     if pretrained is True and preset is None and vision.url is not None:
         source, tensors = vision.url, read_url(vision.url)
@@ -175,17 +195,20 @@ def _load(vision: Vision, options: ImageOptions, preset: ImagePreset | None, pre
         load_strictly(encoder, tensors, KeyMap(layouts=[[("backbone.", "backbone.")]]), source)
         return encoder
     tower = "visual." if any(key.startswith("visual.") for key in tensors) else ""
-    without = list(vision.heads)
-    if vision.blocks is not None:
-        without += beyond(vision.blocks, [name for name, _ in vision.net.named_parameters()])
-    drop = [*(_OTHER_TOWER if tower else ()), *(published.drop if published and pretrained is True else ())]
-    keys = KeyMap(layouts=[[(tower, "")]], drop=drop, without=without)
+    ignored_names = list(vision.ignored_heads)
+    if vision.block_prefix is not None:
+        ignored_names += unused_blocks(vision.block_prefix, [name for name, _ in vision.net.named_parameters()])
+    ignored_keys = [
+        *(_TEXT_KEYS if tower else ()),
+        *(published.ignored_keys if published and pretrained is True else ()),
+    ]
+    keys = KeyMap(layouts=[[(tower, "")]], ignored_keys=ignored_keys, ignored_names=ignored_names)
     try:
         load_strictly(vision.net, tensors, keys, source)
     except WeightsError:
         if options.image_size in (None, vision.image_size) or not vision.adapter.fixed_size:
             raise
-        vision = dataclasses.replace(vision, image_size=options.image_size)  # positions of that size already (M3AE)
+        vision = dataclasses.replace(vision, image_size=options.image_size)  # positions of this size already (M3AE)
         vision.adapter.resize(vision.net, vision.image_size)
         load_strictly(vision.net, tensors, keys, source)
     return ImageEncoder(vision, options)

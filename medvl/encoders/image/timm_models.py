@@ -1,19 +1,26 @@
-"""timm's models as image encoders."""
+"""Image encoders from timm."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from medvl.encoders.image.adapter import KeepPatches, Parts, Size, Vision, VisionAdapter, check_level, unfold
+from medvl.encoders.image.adapter import (
+    PatchSelection,
+    Size,
+    VisionAdapter,
+    VisionBackbone,
+    VisionOutput,
+    check_level,
+    flatten_map,
+)
 from medvl.errors import ConfigError
 
 
 class TimmAdapter(VisionAdapter):
-    """Feature maps (NCHW or NHWC), token sequences, and models that show their grid only by stage.
+    """Adapter for feature maps (NCHW or NHWC), token sequences, and models that give their grid by stage only.
 
-    Which of the three a model is, is learnt in its first pass: `ImageEncoder` makes one on the meta device when it is
-    built.
+    The first forward pass finds out which kind a model is; `ImageEncoder` runs one on the meta device when it is built.
     """
 
     def __init__(self, net: Any) -> None:
@@ -21,39 +28,39 @@ class TimmAdapter(VisionAdapter):
         self.prefix = int(getattr(net, "num_prefix_tokens", None) or 0)
         self.by_stage = False
         if is_vision_transformer(net) and isinstance(net.patch_drop, nn.Identity):
-            net.patch_drop = KeepPatches(self.prefix)
+            net.patch_drop = PatchSelection(self.prefix)
             self.keep = "patch_drop"
 
-    def parts(self, net: Any, image_BCHW: Tensor, level: int) -> Parts:
-        """See the base class. Transformers with one grid have level -1 only: all patches after the final norm."""
+    def encode(self, net: Any, image_BCHW: Tensor, level: int) -> VisionOutput:
+        """Encode pixels. Transformers with one grid have level -1 only: all patches after the final norm."""
         if level != -1 or self.by_stage:
-            return self._of_stage(net, image_BCHW, level)
+            return self._encode_stage(net, image_BCHW, level)
         features = net.forward_features(image_BCHW)
         if not isinstance(features, Tensor) or features.ndim not in (3, 4):
             self.by_stage = True
-            return self._of_stage(net, image_BCHW, level)
+            return self._encode_stage(net, image_BCHW, level)
         if features.ndim == 4:
             is_channels_last = str(getattr(net, "output_fmt", "")).endswith("NHWC")
             map_BDHW = features.permute(0, 3, 1, 2) if is_channels_last else features
-            return Parts(_vector(net.forward_head(features, pre_logits=True)), None, *unfold(map_BDHW))
+            return VisionOutput(_vector(net.forward_head(features, pre_logits=True)), None, *flatten_map(map_BDHW))
         grid = self._grid(net, image_BCHW)
         kept = None if self.keep is None else getattr(net, self.keep).keep_BK
         if kept is None and (grid is None or self.prefix + grid[0] * grid[1] != features.shape[1]):
             self.by_stage = True
-            return self._of_stage(net, image_BCHW, level)
+            return self._encode_stage(net, image_BCHW, level)
         pooled_BD = net.forward_head(features, pre_logits=True)
         prefix_BND = features[:, : self.prefix] if self.prefix else None
-        return Parts(pooled_BD, prefix_BND, features[:, self.prefix :], grid if kept is None else None)
+        return VisionOutput(pooled_BD, prefix_BND, features[:, self.prefix :], grid if kept is None else None)
 
     def layers(self, net: Any) -> list[list[str]]:
-        """timm's own coarse grouping: stem, then stages or blocks, then what lies above."""
+        """Return timm's coarse grouping: stem, then stages or blocks, then the layers after them."""
         from timm.models import group_parameters
 
         groups: Mapping[int, list[str]] = group_parameters(net, net.group_matcher(coarse=True))
         return [groups[index] for index in sorted(groups)]
 
     def resize(self, net: Any, size: Size) -> None:
-        """Through timm's own `set_input_size`; a model without it raises ConfigError."""
+        """Change the input size with timm's `set_input_size`; ConfigError if the model has no such method."""
         if not hasattr(net, "set_input_size"):
             super().resize(net, size)
         net.set_input_size(img_size=size)
@@ -64,41 +71,42 @@ class TimmAdapter(VisionAdapter):
         height, width = net.patch_embed.dynamic_feat_size(tuple(image_BCHW.shape[2:]))
         return int(height), int(width)
 
-    def _of_stage(self, net: Any, image_BCHW: Tensor, level: int) -> Parts:
+    def _encode_stage(self, net: Any, image_BCHW: Tensor, level: int) -> VisionOutput:
         grids = {info["reduction"] for info in net.feature_info}
         check_level(level, len(net.feature_info) if len(grids) > 1 else 1, type(net).__name__)
         features, maps = net.forward_intermediates(image_BCHW, indices=[level], norm=self.by_stage, output_fmt="NCHW")
-        return Parts(_vector(net.forward_head(features, pre_logits=True)), None, *unfold(maps[0]))
+        return VisionOutput(_vector(net.forward_head(features, pre_logits=True)), None, *flatten_map(maps[0]))
 
 
-def build_timm(name: str, arguments: Mapping[str, Any]) -> Vision:
-    """A timm model without its classifier, at random weights from torch's global generator.
+def build_timm(name: str, arguments: Mapping[str, Any]) -> VisionBackbone:
+    """Build a timm model without its classifier, with random weights from torch's global generator.
 
-    Raises ConfigError when timm refuses the name or an argument.
+    Raises:
+        ConfigError: "out_of_range" if timm rejects the name or an argument.
     """
     import timm
 
     try:
         net: Any = timm.create_model(name, pretrained=False, num_classes=0, **arguments)
     except (TypeError, RuntimeError, ValueError, AssertionError) as error:
-        raise ConfigError(f"timm cannot build {name} with {dict(arguments)}: {error}") from error
+        raise ConfigError(f"timm cannot build {name} with {dict(arguments)}: {error}", "out_of_range") from error
     config = net.pretrained_cfg
     classifiers = config.get("classifier") or ()
     repository = config.get("hf_hub_id")
-    return Vision(
+    return VisionBackbone(
         net=net,
         adapter=TimmAdapter(net),
         image_size=_size(getattr(getattr(net, "patch_embed", None), "img_size", None) or config["input_size"][1:]),
-        heads=[f"{head}." for head in ([classifiers] if isinstance(classifiers, str) else classifiers)],
+        ignored_heads=[f"{head}." for head in ([classifiers] if isinstance(classifiers, str) else classifiers)],
         mean=config["mean"],
         std=config["std"],
-        blocks="blocks." if is_vision_transformer(net) else None,
-        note=f"timm's are in the repository {repository}: add the commit, '{repository}@COMMIT'" if repository else "",
+        block_prefix="blocks." if is_vision_transformer(net) else None,
+        note=f"timm's are in the repository {repository}: pass '{repository}@COMMIT'" if repository else "",
     )
 
 
 def is_vision_transformer(net: Any) -> bool:
-    """Whether it is timm's plain vision Transformer (DeiT and DINOv2 are)."""
+    """Return whether `net` is timm's plain vision Transformer (as DeiT and DINOv2 are)."""
     from timm.models import VisionTransformer
 
     return isinstance(net, VisionTransformer)
@@ -110,5 +118,5 @@ def _size(size: Any) -> Size:
 
 
 def _vector(pooled: Tensor) -> Tensor:
-    """Average what a model built without a pooling leaves unpooled."""
+    """Average the map of a model that was built without pooling."""
     return pooled.mean(dim=(2, 3)) if pooled.ndim == 4 else pooled

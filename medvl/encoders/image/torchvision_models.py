@@ -1,4 +1,4 @@
-"""torchvision's classification models as image encoders, through torchvision's own feature extractor."""
+"""Image encoders from torchvision's classification models, with torchvision's feature extractor."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from medvl.encoders.image.adapter import Parts, Size, Vision, VisionAdapter, by_depth, check_level, unfold
+from medvl.encoders.base import group_by_depth
+from medvl.encoders.image.adapter import Size, VisionAdapter, VisionBackbone, VisionOutput, check_level, flatten_map
 from medvl.errors import ConfigError
 
 _PATCHES, _POOLED, _LEVEL = "patches", "pooled", "level"
@@ -14,14 +15,14 @@ _PATCHES, _POOLED, _LEVEL = "patches", "pooled", "level"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Where the models of one class keep their features: names of nodes in the traced graph."""
+    """Names of the feature nodes in the traced graph of one class of models."""
 
     patches: str
     """The last feature map (NCHW), or the tokens after the final norm."""
     pooled: str | None = "flatten"
-    """The vector of an image; None: the average of the last map, where the model's own head needs more than that."""
+    """Pooled vector; None for the average of the last map, where the pooled node is missing."""
     levels: Sequence[str] | None = None
-    """The stages; None: every child of `features`."""
+    """Stages; None for every child of `features`."""
     channels_last: bool = False
     """Whether the stages (not the last map) are NHWC."""
     head: str = "classifier."
@@ -46,72 +47,82 @@ FAMILIES: Mapping[str, Family] = {
     "SwinTransformer": Family(patches="permute", levels=_STAGES, channels_last=True, head="head."),
     "VisionTransformer": Family(patches="encoder.ln", pooled=None, levels=(), head="heads."),
 }
-"""By the name of the class. timm has what is missing here."""
+"""Families by class name. Use timm for other models."""
 
 
 class TorchvisionAdapter(VisionAdapter):
-    """A traced model that returns its named nodes."""
+    """Adapter for a traced model that returns its named nodes."""
 
     def __init__(self, family: Family, levels: Sequence[str], transformer_grid: Size | None) -> None:
         self.family, self.levels = family, levels
         self.transformer_grid = transformer_grid
         self.fixed_size = transformer_grid is not None
 
-    def parts(self, net: Any, image_BCHW: Tensor, level: int) -> Parts:
-        """See the base class. Every level is computed with the last one, in one pass."""
+    def encode(self, net: Any, image_BCHW: Tensor, level: int) -> VisionOutput:
+        """Encode pixels; the level and the last map are computed in one forward pass."""
         if level != -1:
             check_level(level, len(self.levels) or 1, "this model")
         nodes = net(image_BCHW)
         last = nodes[_PATCHES]
         if self.transformer_grid is not None:
-            return Parts(last[:, 0], last[:, :1], last[:, 1:], self.transformer_grid)
+            return VisionOutput(last[:, 0], last[:, :1], last[:, 1:], self.transformer_grid)
         pooled_BD = nodes[_POOLED] if _POOLED in nodes else last.mean(dim=(2, 3))
         if level == -1:
-            return Parts(pooled_BD, None, *unfold(last))
+            return VisionOutput(pooled_BD, None, *flatten_map(last))
         stage = nodes[f"{_LEVEL}{level}"]
-        return Parts(pooled_BD, None, *unfold(stage.permute(0, 3, 1, 2) if self.family.channels_last else stage))
+        return VisionOutput(
+            pooled_BD, None, *flatten_map(stage.permute(0, 3, 1, 2) if self.family.channels_last else stage)
+        )
 
     def layers(self, net: Any) -> list[list[str]]:
-        """Stem, stages, and what lies above them."""
+        """Return the parameters of the stem, the stages and the layers after them."""
         names = [name for name, _ in net.named_parameters()]
         if self.transformer_grid is None:
-            return by_depth(names, [f"{level}." for level in self.levels])
+            return group_by_depth(names, [f"{level}." for level in self.levels])
         count = len({name.split(".")[2] for name in names if name.startswith("encoder.layers.")})
         blocks = [f"encoder.layers.encoder_layer_{index}." for index in range(count)]
-        return by_depth(names, blocks, top=["encoder.ln."])
+        return group_by_depth(names, blocks, top=["encoder.ln."])
 
 
-def build_torchvision(name: str, arguments: Mapping[str, Any], level: int, image_size: Size | None) -> Vision:
-    """A torchvision model without its classifier, at random weights from torch's global generator.
+def build_torchvision(name: str, arguments: Mapping[str, Any], level: int, image_size: Size | None) -> VisionBackbone:
+    """Build a torchvision model without its classifier, with random weights from torch's global generator.
 
-    Its vision Transformers are built for `image_size` at once: their traced graph holds the size.
+    Vision Transformers are built for `image_size`, because their traced graph contains the size.
 
-    Raises ConfigError when torchvision refuses an argument, or the class of the model is none of `FAMILIES`.
+    Raises:
+        ConfigError: "out_of_range" if torchvision rejects an argument, "unsupported" if the model's class is not one of
+            `FAMILIES` or `image_size` is not square for a vision Transformer.
     """
     from torchvision import models
 
     if name.startswith("vit_") and image_size is not None:
         if image_size[0] != image_size[1]:
-            raise ConfigError(f"torchvision's {name} takes square images only: image_size is {image_size}")
+            raise ConfigError(
+                f"torchvision's {name} expects square images, got image_size {image_size}",
+                "unsupported",
+                field="image_size",
+            )
         arguments = {**arguments, "image_size": image_size[0]}
     try:
         net = models.get_model(name, weights=None, **arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"torchvision cannot build {name} with {dict(arguments)}: {error}") from error
+        raise ConfigError(f"torchvision cannot build {name} with {dict(arguments)}: {error}", "out_of_range") from error
     family = FAMILIES.get(type(net).__name__)
     if family is None:
-        raise ConfigError(f"torchvision's {name} has no adapter here (known are {', '.join(FAMILIES)}): see timm's")
+        raise ConfigError(
+            f"torchvision's {name} is not supported; use timm's model, or one of {', '.join(FAMILIES)}", "unsupported"
+        )
     grid = (net.image_size // net.patch_size,) * 2 if isinstance(net, models.VisionTransformer) else None
     levels = family.levels
     if levels is None:
         levels = [f"features.{child}" for child, _ in net.features.named_children()]
     size = int(getattr(net, "image_size", 224))
-    return Vision(
+    return VisionBackbone(
         net=_extractor(net, family, levels, level),
         adapter=TorchvisionAdapter(family, levels, grid),
         image_size=(size, size),
-        heads=[family.head],
-        blocks="encoder.layers.encoder_layer_" if grid else None,
+        ignored_heads=[family.head],
+        block_prefix="encoder.layers.encoder_layer_" if grid else None,
         url=models.get_model_weights(name).DEFAULT.url,
     )
 

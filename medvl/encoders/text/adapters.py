@@ -1,8 +1,8 @@
-"""How `TextEncoder` talks to Hugging Face models, open_clip's text towers and static tables of word vectors.
+"""Adapters from Hugging Face models, open_clip's text encoders and word vector tables to `TextEncoder`.
 
-An adapter splits a model in two: embeddings, and layers over any hidden states under any attention mask. That is what
-lets a fusion model put image tokens beside the text without another encoder class. Adapters hold no tensors; the
-library's module stays as it is, with its own parameter names, so that published files fit it.
+An adapter splits a model into its embeddings, and its layers over any hidden states and attention mask, so that fusion
+models can put image tokens beside the text. Adapters hold no tensors: the library's module keeps its parameter names,
+so that published files fit it.
 """
 
 import abc
@@ -12,222 +12,228 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from medvl.encoders.image.adapter import by_depth
+from medvl.encoders.base import group_by_depth
 from medvl.encoders.text.packing import Packing, use_packed_attention
 from medvl.errors import ConfigError
 
 
-class LanguageAdapter(abc.ABC):
-    """One kind of model. What a kind cannot do, it refuses with ConfigError."""
+class TextAdapter(abc.ABC):
+    """Adapter for one kind of model; operations that a kind does not support raise ConfigError ("unsupported")."""
 
-    full_length: int | None = None
-    """Length that every text is padded to inside, for models that were trained so and attend to their padding. Their
-    states are then that long."""
-    ends_full: bool = False
-    """Whether the last position of that length, padding or not, stands for the text, and not its last real token."""
+    padded_length: int | None = None
+    """Length to which every text is padded, for models that were trained with padding and attend to it; their states
+    have this length."""
+    pools_last_position: bool = False
+    """Whether pool="eos" takes the last position of `padded_length`, not the last real token."""
 
     @abc.abstractmethod
     def embed(self, net: Any, ids_BT: Tensor, **positions: Tensor) -> Tensor:
-        """(B, T, D); padding has been set to the model's own padding id."""
+        """Return the embeddings (B, T, D) of ids whose padding is the model's padding id."""
 
     def embed_vectors(self, net: Any, vectors_BTD: Tensor, **positions: Tensor) -> Tensor:
-        """(B, T, D): what `embed` adds to word embeddings, added to vectors of another origin."""
-        raise ConfigError(f"{type(net).__name__} embeds words only: take a BERT")
+        """Return vectors with everything added that `embed` adds to word embeddings, (B, T, D)."""
+        raise _unsupported(net, "embedding vectors")
 
     @abc.abstractmethod
     def encode(self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor) -> Sequence[Tensor]:
-        """All states, the input first; `attend_BQT` is True where a query may look, with Q of 1 or T."""
+        """Return all states, the input first; `attend_BQT` is True where a query may attend, with Q = 1 or T."""
 
     def encode_next(self, net: Any, hidden_BTD: Tensor, attend_BTK: Tensor, cache: Any) -> Tensor:
-        """(B, T, D): the last states of tokens that follow those of the cache, whose keys and values they join."""
-        raise ConfigError(f"{type(net).__name__} keeps no keys and values: take a BERT")
+        """Return the last states (B, T, D) of tokens after those in the cache, and add their keys and values to it."""
+        raise _unsupported(net, "a cache of keys and values")
 
     def prepare_packing(self, net: Any) -> None:
-        """Ready a model for `encode_packed`; it encodes padded texts as before."""
-        raise ConfigError(f"{type(net).__name__} encodes padded texts only: take a BERT")
+        """Prepare a model for `encode_packed`; padded texts are encoded as before."""
+        raise _unsupported(net, "packed texts")
 
     def encode_packed(self, net: Any, hidden_1ND: Tensor, packing: Packing) -> Sequence[Tensor]:
-        """All states (1, N, D) of the real tokens of a batch, each of which looks at its own text."""
-        raise ConfigError(f"{type(net).__name__} encodes padded texts only: take a BERT")
+        """Return all states (1, N, D) of the real tokens of a batch, each of which attends to its own text."""
+        raise _unsupported(net, "packed texts")
 
     @abc.abstractmethod
     def layers(self, net: Any) -> list[list[str]]:
-        """Names of all parameters by depth, embeddings first."""
+        """Return the names of all parameters by depth, embeddings first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Language:
-    """A model as its library builds it, and what `TextEncoder` must know of it."""
+class TextBackbone:
+    """A library's model with the metadata that `TextEncoder` needs."""
 
     net: nn.Module
-    adapter: LanguageAdapter
+    adapter: TextAdapter
     width: int
     vocab_size: int
     pad_id: int
     max_tokens: int
     num_layers: int
-    blocks: str | None = None
-    """Beginning of the names of numbered layers, where a model may be built with fewer than the published one."""
+    block_prefix: str | None = None
+    """Prefix of the names of numbered layers, for models that may be built with fewer layers than published."""
     projection: nn.Module | None = None
     projected_width: int = 0
-    counts_from_padding: bool = False
-    """Whether the first position's number is one above the padding id."""
+    positions_start_after_padding: bool = False
+    """Whether positions are numbered from the padding id plus one (RoBERTa)."""
 
 
-class BertAdapter(LanguageAdapter):
-    """BERT and its kin: `embeddings`, then `encoder.layer`. Layers return their hidden states."""
+class BertAdapter(TextAdapter):
+    """Adapter for BERT-like models: `embeddings`, then `encoder.layer`, whose layers return hidden states."""
 
     def embed(self, net: Any, ids_BT: Tensor, **positions: Tensor) -> Tensor:
-        """Takes `position_ids` and `token_type_ids`."""
+        """Return the embeddings; `positions` may have `position_ids` and `token_type_ids`."""
         hidden_BTD: Tensor = net.embeddings(input_ids=ids_BT, **positions)
         return hidden_BTD
 
     def embed_vectors(self, net: Any, vectors_BTD: Tensor, **positions: Tensor) -> Tensor:
-        """Takes `position_ids` and `token_type_ids`."""
+        """Return embedded vectors; `positions` may have `position_ids` and `token_type_ids`."""
         hidden_BTD: Tensor = net.embeddings(inputs_embeds=vectors_BTD, **positions)
         return hidden_BTD
 
     def encode(self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor) -> Sequence[Tensor]:
-        """See the base class."""
+        """Return the states after every layer."""
         states = [hidden_BTD]
-        for layer in self._in_order(net):
+        for layer in self._layers_in_order(net):
             states.append(layer(states[-1], attend_BQT[:, None]))
         return states
 
     def encode_next(self, net: Any, hidden_BTD: Tensor, attend_BTK: Tensor, cache: Any) -> Tensor:
-        """See the base class; `cache` is one of transformers'."""
-        for layer in self._in_order(net):
+        """Return the last states; `cache` is a `transformers.Cache`."""
+        for layer in self._layers_in_order(net):
             hidden_BTD = layer(hidden_BTD, attend_BTK[:, None], past_key_values=cache)
         return hidden_BTD
 
     def prepare_packing(self, net: Any) -> None:
-        """See the base class."""
+        """Register the packed attention function."""
         use_packed_attention(net)
 
     def encode_packed(self, net: Any, hidden_1ND: Tensor, packing: Packing) -> Sequence[Tensor]:
-        """See the base class."""
+        """Return the states of packed tokens."""
         states = [hidden_1ND]
-        for layer in self._in_order(net):
+        for layer in self._layers_in_order(net):
             states.append(layer(states[-1], None, packing=packing))
         return states
 
     def layers(self, net: Any) -> list[list[str]]:
-        """Embeddings, then layer by layer."""
+        """Return the parameters of the embeddings and of each layer."""
         count = len(net.encoder.layer)
         names = [name for name, _ in net.named_parameters()]
-        return by_depth(names, [f"encoder.layer.{index}." for index in range(count)])
+        return group_by_depth(names, [f"encoder.layer.{index}." for index in range(count)])
 
-    def _in_order(self, net: Any) -> Sequence[nn.Module]:
+    def _layers_in_order(self, net: Any) -> Sequence[nn.Module]:
         layers: Sequence[nn.Module] = net.encoder.layer
         return layers
 
 
 class AlbertAdapter(BertAdapter):
-    """ALBERT: narrow embeddings, mapped to the width of layers that share their parameters."""
+    """Adapter for ALBERT: narrow embeddings, mapped to the width of layers that share their parameters."""
 
     def embed(self, net: Any, ids_BT: Tensor, **positions: Tensor) -> Tensor:
-        """The mapping to full width counts as embeddings."""
+        """Return the embeddings, mapped to full width."""
         hidden_BTD: Tensor = net.encoder.embedding_hidden_mapping_in(super().embed(net, ids_BT, **positions))
         return hidden_BTD
 
     def embed_vectors(self, net: Any, vectors_BTD: Tensor, **positions: Tensor) -> Tensor:
-        """Vectors have the width of the narrow embeddings, and are mapped like them."""
+        """Return embedded vectors; the inputs have the width of the narrow embeddings."""
         narrow_BTD = super().embed_vectors(net, vectors_BTD, **positions)
         hidden_BTD: Tensor = net.encoder.embedding_hidden_mapping_in(narrow_BTD)
         return hidden_BTD
 
     def encode_next(self, net: Any, hidden_BTD: Tensor, attend_BTK: Tensor, cache: Any) -> Tensor:
-        """Refused: its layers share their parameters, and would share their places in the cache."""
-        return LanguageAdapter.encode_next(self, net, hidden_BTD, attend_BTK, cache)
+        """Raise ConfigError: layers that share parameters would also share their places in the cache."""
+        return TextAdapter.encode_next(self, net, hidden_BTD, attend_BTK, cache)
 
     def layers(self, net: Any) -> list[list[str]]:
-        """Embeddings, then the groups of shared layers."""
+        """Return the parameters of the embeddings and of each group of shared layers."""
         groups = [f"encoder.albert_layer_groups.{index}." for index in range(len(net.encoder.albert_layer_groups))]
-        return by_depth([name for name, _ in net.named_parameters()], groups)
+        return group_by_depth([name for name, _ in net.named_parameters()], groups)
 
-    def _in_order(self, net: Any) -> Sequence[nn.Module]:
+    def _layers_in_order(self, net: Any) -> Sequence[nn.Module]:
         total, groups = net.config.num_hidden_layers, net.encoder.albert_layer_groups
         return [groups[index * len(groups) // total] for index in range(total)]
 
 
-class WholeAdapter(LanguageAdapter):
-    """Any other Hugging Face encoder: `embed` hands the ids through, `encode` runs the whole model on them.
+class FullModelAdapter(TextAdapter):
+    """Adapter for other Hugging Face encoders: `embed` returns the ids, `encode` runs the whole model on them.
 
-    It serves texts only: hidden states from elsewhere, and masks with a row for every query, are refused.
+    Other hidden states, and masks with a row for every query, are not supported.
     """
 
     def embed(self, net: Any, ids_BT: Tensor, **positions: Tensor) -> Tensor:
-        """(B, T) int64: the ids themselves."""
+        """Return the ids (B, T) unchanged."""
         if positions:
-            raise ConfigError(f"{type(net).__name__} takes no {', '.join(positions)} here")
+            raise _unsupported(net, ", ".join(positions))
         return ids_BT
 
     def encode(self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor) -> Sequence[Tensor]:
-        """See the base class."""
+        """Return the hidden states of the whole model."""
         if hidden_BTD.is_floating_point() or attend_BQT.shape[1] != 1:
-            raise ConfigError(f"{type(net).__name__} encodes token ids under one mask only: take a BERT-like encoder")
+            raise _unsupported(net, "hidden states or a mask for every query")
         output = net(input_ids=hidden_BTD, attention_mask=attend_BQT[:, 0].long(), output_hidden_states=True)
         states: Sequence[Tensor] = output.hidden_states
         return states
 
     def layers(self, net: Any) -> list[list[str]]:
-        """Embeddings, then the children of the longest list of modules."""
+        """Return the parameters of the embeddings, of each module in the longest module list, and of the rest."""
         lists = {name: child for name, child in net.named_modules() if isinstance(child, nn.ModuleList)}
         longest = max(lists, key=lambda name: len(lists[name]))
         names = [name for name, _ in net.named_parameters()]
         blocks = [f"{longest}.{index}." for index in range(len(lists[longest]))]
         last = [index for index, name in enumerate(names) if name.startswith(longest)][-1]
-        return by_depth(names, blocks, top=names[last + 1 :])
+        return group_by_depth(names, blocks, top=names[last + 1 :])
 
 
-class ClipAdapter(LanguageAdapter):
-    """open_clip's own text Transformer: causal, or bidirectional over its full length."""
+class ClipAdapter(TextAdapter):
+    """Adapter for open_clip's text Transformer: causal, or bidirectional over its full length."""
 
     def __init__(self, net: Any) -> None:
         if net.attn_mask is None:
-            self.full_length = int(net.context_length)
-            self.ends_full = net.pool_type == "last"  # SigLIP's; MobileCLIP's is its end token
+            self.padded_length = int(net.context_length)
+            self.pools_last_position = net.pool_type == "last"  # SigLIP; MobileCLIP pools its end token
 
     def embed(self, net: Any, ids_BT: Tensor, **positions: Tensor) -> Tensor:
-        """A bidirectional tower (SigLIP) was trained on texts padded to its full length, and attends to the padding."""
+        """Return the embeddings; bidirectional models (SigLIP) get texts padded to full length, as in training."""
         if positions:
-            raise ConfigError(f"open_clip's text tower takes no {', '.join(positions)}")
-        if self.full_length is not None:
-            ids_BT = nn.functional.pad(ids_BT, (0, self.full_length - ids_BT.shape[1]), value=net.pad_id)
+            raise _unsupported(net, ", ".join(positions))
+        if self.padded_length is not None:
+            ids_BT = nn.functional.pad(ids_BT, (0, self.padded_length - ids_BT.shape[1]), value=net.pad_id)
         hidden_BTD: Tensor = net.token_embedding(ids_BT) + net.positional_embedding[: ids_BT.shape[1]]
         return hidden_BTD
 
     def encode(self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor) -> Sequence[Tensor]:
-        """States after every block; the last one after the final norm. Causality is the model's own, so a mask over
-        right padding changes nothing for real tokens; other masks are refused."""
+        """Return the states after every block, the last one after the final norm.
+
+        Attention is causal in the model itself, so right padding needs no mask; masks per query are unsupported.
+        """
         length = hidden_BTD.shape[1]
         if attend_BQT.shape[1] != 1:
-            raise ConfigError("open_clip's text tower has its own attention mask: take a BERT-like encoder")
+            raise _unsupported(net, "a mask for every query")
         mask = None if net.attn_mask is None else net.attn_mask[:length, :length]
         last_BTD, states = net.transformer.forward_intermediates(hidden_BTD, attn_mask=mask)
         return [hidden_BTD, *states[:-1], net.ln_final(last_BTD)]
 
     def layers(self, net: Any) -> list[list[str]]:
-        """Token and position embeddings, blocks, final norm."""
+        """Return the parameters of the embeddings, the blocks and the final norm."""
         blocks = [f"transformer.resblocks.{index}." for index in range(len(net.transformer.resblocks))]
         names = [name for name, _ in net.named_parameters()]
-        return by_depth(names, blocks, top=["ln_final."], stem=["token_embedding.", "positional_embedding"])
+        return group_by_depth(names, blocks, top=["ln_final."], stem=["token_embedding.", "positional_embedding"])
 
 
-class StaticAdapter(LanguageAdapter):
-    """A table of word vectors: every token for itself."""
+class StaticAdapter(TextAdapter):
+    """Adapter for a table of word vectors, without context."""
 
     def embed(self, net: Any, ids_BT: Tensor, **positions: Tensor) -> Tensor:
-        """The rows of the table."""
+        """Return the rows of the table."""
         if positions:
-            raise ConfigError(f"a static table takes no {', '.join(positions)}")
+            raise _unsupported(net, ", ".join(positions))
         vectors_BTD: Tensor = net(ids_BT)
         return vectors_BTD
 
     def encode(self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor) -> Sequence[Tensor]:
-        """Nothing looks at anything."""
+        """Return the embeddings as the only state."""
         return [hidden_BTD]
 
     def layers(self, net: Any) -> list[list[str]]:
-        """The table."""
+        """Return the table."""
         return [["weight"]]
+
+
+def _unsupported(net: Any, feature: str) -> ConfigError:
+    return ConfigError(f"{type(net).__name__} does not support {feature}; use a BERT-like encoder", "unsupported")

@@ -1,6 +1,6 @@
-"""Language models at random weights: Hugging Face encoders, open_clip's text towers, static tables.
+"""Text backbones with random weights: Hugging Face encoders, open_clip's text encoders, word vector tables.
 
-Every library initialises as it always does, from torch's global generator.
+Weights are initialised by the library, from torch's global generator.
 """
 
 import dataclasses
@@ -12,15 +12,15 @@ from typing import Any
 
 from torch import nn
 
-from medvl.encoders.image.open_clip_models import CUSTOM
+from medvl.encoders.presets import OPEN_CLIP_CUSTOM
 from medvl.encoders.text.adapters import (
     AlbertAdapter,
     BertAdapter,
     ClipAdapter,
-    Language,
-    LanguageAdapter,
+    FullModelAdapter,
     StaticAdapter,
-    WholeAdapter,
+    TextAdapter,
+    TextBackbone,
 )
 from medvl.encoders.text.projections import MatrixHead
 from medvl.errors import ConfigError
@@ -34,16 +34,18 @@ _SIZES = {
     "max_position_embeddings": "context_length",
     "pad_token_id": "pad_id",
 }
-"""Hugging Face's names of sizes -> open_clip's: one vocabulary for both."""
+"""Hugging Face's names of sizes -> open_clip's names."""
 UNBOUNDED = 1_000_000
-"""`max_tokens` of an encoder without positions."""
+"""`max_tokens` of an encoder without position embeddings."""
 
 
 def read_folder(folder: Path) -> tuple[str, dict[str, Any]]:
-    """(model type, fields in which it differs from the type's defaults) of a Hugging Face folder's `config.json`.
+    """Return (model type, fields that differ from the type's defaults) of a Hugging Face folder's `config.json`.
 
-    Code that a folder brings along is never run. Raises ConfigError when the file is missing or describes no model
-    that transformers itself has.
+    Code in the folder is never run.
+
+    Raises:
+        ConfigError: "not_found" if the file is missing, "malformed" if it does not describe a model of transformers.
     """
     import transformers
 
@@ -53,9 +55,13 @@ def read_folder(folder: Path) -> tuple[str, dict[str, Any]]:
         model_type = "bert" if content["model_type"] == "cxr-bert" else str(content["model_type"])  # a plain BERT
         known = transformers.AutoConfig.for_model(model_type).to_dict()
     except FileNotFoundError:
-        raise ConfigError(f"{folder} holds no config.json: it is not a folder of a Hugging Face model") from None
+        raise ConfigError(
+            f"{folder} is not the folder of a Hugging Face model: it has no config.json", "not_found", field="name"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} does not describe a model of transformers: {error}") from None
+        raise ConfigError(
+            f"{path} does not describe a model of transformers: {error}", "malformed", field="name"
+        ) from None
     fields = {
         key: value
         for key, value in content.items()
@@ -65,78 +71,94 @@ def read_folder(folder: Path) -> tuple[str, dict[str, Any]]:
     return model_type, fields
 
 
-def build_hugging_face(model_type: str, arguments: Mapping[str, Any]) -> Language:
-    """An encoder of transformers from its model type and the fields of its configuration.
+def build_hugging_face(model_type: str, arguments: Mapping[str, Any]) -> TextBackbone:
+    """Build an encoder of transformers from its model type and the fields of its configuration.
 
-    Attention runs through torch's `scaled_dot_product_attention`. The pooler of a BERT is not built: none of the
-    published systems uses it.
+    Attention uses torch's `scaled_dot_product_attention`. BERT's pooler is not built, because no published system uses
+    it.
 
-    Raises ConfigError when the type or a field is unknown, or the values do not go together.
+    Raises:
+        ConfigError: "unknown_name" for the type or a field, "out_of_range" if transformers rejects the values.
     """
     import transformers
 
     try:
         known = transformers.AutoConfig.for_model(model_type).to_dict()
     except (KeyError, ValueError) as error:
-        raise ConfigError(f"transformers has no model type {model_type!r}: {error}") from None
+        raise ConfigError(
+            f"unknown model type {model_type!r} of transformers: {error}", "unknown_name", field="name"
+        ) from None
     _check_fields(f"hf:{model_type}", arguments, known)
     options = {"add_pooling_layer": False} if model_type in _WITH_POOLER else {}
     try:
         config = transformers.AutoConfig.for_model(model_type, **arguments)
         net: Any = transformers.AutoModel.from_config(config, attn_implementation="sdpa", **options)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise ConfigError(f"transformers cannot build {model_type} with {dict(arguments)}: {error}") from error
-    adapter: LanguageAdapter = WholeAdapter()
+        raise ConfigError(
+            f"transformers cannot build {model_type} with {dict(arguments)}: {error}", "out_of_range"
+        ) from error
+    adapter: TextAdapter = FullModelAdapter()
     if model_type in _BERT_LIKE:
         adapter = BertAdapter()
     elif model_type == "albert":
         adapter = AlbertAdapter()
     padding = config.pad_token_id or 0
-    counts_from_padding = hasattr(getattr(net, "embeddings", None), "padding_idx")  # RoBERTa and its kin
-    return Language(
+    positions_start_after_padding = hasattr(getattr(net, "embeddings", None), "padding_idx")  # RoBERTa-like models
+    return TextBackbone(
         net=net,
         adapter=adapter,
         width=config.hidden_size,
         vocab_size=config.vocab_size,
         pad_id=padding,
-        max_tokens=config.max_position_embeddings - (padding + 1 if counts_from_padding else 0),
+        max_tokens=config.max_position_embeddings - (padding + 1 if positions_start_after_padding else 0),
         num_layers=config.num_hidden_layers,
-        blocks="encoder.layer." if model_type in _BERT_LIKE else None,
-        counts_from_padding=counts_from_padding,
+        block_prefix="encoder.layer." if model_type in _BERT_LIKE else None,
+        positions_start_after_padding=positions_start_after_padding,
     )
 
 
-def build_open_clip(name: str, arguments: Mapping[str, Any], projection: bool) -> Language:
-    """The text tower of an open_clip model, its sizes by Hugging Face's names or open_clip's.
+def build_open_clip(name: str, arguments: Mapping[str, Any], projection: bool) -> TextBackbone:
+    """Build the text encoder of an open_clip model.
 
     Args:
-        name: open_clip's name of the model, or "custom" for one that `arguments` describes.
-        arguments: fields of `open_clip.CLIPTextCfg`, and `embed_dim`, that differ from the named model's.
-        projection: whether the tower's projection into the shared space is kept.
+        name: open_clip's name of the model, or "custom" for a model that `arguments` describes.
+        arguments: fields of `open_clip.CLIPTextCfg`, and `embed_dim`, that differ from the named model's; sizes may
+            also have Hugging Face's names.
+        projection: whether to keep the projection into the shared space.
 
-    Raises ConfigError when the name or a field is unknown, or the tower is another library's model.
+    Raises:
+        ConfigError: "unknown_name" for the name or a field, "unsupported" if the text encoder is another library's
+            model, "out_of_range" if open_clip rejects the values.
     """
     import open_clip
 
-    config: Any = {"embed_dim": 512, "text_cfg": {}} if name == CUSTOM else open_clip.get_model_config(name)
+    config: Any = {"embed_dim": 512, "text_cfg": {}} if name == OPEN_CLIP_CUSTOM else open_clip.get_model_config(name)
     if config is None:
         near = difflib.get_close_matches(name, open_clip.list_models(), n=3)
-        raise ConfigError(f"open_clip has no model {name!r}: did you mean {', '.join(near) or 'another'}?")
+        raise ConfigError(
+            f"unknown open_clip model {name!r}: did you mean {', '.join(near) or 'another'}?",
+            "unknown_name",
+            field="name",
+        )
     known = [field.name for field in dataclasses.fields(open_clip.CLIPTextCfg)]
     fields = {_SIZES.get(key, key): value for key, value in arguments.items()}
     embed_dim = int(fields.pop("embed_dim", config["embed_dim"]))
     tower = config["text_cfg"] | fields
     _check_fields(f"open_clip:{name}", tower, known)
     if tower.get("hf_model_name") or tower.get("embed_cls"):
-        raise ConfigError(f"the text tower of {name} is no plain open_clip Transformer: take a preset or hf:TYPE")
+        raise ConfigError(
+            f"the text encoder of {name} is not an open_clip Transformer; use a preset or hf:TYPE", "unsupported"
+        )
     smallest = {"layers": 1, "width": 64, "patch_size": 32, "image_size": 32}
-    try:  # the whole model is the library's public way to a tower: the other one is made as small as can be
+    try:  # open_clip's public interface builds whole models only, so the image encoder is as small as possible
         net: Any = open_clip.CustomTextCLIP(embed_dim, smallest, tower, quick_gelu=bool(config.get("quick_gelu"))).text
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        raise ConfigError(f"open_clip cannot build the text tower of {name} with {dict(arguments)}: {error}") from error
+        raise ConfigError(
+            f"open_clip cannot build the text encoder of {name} with {dict(arguments)}: {error}", "out_of_range"
+        ) from error
     head = _take_projection(net) if projection else None
     net.text_projection = None
-    return Language(
+    return TextBackbone(
         net=net,
         adapter=ClipAdapter(net),
         width=net.width,
@@ -144,20 +166,20 @@ def build_open_clip(name: str, arguments: Mapping[str, Any], projection: bool) -
         pad_id=net.pad_id,
         max_tokens=net.context_length,
         num_layers=len(net.transformer.resblocks),
-        blocks="transformer.resblocks.",
+        block_prefix="transformer.resblocks.",
         projection=head,
         projected_width=embed_dim,
     )
 
 
 def uses_clip_tokenizer(name: str) -> bool:
-    """Whether the text tower of a model of open_clip has CLIP's own vocabulary: one that names no other."""
+    """Return whether an open_clip model uses CLIP's tokenizer, that is, names no other."""
     fields = _text_fields(name)
     return fields is not None and not fields.get("hf_tokenizer_name")
 
 
 def uses_canonical_text(name: str) -> bool:
-    """Whether a model of open_clip was given texts in lower case and without punctuation (SigLIP)."""
+    """Return whether an open_clip model was trained on lower-case texts without punctuation (SigLIP)."""
     options = (_text_fields(name) or {}).get("tokenizer_kwargs") or {}
     return options.get("clean") == "canonicalize"
 
@@ -168,11 +190,15 @@ def _text_fields(name: str) -> Any:
     return (open_clip.get_model_config(name) or {}).get("text_cfg")
 
 
-def build_static(vocab_size: int, pad_id: int, arguments: Mapping[str, Any]) -> Language:
-    """A table of word vectors. Raises ConfigError for an argument other than `dimension`."""
+def build_static(vocab_size: int, pad_id: int, arguments: Mapping[str, Any]) -> TextBackbone:
+    """Build a table of word vectors.
+
+    Raises:
+        ConfigError: "unknown_name" for an argument other than `dimension`.
+    """
     _check_fields("static", arguments, ["dimension"])
     dimension = int(arguments["dimension"])
-    return Language(
+    return TextBackbone(
         net=nn.Embedding(vocab_size, dimension),
         adapter=StaticAdapter(),
         width=dimension,
@@ -193,5 +219,5 @@ def _check_fields(name: str, fields: Iterable[str], known: Iterable[str]) -> Non
     for field in fields:
         if field not in known:
             near = difflib.get_close_matches(field, known, n=3)
-            hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(sorted(known)[:12])}, ..."
-            raise ConfigError(f"{name} has no argument {field!r}: {hint}")
+            hint = f"did you mean {', '.join(near)}?" if near else f"choose from {', '.join(sorted(known)[:12])}, ..."
+            raise ConfigError(f"unknown argument {field!r} of {name}: {hint}", "unknown_name", field=field)

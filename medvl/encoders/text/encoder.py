@@ -1,21 +1,21 @@
-"""Text encoders: token ids to one vector a text and one vector a token, for every kind of backbone alike.
+"""Text encoder with one interface for all backbones: one vector per text and one per token.
 
     encoder = create_text_encoder("bioclinicalbert")
     features = encoder(ids_BT, mask_BT)  # TextFeatures: pooled_BD, tokens_BTD, mask_BT
 
-Padding never changes a value: whatever stands behind the mask, real tokens and the pooled vector come out the same.
-Shape letters are those of `medvl.schema`; Q counts query positions.
+Padding does not change any value: neither real tokens nor the pooled vector depend on ids behind the mask.
+Shape letters are those of `medvl.schema`; Q is the number of query positions.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from medvl.encoders.base import Encoder
-from medvl.encoders.text.adapters import Language
+from medvl.encoders.text.adapters import TextBackbone
 from medvl.encoders.text.packing import Packing
 from medvl.errors import ConfigError
 from medvl.schema import TextFeatures
@@ -26,7 +26,7 @@ Reduce = Literal["mean", "sum"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TextOptions:
-    """The arguments of `create_text_encoder` that decide the encoder, checked; their meaning stands there."""
+    """Validated arguments of `create_text_encoder`, which documents them."""
 
     name: str
     vocab_size: int | None
@@ -40,30 +40,30 @@ class TextOptions:
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise ConfigError("layers is empty: (-1,) is the last layer")
-        if self.reduce not in ("mean", "sum"):
-            raise ConfigError(f"reduce is {self.reduce!r}: known are 'mean' and 'sum'")
-        if self.pool not in ("cls", "mean", "max", "eos"):
-            raise ConfigError(f"pool is {self.pool!r}: known are 'cls', 'mean', 'max' and 'eos'")
+            raise ConfigError("layers is empty; use (-1,) for the last layer", "out_of_range", field="layers")
+        for field, value, choices in (("reduce", self.reduce, get_args(Reduce)), ("pool", self.pool, get_args(Pool))):
+            if value not in choices:
+                expected = ", ".join(map(repr, choices))
+                raise ConfigError(f"{field} must be one of {expected}; got {value!r}", "unknown_name", field=field)
         if self.vocab_size is not None and self.vocab_size < 1:
-            raise ConfigError(f"vocab_size is {self.vocab_size}")
+            raise ConfigError(f"vocab_size must be positive, got {self.vocab_size}", "out_of_range", field="vocab_size")
 
 
 class TextEncoder(Encoder):
-    """A language backbone behind one contract; make it with `create_text_encoder`.
+    """A language backbone with the interface of medvl; create it with `create_text_encoder`.
 
-    The library's module is `backbone`, its parameters under the library's own names; `projection` is the published
-    model's head where it was asked for.
+    `backbone` is the library's module, with the library's parameter names; `projection` is the published model's head,
+    or None.
 
     Attributes:
         name: as given to `create_text_encoder`.
         feature_dim, token_dim: widths of `pooled_BD` and `tokens_BTD`.
-        vocab_size, pad_id, max_tokens: what token ids may be, and how many of them a text may have.
-        num_layers: of the backbone.
-        config: arguments that make the same encoder again at random weights, JSON values only.
+        vocab_size, pad_id, max_tokens: number of token ids, id of padding, and maximum length of a text.
+        num_layers: number of the backbone's layers.
+        config: arguments that create the same encoder with random weights, JSON values only.
     """
 
-    def __init__(self, language: Language, options: TextOptions) -> None:
+    def __init__(self, language: TextBackbone, options: TextOptions) -> None:
         super().__init__(options.name, language.net, language.adapter)
         self.projection = language.projection
         self._adapter = language.adapter
@@ -75,98 +75,106 @@ class TextEncoder(Encoder):
         states = self.num_layers + 1
         if not all(-states <= layer < states for layer in self.layers):
             raise ConfigError(
-                f"layers {self.layers}: {self.name} has states 0 (embeddings) to {self.num_layers}, "
-                f"or -1 to -{states} from the end"
+                f"layers of {self.name} must be 0 (embeddings) to {self.num_layers}, or -1 to -{states} from the end; "
+                f"got {self.layers}",
+                "out_of_range",
+                field="layers",
             )
         self.config = dataclasses.asdict(options) | dict(options.arguments)
         del self.config["arguments"]
-        self._packs = False
+        self._is_packing = False
 
-    def pack(self, packs: bool = True) -> None:
-        """Whether `forward` puts the real tokens of a batch in one row from now on, and spends nothing on padding.
+    def pack(self, enabled: bool = True) -> None:
+        """Let `forward` encode the real tokens of a batch in one row, so that padding costs nothing.
 
-        Values and gradients stay what they are, but for rounding and for what dropout draws. See
-        `medvl.encoders.text.packing` for what it costs and when a GPU has a kernel for its attention.
+        Values and gradients change only by rounding and by the random numbers of dropout. See
+        `medvl.encoders.text.packing` for its cost and for the GPU kernel of its attention.
 
         Raises:
-            ConfigError: the backbone is no BERT, RoBERTa or ALBERT.
+            ConfigError: "unsupported" unless the backbone is a BERT, RoBERTa or ALBERT.
         """
-        if packs:
+        if enabled:
             self._adapter.prepare_packing(self.backbone)
-        self._packs = packs
+        self._is_packing = enabled
 
     def forward(self, ids_BT: Tensor, mask_BT: Tensor) -> TextFeatures:
         """Encode a batch of texts.
 
         Args:
             ids_BT: int64 token ids, padded on the right.
-            mask_BT: bool (or 0 and 1), True on real tokens. A text without any gives zeros.
+            mask_BT: bool (or 0 and 1), True on real tokens. A text without tokens gives zeros.
 
         Returns:
-            `tokens_BTD`, the chosen layers combined, zero behind the mask; `pooled_BD`; and the mask as bool.
+            `tokens_BTD`, the combination of `layers`, zero behind the mask; `pooled_BD`; and the mask as bool.
 
         Raises:
-            ConfigError: a text is longer than the positions that the backbone knows.
+            ConfigError: "too_large" if a text is longer than `max_tokens`, "mismatch" if the shapes differ.
         """
         mask_BT = mask_BT.bool()
         hidden_BTD = self.embed(ids_BT, mask_BT)
-        packing = Packing.of(mask_BT) if self._packs else None
-        if packing is not None and len(packing):  # transformers takes no row without tokens
+        packing = Packing.from_mask(mask_BT) if self._is_packing else None
+        if packing is not None and len(packing):  # transformers rejects a row without tokens
             states = self._adapter.encode_packed(self.backbone, packing.pack(hidden_BTD)[None], packing)
-            combined_BTD = packing.unpack(self._combined(states)[0])
+            combined_BTD = packing.unpack(self._combine_layers(states)[0])
         else:
-            combined_BTD = self._combined(self.encode(hidden_BTD, mask_BT))
+            combined_BTD = self._combine_layers(self.encode(hidden_BTD, mask_BT))
         tokens_BTD = combined_BTD[:, : mask_BT.shape[1]].masked_fill(~mask_BT[:, :, None], 0.0)
-        if self.pool == "eos" and self._adapter.ends_full:
+        if self.pool == "eos" and self._adapter.pools_last_position:
             pooled_BD = combined_BTD[:, -1]
         else:
-            pooled_BD = self._pooled(tokens_BTD, mask_BT)
+            pooled_BD = self._pool_tokens(tokens_BTD, mask_BT)
         if self.projection is not None:
             pooled_BD = self.projection(pooled_BD)
         return TextFeatures(pooled_BD=pooled_BD, tokens_BTD=tokens_BTD, mask_BT=mask_BT)
 
     def embed(self, ids_BT: Tensor, mask_BT: Tensor, **positions: Tensor) -> Tensor:
-        """The backbone's own embeddings (B, T, D) of tokens, positions and types: what its first layer takes.
+        """Return the backbone's embeddings (B, T, D) of tokens, positions and types, the input of its first layer.
 
-        Single-stream models put image tokens beside these and call `encode`.
+        Single-stream models concatenate image tokens to them and call `encode`.
 
         Args:
             ids_BT, mask_BT: as in `forward`.
             positions: `position_ids` and `token_type_ids` (B, T), for backbones that have them.
 
         Raises:
-            ConfigError: the text is too long, or the backbone shows no embeddings of its own.
+            ConfigError: "too_large" if a text is longer than `max_tokens`, "mismatch" if the shapes differ,
+                "unsupported" if the backbone does not take `positions`.
         """
         if ids_BT.shape != mask_BT.shape or ids_BT.ndim != 2:
-            raise ConfigError(f"ids and mask must both be (B, T), not {tuple(ids_BT.shape)} and {tuple(mask_BT.shape)}")
+            raise ConfigError(
+                f"expected ids and mask of one shape (B, T), got {tuple(ids_BT.shape)} and {tuple(mask_BT.shape)}",
+                "mismatch",
+            )
         if ids_BT.shape[1] > self.max_tokens:
             raise ConfigError(
-                f"a text of {ids_BT.shape[1]} tokens: {self.name} has positions for {self.max_tokens}; "
-                "truncate with the tokenizer's max_tokens"
+                f"expected at most {self.max_tokens} tokens for {self.name}, got {ids_BT.shape[1]}: truncate with the "
+                "tokenizer's max_tokens",
+                "too_large",
+                field="max_tokens",
             )
         clean_BT = ids_BT.masked_fill(~mask_BT.bool(), self.pad_id)
         return self._adapter.embed(self.backbone, clean_BT, **positions)
 
     def embed_vectors(self, vectors_BTD: Tensor, **positions: Tensor) -> Tensor:
-        """What `embed` makes of words, made of vectors that stand in their place: positions, types and norm are added.
+        """Embed vectors in place of words: add position and type embeddings and normalise, as `embed` does.
 
         Args:
-            vectors_BTD: tokens of another origin (cells of an image), as wide as the word embeddings.
-            positions: `position_ids` and `token_type_ids` (B, T); left out, token i is at position i, of type 0.
+            vectors_BTD: tokens from elsewhere (cells of an image), as wide as the word embeddings.
+            positions: `position_ids` and `token_type_ids` (B, T). Default: token i has position i and type 0.
 
         Raises:
-            ConfigError: the backbone takes words only.
+            ConfigError: "unsupported" if the backbone embeds words only.
         """
         return self._adapter.embed_vectors(self.backbone, vectors_BTD, **positions)
 
     def encode(self, hidden_BTD: Tensor, mask: Tensor) -> Sequence[Tensor]:
-        """All states (B, T, D), the input first and the last layer's output last.
+        """Return all states (B, T, D), the input first and the last layer's output last.
 
         Args:
-            hidden_BTD: what `embed` gives, or tokens of any other origin beside them.
-            mask: bool, True where a position may be attended to: (B, T) for all queries alike, or (B, Q, T) with Q = T
-                (causal, sequence-to-sequence, and the other masks of fusion models). A query that may attend to
-                nothing attends to everything; whoever pools leaves it out.
+            hidden_BTD: output of `embed`, optionally concatenated with other tokens.
+            mask: bool, True where a position may be attended to: (B, T) for all queries, or (B, Q, T) with Q = T
+                (causal, sequence-to-sequence, and the other masks of fusion models). A query without any allowed
+                position attends to all of them; exclude it from pooling.
         """
         mask = mask.bool()
         attend_BQT = mask[:, None, :] if mask.ndim == 2 else mask
@@ -174,26 +182,26 @@ class TextEncoder(Encoder):
         return self._adapter.encode(self.backbone, hidden_BTD, attend_BQT)
 
     def encode_next(self, hidden_BTD: Tensor, mask_BTK: Tensor, cache: Any) -> Tensor:
-        """The last states (B, T, D) of tokens that come behind others, whose keys and values the cache holds.
+        """Return the last states (B, T, D) of new tokens, given a cache with the keys and values of earlier tokens.
 
         Args:
-            hidden_BTD: what `embed` gives of the new tokens alone.
-            mask_BTK: bool, True where a new token may attend, to those of the cache and then to the new ones; every
-                row sees something.
-            cache: a `transformers.DynamicCache`, empty at first; it takes the new tokens in.
+            hidden_BTD: output of `embed` for the new tokens only.
+            mask_BTK: bool, True where a new token may attend: the tokens of the cache, then the new ones. No row may be
+                all False.
+            cache: a `transformers.DynamicCache`, empty at first; the new tokens are added to it.
 
         Raises:
-            ConfigError: the backbone keeps no keys and values.
+            ConfigError: "unsupported" if the backbone has no such cache.
         """
         return self._adapter.encode_next(self.backbone, hidden_BTD, mask_BTK, cache)
 
-    def _combined(self, states: Sequence[Tensor]) -> Tensor:
-        """One state of those that were chosen."""
-        chosen = torch.stack([states[layer] for layer in self.layers])
-        return chosen.sum(dim=0) if self.reduce == "sum" else chosen.mean(dim=0)
+    def _combine_layers(self, states: Sequence[Tensor]) -> Tensor:
+        """Return the mean or sum of the states of `layers`."""
+        states_LBTD = torch.stack([states[layer] for layer in self.layers])
+        return states_LBTD.sum(dim=0) if self.reduce == "sum" else states_LBTD.mean(dim=0)
 
-    def _pooled(self, tokens_BTD: Tensor, mask_BT: Tensor) -> Tensor:
-        """One vector a text from its real tokens; zeros for a text without any."""
+    def _pool_tokens(self, tokens_BTD: Tensor, mask_BT: Tensor) -> Tensor:
+        """Pool the real tokens of each text; zeros for a text without tokens."""
         if self.pool == "cls":
             return tokens_BTD[:, 0]
         count_B1 = mask_BT.sum(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Projections that published text encoders have over their text vector, with parameter names that fit their files."""
+"""Projection heads of published text encoders, with the parameter names of their files."""
 
 from torch import Tensor, nn
 
@@ -6,7 +6,7 @@ from medvl.errors import ConfigError
 
 
 class CxrBertHead(nn.Module):
-    """BioViL's: Linear, GELU, LayerNorm, Linear."""
+    """Projection head of BioViL: Linear, GELU, LayerNorm, Linear."""
 
     def __init__(self, width: int, projected: int) -> None:
         super().__init__()
@@ -15,28 +15,29 @@ class CxrBertHead(nn.Module):
         self.dense_to_output = nn.Linear(projected, projected)
 
     def forward(self, text_BD: Tensor) -> Tensor:
-        """(B, D) to (B, E)."""
+        """Map (B, D) to (B, E)."""
         hidden_BE = self.LayerNorm(nn.functional.gelu(self.dense_to_hidden(text_BD)))
         projected_BE: Tensor = self.dense_to_output(hidden_BE)
         return projected_BE
 
 
 class MatrixHead(nn.Module):
-    """CLIP's: one matrix (D, E), not transposed as in a linear layer."""
+    """Projection head of CLIP: one matrix (D, E), not transposed as in a linear layer."""
 
     def __init__(self, matrix_DE: nn.Parameter) -> None:
         super().__init__()
         self.matrix = matrix_DE
 
     def forward(self, text_BD: Tensor) -> Tensor:
-        """(B, D) to (B, E)."""
+        """Map (B, D) to (B, E)."""
         return text_BD @ self.matrix
 
 
 def text_projection(kind: str, width: int) -> tuple[nn.Module, int]:
-    """(head, its output's width) of a preset's `projection`, at torch's default initialisation.
+    """Return (head, width of its output) for a preset's `projection`, with torch's default initialisation.
 
-    Raises ConfigError when the kind is unknown.
+    Raises:
+        ConfigError: "unknown_name".
     """
     if kind == "cxrbert":
         return CxrBertHead(width, 128), 128
@@ -45,4 +46,4 @@ def text_projection(kind: str, width: int) -> tuple[nn.Module, int]:
         middle = (width + projected) // 2
         layers = nn.Linear(width, middle, bias=False), nn.GELU(), nn.Linear(middle, projected, bias=False)
         return nn.Sequential(*layers), projected
-    raise ConfigError(f"there is no projection head of kind {kind!r}")
+    raise ConfigError(f"unknown projection head {kind!r}", "unknown_name", field="projection")

@@ -1,6 +1,7 @@
-"""Files of word vectors: GloVe's text, word2vec's text (a line of counts first) and word2vec's binary form.
+"""Readers of word vector files: GloVe text, word2vec text (with a header line) and word2vec binary.
 
-Reading is bounded whatever a file claims: dimensions, words, the length of a word and of a line all have limits.
+Dimension, number of words, and the length of a word and of a line are limited, so that a damaged file cannot exhaust
+memory.
 """
 
 import dataclasses
@@ -13,44 +14,55 @@ import torch
 
 from medvl.errors import WeightsError
 
-_MOST_DIMENSIONS = 4096
-_MOST_WORDS = 20_000_000
-_LONGEST_WORD = 4096  # bytes
-_LONGEST_LINE = 64 * _MOST_DIMENSIONS
+_MAX_DIMENSION = 4096
+_MAX_WORDS = 20_000_000
+_MAX_WORD_BYTES = 4096
+_MAX_LINE_BYTES = 64 * _MAX_DIMENSION
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Form:
+class _Format:
+    """Format of a file."""
+
     dimension: int
     words: int | None
-    """As a header says; None without one."""
+    """Number of words from the header; None without a header."""
     binary: bool
 
 
-def vector_width(path: Path) -> int:
-    """Dimension of the vectors in a file. Raises `WeightsError` when it is no file of word vectors."""
-    with _open(path) as file:
-        return _form(file, path).dimension
-
-
-def fill_table(table: torch.Tensor, path: Path, vocabulary: Mapping[str, int]) -> int:
-    """Copy the vectors of the words of `vocabulary` (word -> row) into `table` (V, D); how many were found.
-
-    Rows of words that the file does not have are left as they are.
+def read_dimension(path: Path) -> int:
+    """Return the dimension of the vectors in a file.
 
     Raises:
-        WeightsError: the file is damaged, or its vectors are not as wide as the table.
+        WeightsError: "unreadable", or "malformed" if it is not a file of word vectors.
+    """
+    with _open(path) as file:
+        return _read_format(file, path).dimension
+
+
+def fill_word_vectors(table: torch.Tensor, path: Path, vocabulary: Mapping[str, int]) -> int:
+    """Copy the vectors of the words in `vocabulary` (word -> row) into `table` (V, D); return how many.
+
+    Rows of words that are not in the file do not change.
+
+    Raises:
+        WeightsError: "unreadable", "malformed" or "truncated" if the file cannot be read, "mismatch" if its vectors
+            do not have the width of the table.
     """
     filled: set[int] = set()
     with _open(path) as file, torch.no_grad():
-        form = _form(file, path)
-        if form.dimension != table.shape[1]:
-            raise WeightsError(f"{path} holds vectors of {form.dimension} numbers, the table rows of {table.shape[1]}")
-        for word, vector in _binary(file, form, path) if form.binary else _text(file, form, path):
+        file_format = _read_format(file, path)
+        if file_format.dimension != table.shape[1]:
+            raise WeightsError(
+                f"{path}: expected vectors of dimension {table.shape[1]}, got {file_format.dimension}", "mismatch"
+            )
+        for word, vector in (
+            _read_binary(file, file_format, path) if file_format.binary else _read_text(file, file_format, path)
+        ):
             row = vocabulary.get(word)
             if row is not None and row not in filled:
                 if not np.isfinite(vector).all():
-                    raise WeightsError(f"{path}: a vector holds a number that is not finite")
+                    raise WeightsError(f"{path}: a vector has a number that is not finite", "malformed")
                 table[row] = torch.from_numpy(vector)
                 filled.add(row)
     return len(filled)
@@ -60,61 +72,68 @@ def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        raise WeightsError(f"{path} cannot be read as a file of word vectors: {error.strerror}") from None
+        raise WeightsError(f"{path} cannot be opened: {error.strerror}", "unreadable") from None
 
 
-def _form(file: BinaryIO, path: Path) -> _Form:
-    """What the file is, with its position set to the first word."""
-    fields = _line(file, path).split()
+def _read_format(file: BinaryIO, path: Path) -> _Format:
+    """Detect the format and set the file's position to the first word."""
+    fields = _read_line(file, path).split()
     if len(fields) == 2 and all(field.isdigit() for field in fields):
         words, dimension = int(fields[0]), int(fields[1])
         start = file.tell()
-        beginning = file.read(_LONGEST_WORD)
+        beginning = file.read(_MAX_WORD_BYTES)
         file.seek(start)
         after_word = beginning.partition(b" ")[2][: 4 * min(dimension, 64)]
         binary = any(byte not in b"0123456789+-.eE \t\r\nnaif" for byte in after_word)
     else:
         words, dimension, binary = None, len(fields) - 1, False
         file.seek(0)
-    if not 1 <= dimension <= _MOST_DIMENSIONS or (words is not None and words > _MOST_WORDS):
-        raise WeightsError(f"{path} is no file of word vectors: its first line would mean {dimension} dimensions")
-    return _Form(dimension=dimension, words=words, binary=binary)
+    if not 1 <= dimension <= _MAX_DIMENSION or (words is not None and words > _MAX_WORDS):
+        raise WeightsError(
+            f"{path} is not a file of word vectors: its first line implies {dimension} dimensions", "malformed"
+        )
+    return _Format(dimension=dimension, words=words, binary=binary)
 
 
-def _line(file: BinaryIO, path: Path) -> bytes:
-    line = file.readline(_LONGEST_LINE)
-    if len(line) == _LONGEST_LINE:
-        raise WeightsError(f"{path} has a line of over {_LONGEST_LINE} bytes: it is no file of word vectors")
+def _read_line(file: BinaryIO, path: Path) -> bytes:
+    line = file.readline(_MAX_LINE_BYTES)
+    if len(line) == _MAX_LINE_BYTES:
+        raise WeightsError(
+            f"{path} is not a file of word vectors: a line has more than {_MAX_LINE_BYTES} bytes", "malformed"
+        )
     return line
 
 
-def _text(file: BinaryIO, form: _Form, path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """A word may itself hold spaces (GloVe's larger files have some), so numbers are counted from the end."""
-    for number in range(_MOST_WORDS):
-        line = _line(file, path)
+def _read_text(file: BinaryIO, file_format: _Format, path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (word, vector). Words may contain spaces (in GloVe's larger files), so numbers are counted from the end."""
+    for number in range(_MAX_WORDS):
+        line = _read_line(file, path)
         if not line:
             break
         fields = line.rstrip().split(b" ")
         try:
-            vector = np.array(fields[-form.dimension :], dtype=np.float32)
+            vector = np.array(fields[-file_format.dimension :], dtype=np.float32)
         except ValueError:
             vector = np.empty(0, dtype=np.float32)
-        if len(fields) <= form.dimension or len(vector) != form.dimension:
-            raise WeightsError(f"{path}: line {number + 1} is not a word and {form.dimension} numbers")
-        yield b" ".join(fields[: -form.dimension]).decode("utf-8", errors="replace"), vector
-    if form.words is not None and number != form.words:
-        raise WeightsError(f"{path} announces {form.words} words and holds {number}: it is damaged")
+        if len(fields) <= file_format.dimension or len(vector) != file_format.dimension:
+            raise WeightsError(
+                f"{path}: expected a word and {file_format.dimension} numbers in line {number + 1}", "malformed"
+            )
+        yield b" ".join(fields[: -file_format.dimension]).decode("utf-8", errors="replace"), vector
+    if file_format.words is not None and number != file_format.words:
+        raise WeightsError(f"{path}: expected {file_format.words} words, got {number}", "truncated")
 
 
-def _binary(file: BinaryIO, form: _Form, path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    for _ in range(form.words or 0):
+def _read_binary(file: BinaryIO, file_format: _Format, path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (word, vector) of a word2vec binary file."""
+    for _ in range(file_format.words or 0):
         word = bytearray()
         while (byte := file.read(1)) not in (b" ", b""):
             if byte != b"\n":
                 word += byte
-            if len(word) > _LONGEST_WORD:
-                raise WeightsError(f"{path} holds a word of over {_LONGEST_WORD} bytes: it is damaged")
-        content = file.read(4 * form.dimension)
-        if len(content) != 4 * form.dimension:
-            raise WeightsError(f"{path} announces {form.words} words and ends early: it is damaged")
+            if len(word) > _MAX_WORD_BYTES:
+                raise WeightsError(f"{path}: a word has more than {_MAX_WORD_BYTES} bytes", "malformed")
+        content = file.read(4 * file_format.dimension)
+        if len(content) != 4 * file_format.dimension:
+            raise WeightsError(f"{path}: expected {file_format.words} words, but the file ends early", "truncated")
         yield word.decode("utf-8", errors="replace"), np.frombuffer(content, dtype="<f4").copy()

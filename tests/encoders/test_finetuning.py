@@ -1,4 +1,4 @@
-"""Freezing, rates by depth, weight decay, LoRA; and that the package comes alone."""
+"""Frozen layers, layer-wise learning rates, weight decay groups, LoRA, and the imports of the package."""
 
 import subprocess
 import sys
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.errors import raises
 from helpers.tiny_towers import TINY_BERT
 from torch import Tensor, nn
 
@@ -45,16 +46,16 @@ def image_batch(side: int = 64) -> Tensor:
     return torch.randint(0, 256, (4, 1, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-def trained(encoder: Any) -> set[str]:
+def trainable_names(encoder: Any) -> set[str]:
     return {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
 
 
 def test_convirt_freezes_embeddings_and_six_layers() -> None:
     encoder = bert()
     freeze_layers(encoder, 6)
-    left = {name.split(".")[3] for name in trained(encoder)}
+    left = {name.split(".")[3] for name in trainable_names(encoder)}
     assert left == {"6", "7"}
-    assert not any("embeddings" in name for name in trained(encoder))
+    assert not any("embeddings" in name for name in trainable_names(encoder))
 
 
 @pytest.mark.parametrize(
@@ -67,16 +68,18 @@ def test_convirt_freezes_embeddings_and_six_layers() -> None:
         ("all", None, True, 8),
     ],
 )
-def test_what_is_frozen(n: Any, embeddings: bool | None, frozen_embeddings: bool, frozen_layers: int) -> None:
+def test_freeze_layers_freezes_the_first_layers(
+    n: Any, embeddings: bool | None, frozen_embeddings: bool, frozen_layers: int
+) -> None:
     encoder = bert()
     freeze_layers(encoder, n, embeddings=embeddings)
-    names = trained(encoder)
+    names = trainable_names(encoder)
     assert any("embeddings" in name for name in names) is not frozen_embeddings
     assert {int(name.split(".")[3]) for name in names if ".layer." in name} == set(range(frozen_layers, 8))
 
 
-def test_frozen_layers_keep_no_activations() -> None:
-    """Counted: the tensors that autograd saves for the backward pass."""
+def test_frozen_layers_save_no_activations() -> None:
+    """Count the values that autograd saves for the backward pass."""
 
     def saved(encoder: Any) -> int:
         count = 0
@@ -90,14 +93,14 @@ def test_frozen_layers_keep_no_activations() -> None:
             encoder(*text_batch()).pooled_BD.sum()
         return count
 
-    whole, half, none = (bert() for _ in range(3))
+    full, half, none = (bert() for _ in range(3))
     freeze_layers(half, 6)
     freeze_layers(none, "all")
-    assert saved(half) < 0.3 * saved(whole)
+    assert saved(half) < 0.3 * saved(full)
     assert saved(none) == 0
 
 
-def test_frozen_weights_stay_and_the_rest_learns() -> None:
+def test_optimizer_changes_unfrozen_weights_only() -> None:
     encoder = bert()
     freeze_layers(encoder, 6)
     before = {name: parameter.clone() for name, parameter in encoder.named_parameters()}
@@ -108,8 +111,8 @@ def test_frozen_weights_stay_and_the_rest_learns() -> None:
         assert torch.equal(parameter, before[name]) is not parameter.requires_grad, name
 
 
-def test_statistics_of_frozen_batch_norms_do_not_move() -> None:
-    """Neither in frozen stages, nor is anything else put to rest; `train()` later on does not wake them."""
+def test_frozen_batch_norms_keep_their_statistics() -> None:
+    """Only frozen stages stay in eval mode, also after a later `train()`."""
     encoder = resnet()
     freeze_layers(encoder, 2)
     encoder.eval()
@@ -125,7 +128,7 @@ def test_statistics_of_frozen_batch_norms_do_not_move() -> None:
     assert not encoder.backbone.layer1.training
 
 
-def test_frozen_parts_may_follow_train() -> None:
+def test_eval_mode_false_leaves_frozen_layers_in_train_mode() -> None:
     encoder = resnet()
     freeze_layers(encoder, 2, eval_mode=False)
     before = encoder.backbone.bn1.running_mean.clone()
@@ -145,20 +148,20 @@ def test_frozen_dropout_is_off() -> None:
 def test_medvill_freezes_stem_and_first_stage() -> None:
     encoder = resnet()
     freeze_layers(encoder, 1)
-    assert {name.split(".")[1] for name in trained(encoder)} == {"layer2", "layer3", "layer4"}
+    assert {name.split(".")[1] for name in trainable_names(encoder)} == {"layer2", "layer3", "layer4"}
 
 
-def test_more_layers_than_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"bioclinicalbert has 8 layers of parameters .* 9 cannot be frozen"):
+def test_freezing_too_many_layers_raises() -> None:
+    with raises(ConfigError, "out_of_range", "n", names="bioclinicalbert"):
         freeze_layers(bert(), 9)
-    with pytest.raises(ConfigError, match=r"-1 cannot be frozen"):
+    with raises(ConfigError, "out_of_range", "n"):
         freeze_layers(bert(), -1)
-    with pytest.raises(ConfigError, match=r"bioalbert has 1 layers of parameters of its own"):  # all twelve share them
+    with raises(ConfigError, "out_of_range", "n", names="bioalbert"):  # all twelve layers share their parameters
         freeze_layers(bert("bioalbert", embedding_size=16), 6)
 
 
 class Model(nn.Module):
-    """Two encoders and a head, as a dual-encoder has them."""
+    """Two encoders and a head, as in a dual-encoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +171,7 @@ class Model(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(2.6))
 
 
-def test_every_trained_parameter_is_in_one_group() -> None:
+def test_every_trainable_parameter_is_in_one_group() -> None:
     model = Model()
     freeze_layers(model.text_encoder, 1)
     groups = parameter_groups(model, lr=1e-3, weight_decay=0.1, layer_decay=0.5)
@@ -201,7 +204,7 @@ def test_biases_and_norms_are_not_decayed() -> None:
     assert group_of(without, model.head[0].weight)["weight_decay"] == 0.1
 
 
-def test_norms_are_told_by_type_not_by_name() -> None:
+def test_norms_are_recognised_by_type_not_by_name() -> None:
     odd = nn.Module()
     odd.norm_but_linear = nn.Linear(4, 4)
     odd.plain = nn.LayerNorm((2, 4))  # two dimensions
@@ -210,7 +213,7 @@ def test_norms_are_told_by_type_not_by_name() -> None:
     assert group_of(groups, odd.plain.weight)["weight_decay"] == 0.0
 
 
-def test_positions_and_tokens_of_a_transformer_count_as_embeddings() -> None:
+def test_transformer_positions_and_tokens_count_as_embeddings() -> None:
     for name, sizes, tables in (
         ("vit_b16", TINY_VIT, ("pos_embed", "cls_token")),
         ("clip_vit_b16", TINY_CLIP, ("positional_embedding",)),
@@ -221,7 +224,7 @@ def test_positions_and_tokens_of_a_transformer_count_as_embeddings() -> None:
             assert group_of(groups, getattr(encoder.backbone, table))["weight_decay"] == 0.0
 
 
-def test_rates_fall_towards_the_input() -> None:
+def test_learning_rates_decrease_towards_the_input() -> None:
     model = Model()
     groups = parameter_groups(model, lr=1e-3, weight_decay=0.1, layer_decay=0.5)
     text, image = model.text_encoder.backbone, model.image_encoder.backbone
@@ -236,7 +239,7 @@ def test_rates_fall_towards_the_input() -> None:
     }
     for parameter, factor in rates.items():
         assert group_of(groups, parameter)["lr"] == pytest.approx(1e-3 * factor)
-    with pytest.raises(ConfigError, match="layer_decay is 1.5"):
+    with raises(ConfigError, "out_of_range", "layer_decay"):
         parameter_groups(model, lr=1e-3, weight_decay=0.1, layer_decay=1.5)
 
 
@@ -260,8 +263,8 @@ LORA: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", LORA)
-def test_lora_learns_and_merges(name: str) -> None:
-    """Starts as the encoder was; every update learns; merged, it gives the same under the old names."""
+def test_lora_updates_learn_and_merge(name: str) -> None:
+    """Updates start at zero and all learn; merging keeps the output and restores the names."""
     make, batch = LORA[name]
     torch.manual_seed(0)
     encoder = make().eval()
@@ -279,25 +282,25 @@ def test_lora_learns_and_merges(name: str) -> None:
     (features.pooled_BD * torch.randn_like(features.pooled_BD)).sum().backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in learning.values())
     assert not torch.allclose(features.pooled_BD, before, atol=1e-3)
-    with pytest.raises(ConfigError, match="has LoRA updates already"):
+    with raises(ConfigError, "conflict"):
         add_lora(encoder, rank=4, alpha=8)
     merge_lora(encoder)
     assert list(encoder.state_dict()) == names
     torch.testing.assert_close(encoder(*batch()).pooled_BD, features.pooled_BD, rtol=1e-4, atol=1e-5)
 
 
-def test_lora_targets() -> None:
+def test_lora_targets_select_layers() -> None:
     encoder = bert(num_hidden_layers=2)
     adapted = add_lora(encoder, rank=2, alpha=4, targets=["dense"])
     assert len(adapted) == 6
-    with pytest.raises(ConfigError, match="has none of the layers that are adapted by default"):
+    with raises(ConfigError, "unknown_name", "targets"):
         add_lora(resnet(), rank=2, alpha=4)
-    with pytest.raises(ConfigError, match="LoRA cannot be added to nothing_like_it"):
+    with raises(ConfigError, "unknown_name", "targets", names="nothing_like_it"):
         add_lora(resnet(), rank=2, alpha=4, targets=["nothing_like_it"])
 
 
-def test_the_package_comes_alone() -> None:
-    """In a fresh interpreter: none of the heavy libraries, nothing else of medvl, and far under a second of its own."""
+def test_package_imports_no_other_part_of_medvl() -> None:
+    """A fresh interpreter imports no heavy library and no other room of medvl, in far under a second."""
     program = """
         import sys, time
         import torch

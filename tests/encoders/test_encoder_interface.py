@@ -1,4 +1,4 @@
-"""What every preset promises, at tiny size: one contract for CNNs, vision Transformers and language models alike."""
+"""Properties of every preset at tiny size, for CNNs, vision Transformers and language models."""
 
 import copy
 import itertools
@@ -62,13 +62,13 @@ def tokens(encoder: Any, lengths: tuple[int, ...] = (9, 4, 7)) -> tuple[torch.Te
 
 
 def weighted_sum(*features: torch.Tensor) -> torch.Tensor:
-    """A scalar that every feature moves; a plain sum would be constant behind a layer norm."""
+    """Return a scalar that depends on every feature; a plain sum would be constant after a layer norm."""
     generator = torch.Generator().manual_seed(2)
     return sum(((feature * torch.randn(feature.shape, generator=generator)).sum() for feature in features), start=0)
 
 
-def unsettle(encoder: Any) -> Any:
-    """Move every parameter a little: residual branches that start at zero hide what lies in them."""
+def perturb(encoder: Any) -> Any:
+    """Add noise to every parameter, because residual branches that start at zero get no gradient inside."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in encoder.parameters():
@@ -82,7 +82,7 @@ def test_tiny_sizes_cover_all_presets() -> None:
 
 
 @pytest.mark.parametrize("name", IMAGE_PRESETS)
-def test_image_shapes_and_grid(name: str) -> None:
+def test_image_features_have_the_declared_shapes(name: str) -> None:
     encoder = tiny_image(name).eval()
     features = encoder(pixels(encoder))
     assert features.pooled_BD.shape == (3, encoder.feature_dim)
@@ -95,20 +95,22 @@ def test_image_shapes_and_grid(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IMAGE_PRESETS)
-def test_uint8_is_what_the_preset_normalises(name: str) -> None:
+def test_uint8_pixels_are_normalised_with_the_preset(name: str) -> None:
     encoder = tiny_image(name).eval()
     preset = IMAGE_PRESETS[name]
     grey, rgb = pixels(encoder), pixels(encoder, channels=3)
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (preset.mean, preset.std))
     for image_BCHW in (grey, rgb):
-        by_hand = (image_BCHW.expand(-1, 3, -1, -1) / 255 - mean) / std
-        torch.testing.assert_close(encoder.normalize(image_BCHW), by_hand, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(encoder(image_BCHW).pooled_BD, encoder(by_hand).pooled_BD, rtol=1e-3, atol=1e-4)
+        expected_BCHW = (image_BCHW.expand(-1, 3, -1, -1) / 255 - mean) / std
+        torch.testing.assert_close(encoder.normalize(image_BCHW), expected_BCHW, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            encoder(image_BCHW).pooled_BD, encoder(expected_BCHW).pooled_BD, rtol=1e-3, atol=1e-4
+        )
 
 
 @pytest.mark.fault("N7")
 @pytest.mark.parametrize("name", IMAGE_PRESETS)
-def test_images_of_a_batch_do_not_mix(name: str) -> None:
+def test_images_of_a_batch_are_independent(name: str) -> None:
     encoder = tiny_image(name).eval()
     image_BCHW = pixels(encoder, 4)
     order = torch.tensor([2, 0, 3, 1])
@@ -119,8 +121,8 @@ def test_images_of_a_batch_do_not_mix(name: str) -> None:
 
 @pytest.mark.fault("N7")
 @pytest.mark.parametrize("name", IMAGE_PRESETS)
-def test_every_image_parameter_learns(name: str) -> None:
-    encoder = unsettle(tiny_image(name))
+def test_every_image_parameter_gets_a_gradient(name: str) -> None:
+    encoder = perturb(tiny_image(name))
     features = encoder(pixels(encoder, 4))
     weighted_sum(features.pooled_BD, features.patches_BPD).backward()
     for parameter_name, parameter in encoder.named_parameters():
@@ -129,8 +131,7 @@ def test_every_image_parameter_learns(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IMAGE_PRESETS)
-def test_image_round_trips(name: str) -> None:
-    """Through a strict state dict, through its JSON configuration, and through deepcopy."""
+def test_image_encoder_survives_state_dict_config_and_deepcopy(name: str) -> None:
     encoder = tiny_image(name).eval()
     image_BCHW = pixels(encoder)
     expected = encoder(image_BCHW).pooled_BD
@@ -144,8 +145,8 @@ def test_image_round_trips(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IMAGE_PRESETS)
-def test_grey_encoder_is_the_rgb_one_on_a_grey_image(name: str) -> None:
-    """Exactly so where the channels share their statistics."""
+def test_grey_encoder_equals_rgb_encoder_on_grey_images(name: str) -> None:
+    """The two are equal if the channels share their statistics."""
     same: dict[str, Any] = {"mean": (0.5,), "std": (0.25,)}
     rgb, grey = tiny_image(name, **same).eval(), tiny_image(name, in_channels=1, **same).eval()
     image_BCHW = pixels(grey)
@@ -157,7 +158,7 @@ def test_grey_encoder_is_the_rgb_one_on_a_grey_image(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IMAGE_PRESETS)
-def test_layers_hold_every_image_parameter_once(name: str) -> None:
+def test_parameter_layers_contain_every_image_parameter_once(name: str) -> None:
     encoder = tiny_image(name)
     groups = encoder.parameter_layers()
     assert sorted(itertools.chain(*groups)) == sorted(key for key, _ in encoder.named_parameters())
@@ -167,7 +168,7 @@ def test_layers_hold_every_image_parameter_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEXT_PRESETS)
-def test_text_shapes(name: str) -> None:
+def test_text_features_have_the_declared_shapes(name: str) -> None:
     encoder = tiny_text(name).eval()
     ids_BT, mask_BT = tokens(encoder)
     features = encoder(ids_BT, mask_BT)
@@ -182,11 +183,11 @@ def test_text_shapes(name: str) -> None:
 @pytest.mark.fault("N7")
 @pytest.mark.parametrize("name", TEXT_PRESETS)
 @pytest.mark.parametrize("pool", ["cls", "mean", "max", "eos"])
-def test_padding_never_changes_a_value(name: str, pool: str) -> None:
+def test_padding_does_not_change_features(name: str, pool: str) -> None:
     encoder = tiny_text(name, pool=pool).eval()
     ids_BT, mask_BT = tokens(encoder)
     features = encoder(ids_BT, mask_BT)
-    wider_ids = torch.randint(0, encoder.vocab_size, (3, 17))  # rubbish behind the mask, not only padding ids
+    wider_ids = torch.randint(0, encoder.vocab_size, (3, 17))  # random ids behind the mask, not only padding ids
     wider_ids[:, :9] = torch.where(mask_BT, ids_BT, wider_ids[:, :9])
     wider_mask = torch.zeros(3, 17, dtype=torch.bool)
     wider_mask[:, :9] = mask_BT
@@ -199,7 +200,7 @@ def test_padding_never_changes_a_value(name: str, pool: str) -> None:
 
 @pytest.mark.fault("N7")
 @pytest.mark.parametrize("name", TEXT_PRESETS)
-def test_texts_of_a_batch_do_not_mix(name: str) -> None:
+def test_texts_of_a_batch_are_independent(name: str) -> None:
     encoder = tiny_text(name).eval()
     ids_BT, mask_BT = tokens(encoder)
     order = torch.tensor([2, 0, 1])
@@ -209,8 +210,8 @@ def test_texts_of_a_batch_do_not_mix(name: str) -> None:
 
 @pytest.mark.fault("N7")
 @pytest.mark.parametrize("name", TEXT_PRESETS)
-def test_every_text_parameter_learns(name: str) -> None:
-    encoder = unsettle(tiny_text(name, projection=TEXT_PRESETS[name].projection is not None, layers=(-1, -2)))
+def test_every_text_parameter_gets_a_gradient(name: str) -> None:
+    encoder = perturb(tiny_text(name, projection=TEXT_PRESETS[name].projection is not None, layers=(-1, -2)))
     features = encoder(*tokens(encoder))
     weighted_sum(features.pooled_BD, features.tokens_BTD).backward()
     for parameter_name, parameter in encoder.named_parameters():
@@ -219,7 +220,7 @@ def test_every_text_parameter_learns(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEXT_PRESETS)
-def test_text_round_trips(name: str) -> None:
+def test_text_encoder_survives_state_dict_config_and_deepcopy(name: str) -> None:
     encoder = tiny_text(name, projection=TEXT_PRESETS[name].projection is not None, layers=(1, -1), reduce="sum").eval()
     ids_BT, mask_BT = tokens(encoder)
     expected = encoder(ids_BT, mask_BT).pooled_BD
@@ -232,14 +233,14 @@ def test_text_round_trips(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEXT_PRESETS)
-def test_layers_hold_every_backbone_parameter_once(name: str) -> None:
+def test_parameter_layers_contain_every_text_parameter_once(name: str) -> None:
     encoder = tiny_text(name)
     groups = encoder.parameter_layers()
     assert sorted(itertools.chain(*groups)) == sorted(key for key, _ in encoder.named_parameters())
 
 
 @pytest.mark.parametrize("name", ["resnet50", "vit_b16", "clip_vit_b32"])
-def test_image_autocast(name: str) -> None:
+def test_image_encoder_runs_under_autocast(name: str) -> None:
     encoder = tiny_image(name)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         features = encoder(pixels(encoder))
@@ -249,7 +250,7 @@ def test_image_autocast(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "bioalbert", "clip_text"])
 @pytest.mark.parametrize("pool", ["max", "mean"])
-def test_text_autocast(name: str, pool: str) -> None:
+def test_text_encoder_runs_under_autocast(name: str, pool: str) -> None:
     encoder = tiny_text(name, pool=pool).eval()
     ids_BT, mask_BT = tokens(encoder)
     full = encoder(ids_BT, mask_BT).pooled_BD

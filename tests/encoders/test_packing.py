@@ -1,10 +1,11 @@
-"""Text without padding: the packed form has the padded form's values and gradients, and does less."""
+"""Packed texts: values and gradients of padded texts, with less arithmetic."""
 
 import itertools
 from typing import Any
 
 import pytest
 import torch
+from helpers.errors import raises
 from helpers.tiny_towers import TINY_BERT
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -37,7 +38,7 @@ def ids() -> Tensor:
 
 
 def run(encoder: Any, mask_BT: Tensor) -> tuple[Any, dict[str, Tensor | None]]:
-    """Features, and the gradients of a sum in which every value has a weight of its own."""
+    """Return features, and the gradients of a sum with a random weight for every value."""
     encoder.zero_grad()
     features = encoder(ids(), mask_BT)
     weight_BTD = torch.randn(features.tokens_BTD.shape, generator=torch.Generator().manual_seed(2))
@@ -48,7 +49,7 @@ def run(encoder: Any, mask_BT: Tensor) -> tuple[Any, dict[str, Tensor | None]]:
 @pytest.mark.fault("N6")
 @pytest.mark.parametrize("mask_BT", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_values_and_gradients_are_those_of_padded_texts(name: str, mask_BT: Tensor) -> None:
+def test_packed_values_and_gradients_equal_padded_ones(name: str, mask_BT: Tensor) -> None:
     encoder = encoder_of(name, layers=(0, -2, -1), pool="max").train()
     padded, expected = run(encoder, mask_BT)
     encoder.pack()
@@ -58,14 +59,14 @@ def test_values_and_gradients_are_those_of_padded_texts(name: str, mask_BT: Tens
     assert torch.equal(packed.mask_BT, padded.mask_BT)
     assert not packed.tokens_BTD[~mask_BT].any()
     for parameter, gradient in gradients.items():
-        theirs = expected[parameter]
-        assert (gradient is None) == (theirs is None), parameter
+        padded_gradient = expected[parameter]
+        assert (gradient is None) == (padded_gradient is None), parameter
         if gradient is not None:
-            torch.testing.assert_close(gradient, theirs, rtol=1e-3, atol=1e-4, msg=parameter)
+            torch.testing.assert_close(gradient, padded_gradient, rtol=1e-3, atol=1e-4, msg=parameter)
 
 
 @pytest.mark.fault("N6")
-def test_texts_do_not_see_each_other() -> None:
+def test_packed_texts_are_independent() -> None:
     encoder = encoder_of().eval()
     encoder.pack()
     mask_BT = MASKS["ragged"]
@@ -77,19 +78,19 @@ def test_texts_do_not_see_each_other() -> None:
     torch.testing.assert_close(after[[0, 1, 3]], before[[0, 1, 3]], rtol=0, atol=1e-6)
 
 
-def test_padded_again_it_is_as_it_was() -> None:
+def test_disabling_packing_restores_padded_encoding() -> None:
     encoder = encoder_of().eval()
     expected = encoder(ids(), MASKS["ragged"]).tokens_BTD
     encoder.pack()
-    hidden_BTD = encoder.embed(ids(), MASKS["ragged"])  # fusion models go this way: padded, whatever was packed before
+    hidden_BTD = encoder.embed(ids(), MASKS["ragged"])  # the path of fusion models is always padded
     states = encoder.encode(hidden_BTD, MASKS["ragged"])
     assert torch.equal(states[-1].masked_fill(~MASKS["ragged"][:, :, None], 0.0), expected)
     encoder.pack(False)
     assert torch.equal(encoder(ids(), MASKS["ragged"]).tokens_BTD, expected)
 
 
-def test_arithmetic_follows_the_real_tokens() -> None:
-    """Of the linear layers; attention's own products are a thirtieth of a BERT of 128 tokens."""
+def test_flops_are_proportional_to_real_tokens() -> None:
+    """Count linear layers only; attention products are a thirtieth of a BERT with 128 tokens."""
     encoder, mask_BT = encoder_of().eval(), MASKS["ragged"]
 
     def linear_flops() -> int:
@@ -102,7 +103,7 @@ def test_arithmetic_follows_the_real_tokens() -> None:
     assert linear_flops() == padded * int(mask_BT.sum()) // mask_BT.numel()
 
 
-def test_frozen_layers_are_packed_without_a_graph() -> None:
+def test_frozen_layers_get_no_gradient_when_packed() -> None:
     encoder = encoder_of().train()
     encoder.pack()
     freeze_layers(encoder, 2)
@@ -110,51 +111,49 @@ def test_frozen_layers_are_packed_without_a_graph() -> None:
     assert {name.split(".")[3] for name, gradient in gradients.items() if gradient is not None} == {"2"}
 
 
-def test_dropout_of_the_attention_is_drawn_and_drawn_again_from_the_same_seed() -> None:
+def test_attention_dropout_is_reproducible_from_the_seed() -> None:
     encoder = encoder_of(attention_probs_dropout_prob=0.5).train()
     encoder.pack()
-    drawn = []
+    outputs = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        drawn.append(encoder(ids(), MASKS["ragged"]).tokens_BTD)
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
+        outputs.append(encoder(ids(), MASKS["ragged"]).tokens_BTD)
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
 
 
-def test_where_the_tokens_are() -> None:
-    packing = Packing.of(MASKS["a text without tokens"])
-    assert packing.start_B1.tolist() == [0, 3, 3, 12, 13]
-    assert packing.start_B1.dtype == torch.int32
+def test_packing_offsets_and_round_trip() -> None:
+    packing = Packing.from_mask(MASKS["a text without tokens"])
+    assert packing.offsets_B1.tolist() == [0, 3, 3, 12, 13]
+    assert packing.offsets_B1.dtype == torch.int32
     values_BT = torch.arange(36.0).view(4, 9)
     packed_N = packing.pack(values_BT)
     assert packed_N.tolist() == [0, 1, 2, *range(18, 27), 27]
     assert torch.equal(packing.unpack(packed_N), values_BT.masked_fill(~packing.mask_BT, 0.0))
 
 
-def test_attention_is_a_softmax_within_each_text() -> None:
-    """The formula, text by text."""
-    packing = Packing.of(MASKS["ragged"])
+def test_packed_attention_equals_softmax_per_text() -> None:
+    packing = Packing.from_mask(MASKS["ragged"])
     generator = torch.Generator().manual_seed(3)
-    query, key, value = (torch.randn(1, 2, len(packing.place_N), 8, generator=generator) for _ in range(3))
+    query, key, value = (torch.randn(1, 2, len(packing.index_N), 8, generator=generator) for _ in range(3))
     attended, _ = packed_attention(torch.nn.Identity(), query, key, value, None, scaling=0.3, packing=packing)
     parts = []
-    for first, end in itertools.pairwise(packing.start_B1.tolist()):
+    for first, end in itertools.pairwise(packing.offsets_B1.tolist()):
         weights = (0.3 * query[0, :, first:end] @ key[0, :, first:end].mT).softmax(dim=-1)
         parts.append((weights @ value[0, :, first:end]).transpose(0, 1))
     torch.testing.assert_close(attended[0], torch.cat(parts), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["clip_text", "static"])
-def test_other_backbones_say_so(name: str) -> None:
+def test_unsupported_backbone_raises(name: str) -> None:
     clip = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
     sizes = {"dimension": 8, "vocab_size": 10} if name == "static" else clip
     encoder = create_text_encoder(name, **sizes)
-    with pytest.raises(ConfigError, match="encodes padded texts only: take a BERT"):
+    with raises(ConfigError, "unsupported"):
         encoder.pack()
 
 
-def test_a_published_folder_does_not_remember_it(tmp_path: Any) -> None:
-    """How a model was trained is no part of it."""
+def test_packing_is_not_saved_with_the_configuration(tmp_path: Any) -> None:
     encoder = encoder_of()
     encoder.pack()
     encoder.backbone.config.save_pretrained(tmp_path)
