@@ -333,7 +333,7 @@ def test_files_have_a_greatest_size(tmp_path: Path) -> None:
     ("source", "options", "error", "message"),
     [
         ("owner/name", {}, ConfigError, r"owner/name is no folder; .* a commit of 40 digits"),
-        ("owner/name", {"revision": "main"}, WeightsError, r"revision 'main' is not a full commit hash"),
+        ("owner/name", {"revision": "main"}, WeightsError, r"owner/name: expected a full commit hash .*'main'"),
         ("owner/name", {"revision": COMMIT}, WeightsError, rf"tokenizer.json of owner/name at revision {COMMIT}"),
         ("clip", {"revision": COMMIT}, ConfigError, r"revision is for repositories on the hub: clip is not one"),
     ],

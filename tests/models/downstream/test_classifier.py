@@ -113,7 +113,7 @@ def test_it_starts_on_the_encoder_of_any_system(tmp_path: Path) -> None:
     other.mkdir()
     save(model, other)
     assert create_classifier(other, ("Mass",)).config.labels == ("Mass",)  # a new head on an old classifier
-    with pytest.raises(ConfigError, match="no image encoder is called 'nowhere'"):
+    with pytest.raises(ConfigError, match="unknown image encoder 'nowhere'"):
         create_classifier("nowhere", NAMES)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="not a whole checkpoint"):

@@ -277,7 +277,7 @@ def test_any_image_encoder_plugs_in(name: str, image: str, tokenizer: Tokenizer)
     result = step(model, make_batch(tokenizer))
     result.total.backward()
     assert result.total.isfinite()
-    with pytest.raises(ConfigError, match="positions for|takes images of"):
+    with pytest.raises(ConfigError, match="positions for|expects images of"):
         model.image_tokens(torch.zeros(2, 1, 96, 96, dtype=torch.uint8))
 
 
@@ -296,7 +296,7 @@ def test_vectors_are_embedded_as_words_are() -> None:
         vectors_BTD = encoder.backbone.get_input_embeddings()(ids_BT)
         expected = encoder.embed(ids_BT, mask_BT, token_type_ids=types_BT)
         torch.testing.assert_close(encoder.embed_vectors(vectors_BTD, token_type_ids=types_BT), expected)
-    with pytest.raises(ConfigError, match="embeds words only"):
+    with pytest.raises(ConfigError, match="embedding vectors"):
         create_text_encoder("static", vocab_size=60, dimension=8).embed_vectors(torch.zeros(1, 2, 8))
 
 
