@@ -1,4 +1,4 @@
-"""What the evaluations of boxes and of masks share: which images are judged, and how rows of labels get a mean."""
+"""Shared parts of the detection and segmentation evaluations: pass over annotated images, and mean over labels."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -19,76 +19,82 @@ from medvl.models.downstream.dense_config import DenseConfig
 from medvl.models.eval_mode import HasModules, evaluating
 from medvl.schema import Sample
 
-Judged = TypeVar("Judged")
+EvaluatedImage = TypeVar("EvaluatedImage")
 
 
-class Dense(HasModules, Protocol):
-    """A model that `medvl.models.downstream.dense_base` is the base of."""
+class DenseModel(HasModules, Protocol):
+    """A model based on `medvl.models.downstream.dense_base`."""
 
     @property
     def config(self) -> DenseConfig:
-        """Its labels are what is judged."""
+        """Configuration; its labels are evaluated."""
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of the parameters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MarkedImage:
-    """An image in which somebody looked for boxes or masks."""
+class AnnotatedImage:
+    """An image that was annotated with boxes or masks, possibly without any."""
 
     position: int
-    """In the loader's source."""
+    """Index in the loader's source."""
     sample: Sample
 
 
-def judge_images(
-    model: Dense,
+def evaluate_images(
+    model: DenseModel,
     loader: Loader,
     kind: Kind,
-    judge: Callable[[Tensor, Sequence[MarkedImage]], Iterator[Judged]],
-) -> tuple[list[Judged], dict[str, Any]]:
-    """Every marked image of a loader judged once, in eval mode, and the account of it all.
+    evaluate: Callable[[Tensor, Sequence[AnnotatedImage]], Iterator[EvaluatedImage]],
+) -> tuple[list[EvaluatedImage], dict[str, Any]]:
+    """Evaluate every annotated image of a loader once, in eval mode; also return the counts for `Results.details`.
 
     Args:
         model: a detector or a segmenter.
         loader: for evaluation.
-        kind: what somebody must have looked for; images where nobody did are left out and counted.
-        judge: given the pixels of marked images and these, what became of each.
+        kind: the annotation that is needed; images without it are left out and counted.
+        evaluate: function from the pixels of annotated images and these images to one result per image.
 
     Raises:
-        EvaluationError: there is no marked image, or the loader does not give every sample once.
+        EvaluationError: there is no annotated image, or the loader does not give every sample once.
     """
-    place_of = samples_by_key(loader.source)
-    given = FullPass(loader)
-    judged: list[Judged] = []
+    samples = samples_by_key(loader.source)
+    batches = FullPass(loader)
+    results: list[EvaluatedImage] = []
     with evaluating(model):
-        for batch in given:
-            rows = [row for row, key in enumerate(batch.keys) if is_marked(place_of[key][1], kind)]
+        for batch in batches:
+            rows = [row for row, key in enumerate(batch.keys) if is_marked(samples[key][1], kind)]
             if not rows:
                 continue
-            found = [place_of[batch.keys[row]] for row in rows]
-            images = [MarkedImage(position=position, sample=sample) for position, sample in found]
-            judged += judge(batch.image_BCHW[rows].to(model.device, non_blocking=True), images)
-    if not judged:
-        raise EvaluationError(f"no sample has {kind}, not even an empty list of them: nothing can be judged")
-    nobody_looked = len(given.keys) - len(judged)
-    return judged, {"images": len(judged), "nobody_looked": nobody_looked, "unreadable": given.unreadable}
+            images = [
+                AnnotatedImage(position=position, sample=sample)
+                for position, sample in (samples[batch.keys[row]] for row in rows)
+            ]
+            results += evaluate(batch.image_BCHW[rows].to(model.device, non_blocking=True), images)
+    if not results:
+        raise EvaluationError(f"no sample has {kind}, not even an empty list of them: use annotated shards", "empty")
+    counts = {
+        "images": len(results),
+        "not_annotated": len(batches.keys) - len(results),
+        "unreadable": batches.unreadable,
+    }
+    return results, counts
 
 
-def with_macro(block: MetricGroup) -> MetricGroup:
-    """The block, whose rows are one metric's labels, with their mean behind them where there are several."""
-    if len(block.rows) < 2:
-        return block
+def with_macro(group: MetricGroup) -> MetricGroup:
+    """Append the mean over labels to a group whose rows are one metric's labels, if there are several."""
+    if len(group.rows) < 2:
+        return group
 
     def statistic(counts_NR: Array) -> Array:
-        values_RL = block.statistic(counts_NR)
+        values_RL = group.statistic(counts_NR)
         return np.concatenate([values_RL, mean_over_labels(values_RL)[:, None]], axis=1)
 
-    return MetricGroup([*block.rows, dataclasses.replace(block.rows[0], target="macro", n_positive=None)], statistic)
+    return MetricGroup([*group.rows, dataclasses.replace(group.rows[0], target="macro", n_positive=None)], statistic)
 
 
 def headline_target(labels: Sequence[str]) -> str:
-    """The target to look at first: the only label, or the mean of several."""
+    """Return the target of the headline numbers: the only label, or the mean over several."""
     return labels[0] if len(labels) == 1 else "macro"
