@@ -26,7 +26,7 @@ def detection(shared: SmallBatchOptions, *, valid: Path | None = None, examples:
     from medvl.eval.core.publish import default_folder, publish
     from medvl.eval.core.results import format_table
     from medvl.eval.dense.detection import box_detection
-    from medvl.eval.dense.page import write_detection_page
+    from medvl.eval.dense.detection_page import write_detection_page
     from medvl.models import Detector
 
     model = load_model(shared.checkpoint, shared.device)
@@ -68,8 +68,8 @@ def segmentation(
     from medvl.eval.core.open import load_model
     from medvl.eval.core.publish import default_folder, publish
     from medvl.eval.core.results import format_table
-    from medvl.eval.dense.page import write_segmentation_page
     from medvl.eval.dense.segmentation import mask_segmentation
+    from medvl.eval.dense.segmentation_page import write_segmentation_page
     from medvl.models import Segmenter
 
     model = load_model(shared.checkpoint, shared.device)

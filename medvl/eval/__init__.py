@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from medvl.eval.core.results import write_results as write_results
     from medvl.eval.dense.detection import DetectionEval as DetectionEval
     from medvl.eval.dense.detection import box_detection as box_detection
-    from medvl.eval.dense.page import write_detection_page as write_detection_page
-    from medvl.eval.dense.page import write_segmentation_page as write_segmentation_page
+    from medvl.eval.dense.detection_page import write_detection_page as write_detection_page
     from medvl.eval.dense.segmentation import SegmentationEval as SegmentationEval
     from medvl.eval.dense.segmentation import mask_segmentation as mask_segmentation
+    from medvl.eval.dense.segmentation_page import write_segmentation_page as write_segmentation_page
     from medvl.eval.grounding.evaluate import phrase_grounding as phrase_grounding
     from medvl.eval.grounding.metrics import MapRules as MapRules
     from medvl.eval.grounding.page import write_grounding_page as write_grounding_page
@@ -72,8 +72,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".core.metrics": ["choose_threshold"],
         ".core.results": ["MetricRow", "format_table", "read_results", "write_results"],
         ".dense.detection": ["DetectionEval", "box_detection"],
-        ".dense.page": ["write_detection_page", "write_segmentation_page"],
+        ".dense.detection_page": ["write_detection_page"],
         ".dense.segmentation": ["SegmentationEval", "mask_segmentation"],
+        ".dense.segmentation_page": ["write_segmentation_page"],
         ".grounding.evaluate": ["phrase_grounding"],
         ".grounding.metrics": ["MapRules"],
         ".grounding.page": ["write_grounding_page"],

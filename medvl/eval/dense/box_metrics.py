@@ -7,8 +7,8 @@ detection in an image without boxes is a false positive like any other.
 * Average precision: all detections of all images are ranked by score; precision is the maximum at this or any higher
   recall, averaged over 101 recalls from 0 to 1 (COCO). Equal scores are one step, so the order of images has no effect.
 * Precision of an image in the RSNA challenge, at a score threshold: hits / (hits + false positives + missed boxes),
-  averaged over overlap thresholds; 0 for an image without boxes that has a detection. As in the challenge, an image with
-  neither boxes nor detections is left out.
+  averaged over overlap thresholds; 0 for an image without boxes that has a detection. As in the challenge, an image
+  with neither boxes nor detections is left out.
 
 Shape letters: N images, D detections of an image, G annotated boxes of an image, T overlap thresholds, R resamples,
 K detections of all images.
@@ -104,6 +104,7 @@ def match_boxes(images: Sequence[ImageDetections], overlaps: Sequence[float] = A
         best_NT = overlap_NTG.argmax(axis=2)[:, :, None]
         hit_NT1 = np.take_along_axis(overlap_NTG, best_NT, axis=2) >= threshold_T[:, None]
         hits_NDT[:, rank] = hit_NT1[:, :, 0]
+        np.put_along_axis(free_NTG, best_NT, np.take_along_axis(free_NTG, best_NT, axis=2) & ~hit_NT1, axis=2)
     return MatchedDetections(
         scores_ND=scores_ND,
         hits_NDT=hits_NDT & np.isfinite(scores_ND)[:, :, None],
@@ -139,7 +140,7 @@ class AveragePrecision:
         return np.where(boxes_R[:, None] > 0, np.stack(columns, axis=1), np.nan)
 
     def _at_overlap(self, hit_K: NDArray[np.bool_], drawn_KR: Array, before_KR: Array, boxes_R: Array) -> Array:
-        """Return average precision (R,); precision is maximal right after a hit, so only hits (M of them) are needed."""
+        """Return average precision (R,); precision is maximal at a hit, so only hits (M of them) are needed."""
         hit_M = np.flatnonzero(hit_K)
         if not len(hit_M):
             return np.zeros(len(boxes_R))

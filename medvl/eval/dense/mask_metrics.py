@@ -65,9 +65,7 @@ class MaskThreshold:
         return mask_HW & (mask_HW.sum() >= self.min_share * mask_HW.size)
 
 
-def mask_areas(
-    map_HW: NDArray[np.floating], truth_HW: NDArray[np.bool_], thresholds: Sequence[float]
-) -> MaskAreas:
+def mask_areas(map_HW: NDArray[np.floating], truth_HW: NDArray[np.bool_], thresholds: Sequence[float]) -> MaskAreas:
     """Return the areas of one image (N = 1). NaN pixels (outside of the model's crop) are in no mask.
 
     Raises:
@@ -110,7 +108,9 @@ def iou(areas: MaskAreas, empty: EmptyRule = "one_if_both_empty") -> Array:
 def _ratio(above_NT: Array, below_NT: Array, areas: MaskAreas, empty: EmptyRule) -> Array:
     if empty not in get_args(EmptyRule):
         raise EvaluationError(
-            f"expected empty to be one of {', '.join(get_args(EmptyRule))}, got {empty!r}", "unknown_name", field="empty"
+            f"expected empty to be one of {', '.join(get_args(EmptyRule))}, got {empty!r}",
+            "unknown_name",
+            field="empty",
         )
     ratio_NT = np.where(below_NT > 0, above_NT / np.where(below_NT > 0, below_NT, 1), 1.0)
     if empty == "skip_empty":

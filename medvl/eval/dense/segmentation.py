@@ -83,8 +83,7 @@ class SegmentationResult:
         """Yield per image its Dice, and the shares of its pixels in the predicted and in the annotated mask."""
         for image, dice_L in zip(self.images, self.dice_NL.tolist(), strict=True):
             areas = {
-                label: _at(areas, self.thresholds[label])
-                for label, areas in zip(self.labels, image.areas, strict=True)
+                label: _at(areas, self.thresholds[label]) for label, areas in zip(self.labels, image.areas, strict=True)
             }
             yield {
                 "key": image.sample.key,
