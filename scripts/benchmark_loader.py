@@ -31,7 +31,7 @@ from medvl.data.corpora import mimic_cxr
 from medvl.data.loading.collate import sample_rng
 from medvl.data.loading.loader import Loader, open_loader
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.format import ShardSource
+from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.data.transforms.image import ConVIRTAugmentation
 from medvl.data.transforms.text import RandomSentence

@@ -205,7 +205,7 @@ def _shards(scratch: Path) -> Path:
 
 def _read_all(folder: Path) -> None:
     """Every sample by the index, as the loader does; a sample that cannot be read does not end it."""
-    from medvl.data.shards.format import ShardSource
+    from medvl.data.shards.source import ShardSource
 
     source = ShardSource(folder)
     for position in range(min(len(source), 100)):
@@ -220,7 +220,7 @@ def _tar(scratch: Path) -> Reader:
     """Read three ways: as a stream, as verify does under true hashes, and by the index."""
     from medvl.common.files import sha256
     from medvl.data.shards.format import sample_from_json
-    from medvl.data.shards.tar_reader import samples
+    from medvl.data.shards.tar_reader import read_samples
     from medvl.data.shards.verify import verify_folder
 
     folder = _shards(scratch)
@@ -233,7 +233,7 @@ def _tar(scratch: Path) -> Reader:
         (folder / "manifest.json").write_text(json.dumps(manifest))
         verify_folder(folder, decode=True)
         _read_all(folder)
-        for raw in samples(io.BytesIO(path.read_bytes()), "it"):
+        for raw in read_samples(io.BytesIO(path.read_bytes()), "it"):
             try:
                 sample_from_json(raw.get("json", b""))
             except ValueError:  # what it promises; the loaders make a skipped sample of it

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from medvl.data.corpora import chexpert
-from medvl.data.loading.loader import FileSource, Loader, open_loader
+from medvl.data.loading.loader import Loader, open_loader
+from medvl.data.loading.sources import FileSource
 from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
 from medvl.data.transforms.text import WholeText
 from medvl.errors import MedvlError, SplitError

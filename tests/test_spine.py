@@ -14,7 +14,8 @@ from helpers import train_fakes as fakes
 from helpers.spine_corpus import PATIENTS, Spine, canaries, contents
 
 from medvl.cli import main as cli
-from medvl.data.shards.format import Manifest, ShardSource
+from medvl.data.shards.format import Manifest
+from medvl.data.shards.source import ShardSource
 from medvl.eval import read_results
 from medvl.models import load
 from medvl.schema import FINDINGS

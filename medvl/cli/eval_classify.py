@@ -12,7 +12,7 @@ def classify(shared: EvalOptions, label: LabelOptions, *, valid: Path | None = N
     Args:
         valid: folder of shards of other patients, on which thresholds are chosen; without it, no yes/no metrics.
     """
-    from medvl.data.shards.format import ShardSource
+    from medvl.data.shards.source import ShardSource
     from medvl.eval.classification import evaluate
     from medvl.eval.classification.page import write_classification_page
     from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model

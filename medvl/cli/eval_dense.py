@@ -8,7 +8,7 @@ from medvl.cli.eval_common import SmallBatchOptions, print_results
 
 if TYPE_CHECKING:
     from medvl.data.loading.loader import Loader
-    from medvl.data.shards.format import ShardSource
+    from medvl.data.shards.source import ShardSource
     from medvl.models.base import System
 
 
@@ -107,7 +107,7 @@ def _other_model(checkpoint: Path, model: "System", task: str, wanted: str) -> E
 def _open(
     model: "System", shared: SmallBatchOptions, valid: Path | None
 ) -> "tuple[ShardSource, Loader, Loader | None]":
-    from medvl.data.shards.format import ShardSource
+    from medvl.data.shards.source import ShardSource
     from medvl.eval.core.open import open_for_evaluation, open_source
 
     read = functools.partial(open_for_evaluation, transform=model.transform, batch=shared.batch, workers=shared.workers)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from medvl.cli.eval_common import EvalOptions, print_results
 
 if TYPE_CHECKING:
-    from medvl.data.shards.format import ShardSource
+    from medvl.data.shards.source import ShardSource
     from medvl.eval.core.publish import WritePage
     from medvl.eval.retrieval.image_text import RetrievalResult
 

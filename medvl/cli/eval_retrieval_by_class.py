@@ -80,7 +80,7 @@ def make_retrieval_list(
         salt_file: salt file of the CheXpert shards; default $MEDVL_SALT_FILE or ~/.config/medvl/salt.
     """
     from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
-    from medvl.data.shards.format import ShardSource
+    from medvl.data.shards.source import ShardSource
     from medvl.eval.retrieval.candidate_lists import draw_list, read_chexpert_8x200
     from medvl.schema import COMPETITION_FINDINGS
 

@@ -11,7 +11,7 @@ from medvl.common.files import sha256
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from medvl.data.shards.format import ShardSource
+    from medvl.data.shards.source import ShardSource
     from medvl.eval.vqa.evaluate import VQAResult
     from medvl.eval.vqa.examples import Explain
     from medvl.eval.vqa.predict import QuestionLoader
@@ -42,7 +42,7 @@ def vqa(
         protocol: rules for comparing answers; `medvl` is ours, others reproduce published numbers.
         examples: correct and wrong answers on the page, per closed and open question type.
     """
-    from medvl.data.shards.format import ShardSource
+    from medvl.data.shards.source import ShardSource
     from medvl.eval.core.publish import default_folder
     from medvl.eval.vqa.evaluate import judge_answers
     from medvl.eval.vqa.predict import question_data
@@ -125,11 +125,11 @@ def _from_file(predictions: Path) -> _Answers:
 def _publish(
     result: "VQAResult", folder: Path, answers: _Answers, shards: "ShardSource", split: str, examples: int
 ) -> list[Path]:
-    from medvl.data.loading.vqa_source import asked_in
+    from medvl.data.loading.vqa_source import questions_in_split
     from medvl.eval.core.publish import publish
     from medvl.eval.vqa.page import write_vqa_page
 
-    positions = {asked.question.id: asked.image for asked in asked_in(shards, split)}
+    positions = {asked.question.id: asked.image for asked in questions_in_split(shards, split)}
 
     def write_page(path: Path, *, model: str, data: str, date: str) -> Path:  # the result names its data itself
         return write_vqa_page(

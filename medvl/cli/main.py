@@ -43,7 +43,7 @@ def vocab(shards: Path, out: Path, *, size: int = 8000, min_frequency: int = 2, 
         min_frequency: how often a piece must occur.
         max_tokens: length at which texts are cut.
     """
-    from medvl.data.shards.format import ShardSource
+    from medvl.data.shards.source import ShardSource
     from medvl.data.tokenizer.tokenizer import train_wordpiece
 
     source = ShardSource(shards)

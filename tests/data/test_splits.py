@@ -31,5 +31,5 @@ def test_disjoint_splits_pass_and_shared_patients_are_counted() -> None:
 
 @pytest.mark.parametrize("fractions", [{}, {"train": 1.2, "test": -0.2}, {"train": 0.5, "test": 0.4}])
 def test_fractions_must_make_sense(fractions: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="split fractions must"):
+    with pytest.raises(ConfigError, match="expected split fractions"):
         check_fractions(fractions)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from helpers import train_fakes as fakes
 from helpers.train_fakes import FakeLoader
-from medvl.data.loading.worker_errors import watched
+from medvl.data.loading.worker_errors import with_worker_errors
 from medvl.schema import Batch
 from medvl.train import Cosine
 from medvl.train.fault_tolerance import checkpoint
@@ -157,7 +157,7 @@ class Dying(FakeLoader):
     def __iter__(self) -> Iterator[Batch]:
         places = range(self.position, self.steps_per_epoch)
         batches = DataLoader(_Slow(), sampler=places, batch_size=None, num_workers=2, worker_init_fn=_own_group)
-        handed_out = watched(batches)
+        handed_out = with_worker_errors(batches)
         for place in places:
             if (self.epoch, place) == (1, self.kill_at):
                 for process in multiprocessing.active_children():

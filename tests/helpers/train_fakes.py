@@ -121,7 +121,7 @@ class FakeLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["data"] != self.data:
-            raise ConfigError("the loader's position was saved with another fingerprint")
+            raise ConfigError("the saved loader position belongs to another fingerprint")
         self.epoch, self.position = state["epoch"], state["position"]
 
 

@@ -10,7 +10,7 @@ from medvl.cli import main as cli
 from medvl.data.annotations.mask_rle import decode_runs, encode_runs
 from medvl.data.corpora import rsna, siim
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.format import ShardSource
+from medvl.data.shards.source import ShardSource
 from medvl.phantom import World, boxes, masks, write_rsna, write_siim
 from medvl.phantom.layouts.kaggle import SIDE, frontals, hexadecimal, uid
 from medvl.phantom.layouts.rsna import OPACITIES

@@ -14,7 +14,8 @@ from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora import medicat, roco
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.format import Manifest, ShardSource
+from medvl.data.shards.format import Manifest
+from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError
 from medvl.phantom import World, split_of, write_medicat, write_roco
 from medvl.phantom.language.captions import NOUNS, compose_caption, compose_references

@@ -1,1 +1,1 @@
-"""Conversion of a corpus to shards: plan, convert, write, merge."""
+"""Conversion of a corpus to shards."""

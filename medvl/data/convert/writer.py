@@ -1,7 +1,6 @@
 """One shard: read the files of its records, encode the images, write the tar and its index, note what happened."""
 
 import dataclasses
-import errno
 import hashlib
 import json
 import os
@@ -16,15 +15,13 @@ import numpy as np
 from medvl.common.files import write_atomic
 from medvl.data.convert.options import ShardOptions
 from medvl.data.corpora.common.tables import Record, read_record
-from medvl.data.dicom.reader import DicomHeader, read_dicom
-from medvl.data.images.codecs import decode_image, encode_jpeg, encode_png, resize_short_side
-from medvl.data.privacy.burned_in_text import has_burned_in_text
+from medvl.data.images.codecs import encode_jpeg, encode_png, resize_short_side
+from medvl.data.images.read import read_pixels
 from medvl.data.shards.format import Index, Shard, sample_to_json
 from medvl.errors import DicomError, ImageError, ReportError
 from medvl.schema import Sample
 
 _BLOCK = tarfile.BLOCKSIZE
-_MAX_FILE_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,41 +127,6 @@ def _add(record: Record, options: ShardOptions, writer: "_TarWriter", note: Shar
     else:
         writer.add(sample, options.image_format, data)
         note.patients.append(sample.patient)
-
-
-def read_pixels(
-    sample: Sample, *, color: bool = False, warnings: Counter[str] | None = None
-) -> tuple[np.ndarray, Sample]:
-    """The image that `sample.image` names: uint8 (H, W) or (H, W, 3), and the sample completed from a DICOM header.
-
-    With `warnings`, a DICOM image is screened for text in its pixels, and what is found is counted there.
-
-    Raises DicomError, ImageError or FileNotFoundError.
-    """
-    path = sample.image
-    if path is None:
-        raise ImageError("the sample names no image", "no_image")
-    if path.suffix.lower() in (".dcm", ".dicom"):
-        if not path.is_file():
-            raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
-        image = read_dicom(path)
-        if warnings is not None:
-            warnings["says_burned_in"] += image.header.burned_in is True
-            warnings["possible_burned_in_text"] += has_burned_in_text(image.pixels_HW)
-        return image.pixels_HW, _complete(sample, image.header)
-    if path.stat().st_size > _MAX_FILE_BYTES:
-        raise ImageError(f"{path} is larger than {_MAX_FILE_BYTES >> 20} MiB", "too_large")
-    return decode_image(path.read_bytes(), color=color), sample
-
-
-def _complete(sample: Sample, header: DicomHeader) -> Sample:
-    """What the tables left open, from the header's allow-listed fields."""
-    return dataclasses.replace(
-        sample,
-        view=sample.view or header.view_position,
-        sex=sample.sex or (header.patient_sex if header.patient_sex in ("F", "M") else None),
-        age=sample.age if sample.age is not None else header.patient_age,
-    )
 
 
 def _encode(pixels: np.ndarray, options: ShardOptions) -> bytes:

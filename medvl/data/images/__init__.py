@@ -1,1 +1,1 @@
-"""JPEG and PNG: decoding, encoding, resizing."""
+"""Image files: reading, decoding, encoding."""

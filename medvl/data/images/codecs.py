@@ -1,7 +1,7 @@
-"""JPEG and PNG in and out of memory, bounded: the header is looked at before a single pixel is decoded.
+"""JPEG and PNG decoding and encoding in bounded memory: the size in the header is checked before decoding.
 
-What the decoders do beyond that is what the field does: alpha is dropped, an EXIF rotation is not followed, colour
-becomes grey by BT.601 luma, 16-bit samples are scaled to 8 bits over their full range.
+Conventions: alpha is dropped, EXIF rotation is ignored, colour is converted to grey by BT.601 luma, 16-bit samples are
+scaled to 8 bits over their full range.
 """
 
 import struct
@@ -15,17 +15,15 @@ from PIL import Image
 from medvl.errors import ImageError
 
 MAX_PIXELS = 1 << 26
-"""67 megapixels, four times the largest radiograph; 200 MB when decoded to colour."""
+"""Default limit: 67 megapixels, four times the largest radiograph; 200 MB when decoded to colour."""
 
 _JPEG_START, _PNG_START = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 
 
 def decode_image(data: bytes, *, color: bool = False, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """The pixels of a JPEG or PNG: uint8 (H, W), or (H, W, 3) in RGB with `color`.
+    """Decode a JPEG or PNG of any colour mode and depth to uint8 (H, W), or with `color` to RGB (H, W, 3).
 
-    Takes grey, RGB, CMYK, palette, alpha and 1- to 16-bit files of either colour and gives what was asked for.
-
-    Raises ImageError with the reason "empty", "unknown_format", "too_large" (more than `max_pixels`), "truncated",
+    Raises ImageError with the code "empty", "unknown_format", "too_large" (more than `max_pixels`), "truncated",
     "malformed" or "unsupported".
     """
     if not data:
@@ -35,12 +33,12 @@ def decode_image(data: bytes, *, color: bool = False, max_pixels: int = MAX_PIXE
     if data.startswith(_PNG_START):
         return _decode_png(data, color, max_pixels)
     if _PNG_START.startswith(data) or _JPEG_START.startswith(data):
-        raise ImageError("the image file ends within its first bytes", "truncated")
-    raise ImageError("the image is neither JPEG nor PNG: convert it to one of them", "unknown_format")
+        raise ImageError("the image file is truncated within its first bytes", "truncated")
+    raise ImageError("expected a JPEG or PNG image; convert it to one of them", "unknown_format")
 
 
 def encode_jpeg(image: np.ndarray, quality: int = 95) -> bytes:
-    """uint8 (H, W) or RGB (H, W, 3) as JPEG; colour keeps its full resolution (4:4:4)."""
+    """Encode uint8 (H, W) or RGB (H, W, 3) as JPEG; colour at full resolution (4:4:4)."""
     image_HWC = np.ascontiguousarray(image if image.ndim == 3 else image[:, :, None])
     grey = image_HWC.shape[2] == 1
     return simplejpeg.encode_jpeg(
@@ -53,20 +51,20 @@ def encode_jpeg(image: np.ndarray, quality: int = 95) -> bytes:
 
 
 def encode_png(image: np.ndarray) -> bytes:
-    """uint8 or uint16 (H, W) or RGB (H, W, 3) as PNG, without loss."""
+    """Encode uint8 or uint16 (H, W) or RGB (H, W, 3) as PNG."""
     encoded, data = cv2.imencode(".png", image if image.ndim == 2 else cv2.cvtColor(image, cv2.COLOR_RGB2BGR))
     if not encoded:
-        raise ImageError(f"an image of shape {image.shape} cannot be written as PNG", "unsupported")
+        raise ImageError(f"cannot write an image of shape {image.shape} as PNG", "unsupported")
     return data.tobytes()
 
 
 def resize_short_side(image: np.ndarray, size: int, *, enlarge: bool = False) -> np.ndarray:
-    """`image`, (H, W) or (H, W, 3), scaled so that its short side has `size` pixels; aspect ratio kept.
+    """Resize `image`, (H, W) or (H, W, 3), so that its short side has `size` pixels; the aspect ratio is kept.
 
-    Shrinking averages over areas, so that fine lines fade instead of aliasing. Means of two by two pixels cost a tenth
-    of any other area: as long as a factor of two is left after them they come first, which changes less than JPEG at
-    quality 95 does; a last odd row or column is then left out. An image that is small already is returned as it is,
-    unless `enlarge` asks for bicubic interpolation.
+    Shrinking averages over areas, so that fine lines fade instead of aliasing. 2 x 2 means are ten times cheaper than
+    other areas, so the image is halved first while a factor of two remains (a last odd row or column is dropped); the
+    difference is smaller than that of JPEG at quality 95. Smaller images are returned unchanged, or with `enlarge`
+    interpolated bicubically.
     """
     height, width = image.shape[:2]
     short = min(height, width)
@@ -75,8 +73,8 @@ def resize_short_side(image: np.ndarray, size: int, *, enlarge: bool = False) ->
     target = (max(1, round(width * size / short)), max(1, round(height * size / short)))
     while min(image.shape[:2]) >= 4 * size:
         half_height, half_width = (side // 2 for side in image.shape[:2])
-        whole = image[: 2 * half_height, : 2 * half_width]
-        image = cv2.resize(whole, (half_width, half_height), interpolation=cv2.INTER_AREA)
+        even = image[: 2 * half_height, : 2 * half_width]
+        image = cv2.resize(even, (half_width, half_height), interpolation=cv2.INTER_AREA)
     return cv2.resize(image, target, interpolation=cv2.INTER_AREA if short > size else cv2.INTER_CUBIC)
 
 
@@ -84,21 +82,21 @@ def _check_size(height: int, width: int, max_pixels: int) -> None:
     if height * width > max_pixels:
         raise ImageError(f"the image has {height} x {width} pixels, over the limit of {max_pixels}", "too_large")
     if height * width == 0:
-        raise ImageError(f"the image has {height} x {width} pixels", "malformed")
+        raise ImageError(f"the image is empty: {height} x {width} pixels", "malformed")
 
 
 def _decode_jpeg(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
     try:
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
-        raise ImageError("the JPEG's header is damaged, or of a kind that is not 8-bit", "malformed") from None
+        raise ImageError("the JPEG header is damaged, or not 8-bit", "malformed") from None
     _check_size(height, width, max_pixels)
     try:
         image_HWC = simplejpeg.decode_jpeg(data, colorspace="RGB" if color else "GRAY", fastdct=False)
-    except ValueError as error:  # libjpeg would fill in grey and go on
+    except ValueError as error:  # libjpeg by default fills in grey
         truncated = "premature end" in str(error).lower()
         raise ImageError(
-            "the JPEG ends before its last pixel" if truncated else "the JPEG's data are damaged",
+            "the JPEG is truncated" if truncated else "the JPEG data are damaged",
             "truncated" if truncated else "malformed",
         ) from None
     return image_HWC if color else image_HWC[:, :, 0]
@@ -106,7 +104,7 @@ def _decode_jpeg(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
 
 def _decode_png(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
     if len(data) < 33:
-        raise ImageError("the PNG ends within its header", "truncated")
+        raise ImageError("the PNG is truncated within its header", "truncated")
     width, height = struct.unpack(">II", data[16:24])
     _check_size(height, width, max_pixels)
     try:
@@ -117,7 +115,7 @@ def _decode_png(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
     except (OSError, EOFError, SyntaxError, ValueError, struct.error) as error:
         truncated = "truncated" in str(error).lower()
         raise ImageError(
-            "the PNG ends before its last pixel" if truncated else "the PNG's data are damaged",
+            "the PNG is truncated" if truncated else "the PNG data are damaged",
             "truncated" if truncated else "malformed",
         ) from None
     if image.mode.startswith("I"):  # 16-bit grey; Pillow's convert would clip it at 255

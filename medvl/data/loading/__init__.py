@@ -1,1 +1,1 @@
-"""Batches from shards: sources, sampling, collation, worker processes."""
+"""Loaders: from shards or files to batches."""

@@ -1,4 +1,4 @@
-"""Several folders of shards as one source: pretraining on more than one corpus."""
+"""Several folders of shards as one source, for pretraining on more than one corpus."""
 
 import bisect
 import dataclasses
@@ -7,30 +7,33 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from medvl.data.shards.format import Manifest, ShardSource
+from medvl.data.shards.format import Manifest
+from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError
 from medvl.schema import Sample
 
 
-class JoinedSource:
-    """The samples of one folder after those of another; the loader shuffles them all together.
+class ConcatSource:
+    """The samples of several folders of shards, one folder after another.
 
     Attributes:
-        folder: all of them, for messages.
-        label_names: those of all folders, in the order in which they first appear.
-        manifest: what a checkpoint keeps of its training data: all shards, and the patients of all folders.
+        folder: all folders, for messages.
+        label_names: label names of all folders, in order of first appearance.
+        manifest: merged manifest that a checkpoint stores: shards and patients of all folders.
 
     Raises:
-        ConfigError: there is no folder, one is named twice, or their ids were hashed with different salts, so that
-            nobody could tell whether a patient of one is in another's test.
+        ConfigError: no folder is given, one is given twice, or their ids were hashed with different salts, so that
+            patients shared with an evaluation set could not be detected.
     """
 
     def __init__(self, sources: Sequence[ShardSource]) -> None:
         self.sources = tuple(sources)
         fingerprints = [source.fingerprint for source in self.sources]
-        if not self.sources or len(set(fingerprints)) < len(fingerprints):
-            raise ConfigError("give folders of shards to train on, each once")
-        self.manifest = _joined([source.manifest for source in self.sources])
+        if not self.sources:
+            raise ConfigError("expected one or more folders of shards, got none", "missing")
+        if len(set(fingerprints)) < len(fingerprints):
+            raise ConfigError("the same folder of shards is given twice; give each once", "conflict")
+        self.manifest = _merge([source.manifest for source in self.sources])
         self.label_names = self.manifest.label_names
         self.fingerprint = hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()
         self.folder = ", ".join(str(source.folder) for source in self.sources)
@@ -40,12 +43,12 @@ class JoinedSource:
         return int(self._ends[-1])
 
     def sample(self, position: int) -> Sample:
-        """Everything but the pixels. Raises ShardError as `ShardSource.sample` does."""
+        """Return the sample at `position`, without its pixels. Raises ShardError."""
         source, place = self._locate(position)
         return source.sample(place)
 
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
-        """The decoded image, as `ShardSource.pixels` gives it."""
+        """Return the decoded image. Raises ImageError or ShardError."""
         source, place = self._locate(position)
         return source.pixels(place, color)
 
@@ -56,12 +59,16 @@ class JoinedSource:
         return self.sources[number], position - (self._ends[number - 1] if number else 0)
 
 
-def _joined(manifests: Sequence[Manifest]) -> Manifest:
-    first = manifests[0]
+def _merge(manifests: Sequence[Manifest]) -> Manifest:
     if len({manifest.salt for manifest in manifests}) > 1:
-        raise ConfigError("the folders were made with different salts: make them with one, so that patients compare")
+        raise ConfigError(
+            "the folders were hashed with different salts, so their patients cannot be compared; convert them with one "
+            "--salt-file",
+            "mismatch",
+            field="salt",
+        )
     return dataclasses.replace(
-        first,
+        manifests[0],
         corpus="+".join(manifest.corpus for manifest in manifests),
         samples=sum(manifest.samples for manifest in manifests),
         shards=tuple(shard for manifest in manifests for shard in manifest.shards),

@@ -1,12 +1,11 @@
-"""What a loader does for one sample, stage by stage, in seconds of one core."""
+"""Profile of a loader: seconds of one core per sample, by stage."""
 
 import dataclasses
-from collections.abc import Iterator
 from time import perf_counter
 
 import numpy as np
 
-from medvl.data.loading.collate import Failure
+from medvl.data.loading.collate import SkippedSample
 from medvl.data.loading.loader import Loader
 from medvl.errors import ImageError, MedvlError
 
@@ -15,65 +14,61 @@ STAGES = ("disk", "decode", "augmentation", "text")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Stages:
-    """Seconds of one core a sample."""
+    """Seconds of one core per sample, by stage."""
 
     disk: float
-    """What the first reading of a sample takes longer than the second: zero where its pages were in memory."""
+    """First read minus second read of a sample: zero if its pages were already in memory."""
     decode: float
-    """The sample's JSON and the image's pixels, from memory."""
+    """JSON and image, read from memory."""
     augmentation: float
     text: float
-    """Choosing the text, its share of tokenising, and of stacking the batch."""
+    """Text selection, tokenization and stacking, per sample."""
 
     @property
     def total(self) -> float:
-        """Of one sample."""
+        """Sum of all stages."""
         return sum(getattr(self, name) for name in STAGES)
 
 
 def time_stages(loader: Loader, batch: int, batches: int = 2, seed: int = 0) -> Stages:
-    """Mean times over `batches` batches of that many samples, drawn at random; no worker takes part.
+    """Return mean times over `batches` random batches of `batch` samples, measured in this process.
 
-    Raises ImageError where not one of the samples can be read.
+    Unreadable samples are left out. Raises ImageError when no sample can be read.
     """
     samples, spent, count = loader.samples, np.zeros(len(STAGES)), 0
     positions = np.random.default_rng(seed).integers(len(loader.source), size=(batches, batch)).tolist()
     for row in positions:
         items = []
         for position in row:
-            clock = _laps()
+            clock = _Stopwatch()
             try:
                 samples.source.pixels(position, samples.color)
-                first = next(clock)
+                first = clock.lap()
                 sample = samples.source.sample(position)
                 pixels = samples.source.pixels(position, samples.color)
-                again = next(clock)
+                second = clock.lap()
                 image = samples.maker.transform(sample.key, pixels, 0)
-                augmented = next(clock)
+                augmented = clock.lap()
                 items.append(samples.maker.row(sample, image, 0, None))
             except (MedvlError, FileNotFoundError):
-                continue  # counted by whoever trains; here it is left out
-            spent += (max(0.0, first - again), again, augmented, next(clock))
+                continue
+            spent += (max(0.0, first - second), second, augmented, clock.lap())
             count += 1
-        clock = _laps()
-        loader.collate(items or [Failure("", "unreadable")])
-        spent[-1] += next(clock)
+        clock = _Stopwatch()
+        loader.collate(items or [SkippedSample("", "unreadable")])
+        spent[-1] += clock.lap()
     if not count:
-        raise ImageError("not one of the samples can be read: `medvl verify` names what is damaged", "unreadable")
+        raise ImageError("no sample can be read; run `medvl verify` to list the damage", "unreadable")
     disk, decode, augmentation, text = (float(seconds) / count for seconds in spent)
     return Stages(disk=disk, decode=decode, augmentation=augmentation, text=text)
 
 
-def _laps() -> Iterator[float]:
-    """Seconds since the last one was taken; the clock runs already."""
-    clock = _clock()
-    next(clock)
-    return clock
+class _Stopwatch:
+    def __init__(self) -> None:
+        self._last = perf_counter()
 
-
-def _clock() -> Iterator[float]:
-    last = perf_counter()
-    while True:
+    def lap(self) -> float:
+        """Return the seconds since the last lap, or since creation."""
         now = perf_counter()
-        lap, last = now - last, now
-        yield lap
+        seconds, self._last = now - self._last, now
+        return seconds

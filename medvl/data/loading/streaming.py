@@ -1,12 +1,12 @@
-"""Shards that are not on this machine: streamed through webdataset.
+"""Remote shards: streamed through webdataset.
 
-A folder is named by its address: `https://host/mimic-cxr/train` or `s3://bucket/mimic-cxr/train` (through the `aws`
-command). Its manifest is read first; then each rank streams shards of its own, in an order decided by (seed, epoch),
-through a shuffle buffer. Randomness of a sample is that of the local loader: (seed, epoch, key).
+A folder is given by its address: `https://host/mimic-cxr/train` or `s3://bucket/mimic-cxr/train` (through the `aws`
+command). The manifest is read first; then each rank streams its own shards through a shuffle buffer, in an order
+determined by (seed, epoch). The randomness of a sample is that of the local loader: (seed, epoch, key).
 
-What streaming cannot do as the local loader does: the order depends on the number of ranks and workers, a sample is
-seen about once an epoch and not exactly once, and a position inside an epoch is gone back to by reading up to it.
-Copy the shards to a local disk where that matters.
+Differences from the local loader: the order depends on the numbers of ranks and workers, a sample is seen about once
+per epoch instead of exactly once, and resuming within an epoch reads up to the position. Copy the shards to a local
+disk where this matters.
 """
 
 import json
@@ -20,11 +20,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from medvl.data.images.codecs import decode_image
-from medvl.data.loading.collate import Collate, Failure, Item, ItemMaker, SkipCount, start_worker
-from medvl.data.loading.worker_errors import TIMEOUT, watched
+from medvl.data.loading.collate import Collate, Item, ItemMaker, SkipBudget, SkippedSample, Tokenize, init_worker
+from medvl.data.loading.loader import check_identity
+from medvl.data.loading.worker_errors import TIMEOUT, with_worker_errors
 from medvl.data.shards.format import IMAGE_SUFFIXES, MANIFEST, Manifest, sample_from_json
-from medvl.data.shards.tar_reader import samples
-from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.data.shards.tar_reader import read_samples
 from medvl.data.transforms.image import ImageTransform
 from medvl.data.transforms.text import TextPolicy
 from medvl.errors import ConfigError, ImageError, ShardError
@@ -35,12 +35,12 @@ _MAX_MANIFEST_BYTES = 1 << 30
 
 
 def is_address(text: str) -> bool:
-    """Whether `text` names remote shards and no folder."""
+    """Return whether `text` is the address of remote shards rather than a folder."""
     return text.startswith(("https://", "http://", "s3://"))
 
 
 def open_manifest(address: str) -> Manifest:
-    """The manifest of a remote folder. Raises ConfigError on an odd address, ShardError when it cannot be read."""
+    """Read the manifest of a remote folder. Raises ConfigError on a malformed address, ShardError on a failed read."""
     import webdataset
 
     try:
@@ -49,26 +49,31 @@ def open_manifest(address: str) -> Manifest:
         return Manifest.parse(json.loads(data), address)
     except (OSError, ValueError) as error:
         raise ShardError(
-            f"{address}/{MANIFEST} cannot be read ({type(error).__name__}): check address and access"
+            f"cannot read {address}/{MANIFEST} ({type(error).__name__}); check the address and your access",
+            "unreadable",
         ) from None
 
 
 def _url(address: str, file: str) -> str:
-    """What webdataset opens. Addresses go into a command line, so nothing but plain characters is let through."""
+    """Return the URL for webdataset. It may become part of a command line, so only plain characters are accepted."""
     if not _ADDRESS.fullmatch(address):
-        raise ConfigError(f"{address!r} is no plain https:// or s3:// address")
+        raise ConfigError(
+            f"expected an https:// or s3:// address without special characters, got {address!r}",
+            "malformed",
+            field="address",
+        )
     url = f"{address.rstrip('/')}/{file}"
     return f"pipe:aws s3 cp --quiet {url} -" if url.startswith("s3://") else url
 
 
-class _Stream(IterableDataset[tuple[Batch | None, list[Failure]]]):
-    """Batches of one worker of one rank: endless, because shards divide unevenly and batches must not."""
+class _BatchStream(IterableDataset[tuple[Batch | None, list[SkippedSample]]]):
+    """Batches of one worker of one rank. Endless, because the shards of the workers hold unequal numbers of samples."""
 
     def __init__(
         self,
         urls: list[str],
         maker: ItemMaker,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenize,
         *,
         local_batch: int,
         rank: int,
@@ -81,10 +86,10 @@ class _Stream(IterableDataset[tuple[Batch | None, list[Failure]]]):
         self.buffer, self.color = buffer, color
         self.epoch = 0
 
-    def __iter__(self) -> Iterator[tuple[Batch | None, list[Failure]]]:
-        items: list[Item | Failure] = []
-        for raw in self._shuffled(self._raw()):
-            items.append(self._item(raw))
+    def __iter__(self) -> Iterator[tuple[Batch | None, list[SkippedSample]]]:
+        items: list[Item | SkippedSample] = []
+        for members in self._shuffle(self._read()):
+            items.append(self._item(members))
             if len(items) == self.local_batch:
                 yield self.collate(items)
                 items = []
@@ -94,65 +99,68 @@ class _Stream(IterableDataset[tuple[Batch | None, list[Failure]]]):
         seeds = [self.maker.seed, self.epoch, self.rank, worker.id if worker and purpose == "buffer" else 0]
         return np.random.default_rng(seeds if purpose == "buffer" else seeds[:2])
 
-    def _raw(self) -> Iterator[Mapping[str, Any]]:
-        """Members of this worker's shards, by sample, again and again."""
+    def _read(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the tar members of each sample in this worker's shards, repeatedly."""
         import webdataset
 
         worker = get_worker_info()
         part = self.rank * (worker.num_workers if worker else 1) + (worker.id if worker else 0)
         parts = self.world * (worker.num_workers if worker else 1)
         while True:
-            # All ranks and workers shuffle alike, so that their parts do not overlap.
+            # All ranks and workers use the same permutation, so that their parts do not overlap.
             order = self._rng("shards").permutation(len(self.urls))[part::parts]
             for url in (self.urls[number] for number in order):
                 try:
                     with webdataset.gopen(url) as stream:
-                        yield from samples(stream, url)
+                        yield from read_samples(stream, url)
                 except (OSError, ValueError) as error:
-                    raise ShardError(f"{url} broke off ({type(error).__name__}): check network and access") from None
+                    raise ShardError(
+                        f"{url} broke off ({type(error).__name__}); check the network and your access", "unreadable"
+                    ) from None
 
-    def _shuffled(self, samples: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-        rng, kept = self._rng("buffer"), list[Mapping[str, Any]]()
+    def _shuffle(self, samples: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        rng, buffer = self._rng("buffer"), list[Mapping[str, Any]]()
         for sample in samples:
-            if len(kept) < self.buffer:
-                kept.append(sample)
+            if len(buffer) < self.buffer:
+                buffer.append(sample)
                 continue
             place = int(rng.integers(self.buffer))
-            kept[place], sample = sample, kept[place]
+            buffer[place], sample = sample, buffer[place]
             yield sample
 
-    def _item(self, raw: Mapping[str, Any]) -> Item | Failure:
-        key = str(raw.get("__key__", "?"))
+    def _item(self, members: Mapping[str, Any]) -> Item | SkippedSample:
+        key = str(members.get("__key__", "?"))
         try:
-            sample = sample_from_json(raw["json"])
-            data = next(raw[suffix] for suffix in IMAGE_SUFFIXES if suffix in raw)
+            sample = sample_from_json(members["json"])
+            data = next(members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members)
             return self.maker(sample, decode_image(data, color=self.color), self.epoch)
         except ImageError as error:
-            return Failure(key, error.code)
+            return SkippedSample(key, error.code)
         except (ValueError, KeyError, StopIteration):
-            return Failure(key, "sample_unreadable")
+            return SkippedSample(key, "sample_unreadable")
 
 
 class RemoteLoader:
-    """Training batches of remote shards; what `medvl.train.train` takes."""
+    """Training batches of remote shards; open one with `open_remote_loader`."""
 
-    def __init__(self, stream: _Stream, manifest: Manifest, address: str, *, workers: int, max_skipped: float) -> None:
+    def __init__(
+        self, stream: _BatchStream, manifest: Manifest, address: str, *, workers: int, max_skipped: float
+    ) -> None:
         self.global_batch = stream.local_batch * stream.world
         self.steps_per_epoch = manifest.samples // self.global_batch
         self.manifest = manifest
         self._stream, self._workers = stream, workers
         self._batch = 0
-        budget = max_skipped if max_skipped >= 1 else max_skipped * manifest.samples
-        self._skips = SkipCount(address, int(budget))
+        self._skips = SkipBudget(address, max_skipped, manifest.samples)
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch that iterating would continue."""
+        """Number of the current epoch."""
         return self._stream.epoch
 
     @property
     def skipped(self) -> Counter[str]:
-        """Samples that could not be read so far, by reason."""
+        """Number of skipped samples so far, by reason."""
         return self._skips.reasons
 
     def __iter__(self) -> Iterator[Batch]:
@@ -160,31 +168,29 @@ class RemoteLoader:
             self._stream,
             batch_size=None,
             num_workers=self._workers,
-            worker_init_fn=start_worker,
+            worker_init_fn=init_worker,
             timeout=TIMEOUT if self._workers else 0,
             pin_memory=torch.cuda.is_available(),
         )
-        for number, (batch, failures) in zip(range(self.steps_per_epoch), watched(batches), strict=False):
+        for number, (batch, skipped) in zip(range(self.steps_per_epoch), with_worker_errors(batches), strict=False):
             if number < self._batch:
                 continue
             self._batch = number + 1
-            if failures:
-                self._skips.add(failures)
+            if skipped:
+                self._skips.add(skipped)
             if batch is None:
-                raise self._skips.empty_batch(failures)
+                raise self._skips.empty_batch(skipped)
             yield batch
         self._stream.epoch += 1
         self._batch = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, batches handed out, and what they are a position of; JSON values."""
+        """Return the position, and the data and settings it belongs to; JSON values only."""
         return {"epoch": self.epoch, "batch": self._batch, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a position: the next iteration reads up to it. Raises ConfigError when it was that of another run."""
-        differing = [name for name, value in self._identity().items() if state.get(name) != value]
-        if differing:
-            raise ConfigError(f"the loader's position was saved with another {', '.join(differing)}")
+        """Move to a saved position; the next iteration reads up to it. Raises ConfigError if it is of another run."""
+        check_identity(state, self._identity())
         self._stream.epoch, self._batch = int(state["epoch"]), int(state["batch"])
 
     def _identity(self) -> dict[str, Any]:
@@ -203,7 +209,7 @@ def open_remote_loader(
     batch: int,
     image: ImageTransform,
     text: TextPolicy,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenize,
     seed: int = 0,
     rank: int = 0,
     world: int = 1,
@@ -212,21 +218,30 @@ def open_remote_loader(
     color: bool = False,
     max_skipped: float = 0.001,
 ) -> RemoteLoader:
-    """A training loader over remote shards; arguments as for `open_loader`, `buffer` samples being held for shuffling.
+    """Open a training loader over remote shards. Arguments as for `open_loader`; `buffer` samples are shuffled at once.
 
-    Raises ConfigError when the address is odd, the batch does not divide by the ranks or exceeds the data, or there
-    are fewer shards than readers; ShardError when the manifest cannot be read.
+    Raises:
+        ConfigError: the address is malformed, the batch is not divisible by the ranks or larger than the data, or
+            there are fewer shards than readers.
+        ShardError: the manifest cannot be read.
     """
     manifest = open_manifest(address)
     readers = world * max(1, workers)
     if batch < 1 or batch % world or batch > manifest.samples:
-        raise ConfigError(f"a global batch of {batch} does not go with {world} ranks and {manifest.samples} samples")
+        raise ConfigError(
+            f"expected a global batch that is a multiple of {world} ranks and at most {manifest.samples} samples, "
+            f"got {batch}",
+            "conflict",
+            field="batch",
+        )
     if len(manifest.shards) < readers:
         raise ConfigError(
-            f"{address} has {len(manifest.shards)} shards for {readers} readers ({world} ranks of {max(1, workers)} "
-            "workers): take fewer workers, or make the shards smaller (--samples-per-shard)"
+            f"{address}: {len(manifest.shards)} shards are too few for {readers} readers ({world} ranks of "
+            f"{max(1, workers)} workers); use fewer workers, or smaller shards (--samples-per-shard)",
+            "conflict",
+            field="workers",
         )
-    stream = _Stream(
+    stream = _BatchStream(
         [_url(address, f"{shard.name}.tar") for shard in manifest.shards],
         ItemMaker(image, text, manifest.label_names, seed),
         tokenizer,

@@ -1,4 +1,4 @@
-"""Views of a source: some of its samples, its labels settled, and no text."""
+"""Views of a source: a subset of its samples, other label columns; and the tokenizer of a model without text."""
 
 import dataclasses
 import hashlib
@@ -9,42 +9,41 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from medvl.data.loading.loader import Source
+from medvl.data.loading.sources import Source
 from medvl.errors import ConfigError
 from medvl.schema import Sample
 
 
 class Subset:
-    """The samples of a source at some positions, in that order; `folder` is the source's, for messages."""
+    """The samples of a source at some positions, in that order. `folder` is the source's, for messages."""
 
     def __init__(self, source: Source, positions: Sequence[int] | NDArray[np.int64]) -> None:
         self.source, self.positions = source, np.asarray(positions, dtype=np.int64)
         self.label_names = source.label_names
-        told = source.fingerprint.encode() + self.positions.astype("<i8").tobytes()
-        self.fingerprint = hashlib.sha256(told).hexdigest()
+        content = source.fingerprint.encode() + self.positions.astype("<i8").tobytes()
+        self.fingerprint = hashlib.sha256(content).hexdigest()
         self.folder = getattr(source, "folder", "the files")
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def sample(self, position: int) -> Sample:
-        """As the source gives it."""
+        """Return the sample at `position` of the subset."""
         return self.source.sample(int(self.positions[position]))
 
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
-        """As the source gives them."""
+        """Return the decoded image at `position` of the subset."""
         return self.source.pixels(int(self.positions[position]), color)
 
 
 class LabelPolicyView:
-    """A source whose labels are 1, 0 or absent, in columns of one's own choice.
+    """A source whose labels are mapped to 1, 0 or absent, in chosen columns.
 
     Args:
         source: the samples.
-        names: the columns; a name that the source lacks is absent everywhere.
-        settle: labels of 1, 0, -1 or NaN with their names -> 1, 0 or NaN, a row at a time: a rule for labels that are
-            neither. It is given all columns of the source, and must be a function of a module or a method of a value,
-            so that workers can be handed it.
+        names: label columns; a name that the source lacks is absent everywhere.
+        settle: maps labels (1, 0, -1 or NaN) and their names to 1, 0 or NaN, one row at a time. It gets all columns of
+            the source and must be picklable (a module-level function or a bound method) for the loader's workers.
     """
 
     def __init__(
@@ -54,15 +53,15 @@ class LabelPolicyView:
         settle: Callable[[NDArray[np.float64], Sequence[str]], NDArray[np.float64]],
     ) -> None:
         self.source, self.label_names, self.settle = source, tuple(names), settle
-        told = "\n".join([source.fingerprint, *self.label_names])
-        self.fingerprint = hashlib.sha256(told.encode()).hexdigest()
+        content = "\n".join([source.fingerprint, *self.label_names])
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         self.folder = getattr(source, "folder", "the files")
 
     def __len__(self) -> int:
         return len(self.source)
 
     def sample(self, position: int) -> Sample:
-        """As the source gives it, but for its labels."""
+        """Return the sample at `position` with its mapped labels."""
         sample, columns = self.source.sample(position), self.source.label_names
         table_1L = np.array([[sample.labels.get(name, np.nan) for name in columns]])
         row = dict(zip(columns, self.settle(table_1L, columns)[0].tolist(), strict=True))
@@ -70,27 +69,31 @@ class LabelPolicyView:
         return dataclasses.replace(sample, labels=kept)
 
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
-        """As the source gives them."""
+        """Return the decoded image at `position`."""
         return self.source.pixels(position, color)
 
 
 def label_fraction(patients: Sequence[str], fraction: float, seed: int) -> NDArray[np.int64]:
-    """Positions, ascending, of the images of a share of the patients: who is labelled where labels are scarce.
+    """Return the positions, ascending, of the images of a fraction of the patients (for few-label experiments).
 
-    Patients stand in an order that a hash of (seed, patient) decides, and the first round(fraction x patients) of them
-    are taken, at least one. So draws of one seed are nested, images of a patient stay together, and a patient's place
-    does not depend on who else is there.
+    Patients are ordered by a hash of (seed, patient) and the first round(fraction * patients) are taken, at least one.
+    So the subsets of one seed are nested, all images of a patient stay together, and a patient's rank does not depend
+    on the other patients.
 
     Args:
-        patients: of each image.
+        patients: patient of each image.
         fraction: above 0, at most 1.
-        seed: of the order.
+        seed: seed of the order.
 
     Raises:
-        ConfigError: the fraction is out of range or there is no image.
+        ConfigError: the fraction is out of range, or there are no images.
     """
-    if not 0 < fraction <= 1 or not patients:
-        raise ConfigError(f"a fraction of labels is above 0 and at most 1, of one image or more; got {fraction:g}")
+    if not 0 < fraction <= 1:
+        raise ConfigError(
+            f"expected a fraction above 0 and at most 1, got {fraction:g}", "out_of_range", field="fraction"
+        )
+    if not patients:
+        raise ConfigError("there are no images to take a fraction of", "empty", field="patients")
     order = sorted(
         set(patients), key=lambda patient: hashlib.blake2b(f"{seed}/{patient}".encode(), digest_size=8).digest()
     )
@@ -99,5 +102,5 @@ def label_fraction(patients: Sequence[str], fraction: float, seed: int) -> NDArr
 
 
 def no_text(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """(ids_BT, mask_BT) with T = 0: the tokenizer of a model that reads no text."""
+    """Return empty (ids_BT, mask_BT) with T = 0: the tokenizer of a model without a text encoder."""
     return torch.empty(len(texts), 0, dtype=torch.int64), torch.empty(len(texts), 0, dtype=torch.bool)

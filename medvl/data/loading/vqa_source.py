@@ -1,4 +1,4 @@
-"""Questions as items: a source that the loader reads like any other, one question with its image an item."""
+"""VQA shards as a source with one sample per question."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 
 from medvl.data.annotations.questions import Question, questions_of
-from medvl.data.shards.format import ShardSource
+from medvl.data.shards.source import ShardSource
 from medvl.errors import CorpusError
 from medvl.schema import Sample
 
 
 class ImageQuestion(NamedTuple):
-    """A question and the image that it is about."""
+    """A question and the position of its image."""
 
     image: int
     """Position of the sample in the folder of shards."""
@@ -21,20 +21,22 @@ class ImageQuestion(NamedTuple):
 
 
 class QuestionSource:
-    """The questions of one split, each with its image; the columns of the labels are the answers of a vocabulary.
+    """The questions of one split, each with its image. Label columns are the answers of a vocabulary.
 
-    A sample's key is its question's id within the image's key; its text stands in the section "question", and its one
-    label is the answer, where the vocabulary has it: a question with another answer has no label, and stays in every
-    denominator. Patient, study and corpus are the image's own.
+    A sample's key combines the image key and a hash of the question id, its text is the section "question", and its
+    only label is the answer. A question whose answer is not in the vocabulary has no label, and still counts in every
+    denominator. Patient, study and corpus are those of the image.
 
     Args:
         source: shards of a VQA corpus.
-        split: of the questions, which may differ from their images' (`medvl.data.annotations.questions.MIXED`).
-        vocabulary: the answers that can be given, normalised.
-        normalize: makes answers comparable; it must be a function of a module, so that workers can be handed it.
+        split: split of the questions, which may differ from that of their images
+            (`medvl.data.annotations.questions.MIXED`).
+        vocabulary: normalized answers.
+        normalize: answer normalizer; must be picklable (a module-level function) for the loader's workers.
 
     Attributes:
-        image_keys: of the image of each question; questions about one image follow one another.
+        questions: the questions with the positions of their images.
+        image_keys: image key of each question; questions about one image are adjacent.
 
     Raises:
         CorpusError: the shards hold no question of that split.
@@ -46,23 +48,23 @@ class QuestionSource:
         self.source, self.split, self.normalize = source, split, normalize
         self.label_names = tuple(vocabulary)
         self._known = frozenset(vocabulary)
-        self.asked = asked_in(source, split)
-        self.image_keys = tuple(source.key(place) for place, _ in self.asked)
-        told = "\n".join([source.fingerprint, split, *self.label_names])
-        self.fingerprint = hashlib.sha256(told.encode()).hexdigest()
+        self.questions = questions_in_split(source, split)
+        self.image_keys = tuple(source.key(position) for position, _ in self.questions)
+        content = "\n".join([source.fingerprint, split, *self.label_names])
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
 
     def __len__(self) -> int:
-        return len(self.asked)
+        return len(self.questions)
 
     def key(self, position: int) -> str:
-        """Key of the question at that position: its image's, and a hash of its id, which may hold any character."""
-        place, question = self.asked[position]
-        return f"{self.source.key(place)}-{hashlib.sha256(question.id.encode()).hexdigest()[:8]}"
+        """Return the image key with a hash of the question id, which may contain any character."""
+        image, question = self.questions[position]
+        return f"{self.source.key(image)}-{hashlib.sha256(question.id.encode()).hexdigest()[:8]}"
 
     def sample(self, position: int) -> Sample:
-        """The question at that position. Raises ShardError as `ShardSource.sample` does."""
-        place, question = self.asked[position]
-        image = self.source.sample(place)
+        """Return the question at `position` as a sample. Raises ShardError."""
+        image_position, question = self.questions[position]
+        image = self.source.sample(image_position)
         answer = self.normalize(question.answer)
         return Sample(
             key=self.key(position),
@@ -78,20 +80,21 @@ class QuestionSource:
         )
 
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
-        """The image of that question, as `ShardSource.pixels` gives it."""
-        return self.source.pixels(self.asked[position].image, color)
+        """Return the decoded image of the question at `position`. Raises ImageError or ShardError."""
+        return self.source.pixels(self.questions[position].image, color)
 
 
-def asked_in(source: ShardSource, split: str) -> tuple[ImageQuestion, ...]:
-    """The questions of a split, in the order of the shards. Raises CorpusError when there is none."""
+def questions_in_split(source: ShardSource, split: str) -> tuple[ImageQuestion, ...]:
+    """Return the questions of a split, in the order of the shards. Raises CorpusError when there are none."""
     everything = [
-        ImageQuestion(place, question)
-        for place in range(len(source))
-        for question in questions_of(source.sample(place))
+        ImageQuestion(position, question)
+        for position in range(len(source))
+        for question in questions_of(source.sample(position))
     ]
-    found = tuple(asked for asked in everything if asked.question.split == split)
-    if not found:
-        splits = sorted({asked.question.split for asked in everything})
-        has = f"it has questions of {', '.join(splits)}" if splits else "its samples have no questions"
-        raise CorpusError(f"{source.folder} holds no question of the split {split!r}: {has}")
-    return found
+    selected = tuple(each for each in everything if each.question.split == split)
+    if not selected:
+        splits = ", ".join(sorted({each.question.split for each in everything})) or "no questions"
+        raise CorpusError(
+            f"{source.folder}: no question has the split {split!r}; found {splits}", "unknown_name", field="split"
+        )
+    return selected

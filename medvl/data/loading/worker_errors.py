@@ -1,4 +1,4 @@
-"""Worker processes of a loader that die or hang: said clearly, and never waited for without end."""
+"""Loader workers that die or hang: raised as LoaderError instead of waiting forever."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -6,22 +6,22 @@ from typing import TypeVar
 
 from medvl.errors import LoaderError
 
-Handed = TypeVar("Handed")
+T = TypeVar("T")
 
 TIMEOUT = 600.0
-"""Seconds after which a loader that has given nothing is taken to hang. A batch is a matter of a second."""
+"""Default seconds without a batch after which a worker is considered hung. A batch normally takes about a second."""
 
 
-def watched(batches: Iterable[Handed]) -> Iterator[Handed]:
-    """What torch's DataLoader gives, in its order.
+def with_worker_errors(batches: Iterable[T]) -> Iterator[T]:
+    """Yield the batches of a DataLoader.
 
-    Raises LoaderError where a worker process has died, or has given nothing for the DataLoader's timeout. A worker that
-    hangs is killed: at the end of the process Python would wait for it.
+    Raises LoaderError when a worker process died, or returned nothing within the DataLoader's timeout. Hung workers are
+    killed: otherwise Python waits for them at exit.
     """
     iterator = iter(batches)
     while True:
         try:
-            handed = next(iterator)
+            batch = next(iterator)
         except StopIteration:
             return
         except (RuntimeError, ConnectionError, EOFError) as error:
@@ -29,30 +29,32 @@ def watched(batches: Iterable[Handed]) -> Iterator[Handed]:
             if explanation is None:
                 raise
             for process in getattr(iterator, "_workers", ()):
-                with contextlib.suppress(RuntimeError):  # torch's own handler of signals: it tells of this very death
+                with contextlib.suppress(RuntimeError):  # torch's signal handler raises again for the same dead worker
                     process.kill()
                     process.join()
             raise explanation from error
-        yield handed
+        yield batch
 
 
 def worker_error(error: Exception) -> LoaderError | None:
-    """What torch's words about a worker process mean; None where they are about something else.
+    """Return the LoaderError for torch's message about a dead or hung worker; None for other errors.
 
-    A worker may die while it hands a batch over, and then it is the connection to it that breaks off. What a worker
-    itself has raised says so, and is its own.
+    A worker that dies while it sends a batch breaks the connection to it (ConnectionError, EOFError). Exceptions raised
+    inside a worker carry "in DataLoader worker process" and are not translated.
     """
     text = str(error)
     if isinstance(error, ConnectionError | EOFError) and "in DataLoader worker process" not in text:
-        text = "DataLoader worker exited unexpectedly, while it handed a batch over"
+        text = "DataLoader worker exited unexpectedly while sending a batch"
     if "DataLoader timed out" in text:
         return LoaderError(
-            "a loader's worker process has given nothing for too long: look at the disk or the network that the "
-            "shards are on, then give the same command again; --data.workers 0 shows where it hangs"
+            "a loader worker returned nothing within the timeout; check the disk or network that holds the shards and "
+            "run the same command again, with --data.workers 0 to see where it hangs",
+            "worker",
         )
     if "DataLoader worker" in text and ("killed by signal" in text or "exited unexpectedly" in text):
         return LoaderError(
-            f"a loader's worker process died ({text.split('. ')[0].rstrip('. ')}), most likely for lack of memory (or "
-            "of shared memory: /dev/shm): give the same command again, with fewer --data.workers"
+            f"a loader worker died ({text.split('. ')[0].rstrip('. ')}), probably for lack of memory (or of shared "
+            "memory, /dev/shm); run the same command again with fewer --data.workers",
+            "worker",
         )
     return None

@@ -1,8 +1,8 @@
-"""Members of a shard's tar, one after the other, in bounded memory, whoever wrote it.
+"""Reading the members of an untrusted tar in order and in bounded memory.
 
-Shards hold plain files with short names, so nothing else is read: no links, devices or sparse files, no extended
-headers. Python's `tarfile` would read an extended header of gigabytes whole, write out the zeros of a sparse file and
-remember a million members. Nothing is ever unpacked to the disk.
+Only what shards contain is accepted: plain files with short names. Links, devices, sparse files and extended headers
+are refused; Python's `tarfile` would load an extended header of gigabytes, expand sparse files and keep every member in
+memory. Nothing is unpacked to disk.
 """
 
 import re
@@ -18,10 +18,10 @@ _BLOCK = tarfile.BLOCKSIZE
 
 
 class Readable(Protocol):
-    """A file, a pipe, an answer of a server."""
+    """A byte stream: a file, a pipe or an HTTP response."""
 
     def read(self, size: int, /) -> bytes:
-        """The next `size` bytes; fewer only at the end."""
+        """Return the next `size` bytes, fewer only at the end."""
 
 
 class Member(NamedTuple):
@@ -29,15 +29,15 @@ class Member(NamedTuple):
 
     name: str
     offset: int
-    """Of its first byte, from the start of the tar."""
+    """Position of its first byte in the tar."""
     data: bytes
 
 
-def members(stream: Readable, where: str) -> Iterator[Member]:
-    """The members of a tar that is read from its start.
+def read_members(stream: Readable, where: str) -> Iterator[Member]:
+    """Yield the members of a tar from its start.
 
     Raises ShardError, naming `where`, at the first header that is damaged or is not that of a sample's file, and where
-    the tar ends too early. What comes before has been yielded by then.
+    the tar is truncated. The members before it have been yielded.
     """
     offset = 0
     while True:
@@ -48,15 +48,18 @@ def members(stream: Readable, where: str) -> Iterator[Member]:
         header = _header(block, where)
         data = _read(stream, header.size, where)
         yield Member(header.name, offset, data)
-        rest = -header.size % _BLOCK
-        _read(stream, rest, where)
-        offset += header.size + rest
+        padding = -header.size % _BLOCK
+        _read(stream, padding, where)
+        offset += header.size + padding
 
 
-def samples(stream: Readable, where: str) -> Iterator[dict[str, Any]]:
-    """The members of a tar by sample: `__key__`, and the bytes of each member by its suffix. Raises as `members`."""
+def read_samples(stream: Readable, where: str) -> Iterator[dict[str, Any]]:
+    """Yield the members of a tar grouped by sample: `__key__`, and the data of each member by suffix.
+
+    Raises ShardError as `read_members` does.
+    """
     sample: dict[str, Any] = {}
-    for member in members(stream, where):
+    for member in read_members(stream, where):
         key, _, suffix = member.name.rpartition(".")
         if sample and sample["__key__"] != key:
             yield sample
@@ -70,16 +73,19 @@ def _header(block: bytes, where: str) -> tarfile.TarInfo:
     try:
         header = tarfile.TarInfo.frombuf(block, "ascii", "strict")
     except (tarfile.TarError, ValueError):
-        raise ShardError(f"{where} has a damaged header: copy it again, or make the shards again") from None
+        raise ShardError(f"{where}: damaged tar header; copy it, or convert the corpus again", "malformed") from None
     if header.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or not 0 <= header.size <= MAX_MEMBER_BYTES:
-        raise ShardError(f"{where} holds what is no plain file of a sane size: medvl did not write it, it is not read")
+        raise ShardError(
+            f"{where}: a member is not a plain file of at most {MAX_MEMBER_BYTES >> 20} MiB; medvl did not write it",
+            "unsupported",
+        )
     if not _NAME.fullmatch(header.name):
-        raise ShardError(f"{where} holds a name that no sample has: medvl did not write it, it is not read")
+        raise ShardError(f"{where}: a member's name is not that of a sample; medvl did not write it", "unsupported")
     return header
 
 
 def _read(stream: Readable, size: int, where: str) -> bytes:
     data = stream.read(size) if size else b""
     if len(data) != size:
-        raise ShardError(f"{where} broke off: copy it again, or check network and access")
+        raise ShardError(f"{where}: unexpected end of the tar; copy it again, or check the network", "truncated")
     return data

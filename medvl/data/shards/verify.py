@@ -1,4 +1,4 @@
-"""Proof that a folder of shards is what its manifest says, and that two folders share neither patient nor image."""
+"""Verification of a folder of shards against its manifest, and search for patients and images shared by two folders."""
 
 import dataclasses
 from collections import Counter
@@ -11,37 +11,38 @@ from tqdm import tqdm
 from medvl.common.files import sha256
 from medvl.data.images.codecs import decode_image
 from medvl.data.shards.duplicate_images import SharedImage, hash_images, shared_images
-from medvl.data.shards.format import IMAGE_SUFFIXES, Index, Manifest, Shard, ShardSource, sample_from_json
-from medvl.data.shards.tar_reader import members
+from medvl.data.shards.format import IMAGE_SUFFIXES, Index, Manifest, Shard, sample_from_json
+from medvl.data.shards.source import ShardSource
+from medvl.data.shards.tar_reader import read_members
 from medvl.errors import ImageError, ShardError, SplitError
 
-_MOST_PROBLEMS = 1000
-"""Of one tar, beyond which it is not worth reading."""
+_MAX_PROBLEMS = 1000
+"""Problems of one tar after which the rest of it is not read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verification:
-    """What was found in one folder."""
+    """Result of verifying one folder."""
 
     folder: Path
     manifest: Manifest
     problems: tuple[str, ...]
-    """Empty when the folder is sound."""
+    """Empty when the folder is intact."""
 
 
 def verify_folder(folder: Path, *, decode: bool = False, progress: bool = False) -> Verification:
     """Check every byte of a folder of shards against its manifest.
 
-    Compares the sha256 of each tar and index, walks each tar's headers and compares them with the index, parses each
-    sample, and adds up samples, patients and counts. With `decode`, decodes every image too.
+    Compares the sha256 of each tar and index, compares the members of each tar with its index, parses each sample, and
+    compares the numbers of samples, patients and planned images. With `decode`, decodes every image too.
 
-    Raises ShardError when there is no readable manifest; all else is returned as problems.
+    Raises ShardError when there is no readable manifest; everything else is returned as a problem.
     """
     return verify_shards(folder, Manifest.read(folder), decode=decode, progress=progress)
 
 
 def verify_shards(folder: Path, manifest: Manifest, *, decode: bool = False, progress: bool = False) -> Verification:
-    """`verify_folder` with a manifest that is not in the folder, or not yet."""
+    """Check a folder as `verify_folder` does, against a manifest that need not be in the folder."""
     folder = Path(folder)
     problems: list[str] = []
     patients: set[str] = set()
@@ -49,52 +50,55 @@ def verify_shards(folder: Path, manifest: Manifest, *, decode: bool = False, pro
     for shard in tqdm(manifest.shards, desc=f"verify {manifest.split}", disable=not progress):
         problems += _check_shard(folder, shard, manifest, keys, patients, decode)
     listed = {shard.name + suffix for shard in manifest.shards for suffix in (".tar", ".index")}
-    strange = sorted(
+    unlisted = sorted(
         path.name for path in folder.glob("*") if path.suffix in (".tar", ".index") and path.name not in listed
     )
-    problems += [f"{name} is not in the manifest" for name in strange]
+    problems += [f"{name} is not in the manifest" for name in unlisted]
     if not problems:
-        problems += _check_sums(manifest, keys, patients)
+        problems += _check_totals(manifest, keys, patients)
     return Verification(folder, manifest, tuple(problems))
 
 
 def check_against(manifest: Manifest, other: Manifest) -> None:
-    """Raises SplitError when two manifests share a patient, or when their salts differ and nothing can be said."""
+    """Raise SplitError when two manifests share a patient, or cannot be compared because their salts differ."""
     if manifest.salt != other.salt:
         raise SplitError(
             f"{manifest.corpus}/{manifest.split} and {other.corpus}/{other.split} were hashed with different salts, "
-            "so shared patients cannot be found: make both with one --salt-file"
+            "so shared patients cannot be detected; convert both with one --salt-file",
+            "mismatch",
+            field="salt",
         )
     shared = shared_patients(manifest, other)
     if shared:
         raise SplitError(
             f"{manifest.corpus}/{manifest.split} and {other.corpus}/{other.split} share {len(shared)} patients "
-            f"(first by hash: {min(shared)}): a score on one is not held out from the other"
+            f"(first by hash: {min(shared)}); a score on one is not held out from the other",
+            "leak",
         )
 
 
 def shared_patients(manifest: Manifest, other: Manifest) -> set[str] | None:
-    """Hashes of the patients (articles, for figures) in both; None where the salts differ and nothing can be told."""
+    """Return the hashed patients (articles, for figures) in both manifests; None if their salts differ."""
     return set(manifest.patients) & set(other.patients) if manifest.salt == other.salt else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """What two folders of shards have in common."""
+    """Patients and images that two folders of shards share."""
 
     name: str
     """Corpus and split."""
     other: str
     patients: set[str] | None
-    """None: the salts differ, so it cannot be told."""
+    """Hashed patients. None: unknown, because the salts differ."""
     images: list[SharedImage]
-    """By their pixels, whatever they are called."""
+    """Images with equal pixels, whatever their keys."""
     not_compared: Counter[str]
-    """Images of either folder that have no perceptual hash, by reason."""
+    """Images of either folder without a perceptual hash, by reason."""
 
 
 def find_overlaps(folders: Sequence[Path], others: Sequence[Path], *, progress: bool = False) -> Iterator[Overlap]:
-    """Compare every folder with every other one, each image hashed once. Raises ShardError when a folder is damaged."""
+    """Compare each of `folders` with each of `others`; every image is hashed once. Raises ShardError."""
     left, right = ([ShardSource(folder) for folder in part] for part in (folders, others))
     hashed, hashed_others = ([hash_images(source, progress=progress) for source in part] for part in (left, right))
     for source, images in zip(left, hashed, strict=True):
@@ -104,19 +108,19 @@ def find_overlaps(folders: Sequence[Path], others: Sequence[Path], *, progress: 
                 other=f"{other.manifest.corpus}/{other.manifest.split}",
                 patients=shared_patients(source.manifest, other.manifest),
                 images=shared_images(images, other_images),
-                not_compared=images.left_out + other_images.left_out,
+                not_compared=images.not_hashed + other_images.not_hashed,
             )
 
 
 def compare_counts(manifests: Mapping[str, Manifest], expected: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Counts that differ from the data card's: name -> (found, expected). `images` counts all splits together.
+    """Return the counts that differ from the data card's: name -> (actual, expected).
 
-    What rules and skips left out is counted as found: the manifest names it.
+    `images` is the total over all splits. Excluded and skipped images count as present: the manifest lists them.
     """
-    found = {split: manifest.planned for split, manifest in manifests.items()}
-    outside = max((sum(manifest.excluded_from_corpus.values()) for manifest in manifests.values()), default=0)
-    found["images"] = sum(found.values()) + outside
-    return {name: (found.get(name, 0), count) for name, count in expected.items() if found.get(name, 0) != count}
+    actual = {split: manifest.planned for split, manifest in manifests.items()}
+    excluded = max((sum(manifest.excluded_from_corpus.values()) for manifest in manifests.values()), default=0)
+    actual["images"] = sum(actual.values()) + excluded
+    return {name: (actual.get(name, 0), count) for name, count in expected.items() if actual.get(name, 0) != count}
 
 
 def _check_shard(
@@ -126,7 +130,7 @@ def _check_shard(
     for path, expected in ((tar, shard.sha256), (tar.with_suffix(".index"), shard.index_sha256)):
         try:
             if sha256(path) != expected:
-                return [f"{path.name}: its bytes are not those that were written (sha256 differs)"]
+                return [f"{path.name}: sha256 differs from the manifest"]
         except FileNotFoundError:
             return [f"{path.name} is missing"]
     try:
@@ -145,19 +149,19 @@ def _check_members(
         expected[f"{key}.{index.suffixes[row]}"] = index.image[row]
         expected[f"{key}.json"] = index.meta[row]
     with tar.open("rb") as file:
-        for member in members(file, "it"):
+        for member in read_members(file, "the tar"):
             place = expected.pop(member.name, None)
             if place is None or not np.array_equal(place, (member.offset, len(member.data))):
-                problems.append(f"{tar.name}: member {member.name!r} is not where the index says")
+                problems.append(f"{tar.name}: member {member.name!r} does not match the index")
             else:
                 problems += _check_member(tar, member.name, member.data, manifest, patients, decode)
-            if len(problems) > _MOST_PROBLEMS:
-                return [*problems, f"{tar.name}: and more; the rest of it was not read"]
-    problems += [f"{tar.name}: {name} is in the index and not in the tar" for name in expected]
-    problems += [f"{tar.name}: key {key} stands twice" for key in index.keys if key in keys]
+            if len(problems) > _MAX_PROBLEMS:
+                return [*problems, f"{tar.name}: too many problems; the rest of it was not read"]
+    problems += [f"{tar.name}: {name} is in the index but not in the tar" for name in expected]
+    problems += [f"{tar.name}: duplicate key {key}" for key in index.keys if key in keys]
     keys.update(index.keys)
     if len(index.keys) != shard.samples:
-        problems.append(f"{tar.name}: {len(index.keys)} samples where the manifest says {shard.samples}")
+        problems.append(f"{tar.name}: {len(index.keys)} samples, {shard.samples} in the manifest")
     return problems
 
 
@@ -176,13 +180,13 @@ def _check_member(tar: Path, name: str, data: bytes, manifest: Manifest, patient
         return [f"{tar.name}: {name}: {error}"]
     patients.add(sample.patient)
     if (sample.key, sample.corpus, sample.split) != (key, manifest.corpus, manifest.split):
-        return [f"{tar.name}: {name} says another key, corpus or split"]
+        return [f"{tar.name}: {name} has another key, corpus or split"]
     if not set(sample.labels) <= set(manifest.label_names):
-        return [f"{tar.name}: {name} has labels that the manifest does not name"]
+        return [f"{tar.name}: {name} has labels that are not in the manifest"]
     return []
 
 
-def _check_sums(manifest: Manifest, keys: set[str], patients: set[str]) -> list[str]:
+def _check_totals(manifest: Manifest, keys: set[str], patients: set[str]) -> list[str]:
     problems = []
     if len(keys) != manifest.samples:
         problems.append(f"{len(keys)} samples in the shards, {manifest.samples} in the manifest")
@@ -192,5 +196,5 @@ def _check_sums(manifest: Manifest, keys: set[str], patients: set[str]) -> list[
     if accounted != manifest.planned:
         problems.append(f"{manifest.planned} images were planned, {accounted} are accounted for")
     if len(manifest.skipped_keys) != sum(manifest.skipped.values()):
-        problems.append("the skipped images that are listed are not those that are counted")
+        problems.append("the number of listed skipped images differs from their count")
     return problems

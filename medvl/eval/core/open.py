@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 
 from medvl.data.annotations.questions import MIXED
-from medvl.data.loading.loader import Loader, Source, open_loader
+from medvl.data.loading.loader import Loader, open_loader
+from medvl.data.loading.sources import Source
 from medvl.data.loading.subset import no_text
-from medvl.data.shards.format import ShardSource
+from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import check_against
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform

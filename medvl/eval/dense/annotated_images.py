@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medvl.data.loading.dense_targets import Kind, is_marked
+from medvl.data.loading.dense_targets import Kind, is_annotated
 from medvl.errors import EvaluationError
 from medvl.eval.core.bootstrap import mean_over_labels
 from medvl.eval.core.full_pass import FullPass, samples_by_key
@@ -65,7 +65,7 @@ def evaluate_images(
     results: list[EvaluatedImage] = []
     with evaluating(model):
         for batch in batches:
-            rows = [row for row, key in enumerate(batch.keys) if is_marked(samples[key][1], kind)]
+            rows = [row for row, key in enumerate(batch.keys) if is_annotated(samples[key][1], kind)]
             if not rows:
                 continue
             images = [

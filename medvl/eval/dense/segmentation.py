@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medvl.data.annotations.phrases import published_size
-from medvl.data.loading.dense_targets import is_marked, mark_labels, mask_at
+from medvl.data.loading.dense_targets import annotated_labels, is_annotated, mask_at
 from medvl.eval.core.full_pass import check_disjoint_patients, input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure
@@ -238,8 +238,8 @@ def _limit_side(size: tuple[int, int], side: int | None) -> tuple[int, int]:
 
 def _sample_keys(loader: Loader, count: int, seed: int) -> set[str]:
     """Return the keys of `count` random images with a mask and of `count` without."""
-    samples = [sample for _, sample in samples_by_key(loader.source).values() if is_marked(sample, "masks")]
-    with_mask = np.array([bool(mark_labels([sample], "masks")) for sample in samples], np.bool_)
+    samples = [sample for _, sample in samples_by_key(loader.source).values() if is_annotated(sample, "masks")]
+    with_mask = np.array([bool(annotated_labels([sample], "masks")) for sample in samples], np.bool_)
     rng = np.random.default_rng(seed)
     chosen = [rng.permutation(np.flatnonzero(with_mask == value))[:count].tolist() for value in (True, False)]
     return {samples[row].key for rows in chosen for row in rows}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from medvl.common.files import sha256
 from medvl.data.annotations.questions import questions_of
-from medvl.data.convert.writer import read_pixels
+from medvl.data.images.read import read_pixels
 from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
 from medvl.errors import MedvlError
 from medvl.eval.core.results import write_results

@@ -57,11 +57,11 @@ def _batches(model: VQA, source: QuestionSource, ids: Collection[str]) -> Iterat
     assert model.tokenizer is not None, "it has answered questions"
     maker = ItemMaker(model.transform, WholeText(sections=("question",)), source.label_names, seed=0)
     collate = Collate(model.tokenizer)
-    places = [place for place, asked in enumerate(source.asked) if asked.question.id in ids]
+    places = [place for place, asked in enumerate(source.questions) if asked.question.id in ids]
     for start in range(0, len(places), _BATCH):
         rows: dict[str, Item] = {}
         for place in places[start : start + _BATCH]:
-            name = source.asked[place].question.id
+            name = source.questions[place].question.id
             try:
                 rows[name] = maker(source.sample(place), source.pixels(place), 0)
             except (MedvlError, OSError):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from medvl.data.loading.vqa_source import QuestionSource
-from medvl.data.shards.format import ShardSource
+from medvl.data.shards.source import ShardSource
 from medvl.errors import EvaluationError
 from medvl.eval.vqa.answer_vocabulary import AnswerVocabulary
 from medvl.eval.vqa.predictions import Prediction
@@ -61,7 +61,7 @@ def answer_questions(model: Answers, loader: QuestionLoader) -> dict[str, Predic
     A question whose image cannot be read has no prediction, which a judge counts as wrong. Raises EvaluationError when
     a score is NaN.
     """
-    ids = {loader.source.key(n): asked.question.id for n, asked in enumerate(loader.source.asked)}
+    ids = {loader.source.key(n): asked.question.id for n, asked in enumerate(loader.source.questions)}
     device = next(model.parameters()).device
     found: dict[str, Prediction] = {}
     with evaluating(model):
@@ -87,7 +87,7 @@ class AnswerEval:
     def __call__(self, model: Answers) -> Mapping[str, float]:
         """The numbers for the model as it is now."""
         said = answer_questions(model, self.loader)
-        questions = [asked.question for asked in self.loader.source.asked]
+        questions = [asked.question for asked in self.loader.source.questions]
         credit_N = np.array([self.protocol.credit(said[q.id].answer, q) if q.id in said else 0.0 for q in questions])
         closed_N = np.array([self.protocol.is_closed(question) for question in questions])
         parts = {"accuracy": np.ones_like(closed_N), "closed": closed_N, "open": ~closed_N}

@@ -79,7 +79,7 @@ def open_labels(data: LabelConfig, model: Any, settle: Settle, batch: int) -> Da
     """
     from medvl.data.loading.loader import open_loader
     from medvl.data.loading.subset import LabelPolicyView, Subset, label_fraction, no_text
-    from medvl.data.shards.format import ShardSource
+    from medvl.data.shards.source import ShardSource
     from medvl.train.parallel.distributed import rank_and_world
 
     rank, world = rank_and_world()

@@ -67,10 +67,10 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
     Raises ShardError when a folder is damaged, SplitError when training and validation share a patient, ConfigError
     when the batch does not fit the ranks or the model has no tokenizer.
     """
-    from medvl.data.loading.concat import JoinedSource
+    from medvl.data.loading.concat import ConcatSource
     from medvl.data.loading.loader import open_loader
     from medvl.data.loading.streaming import is_address, open_remote_loader
-    from medvl.data.shards.format import ShardSource
+    from medvl.data.shards.source import ShardSource
     from medvl.train.parallel.distributed import rank_and_world
 
     if model.tokenizer is None:
@@ -93,7 +93,7 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
         manifest = train_loader.manifest
     else:
         first = ShardSource(data.train)
-        source = JoinedSource([first, *map(ShardSource, data.extra_train)]) if data.extra_train else first
+        source = ConcatSource([first, *map(ShardSource, data.extra_train)]) if data.extra_train else first
         train_loader = open_loader(source, batch=micro_batch, train=True, **ours, **common)
         manifest = source.manifest
     described: dict[str, Any] = {

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from medvl.data.shards.format import MANIFEST, ShardSource
+from medvl.data.shards.format import MANIFEST
+from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import check_against
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText

@@ -23,7 +23,7 @@ from medvl.data.convert.writer import ShardNote, ShardTask
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.images.codecs import encode_png
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.format import ShardSource
+from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import verify_folder
 from medvl.errors import ConfigError, ShardError, SplitError
 from medvl.schema import Sample
@@ -207,7 +207,7 @@ def test_damage_is_named_with_its_part_and_mended(tmp_path: Path, deid: Deidenti
     data = bytearray(victim.read_bytes())
     data[700] ^= 1
     victim.write_bytes(data)
-    with pytest.raises(ShardError, match=rf"{victim.name}: its bytes .*; remove {victim} and run the command of its"):
+    with pytest.raises(ShardError, match=rf"{victim.name}: sha256 .*; remove {victim} and run the command of its"):
         merge_parts(tmp_path / "merged", folders)
     assert not list((tmp_path / "merged").rglob("manifest.json"))
     victim.unlink()

@@ -24,7 +24,8 @@ from medvl.data.corpora import mimic_cxr
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.images.codecs import decode_image, encode_png
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.format import Index, Manifest, ShardSource, check_key, sample_from_json, sample_to_json
+from medvl.data.shards.format import Index, Manifest, check_key, sample_from_json, sample_to_json
+from medvl.data.shards.source import ShardSource
 from medvl.errors import BudgetError, ConfigError, CorpusError, ShardError, SplitError
 from medvl.schema import FINDINGS, Sample
 
@@ -289,12 +290,12 @@ def test_tars_hold_plain_files_only(tmp_path: Path, deid: Deidentifier) -> None:
     ("damage", "message"),
     [
         (lambda folder: (folder / "manifest.json").unlink(), "not a finished folder"),
-        (lambda folder: (folder / "manifest.json").write_text("{"), "cannot be read"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "cannot read"),
         (lambda folder: (folder / "manifest.json").write_text('{"schema_version": 99}'), "schema version"),
-        (lambda folder: (folder / "manifest.json").write_text('{"schema_version": 2}'), "is damaged"),
-        (lambda folder: (folder / "lab-train-000001.tar").unlink(), "000001.tar is missing"),
-        (lambda folder: (folder / "lab-train-000001.index").unlink(), "000001.index is missing"),
-        (lambda folder: os.truncate(folder / "lab-train-000001.tar", 1000), "has 1000 bytes where"),
+        (lambda folder: (folder / "manifest.json").write_text('{"schema_version": 2}'), "fields are missing"),
+        (lambda folder: (folder / "lab-train-000001.tar").unlink(), "000001.tar does not exist"),
+        (lambda folder: (folder / "lab-train-000001.index").unlink(), "000001.index does not exist"),
+        (lambda folder: os.truncate(folder / "lab-train-000001.tar", 1000), "got 1000"),
         (lambda folder: (folder / "lab-train-000001.index").write_text("# medvl index 1\na\tb\n"), "index is damaged"),
         (lambda folder: (folder / "lab-train-000001.index").write_bytes(b"\xff\xfe\x00"), "index is damaged"),
         (

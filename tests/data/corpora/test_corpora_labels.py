@@ -17,7 +17,8 @@ from medvl.data.annotations.boxes import read_box
 from medvl.data.annotations.mask_rle import decode_runs, encode_runs
 from medvl.data.corpora import covidx, nih_cxr14, rsna, siim
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.format import ShardSource, sample_to_json
+from medvl.data.shards.format import sample_to_json
+from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError
 
 CARDS = Path(__file__).parents[3] / "data_cards"

@@ -12,7 +12,8 @@ from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora import medicat, openi
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.format import ShardSource, sample_to_json
+from medvl.data.shards.format import sample_to_json
+from medvl.data.shards.source import ShardSource
 from medvl.data.splits import check_disjoint
 from medvl.errors import ConfigError, CorpusError
 

@@ -16,7 +16,8 @@ from medvl.data.convert.hold_out import leave_out
 from medvl.data.corpora import mimic_cxr, ms_cxr
 from medvl.data.images.codecs import encode_jpeg
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.format import ShardSource, sample_from_json, sample_to_json
+from medvl.data.shards.format import sample_from_json, sample_to_json
+from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError, SplitError
 from medvl.phantom import World, write_ms_cxr
 from medvl.phantom.rendering.ground_truth import boxes

@@ -26,7 +26,8 @@ from medvl.data.corpora import path_vqa, slake, vqa_med, vqa_rad
 from medvl.data.corpora.common.pickle_reader import read_plain_pickle
 from medvl.data.corpora.common.tables import Plan
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.format import Manifest, ShardSource
+from medvl.data.shards.format import Manifest
+from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError
 
 CARDS = Path(__file__).parents[3] / "data_cards"

@@ -11,9 +11,9 @@ from helpers.shard_plans import make_plan
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.common.tables import Record
-from medvl.data.loading.concat import JoinedSource
+from medvl.data.loading.concat import ConcatSource
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.format import ShardSource
+from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.text import RandomSection
 from medvl.errors import ConfigError
 
@@ -39,7 +39,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[ShardSource, Shar
 
 
 def test_the_samples_of_one_follow_those_of_the_other(sources: tuple[ShardSource, ShardSource]) -> None:
-    joined = JoinedSource(sources)
+    joined = ConcatSource(sources)
     assert len(joined) == 9
     expected = [source.sample(place) for source in sources for place in range(len(source))]
     assert [joined.sample(place) for place in range(9)] == expected
@@ -50,22 +50,22 @@ def test_the_samples_of_one_follow_those_of_the_other(sources: tuple[ShardSource
 
 
 def test_labels_patients_and_shards_are_those_of_all(sources: tuple[ShardSource, ShardSource]) -> None:
-    joined = JoinedSource(sources)
+    joined = ConcatSource(sources)
     assert joined.label_names == ("Edema", "Mass")
     assert joined.manifest.corpus == "roco+medicat"
     assert joined.manifest.samples == 9
     assert set(joined.manifest.patients) == {p for source in sources for p in source.manifest.patients}
-    assert joined.fingerprint != JoinedSource(sources[::-1]).fingerprint  # another order is another run
+    assert joined.fingerprint != ConcatSource(sources[::-1]).fingerprint  # another order is another run
     assert all(str(source.folder) in joined.folder for source in sources)
 
 
 def test_folders_that_do_not_belong_together(sources: tuple[ShardSource, ShardSource], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="each once"):
-        JoinedSource([sources[0], sources[0]])
-    with pytest.raises(ConfigError, match="each once"):
-        JoinedSource([])
+        ConcatSource([sources[0], sources[0]])
+    with pytest.raises(ConfigError, match="got none"):
+        ConcatSource([])
     with pytest.raises(ConfigError, match="different salts"):
-        JoinedSource([sources[0], write(tmp_path, "other", 2, salt=b"1" * 32)])
+        ConcatSource([sources[0], write(tmp_path, "other", 2, salt=b"1" * 32)])
 
 
 def test_a_section_is_drawn_whole_and_evenly() -> None:

@@ -19,7 +19,8 @@ from medvl.data.convert.pipeline import write_shards
 from medvl.data.loading.loader import open_loader
 from medvl.data.loading.streaming import RemoteLoader, _url, is_address, open_remote_loader
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.format import Manifest, ShardSource
+from medvl.data.shards.format import Manifest
+from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import ConVIRTAugmentation
 from medvl.data.transforms.text import WholeText
@@ -120,18 +121,18 @@ def test_a_broken_stream_and_a_missing_manifest_are_named(
     loader = open_it()
     for tar in folder.glob("*.tar"):
         tar.write_bytes(tar.read_bytes()[:3000])
-    with pytest.raises(ShardError, match=r"train-00000\d.tar broke off"):
+    with pytest.raises(ShardError, match=r"train-00000\d.tar: unexpected end"):
         list(loader)
-    with pytest.raises(ShardError, match="manifest.json cannot be read"):
+    with pytest.raises(ShardError, match=r"cannot read .*manifest.json"):
         open_remote_loader(address + "/nowhere", batch=4, workers=0, **SETTINGS)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch": 3, "world": 2}, "does not go with 2 ranks"),
-        ({"batch": 41}, "41 does not go with"),
-        ({"workers": 5, "world": 2, "rank": 1}, "8 shards for 10 readers"),
+        ({"batch": 3, "world": 2}, "a multiple of 2 ranks"),
+        ({"batch": 41}, "got 41"),
+        ({"workers": 5, "world": 2, "rank": 1}, "8 shards are too few for 10 readers"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
@@ -146,7 +147,7 @@ def test_settings_that_cannot_work_are_refused(
     "address", ["https://host/a b", "s3://bucket/$(id)", "s3://b/a;id", "file:///etc", "s3://b/'x'"]
 )
 def test_nothing_but_plain_addresses_reaches_a_command_line(address: str) -> None:
-    with pytest.raises(ConfigError, match="no plain"):
+    with pytest.raises(ConfigError, match="without special characters"):
         _url(address, "x.tar")
 
 

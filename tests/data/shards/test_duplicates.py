@@ -19,7 +19,7 @@ from medvl.data.images.codecs import decode_image, encode_jpeg
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards import duplicate_images
 from medvl.data.shards.duplicate_images import SAME, HashedImages, hash_images, perceptual_hash, shared_images
-from medvl.data.shards.format import ShardSource
+from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import find_overlaps
 from medvl.phantom import World, draw
 from medvl.schema import Sample
@@ -187,7 +187,7 @@ def test_an_unreadable_image_is_counted(pair: tuple[Path, Path], monkeypatch: py
     read = source.image_bytes
     monkeypatch.setattr(source, "image_bytes", lambda position: read(position)[: -200 if position == 2 else None])
     images = hash_images(source)
-    assert images.left_out == {"truncated": 1}
+    assert images.not_hashed == {"truncated": 1}
     assert len(images.keys) == len(images.bits_N2K) == 7
     assert source.key(2) not in images.keys
 

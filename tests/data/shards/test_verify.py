@@ -36,7 +36,7 @@ def flip_byte(path: Path, position: int) -> None:
 def test_a_flipped_byte_is_found_by_its_hash(folder: Path, position: int) -> None:
     flip_byte(folder / "lab-train-000001.tar", position)
     (problem,) = verify_folder(folder).problems
-    assert problem.startswith("lab-train-000001.tar: its bytes are not those that were written")
+    assert problem.startswith("lab-train-000001.tar: sha256 differs from the manifest")
 
 
 def test_missing_and_strange_files_are_found(folder: Path) -> None:
@@ -71,8 +71,8 @@ def test_an_index_of_another_tar_is_found(folder: Path) -> None:
     (folder / "lab-train-000000.index").write_bytes((folder / "lab-train-000001.index").read_bytes())
     reseal(folder, 0)
     problems = verify_folder(folder).problems
-    assert any("is not where the index says" in problem for problem in problems)
-    assert any("is in the index and not in the tar" in problem for problem in problems)
+    assert any("does not match the index" in problem for problem in problems)
+    assert any("is in the index but not in the tar" in problem for problem in problems)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_an_index_of_another_tar_is_found(folder: Path) -> None:
         ("samples", 13, "12 samples in the shards, 13 in the manifest"),
         ("patients", ["patient0"], "6 patients in the shards, 1 in the manifest"),
         ("planned", 14, "14 images were planned, 12 are accounted for"),
-        ("skipped_keys", [["key1", "x"]], "not those that are counted"),
-        ("label_names", ["odd"], "labels that the manifest does not name"),
+        ("skipped_keys", [["key1", "x"]], "differs from their count"),
+        ("label_names", ["odd"], "labels that are not in the manifest"),
         ("corpus", "other", "another key, corpus or split"),
     ],
 )

@@ -14,7 +14,8 @@ from sklearn import metrics as reference
 from sklearn.linear_model import LogisticRegression
 
 import medvl
-from medvl.data.loading.loader import FileSource, open_loader
+from medvl.data.loading.loader import open_loader
+from medvl.data.loading.sources import FileSource
 from medvl.data.loading.subset import Subset, label_fraction, no_text
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, EvaluationError, SplitError

@@ -14,7 +14,8 @@ from nltk.translate.bleu_score import corpus_bleu
 from sklearn.metrics import precision_recall_fscore_support
 
 from medvl.cli import main as cli
-from medvl.data.loading.loader import FileSource, open_loader
+from medvl.data.loading.loader import open_loader
+from medvl.data.loading.sources import FileSource
 from medvl.data.reports.labeler import label_report
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, EvaluationError

@@ -26,7 +26,7 @@ from medvl.data.corpora import vqa_rad
 from medvl.data.loading.loader import Loader
 from medvl.data.loading.vqa_source import QuestionSource
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.format import ShardSource
+from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, ImageError
 from medvl.eval import VQAData, judge_answers, normalize_answer
 from medvl.eval.core.open import open_for_evaluation
@@ -97,7 +97,7 @@ def source(home: Path) -> QuestionSource:
 def result(model: VQA, source: QuestionSource) -> VQAResult:
     said = answer_questions(model, open_questions(model, source, 8))
     for n, name in enumerate(sorted(said)):  # a random model is right about little: let it be, in part
-        question = next(each.question for each in source.asked if each.question.id == name)
+        question = next(each.question for each in source.questions if each.question.id == name)
         if n % 2 and question.id != "200":
             said[name] = Prediction(normalize_answer(question.answer), score=0.75)
     return judge_answers(question_data([source.source]), said, resamples=20, inputs={"checkpoint": "ab" * 32})
@@ -108,7 +108,7 @@ def open_questions(model: VQA, source: QuestionSource, batch: int) -> Loader:
 
 
 def pixels_of(source: QuestionSource) -> Any:
-    places = {each.question.id: each.image for each in source.asked}
+    places = {each.question.id: each.image for each in source.questions}
     return lambda name: source.source.pixels(places[name], color=True)
 
 
@@ -212,8 +212,8 @@ def test_cards_show_image_question_answers_and_both_maps(
 
 def test_explanations_are_what_the_model_computes(model: VQA, source: QuestionSource) -> None:
     model.train()
-    places = (1, 5, next(n for n, each in enumerate(source.asked) if each.question.id == "200"))
-    ids = [source.asked[place].question.id for place in places]
+    places = (1, 5, next(n for n, each in enumerate(source.questions) if each.question.id == "200"))
+    ids = [source.questions[place].question.id for place in places]
     found = explain(model, source, ids, answers=3)
     assert model.training
     model.eval()
@@ -223,11 +223,11 @@ def test_explanations_are_what_the_model_computes(model: VQA, source: QuestionSo
         logits_BV = model.answer_logits(batch)
         maps = question_attention(model.fusion_model, batch)
     for row in places:
-        one = found[source.asked[row].question.id]
+        one = found[source.questions[row].question.id]
         order = logits_BV[row].argsort(descending=True).tolist()
         assert [answer for answer, _ in one.answers] == [ANSWERS[place] for place in order[:3]]
         assert one.answers[0][1] == pytest.approx(float(logits_BV[row].max().sigmoid()), abs=1e-4)
-        right = normalize_answer(source.asked[row].question.answer)
+        right = normalize_answer(source.questions[row].question.answer)
         assert one.rank == (order.index(ANSWERS.index(right)) + 1 if right in ANSWERS else None)
         assert one.transform == model.transform
         for (_, map_hw), map_BP in zip(one.maps, (maps.pooled_BP, maps.words_BP), strict=True):
@@ -258,7 +258,7 @@ def test_a_question_whose_image_is_gone_is_not_explained(
         return pixels(position, color)
 
     monkeypatch.setattr(source, "pixels", broken)
-    ids = [source.asked[place].question.id for place in (0, 1)]
+    ids = [source.questions[place].question.id for place in (0, 1)]
     assert set(explain(model, source, ids)) == {ids[1]}
     assert f"question {ids[0]} is not explained" in caplog.text
 

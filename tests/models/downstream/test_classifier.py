@@ -12,9 +12,10 @@ from helpers.label_shards import NAMES, make_shards
 from sklearn import metrics as reference
 
 import medvl
-from medvl.data.loading.loader import FileSource, open_loader
+from medvl.data.loading.loader import open_loader
+from medvl.data.loading.sources import FileSource
 from medvl.data.loading.subset import LabelPolicyView, label_fraction, no_text
-from medvl.data.shards.format import ShardSource
+from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.encoders import create_image_encoder

@@ -15,9 +15,9 @@ from medvl.data.annotations.mask_rle import encode_runs
 from medvl.data.loading.dense_targets import (
     DenseBatch,
     DenseTargets,
+    annotated_labels,
     boxes_of,
-    is_marked,
-    mark_labels,
+    is_annotated,
     mask_at,
     mask_of,
 )
@@ -86,18 +86,18 @@ def test_labels_boxes_and_masks_of_a_sample() -> None:
     runs[30:60, 50:80] = True
     boxed = sample_of({"boxes": [box("Mass", 10, 20, 30, 40), box("Other", 0, 0, 5, 5)]})
     masked = sample_of({"masks": [{"label": "Mass", "runs": encode_runs(runs)}], "boxes": []})
-    assert mark_labels([boxed, masked], "boxes") == ("Mass", "Other")
-    assert mark_labels([masked], "masks") == ("Mass",)
+    assert annotated_labels([boxed, masked], "boxes") == ("Mass", "Other")
+    assert annotated_labels([masked], "masks") == ("Mass",)
     np.testing.assert_array_equal(boxes_of(boxed, LABELS, (60, 100)), [[5, 10, 20, 30, 0]])
     np.testing.assert_array_equal(mask_of(masked, "Mass"), runs)
     assert not mask_of(masked, "Opacity").any()
     assert mask_of(boxed, "Mass").sum() == 30 * 40  # where there are no masks, boxes are
     np.testing.assert_array_equal(mask_at(masked, "Mass", (60, 100)), runs[::2, ::2])
-    looked_at = [is_marked(sample_of(extra), kind) for extra in ({"masks": []}, {}) for kind in ("boxes", "masks")]
+    looked_at = [is_annotated(sample_of(extra), kind) for extra in ({"masks": []}, {}) for kind in ("boxes", "masks")]
     assert looked_at == [False, True, False, False]
-    assert is_marked(sample_of({"boxes": []}), "masks")
+    assert is_annotated(sample_of({"boxes": []}), "masks")
     for broken in ({"boxes": [{"label": "Mass", "x": 1}]}, {"boxes": "none"}, {"boxes": [{"x": 1}]}):
-        with pytest.raises(CorpusError, match="sample k: its boxes are not as medvl writes them"):
+        with pytest.raises(CorpusError, match="sample k: malformed boxes"):
             boxes_of(sample_of(broken), LABELS, (60, 100))
 
 

@@ -23,7 +23,7 @@ from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.loading.subset import label_fraction
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.format import ShardSource
+from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import create_image_encoder
 from medvl.errors import ConfigError, EvaluationError, SplitError

@@ -12,7 +12,7 @@ from helpers.vqa_corpora import write_rad_shards
 import medvl
 from medvl.data.loading.loader import open_loader
 from medvl.data.loading.vqa_source import QuestionSource
-from medvl.data.shards.format import ShardSource
+from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, CorpusError
@@ -56,7 +56,7 @@ def test_each_question_is_an_item_with_its_image(folder: Path) -> None:
     assert [dict(sample.labels) for sample in asked] == [{"no": 1}, {"right lung": 1}]
     assert len({sample.key for sample in asked}) == 2
     assert len({sample.patient for sample in asked}) == 1
-    np.testing.assert_array_equal(test.pixels(0), test.source.pixels(test.asked[0].image))
+    np.testing.assert_array_equal(test.pixels(0), test.source.pixels(test.questions[0].image))
     assert train.fingerprint != test.fingerprint
 
 
@@ -66,7 +66,7 @@ def test_an_answer_outside_the_vocabulary_has_no_label_and_stays(folder: Path) -
 
 
 def test_a_split_without_questions_is_named(folder: Path) -> None:
-    with pytest.raises(CorpusError, match="no question of the split 'validate': it has questions of test, train"):
+    with pytest.raises(CorpusError, match="no question has the split 'validate'; found test, train"):
         source_of(folder, "validate")
 
 
@@ -125,7 +125,7 @@ def test_a_position_among_questions_that_are_together_is_no_position_among_other
 
 
 def test_only_what_shares_images_can_be_kept_together(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="together is 2"):
+    with pytest.raises(ConfigError, match="got 2"):
         loader_of(ShardSource(folder), tiny_vqa(), batch=2, train=True, together=2)
 
 

@@ -15,7 +15,7 @@ from medvl.cli.eval_common import RunOptions
 from medvl.cli.eval_vqa import vqa as eval_vqa
 from medvl.data.loading.loader import open_loader
 from medvl.data.loading.vqa_source import QuestionSource
-from medvl.data.shards.format import ShardSource
+from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, EvaluationError

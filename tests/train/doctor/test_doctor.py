@@ -23,7 +23,7 @@ from medvl.data.loading.loader import Loader, open_loader
 from medvl.data.loading.profile import Stages, time_stages
 from medvl.data.loading.subset import no_text
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.format import ShardSource
+from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, ImageError
@@ -224,10 +224,10 @@ def test_each_stage_is_timed_for_what_it_does(loader: Loader, monkeypatch: pytes
 
 def test_samples_that_cannot_be_read_are_left_out(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     def damaged(*_: Any) -> np.ndarray:
-        raise ImageError("the JPEG ends before its last pixel", "truncated")
+        raise ImageError("the JPEG is truncated", "truncated")
 
     monkeypatch.setattr(loader.samples.source, "pixels", damaged)
-    with pytest.raises(ImageError, match="not one of the samples can be read"):
+    with pytest.raises(ImageError, match="no sample can be read"):
         time_stages(loader, batch=2)
 
 

@@ -110,7 +110,7 @@ def test_a_patient_in_training_and_validation_is_refused(shards: Path, model: An
 
 def test_a_damaged_folder_and_a_model_without_tokenizer_are_refused(shards: Path, model: Any, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(ShardError, match="manifest.json cannot be read"):
+    with pytest.raises(ShardError, match=r"cannot read .*manifest.json"):
         open_data(config(shards, train=str(tmp_path)), model, micro_batch=4)
     bare = medvl.create_model(dataclasses.replace(model.config, vocab_size=100))
     with pytest.raises(ConfigError, match="the model has no tokenizer: set data.tokenizer"):

@@ -1,0 +1,93 @@
+"""Batch samplers: which samples form each batch of this rank, from any position on.
+
+The order of an epoch is one permutation of all samples, determined by (seed, epoch). Global batch b of an epoch is the
+b-th slice of it, so neither the number of ranks nor that of workers changes the content of a global batch.
+"""
+
+import abc
+from collections.abc import Iterator
+
+import numpy as np
+
+
+class BatchSampler(abc.ABC):
+    """Positions of the samples of each batch. `epoch` and `batch` are the current position and can be set."""
+
+    together = 1
+
+    def __init__(self, count: int, global_batch: int, seed: int, rank: int, world: int) -> None:
+        self.count, self.global_batch, self.seed, self.rank, self.world = count, global_batch, seed, rank, world
+        self.epoch = 0
+        self.batch = 0
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Return the number of batches per epoch on this rank."""
+
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        """Yield (epoch, position) of each sample of each batch, starting at `self.batch` of `self.epoch`."""
+
+
+class TrainSampler(BatchSampler):
+    """Shuffled full global batches, divided evenly among the ranks. The remainder of an epoch is dropped.
+
+    Args:
+        images_N: number of each sample's image; samples of one image follow one another in groups of `together`.
+            None: no grouping.
+        together: size of these groups.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        global_batch: int,
+        seed: int,
+        rank: int,
+        world: int,
+        *,
+        images_N: np.ndarray | None = None,
+        together: int = 1,
+    ) -> None:
+        super().__init__(count, global_batch, seed, rank, world)
+        self.images_N, self.together = images_N, together
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the positions of all samples in the order of an epoch."""
+        generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
+        order_N = generator.permutation(self.count)
+        return order_N if self.images_N is None else _group_by_image(order_N, self.images_N, self.together)
+
+    def __len__(self) -> int:
+        return self.count // self.global_batch
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch, order = self.epoch, self.order(self.epoch)
+        local = self.global_batch // self.world
+        for batch in range(self.batch, len(self)):
+            start = batch * self.global_batch + self.rank * local
+            yield [(epoch, int(position)) for position in order[start : start + local]]
+
+
+class EvalSampler(BatchSampler):
+    """Every sample once, in order. Ranks take whole batches in turn, so a batch's content does not depend on them."""
+
+    def __len__(self) -> int:
+        batches = -(-self.count // self.global_batch)
+        return len(range(self.rank, batches, self.world))
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for start in range(self.rank * self.global_batch, self.count, self.world * self.global_batch):
+            yield [(0, position) for position in range(start, min(start + self.global_batch, self.count))]
+
+
+def _group_by_image(order_N: np.ndarray, images_N: np.ndarray, together: int) -> np.ndarray:
+    """Reorder `order_N` so that each sample is followed by up to `together` - 1 later samples of the same image."""
+    images_N = images_N[order_N]
+    by_image_N = np.argsort(images_N, kind="stable")
+    _, start, count = np.unique(images_N[by_image_N], return_index=True, return_counts=True)
+    nth_N = np.empty(len(order_N), int)
+    nth_N[by_image_N] = np.arange(len(order_N)) - np.repeat(start, count)
+    group_N = images_N * (count.max() // together + 1) + nth_N // together
+    _, first, group_N = np.unique(group_N, return_index=True, return_inverse=True)
+    return order_N[np.argsort(first[group_N], kind="stable")]

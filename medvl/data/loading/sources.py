@@ -1,0 +1,46 @@
+"""Where a loader reads samples from: the `Source` protocol, and the files of a corpus as a source."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from medvl.data.images.read import read_pixels
+from medvl.schema import Sample
+
+
+class Source(Protocol):
+    """Random access to samples and their pixels. A source may also have `folder` (for messages) and `image_keys`."""
+
+    label_names: tuple[str, ...]
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+
+    def sample(self, position: int) -> Sample:
+        """Return the sample at `position`, without its pixels."""
+
+    def pixels(self, position: int, color: bool = False) -> np.ndarray:
+        """Return the decoded image of the sample at `position`: uint8 (H, W) or (H, W, C)."""
+
+
+class FileSource:
+    """Samples that are read from the files of their corpus: for evaluation without shards."""
+
+    def __init__(self, samples: Sequence[Sample], label_names: Sequence[str]) -> None:
+        self.samples = list(samples)
+        self.label_names = tuple(label_names)
+        content = "\n".join(f"{sample.key} {sorted(sample.labels.items())}" for sample in self.samples)
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def sample(self, position: int) -> Sample:
+        """Return the sample at `position`, without its pixels."""
+        return self.samples[position]
+
+    def pixels(self, position: int, color: bool = False) -> np.ndarray:
+        """Return uint8 (H, W), or (H, W, 3) with `color`. Raises DicomError, ImageError or FileNotFoundError."""
+        return read_pixels(self.samples[position], color=color)[0]
