@@ -10,6 +10,8 @@ dim, E shared embedding dim, C channels, H and W height and width, L labels, N a
 from __future__ import annotations  # torch is imported for the type checker only
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -161,7 +163,11 @@ class Embeddings:
     local_NPE: Tensor | None = None
     """Regions or words, for models whose similarity has a local term."""
     mask_NP: Tensor | None = None
-    """bool, True on real words or regions."""
+    """bool, True on real words or regions; None: all are."""
+    weight_NP: Tensor | None = None
+    """float32 weights of words or regions, for losses that use them."""
+    pair_N: Tensor | None = None
+    """int64: the pair that each row belongs to, where pairs have unequal numbers of rows. None: row i is of pair i."""
 
     def __len__(self) -> int:
         return len(self.global_NE)
@@ -176,11 +182,15 @@ class Losses:
 
     @classmethod
     def sum(cls, **terms: Tensor) -> Losses:
-        """The plain sum of named terms."""
+        """Return the plain sum of named terms."""
         if not terms:
             raise ValueError("Losses.sum needs at least one term")
-        values = list(terms.values())
-        total = values[0]
-        for value in values[1:]:
-            total = total + value
-        return cls(total=total, terms=terms)
+        return cls(total=functools.reduce(operator.add, terms.values()), terms=terms)
+
+    @classmethod
+    def weighted(cls, **terms: tuple[Tensor, float]) -> Losses:
+        """Return the weighted sum of named (value, weight) terms; `terms` keep the unweighted values."""
+        if not terms:
+            raise ValueError("Losses.weighted needs at least one term")
+        total = functools.reduce(operator.add, (weight * value for value, weight in terms.values()))
+        return cls(total=total, terms={name: value for name, (value, _) in terms.items()})

@@ -67,6 +67,11 @@ def gather_padded(x_BTE: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
     return x_NTE, mask_NT
 
 
+def rows_by_rank(rows: int) -> list[int]:
+    """Return the numbers of rows of all ranks, in rank order; where `gather` returns its input, of this one alone."""
+    return [rows] if _is_alone() else _row_counts(torch.empty(rows))
+
+
 def host_group() -> Any:
     """The process group for small host-side exchanges: the default group where it speaks gloo, else one of its own.
 

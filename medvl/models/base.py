@@ -22,6 +22,12 @@ class SystemConfig:
     system: ClassVar[str]
     """Name of the system; set by `medvl.models.registry.register_system`."""
 
+    def check(self, field: str, valid: bool, expected: str) -> None:
+        """Raise ConfigError naming the field and the expected values unless `valid`."""
+        if not valid:
+            value = getattr(self, field)
+            raise ConfigError(f"{field} must be {expected}, got {value!r}", "out_of_range", field=field)
+
 
 class System(nn.Module, abc.ABC):
     """Base of everything that `create_model` creates and a checkpoint holds.
@@ -103,3 +109,11 @@ class TwoTowers(System):
     ) -> None:
         super().__init__(config, transform=transform, tokenizer=tokenizer)
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
+
+
+def complete_rows(batch: Batch) -> Tensor:
+    """Return (N,) int64: the rows of a batch that have both an image and a text."""
+    complete_B = torch.ones_like(batch.mask_BT[:, 0])
+    for has_B in (batch.has_image_B, batch.has_text_B):
+        complete_B = complete_B if has_B is None else complete_B & has_B
+    return complete_B.nonzero().squeeze(1)

@@ -1,8 +1,8 @@
-"""SigLIP: every pair of a batch judged for itself (Zhai et al., arXiv 2303.15343, ICCV 2023)."""
+"""SigLIP: a sigmoid loss over all pairs of a batch (Zhai et al., arXiv 2303.15343, ICCV 2023)."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,40 +14,40 @@ from medvl.models.registry import register_system
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SigLIPConfig(CLIPConfig):
-    """SigLIP (Zhai et al., arXiv 2303.15343), on any two towers; the defaults are open_clip's ViT-B/16."""
+    """Settings on any two encoders; the defaults are open_clip's ViT-B/16."""
 
     image_encoder: str = "open_clip:ViT-B-16-SigLIP"
     text_encoder: str = "open_clip:ViT-B-16-SigLIP"
     fit: Literal["crop", "pad", "squash"] = "squash"
     temperature: float = 0.1
-    """Of t' = log 10 (section 3.2)."""
+    """Initial temperature: t' = log 10 (section 3.2)."""
     bias: float = -10.0
-    """Added to all logits, at the start: nearly all pairs of a batch do not belong together."""
+    """Initial bias of all logits: nearly all pairs of a batch are negatives."""
     max_scale: float | None = None
     max_tokens: int = 64
 
 
 @register_system("siglip")
 class SigLIP(CLIP):
-    """CLIP's towers under a pairwise sigmoid loss with a learned scale and bias (section 3.2).
+    """CLIP's encoders under a pairwise sigmoid loss with a learned scale and bias (section 3.2).
 
     Attributes:
         logit_bias: added to all logits.
     """
 
-    Config: ClassVar[type] = SigLIPConfig
+    Config = SigLIPConfig
 
-    def __init__(self, config: SigLIPConfig, *parts: Any, **prepares: Any) -> None:
-        super().__init__(config, *parts, **prepares)
+    def __init__(self, config: SigLIPConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
         self.logit_bias = nn.Parameter(torch.tensor(config.bias))
 
     def load_scalars(self, tensors: Mapping[str, Tensor], source: str) -> None:
-        """Take scale and bias. A file without a bias was trained with a softmax, whose scale says nothing here."""
+        """Load scale and bias; without a bias neither, since the scale of a softmax does not fit a sigmoid."""
         if "logit_bias" in tensors:
             super().load_scalars(tensors, source)
             with torch.no_grad():
                 self.logit_bias.copy_(tensors["logit_bias"].reshape(()))
 
     def contrast(self, image_NE: Tensor, text_NE: Tensor, groups: Sequence[Tensor] = ()) -> Tensor:
-        """The loss of pairs of unit vectors, a scalar."""
+        """Return the loss of pairs of unit vectors, a scalar."""
         return losses.siglip(image_NE, text_NE, self.logit_scale.exp(), self.logit_bias, groups=groups)

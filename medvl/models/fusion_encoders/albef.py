@@ -19,10 +19,11 @@ from medvl.losses.gather import gather
 from medvl.losses.itc import Keys, MomentumQueue, clamp_temperature_, ramped_alpha
 from medvl.losses.itm import MatchingPairs, hard_pairs
 from medvl.losses.positives import name_ids
+from medvl.models.base import complete_rows
 from medvl.models.dual_encoders.base import DualEncoder
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.config import ALBEFConfig
-from medvl.models.fusion_encoders.corruption import complete_rows, draw_text, of_rows, same_rows
+from medvl.models.fusion_encoders.corruption import draw_text, of_rows, same_rows
 from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Tokens
 from medvl.models.fusion_encoders.layers.heads import WordHead
 from medvl.models.fusion_encoders.layers.inputs import create_encoders, of_present

@@ -16,6 +16,7 @@ from medvl.losses.itm import MatchingPairs, random_pairs
 from medvl.losses.mim import PatchMask
 from medvl.losses.mlm import masked_positions
 from medvl.losses.positives import name_ids, same_pairs, text_ids
+from medvl.models.base import complete_rows
 from medvl.schema import Batch
 
 
@@ -59,14 +60,6 @@ def same_rows(batch: Batch, *groups_B: Tensor) -> Tensor:
     if batch.studies is not None:
         groups_B = (*groups_B, name_ids(batch.studies))
     return same_pairs(text_ids(batch.ids_BT, batch.mask_BT), *groups_B)
-
-
-def complete_rows(batch: Batch) -> Tensor:
-    """(N,) int64: the samples that have both an image and a text."""
-    complete_B = torch.ones_like(batch.mask_BT[:, 0])
-    for has_B in (batch.has_image_B, batch.has_text_B):
-        complete_B = complete_B if has_B is None else complete_B & has_B
-    return complete_B.nonzero().squeeze(1)
 
 
 def of_rows(pairs: MatchingPairs, row_N: Tensor) -> MatchingPairs:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from medvl.errors import ConfigError
-from medvl.models.dual_encoders.base import ContrastiveEncoder, Pairs
+from medvl.models.dual_encoders.base import ContrastiveEncoder
+from medvl.models.dual_encoders.pairs import Pairs
 from medvl.schema import Batch, Losses
 from medvl.train.fault_tolerance.nonfinite import BufferGuard, propagate_nonfinite
 from medvl.train.optim.precision import Precision
@@ -54,12 +55,12 @@ class GradCache:
             self._buffers.take()
             encoded = [self._encode(part, number, draw) for number, part in enumerate(parts)]
             self._buffers.restore()  # running statistics count a batch once: in the second pass
-        leaves = [[tensor.requires_grad_() for tensor in pairs.embeddings()] for pairs in encoded]
+        leaves = [[tensor.requires_grad_() for tensor in pairs.tensors()] for pairs in encoded]
         with self._precision.autocast():
-            losses = self._model.compare_pairs(Pairs.cat(encoded))
+            losses = self._model.pair_losses(Pairs.cat(encoded))
         self._precision.backward(propagate_nonfinite(losses.total) / count)
         for number, (part, cached) in enumerate(zip(parts, leaves, strict=True)):
-            again = self._encode(part, number, draw).embeddings()
+            again = self._encode(part, number, draw).tensors()
             # A frozen tower's embeddings have no graph, and a level of weight 0 no gradient.
             joints = [
                 (end, leaf.grad)

@@ -7,7 +7,8 @@ import torch
 from helpers.fusion_samples import TINY, flags, make_batch, tiny_model, tiny_tokenizer
 
 from medvl.losses.itm import MatchingPairs
-from medvl.models.fusion_encoders.corruption import complete_rows, draw_pairs, same_rows
+from medvl.models.base import complete_rows
+from medvl.models.fusion_encoders.corruption import draw_pairs, same_rows
 
 TOKENIZER = tiny_tokenizer()
 DRAWN_FIRST = sorted(TINY.keys() - {"albef"})

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 import medvl
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models import ContrastiveEncoder
-from medvl.models.dual_encoders.base import Pairs, groups_of
+from medvl.models.dual_encoders.base import groups_of
+from medvl.models.dual_encoders.pairs import Pairs
 from medvl.schema import Batch
 from medvl.train.config import TrainConfig
 from medvl.train.fault_tolerance import checkpoint
@@ -271,10 +272,10 @@ def test_positives_of_a_batch_are_numbered_alike_in_every_part_of_it() -> None:
         assert torch.equal(study_or_text, torch.cat([first, second]))
     assert (whole[0][:, None] == whole[0]).sum() == PAIRS + 4
     assert groups_of(make_batch(), "own") == ()
-    with pytest.raises(ConfigError, match="positives is 'study', but these batches know no studies"):
+    with pytest.raises(ConfigError, match="positives is 'study', but the batches have no studies"):
         groups_of(dataclasses.replace(make_batch(), studies=None), "study")
     for name in ("convirt", "clip"):
-        with pytest.raises(ConfigError, match="positives is 'texts': known are own, study, text, either"):
+        with pytest.raises(ConfigError, match="positives must be 'own' or 'study' or 'text' or 'either', got 'texts'"):
             medvl.create_model(name, positives="texts")
 
 

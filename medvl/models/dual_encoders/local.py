@@ -1,0 +1,226 @@
+"""Base of dual-encoders that also compare the words of a text with the regions of an image."""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.data.transforms.image import Box, EvalTransform
+from medvl.encoders import create_image_encoder, create_text_encoder, freeze_layers
+from medvl.errors import ConfigError
+from medvl.models.dual_encoders.base import ContrastiveEncoder, DualEncoderConfig, attention_arguments
+from medvl.models.dual_encoders.words import most_slots, sum_by_slot, word_slots
+from medvl.models.heatmaps import on_image
+from medvl.schema import Embeddings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalDualConfig(DualEncoderConfig):
+    """Settings of a dual-encoder with words and regions."""
+
+    margin: int = 0
+    """Pixels cut off on every side after the image was made square."""
+    encoder_size: int | None = None
+    """Side to which images are stretched on the device, bilinearly, before the image encoder; None is `image_size`."""
+    pixel_mean: float | None = None
+    pixel_std: float | None = None
+    """Mean and standard deviation of pixels in 0..1; None takes the image encoder's."""
+    patch_level: int = -1
+    """Stage of the image encoder that regions come from: -1 is the last one, the only one of vision Transformers."""
+    text_layers: int = 1
+    """Number of last layers of the text encoder that are combined."""
+    text_reduce: Literal["sum", "mean"] = "sum"
+    """How these layers are combined."""
+    frozen_text_layers: int = 0
+    """Layers of the text encoder that are frozen, with the embeddings, from the bottom; 0 trains everything."""
+    attention_dropout: float | None = None
+    """As for ConVIRT."""
+    local_feature_norm: float | None = None
+    """Norm to which regions and words are scaled; None leaves them as they are."""
+    text_token: bool = True
+    """Include the text's first token among its words."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("pixel_std", "local_feature_norm"):
+            self.check(name, getattr(self, name) is None or getattr(self, name) > 0, "above 0")
+        self.check("text_layers", self.text_layers >= 1, "1 or above")
+        self.check("frozen_text_layers", self.frozen_text_layers >= 0, "0 or above")
+        attention_arguments(self)
+
+
+class LocalDualEncoder(ContrastiveEncoder):
+    """A dual-encoder whose images have regions and whose texts have words, in the shared space.
+
+    Regions come from a stage of the image encoder. A text is the combination of its encoder's last layers; a word is
+    the sum of its sub-words, and the text's vector the mean of its tokens. Regions and words are not L2-normalised. A
+    model without a tokenizer has no words.
+
+    Attributes:
+        region_head: linear, to the shared space, without a bias.
+        text_head, word_head: Identity where the text encoder is as wide as the shared space.
+    """
+
+    def __init__(self, config: Any, *args: Any, region_head: nn.Module, word_head: nn.Module, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.region_head, self.word_head = region_head, word_head
+
+    @classmethod
+    def build(cls, config: LocalDualConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
+        """See the base class."""
+        image_encoder = create_image_encoder(
+            config.image_encoder,
+            pretrained=pretrained,
+            image_size=config.encoder_size or config.image_size,
+            patch_level=config.patch_level,
+            mean=None if config.pixel_mean is None else (config.pixel_mean,),
+            std=None if config.pixel_std is None else (config.pixel_std,),
+        )
+        text_encoder = create_text_encoder(
+            config.text_encoder,
+            pretrained=pretrained,
+            vocab_size=config.vocab_size,
+            layers=range(-config.text_layers, 0),
+            reduce=config.text_reduce,
+            pool="mean",
+            **attention_arguments(config),
+        )
+        freeze_layers(text_encoder, config.frozen_text_layers)
+        return cls(
+            config,
+            image_encoder,
+            text_encoder,
+            nn.Linear(image_encoder.feature_dim, config.projection_dim),
+            _linear_unless_equal(text_encoder.feature_dim, config.projection_dim),
+            region_head=nn.Linear(image_encoder.patch_dim, config.projection_dim, bias=False),
+            word_head=_linear_unless_equal(text_encoder.token_dim, config.projection_dim),
+            transform=EvalTransform(size=config.image_size, fit=config.fit, margin=config.margin),
+            tokenizer=tokenizer,
+        )
+
+    @abc.abstractmethod
+    def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:
+        """Return (B, W, P) float32: attention of each word over the regions of its own image; 0 for padding."""
+
+    @abc.abstractmethod
+    def weigh_words(self, match_BW: Tensor, mask_BW: Tensor) -> Tensor:
+        """Return (B, W): shares of words in a text's heat map, from the cosine of each with the regions it attends to.
+
+        Shares sum to 1, and to 0 for a text without words.
+        """
+
+    def encode_image(self, image_BCHW: Tensor) -> Tensor:
+        """Return (B, E), L2-normalised, float32, from uint8 pixels or from normalised floats."""
+        return self.embed_images(image_BCHW).global_NE
+
+    def embed_images(self, image_BCHW: Tensor) -> Embeddings:
+        """Return images as `similarity` takes them, with their regions."""
+        pixels_BCHW = self.image_encoder.normalize(image_BCHW)
+        side = self.config.encoder_size
+        if side is not None and tuple(pixels_BCHW.shape[2:]) != (side, side):
+            pixels_BCHW = F.interpolate(pixels_BCHW, (side, side), mode="bilinear", align_corners=True)
+        features = self.image_encoder(pixels_BCHW)
+        global_BE = F.normalize(self.image_head(features.pooled_BD).float(), dim=-1)
+        return Embeddings(global_BE, self._scaled(self.region_head(features.patches_BPD)))
+
+    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
+        """Return texts as `similarity` takes them, with their words. Raises ConfigError without a tokenizer."""
+        if self.tokenizer is None:
+            raise ConfigError(
+                "this model has no tokenizer and cannot find words in token ids: create_model(..., tokenizer=FOLDER)",
+                "missing",
+                field="tokenizer",
+            )
+        slot_BT = word_slots(self.tokenizer, ids_BT, mask_BT)
+        width = most_slots(slot_BT)  # before the encoder, because it waits for the device
+        features = self.text_encoder(ids_BT, mask_BT)
+        words_BWD, mask_BW = sum_by_slot(features.tokens_BTD, slot_BT, width)
+        if not self.config.text_token:
+            words_BWD, mask_BW = words_BWD[:, 1:], mask_BW[:, 1:]
+        global_BE = F.normalize(self.text_head(features.pooled_BD).float(), dim=-1)
+        return Embeddings(global_BE, self._scaled(self.word_head(words_BWD)), mask_BW)
+
+    @torch.no_grad()
+    def attention_maps(
+        self, image_BCHW: Tensor, texts: Sequence[str], original_sizes: Sequence[tuple[int, int]] | None = None
+    ) -> list[Tensor]:
+        """Return the heat map of each text in its image: one (H, W) float32 a pair, in pixels of the original.
+
+        A map is the attention of the text's words, weighted by `weigh_words`. The text's first token takes part in the
+        attention and is not shown. Over the grid of regions a map sums to 1, and to 0 for a text without words. Pixels
+        that `transform` cut off are NaN. Call it in eval mode.
+
+        Args:
+            image_BCHW: images from `transform`.
+            texts: one for each image.
+            original_sizes: (height, width) of the images before `transform`; None gives maps over the model's input.
+        """
+        words_BWE, mask_BW, regions_BPE, attention_BWP = self._attended(image_BCHW, texts)
+        match_BW = F.cosine_similarity(attention_BWP @ regions_BPE.float(), words_BWE.float(), dim=2)
+        weight_BW = self.weigh_words(match_BW, mask_BW)
+        mean_Bhw = torch.einsum("bw,bwp->bp", weight_BW, attention_BWP).unflatten(1, self._grid(image_BCHW))
+        if original_sizes is None:
+            height, width = image_BCHW.shape[2:]
+            return list(on_image(mean_Bhw, Box(0.0, 0.0, height, width), height, width))
+        boxes = [self.transform.box(height, width) for height, width in original_sizes]
+        return [
+            on_image(map_hw[None], box, height, width)[0]
+            for map_hw, box, (height, width) in zip(mean_Bhw, boxes, original_sizes, strict=True)
+        ]
+
+    @torch.no_grad()
+    def word_attention(self, image_BCHW: Tensor, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return (attention_BWhw, mask_BW): attention of every word of text i over the grid of regions of image i.
+
+        Words are the tokenizer's, in order. Raises ConfigError unless there are as many texts as images.
+        """
+        _, mask_BW, _, attention_BWP = self._attended(image_BCHW, texts)
+        return attention_BWP.unflatten(2, self._grid(image_BCHW)), mask_BW
+
+    def without_first_token(self, texts: Embeddings) -> Embeddings:
+        """Return texts with their words only, without the text's first token."""
+        words_NWE, mask_NW = local_features(texts)
+        first = int(self.config.text_token)
+        return Embeddings(texts.global_NE, words_NWE[:, first:], mask_NW[:, first:])
+
+    def _attended(self, image_BCHW: Tensor, texts: Sequence[str]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return words_BWE, mask_BW, regions_BPE and attention_BWP, without the text's first token."""
+        if len(image_BCHW) != len(texts):
+            raise ConfigError(
+                f"expected one text for each image, got {len(image_BCHW)} images and {len(texts)} texts",
+                "mismatch",
+                field="texts",
+            )
+        embedded = self.embed_texts(texts)
+        regions_BPE, _ = local_features(self.embed_images(image_BCHW))
+        attention_BWP = self.attend(regions_BPE, *local_features(embedded))
+        words_BWE, mask_BW = local_features(self.without_first_token(embedded))
+        return words_BWE, mask_BW, regions_BPE, attention_BWP[:, int(self.config.text_token) :]
+
+    def _grid(self, image_BCHW: Tensor) -> tuple[int, int]:
+        """Return (h, w) of the regions."""
+        side = self.config.encoder_size
+        return self.image_encoder.grid(*((side, side) if side is not None else image_BCHW.shape[2:]))
+
+    def _scaled(self, local_NPE: Tensor) -> Tensor:
+        norm = self.config.local_feature_norm
+        return local_NPE if norm is None else norm * F.normalize(local_NPE.float(), dim=-1)
+
+
+def local_features(embeddings: Embeddings) -> tuple[Tensor, Tensor]:
+    """Return (local_NPE, mask_NP). Raises ConfigError for embeddings without regions or words."""
+    local_NPE, mask_NP = embeddings.local_NPE, embeddings.mask_NP
+    if local_NPE is None:
+        raise ConfigError(
+            "expected embeddings with regions or words: use this model's own embed_images and embed_texts", "missing"
+        )
+    return local_NPE, torch.ones_like(local_NPE[..., 0], dtype=torch.bool) if mask_NP is None else mask_NP
+
+
+def _linear_unless_equal(in_features: int, out_features: int) -> nn.Module:
+    return nn.Identity() if in_features == out_features else nn.Linear(in_features, out_features, bias=False)

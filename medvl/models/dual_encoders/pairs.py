@@ -1,0 +1,169 @@
+"""The embeddings of a batch as contrastive losses compare them, and operations on their rows."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from medvl.losses.gather import gather, gather_padded, rows_by_rank
+from medvl.schema import Embeddings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Pairs:
+    """Named sides of B pairs: images, texts, and any others that a system compares.
+
+    A side has one row a pair, or any number of rows with `Embeddings.pair_N`. At least one side has one row a pair.
+    """
+
+    images: Embeddings
+    texts: Embeddings
+    others: Mapping[str, Embeddings] = dataclasses.field(default_factory=dict)
+    """Further sides by name: second views, sentences, ..."""
+    groups: tuple[Tensor, ...] = ()
+    """(B,) int64 each: pairs that agree in any of them are positives of each other."""
+    labels_BL: Tensor | None = None
+    """Labels as in `Batch`."""
+
+    @property
+    def sides(self) -> dict[str, Embeddings]:
+        """All sides by name, in a fixed order."""
+        return {"images": self.images, "texts": self.texts, **self.others}
+
+    def __len__(self) -> int:
+        return next(len(side) for side in self.sides.values() if side.pair_N is None)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that may have a gradient, in a fixed order."""
+        parts = [(side.global_NE, side.local_NPE, side.weight_NP) for side in self.sides.values()]
+        return [tensor for side in parts for tensor in side if tensor is not None]
+
+    def rows(self, row_K: Tensor) -> Self:
+        """Return the pairs of the given numbers, which must differ; differentiable."""
+        place_B = row_K.new_full((len(self),), -1)
+        place_B[row_K] = torch.arange(len(row_K), device=row_K.device)
+
+        def of_side(side: Embeddings) -> Embeddings:
+            if side.pair_N is None:
+                return take(side, row_K)
+            place_N = place_B[side.pair_N]
+            kept_K = (place_N >= 0).nonzero().squeeze(1)
+            return dataclasses.replace(take(side, kept_K), pair_N=place_N[kept_K])
+
+        return self._with_sides(
+            {name: of_side(side) for name, side in self.sides.items()},
+            tuple(group_B[row_K] for group_B in self.groups),
+            None if self.labels_BL is None else self.labels_BL[row_K],
+        )
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """Return the pairs of all parts in order, local features padded to the longest; differentiable."""
+        starts = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0).tolist()
+        names = parts[0].sides
+        sides = {
+            name: cat([_shifted(part.sides[name], start) for part, start in zip(parts, starts, strict=False)])
+            for name in names
+        }
+        groups = zip(*(part.groups for part in parts), strict=True)
+        labels = [part.labels_BL for part in parts if part.labels_BL is not None]
+        return parts[0]._with_sides(
+            sides, tuple(torch.cat(group) for group in groups), torch.cat(labels) if labels else None
+        )
+
+    def gather(self, *, local: bool = True) -> Self:
+        """Return the pairs of all ranks in rank order, as `medvl.losses.gather.gather` does.
+
+        With `local` False, local features stay behind: regions of images are large.
+        """
+        counts = rows_by_rank(len(self))
+        if len(counts) == 1:
+            return self
+        start = sum(counts[: torch.distributed.get_rank()])
+        sides = {name: gather_side(_shifted(side, start), local=local) for name, side in self.sides.items()}
+        labels_BL = None if self.labels_BL is None else gather(self.labels_BL)
+        return self._with_sides(sides, tuple(map(gather, self.groups)), labels_BL)
+
+    def placeholder(self) -> Self:
+        """Return two pairs of constant embeddings with the sides of this one, whose tensors get zero gradients."""
+        zero = torch.stack([tensor.float().sum() for tensor in self.tensors()]).sum() * 0
+
+        def constant(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None:
+                return None
+            shape = 2, *(max(size, 1) for size in tensor.shape[1:])
+            return tensor.new_full(shape, shape[-1] ** -0.5) + zero.to(tensor.dtype)
+
+        def of_side(side: Embeddings) -> Embeddings:
+            mask_NP = None if side.mask_NP is None else side.mask_NP.new_ones(2, max(side.mask_NP.shape[1], 1))
+            pair_N = None if side.pair_N is None else torch.arange(2, device=side.pair_N.device)
+            global_NE = constant(side.global_NE)
+            assert global_NE is not None
+            return Embeddings(global_NE, constant(side.local_NPE), mask_NP, constant(side.weight_NP), pair_N)
+
+        return self._with_sides(
+            {name: of_side(side) for name, side in self.sides.items()},
+            tuple(torch.arange(2, device=group_B.device) for group_B in self.groups),
+            None if self.labels_BL is None else self.labels_BL.new_zeros(2, self.labels_BL.shape[1]),
+        )
+
+    def _with_sides(
+        self, sides: Mapping[str, Embeddings], groups: tuple[Tensor, ...], labels_BL: Tensor | None
+    ) -> Self:
+        others = {name: side for name, side in sides.items() if name in self.others}
+        return type(self)(
+            images=sides["images"], texts=sides["texts"], others=others, groups=groups, labels_BL=labels_BL
+        )
+
+
+def take(side: Embeddings, index: Tensor | slice) -> Embeddings:
+    """Return some rows of a side; differentiable."""
+    others = (side.local_NPE, side.mask_NP, side.weight_NP, side.pair_N)
+    return Embeddings(side.global_NE[index], *(None if tensor is None else tensor[index] for tensor in others))
+
+
+def cat(parts: Sequence[Embeddings]) -> Embeddings:
+    """Return the rows of all parts in order, local features padded with zeros to the longest; differentiable."""
+    locals_ = [part.local_NPE for part in parts if part.local_NPE is not None]
+    longest = max((local_NPE.shape[1] for local_NPE in locals_), default=0)
+
+    def padded(tensors: Sequence[Tensor | None], dims: int) -> Tensor | None:
+        present = [tensor for tensor in tensors if tensor is not None]
+        before = (0, 0) * (dims - 2)
+        return torch.cat([F.pad(each, (*before, 0, longest - each.shape[1])) for each in present]) if present else None
+
+    pair = [part.pair_N for part in parts if part.pair_N is not None]
+    return Embeddings(
+        torch.cat([part.global_NE for part in parts]),
+        padded(locals_, 3),
+        padded([part.mask_NP for part in parts], 2),
+        padded([part.weight_NP for part in parts], 2),
+        torch.cat(pair) if pair else None,
+    )
+
+
+def gather_side(side: Embeddings, *, local: bool = True) -> Embeddings:
+    """Return the rows of all ranks; with `local` False, without local features. `pair_N` is gathered as it is."""
+    global_NE = gather(side.global_NE)
+    pair_N = None if side.pair_N is None else gather(side.pair_N)
+    if side.local_NPE is None or not local:
+        return Embeddings(global_NE, pair_N=pair_N)
+    if side.mask_NP is None:  # regions: as many in every image
+        weight_NP = None if side.weight_NP is None else gather(side.weight_NP)
+        return Embeddings(global_NE, gather(side.local_NPE), None, weight_NP, pair_N)
+    local_NPE, mask_NP = gather_padded(side.local_NPE, side.mask_NP)
+    weight_NP = None if side.weight_NP is None else gather_padded(side.weight_NP, side.mask_NP)[0]
+    return Embeddings(global_NE, local_NPE, mask_NP, weight_NP, pair_N)
+
+
+def gather_global(pairs: Pairs) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return the vectors of images and texts and the groups, of all ranks."""
+    groups = [gather(group_B) for group_B in pairs.groups]
+    return gather(pairs.images.global_NE), gather(pairs.texts.global_NE), groups
+
+
+def _shifted(side: Embeddings, start: int) -> Embeddings:
+    return side if side.pair_N is None else dataclasses.replace(side, pair_N=side.pair_N + start)
