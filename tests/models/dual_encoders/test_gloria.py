@@ -388,8 +388,8 @@ def test_any_encoder_goes_in(tokenizer: Tokenizer, towers: dict[str, Any]) -> No
     [
         ({"temp2": 0.0}, "temp2 must be above 0"),
         ({"word_pool": "max"}, "word_pool: expected one of 'sum', 'mean', got 'max'"),
-        ({"local_weight": 0.0, "global_weight": 0.0}, "not both 0"),
-        ({"text_layers": 0}, "must be positive"),
+        ({"local_weight": 0.0, "global_weight": 0.0}, "global_weight must be"),
+        ({"text_layers": 0}, "text_layers must be"),
         ({"patch_level": -9}, "levels of local features"),
         ({"text_layers": 9}, "has states 0"),
     ],
@@ -411,9 +411,9 @@ def test_without_a_tokenizer_there_are_no_words() -> None:
         labels_BL=torch.zeros(2, 0),
         texts=["", ""],
     )
-    with pytest.raises(ConfigError, match="cannot tell words in token ids"):
+    with pytest.raises(ConfigError, match="cannot find words in token ids"):
         model(batch)
-    with pytest.raises(ConfigError, match="its own embed_images"):
+    with pytest.raises(ConfigError, match="own embed_images"):
         model.similarity(Embeddings(torch.zeros(2, 24)), Embeddings(torch.zeros(2, 24)))
 
 

@@ -7,19 +7,17 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import gloria_ranks
 from helpers import train_fakes as fakes
+from helpers.contrastive_systems import PAIRS, SYSTEMS, clip, convirt, make_batch
 from torch import Tensor, nn
 
 import medvl
 from medvl.errors import CheckpointError, ConfigError
-from medvl.models import ContrastiveEncoder
 from medvl.models.dual_encoders.base import groups_of
 from medvl.models.dual_encoders.pairs import Pairs
 from medvl.schema import Batch
@@ -32,67 +30,8 @@ from medvl.train.optim.precision import Precision
 from medvl.train.parallel.distributed import RankInfo, distribute, join
 
 WORLD = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
-VIT = {"layers": 1, "width": 64, "patch_size": 16}
-BERT = {"text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}, "vocab_size": 40}
-TOWERS = {"image_encoder": "open_clip:ViT-B-32", "image_arguments": VIT, "image_size": 32, "projection_dim": 16, **BERT}
-CONVIRT = {"image_encoder": "resnet_tiny", "image_size": 32, "projection_dim": 16, "frozen_text_layers": 0}
-STUDIES = ["a", "b", "a", "c", "d", "c", "e"]
-PAIRS = len(STUDIES)
 COUNTS = (2, 5)
 """Pairs of the two ranks; in parts of two, one part and three."""
-
-
-def clip(**settings: Any) -> ContrastiveEncoder:
-    """No batch norm; dropout in the text encoder, in train mode."""
-    torch.manual_seed(0)
-    return medvl.create_model("clip", **{**TOWERS, **settings})
-
-
-def siglip() -> ContrastiveEncoder:
-    torch.manual_seed(0)
-    return medvl.create_model("siglip", **TOWERS, positives="text")
-
-
-def convirt(**settings: Any) -> ContrastiveEncoder:
-    """Batch norm in the image encoder."""
-    torch.manual_seed(0)
-    text = {"text_encoder": "tiny_bert", "vocab_size": 40}
-    return medvl.create_model("convirt", **{**CONVIRT, **text, **settings})
-
-
-def gloria() -> ContrastiveEncoder:
-    return gloria_ranks.tiny_model(gloria_ranks.tiny_tokenizer())
-
-
-SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
-    "clip": lambda: clip(positives="study"),
-    "siglip": siglip,
-    "convirt": lambda: convirt(positives="either"),
-    "gloria": gloria,
-}
-
-
-def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
-    """Seven pairs or some of them. Two texts are the same, and the fourth image is missing."""
-    indices = list(range(PAIRS))[rows]
-    if name == "gloria":
-        batch = gloria_ranks.make_batch(gloria_ranks.tiny_tokenizer(), indices)
-    else:
-        generator = torch.Generator().manual_seed(5)
-        ids_BT = torch.randint(5, 40, (PAIRS, 6), generator=generator)
-        ids_BT[6] = ids_BT[1]
-        batch = Batch(
-            keys=list(map(str, indices)),
-            image_BCHW=torch.randint(0, 256, (PAIRS, 1, 32, 32), dtype=torch.uint8, generator=generator)[rows],
-            ids_BT=ids_BT[rows],
-            mask_BT=(torch.arange(6) < torch.tensor([6, 4, 5, 3, 6, 2, 4])[:, None])[rows],
-            labels_BL=torch.zeros(len(indices), 0),
-            texts=[""] * len(indices),
-            studies=STUDIES[rows],
-        )
-    if name != "convirt":
-        batch = dataclasses.replace(batch, has_image_B=(torch.arange(PAIRS) != 3)[rows])
-    return batch
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -275,7 +214,7 @@ def test_positives_of_a_batch_are_numbered_alike_in_every_part_of_it() -> None:
     with pytest.raises(ConfigError, match="positives is 'study', but the batches have no studies"):
         groups_of(dataclasses.replace(make_batch(), studies=None), "study")
     for name in ("convirt", "clip"):
-        with pytest.raises(ConfigError, match="positives must be 'own' or 'study' or 'text' or 'either', got 'texts'"):
+        with pytest.raises(ConfigError, match="positives: expected one of 'own', 'study', 'text', 'either'"):
             medvl.create_model(name, positives="texts")
 
 

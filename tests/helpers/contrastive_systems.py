@@ -1,0 +1,70 @@
+"""Small models of all contrastive systems, and a batch for each."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import medvl
+from helpers import gloria_ranks
+from medvl.models import ContrastiveEncoder
+from medvl.schema import Batch
+
+VIT = {"layers": 1, "width": 64, "patch_size": 16}
+BERT = {"text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}, "vocab_size": 40}
+TOWERS = {"image_encoder": "open_clip:ViT-B-32", "image_arguments": VIT, "image_size": 32, "projection_dim": 16, **BERT}
+CONVIRT = {"image_encoder": "resnet_tiny", "image_size": 32, "projection_dim": 16, "frozen_text_layers": 0}
+STUDIES = ["a", "b", "a", "c", "d", "c", "e"]
+PAIRS = len(STUDIES)
+
+
+def clip(**settings: Any) -> ContrastiveEncoder:
+    """No batch norm; dropout in the text encoder, in train mode."""
+    torch.manual_seed(0)
+    return medvl.create_model("clip", **{**TOWERS, **settings})
+
+
+def siglip() -> ContrastiveEncoder:
+    torch.manual_seed(0)
+    return medvl.create_model("siglip", **TOWERS, positives="text")
+
+
+def convirt(**settings: Any) -> ContrastiveEncoder:
+    """Batch norm in the image encoder."""
+    torch.manual_seed(0)
+    text = {"text_encoder": "tiny_bert", "vocab_size": 40}
+    return medvl.create_model("convirt", **{**CONVIRT, **text, **settings})
+
+
+def gloria() -> ContrastiveEncoder:
+    return gloria_ranks.tiny_model(gloria_ranks.tiny_tokenizer())
+
+
+SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
+    "clip": lambda: clip(positives="study"),
+    "siglip": siglip,
+    "convirt": lambda: convirt(positives="either"),
+    "gloria": gloria,
+}
+
+
+def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
+    """Return seven pairs or some of them: two equal texts, and no image in the fourth."""
+    indices = list(range(PAIRS))[rows]
+    if name == "gloria":
+        batch = gloria_ranks.make_batch(gloria_ranks.tiny_tokenizer(), indices)
+    else:
+        generator = torch.Generator().manual_seed(5)
+        ids_BT = torch.randint(5, 40, (PAIRS, 6), generator=generator)
+        ids_BT[6] = ids_BT[1]
+        batch = Batch(
+            keys=list(map(str, indices)),
+            image_BCHW=torch.randint(0, 256, (PAIRS, 1, 32, 32), dtype=torch.uint8, generator=generator)[rows],
+            ids_BT=ids_BT[rows],
+            mask_BT=(torch.arange(6) < torch.tensor([6, 4, 5, 3, 6, 2, 4])[:, None])[rows],
+            labels_BL=torch.zeros(len(indices), 0),
+            texts=[""] * len(indices),
+            studies=STUDIES[rows],
+        )
+    return dataclasses.replace(batch, has_image_B=(torch.arange(PAIRS) != 3)[rows])
