@@ -1,0 +1,130 @@
+"""Build the documentation site and check its links; needs the extra `docs` and no network.
+
+    bash scripts/build_docs.sh                  # sets up .venv, then calls this script; the site is site/index.html
+    python scripts/build_docs.py --out site
+
+The pages come from `docs/pages`, `docs/notebooks`, `data_cards/` and the documents at the top of the repository; the API
+reference has one page for each package, with the public names of its face and their docstrings.
+"""
+
+import argparse
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).parent.parent
+FACES = (
+    *("medvl", "medvl.data", "medvl.encoders", "medvl.losses", "medvl.models"),
+    *("medvl.train", "medvl.eval", "medvl.export", "medvl.phantom"),
+)
+DOCUMENTS = ("RESULTS", "PERFORMANCE", "RELIABILITY", "CONTRIBUTING", "CHANGELOG", "SECURITY")
+_MODULES = ("medvl.schema", "medvl.errors")
+"""Modules without a face whose public members are documented as a whole."""
+
+
+def main() -> None:
+    """Parse the options, build the site, report broken links."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "site", help="folder of the site; replaced if it exists")
+    out = parser.parse_args().out.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        collect(Path(folder) / "docs")
+        config = Path(folder) / "mkdocs.yml"
+        config.write_text(navigation((ROOT / "docs/mkdocs.yml").read_text(), Path(folder) / "docs"))
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean", "-f", str(config), "-d", str(out)]
+        subprocess.run(command, check=True)
+    broken = broken_links(out)
+    for line in broken:
+        print(line, file=sys.stderr)
+    print(f"{out / 'index.html'}: {len(list(out.rglob('*.html')))} pages, {len(broken)} broken links")
+    raise SystemExit(1 if broken else 0)
+
+
+def collect(pages: Path) -> None:
+    """Copy every page into the folder `pages` and write the API reference there."""
+    shutil.copytree(ROOT / "docs/pages", pages)
+    shutil.copytree(ROOT / "docs/notebooks", pages / "notebooks")
+    shutil.copytree(ROOT / "docs/images", pages / "images")
+    shutil.copytree(ROOT / "data_cards", pages / "data_cards")
+    for name in DOCUMENTS:
+        shutil.copy(ROOT / f"{name}.md", pages / f"{name.lower()}.md")
+    (pages / "api").mkdir()
+    for face in FACES:
+        (pages / "api" / f"{face}.md").write_text(api_page(face))
+    for module in _MODULES:
+        (pages / "api" / f"{module}.md").write_text(
+            f"# `{module}`\n\n::: {module}\n    options:\n      show_root_heading: false\n"
+        )
+
+
+def api_page(face: str) -> str:
+    """Return the Markdown of one package: its docstring, then a heading and a docstring for each public name."""
+    package = importlib.import_module(face)
+    lines = [f"# `{face}`", "", (package.__doc__ or "").strip(), ""]
+    for name in sorted(package.__all__, key=str.lower):
+        value = getattr(package, name)
+        module = getattr(value, "__module__", None)
+        if module is None or not module.startswith("medvl."):
+            continue  # a subpackage, a constant: its own page or docstring has it
+        lines += [f"::: {module}.{getattr(value, '__qualname__', name)}", ""]
+    return "\n".join(lines)
+
+
+def navigation(config: str, pages: Path) -> str:
+    """Return the configuration with the folders of its navigation replaced by their pages."""
+
+    def listed(match: re.Match[str]) -> str:
+        indent, title, folder = match.groups()
+        files = sorted((pages / folder).glob("*.md"))
+        return f"{indent}- {title}:\n" + "\n".join(f"{indent}    - {folder}{path.name}" for path in files)
+
+    return re.sub(r"^( *)- ([\w ]+): (\w+/)$", listed, config, flags=re.MULTILINE)
+
+
+class _Page(HTMLParser):
+    """Ids and local links of one page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Collect what the tag defines and what it points to."""
+        for name, value in attrs:
+            if name in ("id", "name") and value:
+                self.ids.add(value)
+            if name in ("href", "src") and value and not urlsplit(value).scheme and not value.startswith("//"):
+                self.links.append(value)
+
+
+def broken_links(site: Path) -> list[str]:
+    """Return one line for each local link of the site that leads to no file or to no heading."""
+    pages = {}
+    for path in sorted(site.rglob("*.html")):
+        pages[path] = _Page()
+        pages[path].feed(path.read_text(encoding="utf-8"))
+    broken = []
+    for path, page in pages.items():
+        if path.name == "404.html":
+            continue  # its links are those of the site's root
+        for link in page.links:
+            parts = urlsplit(link)
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            anchor = unquote(parts.fragment)
+            if not target.is_file():
+                broken.append(f"{path.relative_to(site)}: no file {link}")
+            elif anchor and target in pages and anchor not in pages[target].ids and not anchor.startswith("__"):
+                broken.append(f"{path.relative_to(site)}: no heading {link}")
+    return broken
+
+
+if __name__ == "__main__":
+    main()
