@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Trains and evaluates everything that RESULTS.md reports on the phantom, then writes RESULTS.md. Parts can be named;
+# without names all of them run, in about two hours on two CPU cores. Finished steps are not repeated.
+#
+#     bash scripts/reproduce_results.sh                      # all parts
+#     bash scripts/reproduce_results.sh zero-shot grounding  # these only; tables of other parts keep their last results
+set -euo pipefail
+cd "$(dirname "$0")/.."
+all="zero-shot probe grounding chexzero dense vqa vqa-medvill reports pretraining"
+parts="${*:-$all}"
+for part in $parts; do
+    case " $all " in *" $part "*) ;; *) echo "error: no part $part: take $all" >&2; exit 2 ;; esac
+done
+source scripts/setup.sh
+setup ""
+export HF_HUB_OFFLINE=1 NO_ALBUMENTATIONS_UPDATE=1 MEDVL_SALT_FILE="$PWD/quickstart/salt"
+bin=.venv/bin
+torchrun() { $bin/torchrun --standalone --nproc-per-node 1 "$@"; }
+evaluate() { [ -e "$2/results.json" ] || $bin/medvl eval "$1" --out "$2" "${@:3}"; }
+wanted() { case " $parts " in *" $1 "*) printf '\n== %s\n' "$1" ;; *) return 1 ;; esac; }
+shards=quickstart/shards
+
+if wanted zero-shot; then bash scripts/quickstart.sh; fi
+if wanted probe; then
+    evaluate probe quickstart/probe --checkpoint quickstart/convirt/best --train $shards/train --valid $shards/validate \
+        --test $shards/test
+fi
+if wanted grounding; then
+    torchrun recipes/gloria_chexpert.py tiny
+    $bin/medvl phantom ms-cxr --out quickstart/ms-cxr --patients 600 --size 256 --seed 32
+    $bin/medvl shards ms-cxr --root quickstart/ms-cxr --out quickstart/ms-cxr-shards --short-side 160
+    for system in convirt gloria; do
+        evaluate grounding "quickstart/grounding-$system" --checkpoint "quickstart/$system/best" \
+            --data quickstart/ms-cxr-shards/test --maps similarity --smoothing 0.7
+    done
+    evaluate zero-shot quickstart/zero-shot-gloria --checkpoint quickstart/gloria/best --data $shards/test \
+        --valid $shards/validate
+fi
+if wanted chexzero; then
+    torchrun recipes/chexzero_mimic.py tiny
+    evaluate zero-shot quickstart/zero-shot-chexzero --checkpoint quickstart/chexzero/best --data $shards/test \
+        --valid $shards/validate
+fi
+if wanted dense; then
+    for corpus in rsna siim; do
+        $bin/medvl phantom $corpus --out "quickstart/$corpus-files" --patients 500 --size 320
+        $bin/medvl shards $corpus --root "quickstart/$corpus-files" --out "quickstart/$corpus" --short-side 224
+    done
+    torchrun recipes/dense_transfer.py tiny
+    torchrun recipes/dense_transfer.py tiny-segmentation
+    evaluate detection quickstart/detection-results --checkpoint quickstart/detection/best --data quickstart/rsna/test \
+        --valid quickstart/rsna/validate
+    evaluate segmentation quickstart/segmentation-results --checkpoint quickstart/segmentation/best \
+        --data quickstart/siim/test --valid quickstart/siim/validate
+fi
+if wanted vqa; then bash scripts/quickstart_vqa.sh; fi
+if wanted vqa-medvill; then bash scripts/quickstart_vqa.sh medvill; fi
+if wanted reports; then
+    torchrun recipes/medvill_mimic.py tiny-report
+    evaluate report-generation quickstart/reports --checkpoint quickstart/medvill-report/best --data $shards/test \
+        --sections impression --samples 16
+fi
+if wanted pretraining; then
+    $bin/python scripts/pretraining_helps.py --start quickstart/m3ae/best --train quickstart/vqa/train \
+        --valid quickstart/vqa-valid/test --test quickstart/vqa/test --out quickstart/m3ae-helps -- --train.epochs 2
+fi
+$bin/python scripts/results.py --write

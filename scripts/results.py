@@ -1,0 +1,145 @@
+"""Tables of RESULTS.md from the `results.json` files of `scripts/reproduce_results.sh`.
+
+    python scripts/results.py            # print the tables whose results exist
+    python scripts/results.py --write    # replace them in RESULTS.md; a table without results keeps what it has
+
+Each table stands between two HTML comments in RESULTS.md, with the commit, the date and the machine of its results.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from medvl.errors import EvaluationError
+from medvl.eval import MetricRow, Results, read_results
+
+ROOT = Path(__file__).parent.parent
+FINDINGS = ("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Pleural Effusion")
+_MEAN = ("auroc", "macro_competition")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of RESULTS.md: a column for each results folder, a row for each metric."""
+
+    name: str
+    columns: Mapping[str, str]
+    """Title -> folder under quickstart/."""
+    rows: Mapping[str, tuple[str, str]]
+    """Title -> (metric, target)."""
+    corner: str = ""
+
+
+TABLES = (
+    Table(
+        name="zero-shot",
+        corner="AUROC",
+        columns={"zero-shot": "zero-shot"},
+        rows={finding: ("auroc", finding) for finding in FINDINGS} | {"mean of the five": _MEAN},
+    ),
+    Table(
+        name="probe",
+        corner="linear probe, mean AUROC of the five",
+        columns={"ConVIRT": "probe"},
+        rows={f"{share} of the labels": (f"auroc@{share}", "macro_competition") for share in ("1%", "10%", "100%")},
+    ),
+    Table(
+        name="grounding",
+        corner="phrases of other patients",
+        columns={"ConVIRT": "grounding-convirt", "GLoRIA from it": "grounding-gloria"},
+        rows={
+            "pointing game": ("pointing_game", "overall"),
+            "contrast to noise": ("cnr", "overall"),
+            "mean IoU": ("miou", "overall"),
+        },
+    ),
+    Table(
+        name="systems",
+        corner="zero-shot, mean AUROC of the five",
+        columns={"ConVIRT": "zero-shot", "GLoRIA from it": "zero-shot-gloria", "CheXzero": "zero-shot-chexzero"},
+        rows={"mean of the five": _MEAN},
+    ),
+    Table(
+        name="vqa",
+        corner="accuracy",
+        columns={"M3AE": "vqa-m3ae-answers", "MedViLL": "vqa-medvill-answers"},
+        rows={part: ("accuracy", part) for part in ("overall", "closed", "open")},
+    ),
+    Table(
+        name="reports",
+        corner="findings asserted",
+        columns={"MedViLL": "reports"},
+        rows={"F1, five findings": ("f1", "macro_competition"), "F1, all findings": ("f1", "macro")},
+    ),
+    Table(
+        name="dense",
+        corner="on a frozen ConVIRT",
+        columns={"detection": "detection-results", "segmentation": "segmentation-results"},
+        rows={"mean AP, IoU 0.40 to 0.75": ("ap_rsna", "macro"), "Dice, images with a mask": ("dice_masked", "overall")},
+    ),
+)
+
+
+def main() -> None:
+    """Print the tables, or write them into RESULTS.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="replace the tables in RESULTS.md")
+    parser.add_argument("--folder", type=Path, default=ROOT / "quickstart", help="folder of the results")
+    options = parser.parse_args()
+    document = ROOT / "RESULTS.md"
+    text = document.read_text(encoding="utf-8")
+    for table in TABLES:
+        found = read_columns(table, options.folder)
+        if not found:
+            continue
+        lines = f"{render(table, found)}\n\n{provenance()}"
+        print(f"{table.name}\n{lines}\n")
+        text = replace(text, table.name, lines)
+    if options.write:
+        document.write_text(text, encoding="utf-8")
+
+
+def read_columns(table: Table, folder: Path) -> dict[str, Results]:
+    """Return the results of the columns that exist."""
+    paths = {title: folder / name / "results.json" for title, name in table.columns.items()}
+    return {title: read_results(path) for title, path in paths.items() if path.is_file()}
+
+
+def render(table: Table, columns: Mapping[str, Results]) -> str:
+    """Return the table as Markdown: value and 95 % interval of each cell."""
+    head = f"| {table.corner} | {' | '.join(columns)} |"
+    body = [f"| {title} | {' | '.join(cell(results, *row) for results in columns.values())} |" for title, row in table.rows.items()]
+    return "\n".join([head, "|" + "---|" * (len(columns) + 1), *body])
+
+
+def cell(results: Results, metric: str, target: str) -> str:
+    """Return one number with its interval, empty where the evaluation has no such row."""
+    try:
+        row: MetricRow = results.row(metric, target)
+    except EvaluationError:
+        return ""
+    return f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]"
+
+
+def provenance() -> str:
+    """Return the commit, the date and the processor that the results are from."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    info = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
+    processor = model.group(1) if model else platform.processor()
+    return f"Commit {git.stdout.strip()}, {datetime.date.today().isoformat()}, {processor}."
+
+
+def replace(text: str, name: str, lines: str) -> str:
+    """Return `text` with what stands between the comments of a table replaced."""
+    pattern = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+    return pattern.sub(lambda match: f"{match.group(1)}{lines}\n{match.group(2)}", text)
+
+
+if __name__ == "__main__":
+    main()
