@@ -3,8 +3,8 @@
     bash scripts/build_docs.sh                  # sets up .venv, then calls this script; the site is site/index.html
     python scripts/build_docs.py --out site
 
-The pages come from `docs/pages`, `docs/notebooks`, `data_cards/` and the documents at the top of the repository; the API
-reference has one page for each package, with the public names of its face and their docstrings.
+The pages come from `docs/pages`, `docs/notebooks`, `data_cards/` and the documents at the top of the repository; the
+API reference has one page for each package, with the public names of its face and their docstrings.
 """
 
 import argparse
@@ -58,9 +58,8 @@ def collect(pages: Path) -> None:
     for face in FACES:
         (pages / "api" / f"{face}.md").write_text(api_page(face))
     for module in _MODULES:
-        (pages / "api" / f"{module}.md").write_text(
-            f"# `{module}`\n\n::: {module}\n    options:\n      show_root_heading: false\n"
-        )
+        heading = "    options:\n      show_root_heading: false\n"
+        (pages / "api" / f"{module}.md").write_text(f"# `{module}`\n\n::: {module}\n{heading}")
 
 
 def api_page(face: str) -> str:

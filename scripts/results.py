@@ -80,7 +80,10 @@ TABLES = (
         name="dense",
         corner="on a frozen ConVIRT",
         columns={"detection": "detection-results", "segmentation": "segmentation-results"},
-        rows={"mean AP, IoU 0.40 to 0.75": ("ap_rsna", "macro"), "Dice, images with a mask": ("dice_masked", "overall")},
+        rows={
+            "mean AP, IoU 0.40 to 0.75": ("ap_rsna", "macro"),
+            "Dice, images with a mask": ("dice_masked", "overall"),
+        },
     ),
 )
 
@@ -113,7 +116,10 @@ def read_columns(table: Table, folder: Path) -> dict[str, Results]:
 def render(table: Table, columns: Mapping[str, Results]) -> str:
     """Return the table as Markdown: value and 95 % interval of each cell."""
     head = f"| {table.corner} | {' | '.join(columns)} |"
-    body = [f"| {title} | {' | '.join(cell(results, *row) for results in columns.values())} |" for title, row in table.rows.items()]
+    body = [
+        f"| {title} | {' | '.join(cell(results, *row) for results in columns.values())} |"
+        for title, row in table.rows.items()
+    ]
     return "\n".join([head, "|" + "---|" * (len(columns) + 1), *body])
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SCRIPT = '''
+SCRIPT = """
 import medvl
 from medvl.data import open_loader
 from medvl.eval import zero_shot
@@ -22,7 +22,7 @@ train(learning_rate=1.0)
 medvl.load("runs/convirt/best").no_such_method()
 open_loader("shards")
 zero_shot(loader=3)
-'''
+"""
 REVEALED = {  # line -> part of the type
     7: r"def \(.*medvl\.models\.base\.System",
     8: r"def \(.*medvl\.models\.base\.System",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from medvl.eval.core.bootstrap import bootstrap_metric as bootstrap_metric
     from medvl.eval.core.metrics import choose_threshold as choose_threshold
     from medvl.eval.core.results import MetricRow as MetricRow
+    from medvl.eval.core.results import Results as Results
     from medvl.eval.core.results import format_table as format_table
     from medvl.eval.core.results import read_results as read_results
     from medvl.eval.core.results import write_results as write_results
@@ -70,7 +71,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".classification.label_policy": ["LabelPolicy"],
         ".core.bootstrap": ["bootstrap_auroc", "bootstrap_average_precision", "bootstrap_metric"],
         ".core.metrics": ["choose_threshold"],
-        ".core.results": ["MetricRow", "format_table", "read_results", "write_results"],
+        ".core.results": ["MetricRow", "Results", "format_table", "read_results", "write_results"],
         ".dense.detection": ["DetectionEval", "box_detection"],
         ".dense.detection_page": ["write_detection_page"],
         ".dense.segmentation": ["SegmentationEval", "mask_segmentation"],

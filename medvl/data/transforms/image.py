@@ -85,6 +85,18 @@ class EvalTransform:
         """The function that a loader worker calls."""
         return self._apply
 
+    def __call__(self, image: np.ndarray) -> np.ndarray:
+        """Prepare one image for a model.
+
+        Args:
+            image: uint8 grey (H, W) or RGB (H, W, 3).
+
+        Returns:
+            uint8 (1 or 3, size, size).
+        """
+        square_HWC = self._apply(image, np.random.default_rng(0)).image_HWC
+        return np.ascontiguousarray(square_HWC.transpose(2, 0, 1))
+
     def box(self, height: int, width: int) -> Box:
         """The part of an image of that size which the square shows, borders included: what maps are laid over."""
         whole = self.size + 2 * self.margin
