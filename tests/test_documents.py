@@ -8,19 +8,27 @@ import itertools
 import re
 import runpy
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pydicom
 import pytest
 
+import medvl
 from medvl.cli import main as cli
+from medvl.data import train_wordpiece
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("data_cards/*.md"))]
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("data_cards/*.md")),
+    *sorted(ROOT.glob("docs/pages/**/*.md")),
+]
 PROGRAMS = [*sorted(ROOT.glob("recipes/*.py")), *sorted(ROOT.glob("scripts/*.py"))]
-CODE = re.compile(r"^```\w*\n((?:(?!```).*\n)*)|^((?:    .*\n)+)|`([^`\n]+)`", re.MULTILINE)
+CODE = re.compile(r"^```\w*\n((?:(?!```).*\n)*)```|^((?:    .*\n)+)|`([^`\n]+)`", re.MULTILINE)
 """A fenced block, an indented one, or a span."""
 COMMAND = re.compile(r"medvl [a-z]|torchrun .*recipes/|python scripts/")
 GROUPS = {"phantom": "mimic-cxr", "shards": "mimic-cxr", "eval": "zero-shot"}
@@ -88,11 +96,28 @@ def python_blocks() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
-def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert python_blocks()
+def make_readme_files(folder: Path) -> None:
+    """Write the checkpoint and the radiograph that the README's code reads."""
+    tokenizer = train_wordpiece(["no pleural effusion", "large left pleural effusion"] * 4, vocab_size=60)
+    sizes = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 64, "frozen_text_layers": 0}
+    model = medvl.create_model("convirt", tokenizer=tokenizer, **sizes)
+    checkpoint = folder / "quickstart/convirt/best"
+    checkpoint.mkdir(parents=True)
+    medvl.models.save(model, checkpoint)
+    shutil.copy(pydicom.data.get_testdata_file("CT_small.dcm"), folder / "chest.dcm")
+
+
+def test_readme_python_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_readme_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert len(python_blocks()) == 2
     for block in python_blocks():
         exec(compile(block, "README.md", "exec"), {})
-    assert "torch.Size([2, 1024]) torch.Size([2, 49, 1024]) (7, 7)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "torch.Size([1, 2])" in printed
+    assert "torch.Size([2, 1024]) torch.Size([2, 49, 1024]) (7, 7)" in printed
 
 
 def test_commands_are_found_in_every_kind_of_text() -> None:
