@@ -1,4 +1,4 @@
-"""DICOM files for tests: well-formed ones through pydicom, hostile ones byte by byte."""
+"""DICOM files for tests: valid ones written by pydicom, invalid ones byte by byte."""
 
 import io
 import struct
@@ -13,7 +13,7 @@ DX_IMAGE = UID("1.2.840.10008.5.1.4.1.1.1.1")
 
 
 def image_dataset(pixels: np.ndarray, **fields: Any) -> Dataset:
-    """A grey (H, W), colour (H, W, 3) or, with NumberOfFrames, multi-frame image with its layout filled in."""
+    """Return a dataset for a grey (H, W), colour (H, W, 3) or, with NumberOfFrames, multi-frame image."""
     bits = 8 * pixels.itemsize
     color = pixels.ndim == 3 and pixels.shape[2] == 3 and "NumberOfFrames" not in fields
     data = Dataset()
@@ -42,7 +42,7 @@ def image_dataset(pixels: np.ndarray, **fields: Any) -> Dataset:
 
 
 def write_dataset(path: Path, data: Dataset) -> Path:
-    """Writes `data` as a DICOM file in the transfer syntax that its file meta information names."""
+    """Write `data` as a DICOM file in the transfer syntax of its file meta information."""
     buffer = io.BytesIO()
     data.save_as(buffer, enforce_file_format=True)
     path.write_bytes(buffer.getvalue())
@@ -50,7 +50,7 @@ def write_dataset(path: Path, data: Dataset) -> Path:
 
 
 def element(tag: int, vr: bytes, value: bytes, length: int | None = None) -> bytes:
-    """One element in explicit little endian; `length` is what it claims, if not the truth."""
+    """Return an element in explicit little endian; `length` overrides the true length."""
     value += b"\0" * (len(value) % 2)
     length = len(value) if length is None else length
     head = struct.pack("<HH", tag >> 16, tag & 0xFFFF) + vr
@@ -60,12 +60,12 @@ def element(tag: int, vr: bytes, value: bytes, length: int | None = None) -> byt
 
 
 def raw_file(syntax: bytes, body: bytes) -> bytes:
-    """Preamble, transfer syntax, body."""
+    """Return preamble, transfer syntax and body."""
     return bytes(128) + b"DICM" + element(0x00020010, b"UI", syntax) + body
 
 
 def layout(rows: int, columns: int, *, bits: int = 16, frames: int | None = None, samples: int = 1) -> bytes:
-    """The elements of the Image Pixel module."""
+    """Return the elements of the Image Pixel module."""
     color = b"RGB" if samples == 3 else b"MONOCHROME2"
     parts = [element(0x00280002, b"US", struct.pack("<H", samples)), element(0x00280004, b"CS", color)]
     if frames is not None:
@@ -75,6 +75,6 @@ def layout(rows: int, columns: int, *, bits: int = 16, frames: int | None = None
 
 
 def fragments(*frames: bytes) -> bytes:
-    """Compressed pixel data with an empty offset table."""
+    """Return compressed pixel data with an empty offset table."""
     items = b"".join(struct.pack("<HHL", 0xFFFE, 0xE000, len(frame)) + frame for frame in (b"", *frames))
     return element(0x7FE00010, b"OB", b"", 0xFFFFFFFF) + items + struct.pack("<HHL", 0xFFFE, 0xE0DD, 0)

@@ -1,7 +1,7 @@
-"""The headers of compressed frames: what a decoder would allocate, known before it is asked to.
+"""Headers of compressed frames, to check what a decoder would allocate before it runs.
 
-A frame of a few bytes can claim 65,535 x 65,535 pixels, or tiles and code blocks by the million, whatever the DICOM
-header says. JPEG: ISO 10918-1, annex B; JPEG-LS: ISO 14495-1, annex C; JPEG 2000: ISO 15444-1, annex A; RLE: DICOM
+A frame of a few bytes can claim 65,535 x 65,535 pixels or millions of tiles and code blocks, whatever the DICOM header
+claims. JPEG: ISO 10918-1, annex B; JPEG-LS: ISO 14495-1, annex C; JPEG 2000: ISO 15444-1, annex A; RLE: DICOM
 PS3.5, annex G.
 """
 
@@ -14,50 +14,50 @@ from medvl.errors import DicomError
 _BASELINE, _EXTENDED, _LOSSLESS, _JPEG_LS = 0xC0, 0xC1, 0xC3, 0xF7
 _FRAME_STARTS = (*range(0xC0, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0), _JPEG_LS)
 _START_OF_SCAN, _COMMENT, _APPLICATION = 0xDA, 0xFE, range(0xE0, 0xF0)
-_COLOR_MARKS = {0xE0: (b"JFIF\0", 18), 0xEE: (b"Adobe", 16)}  # shorter ones do not count
+_COLOR_MARKS = {0xE0: (b"JFIF\0", 18), 0xEE: (b"Adobe", 16)}  # with their least length
 _WITHOUT_LENGTH = (0x00, 0x01, *range(0xD0, 0xDA))
 
 
 class Codestream(NamedTuple):
-    """The size that a compressed frame claims."""
+    """Size in the header of a compressed frame."""
 
     rows: int
     columns: int
     samples: int
     precision: int
-    """Bits a sample."""
-    pieces: int = 1
-    """Tiles and code blocks, whose bookkeeping a decoder allocates beside the image."""
-    knows_color: bool = False
-    """A JFIF or Adobe segment or the names of the components say how colour was transformed, so decoders undo it."""
+    """Bits per sample."""
+    parts: int = 1
+    """Number of tiles and code blocks; a decoder allocates data structures for each."""
+    states_color: bool = False
+    """Whether a JFIF or Adobe segment or the component names state the colour transform, which decoders then invert."""
 
 
 def read_jpeg_header(frame: bytes) -> Codestream:
-    """The size in the frame header of a JPEG or JPEG-LS file.
+    """Read the size in the frame header of a JPEG or JPEG-LS file.
 
-    Raises DicomError for damage, and for processes that DICOM does not use (progressive, arithmetic): a progressive
-    file can ask for any number of passes over the image.
+    Raises DicomError when it is damaged, and for processes that DICOM does not use (progressive, arithmetic): a
+    progressive file can require any number of passes over the image.
     """
-    knows_color = False
+    states_color = False
     for marker, start, end in _segments(frame):
         if marker in _FRAME_STARTS:
             if marker not in (_BASELINE, _EXTENDED, _LOSSLESS, _JPEG_LS):
-                raise DicomError("its JPEG process is none of DICOM's (progressive or arithmetic)", "unsupported")
+                raise DicomError("progressive and arithmetic JPEG are not supported", "unsupported")
             if end - start < 10:
                 break
             precision, rows, columns, samples = struct.unpack(">BHHB", frame[start + 4 : start + 10])
-            knows_color |= frame[start + 10 : end : 3] == b"RGB"
-            return Codestream(rows, columns, samples, precision, knows_color=knows_color)
+            states_color |= frame[start + 10 : end : 3] == b"RGB"
+            return Codestream(rows, columns, samples, precision, states_color=states_color)
         if marker in _COLOR_MARKS:
             name, least = _COLOR_MARKS[marker]
-            knows_color |= frame[start + 4 : start + 9] == name and end - start >= least
-    raise DicomError("the JPEG in its pixel data has no frame header", "malformed")
+            states_color |= frame[start + 4 : start + 9] == name and end - start >= least
+    raise DicomError("the JPEG in the pixel data has no frame header", "malformed")
 
 
-def strip_applications(frame: bytes) -> bytes:
-    """The JPEG without its application segments and comments, which say nothing about grey samples.
+def strip_metadata(frame: bytes) -> bytes:
+    """Return the JPEG without application segments and comments, which grey images do not need.
 
-    GDCM ends the process when it reads one of them that it finds odd.
+    GDCM aborts the process on some malformed ones.
     """
     kept = [b"\xff\xd8"]
     for marker, start, end in _segments(frame):
@@ -65,13 +65,13 @@ def strip_applications(frame: bytes) -> bytes:
             return b"".join([*kept, frame[start:]])
         if marker != _COMMENT and marker not in _APPLICATION:
             kept.append(frame[start:end])
-    raise DicomError("the JPEG in its pixel data has no scan", "malformed")
+    raise DicomError("the JPEG in the pixel data has no scan", "malformed")
 
 
 def _segments(frame: bytes) -> Iterator[tuple[int, int, int]]:
-    """(marker, start, end) of the segments up to the first scan."""
+    """Yield (marker, start, end) of the segments up to the first scan."""
     if frame[:2] != b"\xff\xd8":
-        raise DicomError("its compressed pixel data are no JPEG", "malformed")
+        raise DicomError("the compressed pixel data are not JPEG", "malformed")
     offset = 2
     while offset + 4 <= len(frame):
         marker = frame[offset + 1]
@@ -85,44 +85,44 @@ def _segments(frame: bytes) -> Iterator[tuple[int, int, int]]:
         if marker == _START_OF_SCAN:
             return
         offset = end
-    raise DicomError("the header of the JPEG in its pixel data is damaged", "malformed")
+    raise DicomError("the header of the JPEG in the pixel data is damaged", "malformed")
 
 
 def read_jpeg2000_header(frame: bytes) -> Codestream:
-    """The size in the SIZ marker of a JPEG 2000 codestream, bare or in a JP2 file.
+    """Read the size in the SIZ marker of a JPEG 2000 codestream, bare or in a JP2 file.
 
-    Raises DicomError for damage and for subsampled components.
+    Raises DicomError when it is damaged or its components are subsampled.
     """
     start = frame.find(b"\xff\x4f\xff\x51", 0, 1 << 16)
     siz = frame[start + 4 : start + 42]
     if start < 0 or len(siz) < 38:
-        raise DicomError("its compressed pixel data are no JPEG 2000", "malformed")
+        raise DicomError("the compressed pixel data are not JPEG 2000", "malformed")
     length, _, x1, y1, x0, y0, tile_x, tile_y, tile_x0, tile_y0, samples = struct.unpack(">HH8LH", siz)
     components = frame[start + 42 : start + 42 + 3 * samples]
     if not (x1 > x0 and y1 > y0 and tile_x and tile_y and tile_x0 <= x0 and tile_y0 <= y0 and 0 < samples <= 4):
-        raise DicomError("the header of its JPEG 2000 codestream is damaged", "malformed")
+        raise DicomError("the header of the JPEG 2000 codestream is damaged", "malformed")
     if any(step != 1 for index, step in enumerate(components) if index % 3) or len(components) < 3 * samples:
-        raise DicomError("its JPEG 2000 components are subsampled", "unsupported")
+        raise DicomError("subsampled JPEG 2000 components are not supported", "unsupported")
     tiles = -(-(x1 - tile_x0) // tile_x) * -(-(y1 - tile_y0) // tile_y)
     blocks = samples * (x1 - x0) * (y1 - y0) // _smallest_block(frame, start + 4 + length)
     return Codestream(y1 - y0, x1 - x0, samples, (components[0] & 0x7F) + 1, 64 * tiles + blocks)
 
 
 def _smallest_block(frame: bytes, offset: int) -> int:
-    """Samples in a code block, by the default coding style (COD) among the main header's markers."""
+    """Return the samples per code block in the default coding style (COD) of the main header."""
     while offset + 12 <= len(frame) and frame[offset] == 0xFF and frame[offset + 1] != 0x90:
         if frame[offset + 1] == 0x52:
             width, height = (frame[offset + 10] & 0xF) + 2, (frame[offset + 11] & 0xF) + 2
             return 1 << (width + height)
         offset += 2 + max(int.from_bytes(frame[offset + 2 : offset + 4], "big"), 2)
-    raise DicomError("the header of its JPEG 2000 codestream is damaged", "malformed")
+    raise DicomError("the header of the JPEG 2000 codestream is damaged", "malformed")
 
 
 def check_rle_header(frame: bytes, segments: int) -> None:
-    """Raises DicomError unless `frame` has so many segments, each within it. Decoders believe this header."""
+    """Raise DicomError unless `frame` has `segments` segments within it; decoders do not check this header."""
     if len(frame) < 64:
-        raise DicomError("its run-length encoded pixel data end within their header", "truncated")
+        raise DicomError("the run-length encoded pixel data end within their header", "truncated")
     count, *offsets = struct.unpack("<16L", frame[:64])
     used = offsets[:count]
     if count != segments or used != sorted(used) or not 64 <= used[0] <= used[-1] < len(frame):
-        raise DicomError("the header of its run-length encoded pixel data is damaged", "malformed")
+        raise DicomError("the header of the run-length encoded pixel data is damaged", "malformed")

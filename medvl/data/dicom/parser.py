@@ -1,9 +1,9 @@
-"""The structure of a DICOM file, read within limits and without looking at what could name a patient.
+"""DICOM file structure, parsed within limits and without reading elements that could identify a patient.
 
-pydicom reads a header whole before anybody can object: it inflates deflated files without a bound, keeps every
-element, recurses as deep as sequences nest, and quotes header values in its warnings. So the elements are walked
-here: most are stepped over, those of a short list are noted by place and read when asked for. The pixels are then
-decoded by pydicom and its plugins (`dicom_pixels`).
+pydicom reads a whole header before it can be checked: it inflates deflated files without a limit, keeps every
+element, recurses as deep as sequences nest, and quotes header values in its warnings. Therefore the elements are
+walked here: most are skipped, and the locations of those in `Tag` are kept and read on demand. The pixels are decoded
+by pydicom and its plugins (`medvl.data.dicom.pixels`).
 
 Encodings: DICOM PS3.5 chapter 7 and annex A; files: PS3.10 chapter 7.
 """
@@ -20,7 +20,7 @@ from medvl.errors import DicomError
 
 
 class Tag(enum.IntEnum):
-    """The elements that are looked at. None holds a name, a date, an identifier or free text."""
+    """Elements that are read. None contains a name, a date, an identifier or free text."""
 
     TRANSFER_SYNTAX = 0x00020010
     MODALITY = 0x00080060
@@ -65,67 +65,65 @@ class Tag(enum.IntEnum):
     FRAME_OFFSETS, FRAME_LENGTHS = 0x7FE00001, 0x7FE00002
 
 
-_LISTED = frozenset(Tag)
+_KNOWN_TAGS = frozenset(Tag)
 UNDEFINED = 0xFFFFFFFF
 _ITEM, _ITEM_END, _SEQUENCE_END = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD
 _PIXELS = {0x7FE00010: "PixelData", 0x7FE00008: "FloatPixelData", 0x7FE00009: "DoubleFloatPixelData"}
 
-IMPLICIT_LITTLE, DEFLATED, EXPLICIT_BIG = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1.99", "1.2.840.10008.1.2.2"
-EXPLICIT_LITTLE = "1.2.840.10008.1.2.1"
+IMPLICIT_LITTLE, EXPLICIT_LITTLE = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1"
+DEFLATED, EXPLICIT_BIG = "1.2.840.10008.1.2.1.99", "1.2.840.10008.1.2.2"
 
 _LONG_VRS = frozenset((b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"))
 _SHORT_VRS = frozenset(
-    b"AE AS AT CS DA DS DT FD FL IS LO LT PN SH SL SS ST TM UI UL US".split()  # each with a length of two bytes
+    b"AE AS AT CS DA DS DT FD FL IS LO LT PN SH SL SS ST TM UI UL US".split()  # with a length of two bytes
 )
 _MAX_DEPTH = 32
+_TRUNCATED_HEADER = "the file ends within its header: copy it again"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DicomLimits:
-    """What a file may ask for. With the defaults, no file takes over 512 MB, or a second to be refused."""
+    """Limits for untrusted files. With the defaults, no file takes over 512 MB, or a second to be rejected."""
 
     file_bytes: int = 4 << 30
-    """Files are never read whole: a large multi-frame file costs no more than the frame that is asked for."""
+    """Size of the file. Only the requested frame of a large multi-frame file is read."""
     elements: int = 100_000
-    """Element headers that are walked, those in sequences included, and fragments of compressed pixel data."""
+    """Elements, including those in sequences, and fragments of compressed pixel data."""
     value_bytes: int = 2 << 20
-    """The longest header value that is read: look-up tables and frame offsets have up to 200 kB."""
+    """Longest header value that is read; look-up tables and frame offsets have up to 200 kB."""
     inflated_bytes: int = 80 << 20
-    """A file in the deflated transfer syntax, unpacked."""
+    """Inflated size of a file in the deflated transfer syntax."""
     frames: int = 20_000
     frame_bytes: int = 64 << 20
-    """One frame, decoded: rows x columns x samples x bytes. 32 megapixels of 16 bits."""
+    """Decoded size of a frame: rows x columns x samples x bytes. The default is 32 megapixels of 16 bits."""
     encoded_bytes: int = 48 << 20
-    """One frame, compressed."""
+    """Compressed size of a frame."""
 
 
 class Coding(NamedTuple):
-    """How elements are written."""
+    """Encoding of elements."""
 
     implicit: bool
     little: bool
 
     @property
     def endian(self) -> str:
-        """How `struct` spells the byte order."""
+        """Byte order as a prefix for `struct`."""
         return "<" if self.little else ">"
 
 
 class Place(NamedTuple):
-    """Where an element's value lies."""
+    """Location of an element's value in the file."""
 
     vr: str
-    """"" where the file does not say (implicit VR)."""
+    """Value representation; "" with implicit VR."""
     offset: int
     length: int
     """`UNDEFINED` for sequences and compressed pixel data that end with a delimiter."""
 
 
 class BoundedStream(io.BufferedIOBase):
-    """A file for reading that counts how often it is read, knows where it ends, and refuses what goes beyond limits.
-
-    pydicom's decoders read from it as well.
-    """
+    """A readable file, also for pydicom's decoders, that raises DicomError when reads or bytes exceed the limits."""
 
     def __init__(self, file: BinaryIO, limits: DicomLimits) -> None:
         self._file = file
@@ -137,42 +135,42 @@ class BoundedStream(io.BufferedIOBase):
         self.allow(8 * limits.value_bytes)
 
     def allow(self, size: int) -> None:
-        """How many bytes may be read from here on."""
+        """Set the number of bytes that may be read from now on."""
         self._bytes_left = size
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Up to `size` bytes; fewer only at the end of the file."""
+        """Read up to `size` bytes; fewer only at the end of the file."""
         self._reads_left -= 1
         if self._reads_left < 0:
-            raise DicomError(f"it has more than {self.limits.elements} elements or fragments", "too_large")
+            raise DicomError(f"more than {self.limits.elements} elements or fragments", "too_large", field="elements")
         rest = max(0, self.size - self._position)
         size = rest if size is None or size < 0 else min(size, rest)
         if size > self._bytes_left:
-            raise DicomError("what must be read of it is over the limits (DicomLimits)", "too_large")
+            raise DicomError("more data to read than DicomLimits allows", "too_large")
         self._bytes_left -= size
         data = self._file.read(size)
         self._position += len(data)
         return data
 
     def read_exactly(self, size: int) -> bytes:
-        """That many bytes. Raises DicomError where the file ends first."""
+        """Read exactly `size` bytes. Raises DicomError when the file ends first."""
         data = self.read(size)
         if len(data) < size:
-            raise DicomError("it ends in the middle of its header: copy or fetch it again", "truncated")
+            raise DicomError(_TRUNCATED_HEADER, "truncated")
         return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Go to a position; it may lie beyond what has been read."""
+        """Move to a position."""
         self._position = self._file.seek(offset, whence)
         return self._position
 
     def tell(self) -> int:
-        """The position in bytes."""
+        """Return the position in bytes."""
         return self._position
 
 
 class Elements:
-    """The elements of a dataset that are on the list, by tag. Values are read when asked for."""
+    """The elements of a dataset that are in `Tag`. Values are read on demand."""
 
     def __init__(self, stream: BoundedStream, coding: Coding, places: dict[int, Place]) -> None:
         self._stream = stream
@@ -180,36 +178,40 @@ class Elements:
         self.coding = coding
 
     def vr(self, tag: int) -> str | None:
-        """The value representation that the file gives, "" where it gives none, None without the element."""
+        """Return the value representation: "" with implicit VR, None when the element is absent."""
         return self._places[tag].vr if tag in self._places else None
 
     def raw(self, tag: int) -> bytes | None:
-        """The value as it is stored; None when it is absent or empty."""
+        """Return the stored value; None when it is absent or empty."""
         place = self._places.get(tag)
         if place is None or not place.length:
             return None
         if place.length > self._stream.limits.value_bytes:
-            raise DicomError(f"its element {_name(tag)} has {place.length} bytes, over the limits", "too_large")
+            raise DicomError(
+                f"element ({tag >> 16:04X},{tag & 0xFFFF:04X}) has {place.length} bytes, over DicomLimits.value_bytes",
+                "too_large",
+                field="value_bytes",
+            )
         self._stream.seek(place.offset)
         return self._stream.read_exactly(place.length)
 
     def words(self, tag: int, *, signed: bool = False) -> list[int]:
-        """16-bit integers (US, SS)."""
+        """Return 16-bit integers (US, SS)."""
         data = self.raw(tag) or b""
         count = len(data) // 2
         return list(struct.unpack(f"{self.coding.endian}{count}{'h' if signed else 'H'}", data[: 2 * count]))
 
     def word(self, tag: int, *, signed: bool = False) -> int | None:
-        """The first of `words`."""
+        """Return the first of `words`, or None."""
         return next(iter(self.words(tag, signed=signed)), None)
 
     def text(self, tag: int) -> str | None:
-        """The first value of a text element. What is not ASCII cannot be on any list, and gives None."""
+        """Return the first value of a text element; None when it is absent or not ASCII."""
         data = (self.raw(tag) or b"").split(b"\\")[0].strip(b" \0")
         return data.decode("ascii") if data and data.isascii() else None
 
     def decimals(self, tag: int) -> list[float]:
-        """Numbers, be they text (DS, IS) or binary (FD, FL); empty when there are none or one is no number."""
+        """Return numbers from text (DS, IS) or binary (FD, FL); empty when absent or malformed."""
         data, vr = self.raw(tag) or b"", self.vr(tag)
         if vr in ("FD", "FL"):
             width, letter = (8, "d") if vr == "FD" else (4, "f")
@@ -221,7 +223,7 @@ class Elements:
             return []
 
     def item(self, tag: int, index: int = 0) -> "Elements | None":
-        """Item `index` of a sequence, or None."""
+        """Return item `index` of a sequence, or None."""
         place = self._places.get(tag)
         if place is None:
             return None
@@ -234,7 +236,7 @@ class Elements:
 
 
 class Walk(NamedTuple):
-    """What a dataset holds: the places of the listed elements, and of the pixel data that ended the walk."""
+    """Locations of a dataset's known elements, and of the pixel data that ended the walk."""
 
     places: dict[int, Place]
     pixels: tuple[str, Place] | None
@@ -242,27 +244,29 @@ class Walk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DicomFile:
-    """A file whose structure has been walked up to its pixel data."""
+    """A file parsed up to its pixel data."""
 
     stream: BoundedStream
     elements: Elements
     transfer_syntax: str | None
     pixels: tuple[str, Place] | None
-    """(PixelData or one of its floating-point forms, where)."""
+    """(PixelData or one of its floating-point forms, location)."""
 
 
 def open_dicom(file: BinaryIO, limits: DicomLimits) -> DicomFile:
-    """Walks the elements up to the pixel data.
+    """Parse the elements up to the pixel data.
 
-    Raises DicomError with the reason "not_dicom", "truncated", "malformed" or "too_large".
+    Raises DicomError with the code "not_dicom", "truncated", "malformed" or "too_large".
     """
     stream = BoundedStream(file, limits)
     if stream.size > limits.file_bytes:
-        raise DicomError(f"it has {stream.size} bytes, over the limit of {limits.file_bytes}", "too_large")
-    if stream.read(132)[128:] != b"DICM":  # without preamble, the elements begin at once
+        raise DicomError(
+            f"the file has {stream.size} bytes, over DicomLimits.file_bytes", "too_large", field="file_bytes"
+        )
+    if stream.read(132)[128:] != b"DICM":  # without preamble, elements start at byte 0
         stream.seek(0)
         if stream.read(2) not in (b"\x02\0", b"\x08\0", b"\0\x08"):
-            raise DicomError("it is no DICOM file", "not_dicom")
+            raise DicomError("not a DICOM file", "not_dicom")
         stream.seek(0)
     syntax = _read_transfer_syntax(stream)
     if syntax == DEFLATED:
@@ -273,7 +277,7 @@ def open_dicom(file: BinaryIO, limits: DicomLimits) -> DicomFile:
 
 
 def _read_transfer_syntax(stream: BoundedStream) -> str | None:
-    """Reads the file meta information (group 2, always explicit little endian) and stops behind it."""
+    """Read the transfer syntax and skip the file meta information (group 2, explicit little endian)."""
     start, syntax = stream.tell(), None
     while len(head := stream.read(8)) == 8 and head[:2] == b"\x02\0":
         stream.seek(start)
@@ -287,39 +291,39 @@ def _read_transfer_syntax(stream: BoundedStream) -> str | None:
 
 
 def _inflate(stream: BoundedStream) -> BoundedStream:
-    """The rest of a deflated file, unpacked bit by bit so that a bomb goes off in a small room."""
+    """Return the rest of a deflated file, inflated in steps so that a zip bomb stops at the limit."""
     limit = stream.limits.inflated_bytes
-    stream.allow(limit)  # deflated data are never longer than what they unpack to, but for a few bytes
+    stream.allow(limit)  # deflated data are at most a few bytes longer than inflated data
     inflater, inflated = zlib.decompressobj(-zlib.MAX_WBITS), io.BytesIO()
     while not inflater.eof:
         packed = inflater.unconsumed_tail or stream.read(1 << 16)
         if not packed:
-            raise DicomError("its deflated part ends too early: copy or fetch it again", "truncated")
+            raise DicomError("the deflated part ends too early: copy the file again", "truncated")
         try:
             inflated.write(inflater.decompress(packed, 1 << 20))
         except zlib.error:
-            raise DicomError("its deflated part is damaged", "malformed") from None
+            raise DicomError("the deflated part is damaged", "malformed") from None
         if inflated.tell() > limit:
-            raise DicomError(f"it inflates to more than {limit} bytes", "too_large")
+            raise DicomError(f"the file inflates to more than {limit} bytes", "too_large", field="inflated_bytes")
     return BoundedStream(inflated, stream.limits)
 
 
 def _coding(stream: BoundedStream, syntax: str | None) -> Coding:
-    """What the transfer syntax says, corrected by what the first element looks like.
+    """Return the encoding of the transfer syntax, corrected by the first element.
 
-    Files without a transfer syntax are little endian unless the first group number makes sense only the other way.
+    Without a transfer syntax, the first group number determines the byte order.
     """
     start = stream.tell()
     head = stream.read(6)
     stream.seek(start)
     little = syntax != EXPLICIT_BIG if syntax else head[:1] != b"\0"
     if syntax in ("1.2.840.113619.5.2", "1.3.46.670589.33.1.4.1"):
-        raise DicomError("it is written in a private transfer syntax", "unsupported")
+        raise DicomError("private transfer syntaxes are not supported", "unsupported")
     return Coding(implicit=head[4:6] not in _LONG_VRS | _SHORT_VRS, little=little)
 
 
 def _walk(stream: BoundedStream, coding: Coding, length: int, depth: int) -> Walk:
-    """The elements from here on: `length` bytes, or, if that is undefined, to the end of the item or the file."""
+    """Parse the elements in the next `length` bytes or, if undefined, to the end of the item or file."""
     end = stream.size if length == UNDEFINED else stream.tell() + length
     places: dict[int, Place] = {}
     while end - stream.tell() >= 8:
@@ -328,18 +332,20 @@ def _walk(stream: BoundedStream, coding: Coding, length: int, depth: int) -> Wal
             break
         if tag in _PIXELS and depth == 0:
             return Walk(places, (_PIXELS[tag], place))
-        if tag in _LISTED:
+        if tag in _KNOWN_TAGS:
             places[tag] = place
-        _step_over(stream, coding, place, depth)
+        _skip_value(stream, coding, place, depth)
     return Walk(places, None)
 
 
 def _read_header(stream: BoundedStream, coding: Coding) -> tuple[int, Place]:
-    """Tag, and where the value lies; the stream then stands at the value."""
+    """Read a tag and the location of its value, and move to the value."""
     head = stream.read_exactly(8)
     group, element = struct.unpack(f"{coding.endian}HH", head[:4])
     tag, vr = group << 16 | element, head[4:6]
-    if coding.implicit or group == 0xFFFE or not (vr.isalpha() and vr.isupper()):  # some writers change in sequences
+    if (
+        coding.implicit or group == 0xFFFE or not (vr.isalpha() and vr.isupper())
+    ):  # some writers use implicit VR within sequences
         return tag, Place("", stream.tell(), struct.unpack(f"{coding.endian}L", head[4:])[0])
     if vr in _LONG_VRS:
         length = struct.unpack(f"{coding.endian}L", stream.read_exactly(4))[0]
@@ -348,7 +354,7 @@ def _read_header(stream: BoundedStream, coding: Coding) -> tuple[int, Place]:
     return tag, Place(vr.decode(), stream.tell(), length)
 
 
-def _step_over(stream: BoundedStream, coding: Coding, place: Place, depth: int) -> None:
+def _skip_value(stream: BoundedStream, coding: Coding, place: Place, depth: int) -> None:
     if place.length == UNDEFINED:
         for _ in _items(stream, _item_coding(place, coding), place, depth + 1):
             pass
@@ -358,14 +364,14 @@ def _step_over(stream: BoundedStream, coding: Coding, place: Place, depth: int) 
 
 
 def _item_coding(place: Place, coding: Coding) -> Coding:
-    """How the items of a sequence are written: implicitly where its writer did not know it (PS3.5, 6.2.2)."""
+    """Return the encoding of a sequence's items: implicit for sequences of unknown VR (PS3.5, 6.2.2)."""
     return Coding(implicit=True, little=True) if place.vr == "UN" else coding
 
 
 def _items(stream: BoundedStream, coding: Coding, place: Place, depth: int) -> Iterator[tuple[int, int]]:
-    """(offset, length) of the items of a sequence. Between two, the stream may be moved; at last it stands behind."""
+    """Yield (offset, length) of a sequence's items, then move behind it. Callers may move the stream."""
     if depth > _MAX_DEPTH:
-        raise DicomError(f"its sequences nest more than {_MAX_DEPTH} deep", "malformed")
+        raise DicomError(f"sequences nest more than {_MAX_DEPTH} deep", "malformed")
     _check_inside(stream, place)
     end = stream.size if place.length == UNDEFINED else place.offset + place.length
     offset = place.offset
@@ -375,7 +381,7 @@ def _items(stream: BoundedStream, coding: Coding, place: Place, depth: int) -> I
         if tag == _SEQUENCE_END:
             return
         if tag != _ITEM:
-            raise DicomError("a sequence holds something else than items", "malformed")
+            raise DicomError("a sequence contains something other than items", "malformed")
         yield item.offset, item.length
         stream.seek(item.offset)
         if item.length == UNDEFINED:
@@ -385,13 +391,9 @@ def _items(stream: BoundedStream, coding: Coding, place: Place, depth: int) -> I
             stream.seek(item.offset + item.length)
         offset = stream.tell()
     if place.length == UNDEFINED:
-        raise DicomError("it ends within a sequence: copy or fetch it again", "truncated")
+        raise DicomError("the file ends within a sequence: copy it again", "truncated")
 
 
 def _check_inside(stream: BoundedStream, place: Place) -> None:
     if place.length != UNDEFINED and place.offset + place.length > stream.size:
-        raise DicomError("it ends in the middle of its header: copy or fetch it again", "truncated")
-
-
-def _name(tag: int) -> str:
-    return f"({tag >> 16:04X},{tag & 0xFFFF:04X})"
+        raise DicomError(_TRUNCATED_HEADER, "truncated")

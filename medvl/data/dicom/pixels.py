@@ -1,4 +1,4 @@
-"""One frame of a DICOM file, decoded by pydicom and its plugins once everything about its size is known to be sane."""
+"""Decoding of one DICOM frame by pydicom and its plugins, after all sizes have been checked."""
 
 import dataclasses
 import math
@@ -32,7 +32,7 @@ from medvl.data.dicom.codestream import (
     check_rle_header,
     read_jpeg2000_header,
     read_jpeg_header,
-    strip_applications,
+    strip_metadata,
 )
 from medvl.data.dicom.parser import (
     DEFLATED,
@@ -54,7 +54,7 @@ _JPEG = (JPEGBaseline8Bit, JPEGExtended12Bit, JPEGLossless, JPEGLosslessSV1)
 _JPEG_LS = (JPEGLSLossless, JPEGLSNearLossless)
 _JPEG_2000 = (JPEG2000Lossless, JPEG2000Lossy, HTJ2K, HTJ2KLossless, HTJ2KLosslessRPCL)
 
-_MAX_PIECES = 1 << 18  # at the usual 64 x 64 samples, of an image of a gigapixel
+_MAX_PARTS = 1 << 18  # at the usual 64 x 64 samples, of an image of a gigapixel
 
 PHOTOMETRIC = frozenset(
     ("MONOCHROME1", "MONOCHROME2", "PALETTE COLOR", "RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT")
@@ -63,7 +63,7 @@ PHOTOMETRIC = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PixelLayout:
-    """How the samples of an image lie in its pixel data (the Image Pixel module, DICOM PS3.3 C.7.6.3)."""
+    """Layout of the samples in the pixel data (Image Pixel module, DICOM PS3.3 C.7.6.3)."""
 
     keyword: str
     """PixelData, FloatPixelData or DoubleFloatPixelData."""
@@ -77,37 +77,35 @@ class PixelLayout:
     bits_allocated: int
     bits_stored: int
     shift: int
-    """Unused bits below the stored ones: 0 but for old files whose high bit is the highest of the word."""
+    """Unused bits below the stored ones; above 0 only in old files whose high bit is the highest of the word."""
     signed: bool
 
     @classmethod
-    def of(cls, file: DicomFile) -> "PixelLayout":
-        """Reads and checks the layout against the limits of the file.
+    def from_file(cls, file: DicomFile) -> "PixelLayout":
+        """Read the layout and check it against the limits of the file.
 
-        Raises DicomError with the reason "no_pixels", "malformed", "unsupported" or "too_large".
+        Raises DicomError with the code "no_pixels", "malformed", "unsupported" or "too_large".
         """
         if file.pixels is None:
-            raise DicomError("it holds no pixel data (a report, a plan, a directory, a waveform)", "no_pixels")
+            raise DicomError("the file has no pixel data (a report, a plan, a directory, a waveform)", "no_pixels")
         keyword, place = file.pixels
         elements = file.elements
         rows, columns = elements.word(Tag.ROWS), elements.word(Tag.COLUMNS)
         samples = elements.word(Tag.SAMPLES) or 1
         allocated = elements.word(Tag.BITS_ALLOCATED)
         if not rows or not columns or not allocated:
-            raise DicomError("it lacks rows, columns or bits allocated", "malformed")
+            raise DicomError("the header lacks rows, columns or bits allocated", "malformed")
         widths = {"PixelData": (1, 8, 16, 32), "FloatPixelData": (32,), "DoubleFloatPixelData": (64,)}[keyword]
         photometric = elements.text(Tag.PHOTOMETRIC) or ("RGB" if samples == 3 else "MONOCHROME2")
         if samples not in (1, 3) or allocated not in widths or photometric not in PHOTOMETRIC:
-            raise DicomError(
-                "its combination of samples, bits and photometric interpretation is not DICOM's", "unsupported"
-            )
+            raise DicomError("unsupported combination of samples, bits and photometric interpretation", "unsupported")
         color = photometric == "RGB" or photometric.startswith("YBR")
         if (
             (samples == 3) != color
             or (photometric == "YBR_FULL_422" and columns % 2)
             or (color and keyword != "PixelData")
         ):
-            raise DicomError("its photometric interpretation does not fit its samples", "malformed")
+            raise DicomError("the photometric interpretation does not match the samples", "malformed")
         stored = elements.word(Tag.BITS_STORED) or allocated
         stored = stored if stored <= allocated else allocated
         high_bit = elements.word(Tag.HIGH_BIT)
@@ -130,17 +128,22 @@ class PixelLayout:
 
     def _check_limits(self, limits: DicomLimits) -> None:
         if self.frames > limits.frames:
-            raise DicomError(f"it claims {self.frames} frames, over the limit of {limits.frames}", "too_large")
+            raise DicomError(
+                f"the header claims {self.frames} frames, over the limit of {limits.frames}",
+                "too_large",
+                field="frames",
+            )
         if math.ceil(self.frame_bits / 8) > limits.frame_bytes:
             raise DicomError(
                 f"a frame of {self.rows} x {self.columns} x {self.samples} samples of {self.bits_allocated} bits "
                 f"is over the limit of {limits.frame_bytes} bytes (DicomLimits.frame_bytes)",
                 "too_large",
+                field="frame_bytes",
             )
 
     @property
     def frame_bits(self) -> int:
-        """Of an uncompressed frame. 4:2:2 stores two samples a pixel; frames of single bits are not padded."""
+        """Bits of an uncompressed frame. 4:2:2 has two samples per pixel; frames of single bits are not padded."""
         samples = 2 if self.photometric == "YBR_FULL_422" else self.samples
         return self.rows * self.columns * samples * self.bits_allocated
 
@@ -151,7 +154,7 @@ class PixelLayout:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What pydicom's decoders are told of a compressed frame."""
+        """Options of pydicom's decoders for a compressed frame."""
         return {
             "rows": self.rows,
             "columns": self.columns,
@@ -162,7 +165,7 @@ class PixelLayout:
             "bits_allocated": self.bits_allocated,
             "bits_stored": self.bits_stored,
             "pixel_representation": int(self.signed),
-            "correct_unused_bits": False,  # the table through which the samples go does that at no cost
+            "correct_unused_bits": False,  # done by the look-up table of the rendering
         }
 
 
@@ -171,41 +174,41 @@ def _frames(elements: Elements) -> int:
         return 1
     numbers = elements.decimals(Tag.FRAMES)
     if not numbers or not 1 <= numbers[0] < 1 << 31 or not numbers[0].is_integer():
-        raise DicomError("its number of frames is no number", "malformed")
+        raise DicomError("the number of frames is not a whole number", "malformed")
     return int(numbers[0])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
-    """A decoded frame, before any transformation of its values."""
+    """A decoded frame before any transformation of its values."""
 
     samples: np.ndarray
-    """(H, W), or (H, W, 3) for RGB; in the machine's byte order."""
+    """(H, W), or (H, W, 3) for RGB, in native byte order."""
     space: Literal["grey", "palette", "rgb", "luma"]
-    """Of colour in brightness and difference, only the brightness is kept."""
+    """Meaning of the samples; of luma and chroma, only the luma is kept."""
     exact: bool
-    """The decoder has seen to sign and unused bits (JPEG 2000, JPEG-LS); otherwise `PixelLayout` says what they are."""
+    """Whether the decoder has applied sign and unused bits (JPEG 2000, JPEG-LS)."""
 
 
 def decode_frame(file: DicomFile, layout: PixelLayout, index: int) -> Frame:
-    """Decodes one frame.
+    """Decode one frame.
 
-    Raises DicomError with the reason "truncated", "malformed", "unsupported", "too_large", "no_codec" or "undecodable".
+    Raises DicomError with the code "truncated", "malformed", "unsupported", "too_large", "no_codec" or "undecodable".
     """
     if file.pixels is None:
-        raise DicomError("it holds no pixel data", "no_pixels")
+        raise DicomError("the file has no pixel data", "no_pixels")
     _, place = file.pixels
     syntax, photometric = file.transfer_syntax, layout.photometric
     if syntax in _NATIVE:
         samples = _decode_native(file, layout, place, index)
     elif layout.is_float:
-        raise DicomError("it has compressed floating-point pixel data, which no decoder knows", "unsupported")
+        raise DicomError("compressed floating-point pixel data are not supported", "unsupported")
     elif syntax == _DEFLATED_FRAMES:
         samples = _decode_deflated(file, layout, place, index)
     elif syntax in (RLELossless, *_JPEG, *_JPEG_LS, *_JPEG_2000):
         samples, photometric = _decode_compressed(file, layout, place, index)
     else:
-        raise DicomError("its transfer syntax is no image compression that medvl knows", "unsupported")
+        raise DicomError("unsupported transfer syntax", "unsupported")
     space: Literal["grey", "palette", "rgb", "luma"] = "grey"
     if layout.samples == 3:
         space = "luma" if photometric in ("YBR_FULL", "YBR_FULL_422") else "rgb"
@@ -219,13 +222,13 @@ def decode_frame(file: DicomFile, layout: PixelLayout, index: int) -> Frame:
 def _decode_native(file: DicomFile, layout: PixelLayout, place: Place, index: int) -> np.ndarray:
     expected = math.ceil(layout.frame_bits * layout.frames / 8)
     if place.length == UNDEFINED:
-        raise DicomError("its pixel data are compressed, but its transfer syntax says that they are not", "malformed")
-    there = min(place.length, file.stream.size - place.offset)
-    if there < expected:
-        raise DicomError(f"it holds {there} bytes of pixel data where its header promises {expected}", "truncated")
+        raise DicomError("the pixel data are compressed, but the transfer syntax is uncompressed", "malformed")
+    available = min(place.length, file.stream.size - place.offset)
+    if available < expected:
+        raise DicomError(f"expected {expected} bytes of pixel data, got {available}", "truncated")
     start, bit = divmod(index * layout.frame_bits, 8)
     swapped = layout.bits_allocated == 8 and layout.vr == "OW" and not file.elements.coding.little
-    odd = start % 2 if swapped else 0  # bytes that were written as big-endian words change places in pairs
+    odd = start % 2 if swapped else 0  # bytes written as big-endian words are swapped in pairs
     file.stream.seek(place.offset + start - odd)
     size = math.ceil((bit + layout.frame_bits) / 8) + odd
     file.stream.allow(size + 1)
@@ -241,14 +244,14 @@ def _decode_deflated(file: DicomFile, layout: PixelLayout, place: Place, index: 
     try:
         data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, expected)
     except zlib.error:
-        raise DicomError("its deflated pixel data are damaged", "malformed") from None
+        raise DicomError("the deflated pixel data are damaged", "malformed") from None
     if len(data) < expected:
-        raise DicomError("its deflated pixel data end too early", "truncated")
+        raise DicomError("the deflated pixel data end too early", "truncated")
     return _unpack(data, layout, "<", 0)
 
 
 def _unpack(data: bytes, layout: PixelLayout, endian: str, bit: int) -> np.ndarray:
-    """Uncompressed samples, (H, W) or (H, W, 3), from a frame that begins `bit` bits into `data`."""
+    """Return uncompressed samples, (H, W) or (H, W, 3), of a frame that starts at bit `bit` of `data`."""
     shape = (layout.rows, layout.columns)
     if layout.bits_allocated == 1:
         return np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")[bit:][: math.prod(shape)].reshape(shape)
@@ -256,57 +259,57 @@ def _unpack(data: bytes, layout: PixelLayout, endian: str, bit: int) -> np.ndarr
     count = layout.frame_bits // layout.bits_allocated
     samples = np.frombuffer(data, f"{endian}{kind}{layout.bits_allocated // 8}", count)
     if layout.photometric == "YBR_FULL_422":
-        return samples.reshape(-1, 4)[:, :2].reshape(shape)  # two brightnesses, then the colour of both
+        return samples.reshape(-1, 4)[:, :2].reshape(shape)  # two luma samples, then the chroma of both
     if layout.samples == 1:
         return samples.reshape(shape)
     return np.moveaxis(samples.reshape(3, *shape), 0, -1) if layout.planar else samples.reshape(*shape, 3)
 
 
 def _decode_compressed(file: DicomFile, layout: PixelLayout, place: Place, index: int) -> tuple[np.ndarray, str]:
-    """Samples, and the photometric interpretation that decoding has left."""
+    """Return the samples and the photometric interpretation after decoding."""
     syntax = UID(file.transfer_syntax or "")
     frame = _read_frame(file, layout, place, index)
     if syntax == RLELossless:
         if layout.bits_allocated == 1:
-            raise DicomError("it has run-length encoded single bits, which no decoder knows", "unsupported")
+            raise DicomError("run-length encoded single bits are not supported", "unsupported")
         check_rle_header(frame, layout.samples * layout.bits_allocated // 8)
-        return _decode(syntax, "pylibjpeg", frame, layout)  # pydicom's own decoder unpacks whatever a file claims
+        return _decode(syntax, "pylibjpeg", frame, layout)  # pydicom's own decoder does not limit its output
     if syntax in _JPEG_2000:
         _check_codestream(read_jpeg2000_header(frame), layout)
         return _decode(syntax, "pylibjpeg", frame, layout)
-    claimed = read_jpeg_header(frame)
-    _check_codestream(claimed, layout)
+    header = read_jpeg_header(frame)
+    _check_codestream(header, layout)
     if syntax in _JPEG_LS:
         return _decode(syntax, "pyjpegls", frame, layout)
-    if claimed.precision == 8:
-        return _decode_jpeg_8(syntax, frame, layout, claimed)
-    if syntax in (JPEGLossless, JPEGLosslessSV1) and claimed.samples == 1:
-        return _decode(syntax, "gdcm", strip_applications(frame), layout)
+    if header.precision == 8:
+        return _decode_jpeg_8(syntax, frame, layout, header)
+    if syntax in (JPEGLossless, JPEGLosslessSV1) and header.samples == 1:
+        return _decode(syntax, "gdcm", strip_metadata(frame), layout)
     if "pylibjpeg" not in get_decoder(syntax).available_plugins:
         raise DicomError(
-            f'nothing that is installed decodes {claimed.precision}-bit {syntax.name}: pip install "medvl[gpl-codecs]"',
+            f'no installed codec decodes {header.precision}-bit {syntax.name}: pip install "medvl[gpl-codecs]"',
             "no_codec",
         )
     return _decode(syntax, "pylibjpeg", frame, layout)
 
 
-def _decode_jpeg_8(syntax: UID, frame: bytes, layout: PixelLayout, claimed: Codestream) -> tuple[np.ndarray, str]:
-    """Lossy and lossless JPEG of 8 bits through Pillow.
+def _decode_jpeg_8(syntax: UID, frame: bytes, layout: PixelLayout, header: Codestream) -> tuple[np.ndarray, str]:
+    """Decode lossy or lossless JPEG of 8 bits with Pillow.
 
-    Where the file marks how its colour was transformed, Pillow gives RGB, whatever the DICOM header says. GDCM would
-    end the process when the two disagree.
+    Where the file states its colour transform, Pillow returns RGB, whatever the DICOM header claims. GDCM aborts the
+    process when the two disagree.
     """
     try:
         with Image.open(BytesIO(frame), formats=("JPEG",)) as image:
-            if layout.photometric == "RGB" and not claimed.knows_color:
-                image.draft("YCbCr", image.size)  # what Pillow takes for YCbCr is left as it is: RGB
+            if layout.photometric == "RGB" and not header.states_color:
+                image.draft("YCbCr", image.size)  # skip Pillow's conversion from YCbCr: the samples are RGB
             return np.asarray(image), "RGB" if layout.samples == 3 else layout.photometric
     except (OSError, SyntaxError, ValueError) as error:
-        raise DicomError(f"its {syntax.name} pixel data are damaged ({type(error).__name__})", "undecodable") from error
+        raise DicomError(f"the {syntax.name} pixel data are damaged ({type(error).__name__})", "undecodable") from error
 
 
 def _decode(syntax: UID, plugin: str, frame: bytes, layout: PixelLayout) -> tuple[np.ndarray, str]:
-    """A compressed frame through one of pydicom's plugins."""
+    """Decode a compressed frame with one of pydicom's plugins."""
     capsule = encapsulate([frame], has_bot=False)
     try:
         samples, properties = get_decoder(syntax).as_array(
@@ -314,36 +317,36 @@ def _decode(syntax: UID, plugin: str, frame: bytes, layout: PixelLayout) -> tupl
         )
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # whatever a codec may raise on damaged data; the panics of Rust are no Exception
-        raise DicomError(f"its {syntax.name} pixel data are damaged ({type(error).__name__})", "undecodable") from error
+    except BaseException as error:  # codecs may raise anything, and panics of Rust are not Exceptions
+        raise DicomError(f"the {syntax.name} pixel data are damaged ({type(error).__name__})", "undecodable") from error
     return samples, str(properties["photometric_interpretation"])
 
 
-def _check_codestream(claimed: Codestream, layout: PixelLayout) -> None:
-    if (claimed.rows, claimed.columns, claimed.samples) != (layout.rows, layout.columns, layout.samples):
+def _check_codestream(header: Codestream, layout: PixelLayout) -> None:
+    if (header.rows, header.columns, header.samples) != (layout.rows, layout.columns, layout.samples):
         raise DicomError(
-            f"its compressed image claims {claimed.rows} x {claimed.columns} x {claimed.samples} samples, its header "
+            f"the compressed image claims {header.rows} x {header.columns} x {header.samples} samples, the header "
             f"{layout.rows} x {layout.columns} x {layout.samples}",
             "malformed",
         )
-    if claimed.pieces > _MAX_PIECES:
-        raise DicomError("its compressed image is cut into far too many pieces", "too_large")
-    if claimed.precision > layout.bits_allocated:
+    if header.parts > _MAX_PARTS:
+        raise DicomError("the compressed image has too many tiles or code blocks", "too_large")
+    if header.precision > layout.bits_allocated:
         raise DicomError(
-            f"its compressed image has {claimed.precision} bits, its header allocates {layout.bits_allocated}",
+            f"the compressed image has {header.precision} bits, the header allocates {layout.bits_allocated}",
             "malformed",
         )
 
 
 def _read_frame(file: DicomFile, layout: PixelLayout, place: Place, index: int) -> bytes:
-    """The bytes of a compressed frame."""
+    """Read the bytes of a compressed frame."""
     stream, limits = file.stream, file.stream.limits
     offsets, lengths = file.elements.raw(Tag.FRAME_OFFSETS), file.elements.raw(Tag.FRAME_LENGTHS)
     tables = (offsets, lengths) if offsets and lengths else None
     stream.allow(_encoded_limit(limits))
     stream.seek(place.offset + 4)
     if int.from_bytes(stream.read_exactly(4), "little") > 4 * limits.frames:
-        raise DicomError("its table of frame offsets is over the limits", "too_large")
+        raise DicomError("the table of frame offsets is over DicomLimits.frames", "too_large", field="frames")
     stream.seek(place.offset)
     try:
         parse_basic_offsets(stream)
@@ -351,11 +354,11 @@ def _read_frame(file: DicomFile, layout: PixelLayout, place: Place, index: int) 
         if fragments:
             stream.seek(fragments[-1] + 4)
             if fragments[-1] + 8 + int.from_bytes(stream.read_exactly(4), "little") > stream.size:
-                raise DicomError("it ends within its compressed pixel data: copy or fetch it again", "truncated")
+                raise DicomError("the file ends within its compressed pixel data: copy it again", "truncated")
         stream.seek(place.offset)
         return get_frame(stream, index, number_of_frames=layout.frames, extended_offsets=tables)
     except (ValueError, struct.error):
-        raise DicomError("its compressed pixel data are not in whole fragments", "malformed") from None
+        raise DicomError("the compressed pixel data are not complete fragments", "malformed") from None
 
 
 def _encoded_limit(limits: DicomLimits) -> int:

@@ -1,15 +1,15 @@
-"""DICOM files to grey images, the way a viewer would show them, and a record of the few header fields that may leave.
+"""DICOM files to grey images, rendered as a viewer shows them, with de-identified header fields.
 
     image = read_dicom("study/image.dcm")
     image.pixels_HW  # uint8, black is 0
     image.header.view_position  # "PA"
 
 Modality LUT or rescale, then VOI LUT or window (the first of several), else the range between the 0.5th and the 99.5th
-percentile, then the inversion of MONOCHROME1. Pixel padding is left out of the percentiles and shown black. Samples of
-8 bits that have no window are shades already and stay as they are. Colour becomes luma.
+percentile, then the inversion of MONOCHROME1. Pixel padding is excluded from the percentiles and shown black. Plain
+8-bit samples without a window are kept unchanged. Colour becomes luma.
 
-Nothing of a file is trusted before it has been checked against `DicomLimits`, and nothing of a header is passed on but
-`DicomHeader`, whose texts come from closed lists: no name, date, identifier or free text can be in it.
+Files are untrusted and checked against `DicomLimits`. Of the header, only `DicomHeader` is returned, whose texts come
+from closed lists: it cannot contain a name, date, identifier or free text.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ _SYNTAXES = re.compile(r"1\.2\.840\.10008\.1\.2(?:\.\d{1,3}){0,3}")  # those of 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DicomHeader:
-    """All that is kept of a header. A text that is not on its list is None, like one that is missing."""
+    """Header fields that are kept. Texts that are missing or not in their list are None."""
 
     rows: int
     columns: int
@@ -66,71 +66,74 @@ class DicomHeader:
     patient_sex: str | None
     """F or M."""
     burned_in: bool | None
-    """Whether the file says that its pixels show who the patient is; None where it does not say."""
+    """Whether the file declares identifying text in its pixels; None where it does not."""
     patient_age: int | None
-    """Years, 90 standing for 90 and above."""
+    """Years; 90 means 90 and above."""
     pixel_spacing: tuple[float, float] | None
-    """Millimetres between rows and between columns, at the patient or else at the detector."""
+    """Millimetres between rows and between columns, at the patient or, if missing, at the detector."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class DicomImage:
-    """One frame as it is to be shown, and its header."""
+    """One rendered frame and its header."""
 
     pixels_HW: np.ndarray
-    """uint8, or uint16 where 16 bits were asked for; 0 is black."""
+    """uint8, or uint16 with bits=16; 0 is black."""
     header: DicomHeader
     shading: Shading
-    """What decided over black and white: voi_lut, window, percentiles, full_range, palette or color."""
+    """How the grey range was chosen: voi_lut, window, percentiles, full_range, palette or color."""
 
 
 def read_dicom(
     path: Path | str, *, bits: Literal[8, 16] = 8, frame: int | None = None, limits: DicomLimits = DEFAULT_LIMITS
 ) -> DicomImage:
-    """Reads one image.
+    """Read one image.
 
     Args:
         path: a DICOM file, with or without preamble and transfer syntax.
-        bits: of the shades: 8 (uint8) or 16 (uint16).
-        frame: which frame of a multi-frame file, from 0. None refuses such files: one frame must not stand for all.
-        limits: what the file may ask for.
+        bits: bits of the returned grey values: 8 (uint8) or 16 (uint16).
+        frame: index of the frame in a multi-frame file, from 0. With None, such files raise DicomError.
+        limits: limits for untrusted files.
 
-    Raises DicomError, whose `reason` is one of:
-        "unreadable": the file cannot be opened.
-        "not_dicom": it is something else.
-        "no_pixels": a DICOM file without an image (a report, a plan, a directory).
-        "truncated": it ends too early.
-        "malformed": it contradicts itself or the standard.
-        "unsupported": DICOM, but of a kind that is not read.
-        "multi_frame": several frames, and `frame` was not given; or it has no such frame.
-        "too_large": it is over `limits`.
-        "no_codec": its compression needs a package that is not installed; the text names it.
-        "undecodable": its compressed data are damaged.
-    Raises ConfigError when `bits` or `frame` is out of range.
+    Raises:
+        DicomError: with one of the codes
+            "unreadable": the file cannot be opened.
+            "not_dicom": not a DICOM file.
+            "no_pixels": a DICOM file without an image (a report, a plan, a directory).
+            "truncated": the file ends too early.
+            "malformed": the file contradicts itself or the standard.
+            "unsupported": valid DICOM, but not supported.
+            "multi_frame": several frames and `frame` is None, or no frame with this index.
+            "too_large": over `limits`.
+            "no_codec": the compression needs a package that is not installed; the message names it.
+            "undecodable": the compressed data are damaged.
+        ConfigError: `bits` or `frame` is out of range.
     """
     if bits not in (8, 16):
-        raise ConfigError(f"bits must be 8 or 16, got {bits}")
+        raise ConfigError(f"bits must be 8 or 16, got {bits}", "out_of_range", field="bits")
     if frame is not None and frame < 0:
-        raise ConfigError(f"frame counts from 0, got {frame}")
+        raise ConfigError(f"frame must be 0 or more, got {frame}", "out_of_range", field="frame")
     try:
         with Path(path).open("rb") as file:
             return _read(open_dicom(file, limits), bits, frame)
     except DicomError as error:
-        raise DicomError(f"{path}: {error}", error.code) from error
+        raise error.prefixed(f"{path}: ") from error
     except OSError as error:
         raise DicomError(f"{path} cannot be read ({error.strerror})", "unreadable") from error
     except MemoryError as error:
-        raise DicomError(f"{path}: there is not enough memory to decode it", "too_large") from error
+        raise DicomError(f"{path}: not enough memory to decode the image", "too_large") from error
 
 
 def _read(file: DicomFile, bits: int, frame: int | None) -> DicomImage:
-    layout = PixelLayout.of(file)
+    layout = PixelLayout.from_file(file)
     if frame is None and layout.frames > 1:
-        raise DicomError(f"it has {layout.frames} frames: choose one (frame=0, ...)", "multi_frame")
+        raise DicomError(f"the file has {layout.frames} frames: select one with `frame`", "multi_frame", field="frame")
     index = frame or 0
     if index >= layout.frames:
-        raise DicomError(f"it has {layout.frames} frames, so there is no frame {index}", "multi_frame")
-    header, display = _header(file, layout), Display.of(file.elements, layout, index)
+        raise DicomError(
+            f"frame {index} is out of range: the file has {layout.frames} frames", "multi_frame", field="frame"
+        )
+    header, display = _header(file, layout), Display.from_elements(file.elements, layout, index)
     pixels_HW, shading = render(decode_frame(file, layout, index), display, layout, bits)
     return DicomImage(pixels_HW, header, shading)
 

@@ -1,7 +1,7 @@
-"""From stored samples to shades of grey: modality LUT, VOI LUT or window, inversion (DICOM PS3.3 C.11.1, C.11.2).
+"""Rendering of stored samples as grey values: modality LUT, VOI LUT or window, inversion (DICOM PS3.3 C.11.1, C.11.2).
 
-Every step is a function of one stored value, so for samples of up to 16 bits the whole chain is worked out once for
-each value that can occur, and the image goes through that table in a single pass.
+Every step is a function of one stored value. For samples of up to 16 bits, the chain is computed once for each
+possible value, and the image is mapped through that table in a single pass.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from medvl.errors import DicomError
 Shading = Literal["voi_lut", "window", "percentiles", "full_range", "palette", "color"]
 
 PERCENTILES = (0.5, 99.5)
-"""Black and white where a file has neither VOI LUT nor window. Half a per cent at either end is more than lead markers,
-burnt-in text and dead pixels cover, and less than any organ."""
+"""Percentiles shown as black and white where a file has neither VOI LUT nor window. Half a per cent is more than lead
+markers, burned-in text and dead pixels cover, and less than any organ."""
 
 _LUMA = np.array([0.299, 0.587, 0.114])  # BT.601, as JPEG and OpenCV have it
 _VALUES, _LINE, _REPEAT = 0, 1, 2  # kinds of segments of a palette
@@ -30,14 +30,14 @@ _SAMPLE = 1 << 20
 
 
 class Shade(Protocol):
-    """Values, float64 of any shape, to shades: 0 black, 1 white."""
+    """Function of values (float64, any shape) that returns shades: 0 is black, 1 is white."""
 
     def __call__(self, values: np.ndarray) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Table:
-    """A look-up table: entry i stands for the value first + i; values beyond either end get that end's entry."""
+    """Look-up table: entry i is for the value first + i; values beyond either end get the entry at that end."""
 
     first: int
     entries: np.ndarray
@@ -49,7 +49,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Window:
-    """A window of `width` around `center`, by one of DICOM's three functions (PS3.3 C.11.2.1.2 and .3)."""
+    """Window of `width` around `center` with one of DICOM's three functions (PS3.3 C.11.2.1.2 and .3)."""
 
     center: float
     width: float
@@ -68,7 +68,7 @@ class Window:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """Linear between two values. A constant image has low = high, and is black."""
+    """Linear function between two values. A constant image has low = high and is black."""
 
     low: float
     high: float
@@ -81,20 +81,20 @@ class Range:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Display:
-    """What a file says about how its samples are to be shown."""
+    """Transformations of a file's samples for display."""
 
     modality: Callable[[np.ndarray], np.ndarray] | None
-    """Stored values to values (Hounsfield units, ...); None where they are the same."""
+    """Function from stored values to values (such as Hounsfield units); None for the identity."""
     voi: Table | Window | None
     inverted: bool
     padding: tuple[int, int] | None
-    """Stored values, first and last, that mean "no image here"."""
+    """First and last stored value of pixel padding."""
     palette: Table | None
-    """The brightness of the colours that the stored values stand for."""
+    """Luma of the palette colours."""
 
     @classmethod
-    def of(cls, elements: Elements, layout: PixelLayout, frame: int) -> "Display":
-        """Reads the transformations of one frame. Raises DicomError when a table is damaged."""
+    def from_elements(cls, elements: Elements, layout: PixelLayout, frame: int) -> "Display":
+        """Read the transformations of one frame. Raises DicomError when a table is damaged."""
         values, voi = elements, elements
         groups = [elements.item(Tag.FRAME_GROUPS, frame), elements.item(Tag.SHARED_GROUPS)]
         for group in filter(None, groups):
@@ -114,44 +114,44 @@ class Display:
 
 
 def _modality(elements: Elements, layout: PixelLayout) -> tuple[Callable[[np.ndarray], np.ndarray] | None, bool]:
-    """The modality LUT or rescale, and whether it can give negative values."""
+    """Return the modality LUT or rescale, and whether it can produce negative values."""
     item = elements.item(Tag.MODALITY_LUT)
     if item is not None:
         return _read_table(item, signed=layout.signed), False
     slope, intercept = elements.decimals(Tag.SLOPE) or [1.0], elements.decimals(Tag.INTERCEPT) or [0.0]
     if not (math.isfinite(slope[0]) and math.isfinite(intercept[0]) and slope[0]):
-        raise DicomError("its rescale slope or intercept is no number to scale by", "malformed")
+        raise DicomError("rescale slope and intercept must be finite and the slope not 0", "malformed")
     if (slope[0], intercept[0]) == (1, 0):
         return None, False
     return (lambda stored: stored * slope[0] + intercept[0]), intercept[0] < 0 or slope[0] < 0
 
 
 def _voi(elements: Elements, layout: PixelLayout, *, signed: bool) -> Table | Window | None:
-    """The VOI LUT, else the window, the first of several; a window without a width is none."""
+    """Return the VOI LUT, else the first window with a positive width, else None."""
     item = elements.item(Tag.VOI_LUT)
     if item is not None:
         table = _read_table(item, signed=signed)
-        # Files claim 16 bits for entries of 12: what the entries need tells how white is written.
+        # Some files claim 16 bits for entries of 12, so white is derived from the largest entry.
         white = (1 << int(table.entries.max()).bit_length()) - 1
         return Table(table.first, table.entries / max(white, 1))
     centers, widths = elements.decimals(Tag.WINDOW_CENTER), elements.decimals(Tag.WINDOW_WIDTH)
     if not centers or not widths or not math.isfinite(centers[0]) or not 0 < widths[0] < math.inf:
         return None
-    # LINEAR counts in whole steps, which floating-point values do not have, nor windows of a width below one.
+    # LINEAR assumes integer values and a width of at least 1.
     function = elements.text(Tag.WINDOW_FUNCTION) or "LINEAR"
-    whole_steps = function == "LINEAR" and not layout.is_float and widths[0] >= 1
-    return Window(centers[0], widths[0], function if function == "SIGMOID" or whole_steps else "LINEAR_EXACT")
+    is_linear = function == "LINEAR" and not layout.is_float and widths[0] >= 1
+    return Window(centers[0], widths[0], function if function == "SIGMOID" or is_linear else "LINEAR_EXACT")
 
 
 def _read_table(item: Elements, *, signed: bool) -> Table:
-    """A LUT with its descriptor (PS3.3 C.11.1.1.1)."""
+    """Read a LUT with its descriptor (PS3.3 C.11.1.1.1)."""
     signed = item.vr(Tag.LUT_DESCRIPTOR) == "SS" or (item.vr(Tag.LUT_DESCRIPTOR) == "" and signed)
     count, first, _ = _descriptor(item, Tag.LUT_DESCRIPTOR, signed=signed)
     return Table(first, _entries(item, Tag.LUT_DATA, count).astype(np.float64))
 
 
 def _descriptor(elements: Elements, tag: Tag, *, signed: bool) -> tuple[int, int, int]:
-    """(number of entries, value of the first, bits of an entry)."""
+    """Read (number of entries, value of the first, bits per entry)."""
     words = elements.words(tag)
     if len(words) < 3:
         raise DicomError("the descriptor of a look-up table is damaged", "malformed")
@@ -160,17 +160,17 @@ def _descriptor(elements: Elements, tag: Tag, *, signed: bool) -> tuple[int, int
 
 
 def _entries(elements: Elements, tag: Tag, count: int) -> np.ndarray:
-    """The entries of a table: words, or bytes where there are only so many."""
+    """Read the entries of a table as words or, where there are too few for that, as bytes."""
     data = elements.raw(tag) or b""
     if len(data) >= 2 * count:
         return np.frombuffer(data, f"{elements.coding.endian}u2", count)
     if len(data) >= count:
         return np.frombuffer(data, np.uint8, count)
-    raise DicomError("a look-up table has fewer entries than its descriptor says", "malformed")
+    raise DicomError("a look-up table has fewer entries than its descriptor claims", "malformed")
 
 
 def _palette(elements: Elements) -> Table:
-    """The brightness of the entries of a colour palette (PS3.3 C.7.9)."""
+    """Read the luma of a colour palette (PS3.3 C.7.9)."""
     count, first, bits = _descriptor(elements, Tag.RED_DESCRIPTOR, signed=False)
     tables = []
     for plain, segments in (
@@ -190,7 +190,7 @@ def _palette(elements: Elements) -> Table:
 
 
 def _expand_segments(words: list[int], width: int, count: int) -> list[int]:
-    """A segmented palette of words of `width` bytes, written out to `count` entries (PS3.3 C.7.9.2)."""
+    """Expand a segmented palette of words of `width` bytes to `count` entries (PS3.3 C.7.9.2)."""
     entries: list[int] = []
     for number, (kind, length, content) in enumerate(_segments(words, width, 0, len(words))):
         if kind == _VALUES:
@@ -201,13 +201,13 @@ def _expand_segments(words: list[int], width: int, count: int) -> list[int]:
             return entries[:count]
         if number > count:
             break
-    raise DicomError("a segmented palette has fewer entries than its descriptor says", "malformed")
+    raise DicomError("a segmented palette has fewer entries than its descriptor claims", "malformed")
 
 
 def _segments(
     words: list[int], width: int, start: int, end: int, *, copied: bool = False
 ) -> Iterator[tuple[int, int, list[int]]]:
-    """(kind, length, content) of the segments of values and lines; those that repeat others are looked up."""
+    """Yield (kind, length, content) of the value and line segments, with repeat segments resolved."""
     while start + 2 < end:
         kind, length = words[start : start + 2]
         if kind == _REPEAT and not copied and start + 3 < end:
@@ -224,13 +224,13 @@ def _segments(
 
 
 def render(frame: Frame, display: Display, layout: PixelLayout, bits: int) -> tuple[np.ndarray, Shading]:
-    """The frame in shades of grey, uint8 or uint16 (H, W), and what decided over black and white."""
+    """Return the frame as grey values, uint8 or uint16 (H, W), and how their range was chosen."""
     top = (1 << bits) - 1
     if frame.space in ("rgb", "luma"):
         return _render_color(frame, layout, top), "color"
     if display.palette:
         if frame.samples.itemsize > 2:
-            raise DicomError("its palette is indexed by more than 16 bits", "unsupported")
+            raise DicomError("palettes with indices of more than 16 bits are not supported", "unsupported")
         table = _quantize(display.palette(_stored_values(frame, layout)), top)
         return cv2.LUT(_codes(frame.samples), table), "palette"
     if frame.samples.itemsize > 2:
@@ -239,7 +239,7 @@ def render(frame: Frame, display: Display, layout: PixelLayout, bits: int) -> tu
 
 
 def _render_narrow(frame: Frame, display: Display, layout: PixelLayout, top: int) -> tuple[np.ndarray, Shading]:
-    """Up to 16 bits: one table of every value that can occur."""
+    """Render samples of up to 16 bits through a table of all possible values."""
     codes_HW = _codes(frame.samples)
     stored = _stored_values(frame, layout)
     padding = _is_padding(stored, display)
@@ -254,7 +254,7 @@ def _render_narrow(frame: Frame, display: Display, layout: PixelLayout, top: int
 
 
 def _render_wide(frame: Frame, display: Display, layout: PixelLayout, top: int) -> tuple[np.ndarray, Shading]:
-    """More than 16 bits, or floating point: block by block, to keep the temporaries small."""
+    """Render wider or floating-point samples block by block, to keep temporary arrays small."""
     shade, shading = _choose(display, layout)
     samples = frame.samples.ravel()
     if shade is None:
@@ -265,15 +265,15 @@ def _render_wide(frame: Frame, display: Display, layout: PixelLayout, top: int) 
     out = np.empty(samples.size, np.uint8 if top == 255 else np.uint16)
     for start in range(0, samples.size, _BLOCK):
         stored = samples[start : start + _BLOCK].astype(np.float64)
-        no_image = _is_padding(stored, display) | ~np.isfinite(stored)
-        stored[no_image] = 0
+        missing = _is_padding(stored, display) | ~np.isfinite(stored)
+        stored[missing] = 0
         values = display.modality(stored) if display.modality else stored
-        out[start : start + _BLOCK] = _finish(shade(values), no_image, display, top)
+        out[start : start + _BLOCK] = _finish(shade(values), missing, display, top)
     return out.reshape(frame.samples.shape), shading
 
 
 def _render_color(frame: Frame, layout: PixelLayout, top: int) -> np.ndarray:
-    """Luma. A window does not apply to colour (PS3.3 C.11.2)."""
+    """Render colour as luma; windows do not apply to colour (PS3.3 C.11.2)."""
     samples, white = _codes(frame.samples), (1 << layout.bits_stored) - 1
     if frame.space == "luma":
         grey_HW = samples
@@ -291,7 +291,7 @@ def _render_color(frame: Frame, layout: PixelLayout, top: int) -> np.ndarray:
 
 
 def _choose(display: Display, layout: PixelLayout) -> tuple[Shade | None, Shading]:
-    """What the file wants; None for percentiles. Plain 8-bit samples are shades already."""
+    """Return the file's own function, or None for percentiles, and its name; plain 8-bit samples use the full range."""
     if isinstance(display.voi, Table):
         return display.voi, "voi_lut"
     if isinstance(display.voi, Window):
@@ -302,7 +302,7 @@ def _choose(display: Display, layout: PixelLayout) -> tuple[Shade | None, Shadin
 
 
 def _percentile_range(values: np.ndarray, counts: np.ndarray) -> Range:
-    """The range between `PERCENTILES` of values that occur `counts` times; of all of them, should those coincide."""
+    """Return the range between `PERCENTILES` of values occurring `counts` times, or the full range if those coincide."""
     present = np.flatnonzero(counts)
     if not present.size:
         return Range(0, 0)
@@ -332,12 +332,12 @@ def _is_padding(stored: np.ndarray, display: Display) -> np.ndarray:
 
 
 def _codes(samples: np.ndarray) -> np.ndarray:
-    """The same bits as unsigned integers: what indexes a table."""
+    """Return the same bits as unsigned integers, as table indices."""
     return samples.view(f"u{samples.itemsize}")
 
 
 def _stored_values(frame: Frame, layout: PixelLayout) -> np.ndarray:
-    """The stored value, float64, behind every code of 8 or 16 bits: unused bits removed, sign applied."""
+    """Return the stored value (float64) of each 8-bit or 16-bit code, with unused bits removed and the sign applied."""
     codes = np.arange(1 << 8 * frame.samples.itemsize, dtype=np.int64)
     bits = 8 * frame.samples.itemsize
     if not frame.exact:

@@ -1,8 +1,9 @@
-"""Colour and palettes to brightness."""
+"""Conversion of colour and palettes to luma."""
 
 import numpy as np
 import pytest
 from helpers.dicom_builder import image_dataset, write_dataset
+from helpers.errors import raises
 
 from medvl.data.dicom.reader import read_dicom
 from medvl.errors import DicomError
@@ -29,16 +30,16 @@ def test_rgb_becomes_luma(tmp_path, colors, dtype, white, planar):
     assert np.abs(wide / 257 - colors @ LUMA).max() <= 1
 
 
-def test_a_window_does_not_apply_to_color(tmp_path, colors):
+def test_window_does_not_apply_to_color(tmp_path, colors):
     plain = read_dicom(write_dataset(tmp_path / "a.dcm", image_dataset(colors)))
     windowed = read_dicom(write_dataset(tmp_path / "b.dcm", image_dataset(colors, WindowCenter=10, WindowWidth=5)))
     assert np.array_equal(plain.pixels_HW, windowed.pixels_HW)
 
 
-def test_ybr_brightness_is_its_first_component(tmp_path, colors):
+def test_ybr_luma_is_the_first_component(tmp_path, colors):
     full = image_dataset(colors, PhotometricInterpretation="YBR_FULL")
     assert np.array_equal(read_dicom(write_dataset(tmp_path / "a.dcm", full)).pixels_HW, colors[:, :, 0])
-    pairs = colors.reshape(12, 5, 2, 3)  # 4:2:2 stores two brightnesses, then the colour of the first
+    pairs = colors.reshape(12, 5, 2, 3)  # 4:2:2 stores two luma samples, then the chroma of the first
     packed = np.concatenate([pairs[:, :, :, 0], pairs[:, :, 0, 1:]], axis=-1)
     halved = image_dataset(colors, PhotometricInterpretation="YBR_FULL_422", PixelData=packed.tobytes())
     assert np.array_equal(read_dicom(write_dataset(tmp_path / "b.dcm", halved)).pixels_HW, colors[:, :, 0])
@@ -70,7 +71,7 @@ def test_segmented_palettes(tmp_path):
     # Three values; a line of 4 steps from 30 up to 50; both again; a line of 3 steps down to 20.
     segments = np.array([0, 3, 10, 20, 30, 1, 4, 50, 2, 2, 0, 0, 1, 3, 20], "<u2")
     once = [10, 20, 30, 35, 40, 45, 50]
-    written_out = np.array([*once, *once, 40, 30, 20]) * 256
+    expanded = np.array([*once, *once, 40, 30, 20]) * 256
     data = image_dataset(np.arange(17, dtype=np.uint8)[None], PhotometricInterpretation="PALETTE COLOR")
     for name in ("Red", "Green", "Blue"):
         setattr(data, f"{name}PaletteColorLookupTableDescriptor", [17, 0, 16])
@@ -78,16 +79,15 @@ def test_segmented_palettes(tmp_path):
         values[[2, 3, 4, 7, 14]] *= 256
         setattr(data, f"Segmented{name}PaletteColorLookupTableData", values.tobytes())
     pixels = read_dicom(write_dataset(tmp_path / "a.dcm", data), bits=16).pixels_HW[0]
-    assert np.abs(pixels - written_out.astype(float)).max() <= 0.5
+    assert np.abs(pixels - expanded.astype(float)).max() <= 0.5
 
 
-def test_damaged_palettes(tmp_path):
+def test_damaged_palettes_raise(tmp_path):
     indices = np.zeros((2, 2), np.uint8)
     data = palette_dataset(indices, np.zeros((20, 3), int), 0, 16)
     data.BluePaletteColorLookupTableData = bytes(10)
-    with pytest.raises(DicomError, match="fewer entries than its descriptor says") as caught:
+    with raises(DicomError, "malformed"):
         read_dicom(write_dataset(tmp_path / "a.dcm", data))
-    assert caught.value.code == "malformed"
     del data.RedPaletteColorLookupTableDescriptor
-    with pytest.raises(DicomError, match="descriptor of a look-up table is damaged"):
+    with raises(DicomError, "malformed"):
         read_dicom(write_dataset(tmp_path / "a.dcm", data))

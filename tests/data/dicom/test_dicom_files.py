@@ -1,4 +1,4 @@
-"""DICOM files as files: transfer syntaxes, missing parts, what is kept of a header, and what is no image at all."""
+"""DICOM file structure: transfer syntaxes, missing parts, kept header fields, and unreadable files."""
 
 import logging
 import re
@@ -10,6 +10,7 @@ import numpy as np
 import pydicom
 import pytest
 from helpers.dicom_builder import element, fragments, image_dataset, layout, raw_file, write_dataset
+from helpers.errors import raises
 from PIL import Image
 from pydicom.dataset import Dataset
 from pydicom.encaps import encapsulate, encapsulate_extended, generate_frames
@@ -57,8 +58,8 @@ def test_native_transfer_syntaxes(tmp_path, pixels, plain, syntax):
 
 
 @pytest.mark.parametrize("frame", range(3))
-def test_big_endian_bytes_that_were_written_as_words(tmp_path, frame):
-    frames = np.random.default_rng(0).integers(0, 256, (3, 5, 3), dtype=np.uint8)  # of an odd number of bytes
+def test_big_endian_bytes_written_as_words(tmp_path, frame):
+    frames = np.random.default_rng(0).integers(0, 256, (3, 5, 3), dtype=np.uint8)  # an odd number of bytes
     data = image_dataset(
         frames, NumberOfFrames=3, PixelData=np.frombuffer(frames.tobytes() + b"\0", "u2").byteswap().tobytes()
     )
@@ -106,9 +107,9 @@ def test_deflated_frames(tmp_path, pixels):
         (tmp_path / f"{name}.dcm").write_bytes(data)
     packed = read_dicom(tmp_path / "packed.dcm")
     assert np.array_equal(packed.pixels_HW, read_dicom(tmp_path / "plain.dcm").pixels_HW)
-    for damaged in (frame[:-50], b"no deflated data"):
+    for damaged, code in ((frame[:-50], "truncated"), (b"no deflated data", "malformed")):
         (tmp_path / "a.dcm").write_bytes(raw_file(DEFLATED_FRAMES, layout(80, 71) + fragments(damaged)))
-        with pytest.raises(DicomError, match="deflated pixel data"):
+        with raises(DicomError, code):
             read_dicom(tmp_path / "a.dcm")
 
 
@@ -139,7 +140,7 @@ def test_jpeg_of_8_bits(tmp_path, photometric, adobe):
     encoded = tmp_path / "a.jpg"
     Image.fromarray(samples).save(encoded, quality=95, keep_rgb=photometric == "RGB")
     jpeg = encoded.read_bytes()
-    if photometric == "RGB" and not adobe:  # Pillow marks RGB; without the mark, DICOM's header alone says so
+    if photometric == "RGB" and not adobe:  # remove the marker, so that only the DICOM header states RGB
         jpeg = re.sub(rb"\xff\xee\x00\x0eAdobe.{7}", b"", jpeg, flags=re.DOTALL)
     elif adobe and photometric != "RGB":
         mark = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00" + bytes([1 if color else 0])
@@ -154,23 +155,22 @@ def test_jpeg_of_8_bits(tmp_path, photometric, adobe):
     assert np.abs(image.pixels_HW - expected).max() < 12
 
 
-def test_a_missing_codec_is_named():
+def test_missing_codec_raises_with_install_command():
     if "pylibjpeg" in get_decoder(JPEGExtended12Bit).available_plugins:
         assert read_dicom(BUNDLED / "JPGExtended.dcm").pixels_HW.shape == (1024, 256)
         return
-    with pytest.raises(DicomError, match=r'12-bit JPEG Extended .*: pip install "medvl\[gpl-codecs\]"') as caught:
+    with raises(DicomError, "no_codec", names='pip install "medvl[gpl-codecs]"'):
         read_dicom(BUNDLED / "JPGExtended.dcm")
-    assert caught.value.code == "no_codec"
 
 
-def test_files_without_preamble_meta_information_or_transfer_syntax(tmp_path, pixels, plain):
-    whole = (tmp_path / "plain.dcm").read_bytes()
-    body = whole[whole.index(b"\x08\0\x16\0UI") :]
+def test_files_without_preamble_or_meta_information_are_read(tmp_path, pixels, plain):
+    content = (tmp_path / "plain.dcm").read_bytes()
+    body = content[content.index(b"\x08\0\x16\0UI") :]
     data = image_dataset(pixels, **WINDOW)
     data.file_meta.TransferSyntaxUID = ImplicitVRLittleEndian
     implicit = write_dataset(tmp_path / "implicit.dcm", data).read_bytes()
     variants = {
-        "no_preamble": whole[132:],
+        "no_preamble": content[132:],
         "no_meta": body,
         "no_meta_implicit": implicit[implicit.index(b"\x08\0\x16\0\x1c") :],
         "no_syntax": bytes(128) + b"DICM" + body,
@@ -182,7 +182,7 @@ def test_files_without_preamble_meta_information_or_transfer_syntax(tmp_path, pi
         assert np.array_equal(image.pixels_HW, plain.pixels_HW), name
 
 
-def test_all_that_is_kept_of_a_header(tmp_path, pixels):
+def test_header_fields(tmp_path, pixels):
     fields = {
         "Modality": "CR",
         "ViewPosition": "PA",
@@ -216,7 +216,7 @@ CANARY = "CANARY"
 
 
 def identified(pixels: np.ndarray) -> Dataset:
-    """Names and numbers in every place where files have been seen to hold them."""
+    """Return a dataset with names and numbers in every element known to contain them."""
     data = image_dataset(pixels, **WINDOW)
     data.PatientName = data.PatientID = data.InstitutionName = data.AccessionNumber = CANARY
     data.StudyDescription = data.ImageComments = data.PatientComments = f"{CANARY}^JOHN"
@@ -235,9 +235,9 @@ def identified(pixels: np.ndarray) -> Dataset:
 
 
 @pytest.mark.fault("S9")
-def test_nothing_that_names_a_patient_leaves(tmp_path, pixels, caplog, recwarn):
+def test_no_output_names_a_patient(tmp_path, pixels, caplog, recwarn):
     caplog.set_level(logging.DEBUG)
-    whole = write_dataset(tmp_path / "a.dcm", identified(pixels)).read_bytes()
+    content = write_dataset(tmp_path / "a.dcm", identified(pixels)).read_bytes()
     recwarn.clear()
     caplog.clear()
     image = read_dicom(tmp_path / "a.dcm")
@@ -245,11 +245,11 @@ def test_nothing_that_names_a_patient_leaves(tmp_path, pixels, caplog, recwarn):
     assert image.header.modality is None
     assert image.header.body_part is None
     for name, data in {
-        "truncated": whole[:-100],
-        "cut_header": whole[:700],
-        "frames": whole.replace(b"\x28\0\x10\0US", element(0x00280008, b"IS", CANARY.encode()) + b"\x28\0\x10\0US"),
-        "photometric": whole.replace(b"MONOCHROME2 ", CANARY.encode() * 2),
-        "syntax": raw_file(CANARY.encode(), whole[whole.index(b"\x08\0\x16\0UI") :]),
+        "truncated": content[:-100],
+        "cut_header": content[:700],
+        "frames": content.replace(b"\x28\0\x10\0US", element(0x00280008, b"IS", CANARY.encode()) + b"\x28\0\x10\0US"),
+        "photometric": content.replace(b"MONOCHROME2 ", CANARY.encode() * 2),
+        "syntax": raw_file(CANARY.encode(), content[content.index(b"\x08\0\x16\0UI") :]),
     }.items():
         (tmp_path / f"{name}.dcm").write_bytes(data)
         with pytest.raises(DicomError) as caught:
@@ -260,64 +260,61 @@ def test_nothing_that_names_a_patient_leaves(tmp_path, pixels, caplog, recwarn):
 
 
 @pytest.mark.parametrize(
-    ("data", "reason", "message"),
+    ("data", "code"),
     [
-        (b"", "not_dicom", "is no DICOM file"),
-        (b"\x08", "not_dicom", "is no DICOM file"),
-        (b"This is a text file.\n" * 20, "not_dicom", "is no DICOM file"),
-        (bytes(128) + b"DICM", "no_pixels", "holds no pixel data"),
-        (raw_file(b"1.2.840.10008.1.2.1", layout(2, 2)), "no_pixels", "holds no pixel data"),
-        (raw_file(b"1.2.840.10008.1.2.1", layout(2, 2) + element(0x00101010, b"AS", b"09", 900)), "truncated", "middle of its header"),
-        (raw_file(b"1.2.840.10008.1.2.1", layout(2, 2) + element(0x7FE00010, b"OW", bytes(6))), "truncated", "holds 6 bytes of pixel data where its header promises 8"),
-        (raw_file(b"1.2.840.10008.1.2.1", layout(2, 2) + element(0x7FE00010, b"OW", bytes(6), 8)), "truncated", "holds 6 bytes"),
-        (raw_file(b"1.2.840.10008.1.2.1", layout(0, 2) + element(0x7FE00010, b"OW", bytes(6))), "malformed", "lacks rows"),
-        (raw_file(b"1.2.840.10008.1.2.1", element(0x7FE00010, b"OW", bytes(6))), "malformed", "lacks rows"),
-        (raw_file(b"1.2.840.10008.1.2.1", layout(2, 2, bits=12) + element(0x7FE00010, b"OW", bytes(6))), "unsupported", "combination of samples"),
-        (raw_file(b"1.2.840.10008.1.2.1", layout(2, 2, samples=4) + element(0x7FE00010, b"OW", bytes(32))), "unsupported", "combination of samples"),
-        (raw_file(b"1.2.840.10008.1.2.1", layout(2, 2) + fragments(bytes(8))), "malformed", "are compressed, but its transfer syntax"),
-        (raw_file(b"1.2.840.10008.1.2.4.90", layout(2, 2) + element(0x7FE00010, b"OW", bytes(8))), "malformed", "not in whole fragments"),
-        (raw_file(b"1.2.840.10008.1.2.4.90", layout(2, 2) + fragments()), "malformed", "are no JPEG 2000"),
-        (raw_file(b"1.2.840.10008.1.2.4.90", layout(2, 2) + fragments(bytes(80))[:-50]), "truncated", "ends within its compressed pixel data"),
-        (raw_file(b"1.2.840.10008.1.2.4.90", layout(2, 2) + fragments(bytes(80))), "malformed", "are no JPEG 2000"),
-        (raw_file(b"1.2.840.10008.1.2.4.70", layout(2, 2) + fragments(bytes(80))), "malformed", "are no JPEG"),
-        (raw_file(b"1.2.840.10008.1.2.5", layout(2, 2) + fragments(bytes(80))), "malformed", "run-length encoded pixel data is damaged"),
-        (raw_file(b"1.2.840.10008.1.2.4.100", layout(2, 2) + fragments(bytes(80))), "unsupported", "no image compression that medvl knows"),
-        (raw_file(b"1.2.840.10008.1.2.1.99", b"no deflated data"), "malformed", "deflated part is damaged"),
-        (raw_file(b"1.2.840.10008.1.2.1.99", b"\x63"), "truncated", "deflated part ends too early"),
+        (b"", "not_dicom"),
+        (b"\x08", "not_dicom"),
+        (b"This is a text file.\n" * 20, "not_dicom"),
+        (bytes(128) + b"DICM", "no_pixels"),
+        (raw_file(b"1.2.840.10008.1.2.1", layout(2, 2)), "no_pixels"),
+        (raw_file(b"1.2.840.10008.1.2.1", layout(2, 2) + element(0x00101010, b"AS", b"09", 900)), "truncated"),
+        (raw_file(b"1.2.840.10008.1.2.1", layout(2, 2) + element(0x7FE00010, b"OW", bytes(6))), "truncated"),
+        (raw_file(b"1.2.840.10008.1.2.1", layout(2, 2) + element(0x7FE00010, b"OW", bytes(6), 8)), "truncated"),
+        (raw_file(b"1.2.840.10008.1.2.1", layout(0, 2) + element(0x7FE00010, b"OW", bytes(6))), "malformed"),
+        (raw_file(b"1.2.840.10008.1.2.1", element(0x7FE00010, b"OW", bytes(6))), "malformed"),
+        (raw_file(b"1.2.840.10008.1.2.1", layout(2, 2, bits=12) + element(0x7FE00010, b"OW", bytes(6))), "unsupported"),
+        (raw_file(b"1.2.840.10008.1.2.1", layout(2, 2, samples=4) + element(0x7FE00010, b"OW", bytes(32))), "unsupported"),
+        (raw_file(b"1.2.840.10008.1.2.1", layout(2, 2) + fragments(bytes(8))), "malformed"),
+        (raw_file(b"1.2.840.10008.1.2.4.90", layout(2, 2) + element(0x7FE00010, b"OW", bytes(8))), "malformed"),
+        (raw_file(b"1.2.840.10008.1.2.4.90", layout(2, 2) + fragments()), "malformed"),
+        (raw_file(b"1.2.840.10008.1.2.4.90", layout(2, 2) + fragments(bytes(80))[:-50]), "truncated"),
+        (raw_file(b"1.2.840.10008.1.2.4.90", layout(2, 2) + fragments(bytes(80))), "malformed"),
+        (raw_file(b"1.2.840.10008.1.2.4.70", layout(2, 2) + fragments(bytes(80))), "malformed"),
+        (raw_file(b"1.2.840.10008.1.2.5", layout(2, 2) + fragments(bytes(80))), "malformed"),
+        (raw_file(b"1.2.840.10008.1.2.4.100", layout(2, 2) + fragments(bytes(80))), "unsupported"),
+        (raw_file(b"1.2.840.10008.1.2.1.99", b"no deflated data"), "malformed"),
+        (raw_file(b"1.2.840.10008.1.2.1.99", b"\x63"), "truncated"),
     ],
 )  # fmt: skip
-def test_what_is_no_readable_image(tmp_path, data, reason, message):
+def test_unreadable_images_raise(tmp_path, data, code):
     path = tmp_path / "some image.dcm"
     path.write_bytes(data)
-    with pytest.raises(DicomError, match=message) as caught:
+    with raises(DicomError, code) as caught:
         read_dicom(path)
-    assert caught.value.code == reason
     assert str(caught.value).startswith(f"{path}: ")
 
 
-def test_files_that_cannot_be_opened(tmp_path):
-    for path, message in ((tmp_path / "missing.dcm", "No such file"), (tmp_path, "Is a directory")):
-        with pytest.raises(DicomError, match=re.escape(f"{path} cannot be read ({message}")) as caught:
+def test_missing_files_and_folders_raise(tmp_path):
+    for path in (tmp_path / "missing.dcm", tmp_path):
+        with raises(DicomError, "unreadable", names=f"{path} "):
             read_dicom(path)
-        assert caught.value.code == "unreadable"
 
 
-def test_settings_are_checked(tmp_path, plain):
-    with pytest.raises(ConfigError, match="bits must be 8 or 16, got 12"):
+def test_invalid_settings_raise(tmp_path, plain):
+    with raises(ConfigError, "out_of_range", "bits"):
         read_dicom(tmp_path / "plain.dcm", bits=12)
-    with pytest.raises(ConfigError, match="frame counts from 0, got -1"):
+    with raises(ConfigError, "out_of_range", "frame"):
         read_dicom(tmp_path / "plain.dcm", frame=-1)
 
 
 @pytest.mark.parametrize(
-    ("limits", "message"),
+    ("limits", "field"),
     [
-        (DicomLimits(file_bytes=1000), "bytes, over the limit of 1000"),
-        (DicomLimits(frame_bytes=2000), r"a frame of 80 x 71 x 1 samples of 16 bits is over the limit of 2000 bytes"),
-        (DicomLimits(elements=3), "more than 3 elements"),
+        (DicomLimits(file_bytes=1000), "file_bytes"),
+        (DicomLimits(frame_bytes=2000), "frame_bytes"),
+        (DicomLimits(elements=3), "elements"),
     ],
 )
-def test_limits_can_be_set(tmp_path, plain, limits, message):
-    with pytest.raises(DicomError, match=message) as caught:
+def test_custom_limits_apply(tmp_path, plain, limits, field):
+    with raises(DicomError, "too_large", field):
         read_dicom(tmp_path / "plain.dcm", limits=limits)
-    assert caught.value.code == "too_large"

@@ -1,4 +1,4 @@
-"""DICOM files that ask for too much, nest too deep, lie about their size or were damaged: refused, cheaply, by type."""
+"""Hostile and damaged DICOM files raise DicomError within limits of memory and time."""
 
 import json
 import struct
@@ -33,7 +33,7 @@ def pixels(data: bytes, length: int | None = None) -> bytes:
 
 
 def compressed(kind: str) -> bytes:
-    """The compressed form of a small image."""
+    """Return a compressed frame of a small image."""
     data = image_dataset(np.arange(64 * 64, dtype=np.uint16).reshape(64, 64))
     data.compress({"j2k": JPEG2000Lossless, "jls": JPEGLSLossless, "rle": RLELossless}[kind])
     return next(generate_frames(data.PixelData, number_of_frames=1))
@@ -45,7 +45,7 @@ def patched(frame: bytes, marker: bytes, offset: int, value: bytes) -> bytes:
 
 
 def nested(depth: int, *, defined: bool) -> bytes:
-    """Sequences within sequences, in the element of the shared functional groups."""
+    """Return nested sequences in the element of the shared functional groups."""
     if defined:
         body = b""
         for _ in range(depth):
@@ -57,7 +57,7 @@ def nested(depth: int, *, defined: bool) -> bytes:
 
 
 def palette(entries: int, segments: bytes) -> bytes:
-    """A palette image of one pixel whose three palettes are segmented."""
+    """Return a palette image of one pixel with three segmented palettes."""
     image = layout(1, 1, bits=8).replace(b"MONOCHROME2\0", b"PALETTE COLOR ").replace(b"CS\x0c\0", b"CS\x0e\0")
     descriptors = b"".join(
         element(tag, b"US", struct.pack("<3H", entries % 65536, 0, 16)) for tag in (0x00281101, 0x00281102, 0x00281103)
@@ -162,7 +162,7 @@ for path in sys.argv[1:]:
 
 
 @pytest.mark.fault("S5")
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures peak memory as Linux tells it")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads peak memory from /proc")
 def test_no_file_takes_over_512_mb(tmp_path):
     paths = []
     for name, (make, _) in BOMBS.items():
@@ -192,13 +192,13 @@ EDGES = (b"\xff\xff\xff\xff", b"\0\0\0\0", b"\xff\xff", b"\x01\0\0\0", b"SQ")
 
 @pytest.mark.fault("S15")
 @pytest.mark.parametrize("name", MUTATED)
-def test_mutated_files_raise_dicom_errors_only(tmp_path, name):
-    whole = (Path(pydicom.__file__).parent / "data" / "test_files" / f"{name}.dcm").read_bytes()
+def test_mutated_files_raise_only_dicom_errors(tmp_path, name):
+    content = (Path(pydicom.__file__).parent / "data" / "test_files" / f"{name}.dcm").read_bytes()
     random = np.random.default_rng(0)
     path = tmp_path / "a.dcm"
     reasons = set()
     for _ in range(MUTATED[name]):
-        data = bytearray(whole)
+        data = bytearray(content)
         for _ in range(random.integers(1, 5)):
             start = int(random.integers(min(len(data), 3000) if random.random() < 0.6 else len(data)))
             kind = random.integers(3)

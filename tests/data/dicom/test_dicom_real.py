@@ -1,6 +1,6 @@
-"""Real DICOM files: those that pydicom carries, and 136 more with their manifest where there is the real data.
+"""Real DICOM files: those bundled with pydicom, and 136 more with a manifest from the real data.
 
-Each is either decoded, and then equals pydicom's own chain of transformations, or is refused for the reason given here.
+Each is either decoded and equals pydicom's own transformations, or raises DicomError with the code listed here.
 """
 
 import csv
@@ -18,8 +18,8 @@ from medvl.errors import DicomError
 
 BUNDLED = Path(pydicom.__file__).parent / "data" / "test_files"
 
-REFUSED = {
-    "ExplVR_BigEndNoMeta": "no_pixels",  # a radiotherapy plan, as are other files without pixels
+ERRORS = {
+    "ExplVR_BigEndNoMeta": "no_pixels",  # a radiotherapy plan
     "ExplVR_LitEndNoMeta": "no_pixels",
     "UN_sequence": "no_pixels",
     "empty_charset_LEI": "no_pixels",
@@ -55,14 +55,14 @@ REFUSED = {
 BEYOND_PYDICOM = (
     "OT-PAL-8-face",  # has no transfer syntax
     "liver_deflate",  # deflated frames
-    "emri_small_jpeg_2k_lossless_too_short",  # all frames, but no delimiter behind the last
+    "emri_small_jpeg_2k_lossless_too_short",  # all frames, but no delimiter after the last
 )
 HAS_12_BITS = "pylibjpeg" in get_decoder(JPEGExtended12Bit).available_plugins
 LUMA = np.array([0.299, 0.587, 0.114])
 
 
 def check(path: Path) -> DicomImage | None:
-    """Reads the first and the last frame; None when the file was refused as expected."""
+    """Read and check the first and the last frame; return None when the file raises the listed error."""
     try:
         frames = read_dicom(path, frame=0).header.frames
         images = {frame: read_dicom(path, frame=frame, bits=16) for frame in {0, frames - 1}}
@@ -70,8 +70,8 @@ def check(path: Path) -> DicomImage | None:
         reason = error.code
     else:
         reason = None
-    if not (HAS_12_BITS and REFUSED.get(path.stem) == "no_codec"):
-        assert reason == REFUSED.get(path.stem)
+    if not (HAS_12_BITS and ERRORS.get(path.stem) == "no_codec"):
+        assert reason == ERRORS.get(path.stem)
     if reason is not None:
         return None
     if path.stem not in BEYOND_PYDICOM:
@@ -84,7 +84,7 @@ def check(path: Path) -> DicomImage | None:
 
 
 def _reference(data: Dataset, stored: np.ndarray, frame: int, shading: str) -> np.ndarray:
-    """Shades from 0 to 1 by pydicom's functions and the standard's formulas, the plain and slow way."""
+    """Return shades from 0 to 1, computed with pydicom's functions and the standard's formulas."""
     if shading == "palette":
         colors = apply_color_lut(stored, data)
         return colors @ LUMA / np.iinfo(colors.dtype).max
@@ -113,21 +113,21 @@ def _reference(data: Dataset, stored: np.ndarray, frame: int, shading: str) -> n
 
 @pytest.mark.filterwarnings("ignore::UserWarning:pydicom")
 @pytest.mark.parametrize("path", sorted(BUNDLED.glob("*.dcm")), ids=lambda path: path.stem)
-def test_the_files_that_pydicom_carries(path):
+def test_bundled_files_of_pydicom(path):
     check(path)
 
 
 @pytest.mark.real
 @pytest.mark.filterwarnings("ignore::UserWarning:pydicom")
-def test_the_136_real_files(real_data):
+def test_real_files_match_their_manifest(real_data):
     with (real_data / "dicom" / "manifest.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     decoded = 0
     for row in rows:
         image = check(real_data / "dicom" / row["file"])
-        says_ok = row["decode_pydicom3+pylibjpeg"].startswith("ok")
+        is_ok = row["decode_pydicom3+pylibjpeg"].startswith("ok")
         if image is None:
-            assert not says_ok or "JPGExtended" in row["file"]  # the manifest was made with the GPL codec
+            assert not is_ok or "JPGExtended" in row["file"]  # the manifest was made with the GPL codec
             continue
         decoded += 1
         if row["rows_x_cols"] == "x":  # pydicom could not read it
@@ -154,7 +154,7 @@ def test_the_136_real_files(real_data):
     ],
 )
 def test_lungs_are_dark_and_the_spine_is_bright(real_data, name):
-    """A chest radiograph with the wrong polarity is the easiest mistake to make and the worst."""
+    """Check the polarity of chest radiographs."""
     pixels = read_dicom(real_data / "dicom" / name).pixels_HW
     height, width = pixels.shape
     middle = pixels[height * 5 // 8 : height * 7 // 8, width * 9 // 20 : width * 11 // 20]
@@ -163,7 +163,7 @@ def test_lungs_are_dark_and_the_spine_is_bright(real_data, name):
 
 
 @pytest.mark.real
-def test_an_inverted_copy_is_inverted(real_data):
+def test_inverted_copy_is_inverted(real_data):
     folder = real_data / "dicom" / "txv"
     inverted = read_dicom(folder / "Fake_MONOHR1.dcm").pixels_HW
     original = read_dicom(folder / "1.2.276.0.7230010.3.1.4.8323329.6904.1517875201.850819.dcm").pixels_HW
