@@ -291,7 +291,7 @@ def _render_color(frame: Frame, layout: PixelLayout, top: int) -> np.ndarray:
 
 
 def _choose(display: Display, layout: PixelLayout) -> tuple[Shade | None, Shading]:
-    """Return the file's own function, or None for percentiles, and its name; plain 8-bit samples use the full range."""
+    """Return the function of the file (None for percentiles) and its name; plain 8-bit samples use the full range."""
     if isinstance(display.voi, Table):
         return display.voi, "voi_lut"
     if isinstance(display.voi, Window):
@@ -302,7 +302,7 @@ def _choose(display: Display, layout: PixelLayout) -> tuple[Shade | None, Shadin
 
 
 def _percentile_range(values: np.ndarray, counts: np.ndarray) -> Range:
-    """Return the range between `PERCENTILES` of values occurring `counts` times, or the full range if those coincide."""
+    """Return the range between `PERCENTILES` of values occurring `counts` times, or the full range if equal."""
     present = np.flatnonzero(counts)
     if not present.size:
         return Range(0, 0)
@@ -337,7 +337,7 @@ def _codes(samples: np.ndarray) -> np.ndarray:
 
 
 def _stored_values(frame: Frame, layout: PixelLayout) -> np.ndarray:
-    """Return the stored value (float64) of each 8-bit or 16-bit code, with unused bits removed and the sign applied."""
+    """Return the stored value (float64) of each 8-bit or 16-bit code: unused bits removed, sign applied."""
     codes = np.arange(1 << 8 * frame.samples.itemsize, dtype=np.int64)
     bits = 8 * frame.samples.itemsize
     if not frame.exact:
