@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import RandomSection
-from medvl.models.fusion_encoders.config import M3AEConfig
+from medvl.models.fusion_encoders.m3ae import M3AEConfig
 from medvl.train.config import Cosine, Linear, OptimConfig, TrainConfig
 from medvl.train.recipe_cli import launch
 from medvl.train.tasks.pretraining import DataConfig

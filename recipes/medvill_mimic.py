@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from medvl.data.transforms.image import ConVIRTAugmentation
 from medvl.data.transforms.text import WholeText
-from medvl.models.fusion_encoders.config import MedViLLConfig
+from medvl.models.fusion_encoders.medvill import MedViLLConfig
 from medvl.train.config import Constant, Cosine, OptimConfig, TrainConfig
 from medvl.train.recipe_cli import launch
 from medvl.train.tasks.pretraining import DataConfig

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.models.downstream.vqa.config import DecoderConfig, Head
-from medvl.models.fusion_encoders.config import DualStreamConfig
+from medvl.models.fusion_encoders.streams import DualStreamConfig
 from medvl.train.config import Cosine, Linear, OptimConfig, TrainConfig
 from medvl.train.recipe_cli import launch
 from medvl.train.tasks.vqa import QuestionConfig

@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from medvl.data.transforms.mlm_masking import MaskedText
 from medvl.eval.retrieval.rerank import Encoded, match_scores
 from medvl.losses.itm import MatchingPairs
 from medvl.losses.mim import mask_patches, patchify
-from medvl.models.fusion_encoders.config import M3AEConfig
-from medvl.models.fusion_encoders.corruption import Draw
+from medvl.models.fusion_encoders.corruption import MaskedWords
 from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.models.fusion_encoders.m3ae import M3AE, M3AEPredictions
+from medvl.models.fusion_encoders.m3ae import M3AE, M3AEConfig
+from medvl.models.fusion_encoders.objectives import Corruption, PatchPredictions
 from medvl.schema import Batch
 
 SIZES = {
@@ -68,24 +67,24 @@ def main() -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     sizes = f"{config.image_size} px, {config.max_tokens} tokens"
     print(f"M3AE, {options.size}: {count / 1e6:.1f} million parameters, {sizes}")
-    batch, draw = inputs(model, options.batch)
+    batch, corruption = inputs(model, options.batch)
     counts = {}
     for name, step in (("three forward passes", separate_forwards), ("one shared pass", M3AE.predict)):
-        counts[name] = gflop(functools.partial(step, model, *on_device(batch, draw, "meta"))) / options.batch
+        counts[name] = gflop(functools.partial(step, model, *on_device(batch, corruption, "meta"))) / options.batch
         print(f"{name:22}{counts[name]:8.1f} GFLOP a sample")
     print(f"{'':22}{counts['three forward passes'] / counts['one shared pass']:8.2f} times less")
-    count_retrieval(model, on_device(batch, draw, "meta")[0])
+    count_retrieval(model, on_device(batch, corruption, "meta")[0])
     if options.seconds:
         where = "one core" if options.device == "cpu" else options.device
         torch.manual_seed(0)
         model = M3AE.build(config, pretrained=False, tokenizer=None).to(options.device).train()
         for name, step in (("three forward passes", separate_forwards), ("one shared pass", M3AE.predict)):
-            rate = samples_per_second(model, step, *on_device(batch, draw, options.device))
+            rate = samples_per_second(model, step, *on_device(batch, corruption, options.device))
             print(f"{name:22}{rate:8.2f} samples/s, forward and backward, {where}")
         time_retrieval(model.eval(), batch.to(options.device), where)
 
 
-def inputs(model: M3AE, size: int) -> tuple[Batch, Draw]:
+def inputs(model: M3AE, size: int) -> tuple[Batch, Corruption]:
     """A batch of noise and what is hidden of it: as many words in every text, half of the images swapped."""
     generator = torch.Generator().manual_seed(0)
     tokens, side = model.config.max_tokens, model.config.image_size
@@ -100,48 +99,54 @@ def inputs(model: M3AE, size: int) -> tuple[Batch, Draw]:
         texts=[""] * size,
     )
     row_B = torch.arange(size)
-    draw = Draw(
-        masked=MaskedText(ids_BT.masked_fill(masked_BT, 4), ids_BT.masked_fill(~masked_BT, -100)),
-        masked_N=masked_BT.flatten().nonzero().squeeze(1),
-        pairs=MatchingPairs(torch.where(row_B % 2 == 0, row_B, row_B.roll(1)), row_B, row_B % 2 == 0),
-        patches=mask_patches(size, model.grid[0] * model.grid[1], model.config.mask_ratio, generator),
+    corruption = Corruption(
+        {
+            "mim": mask_patches(size, model.grid[0] * model.grid[1], model.config.mask_ratio, generator),
+            "mlm": MaskedWords(
+                ids_BT=ids_BT.masked_fill(masked_BT, 4),
+                labels_BT=ids_BT.masked_fill(~masked_BT, -100),
+                position_N=masked_BT.flatten().nonzero().squeeze(1),
+            ),
+            "itm": MatchingPairs(torch.where(row_B % 2 == 0, row_B, row_B.roll(1)), row_B, row_B % 2 == 0),
+        }
     )
-    return batch, draw
+    return batch, corruption
 
 
-def on_device(batch: Batch, draw: Draw, device: str) -> tuple[Batch, Draw]:
+def on_device(batch: Batch, corruption: Corruption, device: str) -> tuple[Batch, Corruption]:
     """Both, with all their tensors there."""
 
     def move(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.to(device)
+        if isinstance(value, dict):
+            return {name: move(part) for name, part in value.items()}
         if hasattr(value, "__dataclass_fields__"):
             return type(value)(**{name: move(getattr(value, name)) for name in value.__dataclass_fields__})
         return value
 
-    return batch.to(device), move(draw)
+    return batch.to(device), move(corruption)
 
 
-def separate_forwards(model: M3AE, batch: Batch, draw: Draw) -> M3AEPredictions:
+def separate_forwards(model: M3AE, batch: Batch, corruption: Corruption) -> dict[str, Any]:
     """The published step: the whole model for each of its three objectives, from pixels and token ids."""
+    words, pairs, patches = corruption.of(model.mlm), corruption.of(model.itm), corruption.of(model.mim)
     image = model.image_tokens(batch.image_BCHW)
-    fused = model.fuse(model.text_tokens(draw.masked.ids_BT, batch.mask_BT), image)
+    fused = model.fuse(model.text_tokens(words.ids_BT, batch.mask_BT), image)
     words_BTV = model.mlm_head(fused.text.states_BND)
 
-    assert draw.patches is not None
     text = model.text_tokens(batch.ids_BT, batch.mask_BT)
-    visible = model.image_tokens(batch.image_BCHW, keep_BK=draw.patches.kept_BK)
+    visible = model.image_tokens(batch.image_BCHW, keep_BK=patches.kept_BK)
     states = run_to_the_top(model, text, visible)
 
-    swapped = model.image_tokens(batch.image_BCHW[draw.pairs.image_N])
-    text = model.text_tokens(batch.ids_BT[draw.pairs.text_N], batch.mask_BT[draw.pairs.text_N])
-    return M3AEPredictions(
-        words_NV=words_BTV.flatten(0, 1)[draw.masked_N],
-        matched_M2=model.match(text, swapped),
-        pixels_BPC=model.mim_head(states, draw.patches),
-        true_BPC=patchify(model.image_encoder.normalize(batch.image_BCHW), model.patch),
-        masked_BP=draw.patches.masked_BP,
-    )
+    swapped = model.image_tokens(batch.image_BCHW[pairs.image_N])
+    text = model.text_tokens(batch.ids_BT[pairs.text_N], batch.mask_BT[pairs.text_N])
+    true_BPC = patchify(model.image_encoder.normalize(batch.image_BCHW), model.patch)
+    return {
+        "mlm": words_BTV.flatten(0, 1)[words.position_N],
+        "itm": model.match(text, swapped),
+        "mim": PatchPredictions(model.mim_head(states, patches), true_BPC, patches.masked_BP),
+    }
 
 
 def run_to_the_top(model: M3AE, text: Tokens, image: Tokens) -> torch.Tensor:
@@ -219,14 +224,14 @@ def gflop(step: Callable[[], Any]) -> float:
 
 
 def samples_per_second(
-    model: M3AE, step: Callable[[M3AE, Batch, Draw], M3AEPredictions], batch: Batch, draw: Draw
+    model: M3AE, step: Callable[[M3AE, Batch, Corruption], dict[str, Any]], batch: Batch, corruption: Corruption
 ) -> float:
     """Forward and backward, best of the steps that fit into ten seconds, after one to warm up."""
     best, started = 0.0, time.perf_counter()
     warm = False
     while time.perf_counter() - started < SECONDS or not best:
         begun = time.perf_counter()
-        model.judge(step(model, batch, draw), draw).total.backward()
+        model.losses(step(model, batch, corruption), corruption).total.backward()
         model.zero_grad(set_to_none=True)
         if batch.ids_BT.is_cuda:
             torch.cuda.synchronize()

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from medvl.models.fusion_encoders.config import MedViLLConfig
+from medvl.models.fusion_encoders.joint_bert import MaskWriter, image_block
 from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.models.fusion_encoders.medvill import MaskWriter, MedViLL, image_block
+from medvl.models.fusion_encoders.medvill import MedViLL, MedViLLConfig
 
 SIZES = {
     "paper": MedViLLConfig(attention="seq2seq", objective="report"),

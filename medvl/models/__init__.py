@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from medvl.models.dual_encoders.gloria import GLoRIAConfig as GLoRIAConfig
     from medvl.models.dual_encoders.siglip import SigLIPConfig as SigLIPConfig
     from medvl.models.factory import create_model as create_model
+    from medvl.models.fusion_encoders.albef import ALBEFConfig as ALBEFConfig
     from medvl.models.fusion_encoders.base import FusionModel as FusionModel
-    from medvl.models.fusion_encoders.config import ALBEFConfig as ALBEFConfig
-    from medvl.models.fusion_encoders.config import DualStreamConfig as DualStreamConfig
-    from medvl.models.fusion_encoders.config import M3AEConfig as M3AEConfig
-    from medvl.models.fusion_encoders.config import MedViLLConfig as MedViLLConfig
-    from medvl.models.fusion_encoders.config import SingleStreamConfig as SingleStreamConfig
+    from medvl.models.fusion_encoders.m3ae import M3AEConfig as M3AEConfig
+    from medvl.models.fusion_encoders.medvill import MedViLLConfig as MedViLLConfig
+    from medvl.models.fusion_encoders.streams import DualStreamConfig as DualStreamConfig
+    from medvl.models.fusion_encoders.streams import SingleStreamConfig as SingleStreamConfig
     from medvl.models.registry import list_models as list_models
     from medvl.models.registry import register_system as register_system
 
@@ -58,13 +58,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".dual_encoders.gloria": ["GLoRIAConfig"],
         ".dual_encoders.siglip": ["SigLIPConfig"],
         ".fusion_encoders.base": ["FusionModel"],
-        ".fusion_encoders.config": [
-            "ALBEFConfig",
-            "DualStreamConfig",
-            "M3AEConfig",
-            "MedViLLConfig",
-            "SingleStreamConfig",
-        ],
+        ".fusion_encoders.albef": ["ALBEFConfig"],
+        ".fusion_encoders.m3ae": ["M3AEConfig"],
+        ".fusion_encoders.medvill": ["MedViLLConfig"],
+        ".fusion_encoders.streams": ["DualStreamConfig", "SingleStreamConfig"],
         ".factory": ["create_model"],
         ".registry": ["list_models", "register_system"],
     },

@@ -1,6 +1,6 @@
-"""Writing a text token by token: greedy search, beam search or draws, over any model that scores the next token.
+"""Text generation token by token: greedy search, beam search or sampling, with any model that scores the next token.
 
-Nothing of a reference enters: a model is asked for the next token of what it has itself written so far.
+A model only sees the tokens that it has written itself, never a reference text.
 
 B samples, K hypotheses a sample, R = B * K rows (those of a sample side by side), V vocabulary, T tokens.
 """
@@ -13,79 +13,80 @@ import torch
 from torch import Tensor
 
 from medvl.errors import ConfigError
+from medvl.models.config_checks import check_not_negative, check_positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Decoding:
-    """How a text is searched for."""
+    """Settings of text generation."""
 
     beams: int = 1
-    """Hypotheses that are kept a sample; 1 is greedy."""
+    """Hypotheses for each sample; 1 is greedy."""
     max_tokens: int | None = None
-    """Most tokens of a text, its closing one among them; None: as many as the model was trained with."""
+    """Maximum number of tokens, including the closing one; None: as in training."""
     length_penalty: float = 0.0
     """Hypotheses are compared by the sum of their tokens' log-probabilities over ((5 + length) / 6) ** length_penalty
     (Wu et al., arXiv 1609.08144, equation 14): 0 is the plain sum, which favours short texts; 1 is near the mean."""
 
     samples: int = 0
-    """Texts that are drawn for each sample from what the model takes for likely, instead of a search for the best."""
+    """Number of texts to sample from the model's distribution for each sample, instead of a search for the best."""
     seed: int = 0
-    """Of the draws. Which texts a sample gets depends on its place in the batch as well."""
+    """Seed of sampling. The texts of a sample also depend on its position in the batch."""
 
     def __post_init__(self) -> None:
-        if self.samples < 0 or (self.samples and (self.beams > 1 or self.length_penalty)):
-            raise ConfigError(f"samples is {self.samples}: it must not be negative, and goes without beams and penalty")
-        if self.beams < 1 or (self.max_tokens is not None and self.max_tokens < 1):
-            raise ConfigError(f"beams and max_tokens must be positive, got {self.beams} and {self.max_tokens}")
-        if self.length_penalty < 0:
-            raise ConfigError(f"length_penalty must not be negative, got {self.length_penalty}")
+        check_not_negative(self, "samples", "length_penalty")
+        check_positive(self, "beams", *(() if self.max_tokens is None else ("max_tokens",)))
+        if self.samples and (self.beams > 1 or self.length_penalty):
+            raise ConfigError(
+                f"samples excludes beams and length_penalty, got {self.samples} samples", "conflict", field="samples"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Generated:
-    """One text a sample; with draws, all of a sample's side by side."""
+    """One text for each sample; with sampling, all texts of a sample side by side."""
 
     ids_BT: Tensor
     """int64, without the closing token, padded on the right."""
     mask_BT: Tensor
     """bool, True on tokens of the text."""
     score_B: Tensor
-    """What hypotheses were compared by: the log-probability, length penalty included."""
+    """Log-probability including the length penalty, by which hypotheses are compared."""
     ended_B: Tensor
-    """bool: False where the text was cut at the greatest length."""
+    """bool: False if the text was cut at the maximum length."""
 
 
 class NextToken(Protocol):
-    """A model in the middle of writing."""
+    """A model that is writing texts."""
 
     def first(self) -> Tensor:
         """(B, V): logits of the first token."""
 
     def next(self, ids_R: Tensor, parent_R: Tensor) -> Tensor:
-        """(R, V): logits of the token behind `ids_R`, each of which continues the row `parent_R` of the call before."""
+        """(R, V): logits of the token after `ids_R`, which continue the rows `parent_R` of the previous call."""
 
 
 @torch.no_grad()
 def search(
     model: NextToken, decoding: Decoding, *, max_tokens: int, end_id: int, pad_id: int, never: Sequence[int]
 ) -> Generated:
-    """The best text that a beam search finds for each sample, or as many draws as are asked for.
+    """Return the best text of a beam search for each sample, or `decoding.samples` sampled texts.
 
-    A hypothesis that has ended keeps its place, and its score, among the K until better ones take it; the search ends
-    when all have ended or are `max_tokens` long. With one beam that is greedy decoding, whatever the length penalty.
+    A finished hypothesis keeps its score and stays among the K until better ones replace it. The search ends when all
+    are finished or `max_tokens` long. One beam is greedy decoding, whatever the length penalty.
 
     Args:
         model: scores the next token.
-        decoding: how to search.
-        max_tokens: of a text, the closing token among them.
+        decoding: settings.
+        max_tokens: maximum length of a text, including the closing token.
         end_id: the closing token.
-        pad_id: fills up the texts that are shorter than the longest.
-        never: ids that are no part of a text.
+        pad_id: padding of shorter texts.
+        never: ids that must not appear in a text.
     """
     never_N = torch.tensor(sorted(never))
     logits_RV = model.first()
     batch, device = len(logits_RV), logits_RV.device
-    kept = _Hypotheses(
+    hypotheses = _Hypotheses(
         ids_BKT=torch.empty(batch, 1, 0, dtype=torch.int64, device=device),
         total_BK=torch.zeros(batch, 1, device=device),
         ended_BK=torch.zeros(batch, 1, dtype=torch.bool, device=device),
@@ -94,28 +95,28 @@ def search(
     generator = torch.Generator(device).manual_seed(decoding.seed)
     while True:
         log_RV = logits_RV.float().index_fill(1, never_N.to(device), -torch.inf).log_softmax(dim=1)
-        parent_BK, kept = kept.extend(log_RV.unflatten(0, (batch, -1)), decoding, end_id, generator)
-        if kept.ids_BKT.shape[2] == max_tokens or bool(kept.ended_BK.all()):
-            return kept.texts(decoding, pad_id)
+        parent_BK, hypotheses = hypotheses.extend(log_RV.unflatten(0, (batch, -1)), decoding, end_id, generator)
+        if hypotheses.ids_BKT.shape[2] == max_tokens or bool(hypotheses.ended_BK.all()):
+            return hypotheses.texts(decoding, pad_id)
         first_B1 = torch.arange(batch, device=device)[:, None] * (len(logits_RV) // batch)
-        logits_RV = model.next(kept.ids_BKT[:, :, -1].flatten(), (first_B1 + parent_BK).flatten())
+        logits_RV = model.next(hypotheses.ids_BKT[:, :, -1].flatten(), (first_B1 + parent_BK).flatten())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Hypotheses:
-    """The K best beginnings of every sample's text, the best first."""
+    """The K best prefixes of every sample's text, best first."""
 
     ids_BKT: Tensor
     total_BK: Tensor
     """Sum of log-probabilities."""
     ended_BK: Tensor
     length_BK: Tensor
-    """Tokens, the closing one among them."""
+    """Tokens, including the closing one."""
 
     def extend(
         self, log_BKV: Tensor, decoding: Decoding, end_id: int, generator: torch.Generator
     ) -> tuple[Tensor, "_Hypotheses"]:
-        """(which hypothesis each new one continues, the continuations); the ended ones repeat their end."""
+        """Return the parent of each new hypothesis, and the new hypotheses; finished ones repeat the closing token."""
         vocabulary = log_BKV.shape[2]
         stay_V = torch.full_like(log_BKV[0, 0], -torch.inf).index_fill(
             0, torch.tensor(end_id, device=log_BKV.device), 0
@@ -124,7 +125,7 @@ class _Hypotheses:
         length_BK = self.length_BK + ~self.ended_BK
         total_BN = (self.total_BK[:, :, None] + log_BKV).flatten(1)
         if decoding.samples:
-            place_BK = _draw(log_BKV, decoding.samples, generator)
+            place_BK = _sample(log_BKV, decoding.samples, generator)
         else:
             ranked_BN = total_BN / _penalty(length_BK, decoding.length_penalty).repeat_interleave(vocabulary, dim=1)
             place_BK = ranked_BN.topk(min(decoding.beams, ranked_BN.shape[1]), dim=1).indices
@@ -138,7 +139,7 @@ class _Hypotheses:
         )
 
     def texts(self, decoding: Decoding, pad_id: int) -> Generated:
-        """The first of every sample, or all draws."""
+        """Return the best text of every sample, or all sampled texts."""
         chosen = slice(None) if decoding.samples else slice(1)
         ended_R, length_R = self.ended_BK[:, chosen].flatten(), self.length_BK[:, chosen].flatten()
         words_R = length_R - ended_R.long()
@@ -152,9 +153,11 @@ class _Hypotheses:
         )
 
 
-def _draw(log_BKV: Tensor, samples: int, generator: torch.Generator) -> Tensor:
-    """(B, `samples`) int64: a drawn continuation, among all K * V, of every draw; at first, all continue the only one
-    there is."""
+def _sample(log_BKV: Tensor, samples: int, generator: torch.Generator) -> Tensor:
+    """(B, `samples`) int64: a random continuation, among all K * V, for each sampled text.
+
+    In the first step all texts continue the only prefix.
+    """
     batch, kept, vocabulary = log_BKV.shape
     parent_K = torch.arange(samples, device=log_BKV.device) % kept
     id_R = log_BKV[:, parent_K].flatten(0, 1).exp().multinomial(1, generator=generator)

@@ -17,13 +17,13 @@ def make(tokenizer: Tokenizer | None, **settings: Any) -> ALBEF:
 
 
 def quiet() -> dict[str, Any]:
-    """A text encoder without dropout, so that training mode can be computed again."""
+    """Arguments of a text encoder without dropout, whose training mode is reproducible."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     return {**sizes, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 
 
 def two_steps(model: ALBEF, module: torch.nn.Module, rank: int, world: int) -> dict[str, Any]:
-    """Two forward passes over this rank's share of two batches of six; contrast alone has a gradient."""
+    """Run two steps on this rank's share of two batches of six, with the gradient of the contrastive loss only."""
     for number in range(2):
         batch = make_batch(tiny_tokenizer(), 6, keys=[f"{number}-{row}" for row in range(6)])
         row = slice(rank * 6 // world, (rank + 1) * 6 // world)

@@ -58,7 +58,7 @@ def tiny_model(name: str, tokenizer: Tokenizer | None, seed: int = 0, **settings
 
 
 def shaken(model: Any) -> Any:
-    """The model with weights far from those at the start, so that what it says depends on what it is given."""
+    """Return the model with random weights far from their initial values, so that outputs depend on inputs."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.errors import raises
 from helpers.fusion_samples import TEXTS, make_batch, shaken, tiny_model, tiny_tokenizer
 from torch import Tensor
 
@@ -15,9 +16,8 @@ from medvl.data.transforms.mlm_masking import TextMasking
 from medvl.errors import ConfigError
 from medvl.models.checkpoint import save
 from medvl.models.downstream.vqa.model import VQA
-from medvl.models.fusion_encoders.config import Attention, MedViLLConfig
-from medvl.models.fusion_encoders.layers.attention_masks import attention_mask
-from medvl.models.fusion_encoders.medvill import MedViLL
+from medvl.models.fusion_encoders.layers.attention_masks import Attention, attention_mask
+from medvl.models.fusion_encoders.medvill import MedViLL, MedViLLConfig
 from medvl.models.text_decoding import Decoding, Generated, search
 from medvl.schema import Batch
 
@@ -162,28 +162,26 @@ def test_what_ends_at_once_is_empty(tokenizer: Tokenizer) -> None:
     assert found.ended_B.all()
 
 
-@pytest.mark.parametrize(
-    ("attention", "why"), [("bidirectional", "a word sees those behind it"), ("non_cross", "words see no image")]
-)
-def test_a_mask_under_which_nobody_writes_is_refused(attention: Attention, why: str, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("attention", ["bidirectional", "non_cross"])
+def test_generation_is_rejected_under_masks_that_are_not_causal(attention: Attention, tokenizer: Tokenizer) -> None:
     model, batch = writer(tokenizer, attention), make_batch(tokenizer, 1)
-    with pytest.raises(ConfigError, match=f"attention '{attention}', under which {why}.*train it with seq2seq or bar"):
+    with raises(ConfigError, "unsupported", "attention"):
         model.generate(batch.image_BCHW)
-    with pytest.raises(ConfigError, match=f"objective 'report' goes with attention .*, not '{attention}'"):
+    with raises(ConfigError, "conflict", "attention"):
         MedViLLConfig(attention=attention, objective="report")
 
 
-def test_who_cannot_write_is_told_why(tokenizer: Tokenizer) -> None:
+def test_generation_errors(tokenizer: Tokenizer) -> None:
     image_BCHW = make_batch(tokenizer, 1).image_BCHW
-    with pytest.raises(ConfigError, match=r"writes in eval mode.*call eval\(\)"):
+    with raises(ConfigError, "conflict"):
         writer(tokenizer).train().generate(image_BCHW)
-    with pytest.raises(ConfigError, match="1000 tokens: tiny_bert has"):
+    with raises(ConfigError, "out_of_range", "max_tokens"):
         writer(tokenizer).generate(image_BCHW, decoding=Decoding(max_tokens=1000))
     without = tiny_model("medvill", None, attention="seq2seq").eval()
     assert isinstance(without, MedViLL)
-    with pytest.raises(ConfigError, match="needs a tokenizer to write"):
+    with raises(ConfigError, "missing", "tokenizer"):
         without.generate(image_BCHW)
-    with pytest.raises(ConfigError, match="objective is 'song': known are pretraining, report"):
+    with raises(ConfigError, "unknown_name", "objective"):
         MedViLLConfig(objective="song")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.errors import raises
 from torch import Tensor
 
 from medvl.errors import ConfigError
@@ -102,10 +103,10 @@ def test_a_penalty_lengthens_texts() -> None:
     assert lengths[0] < lengths[2]
 
 
-@pytest.mark.parametrize("settings", [{"beams": 0}, {"max_tokens": 0}, {"length_penalty": -1.0}])
-def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="positive|negative"):
-        Decoding(**settings)
+@pytest.mark.parametrize(("field", "value"), [("beams", 0), ("max_tokens", 0), ("length_penalty", -1.0)])
+def test_decoding_rejects_values_out_of_range(field: str, value: Any) -> None:
+    with raises(ConfigError, "out_of_range", field):
+        Decoding(**{field: value})
 
 
 def test_draws_are_as_frequent_as_they_are_likely() -> None:
@@ -143,7 +144,12 @@ def test_draws_are_those_of_their_seed_and_know_what_they_were_worth() -> None:
         assert float(first.score_B[row]) == pytest.approx(worth, rel=1e-4)
 
 
-def test_draws_and_a_search_exclude_each_other() -> None:
-    for settings in ({"samples": 2, "beams": 3}, {"samples": 2, "length_penalty": 1.0}, {"samples": -1}):
-        with pytest.raises(ConfigError, match="samples is"):
+def test_sampling_excludes_beams_and_length_penalty() -> None:
+    settings: dict[str, Any]
+    for settings, code in (
+        ({"samples": 2, "beams": 3}, "conflict"),
+        ({"samples": 2, "length_penalty": 1.0}, "conflict"),
+        ({"samples": -1}, "out_of_range"),
+    ):
+        with raises(ConfigError, code, "samples"):
             Decoding(**settings)

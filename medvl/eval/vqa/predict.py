@@ -22,7 +22,7 @@ from medvl.schema import Batch
 class Answers(Protocol):
     """A model that answers questions."""
 
-    def said(self, batch: Batch) -> AnswerPredictions:
+    def predict(self, batch: Batch) -> AnswerPredictions:
         """An answer to each question of a batch, of its vocabulary or in its own words."""
 
     def modules(self) -> Iterator[torch.nn.Module]:
@@ -66,7 +66,7 @@ def answer_questions(model: Answers, loader: QuestionLoader) -> dict[str, Predic
     found: dict[str, Prediction] = {}
     with evaluating(model):
         for batch in loader:
-            said = model.said(batch.to(device))
+            said = model.predict(batch.to(device))
             if said.score_B.isnan().any():
                 raise EvaluationError("a score is NaN: the model that gave it is broken")
             rows = zip(batch.keys, said.answers, said.score_B.tolist(), strict=True)

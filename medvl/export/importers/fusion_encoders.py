@@ -6,7 +6,8 @@ from medvl.export.importers.backbones import TEXT, bert, clip_image, sequential_
 from medvl.export.importers.encoders_from_shapes import attention_heads, count, image_arguments, text_arguments
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import KeyRule, Shapes, drop, keep, same
-from medvl.models.fusion_encoders.config import M3AEConfig, MedViLLConfig
+from medvl.models.fusion_encoders.m3ae import M3AEConfig
+from medvl.models.fusion_encoders.medvill import MedViLLConfig
 
 _CLIP_LEFTOVER = "a remainder of CLIP's text encoder, never used"
 _MLM_HEAD = {

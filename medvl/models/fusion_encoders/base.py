@@ -1,8 +1,9 @@
-"""The base of fusion-encoders: image and text are encoded apart, once, and then attend to each other."""
+"""The base of fusion-encoders: image and text are encoded separately, once, and then attend to each other."""
 
 import abc
 import functools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,63 +12,113 @@ from medvl.data.transforms.mlm_masking import TextMasking
 from medvl.encoders import parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import TwoTowers
-from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Tokens
+from medvl.models.fusion_encoders.corruption import MaskedWords, sample_masked_words
+from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Tokens, join
+from medvl.models.fusion_encoders.layers.heads import WordHead
 from medvl.models.fusion_encoders.layers.inputs import RegionEncoder
+from medvl.models.fusion_encoders.layers.transformer import Sizes
+from medvl.models.fusion_encoders.objectives import Corruption, Encoded, Objective
 from medvl.schema import Batch, Losses
 
 _ENCODERS = ("image_encoder", "text_encoder")
 
 
+class DecoderLayers(Protocol):
+    """The part of an answer decoder that a fusion-encoder can initialise."""
+
+    sizes: Sizes
+    layers: nn.ModuleList
+    word_head: WordHead
+
+
 class FusionModel(TwoTowers):
-    """Encode each input once with `image_tokens` and `text_tokens`, keep them, and `fuse` any pairs of them.
+    """Encode each input once with `image_tokens` and `text_tokens`, keep the result, and `fuse` any pairs of them.
+
+    A system sets `objectives` and writes `encode`, which computes the states that they share.
 
     Attributes:
+        objectives: terms of the pretraining loss, in the order in which they sample and predict.
         pooled_dim: width of `Fused.pooled_BD`, for heads.
+        fused_dim: width of the fused states of image and text.
         itm_head: (B, pooled_dim) to (B, 2): no match, match.
     """
 
+    objectives: tuple[Objective[Any, Any, Any], ...]
     pooled_dim: int
+    fused_dim: int
     itm_head: nn.Linear
+    masks_closing_token: bool = False
+    """Whether the closing token of a text is masked like its words."""
+    image_between_text_tokens: ClassVar[bool] = False
+    """Whether `Fused.image` starts and ends with a text token (CLS and SEP)."""
 
     def forward(self, batch: Batch) -> Losses:
-        """The losses of `learn`. Where samples lack an image or a text, parameters that none of them speaks to get a
-        gradient of zeros: a rank whose whole batch lacks one must not keep the others waiting for it under DDP."""
-        found = self.learn(batch)
+        """Return the losses of `objectives`.
+
+        Where samples lack an image or a text, unused parameters get zero gradients, so that DDP does not hang on a rank
+        whose whole batch lacks one.
+        """
+        corruption = self.corrupt(batch)
+        losses = self.losses(self.predict(batch, corruption), corruption)
         if batch.has_image_B is None and batch.has_text_B is None:
-            return found
+            return losses
         learning = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        # What is sharded over the ranks is of another type, and nobody waits for its gradient.
+        # FSDP parameters are of another type, and no rank waits for their gradients.
         first = [parameter.flatten()[0] for parameter in learning if type(parameter) is nn.Parameter]
-        return Losses(total=found.total + 0 * torch.stack(first).sum(), terms=found.terms)
+        return Losses(total=losses.total + 0 * torch.stack(first).sum(), terms=losses.terms)
+
+    def corrupt(self, batch: Batch) -> Corruption:
+        """Sample what each objective masks or mixes up."""
+        return Corruption({objective.name: objective.corrupt(batch) for objective in self.objectives})
+
+    def predict(self, batch: Batch, corruption: Corruption) -> dict[str, Any]:
+        """Return objective name -> its predictions."""
+        encoded = self.encode(batch, corruption)
+        return {objective.name: objective.predict(encoded, corruption.of(objective)) for objective in self.objectives}
+
+    def losses(self, predictions: Mapping[str, Any], corruption: Corruption) -> Losses:
+        """Return the weighted sum of the objectives' losses and its terms, which are not weighted."""
+        terms = {
+            objective.name: objective.loss(predictions[objective.name], corruption.of(objective))
+            for objective in self.objectives
+        }
+        weighted = [objective.weight * terms[objective.name] for objective in self.objectives]
+        return Losses(total=functools.reduce(torch.add, weighted), terms=terms)
 
     @abc.abstractmethod
-    def learn(self, batch: Batch) -> Losses:
-        """The losses of a system: each averages over the samples that have what it needs."""
+    def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
+        """Compute the states that the objectives share: every image and every text is encoded once."""
 
     @abc.abstractmethod
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:
-        """Images (B, C, H, W), or precomputed regions (B, P, D) where the model takes those, ready to be fused."""
+        """Encode images (B, C, H, W), or precomputed regions (B, P, D) where the model takes those, for `fuse`."""
 
     @abc.abstractmethod
     def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
-        """Texts, ready to be fused."""
+        """Encode texts for `fuse`."""
 
     @abc.abstractmethod
     def fuse(self, text: Tokens, image: Tokens) -> Fused:
-        """Row i of both attend to each other."""
+        """Let row i of both attend to each other."""
 
     @abc.abstractmethod
-    def looks(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        """Where row i of the text looks in row i of the images: over the cells of their grid, or over regions. A row of
-        the text's for each of the `ids_BT` that `text` was made of."""
+    def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
+        """Attention of row i of the text to the grid cells (or regions) of row i of the images.
+
+        The text has one row for each of the `ids_BT` from which `text` was encoded.
+        """
+
+    @abc.abstractmethod
+    def score_words(self, states_ND: Tensor) -> Tensor:
+        """(N, V): scores of the vocabulary from fused states of the text."""
 
     def features(self, batch: Batch) -> Fused:
-        """A batch as heads of downstream tasks read it: nothing masked, every text with its own image."""
+        """Fuse every text of a batch with its own image, nothing masked: the input of downstream heads."""
         text = self.text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B)
         return self.fuse(text, self.images_of_rows(batch))
 
     def images_of_rows(self, batch: Batch) -> Tokens:
-        """The image of each row, ready to be fused; one that several rows share is encoded once."""
+        """Encode the image of each row; an image that several rows share is encoded once."""
         image = self.image_tokens(self.image_input_of(batch), batch.has_image_B)
         return image if batch.image_of_B is None else image.rows(batch.image_of_B)
 
@@ -76,44 +127,57 @@ class FusionModel(TwoTowers):
         logits_B2: Tensor = self.itm_head(self.fuse(text, image).pooled_BD)
         return logits_B2
 
-    def image_input_of(self, batch: Batch) -> Tensor:
-        """The pixels, or the regions of a model that takes those.
+    def answer_memory(self, fused: Fused) -> Tokens:
+        """Return the states that an answer decoder attends to: those of the text, then those of the image."""
+        return join(fused.text, fused.image)
 
-        Raises ConfigError when the batch has no regions and the model needs them.
+    def init_decoder(self, decoder: DecoderLayers) -> None:
+        """Initialise the layers of an answer decoder from the fusion-encoder, where the paper does so.
+
+        By default they keep their random weights. Raises ConfigError when the sizes do not fit.
+        """
+
+    def image_input_of(self, batch: Batch) -> Tensor:
+        """Return the pixels, or the regions in a model that takes those.
+
+        Raises ConfigError when the model needs regions and the batch has none.
         """
         if not isinstance(self.image_encoder, RegionEncoder):
             return batch.image_BCHW
         if batch.regions_BPD is None:
-            raise ConfigError(f"{self.name} takes precomputed regions, and this batch has none: Batch.regions_BPD")
+            raise ConfigError(
+                f"{self.name} takes precomputed regions, but Batch.regions_BPD is None", "missing", field="regions_BPD"
+            )
         return batch.regions_BPD
 
-    @property
-    def masks_ends(self) -> bool:
-        """Whether the closing token of a text is masked as its words are."""
-        return False
+    def mask_words(self, batch: Batch) -> MaskedWords:
+        """Mask words of every text of a batch. Raises ConfigError as `masking` does."""
+        return sample_masked_words(batch, self.masking)
 
     @functools.cached_property
     def masking(self) -> TextMasking:
-        """How words are hidden in pretraining.
+        """How words are masked in pretraining.
 
         Raises ConfigError when the model has no tokenizer, or a vocabulary without a mask token.
         """
         if self.tokenizer is None:
             raise ConfigError(
-                f"{self.name} needs a tokenizer to mask words: create_model(..., tokenizer=FOLDER). "
-                "Without one it encodes, fuses and matches token ids, but is not pretrained."
+                f"{self.name} needs a tokenizer to mask words; use create_model(..., tokenizer=FOLDER). "
+                "Without one it encodes, fuses and matches token ids, but cannot be pretrained",
+                "missing",
+                field="tokenizer",
             )
         return TextMasking(
             self.tokenizer,
             rate=self.config.mlm_probability,
             whole_words=self.config.whole_words,
-            ends=self.masks_ends,
+            ends=self.masks_closing_token,
         )
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Groups for an optimiser: encoders at `lr`, the fusion-encoder and the heads at their multiples of it.
+        """Optimiser groups: encoders at `lr`, the fusion-encoder and the heads at their multiples of it.
 
-        A child is a head where its name ends in `head`. Biases and norms are not decayed.
+        A child module is a head if its name ends in `head`. Biases and norms are not decayed.
         """
         groups: list[dict[str, Any]] = []
         for name, child in self.named_children():

@@ -1,8 +1,7 @@
-"""Two encoders, then a fusion-encoder in one of its layouts, pretrained by masked words and image-text matching.
+"""Two encoders and a separate fusion-encoder in either layout, pretrained by MLM and ITM.
 
-METER's recipe (Dou et al., arXiv 2111.02387) in its dual-stream layout; M3AE adds to it.
-
-N masked positions, M pairs; the other letters as in `medvl.schema`.
+The dual-stream layout is METER (Dou et al., arXiv 2111.02387); M3AE extends it. N masked positions, M pairs; the other
+letters as in `medvl.schema`.
 """
 
 import abc
@@ -12,13 +11,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from medvl import losses
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import TextEncoder
 from medvl.models.fusion_encoders.base import FusionModel
-from medvl.models.fusion_encoders.config import DualStreamConfig, SingleStreamConfig, StreamConfig
-from medvl.models.fusion_encoders.corruption import Draw, draw_pairs, draw_text
+from medvl.models.fusion_encoders.config import Arguments, StreamConfig, check_attention
+from medvl.models.fusion_encoders.corruption import sample_pairs
+from medvl.models.fusion_encoders.encoders import create_encoders
+from medvl.models.fusion_encoders.layers.attention_masks import Attention
 from medvl.models.fusion_encoders.layers.encoder import (
     AttentionMaps,
     DualStream,
@@ -28,30 +28,43 @@ from medvl.models.fusion_encoders.layers.encoder import (
     Tokens,
 )
 from medvl.models.fusion_encoders.layers.heads import WordHead
-from medvl.models.fusion_encoders.layers.inputs import (
-    ImageInput,
-    ImageSource,
-    RegionEncoder,
-    create_encoders,
-    of_present,
-)
+from medvl.models.fusion_encoders.layers.inputs import ImageInput, ImageSource, RegionEncoder, encode_present
 from medvl.models.fusion_encoders.layers.transformer import Sizes, init_weights
+from medvl.models.fusion_encoders.objectives import Corruption, Encoded, ImageTextMatching, MaskedLanguageModeling
 from medvl.models.registry import register_system
-from medvl.schema import Batch, Losses
+from medvl.schema import Batch
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Predictions:
-    """What a pretraining step says about what was drawn for it."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DualStreamConfig(StreamConfig):
+    """Two streams with co-attention: METER by default, LXMERT-like by options."""
 
-    words_NV: Tensor
-    """Scores of the vocabulary at the masked positions."""
-    matched_M2: Tensor
-    """Logits of "no match" and "match" of the drawn pairs."""
+    image_arguments: Arguments = dataclasses.field(default_factory=lambda: {"layers": 11})
+    """METER omits the last block of CLIP's image tower."""
+    max_tokens: int = 50
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SingleStreamConfig(StreamConfig):
+    """One Transformer over image and text tokens, on any two encoders (VisualBERT, UNITER, ViLT by options)."""
+
+    image_encoder: str = "resnet50"
+    text_encoder: str = "bert"
+    image_positions: bool = True
+    attention: Attention = "bidirectional"
+    seq2seq_share: float = 0.5
+    """With attention "mixed": share of samples that are trained with the sequence-to-sequence mask."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_attention(self)
 
 
 class StreamModel(FusionModel, abc.ABC):
-    """Both layouts: everything but the layers is the same."""
+    """Base of both layouts, which differ in `make_fusion` only.
+
+    Negatives of ITM are other images of the batch, where METER decodes images for the purpose.
+    """
 
     def __init__(
         self,
@@ -68,93 +81,77 @@ class StreamModel(FusionModel, abc.ABC):
         self.fusion = self.make_fusion(config)
         self.mlm_head = WordHead(config.width, text_encoder.vocab_size)
         self.itm_head = nn.Linear(self.fusion.pooled_dim, 2)
-        self.pooled_dim = self.fusion.pooled_dim
+        self.pooled_dim, self.fused_dim = self.fusion.pooled_dim, config.width
         init_weights(self.text_input)
         init_weights(self.itm_head)
+        self.mlm = MaskedLanguageModeling(config.mlm_weight, self.mask_words, self.score_words)
+        self.itm = ImageTextMatching(config.itm_weight, sample_pairs, self.itm_head)
+        self.objectives = (self.mlm, self.itm)
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """Raises ConfigError and WeightsError as `create_model` says."""
+        """See the base class."""
         image_encoder, text_encoder = create_encoders(config, pretrained=pretrained)
         transform = EvalTransform(size=config.image_size, fit=config.fit)
         return cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
 
     @abc.abstractmethod
     def make_fusion(self, config: Any) -> FusionEncoder:
-        """The layers, of the configuration's sizes."""
+        """Create the fusion-encoder."""
 
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None, keep_BK: Tensor | None = None) -> Tokens:
-        """See the base class; `keep_BK` leaves patches out before the first block of a vision Transformer."""
+        """See the base class; patches not in `keep_BK` are removed before the first block of a vision Transformer."""
+        return encode_present(has_image_B, self.config.width, self._encode_images, image, keep_BK)
 
-        def encode(index_K: Tensor | None) -> Tokens:
-            chosen = image if index_K is None else image[index_K]
-            if isinstance(self.image_encoder, RegionEncoder):
-                return self.image_input(self.image_encoder(chosen), real_BP=self.image_encoder.real(chosen))
-            if keep_BK is None:
-                return self.image_input(self.image_encoder(chosen))
-            kept = keep_BK if index_K is None else keep_BK[index_K]
-            return self.image_input(self.image_encoder(chosen, kept), keep_BK=kept)
-
-        return of_present(has_image_B, self.config.width, encode)
+    def _encode_images(self, image: Tensor, keep_BK: Tensor | None) -> Tokens:
+        if isinstance(self.image_encoder, RegionEncoder):
+            return self.image_input(self.image_encoder(image), real_BP=self.image_encoder.real(image))
+        if keep_BK is None:
+            return self.image_input(self.image_encoder(image))
+        return self.image_input(self.image_encoder(image, keep_BK), keep_BK=keep_BK)
 
     def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
         """See the base class."""
+        return encode_present(has_text_B, self.config.width, self._encode_texts, ids_BT, mask_BT)
 
-        def encode(index_K: Tensor | None) -> Tokens:
-            ids, mask = (ids_BT, mask_BT) if index_K is None else (ids_BT[index_K], mask_BT[index_K])
-            features = self.text_encoder(ids, mask)
-            return Tokens(self.text_input(features.tokens_BTD), features.mask_BT)
-
-        return of_present(has_text_B, self.config.width, encode)
+    def _encode_texts(self, ids_BT: Tensor, mask_BT: Tensor) -> Tokens:
+        features = self.text_encoder(ids_BT, mask_BT)
+        return Tokens(self.text_input(features.tokens_BTD), features.mask_BT)
 
     def fuse(self, text: Tokens, image: Tokens) -> Fused:
         """See the base class."""
         fused: Fused = self.fusion(text, image)
         return fused
 
-    def looks(self, text: Tokens, image: Tokens) -> AttentionMaps:
+    def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
         """See the base class."""
-        return self.fusion.looks(text, image).cells(image, leading=1)
+        return self.fusion.cross_attention(text, image).cells(image, leading=1)
 
-    def draw(self, batch: Batch) -> Draw:
-        """What this step leaves to chance."""
-        masked, masked_N = draw_text(batch, self.masking)
-        return Draw(masked=masked, masked_N=masked_N, pairs=draw_pairs(batch))
+    def score_words(self, states_ND: Tensor) -> Tensor:
+        """See the base class."""
+        scores_NV: Tensor = self.mlm_head(states_ND)
+        return scores_NV
 
-    def learn(self, batch: Batch) -> Losses:
-        """Masked words behind the text's own image; pairs that match or not. Each averages over the samples that have
-        what it needs. A negative is another image of the batch, where METER decodes one for it.
-        """
-        draw = self.draw(batch)
-        return self.judge(self.predict(batch, draw), draw)
-
-    def predict(self, batch: Batch, draw: Draw) -> Predictions:
-        """Every image is encoded once for both tasks, and both are fused in one pass."""
+    def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
+        """Encode each image once; fuse masked texts with their images and the sampled pairs in one pass."""
+        words, pairs = corruption.of(self.mlm), corruption.of(self.itm)
         image = self.image_tokens(self.image_input_of(batch), batch.has_image_B)
-        masked, clean = self.texts(batch, draw)
-        return self.predict_words_and_pairs(masked, clean, image, draw)
+        masked, text = self.masked_and_unmasked(batch, words.ids_BT)
+        fused = self.fuse(masked.beside(text.rows(pairs.text_N)), image.beside(image.rows(pairs.image_N)))
+        return Encoded(
+            batch=batch,
+            image=image,
+            text=text,
+            word_states_ND=fused.text.states_BND[: len(batch)].flatten(0, 1)[words.position_N],
+            pooled_MD=fused.pooled_BD[len(batch) :],
+        )
 
-    def texts(self, batch: Batch, draw: Draw) -> tuple[Tokens, Tokens]:
-        """(masked, clean), from one pass of the text encoder."""
-        twice = None if batch.has_text_B is None else batch.has_text_B.repeat(2)
-        both = self.text_tokens(torch.cat([draw.masked.ids_BT, batch.ids_BT]), batch.mask_BT.repeat(2, 1), twice)
+    def masked_and_unmasked(self, batch: Batch, masked_ids_BT: Tensor) -> tuple[Tokens, Tokens]:
+        """Encode the texts masked and unmasked in one pass of the text encoder."""
+        twice_2B = None if batch.has_text_B is None else batch.has_text_B.repeat(2)
+        both = self.text_tokens(torch.cat([masked_ids_BT, batch.ids_BT]), batch.mask_BT.repeat(2, 1), twice_2B)
         first_B = torch.arange(len(batch), device=both.states_BND.device)
         return both.rows(first_B), both.rows(first_B + len(batch))
-
-    def predict_words_and_pairs(self, masked: Tokens, clean: Tokens, image: Tokens, draw: Draw) -> Predictions:
-        """Masked texts with their images and the drawn pairs, side by side through the fusion-encoder."""
-        text = masked.beside(clean.rows(draw.pairs.text_N))
-        fused = self.fuse(text, image.beside(image.rows(draw.pairs.image_N)))
-        count = len(masked.states_BND)
-        states_ND = fused.text.states_BND[:count].flatten(0, 1)[draw.masked_N]
-        return Predictions(words_NV=self.mlm_head(states_ND), matched_M2=self.itm_head(fused.pooled_BD[count:]))
-
-    def judge(self, said: Predictions, draw: Draw) -> Losses:
-        """The losses of predictions."""
-        mlm = losses.mlm(said.words_NV, draw.hidden_N)
-        itm = losses.itm(said.matched_M2, draw.pairs.matched_N)
-        total = self.config.mlm_weight * mlm + self.config.itm_weight * itm
-        return Losses(total=total, terms={"mlm": mlm, "itm": itm})
 
 
 @register_system("dual_stream")
@@ -171,7 +168,7 @@ class DualStreamModel(StreamModel):
 
 @register_system("single_stream")
 class SingleStreamModel(StreamModel):
-    """One Transformer over both modalities' tokens."""
+    """One Transformer over the tokens of both modalities."""
 
     Config = SingleStreamConfig
 

@@ -22,19 +22,19 @@ def tokens(seed: int, batch: int, count: int, *, padded: int = 0) -> Tokens:
     return Tokens(torch.randn(batch, count, 16, generator=generator), mask_BN)
 
 
-def lively(module: torch.nn.Module) -> torch.nn.Module:
-    """Weights far from zero, so that an error cannot hide behind residuals."""
+def random_weights(module: torch.nn.Module) -> torch.nn.Module:
+    """Set weights far from zero, so that residual connections cannot hide an error."""
     torch.manual_seed(0)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return module.eval()
 
 
-def test_a_layer_is_berts() -> None:
+def test_self_attention_layer_equals_bert() -> None:
     config = BertConfig(
         hidden_size=16, num_attention_heads=4, intermediate_size=32, attn_implementation="eager", hidden_act="gelu"
     )
-    theirs, ours = lively(BertLayer(config)), SelfAttentionLayer(SIZES).eval()
+    bert, ours = random_weights(BertLayer(config)), SelfAttentionLayer(SIZES).eval()
     names = {
         "attention.self.query": "attention.query",
         "attention.self.key": "attention.key",
@@ -46,14 +46,14 @@ def test_a_layer_is_berts() -> None:
         "output.LayerNorm": "feed_forward.norm",
     }
     state = {}
-    for name, tensor in theirs.state_dict().items():
+    for name, tensor in bert.state_dict().items():
         module, _, leaf = name.rpartition(".")
         state[f"{names[module]}.{leaf}"] = tensor
     ours.load_state_dict(state)
     given = tokens(0, 2, 7, padded=3)
     assert given.mask_BN is not None
     additive = (~given.mask_BN[:, None, None, :]).float() * torch.finfo(torch.float32).min
-    expected = theirs(given.states_BND, additive)
+    expected = bert(given.states_BND, additive)
     expected = expected[0] if isinstance(expected, tuple) else expected
     torch.testing.assert_close(ours(given.states_BND, given.mask_BN[:, None, :]), expected, rtol=1e-4, atol=1e-5)
 
@@ -73,8 +73,8 @@ def naive_attention(layer: Attention, states_BQD: Tensor, context_BKD: Tensor, m
     return layer.norm(states_BQD + layer.out(attended))
 
 
-def test_attention_is_its_formula_in_value_and_gradient() -> None:
-    layer = lively(Attention(SIZES))
+def test_attention_equals_naive_form_in_value_and_gradient() -> None:
+    layer = random_weights(Attention(SIZES))
     assert isinstance(layer, Attention)
     states, context = tokens(1, 2, 5).states_BND, tokens(2, 2, 6).states_BND
     mask_BQK = torch.rand(2, 5, 6, generator=torch.Generator().manual_seed(0)) < 0.6
@@ -93,7 +93,7 @@ def test_attention_is_its_formula_in_value_and_gradient() -> None:
 
 
 def test_a_query_without_keys_stays_finite() -> None:
-    layer = lively(Attention(SIZES))
+    layer = random_weights(Attention(SIZES))
     states = tokens(1, 2, 5).states_BND.requires_grad_()
     output = layer(states, states, torch.zeros(2, 5, 5, dtype=torch.bool))
     output.sum().backward()
@@ -103,8 +103,8 @@ def test_a_query_without_keys_stays_finite() -> None:
 
 
 def test_both_streams_read_the_layer_below() -> None:
-    """M3AE: no stream of a layer sees what the other one became in the same layer."""
-    encoder = lively(DualStream(SIZES))
+    """As in M3AE, no stream reads the output of the other in the same layer."""
+    encoder = random_weights(DualStream(SIZES))
     assert isinstance(encoder, DualStream)
     text, image = tokens(1, 2, 5, padded=2), tokens(2, 2, 7, padded=1)
     text_states, image_states = encoder.mark(text, image)
@@ -127,13 +127,13 @@ def test_both_streams_read_the_layer_below() -> None:
 
 
 @pytest.mark.parametrize("layout", [DualStream, SingleStream])
-def test_padding_and_order_change_nothing(layout: type[FusionEncoder]) -> None:
-    encoder = lively(layout(SIZES))
+def test_padding_and_row_order_change_nothing(layout: type[FusionEncoder]) -> None:
+    encoder = random_weights(layout(SIZES))
     text, image = tokens(1, 3, 5, padded=2), tokens(2, 3, 7, padded=1)
     fused = encoder(text, image)
     order = torch.tensor([2, 0, 1])
-    turned = encoder(text.rows(order), image.rows(order))
-    torch.testing.assert_close(turned.pooled_BD, fused.pooled_BD[order])
+    reordered = encoder(text.rows(order), image.rows(order))
+    torch.testing.assert_close(reordered.pooled_BD, fused.pooled_BD[order])
     noise = tokens(9, 3, 4).states_BND * 50
     nothing = torch.zeros(3, 4, dtype=torch.bool)
     longer = [
@@ -149,16 +149,16 @@ def test_padding_and_order_change_nothing(layout: type[FusionEncoder]) -> None:
         )
 
 
-def test_a_mask_of_ones_is_no_mask() -> None:
+def test_full_mask_equals_no_mask() -> None:
     for layout in (DualStream, SingleStream):
-        encoder = lively(layout(SIZES))
+        encoder = random_weights(layout(SIZES))
         text, image = tokens(1, 2, 5), tokens(2, 2, 7)
         bare = encoder(Tokens(text.states_BND, None), Tokens(image.states_BND, None))
         torch.testing.assert_close(encoder(text, image).pooled_BD, bare.pooled_BD, rtol=1e-5, atol=1e-6)
 
 
-def test_a_single_stream_may_be_causal_over_its_text() -> None:
-    encoder = lively(SingleStream(SIZES, "seq2seq"))
+def test_seq2seq_stream_is_causal_over_its_text() -> None:
+    encoder = random_weights(SingleStream(SIZES, "seq2seq"))
     text, image = tokens(1, 2, 5), tokens(2, 2, 7)
     before = encoder(text, image)
     states = text.states_BND.clone()
@@ -169,7 +169,7 @@ def test_a_single_stream_may_be_causal_over_its_text() -> None:
     assert not torch.allclose(after.text.states_BND[:, 4], before.text.states_BND[:, 4])
 
 
-def test_new_weights_start_as_berts() -> None:
+def test_weights_are_initialised_like_bert() -> None:
     encoder = DualStream(Sizes(width=128, layers=2, heads=4, intermediate=256))
     for name, parameter in encoder.named_parameters():
         if name.endswith("norm.weight"):
@@ -180,8 +180,8 @@ def test_new_weights_start_as_berts() -> None:
             assert parameter.std().item() == pytest.approx(0.02, rel=0.2), name
 
 
-def test_fixed_positions_are_maes() -> None:
-    """Each number from its formula; the class token has none."""
+def test_fixed_positions_equal_mae() -> None:
+    """Each number by its formula; zeros for the class token."""
     table = sinusoids((2, 3), 8)
     assert table.shape == (7, 8)
     assert not table[0].any()
@@ -196,7 +196,7 @@ def test_fixed_positions_are_maes() -> None:
             torch.testing.assert_close(table[1 + row * 3 + column], torch.stack(expected))
 
 
-def test_the_pixel_decoder_puts_patches_back() -> None:
+def test_pixel_decoder_restores_patch_order() -> None:
     torch.manual_seed(0)
     decoder = PixelDecoder(16, (3, 3), 12, width=8, layers=2, heads=2).eval()
     patches = mask_patches(4, 9, 0.5, torch.Generator().manual_seed(0))
@@ -215,7 +215,7 @@ def test_the_pixel_decoder_puts_patches_back() -> None:
     torch.testing.assert_close(predicted, decoder.pixels(decoder.norm(hidden))[:, 1:])
 
 
-def test_a_tied_word_head_has_no_matrix_of_its_own() -> None:
+def test_tied_word_head_uses_the_embedding_table() -> None:
     table = torch.randn(20, 16)
     tied, free = WordHead(16, 20, tied=True), WordHead(16, 20)
     assert sum(parameter.numel() for parameter in free.parameters()) == 16 * 17 + 32 + 20 * 16 + 20

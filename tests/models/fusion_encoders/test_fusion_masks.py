@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from medvl.models.fusion_encoders.config import ATTENTIONS
-from medvl.models.fusion_encoders.layers.attention_masks import attention_mask, open_empty_rows
+from medvl.models.fusion_encoders.layers.attention_masks import ATTENTIONS, attention_mask, open_empty_rows
 from medvl.models.fusion_encoders.layers.encoder import Tokens, stream_mask
 
 IMAGES, TEXTS = 4, 5
@@ -15,7 +14,7 @@ SEQ2SEQ = torch.tensor([True, False, True])
 
 
 def sees(attention: str, query: int, key: int) -> bool:
-    """The formula sheet, read aloud."""
+    """Return whether a query may attend to a key."""
     from_image, to_image = query < IMAGES, key < IMAGES
     if attention == "bidirectional":
         return True
@@ -40,28 +39,28 @@ def naive(attention: str) -> Tensor:
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_masks_are_their_definitions(attention: str) -> None:
+def test_masks_equal_their_definitions(attention: str) -> None:
     mask_BSS = attention_mask(attention, IMAGE_MASK, TEXT_MASK, SEQ2SEQ)
     assert mask_BSS.dtype == torch.bool
     assert torch.equal(mask_BSS, naive(attention))
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_no_row_of_any_mask_sees_padding(attention: str) -> None:
+def test_no_row_attends_to_padding(attention: str) -> None:
     """MedViLL's released BAR mask lets image rows attend to padding."""
     mask_BSS = attention_mask(attention, IMAGE_MASK, TEXT_MASK, SEQ2SEQ)
     padding_BS = ~torch.cat([IMAGE_MASK, TEXT_MASK], dim=1)
     assert not (mask_BSS & padding_BS[:, None, :]).any()
 
 
-def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="known are bidirectional"):
+def test_invalid_arguments_are_rejected() -> None:
+    with pytest.raises(ValueError, match="must be one of"):
         attention_mask("sideways", IMAGE_MASK, TEXT_MASK)
     with pytest.raises(ValueError, match="needs seq2seq_B"):
         attention_mask("mixed", IMAGE_MASK, TEXT_MASK)
 
 
-def test_a_row_that_sees_nothing_is_opened() -> None:
+def test_empty_rows_are_opened() -> None:
     mask_BSS = attention_mask("non_cross", IMAGE_MASK, TEXT_MASK)
     opened_BSS = open_empty_rows(mask_BSS)
     assert opened_BSS.any(dim=-1).all()
@@ -69,7 +68,7 @@ def test_a_row_that_sees_nothing_is_opened() -> None:
     assert torch.equal(opened_BSS[:2], mask_BSS[:2])
 
 
-def test_a_mixed_mask_is_drawn_by_sample_and_bidirectional_at_share_zero() -> None:
+def test_mixed_mask_is_sampled_and_bidirectional_at_share_zero() -> None:
     text = Tokens(torch.zeros(200, 3, 1), None)
     image = Tokens(torch.zeros(200, 2, 1), None)
     torch.manual_seed(0)

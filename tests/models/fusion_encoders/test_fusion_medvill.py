@@ -1,17 +1,17 @@
-"""MedViLL: its sequence as BERT reads it, its masks, its cells, its negatives."""
+"""MedViLL: joint sequence, attention masks, sampled cells and negatives."""
 
 import dataclasses
 
 import pytest
 import torch
+from helpers.errors import raises
 from helpers.fusion_samples import TEXTS, make_batch, tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import ConfigError
-from medvl.models.fusion_encoders.config import Attention, MedViLLConfig
-from medvl.models.fusion_encoders.layers.attention_masks import attention_mask
-from medvl.models.fusion_encoders.medvill import MedViLL
+from medvl.models.fusion_encoders.layers.attention_masks import Attention, attention_mask
+from medvl.models.fusion_encoders.medvill import MedViLL, MedViLLConfig
 from medvl.schema import Batch
 
 
@@ -26,7 +26,7 @@ def make(tokenizer: Tokenizer, **settings: object) -> MedViLL:
     return model
 
 
-def spelled_out(model: MedViLL, batch: Batch, row: int) -> Tensor:
+def naive_states(model: MedViLL, batch: Batch, row: int) -> Tensor:
     """(S, D) of one sample: `[CLS] cells [SEP] text [SEP]` through BERT's own modules, without padding."""
     bert, tokenizer = model.text_encoder.backbone, model.tokenizer
     assert tokenizer is not None
@@ -48,12 +48,12 @@ def spelled_out(model: MedViLL, batch: Batch, row: int) -> Tensor:
 
 
 @pytest.mark.parametrize("attention", ["bidirectional", "seq2seq", "bar", "non_cross"])
-def test_the_sequence_is_berts(attention: Attention, tokenizer: Tokenizer) -> None:
+def test_sequence_equals_bert(attention: Attention, tokenizer: Tokenizer) -> None:
     model = make(tokenizer, attention=attention).eval()
     batch = make_batch(tokenizer, 4)
     fused = model.features(batch)
     for row in range(4):
-        expected = spelled_out(model, batch, row)
+        expected = naive_states(model, batch, row)
         real = int(batch.mask_BT[row].sum()) - 1
         images = fused.image.states_BND.shape[1]
         torch.testing.assert_close(fused.image.states_BND[row], expected[:images], rtol=1e-4, atol=1e-5)
@@ -61,11 +61,11 @@ def test_the_sequence_is_berts(attention: Attention, tokenizer: Tokenizer) -> No
 
 
 @pytest.mark.parametrize(
-    ("attention", "text_looks_ahead", "image_sees_text"),
+    ("attention", "text_sees_later_words", "image_sees_text"),
     [("bar", False, True), ("seq2seq", False, False), ("bidirectional", True, True), ("mixed", True, True)],
 )
-def test_masks_decide_who_learns_of_a_later_word(
-    attention: Attention, text_looks_ahead: bool, image_sees_text: bool, tokenizer: Tokenizer
+def test_attention_masks_hide_later_words(
+    attention: Attention, text_sees_later_words: bool, image_sees_text: bool, tokenizer: Tokenizer
 ) -> None:
     model = make(tokenizer, attention=attention).eval()
     batch = make_batch(tokenizer, 2, texts=TEXTS[2:])
@@ -74,11 +74,11 @@ def test_masks_decide_who_learns_of_a_later_word(
     before, after = model.features(batch), model.features(dataclasses.replace(batch, ids_BT=ids_BT))
     earlier = slice(0, 4)  # ids 1 to 4
     same = torch.allclose(before.text.states_BND[:, earlier], after.text.states_BND[:, earlier], atol=1e-5)
-    assert same is not text_looks_ahead
+    assert same is not text_sees_later_words
     assert torch.allclose(before.pooled_BD, after.pooled_BD, atol=1e-5) is not image_sees_text
 
 
-def test_cells_are_drawn_in_training_and_whole_in_eval(tokenizer: Tokenizer) -> None:
+def test_cells_are_sampled_in_training_only(tokenizer: Tokenizer) -> None:
     model = make(tokenizer, image_tokens=3, image_size=64, image_encoder="timm:test_vit", image_arguments={"depth": 1})
     batch = make_batch(tokenizer, 2)
     model.eval()
@@ -99,7 +99,7 @@ def test_cells_are_drawn_in_training_and_whole_in_eval(tokenizer: Tokenizer) -> 
     assert not torch.equal(drawn, model.image_tokens(batch.image_BCHW).states_BND)
 
 
-def test_equal_labels_are_no_negatives(tokenizer: Tokenizer) -> None:
+def test_equal_labels_are_not_negatives(tokenizer: Tokenizer) -> None:
     """A text with the same CheXpert labels may well describe the image; NaN, not mentioned, equals NaN."""
     nan = float("nan")
     labels_BL = torch.tensor([[1.0, nan], [1.0, nan], [0.0, nan], [1.0, nan]])
@@ -107,15 +107,15 @@ def test_equal_labels_are_no_negatives(tokenizer: Tokenizer) -> None:
     batch = make_batch(tokenizer, 4, labels_BL=labels_BL)
     for seed in range(30):
         torch.manual_seed(seed)
-        pairs = model.draw(batch).pairs
+        pairs = model.corrupt(batch).of(model.itm)
         wrong = (~pairs.matched_N).nonzero().squeeze(1)
         assert len(wrong) == 2
         for row in wrong.tolist():
             assert 2 in (int(pairs.image_N[row]), int(pairs.text_N[row]))
 
 
-def test_one_pass_gives_both_losses(tokenizer: Tokenizer) -> None:
-    """Every text beside the image that was drawn for it, words guessed beside wrong images as well."""
+def test_one_pass_computes_both_losses(tokenizer: Tokenizer) -> None:
+    """Every text is fused with its sampled image, and words are predicted next to wrong images too."""
     model = make(tokenizer).eval()
     batch = make_batch(tokenizer)
     passes = []
@@ -124,20 +124,21 @@ def test_one_pass_gives_both_losses(tokenizer: Tokenizer) -> None:
     result = model(batch)
     assert len(passes) == 1
     torch.manual_seed(1)
-    draw = model.draw(batch)
+    corruption = model.corrupt(batch)
+    words, pairs = corruption.of(model.mlm), corruption.of(model.itm)
     swapped = dataclasses.replace(
-        batch, ids_BT=draw.masked.ids_BT, image_BCHW=batch.image_BCHW[draw.pairs.image_N[draw.pairs.text_N.argsort()]]
+        batch, ids_BT=words.ids_BT, image_BCHW=batch.image_BCHW[pairs.image_N[pairs.text_N.argsort()]]
     )
     fused = model.features(swapped)
     table = model.text_encoder.backbone.embeddings.word_embeddings.weight
     words_BTV = model.mlm_head(fused.text.states_BND, table)
-    mlm = torch.nn.functional.cross_entropy(words_BTV.flatten(0, 1), draw.masked.labels_BT[:, 1:].flatten())
-    itm = torch.nn.functional.cross_entropy(model.itm_head(fused.pooled_BD), draw.pairs.matched_N.long())
+    mlm = torch.nn.functional.cross_entropy(words_BTV.flatten(0, 1), words.labels_BT[:, 1:].flatten())
+    itm = torch.nn.functional.cross_entropy(model.itm_head(fused.pooled_BD), pairs.matched_N.long())
     torch.testing.assert_close(result.terms["mlm"], mlm)
     torch.testing.assert_close(result.terms["itm"], itm)
 
 
-def test_published_settings_and_size() -> None:
+def test_defaults_and_parameter_counts_are_published() -> None:
     config = MedViLLConfig()
     assert (config.image_encoder, config.text_encoder, config.image_size) == ("resnet50", "bert", 512)
     assert (config.image_tokens, config.attention, config.frozen_image_layers) == (180, "bar", 1)
@@ -154,10 +155,10 @@ def test_published_settings_and_size() -> None:
     assert all(name.split(".")[2] in ("conv1", "bn1", "layer1") for name in frozen), frozen
 
 
-def test_what_cannot_be_one_bert_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match="is a BERT: hf:roberta is not"):
+def test_other_text_encoders_and_large_grids_are_rejected(tokenizer: Tokenizer) -> None:
+    with raises(ConfigError, "unsupported", "text_encoder", names="hf:roberta"):
         make(tokenizer, text_encoder="hf:roberta")
-    with pytest.raises(ConfigError, match="16 cells, and tiny_bert positions for 10"):
+    with raises(ConfigError, "too_large", "image_size"):
         make(
             tokenizer,
             image_encoder="timm:test_vit",

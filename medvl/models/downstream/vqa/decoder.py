@@ -1,7 +1,7 @@
 """A causal decoder of answers: it reads a question with its image once, and writes or scores any number of answers.
 
 Letters: B questions, R rows that are written (those of a question side by side), C tokens that are read, T new tokens,
-W tokens written before, K = W + T, N places, H heads, D width, V words; d is D / H.
+W tokens written before, K = W + T, N positions, H heads, D width, V words; d is D / H.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from medvl.encoders import TextEncoder
 from medvl.errors import ConfigError
 from medvl.models.downstream.vqa.config import DecoderConfig
-from medvl.models.fusion_encoders.albef import ALBEF
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.layers.attention_masks import padding_mask
 from medvl.models.fusion_encoders.layers.encoder import Tokens
@@ -29,16 +28,16 @@ from medvl.models.fusion_encoders.layers.transformer import (
 
 
 class Memory(NamedTuple):
-    """What a decoder keeps, layer by layer, so that nothing is computed twice."""
+    """Cached keys and values of a decoder, layer by layer."""
 
     read: tuple[KeysValues, ...]
-    """Of what is answered: B rows, whatever the number of answers."""
+    """Of the questions: B rows, whatever the number of answers."""
     read_mask_B1C: Tensor | None
     written: tuple[KeysValues, ...] | None
     """Of the answers so far: R rows. None: nothing is written."""
 
     def rows(self, index_R: Tensor) -> "Memory":
-        """The answers of an index, in its order; each stays with its question."""
+        """Select answers by index; each must stay with its question."""
         if self.written is None:
             return self
         chosen = tuple((keys[index_R], values[index_R]) for keys, values in self.written)
@@ -46,7 +45,7 @@ class Memory(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """Attention to the answer so far, to what is answered, feed-forward: a `CoAttentionLayer` that keeps and writes."""
+    """Attention to the answer so far and to the question, feed-forward: a `CoAttentionLayer` with a cache."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -61,14 +60,14 @@ class DecoderLayer(nn.Module):
         read: KeysValues,
         read_mask_B1C: Tensor | None,
     ) -> tuple[Tensor, KeysValues]:
-        """(states (R, T, D), keys and values of all that is written now)."""
+        """Return the states (R, T, D), and the keys and values of all tokens written so far."""
         new = self.attention.keys_values(states_RTD)
         if written is not None:
             new = torch.cat([written[0], new[0]], dim=2), torch.cat([written[1], new[1]], dim=2)
         attended_RTD = self.attention.attend(states_RTD, new, mask_RTK)
         rows, tokens, width = attended_RTD.shape
         questions = len(read[0])
-        # queries do not see each other here: all rows of a question attend to its one set of keys and values
+        # Queries do not attend to each other here, so all rows of a question share its keys and values.
         together_BQD = attended_RTD.reshape(questions, rows // max(questions, 1) * tokens, width)
         crossed_BQD = self.cross_attention.attend(together_BQD, read, read_mask_B1C)
         fed_RTD: Tensor = self.feed_forward(crossed_BQD.view(rows, tokens, width))
@@ -76,20 +75,24 @@ class DecoderLayer(nn.Module):
 
 
 class AnswerDecoder(nn.Module):
-    """BERT with attention to what is answered in each layer, each word seeing those before it (ALBEF, section 5).
+    """Causal BERT with cross-attention to the question in each layer (ALBEF, section 5).
 
     Args:
-        config: its sizes.
+        config: sizes.
         width: D, also of the tokens that it reads.
         vocab_size: V.
 
-    Raises ConfigError when the heads do not divide the width.
+    Raises ConfigError if the width is not a multiple of the heads.
     """
 
     def __init__(self, config: DecoderConfig, width: int, vocab_size: int) -> None:
         super().__init__()
         if width % config.heads:
-            raise ConfigError(f"the fusion-encoder is {width} wide: no multiple of decoder.heads {config.heads}")
+            raise ConfigError(
+                f"the fusion-encoder's width {width} must be a multiple of decoder.heads, got {config.heads}",
+                "conflict",
+                field="decoder.heads",
+            )
         self.sizes = Sizes(
             width=width,
             layers=config.layers,
@@ -98,14 +101,14 @@ class AnswerDecoder(nn.Module):
             dropout=config.dropout,
         )
         self.words = nn.Embedding(vocab_size, width)
-        self.positions = nn.Embedding(config.max_tokens - 1, width)  # behind the last token nothing is written
+        self.positions = nn.Embedding(config.max_tokens - 1, width)  # nothing is written after the last token
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
         self.layers = nn.ModuleList(DecoderLayer(self.sizes) for _ in range(config.layers))
         self.word_head = WordHead(width, vocab_size, tied=True)
         init_weights(self)
 
     def read(self, tokens: Tokens) -> Memory:
-        """Questions with their images, (B, C, D), ready to be answered."""
+        """Cache the keys and values of questions with their images, (B, C, D)."""
         layers: Any = self.layers
         read = tuple(layer.cross_attention.keys_values(tokens.states_BND) for layer in layers)
         return Memory(read, padding_mask(tokens.mask_BN), None)
@@ -113,16 +116,16 @@ class AnswerDecoder(nn.Module):
     def forward(
         self, ids_RT: Tensor, place_RT: Tensor, memory: Memory, mask_RTK: Tensor | None = None
     ) -> tuple[Tensor, Memory]:
-        """Go on writing.
+        """Append tokens to the answers.
 
         Args:
-            ids_RT: the next tokens, as many rows for each question.
-            place_RT: their positions in the answer, from 0; (T,) where they are the same for all rows.
-            memory: what is read, and what is written before.
-            mask_RTK: bool, what of the answer a new token sees, the tokens written before and then the new ones; with R
-                of 1 for all rows alike. None: everything.
+            ids_RT: the next tokens, equally many rows for each question.
+            place_RT: their positions in the answer, from 0; (T,) if they are the same for all rows.
+            memory: cached keys and values.
+            mask_RTK: bool, the answer tokens that a new token attends to, the earlier ones and then the new ones; R = 1
+                for all rows alike. None: everything.
 
-        Returns (states (R, T, D), the memory with the new tokens).
+        Returns the states (R, T, D) and the memory including the new tokens.
         """
         embedded_RTD = self.norm(self.words(ids_RT) + self.positions(place_RT))
         states_RTD = F.dropout(embedded_RTD, self.sizes.dropout, self.training)
@@ -134,13 +137,13 @@ class AnswerDecoder(nn.Module):
         return states_RTD, memory._replace(written=tuple(written))
 
     def score_words(self, states_ND: Tensor) -> Tensor:
-        """(N, V): scores of the word behind each of these tokens."""
+        """(N, V): scores of the word after each of these tokens."""
         scores_NV: Tensor = self.word_head(states_ND, self.words.weight)
         return scores_NV
 
 
 class AnswerWriter:
-    """An `AnswerDecoder` in the middle of writing: a `NextToken` for `medvl.models.text_decoding.search`."""
+    """A `NextToken` of an `AnswerDecoder`, for `medvl.models.text_decoding.search`."""
 
     def __init__(self, decoder: AnswerDecoder, memory: Memory, first_id: int) -> None:
         self._decoder, self._memory, self._first_id = decoder, memory, first_id
@@ -164,43 +167,25 @@ class AnswerWriter:
 
 
 @torch.no_grad()
-def start_from(decoder: AnswerDecoder, model: FusionModel) -> None:
-    """Give a fresh decoder what its fusion model knows already.
+def init_decoder(decoder: AnswerDecoder, model: FusionModel) -> None:
+    """Initialise a decoder from a fusion-encoder.
 
-    Words, positions and their norm are those of a BERT's or a RoBERTa's embeddings, where those are as wide. On ALBEF
-    the layers and the head over words are those of its fusion-encoder, as published (section 5); so is the attention to
-    what is answered, where ALBEF's images are as wide as its words. On other systems, for which no decoder was
-    published, the layers start at random.
+    Words, positions and their norm are copied from BERT or RoBERTa embeddings of the same width. The layers are copied
+    where the system does so (`FusionModel.init_decoder`), and are random otherwise.
 
-    Raises ConfigError when the decoder has more layers than ALBEF's fusion-encoder, or layers of other sizes.
+    Raises ConfigError as `FusionModel.init_decoder`.
     """
-    _start_embeddings(decoder, model.text_encoder)
-    if not isinstance(model, ALBEF):
-        return
-    ours, theirs = decoder.sizes, model.config
-    if ours.layers > theirs.layers or (ours.heads, ours.intermediate) != (theirs.heads, theirs.intermediate):
-        raise ConfigError(
-            f"albef's answer decoder starts from its fusion-encoder, of {theirs.layers} layers, {theirs.heads} heads "
-            f"and intermediate {theirs.intermediate}: it cannot have {ours.layers}, {ours.heads} and "
-            f"{ours.intermediate}"
-        )
-    layers: Any = decoder.layers
-    fusion: Any = model.fusion
-    for layer, fused in zip(layers, fusion[-ours.layers :], strict=True):
-        layer.attention.load_state_dict(fused.attention.state_dict())
-        layer.feed_forward.load_state_dict(fused.feed_forward.state_dict())
-        if model.image_encoder.patch_dim == ours.width:
-            layer.cross_attention.load_state_dict(fused.cross_attention.state_dict())
-    decoder.word_head.load_state_dict(model.mlm_head.state_dict())
+    _copy_embeddings(decoder, model.text_encoder)
+    model.init_decoder(decoder)
 
 
-def _start_embeddings(decoder: AnswerDecoder, text_encoder: TextEncoder) -> None:
+def _copy_embeddings(decoder: AnswerDecoder, text_encoder: TextEncoder) -> None:
     embeddings: Any = getattr(text_encoder.backbone, "embeddings", None)
     words = getattr(embeddings, "word_embeddings", None)
     positions = getattr(embeddings, "position_embeddings", None)
     if words is None or positions is None or words.weight.shape != decoder.words.weight.shape:
         return
-    first = 0 if positions.padding_idx is None else positions.padding_idx + 1  # RoBERTa counts from behind its padding
+    first = 0 if positions.padding_idx is None else positions.padding_idx + 1  # RoBERTa counts after its padding index
     types = getattr(embeddings, "token_type_embeddings", None)
     decoder.words.weight.copy_(words.weight)
     known_TD = positions.weight[first : first + decoder.positions.num_embeddings]

@@ -1,7 +1,7 @@
-"""What answers a question, on the states of any fusion-encoder: classifiers, and a decoder that ranks or writes.
+"""Answer heads on the states of any fusion-encoder: classifiers, and a decoder that ranks or writes answers.
 
-B questions, V answers of the vocabulary, K answers of a shortlist, T tokens of an answer, S tokens of K answers with
-their padding, N those without it, C tokens that are read, D width.
+B questions, V answers of the vocabulary, K answers of a shortlist, T tokens of an answer, S tokens of K answers
+including padding, N without it, C tokens that are read, D width.
 """
 
 import abc
@@ -15,46 +15,43 @@ from medvl import losses
 from medvl.errors import ConfigError
 from medvl.losses.vqa import word_log_probability
 from medvl.models.downstream.vqa.config import VQAConfig
-from medvl.models.downstream.vqa.decoder import AnswerDecoder, AnswerWriter, Memory, start_from
-from medvl.models.fusion_encoders.albef import ALBEF
+from medvl.models.downstream.vqa.decoder import AnswerDecoder, AnswerWriter, Memory, init_decoder
 from medvl.models.fusion_encoders.base import FusionModel
-from medvl.models.fusion_encoders.config import StreamConfig
-from medvl.models.fusion_encoders.layers.encoder import Fused, Tokens
+from medvl.models.fusion_encoders.layers.encoder import Fused
 from medvl.models.fusion_encoders.layers.transformer import init_weights
-from medvl.models.fusion_encoders.medvill import MedViLL
 from medvl.models.text_decoding import Decoding, search
 
 _ANSWERS_AT_ONCE = 128
 _WORDS_AT_ONCE = 2048
-"""Of a ranking pass: they bound its memory, and change no number."""
+"""Chunk sizes of a ranking pass: they limit its memory and change no result."""
 
 
 class AnswerPredictions(NamedTuple):
-    """An answer to each question."""
+    """The answer to each question of a batch."""
 
     answers: list[str]
     score_B: Tensor
-    """float32, within [0, 1]: the probability that the head gives its answer."""
+    """float32, within [0, 1]: the head's probability of its answer."""
 
 
 class AnswerHead(Protocol):
-    """What all heads do with a batch of fused questions."""
+    """A head on a batch of fused questions."""
 
     reads_pooled: bool
-    """Whether it looks at `Fused.pooled_BD`."""
+    """Whether it reads `Fused.pooled_BD`."""
 
     def loss(self, fused: Fused, target_BV: Tensor) -> Tensor:
-        """Of targets within [0, 1]; a row of zeros is a question whose answer is not in the vocabulary."""
+        """Return the loss for targets within [0, 1]; a row of zeros has no answer in the vocabulary."""
 
     def scores(self, fused: Fused) -> Tensor:
-        """(B, V) float: the higher, the better the answer."""
+        """(B, V) float: higher is better."""
 
-    def said(self, fused: Fused) -> AnswerPredictions:
-        """The best answers."""
+    def predict(self, fused: Fused) -> AnswerPredictions:
+        """Return the best answers."""
 
 
 class _Classifier(nn.Sequential, abc.ABC):
-    """Layers from one vector a question to a score an answer, each right or wrong by itself."""
+    """Layers from one vector for each question to an independent logit for each answer."""
 
     reads_pooled = True
 
@@ -64,7 +61,7 @@ class _Classifier(nn.Sequential, abc.ABC):
 
     @abc.abstractmethod
     def vector(self, fused: Fused) -> Tensor:
-        """(B, D): what the answer is read from."""
+        """(B, D): the input of the layers."""
 
     def loss(self, fused: Fused, target_BV: Tensor) -> Tensor:
         """See `AnswerHead`."""
@@ -75,7 +72,7 @@ class _Classifier(nn.Sequential, abc.ABC):
         logits_BV: Tensor = self(self.vector(fused))
         return logits_BV
 
-    def said(self, fused: Fused) -> AnswerPredictions:
+    def predict(self, fused: Fused) -> AnswerPredictions:
         """See `AnswerHead`."""
         best_B, place_B = self.scores(fused).float().max(dim=1)
         return AnswerPredictions([self._answers[place] for place in place_B.tolist()], best_B.sigmoid())
@@ -90,14 +87,15 @@ class ClassifierHead(_Classifier):
         )
 
     def vector(self, fused: Fused) -> Tensor:
-        """What the fusion-encoder pools."""
+        """Return the pooled vector."""
         return fused.pooled_BD
 
 
 class ProductHead(_Classifier):
     """Linear, ReLU, Linear on the product of CLS and the first SEP (MedViLL; VLP, Zhou et al., arXiv 1909.11059).
 
-    The published head can never give its first answer; this one can give all.
+    Needs a system whose `Fused.image` starts with CLS and ends with SEP. The published head can never give its first
+    answer; this one can.
     """
 
     reads_pooled = False
@@ -107,21 +105,18 @@ class ProductHead(_Classifier):
         init_weights(self)
 
     def vector(self, fused: Fused) -> Tensor:
-        """The two tokens between which the image stands."""
+        """Return the product of the two tokens around the image."""
         block_BND = fused.image.states_BND
         return block_BND[:, 0] * block_BND[:, -1]
 
 
 class DecoderHead(nn.Module):
-    """An `AnswerDecoder` that has learnt the vocabulary's answers, and ranks them or writes its own.
+    """An `AnswerDecoder` that ranks the answers of the vocabulary or writes its own.
 
-    It reads all that the fusion-encoder has written: the question's states and the image's, but the question's alone on
-    ALBEF, whose fusion-encoder leaves the image as it is.
+    It reads `FusionModel.answer_memory`. Answers with equal tokens are one answer to this head, which returns the first
+    of them. An answer with a word unknown to the tokenizer can be ranked, but is never written.
 
-    Answers that are the same tokens to the tokenizer are one answer to this head; what it writes is the first of them.
-    An answer with a word that the tokenizer does not know can be ranked, and is never written.
-
-    Raises ConfigError when the model has no tokenizer, an answer holds no token, or the sizes do not fit.
+    Raises ConfigError if the model has no tokenizer, an answer has no token, or the sizes do not fit.
     """
 
     reads_pooled = False
@@ -132,50 +127,50 @@ class DecoderHead(nn.Module):
     def __init__(self, config: VQAConfig, model: FusionModel) -> None:
         super().__init__()
         if model.tokenizer is None:
-            raise ConfigError(f"the head {config.head!r} writes answers: start from a model that has a tokenizer")
+            raise ConfigError(f"head {config.head!r} needs a model with a tokenizer", "missing", field="tokenizer")
         self.config, self.tokenizer = config, model.tokenizer
         ids_VT, mask_VT = model.tokenizer(config.answers)
         length_V = mask_VT.sum(dim=1).clamp(max=config.decoder.max_tokens)
         if length_V.min() < 3:
             number = int(length_V.argmin()) + 1
-            raise ConfigError(f"answer {number} of the vocabulary is no token to the tokenizer: leave it out")
+            raise ConfigError(
+                f"answer {number} of the vocabulary has no token; remove it", "unsupported", field="answers"
+            )
         ids_VT = ids_VT[:, : int(length_V.max())].scatter(1, length_V[:, None] - 1, model.tokenizer.sep_id)
         self.register_buffer("ids_VT", ids_VT, persistent=False)
         self.register_buffer("length_V", length_V, persistent=False)
         known = zip(ids_VT.tolist(), length_V.tolist(), config.answers, strict=True)
         self._answer_of = {tuple(ids[1 : length - 1]): answer for ids, length, answer in reversed(list(known))}
-        self._whole = not isinstance(model, ALBEF)
-        settings = model.config
-        width = settings.width if isinstance(settings, StreamConfig) else model.pooled_dim
-        self.decoder = AnswerDecoder(config.decoder, width, model.text_encoder.vocab_size)
-        start_from(self.decoder, model)
+        self._read_states = model.answer_memory
+        self.decoder = AnswerDecoder(config.decoder, model.fused_dim, model.text_encoder.vocab_size)
+        init_decoder(self.decoder, model)
 
     def loss(self, fused: Fused, target_BV: Tensor) -> Tensor:
-        """See `AnswerHead`: every answer with a score is written behind its question, word by word."""
+        """See `AnswerHead`: every answer with a target above 0 is predicted word by word after its question."""
         row_N, answer_N = (target_BV > 0).nonzero().unbind(dim=1)
         mask_NT = self._mask(answer_N)
         ids_NT = self.ids_VT[answer_N, : mask_NT.shape[1]]
         given_NT, next_NT, real_NT = ids_NT[:, :-1], ids_NT[:, 1:], mask_NT[:, 1:]
         place_T = torch.arange(given_NT.shape[1], device=ids_NT.device)
-        memory = self.decoder.read(self._states(fused).rows(row_N))
+        memory = self.decoder.read(self._read_states(fused).rows(row_N))
         states_NTD, _ = self.decoder(given_NT, place_T, memory, (place_T <= place_T[:, None])[None])
         weight_NT = target_BV[row_N, answer_N, None].expand_as(real_NT)
         logits = self.decoder.score_words(states_NTD[real_NT])
         return losses.answer_words(logits, next_NT[real_NT], weight_NT[real_NT], len(target_BV))
 
     def scores(self, fused: Fused) -> Tensor:
-        """See `AnswerHead`: log-likelihoods, minus infinity off the shortlist.
+        """See `AnswerHead`: log-likelihoods, minus infinity for answers that are not on the shortlist.
 
-        The sum of the log-probabilities of an answer's words and its closing token, not divided by their number; the
-        first word counts twice where `config.decoder.first_word` says so (ALBEF's `rank_answer`).
+        The sum of the log-probabilities of an answer's words and its closing token, not divided by their number. With
+        `config.decoder.first_word` "twice" the first word counts twice (ALBEF's `rank_answer`).
         """
         decoder, settings = self.decoder, self.config.decoder
-        memory = decoder.read(self._states(fused))
+        memory = decoder.read(self._read_states(fused))
         first_B1 = self.ids_VT[:1, :1].expand(len(fused.pooled_BD), 1)
         states_B1D, memory = decoder(first_B1, first_B1.new_zeros(1), memory)
         first_id_V = self.ids_VT[:, 1]
         first_BV = decoder.score_words(states_B1D[:, 0]).float().log_softmax(dim=1)[:, first_id_V]
-        # stable: of answers that begin alike the first ones are taken, whatever the device
+        # stable: answers with equal first words keep their order on every device
         chosen_BK = first_BV.sort(dim=1, descending=True, stable=True).indices[:, : settings.shortlist]
         rest_BK = torch.cat([self._rest(some_BK, memory) for some_BK in chosen_BK.split(_ANSWERS_AT_ONCE, 1)], dim=1)
         times = 2 if settings.first_word == "twice" else 1
@@ -183,7 +178,7 @@ class DecoderHead(nn.Module):
             1, chosen_BK, times * first_BV.gather(1, chosen_BK) + rest_BK
         )
 
-    def said(self, fused: Fused) -> AnswerPredictions:
+    def predict(self, fused: Fused) -> AnswerPredictions:
         """See `AnswerHead`."""
         if self.config.head == "generation":
             return self.write(fused)
@@ -191,27 +186,27 @@ class DecoderHead(nn.Module):
         return AnswerPredictions([self.config.answers[place] for place in place_B.tolist()], best_B.exp())
 
     def write(self, fused: Fused) -> AnswerPredictions:
-        """What the decoder writes by itself: an answer of the vocabulary where it wrote its tokens, else the text."""
+        """Decode answers: the answer of the vocabulary with the same tokens if there is one, else the text."""
         tokenizer, settings = self.tokenizer, self.config.decoder
-        marks = (tokenizer.pad_id, tokenizer.cls_id, tokenizer.unk_id, tokenizer.mask_id)
-        found = search(
-            AnswerWriter(self.decoder, self.decoder.read(self._states(fused)), tokenizer.cls_id),
+        special = (tokenizer.pad_id, tokenizer.cls_id, tokenizer.unk_id, tokenizer.mask_id)
+        generated = search(
+            AnswerWriter(self.decoder, self.decoder.read(self._read_states(fused)), tokenizer.cls_id),
             Decoding(beams=settings.beams),
             max_tokens=settings.max_tokens - 1,
             end_id=tokenizer.sep_id,
             pad_id=tokenizer.pad_id,
-            never=[mark for mark in marks if mark is not None and mark != tokenizer.sep_id],
+            never=[token for token in special if token is not None and token != tokenizer.sep_id],
         )
-        rows = zip(found.ids_BT.cpu(), found.mask_BT.cpu(), strict=True)
+        rows = zip(generated.ids_BT.cpu(), generated.mask_BT.cpu(), strict=True)
         written = [ids_T[mask_T].tolist() for ids_T, mask_T in rows]
         answers = [self._answer_of.get(tuple(ids)) or tokenizer.decode(ids) for ids in written]
-        return AnswerPredictions(answers, found.score_B.exp())
+        return AnswerPredictions(answers, generated.score_B.exp())
 
     def _rest(self, chosen_BK: Tensor, memory: Memory) -> Tensor:
-        """(B, K): log-probability of what stands behind the first word of these answers.
+        """(B, K): log-probability of the tokens after the first word of these answers.
 
-        Their words lie side by side without padding, in one row a question, and see those of their own answer: most
-        answers are a word or two, and the longest of VQA-RAD has over twenty.
+        The answers of a question are packed into one row without padding; words attend to their own answer only. Most
+        answers have one or two words, but the longest of VQA-RAD has over twenty.
         """
         mask_BKT = self._mask(chosen_BK)
         ids_BKT = self.ids_VT[chosen_BK][:, :, : mask_BKT.shape[2]]
@@ -223,7 +218,7 @@ class DecoderHead(nn.Module):
         steps = mask_BKT.shape[2] - 2
         answer_BN, place_BN = order_BN // steps, order_BN % steps + 1
         seen_BNN = (answer_BN[:, :, None] == answer_BN[:, None]) & (place_BN[:, None] <= place_BN[:, :, None])
-        start_BN1 = torch.ones_like(seen_BNN[:, :, :1])  # the first token is every answer's
+        start_BN1 = torch.ones_like(seen_BNN[:, :, :1])  # all answers share the first token
         states_BND, _ = self.decoder(
             given_BS.gather(1, order_BN), place_BN, memory, torch.cat([start_BN1, seen_BNN], dim=2)
         )
@@ -234,32 +229,26 @@ class DecoderHead(nn.Module):
         log_BS = log_BN.new_zeros(real_BS.shape).scatter(1, order_BN, log_BN)
         return log_BS.unflatten(1, (chosen_BK.shape[1], steps)).sum(dim=2)
 
-    def _states(self, fused: Fused) -> Tokens:
-        if not self._whole:
-            return fused.text
-        states_BCD = torch.cat([fused.text.states_BND, fused.image.states_BND], dim=1)
-        if fused.text.mask_BN is None and fused.image.mask_BN is None:
-            return Tokens(states_BCD, None)
-        return Tokens(states_BCD, torch.cat([fused.text.real_BN(), fused.image.real_BN()], dim=1))
-
     def _mask(self, answer: Tensor) -> Tensor:
-        """(..., T): the tokens of these answers, T of the longest of them."""
+        """(..., T): True on the tokens of these answers; T is the longest length."""
         length = self.length_V[answer]
         longest = int(length.max()) if length.numel() else 0
         return torch.arange(longest, device=length.device) < length[..., None]
 
 
 def create_head(config: VQAConfig, model: FusionModel) -> ClassifierHead | ProductHead | DecoderHead:
-    """A fresh head on a fusion model.
+    """Create a head for a fusion-encoder.
 
-    Raises ConfigError when MedViLL's head is asked for on another system, or a decoder does not fit the model.
+    Raises ConfigError if the head "product" or a decoder does not fit the model.
     """
     if config.head == "classifier":
         return ClassifierHead(model.pooled_dim, config.answers)
     if config.head == "product":
-        if not isinstance(model, MedViLL):
+        if not model.image_between_text_tokens:
             raise ConfigError(
-                f"the head 'product' is MedViLL's, on the two tokens around its image, not {model.name}'s"
+                f"head 'product' needs an image between two text tokens, as in medvill; {model.name} has none",
+                "unsupported",
+                field="head",
             )
         return ProductHead(model.pooled_dim, config.answers)
     return DecoderHead(config, model)

@@ -1,4 +1,4 @@
-"""Visual question answering on any fusion-encoder: by a classifier over a vocabulary of answers, or their decoder."""
+"""Visual question answering on any fusion-encoder, by a classifier over a vocabulary of answers or by a decoder."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ from medvl.schema import Batch, Losses
 
 @register_system("vqa")
 class VQA(System):
-    """A fusion-encoder, and a head that answers (`medvl.models.downstream.vqa.heads`): `config.head` says which.
+    """A fusion-encoder with the answer head `config.head` (`medvl.models.downstream.vqa.heads`).
 
-    The batch's text is the question and its labels are the answers: column v of `labels_BL` is 1 where answer v of
+    The text of a batch is the question and its labels are the answers: column v of `labels_BL` is 1 if answer v of
     `config.answers` is right (`medvl.data.loading.vqa_source.QuestionSource`).
 
-    The heads of pretraining stay with their fusion-encoder, frozen, and so do its poolers where the head reads other
-    states: they take no part here, and a checkpoint of this model can start another pretraining.
+    Pretraining heads, and poolers that the answer head does not read, are kept and frozen, so that a checkpoint of this
+    model can initialise another pretraining.
     """
 
     Config = VQAConfig
@@ -44,19 +44,23 @@ class VQA(System):
             if name.endswith("head"):
                 child.requires_grad_(False)
         for module in fusion_model.modules():
-            if isinstance(module, Pooler):  # a MedViLL that was trained for reports has frozen it
+            if isinstance(module, Pooler):  # frozen in a MedViLL that was trained for reports
                 module.requires_grad_(self.answer_head.reads_pooled)
 
     @classmethod
     def build(cls, config: VQAConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """Raises ConfigError and WeightsError as `create_model` says."""
+        """See the base class."""
         settings = dict(config.settings)
         if config.vocab_size is not None:
             settings["vocab_size"] = config.vocab_size
-        made = create_model(config.fusion, pretrained=pretrained, tokenizer=tokenizer, **settings)
-        if not isinstance(made, FusionModel):
-            raise ConfigError(f"{config.fusion} is no fusion-encoder: take dual_stream, m3ae, ...")
-        return cls(config, made)
+        model = create_model(config.fusion, pretrained=pretrained, tokenizer=tokenizer, **settings)
+        if not isinstance(model, FusionModel):
+            raise ConfigError(
+                f"fusion must name a fusion-encoder such as dual_stream or m3ae, got {config.fusion!r}",
+                "wrong_type",
+                field="fusion",
+            )
+        return cls(config, model)
 
     @classmethod
     def on(
@@ -68,7 +72,7 @@ class VQA(System):
         decoder: DecoderConfig | None = None,
         head_lr_mult: float | None = None,
     ) -> Self:
-        """A fresh head on a fusion-encoder, which is taken as it is and not copied. Raises as `create_vqa`."""
+        """Put a new head on a fusion-encoder, which is not copied. Raises as `create_vqa`."""
         settings = dataclasses.asdict(fusion_model.config)
         config = VQAConfig(
             fusion=fusion_model.name,
@@ -83,25 +87,32 @@ class VQA(System):
         return cls(config, fusion_model)
 
     def forward(self, batch: Batch) -> Losses:
-        """Every question with its image; an answer outside the vocabulary is a row of zeros."""
+        """Return the loss of the answers; the labels of an answer outside the vocabulary are zeros."""
         return Losses.sum(
             answers=self.answer_head.loss(self.fusion_model.features(batch), batch.labels_BL.nan_to_num(0.0))
         )
 
     def answer_logits(self, batch: Batch) -> Tensor:
-        """(B, V): scores of the answers of `config.answers`; a decoder's are log-likelihoods, minus infinity where an
-        answer is not on the shortlist."""
+        """(B, V): scores of `config.answers`. A decoder's are log-likelihoods, minus infinity for answers off the
+        shortlist."""
         return self.answer_head.scores(self.fusion_model.features(batch))
 
-    def said(self, batch: Batch) -> AnswerPredictions:
-        """The answer to each question of a batch."""
-        return self.answer_head.said(self.fusion_model.features(batch))
+    def predict(self, batch: Batch) -> AnswerPredictions:
+        """Return the answer to each question of a batch."""
+        return self.answer_head.predict(self.fusion_model.features(batch))
 
     @torch.no_grad()
     def answer(self, image_BCHW: Tensor, questions: Sequence[str]) -> list[str]:
-        """The likeliest answer to each question about its image. Raises ConfigError without a tokenizer."""
+        """Return the likeliest answer to each question about its image.
+
+        Raises ConfigError without a tokenizer, and for unequal numbers of images and questions.
+        """
         if len(image_BCHW) != len(questions):
-            raise ConfigError(f"{len(questions)} questions about {len(image_BCHW)} images: give one image a question")
+            raise ConfigError(
+                f"expected one image for each question, got {len(image_BCHW)} images and {len(questions)} questions",
+                "mismatch",
+                field="questions",
+            )
         ids_BT, mask_BT = self.tokenize(list(questions))
         batch = Batch(
             keys=[str(number) for number in range(len(questions))],
@@ -111,10 +122,10 @@ class VQA(System):
             labels_BL=torch.empty(len(questions), 0),
             texts=list(questions),
         )
-        return self.said(batch).answers
+        return self.predict(batch).answers
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-        """The fusion model's own groups, and the head at `head_lr_mult` times `lr`."""
+        """Return the fusion model's groups, and the head at `head_lr_mult` times `lr`."""
         groups = self.fusion_model.parameter_groups(lr, weight_decay)
         head = parameter_groups(self.answer_head, lr * self.config.effective_head_lr_mult, weight_decay)
         return [*groups, *({**group, "name": f"answer_head: {group['name']}"} for group in head)]
@@ -129,19 +140,19 @@ def create_vqa(
     decoder: DecoderConfig | None = None,
     head_lr_mult: float | None = None,
 ) -> VQA:
-    """A fresh head that answers on the model of a checkpoint, of either family.
+    """Create a VQA model with a new head from a checkpoint of a dual-encoder or fusion-encoder.
 
     Args:
-        start: checkpoint of a fusion-encoder, which is taken whole; of a VQA model, whose head is replaced; or of a
-            dual-encoder, whose towers are taken under a fresh fusion-encoder.
-        answers: the vocabulary, normalised.
-        fusion: sizes of that fresh fusion-encoder; what it says of the encoders is replaced by what `start` has.
-        head: how an answer is given.
-        decoder: of the heads "ranking" and "generation"; ALBEF's sizes by default.
+        start: checkpoint of a fusion-encoder, which is used completely; of a VQA model, whose head is replaced; or of a
+            dual-encoder, whose towers are used under a new fusion-encoder.
+        answers: the normalised vocabulary.
+        fusion: sizes of that new fusion-encoder; its settings of the encoders are replaced by those of `start`.
+        head: see `VQAConfig`.
+        decoder: for the heads "ranking" and "generation"; ALBEF's sizes by default.
         head_lr_mult: learning rate of the head, as a multiple of the encoders'; None is the head's published one.
 
     Raises:
-        CheckpointError: `start` is no whole checkpoint.
+        CheckpointError: `start` is not a complete checkpoint.
         ConfigError: the vocabulary has fewer than two answers, or the head does not fit the model.
     """
     started = load(start)

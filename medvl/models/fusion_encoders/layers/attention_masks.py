@@ -1,15 +1,21 @@
-"""Who may attend to whom, as boolean tensors: True = may attend.
+"""Boolean attention masks: True where a query may attend to a key.
 
-A single stream is an image block followed by a text block. Its masks are built from those two blocks and the padding of
-both, which is and-ed into every one of them, so that no row ever sees a padded key.
+A single stream is an image block followed by a text block. Its masks are built from both blocks and their padding,
+which is excluded from every mask, so that no row attends to a padded key.
 
 Letters: B batch, Q queries, K keys, I tokens of the image block, T tokens of the text block, S = I + T.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from medvl.models.fusion_encoders.config import ATTENTIONS, Attention
+Attention = Literal["bidirectional", "seq2seq", "bar", "mixed", "non_cross"]
+"""Attention mask of a single stream, see `attention_mask`."""
+ATTENTIONS: tuple[Attention, ...] = ("bidirectional", "seq2seq", "bar", "mixed", "non_cross")
+CAUSAL_ATTENTIONS: tuple[Attention, ...] = ("seq2seq", "bar", "mixed")
+"""Masks under which text is predicted from the image and earlier words, as writing a report needs."""
 
 
 def attention_mask(
@@ -18,17 +24,17 @@ def attention_mask(
     """(B, S, S): whether the query of a row may attend to the key of a column.
 
     Args:
-        attention: "bidirectional": everything sees everything (BERT). "seq2seq": image rows see the image, text rows
-            the image and the text up to themselves (UniLM). "bar": as seq2seq, but image rows see the text as well
-            (MedViLL's bidirectional auto-regressive mask). "non_cross": each block sees itself alone. "mixed": seq2seq
-            or bidirectional, sample by sample.
+        attention: "bidirectional": everything attends to everything (BERT). "seq2seq": image rows attend to the image,
+            text rows to the image and to the text up to themselves (UniLM). "bar": as seq2seq, but image rows attend to
+            the text too (MedViLL's bidirectional auto-regressive mask). "non_cross": each block attends to itself only.
+            "mixed": seq2seq or bidirectional, by sample.
         image_mask_BI, text_mask_BT: bool, True on real tokens.
-        seq2seq_B: bool, the samples of "mixed" that take the sequence-to-sequence mask.
+        seq2seq_B: bool, the samples of "mixed" with the sequence-to-sequence mask.
 
-    Raises ValueError on an unknown kind, or on "mixed" without `seq2seq_B`.
+    Raises ValueError for an unknown kind, and for "mixed" without `seq2seq_B`.
     """
     if attention not in ATTENTIONS:
-        raise ValueError(f"attention is {attention!r}: known are {', '.join(ATTENTIONS)}")
+        raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {attention!r}")
     images, texts = image_mask_BI.shape[1], text_mask_BT.shape[1]
     place_S = torch.arange(images + texts, device=image_mask_BI.device)
     is_text_S = place_S >= images
@@ -43,19 +49,19 @@ def attention_mask(
         return (is_text_S[:, None] == is_text_S[None, :]) & real_B1S
     if attention == "mixed":
         if seq2seq_B is None:
-            raise ValueError("a mixed mask needs seq2seq_B: which samples are sequence-to-sequence")
+            raise ValueError("attention 'mixed' needs seq2seq_B")
         return (seq2seq_SS | ~seq2seq_B[:, None, None]) & real_B1S
     return real_B1S.expand(-1, len(place_S), -1)
 
 
 def padding_mask(mask_BK: Tensor | None) -> Tensor | None:
-    """(B, 1, K): every query sees the real keys; None where all are real."""
+    """(B, 1, K): every query attends to the real keys; None if all are real."""
     return None if mask_BK is None else mask_BK[:, None, :]
 
 
 def open_empty_rows(mask_BQK: Tensor) -> Tensor:
-    """The mask with rows that see nothing made to see everything: softmax over nothing is not a number.
+    """Return the mask with empty rows set to True: a softmax over no keys is NaN.
 
-    What such a row gives is of no use, and whoever reads the states leaves it out.
+    The output of such a row is meaningless and must be ignored.
     """
     return mask_BQK | ~mask_BQK.any(dim=-1, keepdim=True)

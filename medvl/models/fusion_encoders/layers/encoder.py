@@ -1,4 +1,4 @@
-"""The fusion-encoder in its two layouts: image and text tokens attend to each other.
+"""The two layouts of a fusion-encoder: dual stream and single stream.
 
 Letters: B batch, N tokens, T text tokens, P image tokens, S = P + T, D width.
 """
@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from medvl.models.fusion_encoders.config import Attention
-from medvl.models.fusion_encoders.layers.attention_masks import attention_mask
+from medvl.models.fusion_encoders.layers.attention_masks import Attention, attention_mask
 from medvl.models.fusion_encoders.layers.transformer import CoAttentionLayer, SelfAttentionLayer, Sizes, init_weights
 
 _TEXT, _IMAGE = 0, 1
@@ -18,58 +17,67 @@ _TEXT, _IMAGE = 0, 1
 
 
 class Tokens(NamedTuple):
-    """A sequence of vectors a sample."""
+    """A sequence of vectors for each sample."""
 
     states_BND: Tensor
     mask_BN: Tensor | None
-    """bool, True on real tokens. None: all are real, which lets attention run without a mask."""
+    """bool, True on real tokens. None: all are real, and attention runs without a mask."""
 
     def real_BN(self) -> Tensor:
-        """The mask, written out where it is None."""
+        """Return the mask, all True if it is None."""
         if self.mask_BN is not None:
             return self.mask_BN
         return self.states_BND.new_ones(self.states_BND.shape[:2], dtype=torch.bool)
 
     def rows(self, index_M: Tensor) -> "Tokens":
-        """The samples of an index, in its order."""
+        """Select samples by index."""
         return Tokens(self.states_BND[index_M], None if self.mask_BN is None else self.mask_BN[index_M])
 
     def beside(self, other: "Tokens") -> "Tokens":
-        """The samples of both, one batch after the other; both have as many tokens."""
-        states_BND = torch.cat([self.states_BND, other.states_BND])
-        if self.mask_BN is None and other.mask_BN is None:
-            return Tokens(states_BND, None)
-        return Tokens(states_BND, torch.cat([self.real_BN(), other.real_BN()]))
+        """Concatenate two batches of samples with equal numbers of tokens."""
+        return _concatenate(self, other, dim=0)
+
+
+def join(first: Tokens, second: Tokens) -> Tokens:
+    """Concatenate the sequences of the same samples."""
+    return _concatenate(first, second, dim=1)
+
+
+def _concatenate(first: Tokens, second: Tokens, dim: int) -> Tokens:
+    states_BND = torch.cat([first.states_BND, second.states_BND], dim=dim)
+    if first.mask_BN is None and second.mask_BN is None:
+        return Tokens(states_BND, None)
+    return Tokens(states_BND, torch.cat([first.real_BN(), second.real_BN()], dim=dim))
 
 
 class Fused(NamedTuple):
-    """What a fusion-encoder returns."""
+    """Output of a fusion-encoder."""
 
     text: Tokens
     image: Tokens
     pooled_BD: Tensor
-    """One vector a pair, of width `pooled_dim`."""
+    """One vector for each pair, of width `pooled_dim`."""
 
 
 class AttentionMaps(NamedTuple):
-    """Where a text looks in its image: attention of the last fusion layer, mean over its heads, float32.
+    """Attention of a text to its image in the last fusion layer, mean over the heads, float32.
 
-    A row sums to at most 1: what is missing goes to words, and to tokens that stand for no place in the image.
+    A row sums to at most 1: the rest goes to words, and to tokens without a place in the image.
     """
 
     pooled_BP: Tensor
-    """Of the token whose state is pooled for heads."""
+    """From the token that is pooled for heads."""
     text_BTP: Tensor
-    """Of every token of the text, its first one and its padding included."""
+    """From every token of the text, including the first one and padding."""
 
     def cells(self, image: Tokens, leading: int) -> "AttentionMaps":
-        """Without the image's `leading` tokens, which are no cells; 0 on tokens that are padding."""
+        """Drop the first `leading` image tokens, which are no grid cells; set padding to 0."""
         real_BP = image.real_BN()[:, leading:].float()
         return AttentionMaps(self.pooled_BP[:, leading:] * real_BP, self.text_BTP[:, :, leading:] * real_BP[:, None])
 
 
 class Pooler(nn.Module):
-    """The first token's state through a dense layer and tanh."""
+    """Dense layer and tanh on the state of the first token."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -81,7 +89,7 @@ class Pooler(nn.Module):
 
 
 class FusionEncoder(nn.Module, abc.ABC):
-    """Both layouts take and return the same. `pooled_dim` is the width of `Fused.pooled_BD`."""
+    """Base of both layouts. `pooled_dim` is the width of `Fused.pooled_BD`."""
 
     pooled_dim: int
 
@@ -91,23 +99,23 @@ class FusionEncoder(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, text: Tokens, image: Tokens) -> Fused:
-        """Tokens of the same B samples, of this encoder's width.
+        """Fuse tokens of the same B samples, of this encoder's width.
 
-        A sample without an image (or text) has one token there that is nothing but its modality's embedding, so that no
-        attention is over nothing.
+        A sample without an image (or text) has one token there that holds only the modality embedding, so that
+        attention always has a key.
         """
 
     @abc.abstractmethod
-    def looks(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        """Over all of the image's tokens. It takes what `forward` takes, which itself keeps no weights."""
+    def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
+        """Return attention to all image tokens. Same inputs as `forward`, which keeps no weights."""
 
     def mark(self, text: Tokens, image: Tokens) -> tuple[Tensor, Tensor]:
-        """(text_BTD, image_BPD) with their modality's embedding added."""
+        """Return (text_BTD, image_BPD) with their modality embeddings added."""
         return text.states_BND + self.modality.weight[_TEXT], image.states_BND + self.modality.weight[_IMAGE]
 
 
 class DualStream(FusionEncoder):
-    """A stream for each modality; every layer of both reads what both were a layer below (METER, LXMERT, M3AE)."""
+    """A stream for each modality; each layer of both reads the states of the layer below (METER, LXMERT, M3AE)."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes.width)
@@ -118,20 +126,20 @@ class DualStream(FusionEncoder):
         init_weights(self)
 
     def forward(self, text: Tokens, image: Tokens) -> Fused:
-        """See the base class; the vector of a pair is the text's beside the image's."""
+        """See the base class; a pair's vector is the concatenation of the text's and the image's."""
         text, image = self.streams(text, image, len(self.text_layers))
         pooled_BD = torch.cat([self.text_pooler(text.states_BND), self.image_pooler(image.states_BND)], dim=-1)
         return Fused(text, image, pooled_BD)
 
-    def looks(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        """See the base class; of the two pooled tokens, the text's."""
+    def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
+        """See the base class; of the two pooled tokens, the text's is used."""
         text, image = self.streams(text, image, len(self.text_layers) - 1)
         last: Any = self.text_layers[-1]
         weights_BTP = last.cross_weights(text.states_BND, image.states_BND, text.mask_BN, image.mask_BN)
         return AttentionMaps(weights_BTP[:, 0], weights_BTP)
 
     def streams(self, text: Tokens, image: Tokens, depth: int) -> tuple[Tokens, Tokens]:
-        """Both streams after the first `depth` layers; what lies above is not computed."""
+        """Return both streams after the first `depth` layers; layers above are not computed."""
         text_BTD, image_BPD = self.mark(text, image)
         for text_layer, image_layer in list(zip(self.text_layers, self.image_layers, strict=True))[:depth]:
             text_BTD, image_BPD = (
@@ -142,7 +150,7 @@ class DualStream(FusionEncoder):
 
 
 class SingleStream(FusionEncoder):
-    """One Transformer over the image's tokens and the text's behind them (VisualBERT, UNITER, ViLT)."""
+    """One Transformer over the image tokens followed by the text tokens (VisualBERT, UNITER, ViLT)."""
 
     def __init__(self, sizes: Sizes, attention: Attention = "bidirectional", seq2seq_share: float = 0.5) -> None:
         super().__init__(sizes.width)
@@ -154,8 +162,8 @@ class SingleStream(FusionEncoder):
         init_weights(self)
 
     def forward(self, text: Tokens, image: Tokens) -> Fused:
-        """See the base class; the vector of a pair is that of the image's first token, which under every mask but
-        seq2seq and non_cross has seen the text."""
+        """See the base class; a pair's vector is that of the first image token, which attends to the text under every
+        mask but seq2seq and non_cross."""
         states_BSD, _ = self.stream(text, image, len(self.layers))
         images = image.states_BND.shape[1]
         return Fused(
@@ -164,8 +172,8 @@ class SingleStream(FusionEncoder):
             self.pooler(states_BSD),
         )
 
-    def looks(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        """See the base class; the pooled token is the image's first one."""
+    def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
+        """See the base class; the pooled token is the first image token."""
         states_BSD, mask_BSS = self.stream(text, image, len(self.layers) - 1)
         last: Any = self.layers[-1]
         weights_BSS = last.attention.weights(states_BSD, states_BSD, mask_BSS).mean(dim=1)
@@ -173,23 +181,19 @@ class SingleStream(FusionEncoder):
         return AttentionMaps(weights_BSS[:, 0, :images], weights_BSS[:, images:, :images])
 
     def stream(self, text: Tokens, image: Tokens, depth: int) -> tuple[Tensor, Tensor | None]:
-        """The states (B, S, D) after the first `depth` layers, and the mask that all of them share."""
+        """Return the states (B, S, D) after the first `depth` layers, and the mask of all layers."""
         text_BTD, image_BPD = self.mark(text, image)
         states_BSD = torch.cat([image_BPD, text_BTD], dim=1)
-        mask_BSS = self.mask(text, image)
+        mask_BSS = stream_mask(self.attention, text, image, self.seq2seq_share if self.training else 0.0)
         for layer in self.layers[:depth]:
             states_BSD = layer(states_BSD, mask_BSS)
         return states_BSD, mask_BSS
 
-    def mask(self, text: Tokens, image: Tokens) -> Tensor | None:
-        """(B, S, S); None where everything sees everything."""
-        return stream_mask(self.attention, text, image, self.seq2seq_share if self.training else 0.0)
-
 
 def stream_mask(attention: Attention, text: Tokens, image: Tokens, seq2seq_share: float) -> Tensor | None:
-    """(B, S, S) of an image block and the text block behind it; None where everything sees everything.
+    """(B, S, S) for an image block followed by a text block; None if everything attends to everything.
 
-    A mixed mask is drawn anew at every call, from torch's generator of the tokens' device; a share of zero is
+    A mixed mask is sampled at every call, from torch's generator of the tokens' device; with a share of zero it is
     bidirectional.
     """
     if attention == "bidirectional" and text.mask_BN is None and image.mask_BN is None:

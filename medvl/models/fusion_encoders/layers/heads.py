@@ -1,4 +1,4 @@
-"""What reads a fusion-encoder's states in pretraining: words behind masks, pixels of missing patches.
+"""Pretraining heads of fusion-encoders: masked words and pixels of removed patches.
 
 Letters: B batch, N positions, P patches, K kept patches, V vocabulary, D width, C values of a patch's pixels.
 """
@@ -15,10 +15,9 @@ class WordHead(nn.Module):
     """BERT's head over the vocabulary: dense, GELU, LayerNorm, a linear layer with a bias for every word.
 
     Args:
-        width: of the states.
+        width: D of the states.
         vocab_size: V.
-        tied: the linear layer's matrix is the table of word embeddings, which `forward` is then given: the table has
-            one owner, the text encoder.
+        tied: use the text encoder's table of word embeddings, passed to `forward`, as the linear layer's matrix.
     """
 
     def __init__(self, width: int, vocab_size: int, *, tied: bool = False) -> None:
@@ -29,23 +28,23 @@ class WordHead(nn.Module):
         init_weights(self)
 
     def forward(self, states_ND: Tensor, table_VD: Tensor | None = None) -> Tensor:
-        """(N, V): scores of every word at each position; give it masked positions only."""
+        """(N, V): scores of every word. Pass the states of masked positions only: the head is expensive."""
         hidden_ND = self.norm(F.gelu(self.dense(states_ND)))
         if self.words is None:
-            assert table_VD is not None, "a tied head is given the table of word embeddings"
+            assert table_VD is not None, "a tied head needs the table of word embeddings"
             return F.linear(hidden_ND, table_VD, self.bias)
         scores_NV: Tensor = self.words(hidden_ND) + self.bias
         return scores_NV
 
 
 class PixelDecoder(nn.Module):
-    """MAE's decoder (He et al., arXiv 2111.06377, section 3): kept patches and mask tokens to the pixels of all.
+    """MAE's decoder (He et al., arXiv 2111.06377, section 3): pixels of all patches from the kept ones and mask tokens.
 
     Args:
-        in_dim: width of the states that it reads.
+        in_dim: width of the input states.
         grid: (h, w) of the patches.
-        values: C, numbers in a patch.
-        width, layers, heads: of its own pre-LN blocks (CLIP's, as M3AE has them).
+        values: C, numbers of a patch.
+        width, layers, heads: sizes of the pre-LN blocks (CLIP's, as in M3AE).
     """
 
     def __init__(self, in_dim: int, grid: tuple[int, int], values: int, *, width: int, layers: int, heads: int) -> None:
@@ -64,7 +63,7 @@ class PixelDecoder(nn.Module):
         init_weights(self)
 
     def forward(self, states_BND: Tensor, patches: PatchMask) -> Tensor:
-        """(B, P, C) from the class token and the kept patches behind it, N = 1 + K."""
+        """(B, P, C) from the class token followed by the kept patches, N = 1 + K."""
         embedded_BND = self.embed(states_BND)
         restored_BPD = patches.restore(embedded_BND[:, 1:], self.mask_token)
         hidden_BND = torch.cat([embedded_BND[:, :1], restored_BPD], dim=1) + self.positions_ND
@@ -75,9 +74,9 @@ class PixelDecoder(nn.Module):
 
 
 def sinusoids(grid: tuple[int, int], width: int) -> Tensor:
-    """(1 + h * w, D): fixed positions of a grid in row-major order behind a class token, whose own are zero.
+    """(1 + h * w, D): fixed positions of a class token (zeros) and of a grid in row-major order.
 
-    The first half of each vector is of the column, the second of the row: sines, then cosines, of frequencies from 1
+    The first half of each vector encodes the column, the second the row: sines, then cosines, of frequencies from 1
     down to 1 / 10,000 (MAE's table). `width` must be a multiple of 4.
     """
     quarter = width // 4

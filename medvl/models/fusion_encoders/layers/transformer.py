@@ -17,14 +17,14 @@ INIT_STD = 0.02
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Of a Transformer's layers."""
+    """Sizes of a Transformer's layers."""
 
     width: int
     layers: int
     heads: int
     intermediate: int
     dropout: float = 0.0
-    """Of hidden states and of attention."""
+    """Dropout of hidden states and of attention."""
 
 
 def split_heads(states_BND: Tensor, heads: int) -> Tensor:
@@ -33,7 +33,7 @@ def split_heads(states_BND: Tensor, heads: int) -> Tensor:
 
 
 def attention_weights(query_BQD: Tensor, key_BKD: Tensor, heads: int, mask_BQK: Tensor | None) -> Tensor:
-    """(B, heads, Q, K): softmax of scaled products over the keys that the mask, as `Attention` takes it, leaves."""
+    """(B, heads, Q, K): softmax of scaled products over the keys that the mask allows, as in `Attention`."""
     query_BHQD, key_BHKD = split_heads(query_BQD, heads), split_heads(key_BKD, heads)
     scores_BHQK = query_BHQD @ key_BHKD.transpose(2, 3) / query_BHQD.shape[-1] ** 0.5
     if mask_BQK is not None:
@@ -42,13 +42,13 @@ def attention_weights(query_BQD: Tensor, key_BKD: Tensor, heads: int, mask_BQK: 
 
 
 KeysValues = tuple[Tensor, Tensor]
-"""Of an attention, (rows, heads, tokens, D / heads) each."""
+"""Keys and values of an attention, (rows, heads, tokens, D / heads) each."""
 
 
 class Attention(nn.Module):
     """Multi-head attention of one sequence to another (or to itself), residual and LayerNorm.
 
-    `context_width` is that of the other sequence, where it has one of its own.
+    `context_width` is the width of the other sequence if it differs.
     """
 
     def __init__(self, sizes: Sizes, context_width: int | None = None) -> None:
@@ -60,18 +60,18 @@ class Attention(nn.Module):
         self.norm = nn.LayerNorm(sizes.width, eps=LAYER_NORM_EPS)
 
     def forward(self, states_BQD: Tensor, context_BKD: Tensor, mask_BQK: Tensor | None) -> Tensor:
-        """(B, Q, D). `mask_BQK` is True where a query may attend, with Q of 1 for all queries alike; None masks none.
+        """(B, Q, D). `mask_BQK` is True where a query may attend, with Q = 1 for all queries alike; None: no mask.
 
-        A query that may attend to nothing attends to everything.
+        A query with an empty mask attends to everything.
         """
         return self.attend(states_BQD, self.keys_values(context_BKD), mask_BQK)
 
     def keys_values(self, context_BKD: Tensor) -> KeysValues:
-        """By what the other tokens are attended to: it can be kept, and attended to again."""
+        """Project the other tokens to keys and values, which can be cached and attended to again."""
         return self._split(self.key(context_BKD)), self._split(self.value(context_BKD))
 
     def attend(self, states_BQD: Tensor, kept: KeysValues, mask_BQK: Tensor | None) -> Tensor:
-        """The rest of `forward`."""
+        """Attend to cached keys and values; the rest of `forward`."""
         attended_BHQd = F.scaled_dot_product_attention(
             self._split(self.query(states_BQD)),
             *kept,
@@ -83,7 +83,7 @@ class Attention(nn.Module):
         return added_BQD
 
     def weights(self, states_BQD: Tensor, context_BKD: Tensor, mask_BQK: Tensor | None) -> Tensor:
-        """(B, heads, Q, K): what `forward` attends with, dropout aside. For pictures of the attention."""
+        """(B, heads, Q, K): the attention weights of `forward` without dropout, for plots."""
         return attention_weights(self.query(states_BQD), self.key(context_BKD), self.heads, mask_BQK)
 
     def _split(self, states_BND: Tensor) -> Tensor:
@@ -110,20 +110,20 @@ class FeedForward(nn.Module):
 
 
 class SelfAttentionLayer(nn.Module):
-    """A BERT layer: what a single stream is made of."""
+    """A BERT layer, for single streams."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.attention, self.feed_forward = Attention(sizes), FeedForward(sizes)
 
     def forward(self, states_BND: Tensor, mask_BNN: Tensor | None) -> Tensor:
-        """(B, N, D) to the same shape; the mask as `Attention` takes it."""
+        """(B, N, D) to the same shape; the mask as in `Attention`."""
         fed_BND: Tensor = self.feed_forward(self.attention(states_BND, states_BND, mask_BNN))
         return fed_BND
 
 
 class CoAttentionLayer(nn.Module):
-    """One stream's layer of a dual stream: attention to itself, to the other stream, feed-forward (METER, figure 2)."""
+    """A layer of one stream: self-attention, attention to the other stream, feed-forward (METER, figure 2)."""
 
     def __init__(self, sizes: Sizes, context_width: int | None = None) -> None:
         super().__init__()
@@ -142,13 +142,13 @@ class CoAttentionLayer(nn.Module):
     def cross_weights(
         self, states_BND: Tensor, other_BKD: Tensor, mask_BN: Tensor | None, other_mask_BK: Tensor | None
     ) -> Tensor:
-        """(B, N, K): what `forward` attends to the other stream with, mean over the heads."""
+        """(B, N, K): attention weights of `forward` to the other stream, mean over the heads."""
         attended_BND = self.attention(states_BND, states_BND, padding_mask(mask_BN))
         return self.cross_attention.weights(attended_BND, other_BKD, padding_mask(other_mask_BK)).mean(dim=1)
 
 
 def init_weights(module: nn.Module) -> None:
-    """Start linear layers and tables from N(0, 0.02), biases at zero, norms at one, as BERT does."""
+    """Initialise as BERT: linear layers and embeddings from N(0, 0.02), biases with zeros, norms with ones."""
     for child in module.modules():
         if isinstance(child, nn.Linear | nn.Embedding):
             nn.init.normal_(child.weight, std=INIT_STD)
