@@ -229,7 +229,7 @@ def test_an_answer_that_no_vocabulary_has_can_be_written_and_is_right(
     model = answering("dual_stream", "generation", tokenizer, ("yes", "2"))
     loader = loader_of(folder, model)
     monkeypatch.setattr(
-        model, "said", lambda batch: AnswerPredictions(["Right lung"] * len(batch), torch.ones(len(batch)))
+        model, "predict", lambda batch: AnswerPredictions(["Right lung"] * len(batch), torch.ones(len(batch)))
     )
     assert AnswerEval(loader)(model)["vqa/open"] == 1.0
 
