@@ -29,9 +29,14 @@ def install(folder: Path) -> None:
     project = tomllib.loads(FILES["pyproject.toml"])["project"]
     metadata = folder / f"my_medvl-{project['version']}.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
     groups = project["entry-points"]
-    lines = [f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items()) for group, points in groups.items()]
+    lines = [
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
+        for group, points in groups.items()
+    ]
     (metadata / "entry_points.txt").write_text("".join(lines))
 
 
