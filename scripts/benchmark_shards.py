@@ -23,8 +23,7 @@ import pydicom
 
 from medvl import phantom
 from medvl.data.convert.options import ShardOptions, ShardRun
-from medvl.data.convert.pipeline import write_shards
-from medvl.data.convert.writer import ShardTask, build_shard
+from medvl.data.convert.pipeline import ShardTask, build_shard, write_shards
 from medvl.data.corpora import mimic_cxr
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.privacy.deidentify import Deidentifier

@@ -246,9 +246,9 @@ import sys
 from pathlib import Path
 import numpy as np
 from helpers.shard_plans import OPTIONS, make_plan
-from medvl.data.convert import writer
+from medvl.data.convert import record
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.convert.memory_limit import cap_memory
+from medvl.data.convert.memory_limit import limit_memory
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 
@@ -259,8 +259,8 @@ def greedy(sample, **options):
 
 out = Path(sys.argv[1])
 plan = make_plan(out / "images")
-decode, writer.read_pixels = writer.read_pixels, greedy
-cap_memory(512 << 20)
+decode, record.read_pixels = record.read_pixels, greedy
+limit_memory(512 << 20)
 (manifest,) = write_shards(plan, Deidentifier(bytes(32)), ShardRun(out=out / "out", workers=1, max_skipped=2), OPTIONS).values()
 print(manifest.samples, manifest.skipped_keys)
 """

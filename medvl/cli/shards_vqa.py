@@ -1,4 +1,4 @@
-"""`medvl shards` for the corpora of questions about images: a sample is an image with its list of questions."""
+"""`medvl shards` for VQA corpora: a sample is an image with its list of questions."""
 
 import dataclasses
 from collections import Counter
@@ -20,14 +20,14 @@ def vqa_rad(
     *,
     split: Literal["official", "image-disjoint"] = "official",
 ) -> str:
-    """Make shards of VQA-RAD, from the original release or from MEVF's split files.
+    """Convert VQA-RAD, from the original release or from MEVF's split files.
 
     Args:
         root: folder of the questions (VQA_RAD Dataset Public.json, or trainset.json and testset.json) and the images.
-        run: where to.
-        options: how images are stored.
-        split: official divides the questions, and every test image is also in train: one folder, mixed, in which each
-            question says its split. image-disjoint divides the images, the same way everywhere.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        split: official divides the questions, so that every test image is also in train; the output is one folder
+            "mixed", and each question has its own split. image-disjoint divides the images by a fixed hash.
     """
     from medvl.data.corpora import vqa_rad as corpus
 
@@ -36,13 +36,13 @@ def vqa_rad(
 
 
 def slake(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, language: Literal["en", "zh"] = "en") -> str:
-    """Make shards of SLAKE, with the questions of one language.
+    """Convert SLAKE, with the questions of one language.
 
     Args:
         root: folder of train.json, validate.json, test.json and imgs/.
-        run: where to.
-        options: how images are stored.
-        language: of the questions.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        language: language of the questions.
     """
     from medvl.data.corpora import slake as corpus
 
@@ -51,12 +51,12 @@ def slake(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, langu
 
 
 def vqa_med(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> str:
-    """Make shards of ImageCLEF VQA-Med 2019.
+    """Convert ImageCLEF VQA-Med 2019.
 
     Args:
-        root: folder below which the unpacked archives lie.
-        run: where to.
-        options: how images are stored.
+        root: folder that contains the unpacked archives.
+        run: output folder, budget, workers.
+        options: storage format of the images.
     """
     from medvl.data.corpora import vqa_med as corpus
 
@@ -65,12 +65,12 @@ def vqa_med(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> str
 
 
 def path_vqa(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> str:
-    """Make shards of PathVQA, in colour.
+    """Convert PathVQA, in colour.
 
     Args:
         root: folder of qas/ and images/.
-        run: where to.
-        options: how images are stored; the stains of pathology are kept whatever --color says.
+        run: output folder, budget, workers.
+        options: storage format of the images; colour is always kept, for the stains of pathology.
     """
     from medvl.data.corpora import path_vqa as corpus
 
@@ -81,9 +81,9 @@ def path_vqa(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> st
 def _convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOptions) -> str:
     from medvl.data.annotations.questions import questions_of
 
-    told = convert(plan, deid, run, dataclasses.replace(options, keep_textless=True))
+    summary = convert(plan, deid, run, dataclasses.replace(options, keep_textless=True))
     counts = Counter(question.split for record in plan.records for question in questions_of(record.sample))
     lines = [", ".join(f"{count} questions in {split}" for split, count in counts.items())]
     if plan.warnings:
         lines.append("warnings: " + ", ".join(f"{count} {rule}" for rule, count in sorted(plan.warnings.items())))
-    return "\n".join([*lines, told])
+    return "\n".join([*lines, summary])

@@ -1,4 +1,4 @@
-"""Patients who are judged on, left out of a corpus before it is converted."""
+"""Removal of evaluation patients from a corpus before conversion."""
 
 import dataclasses
 from collections import Counter
@@ -14,19 +14,22 @@ from medvl.errors import SplitError
 EXCLUDED = "held_out_patient"
 
 
-def leave_out(plan: Plan, folders: Sequence[Path], deid: Deidentifier) -> Plan:
-    """The plan without the patients of folders of shards, whose images it counts as excluded.
+def hold_out(plan: Plan, folders: Sequence[Path], deid: Deidentifier) -> Plan:
+    """Return the plan without the patients of some folders of shards; their images are counted as excluded.
 
-    Raises SplitError when a folder was hashed with another salt than the plan, so that its patients cannot be told.
+    Raises SplitError when a folder was hashed with another salt than the plan, so that patients cannot be compared.
     """
     held_out: set[str] = set()
     for folder in folders:
         manifest = Manifest.read(folder)
         if manifest.salt != deid.fingerprint:
             raise SplitError(
-                f"{folder} is hashed with another salt, so its patients cannot be told: make both with one --salt-file"
+                f"{folder} was hashed with another salt, so its patients cannot be recognized; convert both with one "
+                "--salt-file",
+                "mismatch",
+                field="salt",
             )
         held_out.update(manifest.patients)
     records = Records(record for record in plan.records if record.sample.patient not in held_out)
-    left_out = Counter({EXCLUDED: len(plan.records) - len(records)})
-    return dataclasses.replace(plan, records=records, excluded=plan.excluded + left_out)
+    excluded = Counter({EXCLUDED: len(plan.records) - len(records)})
+    return dataclasses.replace(plan, records=records, excluded=plan.excluded + excluded)

@@ -1,4 +1,4 @@
-"""A cap on the memory of a process that decodes what strangers have written."""
+"""Memory limit for processes that decode untrusted files."""
 
 import contextlib
 import resource
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 WORKER_BYTES = 4 << 30
-"""Of a process that converts images: ten times what the largest radiograph takes."""
+"""Limit of a conversion worker: ten times what the largest radiograph needs."""
 
 
-def cap_memory(size: int) -> None:
-    """Let this process allocate `size` bytes more than it has now; what asks for more gets a MemoryError.
+def limit_memory(size: int) -> None:
+    """Let this process allocate at most `size` more bytes than now; larger allocations raise MemoryError.
 
-    A second line of defence behind the decoders' own limits: a worker that grows without end would take the machine,
-    and with it every other one. Only where the system can count a process' own data (Linux).
+    A safeguard behind the decoders' own limits, so that one worker cannot exhaust the machine's memory. Linux only:
+    other systems do not limit a process' own data.
     """
     status = Path("/proc/self/status")
     if not status.is_file():
@@ -25,10 +25,10 @@ def cap_memory(size: int) -> None:
 
 
 @contextlib.contextmanager
-def capped_memory(size: int) -> Iterator[None]:
-    """`cap_memory` for as long as a block runs: for a process that does the work of a worker and then goes on."""
+def memory_limited(size: int) -> Iterator[None]:
+    """Apply `limit_memory` within a block, for a process that continues afterwards."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    cap_memory(size)
+    limit_memory(size)
     try:
         yield
     finally:

@@ -1,73 +1,110 @@
-"""Which records of a plan go into which shard, in compact columns: a plan of any size is ordered in little memory."""
+"""The shard plan: records of a corpus ordered by key and cut into shards, with little memory per image."""
 
 import dataclasses
+import hashlib
+import heapq
 from array import array
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from medvl.data.convert.options import ShardOptions
-from medvl.data.convert.writer import ShardTask
 from medvl.data.corpora.common.tables import Plan, Record
-from medvl.data.shards.format import check_key
+from medvl.data.shards.format import check_key, sample_to_json
 from medvl.data.splits import check_disjoint
 from medvl.errors import CorpusError
 
 _BLOCK = 1 << 12
 
 
+def shard_name(corpus: str, split: str, number: int) -> str:
+    """Return the file name of a shard, without `.tar`."""
+    return f"{corpus}-{split}-{number:06d}"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """A shard as planned: what it is called, and where in the plan its records are."""
+class PlannedShard:
+    """Name of a shard and the positions of its records in the corpus."""
 
     name: str
     split: str
-    folder: Path
-    places: np.ndarray
+    positions_N: np.ndarray
     """int64, in the order of the shard."""
 
     def __len__(self) -> int:
-        return len(self.places)
-
-    def records(self, plan: Sequence[Record]) -> Iterator[Record]:
-        """Its records, one after the other."""
-        return (plan[place] for place in self.places.tolist())
-
-    def task(self, plan: Sequence[Record], options: ShardOptions) -> ShardTask:
-        """What `build_shard` takes, with all its records in memory."""
-        return ShardTask(self.name, self.split, self.folder, tuple(self.records(plan)), options)
+        return len(self.positions_N)
 
 
-def ordered_by_key(plan: Plan) -> dict[str, np.ndarray]:
-    """Places in `plan.records`, int64, of each split's records in the order of their keys.
+class ShardPlan:
+    """All shards of a corpus. Memory holds the order only; records are read back when their shard is converted.
 
     Raises:
-        CorpusError: no record, or two with one key. ShardError: a key cannot name a file. SplitError: a patient stands
-        in two splits.
+        CorpusError: there are no records, or two with one key.
+        ShardError: a key is not a valid file name.
+        SplitError: a patient is in two splits.
+    """
+
+    def __init__(self, plan: Plan, samples_per_shard: int) -> None:
+        self._records = plan.records
+        self.shards = tuple(
+            PlannedShard(shard_name(plan.corpus, split, number), split, order_N[start : start + samples_per_shard])
+            for split, order_N in sorted(order_by_key(plan).items())
+            for number, start in enumerate(range(0, len(order_N), samples_per_shard))
+        )
+
+    def records(self, shard: PlannedShard) -> Iterator[Record]:
+        """Read the records of one shard."""
+        return (self._records[position] for position in shard.positions_N.tolist())
+
+    def fingerprint(self) -> str:
+        """Return the sha256 over all shard names and samples, labels included: the version of the corpus."""
+        digest = hashlib.sha256()
+        for shard in self.shards:
+            digest.update(shard.name.encode())
+            for record in self.records(shard):
+                digest.update(sample_to_json(record.sample))
+        return digest.hexdigest()
+
+    def sources(self, shards: Sequence[PlannedShard]) -> Iterator[str]:
+        """Yield lines `key<TAB>path` of the images of some shards, sorted."""
+        by_split: dict[str, list[PlannedShard]] = {}
+        for shard in shards:
+            by_split.setdefault(shard.split, []).append(shard)
+        return heapq.merge(*map(self._source_lines, by_split.values()))
+
+    def _source_lines(self, shards: Sequence[PlannedShard]) -> Iterator[str]:
+        """Yield the lines of one split; its shards are ordered by key."""
+        for shard in shards:
+            for record in self.records(shard):
+                yield f"{record.sample.key}\t{record.sample.image}\n"
+
+
+def order_by_key(plan: Plan) -> dict[str, np.ndarray]:
+    """Return the positions in `plan.records` of each split's records, int64, in the order of their keys.
+
+    Raises CorpusError, ShardError and SplitError as `ShardPlan` does.
     """
     if not plan.records:
-        detail = (
-            ", ".join(f"{count} {reason}" for reason, count in sorted(plan.excluded.items())) or "the table is empty"
-        )
-        raise CorpusError(f"{plan.corpus}: no image is left to convert ({detail})")
+        detail = ", ".join(f"{count} {reason}" for reason, count in sorted(plan.excluded.items())) or "empty table"
+        raise CorpusError(f"{plan.corpus}: no image is left to convert ({detail})", "empty")
     numbers: dict[str, int] = {}
-    splits, keys, patients = array("i"), _Texts(), _Texts()
+    splits, keys, patients = array("i"), _TextColumn(), _TextColumn()
     for record in plan.records:
         sample = record.sample
         check_key(sample.key)
         splits.append(numbers.setdefault(sample.split, len(numbers)))
         keys.append(sample.key)
         patients.append(sample.patient)
-    split_N, key_N = np.frombuffer(splits, np.intc), keys.column()
+    split_N, key_N = np.frombuffer(splits, np.intc), keys.values()
     order_N = np.argsort(key_N, kind="stable")
-    again_N = key_N[order_N[1:]] == key_N[order_N[:-1]]
-    if again_N.any():
-        twice = np.unique(key_N[order_N[1:]][again_N])
+    repeated_N = key_N[order_N[1:]] == key_N[order_N[:-1]]
+    if repeated_N.any():
+        repeated = np.unique(key_N[order_N[1:]][repeated_N])
         raise CorpusError(
-            f"{plan.corpus}: {len(twice)} images are listed more than once, first key {twice[0].decode()}"
+            f"{plan.corpus}: {len(repeated)} images are listed more than once, first key {repeated[0].decode()}",
+            "conflict",
+            field="key",
         )
-    _check_patients(patients.column(), split_N, list(numbers), plan.corpus)
+    _check_patients(patients.values(), split_N, list(numbers), plan.corpus)
     split_N = split_N[order_N]
     return {split: order_N[split_N == number] for split, number in numbers.items()}
 
@@ -75,9 +112,9 @@ def ordered_by_key(plan: Plan) -> dict[str, np.ndarray]:
 def _check_patients(patient_N: np.ndarray, split_N: np.ndarray, names: Sequence[str], corpus: str) -> None:
     order_N = np.argsort(patient_N, kind="stable")
     patient_N, split_N = patient_N[order_N], split_N[order_N]
-    torn_N = (patient_N[1:] == patient_N[:-1]) & (split_N[1:] != split_N[:-1])
-    if torn_N.any():
-        shared_N = np.isin(patient_N, patient_N[1:][torn_N])
+    leaked_N = (patient_N[1:] == patient_N[:-1]) & (split_N[1:] != split_N[:-1])
+    if leaked_N.any():
+        shared_N = np.isin(patient_N, patient_N[1:][leaked_N])
         shared = {
             name: [patient.decode("utf-8", "surrogatepass") for patient in patient_N[shared_N & (split_N == number)]]
             for number, name in enumerate(names)
@@ -85,23 +122,23 @@ def _check_patients(patient_N: np.ndarray, split_N: np.ndarray, names: Sequence[
         check_disjoint(shared, corpus)
 
 
-class _Texts:
-    """Short texts as a column of bytes: an eighth of what Python's own take. UTF-8 sorts as they do."""
+class _TextColumn:
+    """Short strings as an array of UTF-8 bytes, which sorts like them and takes an eighth of the memory of a list."""
 
     def __init__(self) -> None:
         self._blocks: list[np.ndarray] = []
-        self._waiting: list[bytes] = []
+        self._pending: list[bytes] = []
 
     def append(self, text: str) -> None:
-        self._waiting.append(text.encode("utf-8", "surrogatepass"))
-        if len(self._waiting) == _BLOCK:
+        self._pending.append(text.encode("utf-8", "surrogatepass"))
+        if len(self._pending) == _BLOCK:
             self._flush()
 
-    def column(self) -> np.ndarray:
+    def values(self) -> np.ndarray:
         self._flush()
         return np.concatenate(self._blocks)
 
     def _flush(self) -> None:
-        if self._waiting:
-            self._blocks.append(np.array(self._waiting, bytes))
-            self._waiting = []
+        if self._pending:
+            self._blocks.append(np.array(self._pending, bytes))
+            self._pending = []

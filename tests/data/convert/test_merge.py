@@ -1,4 +1,4 @@
-"""Parts of a conversion: each on its own, and together what one run makes, to the byte."""
+"""Parts of a conversion, and merging them to the bytes of one run."""
 
 import dataclasses
 import shutil
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.errors import raises
 from helpers.mimic_files import textured
 
 from medvl.cli import main as cli
@@ -17,9 +18,10 @@ from medvl.data.convert import merge, pipeline
 from medvl.data.convert import plan as plan_module
 from medvl.data.convert.conversion import Conversion
 from medvl.data.convert.merge import merge_parts
+from medvl.data.convert.note import ShardNote
 from medvl.data.convert.options import ShardOptions, ShardRun
-from medvl.data.convert.pipeline import write_shards
-from medvl.data.convert.writer import ShardNote, ShardTask
+from medvl.data.convert.pipeline import ShardTask, write_shards
+from medvl.data.convert.private_folder import PrivateFolder
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.images.codecs import encode_png
 from medvl.data.privacy.deidentify import Deidentifier
@@ -33,7 +35,7 @@ SPLITS = ("train", "train", "train", "validate", "test")
 
 
 def make_plan(folder: Path, count: int = 40) -> Plan:
-    """Images of two a patient in three splits; one cannot be read, one has no text."""
+    """Return a plan with two images per patient in three splits; one is unreadable, one has no text."""
     folder.mkdir(exist_ok=True)
     records = []
     for number in range(count):
@@ -68,12 +70,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("parts", [1, 3, 16])
-def test_merged_parts_are_what_one_run_makes(tmp_path: Path, deid: Deidentifier, parts: int) -> None:
-    """Also with more parts than shards, and down to the private folder."""
+def test_merged_parts_equal_one_run(tmp_path: Path, deid: Deidentifier, parts: int) -> None:
+    """Including the private folder, also with more parts than shards."""
     whole = ShardRun(out=tmp_path / "whole", workers=1, max_skipped=1)
     expected = write_shards(make_plan(tmp_path / "images"), deid, whole, OPTIONS)
     folders = make_parts(tmp_path, deid, parts)
-    assert not list((tmp_path / "parts").glob("*/*/manifest.json")), "a part is no folder to train on"
+    assert not list((tmp_path / "parts").glob("*/*/manifest.json")), "a part has no manifest"
     assert merge_parts(tmp_path / "merged", folders[::-1]) == expected
     assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
     assert contents(tmp_path / "merged-private") == contents(tmp_path / "whole-private")
@@ -83,7 +85,7 @@ def test_merged_parts_are_what_one_run_makes(tmp_path: Path, deid: Deidentifier,
     assert len(ShardSource(tmp_path / "merged/train")) == expected["train"].samples
 
 
-def test_parts_share_the_work_and_no_sample(tmp_path: Path, deid: Deidentifier) -> None:
+def test_parts_are_disjoint_and_of_equal_size(tmp_path: Path, deid: Deidentifier) -> None:
     plan = make_plan(tmp_path / "images")
     folders = make_parts(tmp_path, deid, 3, plan)
     named = [{path.name for path in folder.rglob("*.tar")} for folder in folders]
@@ -94,31 +96,29 @@ def test_parts_share_the_work_and_no_sample(tmp_path: Path, deid: Deidentifier) 
     assert keys == sorted(record.sample.key for record in plan.records)
 
 
-def test_a_killed_part_goes_on(tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_part_resumes(tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = make_parts(tmp_path, deid, 2)
     before = contents(tmp_path / "parts")
     victim = sorted(folders[1].rglob("*.tar"))[2]
     victim.unlink()
-    with pytest.raises(ShardError, match=r"part 2/2 in .* is not finished, 1 of its 7 shards .*run its command again"):
+    with raises(ShardError, "missing", names="1 of 7 shards"):
         merge_parts(tmp_path / "merged", folders)
     built: list[str] = []
     original = pipeline.build_shard
 
-    def watched(task: ShardTask, tick: Callable[[], None]) -> ShardNote:
+    def build_and_record(task: ShardTask, tick: Callable[[], None]) -> ShardNote:
         built.append(task.name)
         return original(task, tick)
 
-    monkeypatch.setattr(pipeline, "build_shard", watched)
+    monkeypatch.setattr(pipeline, "build_shard", build_and_record)
     make_parts(tmp_path, deid, 2)
     assert built == [victim.stem]
     assert contents(tmp_path / "parts") == before
 
 
-def test_a_merge_that_was_interrupted_goes_on(
-    tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_merge_resumes(tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = make_parts(tmp_path, deid, 2)
-    original, seen = merge._place, [0]
+    original, seen = merge._link, [0]
 
     def stop(source: Path, target: Path) -> None:
         seen[0] += 1
@@ -127,19 +127,19 @@ def test_a_merge_that_was_interrupted_goes_on(
         original(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(merge, "_place", stop)
+        patch.setattr(merge, "_link", stop)
         with pytest.raises(KeyboardInterrupt):
             merge_parts(tmp_path / "merged", folders)
     assert not list((tmp_path / "merged").rglob("manifest.json"))
     merge_parts(tmp_path / "merged", folders)
-    merge_parts(tmp_path / "merged", folders)  # and once more changes nothing
+    merge_parts(tmp_path / "merged", folders)  # a third time changes nothing
     write_shards(
         make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "whole", workers=1, max_skipped=1), OPTIONS
     )
     assert contents(tmp_path / "merged") == contents(tmp_path / "whole")
 
 
-def test_without_links_files_are_copied(tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_copied_where_links_fail(tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = make_parts(tmp_path, deid, 2)
 
     def refuse(*_: object) -> None:
@@ -152,27 +152,27 @@ def test_without_links_files_are_copied(tmp_path: Path, deid: Deidentifier, monk
     assert all(path.stat().st_nlink == 1 for path in tars)
 
 
-def test_missing_double_and_foreign_parts_are_refused(tmp_path: Path, deid: Deidentifier) -> None:
+def test_missing_duplicate_and_foreign_parts_are_refused(tmp_path: Path, deid: Deidentifier) -> None:
     plan = make_plan(tmp_path / "images")
     folders = make_parts(tmp_path, deid, 3, plan)
     out = tmp_path / "merged"
-    with pytest.raises(ConfigError, match="no part is given"):
+    with raises(ConfigError, "missing", "parts"):
         merge_parts(out, [])
-    with pytest.raises(ShardError, match="not all parts are given: 2/3 missing"):
+    with raises(ShardError, "missing", "parts", names="2/3"):
         merge_parts(out, [folders[0], folders[2]])
     shutil.copytree(folders[0], tmp_path / "again")
     shutil.copytree(folders[0].with_name("1-private"), tmp_path / "again-private")
-    with pytest.raises(ShardError, match="part 1/3 is given twice"):
+    with raises(ShardError, "conflict", names="1/3"):
         merge_parts(out, [*folders, tmp_path / "again"])
     write_shards(plan, deid, ShardRun(out=tmp_path / "whole", workers=1, max_skipped=1), OPTIONS)
-    with pytest.raises(ConfigError, match="whole is no part"):
+    with raises(ConfigError, "conflict", "part", names="whole"):
         merge_parts(out, [tmp_path / "whole"])
-    with pytest.raises(ShardError, match=r"plan.json is missing"):
+    with raises(ShardError, "not_found", names="plan.json"):
         merge_parts(out, [tmp_path / "images"])
     assert not out.exists()
 
 
-def test_parts_of_other_options_salt_corpus_or_packages_do_not_go_together(
+def test_parts_of_different_conversions_are_refused(
     tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = make_plan(tmp_path / "images")
@@ -180,34 +180,34 @@ def test_parts_of_other_options_salt_corpus_or_packages_do_not_go_together(
     corrected = dataclasses.replace(plan, records=list(plan.records))
     corrected.records[0] = Record(dataclasses.replace(plan.records[0].sample, labels={"even": 0}))
     other_salt = Deidentifier(b"another salt of sufficient size!")
-    for what, planned, hasher, options in (
+    for field, planned, hasher, options in (
         ("options", plan, deid, dataclasses.replace(OPTIONS, quality=90)),
         ("salt", plan, other_salt, OPTIONS),
         ("records", corrected, deid, OPTIONS),
     ):
-        run = ShardRun(out=tmp_path / what, workers=1, max_skipped=1, part="2/2")
+        run = ShardRun(out=tmp_path / field, workers=1, max_skipped=1, part="2/2")
         write_shards(planned, hasher, run, options)
-        with pytest.raises(ConfigError, match=rf"differ in {what}: all parts are made by one command"):
+        with raises(ConfigError, "mismatch", field):
             merge_parts(tmp_path / "merged", [first, run.out])
     run = ShardRun(out=tmp_path / "third", workers=1, max_skipped=1, part="3/3")
     write_shards(plan, deid, run, OPTIONS)
-    with pytest.raises(ConfigError, match="differ in number of parts"):
+    with raises(ConfigError, "mismatch", "number of parts"):
         merge_parts(tmp_path / "merged", [first, second, run.out])
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0")
     run = ShardRun(out=tmp_path / "older", workers=1, max_skipped=1, part="2/2")
     write_shards(plan, deid, run, OPTIONS)
-    with pytest.raises(ConfigError, match="differ in packages"):
+    with raises(ConfigError, "mismatch", "packages"):
         merge_parts(tmp_path / "merged", [first, run.out])
     assert not (tmp_path / "merged").exists()
 
 
-def test_damage_is_named_with_its_part_and_mended(tmp_path: Path, deid: Deidentifier) -> None:
+def test_damage_is_reported_with_its_part_and_can_be_repaired(tmp_path: Path, deid: Deidentifier) -> None:
     folders = make_parts(tmp_path, deid, 2)
     victim = sorted(folders[0].rglob("*train*.tar"))[0]
     data = bytearray(victim.read_bytes())
     data[700] ^= 1
     victim.write_bytes(data)
-    with pytest.raises(ShardError, match=rf"{victim.name}: sha256 .*; remove {victim} and run the command of its"):
+    with raises(ShardError, "mismatch", names=f"remove {victim}"):
         merge_parts(tmp_path / "merged", folders)
     assert not list((tmp_path / "merged").rglob("manifest.json"))
     victim.unlink()
@@ -215,41 +215,41 @@ def test_damage_is_named_with_its_part_and_mended(tmp_path: Path, deid: Deidenti
     assert merge_parts(tmp_path / "merged", folders)["train"].samples == 23
 
 
-def test_a_patient_in_two_splits_and_a_strange_tar_are_found(
+def test_patients_in_two_splits_and_unlisted_tars_are_refused(
     tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever let them into the parts: the whole is judged by what lies there."""
+    """The merged folder is checked even if the parts were not."""
     plan = make_plan(tmp_path / "images")
     plan.records[1] = Record(dataclasses.replace(plan.records[1].sample, split="test"))
     monkeypatch.setattr(plan_module, "check_disjoint", lambda *_: None)
     folders = make_parts(tmp_path, deid, 2, plan)
-    with pytest.raises(SplitError, match="1 in both"):
+    with raises(SplitError, "leak", names="1 in both"):
         merge_parts(tmp_path / "merged", folders)
     (tmp_path / "merged/train/other.tar").write_bytes(b"")
-    with pytest.raises(ShardError, match="other.tar is not in the manifest"):
+    with raises(ShardError, "mismatch", names="other.tar"):
         merge_parts(tmp_path / "merged", folders)
 
 
-def test_another_part_does_not_go_on_in_the_same_folder(tmp_path: Path, deid: Deidentifier) -> None:
+def test_another_part_in_the_same_folder_is_refused(tmp_path: Path, deid: Deidentifier) -> None:
     plan = make_plan(tmp_path / "images")
     run = ShardRun(out=tmp_path / "out", workers=1, max_skipped=1, part="1/2")
     write_shards(plan, deid, run, OPTIONS)
-    with pytest.raises(ConfigError, match="begun with another part"):
+    with raises(ConfigError, "exists", "part"):
         write_shards(plan, deid, dataclasses.replace(run, part="2/2"), OPTIONS)
     (tmp_path / "out-private/plan.json").write_text('{"corpus"')
-    with pytest.raises(ShardError, match=r"plan.json cannot be read"):
+    with raises(ShardError, "malformed", names="plan.json"):
         write_shards(plan, deid, run, OPTIONS)
-    with pytest.raises(ShardError, match=r"plan.json cannot be read"):
-        Conversion.read(tmp_path / "out-private")
+    with raises(ShardError, "malformed", names="plan.json"):
+        Conversion.read(PrivateFolder(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("part", ["0/4", "5/4", "1", "a/b", "1/0", "-1/4", "1/4/2"])
-def test_a_part_that_is_none_is_refused(part: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="part must be i/n with i from 1 to n"):
+def test_malformed_part_is_refused(part: str, tmp_path: Path) -> None:
+    with raises(ConfigError, "malformed", "part"):
         ShardRun(out=tmp_path, part=part)
 
 
-def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_and_merge_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "images").mkdir()
     rows = ["image,patient,text"]
     rng = np.random.default_rng(0)
@@ -261,15 +261,15 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
               "--patient-column", "patient", "--text-column", "text", "--samples-per-shard", "4", "--workers", "1"]  # fmt: skip
     for number in (1, 2):
         cli.main([*shared, "--out", str(tmp_path / f"parts/{number}"), "--part", f"{number}/2"])
-    assert "Part 2/2 is done. When all are: medvl merge OUT PART" in capsys.readouterr().out
-    everything = [str(path) for path in sorted((tmp_path / "parts").iterdir())]  # as a shell's parts/* has it
-    assert len(everything) == 4
-    cli.main(["merge", str(tmp_path / "out"), *everything])
-    assert "every byte is as its part wrote it" in capsys.readouterr().out
+    assert "medvl merge OUT PART" in capsys.readouterr().out
+    folders = [str(path) for path in sorted((tmp_path / "parts").iterdir())]  # like parts/* of a shell
+    assert len(folders) == 4
+    cli.main(["merge", str(tmp_path / "out"), *folders])
+    assert "verified" in capsys.readouterr().out
     cli.main(["verify", str(tmp_path / "out")])
     assert capsys.readouterr().out.count("sound") == 3
     cli.main([*shared, "--out", str(tmp_path / "whole")])
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    ended = subprocess.run([sys.executable, "-m", "medvl", "merge", str(tmp_path / "x"), everything[0]],
+    ended = subprocess.run([sys.executable, "-m", "medvl", "merge", str(tmp_path / "x"), folders[0]],
                            capture_output=True, text=True)  # fmt: skip
-    assert (ended.returncode, ended.stderr) == (1, "medvl: not all parts are given: 2/2 missing\n")
+    assert (ended.returncode, ended.stderr) == (1, "medvl: missing parts: 2/2\n")

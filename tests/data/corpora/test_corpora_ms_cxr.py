@@ -12,7 +12,7 @@ from helpers.mimic_files import textured
 
 from medvl.cli import main as cli
 from medvl.data.annotations.phrases import phrases_of, published_size
-from medvl.data.convert.hold_out import leave_out
+from medvl.data.convert.hold_out import hold_out
 from medvl.data.corpora import mimic_cxr, ms_cxr
 from medvl.data.images.codecs import encode_jpeg
 from medvl.data.privacy.deidentify import Deidentifier
@@ -213,4 +213,4 @@ def test_held_out_patients_are_excluded_and_counted(
     capsys.readouterr()
     plan = mimic_cxr.plan(mimic_root, Deidentifier(b"fedcba9876543210"))
     with pytest.raises(SplitError, match="salt"):
-        leave_out(plan, [held_out / "test"], Deidentifier(b"fedcba9876543210"))
+        hold_out(plan, [held_out / "test"], Deidentifier(b"fedcba9876543210"))

@@ -1,0 +1,54 @@
+"""Manifests of a conversion, built from the notes of its shards."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from medvl.data.convert.conversion import Conversion
+from medvl.data.convert.note import ShardNote
+from medvl.data.shards.format import MANIFEST, Manifest
+
+
+def build_manifests(
+    conversion: Conversion, notes: Iterable[ShardNote], planned: Mapping[str, int]
+) -> dict[str, Manifest]:
+    """Return the manifest of each split from the notes of its shards, in order. `planned`: images per split."""
+    by_split: dict[str, list[ShardNote]] = {split: [] for split in planned}
+    for note in notes:
+        by_split[note.split].append(note)
+    return {split: _manifest(conversion, split, group, planned[split]) for split, group in by_split.items()}
+
+
+def write_manifests(manifests: Mapping[str, Manifest], out: Path) -> None:
+    """Write each manifest into the folder of its split, unless it is there already."""
+    for split, manifest in manifests.items():
+        if not (out / split / MANIFEST).is_file() or Manifest.read(out / split) != manifest:
+            manifest.write(out / split)
+
+
+def _manifest(conversion: Conversion, split: str, notes: Sequence[ShardNote], planned: int) -> Manifest:
+    skipped = sorted((key, reason) for note in notes for key, reason, _ in note.skipped)
+    return Manifest(
+        corpus=conversion.corpus,
+        split=split,
+        samples=sum(note.samples for note in notes),
+        shards=tuple(note.shard for note in notes),
+        label_names=conversion.label_names,
+        patients=tuple(sorted({patient for note in notes for patient in note.patients})),
+        salt=conversion.salt,
+        planned=planned,
+        excluded_from_corpus=conversion.excluded,
+        excluded=_total(note.excluded for note in notes),
+        skipped=dict(sorted(Counter(reason for _, reason in skipped).items())),
+        skipped_keys=tuple(skipped),
+        warnings=_total([*(note.warnings for note in notes), conversion.corpus_warnings]),
+        options=conversion.options,
+        packages=conversion.packages,
+    )
+
+
+def _total(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for counter in counters:
+        total.update(counter)
+    return {name: count for name, count in sorted(total.items()) if count}

@@ -1,0 +1,55 @@
+"""OUT-private beside a folder of shards: the plan, notes of finished shards, skipped images and source files.
+
+It names files of the corpus and must not be shared.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from medvl.common.files import write_atomic
+from medvl.data.convert.note import ShardNote
+
+
+class PrivateFolder:
+    """The private folder of the output folder `out`."""
+
+    def __init__(self, out: Path) -> None:
+        self.path = out.with_name(out.name + "-private")
+        self.plan, self.skipped, self.sources = (
+            self.path / name for name in ("plan.json", "skipped.jsonl", "sources.tsv")
+        )
+
+    def note_path(self, shard: str) -> Path:
+        """Return the path of a shard's note."""
+        return self.path / f"{shard}.json"
+
+    def write_note(self, note: ShardNote) -> None:
+        """Record a shard as finished."""
+        write_atomic(self.note_path(note.name), note.to_json())
+
+    def read_note(self, folder: Path, shard: str) -> ShardNote | None:
+        """Read the note of a shard in `folder`; None if the shard, its index or its note is missing or truncated."""
+        tar = folder / f"{shard}.tar"
+        try:
+            note = ShardNote.from_json(self.note_path(shard).read_bytes())
+            complete = tar.stat().st_size == note.size and tar.with_suffix(".index").is_file()
+        except (OSError, ValueError, TypeError):
+            return None
+        return note if complete else None
+
+    def write_skipped(self, notes: Iterable[ShardNote]) -> None:
+        """List the skipped images with reason and message; the messages name files."""
+        rows = [
+            json.dumps({"key": key, "split": note.split, "reason": reason, "message": message}, ensure_ascii=False)
+            for note in notes
+            for key, reason, message in note.skipped
+        ]
+        write_atomic(self.skipped, "".join(row + "\n" for row in rows))
+
+    def write_sources(self, lines: Iterable[str]) -> None:
+        """List the source file of each key: sorted lines `key<TAB>path`, written as they are produced."""
+        partial = self.sources.with_name(self.sources.name + ".partial")
+        with partial.open("w", encoding="utf-8", errors="surrogateescape") as file:
+            file.writelines(lines)
+        partial.replace(self.sources)

@@ -1,0 +1,68 @@
+"""Conversion of records: read report and image, encode both as the members of a shard."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from medvl.data.convert.note import ShardNote
+from medvl.data.convert.options import ShardOptions
+from medvl.data.corpora.common.tables import Record, read_record
+from medvl.data.images.codecs import encode_jpeg, encode_png, resize_short_side
+from medvl.data.images.read import read_pixels
+from medvl.data.shards.format import sample_to_json
+from medvl.errors import DicomError, ImageError, ReportError
+
+
+class EncodedSample(NamedTuple):
+    """The two members of a sample in a tar."""
+
+    key: str
+    suffix: str
+    """Suffix of the image."""
+    image: bytes
+    meta: bytes
+    """Content of `{key}.json`."""
+
+
+def convert_records(
+    records: Iterable[Record], options: ShardOptions, note: ShardNote, tick: Callable[[], None]
+) -> Iterator[EncodedSample]:
+    """Yield the readable samples of a shard; note patients, warnings, and skipped and excluded images.
+
+    `tick` is called after each record.
+    """
+    for record in records:
+        encoded = _convert(record, options, note)
+        if encoded is not None:
+            yield encoded
+        tick()
+
+
+def _convert(record: Record, options: ShardOptions, note: ShardNote) -> EncodedSample | None:
+    key = record.sample.key
+    try:
+        sample = read_record(record, note.warnings)
+        if not any(sample.sections.values()) and not options.keep_textless:
+            note.excluded["no_text"] += 1
+            return None
+        pixels, sample = read_pixels(sample, color=options.color, warnings=note.warnings)
+        image = _encode(pixels, options)
+    except (DicomError, ImageError) as error:
+        note.skipped.append((key, error.code, str(error)))
+    except MemoryError:
+        note.skipped.append((key, "too_large", "decoding exceeds the memory limit of a worker"))
+    except FileNotFoundError as error:
+        reason = "report_missing" if record.report and str(record.report) == error.filename else "image_missing"
+        note.skipped.append((key, reason, str(error)))
+    except ReportError as error:
+        note.skipped.append((key, "report_unreadable", str(error)))
+    else:
+        note.patients.append(sample.patient)
+        return EncodedSample(key, options.image_format, image, sample_to_json(sample))
+    return None
+
+
+def _encode(pixels: np.ndarray, options: ShardOptions) -> bytes:
+    small = resize_short_side(pixels, options.short_side)
+    return encode_jpeg(small, options.quality) if options.image_format == "jpg" else encode_png(small)
