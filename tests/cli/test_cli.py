@@ -151,10 +151,10 @@ def test_a_folder_with_anything_else_is_left_alone(
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        (["--quality", "0"], "quality must be within 1..100"),
-        (["--short-side", "3"], "short_side must be between 16 and 8192 pixels, got 3"),
-        (["--max-skipped", "-1"], "max_skipped must not be negative"),
-        (["--workers", "0"], "workers must be 1 or more, got 0"),
+        (["--quality", "0"], "expected quality from 1 to 100"),
+        (["--short-side", "3"], "expected short_side from 16 to 8192, got 3"),
+        (["--max-skipped", "-1"], "expected max_skipped of 0 or more"),
+        (["--workers", "0"], "expected workers of 1 or more, got 0"),
     ],
 )
 def test_a_value_out_of_range_is_named(option: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,7 +165,7 @@ def test_a_value_out_of_range_is_named(option: list[str], told: str, capsys: pyt
 def test_pairs_must_be_pairs(option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["shards", "table", "--table", str(tmp_path / "rows.csv"), "--out", str(tmp_path / "out")]
     columns = ["--image-column", "image", "--patient-column", "patient"]
-    assert f"{option[0]} takes NAME=" in line([*command, *columns, *option], capsys)
+    assert f"{option[0]} as NAME=" in line([*command, *columns, *option], capsys)
 
 
 def test_a_full_disk_and_a_forbidden_folder_end_in_one_line(
