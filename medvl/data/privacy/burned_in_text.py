@@ -1,8 +1,8 @@
-"""A screen for text in the pixels: names and dates that a scanner or a workstation has written over an image.
+"""Screen for burned-in text: names and dates that a scanner or workstation has written over an image.
 
-A letter that is burned in is a small, sharply bounded patch of the brightest shade, and text is many of them on one
-line. Marks of the technologist (L, R, PA, SUPINE) are text as well, but short. Only the upper and lower quarter are
-looked at: there scanners write, and the lungs are not.
+A burned-in letter is a small, sharp patch of the brightest shade, and text is a line of many letters. Markers of the
+technologist (L, R, PA, SUPINE) are text too, but short. Only the upper and lower quarter are searched, where scanners
+write.
 """
 
 import cv2
@@ -10,41 +10,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LONGEST_SIDE = 1536
-"""Larger images are looked at in about this size: text that people are to read survives it."""
+"""Larger images are reduced to about this size, at which readable text is preserved."""
 _BAND = 0.25
-_FEWEST = 9
-"""Letters of a line; `PORTABLE` has eight."""
+_MIN_LETTERS = 9
+"""Least number of letters of a line; `PORTABLE` has eight."""
 _HEIGHTS = (6, 64)
 
 
 def has_burned_in_text(image: NDArray[np.uint8]) -> bool:
-    """Whether a line of at least nine letters stands in the upper or lower quarter of an image.
+    """Return whether the upper or lower quarter of an image has a line of at least nine letters.
 
-    A screen for warnings, with misses (dark text on white, handwriting) and false alarms; it proves nothing.
+    A screen for warnings, with misses (dark text on white, handwriting) and false alarms.
 
     Args:
-        image: (H, W), or (H, W, C) of which the brightest channel counts.
+        image: (H, W), or (H, W, C), of which the brightest channel is used.
     """
     image_HW = image if image.ndim == 2 else image.max(axis=2)
     height = int(len(image_HW) * _BAND)
     factor = max(1, round(max(image_HW.shape) / _LONGEST_SIDE))
     bands = (image_HW[:height], image_HW[-height:]) if height >= factor else ()
-    return any(_longest_line(_letters(_reduced(band, factor))) >= _FEWEST for band in bands)
+    return any(_longest_line(_letters(_reduce(band, factor))) >= _MIN_LETTERS for band in bands)
 
 
-def _reduced(band_HW: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
-    """Means of whole squares of pixels: a tenth of the time of a factor that is not whole."""
+def _reduce(band_HW: NDArray[np.uint8], factor: int) -> NDArray[np.uint8]:
+    """Reduce by an integer factor, which takes a tenth of the time of other factors."""
     if factor == 1:
         return band_HW
     height, width = (side // factor for side in band_HW.shape)
-    whole = band_HW[: height * factor, : width * factor]
-    return np.asarray(cv2.resize(whole, (width, height), interpolation=cv2.INTER_AREA), np.uint8)
+    cropped = band_HW[: height * factor, : width * factor]
+    return np.asarray(cv2.resize(cropped, (width, height), interpolation=cv2.INTER_AREA), np.uint8)
 
 
 def _letters(band_HW: NDArray[np.uint8]) -> NDArray[np.int32]:
-    """(N, 4): left, top, width, height of bright patches of the size of a letter, from left to right."""
+    """Return (N, 4) left, top, width, height of bright patches of letter size, from left to right."""
     bright_HW = (band_HW >= 224).view(np.uint8)
-    # Patches are no more than bright pixels: where 16 bits can number them, that takes half of the time.
+    # There are at most as many patches as bright pixels; 16-bit labels take half the time.
     numbers = cv2.CV_16U if np.count_nonzero(bright_HW) < 1 << 16 else cv2.CV_32S
     _, _, stats, _ = cv2.connectedComponentsWithStats(bright_HW, connectivity=8, ltype=numbers)
     width, height, area = stats[1:, cv2.CC_STAT_WIDTH], stats[1:, cv2.CC_STAT_HEIGHT], stats[1:, cv2.CC_STAT_AREA]
@@ -54,7 +54,7 @@ def _letters(band_HW: NDArray[np.uint8]) -> NDArray[np.int32]:
 
 
 def _longest_line(boxes: NDArray[np.int32]) -> int:
-    """Letters of the longest line: each of about the height of the one before, on its baseline, and not far from it."""
+    """Return the letters of the longest line: of similar height, on one baseline, and close to each other."""
     length = np.ones(len(boxes), int)
     for i, (x, y, width, height) in enumerate(boxes):
         near = boxes[i + 1 : i + 64]

@@ -1,8 +1,8 @@
-"""De-identification: ids become salted hashes, ages are capped, and texts are screened for what a mask has missed.
+"""De-identification: salted hashes of ids, capped ages, and a screen for identifiers in texts.
 
-The salt is what keeps a hash from being looked up: whoever has it and a list of patient ids can tell which hash is
-whose. So it lives in a file of its own (`default_salt_file`), mode 0600, never beside the shards; the shards carry
-only its fingerprint, which tells whether two corpora were hashed alike.
+With the salt and a list of patient ids, hashes could be matched to patients. Therefore the salt is in a separate file
+(`default_salt_file`) with mode 0600, never next to the shards; the shards contain only its fingerprint, which shows
+whether two corpora were hashed with the same salt.
 """
 
 import contextlib
@@ -21,33 +21,37 @@ _ID_BYTES = 10  # 20 hex characters: two of a million ids collide with a probabi
 _SALT_BYTES = 32
 _MIN_SALT_BYTES, _MAX_SALT_BYTES = 16, hashlib.blake2b.MAX_KEY_SIZE
 
-OLDEST = 90
-"""Ages of 90 and above are one group: HIPAA's Safe Harbor counts them as identifying (45 CFR 164.514(b)(2)(i)(C))."""
+MAX_AGE = 90
+"""Ages of 90 and above are one group, as HIPAA's Safe Harbor requires (45 CFR 164.514(b)(2)(i)(C))."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Deidentifier:
-    """Turns ids into hashes that cannot be undone without the salt: keyed BLAKE2b, 20 hexadecimal characters.
+    """Hashes ids with keyed BLAKE2b to 20 hexadecimal characters, which cannot be inverted without the salt.
 
-    The kinds of id are kept apart, so that patient 7 and image 7 have unrelated hashes. White space around an id does
-    not count (DICOM pads with it), and 7 is the same id as "7".
+    Each kind of id is hashed separately: patient 7 and image 7 have unrelated hashes. White space around an id is
+    ignored (DICOM pads with it), and 7 is the same id as "7".
     """
 
     salt: bytes = dataclasses.field(repr=False)
-    """16 to 64 random bytes, kept out of every text that this object is printed in."""
+    """16 to 64 random bytes, not shown in `repr`."""
 
     def __post_init__(self) -> None:
         if not _MIN_SALT_BYTES <= len(self.salt) <= _MAX_SALT_BYTES:
-            raise ConfigError(f"a salt has {_MIN_SALT_BYTES} to {_MAX_SALT_BYTES} bytes, this one has {len(self.salt)}")
+            raise ConfigError(
+                f"expected a salt of {_MIN_SALT_BYTES} to {_MAX_SALT_BYTES} bytes, got {len(self.salt)}",
+                "out_of_range",
+                field="salt",
+            )
 
     @classmethod
     def from_file(cls, path: Path | str, *, create: bool = False) -> "Deidentifier":
-        """The de-identifier whose salt `path` holds in hexadecimal.
+        """Return a de-identifier with the hexadecimal salt in a file.
 
-        With `create`, a missing file is made from 32 random bytes, readable by its owner only. It appears whole or not
-        at all; of several processes that create it at once, all get the same salt.
+        With `create`, a missing file is created atomically with 32 random bytes, readable by its owner only. Processes
+        that create it at the same time get the same salt.
 
-        Raises ConfigError when the file is missing, is not hexadecimal, or is too short to be a salt.
+        Raises ConfigError when the file is missing, is not hexadecimal, or is too short.
         """
         path = Path(path)
         if create and not path.exists():
@@ -57,31 +61,32 @@ class Deidentifier:
             return cls(bytes.fromhex(text))
         except FileNotFoundError:
             raise ConfigError(
-                f"the salt file {path} does not exist: name the one that this data was hashed with "
-                "(MEDVL_SALT_FILE), or let the first conversion create one"
+                f"the salt file {path} does not exist: give the one that this data was hashed with "
+                "(MEDVL_SALT_FILE), or let the first conversion create one",
+                "not_found",
             ) from None
         except OSError as error:
-            raise ConfigError(f"the salt file {path} cannot be read ({error.strerror})") from None
-        except ValueError:  # bytes.fromhex and the ASCII decoder; their texts would quote the salt
-            raise ConfigError(f"the salt file {path} is not hexadecimal: it was not written by medvl") from None
+            raise ConfigError(f"the salt file {path} cannot be read ({error.strerror})", "unreadable") from None
+        except ValueError:  # from bytes.fromhex and the decoder, whose messages quote the salt
+            raise ConfigError(f"the salt file {path} is not hexadecimal: not written by medvl", "malformed") from None
         except ConfigError as error:
-            raise ConfigError(f"the salt file {path} is damaged: {error}") from None
+            raise error.prefixed(f"the salt file {path} is damaged: ") from None
 
     @property
     def fingerprint(self) -> str:
-        """8 hexadecimal characters that tell two salts apart and reveal neither."""
+        """8 hexadecimal characters that identify the salt without revealing it."""
         return self._hash(b"fingerprint")[:8]
 
     def patient(self, patient_id: str | int) -> str:
-        """The hash of a patient's id. Raises CorpusError when it is empty: all such patients would become one."""
+        """Return the hash of a patient's id. Raises CorpusError when it is empty."""
         return self._hash(b"patient", patient_id)
 
     def study(self, patient_id: str | int, study_id: str | int) -> str:
-        """The hash of a study of a patient. Hospitals number studies per patient, so both ids go in."""
+        """Return the hash of a study. Some hospitals number studies per patient, so both ids are hashed."""
         return self._hash(b"study", patient_id, study_id)
 
     def image(self, image_id: str | int) -> str:
-        """The hash of an image's id: the key of its sample."""
+        """Return the hash of an image's id, which is the key of its sample."""
         return self._hash(b"image", image_id)
 
     def _hash(self, kind: bytes, *ids: str | int) -> str:
@@ -89,16 +94,16 @@ class Deidentifier:
         for value in ids:
             text = str(value).strip().encode()
             if not text:
-                raise CorpusError(f"an empty id of a {kind.decode()}: fill the column in, or leave the row out")
+                raise CorpusError(f"empty {kind.decode()} id: fill in the column, or remove the row", "missing")
             digest.update(len(text).to_bytes(4, "big"))  # ("ab", "c") and ("a", "bc") must differ
             digest.update(text)
         return digest.hexdigest()
 
 
 def default_salt_file() -> Path:
-    """`$MEDVL_SALT_FILE`, or `~/.config/medvl/salt`."""
-    named = os.environ.get("MEDVL_SALT_FILE")
-    return Path(named) if named else Path.home() / ".config" / "medvl" / "salt"
+    """Return `$MEDVL_SALT_FILE`, or `~/.config/medvl/salt`."""
+    path = os.environ.get("MEDVL_SALT_FILE")
+    return Path(path) if path else Path.home() / ".config" / "medvl" / "salt"
 
 
 def _create_salt(path: Path) -> None:
@@ -115,18 +120,20 @@ def _create_salt(path: Path) -> None:
         finally:
             Path(partial).unlink()
     except OSError as error:
-        raise ConfigError(f"the salt file {path} cannot be created ({error.strerror}): set MEDVL_SALT_FILE") from None
+        raise ConfigError(
+            f"the salt file {path} cannot be created ({error.strerror}): set MEDVL_SALT_FILE", "unreadable"
+        ) from None
 
 
 _AGE = re.compile(r"(\d{1,3}(?:\.\d+)?)\s*([DWMY]?)", re.IGNORECASE)
-_UNITS_A_YEAR = {"D": 365.25, "W": 365.25 / 7, "M": 12.0, "Y": 1.0, "": 1.0}
+_UNITS_PER_YEAR = {"D": 365.25, "W": 365.25 / 7, "M": 12.0, "Y": 1.0, "": 1.0}
 
 
 def cap_age(age: str | float | None) -> int | None:
-    """Whole years, 90 standing for 90 and above; None where there is no age.
+    """Return whole years, where 90 means 90 and above.
 
-    Takes years as a number or a text, and DICOM's age strings (`065Y`, `011M`, `003W`, `010D`). What is no age (None,
-    NaN, negative, other text) gives None.
+    Accepts years as a number or text, and DICOM's age strings (`065Y`, `011M`, `003W`, `010D`). Returns None for
+    anything else (None, NaN, negative, other text).
     """
     if age is None:
         return None
@@ -134,12 +141,12 @@ def cap_age(age: str | float | None) -> int | None:
         match = _AGE.fullmatch(age.strip())
         if match is None:
             return None
-        years = float(match[1]) / _UNITS_A_YEAR[match[2].upper()]
+        years = float(match[1]) / _UNITS_PER_YEAR[match[2].upper()]
     else:
         years = float(age)
     if math.isnan(years) or years < 0:
         return None
-    return int(min(years, OLDEST))
+    return int(min(years, MAX_AGE))
 
 
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
@@ -172,8 +179,8 @@ _IDENTITY = re.compile(
 )
 
 
-def names_a_person(header: str) -> bool:
-    """Whether a report's section of this header says who the patient is, or who wrote it: `MRN`, `SIGNED BY`.
+def is_identifying_header(header: str) -> bool:
+    """Return whether a section with this header identifies the patient or the author: `MRN`, `SIGNED BY`.
 
     Released corpora have such lines masked; a hospital's own reports begin and end with them.
     """
@@ -181,15 +188,14 @@ def names_a_person(header: str) -> bool:
 
 
 def find_identifiers(text: str) -> dict[str, int]:
-    """How many likely identifiers a report still holds, by kind: email, date, phone, number (as long as a record
-    number), doctor. Kinds that do not occur are absent.
+    """Count likely identifiers in a text by kind: email, date, phone, number (as long as a record number), doctor.
 
-    A screen for warnings, with misses and false alarms; it proves nothing. Masks (`___`, `XXXX`) are not counted.
-    The text itself is never returned.
+    A screen for warnings, with misses and false alarms. Masks (`___`, `XXXX`) are not counted. Kinds that do not occur
+    are absent, and the text itself is never returned.
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for kind, pattern in _SCREENS.items():
-        text, count = pattern.subn(" ", text)  # what one screen has counted, the next must not count again
+        text, count = pattern.subn(" ", text)  # do not count a match again as another kind
         if count:
-            found[kind] = count
-    return found
+            counts[kind] = count
+    return counts

@@ -1,1 +1,1 @@
-"""Radiology reports: sections, sentences, laterality, labels."""
+"""Radiology reports: sections, sentences, laterality and labels."""

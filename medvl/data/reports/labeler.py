@@ -1,18 +1,19 @@
-"""The CheXpert findings that a report names, denies or doubts, by rules that can be read.
+"""Rule-based labeler of the CheXpert findings in reports: positive, negative or uncertain.
 
     label_report("Small left effusion. No pneumothorax.")    # {"Pleural Effusion": 1, "Pneumothorax": 0}
-    find_mentions("No focal consolidation, effusion or edema.")   # each with its phrase and the cue that decided it
+    find_mentions("No focal consolidation, effusion or edema.")   # each with its phrase and its cue
 
-A rule labeler of the kind that labelled CheXpert and MIMIC-CXR (Irvin et al., arXiv 1901.07031, section 2.2), without
-a parser: phrases and cues are the tables of `medvl.data.reports.labeler_lexicon`. In each sentence,
+A labeler like that of CheXpert and MIMIC-CXR (Irvin et al., arXiv 1901.07031, section 2.2), but without a parser:
+phrases and cues are the tables of `medvl.data.reports.labeler_lexicon`. In each sentence,
 
-1. a finding is mentioned where one of its phrases stands;
-2. a cue within the phrase decides it ("heart is not enlarged"), else the nearest one behind it in its clause that
-   reaches back, else the nearest one before it that reaches forward;
-3. without a cue it is asserted.
+1. each match of a finding's phrases is a mention;
+2. its value comes from a cue within the phrase ("heart is not enlarged"), else from the nearest cue after it in its
+   clause that applies backwards, else from the nearest cue before it that applies forwards;
+3. without a cue it is positive.
 
-Of the mentions of a report, asserted goes before doubted before denied. It reads English reports of chest radiographs;
-it knows no misspellings, and takes what is old or unchanged for present.
+Among the mentions of a report, positive takes precedence over uncertain, and uncertain over negative. The labeler
+reads English reports of chest radiographs, does not correct misspellings, and counts old or unchanged findings as
+present.
 """
 
 import dataclasses
@@ -32,16 +33,16 @@ _LIST = re.compile(r"(?: \w+)?,.*\b(?:or|and|nor)\b")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mention:
-    """One place in a text."""
+    """A mention of a finding in a text."""
 
     finding: str
     value: int
-    """1 asserted, 0 denied, -1 doubted."""
+    """1 positive, 0 negative, -1 uncertain."""
     sentence: str
     phrase: str
-    """The words of the sentence that name the finding."""
+    """Words of the sentence that name the finding."""
     cue: str
-    """The words that deny or doubt it; "" where it is asserted."""
+    """Words that make it negative or uncertain; "" where it is positive."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,9 +53,9 @@ class _Span:
 
 
 def label_report(text: str) -> dict[str, int]:
-    """Label -> 1, 0 or -1 for the findings that a text mentions, in the order of `FINDINGS`; the others are absent.
+    """Return label -> 1, 0 or -1 for the findings that a text mentions, in the order of `FINDINGS`.
 
-    No Finding is 1 where no finding but devices is asserted or doubted, as in CheXpert; a text without a word has none.
+    No Finding is 1 where no finding except devices is positive or uncertain, as in CheXpert; blank texts have no label.
     """
     labels: dict[str, int] = {}
     for mention in find_mentions(text):
@@ -66,21 +67,21 @@ def label_report(text: str) -> dict[str, int]:
 
 
 def find_mentions(text: str) -> list[Mention]:
-    """Every mention of a finding but No Finding, sentence by sentence."""
+    """Return all mentions of findings, sentence by sentence; No Finding has none."""
     return [
-        mention for sentence in split_sentences(text) for mention in _in_sentence(" ".join(sentence.lower().split()))
+        mention for sentence in split_sentences(text) for mention in _mentions_in(" ".join(sentence.lower().split()))
     ]
 
 
-def _in_sentence(sentence: str) -> Iterator[Mention]:
+def _mentions_in(sentence: str) -> Iterator[Mention]:
     cues = _Cues(sentence)
     for finding, table in tables.MENTIONS.items():
         for match in _pattern(table).finditer(sentence):
             span = _Span(*match.span())
-            cue = cues.of(span)
+            cue = cues.find(span)
             value = POSITIVE if cue is None else cue.value
-            said = "" if cue is None else sentence[cue.start : cue.end]
-            yield Mention(finding, value, sentence, match[0], said)
+            words = "" if cue is None else sentence[cue.start : cue.end]
+            yield Mention(finding, value, sentence, match[0], words)
     for findings, table in tables.NORMAL:
         normal = _pattern(table, _NO_NOT).search(sentence)
         if normal is not None:
@@ -88,43 +89,45 @@ def _in_sentence(sentence: str) -> Iterator[Mention]:
 
 
 class _Cues:
-    """The cues of a sentence, and how far each reaches."""
+    """The cues of a sentence and their scopes."""
 
     def __init__(self, sentence: str) -> None:
         self.sentence = sentence
         self.ends = [match.start() for match in _clause_ends().finditer(sentence)]
-        around = [_Span(*match.span(), UNCERTAIN) for match in _pattern(tables.HEDGED_AROUND).finditer(sentence)]
+        around = [_Span(*match.span(), UNCERTAIN) for match in _pattern(tables.UNCERTAIN_AROUND).finditer(sentence)]
         self.before, self.after = list(around), list(around)
-        rest = _blanked(sentence, _pattern(tables.PSEUDO))
-        for reaching, table, value in (  # "not excluded" is doubt: what one table finds, the next ones do not see
-            (self.after, tables.HEDGED_AFTER, UNCERTAIN),
-            (self.after, tables.DENIED_AFTER, NEGATIVE),
-            (self.before, tables.HEDGED_BEFORE, UNCERTAIN),
-            (self.before, tables.DENIED_BEFORE, NEGATIVE),
+        rest = _blanked(sentence, _pattern(tables.PSEUDO_CUES))
+        for cues, table, value in (  # a match of one table is blanked for the next: "not excluded" is uncertain
+            (self.after, tables.UNCERTAIN_AFTER, UNCERTAIN),
+            (self.after, tables.NEGATIVE_AFTER, NEGATIVE),
+            (self.before, tables.UNCERTAIN_BEFORE, UNCERTAIN),
+            (self.before, tables.NEGATIVE_BEFORE, NEGATIVE),
         ):
-            reaching += [_Span(*match.span(), value) for match in _pattern(table).finditer(rest)]
+            cues += [_Span(*match.span(), value) for match in _pattern(table).finditer(rest)]
             rest = _blanked(rest, _pattern(table))
 
-    def of(self, phrase: _Span) -> _Span | None:
-        """The cue that decides about a phrase."""
+    def find(self, phrase: _Span) -> _Span | None:
+        """Return the cue that applies to a phrase, or None."""
         within = [cue for cue in self.before if phrase.start <= cue.start and cue.end <= phrase.end]
         if within:
             return min(within, key=lambda cue: _STRENGTH.index(cue.value))
-        behind = [cue for cue in self.after if cue.start >= phrase.end and self._reaches_back(phrase.end, cue.start)]
-        if behind:
-            return min(behind, key=lambda cue: cue.start)
-        ahead = [
-            cue for cue in self.before if cue.end <= phrase.start and not self._ends_between(cue.end, phrase.start)
+        later = [cue for cue in self.after if cue.start >= phrase.end and self._reaches_back(phrase.end, cue.start)]
+        if later:
+            return min(later, key=lambda cue: cue.start)
+        earlier = [
+            cue
+            for cue in self.before
+            if cue.end <= phrase.start and not self._clause_ends_between(cue.end, phrase.start)
         ]
-        return max(ahead, key=lambda cue: cue.start, default=None)
+        return max(earlier, key=lambda cue: cue.start, default=None)
 
-    def _ends_between(self, start: int, end: int) -> bool:
-        return any(start <= place < end for place in self.ends)
+    def _clause_ends_between(self, start: int, end: int) -> bool:
+        return any(start <= position < end for position in self.ends)
 
     def _reaches_back(self, start: int, end: int) -> bool:
-        """Within the clause, and across commas only where they part a list that begins with the phrase."""
+        """Return whether a cue applies backwards: within the clause, across commas only in a list after the phrase."""
         between = self.sentence[start:end]
-        return not self._ends_between(start, end) and ("," not in between or _LIST.match(between) is not None)
+        return not self._clause_ends_between(start, end) and ("," not in between or _LIST.match(between) is not None)
 
 
 def _blanked(sentence: str, pattern: re.Pattern[str]) -> str:
@@ -133,7 +136,7 @@ def _blanked(sentence: str, pattern: re.Pattern[str]) -> str:
 
 @functools.cache
 def _pattern(table: tables.Table, word: str = _WORD) -> re.Pattern[str]:
-    """Any entry of a table; `word` is what ".." may stand for."""
+    """Compile a pattern of all entries of a table; ".." matches up to five of `word`."""
     gap = f" (?:{word} ){{0,5}}?"
     entries = (re.sub(r"(?<=\w)\*", r"\\w*", entry).replace(" .. ", gap) for entry in table)
     return re.compile("|".join(rf"\b(?:{entry})(?!\w)" for entry in entries))

@@ -1,9 +1,8 @@
-"""What radiologists call the CheXpert findings, and how they deny and hedge them: the tables of
-`medvl.data.reports.labeler`.
+"""Phrases for the CheXpert findings, and cues of negation and uncertainty: the tables of `medvl.data.reports.labeler`.
 
-Each entry is a regular expression over a sentence in lower case whose white space is single blanks. It begins and ends
-at the edge of a word; `*` behind a letter stands for the rest of the word, and `..` for up to five words between two
-others (in `NORMAL`, for any but "not").
+Each entry is a regular expression for a lower-case sentence with single blanks. It begins and ends at a word boundary;
+`*` after a letter matches the rest of the word, and `..` up to five words between two others (in `NORMAL`, any except
+"not").
 """
 
 Table = tuple[str, ...]
@@ -63,7 +62,7 @@ MENTIONS: dict[str, Table] = {
         "(?:stents?|prosthe*|hardware|lvad|balloon pump)",
     ),
 }
-"""Finding -> what it is called."""
+"""Finding -> its phrases."""
 
 NORMAL: tuple[tuple[Table, Table], ...] = (
     (
@@ -97,17 +96,17 @@ NORMAL: tuple[tuple[Table, Table], ...] = (
         ("(?:osseous|bony|skeletal) .. intact", "bones? .. intact"),
     ),
 )
-"""(findings, what says that they are absent without naming them)."""
+"""(findings, phrases for their absence that do not name them)."""
 
-PSEUDO: Table = (
+PSEUDO_CUES: Table = (
     "(?:no|without|not) .. (?:changed?|progression|improvement|increase)(?: in| of)?",
     "no longer enlarging",
     "no prior",
     "to (?:suggest|indicate)",
 )
-"""What looks like a denial or a doubt and is none: "no change in", "no line to suggest"."""
+"""Phrases that look like a cue but are none: "no change in", "no line to suggest"."""
 
-DENIED_BEFORE: Table = (
+NEGATIVE_BEFORE: Table = (
     "no",
     "not",
     "nor",
@@ -120,17 +119,17 @@ DENIED_BEFORE: Table = (
     "resolved",
     "rather than",
 )
-"""Denies what comes behind it."""
+"""Cues that negate the following phrases."""
 
-DENIED_AFTER: Table = (
+NEGATIVE_AFTER: Table = (
     "(?:not|no longer) .. (?:seen|present|identified|visible|visualized|demonstrated|apparent|noted)",
     "(?:has|have|had) .. (?:resolved|cleared)",
     "(?:has|have) been removed",
     "(?:is|are) absent",
 )
-"""Denies what stands before it."""
+"""Cues that negate the preceding phrase."""
 
-HEDGED_BEFORE: Table = (
+UNCERTAIN_BEFORE: Table = (
     "(?:may|might|could|would) .. (?:represent*|reflect*|be|indicate*|relate*)",
     "(?:may|might|could)",
     "(?:possible|possibly|possibility of|potential|potentially)",
@@ -143,19 +142,19 @@ HEDGED_BEFORE: Table = (
     "(?:correlat*|evaluat*|assess*) .. for",
     "question",
 )
-"""Casts doubt on what comes behind it."""
+"""Cues that make the following phrases uncertain."""
 
-HEDGED_AFTER: Table = (
+UNCERTAIN_AFTER: Table = (
     "(?:cannot|can not) be (?:entirely |completely |fully )?(?:excluded|ruled out)",
     "(?:is|are) not (?:entirely |completely |fully )?(?:excluded|ruled out)",
     "(?:is|are|be) difficult to (?:exclude|rule out)",
     "(?:is|are) (?:possible|questionable|suspected|likely|a possibility|a consideration)",
     "(?:should|could|may) be considered",
 )
-"""Casts doubt on what stands before it."""
+"""Cues that make the preceding phrase uncertain."""
 
-HEDGED_AROUND: Table = ("(?:versus|vs)",)
-"""Casts doubt on both sides."""
+UNCERTAIN_AROUND: Table = ("(?:versus|vs)",)
+"""Cues that make phrases on both sides uncertain."""
 
 CLAUSE_ENDS: Table = (
     "but",
@@ -169,10 +168,10 @@ CLAUSE_ENDS: Table = (
     "and (?:there|the|a|an)",
     "with the exception of",
 )
-"""Neither denial nor doubt reaches across; nor across a semicolon or a colon."""
+"""Words that end the scope of a cue, as semicolons and colons do."""
 
 ITEM_OPENERS: Table = (
     "(?:and )?(?:there|the|a|an|with|again|stable|unchanged|persistent|new|residual)",
     "(?:and )?(?:tiny|small|mild|moderate|large|severe|minimal|trace|left|right|bilateral|bibasilar)",
 )
-"""Behind a comma, begins a statement of its own, unless an "or" or a slash further on makes it a list."""
+"""Words that start a new clause after a comma, unless a later "or" or slash makes it a list."""

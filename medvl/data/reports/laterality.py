@@ -1,22 +1,21 @@
-"""Left and right in radiology text, so that the report of a mirrored image can stay true.
+"""Exchange of left and right in radiology text, so that the report of a mirrored image stays true.
 
-What is exchanged: the words (left, right, left-sided, rightward, leftmost), lobes, zones, quadrants and lines that
-begin with their side (RLL and LLL, RIJ and LIJ), a lone L or R before something that has two sides or in a comparison
-(`R pleural effusion`, `L PICC`, `R > L`), and the words whose first part is the Latin side (dextroscoliosis). A right
-middle lobe becomes a left middle lobe, which only a mirror has.
+Exchanged: the words (left, right, left-sided, rightward, leftmost), lobes, zones, quadrants and lines that begin with
+their side (RLL and LLL, RIJ and LIJ), a single L or R before a paired structure or in a comparison (`R pleural
+effusion`, `L PICC`, `R > L`), and words with a Latin side (dextroscoliosis). A right middle lobe becomes a left middle
+lobe, which exists only in a mirrored image.
 
-What is not: names that merely contain a side. A heart in a mirror still has its left ventricle; chambers, coronary
-arteries and bundle branches keep their names, and heart failure stays left or right. Positions do change sides, also
-those of the heart: `right heart border` becomes `left heart border`, because that is where the mirrored image shows
-it. In `left in place` there is no side at all. Anatomy that is named without a side (the aortic knob, the gastric
-bubble, the lingula) is mirrored in the image and cannot be in the text: no exchange of words repairs that.
+Not exchanged: names that contain a side. Chambers, coronary arteries and bundle branches keep their names, and heart
+failure stays left or right. Positions are exchanged, also those of the heart: `right heart border` becomes `left heart
+border`. `left in place` has no side. Anatomy that is named without a side (the aortic knob, the gastric bubble, the
+lingula) is mirrored in the image but not in the text.
 """
 
 import re
 
 
 def _both_ways(*pairs: tuple[str, str]) -> dict[str, str]:
-    """Each word to its counterpart, in lower case, in title case and in capitals."""
+    """Return a table of words to their counterparts, in lower case, title case and capitals."""
     table: dict[str, str] = {}
     for one, other in (*pairs, *((other, one) for one, other in pairs)):
         table |= {one: other, one.title(): other.title(), one.upper(): other.upper()}
@@ -25,7 +24,7 @@ def _both_ways(*pairs: tuple[str, str]) -> dict[str, str]:
 
 _COUNTERPART = _both_ways(("left", "right"), ("lt", "rt"), ("dextro", "levo"), ("l", "r"))
 
-# Looked for behind the side; the table above treats both sides alike, so that swapping twice gives the text back.
+# Matched after the side. Both sides are treated alike, so that swapping twice returns the original text.
 _NAMES = (
     r"ventric\w+|atri(?:al|um|a)\b|auric\w+|bundle|coronar\w+|main coronar\w+|(?:anterior )?fascic\w+"
     r"|anterior descending|circumflex|shunt|to[- ](?:left|right)[- ]shunt"
@@ -50,5 +49,5 @@ _SIDE = re.compile(
 
 
 def swap_laterality(text: str) -> str:
-    """`text` with left and right exchanged, as the module's first lines say. Swapping twice gives `text` back."""
+    """Return `text` with left and right exchanged (see the module docstring). Swapping twice returns `text`."""
     return _SIDE.sub(lambda match: _COUNTERPART.get(match[0], match[0]), text)

@@ -1,7 +1,7 @@
-"""Open-i: the chest X-ray reports of Indiana University as XML, one file a report, loose or in `NLMCXR_reports.tgz`.
+"""Open-i: chest X-ray reports of Indiana University as XML, one file per report, in a folder or `NLMCXR_reports.tgz`.
 
-3,955 reports; each has COMPARISON, INDICATION, FINDINGS and IMPRESSION, any of them empty, two lists of MeSH terms and
-no to five images. What was removed for privacy reads `XXXX`, and stays.
+3,955 reports; each has COMPARISON, INDICATION, FINDINGS and IMPRESSION (any may be empty), two lists of MeSH terms and
+0 to 5 images. Text removed for privacy is masked as `XXXX`, which is kept.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from xml.etree import ElementTree
 from medvl.errors import CorpusError
 
 MAX_XML_BYTES = 1 << 20
-"""The longest report of the collection has 25 kB."""
+"""Largest accepted report; the longest of the collection has 25 kB."""
 MAX_ARCHIVE_BYTES = 1 << 28
-"""Of the unpacked archive, which has 40 MB."""
+"""Largest accepted unpacked archive; that of the collection has 40 MB."""
 
 _ID = re.compile(r"CXR\d{1,6}")
-_IMAGE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # names a file: neither dots nor slashes
+_IMAGE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # used as a file name, so without dots and slashes
 
-_LINE_BREAK = re.compile(r"<br */?>", re.IGNORECASE)  # some texts hold escaped HTML
+_LINE_BREAK = re.compile(r"<br */?>", re.IGNORECASE)  # some texts contain escaped HTML
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,22 +39,22 @@ class OpeniReport:
     """One report."""
 
     id: str
-    """`CXR` and a number: the patient and the study alike, as the collection tells no patients apart."""
+    """`CXR` and a number; also used for patient and study, as the collection has no patient ids."""
     sections: Mapping[str, str]
     """findings, impression, indication, comparison; those without text are left out."""
     empty_sections: tuple[str, ...]
     mesh_major: tuple[str, ...]
     """Terms given by two readers, `Cardiomegaly/borderline`; `normal` for a normal image."""
     mesh_automatic: tuple[str, ...]
-    """Terms found by a program."""
+    """Terms assigned by a program."""
     images: tuple[OpeniImage, ...]
 
 
 def iter_openi_reports(path: Path | str) -> Iterator[OpeniReport]:
-    """The reports below a folder, sorted by file name, or in a `.tgz`, in its order; nothing is unpacked to disk.
+    """Yield the reports below a folder, sorted by file name, or in a `.tgz`, in its order, without unpacking to disk.
 
-    Raises CorpusError when there is no report, when one of them is damaged, or when the archive is not what it should
-    be (links, paths that lead out of it, files far too large).
+    Raises CorpusError when there is no report, a report is damaged, or the archive contains links, paths outside it,
+    or far too large files.
     """
     path = Path(path)
     count = 0
@@ -62,14 +62,14 @@ def iter_openi_reports(path: Path | str) -> Iterator[OpeniReport]:
         yield _parse(data, f"{path}: {name}")
         count += 1
     if not count:
-        raise CorpusError(f"{path} holds no XML reports: it should be NLMCXR_reports.tgz, or the folder in it")
+        raise CorpusError(f"{path} has no XML reports: expected NLMCXR_reports.tgz, or the folder in it", "empty")
 
 
 def read_openi_xml(source: Path | str | bytes) -> OpeniReport:
-    """One report from a file or from its bytes.
+    """Read a report from a file or bytes.
 
-    Raises CorpusError when it is damaged, too large, no report of the collection, or has a document type (entities
-    are how a small XML file grows into gigabytes).
+    Raises CorpusError when it is damaged, too large, not a report of the collection, or has a document type (whose
+    entities can expand a small file to gigabytes).
     """
     if isinstance(source, bytes):
         return _parse(source, "the XML report")
@@ -78,30 +78,33 @@ def read_openi_xml(source: Path | str | bytes) -> OpeniReport:
 
 
 class _PlainTreeBuilder(ElementTree.TreeBuilder):
-    """Builds the tree of a document without a document type, so without entities of its own."""
+    """Tree builder that rejects document types, and thereby entities."""
 
     def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
-        raise CorpusError("it has a document type, which no report needs")
+        raise CorpusError("a document type is not allowed", "unsupported")
 
 
 def _parse(data: bytes, where: str) -> OpeniReport:
     if len(data) > MAX_XML_BYTES:
-        raise CorpusError(f"{where} has more than {MAX_XML_BYTES} bytes: it is no report")
+        raise CorpusError(f"{where} has more than {MAX_XML_BYTES} bytes: not a report", "too_large")
     try:
         root = ElementTree.fromstring(data, ElementTree.XMLParser(target=_PlainTreeBuilder()))
         return _report(root)
     except ElementTree.ParseError as error:
-        raise CorpusError(f"{where} is no well-formed XML (line {error.position[0]}): fetch it again") from None
-    except (CorpusError, ValueError, LookupError) as error:  # an encoding that Python lacks is one of the latter two
-        reason = str(error) if isinstance(error, CorpusError) else "its encoding is unknown"
-        raise CorpusError(f"{where} is no Open-i report: {reason}") from None
+        raise CorpusError(
+            f"{where} is not well-formed XML (line {error.position[0]}): download it again", "malformed"
+        ) from None
+    except CorpusError as error:
+        raise error.prefixed(f"{where} is not an Open-i report: ") from None
+    except (ValueError, LookupError):
+        raise CorpusError(f"{where} is not an Open-i report: unknown encoding", "unsupported") from None
 
 
 def _report(root: ElementTree.Element) -> OpeniReport:
     id_element = root.find("uId")
     report_id = id_element.get("id", "") if id_element is not None else ""
     if not _ID.fullmatch(report_id):
-        raise CorpusError("it lacks an id of the form CXR1 (uId)")
+        raise CorpusError("expected an id like CXR1 (uId)", "malformed", field="uId")
     sections: dict[str, str] = {}
     empty = []
     for element in root.iter("AbstractText"):
@@ -123,7 +126,7 @@ def _report(root: ElementTree.Element) -> OpeniReport:
 def _image(element: ElementTree.Element) -> OpeniImage:
     image_id = element.get("id", "")
     if not _IMAGE_ID.fullmatch(image_id):
-        raise CorpusError("the id of an image is no file name (parentImage)")
+        raise CorpusError("expected a file name as the id of an image (parentImage)", "malformed", field="parentImage")
     return OpeniImage(image_id, _text(element.find("caption")) or None)
 
 
@@ -137,7 +140,7 @@ def _text(element: ElementTree.Element | None) -> str:
 
 def _folder_files(folder: Path) -> Iterator[tuple[str, bytes]]:
     if not folder.is_dir():
-        raise CorpusError(f"{folder} does not exist: give NLMCXR_reports.tgz, or the folder in it")
+        raise CorpusError(f"{folder} does not exist: give NLMCXR_reports.tgz, or the folder in it", "not_found")
     paths = sorted(folder.rglob("*.xml"), key=lambda path: (len(path.name), path.name))  # 2.xml before 10.xml
     for path in paths:
         yield path.name, _read_bounded(path)
@@ -152,19 +155,23 @@ def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
                     continue
                 if not member.isfile() or name.is_absolute() or ".." in name.parts:
                     raise CorpusError(
-                        f"{path} holds a link or a path that leads out of it: it is not NLMCXR_reports.tgz"
+                        f"{path} contains a link or a path outside it: not NLMCXR_reports.tgz", "malformed"
                     )
                 if member.size > MAX_XML_BYTES:
-                    raise CorpusError(f"{path} holds a file of {member.size} bytes: it is not NLMCXR_reports.tgz")
+                    raise CorpusError(
+                        f"{path} contains a file of {member.size} bytes: not NLMCXR_reports.tgz", "too_large"
+                    )
                 file = archive.extractfile(member)
                 if name.suffix == ".xml" and file is not None:
                     yield name.name, file.read()
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, OSError) as error:
-        raise CorpusError(f"{path} is no whole .tgz archive ({type(error).__name__}): fetch it again") from error
+        raise CorpusError(
+            f"{path} is not a complete .tgz archive ({type(error).__name__}): download it again", "malformed"
+        ) from error
 
 
 class _Bounded(io.BufferedIOBase):
-    """What tarfile reads from; it refuses to unpack without end, be it for members or for their headers."""
+    """Stream for tarfile that limits the unpacked size, including headers."""
 
     def __init__(self, file: gzip.GzipFile) -> None:
         self._file = file
@@ -172,7 +179,7 @@ class _Bounded(io.BufferedIOBase):
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= self._left:
-            raise CorpusError("the archive unpacks to far more than the collection has: it is not NLMCXR_reports.tgz")
+            raise CorpusError("the archive is far larger than the collection: not NLMCXR_reports.tgz", "too_large")
         self._left -= size
         return self._file.read(size)
 
@@ -182,4 +189,4 @@ def _read_bounded(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(MAX_XML_BYTES + 1)
     except OSError as error:
-        raise CorpusError(f"{path} cannot be read ({error.strerror})") from None
+        raise CorpusError(f"{path} cannot be read ({error.strerror})", "unreadable") from None

@@ -1,8 +1,8 @@
-"""Radiology reports: their sections, addenda and sentences, with the quirks of MIMIC-CXR and some of other hospitals.
+"""Parser for radiology reports: sections, addenda and sentences, in the layouts of MIMIC-CXR and other hospitals.
 
 A MIMIC report is plain text in short lines: FINAL REPORT as a title, sections with a header in capitals at the start
-of a line (`FINDINGS:`), masks (`___`) where something was removed, and now and then a wet read or an addendum above a
-rule of underscores. Sections may be missing, empty, repeated, or named after the examination (`CHEST, TWO VIEWS:`).
+of a line (`FINDINGS:`), masks (`___`) for removed text, and sometimes a wet read or an addendum above a rule of
+underscores. Sections may be missing, empty, repeated, or named after the examination (`CHEST, TWO VIEWS:`).
 """
 
 import dataclasses
@@ -10,14 +10,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from medvl.data.reports.laterality import swap_laterality
 from medvl.data.reports.sentences import split_sentences
 from medvl.errors import ReportError
 
-__all__ = ["Report", "parse_report", "read_report", "split_sentences", "swap_laterality"]
-
 MAX_REPORT_BYTES = 1 << 20
-"""The longest report of MIMIC-CXR has under 10 kB; what is larger than this is no report."""
+"""Largest accepted report file; the longest report of MIMIC-CXR has under 10 kB."""
 
 _ALIASES = {
     "findings": "findings|finding|findings in detail|radiographic findings|report|results|description|observations",
@@ -41,10 +38,10 @@ _ALIASES = {
     "addendum": "addendum|addenda|final addendum",
 }
 _SECTION_OF = {alias: section for section, aliases in _ALIASES.items() for alias in aliases.split("|")}
-_OF_THE_EXAMINATION = re.compile(r"\b(?:chest|thorax|cxr|views?|radiographs?|x-?rays?|films?)\b")
+_EXAMINATION_NAME = re.compile(r"\b(?:chest|thorax|cxr|views?|radiographs?|x-?rays?|films?)\b")
 _BEFORE_FINDINGS = frozenset(("indication", "history", "comparison", "technique", "examination"))
 _CONTEXT = _BEFORE_FINDINGS | {"notification", "recommendation", "wet_read", "addendum"}
-"""Sections that say why, how and to whom, not what is seen."""
+"""Sections that do not describe the image."""
 
 _PARTS_OF_FINDINGS = re.compile(
     r"(?:visualized |upper |right |left )?(?:lungs?|pleura|pleural spaces?|heart|heart size|cardiac|cardiac silhouette"
@@ -53,7 +50,7 @@ _PARTS_OF_FINDINGS = re.compile(
     r"|other)(?:(?: and | & |, |/)(?:airways?|pleura|mediastinum|soft tissues|tubes|lines|devices|hila|vessels))*",
     re.IGNORECASE,
 )
-"""Sub-headings that a template puts inside of FINDINGS: they stay in its text."""
+"""Sub-headings of templates within FINDINGS, which stay in its text."""
 
 _RULE = re.compile(r"\s*_{10,}\s*")  # a mask has three
 _TITLE = re.compile(r"\s*FINAL (?P<kind>REPORT|ADDENDUM)\s*:?\s*")
@@ -70,35 +67,35 @@ _LETTER_OR_DIGIT = re.compile(r"[^\W_]")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """A report taken apart. Line wraps are undone; a text is never the empty string."""
+    """A parsed report. Line wraps are undone; texts are never empty."""
 
     sections: Mapping[str, str]
     """Name -> text, in the order of the report. Common headers have one name each (findings, impression, indication,
     history, comparison, technique, examination, recommendation, notification, wet_read); others are lower-cased. Of
-    sections with the same name, the last that has text."""
+    several sections with the same name, the last one with text is kept."""
     empty_sections: tuple[str, ...] = ()
-    """Names of headers without text, or with nothing but masks, below them; such sections are dropped."""
+    """Names of dropped sections without text or with masks only."""
     preamble: str | None = None
-    """What stands before the first header."""
+    """Text before the first header."""
     addenda: tuple[str, ...] = ()
     last_paragraph: str | None = None
-    """The last paragraph that describes the image, for reports without findings and impression: such a paragraph may
-    follow, after a blank line, a section that describes none (technique, comparison, ...)."""
+    """Last paragraph that describes the image, for reports without findings and impression. It may follow a section
+    such as technique or comparison after a blank line."""
     encoding: str = "utf-8"
-    """Of the file; "utf-8" for reports that came as text."""
+    """Encoding of the file; "utf-8" for reports parsed from text."""
 
     @property
     def findings(self) -> str | None:
-        """The findings, None where the report has none."""
+        """The findings section, or None."""
         return self.sections.get("findings")
 
     @property
     def impression(self) -> str | None:
-        """The impression, None where the report has none."""
+        """The impression section, or None."""
         return self.sections.get("impression")
 
     def sentences(self, sections: Sequence[str] = ("findings", "impression")) -> list[str]:
-        """The sentences of the named sections, or of the last paragraph when none of them is there."""
+        """Return the sentences of the given sections or, if all are missing, of the last paragraph."""
         texts = [self.sections[name] for name in sections if name in self.sections]
         if not texts and self.last_paragraph:
             texts = [self.last_paragraph]
@@ -106,20 +103,20 @@ class Report:
 
 
 def read_report(path: Path | str) -> Report:
-    """The report in a text file: UTF-8, or an older file in Windows-1252 or Latin-1 (`encoding` says which).
+    """Read a report from a text file in UTF-8, Windows-1252 or Latin-1 (see `Report.encoding`).
 
-    Raises ReportError when the file is too large or is no text; OSError when it cannot be opened.
+    Raises ReportError when the file is too large or is not text; OSError when it cannot be opened.
     """
     path = Path(path)
     with path.open("rb") as file:
         data = file.read(MAX_REPORT_BYTES + 1)
     if len(data) > MAX_REPORT_BYTES:
-        raise ReportError(f"{path} has more than {MAX_REPORT_BYTES} bytes: it is no report")
+        raise ReportError(f"{path} has more than {MAX_REPORT_BYTES} bytes: not a report", "too_large")
     if b"\0" in data:
-        raise ReportError(f"{path} holds NUL bytes: it is binary, or UTF-16 that must be converted to UTF-8")
+        raise ReportError(f"{path} contains NUL bytes: binary, or UTF-16; convert it to UTF-8", "malformed")
     text, encoding = _decode(data)
     if sum(character < " " and character not in "\t\n\r\f\v" for character in text) > len(text) // 100:
-        raise ReportError(f"{path} is full of control characters: it is no text")
+        raise ReportError(f"{path} consists of control characters: not text", "malformed")
     return dataclasses.replace(parse_report(text), encoding=encoding)
 
 
@@ -133,11 +130,11 @@ def _decode(data: bytes) -> tuple[str, str]:
 
 
 def parse_report(text: str) -> Report:
-    """Takes a report apart. Any text can be parsed: without headers, it is all preamble and last paragraph.
+    """Parse a report. Any text can be parsed; without headers it is preamble and last paragraph.
 
-    A header is known by its place at the start of a line and its colon. In capitals, any words make one; in lower
-    case, only the names in this module's table do, so that `Dr. X:` and `at 3:00` do not. The well-known headers in
-    capitals are also found inside of a line, where a report has lost its line breaks.
+    A header is at the start of a line and ends with a colon. In capitals, any words are a header; in lower case, only
+    the names in this module's table, so that `Dr. X:` and `at 3:00` are not. Common headers in capitals are also
+    recognised within a line, for reports that have lost their line breaks.
     """
     sections: dict[str, str] = {}
     empty: dict[str, None] = {}
@@ -146,11 +143,11 @@ def parse_report(text: str) -> Report:
     parts: list[tuple[str | None, list[str]]] = []
     for is_addendum, lines in _blocks(text):
         if is_addendum:
-            addenda += filter(_describes, [_ADDENDUM.sub("", _join(lines))])
+            addenda += filter(_has_content, [_ADDENDUM.sub("", _join(lines))])
             continue
         for name, body in _split_by_header(lines):
             content = _join(body)
-            if not _describes(content) and not (name in _CONTEXT and "_" in content):  # COMPARISON: ___ is not empty
+            if not _has_content(content) and not (name in _CONTEXT and "_" in content):  # COMPARISON: ___ is not empty
                 empty |= {name: None} if name else {}
                 continue
             parts.append((name, body))
@@ -171,7 +168,7 @@ def parse_report(text: str) -> Report:
 
 
 def _blocks(text: str) -> Iterable[tuple[bool, list[str]]]:
-    """(is an addendum, lines), cut at rules and at the titles FINAL REPORT and FINAL ADDENDUM."""
+    """Yield (is an addendum, lines), split at rules and at the titles FINAL REPORT and FINAL ADDENDUM."""
     is_addendum, lines = False, list[str]()
     for line in _HEADER_IN_LINE.sub(r"\1\n\2", text.replace("\ufeff", "")).splitlines():
         title = _TITLE.fullmatch(line)
@@ -184,13 +181,13 @@ def _blocks(text: str) -> Iterable[tuple[bool, list[str]]]:
 
 
 def _opens_addendum(lines: list[str]) -> bool:
-    """Whether a block begins with the word; with a colon, it is a header like others."""
+    """Return whether a block begins with the word; with a colon, it is an ordinary header."""
     first = next((line for line in lines if line.strip()), "")
     return _ADDENDUM.match(first) is not None and _HEADER.match(first) is None
 
 
 def _split_by_header(lines: list[str]) -> list[tuple[str | None, list[str]]]:
-    """(section, its lines), beginning with what stands before the first header, whose section is None."""
+    """Return (section, its lines), beginning with the lines before the first header, whose section is None."""
     parts: list[tuple[str | None, list[str]]] = [(None, [])]
     for line in lines:
         header = _header(line, inside=parts[-1][0])
@@ -202,12 +199,12 @@ def _split_by_header(lines: list[str]) -> list[tuple[str | None, list[str]]]:
 
 
 def _header(line: str, inside: str | None) -> tuple[str, str] | None:
-    """(section, rest of the line) when `line` begins with a header."""
+    """Return (section, rest of the line) when `line` begins with a header, else None."""
     match = _HEADER.match(line)
     label, rest = (match["label"], match["rest"]) if match else (line.strip(), "")
     plain = " ".join(label.lower().split())
     known = _SECTION_OF.get(plain)
-    if match is None:  # a header alone on its line may lack the colon: Findings, FINDINGS, but not "findings"
+    if match is None:  # a header alone on its line may have no colon: Findings, FINDINGS, but not "findings"
         return (known, "") if known and label[:1].isupper() else None
     if known and (label[:1].isupper() or plain == known):
         return known, rest
@@ -215,7 +212,7 @@ def _header(line: str, inside: str | None) -> tuple[str, str] | None:
         return None
     if _PARTS_OF_FINDINGS.fullmatch(plain) and inside in ("findings", "impression"):
         return None
-    return ("findings" if _OF_THE_EXAMINATION.search(plain) else plain), rest
+    return ("findings" if _EXAMINATION_NAME.search(plain) else plain), rest
 
 
 def _is_part_of_findings(line: str) -> bool:
@@ -224,7 +221,7 @@ def _is_part_of_findings(line: str) -> bool:
 
 
 def _paragraphs(lines: Iterable[str], *, items: bool) -> list[str]:
-    """Runs of lines between blank lines, unwrapped; with `items`, also cut before list items and sub-headings."""
+    """Return unwrapped paragraphs; with `items`, also split before list items and sub-headings."""
     paragraphs: list[list[str]] = [[]]
     for line in lines:
         if not line.strip():
@@ -237,27 +234,23 @@ def _paragraphs(lines: Iterable[str], *, items: bool) -> list[str]:
 
 
 def _join(lines: Iterable[str]) -> str:
-    """One line of text.
-
-    A paragraph or list item that ends without punctuation gets a full stop, or its last sentence would run on into
-    the next.
-    """
+    """Join lines to one, with a full stop after each paragraph or list item that has no final punctuation."""
     paragraphs = _paragraphs(lines, items=True)
     ended = [paragraph if paragraph[-1] in ".!?:;," else paragraph + "." for paragraph in paragraphs[:-1]]
     return " ".join([*ended, *paragraphs[-1:]])
 
 
-def _describes(text: str) -> bool:
-    """Whether there is more than masks and punctuation."""
+def _has_content(text: str) -> bool:
+    """Return whether a text has more than masks and punctuation."""
     return _LETTER_OR_DIGIT.search(text) is not None
 
 
 def _last_paragraph(parts: list[tuple[str | None, list[str]]]) -> str | None:
     for section, lines in reversed(parts):
         paragraphs = _paragraphs(lines, items=False)
-        if section in _CONTEXT:  # its first paragraph is its own
+        if section in _CONTEXT:  # the first paragraph belongs to the section
             paragraphs = paragraphs[1:] if section in _BEFORE_FINDINGS else []
-        paragraphs = list(filter(_describes, paragraphs))
+        paragraphs = list(filter(_has_content, paragraphs))
         if paragraphs:
             return paragraphs[-1]
     return None

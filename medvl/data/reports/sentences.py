@@ -1,4 +1,4 @@
-"""Sentences of radiology text, which is dictated: decimals, titles, masks, numbered lists and missing spaces."""
+"""Sentence splitter for dictated text: decimals, titles, masks, numbered lists and missing spaces."""
 
 import re
 
@@ -17,20 +17,20 @@ _BEFORE_NAMES = re.compile(r"drs?|mrs?|ms|prof|st|vs?|e\.?g|i\.?e|cf|fig|approx|
 _SHORT_FORMS = re.compile(
     r"[cm]m|ml|cc|ft|[km]g|yrs?|hrs?|mins?|sec|wks?|mos?|etc|inc|dept|resp|lat|ant|sup|inf|rt|lt|vol|pts?|bilat|al|md|jr|sr"
 )
-"""Units and abbreviations that may end a sentence: they do where a capital follows."""
+"""Units and abbreviations that end a sentence only before a capital."""
 
 _LONGEST_SHORT = 6
-"""Letters of the longest of these two lists: a longer word without a dot is on neither."""
+"""Length of the longest entry in the two lists above, to skip the match for longer words."""
 
 _NUMBERED = re.compile(r"grade|type|stage|level|segment|zone|class|category|number|image|series|phase|ribs?")
 """Words whose number is part of the sentence, not of a list."""
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a report's text, in order, with their punctuation.
+    """Return the sentences of a text in order, with their punctuation.
 
-    Line wraps are undone; blank lines and list items part sentences. The numbers and dashes of lists are dropped.
-    Masks (`___`, `XXXX`) stay as words, but a sentence that has nothing but masks and numbers is left out.
+    Line wraps are undone; blank lines and list items end sentences. List numbers and dashes are removed. Masks (`___`,
+    `XXXX`) are kept as words, but sentences of only masks and numbers are left out.
     """
     sentences = []
     for block in _BLOCK.split(text.replace("\r\n", "\n")):
@@ -42,7 +42,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _split_block(text: str) -> list[str]:
-    """Cuts text whose white space is single blanks."""
+    """Split text with single blanks into sentences."""
     pieces, start = [], 0
     for stop in _STOP.finditer(text):
         word = text[max(start, stop.start() - _LONGEST_WORD) : stop.start()].rpartition(" ")[2].lstrip("([\"'")
@@ -58,7 +58,7 @@ def _split_block(text: str) -> list[str]:
 
 
 def _ends_sentence(text: str, start: int, stop: re.Match[str], word: str) -> bool:
-    """Whether the sentence that begins at `start` ends with the punctuation `stop`, which follows `word`."""
+    """Return whether the sentence from `start` ends with the punctuation `stop`, which follows `word`."""
     after = text[stop.end() : stop.end() + 3]
     if not after:
         return True
@@ -79,7 +79,7 @@ def _ends_sentence(text: str, start: int, stop: re.Match[str], word: str) -> boo
 
 
 def _lacks_space(word: str, after: str) -> bool:
-    """`effusion.No pneumothorax` and `3 cm.No`, but not `3.2`, `a.m.`, `Ph.D`, `L4.L5`."""
+    """Return whether a space is missing: `effusion.No pneumothorax`, `3 cm.No`; not `3.2`, `a.m.`, `Ph.D`, `L4.L5`."""
     if not after[0].isupper() or _BEFORE_NAMES.fullmatch(word.lower()):
         return False
     if word[-1:].isdigit():
@@ -88,12 +88,12 @@ def _lacks_space(word: str, after: str) -> bool:
 
 
 def _is_dotted(lower: str) -> bool:
-    """`a.m`, `p.o`, `m.d`: single letters with dots between."""
+    """Return whether a word is single letters with dots: `a.m`, `p.o`, `m.d`."""
     return len(lower) > 1 and all(len(part) == 1 for part in lower.split("."))
 
 
 def _is_initial(text: str, stop: re.Match[str], word: str) -> bool:
-    """The `A.` of `Dr. A. Miller` and of `A. Miller`, but not the `C.` of `hepatitis C. No ...`."""
+    """Return whether a word is an initial: `Dr. A. Miller`, `A. Miller`; not `hepatitis C. No ...`."""
     if len(word) != 1 or not word.isupper():
         return False
     before = text[max(0, stop.start() - _LONGEST_WORD) : stop.start() - 1].rstrip()
@@ -102,7 +102,7 @@ def _is_initial(text: str, stop: re.Match[str], word: str) -> bool:
 
 
 def _opens_next_item(text: str, start: int, stop: re.Match[str], word: str) -> bool:
-    """The `2` of `1. No effusion 2. Clear lungs`: the next number of a list whose items lack their full stop."""
+    """Return whether a word is the next number of a list without full stops: `1. No effusion 2. Clear lungs`."""
     if not word.isdecimal():
         return False
     current = re.match(r"\s*\(?(\d{1,2})[.)]\s", text[start : start + 8])
@@ -115,7 +115,7 @@ def _opens_next_item(text: str, start: int, stop: re.Match[str], word: str) -> b
 
 
 def _leader_end(sentence: str) -> int:
-    """Where the text after a list number or a dash begins."""
+    """Return the start of the text after a list number or dash."""
     stripped = len(sentence) - len(sentence.lstrip())
     leader = _LEADER.match(sentence, stripped)
     return leader.end() if leader else stripped

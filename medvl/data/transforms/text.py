@@ -7,7 +7,7 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
-from medvl.data.reports.sections import split_sentences
+from medvl.data.reports.sentences import split_sentences
 from medvl.errors import ConfigError
 
 _WORD = re.compile(r"\w+")

@@ -1,4 +1,4 @@
-"""The rule labeler: sentence by sentence, against the phantom's truth, and beside the MeSH terms of real reports."""
+"""The rule labeler on single sentences, the phantom's labels, and the MeSH terms of real reports."""
 
 from collections import Counter
 from pathlib import Path
@@ -52,27 +52,27 @@ from medvl.schema import FINDINGS
         ("NO\nPNEUMOTHORAX.", {"Pneumothorax": 0}),
     ],
 )  # fmt: skip
-def test_sentences(text: str, expected: dict[str, int]) -> None:
-    found = label_report(text)
-    found.pop("No Finding", None)
-    assert found == expected
+def test_label_report_on_sentences(text: str, expected: dict[str, int]) -> None:
+    labels = label_report(text)
+    labels.pop("No Finding", None)
+    assert labels == expected
 
 
-def test_no_finding_is_what_is_left_but_devices() -> None:
+def test_no_finding_ignores_devices() -> None:
     assert label_report("No pneumothorax. PICC in place.") == {"No Finding": 1, "Pneumothorax": 0, "Support Devices": 1}
     assert label_report("No acute cardiopulmonary process.") == {"No Finding": 1}
     assert "No Finding" not in label_report("Possible pneumonia.")
     assert label_report(" ") == {}
 
 
-def test_a_mention_says_what_decided_it() -> None:
+def test_mentions_have_phrase_and_cue() -> None:
     opacity, pneumonia = find_mentions("Left basilar opacity is concerning for pneumonia.")
     assert (opacity.finding, opacity.value, opacity.phrase, opacity.cue) == ("Lung Opacity", 1, "opacity", "")
     assert (pneumonia.value, pneumonia.phrase, pneumonia.cue) == (-1, "pneumonia", "concerning for")
     assert pneumonia.sentence == "left basilar opacity is concerning for pneumonia."
 
 
-def test_the_tables_name_every_finding_once() -> None:
+def test_lexicon_has_every_finding_once() -> None:
     assert {*MENTIONS, "No Finding"} == set(FINDINGS)
     entries = [entry for table in MENTIONS.values() for entry in table]
     assert len(entries) == len(set(entries))
@@ -82,22 +82,22 @@ def phantom_reports(patients: int) -> list[Report]:
     return [compose_report(study) for patient in World(11).patients(patients) for study in patient.studies]
 
 
-def test_it_reads_the_phantom_as_it_was_meant() -> None:
-    """Every label at every value: precision and recall above 0.95, wherever ten reports say so."""
-    right, said, meant = Counter[tuple[str, int]](), Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+def test_labels_of_phantom_reports_match_their_truth() -> None:
+    """Precision and recall are above 0.95 for every label and value with at least ten reports."""
+    correct, predicted, expected = Counter[tuple[str, int]](), Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for report in phantom_reports(400):
         if not report.findings and not report.impression:
-            continue  # its text stands without a heading
-        found = set(label_report(f"{report.findings} {report.impression}").items())
+            continue  # its text has no headings
+        labels = set(label_report(f"{report.findings} {report.impression}").items())
         truth = set(report.labels.items())
-        said.update(found)
-        meant.update(truth)
-        right.update(found & truth)
-    judged = [key for key, count in meant.items() if count >= 10]
-    assert len({finding for finding, value in judged if value == 1}) == len(FINDINGS)
-    assert len(judged) > 30
-    poor = {key: (right[key] / said[key], right[key] / meant[key]) for key in judged}
-    assert {key: rates for key, rates in poor.items() if min(rates) <= 0.95} == {}
+        predicted.update(labels)
+        expected.update(truth)
+        correct.update(labels & truth)
+    frequent = [key for key, count in expected.items() if count >= 10]
+    assert len({finding for finding, value in frequent if value == 1}) == len(FINDINGS)
+    assert len(frequent) > 30
+    rates_of = {key: (correct[key] / predicted[key], correct[key] / expected[key]) for key in frequent}
+    assert {key: rates for key, rates in rates_of.items() if min(rates) <= 0.95} == {}
 
 
 MESH = {
@@ -109,23 +109,23 @@ MESH = {
     "Pleural Effusion": {"Pleural Effusion", "Hydropneumothorax", "Hemopneumothorax"},
     "Pneumothorax": {"Pneumothorax", "Hydropneumothorax", "Hemopneumothorax"},
 }
-"""The findings that readers of Open-i indexed under a term of the same meaning."""
+"""Findings with MeSH terms of the same meaning in Open-i."""
 
 
 @pytest.mark.real
-def test_it_agrees_with_the_readers_of_openi(real_data: Path) -> None:
-    right, said, meant = Counter[str](), Counter[str](), Counter[str]()
+def test_labels_agree_with_openi_indexing(real_data: Path) -> None:
+    correct, predicted, expected = Counter[str](), Counter[str](), Counter[str]()
     for report in iter_openi_reports(real_data / "openi" / "NLMCXR_reports.tgz"):
         text = " ".join(report.sections.get(name, "") for name in ("findings", "impression"))
         if not text.strip() or report.mesh_major == ("No Indexing",):
             continue
         terms = {term.split("/")[0] for term in report.mesh_major}
         truth = {finding for finding, names in MESH.items() if names & terms}
-        found = {finding for finding, value in label_report(text).items() if value == 1} & set(MESH)
-        said.update(found)
-        meant.update(truth)
-        right.update(found & truth)
+        labels = {finding for finding, value in label_report(text).items() if value == 1} & set(MESH)
+        predicted.update(labels)
+        expected.update(truth)
+        correct.update(labels & truth)
     for finding in MESH:
-        precision, recall = right[finding] / said[finding], right[finding] / meant[finding]
+        precision, recall = correct[finding] / predicted[finding], correct[finding] / expected[finding]
         assert precision > 0.85, (finding, precision, recall)
         assert recall > 0.8, (finding, precision, recall)

@@ -1,10 +1,11 @@
-"""Sentences and laterality, against tables of cases written by hand."""
+"""Sentence splitting and laterality on hand-written cases."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medvl.data.reports.sections import split_sentences, swap_laterality
+from medvl.data.reports.laterality import swap_laterality
+from medvl.data.reports.sentences import split_sentences
 
 SENTENCES = [
     ("Lungs are clear. No effusion.", ["Lungs are clear.", "No effusion."]),
@@ -56,12 +57,12 @@ def test_split_sentences(text, sentences):
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(alphabet="aBX1 .\n_-)?", max_size=80))
-def test_sentences_hold_characters_of_the_text_in_order(text):
+def test_sentences_keep_characters_in_order(text):
     rest = iter(text)
     assert all(character in rest for character in "".join(split_sentences(text)).replace(" ", ""))
 
 
-def test_long_runs_do_not_take_quadratic_time():
+def test_long_runs_split_in_linear_time():
     for text in ("a." * 50_000, "1. " * 50_000, " " * 500_000, "-" * 300_000, "Dr. " * 50_000, "\n" * 300_000):
         assert len(split_sentences(text)) <= 1
 
@@ -96,13 +97,13 @@ UNTOUCHED = [
 
 
 @pytest.mark.parametrize(("text", "swapped"), SWAPS)
-def test_swap_laterality_both_ways(text, swapped):
+def test_swap_laterality_is_symmetric(text, swapped):
     assert swap_laterality(text) == swapped
     assert swap_laterality(swapped) == text
 
 
 @pytest.mark.parametrize("text", UNTOUCHED)
-def test_swap_leaves_names_alone(text):
+def test_swap_laterality_keeps_names(text):
     assert swap_laterality(text) == text
 
 
@@ -163,10 +164,10 @@ WORDS = [
 
 @settings(max_examples=1000, deadline=None)
 @given(st.lists(st.sampled_from(WORDS), max_size=14), st.sampled_from([" ", "", "-", ". "]))
-def test_swapping_twice_gives_the_text_back(words, glue):
+def test_swap_laterality_twice_is_the_identity(words, glue):
     text = glue.join(words)
     assert swap_laterality(swap_laterality(text)) == text
 
 
-def test_digits_that_are_no_numbers_are_read_over() -> None:
+def test_superscript_digits_are_not_list_numbers() -> None:
     assert split_sentences("1. Clear lungs ². No effusion.") == ["Clear lungs ².", "No effusion."]

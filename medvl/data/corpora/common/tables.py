@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from medvl.data.privacy.deidentify import find_identifiers, names_a_person
+from medvl.data.privacy.deidentify import find_identifiers, is_identifying_header
 from medvl.data.reports.sections import read_report
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import FINDINGS, Sample
@@ -55,7 +55,7 @@ def read_record(record: Record, warnings: Counter[str]) -> Sample:
     sample = record.sample
     if record.report is not None:
         report = read_report(record.report)
-        sections = {name: text for name, text in report.sections.items() if not names_a_person(name)}
+        sections = {name: text for name, text in report.sections.items() if not is_identifying_header(name)}
         warnings["sections_naming_a_person"] += len(report.sections) - len(sections)
         if report.findings is None and report.impression is None and report.last_paragraph:
             sections["last_paragraph"] = report.last_paragraph
