@@ -1,6 +1,5 @@
 """Report sections: layouts of MIMIC-CXR and other hospitals, old encodings, and unreadable files."""
 
-
 import numpy as np
 import pytest
 from helpers.errors import raises
