@@ -1,17 +1,17 @@
-"""Phrase grounding: is what a phrase says found where radiologists drew its boxes?
+"""Phrase grounding: heatmaps of a phrase against the boxes that radiologists drew for it.
 
 Protocol "grounding", version 1:
 
-* An item is an image and one of its phrases, whose truth is the union of its boxes. Images without phrases are left out
-  and counted.
-* A map over the image says where the model finds the phrase (`grounding_maps`): the model's own attention, or the
-  cosine of the phrase with each patch. It is judged in the pixels of the stored image, by `grounding_metrics`, whose
-  rules name what becomes of pixels that the model was not shown, of ties and of even maps.
-* A map depends on its own image and phrase alone.
+* An item is an image and one of its phrases; the target region is the union of the phrase's boxes. Images without
+  phrases are left out and counted.
+* The map is the model's own attention, or the cosine similarity of the phrase with each patch (`heatmaps`). `metrics`
+  compares it with the boxes in pixels of the stored image; its rules define the treatment of pixels outside of the
+  model's crop, of ties and of constant maps.
+* A map depends only on its own image and phrase.
 * "overall" is the mean over items, "macro" the mean over findings of their means.
-* Intervals: patients are drawn, with all their images and phrases. All rows share the draws.
+* Intervals: the bootstrap resamples patients, with all their images and phrases. All rows share the resamples.
 
-`details` has what a blind guess reaches: the share of the image that lies in the boxes is its pointing game.
+`details["chance"]` is the share of the image inside the boxes: the pointing game of a random guess.
 
 Shape letters: N items, L findings, R resamples.
 """
@@ -36,7 +36,7 @@ from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, me
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
 from medvl.eval.grounding.heatmaps import Maps, choose_maps, phrase_maps
-from medvl.eval.grounding.metrics import MapRules, inside, judge_map
+from medvl.eval.grounding.metrics import MapRules, map_metrics, region_mask
 from medvl.models import DualEncoder
 from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch, Sample
@@ -44,43 +44,46 @@ from medvl.schema import Batch, Sample
 PROTOCOL, PROTOCOL_VERSION = "grounding", 1
 
 _ASPECT = 0.02
-"""How much the proportions of a stored image may differ from those that its boxes were drawn in: rounding."""
+"""Accepted relative difference between the aspect ratios of the stored and the published image (rounding)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GroundedPhrase:
-    """An item with what became of it."""
+    """An item with its metrics."""
 
     position: int
-    """Of its image in the loader's source."""
+    """Index of its image in the loader's source."""
     sample: Sample
     number: int
-    """Of the phrase among those of its image."""
+    """Index of the phrase among those of its image."""
     phrase: Phrase
     numbers: dict[str, float]
-    """`MapRules.metrics` by name; NaN where one is not defined."""
+    """Values of `MapRules.metrics` by name; NaN where one is not defined."""
     share: float
-    """Of the image's pixels that lie in the boxes."""
+    """Share of the image's pixels inside the boxes."""
     unseen: float
-    """Share of the image's pixels that the model was not shown."""
+    """Share of the image's pixels outside of the model's crop."""
 
     def as_json(self) -> dict[str, Any]:
-        """A line of predictions; the phrase stays with the data."""
+        """Return one line of the predictions file, without the text of the phrase."""
         names = {"key": self.sample.key, "phrase": self.number, "patient": self.sample.patient}
         return {**names, "label": self.phrase.label, **self.numbers}
 
 
+_KeptMaps = dict[tuple[int, int], NDArray[np.float32]]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GroundingResult:
-    """The results, the items behind them, and the maps of those that were to be shown."""
+    """Results, items, and the maps that are shown on the page."""
 
     results: Results
     items: tuple[GroundedPhrase, ...]
-    maps: dict[tuple[int, int], NDArray[np.float32]]
-    """(position, number) -> map (H, W) of the items that `keep_maps` drew."""
+    maps: _KeptMaps
+    """(position, number) -> map (H, W), for random items (`keep_maps`)."""
 
     def predictions(self) -> Iterator[dict[str, Any]]:
-        """One mapping an item: its names and its numbers."""
+        """Yield one mapping per item for `write_results`."""
         return (item.as_json() for item in self.items)
 
 
@@ -96,35 +99,37 @@ def phrase_grounding(
     keep_maps: int = 0,
     checkpoint: str | Path | None = None,
 ) -> GroundingResult:
-    """Judge where a dual-encoder finds phrases; the protocol is at the top of this module.
+    """Evaluate phrase grounding of a dual-encoder; the module docstring describes the protocol.
 
     Args:
         model: any dual-encoder whose image encoder has patches.
-        loader: over samples with phrases, or with boxes by finding, which are then asked for by name.
-        maps: "attention", "similarity", or None for the model's own where it has some.
-        rules: how a map is judged.
-        smoothing: of maps of similarity, in cells of the grid.
+        loader: over samples with phrases, or with boxes by finding, for which the finding's name is the phrase.
+        maps: "attention", "similarity", or None for attention if the model has it, else similarity.
+        rules: rules for comparing a map with boxes.
+        smoothing: standard deviation of a Gaussian over similarity maps, in cells of the grid.
         resamples, seed: of the bootstrap.
-        keep_maps: as many items of each finding, drawn by the seed, keep their map for the page.
-        checkpoint: whose hash goes into the results.
+        keep_maps: number of items per finding whose maps are kept for the page (random).
+        checkpoint: its hash goes into the results.
 
     Raises:
-        EvaluationError: there is no phrase, the model's patches cannot be compared with phrases, boxes are of an image
-            of other proportions, or the loader does not give every sample once.
+        EvaluationError: there is no phrase, the model's patches cannot be compared with phrases, the aspect ratio of a
+            stored image differs from that of its boxes, or the loader does not give every sample once.
     """
     rules = rules or MapRules()
-    chosen = choose_maps(model, maps)
-    if chosen == "attention" and smoothing:
-        raise EvaluationError("smoothing is for maps of similarity: attention is judged as the model gives it")
+    kind = choose_maps(model, maps)
+    if kind == "attention" and smoothing:
+        raise EvaluationError(
+            "smoothing applies to similarity maps: use maps='similarity' or smoothing=0", "conflict", field="smoothing"
+        )
     inputs = input_hashes(checkpoint, manifest=loader)
-    judge = _Judge(model, loader, _asked(loader), chosen, smoothing, rules)
-    items, shown, account = judge.all_items(_drawn(judge.asked, keep_maps, seed))
+    grounding = _Grounding(model, loader, _queries(loader), kind, smoothing, rules)
+    items, kept, details = grounding.run(_random_items(grounding.queries, keep_maps, seed))
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
         rows=grounding_rows(items, rules, resamples, seed),
         config={
-            "maps": chosen,
+            "maps": kind,
             **dataclasses.asdict(rules),
             "thresholds": list(rules.thresholds),
             "smoothing": smoothing,
@@ -132,94 +137,92 @@ def phrase_grounding(
             "seed": seed,
         },
         inputs=inputs,
-        details=account,
+        details=details,
     )
-    return GroundingResult(results=results, items=tuple(items), maps=shown)
+    return GroundingResult(results=results, items=tuple(items), maps=kept)
 
 
-class _Question(NamedTuple):
-    """A phrase that is looked for in an image."""
+class _Query(NamedTuple):
+    """A phrase to ground in an image; fields as in `GroundedPhrase`."""
 
     position: int
     sample: Sample
     number: int
-    """Of the phrase among those of its image."""
     phrase: Phrase
 
 
-def _asked(loader: Loader) -> dict[str, list[_Question]]:
-    """Key of each sample -> what is looked for in its image."""
+def _queries(loader: Loader) -> dict[str, list[_Query]]:
+    """Return key of each sample -> its queries."""
     return {
-        key: [_Question(position, sample, number, phrase) for number, phrase in enumerate(phrases_of(sample))]
+        key: [_Query(position, sample, number, phrase) for number, phrase in enumerate(phrases_of(sample))]
         for key, (position, sample) in samples_by_key(loader.source).items()
     }
 
 
-def _drawn(asked: Mapping[str, Sequence[_Question]], each: int, seed: int) -> set[tuple[int, int]]:
-    """(position, number) of as many items of each finding."""
+def _random_items(queries: Mapping[str, Sequence[_Query]], count: int, seed: int) -> set[tuple[int, int]]:
+    """Return (position, number) of `count` random items of each finding."""
     by_label: dict[str, list[tuple[int, int]]] = {}
-    for question in itertools.chain.from_iterable(asked.values()):
-        by_label.setdefault(question.phrase.label, []).append((question.position, question.number))
+    for query in itertools.chain.from_iterable(queries.values()):
+        by_label.setdefault(query.phrase.label, []).append((query.position, query.number))
     rng = np.random.default_rng(seed)
-    drawn = [(items, rng.permutation(len(items))[:each]) for _, items in sorted(by_label.items())]
-    return {items[index] for items, chosen in drawn for index in chosen.tolist()}
-
-
-_Maps = dict[tuple[int, int], NDArray[np.float32]]
+    chosen = [(items, rng.permutation(len(items))[:count]) for _, items in sorted(by_label.items())]
+    return {items[index] for items, indices in chosen for index in indices.tolist()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Judge:
-    """Takes a loader's batches apart into items, and judges them."""
+class _Grounding:
+    """Evaluation of all items of a loader."""
 
     model: DualEncoder
     loader: Loader
-    asked: Mapping[str, Sequence[_Question]]
+    queries: Mapping[str, Sequence[_Query]]
     maps: Maps
     smoothing: float
     rules: MapRules
 
-    def all_items(self, kept: set[tuple[int, int]]) -> tuple[list[GroundedPhrase], _Maps, dict[str, Any]]:
-        """Every item, the maps of those that are kept, and the account of it all."""
+    def run(self, keep: set[tuple[int, int]]) -> tuple[list[GroundedPhrase], _KeptMaps, dict[str, Any]]:
+        """Return every item, the maps of those in `keep`, and the details of the results."""
         items: list[GroundedPhrase] = []
-        shown: _Maps = {}
-        given = FullPass(self.loader)
+        kept: _KeptMaps = {}
+        batches = FullPass(self.loader)
         with evaluating(self.model):
-            for batch in given:
+            for batch in batches:
                 for item, map_HW in self._items(batch):
                     items.append(item)
-                    if (item.position, item.number) in kept:
-                        shown[item.position, item.number] = map_HW
+                    if (item.position, item.number) in keep:
+                        kept[item.position, item.number] = map_HW
         if not items:
-            raise EvaluationError("no sample has phrases or boxes: nothing can be looked for (`medvl shards ms-cxr`)")
-        return items, shown, _account(items, given)
+            raise EvaluationError(
+                "no sample has phrases or boxes: use annotated shards (`medvl shards ms-cxr`)", "empty"
+            )
+        return items, kept, _details(items, batches)
 
     def _items(self, batch: Batch) -> Iterator[tuple[GroundedPhrase, NDArray[np.float32]]]:
-        """Every item of a batch with its map. An image goes through the model once for each of its phrases."""
-        rows, questions, sizes = [], list[_Question](), []
+        """Yield every item of a batch with its map. The model encodes an image once for each of its phrases."""
+        rows, queries, sizes = [], list[_Query](), []
         for row, key in enumerate(batch.keys):
-            if asked := self.asked.get(key):
-                rows += [row] * len(asked)
-                questions += asked
-                sizes += [_stored_size(self.loader, asked[0].position, asked[0].sample)] * len(asked)
-        if not questions:
+            if of_image := self.queries.get(key):
+                rows += [row] * len(of_image)
+                queries += of_image
+                sizes += [_stored_size(self.loader, of_image[0].position, of_image[0].sample)] * len(of_image)
+        if not queries:
             return
-        found = phrase_maps(
+        maps = phrase_maps(
             self.model,
             batch.image_BCHW[rows].to(self.model.device, non_blocking=True),
-            [question.phrase.text for question in questions],
+            [query.phrase.text for query in queries],
             sizes,
             maps=self.maps,
             smoothing=self.smoothing,
         )
-        for question, size, tensor in zip(questions, sizes, found, strict=True):
+        for query, size, tensor in zip(queries, sizes, maps, strict=True):
             map_HW = tensor.cpu().numpy()
             if np.isinf(map_HW).any() or np.isnan(map_HW).all():
-                raise EvaluationError("the model's maps are not finite: look at its weights")
-            inside_HW = inside(boxes_on(question.phrase, question.sample, size), *size)
+                raise EvaluationError("the model's maps are not finite: check its weights", "nonfinite")
+            inside_HW = region_mask(stored_boxes(query.phrase, query.sample, size), *size)
             item = GroundedPhrase(
-                **question._asdict(),
-                numbers=dict(judge_map(map_HW, inside_HW, self.rules)),
+                **query._asdict(),
+                numbers=dict(map_metrics(map_HW, inside_HW, self.rules)),
                 share=float(inside_HW.mean()),
                 unseen=float(np.isnan(map_HW).mean()),
             )
@@ -227,22 +230,22 @@ class _Judge:
 
 
 def _stored_size(loader: Loader, position: int, sample: Sample) -> tuple[int, int]:
-    """(height, width) of the stored image. Raises `EvaluationError` when boxes are of one of other proportions."""
+    """Return (height, width) of the stored image. Raises `EvaluationError` if its boxes have another aspect ratio."""
     height, width = loader.source.pixels(position).shape[:2]
     published_height, published_width = published_size(sample)
     if abs(height * published_width / (width * published_height) - 1) > _ASPECT + 1 / min(height, width):
         raise EvaluationError(
-            f"sample {sample.key} is stored with {height} x {width} pixels, and its boxes are of an image of "
-            f"{published_height} x {published_width}: make its shards of the images that the boxes were drawn on"
+            f"sample {sample.key} is stored with {height} x {width} pixels, and its boxes are in an image of "
+            f"{published_height} x {published_width}: make its shards from the images that the boxes were drawn on",
+            "mismatch",
         )
     return height, width
 
 
-def boxes_on(phrase: Phrase, sample: Sample, size: tuple[int, int]) -> list[Box]:
-    """The boxes of a phrase in pixels of the image as it is stored, which has `size` (height, width)."""
+def stored_boxes(phrase: Phrase, sample: Sample, size: tuple[int, int]) -> list[Box]:
+    """Return the boxes of a phrase in pixels of the stored image of `size` (height, width)."""
     published = published_size(sample)
     down, across = size[0] / published[0], size[1] / published[1]
-
     scales = {"y": down, "x": across, "height": down, "width": across}
     return [Box(*(float(str(box[name])) * scale for name, scale in scales.items())) for box in phrase.boxes]
 
@@ -250,18 +253,18 @@ def boxes_on(phrase: Phrase, sample: Sample, size: tuple[int, int]) -> list[Box]
 def grounding_rows(
     items: Sequence[GroundedPhrase], rules: MapRules, resamples: int, seed: int
 ) -> tuple[MetricRow, ...]:
-    """Every metric overall, as the mean over findings, and for each finding."""
+    """Return every metric overall, as the mean over findings, and for each finding."""
     labels = [item.phrase.label for item in items]
-    blocks = [
+    groups = [
         label_mean_metrics(metric, np.array([item.numbers[metric] for item in items]), labels)
         for metric in rules.metrics
     ]
     patients = [item.sample.patient for item in items]
-    return measure(blocks, len(items), resamples=resamples, seed=seed, groups=patients)
+    return measure(groups, len(items), resamples=resamples, seed=seed, groups=patients)
 
 
 def label_mean_metrics(metric: str, value_N: Array, labels: Sequence[str]) -> MetricGroup:
-    """The mean over items ("overall"), over the means of the labels ("macro"), and of each label; NaN is left out."""
+    """Return the mean over items ("overall"), over the labels' means ("macro"), and of each label, ignoring NaN."""
     names = sorted(set(labels))
     of_label_NL = np.array(labels)[:, None] == np.array(names)
     values_NK = np.concatenate([value_N[:, None], np.where(of_label_NL, value_N[:, None], np.nan)], axis=1)
@@ -276,8 +279,8 @@ def label_mean_metrics(metric: str, value_N: Array, labels: Sequence[str]) -> Me
     return MetricGroup([overall, dataclasses.replace(overall, target="macro"), *of_labels], statistic)
 
 
-def _account(items: Sequence[GroundedPhrase], given: FullPass) -> dict[str, Any]:
-    """What was judged, what was left out, what the model was not shown, and what a blind guess reaches."""
+def _details(items: Sequence[GroundedPhrase], batches: FullPass) -> dict[str, Any]:
+    """Return counts of what was evaluated and left out, the mean share outside of crops, and chance by finding."""
     images = {item.sample.key for item in items}
     shares: dict[str, list[float]] = {"overall": [item.share for item in items]}
     for item in items:
@@ -286,8 +289,8 @@ def _account(items: Sequence[GroundedPhrase], given: FullPass) -> dict[str, Any]
         "images": len(images),
         "patients": len({item.sample.patient for item in items}),
         "phrases": len(items),
-        "images_without_phrase": len(given.keys) - len(images),
-        "unreadable": given.unreadable,
+        "images_without_phrase": len(batches.keys) - len(images),
+        "unreadable": batches.unreadable,
         "without_value": sum(math.isnan(item.numbers["pointing_game"]) for item in items),
         "unseen": float(np.mean([item.unseen for item in items])),
         "chance": {label: float(np.mean(values)) for label, values in sorted(shares.items())},

@@ -1,8 +1,8 @@
-"""Where a dual-encoder finds a phrase in an image: maps in the pixels of the image before the transform.
+"""Heatmaps of a phrase from a dual-encoder, in pixels of the image before the transform.
 
-A model that has maps of its own (GLoRIA's attention of words) is asked for them. A map of similarity is the cosine of
-the phrase with every patch of the last grid, each patch taken through the head that the pooled image goes through; of a
-model that compares regions with words, the cosine of each region with the word of the phrase that it fits best.
+"attention" maps come from models that have them (GLoRIA's attention of words to regions). A "similarity" map is the
+cosine of the phrase with every patch of the last grid, each patch projected by the head of the pooled image; for models
+that compare regions with words, the maximum over the phrase's words of the cosine with each region.
 
 Shape letters: B pairs of an image and a phrase, W words, P patches, E shared embedding, h and w cells of the grid.
 """
@@ -25,25 +25,29 @@ Size = tuple[int, int]
 
 
 @runtime_checkable
-class Attends(Protocol):
-    """A model with maps of its own."""
+class HasAttentionMaps(Protocol):
+    """A model with attention maps."""
 
     def attention_maps(
         self, image_BCHW: Tensor, texts: Sequence[str], original_sizes: Sequence[Size] | None = None
     ) -> list[Tensor]:
-        """One map (H, W) a pair, NaN where the model was not shown the image."""
+        """Return one map (H, W) per pair, NaN outside of the model's crop."""
 
 
-def choose_maps(model: DualEncoder, wanted: Maps | None) -> Maps:
-    """`wanted`, or the model's own where that is None and it has some. Raises `EvaluationError`."""
-    own = isinstance(model, Attends)
-    if wanted is None:
-        return "attention" if own else "similarity"
-    if wanted not in get_args(Maps):
-        raise EvaluationError(f"maps are {wanted!r}: choose one of {', '.join(get_args(Maps))}")
-    if wanted == "attention" and not own:
-        raise EvaluationError(f"{model.name} has no attention of words to regions: take the maps of similarity")
-    return wanted
+def choose_maps(model: DualEncoder, maps: Maps | None) -> Maps:
+    """Return `maps`, or if None the model's default. Raises `EvaluationError` if the model does not support it."""
+    has_attention = isinstance(model, HasAttentionMaps)
+    if maps is None:
+        return "attention" if has_attention else "similarity"
+    if maps not in get_args(Maps):
+        raise EvaluationError(
+            f"expected one of {', '.join(get_args(Maps))}, got {maps!r}", "unknown_name", field="maps"
+        )
+    if maps == "attention" and not has_attention:
+        raise EvaluationError(
+            f"{model.name} has no attention of words to regions: use maps='similarity'", "unsupported", field="maps"
+        )
+    return maps
 
 
 @torch.no_grad()
@@ -56,20 +60,21 @@ def phrase_maps(
     maps: Maps,
     smoothing: float = 0.0,
 ) -> list[Tensor]:
-    """Where each image shows its phrase: one map (H, W) a pair, float32, NaN where the model was not shown the image.
+    """Return one map (H, W) per pair, float32, NaN outside of the model's crop.
 
     Args:
         model: in eval mode.
-        image_BCHW: as its `transform` made them, on its device.
-        phrases: of each image its own.
+        image_BCHW: output of the model's `transform`, on its device.
+        phrases: one for each image.
         sizes: (height, width) of the images before `transform`.
         maps: "attention" or "similarity".
-        smoothing: standard deviation, in cells of the grid, of a Gaussian over the map of similarity (BioViL: 1.5).
+        smoothing: standard deviation, in cells of the grid, of a Gaussian over similarity maps (BioViL: 1.5).
 
-    Raises `EvaluationError` when the model's patches cannot be compared with texts.
+    Raises:
+        EvaluationError: the model's patches cannot be compared with texts.
     """
     if maps == "attention":
-        assert isinstance(model, Attends)
+        assert isinstance(model, HasAttentionMaps)
         return model.attention_maps(image_BCHW, phrases, sizes)
     patches_BPE, grid = embed_patches(model, image_BCHW)
     similarity_BP = best_cosine(patches_BPE, model.embed_texts(phrases))
@@ -79,62 +84,68 @@ def phrase_maps(
 
 
 def best_cosine(patches_BPE: Tensor, texts: Embeddings) -> Tensor:
-    """(B, P): of each patch with its text's vector; with the best of its words where the model has words."""
+    """Return (B, P): the cosine of each patch with the text, or with its best word if the model has word embeddings."""
     patches_BPE = F.normalize(patches_BPE.float(), dim=2)
-    whole_BP = (patches_BPE @ texts.global_NE[:, :, None])[:, :, 0]
+    global_BP = (patches_BPE @ texts.global_NE[:, :, None])[:, :, 0]
     if texts.local_NPE is None:
-        return whole_BP
+        return global_BP
     cosine_BWP = F.normalize(texts.local_NPE.float(), dim=2) @ patches_BPE.transpose(1, 2)
     if texts.mask_NP is None:
         return cosine_BWP.amax(dim=1)
     best_BP = cosine_BWP.masked_fill(~texts.mask_NP[:, :, None], -torch.inf).amax(dim=1)
-    return torch.where(texts.mask_NP.any(dim=1)[:, None], best_BP, whole_BP)  # a text may have no word
+    return torch.where(texts.mask_NP.any(dim=1)[:, None], best_BP, global_BP)  # a text may have no word
 
 
 def embed_patches(model: DualEncoder, image_BCHW: Tensor) -> tuple[Tensor, Size]:
-    """Patches in the space of texts (B, P, E), not normalised, and their grid (h, w).
+    """Return patches in the space of texts (B, P, E), not normalized, and their grid (h, w).
 
-    Regions that the model itself compares with texts, else the encoder's last grid through what the pooled vector goes
-    through: the model's head, or the encoder's own projection. Raises `EvaluationError` where neither takes a patch.
+    These are the regions that the model compares with texts. If it has none, the encoder's last grid is projected like
+    the pooled vector: by the model's head, after the encoder's own projection if there is one.
+
+    Raises:
+        EvaluationError: the encoder has no grid, or its patches do not fit the projection.
     """
     local_BPE = model.embed_images(image_BCHW).local_NPE
     if local_BPE is not None:
-        side = math.isqrt(local_BPE.shape[1])  # a transform makes squares
+        side = math.isqrt(local_BPE.shape[1])  # transforms produce square images
         return local_BPE, (side, local_BPE.shape[1] // side)
     encoder = model.image_encoder
     features = encoder(image_BCHW)
     if features.patches_BPD is None or features.grid is None:
-        raise EvaluationError(f"{encoder.name} has no grid of patches: phrases cannot be looked for in its images")
+        raise EvaluationError(
+            f"{encoder.name} has no grid of patches, which grounding requires: use another image encoder", "unsupported"
+        )
     if encoder.patch_dim == encoder.feature_dim:
         return model.image_head(features.patches_BPD), features.grid
     projection = getattr(encoder.backbone, "proj", None)
     if isinstance(projection, Tensor) and projection.shape == (encoder.patch_dim, encoder.feature_dim):
         return model.image_head(features.patches_BPD @ projection), features.grid
     raise EvaluationError(
-        f"the patches of {encoder.name} ({encoder.patch_dim} dimensions) are not what its pooled vector "
-        f"({encoder.feature_dim}) is made of, so its head cannot take them"
+        f"the pooled vector of {encoder.name} ({encoder.feature_dim} dimensions) is not computed from its patches "
+        f"({encoder.patch_dim}), so the model's head cannot project them",
+        "unsupported",
     )
 
 
 def smooth(map_Bhw: Tensor, sigma: float) -> Tensor:
-    """(B, h, w): a Gaussian over the cells of each map, whose edges are continued; 0 leaves them as they are.
+    """Return (B, h, w): a Gaussian over the cells of each map, with edge values repeated; 0 returns the input.
 
-    Raises `EvaluationError` when `sigma`, in cells, is negative.
+    Raises `EvaluationError` if `sigma`, in cells, is negative.
     """
     if sigma < 0:
-        raise EvaluationError(f"smoothing must not be negative, got {sigma:g}")
+        raise EvaluationError(f"expected smoothing of 0 or more, got {sigma:g}", "out_of_range", field="smoothing")
     if sigma == 0:
         return map_Bhw
-    place_h, place_w = (torch.arange(cells, device=map_Bhw.device) for cells in map_Bhw.shape[1:])
-    down_hh, across_ww = (_gaussian(place, sigma) for place in (place_h, place_w))
+    index_h, index_w = (torch.arange(cells, device=map_Bhw.device) for cells in map_Bhw.shape[1:])
+    down_hh, across_ww = (_gaussian(index, sigma) for index in (index_h, index_w))
     return down_hh @ map_Bhw @ across_ww.T
 
 
-def _gaussian(place_C: Tensor, sigma: float) -> Tensor:
-    """(C, C): what each cell takes of each cell, in sum 1; what lies beyond an edge is the cell at the edge."""
+def _gaussian(index_C: Tensor, sigma: float) -> Tensor:
+    """Return (C, C): the weight of each input cell for each output cell, with edge cells repeated; rows sum to 1."""
     reach = math.ceil(4 * sigma)
-    offset_K = torch.arange(-reach, reach + 1, device=place_C.device)
+    offset_K = torch.arange(-reach, reach + 1, device=index_C.device)
     weight_K = torch.exp(-0.5 * (offset_K / sigma) ** 2)
-    source_CK = (place_C[:, None] + offset_K).clamp(0, len(place_C) - 1)
-    taken_CC = torch.zeros(len(place_C), len(place_C), device=place_C.device)
-    return taken_CC.scatter_add_(1, source_CK, (weight_K / weight_K.sum()).expand(len(place_C), -1))
+    source_CK = (index_C[:, None] + offset_K).clamp(0, len(index_C) - 1)
+    kernel_CC = torch.zeros(len(index_C), len(index_C), device=index_C.device)
+    return kernel_CC.scatter_add_(1, source_CK, (weight_K / weight_K.sum()).expand(len(index_C), -1))

@@ -1,11 +1,11 @@
-"""One map against the boxes of one phrase: contrast to noise, the pointing game, overlap at thresholds.
+"""Metrics of one map against the boxes of one phrase: contrast-to-noise ratio, pointing game, IoU at thresholds.
 
-A map is NaN where the model was not shown the image. What becomes of these pixels is a named rule:
+A map is NaN outside of the model's crop. The treatment of these pixels is a named rule:
 
-* "background": they hold the lowest value of the map, so that a finding which was cut off counts as not found;
-* "drop": they are left out of everything; a phrase whose boxes were cut off whole has no values.
+* "background": they get the lowest value of the map, so a finding outside of the crop counts as missed;
+* "drop": they are left out of all metrics; a phrase whose boxes are entirely outside of the crop has no values.
 
-H, W pixels of the image.
+H, W pixels of the image, P those that are compared.
 """
 
 import dataclasses
@@ -21,52 +21,61 @@ from medvl.errors import EvaluationError
 Unseen = Literal["background", "drop"]
 Scale = Literal["unit", "signed", "none"]
 
-_TIED = 1e-6
-"""Of the range of a map: pixels that close to its maximum are the maximum, however a sum was rounded."""
+_TIE_TOLERANCE = 1e-6
+"""Pixels within this share of the map's range below its maximum count as maximal, to be robust to rounding."""
 
-_LEAST_NOISE = 1e-6
-"""Of the difference: a map of two values has a contrast, and not an infinite one."""
+_MIN_NOISE = 1e-6
+"""Minimum noise as a share of the contrast, so that the CNR of a map with two values is finite."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MapRules:
-    """How a map is judged."""
+    """Rules for comparing a map with boxes."""
 
     unseen: Unseen = "background"
     scale: Scale = "unit"
-    """What thresholds are shares of: "unit" brings each map to 0..1, "signed" to -1..1 (as MaCo's code does), "none"
-    leaves it as it is (cosines)."""
+    """Scaling before thresholds: "unit" to 0..1, "signed" to -1..1 (MaCo's code), "none" keeps cosines unscaled."""
     thresholds: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
-    """Of the mean overlap: those of BioViL."""
+    """Thresholds of the mean IoU (BioViL's by default)."""
 
     def __post_init__(self) -> None:
         for name, value, known in (("unseen", self.unseen, Unseen), ("scale", self.scale, Scale)):
             if value not in get_args(known):
-                raise EvaluationError(f"{name} is {value!r}: choose one of {', '.join(get_args(known))}")
+                raise EvaluationError(
+                    f"expected one of {', '.join(get_args(known))}, got {value!r}", "unknown_name", field=name
+                )
         if not self.thresholds or len(set(self.thresholds)) != len(self.thresholds):
-            raise EvaluationError(f"thresholds are {list(self.thresholds)}: give one or more, each once")
+            raise EvaluationError(
+                f"expected one or more distinct thresholds, got {list(self.thresholds)}",
+                "out_of_range",
+                field="thresholds",
+            )
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What `judge_map` gives, in order."""
+        """Names of the values of `map_metrics`, in order."""
         return ("cnr", "signed_cnr", "pointing_game", "miou", *(f"iou@{threshold:g}" for threshold in self.thresholds))
 
 
-def judge_map(map_HW: NDArray[np.floating], inside_HW: NDArray[np.bool_], rules: MapRules) -> Mapping[str, float]:
-    """`rules.metrics` of one map, by name; NaN where one is not defined.
+def map_metrics(map_HW: NDArray[np.floating], inside_HW: NDArray[np.bool_], rules: MapRules) -> Mapping[str, float]:
+    """Return the values of `rules.metrics` for one map, by name; NaN where one is not defined.
 
-    * "cnr": |m_in - m_out| / sqrt(v_in + v_out), with means and variances inside and outside of the boxes. It is the
-      published one, and praises a map that spares the finding; "signed_cnr" does not. An even map has 0.
-    * "pointing_game": 1 where the maximum lies inside; equal maxima count by the share of them that do, so that an even
-      map has what a blind guess has.
-    * "iou@t": overlap of the boxes with the pixels at t or above, once scaled; "miou" is their mean over thresholds. An
-      even map, which points nowhere, has none.
+    * "cnr": |m_in - m_out| / sqrt(v_in + v_out), with means and variances inside and outside of the boxes. This is the
+      published definition, which is also high for a map that avoids the finding; "signed_cnr" is then negative. It is
+      0 for a constant map.
+    * "pointing_game": 1 if the maximum is inside the boxes. Ties count by the share of maximal pixels inside, so a
+      constant map scores like a random guess.
+    * "iou@t": IoU of the boxes and the pixels at or above t, after scaling; "miou" is their mean over thresholds. It is
+      0 for a constant map.
 
-    Raises `EvaluationError` when there is no pixel inside, or the map has no number at all.
+    Raises:
+        EvaluationError: the sizes differ, no pixel is inside, or the map is all NaN.
     """
     seen_HW = np.isfinite(map_HW)
     if map_HW.shape != inside_HW.shape or not inside_HW.any() or not seen_HW.any():
-        raise EvaluationError("a map needs numbers, and boxes with pixels, of one size")
+        raise EvaluationError(
+            f"expected a map and a nonempty region of one size, got {map_HW.shape} and {inside_HW.shape}", "mismatch"
+        )
     if rules.unseen == "drop":
         value_P, inside_P = map_HW[seen_HW].astype(np.float64), inside_HW[seen_HW]
     else:
@@ -80,10 +89,10 @@ def judge_map(map_HW: NDArray[np.floating], inside_HW: NDArray[np.bool_], rules:
     return dict(zip(rules.metrics, numbers, strict=True))
 
 
-def inside(boxes: Sequence[Box], height: int, width: int) -> NDArray[np.bool_]:
-    """(H, W): the pixels whose center lies in one of the boxes, which are in pixels of that image.
+def region_mask(boxes: Sequence[Box], height: int, width: int) -> NDArray[np.bool_]:
+    """Return (H, W): True for pixels whose center is inside one of the boxes, given in pixels of that image.
 
-    A box that is too small for that has the pixel in which its own center lies.
+    A box that contains no pixel center gets the pixel at its own center.
     """
     inside_HW = np.zeros((height, width), np.bool_)
     for box in boxes:
@@ -101,27 +110,27 @@ def _span(start: float, length: float, pixels: int) -> slice:
     return slice(first, max(min(last, pixels), first + 1))
 
 
-def _first_center(place: float) -> int:
-    """The first pixel whose center is at `place` or beyond."""
-    return int(np.ceil(place - 0.5))
+def _first_center(coordinate: float) -> int:
+    """Return the first pixel whose center is at or after a coordinate."""
+    return int(np.ceil(coordinate - 0.5))
 
 
 def _contrast(value_P: NDArray[np.float64], inside_P: NDArray[np.bool_]) -> float:
     if inside_P.all():
-        return float("nan")  # the boxes fill the image: there is nothing to contrast with
+        return float("nan")  # the boxes cover the image: there is no outside
     within, without = value_P[inside_P], value_P[~inside_P]
     difference = within.mean() - without.mean()
-    noise = max(np.sqrt(within.var() + without.var()), _LEAST_NOISE * abs(difference))
+    noise = max(np.sqrt(within.var() + without.var()), _MIN_NOISE * abs(difference))
     return float(difference / noise) if noise > 0 else 0.0
 
 
 def _pointing(value_P: NDArray[np.float64], inside_P: NDArray[np.bool_]) -> float:
     highest = value_P.max()
-    return float(inside_P[value_P >= highest - _TIED * (highest - value_P.min())].mean())
+    return float(inside_P[value_P >= highest - _TIE_TOLERANCE * (highest - value_P.min())].mean())
 
 
 def _above(value_P: NDArray[np.float64], rules: MapRules) -> list[NDArray[np.bool_]]:
-    """For each threshold, the pixels at or above it."""
+    """Return, for each threshold, which pixels are at or above it."""
     lowest, highest = value_P.min(), value_P.max()
     if rules.scale == "none":
         return [value_P >= threshold for threshold in rules.thresholds]

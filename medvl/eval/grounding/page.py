@@ -1,4 +1,4 @@
-"""The page of a grounding evaluation: the numbers of every finding, and maps over images with their boxes."""
+"""HTML page of a grounding evaluation: metrics of every finding, and maps drawn on images with their boxes."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.data.transforms.image import Box
-from medvl.eval.grounding.evaluate import GroundedPhrase, GroundingResult, boxes_on
+from medvl.eval.grounding.evaluate import GroundedPhrase, GroundingResult, stored_boxes
 from medvl.eval.html.header import header_facts, headline
 from medvl.eval.html.overlay import draw_map
 from medvl.eval.html.page import (
@@ -26,15 +26,15 @@ from medvl.eval.html.page import (
 _NAMES = {"pointing_game": "Pointing game", "miou": "Mean IoU", "cnr": "CNR", "signed_cnr": "Signed CNR"}
 _TARGETS = {"overall": "All phrases", "macro": "Mean over findings"}
 _SIDE = 384
-"""Pixels of the longer side of a picture."""
+"""Longer side of a picture, in pixels."""
 _UNSEEN = 0.35
-"""Brightness that is left of what the model was not shown."""
+"""Brightness of pixels outside of the model's crop."""
 _BOX = (34, 211, 238)
 LIMITS = (
-    "A research evaluation, not for clinical use: a map that lies in a box says that something there goes with the "
-    "phrase, not that the model has recognised the finding, nor where its edge is.",
-    "Intervals are percentiles of a bootstrap over patients. They hold the chance of the draw, not the judgement of "
-    "whoever drew the boxes.",
+    "A research evaluation, not for clinical use: a high value inside a box shows that this region matches the phrase, "
+    "not that the model has recognized the finding or its outline.",
+    "Intervals are percentiles of a bootstrap over patients. They include sampling error, not disagreement between the "
+    "annotators of the boxes.",
     "Images and phrases on this page belong to the data set and stay under its terms of use.",
 )
 
@@ -48,14 +48,14 @@ def write_grounding_page(
     date: str | None = None,
     pixels: Callable[[int], NDArray[np.uint8]] | None = None,
 ) -> Path:
-    """Write the page as one HTML file; its path.
+    """Write the page as one HTML file and return its path.
 
     Args:
-        result: what `phrase_grounding` returned; the items whose maps it kept are shown.
-        path: of the file; its folder is made where it is missing.
-        model, data: what they are called in the header.
-        date: shown as it stands; the library reads no clock.
-        pixels: position -> image, as `loader.source.pixels`; None leaves the images out.
+        result: from `phrase_grounding`; items with kept maps are shown.
+        path: of the file; its folder is created if necessary.
+        model, data: names for the header.
+        date: shown unchanged; None for none.
+        pixels: position -> image, such as `loader.source.pixels`; None for a page without images.
     """
     results, details = result.results, result.results.details
     sections: list[Section] = [_table(result), _thresholds(result)]
@@ -68,14 +68,14 @@ def write_grounding_page(
         headlines=[
             headline(_NAMES[metric], results.row(metric, "overall")) for metric in ("pointing_game", "cnr", "miou")
         ],
-        facts=header_facts(results, model=model, data=data, date=date, units="patients", extra=_own_facts(result)),
+        facts=header_facts(results, model=model, data=data, date=date, units="patients", extra=_facts(result)),
         sections=sections,
         limits=LIMITS,
     )
     return write_page(page, path)
 
 
-def _own_facts(result: GroundingResult) -> list[tuple[str, str]]:
+def _facts(result: GroundingResult) -> list[tuple[str, str]]:
     config, details = result.results.config, result.results.details
     maps = {
         "attention": "attention of the phrase's words, averaged",
@@ -84,15 +84,15 @@ def _own_facts(result: GroundingResult) -> list[tuple[str, str]]:
     if config["smoothing"]:
         maps += f", smoothed by {config['smoothing']:g} cells"
     unseen = {"background": "lowest value of the map", "drop": "left out"}[config["unseen"]]
-    scale = {"unit": "of each map from 0 to 1", "signed": "of each map from -1 to 1", "none": "of the map as it is"}
-    told = [
+    scale = {"unit": "after scaling each map to 0..1", "signed": "after scaling each map to -1..1", "none": "unscaled"}
+    facts = [
         ("Maps", maps),
-        ("Not shown", f"{details['unseen']:.1%} of the pixels, cut off by the transform: {unseen}"),
+        ("Outside of the crop", f"{details['unseen']:.1%} of the pixels: {unseen}"),
         ("Thresholds", f"{', '.join(f'{t:g}' for t in config['thresholds'])} {scale[config['scale']]}"),
     ]
     if details["without_value"]:
-        told.append(("Not judged", f"{details['without_value']} phrases whose boxes were cut off whole"))
-    return told
+        facts.append(("Left out", f"{details['without_value']} phrases with all boxes outside of the crop"))
+    return facts
 
 
 def _targets(result: GroundingResult) -> list[str]:
@@ -121,9 +121,10 @@ def _table(result: GroundingResult) -> Table:
         columns=["", *_NAMES.values(), "Box share", "Phrases"],
         rows=lines,
         strong_rows=2,
-        caption="With 95% intervals. The pointing game is the share of phrases whose map is highest within their "
-        "boxes; the tick in its bar, the share of the image that they cover, is a blind guess. CNR is the contrast "
-        "of the map inside and outside of the boxes over its noise; signed, it is negative where a map spares them.",
+        caption="With 95% intervals. The pointing game is the share of phrases whose map has its maximum inside their "
+        "boxes; the tick in its bar, the share of the image that the boxes cover, is a random guess. CNR is the "
+        "contrast of the map inside and outside of the boxes over its noise; the signed CNR is negative if the map is "
+        "lower inside.",
     )
 
 
@@ -138,7 +139,7 @@ def _thresholds(result: GroundingResult) -> Table:
         columns=["", *(f"IoU at {metric.removeprefix('iou@')}" for metric in metrics)],
         rows=lines,
         strong_rows=2,
-        caption="Of the boxes with all pixels at or above a threshold; their mean is the mean IoU.",
+        caption="IoU of the boxes with the pixels at or above a threshold; their mean is the mean IoU.",
     )
 
 
@@ -151,24 +152,25 @@ def _pictures(result: GroundingResult, pixels: Callable[[int], NDArray[np.uint8]
     for label, items in sorted(by_label.items()):
         pictures = [_picture(item, result.maps[item.position, item.number], pixels(item.position)) for item in items]
         count = result.results.row("cnr", label).n
-        strips.append(Strip(title=label, note=f"{len(items)} of {count:,}, drawn at random", pictures=pictures))
+        strips.append(Strip(title=label, note=f"{len(items)} of {count:,}, random", pictures=pictures))
     return Pictures(
-        title="Where phrases are found",
+        title="Heatmaps of phrases",
         strips=strips,
-        caption="Color is full at the highest place of a map and begins at its mean; the boxes are those of the data "
-        "set. What is darkened was cut off before the model saw the image.",
+        caption="Color starts at the mean of a map and is full at its maximum; the boxes are those of the data set. "
+        "Darkened pixels are outside of the model's crop.",
     )
 
 
 def _picture(item: GroundedPhrase, map_HW: NDArray[np.float32], pixels: NDArray[np.uint8]) -> Picture:
     numbers = item.numbers
-    hit = "not judged" if np.isnan(numbers["pointing_game"]) else f"points inside: {_share(numbers['pointing_game'])}"
-    told = f"{hit}, CNR {numbers['signed_cnr']:+.2f}, IoU {numbers['miou']:.2f}"
-    drawn_HWC = draw_grounding(pixels, map_HW, boxes_on(item.phrase, item.sample, map_HW.shape))
+    pointing = numbers["pointing_game"]
+    hit = "left out" if np.isnan(pointing) else f"maximum inside: {_share(pointing)}"
+    text = f"{hit}, CNR {numbers['signed_cnr']:+.2f}, IoU {numbers['miou']:.2f}"
+    drawn_HWC = draw_grounding(pixels, map_HW, stored_boxes(item.phrase, item.sample, map_HW.shape))
     return Picture(
         source=thumbnail_uri(drawn_HWC, _SIDE),
         alternative=f"map of a phrase about {item.phrase.label}, with its boxes",
-        lines=[item.phrase.text, told],
+        lines=[item.phrase.text, text],
     )
 
 
@@ -179,13 +181,13 @@ def _share(value: float) -> str:
 def draw_grounding(
     pixels: NDArray[np.uint8], map_HW: NDArray[np.floating], boxes: Sequence[Box], side: int = _SIDE
 ) -> NDArray[np.uint8]:
-    """The image (H, W, 3) with its longer side at `side` pixels, the map as heat over it and the outlines of the boxes.
+    """Return the image (H, W, 3) with a longer side of `side` pixels, the heatmap and the outlines of the boxes.
 
     Args:
         pixels: (H, W) or (H, W, 3).
-        map_HW: of the same size; NaN, what the model was not shown, is darkened.
+        map_HW: of the same size; NaN pixels (outside of the model's crop) are darkened.
         boxes: in pixels of the image.
-        side: of the picture.
+        side: longer side of the picture.
     """
     import cv2
 
@@ -203,6 +205,6 @@ def draw_grounding(
     drawn_HWC = np.ascontiguousarray(drawn_HWC.round().astype(np.uint8))
     for box in boxes:
         corners = (box.left, box.top, box.left + box.width, box.top + box.height)
-        left, top, right, bottom = (round(place * scale) for place in corners)
+        left, top, right, bottom = (round(corner * scale) for corner in corners)
         cv2.rectangle(drawn_HWC, (left, top), (right - 1, bottom - 1), _BOX, 2, cv2.LINE_AA)
     return np.asarray(drawn_HWC)

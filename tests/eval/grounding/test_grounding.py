@@ -1,4 +1,4 @@
-"""Phrase grounding: a map against boxes written out by hand, the named rules, maps of any dual-encoder, the page."""
+"""Phrase grounding: metrics of a map, rules for unseen pixels, heatmaps of dual-encoders, the page."""
 
 import base64
 import dataclasses
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.errors import raises
 from helpers.eval_fakes import WIDTH, FakeLoader, FakeSource, text_vector
 from helpers.gloria_ranks import tiny_model, tiny_tokenizer
 from PIL import Image
@@ -23,9 +24,9 @@ from medvl.data.transforms.image import Box, EvalTransform
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import measure
 from medvl.eval.core.results import read_results, write_results
-from medvl.eval.grounding.evaluate import GroundingResult, boxes_on, label_mean_metrics, phrase_grounding
+from medvl.eval.grounding.evaluate import GroundingResult, label_mean_metrics, phrase_grounding, stored_boxes
 from medvl.eval.grounding.heatmaps import best_cosine, choose_maps, embed_patches, phrase_maps, smooth
-from medvl.eval.grounding.metrics import MapRules, inside, judge_map
+from medvl.eval.grounding.metrics import MapRules, map_metrics, region_mask
 from medvl.eval.grounding.page import draw_grounding, write_grounding_page
 from medvl.models import ConVIRTConfig
 from medvl.models.dual_encoders.convirt import ConVIRT
@@ -34,7 +35,7 @@ from medvl.schema import Batch, Embeddings, ImageFeatures, Sample
 RULES = MapRules()
 
 
-# One map against its boxes
+# Metrics of one map
 
 
 def corner(size: int = 8, side: int = 4) -> np.ndarray:
@@ -44,17 +45,17 @@ def corner(size: int = 8, side: int = 4) -> np.ndarray:
 
 
 @pytest.mark.parametrize("scale", ["unit", "signed"])
-def test_numbers_are_those_of_their_formulas(scale: str) -> None:
+def test_map_metrics_match_their_formulas(scale: str) -> None:
     rng = np.random.default_rng(0)
     map_HW, inside_HW = rng.normal(size=(8, 8)), corner()
     rules = MapRules(scale=cast(Any, scale))
-    found = judge_map(map_HW, inside_HW, rules)
+    values = map_metrics(map_HW, inside_HW, rules)
     within = [float(map_HW[i, j]) for i in range(8) for j in range(8) if inside_HW[i, j]]
     without = [float(map_HW[i, j]) for i in range(8) for j in range(8) if not inside_HW[i, j]]
     contrast = (np.mean(within) - np.mean(without)) / math.sqrt(np.var(within) + np.var(without))
-    assert found["signed_cnr"] == pytest.approx(contrast)
-    assert found["cnr"] == pytest.approx(abs(contrast))
-    assert found["pointing_game"] == float(max(within) > max(without))
+    assert values["signed_cnr"] == pytest.approx(contrast)
+    assert values["cnr"] == pytest.approx(abs(contrast))
+    assert values["pointing_game"] == float(max(within) > max(without))
     scaled = (map_HW - map_HW.min()) / (map_HW.max() - map_HW.min())
     if scale == "signed":
         scaled = 2 * scaled - 1
@@ -63,94 +64,94 @@ def test_numbers_are_those_of_their_formulas(scale: str) -> None:
         both = sum(scaled[i, j] >= threshold and inside_HW[i, j] for i in range(8) for j in range(8))
         either = sum(scaled[i, j] >= threshold or inside_HW[i, j] for i in range(8) for j in range(8))
         overlaps.append(both / either)
-        assert found[f"iou@{threshold:g}"] == pytest.approx(both / either)
-    assert found["miou"] == pytest.approx(np.mean(overlaps))
+        assert values[f"iou@{threshold:g}"] == pytest.approx(both / either)
+    assert values["miou"] == pytest.approx(np.mean(overlaps))
 
 
-def test_a_map_that_spares_the_finding_has_a_good_cnr_and_a_bad_signed_one() -> None:
+def test_signed_cnr_is_negative_for_a_map_that_avoids_the_finding() -> None:
     rng = np.random.default_rng(1)
     dark = np.where(corner(), 0.0, 1.0) + 0.1 * rng.random((8, 8))
-    found = judge_map(dark, corner(), RULES)
-    assert found["cnr"] > 5
-    assert found["signed_cnr"] == -found["cnr"]
-    assert found["pointing_game"] == 0
+    values = map_metrics(dark, corner(), RULES)
+    assert values["cnr"] > 5
+    assert values["signed_cnr"] == -values["cnr"]
+    assert values["pointing_game"] == 0
 
 
-def test_an_even_map_has_what_a_blind_guess_has() -> None:
-    found = judge_map(np.full((8, 8), 0.3, np.float32), corner(), RULES)
-    assert found["pointing_game"] == corner().mean() == 0.25
-    assert (found["cnr"], found["miou"]) == (0, 0)
+def test_constant_map_scores_like_a_random_guess() -> None:
+    values = map_metrics(np.full((8, 8), 0.3, np.float32), corner(), RULES)
+    assert values["pointing_game"] == corner().mean() == 0.25
+    assert (values["cnr"], values["miou"]) == (0, 0)
 
 
-def test_equal_maxima_count_by_their_share_however_sums_were_rounded() -> None:
+def test_tied_maxima_count_by_their_share_despite_rounding() -> None:
     map_HW = np.zeros((8, 8))
     map_HW[3, 3], map_HW[3, 4], map_HW[7, 7], map_HW[0, 0] = 1, 1 - 1e-9, 1, 1
-    assert judge_map(map_HW, corner(), RULES)["pointing_game"] == 0.5
+    assert map_metrics(map_HW, corner(), RULES)["pointing_game"] == 0.5
     map_HW[3, 3] = 1.1
-    assert judge_map(map_HW, corner(), RULES)["pointing_game"] == 1
+    assert map_metrics(map_HW, corner(), RULES)["pointing_game"] == 1
 
 
-def test_a_map_of_two_values_has_a_finite_contrast() -> None:
-    found = judge_map(corner().astype(float), corner(), RULES)
-    assert 1e5 < found["signed_cnr"] < 1e7
-    assert (found["pointing_game"], found["miou"]) == (1, 1)
+def test_cnr_of_a_map_with_two_values_is_finite() -> None:
+    values = map_metrics(corner().astype(float), corner(), RULES)
+    assert 1e5 < values["signed_cnr"] < 1e7
+    assert (values["pointing_game"], values["miou"]) == (1, 1)
 
 
-def test_boxes_that_fill_the_image_leave_nothing_to_contrast_with() -> None:
-    found = judge_map(np.eye(8), np.ones((8, 8), bool), RULES)
-    assert math.isnan(found["cnr"])
-    assert found["pointing_game"] == 1
+def test_cnr_is_nan_if_the_boxes_cover_the_image() -> None:
+    values = map_metrics(np.eye(8), np.ones((8, 8), bool), RULES)
+    assert math.isnan(values["cnr"])
+    assert values["pointing_game"] == 1
 
 
-def test_what_was_not_shown_is_background_or_dropped_by_name() -> None:
-    """The left half was cut off; the finding lies half in it."""
+def test_pixels_outside_of_the_crop_are_background_or_dropped() -> None:
+    """Two columns are outside of the crop, and half of the finding."""
     rng = np.random.default_rng(2)
     map_HW = rng.random((8, 8)) + 0.5
     map_HW[:, :2] = np.nan
     map_HW[1, 3] = 2
     filled, seen = np.nan_to_num(map_HW, nan=np.nanmin(map_HW)), slice(2, None)
-    background, drop = (judge_map(map_HW, corner(), MapRules(unseen=cast(Any, u))) for u in ("background", "drop"))
-    assert background == judge_map(filled, corner(), RULES)
-    assert drop == judge_map(map_HW[:, seen], corner()[:, seen], RULES)
+    background, drop = (map_metrics(map_HW, corner(), MapRules(unseen=cast(Any, u))) for u in ("background", "drop"))
+    assert background == map_metrics(filled, corner(), RULES)
+    assert drop == map_metrics(map_HW[:, seen], corner()[:, seen], RULES)
     assert background["iou@0.1"] < drop["iou@0.1"]
     hidden = np.zeros((8, 8), bool)
     hidden[:, :2] = True
-    missed, unknown = (judge_map(map_HW, hidden, MapRules(unseen=cast(Any, u))) for u in ("background", "drop"))
+    missed, unknown = (map_metrics(map_HW, hidden, MapRules(unseen=cast(Any, u))) for u in ("background", "drop"))
     assert (missed["pointing_game"], missed["iou@0.1"]) == (0, 0)
     assert all(math.isnan(value) for value in unknown.values())
 
 
-def test_thresholds_of_cosines_are_taken_as_they_are_where_that_is_wanted() -> None:
+def test_thresholds_of_unscaled_maps_apply_to_cosines() -> None:
     map_HW = np.where(corner(), 0.45, 0.15)
-    found = judge_map(map_HW, corner(), MapRules(scale="none"))
-    assert found["iou@0.1"] == 0.25
-    assert found["iou@0.2"] == found["iou@0.4"] == 1
-    assert found["iou@0.5"] == 0
+    values = map_metrics(map_HW, corner(), MapRules(scale="none"))
+    assert values["iou@0.1"] == 0.25
+    assert values["iou@0.2"] == values["iou@0.4"] == 1
+    assert values["iou@0.5"] == 0
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "code", "field"),
     [
-        ({"unseen": "zero"}, "unseen is 'zero': choose one of background, drop"),
-        ({"scale": "z"}, "scale is 'z'"),
-        ({"thresholds": ()}, "give one or more"),
-        ({"thresholds": (0.1, 0.1)}, "each once"),
+        ({"unseen": "zero"}, "unknown_name", "unseen"),
+        ({"scale": "z"}, "unknown_name", "scale"),
+        ({"thresholds": ()}, "out_of_range", "thresholds"),
+        ({"thresholds": (0.1, 0.1)}, "out_of_range", "thresholds"),
     ],
 )
-def test_rules_that_are_none_are_refused(settings: dict, told: str) -> None:
-    with pytest.raises(EvaluationError, match=told):
+def test_invalid_rules_are_refused(settings: dict, code: str, field: str) -> None:
+    with raises(EvaluationError, code, field):
         MapRules(**settings)
 
 
-def test_pixels_are_inside_by_their_centers_and_no_box_is_without_one() -> None:
-    inside_HW = inside([Box(1.0, 2.0, 2.0, 3.0)], 6, 8)
+def test_region_mask_contains_pixel_centers_and_at_least_one_pixel() -> None:
+    inside_HW = region_mask([Box(1.0, 2.0, 2.0, 3.0)], 6, 8)
     assert np.argwhere(inside_HW).tolist() == [[1, 2], [1, 3], [1, 4], [2, 2], [2, 3], [2, 4]]
-    assert np.argwhere(inside([Box(1.6, 2.4, 1.0, 1.0)], 6, 8)).tolist() == [[2, 2]]
-    assert np.argwhere(inside([Box(1.1, 2.6, 0.2, 0.2)], 6, 8)).tolist() == [[1, 2]]
-    assert np.argwhere(inside([Box(5.9, 7.9, 0.3, 0.3)], 6, 8)).tolist() == [[5, 7]]
-    both = inside([Box(0, 0, 2, 2), Box(4, 4, 2, 2)], 6, 8)
+    assert np.argwhere(region_mask([Box(1.6, 2.4, 1.0, 1.0)], 6, 8)).tolist() == [[2, 2]]
+    assert np.argwhere(region_mask([Box(1.1, 2.6, 0.2, 0.2)], 6, 8)).tolist() == [[1, 2]]
+    assert np.argwhere(region_mask([Box(5.9, 7.9, 0.3, 0.3)], 6, 8)).tolist() == [[5, 7]]
+    both = region_mask([Box(0, 0, 2, 2), Box(4, 4, 2, 2)], 6, 8)
     assert both.sum() == 8
-    assert inside([Box(-1, -1, 20, 20)], 6, 8).all()
+    assert region_mask([Box(-1, -1, 20, 20)], 6, 8).all()
 
 
 # Rows
@@ -158,23 +159,23 @@ def test_pixels_are_inside_by_their_centers_and_no_box_is_without_one() -> None:
 
 def test_macro_is_the_mean_over_findings_in_every_resample() -> None:
     values, labels = np.array([1.0, 0.0, 1.0, np.nan, 0.5]), ["b", "b", "b", "a", "a"]
-    block = label_mean_metrics("x", values, labels)
-    rows = {row.target: row for row in measure([block], 5, resamples=0)}
+    group = label_mean_metrics("x", values, labels)
+    rows = {row.target: row for row in measure([group], 5, resamples=0)}
     assert list(rows) == ["overall", "macro", "a", "b"]
     assert rows["overall"].value == pytest.approx(2.5 / 4)
     assert rows["macro"].value == pytest.approx((0.5 + 2 / 3) / 2)
     assert [rows[name].n for name in rows] == [4, 4, 1, 3]
     counts = np.array([[1.0, 0, 0, 1, 0], [0, 2, 0, 0, 3]]).T
-    assert block.statistic(counts)[:, 1].tolist() == [1.0, 0.25]
+    assert group.statistic(counts)[:, 1].tolist() == [1.0, 0.25]
 
 
-# A model that finds every phrase where its color is
+# A model that knows the phrase of every gray value
 
 
-class Finder(nn.Module):
-    """Regions of 4 x 4 cells: a cell holds the vector of the phrase that its brightness stands for."""
+class OracleModel(nn.Module):
+    """A model whose 4 x 4 regions are the vectors of the phrases that their gray values stand for."""
 
-    name = "finder"
+    name = "oracle"
     device = torch.device("cpu")
 
     def __init__(self, phrases: dict[int, str], fit: str = "squash") -> None:
@@ -198,18 +199,18 @@ PHRASES = {200: "large left effusion", 100: "the heart is enlarged"}
 
 
 def make_loader(count: int = 6, *, wrong: bool = False, patients: int = 6) -> FakeLoader:
-    """Images of 40 x 80 pixels, published at twice that, with two marks whose boxes are true, or those of the other."""
+    """Images of 40 x 80 pixels, published at twice that size, with two regions and their boxes (swapped if `wrong`)."""
     rng = np.random.default_rng(0)
     samples, pixels = [], []
     for number in range(count):
         image_HW = np.zeros((40, 80), np.uint8)
-        places = rng.choice(16, size=2, replace=False).tolist()
+        cells = rng.choice(16, size=2, replace=False).tolist()
         phrases = []
-        for (value, text), place in zip(PHRASES.items(), places, strict=True):
-            row, column = divmod(place, 4)
+        for (value, text), cell in zip(PHRASES.items(), cells, strict=True):
+            row, column = divmod(cell, 4)
             image_HW[10 * row : 10 * row + 10, 20 * column : 20 * column + 20] = value
             label = "Pleural Effusion" if value == 200 else "Cardiomegaly"
-            row, column = divmod(places[int(places[0] == place)] if wrong else place, 4)
+            row, column = divmod(cells[int(cells[0] == cell)] if wrong else cell, 4)
             box = {"label": label, "x": 40 * column, "y": 20 * row, "width": 40, "height": 20}
             phrases.append({"label": label, "text": text, "boxes": [box]})
         extra = {"phrases": phrases, "image_height": 80, "image_width": 160}
@@ -223,7 +224,7 @@ def make_loader(count: int = 6, *, wrong: bool = False, patients: int = 6) -> Fa
 
 
 class TransformingLoader(FakeLoader):
-    """Gives images as the model's transform makes them."""
+    """A loader that applies the model's transform."""
 
     def _collate(self, positions: Sequence[int]) -> Batch:
         batch = super()._collate(positions)
@@ -234,48 +235,48 @@ class TransformingLoader(FakeLoader):
         return batch
 
 
-def judge(loader: FakeLoader, **settings: Any) -> GroundingResult:
-    return phrase_grounding(cast(Any, Finder(PHRASES)), loader, **{"resamples": 50, **settings})
+def evaluate(loader: FakeLoader, **settings: Any) -> GroundingResult:
+    return phrase_grounding(cast(Any, OracleModel(PHRASES)), loader, **{"resamples": 50, **settings})
 
 
 @pytest.fixture(scope="module")
-def found() -> GroundingResult:
-    return judge(make_loader(), keep_maps=2)
+def result() -> GroundingResult:
+    return evaluate(make_loader(), keep_maps=2)
 
 
-def test_a_model_that_finds_everything_has_all_points(found: GroundingResult) -> None:
-    row = found.results.row
+def test_oracle_model_points_inside_all_boxes(result: GroundingResult) -> None:
+    row = result.results.row
     assert row("pointing_game", "overall").value == 1
     assert row("pointing_game", "overall").n == 12
     assert row("pointing_game", "macro").low == 1
     assert row("cnr", "Cardiomegaly").value == row("signed_cnr", "Cardiomegaly").value > 2
     assert row("miou", "Pleural Effusion").n == 6
     assert row("iou@0.5", "overall").value > 0.6
-    assert found.results.config["maps"] == "similarity"
-    assert found.results.details["chance"]["overall"] == pytest.approx(1 / 16)
-    assert found.results.details["unseen"] == 0
+    assert result.results.config["maps"] == "similarity"
+    assert result.results.details["chance"]["overall"] == pytest.approx(1 / 16)
+    assert result.results.details["unseen"] == 0
 
 
-def test_a_model_that_finds_the_other_thing_has_none() -> None:
-    swapped = judge(make_loader(wrong=True)).results
+def test_swapped_boxes_give_a_pointing_game_of_zero() -> None:
+    swapped = evaluate(make_loader(wrong=True)).results
     assert swapped.row("pointing_game", "overall").value == 0
     assert swapped.row("signed_cnr", "overall").value < 0
 
 
-def test_an_item_depends_on_its_own_image_alone_and_lines_are_json(found: GroundingResult, tmp_path: Path) -> None:
-    alone = judge(make_loader(count=1), resamples=0)
-    lines = list(found.predictions())
+def test_predictions_depend_only_on_their_own_image_and_are_json(result: GroundingResult, tmp_path: Path) -> None:
+    alone = evaluate(make_loader(count=1), resamples=0)
+    lines = list(result.predictions())
     assert list(alone.predictions()) == lines[:2]
     assert (lines[1]["key"], lines[1]["phrase"], lines[1]["label"]) == ("k0", 1, "Cardiomegaly")
     assert "text" not in lines[1]
-    write_results(found.results, tmp_path, lines)
-    assert read_results(tmp_path).rows == found.results.rows
+    write_results(result.results, tmp_path, lines)
+    assert read_results(tmp_path).rows == result.results.rows
     assert json.loads((tmp_path / "predictions.jsonl").read_text().splitlines()[1]) == lines[1]
 
 
-def test_intervals_draw_patients_with_all_their_phrases() -> None:
-    one = judge(make_loader(patients=1)).results.row("cnr", "overall")
-    many = judge(make_loader()).results.row("cnr", "overall")
+def test_intervals_resample_patients() -> None:
+    one = evaluate(make_loader(patients=1)).results.row("cnr", "overall")
+    many = evaluate(make_loader()).results.row("cnr", "overall")
     assert one.low == one.high == pytest.approx(one.value)
     assert many.low < many.high
 
@@ -284,36 +285,34 @@ def test_images_without_phrases_and_unreadable_ones_are_counted() -> None:
     loader = make_loader()
     loader.source.samples[2] = dataclasses.replace(loader.source.samples[2], extra={})
     loader.source.damaged.add(3)
-    details = judge(loader).results.details
+    details = evaluate(loader).results.details
     assert (details["images"], details["phrases"], details["images_without_phrase"]) == (4, 8, 1)
     assert details["unreadable"] == {"shard_damaged": 1}
     for number, sample in enumerate(loader.source.samples):
         loader.source.samples[number] = dataclasses.replace(sample, extra={})
-    with pytest.raises(EvaluationError, match="no sample has phrases or boxes"):
-        judge(loader)
+    with raises(EvaluationError, "empty"):
+        evaluate(loader)
 
 
-def test_boxes_of_an_image_of_other_proportions_are_refused() -> None:
+def test_boxes_for_another_aspect_ratio_are_refused() -> None:
     loader = make_loader()
     turned = {**loader.source.samples[1].extra, "image_height": 160, "image_width": 80}
     loader.source.samples[1] = dataclasses.replace(loader.source.samples[1], extra=turned)
-    with pytest.raises(
-        EvaluationError, match="sample k1 is stored with 40 x 80 pixels, and its boxes are of .*160 x 80"
-    ):
-        judge(loader)
+    with raises(EvaluationError, "mismatch", names="sample k1"):
+        evaluate(loader)
 
 
-def test_boxes_are_brought_to_the_stored_image(found: GroundingResult) -> None:
-    item = found.items[0]
-    (box,) = boxes_on(item.phrase, item.sample, (40, 80))
+def test_boxes_are_scaled_to_the_stored_image(result: GroundingResult) -> None:
+    item = result.items[0]
+    (box,) = stored_boxes(item.phrase, item.sample, (40, 80))
     assert (box.height, box.width) == (10, 20)
-    assert inside([box], 40, 80).mean() == 1 / 16
+    assert region_mask([box], 40, 80).mean() == 1 / 16
 
 
 # Maps of real models
 
 
-def test_similarity_is_the_cosine_of_the_phrase_with_each_patch_through_the_head() -> None:
+def test_similarity_map_is_the_cosine_with_each_projected_patch() -> None:
     tokenizer = tiny_tokenizer()
     config = ConVIRTConfig(
         image_encoder="resnet_tiny", text_encoder="tiny_bert", image_size=64, fit="crop", frozen_text_layers=0,
@@ -336,11 +335,11 @@ def test_similarity_is_the_cosine_of_the_phrase_with_each_patch_through_the_head
     side = 64 // grid[0]
     centers = maps[1].unfold(0, side, side).unfold(1, side, side)[:, :, side // 2 - 1 : side // 2 + 1, side // 2]
     torch.testing.assert_close(centers.mean(dim=2).flatten(), cosines, atol=0.15, rtol=0)
-    with pytest.raises(EvaluationError, match="convirt has no attention"):
+    with raises(EvaluationError, "unsupported", "maps", names="convirt"):
         choose_maps(model, "attention")
 
 
-def test_gloria_answers_with_its_own_attention_unless_told_otherwise() -> None:
+def test_gloria_uses_its_attention_maps_by_default() -> None:
     model = tiny_model(tiny_tokenizer()).eval()
     size = model.config.image_size
     image_BCHW = torch.randint(0, 256, (1, 1, size, size), dtype=torch.uint8)
@@ -351,31 +350,31 @@ def test_gloria_answers_with_its_own_attention_unless_told_otherwise() -> None:
     (similarity,) = phrase_maps(model, image_BCHW, texts, [(50, 70)], maps="similarity")
     assert similarity.shape == attention.shape
     assert torch.equal(similarity.isnan(), attention.isnan())
-    with pytest.raises(EvaluationError, match="maps are 'gradients': choose one of attention, similarity"):
+    with raises(EvaluationError, "unknown_name", "maps", names="gradients"):
         choose_maps(model, cast(Any, "gradients"))
 
 
-def test_a_region_is_as_similar_as_the_word_that_it_fits_best() -> None:
+def test_similarity_of_a_region_is_that_of_its_best_word() -> None:
     model = tiny_model(tiny_tokenizer()).eval()
     texts = model.embed_texts(["small left pleural effusion", "edema"])
     assert texts.local_NPE is not None
     assert texts.mask_NP is not None
     patches_BPE, _ = embed_patches(model, torch.randint(0, 256, (2, 1, 64, 64), dtype=torch.uint8))
-    found_BP = best_cosine(patches_BPE, texts)
+    cosine_BP = best_cosine(patches_BPE, texts)
     for row in range(2):
         words_WE = texts.local_NPE[row][texts.mask_NP[row]]
         cosines_WP = F.cosine_similarity(words_WE[:, None], patches_BPE[row][None], dim=2)
-        torch.testing.assert_close(found_BP[row], cosines_WP.amax(dim=0))
+        torch.testing.assert_close(cosine_BP[row], cosines_WP.amax(dim=0))
     whole_BP = F.cosine_similarity(patches_BPE, texts.global_NE[:, None], dim=2)
     wordless = dataclasses.replace(texts, mask_NP=torch.zeros_like(texts.mask_NP))
     torch.testing.assert_close(best_cosine(patches_BPE, wordless), whole_BP)
     torch.testing.assert_close(best_cosine(patches_BPE, Embeddings(texts.global_NE)), whole_BP)
 
 
-class Tower(nn.Module):
+class WidePatchEncoder(nn.Module):
     """An encoder whose patches are wider than its pooled vector, as open_clip's are before their projection."""
 
-    name, patch_dim, feature_dim = "tower", 6, 4
+    name, patch_dim, feature_dim = "wide_patch", 6, 4
 
     def __init__(self, *, projects: bool) -> None:
         super().__init__()
@@ -386,62 +385,62 @@ class Tower(nn.Module):
         return ImageFeatures(torch.zeros(len(image_BCHW), 4), torch.ones(len(image_BCHW), 9, 6), (3, 3))
 
 
-class Towered(nn.Module):
+class WidePatchModel(nn.Module):
     def __init__(self, *, projects: bool) -> None:
         super().__init__()
-        self.image_encoder, self.image_head = Tower(projects=projects), nn.Linear(4, 4)
+        self.image_encoder, self.image_head = WidePatchEncoder(projects=projects), nn.Linear(4, 4)
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
         return Embeddings(torch.zeros(len(image_BCHW), 4))
 
 
-def test_patches_go_through_the_projection_of_the_tower_that_has_one() -> None:
-    model, image_BCHW = Towered(projects=True), torch.zeros(2, 1, 6, 6)
+def test_patches_use_the_projection_of_the_encoder() -> None:
+    model, image_BCHW = WidePatchModel(projects=True), torch.zeros(2, 1, 6, 6)
     patches_BPE, grid = embed_patches(cast(Any, model), image_BCHW)
     expected = model.image_head(torch.ones(2, 9, 6) @ cast(Tensor, model.image_encoder.backbone.proj))
     torch.testing.assert_close(patches_BPE, expected)
     assert grid == (3, 3)
-    with pytest.raises(EvaluationError, match=r"the patches of tower \(6 dimensions\) are not what its pooled vector"):
-        embed_patches(cast(Any, Towered(projects=False)), image_BCHW)
+    with raises(EvaluationError, "unsupported", names="wide_patch"):
+        embed_patches(cast(Any, WidePatchModel(projects=False)), image_BCHW)
 
 
-def test_smoothing_keeps_an_even_map_and_the_sum_within_and_is_scipys() -> None:
+def test_smoothing_equals_scipy() -> None:
     ndimage = pytest.importorskip("scipy.ndimage")
     map_Bhw = torch.rand(2, 9, 7, generator=torch.Generator().manual_seed(0))
     expected = np.stack([ndimage.gaussian_filter(each, 1.5, mode="nearest", truncate=4) for each in map_Bhw.numpy()])
     np.testing.assert_allclose(smooth(map_Bhw, 1.5).numpy(), expected, atol=1e-5)
     assert smooth(map_Bhw, 0) is map_Bhw
     torch.testing.assert_close(smooth(torch.full((1, 3, 3), 0.7), 2.0), torch.full((1, 3, 3), 0.7))
-    with pytest.raises(EvaluationError, match="smoothing must not be negative"):
+    with raises(EvaluationError, "out_of_range", "smoothing"):
         smooth(map_Bhw, -1)
 
 
 # The page
 
 
-def test_a_picture_has_heat_boxes_and_darkness_where_nothing_was_seen() -> None:
+def test_picture_has_heat_boxes_and_a_darkened_border() -> None:
     map_HW = np.zeros((20, 40), np.float32)
     map_HW[5:10, 25:30] = 1
     map_HW[:, :10] = np.nan
     drawn = draw_grounding(np.full((20, 40), 100, np.uint8), map_HW, [Box(4, 24, 8, 8)], side=80).astype(int)
     assert drawn.shape == (40, 80, 3)
-    assert drawn[15, 55, 0] > drawn[15, 55, 2] + 60  # hot
-    assert (drawn[20, 5] < 50).all()  # not seen
+    assert drawn[15, 55, 0] > drawn[15, 55, 2] + 60  # heat
+    assert (drawn[20, 5] < 50).all()  # outside of the crop
     assert (drawn[8:10, 48:64] == (34, 211, 238)).all(axis=2).any()  # the upper edge of the box
     assert (drawn[30, 30] == 100).all()
 
 
-def test_the_page_shows_every_finding_and_the_maps_that_were_kept(found: GroundingResult, tmp_path: Path) -> None:
+def test_page_shows_every_finding_and_the_kept_maps(result: GroundingResult, tmp_path: Path) -> None:
     source = make_loader().source
     path = write_grounding_page(
-        found, tmp_path / "p" / "index.html", model="finder", data="fake <b>", date="2026-01-01", pixels=source.pixels
+        result, tmp_path / "p" / "index.html", model="oracle", data="fake <b>", date="2026-01-01", pixels=source.pixels
     )
     html = path.read_text(encoding="utf-8")
-    assert len(found.maps) == 4
+    assert len(result.maps) == 4
     pictures = re.findall(r'src="data:image/jpeg;base64,([^"]+)"', html)
     assert len(pictures) == 4
     assert max(Image.open(io.BytesIO(base64.b64decode(pictures[0]))).size) == 384
     for word in ("fake &lt;b&gt;", "Pleural Effusion", "large left effusion", "Mean IoU", "Signed CNR", "2026-01-01"):
         assert word in html
     assert "<script" not in html
-    assert "<img" not in write_grounding_page(found, tmp_path / "q.html", model="m", data="d").read_text()
+    assert "<img" not in write_grounding_page(result, tmp_path / "q.html", model="m", data="d").read_text()
