@@ -57,7 +57,7 @@ def retrieval(shared: EvalOptions, *, rerank: Path | None = None, shortlist: int
         result.results,
         shared.out or default_folder(rerank or checkpoint, "retrieval"),
         predictions=result.predictions(),
-        write_page=None if result.view is None else _page(result, source),
+        write_page=None if result.examples is None else _page(result, source),
         model=f"{model.name} ({checkpoint})",
         manifest=source.manifest,
     )

@@ -81,11 +81,11 @@ def make_retrieval_list(
     """
     from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
     from medvl.data.shards.source import ShardSource
-    from medvl.eval.retrieval.candidate_lists import draw_list, read_chexpert_8x200
+    from medvl.eval.retrieval.candidate_lists import sample_list, read_chexpert_8x200
     from medvl.schema import COMPETITION_FINDINGS
 
     if data is not None and chexpert_8x200 is None:
-        chosen = draw_list(ShardSource(data), classes=classes or COMPETITION_FINDINGS, per_class=per_class, seed=seed)
+        chosen = sample_list(ShardSource(data), classes=classes or COMPETITION_FINDINGS, per_class=per_class, seed=seed)
     elif chexpert_8x200 is not None and data is None:
         chosen = read_chexpert_8x200(chexpert_8x200, Deidentifier.from_file(salt_file or default_salt_file()))
     else:

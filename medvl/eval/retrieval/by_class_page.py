@@ -1,4 +1,4 @@
-"""The page of a retrieval by class: precision at k of every class, in each direction, beside that of a random order."""
+"""HTML page of a retrieval by class: precision at k of every class, in each direction, next to chance."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,24 +8,24 @@ from medvl.eval.html.header import hashed, header_facts, headline
 from medvl.eval.html.page import Cell, Page, Table, metric_cell, write_page
 
 _LIMITS = (
-    "A research evaluation, not for clinical use: a hit is an image or text with the same label, which says nothing of "
-    "how much else the two have in common.",
-    "Intervals hold the chance of the queries that were drawn; the candidates are those of the list or the folder.",
+    "A research evaluation, not for clinical use: a hit is an image or text with the same label; other content may "
+    "differ.",
+    "Intervals include the sampling error of the queries; the candidates are fixed.",
 )
 
 
 def write_class_retrieval_page(
     results: Results, path: str | Path, *, model: str, data: str, date: str | None = None
 ) -> Path:
-    """Write the page as one HTML file; its path. `model` and `data` are what they are called in the header."""
+    """Write the page as one HTML file and return its path; `model` and `data` are names for the header."""
     directions = list(dict.fromkeys(row.subgroup for row in results.rows))
-    listed = results.inputs.get("list")
-    own = [("List", hashed(results.config["list"], listed))] if listed else []
+    list_hash = results.inputs.get("list")
+    extra = [("List", hashed(results.config["list"], list_hash))] if list_hash else []
     page = Page(
         title=f"Retrieval by class: {model}",
         subtitle=data,
         headlines=[_headline(results, direction) for direction in directions],
-        facts=header_facts(results, model=model, data=data, date=date, units="queries", extra=own),
+        facts=header_facts(results, model=model, data=data, date=date, units="queries", extra=extra),
         sections=[_table(results, direction) for direction in directions],
         limits=_LIMITS,
     )
@@ -57,5 +57,5 @@ def _table(results: Results, direction: str) -> Table:
         rows=lines,
         strong_rows=1,
         caption="The share of a query's nearest candidates that have its class, with 95% intervals. The tick in a bar "
-        "is a random order.",
+        "is chance, the expected value of a random order.",
     )

@@ -1,11 +1,11 @@
-"""Which images and texts a retrieval by class is made of: drawn or read once, written down, and known by its hash.
+"""Fixed candidates and queries of a retrieval by class: sampled or read once, stored in a file, identified by its hash.
 
     {"name": "chexpert-8x200", "classes": ["Atelectasis", ...],
      "candidates": [["<key>", ["Atelectasis"]], ...],
      "image_queries": [["<key>", ["Edema"]], ...],
      "text_queries": [["A pleural effusion is present.", ["Pleural Effusion"]], ...]}
 
-Images stand there by the keys of their shards, which are salted hashes: a list fits the shards of one salt.
+Images are identified by the keys of their shards, which are salted hashes: a list fits shards of one salt.
 """
 
 import csv
@@ -41,37 +41,39 @@ CHEXPERT_8X200 = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RetrievalList:
-    """Candidates and queries with their classes. Raises `EvaluationError` when a class is unknown or a key is twice."""
+    """Candidates and queries with their classes. Raises `EvaluationError` for unknown classes and repeated items."""
 
     name: str
     classes: tuple[str, ...]
     candidates: tuple[Item, ...]
     image_queries: tuple[Item, ...] = ()
-    """None: every candidate is a query among the others."""
+    """If empty, every candidate is a query among the others."""
     text_queries: tuple[Item, ...] = ()
 
     def __post_init__(self) -> None:
         for part in (self.candidates, self.image_queries, self.text_queries):
             unknown = {name for _, classes in part for name in classes} - set(self.classes)
             if unknown or any(not classes for _, classes in part):
-                raise EvaluationError(f"the list {self.name!r} has items without a class of {', '.join(self.classes)}")
+                raise EvaluationError(
+                    f"the list {self.name!r} has items without a class of {', '.join(self.classes)}", "unknown_name"
+                )
             if len({name for name, _ in part}) != len(part):
-                raise EvaluationError(f"the list {self.name!r} has an item twice: each stands there once")
+                raise EvaluationError(f"the list {self.name!r} has an item twice: remove one", "conflict")
         if not self.candidates:
-            raise EvaluationError(f"the list {self.name!r} has no candidates")
+            raise EvaluationError(f"the list {self.name!r} has no candidates", "empty")
 
     @property
     def sha256(self) -> str:
-        """Of all that decides a number: what goes into the results."""
+        """Hash of the list, for the results."""
         return hashlib.sha256(self._text().encode()).hexdigest()
 
     @property
     def keys(self) -> set[str]:
-        """Of all images."""
+        """Keys of all images."""
         return {key for key, _ in (*self.candidates, *self.image_queries)}
 
     def write(self, path: Path) -> Path:
-        """Write it as JSON, whole or not at all; its path."""
+        """Write the list as JSON (atomically) and return its path."""
         return write_atomic(path, self._text())
 
     def _text(self) -> str:
@@ -79,22 +81,26 @@ class RetrievalList:
 
     @classmethod
     def read(cls, path: Path) -> "RetrievalList":
-        """What `write` wrote. Raises `EvaluationError` that names the file."""
+        """Read a list written by `write`. Raises `EvaluationError`."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             parts = {name: _items(content[name]) for name in ("candidates", "image_queries", "text_queries")}
             return cls(name=content["name"], classes=tuple(content["classes"]), **parts)
         except FileNotFoundError:
-            raise EvaluationError(f"{path} does not exist: `medvl eval make-retrieval-list` makes one") from None
+            raise EvaluationError(
+                f"{path} does not exist: create it with `medvl eval make-retrieval-list`", "not_found"
+            ) from None
         except (ValueError, KeyError, TypeError) as error:
-            raise EvaluationError(f"{path} is not a list of candidates and queries ({type(error).__name__})") from error
+            raise EvaluationError(
+                f"{path} is not a list of candidates and queries ({type(error).__name__})", "malformed"
+            ) from error
 
 
 def _items(rows: Sequence[Any]) -> tuple[Item, ...]:
     return tuple((str(name), tuple(map(str, classes))) for name, classes in rows)
 
 
-def draw_list(
+def sample_list(
     source: Source,
     *,
     classes: Sequence[str] = COMPETITION_FINDINGS,
@@ -102,24 +108,27 @@ def draw_list(
     seed: int = 0,
     name: str | None = None,
 ) -> RetrievalList:
-    """Images that show one class alone, as many of each: GLoRIA's 5x200 by default, but drawn once and written down.
+    """Sample images that have exactly one class, the same number for each (GLoRIA's 5x200 by default).
 
-    An image is of a class when its label is 1 and none of the other classes is 1 or uncertain. Of these the first
+    An image belongs to a class if its label is 1 and none of the other classes is 1 or uncertain. Of these, the first
     `per_class` are taken in the order of a hash of (seed, key).
 
-    Raises `EvaluationError` when a class has too few of them.
+    Raises:
+        EvaluationError: a class has too few images.
     """
-    found: dict[str, list[str]] = {wanted: [] for wanted in classes}
+    keys: dict[str, list[str]] = {name: [] for name in classes}
     for position in range(len(source)):
         sample = source.sample(position)
-        if only := _only_class(sample, classes):
-            found[only].append(sample.key)
-    short = {wanted: len(keys) for wanted, keys in found.items() if len(keys) < per_class}
+        if label := _only_class(sample, classes):
+            keys[label].append(sample.key)
+    short = {label: len(of_label) for label, of_label in keys.items() if len(of_label) < per_class}
     if short or not classes:
-        told = ", ".join(f"{wanted} {count}" for wanted, count in short.items()) or "no class"
-        raise EvaluationError(f"{per_class} images that show one class alone are asked for, there are fewer: {told}")
+        counts = ", ".join(f"{label} {count}" for label, count in short.items()) or "no class"
+        raise EvaluationError(
+            f"expected {per_class} images with exactly one class, got fewer: {counts}", "empty", field="per_class"
+        )
     candidates = [
-        (key, (wanted,)) for wanted, keys in found.items() for key in sorted(keys, key=_order(seed))[:per_class]
+        (key, (label,)) for label, of_label in keys.items() for key in sorted(of_label, key=_order(seed))[:per_class]
     ]
     return RetrievalList(
         name=name or f"{len(classes)}x{per_class}, seed {seed}", classes=tuple(classes), candidates=tuple(candidates)
@@ -136,14 +145,14 @@ def _order(seed: int) -> Any:
 
 
 def read_chexpert_8x200(root: Path, deid: Deidentifier) -> RetrievalList:
-    """CheXpert 8x200 as ConVIRT's authors published it (repository yuhaozhang/convirt), by the keys of these shards.
+    """Read CheXpert 8x200 as ConVIRT's authors published it (yuhaozhang/convirt), with the keys of these shards.
 
     Args:
         root: holds `image-retrieval/candidate.csv` and `query.csv`, and `text-retrieval/query.csv`.
-        deid: what the shards of CheXpert were hashed with.
+        deid: the deidentifier of the CheXpert shards.
 
     Raises:
-        CorpusError: a table is missing or is not what was published.
+        CorpusError: a table is missing or differs from the published one.
     """
     images, texts = root / "image-retrieval", root / "text-retrieval"
     candidates = [
@@ -155,11 +164,11 @@ def read_chexpert_8x200(root: Path, deid: Deidentifier) -> RetrievalList:
         classes=CHEXPERT_8X200,
         candidates=tuple(candidates),
         image_queries=tuple(
-            (chexpert.image_key(row["Path"], deid), (_known(row["Variable"], images),))
+            (chexpert.image_key(row["Path"], deid), (_class_name(row["Variable"], images),))
             for row in _rows(images / "query.csv", ("Variable", "Path"))
         ),
         text_queries=tuple(
-            (row["Text"].strip(), (_known(row["Variable"], texts),))
+            (row["Text"].strip(), (_class_name(row["Variable"], texts),))
             for row in _rows(texts / "query.csv", ("Variable", "Text"))
         ),
     )
@@ -172,7 +181,11 @@ def _rows(path: Path, required: Sequence[str]) -> list[Mapping[str, str]]:
         return list(reader)
 
 
-def _known(name: str, folder: Path) -> str:
+def _class_name(name: str, folder: Path) -> str:
     if name not in CHEXPERT_8X200:
-        raise CorpusError(f"{folder / 'query.csv'}: Variable has {name!r}, which is none of the eight classes")
+        raise CorpusError(
+            f"{folder / 'query.csv'}: Variable has {name!r}, expected one of the eight classes",
+            "unknown_name",
+            field="Variable",
+        )
     return name

@@ -1,4 +1,4 @@
-"""What a retrieval looks like: a few queries with what they found, similarities among them, the embeddings in a plane.
+"""Random examples of a retrieval for its page: queries with their nearest candidates, similarities, embeddings in 2-D.
 
 Shape letters: N images, M distinct texts, K examples, Q queries, E shared embedding.
 """
@@ -12,16 +12,17 @@ from numpy.typing import NDArray
 
 from medvl.eval.core.interfaces import Compares
 from medvl.eval.core.metrics import Array
+from medvl.eval.retrieval.similarity import Similarity, take
 from medvl.schema import Embeddings
 
 _NEAREST = 6
 _POINTS = 1500
-"""Images, and texts, in the plane: more would hide each other."""
+"""Maximum number of images, and of texts, in the plot of embeddings."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
-    """The nearest candidates of one query, the best first."""
+class NearestCandidates:
+    """The nearest candidates of one query, most similar first."""
 
     query: int
     candidates: tuple[int, ...]
@@ -29,28 +30,28 @@ class Found:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RetrievalView:
-    """Examples drawn from an evaluation; images and texts go by their number in it."""
+class RetrievalExamples:
+    """Random examples; images and texts are given by their index in the gallery."""
 
     texts: tuple[str, ...]
-    """All distinct ones."""
+    """All distinct texts."""
     text_of_N: NDArray[np.int64]
     similarity_KK: Array
-    """Of example images (rows) and their own texts, in the same order: the diagonal is what belongs together."""
-    of_images: tuple[Found, ...]
-    """Texts that images found."""
-    of_texts: tuple[Found, ...]
-    """Images that texts found."""
-    shown_N: NDArray[np.int64]
-    """Images of the plane."""
+    """Similarity of example images (rows) and their own texts (columns), in the same order."""
+    image_queries: tuple[NearestCandidates, ...]
+    """Images with their nearest texts."""
+    text_queries: tuple[NearestCandidates, ...]
+    """Texts with their nearest images."""
+    plotted_N: NDArray[np.int64]
+    """Images in the plot of embeddings."""
     image_N2: Array
     text_M2: Array
-    """Both in the plane of their two main directions."""
-    spread: tuple[float, float]
-    """Share of the variance that each direction holds."""
+    """Image and text embeddings in the plane of their first two principal components."""
+    explained_variance: tuple[float, float]
+    """Share of the variance of each component."""
 
 
-def look(
+def sample_examples(
     model: Compares,
     images: Embeddings,
     texts: Embeddings,
@@ -59,49 +60,45 @@ def look(
     *,
     queries: int,
     seed: int = 0,
-) -> RetrievalView:
-    """Draw examples: `queries` of each direction, four times as many in the matrix, each with another text.
+) -> RetrievalExamples:
+    """Sample `queries` queries of each direction, and four times as many pairs for the matrix, with distinct texts.
 
     Args:
-        model: whose similarity is shown.
+        model: its similarity is used.
         images, texts: embeddings of all images with text, and of all distinct texts.
         names: the distinct texts.
-        text_of_N: the text of each image.
-        queries: how many.
-        seed: of the draw.
+        text_of_N: index of each image's text.
+        queries: number of queries.
+        seed: of the sampling.
     """
-    from medvl.eval.retrieval.image_text import Similarity, take
-
     rng = np.random.default_rng(seed)
     text_K = torch.from_numpy(rng.permutation(len(names))[: 4 * queries])
     image_K = torch.stack([(text_of_N == text).nonzero()[0, 0] for text in text_K])
     text_Q, image_Q = text_K[:queries], image_K[:queries]
 
-    def similarities(rows: Embeddings, columns: Embeddings) -> torch.Tensor:
-        return torch.cat([block for _, block in Similarity(model, rows, columns)])
-
-    similarity_QM = similarities(take(images, image_Q), texts)
-    similarity_QN = similarities(images, take(texts, text_Q)).T
-    shown_N, shown_M = (np.sort(rng.permutation(len(of))[:_POINTS]) for of in (images, texts))
-    both = (images.global_NE[torch.from_numpy(shown_N)].cpu(), texts.global_NE[torch.from_numpy(shown_M)].cpu())
-    plane, spread = main_plane(torch.cat(both).double().numpy())
-    return RetrievalView(
+    similarity_QM = Similarity(model, take(images, image_Q), texts).matrix()
+    similarity_QN = Similarity(model, images, take(texts, text_Q)).matrix().T
+    plotted_N, plotted_M = (np.sort(rng.permutation(len(of))[:_POINTS]) for of in (images, texts))
+    both = (images.global_NE[torch.from_numpy(plotted_N)].cpu(), texts.global_NE[torch.from_numpy(plotted_M)].cpu())
+    plane, explained_variance = principal_plane(torch.cat(both).double().numpy())
+    similarity_KK = Similarity(model, take(images, image_K), take(texts, text_K)).matrix()
+    return RetrievalExamples(
         texts=tuple(names),
         text_of_N=text_of_N.numpy(),
-        similarity_KK=similarities(take(images, image_K), take(texts, text_K)).double().numpy(),
-        of_images=_nearest(image_Q, similarity_QM),
-        of_texts=_nearest(text_Q, similarity_QN),
-        shown_N=shown_N,
-        image_N2=plane[: len(shown_N)],
-        text_M2=plane[len(shown_N) :],
-        spread=spread,
+        similarity_KK=similarity_KK.double().numpy(),
+        image_queries=_nearest(image_Q, similarity_QM),
+        text_queries=_nearest(text_Q, similarity_QN),
+        plotted_N=plotted_N,
+        image_N2=plane[: len(plotted_N)],
+        text_M2=plane[len(plotted_N) :],
+        explained_variance=explained_variance,
     )
 
 
-def main_plane(x_ND: Array) -> tuple[Array, tuple[float, float]]:
-    """(N, 2) of the two main directions (PCA), and the share of the variance that each of them holds.
+def principal_plane(x_ND: Array) -> tuple[Array, tuple[float, float]]:
+    """Return the first two principal components (N, 2), and the share of the variance of each.
 
-    A direction's sign is such that its largest entry is positive, so that the same data give the same picture.
+    The sign of a component is chosen so that its largest loading is positive, which makes plots reproducible.
     """
     centered_ND = x_ND - x_ND.mean(axis=0)
     _, size_K, direction_KD = np.linalg.svd(centered_ND, full_matrices=False)
@@ -114,7 +111,7 @@ def main_plane(x_ND: Array) -> tuple[Array, tuple[float, float]]:
     return plane_ND, (shares[0], shares[1])
 
 
-def _nearest(query_Q: torch.Tensor, similarity_QN: torch.Tensor) -> tuple[Found, ...]:
+def _nearest(query_Q: torch.Tensor, similarity_QN: torch.Tensor) -> tuple[NearestCandidates, ...]:
     best = similarity_QN.topk(min(_NEAREST, similarity_QN.shape[1]), dim=1)
     rows = zip(query_Q.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
-    return tuple(Found(query, tuple(candidates), tuple(values)) for query, candidates, values in rows)
+    return tuple(NearestCandidates(query, tuple(candidates), tuple(values)) for query, candidates, values in rows)

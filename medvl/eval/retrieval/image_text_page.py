@@ -1,4 +1,4 @@
-"""The page of an image-text retrieval: its numbers beside chance, what queries found, similarities and embeddings."""
+"""HTML page of an image-text retrieval: metrics next to chance, example queries, similarities and embeddings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,18 +26,18 @@ from medvl.eval.html.page import (
     thumbnail_uri,
     write_page,
 )
-from medvl.eval.retrieval.examples import Found, RetrievalView
+from medvl.eval.retrieval.examples import NearestCandidates, RetrievalExamples
 from medvl.eval.retrieval.image_text import RetrievalResult
 
 _DIRECTIONS = {"image_to_text": "Image to text", "text_to_image": "Text to image"}
-_LONGEST = 140
-"""Characters of a text that are shown."""
+_MAX_CHARACTERS = 140
+"""Maximum length of a displayed text."""
 _FINDINGS = 2
-_FEWEST = 5
-"""Images with a finding, and without, that it takes to be shown in the plane."""
+_MIN_IMAGES = 5
+"""Minimum number of images with, and without, a finding that colors the embeddings."""
 LIMITS = (
-    "A research evaluation, not for clinical use: a text that is found in place of an image's own can say the same in "
-    "other words, and counts as wrong all the same.",
+    "A research evaluation, not for clinical use: a retrieved text may say the same as the image's own text in other "
+    "words, and is still counted as wrong.",
     "Intervals are percentiles of a bootstrap over texts, with all their images. Recall falls as the gallery grows: "
     "compare numbers over one gallery only.",
     "Images and texts on this page belong to the data set and stay under its terms of use.",
@@ -54,28 +54,31 @@ def write_retrieval_page(
     pixels: Callable[[str], NDArray[np.uint8]] | None = None,
     labels: Callable[[str], Mapping[str, int]] | None = None,
 ) -> Path:
-    """Write the page as one HTML file; its path.
+    """Write the page as one HTML file and return its path.
 
     Args:
-        result: what `image_text_retrieval` returned; its view, where it has one, is drawn.
-        path: of the file; its folder is made where it is missing.
-        model, data: what they are called in the header.
-        date: shown as it stands; the library reads no clock.
-        pixels: key -> image; None leaves the images out.
-        labels: key -> labels, by which the embeddings are colored.
+        result: from `image_text_retrieval`; its examples are shown, if there are any.
+        path: of the file; its folder is created if necessary.
+        model, data: names for the header.
+        date: shown unchanged; None for none.
+        pixels: key -> image; None for a page without images.
+        labels: key -> labels, which color the embeddings.
     """
     details = result.results.details
     sections: list[Section] = [_table(result)]
-    if result.view is not None:
-        sections.append(_plots(result, result.view, labels))
+    if result.examples is not None:
+        sections.append(_plots(result, result.examples, labels))
         if pixels is not None:
-            sections += [_of_images(result, result.view, pixels), _of_texts(result, result.view, pixels)]
-    own = [("Equal texts", "one text, with several images")]
+            sections += [
+                _image_cards(result, result.examples, pixels),
+                _text_strips(result, result.examples, pixels),
+            ]
+    extra = [("Equal texts", "one text, with several images")]
     page = Page(
         title=f"Image-text retrieval: {model}",
         subtitle=f"{data}: {details['images']:,} images and {details['texts']:,} distinct texts",
         headlines=[_headline(result, direction) for direction in _DIRECTIONS],
-        facts=header_facts(result.results, model=model, data=data, date=date, units="texts", extra=own),
+        facts=header_facts(result.results, model=model, data=data, date=date, units="texts", extra=extra),
         sections=sections,
         limits=LIMITS,
     )
@@ -96,118 +99,129 @@ def _table(result: RetrievalResult) -> Table:
     chance: Mapping[str, float] = result.results.details["chance"]
     recalls = [f"recall@{k}" for k in result.results.config["ks"]]
     lines: list[Sequence[Cell | str]] = []
-    for direction, told in _DIRECTIONS.items():
+    for direction, title in _DIRECTIONS.items():
         rows = {metric: result.results.row(metric, direction) for metric in (*recalls, "median_rank")}
         cells = [metric_cell(rows[each], reference=chance[f"{each}/{direction}"], bar=True) for each in recalls]
-        lines.append([told, *cells, metric_cell(rows["median_rank"]), f"{rows['median_rank'].n:,}"])
+        lines.append([title, *cells, metric_cell(rows["median_rank"]), f"{rows['median_rank'].n:,}"])
     return Table(
         title="Recall",
         columns=["", *(metric.capitalize() for metric in recalls), "Median rank", "Queries"],
         rows=lines,
         caption="The share of queries whose own text, or image, is among the first k, with 95% intervals. The tick in "
-        "a bar is a random order.",
+        "a bar is chance, the expected value of a random order.",
     )
 
 
-def _plots(result: RetrievalResult, view: RetrievalView, labels: Callable[[str], Mapping[str, int]] | None) -> Pictures:
-    count = len(view.similarity_KK)
+def _plots(
+    result: RetrievalResult, examples: RetrievalExamples, labels: Callable[[str], Mapping[str, int]] | None
+) -> Pictures:
+    count = len(examples.similarity_KK)
     matrix = Picture(
-        source=png_uri(plots.matrix_plot(view.similarity_KK, "text", "image")),
+        source=png_uri(plots.matrix_plot(examples.similarity_KK, "text", "image")),
         alternative=f"similarities of {count} images with their texts",
-        lines=["Similarities", f"{count} images drawn at random, each with its own text on the diagonal"],
+        lines=["Similarities", f"{count} random images, each with its own text on the diagonal"],
     )
-    sides = {"images": view.image_N2, "texts": view.text_M2}
+    sides = {"images": examples.image_N2, "texts": examples.text_M2}
     colors = {"images": plots.LINE_COLOR, "texts": plots.POSITIVE_COLOR}
-    pictures = [matrix, _plane("Images and texts", sides, colors, view)]
-    for name, of_image_N in _colored(result, view, labels):
-        sides = {"without": view.image_N2[of_image_N == 0], "with": view.image_N2[of_image_N == 1]}
+    pictures = [matrix, _plane("Images and texts", sides, colors, examples)]
+    for name, positive_N in _finding_colors(result, examples, labels):
+        sides = {"without": examples.image_N2[positive_N == 0], "with": examples.image_N2[positive_N == 1]}
         colors = {"without": plots.NEGATIVE_COLOR, "with": plots.POSITIVE_COLOR}
-        pictures.append(_plane(name, sides, colors, view))
+        pictures.append(_plane(name, sides, colors, examples))
     return Pictures(
         title="Similarities and embeddings",
         strips=[Strip(title="", pictures=pictures)],
-        caption="Embeddings lie in the plane of the two main directions of images and texts together (PCA). Where the "
-        "two lie apart, as they often do, retrieval compares them across that gap.",
+        caption="First two principal components of image and text embeddings together (PCA). Images and texts are "
+        "often in separate regions (the modality gap), and retrieval compares them across the gap.",
     )
 
 
-def _plane(name: str, sides: Mapping[str, Array], colors: Mapping[str, str], view: RetrievalView) -> Picture:
-    plot = plots.points_plot(sides, colors, tuple(f"direction {n} ({s:.0%})" for n, s in enumerate(view.spread, 1)))
+def _plane(name: str, sides: Mapping[str, Array], colors: Mapping[str, str], examples: RetrievalExamples) -> Picture:
+    axes = tuple(f"component {n} ({share:.0%})" for n, share in enumerate(examples.explained_variance, 1))
+    plot = plots.points_plot(sides, colors, axes)
     return Picture(source=png_uri(plot), alternative=f"embeddings in a plane: {name}", lines=[name])
 
 
-def _colored(
-    result: RetrievalResult, view: RetrievalView, labels: Callable[[str], Mapping[str, int]] | None
+def _finding_colors(
+    result: RetrievalResult, examples: RetrievalExamples, labels: Callable[[str], Mapping[str, int]] | None
 ) -> list[tuple[str, NDArray[np.int64]]]:
-    """The findings that divide the images of the plane most evenly, with 1 for each that has it."""
+    """Return the findings that split the plotted images most evenly, with 1 for each positive image."""
     if labels is None:
         return []
-    known = [labels(result.keys[number]) for number in view.shown_N.tolist()]
+    known = [labels(result.keys[index]) for index in examples.plotted_N.tolist()]
     names = sorted({name for row in known for name in row})
     columns = [(name, np.array([int(row.get(name) == 1) for row in known])) for name in names]
     smaller = {name: min(int(values.sum()), int((1 - values).sum())) for name, values in columns}
     order = sorted(columns, key=lambda column: (-smaller[column[0]], column[0]))
-    return [column for column in order if smaller[column[0]] >= _FEWEST][:_FINDINGS]
+    return [column for column in order if smaller[column[0]] >= _MIN_IMAGES][:_FINDINGS]
 
 
-def _of_images(result: RetrievalResult, view: RetrievalView, pixels: Callable[[str], NDArray[np.uint8]]) -> Cards:
-    # most similarities are cosines; GLoRIA's are not, and reach beyond 1
-    full = max(1.0, *(value for found in view.of_images for value in found.similarities))
+def _image_cards(
+    result: RetrievalResult, examples: RetrievalExamples, pixels: Callable[[str], NDArray[np.uint8]]
+) -> Cards:
+    # most similarities are cosines; those of GLoRIA can exceed 1
+    full = max(1.0, *(value for query in examples.image_queries for value in query.similarities))
 
-    def card(found: Found) -> Card:
-        own, rank = int(view.text_of_N[found.query]), int(result.image_rank_N[found.query])
+    def card(query: NearestCandidates) -> Card:
+        own, rank = int(examples.text_of_N[query.query]), int(result.image_rank_N[query.query])
         choices = [
-            Choice(text=_short(view.texts[text]), score=value, right=text == own, full=full)
-            for text, value in zip(found.candidates, found.similarities, strict=True)
+            Choice(text=_short(examples.texts[text]), score=value, right=text == own, full=full)
+            for text, value in zip(query.candidates, query.similarities, strict=True)
         ]
-        picture = Picture(source=thumbnail_uri(pixels(result.keys[found.query]), 256), alternative="the image")
+        picture = Picture(source=thumbnail_uri(pixels(result.keys[query.query]), 256), alternative="the image")
         return Card(
-            title=f"Its own text comes {_ordinal(rank)} of {len(view.texts):,}",
+            title=f"Its own text is {_ordinal(rank)} of {len(examples.texts):,}",
             pictures=[picture],
             choices=choices,
-            lines=[] if own in found.candidates else [("Its own", _short(view.texts[own]))],
+            lines=[] if own in query.candidates else [("Its own", _short(examples.texts[own]))],
             tags=[],
         )
 
-    right = [int(view.text_of_N[found.query]) in found.candidates for found in view.of_images]
+    hits = [int(examples.text_of_N[query.query]) in query.candidates for query in examples.image_queries]
     decks = [
-        Deck(title=title, good=good, cards=[card(f) for f, r in zip(view.of_images, right, strict=True) if r == good])
+        Deck(
+            title=title,
+            good=good,
+            cards=[card(query) for query, hit in zip(examples.image_queries, hits, strict=True) if hit == good],
+        )
         for title, good in (("Own text among the first", True), ("Own text not among the first", False))
     ]
     return Cards(
-        title="Texts that images found",
+        title="Texts retrieved by images",
         decks=[deck for deck in decks if deck.cards],
-        caption="Images drawn at random, with the nearest texts of the gallery and their similarities.",
+        caption="Random images, with the nearest texts of the gallery and their similarities.",
     )
 
 
-def _of_texts(result: RetrievalResult, view: RetrievalView, pixels: Callable[[str], NDArray[np.uint8]]) -> Pictures:
+def _text_strips(
+    result: RetrievalResult, examples: RetrievalExamples, pixels: Callable[[str], NDArray[np.uint8]]
+) -> Pictures:
     def picture(image: int, similarity: float, text: int) -> Picture:
-        own = "✓ its own" if int(view.text_of_N[image]) == text else "of another text"
+        own = "✓ its own" if int(examples.text_of_N[image]) == text else "of another text"
         source = thumbnail_uri(pixels(result.keys[image]))
-        return Picture(source=source, alternative="an image that was found", lines=[own, f"{similarity:.2f}"])
+        return Picture(source=source, alternative="a retrieved image", lines=[own, f"{similarity:.2f}"])
 
     strips = [
         Strip(
-            title=_short(view.texts[found.query]),
-            note=f"own image {_ordinal(int(result.text_rank_M[found.query]))} of {len(view.text_of_N):,}",
+            title=_short(examples.texts[query.query]),
+            note=f"own image {_ordinal(int(result.text_rank_M[query.query]))} of {len(examples.text_of_N):,}",
             pictures=[
-                picture(image, similarity, found.query)
-                for image, similarity in zip(found.candidates, found.similarities, strict=True)
+                picture(image, similarity, query.query)
+                for image, similarity in zip(query.candidates, query.similarities, strict=True)
             ],
         )
-        for found in view.of_texts
+        for query in examples.text_queries
     ]
     return Pictures(
-        title="Images that texts found",
+        title="Images retrieved by texts",
         kind="thumbnails",
         strips=strips,
-        caption="Texts drawn at random, with the nearest images of the gallery and their similarities.",
+        caption="Random texts, with the nearest images of the gallery and their similarities.",
     )
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 2].rsplit(" ", 1)[0] + " …"
+    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 2].rsplit(" ", 1)[0] + " …"
 
 
 def _ordinal(number: int) -> str:

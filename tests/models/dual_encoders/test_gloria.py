@@ -19,7 +19,7 @@ import medvl
 from medvl import losses
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import ConfigError
-from medvl.eval.retrieval.image_text import Similarity, take
+from medvl.eval.retrieval.similarity import Similarity, take
 from medvl.eval.zero_shot_classification.prompts import load_prompts
 from medvl.eval.zero_shot_classification.scores import PromptScorer, concatenate
 from medvl.losses.gloria import gloria_attention, gloria_similarity

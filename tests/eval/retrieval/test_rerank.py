@@ -1,4 +1,4 @@
-"""Re-ranked retrieval against its protocol written out plainly, every pair encoded anew; what is encoded how often."""
+"""Re-ranked retrieval against a naive implementation that encodes every pair; number of encodings."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -37,8 +37,8 @@ def tokenizer() -> Tokenizer:
     return tiny_tokenizer()
 
 
-class Pictures(FakeLoader):
-    """Images of noise, each with one of the reports; the empty one is left out."""
+class NoiseLoader(FakeLoader):
+    """Images of noise, each with one of the reports; one report is empty."""
 
     def __init__(self, batch: int = 5, side: int = SIDE) -> None:
         source = make_source(np.zeros((COUNT, 0)), ())
@@ -47,33 +47,33 @@ class Pictures(FakeLoader):
         super().__init__(source, batch, [f" {REPORTS[row % len(REPORTS)]}\n" for row in range(COUNT)])
 
 
-class Rows(FakeLoader):
-    """The same samples as `FakeModel` takes them: one row of pixels."""
+class RowLoader(FakeLoader):
+    """The same samples with one row of pixels, as `FakeModel` takes them."""
 
     def __init__(self) -> None:
         source = make_source(np.zeros((COUNT, 0)), ())
         super().__init__(source, 4, [f"{REPORTS[row % len(REPORTS)]}" for row in range(COUNT)])
 
 
-class Counting(nn.Module):
-    """Counts what a module is given."""
+class CountingModule(nn.Module):
+    """A module that counts the rows of its inputs."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.inner, self.seen = inner, 0
+        self.inner, self.count = inner, 0
 
     def __getattr__(self, name: str) -> Any:
-        return super().__getattr__(name) if name in ("inner", "seen") else getattr(super().__getattr__("inner"), name)
+        return super().__getattr__(name) if name in ("inner", "count") else getattr(super().__getattr__("inner"), name)
 
     def forward(self, rows: Tensor, *rest: Any) -> Any:
-        self.seen += len(rows)
+        self.count += len(rows)
         return self.inner(rows, *rest)
 
 
 def plain_ranks(
     similarity_NM: np.ndarray, score_NM: np.ndarray, text_of: Sequence[int], k: int
 ) -> tuple[list[int], list[int]]:
-    """The protocol, a query at a time."""
+    """Return the ranks of the protocol, one query at a time."""
     positive_NM = np.array(text_of)[:, None] == np.arange(similarity_NM.shape[1])
     return (
         [_rank(s, f, p, k) for s, f, p in zip(similarity_NM, score_NM, positive_NM, strict=True)],
@@ -81,24 +81,24 @@ def plain_ranks(
     )
 
 
-def _rank(similar: np.ndarray, score: np.ndarray, positive: np.ndarray, k: int) -> int:
-    order = sorted(range(len(similar)), key=lambda place: (-similar[place], positive[place]))[:k]
-    mine = [place for place in order if positive[place]]
-    if mine:
-        best = max(score[place] for place in mine)
-        return 1 + sum(score[place] >= best for place in order if not positive[place])
-    best = max(similar[positive])
-    return 1 + sum(similar[~positive] >= best)
+def _rank(similarity: np.ndarray, score: np.ndarray, positive: np.ndarray, k: int) -> int:
+    order = sorted(range(len(similarity)), key=lambda index: (-similarity[index], positive[index]))[:k]
+    positives = [index for index in order if positive[index]]
+    if positives:
+        best = max(score[index] for index in positives)
+        return 1 + sum(score[index] >= best for index in order if not positive[index])
+    best = max(similarity[positive])
+    return 1 + sum(similarity[~positive] >= best)
 
 
 @torch.no_grad()
 def uncached(model: FusionModel, loader: FakeLoader) -> tuple[list[int], np.ndarray]:
-    """(text of each image with text, score of every pair), both encoded again for each."""
-    pictures = [batch for batch in _singles(loader) if batch.texts[0].strip()]
-    plain = [" ".join(batch.texts[0].split()) for batch in pictures]
+    """Return the text of each image with text, and the score of every pair, each encoded separately."""
+    batches = [batch for batch in _singles(loader) if batch.texts[0].strip()]
+    plain = [" ".join(batch.texts[0].split()) for batch in batches]
     texts = list(dict.fromkeys(plain))
-    scores = np.zeros((len(pictures), len(texts)))
-    for row, batch in enumerate(pictures):
+    scores = np.zeros((len(batches), len(texts)))
+    for row, batch in enumerate(batches):
         for column, text in enumerate(texts):
             ids_BT, mask_BT = model.tokenize([text])
             logits_B2 = model.match(model.text_tokens(ids_BT, mask_BT), model.image_tokens(batch.image_BCHW))
@@ -111,15 +111,15 @@ def _singles(loader: FakeLoader) -> Iterator[Batch]:
 
 
 @pytest.mark.parametrize("shortlist", [1, 3, 100])
-def test_it_is_the_uncached_protocol(tokenizer: Tokenizer, shortlist: int) -> None:
-    """ALBEF, whose own embeddings make the list."""
+def test_albef_ranks_equal_the_uncached_protocol(tokenizer: Tokenizer, shortlist: int) -> None:
+    """ALBEF's own embeddings make the shortlists."""
     model: Any = tiny_model("albef", tokenizer).eval()
     nn.init.normal_(model.itm_head.weight, generator=torch.Generator().manual_seed(5))
-    result = reranked_retrieval(model, Pictures(), shortlist=shortlist, resamples=0)
-    text_of, score_NM = uncached(model, Pictures())
-    texts = list(dict.fromkeys(" ".join(text.split()) for text in Pictures().texts if text.strip()))
+    result = reranked_retrieval(model, NoiseLoader(), shortlist=shortlist, resamples=0)
+    text_of, score_NM = uncached(model, NoiseLoader())
+    texts = list(dict.fromkeys(" ".join(text.split()) for text in NoiseLoader().texts if text.strip()))
     with torch.no_grad():
-        images = torch.cat([batch.image_BCHW for batch in _singles(Pictures()) if batch.texts[0].strip()])
+        images = torch.cat([batch.image_BCHW for batch in _singles(NoiseLoader()) if batch.texts[0].strip()])
         similarity_NM = model.similarity(images, texts).numpy()
     of_images, of_texts = plain_ranks(similarity_NM, score_NM, text_of, shortlist)
     assert result.image_rank_N.tolist() == of_images
@@ -133,50 +133,50 @@ def test_it_is_the_uncached_protocol(tokenizer: Tokenizer, shortlist: int) -> No
 
 
 @pytest.mark.parametrize("name", ["dual_stream", "medvill"])
-def test_another_dual_encoder_may_make_the_list(tokenizer: Tokenizer, name: str) -> None:
+def test_another_dual_encoder_makes_the_shortlists(tokenizer: Tokenizer, name: str) -> None:
     model = tiny_model(name, tokenizer).eval()
     nn.init.normal_(model.itm_head.weight, generator=torch.Generator().manual_seed(5))
     fake = FakeModel().eval()
-    result = reranked_retrieval(model, Pictures(), shortlist=3, by=Shortlister(fake, Rows()), resamples=0)
-    text_of, score_NM = uncached(model, Pictures())
-    texts = list(dict.fromkeys(text for text in Rows().texts if text))
+    result = reranked_retrieval(model, NoiseLoader(), shortlist=3, by=Shortlister(fake, RowLoader()), resamples=0)
+    text_of, score_NM = uncached(model, NoiseLoader())
+    texts = list(dict.fromkeys(text for text in RowLoader().texts if text))
     with torch.no_grad():
-        rows = torch.cat([batch.image_BCHW for batch in Rows()])
-        kept = [row for row, text in enumerate(Rows().texts) if text]
+        rows = torch.cat([batch.image_BCHW for batch in RowLoader()])
+        kept = [row for row, text in enumerate(RowLoader().texts) if text]
         similarity_NM = (fake.embed_images(rows).global_NE[kept] @ fake.embed_texts(texts).global_NE.T).numpy()
     of_images, of_texts = plain_ranks(similarity_NM, score_NM, text_of, 3)
     assert result.image_rank_N.tolist() == of_images
     assert result.text_rank_M.tolist() == of_texts
 
 
-def test_everything_is_encoded_once_and_pairs_come_in_chunks(
+def test_images_and_texts_are_encoded_once_and_pairs_in_chunks(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = tiny_model("albef", tokenizer).eval()
-    whole = reranked_retrieval(model, Pictures(), shortlist=4, resamples=0)
-    model.image_encoder, model.text_encoder = Counting(model.image_encoder), Counting(model.text_encoder)
+    reference = reranked_retrieval(model, NoiseLoader(), shortlist=4, resamples=0)
+    model.image_encoder, model.text_encoder = CountingModule(model.image_encoder), CountingModule(model.text_encoder)
     monkeypatch.setattr(rerank, "_PAIRS", 6)
     monkeypatch.setattr(rerank, "_TEXTS", 2)
     largest, fuse = [], model.fuse
     monkeypatch.setattr(model, "fuse", lambda text, image: largest.append(len(text.states_BND)) or fuse(text, image))
-    chunked = reranked_retrieval(model, Pictures(3), shortlist=4, resamples=0)
-    assert model.image_encoder.seen == COUNT
-    assert model.text_encoder.seen == 7
+    chunked = reranked_retrieval(model, NoiseLoader(3), shortlist=4, resamples=0)
+    assert model.image_encoder.count == COUNT
+    assert model.text_encoder.count == 7
     assert max(largest) == 6
     assert sum(largest) <= 4 * (15 + 7)
-    np.testing.assert_array_equal(chunked.image_rank_N, whole.image_rank_N)
-    np.testing.assert_array_equal(chunked.text_rank_M, whole.text_rank_M)
+    np.testing.assert_array_equal(chunked.image_rank_N, reference.image_rank_N)
+    np.testing.assert_array_equal(chunked.text_rank_M, reference.text_rank_M)
 
 
 @pytest.mark.parametrize("shortlist", [1, 2, 5, 40])
-def test_ties_count_against_the_positive_on_and_off_the_list(shortlist: int) -> None:
+def test_ties_count_against_the_positive_on_and_off_the_shortlist(shortlist: int) -> None:
     generator = torch.Generator().manual_seed(shortlist)
     similarity_NM = torch.randint(0, 4, (30, 9), generator=generator) / 4
     score_NM = torch.randint(0, 3, (30, 9), generator=generator).float()
     text_of_N = torch.arange(30) % 9
     plain = plain_ranks(similarity_NM.numpy(), score_NM.numpy(), text_of_N.tolist(), shortlist)
     before = plain_ranks(similarity_NM.numpy(), similarity_NM.numpy(), text_of_N.tolist(), 0)
-    found = reranked_ranks(
+    reranked = reranked_ranks(
         similarity_NM,
         text_of_N,
         shortlist,
@@ -193,49 +193,49 @@ def test_ties_count_against_the_positive_on_and_off_the_list(shortlist: int) -> 
     )
     assert set(worst[0].tolist()) == {9}
     assert all(rank >= 26 for rank in worst[1].tolist())
-    listed = np.array(before[0]) <= shortlist  # elsewhere ties decide which strangers are on the list
-    assert (found[0][~listed] == np.array(before[0])[~listed]).all()
-    assert (found[0][listed] <= shortlist).all()
+    listed = np.array(before[0]) <= shortlist  # otherwise ties decide which negatives are on the shortlist
+    assert (reranked[0][~listed] == np.array(before[0])[~listed]).all()
+    assert (reranked[0][listed] <= shortlist).all()
     if shortlist == 40:
-        assert found[0].tolist() == plain[0]
-        assert found[1].tolist() == plain[1]
+        assert reranked[0].tolist() == plain[0]
+        assert reranked[1].tolist() == plain[1]
 
 
-def test_a_perfect_matcher_finds_what_is_on_the_list(tokenizer: Tokenizer) -> None:
+def test_perfect_matcher_ranks_listed_positives_first(tokenizer: Tokenizer) -> None:
     similarity_NM = torch.rand(20, 20, generator=torch.Generator().manual_seed(0))
     text_of_N = torch.arange(20)
     before = plain_ranks(similarity_NM.numpy(), similarity_NM.numpy(), text_of_N.tolist(), 0)
-    found = reranked_ranks(
+    reranked = reranked_ranks(
         similarity_NM,
         text_of_N,
         5,
         (np.array(before[0]), np.array(before[1])),
         lambda image_Q, text_Q: (image_Q == text_Q).float(),
     )
-    for rank, old in zip(found, before, strict=True):
-        assert rank.tolist() == [1 if place <= 5 else place for place in old]
-        assert 0 < sum(place <= 5 for place in old) < 20
+    for rank, old in zip(reranked, before, strict=True):
+        assert rank.tolist() == [1 if value <= 5 else value for value in old]
+        assert 0 < sum(value <= 5 for value in old) < 20
 
 
-def test_what_cannot_be_judged_is_refused(tokenizer: Tokenizer) -> None:
+def test_invalid_models_and_settings_are_refused(tokenizer: Tokenizer) -> None:
     fusion, albef = tiny_model("dual_stream", tokenizer), tiny_model("albef", tokenizer)
-    with pytest.raises(EvaluationError, match="dual_stream is no dual-encoder"):
-        reranked_retrieval(fusion, Pictures())
-    with pytest.raises(EvaluationError, match="shortlist is 0"):
-        reranked_retrieval(albef, Pictures(), shortlist=0)
-    other = Rows()
+    with raises(EvaluationError, "missing", "by", names="dual_stream"):
+        reranked_retrieval(fusion, NoiseLoader())
+    with raises(EvaluationError, "out_of_range", "shortlist"):
+        reranked_retrieval(albef, NoiseLoader(), shortlist=0)
+    other = RowLoader()
     other.source.samples = other.source.samples[::-1]
-    with pytest.raises(EvaluationError, match="gives other images"):
-        reranked_retrieval(fusion, Pictures(), by=Shortlister(FakeModel(), other))
+    with raises(EvaluationError, "mismatch"):
+        reranked_retrieval(fusion, NoiseLoader(), by=Shortlister(FakeModel(), other))
     with torch.no_grad():
         albef.itm_head.bias.fill_(torch.nan)
-    with pytest.raises(EvaluationError, match="match scores are not finite"):
-        reranked_retrieval(albef, Pictures())
+    with raises(EvaluationError, "nonfinite"):
+        reranked_retrieval(albef, NoiseLoader())
 
 
-def test_intervals_and_autocast(tokenizer: Tokenizer) -> None:
+def test_reranking_gives_intervals_and_supports_autocast(tokenizer: Tokenizer) -> None:
     model = tiny_model("albef", tokenizer)
-    result = reranked_retrieval(model, Pictures(), resamples=50, autocast=torch.bfloat16)
+    result = reranked_retrieval(model, NoiseLoader(), resamples=50, autocast=torch.bfloat16)
     row = result.results.row("recall@5", "image_to_text")
     assert 0 <= row.low <= row.value <= row.high <= 1
     assert model.training
@@ -243,7 +243,7 @@ def test_intervals_and_autocast(tokenizer: Tokenizer) -> None:
     assert {line["key"] for line in result.predictions()} == set(result.keys)
 
 
-def test_the_command_reranks_with_another_checkpoint_or_its_own(
+def test_retrieval_command_reranks_with_another_checkpoint_or_its_own(
     tokenizer: Tokenizer, deid: Deidentifier, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "shards", workers=1), OPTIONS)

@@ -1,14 +1,15 @@
-"""Retrieval ranks against a plain search, with equal texts, ties, chunks and a local similarity."""
+"""Retrieval ranks against a naive search, with equal texts, ties, chunks and a local similarity."""
 
 import numpy as np
 import pytest
 import torch
+from helpers.errors import raises
 from helpers.eval_fakes import WIDTH, FakeLoader, FakeModel, make_source, text_vector
 
 from medvl.errors import EvaluationError
 from medvl.eval import RetrievalEval, image_text_retrieval
 from medvl.eval.core.bootstrap import bootstrap_indices
-from medvl.eval.retrieval import image_text
+from medvl.eval.retrieval import similarity as similarity_module
 from medvl.eval.zero_shot_classification.scores import concatenate
 from medvl.schema import Embeddings
 
@@ -16,7 +17,7 @@ TEXTS = [f"report {index % 20}" for index in range(50)]
 
 
 def loader_of(texts: list[str], noise: float, batch: int = 7) -> FakeLoader:
-    """Images that lie near their text's vector: the nearer, the less noise."""
+    """Return images whose embeddings are their text's vector plus noise."""
     rng = np.random.default_rng(0)
     source = make_source(np.zeros((len(texts), 0)), ())
     source.images = [
@@ -27,7 +28,7 @@ def loader_of(texts: list[str], noise: float, batch: int = 7) -> FakeLoader:
 
 
 def plain_ranks(loader: FakeLoader) -> tuple[list[int], list[int]]:
-    """The ranks by their definition, one query at a time."""
+    """Return the ranks of the protocol, one query at a time."""
     texts = list(dict.fromkeys(loader.texts))
     images = np.stack([image[0].astype(np.float32) - 128 for image in loader.source.images])
     images /= np.linalg.norm(images, axis=1, keepdims=True)
@@ -43,41 +44,41 @@ def plain_ranks(loader: FakeLoader) -> tuple[list[int], list[int]]:
     return of_images, of_texts
 
 
-def test_ranks_equal_a_plain_search():
+def test_ranks_equal_a_naive_search():
     loader = loader_of(TEXTS, noise=60)
     result = image_text_retrieval(FakeModel(), loader, resamples=0)
     of_images, of_texts = plain_ranks(loader)
     assert result.image_rank_N.tolist() == of_images
     assert result.text_rank_M.tolist() == of_texts
-    assert max(of_images) > 5  # or the test would show nothing
+    assert max(of_images) > 5  # the task is not trivial
     row = result.results.row("recall@5", "image_to_text")
     assert (row.value, row.n) == (pytest.approx(np.mean(np.array(of_images) <= 5)), 50)
     row = result.results.row("median_rank", "text_to_image")
     assert (row.value, row.n) == (np.median(of_texts), 20)
 
 
-@pytest.mark.parametrize("kept", [0, 10**9])
-def test_chunks_and_recomputation_change_no_rank(monkeypatch, kept):
-    whole = image_text_retrieval(FakeModel(), loader_of(TEXTS, noise=60), resamples=0)
-    monkeypatch.setattr(image_text, "_CHUNK", 8)
-    monkeypatch.setattr(image_text, "_KEPT_ELEMENTS", kept)
+@pytest.mark.parametrize("cached", [0, 10**9])
+def test_ranks_do_not_depend_on_chunks_and_caching(monkeypatch, cached):
+    reference = image_text_retrieval(FakeModel(), loader_of(TEXTS, noise=60), resamples=0)
+    monkeypatch.setattr(similarity_module, "_CHUNK", 8)
+    monkeypatch.setattr(similarity_module, "_CACHED_ELEMENTS", cached)
     chunked = image_text_retrieval(FakeModel(), loader_of(TEXTS, noise=60, batch=50), resamples=0)
-    np.testing.assert_array_equal(chunked.image_rank_N, whole.image_rank_N)
-    np.testing.assert_array_equal(chunked.text_rank_M, whole.text_rank_M)
+    np.testing.assert_array_equal(chunked.image_rank_N, reference.image_rank_N)
+    np.testing.assert_array_equal(chunked.text_rank_M, reference.text_rank_M)
 
 
-def test_no_block_is_larger_than_a_chunk(monkeypatch):
-    class Measuring(FakeModel):
+def test_similarity_is_computed_in_chunks(monkeypatch):
+    class CheckedModel(FakeModel):
         def similarity(self, images, texts):
             assert len(images) <= 8
             assert len(texts) <= 8
             return super().similarity(images, texts)
 
-    monkeypatch.setattr(image_text, "_CHUNK", 8)
-    image_text_retrieval(Measuring(), loader_of(TEXTS, noise=60), resamples=0)
+    monkeypatch.setattr(similarity_module, "_CHUNK", 8)
+    image_text_retrieval(CheckedModel(), loader_of(TEXTS, noise=60), resamples=0)
 
 
-def test_perfect_pairs_come_first_and_each_image_is_encoded_once():
+def test_perfect_pairs_rank_first_and_each_image_is_encoded_once():
     model = FakeModel()
     result = image_text_retrieval(model, loader_of(TEXTS, noise=0))
     for direction in ("image_to_text", "text_to_image"):
@@ -88,7 +89,7 @@ def test_perfect_pairs_come_first_and_each_image_is_encoded_once():
     assert model.texts_encoded == 20
 
 
-def test_a_model_that_says_the_same_of_everything_comes_last():
+def test_constant_similarity_gives_the_last_rank():
     class Constant(FakeModel):
         def similarity(self, images, texts):
             return torch.zeros(len(images), len(texts))
@@ -99,7 +100,7 @@ def test_a_model_that_says_the_same_of_everything_comes_last():
     np.testing.assert_array_equal(result.text_rank_M, 1 + 50 - copies)
 
 
-def test_intervals_draw_texts_with_all_their_images():
+def test_intervals_resample_texts_with_all_their_images():
     result = image_text_retrieval(FakeModel(), loader_of(TEXTS, noise=60), resamples=25, seed=3)
     hits_N = (result.image_rank_N <= 5).astype(float)
     text_of_N = np.array([list(dict.fromkeys(TEXTS)).index(text) for text in TEXTS])
@@ -114,17 +115,17 @@ def test_intervals_draw_texts_with_all_their_images():
     assert (row.low, row.high) == pytest.approx(tuple(np.percentile(medians, (2.5, 97.5))))
 
 
-def test_chance_is_what_random_orders_give():
+def test_chance_equals_the_mean_over_random_orders():
     result = image_text_retrieval(FakeModel(), loader_of(TEXTS, noise=60), resamples=0, ks=(1, 5, 100))
     chance, rng = result.results.details["chance"], np.random.default_rng(0)
     positives = [np.array([text == other for other in TEXTS]) for text in dict.fromkeys(TEXTS)]
-    drawn = [[mine[rng.permutation(50)[:5]].any() for mine in positives] for _ in range(500)]
-    assert chance["recall@5/text_to_image"] == pytest.approx(np.mean(drawn), abs=0.01)
+    hits = [[positive[rng.permutation(50)[:5]].any() for positive in positives] for _ in range(500)]
+    assert chance["recall@5/text_to_image"] == pytest.approx(np.mean(hits), abs=0.01)
     assert chance["recall@5/image_to_text"] == pytest.approx(5 / 20)
     assert chance["recall@100/image_to_text"] == chance["recall@100/text_to_image"] == 1
 
 
-def test_images_without_text_are_left_out_and_white_space_makes_no_new_text():
+def test_empty_texts_are_left_out_and_white_space_is_collapsed():
     texts = ["a b", " a  b\n", "", "  ", "c"]
     result = image_text_retrieval(FakeModel(), loader_of(texts, noise=0), resamples=0)
     assert result.results.details["texts"] == 2
@@ -132,7 +133,7 @@ def test_images_without_text_are_left_out_and_white_space_makes_no_new_text():
     assert [line["key"] for line in result.predictions()] == ["p-0000", "p-0001", "p-0004"]
 
 
-def test_words_of_different_chunks_are_padded_with_their_mask():
+def test_concatenated_words_are_padded_with_their_mask():
     short = Embeddings(torch.ones(2, 4), torch.ones(2, 3, 5), torch.tensor([[True, True, False]] * 2))
     long = Embeddings(torch.ones(1, 4), torch.ones(1, 6, 5), torch.ones(1, 6, dtype=torch.bool))
     both = concatenate([short, long])
@@ -141,18 +142,18 @@ def test_words_of_different_chunks_are_padded_with_their_mask():
     assert both.local_NPE[0, 3:].abs().sum() == 0
 
 
-def test_what_cannot_be_retrieved():
-    with pytest.raises(EvaluationError, match=r"ks are \[0\]: give ranks from 1"):
+def test_invalid_inputs_are_refused():
+    with raises(EvaluationError, "out_of_range", "ks"):
         image_text_retrieval(FakeModel(), loader_of(TEXTS, 0), ks=(0,))
-    with pytest.raises(EvaluationError, match="needs two distinct texts or more; these images have 1"):
+    with raises(EvaluationError, "empty"):
         image_text_retrieval(FakeModel(), loader_of(["same"] * 9, 0))
     model = FakeModel()
     model.scale.data.fill_(float("nan"))
-    with pytest.raises(EvaluationError, match="similarities are not finite"):
+    with raises(EvaluationError, "nonfinite"):
         image_text_retrieval(model, loader_of(TEXTS, 0))
 
 
-def test_the_numbers_during_training_are_those_of_the_protocol():
+def test_metrics_during_training_equal_those_of_the_protocol():
     numbers = RetrievalEval(loader_of(TEXTS, noise=60), ks=(1, 5))(FakeModel())
     results = image_text_retrieval(FakeModel(), loader_of(TEXTS, noise=60), ks=(1, 5), resamples=0).results
     assert numbers == {f"retrieval/{row.name}": row.value for row in results.rows}

@@ -1,0 +1,92 @@
+"""Embeddings of a data set and their similarities, computed in chunks.
+
+Shape letters: N images, M distinct texts, B images of a chunk, E shared embedding.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from medvl.errors import EvaluationError
+from medvl.eval.core.interfaces import Compares, Model, encode_batch
+from medvl.eval.zero_shot_classification.scores import concatenate
+from medvl.schema import Batch, Embeddings
+
+_CHUNK = 256
+"""Images and texts compared at a time; bounds the memory of models with a local similarity."""
+_CACHED_ELEMENTS = 64_000_000
+"""Up to this size (256 MB) similarity_NM is computed once and cached; larger ones are recomputed in each pass."""
+
+
+def normalized_texts(batch: Batch) -> list[str]:
+    """Return the texts of a batch with white space collapsed."""
+    return [" ".join(text.split()) for text in batch.texts]
+
+
+def encode_images(
+    model: Model, batches: Iterable[Batch], autocast: torch.dtype | None
+) -> tuple[Embeddings, list[str], list[str]]:
+    """Return the embeddings of all images in host memory, their keys, and their texts with white space collapsed.
+
+    Raises `EvaluationError` if there is no batch.
+    """
+    device = next(model.parameters()).device
+    parts, keys, texts = [], [], []
+    for batch in batches:
+        embeddings = encode_batch(model, batch, device, autocast)
+        parts.append(_to(embeddings, torch.device("cpu")))
+        keys += batch.keys
+        texts += normalized_texts(batch)
+    if not parts:
+        raise EvaluationError("expected images to evaluate, got none", "empty")
+    return concatenate(parts), keys, texts
+
+
+class Similarity:
+    """similarity_NM as an iterable over blocks of rows, which can be iterated several times."""
+
+    def __init__(self, model: Compares, images: Embeddings, texts: Embeddings) -> None:
+        self.model, self.images, self.texts = model, images, texts
+        self.shape = len(images), len(texts)
+        cached = self.shape[0] * self.shape[1] <= _CACHED_ELEMENTS
+        self._blocks = list(self._compute()) if cached else None
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (index of the first image, similarity_BM on the CPU)."""
+        return iter(self._blocks) if self._blocks is not None else self._compute()
+
+    def matrix(self) -> Tensor:
+        """Return similarity_NM on the CPU."""
+        return torch.cat([block for _, block in self])
+
+    def _compute(self) -> Iterator[tuple[int, Tensor]]:
+        images, texts = self.shape
+        device = self.texts.global_NE.device
+        for start in range(0, images, _CHUNK):
+            rows = _to(take(self.images, slice(start, start + _CHUNK)), device)
+            columns = [
+                self.model.similarity(rows, take(self.texts, slice(first, first + _CHUNK))).float().cpu()
+                for first in range(0, texts, _CHUNK)
+            ]
+            similarity_BM = torch.cat(columns, dim=1)
+            if not similarity_BM.isfinite().all():
+                raise EvaluationError("the model's similarities are not finite: check its weights", "nonfinite")
+            yield start, similarity_BM
+
+
+def take(embeddings: Embeddings, index: slice | Tensor) -> Embeddings:
+    """Return the embeddings at an index or slice."""
+    local, mask = embeddings.local_NPE, embeddings.mask_NP
+    return Embeddings(
+        embeddings.global_NE[index], None if local is None else local[index], None if mask is None else mask[index]
+    )
+
+
+def _to(embeddings: Embeddings, device: torch.device) -> Embeddings:
+    local, mask = embeddings.local_NPE, embeddings.mask_NP
+    return Embeddings(
+        embeddings.global_NE.to(device),
+        None if local is None else local.to(device),
+        None if mask is None else mask.to(device),
+    )
