@@ -81,7 +81,7 @@ def make_retrieval_list(
     """
     from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
     from medvl.data.shards.source import ShardSource
-    from medvl.eval.retrieval.candidate_lists import sample_list, read_chexpert_8x200
+    from medvl.eval.retrieval.candidate_lists import read_chexpert_8x200, sample_list
     from medvl.schema import COMPETITION_FINDINGS
 
     if data is not None and chexpert_8x200 is None:
