@@ -15,9 +15,7 @@ from typing import TypeVar
 
 import cv2
 
-from medvl.phantom import World, boxes, compose_report, draw
-from medvl.phantom.layouts.dicom_writer import dicom_bytes
-from medvl.phantom.layouts.mimic_cxr import encode_jpeg
+from medvl.phantom import World, boxes, compose_report, dicom_bytes, draw, encode_jpeg
 
 Item = TypeVar("Item")
 

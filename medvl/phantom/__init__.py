@@ -5,8 +5,8 @@
     image_HW = draw(patient.studies[0].views[0], size=512)
     write_mimic_cxr("phantom-mimic", patients=400)
 
-Nothing in it is, or is derived from, a real patient. It is good for running every path of the library on any machine
-and for checking that a model learns; a score on it says nothing about real radiographs.
+Nothing in it is a real patient or derived from one. Use it to run every part of the library on any machine and to check
+that a model learns; scores on it do not predict scores on real radiographs.
 """
 
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from medvl.phantom.language.reports import compose_report as compose_report
     from medvl.phantom.language.vqa import vqa_images as vqa_images
     from medvl.phantom.layouts.chexpert import write_chexpert as write_chexpert
+    from medvl.phantom.layouts.dicom_writer import dicom_bytes as dicom_bytes
     from medvl.phantom.layouts.medicat import write_medicat as write_medicat
     from medvl.phantom.layouts.mimic_cxr import write_mimic_cxr as write_mimic_cxr
     from medvl.phantom.layouts.mimic_cxr import write_mimic_cxr_jpg as write_mimic_cxr_jpg
@@ -30,15 +31,16 @@ if TYPE_CHECKING:
     from medvl.phantom.layouts.writer import split_of as split_of
     from medvl.phantom.population.finding_sites import Part as Part
     from medvl.phantom.population.findings import Finding as Finding
+    from medvl.phantom.population.slices import Slice as Slice
+    from medvl.phantom.population.slices import sample_slice as sample_slice
     from medvl.phantom.population.world import Patient as Patient
     from medvl.phantom.population.world import Study as Study
     from medvl.phantom.population.world import View as View
     from medvl.phantom.population.world import World as World
-    from medvl.phantom.quiz import Question as Question
-    from medvl.phantom.quiz import questions as questions
     from medvl.phantom.rendering.contact_sheet import contact_sheet as contact_sheet
-    from medvl.phantom.rendering.ct_mr_slices import take_slice as take_slice
+    from medvl.phantom.rendering.ct_mr_slices import draw_slice as draw_slice
     from medvl.phantom.rendering.draw import draw as draw
+    from medvl.phantom.rendering.encode import encode_jpeg as encode_jpeg
     from medvl.phantom.rendering.ground_truth import Box as Box
     from medvl.phantom.rendering.ground_truth import boxes as boxes
     from medvl.phantom.rendering.ground_truth import masks as masks
@@ -60,9 +62,11 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".population.finding_sites": ["Part"],
         ".population.findings": ["Finding"],
         ".population.world": ["Patient", "Study", "View", "World"],
-        ".quiz": ["Question", "questions"],
         ".rendering.contact_sheet": ["contact_sheet"],
-        ".rendering.ct_mr_slices": ["take_slice"],
+        ".population.slices": ["Slice", "sample_slice"],
+        ".rendering.ct_mr_slices": ["draw_slice"],
+        ".rendering.encode": ["encode_jpeg"],
+        ".layouts.dicom_writer": ["dicom_bytes"],
         ".rendering.draw": ["draw"],
         ".rendering.ground_truth": ["Box", "boxes", "masks"],
     },

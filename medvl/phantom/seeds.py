@@ -1,4 +1,4 @@
-"""Random numbers that depend on names, not on the order of calls."""
+"""Random generators that depend on keys, not on the order of calls."""
 
 import numpy as np
 
@@ -6,10 +6,11 @@ from medvl.errors import ConfigError
 
 
 def generator(seed: int, *key: int) -> np.random.Generator:
-    """The generator of one thing in the world of `seed`: equal keys give equal numbers, other keys independent ones.
+    """Return the random generator for a key in the world of `seed`; different keys give independent numbers.
 
-    Raises `ConfigError` on a negative seed.
+    Raises:
+        ConfigError: "out_of_range" if the seed is negative.
     """
     if seed < 0:
-        raise ConfigError(f"seed must be 0 or more, not {seed}")
+        raise ConfigError(f"seed must be 0 or more, got {seed}", "out_of_range", field="seed")
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key)))

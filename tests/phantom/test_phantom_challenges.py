@@ -1,4 +1,4 @@
-"""The phantom as RSNA and as SIIM: read by the converters of the real releases, and true to the phantom's own world."""
+"""Phantom RSNA and SIIM: read by the converters of the real releases, in agreement with the ground truth."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from medvl.data.corpora import rsna, siim
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.phantom import World, boxes, masks, write_rsna, write_siim
-from medvl.phantom.layouts.kaggle import SIDE, frontals, hexadecimal, uid
-from medvl.phantom.layouts.rsna import OPACITIES
-from medvl.phantom.layouts.siim import runs
+from medvl.phantom.layouts.kaggle import REFERENCE_SIZE, image_uid_hex, square_frontal_views, uid
+from medvl.phantom.layouts.rsna import BOXED_LABELS
+from medvl.phantom.layouts.siim import encode_run_lengths
 
 PATIENTS, SEED, SIZE = 10, 40, 64
 
@@ -29,28 +29,28 @@ def pneumonia(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rsna(tmp_path_factory.mktemp("rsna"), patients=PATIENTS, seed=SEED, size=SIZE, workers=1)
 
 
-def test_rsna_is_read_by_its_converter_box_by_box(pneumonia: Path, deid: Deidentifier) -> None:
+def test_rsna_converter_reads_all_boxes(pneumonia: Path, deid: Deidentifier) -> None:
     read = {sample.image.stem: sample for sample in rsna.plan(pneumonia, deid).iter_samples() if sample.image}
     views = {
-        hexadecimal(view): (study, view)
+        image_uid_hex(view): (study, view)
         for patient in World(SEED).patients(PATIENTS)
-        for study, view in frontals(patient)
+        for study, view in square_frontal_views(patient)
     }
     assert len(read) == len(views) > PATIENTS
     assert len({sample.patient for sample in read.values()}) == PATIENTS
     boxed = 0
     for name, sample in read.items():
         study, view = views[name.replace("-", "")]
-        wanted = {(b.x, b.y, b.width, b.height) for b in boxes(view, SIDE) if b.label in OPACITIES}
-        found = [(box["x"], box["y"], box["width"], box["height"]) for box in sample.extra["boxes"]]
-        assert len(found) == len(wanted)
-        assert set(found) == wanted
-        assert sample.labels == {"Pneumonia": int(bool(wanted)), "No Finding": study.labels["No Finding"]}
-        boxed += bool(wanted)
+        expected = {(b.x, b.y, b.width, b.height) for b in boxes(view, REFERENCE_SIZE) if b.label in BOXED_LABELS}
+        actual = [(box["x"], box["y"], box["width"], box["height"]) for box in sample.extra["boxes"]]
+        assert len(actual) == len(expected)
+        assert set(actual) == expected
+        assert sample.labels == {"Pneumonia": int(bool(expected)), "No Finding": study.labels["No Finding"]}
+        boxed += bool(expected)
     assert 0 < boxed < len(read)
 
 
-def test_its_images_are_square_and_of_8_bits(pneumonia: Path) -> None:
+def test_rsna_images_are_square_with_8_bits(pneumonia: Path) -> None:
     for path in (pneumonia / "stage_2_train_images").glob("*.dcm"):
         dataset = pydicom.dcmread(path)
         assert (dataset.Rows, dataset.Columns, dataset.BitsStored) == (SIZE, SIZE, 8)
@@ -58,36 +58,38 @@ def test_its_images_are_square_and_of_8_bits(pneumonia: Path) -> None:
         assert 20 < dataset.pixel_array.mean() < 220
 
 
-def test_siim_is_read_by_its_converter_mask_by_mask(tmp_path: Path, deid: Deidentifier) -> None:
+def test_siim_converter_reads_all_masks(tmp_path: Path, deid: Deidentifier) -> None:
     count = 60
     root = write_siim(tmp_path / "siim", patients=count, seed=SEED, size=32, workers=1)
-    views = {str(uid(view)): view for patient in World(SEED).patients(count) for _, view in frontals(patient)}
+    views = {
+        str(uid(view)): view for patient in World(SEED).patients(count) for _, view in square_frontal_views(patient)
+    }
     samples = [sample for sample in siim.plan(root, deid).iter_samples() if sample.image]
-    masked = 0
+    with_mask = 0
     for sample in samples:
         assert sample.image is not None
         assert sample.image.is_file()
-        truth_HW = masks(views[sample.image.stem], SIDE).get("Pneumothorax")
-        found = sample.extra["masks"]
-        assert (truth_HW is not None) == bool(found) == bool(sample.labels["Pneumothorax"])
+        truth_HW = masks(views[sample.image.stem], REFERENCE_SIZE).get("Pneumothorax")
+        entries = sample.extra["masks"]
+        assert (truth_HW is not None) == bool(entries) == bool(sample.labels["Pneumothorax"])
         if truth_HW is not None:
-            np.testing.assert_array_equal(decode_runs(found[0]["runs"], SIDE, SIDE), truth_HW)
-            masked += 1
-    with_one = sum("Pneumothorax" in masks(view, 64) for view in views.values())
-    assert 0 < masked == with_one  # every one of them, and a part of the rest
+            np.testing.assert_array_equal(decode_runs(entries[0]["runs"], REFERENCE_SIZE, REFERENCE_SIZE), truth_HW)
+            with_mask += 1
+    positives = sum("Pneumothorax" in masks(view, 64) for view in views.values())
+    assert 0 < with_mask == positives  # all of them, and a share of the others
     assert len(samples) < len(views) / 2
 
 
-def test_runs_are_those_of_the_reader() -> None:
+def test_run_lengths_agree_with_the_reader() -> None:
     rng = np.random.default_rng(0)
     for shape in ((1, 1), (7, 5), (16, 16)):
         mask_HW = rng.random(shape) < 0.4
         mask_HW[-1, -1] = True
-        assert runs(mask_HW) == encode_runs(mask_HW)
-        np.testing.assert_array_equal(decode_runs(runs(mask_HW), *shape), mask_HW)
+        assert encode_run_lengths(mask_HW) == encode_runs(mask_HW)
+        np.testing.assert_array_equal(decode_runs(encode_run_lengths(mask_HW), *shape), mask_HW)
 
 
-def test_the_commands_go_from_nothing_to_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_write_corpora_and_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shares = ["--splits", "train=0.000001", "test=0.999999"]
     for name, patients in (("rsna", "4"), ("siim", "12")):
         root, out = tmp_path / name, tmp_path / f"{name}-shards"
@@ -98,4 +100,4 @@ def test_the_commands_go_from_nothing_to_shards(tmp_path: Path, capsys: pytest.C
         source = ShardSource(out / "test")
         assert len(source) > 2
         assert source.manifest.skipped == {}
-        assert source.sample(0).extra["image_width"] == SIDE
+        assert source.sample(0).extra["image_width"] == REFERENCE_SIZE

@@ -1,32 +1,33 @@
-"""The phantom's pictures: what is drawn is where the truth says, at any size."""
+"""Images of the phantom: findings are drawn at their ground truth, at any size."""
 
 import dataclasses
 
 import cv2
 import numpy as np
 import pytest
+from helpers.errors import raises
 
 from medvl.errors import ConfigError
 from medvl.phantom import Finding, Part, World, boxes, draw, masks
 from medvl.phantom.geometry import Camera, Surface, ellipse, ribbon, spline
 from medvl.phantom.population.finding_sites import PART_SAMPLERS
-from medvl.phantom.population.findings import DRAWN
-from medvl.phantom.population.world import take_view
+from medvl.phantom.population.findings import RENDERED_LABELS
+from medvl.phantom.population.world import sample_view
 from medvl.phantom.seeds import generator
 
 CHEST = World(2).patient(4).chest
 
 
 def view_with(*findings, position="PA", key=(2, 4, 0, 0)):
-    """A view of one chest; the same key gives the same patient position, exposure and noise."""
-    return take_view(key, position, CHEST, findings)
+    """Return a view of one chest; equal keys give equal position, exposure and noise."""
+    return sample_view(key, position, CHEST, findings)
 
 
-def sampled(label, extent, seed=0):
+def sample_finding(label, extent, seed=0):
     return Finding(label=label, parts=PART_SAMPLERS[label](generator(seed, 5), extent))
 
 
-def shown(label, extent, side="right", **more):
+def make_finding(label, extent, side="right", **more):
     kind = {"Pleural Effusion": "fluid", "Pneumothorax": "gas", "Consolidation": "lobar", "Cardiomegaly": "shape"}[
         label
     ]
@@ -38,7 +39,7 @@ def shown(label, extent, side="right", **more):
 # Geometry
 
 
-def test_a_spline_passes_through_its_control_points():
+def test_spline_passes_through_its_control_points():
     control = np.array([[0.0, 0.0], [1.0, 2.0], [3.0, 1.0], [4.0, 4.0]])
     assert np.allclose(spline(control, samples=5)[::5], control)
     assert np.allclose(spline(control, closed=True, samples=5)[::5], control)
@@ -46,26 +47,26 @@ def test_a_spline_passes_through_its_control_points():
     assert np.allclose(stacked[1], spline(control, samples=5) + 1)
 
 
-def test_a_spline_keeps_a_straight_line_straight():
+def test_spline_of_a_straight_line_is_straight():
     line = np.stack([np.linspace(0, 9, 10), np.linspace(0, 18, 10)], axis=1)
     curve = spline(line)
     assert np.allclose(curve[:, 1], 2 * curve[:, 0])
 
 
-def test_a_ribbon_is_as_wide_as_asked():
+def test_ribbon_has_the_requested_width():
     line = np.stack([np.linspace(0, 5, 6), np.zeros(6)], axis=1)
     outline = ribbon(line, 0.5)
     assert outline.shape == (12, 2)
     assert np.allclose(np.abs(outline[:, 1]), 0.25)
 
 
-def test_an_ellipse_has_its_radii_along_its_axes():
+def test_ellipse_has_its_radii_along_its_axes():
     outline = ellipse((1.0, 2.0), (3.0, 1.0), degrees=90, points=4)
     assert np.allclose(outline, [[1, 5], [0, 2], [1, -1], [2, 2]])
 
 
 @pytest.mark.parametrize(("aspect", "shape_HW"), [(1.0, (200, 200)), (1.25, (160, 200)), (0.8, (200, 160))])
-def test_the_camera_looks_at_its_center_with_its_scale(aspect, shape_HW):
+def test_camera_maps_its_center_and_scale(aspect, shape_HW):
     camera = Camera(field=40, aspect=aspect, center=(1.0, 2.0), degrees=0)
     assert camera.shape(200) == shape_HW
     surface = Surface(camera, shape_HW)
@@ -75,23 +76,23 @@ def test_the_camera_looks_at_its_center_with_its_scale(aspect, shape_HW):
 
 
 @pytest.mark.parametrize("size", [64, 256, 1024])
-def test_filled_area_is_that_of_the_outline_and_half_a_pixel_around(size):
+def test_filled_area_exceeds_the_outline_by_half_a_pixel(size):
     surface = Surface(Camera(field=20, aspect=1, center=(0, 0), degrees=7), (size, size))
     filled = surface.fill([ellipse((0.3, -0.2), (4.0, 2.0), 20, points=64)]).sum() / 255
     area, perimeter = np.pi * 8, 19.38
     assert filled / surface.pixels_per_cm**2 == pytest.approx(area + 0.5 * perimeter / surface.pixels_per_cm, rel=0.05)
 
 
-def test_a_line_thinner_than_a_pixel_grows_fainter():
+def test_line_thinner_than_a_pixel_is_fainter():
     surface = Surface(Camera(field=32, aspect=1, center=(0, 0)), (64, 64))
     line = [np.array([[-8.0, 0.1], [8.0, 0.1]])]
     assert surface.stroke(line, 0.1).sum() == pytest.approx(0.2 / 0.4 * surface.stroke(line, 0.2).sum(), rel=0.05)
 
 
-# Pictures
+# Images
 
 
-def test_an_image_has_twelve_bits_and_the_shape_of_its_camera():
+def test_image_has_12_bits_and_the_shape_of_its_camera():
     for patient in World(0).patients(4):
         for view in patient.studies[0].views:
             image_HW = draw(view, 160)
@@ -102,12 +103,12 @@ def test_an_image_has_twelve_bits_and_the_shape_of_its_camera():
             assert np.percentile(image_HW, 95) - np.percentile(image_HW, 5) > 1000  # not flat
 
 
-def test_a_tiny_size_is_refused():
-    with pytest.raises(ConfigError, match="size must be 16 pixels or more, not 15"):
+def test_size_below_minimum_raises():
+    with raises(ConfigError, "out_of_range", "size"):
         draw(view_with(), 15)
 
 
-def test_drawing_twice_gives_the_same_pixels():
+def test_drawing_is_reproducible():
     view = World(5).patient(1).studies[0].views[0]
     assert np.array_equal(draw(view, 200), draw(view, 200))
     again = World(5).patient(1).studies[0].views[0]
@@ -115,85 +116,85 @@ def test_drawing_twice_gives_the_same_pixels():
 
 
 @pytest.mark.parametrize("position", ["PA", "LATERAL"])
-def test_every_size_shows_the_same_chest(position):
-    view = view_with(sampled("Edema", 0.7), sampled("Lung Lesion", 0.7), position=position)
+def test_images_agree_between_sizes(position):
+    view = view_with(sample_finding("Edema", 0.7), sample_finding("Lung Lesion", 0.7), position=position)
     large = cv2.resize(draw(view, 768).astype(np.float32), view.camera.shape(128)[::-1], interpolation=cv2.INTER_AREA)
     small = draw(view, 128).astype(np.float32)
     assert np.corrcoef(large.ravel(), small.ravel())[0, 1] > 0.99
 
 
-@pytest.mark.parametrize("label", DRAWN)
-def test_a_finding_changes_the_picture_where_the_truth_marks_it(label):
-    """The same view with and without: what differs by more than the noise lies inside the mask, or is pushed by it."""
+@pytest.mark.parametrize("label", RENDERED_LABELS)
+def test_finding_changes_the_image_inside_its_mask(label):
+    """Views with and without the finding differ mainly inside its mask."""
     for seed in range(2):
-        finding = sampled(label, 0.9, seed)
-        healthy, ill = view_with(), view_with(finding)
-        # The rest of the chest must stay in place for a comparison of pixels.
+        finding = sample_finding(label, 0.9, seed)
+        normal, diseased = view_with(), view_with(finding)
+        # A comparison of pixels needs the same chest.
         if label in ("Cardiomegaly", "Enlarged Cardiomediastinum"):
-            inside = masks(ill, 256)[label]
+            inside = masks(diseased, 256)[label]
         else:
-            ill = dataclasses.replace(ill, chest=healthy.chest)
-            inside = masks(ill, 256)[label]
-        change = np.abs(draw(ill, 256).astype(float) - draw(healthy, 256))
+            diseased = dataclasses.replace(diseased, chest=normal.chest)
+            inside = masks(diseased, 256)[label]
+        change = np.abs(draw(diseased, 256).astype(float) - draw(normal, 256))
         near = cv2.dilate(inside.astype(np.uint8), np.ones((9, 9))) > 0
         assert change[inside].mean() > 4 * change[~near].mean(), label
 
 
 @pytest.mark.parametrize("label", ["Pleural Effusion", "Consolidation", "Atelectasis", "Lung Lesion", "Edema"])
-def test_what_fills_the_lung_is_brighter(label):
-    healthy = view_with()
-    ill = dataclasses.replace(view_with(sampled(label, 0.8)), chest=healthy.chest)
-    inside = masks(ill, 256)[label]
-    assert draw(ill, 256)[inside].mean() > draw(healthy, 256)[inside].mean() + 150
+def test_opacities_are_brighter(label):
+    normal = view_with()
+    diseased = dataclasses.replace(view_with(sample_finding(label, 0.8)), chest=normal.chest)
+    inside = masks(diseased, 256)[label]
+    assert draw(diseased, 256)[inside].mean() > draw(normal, 256)[inside].mean() + 150
 
 
-def test_free_gas_is_darker():
-    healthy = view_with()
-    ill = dataclasses.replace(view_with(shown("Pneumothorax", 0.7)), chest=healthy.chest)
-    inside = masks(ill, 256)["Pneumothorax"]
-    assert draw(ill, 256)[inside].mean() < draw(healthy, 256)[inside].mean() - 50
+def test_pneumothorax_is_darker():
+    normal = view_with()
+    diseased = dataclasses.replace(view_with(make_finding("Pneumothorax", 0.7)), chest=normal.chest)
+    inside = masks(diseased, 256)["Pneumothorax"]
+    assert draw(diseased, 256)[inside].mean() < draw(normal, 256)[inside].mean() - 50
 
 
 @pytest.mark.parametrize("label", ["Pleural Effusion", "Pneumothorax", "Cardiomegaly"])
-def test_worse_findings_are_larger(label):
-    areas = [masks(view_with(shown(label, extent)), 256)[label].sum() for extent in (0.15, 0.5, 0.85)]
+def test_extent_increases_the_area(label):
+    areas = [masks(view_with(make_finding(label, extent)), 256)[label].sum() for extent in (0.15, 0.5, 0.85)]
     assert areas[0] < areas[1] < areas[2]
 
 
-def test_cardiomegaly_means_a_ratio_above_one_half():
+def test_cardiomegaly_increases_the_cardiothoracic_ratio():
     for extent, least, most in ((0.02, 0.46, 0.53), (0.5, 0.54, 0.62), (1.0, 0.62, 0.72)):
-        chest = view_with(shown("Cardiomegaly", extent)).chest
+        chest = view_with(make_finding("Cardiomegaly", extent)).chest
         assert least < chest.heart_ratio < most
     assert view_with().chest.heart_ratio < 0.5
 
 
 @pytest.mark.parametrize("label", ["Pleural Effusion", "Pneumothorax", "Consolidation"])
-def test_the_right_side_is_on_the_left_of_the_image(label):
+def test_right_side_is_on_the_left_of_the_image(label):
     for side in ("right", "left"):
-        view = view_with(shown(label, 0.6, side=side, s=0.5, t=0.76))
+        view = view_with(make_finding(label, 0.6, side=side, s=0.5, t=0.76))
         columns = np.nonzero(masks(view, 256)[label])[1]
         middle = Surface(view.camera, view.camera.shape(256)).pixels(np.array([[0.0, 0.0]]))[0, 0]
         assert (columns.mean() < middle) == (side == "right")
 
 
-def test_a_large_pneumothorax_pushes_the_heart_and_collapse_pulls_it():
-    assert view_with(shown("Pneumothorax", 0.95, "right")).chest.shift > 1
-    assert view_with(shown("Pneumothorax", 0.95, "left")).chest.shift < -1
+def test_pneumothorax_and_collapse_shift_the_mediastinum():
+    assert view_with(make_finding("Pneumothorax", 0.95, "right")).chest.shift > 1
+    assert view_with(make_finding("Pneumothorax", 0.95, "left")).chest.shift < -1
     collapse = Part(kind="collapse", side="left", zone="left lower lobe", extent=0.9)
     assert view_with(Finding(label="Atelectasis", parts=(collapse,))).chest.shift > 1
 
 
-# Truth
+# Ground truth
 
 
 @pytest.mark.parametrize("size", [96, 512])
-def test_boxes_fit_their_masks_and_the_image(size):
+def test_boxes_bound_their_masks(size):
     checked = 0
     for patient in World(7).patients(25):
         for view in (view for study in patient.studies for view in study.views):
             height, width = view.camera.shape(size)
-            united = masks(view, size)
-            for label, mask_HW in united.items():
+            union = masks(view, size)
+            for label, mask_HW in union.items():
                 assert mask_HW.shape == (height, width)
                 assert mask_HW.dtype == bool
                 rows, columns = np.nonzero(mask_HW)
@@ -208,7 +209,7 @@ def test_boxes_fit_their_masks_and_the_image(size):
 
 
 def test_boxes_scale_with_the_image():
-    view = view_with(sampled("Consolidation", 0.6), sampled("Support Devices", 0.6))
+    view = view_with(sample_finding("Consolidation", 0.6), sample_finding("Support Devices", 0.6))
     small, large = boxes(view, 256), boxes(view, 1024)
     assert len(small) == len(large) > 1
     for one, other in zip(small, large, strict=True):
@@ -217,7 +218,7 @@ def test_boxes_scale_with_the_image():
         assert np.allclose([4 * one.width, 4 * one.height], [other.width, other.height], atol=12)
 
 
-def test_a_healthy_chest_and_a_hidden_finding_have_no_boxes():
+def test_normal_chest_and_invisible_finding_have_no_boxes():
     assert boxes(view_with()) == []
     assert masks(view_with()) == {}
-    assert boxes(view_with(sampled("Fracture", 0.9), position="LATERAL")) == []
+    assert boxes(view_with(sample_finding("Fracture", 0.9), position="LATERAL")) == []

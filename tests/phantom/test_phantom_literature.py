@@ -1,4 +1,4 @@
-"""The phantom's case reports: what captions say is true, the layouts are ROCO's and MedICaT's, converters take them."""
+"""Case reports of the phantom: captions agree with the ground truth, and converters read the layouts."""
 
 import json
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from helpers.errors import raises
 
 from medvl.cli import main as cli
 from medvl.data.convert.options import ShardOptions, ShardRun
@@ -18,9 +19,10 @@ from medvl.data.shards.format import Manifest
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError
 from medvl.phantom import World, split_of, write_medicat, write_roco
-from medvl.phantom.language.captions import NOUNS, compose_caption, compose_references
-from medvl.phantom.language.case_reports import Figure, article_figures, article_id, figure_bytes
+from medvl.phantom.language.captions import NOUN_PHRASES, compose_caption, compose_references
+from medvl.phantom.language.case_reports import Figure, article_figures, article_id
 from medvl.phantom.language.lexicon import PRESENT
+from medvl.phantom.layouts.figure_files import figure_bytes
 from medvl.phantom.seeds import generator
 
 PATIENTS, SEED, SIZE = 20, 4, 48
@@ -68,14 +70,14 @@ WORDS = {
 DENIAL = re.compile(r"\b(no|not|without|normal|intact|clear|unremarkable)\b", re.IGNORECASE)
 
 
-def test_every_finding_has_a_noun_for_every_form() -> None:
-    assert {label: set(forms) for label, forms in NOUNS.items()} == {
+def test_every_form_of_a_finding_has_noun_phrases() -> None:
+    assert {label: set(forms) for label, forms in NOUN_PHRASES.items()} == {
         label: set(forms) for label, forms in PRESENT.items()
     }
 
 
-def test_what_captions_and_references_say_is_true() -> None:
-    said: Counter[str] = Counter()
+def test_captions_and_references_agree_with_the_ground_truth() -> None:
+    counts: Counter[str] = Counter()
     for patient in World(1).patients(250):
         for study in patient.studies:
             for view in study.views:
@@ -88,16 +90,16 @@ def test_what_captions_and_references_say_is_true() -> None:
                         continue
                     for word, label in WORDS.items():
                         if word in sentence:
-                            said[word] += 1
+                            counts[word] += 1
                             assert study.labels[label] == 1, (word, sentence)
                     side = re.search(r"(right|left)(?:-sided)? pleural effusion", sentence)
                     if side:
                         (effusion,) = (finding for finding in view.findings if finding.label == "Pleural Effusion")
                         assert effusion.side == side[1]
-    assert min(said[word] for word in WORDS) >= 5
+    assert min(counts[word] for word in WORDS) >= 5
 
 
-def test_captions_name_the_view_and_differ() -> None:
+def test_captions_name_the_view_and_are_varied() -> None:
     captions = {}
     for patient in World(2).patients(120):
         for study in patient.studies:
@@ -111,10 +113,10 @@ def test_captions_name_the_view_and_differ() -> None:
     assert len(captions) > 350
 
 
-def test_a_normal_view_is_not_called_abnormal() -> None:
-    healthy = [study for patient in World(3).patients(120) for study in patient.studies if not study.findings]
-    assert len(healthy) > 20
-    for study in healthy:
+def test_captions_of_normal_views_name_no_finding() -> None:
+    normal_studies = [study for patient in World(3).patients(120) for study in patient.studies if not study.findings]
+    assert len(normal_studies) > 20
+    for study in normal_studies:
         for view in study.views:
             rng = generator(*view.key, 1)
             assert DENIAL.search(compose_caption(rng, study, view))
@@ -123,34 +125,34 @@ def test_a_normal_view_is_not_called_abnormal() -> None:
                 assert "2" in sentence
 
 
-def test_captions_of_slices_say_what_is_there(articles: list[list[Figure]]) -> None:
+def test_captions_of_slices_agree_with_the_slice(articles: list[list[Figure]]) -> None:
     numbers = {"no": 0, "a": 1, "two": 2, "three": 3}
-    said: Counter[int] = Counter()
-    for figure in (figure for article in articles for figure in article if figure.part is not None):
-        part = figure.part
+    counts: Counter[int] = Counter()
+    for figure in (figure for article in articles for figure in article if figure.ct_mr_slice is not None):
+        part = figure.ct_mr_slice
         assert part is not None
         for text in (figure.caption, *figure.references):
             if not text:
                 continue
-            found = re.search(
+            match = re.search(
                 r"\b(no|a|two|three) (?:single |focal )?(?:(?:left|right)-sided )?(?:[\d.]+ cm )?(?:mass|lesion)", text
             )
-            assert found, text
-            assert numbers[found[1]] == len(part.masses)
+            assert match, text
+            assert numbers[match[1]] == len(part.masses)
             assert part.organ in text
             assert ("CT" in text or "computed tomography" in text) == (part.modality == "CT")
             assert ("MRI" in text or "magnetic resonance" in text) == (part.modality == "MRI")
             if part.masses:
                 assert f"{part.diameter:g} cm" in text
                 assert part.side in text
-            said[len(part.masses)] += 1
-    assert min(said[count] for count in range(4)) > 20
+            counts[len(part.masses)] += 1
+    assert min(counts[count] for count in range(4)) > 20
 
 
 # Articles
 
 
-def test_articles_are_the_same_every_time_and_have_a_figure_a_view() -> None:
+def test_articles_are_reproducible_with_one_figure_per_view() -> None:
     for index in range(20):
         patient = World(SEED).patient(index)
         figures = article_figures(patient)
@@ -160,27 +162,27 @@ def test_articles_are_the_same_every_time_and_have_a_figure_a_view() -> None:
         assert [figure.number for figure in figures] == list(range(1, len(figures) + 1))
 
 
-def test_the_dirt_is_there_in_its_shares(articles: list[list[Figure]]) -> None:
+def test_defects_occur_in_their_shares(articles: list[list[Figure]]) -> None:
     figures = [figure for article in articles for figure in article]
     films = [figure for figure in figures if figure.view is not None]
     assert 0.01 < np.mean([not figure.caption for figure in films]) < 0.035
-    assert 0.004 < np.mean([figure.twice for figure in films]) < 0.02
+    assert 0.004 < np.mean([figure.duplicated for figure in films]) < 0.02
     assert 0.04 < np.mean([not article[-1].radiology for article in articles]) < 0.13
     assert 0.35 < np.mean([bool(figure.references) for figure in films]) < 0.75
     assert max(len(figure.references) for figure in films) == 4
-    slices = sum(figure.part is not None for figure in figures)
+    slices = sum(figure.ct_mr_slice is not None for figure in figures)
     assert 0.55 < slices / len({figure.study.key for figure in films if figure.study}) < 0.65
-    lost = np.cumsum([sum(figure.file != "whole" for figure in article) for article in articles])
+    unreadable = np.cumsum([sum(figure.file != "intact" for figure in article) for article in articles])
     total = np.cumsum([len(article) for article in articles])
-    assert lost[-1] == 4
-    assert (lost / total).max() < 0.01  # the default budget of a conversion takes it, however many articles
+    assert unreadable[-1] == 4
+    assert (unreadable / total).max() < 0.01  # below the default budget of a conversion
 
 
-def test_files_are_whole_missing_or_empty(articles: list[list[Figure]]) -> None:
+def test_files_are_intact_missing_or_empty(articles: list[list[Figure]]) -> None:
     assert figure_bytes(articles[77][0], SIZE, ".jpg") is None
     assert figure_bytes(articles[133][0], SIZE, ".png") == b""
     chart = next(figure for article in articles for figure in article if not figure.radiology)
-    slice_ = next(figure for article in articles for figure in article if figure.part is not None)
+    slice_ = next(figure for article in articles for figure in article if figure.ct_mr_slice is not None)
     for figure in (articles[0][0], slice_, chart):
         for suffix in (".jpg", ".png"):
             data = figure_bytes(figure, SIZE, suffix)
@@ -194,7 +196,7 @@ def test_files_are_whole_missing_or_empty(articles: list[list[Figure]]) -> None:
 # ROCO
 
 
-def test_roco_files_lie_where_the_release_has_them(roco_root: Path) -> None:
+def test_roco_has_the_files_of_the_release(roco_root: Path) -> None:
     names = set(content(roco_root))
     tables = ("captions", "keywords", "cuis", "semtypes", "dlinks", "licences")
     kinds = [
@@ -220,20 +222,20 @@ def test_roco_files_lie_where_the_release_has_them(roco_root: Path) -> None:
                 assert re.fullmatch(pattern, line), (table, line)
 
 
-def test_roco_is_the_same_whatever_the_run(roco_root: Path, tmp_path: Path) -> None:
+def test_roco_is_reproducible(roco_root: Path, tmp_path: Path) -> None:
     again = write_roco(tmp_path / "again", patients=PATIENTS, seed=SEED, size=SIZE, split=SPLIT, workers=2)
     assert content(again) == content(roco_root)
     other = write_roco(tmp_path / "other", patients=2, seed=SEED + 1, size=SIZE, workers=1)
     table = "data/train/radiology/captions.txt"
     assert (other / table).read_bytes() not in (roco_root / table).read_bytes()
-    with pytest.raises(CorpusError, match="another patients"):
+    with raises(CorpusError, "exists", "out", names="another patients"):
         write_roco(again, patients=3, seed=SEED, size=SIZE, split=SPLIT)
-    with pytest.raises(ConfigError, match="size must lie in"):
+    with raises(ConfigError, "out_of_range", "size"):
         write_roco(tmp_path / "none", size=5)
 
 
-def test_roco_goes_through_its_converter(roco_root: Path, tmp_path: Path, deid: Deidentifier) -> None:
-    plan = roco.plan(roco_root, deid, references=roco_root / "roco_references")  # official: disjoint, or it would raise
+def test_roco_converter_reads_all_figures(roco_root: Path, tmp_path: Path, deid: Deidentifier) -> None:
+    plan = roco.plan(roco_root, deid, references=roco_root / "roco_references")  # raises unless splits are disjoint
     figures = {}
     for patient in World(SEED).patients(PATIENTS):
         split = ("train", "validation", "test")[split_of(patient.index, SEED, SPLIT)]
@@ -280,7 +282,7 @@ def test_medicat_rows_have_the_fields_of_the_release(medicat_root: Path) -> None
     assert len({row["pdf_hash"] for row in rows}) == PATIENTS
 
 
-def test_medicat_goes_through_its_converter(medicat_root: Path, tmp_path: Path, deid: Deidentifier) -> None:
+def test_medicat_converter_reads_all_figures(medicat_root: Path, tmp_path: Path, deid: Deidentifier) -> None:
     everything = medicat.plan(medicat_root, deid)
     plan = medicat.plan(medicat_root, deid, radiology_only=True)
     figures = [figure for patient in World(SEED).patients(PATIENTS) for figure in article_figures(patient)]
@@ -297,12 +299,12 @@ def test_medicat_goes_through_its_converter(medicat_root: Path, tmp_path: Path, 
             assert source.pixels(position).std() > 5
 
 
-def test_medicat_is_the_same_whatever_the_run(medicat_root: Path, tmp_path: Path) -> None:
+def test_medicat_is_reproducible(medicat_root: Path, tmp_path: Path) -> None:
     again = write_medicat(tmp_path / "again", patients=PATIENTS, seed=SEED, size=SIZE, workers=2)
     assert content(again) == content(medicat_root)
 
 
-def test_the_commands_make_corpora_and_shards(
+def test_commands_write_corpora_and_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ["--patients", "8", "--size", "48", "--workers", "1"]

@@ -1,9 +1,10 @@
-"""The phantom's population: decided by (seed, index), plausible, consistent with itself."""
+"""Population of the phantom: reproducible, plausible and consistent."""
 
 import re
 from collections import Counter
 
 import pytest
+from helpers.errors import raises
 
 from medvl.errors import ConfigError
 from medvl.phantom import World
@@ -22,7 +23,7 @@ def studies(patients):
     return [study for patient in patients for study in patient.studies]
 
 
-def test_a_patient_depends_on_seed_and_index_only():
+def test_patient_depends_on_seed_and_index_only():
     alone = World(3).patient(41)
     among_others = list(World(3).patients(43))[41]
     assert alone == among_others
@@ -30,22 +31,22 @@ def test_a_patient_depends_on_seed_and_index_only():
     assert alone.studies != World(3).patient(42).studies
 
 
-def test_far_patients_cost_no_more_and_exist():
+def test_last_patient_exists():
     assert World(0).patient(MAX_PATIENTS - 1).studies
 
 
 @pytest.mark.parametrize("index", [-1, MAX_PATIENTS])
-def test_an_index_outside_the_world_is_refused(index):
-    with pytest.raises(ConfigError, match=rf"patient index must lie in \[0, {MAX_PATIENTS}\), not {index}"):
+def test_index_out_of_range_raises(index):
+    with raises(ConfigError, "out_of_range", "index"):
         World(0).patient(index)
 
 
-def test_a_negative_seed_is_refused():
-    with pytest.raises(ConfigError, match="seed must be 0 or more, not -1"):
+def test_negative_seed_raises():
+    with raises(ConfigError, "out_of_range", "seed"):
         World(-1)
 
 
-def test_identifiers_look_like_those_of_mimic_and_never_repeat(patients, studies):
+def test_identifiers_have_the_form_of_mimic_and_are_unique(patients, studies):
     views = [view for study in studies for view in study.views]
     subject_ids = [patient.subject_id for patient in patients]
     study_ids = [study.study_id for study in studies]
@@ -57,7 +58,7 @@ def test_identifiers_look_like_those_of_mimic_and_never_repeat(patients, studies
         assert len(set(names)) == len(names)
 
 
-def test_prevalence_lies_where_the_recipes_need_it(studies):
+def test_prevalence_is_in_the_range_that_recipes_need(studies):
     share = {label: sum(study.labels[label] for study in studies) / len(studies) for label in FINDINGS}
     for label in COMPETITION_FINDINGS:
         assert 0.15 <= share[label] <= 0.35, label
@@ -65,39 +66,39 @@ def test_prevalence_lies_where_the_recipes_need_it(studies):
     assert all(share[label] > 0.03 for label in FINDINGS)
 
 
-def test_findings_occur_together_as_they_do_in_hospitals(studies):
-    def chance(label, given):
-        ill = [study for study in studies if study.labels[given]]
-        return sum(study.labels[label] for study in ill) / len(ill)
+def test_findings_have_realistic_co_occurrence(studies):
+    def conditional(label, given):
+        cases = [study for study in studies if study.labels[given]]
+        return sum(study.labels[label] for study in cases) / len(cases)
 
     def overall(label):
         return sum(study.labels[label] for study in studies) / len(studies)
 
-    assert chance("Edema", "Cardiomegaly") > 1.5 * overall("Edema")
-    assert chance("Pneumothorax", "Fracture") > 1.5 * overall("Pneumothorax")
-    assert chance("Consolidation", "Pneumonia") > 1.5 * overall("Consolidation")
+    assert conditional("Edema", "Cardiomegaly") > 1.5 * overall("Edema")
+    assert conditional("Pneumothorax", "Fracture") > 1.5 * overall("Pneumothorax")
+    assert conditional("Consolidation", "Pneumonia") > 1.5 * overall("Consolidation")
 
 
 def test_labels_are_complete_and_consistent(studies):
     for study in studies:
         labels = study.labels
         assert tuple(labels) == FINDINGS
-        ill = any(labels[name] for name in FINDINGS if name not in ("No Finding", "Support Devices"))
-        assert labels["No Finding"] == int(not ill)
+        has_finding = any(labels[name] for name in FINDINGS if name not in ("No Finding", "Support Devices"))
+        assert labels["No Finding"] == int(not has_finding)
         if any(labels[name] for name in OPAQUE):
             assert labels["Lung Opacity"] == 1
 
 
-def test_chronic_findings_stay_and_dates_run_forward(patients):
+def test_chronic_findings_persist_and_dates_increase(patients):
     for patient in patients:
-        kept = [{f for f in study.findings if f.label in CHRONIC} for study in patient.studies]
-        assert all(findings == kept[0] for findings in kept)
+        chronic = [{f for f in study.findings if f.label in CHRONIC} for study in patient.studies]
+        assert all(findings == chronic[0] for findings in chronic)
         days = [study.taken.date() for study in patient.studies]
         assert days == sorted(days)
         assert [study.prior for study in patient.studies] == [None, *(s.findings for s in patient.studies[:-1])]
 
 
-def test_every_study_has_a_frontal_view_first_and_at_most_three(studies):
+def test_every_study_has_up_to_three_views_and_a_frontal_first(studies):
     positions = Counter()
     for study in studies:
         assert not study.views[0].lateral

@@ -1,7 +1,7 @@
-"""What the literature says about a figure: its caption, and the sentences of the article that refer to it.
+"""Captions of radiographs in case reports, and the sentences of the article that refer to them.
 
-Captions name the view and what it shows in noun phrases; the article says the same in the past tense, or refers to the
-figure without saying anything about it. Templates as in `phrases`.
+Captions name the view and its findings in noun phrases. References repeat them in the past tense, or do not describe
+the figure at all. Templates have the form of `lexicon`.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from medvl.phantom.language import lexicon
-from medvl.phantom.language.sentences import form_of, pick, say, slots_of
+from medvl.phantom.language.sentences import pick, realize, template_form, template_slots
 from medvl.phantom.population.findings import Finding
 from medvl.phantom.population.world import Study, View
 
@@ -30,9 +30,9 @@ VIEWS = {
         "lateral view of the chest",
     ),
 }
-"""Position -> what one calls such an image."""
+"""Position -> names of the image."""
 
-NOUNS: dict[str, dict[str, tuple[str, ...]]] = {
+NOUN_PHRASES: dict[str, dict[str, tuple[str, ...]]] = {
     "Atelectasis": {
         "bands": (
             "{severity} {basal} atelectasis",
@@ -106,7 +106,7 @@ NOUNS: dict[str, dict[str, tuple[str, ...]]] = {
         "sternotomy wires": ("[|median ]sternotomy wires",),
     },
 }
-"""Label -> form -> noun phrases that name it; the forms are those of `lexicon.PRESENT`."""
+"""Label -> form -> noun phrases, with the forms of `lexicon.PRESENT`."""
 
 CAPTIONS = (
     "{view} [showing|demonstrating|revealing] {shown}.",
@@ -130,70 +130,70 @@ NORMAL_REFERENCES = (
     "The {view} [was unremarkable|showed no abnormality] ({figure}).",
     "No abnormality was seen on the {view} ({figure}).",
 )
-ASIDES = (
+UNINFORMATIVE_REFERENCES = (
     "[Laboratory tests|Vital signs] were [unremarkable|stable] and imaging was performed ({figure}).",
     "The patient was [discharged|treated conservatively] on day {day} ({figure}).",
     "({figure}).",
 )
-"""References that say nothing about the image; the last one is what sentence splitters leave."""
+"""References that do not describe the image; the last one imitates an error of sentence splitters."""
 
 _NORMAL_NOUN = "no abnormality"
-_MOST = 3  # findings that a caption names
+_MAX_FINDINGS = 3  # findings per caption
 _MARKS = ("(arrow)", "(arrows)", "(arrowhead)", "(white arrow)", "(asterisk)")
 
 
 def compose_caption(rng: np.random.Generator, study: Study, view: View) -> str:
-    """The caption of a view: never contradicts the truth, names the worst findings that this view can show."""
+    """Return a caption of a view that names its most extensive visible findings and agrees with the ground truth."""
     shown = _nouns(rng, view)
     if shown and rng.random() < 0.35:
         shown[0] += f" {pick(rng, _MARKS)}"
-    slots = {"view": _name(rng, view), "person": _person(study), "day": str(rng.integers(2, 15))}
-    caption = say(rng, CAPTIONS if shown else NORMAL_CAPTIONS, {**slots, "shown": _listed(shown)})
+    slots = {"view": _view_name(rng, view), "person": _person(study), "day": str(rng.integers(2, 15))}
+    caption = realize(rng, CAPTIONS if shown else NORMAL_CAPTIONS, {**slots, "shown": _enumerate_phrases(shown)})
     absent = [templates for labels, templates in lexicon.ABSENT if not any(study.labels[label] for label in labels)]
     if absent and rng.random() < 0.12:
-        caption += " " + say(rng, absent[int(rng.integers(len(absent)))])
+        caption += " " + realize(rng, absent[int(rng.integers(len(absent)))])
     return caption
 
 
-def compose_references(rng: np.random.Generator, view: View, number: int, most: int = 4) -> list[str]:
-    """Sentences of the article that refer to figure `number`, none to `most` of them."""
+def compose_references(rng: np.random.Generator, view: View, number: int, maximum: int = 4) -> list[str]:
+    """Return up to `maximum` sentences of the article that refer to figure `number`."""
     sentences = []
-    for _ in range(min(most, int(rng.geometric(0.45)) - 1)):
+    for _ in range(min(maximum, int(rng.geometric(0.45)) - 1)):
         shown = _nouns(rng, view)
-        templates = ASIDES if rng.random() < 0.3 else REFERENCES if shown else NORMAL_REFERENCES
+        templates = UNINFORMATIVE_REFERENCES if rng.random() < 0.3 else REFERENCES if shown else NORMAL_REFERENCES
         figure = pick(rng, [f"Figure {number}", f"Fig. {number}", f"Figure {number} "])
-        slots = {"view": _name(rng, view), "figure": figure, "day": str(rng.integers(2, 15))}
-        sentences.append(say(rng, templates, {**slots, "shown": _listed(shown)}))
+        slots = {"view": _view_name(rng, view), "figure": figure, "day": str(rng.integers(2, 15))}
+        sentences.append(realize(rng, templates, {**slots, "shown": _enumerate_phrases(shown)}))
     return sentences
 
 
 def _nouns(rng: np.random.Generator, view: View) -> list[str]:
-    """Noun phrases of what a caption of this view would name, the worst first."""
+    """Return noun phrases of the findings that a caption of this view names, the most extensive first."""
     visible = [finding for finding in view.findings if not (view.lateral and finding.label == "Fracture")]
     devices = [finding for finding in visible if finding.label == "Support Devices"]
     named = sorted((finding for finding in visible if finding not in devices), key=lambda finding: -finding.extent)
-    nouns = [_noun(rng, finding) for finding in named[:_MOST]]
+    nouns = [_noun(rng, finding) for finding in named[:_MAX_FINDINGS]]
     if devices and (not nouns or rng.random() < 0.3):
         nouns.append(_noun(rng, devices[0]))
     return nouns
 
 
 def _noun(rng: np.random.Generator, finding: Finding) -> str:
-    """A finding as a noun phrase within a sentence."""
+    """Return a noun phrase for a finding, for use within a sentence."""
     part = finding.parts[0]
-    forms = NOUNS[finding.label]
-    templates = forms[part.kind] if finding.label == "Support Devices" else forms[form_of(finding)]
-    text = say(rng, templates, slots_of(finding, part))
+    forms = NOUN_PHRASES[finding.label]
+    templates = forms[part.kind] if finding.label == "Support Devices" else forms[template_form(finding)]
+    text = realize(rng, templates, template_slots(finding, part))
     return text[0].lower() + text[1:]
 
 
-def _listed(nouns: Sequence[str]) -> str:
+def _enumerate_phrases(nouns: Sequence[str]) -> str:
     if len(nouns) < 2:
         return nouns[0] if nouns else _NORMAL_NOUN
     return f"{', '.join(nouns[:-1])} and {nouns[-1]}"
 
 
-def _name(rng: np.random.Generator, view: View) -> str:
+def _view_name(rng: np.random.Generator, view: View) -> str:
     return pick(rng, VIEWS["LATERAL" if view.lateral else view.position])
 
 

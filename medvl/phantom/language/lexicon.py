@@ -1,8 +1,8 @@
-"""What radiologists say, as data.
+"""Sentence templates of reports.
 
-A template is a sentence. `[a|b|]` is a free choice, `{slot}` is filled from the finding: {severity} its adjective,
-{size} its adjective as an amount, {side} right, left or bilateral, {where} the place as a noun ("left lower lobe") and
-{basal} as an adjective ("left basilar"), {cm} a length, {count} a number word.
+`[a|b|]` is a free choice, and `{slot}` is filled from the finding: {severity} an adjective of severity, {size} one of
+amount, {side} right, left or bilateral, {where} the place as a noun ("left lower lobe"), {basal} the place as an
+adjective ("left basilar"), {cm} a length, {count} a number word.
 """
 
 SEVERITY_WORDS = {
@@ -190,7 +190,7 @@ PRESENT: dict[str, dict[str, Templates]] = {
         ),
     },
 }
-"""Label -> form -> sentences that say it is there."""
+"""Label -> form -> sentences that assert the finding."""
 
 UNCERTAIN: dict[str, Templates] = {
     "Atelectasis": (
@@ -236,7 +236,7 @@ UNCERTAIN: dict[str, Templates] = {
         "A tiny {side} apical pneumothorax cannot be excluded.",
     ),
 }
-"""Label -> sentences that hedge about something that is there. Whoever names an opacity asserts the opacity."""
+"""Label -> hedged sentences about a present finding. A sentence that names an opacity asserts the opacity."""
 
 HEDGED: dict[str, Templates] = {
     "Pneumonia": ("Superimposed pneumonia cannot be [entirely |]excluded.", "Early pneumonia is not excluded."),
@@ -245,7 +245,7 @@ HEDGED: dict[str, Templates] = {
     "Edema": ("Mild vascular congestion or early edema is difficult to exclude.",),
     "Pneumothorax": ("A small pneumothorax is difficult to exclude on this [supine |]view.",),
 }
-"""Label -> sentences that hedge about something that is not there."""
+"""Label -> hedged sentences about an absent finding."""
 
 ABSENT: tuple[tuple[tuple[str, ...], Templates], ...] = (
     (
@@ -330,7 +330,7 @@ ABSENT: tuple[tuple[tuple[str, ...], Templates], ...] = (
     (("Lung Lesion",), ("No [suspicious |]pulmonary nodule or mass.",)),
     (("Pleural Other",), ("No pleural thickening.", "There is no pleural thickening or calcification.")),
 )
-"""(labels, sentences that say that all of them are absent)."""
+"""(labels, sentences that negate all of them)."""
 
 NORMAL = (
     "No acute cardiopulmonary [process|abnormality|disease|findings].",
@@ -348,7 +348,7 @@ FILLER = (
     "The hila are [normal|unremarkable].",
     "Surgical clips project over the right upper quadrant.",
 )
-"""Sentences that say nothing about any label."""
+"""Sentences without any label."""
 
 CHANGES: dict[str, Templates] = {
     "new": (", new [since|from|compared to] [the prior study|___].",),
@@ -373,4 +373,4 @@ NAMES = {
     "Pneumothorax": "pneumothorax",
     "Support Devices": "support devices",
 }
-"""Label -> what one calls it within a sentence or a question."""
+"""Label -> its name within a sentence or a question."""

@@ -1,7 +1,4 @@
-"""What stands around the findings of a report: why and how the images were taken, and who was told.
-
-Templates as in `phrases`, without slots.
-"""
+"""Templates of the other sections of a report, in the form of `lexicon` without slots."""
 
 INDICATIONS = (
     "[shortness of breath|dyspnea|SOB]",

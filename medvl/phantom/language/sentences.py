@@ -1,4 +1,4 @@
-"""From a finding to a sentence: filling the templates of `phrases`."""
+"""Sentences about findings, from the templates of `lexicon`."""
 
 import dataclasses
 import re
@@ -19,63 +19,63 @@ _NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sentence:
-    """One sentence of a report and what a labeler reads out of it: label -> 1, 0 or -1."""
+    """A sentence of a report, with the labels that it mentions (label -> 1, 0 or -1)."""
 
     text: str
     mentions: Mapping[str, int]
 
 
 def pick(rng: np.random.Generator, options: Sequence[str]) -> str:
-    """One of the options, each with the same chance."""
+    """Return one of the options, all with equal probability."""
     return options[int(rng.integers(len(options)))]
 
 
 def expand(rng: np.random.Generator, template: str) -> str:
-    """Replace every `[a|b]` by one of its choices, innermost first."""
+    """Replace every `[a|b]` of a template by one of its choices, innermost first."""
     while match := _CHOICE.search(template):
         choice = pick(rng, match[1].split("|"))
         template = template[: match.start()] + choice + template[match.end() :]
     return template
 
 
-def say(rng: np.random.Generator, templates: Sequence[str], slots: Mapping[str, str] | None = None) -> str:
-    """A sentence from one of the templates: choices made, slots filled, articles and capitals right."""
+def realize(rng: np.random.Generator, templates: Sequence[str], slots: Mapping[str, str] | None = None) -> str:
+    """Return a sentence from one of the templates: make its choices, fill its slots, fix articles and capitals."""
     text = expand(rng, expand(rng, pick(rng, templates)).format_map(slots or {}))
     text = _ARTICLE.sub(r"\1n ", re.sub(r"\s+", " ", text).strip())
     return text[:1].upper() + text[1:]
 
 
-def state_present(rng: np.random.Generator, finding: Finding, change: str | None) -> list[Sentence]:
-    """That a finding is there; devices take one sentence each. `change` is a key of `lexicon.CHANGES` or None."""
+def present_sentences(rng: np.random.Generator, finding: Finding, change: str | None) -> list[Sentence]:
+    """Return sentences that assert a finding, one per device; `change` is a key of `lexicon.CHANGES` or None."""
     forms = lexicon.PRESENT[finding.label]
     if finding.label == "Support Devices":
-        texts = [say(rng, forms[part.kind], slots_of(finding, part)) for part in finding.parts]
+        texts = [realize(rng, forms[part.kind], template_slots(finding, part)) for part in finding.parts]
     else:
-        texts = [say(rng, forms[form_of(finding)], slots_of(finding, finding.parts[0]))]
+        texts = [realize(rng, forms[template_form(finding)], template_slots(finding, finding.parts[0]))]
     if change is not None:
-        texts[-1] = texts[-1].removesuffix(".") + say(rng, lexicon.CHANGES[change])
+        texts[-1] = texts[-1].removesuffix(".") + realize(rng, lexicon.CHANGES[change])
     return [Sentence(text, _with_opacity(text, {finding.label: POSITIVE}, POSITIVE)) for text in texts]
 
 
-def state_uncertain(rng: np.random.Generator, finding: Finding) -> Sentence:
-    """That a finding may be there. An opacity that may mean something is itself asserted."""
-    text = say(rng, lexicon.UNCERTAIN[finding.label], slots_of(finding, finding.parts[0]))
+def uncertain_sentence(rng: np.random.Generator, finding: Finding) -> Sentence:
+    """Return a sentence that hedges about a finding; an opacity that it names is asserted."""
+    text = realize(rng, lexicon.UNCERTAIN[finding.label], template_slots(finding, finding.parts[0]))
     return Sentence(text, _with_opacity(text, {finding.label: UNCERTAIN}, POSITIVE))
 
 
-def state_absent(rng: np.random.Generator, labels: Sequence[str], templates: Sequence[str]) -> Sentence:
-    """That none of the labels is there."""
-    text = say(rng, templates)
+def absent_sentence(rng: np.random.Generator, labels: Sequence[str], templates: Sequence[str]) -> Sentence:
+    """Return a sentence that negates all of the labels."""
+    text = realize(rng, templates)
     return Sentence(text, _with_opacity(text, dict.fromkeys(labels, NEGATIVE), NEGATIVE))
 
 
 def _with_opacity(text: str, mentions: dict[str, int], value: int) -> dict[str, int]:
-    """A labeler counts any opacity, infiltrate or airspace disease as a mention of Lung Opacity."""
+    """Add Lung Opacity to the mentions if the text names an opacity, infiltrate or airspace disease, as labelers do."""
     return {"Lung Opacity": value, **mentions} if _OPACITY.search(text) else mentions
 
 
-def form_of(finding: Finding) -> str:
-    """Which templates of `lexicon.PRESENT`, or of another table with its forms, fit."""
+def template_form(finding: Finding) -> str:
+    """Return the form of a finding in `lexicon.PRESENT` and in tables with the same forms."""
     first, count = finding.parts[0], len(finding.parts)
     if finding.label == "Pleural Effusion":
         return "both" if finding.side == "bilateral" else "one"
@@ -88,12 +88,12 @@ def form_of(finding: Finding) -> str:
     return first.kind if first.kind in lexicon.PRESENT[finding.label] else "any"
 
 
-def slots_of(finding: Finding, part: Part) -> dict[str, str]:
-    """What a template may say about one part of a finding: slot -> text, itself with choices."""
+def template_slots(finding: Finding, part: Part) -> dict[str, str]:
+    """Return the slots of a template for one part of a finding: slot -> text, which may contain choices."""
     side = part.side if finding.label == "Support Devices" else finding.side
     zones = [part.zone] if finding.label == "Lung Lesion" else list(dict.fromkeys(part.zone for part in finding.parts))
     larger, smaller = _by_extent(finding)
-    tip = part.size if part.size else 6.0 - 3.0 * part.t  # an endotracheal tube ends that far above the carina
+    tip = part.size if part.size else 6.0 - 3.0 * part.t  # distance of an endotracheal tube's tip above the carina
     return {
         "severity": lexicon.SEVERITY_WORDS[finding.severity],
         "severity_adverb": lexicon.SEVERITY_ADVERBS[finding.severity],
@@ -103,16 +103,16 @@ def slots_of(finding: Finding, part: Part) -> dict[str, str]:
         "angles": "both costophrenic angles" if side == "bilateral" else f"the {side} costophrenic angle",
         "larger": larger,
         "smaller": smaller,
-        "where": _together(zones),
-        "basal": _together(zones).replace("lung bases", "bibasilar").replace(" base", " basilar"),
+        "where": _join_zones(zones),
+        "basal": _join_zones(zones).replace("lung bases", "bibasilar").replace(" base", " basilar"),
         "cm": f"{tip:.1f}",
         "count": _NUMBERS[min(5, len(finding.parts))],
         "line": "internal jugular [central venous catheter|line]" if part.t > 0.5 and part.side == "right" else "PICC",
     }
 
 
-def _together(zones: list[str]) -> str:
-    """Several places as one noun."""
+def _join_zones(zones: list[str]) -> str:
+    """Return several places as one noun."""
     if set(zones) == {"right base", "left base"}:
         return "lung bases"
     if len(zones) > 1 and all(zone.endswith(" rib") for zone in zones):
@@ -123,6 +123,6 @@ def _together(zones: list[str]) -> str:
 
 
 def _by_extent(finding: Finding) -> tuple[str, str]:
-    """The more and the less affected side."""
+    """Return the more and the less affected side."""
     worst = max(finding.parts, key=lambda part: part.extent).side
     return worst, "left" if worst == "right" else "right"

@@ -1,9 +1,9 @@
-"""What the literature says about a CT or MR slice: organ, modality, plane, and the masses that it shows."""
+"""Captions of CT and MR slices: organ, modality, plane and masses."""
 
 import numpy as np
 
-from medvl.phantom.language.sentences import pick, say
-from medvl.phantom.rendering.ct_mr_slices import Slice
+from medvl.phantom.language.sentences import pick, realize
+from medvl.phantom.population.slices import Slice
 
 _NAMES = {
     "CT": (
@@ -21,7 +21,7 @@ _MASSES = {
     2: ("two {side}-sided masses of {cm} cm", "two masses on the {side}, {cm} cm each"),
     3: ("three {side}-sided masses of {cm} cm", "three masses on the {side}, {cm} cm each"),
 }
-"""By how many there are."""
+"""Number of masses -> noun phrases."""
 _CAPTIONS = (
     "{name} [showing|demonstrating|revealing] {shown}.",
     "{name} [shows|demonstrates|reveals] {shown}.",
@@ -34,15 +34,17 @@ _REFERENCES = (
 
 
 def compose_slice_caption(rng: np.random.Generator, part: Slice) -> str:
-    """The caption of a slice: names all that questions ask about it."""
-    return say(rng, _CAPTIONS, _slots(rng, part))
+    """Return the caption of a slice, which names everything that questions ask about."""
+    return realize(rng, _CAPTIONS, _slots(rng, part))
 
 
 def compose_slice_references(rng: np.random.Generator, part: Slice, number: int) -> list[str]:
-    """Sentences of the article that refer to figure `number`; none or one."""
+    """Return the sentences of the article that refer to figure `number`; none or one."""
     if rng.random() < 0.5:
         return []
-    return [say(rng, _REFERENCES, {**_slots(rng, part), "figure": pick(rng, [f"Figure {number}", f"Fig. {number}"])})]
+    return [
+        realize(rng, _REFERENCES, {**_slots(rng, part), "figure": pick(rng, [f"Figure {number}", f"Fig. {number}"])})
+    ]
 
 
 def _slots(rng: np.random.Generator, part: Slice) -> dict[str, str]:

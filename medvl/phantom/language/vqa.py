@@ -1,47 +1,47 @@
-"""Images with questions in which the wording does not give the answer away: the phantom as VQA-RAD and as SLAKE.
+"""Questions about images for the layouts of VQA-RAD and SLAKE, balanced so that the wording does not reveal the answer.
 
-Each patient has radiographs and mostly a CT or MR slice, so that modality, plane and organ have several answers. What
-is asked is what can be seen: a mild finding is graded where it is, but nobody is asked whether it is there. Then the
-questions of a split are thinned until no answer of a wording is more frequent than the second: a yes for each no.
+Each patient has radiographs and mostly a CT or MR slice, so that modality, plane and organ have several answers.
+Questions concern what is visible: a mild finding is graded if present, but there is no question about its presence. The
+questions of a split are then reduced until no answer of a wording is more frequent than the second one.
 """
 
 import dataclasses
-import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from medvl.phantom.language.lexicon import NAMES
 from medvl.phantom.language.sentences import pick
 from medvl.phantom.population.findings import Finding, truth_labels
+from medvl.phantom.population.slices import ORGANS, Slice, sample_slice
 from medvl.phantom.population.world import Patient, View
-from medvl.phantom.rendering.ct_mr_slices import ORGANS, Slice, draw_slice, take_slice
-from medvl.phantom.rendering.draw import draw
 from medvl.phantom.seeds import generator
 
 KINDS = ("modality", "plane", "organ", "presence", "laterality", "severity", "count", "size")
-IMAGES_EACH = 8
-"""More images than any patient has: image numbers leave room for so many."""
+MAX_IMAGES_PER_PATIENT = 8
+"""Limit that keeps image numbers of patients apart."""
 
 _STREAM = 93
-_SEEN = 0.34  # extent from which a finding cannot be missed: moderate and severe
-_ASKED = ("Pleural Effusion", "Pneumothorax", "Edema", "Consolidation", "Support Devices", "Lung Lesion")
-_ALIKE = {"Consolidation": ("Pneumonia", "Lung Opacity", "Atelectasis"), "Lung Lesion": ("Pneumonia", "Consolidation")}
-"""Finding -> those that look like it: with one of them in the image its absence is not asked for."""
+_MIN_VISIBLE_EXTENT = 0.34  # extent from which a finding is clearly visible: moderate and severe
+_PRESENCE_LABELS = ("Pleural Effusion", "Pneumothorax", "Edema", "Consolidation", "Support Devices", "Lung Lesion")
+_SIMILAR_LABELS = {
+    "Consolidation": ("Pneumonia", "Lung Opacity", "Atelectasis"),
+    "Lung Lesion": ("Pneumonia", "Consolidation"),
+}
+"""Label -> similar labels; with one of them in the image there is no question about its absence."""
 _ONE_SIDED = ("Pleural Effusion", "Pneumothorax", "Consolidation")
 _GRADED = ("Cardiomegaly", "Pleural Effusion", "Pneumothorax", "Edema")
-_ALWAYS_SEEN = ("Support Devices",)
+_ALWAYS_VISIBLE = ("Support Devices",)
 _NAMED = {"Support Devices": "a support device", "Lung Lesion": "a nodule"}
 _SIDES = {"bilateral": "both sides"}
-_SLICES = 0.7  # share of the patients that have one
+_SLICE_SHARE = 0.7  # of patients
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ImageQuestion:
-    """A question about an image with its one right answer."""
+    """A question about an image with its only correct answer."""
 
     question: str
     answer: str
@@ -52,45 +52,45 @@ class ImageQuestion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VQAImage:
-    """An image and what is asked about it."""
+    """An image with its questions."""
 
     number: int
     """Unique in its world."""
     organ: str
     modality: str
     plane: str
-    draw: Callable[[int], NDArray[np.uint16]]
-    """Size -> 12-bit image (H, W)."""
-    asked: tuple[ImageQuestion, ...]
+    source: View | Slice
+    """Description of the image, to be drawn with `medvl.phantom.rendering.draw.draw_image`."""
+    questions: tuple[ImageQuestion, ...]
 
 
 def vqa_images(patient: Patient) -> list[VQAImage]:
-    """The views of the patient's last study and perhaps a slice, always the same ones with the same questions."""
+    """Return the views of a patient's last study and possibly a slice, with their questions; reproducible."""
     study = patient.studies[-1]
-    first = patient.subject_id * IMAGES_EACH  # worlds of different seeds share no image name
+    first = patient.subject_id * MAX_IMAGES_PER_PATIENT  # unique among worlds of different seeds
     images = [_radiograph(first + number, view) for number, view in enumerate(study.views)]
     rng = generator(*study.key, _STREAM)
-    if rng.random() < _SLICES:
-        images.append(_slice(first + len(images), take_slice((*study.key, _STREAM, 0))))
+    if rng.random() < _SLICE_SHARE:
+        images.append(_slice(first + len(images), sample_slice((*study.key, _STREAM, 0))))
     return images
 
 
-def balance(rows: Sequence[tuple[str, str, str]]) -> list[bool]:
-    """Which of the rows (group, answer, name) to keep, so that no answer of a group outnumbers the second one.
+def balanced_rows(rows: Sequence[tuple[str, str, str]]) -> list[bool]:
+    """Return which rows (group, answer, name) to keep so that no answer of a group outnumbers the second most frequent.
 
-    A group is a wording within a split; with two answers they end up equal, with one the whole group is left out.
-    Rows are left out in the order of a hash of their name, so the choice hangs on nothing else.
+    A group is a wording within a split. Two answers become equally frequent; a group with one answer is removed. Rows
+    are kept in the order of a hash of their name, independent of their order.
     """
     counts: dict[str, Counter[str]] = {}
     for group, answer, _ in rows:
         counts.setdefault(group, Counter())[answer] += 1
-    limits = {group: sorted(found.values())[-2] if len(found) > 1 else 0 for group, found in counts.items()}
-    taken: Counter[tuple[str, str]] = Counter()
+    limits = {group: sorted(answers.values())[-2] if len(answers) > 1 else 0 for group, answers in counts.items()}
+    used: Counter[tuple[str, str]] = Counter()
     kept = [False] * len(rows)
-    for place in sorted(range(len(rows)), key=lambda place: _hash(rows[place][2])):
-        group, answer, _ = rows[place]
-        taken[group, answer] += 1
-        kept[place] = taken[group, answer] <= limits[group]
+    for position in sorted(range(len(rows)), key=lambda position: _hash(rows[position][2])):
+        group, answer, _ = rows[position]
+        used[group, answer] += 1
+        kept[position] = used[group, answer] <= limits[group]
     return kept
 
 
@@ -101,47 +101,47 @@ def _hash(name: str) -> bytes:
 def _radiograph(number: int, view: View) -> VQAImage:
     rng = generator(*view.key, _STREAM)
     plane = "lateral" if view.lateral else "frontal"
-    asked = [*_about_image(rng, "chest", "X-ray", plane)]
+    questions = [*_image_questions(rng, "chest", "X-ray", plane)]
     present = {finding.label for finding in view.findings}
-    if view.lateral:  # most findings lie over each other from the side
-        asked.append(_yes_no("presence", "Are there any support devices?", "Support Devices" in present))
+    if view.lateral:  # most findings overlap in lateral views
+        questions.append(_yes_no("presence", "Are there any support devices?", "Support Devices" in present))
     else:
-        asked += _presence(rng, view)
+        questions += _presence_questions(rng, view)
         for finding in view.findings:
-            asked += _about_finding(rng, finding)
+            questions += _finding_questions(rng, finding)
     return VQAImage(
         number=number,
         organ="chest",
         modality="X-ray",
         plane=plane,
-        draw=functools.partial(draw, view),
-        asked=tuple(asked),
+        source=view,
+        questions=tuple(questions),
     )
 
 
 def _slice(number: int, part: Slice) -> VQAImage:
     rng = generator(*part.key, _STREAM)
-    asked = [*_about_image(rng, part.organ, part.modality, "axial"), *_about_masses(rng, part)]
+    questions = [*_image_questions(rng, part.organ, part.modality, "axial"), *_mass_questions(rng, part)]
     return VQAImage(
         number=number,
         organ=part.organ,
         modality=part.modality,
         plane="axial",
-        draw=functools.partial(draw_slice, part),
-        asked=tuple(asked),
+        source=part,
+        questions=tuple(questions),
     )
 
 
-def _yes_no(kind: str, question: str, truth: bool) -> ImageQuestion:
-    return ImageQuestion(question=question, answer="yes" if truth else "no", closed=True, kind=kind)
+def _yes_no(kind: str, question: str, is_true: bool) -> ImageQuestion:
+    return ImageQuestion(question=question, answer="yes" if is_true else "no", closed=True, kind=kind)
 
 
 def _open(kind: str, question: str, answer: str) -> ImageQuestion:
     return ImageQuestion(question=question, answer=answer, closed=False, kind=kind)
 
 
-def _about_image(rng: np.random.Generator, organ: str, modality: str, plane: str) -> Iterator[ImageQuestion]:
-    """Modality, plane and organ: an open and a closed question each."""
+def _image_questions(rng: np.random.Generator, organ: str, modality: str, plane: str) -> Iterator[ImageQuestion]:
+    """Yield an open and a closed question about modality, plane and organ."""
     yield _open("modality", pick(rng, ["What modality is this?", "How was this image taken?"]), modality)
     yield _open("plane", pick(rng, ["In which plane is this image?", "What is the plane?"]), plane)
     yield _open("organ", pick(rng, ["Which part of the body is shown?", "What does this image show?"]), organ)
@@ -155,40 +155,44 @@ def _about_image(rng: np.random.Generator, organ: str, modality: str, plane: str
 
 
 def _guess(rng: np.random.Generator, truth: str, options: Iterable[str]) -> str:
-    """The truth or something else, each with the same chance."""
+    """Return the correct or another option, with equal probability."""
     return truth if rng.random() < 0.5 else pick(rng, [option for option in options if option != truth])
 
 
-def _presence(rng: np.random.Generator, view: View) -> Iterator[ImageQuestion]:
-    """Whether a finding is there, where it is plain to see or plainly not there."""
+def _presence_questions(rng: np.random.Generator, view: View) -> Iterator[ImageQuestion]:
+    """Yield questions about the presence of findings that are clearly visible or clearly absent."""
     truth = truth_labels(view.findings)
-    plain = {finding.label for finding in view.findings if finding.extent >= _SEEN or finding.label in _ALWAYS_SEEN}
-    for label in _ASKED:
-        if label in plain or not any(truth[name] for name in (label, *_ALIKE.get(label, ()))):
+    visible = {
+        finding.label
+        for finding in view.findings
+        if finding.extent >= _MIN_VISIBLE_EXTENT or finding.label in _ALWAYS_VISIBLE
+    }
+    for label in _PRESENCE_LABELS:
+        if label in visible or not any(truth[name] for name in (label, *_SIMILAR_LABELS.get(label, ()))):
             text = pick(rng, ["Is there {}?", "Does this image show {}?"]).format(_NAMED.get(label, NAMES[label]))
-            yield _yes_no("presence", text, label in plain)
-    if "Cardiomegaly" in plain or not truth["Cardiomegaly"]:
-        enlarged = "Cardiomegaly" in plain
+            yield _yes_no("presence", text, label in visible)
+    if "Cardiomegaly" in visible or not truth["Cardiomegaly"]:
+        enlarged = "Cardiomegaly" in visible
         yield _yes_no("size", "Is the heart enlarged?", enlarged)
         yield _open("size", "What is the size of the heart?", "enlarged" if enlarged else "normal")
 
 
-def _about_finding(rng: np.random.Generator, finding: Finding) -> Iterator[ImageQuestion]:
-    """Side and severity of what is there."""
+def _finding_questions(rng: np.random.Generator, finding: Finding) -> Iterator[ImageQuestion]:
+    """Yield questions about side, severity and number of a finding."""
     name = NAMES[finding.label]
-    if finding.label in _ONE_SIDED and finding.extent >= _SEEN:
+    if finding.label in _ONE_SIDED and finding.extent >= _MIN_VISIBLE_EXTENT:
         yield _open("laterality", f"On which side is the {name}?", _SIDES.get(finding.side, finding.side))
         if finding.side in ("left", "right"):
             side = pick(rng, ["left", "right"])
             yield _yes_no("laterality", f"Is the {name} on the {side}?", finding.side == side)
     if finding.label in _GRADED:
         yield _open("severity", f"How severe is the {name}?", finding.severity)
-    if finding.label == "Lung Lesion" and finding.extent >= _SEEN:
+    if finding.label == "Lung Lesion" and finding.extent >= _MIN_VISIBLE_EXTENT:
         yield _open("count", "How many nodules are there?", str(len(finding.parts)))
 
 
-def _about_masses(rng: np.random.Generator, part: Slice) -> Iterator[ImageQuestion]:
-    """Presence, number, side and size of the masses of a slice."""
+def _mass_questions(rng: np.random.Generator, part: Slice) -> Iterator[ImageQuestion]:
+    """Yield questions about presence, number, side and size of masses."""
     yield _yes_no("presence", pick(rng, ["Is there a mass?", "Does this image show a mass?"]), bool(part.masses))
     if not part.masses:
         return

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from medvl.phantom.language.reports import compose_report
-from medvl.phantom.layouts.mimic_cxr import encode_jpeg
-from medvl.phantom.layouts.writer import Options, Rows, label_cells, truth_row, write_file, write_release
+from medvl.phantom.layouts.writer import Options, PatientRows, label_cells, truth_row, write_file, write_release
 from medvl.phantom.population.world import Patient, View
 from medvl.phantom.rendering.draw import draw
+from medvl.phantom.rendering.encode import encode_jpeg
 
 FOLDER = "CheXpert-v1.0-small"
 SPLITS = ("train", "valid", "test")
@@ -26,7 +26,7 @@ LABELS = (
     "Fracture",
     "Support Devices",
 )
-"""In CheXpert's own order, which is not that of MIMIC-CXR."""
+"""Labels in CheXpert's order, which differs from that of MIMIC-CXR."""
 _HEADER = ("Path", "Sex", "Age", "Frontal/Lateral", "AP/PA", *LABELS)
 
 
@@ -39,35 +39,35 @@ def write_chexpert(
     split: tuple[float, float, float] = (0.8, 0.05, 0.15),
     workers: int | None = None,
 ) -> Path:
-    """Write the phantom as CheXpert: `CheXpert-v1.0-small` with train, valid and test folders and their tables.
+    """Write a phantom CheXpert: `CheXpert-v1.0-small` with train, valid and test folders and their tables.
 
-    Labels of the training table come from the reports (1, 0, -1 or blank); those of valid and test are the truth
-    (1 or 0), as radiologists gave them in the real release. There is no text.
+    Labels of the training table come from the reports (1, 0, -1 or blank); those of valid and test are the ground truth
+    (1 or 0), like the radiologists' labels of the real release. There is no text.
 
     Args:
-        out: the folder that will hold `CheXpert-v1.0-small`. A finished release of the same options in it is left as
-            it is, a partial one is completed.
-        patients: how many; a patient has 2.3 studies and 3.7 images on average.
-        seed: decides everything.
-        size: pixels of the longer side of every image; 390 is that of most images of the real small release.
+        out: parent folder of `CheXpert-v1.0-small`. A finished corpus with the same options is not changed, a partial
+            one is completed.
+        patients: number of patients, with 2.3 studies and 3.7 images on average.
+        seed: seed of the world.
+        size: pixels of the longer side of every image; 390 for most images of the real small release.
         split: shares of the patients in train, valid and test.
-        workers: processes; None takes one a core. Their number does not change a byte. With more than one, a script
-            must call this below `if __name__ == "__main__":`.
+        workers: number of processes; None for one per core. The output does not depend on it. With
+            more than one, a script must call this below `if __name__ == "__main__":`.
 
     Returns:
         The folder `CheXpert-v1.0-small`.
 
     Raises:
-        ConfigError: an option is out of range.
-        CorpusError: the folder holds something else.
+        ConfigError: "out_of_range" for an option.
+        CorpusError: "exists" if the folder contains anything else.
     """
     options = Options(corpus="chexpert", patients=patients, seed=seed, size=size, split=split, reports=False)
     columns = {f"{name}.csv": _HEADER for name in SPLITS}
     return write_release(Path(out) / FOLDER, options, _write_patient, columns, workers)
 
 
-def _write_patient(root: Path, patient: Patient, options: Options) -> Rows:
-    split = SPLITS[options.part(patient.index)]
+def _write_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
+    split = SPLITS[options.split_index(patient.index)]
     rows: list[list[object]] = []
     truth = []
     for number, study in enumerate(patient.studies, 1):
@@ -81,9 +81,9 @@ def _write_patient(root: Path, patient: Patient, options: Options) -> Rows:
             sex = "Female" if study.sex == "F" else "Male"
             rows.append([full, sex, study.age, *_projection(view), *label_cells(labels, LABELS)])
             truth.append(truth_row(view, study, options.size, path=full, subject_id=patient.subject_id, split=split))
-    return Rows(patient.index, {f"{split}.csv": rows}, truth)
+    return PatientRows(patient.index, {f"{split}.csv": rows}, truth)
 
 
 def _projection(view: View) -> tuple[str, str]:
-    """The columns Frontal/Lateral and AP/PA."""
+    """Return the columns Frontal/Lateral and AP/PA."""
     return ("Lateral", "") if view.lateral else ("Frontal", view.position)

@@ -1,7 +1,6 @@
-"""A view as a DICOM file: 12 bits, in the variety of encodings that hospitals produce.
+"""DICOM files of views: 12 bits, in the variety of encodings of hospital images.
 
-The header carries an invented name, ids and dates, which the real release does not: so that a test can show that none
-of it gets past de-identification.
+Unlike in the real release, the header has an invented name, ids and dates, so that tests can verify de-identification.
 """
 
 import dataclasses
@@ -44,24 +43,24 @@ _VIEW_CODES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Encoding:
-    """How the pixels of one file are stored."""
+    """Storage of the pixels of a file."""
 
     syntax: UID
     inverted: bool
-    """MONOCHROME1: low values are bright."""
+    """Whether low values are bright (MONOCHROME1)."""
     table: bool
-    """A VOI LUT sequence instead of a window."""
+    """Whether there is a VOI LUT sequence in place of a window."""
     low: int
-    """The stored value of black (of white, when inverted)."""
+    """Stored value of black (of white if inverted)."""
     high: int
     gamma: float
-    """Bend of the VOI LUT; 1 with a window."""
+    """Exponent of the VOI LUT; 1 with a window."""
     implicit_position: bool
-    """ViewPosition is left blank."""
+    """Whether ViewPosition is blank."""
 
 
 def encoding_of(view: View) -> Encoding:
-    """How a view is stored: always the same for the same view."""
+    """Return the encoding of a view; always the same for the same view."""
     rng = generator(*view.key, _STREAM)
     syntaxes = list(_SYNTAXES)
     table = rng.random() < 0.15
@@ -77,29 +76,29 @@ def encoding_of(view: View) -> Encoding:
 
 
 def view_position(view: View) -> str:
-    """What header and table say about the projection: the position, or nothing now and then."""
+    """Return the ViewPosition in header and table, which is sometimes blank."""
     return "" if encoding_of(view).implicit_position else view.position
 
 
 def view_code(view: View) -> str:
-    """The meaning of the view's code, as tables spell it."""
+    """Return the meaning of the view's code, as in the tables."""
     return _VIEW_CODES[view.position][1]
 
 
 def procedure(study: Study) -> str:
-    """The description of the examination."""
+    """Return the description of the examination."""
     if any(view.lateral for view in study.views):
         return "CHEST (PA AND LAT)"
     return f"CHEST ({'PORTABLE ' if study.views[0].position == 'AP' else ''}{study.views[0].position})"
 
 
 def orientation(view: View) -> str:
-    """Erect or Recumbent."""
+    """Return Erect or Recumbent."""
     return "Recumbent" if view.position == "AP" else "Erect"
 
 
 def dicom_bytes(patient: Patient, study: Study, view: View, image_HW: NDArray[np.uint16]) -> bytes:
-    """The file of one view; `image_HW` is what `draw` returned. Its VOI and polarity give the image back."""
+    """Return the DICOM file of a view with the pixels `image_HW` of `draw`, which its VOI and polarity restore."""
     encoding = encoding_of(view)
     rng = generator(*view.key, _STREAM + 1)
     meta = FileMetaDataset()
@@ -117,7 +116,7 @@ def dicom_bytes(patient: Patient, study: Study, view: View, image_HW: NDArray[np
 
 
 def _describe(dataset: Dataset, patient: Patient, study: Study, view: View, rng: np.random.Generator) -> None:
-    person = generator(*study.key[:2], _STREAM)  # the same name in every study of a patient
+    person = generator(*study.key[:2], _STREAM)  # equal in all studies of a patient
     surname, given = (str(person.choice(names)) for names in (_SURNAMES, _GIVEN[study.sex]))
     digital = rng.random() < 0.7
     dataset.SOPClassUID = dataset.file_meta.MediaStorageSOPClassUID = _DIGITAL if digital else _COMPUTED
@@ -151,15 +150,15 @@ def _code(value: str, meaning: str) -> Dataset:
 
 
 def _uid(hexadecimal: str) -> UID:
-    """A UID below 2.25, which is open to any 128-bit number."""
+    """Return a UID below the root 2.25 for 128-bit numbers."""
     return UID(f"2.25.{int(hexadecimal.replace('-', '')[:32], 16)}")
 
 
 def _add_pixels(dataset: Dataset, image_HW: NDArray[np.uint16], encoding: Encoding, view: View) -> None:
-    """Stored values such that VOI (window or table), then polarity, give `image_HW` back."""
-    shown = (WHITE - image_HW if encoding.inverted else image_HW) / WHITE
+    """Store values such that VOI (window or table) and then polarity restore `image_HW`."""
+    brightness_HW = (WHITE - image_HW if encoding.inverted else image_HW) / WHITE
     span = encoding.high - encoding.low
-    stored = np.rint(encoding.low + span * shown ** (1 / encoding.gamma)).astype("<u2")
+    stored = np.rint(encoding.low + span * brightness_HW ** (1 / encoding.gamma)).astype("<u2")
     height, width = image_HW.shape
     dataset.Rows, dataset.Columns = height, width
     dataset.SamplesPerPixel, dataset.PixelRepresentation = 1, 0

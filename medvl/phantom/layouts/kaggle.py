@@ -1,6 +1,6 @@
-"""What the phantom's challenges share: square frontal images of 8 bits, as Kaggle's releases of chest radiographs have.
+"""Shared code of the Kaggle challenges' layouts: square 8-bit frontal images.
 
-Tables speak of images of 1024 pixels, whatever size the phantom's are drawn at: a box or a mask is a share of a square.
+Tables refer to images of 1024 pixels, independent of the size at which the phantom's images are drawn.
 """
 
 import dataclasses
@@ -16,44 +16,48 @@ from medvl.phantom.layouts.writer import Options, truth_row, write_file
 from medvl.phantom.population.world import Patient, Study, View
 from medvl.phantom.rendering.draw import draw
 
-SIDE = 1024
-"""Pixels that boxes and masks are given in: the side of every image of the real releases."""
+REFERENCE_SIZE = 1024
+"""Side of the images to which boxes and masks refer: that of every image of the real releases."""
 _SECONDARY_CAPTURE = UID("1.2.840.10008.5.1.4.1.1.7")
 
 
-def frontals(patient: Patient) -> Iterator[tuple[Study, View]]:
-    """One frontal view of each study, on a square plate."""
+def square_frontal_views(patient: Patient) -> Iterator[tuple[Study, View]]:
+    """Yield one frontal view of each study, with a square field."""
     for study in patient.studies:
         view = study.frontal
         yield study, dataclasses.replace(view, camera=dataclasses.replace(view.camera, aspect=1.0))
 
 
 def challenge_options(corpus: str, patients: int, seed: int, size: int) -> Options:
-    """What a challenge is written with: one labelled part, no reports. Raises ConfigError on what is out of range."""
+    """Return the options of a challenge: one labelled split, no reports.
+
+    Raises:
+        ConfigError: "out_of_range".
+    """
     return Options(corpus=corpus, patients=patients, seed=seed, size=size, split=(1.0, 0.0, 0.0), reports=False)
 
 
 def write_image(
     root: Path, path: Path, name: str, patient: Patient, study: Study, view: View, size: int
 ) -> dict[str, object]:
-    """Write the view as `plain_dicom` has it to `path` below `root`, if it is not there; its row of the truth."""
+    """Write the DICOM file of a view to `path` below `root` if it is missing; return its ground truth row."""
     if not (root / path).exists():
         write_file(root / path, plain_dicom(name, study, view, size))
-    return truth_row(view, study, SIDE, path=path.as_posix(), subject_id=patient.subject_id)
+    return truth_row(view, study, REFERENCE_SIZE, path=path.as_posix(), subject_id=patient.subject_id)
 
 
-def hexadecimal(view: View) -> str:
-    """32 digits that name a view."""
+def image_uid_hex(view: View) -> str:
+    """Return the 32 hexadecimal digits of a view's UID."""
     return view.dicom_id.replace("-", "")[:32]
 
 
 def uid(view: View) -> UID:
-    """The UID of a view, below 2.25, which is open to any 128-bit number."""
-    return UID(f"2.25.{int(hexadecimal(view), 16)}")
+    """Return the UID of a view, below the root 2.25 for 128-bit numbers."""
+    return UID(f"2.25.{int(image_uid_hex(view), 16)}")
 
 
 def plain_dicom(name: str, study: Study, view: View, size: int) -> bytes:
-    """The view as an uncompressed 8-bit DICOM file of `size` x `size` pixels, the patient being called `name`."""
+    """Return an uncompressed 8-bit DICOM file of `size` x `size` pixels; `name` becomes name and id of the patient."""
     image_HW = (draw(view, size) >> 4).astype("u1")
     meta = FileMetaDataset()
     meta.TransferSyntaxUID = ExplicitVRLittleEndian

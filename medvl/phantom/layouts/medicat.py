@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
-from medvl.phantom.language.case_reports import Figure, article_figures, figure_bytes
+from medvl.phantom.language.case_reports import Figure, article_figures
 from medvl.phantom.language.sentences import pick
-from medvl.phantom.layouts.writer import Options, Rows, truth_row, write_file, write_release
+from medvl.phantom.layouts.figure_files import figure_bytes
+from medvl.phantom.layouts.writer import Options, PatientRows, truth_row, write_file, write_release
 from medvl.phantom.population.world import Patient
 from medvl.phantom.seeds import generator
 
@@ -18,19 +19,29 @@ _LICENCES = ("cc-by", "cc-by-nc", "cc-by-nc-nd", None)
 def write_medicat(
     out: Path | str, *, patients: int = 400, seed: int = 0, size: int = 512, workers: int | None = None
 ) -> Path:
-    """Write the phantom as MedICaT: the table of figures and `figures/`. The release has no split.
+    """Write a phantom MedICaT: the table of figures and `figures/`. The release has no split.
 
-    An article is the case report of one patient. No figure of the phantom has sub-figures, so that the annotations of
-    sub-figures only reject.
+    An article is the case report of one patient. No figure has sub-figures, so sub-figure annotations only reject.
 
-    `patients` counts articles, of five figures on average; the other options, and what is raised, are as in
-    `write_mimic_cxr`. Returns the folder written.
+    Args:
+        out: an empty or absent folder, or a finished or partial corpus with the same options.
+        patients: number of articles, with five figures on average.
+        seed: seed of the world.
+        size: pixels of the longer side of every image.
+        workers: number of processes; None for one per core. The output does not depend on it.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: "out_of_range" for an option.
+        CorpusError: "exists" if `out` contains anything else.
     """
     options = Options(corpus="medicat", patients=patients, seed=seed, size=size, split=(1.0, 0.0, 0.0), reports=True)
     return write_release(Path(out), options, _write_patient, {TABLE: None, SUBCAPTIONS: None}, workers)
 
 
-def _write_patient(root: Path, patient: Patient, options: Options) -> Rows:
+def _write_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
     rng = generator(*patient.studies[0].key, _STREAM)
     pdf_hash = rng.bytes(20).hex()
     status, doi = pick(rng, ["gold", "bronze"]), f"10.0/phantom.{patient.subject_id}"
@@ -51,18 +62,17 @@ def _write_patient(root: Path, patient: Patient, options: Options) -> Rows:
         if not (root / path).exists() and (content := figure_bytes(figure, options.size, ".png")) is not None:
             write_file(root / path, content)
         line = json.dumps({"pdf_hash": pdf_hash, "fig_uri": uri, **_fields(figure, rng.random()), "oa_info": article})
-        rows.extend([[line]] * (1 + figure.twice))
+        rows.extend([[line]] * (1 + figure.duplicated))
         if figure.view is not None and figure.study is not None:
             ids = {"pdf_hash": pdf_hash, "fig_uri": uri, "path": path.as_posix()}
             truth.append(truth_row(figure.view, figure.study, options.size, **ids, subject_id=patient.subject_id))
     annotation = {"pdf_hash": pdf_hash, "fig_key": "Figure1", "answer": "reject", "spans": [], "tokens": []}
-    judged = [[json.dumps(annotation)]] if rng.random() < 0.05 else []
-    return Rows(patient.index, {TABLE: rows, SUBCAPTIONS: judged}, truth)
+    annotations = [[json.dumps(annotation)]] if rng.random() < 0.05 else []
+    return PatientRows(patient.index, {TABLE: rows, SUBCAPTIONS: annotations}, truth)
 
 
 def _fields(figure: Figure, u: float) -> dict[str, object]:
-    """What the table says about a figure. Of the two sources of captions each misses some; `u`, even in [0, 1), says
-    which."""
+    """Return the table's fields of a figure; `u`, uniform in [0, 1), selects the missing caption source."""
     caption = f"Figure {figure.number}. {figure.caption}" if figure.caption else ""
     return {
         "fig_key": f"Figure{figure.number}",

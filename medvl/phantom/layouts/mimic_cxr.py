@@ -3,15 +3,12 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-import simplejpeg
-from numpy.typing import NDArray
-
 from medvl.phantom.language.reports import compose_report
 from medvl.phantom.layouts.dicom_writer import dicom_bytes, orientation, procedure, view_code, view_position
-from medvl.phantom.layouts.writer import Options, Rows, label_cells, truth_row, write_file, write_release
+from medvl.phantom.layouts.writer import Options, PatientRows, label_cells, truth_row, write_file, write_release
 from medvl.phantom.population.world import Patient, Study, View
 from medvl.phantom.rendering.draw import draw
+from medvl.phantom.rendering.encode import encode_jpeg
 from medvl.phantom.seeds import generator
 from medvl.schema import FINDINGS, NEGATIVE, UNCERTAIN
 
@@ -56,24 +53,24 @@ def write_mimic_cxr(
     split: tuple[float, float, float] = (0.8, 0.05, 0.15),
     workers: int | None = None,
 ) -> Path:
-    """Write the phantom as MIMIC-CXR: 12-bit DICOM, reports beside the study folders, the tables of the release.
+    """Write a phantom MIMIC-CXR: 12-bit DICOM files, reports beside the study folders, and the tables of the release.
 
     Args:
-        out: the folder that will hold `files/` and the tables: empty or absent, or a finished or partial run of the
-            same options. A finished one is left as it is.
-        patients: how many; a patient has 2.3 studies and 3.7 images on average.
-        seed: decides everything.
+        out: folder of `files/` and the tables: empty or absent, or a finished or partial corpus with the same options.
+            A finished one is not changed.
+        patients: number of patients, with 2.3 studies and 3.7 images on average.
+        seed: seed of the world.
         size: pixels of the longer side of every image.
-        split: shares of the patients in train, validate and test.
-        workers: processes; None takes one a core. Their number does not change a byte. With more than one, a script
-            must call this below `if __name__ == "__main__":`.
+        split: shares of patients in train, validate and test.
+        workers: number of processes; None for one per core. The output does not depend on it. With
+            more than one, a script must call this below `if __name__ == "__main__":`.
 
     Returns:
-        The folder written.
+        The folder.
 
     Raises:
-        ConfigError: an option is out of range.
-        CorpusError: `out` holds something else.
+        ConfigError: "out_of_range" for an option.
+        CorpusError: "exists" if `out` contains anything else.
     """
     options = Options(corpus="mimic-cxr", patients=patients, seed=seed, size=size, split=split, reports=True)
     return write_release(Path(out), options, _write_dicom_patient, {**_TABLES, **_LISTS}, workers)
@@ -89,31 +86,25 @@ def write_mimic_cxr_jpg(
     reports: bool = True,
     workers: int | None = None,
 ) -> Path:
-    """Write the phantom as MIMIC-CXR-JPG: the same patients as `write_mimic_cxr` as 8-bit JPEG.
+    """Write a phantom MIMIC-CXR-JPG: the patients of `write_mimic_cxr` as 8-bit JPEG.
 
-    The real release holds no reports: users lay those of MIMIC-CXR beside it, as `reports=True` does. Everything else
-    is as in `write_mimic_cxr`.
+    The real release has no reports; users add those of MIMIC-CXR, as `reports=True` does. The other arguments are those
+    of `write_mimic_cxr`.
     """
     options = Options(corpus="mimic-cxr-jpg", patients=patients, seed=seed, size=size, split=split, reports=reports)
     return write_release(Path(out), options, _write_jpg_patient, _TABLES, workers)
 
 
-def encode_jpeg(image_HW: NDArray[np.uint16]) -> bytes:
-    """A 12-bit image as an 8-bit grey JPEG of quality 95."""
-    grey_HW1 = np.ascontiguousarray((image_HW >> 4).astype(np.uint8)[..., None])
-    return simplejpeg.encode_jpeg(grey_HW1, quality=95, colorspace="GRAY")
-
-
-def _write_dicom_patient(root: Path, patient: Patient, options: Options) -> Rows:
+def _write_dicom_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
     return _write_patient(root, patient, options, ".dcm")
 
 
-def _write_jpg_patient(root: Path, patient: Patient, options: Options) -> Rows:
+def _write_jpg_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
     return _write_patient(root, patient, options, ".jpg")
 
 
-def _write_patient(root: Path, patient: Patient, options: Options, suffix: str) -> Rows:
-    split = SPLITS[options.part(patient.index)]
+def _write_patient(root: Path, patient: Patient, options: Options, suffix: str) -> PatientRows:
+    split = SPLITS[options.split_index(patient.index)]
     tables: dict[str, list[list[object]]] = {name: [] for name in (*_TABLES, *_LISTS)}
     truth = []
     for study in patient.studies:
@@ -134,13 +125,13 @@ def _write_patient(root: Path, patient: Patient, options: Options, suffix: str) 
             tables[_METADATA].append([view.dicom_id, *ids, *_metadata(study, view, options.size)])
             tables[_SPLIT].append([view.dicom_id, study.study_id, patient.subject_id, split])
             tables[_RECORDS].append([*ids, view.dicom_id, path.as_posix()])
-            named = {"dicom_id": view.dicom_id, "subject_id": ids[0], "study_id": ids[1], "path": path.as_posix()}
-            truth.append(truth_row(view, study, options.size, **named, split=split))
-    return Rows(patient.subject_id, tables, truth)
+            row_ids = {"dicom_id": view.dicom_id, "subject_id": ids[0], "study_id": ids[1], "path": path.as_posix()}
+            truth.append(truth_row(view, study, options.size, **row_ids, split=split))
+    return PatientRows(patient.subject_id, tables, truth)
 
 
 def _metadata(study: Study, view: View, size: int) -> list[object]:
-    """The columns of the metadata table after the ids. StudyTime is a number, so it has lost its leading zeros."""
+    """Return the columns of the metadata table after the ids; StudyTime is a number without leading zeros."""
     name = procedure(study)
     time = round(float(study.taken.strftime("%H%M%S.%f")), 3)
     date = study.taken.strftime("%Y%m%d")
@@ -148,13 +139,13 @@ def _metadata(study: Study, view: View, size: int) -> list[object]:
 
 
 def _other_labeler(study: Study, labels: Mapping[str, int]) -> dict[str, int]:
-    """The labels as a second labeler reads them: it differs about some hedges and misses some negations."""
+    """Return the labels of a second labeler, which differs in some hedges and misses some negations."""
     rng = generator(*study.key, _NEGBIO_STREAM)
-    read = {}
+    result = {}
     for label, value in labels.items():
         u = rng.random()
         if value == UNCERTAIN and u < 0.15:
-            read[label] = 1
+            result[label] = 1
         elif not (value == NEGATIVE and u < 0.05):
-            read[label] = value
-    return read
+            result[label] = value
+    return result

@@ -5,61 +5,61 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from medvl.phantom.layouts.kaggle import SIDE, challenge_options, frontals, uid, write_image
-from medvl.phantom.layouts.writer import Options, Rows, write_release
+from medvl.phantom.layouts.kaggle import REFERENCE_SIZE, challenge_options, square_frontal_views, uid, write_image
+from medvl.phantom.layouts.writer import Options, PatientRows, write_release
 from medvl.phantom.population.world import Patient
 from medvl.phantom.rendering.ground_truth import masks
 from medvl.phantom.seeds import generator
 
 TABLE, IMAGES = "stage_2_train.csv", "dicom-images-train"
 LABEL = "Pneumothorax"
-_KEPT = 0.25
-"""Of the studies without a pneumothorax: one image in five then has one, as in the release."""
+_NEGATIVE_SHARE = 0.25
+"""Share of studies without a pneumothorax that are kept; 20% of the images then have one, as in the release."""
 _STREAM = 92
 
 
 def write_siim(
-    out: Path | str, *, patients: int = 400, seed: int = 0, size: int = SIDE, workers: int | None = None
+    out: Path | str, *, patients: int = 400, seed: int = 0, size: int = REFERENCE_SIZE, workers: int | None = None
 ) -> Path:
-    """Write the phantom as the SIIM-ACR challenge: DICOM images, and a table of run-length encoded masks.
+    """Write a phantom SIIM-ACR challenge: DICOM images, and a table of run-length encoded masks.
 
-    One frontal image of each study that has a pneumothorax, and of a quarter of the others, whose row says -1. Masks
-    are of squares of 1024 pixels.
+    There is one frontal image of each study with a pneumothorax, and of a quarter of the others, whose mask is "-1".
+    Masks refer to images of 1024 x 1024 pixels.
 
     Args:
-        out: empty or absent, or a finished or partial run of the same options.
-        patients: how many; there is an image for every 1.4 of them.
-        seed: decides everything.
-        size: height and width of the images in pixels; the real ones have 1024.
-        workers: processes; None takes one a core. Their number does not change a byte.
+        out: an empty or absent folder, or a finished or partial corpus with the same options.
+        patients: number of patients; there is one image per 1.4 patients.
+        seed: seed of the world.
+        size: height and width of the images in pixels; 1024 in the real release.
+        workers: number of processes; None for one per core. The output does not depend on it.
 
     Returns:
-        The folder written.
+        The folder.
 
     Raises:
-        ConfigError: an option is out of range.
-        CorpusError: `out` holds something else.
+        ConfigError: "out_of_range" for an option.
+        CorpusError: "exists" if `out` contains anything else.
     """
     options = challenge_options("siim", patients, seed, size)
     return write_release(Path(out), options, _write_patient, {TABLE: ("ImageId", "EncodedPixels")}, workers)
 
 
-def _write_patient(root: Path, patient: Patient, options: Options) -> Rows:
+def _write_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
     rows: list[list[object]] = []
     truth = []
-    for study, view in frontals(patient):
-        mask_HW = masks(view, SIDE).get(LABEL)
-        if mask_HW is None and generator(*study.key, _STREAM).random() >= _KEPT:
+    for study, view in square_frontal_views(patient):
+        mask_HW = masks(view, REFERENCE_SIZE).get(LABEL)
+        if mask_HW is None and generator(*study.key, _STREAM).random() >= _NEGATIVE_SHARE:
             continue
         name = str(uid(view))
         path = Path(IMAGES, f"2.25.{study.study_id}", f"2.25.{study.study_id}1", f"{name}.dcm")
         truth.append(write_image(root, path, name, patient, study, view, options.size))
-        rows.append([name, "-1" if mask_HW is None else runs(mask_HW)])
-    return Rows(patient.index, {TABLE: rows}, truth)
+        rows.append([name, "-1" if mask_HW is None else encode_run_lengths(mask_HW)])
+    return PatientRows(patient.index, {TABLE: rows}, truth)
 
 
-def runs(mask_HW: NDArray[np.bool_]) -> str:
-    """Gap and length of every run of a mask with a pixel, down its columns; each gap is counted from the run before."""
+def encode_run_lengths(mask_HW: NDArray[np.bool_]) -> str:
+    """Return gap (from the previous run) and length of every run of a non-empty mask, column by column."""
     inside_P = np.pad(mask_HW.ravel(order="F"), 1)
     border = np.flatnonzero(np.diff(inside_P.astype(np.int8)))
     return " ".join(map(str, np.ediff1d(border, to_begin=border[:1]).tolist()))

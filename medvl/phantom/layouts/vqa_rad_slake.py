@@ -5,13 +5,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from medvl.phantom.language.vqa import VQAImage, balance, vqa_images
-from medvl.phantom.layouts.mimic_cxr import encode_jpeg
-from medvl.phantom.layouts.writer import Options, Rows, write_file, write_release
+from medvl.phantom.language.vqa import VQAImage, balanced_rows, vqa_images
+from medvl.phantom.layouts.writer import Options, PatientRows, write_file, write_release
 from medvl.phantom.population.world import Patient
+from medvl.phantom.rendering.draw import draw_image
+from medvl.phantom.rendering.encode import encode_jpeg
 
 CANDIDATES = "phantom_questions.csv"
-"""All questions, before they are thinned: the truth behind the release."""
+"""Table of all questions before balancing."""
 _COLUMNS = ("image", "split", "question", "answer", "answer_type", "kind", "organ", "modality")
 _SPLITS = ("train", "validate", "test")
 _RAD_KINDS = {
@@ -50,29 +51,29 @@ def write_vqa_rad(
     split: tuple[float, float, float] = (0.8, 0.0, 0.2),
     workers: int | None = None,
 ) -> Path:
-    """Write the phantom as VQA-RAD in MEVF's files: `trainset.json`, `testset.json` and `images/`.
+    """Write a phantom VQA-RAD in MEVF's files: `trainset.json`, `testset.json` and `images/`.
 
-    Unlike the real ones, train and test share no image and no patient.
+    Unlike in the real release, train and test share no image and no patient.
 
     Args:
-        out: empty or absent, or a finished or partial run of the same options.
-        patients: how many; each has two to three images with some 18 questions in all.
-        seed: decides everything.
+        out: an empty or absent folder, or a finished or partial corpus with the same options.
+        patients: number of patients, with two to three images and about 18 questions each.
+        seed: seed of the world.
         size: pixels of the longer side of every image.
-        split: shares of the patients in train, validation and test; the layout has no validation of its own, so those
-            of the first two are in `trainset.json`.
-        workers: processes; None takes one a core. Their number does not change a byte.
+        split: shares of patients in train, validation and test; the layout has no validation split, so the first two
+            are in `trainset.json`.
+        workers: number of processes; None for one per core. The output does not depend on it.
 
     Returns:
-        The folder written.
+        The folder.
 
     Raises:
-        ConfigError: an option is out of range.
-        CorpusError: `out` holds something else.
+        ConfigError: "out_of_range" for an option.
+        CorpusError: "exists" if `out` contains anything else.
     """
     options = Options(corpus="vqa-rad", patients=patients, seed=seed, size=size, split=split, reports=False)
     root = write_release(Path(out), options, _write_rad_patient, {CANDIDATES: _COLUMNS}, workers)
-    kept = _thin(root, lambda row: "test" if row["split"] == "test" else "train")
+    kept = _balanced(root, lambda row: "test" if row["split"] == "test" else "train")
     numbered = [(row, number) for number, row in enumerate(kept, 1)]
     for name, splits in (("trainset.json", ("train", "validate")), ("testset.json", ("test",))):
         _write_json(root / name, [_rad_row(row, number) for row, number in numbered if row["split"] in splits])
@@ -88,50 +89,54 @@ def write_slake(
     split: tuple[float, float, float] = (0.7, 0.15, 0.15),
     workers: int | None = None,
 ) -> Path:
-    """Write the phantom as SLAKE: `train.json`, `validate.json`, `test.json` and `imgs/xmlabN/source.jpg`.
+    """Write a phantom SLAKE: `train.json`, `validate.json`, `test.json` and `imgs/xmlabN/source.jpg`.
 
-    Questions are English; masks, detections and the knowledge graph of the real release are left out. Everything else
-    is as in `write_vqa_rad`.
+    Questions are English; there are no masks, detections or knowledge graph. The arguments are those of
+    `write_vqa_rad`.
     """
     options = Options(corpus="slake", patients=patients, seed=seed, size=size, split=split, reports=False)
     root = write_release(Path(out), options, _write_slake_patient, {CANDIDATES: _COLUMNS}, workers)
-    numbered = list(enumerate(_thin(root, lambda row: row["split"])))
+    numbered = list(enumerate(_balanced(root, lambda row: row["split"])))
     for name in _SPLITS:
         rows = [_slake_row(row, number) for number, row in numbered if row["split"] == name]
         _write_json(root / f"{name}.json", rows)
     return root
 
 
-def _write_rad_patient(root: Path, patient: Patient, options: Options) -> Rows:
+def _write_rad_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
     return _write_patient(root, patient, options, lambda image: f"images/synpic{image.number}.jpg")
 
 
-def _write_slake_patient(root: Path, patient: Patient, options: Options) -> Rows:
+def _write_slake_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
     return _write_patient(root, patient, options, lambda image: f"imgs/xmlab{image.number}/source.jpg")
 
 
-def _write_patient(root: Path, patient: Patient, options: Options, path_of: Callable[[VQAImage], str]) -> Rows:
-    split = _SPLITS[options.part(patient.index)]
+def _write_patient(root: Path, patient: Patient, options: Options, path_of: Callable[[VQAImage], str]) -> PatientRows:
+    split = _SPLITS[options.split_index(patient.index)]
     rows: list[list[object]] = []
     truth = []
     for image in vqa_images(patient):
         path = path_of(image)
         if not (root / path).exists():
-            write_file(root / path, encode_jpeg(image.draw(options.size)))
-        for asked in image.asked:
-            kind = "CLOSED" if asked.closed else "OPEN"
-            rows.append([path, split, asked.question, asked.answer, kind, asked.kind, image.organ, image.modality])
+            write_file(root / path, encode_jpeg(draw_image(image.source, options.size)))
+        for question in image.questions:
+            kind = "CLOSED" if question.closed else "OPEN"
+            rows.append(
+                [path, split, question.question, question.answer, kind, question.kind, image.organ, image.modality]
+            )
         truth.append({"path": path, "split": split, "subject_id": patient.subject_id, "organ": image.organ,
                       "modality": image.modality, "plane": image.plane})  # fmt: skip
-    return Rows(patient.index, {CANDIDATES: rows}, truth)
+    return PatientRows(patient.index, {CANDIDATES: rows}, truth)
 
 
-def _thin(root: Path, part_of: Callable[[Candidate], str]) -> list[Candidate]:
-    """The candidates that are left when every wording of a part has its answers balanced."""
+def _balanced(root: Path, split_of_row: Callable[[Candidate], str]) -> list[Candidate]:
+    """Return the candidates that remain after balancing the answers of every wording in each split."""
     with (root / CANDIDATES).open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    keys = [(f"{part_of(row)} {row['question']}", row["answer"], f"{row['image']} {row['question']}") for row in rows]
-    return [row for row, kept in zip(rows, balance(keys), strict=True) if kept]
+    keys = [
+        (f"{split_of_row(row)} {row['question']}", row["answer"], f"{row['image']} {row['question']}") for row in rows
+    ]
+    return [row for row, kept in zip(rows, balanced_rows(keys), strict=True) if kept]
 
 
 def _rad_row(row: Candidate, number: int) -> dict[str, object]:

@@ -1,8 +1,8 @@
-"""Writing a corpus to disk: many processes, the same bytes whatever their number, safe to run twice.
+"""Parallel writing of corpora to disk, reproducible for any number of processes and safe to repeat.
 
-A release is a folder with images, tables, `phantom.json` (the options it was made with) and `phantom_truth.jsonl.gz`
-(one row a view: what is really there). Files are written under another name and renamed, so a run that was cut off
-leaves whole files only; the same command takes it up again.
+A release is a folder with images, tables, `phantom.json` (its options) and `phantom_truth.jsonl.gz` (one row of ground
+truth per view). Files are written to a temporary name and renamed, so an interrupted run leaves complete files only,
+and the same command resumes it.
 """
 
 import concurrent.futures
@@ -23,12 +23,11 @@ from tqdm import tqdm
 
 from medvl.errors import ConfigError, CorpusError
 from medvl.phantom.population.world import MAX_PATIENTS, Patient, Study, View, World
-from medvl.phantom.quiz import questions
 from medvl.phantom.rendering.ground_truth import boxes
 from medvl.phantom.seeds import generator
 
 GENERATOR_VERSION = 1
-"""Raised with every change that alters what a seed gives."""
+"""Incremented with every change of the output for a seed."""
 OPTIONS_FILE, TRUTH_FILE = "phantom.json", "phantom_truth.jsonl.gz"
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _STREAM = MAX_PATIENTS  # beyond every patient's key
@@ -36,7 +35,7 @@ _STREAM = MAX_PATIENTS  # beyond every patient's key
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Everything that decides the content of a release."""
+    """Options that determine the content of a release."""
 
     corpus: str
     patients: int
@@ -44,49 +43,52 @@ class Options:
     size: int
     """Pixels of the longer side of every image."""
     split: tuple[float, float, float]
-    """Shares of the patients in training, validation and test."""
+    """Shares of patients in training, validation and test."""
     reports: bool
 
     def __post_init__(self) -> None:
+        expected = ""
         if not 1 <= self.patients <= MAX_PATIENTS:
-            raise ConfigError(f"patients must lie in [1, {MAX_PATIENTS}], not {self.patients}")
-        if not 32 <= self.size <= 4096:
-            raise ConfigError(f"size must lie in [32, 4096] pixels, not {self.size}")
-        if len(self.split) != 3 or min(self.split) < 0 or abs(sum(self.split) - 1) > 1e-6:
-            raise ConfigError(f"split must be three shares that add up to 1, not {self.split}")
-        if self.seed < 0:
-            raise ConfigError(f"seed must be 0 or more, not {self.seed}")
+            field, expected = "patients", f"in [1, {MAX_PATIENTS}]"
+        elif not 32 <= self.size <= 4096:
+            field, expected = "size", "in [32, 4096] pixels"
+        elif len(self.split) != 3 or min(self.split) < 0 or abs(sum(self.split) - 1) > 1e-6:
+            field, expected = "split", "three shares that add up to 1"
+        elif self.seed < 0:
+            field, expected = "seed", "0 or more"
+        if expected:
+            raise ConfigError(f"{field} must be {expected}, got {getattr(self, field)}", "out_of_range", field=field)
 
-    def part(self, index: int) -> int:
-        """0 for training, 1 for validation, 2 for test: the part that a patient belongs to."""
+    def split_index(self, index: int) -> int:
+        """Return the split of a patient: 0 for training, 1 for validation, 2 for test."""
         return split_of(index, self.seed, self.split)
 
     def as_json(self) -> dict[str, object]:
-        """As `phantom.json` keeps them."""
+        """Return the content of `phantom.json`."""
         return {**dataclasses.asdict(self), "split": list(self.split), "generator_version": GENERATOR_VERSION}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rows:
-    """What one patient adds to the tables (file name -> rows) and to the truth."""
+class PatientRows:
+    """Rows of a patient in the tables (file name -> rows) and in the ground truth."""
 
     order: int
-    """Patients stand in the tables by this number."""
+    """Sort key of patients in the tables."""
     tables: Mapping[str, Sequence[Sequence[object]]]
     truth: Sequence[Mapping[str, object]]
 
 
-WritePatient = Callable[[Path, Patient, Options], Rows]
+WritePatient = Callable[[Path, Patient, Options], PatientRows]
 
 
 def split_of(index: int, seed: int, shares: tuple[float, float, float]) -> int:
-    """Which part a patient belongs to: 0, 1 or 2.
+    """Return the split of a patient: 0, 1 or 2.
 
-    It depends on (seed, index) only, never on how many patients there are, and the shares hold closely in any first n
-    patients: multiples of the golden ratio spread evenly over the unit interval.
+    It depends on (seed, index) only, not on the number of patients, and the shares hold closely for the first n
+    patients of any n: multiples of the golden ratio are spread evenly over the unit interval.
     """
-    place = (index * _GOLDEN + generator(seed, _STREAM).random()) % 1
-    return 0 if place < shares[0] else 1 if place < shares[0] + shares[1] else 2
+    position = (index * _GOLDEN + generator(seed, _STREAM).random()) % 1
+    return 0 if position < shares[0] else 1 if position < shares[0] + shares[1] else 2
 
 
 def write_release(
@@ -96,37 +98,38 @@ def write_release(
     columns: Mapping[str, Sequence[str] | None],
     workers: int | None,
 ) -> Path:
-    """Write all patients, then the tables; returns `root`. A finished release of the same options is left as it is.
+    """Write all patients, then the tables, and return `root`. A finished release with the same options is not changed.
 
     Args:
-        root: empty or absent, or a finished or partial release of the same options.
-        options: what to write.
-        write_patient: writes the files of one patient below `root`; a function of a module, so that it can be sent to
-            other processes.
-        columns: file name of each table -> its header; None for a file of plain lines, whose rows are one text each.
-        workers: processes; None takes one a core.
+        root: an empty or absent folder, or a finished or partial release with the same options.
+        options: options of the release.
+        write_patient: function that writes the files of one patient below `root`; at module level, to be picklable.
+        columns: file name of each table -> its header; None for a file of lines, whose rows are one text each.
+        workers: number of processes; None for one per core.
 
     Raises:
-        ConfigError: `workers` is below 1.
-        CorpusError: `root` holds something else.
+        ConfigError: "out_of_range" for `workers`.
+        CorpusError: "exists" if `root` contains anything else.
     """
     if workers is not None and workers < 1:
-        raise ConfigError(f"workers must be 1 or more, not {workers}")
+        raise ConfigError(f"workers must be 1 or more, got {workers}", "out_of_range", field="workers")
     if _is_finished(root, options):
         return root
     _write_options(root, options, finished=False)
-    done = sorted(_run(root, options, write_patient, workers or os.cpu_count() or 1), key=lambda rows: rows.order)
+    patient_rows = sorted(
+        _run(root, options, write_patient, workers or os.cpu_count() or 1), key=lambda rows: rows.order
+    )
     for name, header in columns.items():
-        body = [row for rows in done for row in rows.tables.get(name, ())]
+        body = [row for rows in patient_rows for row in rows.tables.get(name, ())]
         write_file(root / name, _table_bytes(name, header, body))
-    truth = "".join(json.dumps(row) + "\n" for rows in done for row in rows.truth)
+    truth = "".join(json.dumps(row) + "\n" for rows in patient_rows for row in rows.truth)
     write_file(root / TRUTH_FILE, gzip.compress(truth.encode(), mtime=0))
     _write_options(root, options, finished=True)
     return root
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(content)
@@ -134,7 +137,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def truth_row(view: View, study: Study, size: int, **ids: object) -> dict[str, object]:
-    """The row of `phantom_truth.jsonl.gz` for one view of `size` pixels; `ids` come first."""
+    """Return the row of `phantom_truth.jsonl.gz` for a view of `size` pixels, with `ids` first."""
     height, width = view.camera.shape(size)
     return {
         **ids,
@@ -147,28 +150,27 @@ def truth_row(view: View, study: Study, size: int, **ids: object) -> dict[str, o
         "severity": {finding.label: finding.severity for finding in study.findings},
         "side": {finding.label: finding.side for finding in study.findings},
         "boxes": [dataclasses.asdict(box) for box in boxes(view, size)],
-        "questions": [dataclasses.asdict(question) for question in questions(view)],
     }
 
 
 def label_cells(labels: Mapping[str, int], names: Iterable[str]) -> list[str]:
-    """Labels as the tables write them: 1.0, 0.0, -1.0, or nothing where a label is not mentioned."""
+    """Return the cells of labels: 1.0, 0.0, -1.0, or blank for labels that are not mentioned."""
     return [f"{labels[name]:.1f}" if name in labels else "" for name in names]
 
 
-def _run(root: Path, options: Options, write_patient: WritePatient, workers: int) -> Iterator[Rows]:
-    """The rows of every patient, with a progress bar where a person watches."""
+def _run(root: Path, options: Options, write_patient: WritePatient, workers: int) -> Iterator[PatientRows]:
+    """Yield the rows of every patient, with a progress bar on a terminal."""
     indices = range(options.patients)
     task = _Task(root, options, write_patient)
     with contextlib.ExitStack() as stack:
-        results: Iterable[Rows]
+        results: Iterable[PatientRows]
         if workers == 1:
             results = map(task, indices)
         else:
             pool = stack.enter_context(
                 concurrent.futures.ProcessPoolExecutor(
                     min(workers, options.patients),
-                    mp_context=multiprocessing.get_context("spawn"),  # a fork would copy locks that other threads hold
+                    mp_context=multiprocessing.get_context("spawn"),  # a fork would copy held locks
                     initializer=cv2.setNumThreads,
                     initargs=(1,),
                 )
@@ -180,13 +182,13 @@ def _run(root: Path, options: Options, write_patient: WritePatient, workers: int
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Task:
-    """Writes one patient; travels to the other processes."""
+    """Picklable function that writes one patient."""
 
     root: Path
     options: Options
     write_patient: WritePatient
 
-    def __call__(self, index: int) -> Rows:
+    def __call__(self, index: int) -> PatientRows:
         return self.write_patient(self.root, World(self.options.seed).patient(index), self.options)
 
 
@@ -208,19 +210,29 @@ def _write_options(root: Path, options: Options, finished: bool) -> None:
 
 
 def _is_finished(root: Path, options: Options) -> bool:
-    """Whether `root` already holds this release; raises CorpusError when it holds another one or anything else."""
-    started = f"{OPTIONS_FILE}.partial"  # all that a run leaves which was cut off at once
-    if not root.exists() or (root.is_dir() and all(path.name == started for path in root.iterdir())):
+    """Return whether `root` contains this release in finished form.
+
+    Raises:
+        CorpusError: "exists" if it contains anything else.
+    """
+    temporary = f"{OPTIONS_FILE}.partial"  # the only file after an immediate interruption
+    if not root.exists() or (root.is_dir() and all(path.name == temporary for path in root.iterdir())):
         return False
-    advice = "name an empty folder, or delete this one"
+    advice = "choose an empty folder, or delete this one"
     try:
-        found = json.loads((root / OPTIONS_FILE).read_text(encoding="utf-8"))
+        existing = json.loads((root / OPTIONS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise CorpusError(
-            f"{root} is not empty and was not made by this command (no {OPTIONS_FILE}): {advice}"
+            f"{root} is not empty and was not written by this command (no {OPTIONS_FILE}): {advice}",
+            "exists",
+            field="out",
         ) from None
-    wanted = options.as_json()
-    differing = [name for name in wanted if not isinstance(found, dict) or found.get(name) != wanted[name]]
+    expected = options.as_json()
+    differing = [name for name in expected if not isinstance(existing, dict) or existing.get(name) != expected[name]]
     if differing:
-        raise CorpusError(f"{root} holds a phantom corpus with another {', another '.join(differing)}: {advice}")
-    return found.get("finished") is True
+        raise CorpusError(
+            f"{root} contains a phantom corpus with another {', another '.join(differing)}: {advice}",
+            "exists",
+            field="out",
+        )
+    return existing.get("finished") is True

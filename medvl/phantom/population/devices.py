@@ -1,4 +1,4 @@
-"""Support devices: the lines that tubes, wires and leads follow, from the front and from the side."""
+"""Shapes of support devices in frontal and lateral projection."""
 
 import dataclasses
 
@@ -8,41 +8,31 @@ from medvl.phantom.geometry import Points, ellipse, ribbon, spline
 from medvl.phantom.population.finding_sites import MIDLINE_DEVICES, Part
 from medvl.phantom.population.frontal_anatomy import Chest, FrontalLung, sign
 from medvl.phantom.population.lateral_anatomy import LateralLung, lateral_heart, sternum, trachea
-from medvl.phantom.rendering.scene import Scene
 
 DEVICES = (*MIDLINE_DEVICES, "central line", "pacemaker", "chest tube")
-"""The kinds of parts that are drawn here."""
+"""Values of `Part.kind` that are devices."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """Lines and solid bodies of one device."""
+    """Lines and solid bodies of a device."""
 
     lines: tuple[Points, ...]
     width: float
     """Centimetres."""
     brightness: int
-    """0 to 255 on the metal canvas."""
+    """Brightness on the metal canvas, 0 to 255."""
     hollow: bool = False
-    """A tube with visible walls rather than a wire."""
+    """Whether it is a tube with visible walls, not a wire."""
     solids: tuple[Points, ...] = ()
 
     def outlines(self) -> list[Points]:
-        """What a person would mark, (N, 2) each."""
+        """Return the outlines (N, 2) for the ground truth, with a margin as in manual annotation."""
         return [ribbon(line, self.width + 0.5) for line in self.lines] + list(self.solids)
-
-    def paint(self, scene: Scene) -> None:
-        """Draw it."""
-        metal = scene.surface.stroke(self.lines, self.width, self.brightness)
-        if self.hollow:
-            scene.surface.stroke(self.lines, 0.62 * self.width, self.brightness // 3, metal)
-            stripes = [line + np.array([0.12 * self.width, 0.0]) for line in self.lines]
-            scene.surface.stroke(stripes, 0.12, 2 * self.brightness, metal)
-        scene.add(scene.surface.fill(self.solids, 200, metal), 0.9)
 
 
 def frontal_device(chest: Chest, part: Part) -> Device:
-    """One device seen from the front."""
+    """Return the frontal projection of a device."""
     side, shift, width = sign(part.side), chest.shift, chest.half_width
     if part.kind == "endotracheal tube":
         tip = -6.0 + 3.0 * part.t
@@ -85,18 +75,18 @@ def _pacemaker(chest: Chest, part: Part) -> Device:
     side, shift = sign(part.side), chest.shift
     x, y = side * 0.70 * chest.half_width, -6.3
     heart = 2 * chest.half_width * chest.heart_ratio
-    way = [[side * 3.4, -8.9], [-0.6 * chest.mediastinum + shift, -2.0]]  # the vein and the vena cava
+    vein = [[side * 3.4, -8.9], [-0.6 * chest.mediastinum + shift, -2.0]]  # the vein and the vena cava
     apex = (0.44 * heart + shift, chest.dome_left - 1.0)
-    leads = [spline([[x, y - 1.6], *way, [-0.10 * heart + shift, 6.5], [0.1 * heart, 8.8], list(apex)])]
+    leads = [spline([[x, y - 1.6], *vein, [-0.10 * heart + shift, 6.5], [0.1 * heart, 8.8], list(apex)])]
     if part.t > 0.3:
-        leads.append(spline([[x + 0.4, y - 1.4], *way, [-0.1 * heart + shift, 5.4], [-0.17 * heart + shift, 4.4]]))
+        leads.append(spline([[x + 0.4, y - 1.4], *vein, [-0.1 * heart + shift, 5.4], [-0.17 * heart + shift, 4.4]]))
     case = [[-2.0, -1.5], [0.0, -2.0], [2.0, -1.5], [2.2, 0.6], [1.0, 2.1], [-1.0, 2.1], [-2.2, 0.6]]
     solids = (spline(case, closed=True) + np.array([x, y]), ellipse(apex, (0.35, 0.2), 20, 8))
     return Device(lines=tuple(leads), width=0.2, brightness=130, solids=solids)
 
 
 def lateral_device(chest: Chest, part: Part) -> Device:
-    """One device seen from the side."""
+    """Return the lateral projection of a device."""
     lung, front, floor = LateralLung(chest), -chest.depth / 2, chest.dome_left
     if part.kind == "endotracheal tube":
         airway = trachea(chest)

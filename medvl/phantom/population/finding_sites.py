@@ -1,4 +1,4 @@
-"""Where findings sit: the parts of a finding and how each label draws its own at random."""
+"""Parts of findings, and the sampling of their sites for each label."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,15 +8,15 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One place where a finding shows."""
+    """One part of a finding."""
 
     kind: str
     side: str
     """right, left or midline."""
     zone: str
-    """As a report would name the place: "right lower lobe", "left base", or "" where there is none to name."""
+    """Name of the place in reports ("right lower lobe", "left base"), or ""."""
     extent: float
-    """0 (barely there) to 1 (as bad as it gets)."""
+    """0 (minimal) to 1 (maximal)."""
     s: float = 0.5
     """Position from the midline (0) to the side (1)."""
     t: float = 0.5
@@ -24,9 +24,9 @@ class Part:
     d: float = 0.5
     """Position from the sternum (0) to the back (1)."""
     size: float = 0.0
-    """Centimetres, where a size makes sense."""
+    """Diameter in centimetres, for nodules."""
     seed: int = 0
-    """Decides the irregularities of its outline."""
+    """Seed of the irregularities of its outline."""
 
 
 LOBES = {
@@ -37,16 +37,16 @@ LOBES = {
     "lingula": (0.52, 0.64, 0.22, 0.06),
     "left lower lobe": (0.50, 0.76, 0.76, 0.20),
 }
-"""Lobe -> s, t and d of its middle, and how often disease picks it."""
+"""Lobe -> s, t and d of its centre, and its share of lobar disease."""
 
 
-def side_of(lobe: str) -> str:
-    """right or left."""
+def side_of_lobe(lobe: str) -> str:
+    """Return the side of a lobe, right or left."""
     return "right" if lobe.startswith("right") else "left"
 
 
-def draw_extent(rng: np.random.Generator) -> float:
-    """Mild, moderate and severe in the shares 30, 42 and 28 percent; even within a third."""
+def sample_extent(rng: np.random.Generator) -> float:
+    """Sample an extent: mild, moderate and severe in shares of 30, 42 and 28 percent, uniform within each."""
     third = rng.choice(3, p=[0.30, 0.42, 0.28])
     return float((third + rng.random()) / 3)
 
@@ -56,7 +56,7 @@ def _seed(rng: np.random.Generator) -> int:
 
 
 def _sides(rng: np.random.Generator, right: float, left: float) -> tuple[str, ...]:
-    """One side or both; `right` and `left` are the chances of one alone."""
+    """Sample one side or both; `right` and `left` are the probabilities of one alone."""
     u = rng.random()
     if u < right:
         return ("right",)
@@ -64,12 +64,12 @@ def _sides(rng: np.random.Generator, right: float, left: float) -> tuple[str, ..
 
 
 def _other_extent(rng: np.random.Generator, extent: float) -> float:
-    """The extent of the less affected side."""
+    """Sample the extent of the less affected side."""
     return float(extent * rng.uniform(0.45, 1.0))
 
 
 def _two_sided(rng: np.random.Generator, sides: tuple[str, ...], extent: float) -> list[tuple[str, float]]:
-    """Sides with their extents: one of them the full one."""
+    """Return sides with their extents; one side has the full extent."""
     full = sides[rng.integers(len(sides))]
     return [(side, extent if side == full else _other_extent(rng, extent)) for side in sides]
 
@@ -81,7 +81,7 @@ def _central(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
 def _atelectasis(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
     if extent > 0.66 and rng.random() < 0.55:
         lobe = str(rng.choice(["right upper lobe", "right lower lobe", "left lower lobe"], p=[0.25, 0.3, 0.45]))
-        return (Part(kind="collapse", side=side_of(lobe), zone=lobe, extent=extent, seed=_seed(rng)),)
+        return (Part(kind="collapse", side=side_of_lobe(lobe), zone=lobe, extent=extent, seed=_seed(rng)),)
     parts = []
     for side, share in _two_sided(rng, _sides(rng, 0.28, 0.34), extent):
         t, s = rng.uniform(0.72, 0.84), rng.uniform(0.4, 0.6)
@@ -91,15 +91,15 @@ def _atelectasis(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
 
 def _lobar(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
     names = list(LOBES)
-    chances = np.array([LOBES[name][3] for name in names])
+    probabilities = np.array([LOBES[name][3] for name in names])
     count = 1 if extent < 0.6 else int(rng.integers(1, 3))
     parts = []
-    for index in rng.choice(len(names), size=count, replace=False, p=chances):
+    for index in rng.choice(len(names), size=count, replace=False, p=probabilities):
         s, t, d, _ = LOBES[names[index]]
         parts.append(
             Part(
                 kind="lobar",
-                side=side_of(names[index]),
+                side=side_of_lobe(names[index]),
                 zone=names[index],
                 extent=extent,
                 s=s + rng.uniform(-0.08, 0.08),
@@ -166,22 +166,22 @@ def _fracture(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
     s = rng.uniform(0.62, 0.84)
     parts = []
     for rib in range(first, first + count):
-        where = f"{side} {ORDINALS[rib]} rib"
-        parts.append(Part(kind="rib", side=side, zone=where, extent=extent, s=s, t=rib / 10, seed=_seed(rng)))
+        place = f"{side} {ORDINALS[rib]} rib"
+        parts.append(Part(kind="rib", side=side, zone=place, extent=extent, s=s, t=rib / 10, seed=_seed(rng)))
     return tuple(parts)
 
 
 def _pleural(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
     kind = str(rng.choice(["thickening", "apical cap", "plaque"], p=[0.4, 0.3, 0.3]))
-    where = {"thickening": "lateral chest wall", "apical cap": "apex", "plaque": "hemidiaphragm"}[kind]
+    place = {"thickening": "lateral chest wall", "apical cap": "apex", "plaque": "hemidiaphragm"}[kind]
     sides = _two_sided(rng, _sides(rng, 0.35, 0.3), extent)
     return tuple(
-        Part(kind=kind, side=side, zone=f"{side} {where}", extent=share, seed=_seed(rng)) for side, share in sides
+        Part(kind=kind, side=side, zone=f"{side} {place}", extent=share, seed=_seed(rng)) for side, share in sides
     )
 
 
 def _devices(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
-    chances = {
+    probabilities = {
         "endotracheal tube": 0.28,
         "enteric tube": 0.30,
         "central line": 0.45,
@@ -189,7 +189,7 @@ def _devices(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
         "chest tube": 0.14,
         "sternotomy wires": 0.25,
     }
-    kinds = [kind for kind, chance in chances.items() if rng.random() < chance]
+    kinds = [kind for kind, probability in probabilities.items() if rng.random() < probability]
     parts = []
     for kind in kinds or ["central line"]:
         side = "midline" if kind in MIDLINE_DEVICES else str(rng.choice(["right", "left"], p=[0.5, 0.5]))
@@ -217,4 +217,4 @@ PART_SAMPLERS: dict[str, Callable[[np.random.Generator, float], tuple[Part, ...]
     "Pneumothorax": _pneumothorax,
     "Support Devices": _devices,
 }
-"""Label -> a function of (generator, extent) that places it."""
+"""Label -> function of (generator, extent) that samples its parts."""

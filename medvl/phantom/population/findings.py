@@ -1,8 +1,8 @@
-"""What is wrong with a chest: findings, their parts, and how often they occur together.
+"""Findings of a study, with their parts, prevalence and co-occurrence.
 
 The rates are round numbers in the range that chest radiograph corpora report. Each patient has a clinical profile, and
-findings are independent within a profile: that gives the co-occurrence that one expects (oedema with a big heart and
-effusions, fractures with pneumothorax) without any finding deciding another one.
+findings are independent given the profile. This yields realistic co-occurrence: oedema with a large heart and
+effusions, fractures with pneumothorax.
 """
 
 import dataclasses
@@ -10,32 +10,32 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from medvl.phantom.population.finding_sites import PART_SAMPLERS, Part, draw_extent
+from medvl.phantom.population.finding_sites import PART_SAMPLERS, Part, sample_extent
 from medvl.schema import FINDINGS
 
 SEVERITIES = ("mild", "moderate", "severe")
 CHRONIC = ("Cardiomegaly", "Enlarged Cardiomediastinum", "Lung Lesion", "Pleural Other")
-"""Findings that a patient keeps from study to study."""
+"""Findings that persist in all studies of a patient."""
 OPAQUE = ("Atelectasis", "Consolidation", "Edema", "Lung Lesion", "Pneumonia")
-"""Each of these implies Lung Opacity, as in CheXpert's hierarchy of labels."""
-DRAWN = tuple(label for label in FINDINGS if label != "No Finding")
+"""Findings that imply Lung Opacity, as in CheXpert's label hierarchy."""
+RENDERED_LABELS = tuple(label for label in FINDINGS if label != "No Finding")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One label that is present, with the places where it shows."""
+    """A present label with the parts of which it consists."""
 
     label: str
     parts: tuple[Part, ...]
 
     @property
     def extent(self) -> float:
-        """That of the worst part, 0 to 1."""
+        """Extent of the worst part, 0 to 1."""
         return max(part.extent for part in self.parts)
 
     @property
     def severity(self) -> str:
-        """mild, moderate or severe: thirds of the extent."""
+        """mild, moderate or severe, by thirds of the extent."""
         return SEVERITIES[min(2, int(self.extent * 3))]
 
     @property
@@ -49,14 +49,14 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Profile:
-    """A kind of patient: its share of the population and how likely each finding is in one of its studies."""
+    """Clinical profile: its share of the population, and the probability of each finding in a study."""
 
     share: float
     rates: Mapping[str, float]
 
 
 def _profile(share: float, *percent: float) -> Profile:
-    return Profile(share, {label: value / 100 for label, value in zip(DRAWN, percent, strict=True)})
+    return Profile(share, {label: value / 100 for label, value in zip(RENDERED_LABELS, percent, strict=True)})
 
 
 PROFILES = {
@@ -72,33 +72,33 @@ PROFILES = {
 
 
 def sample_profile(rng: np.random.Generator) -> Profile:
-    """The profile of one patient."""
+    """Sample the profile of a patient."""
     profiles = list(PROFILES.values())
     return profiles[rng.choice(len(profiles), p=[profile.share for profile in profiles])]
 
 
 def sample_chronic(rng: np.random.Generator, profile: Profile) -> tuple[Finding, ...]:
-    """What the patient has in every study."""
+    """Sample the findings that a patient has in every study."""
     return tuple(_sample(rng, label) for label in CHRONIC if rng.random() < profile.rates[label])
 
 
 def sample_findings(rng: np.random.Generator, profile: Profile, chronic: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """The findings of one study, in the order of `FINDINGS`; empty means a normal chest."""
-    found = {finding.label: finding for finding in chronic}
-    for label in DRAWN:
+    """Sample the findings of a study, in the order of `FINDINGS`; none for a normal chest."""
+    by_label = {finding.label: finding for finding in chronic}
+    for label in RENDERED_LABELS:
         if label not in CHRONIC and rng.random() < profile.rates[label]:
-            found[label] = _sample(rng, label)
-    if "Consolidation" in found and "Pneumonia" in found:  # one process under two names
-        found["Pneumonia"] = Finding(label="Pneumonia", parts=found["Consolidation"].parts)
-    return tuple(found[label] for label in DRAWN if label in found)
+            by_label[label] = _sample(rng, label)
+    if "Consolidation" in by_label and "Pneumonia" in by_label:  # one process with two labels
+        by_label["Pneumonia"] = Finding(label="Pneumonia", parts=by_label["Consolidation"].parts)
+    return tuple(by_label[label] for label in RENDERED_LABELS if label in by_label)
 
 
 def _sample(rng: np.random.Generator, label: str) -> Finding:
-    return Finding(label=label, parts=PART_SAMPLERS[label](rng, draw_extent(rng)))
+    return Finding(label=label, parts=PART_SAMPLERS[label](rng, sample_extent(rng)))
 
 
 def truth_labels(findings: tuple[Finding, ...]) -> dict[str, int]:
-    """All 14 labels, 1 or 0: what is there, with the parent Lung Opacity and with No Finding made consistent."""
+    """Return the ground truth of all 14 labels (1 or 0), including the parent label Lung Opacity and No Finding."""
     present = {finding.label for finding in findings}
     if present & set(OPAQUE):
         present.add("Lung Opacity")

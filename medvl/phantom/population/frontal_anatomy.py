@@ -1,7 +1,7 @@
-"""The chest of one patient as a few numbers, and the outlines of its frontal projection.
+"""Parameters of a patient's chest, and the outlines of its frontal projection.
 
-All lengths are centimetres. Sides are the patient's: "left" lies on the right of a frontal image. The proportions are
-those of textbook chests, rounded; they are meant to look right, not to measure anything.
+All lengths are in centimetres. Sides are the patient's: "left" is on the right of a frontal image. Proportions are
+rounded textbook values for a plausible appearance; they are not measurements.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ SIDES = ("right", "left")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Chest:
-    """The shape of a chest at one moment: of the patient at rest, or as findings and breath change it."""
+    """Shape of a chest, at rest or in the pose of a view."""
 
     half_width: float
-    """From the midline to the inner chest wall where it is widest."""
+    """Maximum distance from the midline to the inner chest wall."""
     depth: float
-    """Sternum to the front of the spine."""
+    """Distance from the sternum to the front of the spine."""
     wall: float
     """Thickness of skin, fat and muscle over the ribs."""
     apex: float
@@ -29,39 +29,39 @@ class Chest:
     """y of the top of the right diaphragm."""
     dome_left: float
     angle_drop: float
-    """How far the costophrenic angles lie below the domes."""
+    """Distance of the costophrenic angles below the domes."""
     heart_ratio: float
-    """Cardiothoracic ratio: width of the heart over the inner width of the chest."""
+    """Cardiothoracic ratio: width of the heart divided by the inner width of the chest."""
     heart_right: float
-    """The part of the heart's width that lies right of the midline."""
+    """Share of the heart's width right of the midline."""
     heart_tilt: float
-    """-1 (upright, narrow shoulders of the heart) to 1 (lying, apex lifted)."""
+    """-1 (upright heart) to 1 (horizontal heart with a raised apex)."""
     mediastinum: float
     """Half width of the upper mediastinum."""
     knob: float
     """Radius of the aortic knob."""
     rib_pitch: float
-    """Distance of neighbouring ribs at the spine."""
+    """Distance between neighbouring ribs at the spine."""
     rib_slope: float
-    """How far a posterior rib drops from the spine to the side."""
+    """Vertical drop of a posterior rib from the spine to the side."""
     rib_width: float
     clavicle_tilt: float
     spine_bend: float
     """Sideways deviation of the spine in the middle; positive to the left."""
     breast: float
-    """Radius of the breast shadows, 0 for none."""
+    """Radius of the breast shadows; 0 for none."""
     markings: float
-    """How strongly the vessels show; 1 is usual."""
+    """Visibility of the vessels; 1 is typical."""
     shift: float = 0.0
     """Displacement of the mediastinum, positive to the left."""
 
     def dome(self, side: str) -> float:
-        """y of the top of one diaphragm."""
+        """Return y of the top of one diaphragm."""
         return self.dome_right if side == "right" else self.dome_left
 
 
 def sample_chest(rng: np.random.Generator, sex: str, age: int) -> Chest:
-    """A chest for a patient of that sex ("F" or "M") and age."""
+    """Sample the chest of a patient of this sex ("F" or "M") and age."""
     female = sex == "F"
     half_width = rng.normal(12.6 if female else 13.8, 0.7)
     old = np.clip((age - 40) / 45, 0, 1)
@@ -90,23 +90,25 @@ def sample_chest(rng: np.random.Generator, sex: str, age: int) -> Chest:
 
 
 def sign(side: str) -> int:
-    """+1 for the left side (right of the image), -1 for the right."""
+    """Return +1 for the left side (right of the image), -1 for the right."""
     return 1 if side == "left" else -1
 
 
-# How far the lung reaches at fractions of its height, in parts of the inner half width: to the side, to the midline.
+# Lateral and medial borders of the lung at fractions of its height, relative to the inner half width.
 _KNOTS = np.array([0.0, 0.01, 0.03, 0.07, 0.14, 0.24, 0.4, 0.6, 0.8, 1.0])
 _LEVELS, _LATERAL = spline(np.stack([_KNOTS, [0.42, 0.51, 0.59, 0.68, 0.785, 0.87, 0.95, 0.99, 1.0, 0.985]], 1)).T
 _MEDIAL = spline(np.stack([_KNOTS, [0.42, 0.33, 0.26, 0.20, 0.16, 0.14, 0.12, 0.12, 0.12, 0.12]], 1))[:, 1]
-_DOWN = np.linspace(0, 1, 24) ** 2  # closer together where the apex bends
+_DOWN = np.linspace(0, 1, 24) ** 2  # denser at the curved apex
 _DOME = np.linspace(1, 0, 25)  # along the diaphragm: 1 at the angle, 0 at the midline
 _DOME_OUTER = np.clip(2 * _DOME - 1, 0, 1) ** 2.4
 _DOME_INNER = 7.0 * np.clip(0.5 - _DOME, 0, 1) ** 2
 
 
 class FrontalLung:
-    """One lung seen from the front, with its own coordinates: s from the midline (0) to the side (1), t from the
-    apex (0) to the costophrenic angle (1)."""
+    """Frontal projection of a lung, with coordinates s and t.
+
+    s runs from the midline (0) to the side (1), t from the apex (0) to the costophrenic angle (1).
+    """
 
     def __init__(self, chest: Chest, side: str) -> None:
         self.chest, self.side, self.sign = chest, side, sign(side)
@@ -114,7 +116,7 @@ class FrontalLung:
         self.bottom = chest.dome(side) + chest.angle_drop
 
     def point(self, s: float | Points, t: float | Points) -> Points:
-        """Centimetres (..., 2) of lung coordinates."""
+        """Convert lung coordinates to centimetres (..., 2)."""
         width = self.chest.half_width
         medial = np.interp(t, _LEVELS, _MEDIAL) * width
         lateral = np.interp(t, _LEVELS, _LATERAL) * width
@@ -124,13 +126,13 @@ class FrontalLung:
         return points
 
     def diaphragm(self) -> Points:
-        """The dome from the costophrenic angle to the midline, (N, 2)."""
+        """Return the dome from the costophrenic angle to the midline, (N, 2)."""
         width, dome = self.chest.half_width, self.chest.dome(self.side)
         rise = _DOME_OUTER * self.chest.angle_drop + _DOME_INNER
         return np.stack([self.sign * 0.97 * width * _DOME, dome + rise], axis=-1)
 
     def outline(self) -> Points:
-        """The air-filled lung, (N, 2)."""
+        """Return the outline of the air-filled lung, (N, 2)."""
         lateral = self.point(1.0, _DOWN)
         diaphragm = self.diaphragm()
         inner = diaphragm[np.abs(diaphragm[:, 0]) > 0.12 * self.chest.half_width]
@@ -139,11 +141,11 @@ class FrontalLung:
 
 
 def heart_outline(chest: Chest) -> Points:
-    """The heart with the great vessels' root, (N, 2)."""
+    """Return the outline of the heart with the root of the great vessels, (N, 2)."""
     width = 2 * chest.half_width * chest.heart_ratio
     right, left = width * chest.heart_right, width * (1 - chest.heart_right)
     floor = max(chest.dome_right, chest.dome_left) + 0.9
-    top = 0.3 - 9.0 * max(0.0, chest.heart_ratio - 0.5)  # a big heart is tall, too
+    top = 0.3 - 9.0 * max(0.0, chest.heart_ratio - 0.5)  # an enlarged heart is also taller
     height = floor - top
     lift = 0.6 * chest.heart_tilt
     control = np.array(
@@ -167,7 +169,7 @@ def heart_outline(chest: Chest) -> Points:
 
 
 def mediastinum_outline(chest: Chest) -> Points:
-    """Great vessels, trachea and oesophagus above the heart, with the aortic knob, (N, 2)."""
+    """Return the outline of the mediastinum above the heart, with the aortic knob, (N, 2)."""
     m, knob = chest.mediastinum, chest.knob
     control = np.array(
         [
@@ -188,12 +190,14 @@ def mediastinum_outline(chest: Chest) -> Points:
             [0.75 * m, -17.0],
         ]
     )
-    moved = control + np.stack([chest.shift * np.clip((control[:, 1] + 17) / 12, 0, 1), np.zeros(len(control))], axis=1)
-    return spline(moved, closed=True)
+    shifted = control + np.stack(
+        [chest.shift * np.clip((control[:, 1] + 17) / 12, 0, 1), np.zeros(len(control))], axis=1
+    )
+    return spline(shifted, closed=True)
 
 
 def airways(chest: Chest) -> tuple[Points, list[Points]]:
-    """The trachea (N, 2) as a line from the neck to the carina, and the two main bronchi."""
+    """Return the trachea as a line (N, 2) from the neck to the carina, and the two main bronchi."""
     shift = chest.shift
     trachea = spline([[0.0, -20.0], [0.1 * shift, -13.0], [0.15 + 0.7 * shift, -6.0], [shift, 0.0]])
     right = spline([[shift, -0.2], [shift - 1.5, 1.3], [shift - 3.2, 2.6]])
@@ -202,12 +206,12 @@ def airways(chest: Chest) -> tuple[Points, list[Points]]:
 
 
 def hilum(chest: Chest, side: str) -> tuple[float, float]:
-    """(x, y) from which the vessels of one lung spread; the left one lies higher."""
+    """Return (x, y) of a hilum, from which the vessels spread; the left one is higher."""
     return (sign(side) * 0.27 * chest.half_width + chest.shift, 1.9 if side == "right" else 1.0)
 
 
 def posterior_ribs(chest: Chest, side: str) -> Points:
-    """The back parts of ten ribs from the spine to the side, (10, N, 2)."""
+    """Return the posterior parts of ten ribs from the spine to the side, (10, N, 2)."""
     number = np.arange(10)
     start = -11.2 + chest.rib_pitch * number
     lung = FrontalLung(chest, side)
@@ -221,7 +225,7 @@ def posterior_ribs(chest: Chest, side: str) -> Points:
 
 
 def anterior_ribs(chest: Chest, side: str) -> Points:
-    """The front parts of seven ribs, from the side down to the costal cartilage, (7, N, 2)."""
+    """Return the anterior parts of seven ribs, from the side down to the costal cartilage, (7, N, 2)."""
     back = posterior_ribs(chest, side)[:7, -1]
     span = np.linspace(4.6, 6.4, 7)[:, None]
     fractions = np.array([0.0, 0.12, 0.4, 0.7, 1.0])
@@ -233,20 +237,20 @@ def anterior_ribs(chest: Chest, side: str) -> Points:
 
 
 def clavicle(chest: Chest, side: str) -> Points:
-    """From the sternum to the shoulder, (N, 2)."""
+    """Return the clavicle as a line from the sternum to the shoulder, (N, 2)."""
     s, tilt, reach = sign(side), chest.clavicle_tilt, chest.half_width
     control = [[1.6, -7.6], [4.2, -8.6], [0.55 * reach, -9.0 - 0.5 * tilt], [1.15 * reach, -9.6 - 1.2 * tilt]]
     return spline(np.array(control) * [s, 1.0])
 
 
 def vertebrae(chest: Chest) -> Points:
-    """Centres of the vertebral bodies from the neck down, (20, 2)."""
+    """Return the centres of the vertebral bodies from the neck down, (20, 2)."""
     y = -22.0 + 2.45 * np.arange(20)
     return np.stack([chest.spine_bend * np.cos(np.clip((y - 2) / 16, -1, 1) * np.pi / 2), y], axis=1)
 
 
 def scapula(chest: Chest, side: str) -> Points:
-    """The shoulder blade, most of it beside the lung, (N, 2)."""
+    """Return the outline of the scapula, mostly beside the lung, (N, 2)."""
     reach = chest.half_width
     control = [
         [0.86 * reach, -10.6],
@@ -259,7 +263,7 @@ def scapula(chest: Chest, side: str) -> Points:
 
 
 def torso(chest: Chest) -> Points:
-    """Skin line of neck, shoulders and trunk, (N, 2)."""
+    """Return the outline of neck, shoulders and trunk, (N, 2)."""
     side = chest.half_width + chest.wall
     control = np.array(
         [
@@ -282,7 +286,7 @@ def torso(chest: Chest) -> Points:
 
 
 def arm(chest: Chest, side: str, spread: float) -> Points:
-    """The upper arm beside the chest, (N, 2); `spread` moves it outwards."""
+    """Return the outline of the upper arm, (N, 2); `spread` moves it outwards."""
     base = chest.half_width + chest.wall
     control = np.array(
         [
@@ -300,6 +304,6 @@ def arm(chest: Chest, side: str, spread: float) -> Points:
 
 
 def breast(chest: Chest, side: str) -> Points:
-    """The outline of one breast shadow; its lower edge shows below the lung base, (N, 2)."""
+    """Return the outline of a breast shadow, whose lower edge is below the lung base, (N, 2)."""
     r = chest.breast
     return ellipse((sign(side) * 0.60 * chest.half_width, chest.dome_right - 0.42 * r), (1.15 * r, r), sign(side) * 8)

@@ -1,4 +1,4 @@
-"""The outlines of a chest seen from the side; the patient faces the left edge of the image."""
+"""Outlines of the lateral projection of a chest; the patient faces the left edge of the image."""
 
 import functools
 
@@ -9,8 +9,10 @@ from medvl.phantom.population.frontal_anatomy import Chest
 
 
 class LateralLung:
-    """Both lungs seen from the side, with coordinates d from the sternum (0) to the back (1) and t from the apex (0)
-    to the posterior costophrenic angle (1)."""
+    """Lateral projection of a lung, with coordinates d and t.
+
+    d runs from the sternum (0) to the back (1), t from the apex (0) to the posterior costophrenic angle (1).
+    """
 
     def __init__(self, chest: Chest, side: str = "right") -> None:
         self.chest = chest
@@ -21,7 +23,7 @@ class LateralLung:
 
     @functools.cached_property
     def _reach(self) -> tuple[Points, Points, Points]:
-        """Heights t, and x of the front and of the back of the lung there."""
+        """Heights t, and x of the front and back of the lung at these heights."""
         knots = [0.0, 0.02, 0.06, 0.14, 0.3, 0.55, 0.8, 1.0]
         middle = (self.front + self.back) / 2
         ahead = [3.4, 2.0, 1.0, *(-self.front * np.array([-0.4, -0.66, -0.97, -1.03, -1.0]))]
@@ -30,7 +32,7 @@ class LateralLung:
         return curve[0, :, 0], curve[0, :, 1], curve[1, :, 1]
 
     def point(self, d: float | Points, t: float | Points) -> Points:
-        """Centimetres (..., 2) of lung coordinates."""
+        """Convert lung coordinates to centimetres (..., 2)."""
         levels, ahead, behind = self._reach
         front, back = np.interp(t, levels, ahead), np.interp(t, levels, behind)
         points = np.empty((*np.broadcast_shapes(np.shape(d), np.shape(t)), 2))
@@ -39,7 +41,7 @@ class LateralLung:
         return points
 
     def diaphragm(self) -> Points:
-        """The dome from the back to the sternum, (N, 2)."""
+        """Return the dome from the back to the sternum, (N, 2)."""
         peak = self.front + 0.38 * (self.back - self.front)
         x = np.linspace(self.back, self.front, 25)
         behind = np.clip((x - peak) / (self.back - peak), 0, 1)
@@ -47,7 +49,7 @@ class LateralLung:
         return np.stack([x, self.dome + behind**2.2 * (self.bottom - self.dome) + 1.3 * ahead**2], axis=-1)
 
     def outline(self) -> Points:
-        """The air-filled lung, (N, 2)."""
+        """Return the outline of the air-filled lung, (N, 2)."""
         dome = self.diaphragm()
         t = np.linspace(0, 1, 24) ** 2
         last = (dome[-1, 1] - self.top) / (self.bottom - self.top)
@@ -57,7 +59,7 @@ class LateralLung:
 
 
 def lateral_heart(chest: Chest) -> Points:
-    """The heart behind the lower sternum, (N, 2)."""
+    """Return the outline of the heart behind the lower sternum, (N, 2)."""
     grow = chest.heart_ratio / 0.45
     front = -chest.depth / 2 + 0.7
     floor = max(chest.dome_right, chest.dome_left) + 1.2
@@ -80,40 +82,40 @@ def lateral_heart(chest: Chest) -> Points:
 
 
 def great_vessels(chest: Chest) -> Points:
-    """Ascending aorta, arch and the front of the upper mediastinum, (N, 2)."""
+    """Return the outline of ascending aorta, arch and anterior upper mediastinum, (N, 2)."""
     wide = chest.mediastinum / 2.8
     control = [[-3.0 * wide, 3.5], [-2.7 * wide, -2.0], [-1.2, -4.6 * wide], [1.8, -5.0 * wide], [3.9 * wide, -3.6]]
     return spline([*control, [4.2 * wide, 0.0], [3.0, 4.0]], closed=True)
 
 
 def lateral_hilum(chest: Chest) -> tuple[float, float]:
-    """(x, y) of the crossing of pulmonary arteries and bronchi."""
+    """Return (x, y) of the crossing of pulmonary arteries and bronchi."""
     return (0.06 * chest.depth, 1.4)
 
 
 def trachea(chest: Chest) -> Points:
-    """The windpipe as a line down to the carina, (N, 2)."""
+    """Return the trachea as a line down to the carina, (N, 2)."""
     return spline([[-0.6, -19.0], [0.2, -12.0], [0.7, -6.0], [0.09 * chest.depth, 0.6]])
 
 
 def spine(chest: Chest) -> tuple[Points, Points]:
-    """Centres (18, 2) of the vertebral bodies from the neck down and their directions (18, 2) along the spine."""
+    """Return the centres (18, 2) of the vertebral bodies from the neck down, and their directions (18, 2)."""
     y = -22.0 + 2.45 * np.arange(18)
-    bow = 1.6 * np.cos((y - 1.0) / 15.0 * np.pi / 2)  # kyphosis: furthest back in the middle
+    bow = 1.6 * np.cos((y - 1.0) / 15.0 * np.pi / 2)  # kyphosis
     line = np.stack([chest.depth / 2 + 1.1 + bow, y], axis=1)
     along = np.gradient(line, axis=0)
     return line, along / np.linalg.norm(along, axis=1, keepdims=True)
 
 
 def sternum(chest: Chest) -> Points:
-    """The breastbone as a line, (N, 2)."""
+    """Return the sternum as a line, (N, 2)."""
     lung = LateralLung(chest)
     t = np.linspace(0.2, 0.72, 6)
     return spline(lung.point(np.zeros_like(t), t) - [0.75, 0.0])
 
 
 def lateral_ribs(chest: Chest) -> Points:
-    """Ten ribs of one side, from the spine forwards and down, (10, N, 2)."""
+    """Return ten ribs of one side, from the spine forwards and down, (10, N, 2)."""
     lung = LateralLung(chest)
     start = -11.5 + chest.rib_pitch * np.arange(10)
     back, length = lung.back + 0.2, np.linspace(9.0, 17.0, 10)[:, None]
@@ -125,7 +127,7 @@ def lateral_ribs(chest: Chest) -> Points:
 
 
 def body_side(chest: Chest) -> Points:
-    """Skin line of the trunk from the side, (N, 2)."""
+    """Return the outline of the trunk, (N, 2)."""
     front = -chest.depth / 2 - 1.6 - 0.6 * chest.wall
     back = chest.depth / 2 + 5.6 + 0.6 * chest.wall
     breast = 0.62 * chest.breast
@@ -151,7 +153,7 @@ def body_side(chest: Chest) -> Points:
 
 
 def raised_arms(chest: Chest) -> list[Points]:
-    """Shoulders and upper arms held up in front of the head, (N, 2) each."""
+    """Return the outlines of shoulders and raised upper arms, (N, 2) each."""
     return [
         ellipse((1.5, -13.5), (0.48 * chest.depth + 1.5, 4.6), -18),
         ellipse((-0.35 * chest.depth, -19.5), (9.5, 3.6), 34),

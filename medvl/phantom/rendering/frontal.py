@@ -1,4 +1,4 @@
-"""The normal chest seen from the front (PA and AP)."""
+"""Drawing of a normal chest in frontal projection (PA and AP)."""
 
 import cv2
 import numpy as np
@@ -23,14 +23,24 @@ from medvl.phantom.population.frontal_anatomy import (
     vertebrae,
 )
 from medvl.phantom.rendering.scene import Scene
-from medvl.phantom.rendering.vessels import fan_of, grow_tree, stroke_tree
+from medvl.phantom.rendering.vessels import grow_tree, stroke_tree, vessel_directions
 
-Broken = dict[tuple[str, int], tuple[Points, ...]]
-"""(side, index of a posterior rib, or -1 for the clavicle) -> the lines that replace it."""
+FracturedBones = dict[tuple[str, int], tuple[Points, ...]]
+"""(side, index of a posterior rib or -1 for the clavicle) -> lines that replace the bone."""
 
 
-def frontal_scene(chest: Chest, surface: Surface, rng: np.random.Generator, arms: float, broken: Broken) -> Scene:
-    """Draw everything but the findings; `arms` spreads the arms (1 is beside the trunk), `broken` replaces ribs."""
+def frontal_scene(
+    chest: Chest, surface: Surface, rng: np.random.Generator, arms: float, broken: FracturedBones
+) -> Scene:
+    """Draw everything except findings.
+
+    Args:
+        chest: the chest in the pose of the view.
+        surface: the surface to draw on.
+        rng: generator of the vessels.
+        arms: spread of the arms; 1 is beside the trunk.
+        broken: fractured bones, which replace the intact ones.
+    """
     lungs = [FrontalLung(chest, side) for side in SIDES]
     scene = Scene(surface, [lung.outline() for lung in lungs])
     _soft_tissue(scene, chest, arms)
@@ -38,7 +48,7 @@ def frontal_scene(chest: Chest, surface: Surface, rng: np.random.Generator, arms
     _bones(scene, chest, broken)
     _spine(scene, chest)
     for side in SIDES:
-        stroke_tree(surface, scene.detail, grow_tree(rng, hilum(chest, side), fan_of(side)), chest.markings)
+        stroke_tree(surface, scene.detail, grow_tree(rng, hilum(chest, side), vessel_directions(side)), chest.markings)
     return scene
 
 
@@ -57,7 +67,7 @@ def _soft_tissue(scene: Scene, chest: Chest, arms: float) -> None:
     scene.soft += 0.20 * body * np.exp(-np.square(x / 3.6))  # spine, muscles of the back, sternum
     scene.soft += 0.16 * coarse.soft([mediastinum_outline(chest)], 0.7)
     gas = ellipse((0.42 * chest.half_width, chest.dome_left + 2.4), (2.3, 1.3), -12)
-    scene.soft -= 0.26 * coarse.soft([gas], 0.35)  # the stomach bubble
+    scene.soft -= 0.26 * coarse.soft([gas], 0.35)  # gas in the stomach
     hila = [ellipse(hilum(chest, side), (1.0, 2.3), -14 * sign(side)) for side in SIDES]
     scene.air *= 1 - 0.30 * coarse.soft(hila, 0.6)
     if chest.breast:
@@ -73,26 +83,26 @@ def _heart(scene: Scene, chest: Chest) -> None:
     organs = surface.fill([mediastinum_outline(chest)], 190)
     surface.fill([heart], 255, organs)
     _, y = coarse.grid
-    below = np.clip((y - min(chest.dome_right, chest.dome_left)) / 3.0, 0, 1)  # there the liver is as dense
-    above = np.clip((-6.0 - y) / 7.0, 0, 0.8)  # and the neck is thin
+    below = np.clip((y - min(chest.dome_right, chest.dome_left)) / 3.0, 0, 1)  # the liver is as dense there
+    above = np.clip((-6.0 - y) / 7.0, 0, 0.8)  # the neck is thin
     cv2.multiply(organs, surface.enlarge(1 - below - above), dst=organs, dtype=cv2.CV_8U)
     scene.add(organs, 0.33)
-    scene.hide_lung(organs, 0.66)
+    scene.reduce_lung(organs, 0.66)
     trachea, bronchi = airways(chest)
     lumen = coarse.stroke([trachea], 1.7)
     coarse.stroke(bronchi, 1.1, 190, lumen)
     scene.soft -= 0.24 * coarse.blur(lumen.astype(np.float32) / 255, 0.16)
 
 
-def _bones(scene: Scene, chest: Chest, broken: Broken) -> None:
+def _bones(scene: Scene, chest: Chest, broken: FracturedBones) -> None:
     surface = scene.surface
     front, rear = surface.blank(), surface.blank()
     for side in SIDES:
         ribs, near = posterior_ribs(chest, side), anterior_ribs(chest, side)
-        whole = ribs[[(side, i) not in broken for i in range(len(ribs))]]
-        pieces = [line for (where, i), lines in broken.items() if where == side and i >= 0 for line in lines]
+        intact = ribs[[(side, i) not in broken for i in range(len(ribs))]]
+        pieces = [line for (bone_side, i), lines in broken.items() if bone_side == side and i >= 0 for line in lines]
         for width, value in ((1.0, 255), (0.7, 160)):
-            surface.stroke(whole, width * chest.rib_width, value, rear)
+            surface.stroke(intact, width * chest.rib_width, value, rear)
             surface.stroke(pieces, width * chest.rib_width, value, rear)
         surface.stroke(near, 1.20 * chest.rib_width, 255, front)
         surface.stroke(near, 0.92 * chest.rib_width, 153, front)

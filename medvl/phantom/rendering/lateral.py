@@ -1,4 +1,4 @@
-"""The normal chest seen from the side."""
+"""Drawing of a normal chest in lateral projection."""
 
 import cv2
 import numpy as np
@@ -22,7 +22,7 @@ from medvl.phantom.rendering.vessels import grow_tree, stroke_tree
 
 
 def lateral_scene(chest: Chest, surface: Surface, rng: np.random.Generator) -> Scene:
-    """Draw everything but the findings."""
+    """Draw everything except findings."""
     lungs = [LateralLung(chest, side).outline() for side in ("right", "left")]
     scene = Scene(surface, lungs)
     _soft_tissue(scene, chest)
@@ -63,7 +63,7 @@ def _heart(scene: Scene, chest: Chest) -> None:
     below = np.clip((y - min(chest.dome_right, chest.dome_left)) / 3.0, 0, 1)
     cv2.multiply(organs, surface.enlarge(1 - below), dst=organs, dtype=cv2.CV_8U)
     scene.add(organs, 0.23)
-    scene.hide_lung(organs, 0.36)
+    scene.reduce_lung(organs, 0.36)
     lumen = coarse.stroke([trachea(chest)], 1.6)
     scene.soft -= 0.26 * coarse.blur(lumen.astype(np.float32) / 255, 0.18)
 
@@ -71,7 +71,7 @@ def _heart(scene: Scene, chest: Chest) -> None:
 def _bones(scene: Scene, chest: Chest) -> None:
     surface = scene.surface
     near = lateral_ribs(chest)
-    far = near + np.array([0.9, -0.7])  # the other side's, magnified a little
+    far = near + np.array([0.9, -0.7])  # ribs of the other side, slightly magnified
     for lines, width, depth in ((far, 1.15 * chest.rib_width, 0.07), (near, chest.rib_width, 0.09)):
         ribs = surface.stroke(lines, width)
         scene.add(surface.stroke(lines, 0.72 * width, 145, ribs), depth)
@@ -87,7 +87,7 @@ def _bones(scene: Scene, chest: Chest) -> None:
 
 
 def _vertebrae(chest: Chest) -> tuple[Points, Points]:
-    """Bodies and posterior elements of all vertebrae, (18, N, 2) each."""
+    """Return the bodies and posterior elements of all vertebrae, (18, N, 2) each."""
     square = np.array([[-1.5, -1.0], [0, -0.88], [1.4, -1.0], [1.3, 0], [1.4, 1.0], [0, 0.88], [-1.5, 1.0], [-1.35, 0]])
     process = np.array([[1.5, -0.5], [3.6, 0.7], [3.9, 1.6], [3.2, 1.5], [1.5, 0.5]])
     centers, down = spine(chest)

@@ -1,8 +1,8 @@
-"""The outlines of findings inside a lung, for any projection: what is painted and what the truth marks.
+"""Outlines of findings inside a lung, for drawing and for the ground truth.
 
-A lung is a `FrontalLung` or a `LateralLung`: both have coordinates (u, t), u from the midline to the side or from the
-sternum to the back, t from the apex to the costophrenic angle. Every function here returns outlines (N, 2) in
-centimetres that may reach beyond the lung: whoever uses them clips them.
+A lung is a `FrontalLung` or a `LateralLung` with coordinates (u, t): u from the midline to the side or from the sternum
+to the back, t from the apex to the costophrenic angle. The functions return outlines (N, 2) in centimetres, which may
+extend beyond the lung and must be clipped.
 """
 
 import numpy as np
@@ -22,39 +22,39 @@ _FISSURES = {
     "lingula": (0.42, 0.90),
     "left lower lobe": (0.42, 1.0),
 }
-"""The heights t between which a lobe lies."""
+"""Lobe -> its range of t."""
 
 
-def generator_of(part: Part) -> np.random.Generator:
-    """Random numbers of one part: equal in every view, at every size."""
+def part_generator(part: Part) -> np.random.Generator:
+    """Return the random generator of a part, equal in every view and at every size."""
     return np.random.Generator(np.random.PCG64(part.seed))
 
 
-def across(lung: Lung, part: Part) -> float:
-    """u of a part in this projection."""
+def horizontal_position(lung: Lung, part: Part) -> float:
+    """Return u of a part in this projection."""
     return part.s if isinstance(lung, FrontalLung) else part.d
 
 
 def patch(lung: Lung, part: Part) -> list[Points]:
-    """One irregular patch within one lobe."""
-    rng = generator_of(part)
+    """Return one irregular opacity within a lobe."""
+    rng = part_generator(part)
     angle = np.linspace(0, 2 * np.pi, 12, endpoint=False)
     radius = (0.55 + 0.55 * part.extent) * (1 + 0.22 * rng.uniform(-1, 1, 12))
     top, bottom = _FISSURES[part.zone]
     half = min(0.24, (bottom - top) / 2 + 0.02)
-    u = across(lung, part) + 0.48 * radius * np.cos(angle)
+    u = horizontal_position(lung, part) + 0.48 * radius * np.cos(angle)
     t = part.t + half * radius * np.sin(angle)
     control = lung.point(np.clip(u, -0.1, 1.02), np.clip(t, top, bottom))
     return [spline(control, closed=True, samples=4)]
 
 
 def patches(lung: Lung, part: Part) -> list[Points]:
-    """Several small ill-defined foci around the middle of one lobe."""
-    rng = generator_of(part)
+    """Return several small foci around the centre of a lobe."""
+    rng = part_generator(part)
     top, bottom = _FISSURES[part.zone]
     outlines = []
     for _ in range(4 + int(4 * part.extent)):
-        u = np.clip(across(lung, part) + rng.uniform(-0.36, 0.36), 0.05, 0.95)
+        u = np.clip(horizontal_position(lung, part) + rng.uniform(-0.36, 0.36), 0.05, 0.95)
         t = np.clip(part.t + rng.uniform(-0.17, 0.17), top, bottom)
         radius = rng.uniform(0.6, 1.3) * (0.7 + 0.8 * part.extent)
         x, y = lung.point(float(u), float(t))
@@ -63,7 +63,7 @@ def patches(lung: Lung, part: Part) -> list[Points]:
 
 
 def meniscus(lung: Lung, part: Part) -> list[Points]:
-    """Fluid that fills the lung from below and climbs along the wall."""
+    """Return fluid that fills the lung from below, with a meniscus along the wall."""
     edge = 0.980 - 0.69 * part.extent
     middle = min(0.985, edge + 0.10 + 0.09 * (1 - part.extent))
     u = np.linspace(1.05, -0.15, 22)
@@ -74,7 +74,7 @@ def meniscus(lung: Lung, part: Part) -> list[Points]:
 
 
 def collapsed_border(lung: Lung, part: Part) -> Points:
-    """The visceral pleura of a lung that has fallen away from the wall, from the midline over the apex down, (N, 2)."""
+    """Return the visceral pleura of a collapsed lung, from the midline over the apex downwards, (N, 2)."""
     gap = 0.08 + 0.46 * part.extent
     wall = _wall(lung)
     root = lung.point(0.12, 0.52)
@@ -84,25 +84,25 @@ def collapsed_border(lung: Lung, part: Part) -> Points:
 
 
 def _wall(lung: Lung) -> Points:
-    """The parietal pleura from the midline over the apex down the side to the costophrenic angle, (N, 2)."""
+    """Return the parietal pleura from the midline over the apex to the costophrenic angle, (N, 2)."""
     t = np.linspace(0, 1, 24) ** 1.6
     return np.concatenate([lung.point(np.zeros(6), np.linspace(0.12, 0.012, 6)), lung.point(np.ones(24), t)])
 
 
 def free_gas(lung: Lung, part: Part) -> list[Points]:
-    """The space between the fallen lung and the wall."""
-    beyond = _wall(lung) + (_wall(lung) - lung.point(0.12, 0.52)) * 0.06
-    return [np.concatenate([collapsed_border(lung, part), beyond[::-1]])]
+    """Return the space between the collapsed lung and the chest wall."""
+    outer = _wall(lung) + (_wall(lung) - lung.point(0.12, 0.52)) * 0.06
+    return [np.concatenate([collapsed_border(lung, part), outer[::-1]])]
 
 
 def bands(lung: Lung, part: Part) -> list[Points]:
-    """Plate-like atelectasis: tapered bands above the diaphragm."""
-    rng = generator_of(part)
+    """Return plate-like atelectasis: tapered bands above the diaphragm."""
+    rng = part_generator(part)
     outlines = []
     dome = (lung.chest.dome(part.side) - lung.top) / (lung.bottom - lung.top)
     for number in range(1 + int(3.4 * part.extent)):
         length = rng.uniform(0.40, 0.62) + 0.2 * part.extent
-        start = np.clip(across(lung, part) - length / 2 + rng.uniform(-0.1, 0.1), 0.06, 0.6)
+        start = np.clip(horizontal_position(lung, part) - length / 2 + rng.uniform(-0.1, 0.1), 0.06, 0.6)
         t = dome - 0.045 - 0.08 * number - rng.uniform(0.0, 0.02)
         u = start + length * np.linspace(0, 1, 5)
         tilt = rng.uniform(-0.06, 0.06) * np.linspace(-1, 1, 5) + rng.normal(0, 0.006, 5)
@@ -114,7 +114,7 @@ def bands(lung: Lung, part: Part) -> list[Points]:
 
 
 def wedge(lung: Lung, part: Part) -> list[Points]:
-    """A collapsed lobe: a triangle with a sharp edge, smaller the more it has collapsed."""
+    """Return a collapsed lobe: a triangle with a sharp edge that shrinks with the extent."""
     frontal = isinstance(lung, FrontalLung)
     small = 1.2 - 0.5 * part.extent
     if "upper" in part.zone:
@@ -131,7 +131,7 @@ def wedge(lung: Lung, part: Part) -> list[Points]:
 
 
 def butterfly(lung: Lung, part: Part) -> list[Points]:
-    """The perihilar half of oedema in one lung."""
+    """Return perihilar oedema of one lung."""
     wide, tall = 0.30 + 0.30 * part.extent, 0.20 + 0.17 * part.extent
     angle = np.linspace(0, 2 * np.pi, 14, endpoint=False)
     middle = 0.24 if isinstance(lung, FrontalLung) else 0.5
@@ -140,8 +140,8 @@ def butterfly(lung: Lung, part: Part) -> list[Points]:
 
 
 def septal_lines(lung: Lung, part: Part) -> Points:
-    """Kerley B lines: short, level, at the side of the base, (K, 2, 2)."""
-    rng = generator_of(part)
+    """Return Kerley B lines: short and horizontal at the lateral base, (K, 2, 2)."""
+    rng = part_generator(part)
     count = 5 + int(6 * part.extent)
     t = np.sort(rng.uniform(0.58, 0.90, count))
     outer = lung.point(np.full(count, 0.995), t)
@@ -149,25 +149,25 @@ def septal_lines(lung: Lung, part: Part) -> Points:
     return np.stack([outer, inner], axis=1)
 
 
-def thickened(lung: Lung, part: Part) -> list[Points]:
-    """Pleural thickening along the side."""
-    rng = generator_of(part)
+def pleural_thickening(lung: Lung, part: Part) -> list[Points]:
+    """Return pleural thickening along the lateral wall."""
+    rng = part_generator(part)
     t = np.linspace(0.42 - 0.2 * part.extent, 0.90, 10)
     depth = (0.055 + 0.10 * part.extent) * np.sin(np.linspace(0.25, np.pi - 0.05, 10)) * rng.uniform(0.7, 1.1, 10)
     return [np.concatenate([spline(lung.point(1 - depth, t), samples=4), lung.point(np.full(10, 1.03), t)[::-1]])]
 
 
 def apical_cap(lung: Lung, part: Part) -> list[Points]:
-    """Pleural thickening over the apex, with an uneven lower border."""
-    rng = generator_of(part)
+    """Return pleural thickening over the apex, with an uneven lower border."""
+    rng = part_generator(part)
     u = np.linspace(1.05, -0.05, 9)
     depth = (0.055 + 0.10 * part.extent) * (1 + 0.35 * rng.uniform(-1, 1, 9))
     return [np.concatenate([spline(lung.point(u, depth), samples=4), lung.point(u[::-1], np.full(9, -0.03))])]
 
 
 def plaque(lung: Lung, part: Part) -> list[Points]:
-    """Calcified plaques on the diaphragm and on the side wall."""
-    rng = generator_of(part)
+    """Return calcified plaques on the diaphragm and the lateral wall."""
+    rng = part_generator(part)
     dome = lung.diaphragm()
     first = int(rng.integers(4, 7))
     pieces = []
@@ -175,7 +175,7 @@ def plaque(lung: Lung, part: Part) -> list[Points]:
         piece = spline(dome[start : start + 4] - [0.0, 0.15], samples=4)
         width = (0.35 + 0.45 * part.extent) * np.sin(np.linspace(0.3, np.pi - 0.3, len(piece)))
         pieces.append(ribbon(piece, width * rng.uniform(0.6, 1.3, len(piece))))
-    for _ in range(1 + int(3 * part.extent)):  # some lie flat on the side wall
+    for _ in range(1 + int(3 * part.extent)):  # plaques on the lateral wall
         x, y = lung.point(rng.uniform(0.55, 0.9), rng.uniform(0.4, 0.7))
         angle = np.linspace(0, 2 * np.pi, 9, endpoint=False)
         radius = (0.5 + 0.7 * part.extent) * rng.uniform(0.4, 1.2, 9)
@@ -184,9 +184,9 @@ def plaque(lung: Lung, part: Part) -> list[Points]:
 
 
 def nodule(lung: Lung, part: Part) -> list[Points]:
-    """A round lesion of `part.size` centimetres."""
-    rng = generator_of(part)
-    x, y = lung.point(across(lung, part), part.t)
+    """Return a round lesion of `part.size` centimetres."""
+    rng = part_generator(part)
+    x, y = lung.point(horizontal_position(lung, part), part.t)
     angle = np.linspace(0, 2 * np.pi, 10, endpoint=False)
     radius = part.size / 2 * (1 + 0.10 * rng.uniform(-1, 1, 10))
     control = np.stack([x + radius * np.cos(angle), y + radius * np.sin(angle)], axis=1)

@@ -1,4 +1,4 @@
-"""Branching trees: the vessels of the lungs."""
+"""Branching trees for the vessels of the lungs."""
 
 import dataclasses
 import math
@@ -8,13 +8,13 @@ import numpy as np
 from medvl.phantom.geometry import Canvas, Points, Surface
 
 _FRACTIONS = tuple(np.linspace(0, 1, steps) for steps in (4, 4, 3, 2, 2, 1))
-"""Where along a branch its direction is taken, by generation: the finest ones are straight."""
+"""Points along a branch where its direction changes, by generation; the finest branches are straight."""
 _BRIGHTNESS = (120, 116, 104, 90, 74, 58)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Branches:
-    """Branches of one generation: their width in centimetres and their lines (K, N, 2)."""
+    """Branches of one generation, with their width in centimetres and lines (K, N, 2)."""
 
     width: float
     lines_KN2: Points
@@ -29,9 +29,9 @@ def grow_tree(
     length: float = 2.6,
     width: float = 0.46,
 ) -> list[Branches]:
-    """A tree from `root` into the directions between the two angles of `fan` (degrees, 0 right, 90 down).
+    """Grow a tree from `root` in directions between the two angles of `fan` (degrees, 0 right, 90 down).
 
-    Six generations, each with twice the branches of the one before, 0.82 of its length and 0.66 of its width.
+    It has six generations; each has twice the branches, 0.82 of the length and 0.66 of the width of the previous one.
     """
     angle = np.radians(np.linspace(*fan, trunks) + rng.normal(0, 6, trunks))
     start = np.array(root) + rng.normal(0, 0.25, (trunks, 2))
@@ -54,13 +54,13 @@ def grow_tree(
     return generations
 
 
-def fan_of(side: str) -> tuple[float, float]:
-    """The directions into which the vessels of one lung spread, seen from the front."""
+def vessel_directions(side: str) -> tuple[float, float]:
+    """Return the range of directions of a lung's vessels in frontal projection (see `grow_tree`)."""
     right = (-math.degrees(math.pi * 1.46), -math.degrees(math.pi * 0.52))
     return right if side == "right" else (-180 - right[1], -180 - right[0])
 
 
 def stroke_tree(surface: Surface, canvas: Canvas, generations: list[Branches], strength: float) -> None:
-    """Draw a tree on a canvas: the finest branches first and faintest; `strength` 1 is usual."""
+    """Draw a tree on a canvas, the finest and faintest branches first; `strength` 1 is typical."""
     for branches, value in reversed(list(zip(generations, _BRIGHTNESS, strict=True))):
         surface.stroke(branches.lines_KN2, branches.width, round(strength * value), canvas)
