@@ -12,7 +12,7 @@ from __future__ import annotations  # torch is imported for the type checker onl
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -110,6 +110,18 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def rows(self, index: Sequence[int]) -> Batch:
+        """Return some rows. Raises ValueError for a batch in which rows share images."""
+        if self.image_of_B is not None:
+            raise ValueError("expected one image for each row, got image_of_B")
+        chosen = list(index)
+        return dataclasses.replace(
+            self._map(lambda tensor: tensor[chosen]),
+            keys=[self.keys[row] for row in chosen],
+            texts=[self.texts[row] for row in chosen],
+            studies=None if self.studies is None else [self.studies[row] for row in chosen],
+        )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch with its tensors on `device`."""

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from medvl.models.checkpoint import save as save
     from medvl.models.checkpoint import warm_start as warm_start
     from medvl.models.downstream.classifier import Classifier as Classifier
+    from medvl.models.downstream.classifier import ClassifierConfig as ClassifierConfig
     from medvl.models.downstream.classifier import create_classifier as create_classifier
-    from medvl.models.downstream.classifier_config import ClassifierConfig as ClassifierConfig
     from medvl.models.downstream.dense_base import create_dense as create_dense
-    from medvl.models.downstream.dense_config import DetectorConfig as DetectorConfig
-    from medvl.models.downstream.dense_config import SegmenterConfig as SegmenterConfig
     from medvl.models.downstream.detector import Detector as Detector
+    from medvl.models.downstream.detector import DetectorConfig as DetectorConfig
     from medvl.models.downstream.segmenter import Segmenter as Segmenter
+    from medvl.models.downstream.segmenter import SegmenterConfig as SegmenterConfig
     from medvl.models.downstream.vqa.model import VQA as VQA
     from medvl.models.downstream.vqa.model import create_vqa as create_vqa
     from medvl.models.dual_encoders.base import ContrastiveEncoder as ContrastiveEncoder
@@ -68,12 +68,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         ".base": ["System", "SystemConfig", "TwoTowers"],
         ".checkpoint": ["load", "load_towers", "load_weights", "save", "warm_start"],
-        ".downstream.classifier": ["Classifier", "create_classifier"],
-        ".downstream.classifier_config": ["ClassifierConfig"],
+        ".downstream.classifier": ["Classifier", "ClassifierConfig", "create_classifier"],
         ".downstream.dense_base": ["create_dense"],
-        ".downstream.dense_config": ["DetectorConfig", "SegmenterConfig"],
-        ".downstream.detector": ["Detector"],
-        ".downstream.segmenter": ["Segmenter"],
+        ".downstream.detector": ["Detector", "DetectorConfig"],
+        ".downstream.segmenter": ["Segmenter", "SegmenterConfig"],
         ".downstream.vqa.model": ["VQA", "create_vqa"],
         ".dual_encoders.base": ["ContrastiveEncoder", "DualEncoder", "DualEncoderConfig", "projection_head"],
         ".dual_encoders.chexzero": ["CheXzero", "CheXzeroConfig"],

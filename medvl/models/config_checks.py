@@ -29,6 +29,13 @@ def check_range(config: Any, low: float, high: float, *fields: str, low_included
             raise ConfigError(f"{name} must be within {interval}, got {value}", "out_of_range", field=name)
 
 
+def check_share(config: Any, *fields: str) -> None:
+    """Raise ConfigError unless these settings are above 0 and at most 1."""
+    for name in fields:
+        if not 0 < getattr(config, name) <= 1:
+            raise ConfigError(f"{name} must be within (0, 1], got {getattr(config, name)}", "out_of_range", field=name)
+
+
 def check_choice(config: Any, field: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless a setting is one of the choices."""
     value = getattr(config, field)

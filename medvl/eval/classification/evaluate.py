@@ -35,7 +35,7 @@ from medvl.eval.classification.scored_images import (
 from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import measure
-from medvl.models.downstream.classifier_config import ClassifierConfig
+from medvl.models.downstream.classifier import ClassifierConfig
 from medvl.models.eval_mode import HasModules, evaluating
 
 PROTOCOL, PROTOCOL_VERSION = "classification", 1

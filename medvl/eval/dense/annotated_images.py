@@ -6,7 +6,6 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from medvl.data.loading.dense_targets import Kind, is_annotated
 from medvl.errors import EvaluationError
@@ -15,9 +14,9 @@ from medvl.eval.core.full_pass import FullPass, samples_by_key
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import MetricGroup
 from medvl.eval.core.metrics import Array
-from medvl.models.downstream.dense_config import DenseConfig
+from medvl.models.downstream.dense_base import DenseConfig
 from medvl.models.eval_mode import HasModules, evaluating
-from medvl.schema import Sample
+from medvl.schema import Batch, Sample
 
 EvaluatedImage = TypeVar("EvaluatedImage")
 
@@ -47,7 +46,7 @@ def evaluate_images(
     model: DenseModel,
     loader: Loader,
     kind: Kind,
-    evaluate: Callable[[Tensor, Sequence[AnnotatedImage]], Iterator[EvaluatedImage]],
+    evaluate: Callable[[Batch, Sequence[AnnotatedImage]], Iterator[EvaluatedImage]],
 ) -> tuple[list[EvaluatedImage], dict[str, Any]]:
     """Evaluate every annotated image of a loader once, in eval mode; also return the counts for `Results.details`.
 
@@ -55,7 +54,7 @@ def evaluate_images(
         model: a detector or a segmenter.
         loader: for evaluation.
         kind: the annotation that is needed; images without it are left out and counted.
-        evaluate: function from the pixels of annotated images and these images to one result per image.
+        evaluate: function from a batch of annotated images and these images to one result per image.
 
     Raises:
         EvaluationError: there is no annotated image, or the loader does not give every sample once.
@@ -72,7 +71,7 @@ def evaluate_images(
                 AnnotatedImage(position=position, sample=sample)
                 for position, sample in (samples[batch.keys[row]] for row in rows)
             ]
-            results += evaluate(batch.image_BCHW[rows].to(model.device, non_blocking=True), images)
+            results += evaluate(batch.rows(rows).to(model.device, non_blocking=True), images)
     if not results:
         raise EvaluationError(f"no sample has {kind}, not even an empty list of them: use annotated shards", "empty")
     counts = {

@@ -39,6 +39,7 @@ from medvl.eval.dense.box_metrics import (
     choose_score_threshold,
     match_boxes,
 )
+from medvl.schema import Batch
 
 PROTOCOL, PROTOCOL_VERSION = "detection", 1
 
@@ -46,7 +47,7 @@ PROTOCOL, PROTOCOL_VERSION = "detection", 1
 class DetectorModel(DenseModel, Protocol):
     """A detector such as `medvl.models.Detector`."""
 
-    def detect(self, image_BCHW: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    def detect(self, batch: Batch, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Return (L, K, 5) per image: edges in pixels of the published image and a score, -inf for padding."""
 
 
@@ -140,9 +141,9 @@ def detect_images(model: DetectorModel, loader: Loader) -> tuple[list[DetectedIm
     """Return every annotated image of a loader with its detections and boxes, and counts. Raises `EvaluationError`."""
     labels = model.config.labels
 
-    def evaluate(image_BCHW: Tensor, images: Sequence[AnnotatedImage]) -> Iterator[DetectedImage]:
+    def evaluate(batch: Batch, images: Sequence[AnnotatedImage]) -> Iterator[DetectedImage]:
         sizes = [published_size(image.sample) for image in images]
-        outputs = [tensor.double().cpu().numpy() for tensor in model.detect(image_BCHW, sizes)]
+        outputs = [tensor.double().cpu().numpy() for tensor in model.detect(batch, sizes)]
         for image, output_LK5, size in zip(images, outputs, sizes, strict=True):
             truth_N5 = boxes_of(image.sample, labels, size)
             by_label = [

@@ -43,6 +43,7 @@ from medvl.eval.dense.mask_metrics import (
     mask_areas,
     stack,
 )
+from medvl.schema import Batch
 
 PROTOCOL, PROTOCOL_VERSION = "segmentation", 1
 _DEFAULT_THRESHOLD = MaskThreshold(threshold=0.5, min_share=0.0)
@@ -53,7 +54,7 @@ _TRAINING_SIDE = 256
 class SegmenterModel(DenseModel, Protocol):
     """A segmenter such as `medvl.models.Segmenter`."""
 
-    def maps(self, image_BCHW: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    def maps(self, batch: Batch, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Return probabilities (L, H, W) per image, NaN outside of the model's crop."""
 
 
@@ -165,9 +166,9 @@ def segment_images(
     """
     labels = model.config.labels
 
-    def evaluate(image_BCHW: Tensor, images: Sequence[AnnotatedImage]) -> Iterator[SegmentedImage]:
+    def evaluate(batch: Batch, images: Sequence[AnnotatedImage]) -> Iterator[SegmentedImage]:
         sizes = [_limit_side(published_size(image.sample), side) for image in images]
-        for image, tensor, size in zip(images, model.maps(image_BCHW, sizes), sizes, strict=True):
+        for image, tensor, size in zip(images, model.maps(batch, sizes), sizes, strict=True):
             map_LHW, stride = tensor.cpu().numpy(), -(-max(size) // _STORED_SIDE)
             areas = [
                 mask_areas(map_HW, mask_at(image.sample, label, size), THRESHOLDS)

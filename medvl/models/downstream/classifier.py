@@ -1,7 +1,7 @@
-"""Classification of findings: an image encoder and one linear layer, fine-tuned or probed, on any system's encoder."""
+"""Classification of findings: an image encoder of any system and one linear layer, fine-tuned or probed."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,19 +13,45 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
-from medvl.models.base import System
+from medvl.models.base import System, SystemConfig
 from medvl.models.checkpoint import load
-from medvl.models.downstream.classifier_config import ClassifierConfig
+from medvl.models.config_checks import check_labels, check_positive
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClassifierConfig(SystemConfig):
+    """Settings of an image encoder with one linear layer."""
+
+    encoder: Mapping[str, Any]
+    """Arguments of `create_image_encoder`, including its name."""
+    transform: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of `EvalTransform`."""
+    labels: tuple[str, ...]
+    frozen_encoder: bool = False
+    """Train the linear layer only, with the encoder in eval mode: a linear probe by gradient descent."""
+    head_lr_mult: float = 1.0
+    """Learning rate of the linear layer, as a multiple of the encoder's."""
+
+    def __post_init__(self) -> None:
+        check_labels(self.labels, "labels")
+        check_positive(self, "head_lr_mult")
+        check_encoder(self.encoder)
+
+
+def check_encoder(encoder: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the arguments of an image encoder include its name."""
+    if "name" not in encoder:
+        raise ConfigError("encoder must have a name, as in {'name': 'resnet50'}", "missing", field="encoder")
+
+
 @register_system("classifier")
 class Classifier(System):
-    """Logits of labels from the encoder's pooled vector; a label that is NaN takes no part in the loss.
+    """Logits of labels from the encoder's pooled vector. Labels that are NaN are ignored by the loss.
 
-    With `config.frozen_encoder` the encoder is not trained and stays in eval mode: the statistics of its batch norms
-    do not move, and its dropout is off.
+    With `config.frozen_encoder` the encoder is not trained and stays in eval mode: batch-norm statistics are fixed and
+    dropout is off.
     """
 
     Config = ClassifierConfig
@@ -34,7 +60,7 @@ class Classifier(System):
         super().__init__(config, transform=transform, tokenizer=None)
         self.image_encoder = image_encoder
         self.label_head = nn.Linear(image_encoder.feature_dim, len(config.labels))
-        nn.init.zeros_(self.label_head.weight)  # the loss begins at ln 2, and no draw of weights enters a comparison
+        nn.init.zeros_(self.label_head.weight)  # the loss starts at ln 2, without random weights
         nn.init.zeros_(self.label_head.bias)
         if config.frozen_encoder:
             image_encoder.requires_grad_(False)
@@ -42,9 +68,9 @@ class Classifier(System):
 
     @classmethod
     def build(cls, config: ClassifierConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """Raises ConfigError and WeightsError as `create_model` says."""
+        """See the base class."""
         if tokenizer is not None:
-            raise ConfigError("a classifier reads no text: leave the tokenizer out")
+            raise ConfigError("classifier does not read text; leave tokenizer out", "unsupported", field="tokenizer")
         encoder = create_image_encoder(pretrained=pretrained, **config.encoder)
         return cls(config, encoder, EvalTransform(**config.transform))
 
@@ -58,7 +84,7 @@ class Classifier(System):
         frozen_encoder: bool = False,
         head_lr_mult: float = 1.0,
     ) -> Self:
-        """A fresh head on an encoder, which is taken as it is and not copied."""
+        """Put a new head on an encoder, which is not copied."""
         config = ClassifierConfig(
             encoder=image_encoder.config,
             transform=dataclasses.asdict(transform),
@@ -69,7 +95,7 @@ class Classifier(System):
         return cls(config, image_encoder, transform)
 
     def forward(self, batch: Batch) -> Losses:
-        """`batch.labels_BL` has the columns of `config.labels`, 1, 0 or NaN."""
+        """Return the loss; `batch.labels_BL` has the columns of `config.labels`: 1, 0 or NaN."""
         return Losses.sum(labels=losses.multilabel_bce(self.label_logits(batch.image_BCHW), batch.labels_BL))
 
     def label_logits(self, image_BCHW: Tensor) -> Tensor:
@@ -79,12 +105,13 @@ class Classifier(System):
 
     @torch.no_grad()
     def predict(self, image_BCHW: Tensor) -> dict[str, Tensor]:
-        """Label -> probability (B,) of images as `transform` makes them."""
+        """Return label -> probabilities (B,) of images prepared by `transform`."""
         probability_BL = torch.sigmoid(self.label_logits(image_BCHW.to(self.device)).float())
         return dict(zip(self.config.labels, probability_BL.T, strict=True))
 
     def parameter_groups(self, lr: float, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
-        """The encoder at `lr`, falling by `layer_decay` towards its stem, and the head at `head_lr_mult` times `lr`."""
+        """Optimiser groups: the encoder at `lr`, decreasing by `layer_decay` towards its stem, and the head at
+        `head_lr_mult` times `lr`."""
         parts = (("encoder", self.image_encoder, lr), ("head", self.label_head, lr * self.config.head_lr_mult))
         return [
             {**group, "name": f"{name}: {group['name']}"}
@@ -96,41 +123,40 @@ class Classifier(System):
 def create_classifier(
     start: Path | str, labels: Sequence[str], *, frozen_encoder: bool = False, head_lr_mult: float = 1.0
 ) -> Classifier:
-    """A fresh head over labels on the image encoder of a checkpoint of any system, or on an encoder by name.
+    """Put a new head on the image encoder of any system's checkpoint, or on a pretrained encoder by name.
 
     Args:
-        start: folder of a checkpoint; or the name of an image encoder (`medvl list image-encoders`), which starts from
-            its published weights.
+        start: folder of a checkpoint, or name of an image encoder (`medvl list image-encoders`) with published weights.
         labels: names of the columns.
         frozen_encoder, head_lr_mult: see `ClassifierConfig`.
 
     Raises:
-        CheckpointError: the folder is no whole checkpoint.
-        ConfigError: the checkpoint has no image encoder that reads pixels, or the name is unknown.
-        WeightsError: published weights cannot be had.
+        CheckpointError: the folder is not a complete checkpoint.
+        ConfigError: the checkpoint has no image encoder for pixels, or the name is unknown.
+        WeightsError: published weights cannot be loaded.
     """
     encoder, transform = encoder_at(start)
     return Classifier.on(encoder, labels, transform, frozen_encoder=frozen_encoder, head_lr_mult=head_lr_mult)
 
 
 def encoder_at(start: Path | str) -> tuple[ImageEncoder, EvalTransform]:
-    """The image encoder of a checkpoint of any system, or by name from its published weights; and its transform.
+    """Return the image encoder and transform of a checkpoint, or of an encoder with published weights.
 
-    Raises as `create_classifier` does.
+    Raises as `create_classifier`.
     """
     if Path(start).is_dir():
-        started = load(start)
-        return image_encoder_of(started), started.transform
+        model = load(start)
+        return image_encoder_of(model), model.transform
     encoder = create_image_encoder(str(start), pretrained=True)
     return encoder, EvalTransform(size=encoder.image_size[0])
 
 
 def image_encoder_of(model: System) -> ImageEncoder:
-    """The image encoder inside a system: of a dual-encoder, a fusion-encoder, or a head on either.
+    """Return the image encoder of a dual-encoder, a fusion-encoder or a head on either.
 
-    Raises ConfigError when none reads pixels (a model that takes precomputed regions).
+    Raises ConfigError if none reads pixels, as in a model for precomputed regions.
     """
-    found = next((module for module in model.modules() if isinstance(module, ImageEncoder)), None)
-    if found is None:
-        raise ConfigError(f"{model.name} has no image encoder that reads pixels")
-    return found
+    encoder = next((module for module in model.modules() if isinstance(module, ImageEncoder)), None)
+    if encoder is None:
+        raise ConfigError(f"{model.name} has no image encoder for pixels", "unsupported", field="image_encoder")
+    return encoder

@@ -1,12 +1,12 @@
-"""What a detector and a segmenter share: a frozen image encoder, and a small decoder on its grid of patches.
+"""Base of detectors and segmenters: an image encoder, and a small decoder on its grid of patches.
 
-The encoder gives one vector a patch, a CNN's last map and a Transformer's tokens alike, and learns nothing: what the
-decoder reaches is what the vectors hold. W is the decoder's width; h, w cells of its output.
+The encoder gives one vector for each patch, from a CNN's last feature map or a Transformer's tokens. By default it is
+frozen, so that results measure what the vectors contain. W is the decoder's width; h, w cells of its output.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -16,21 +16,52 @@ from torch import Tensor, nn
 
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
-from medvl.encoders import ImageEncoder, create_image_encoder
+from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
-from medvl.models.base import System
-from medvl.models.downstream.classifier import encoder_at
-from medvl.models.downstream.dense_config import DenseConfig
+from medvl.models.base import System, SystemConfig
+from medvl.models.config_checks import check_labels, check_positive
+from medvl.models.downstream.classifier import check_encoder, encoder_at
+from medvl.schema import Batch, ImageFeatures
 
 _GROUPS = 8
 PRIOR = 0.01
-"""What a cell's probability begins at: cells of findings are few, and the rest would drown them at the start."""
+"""Initial probability of a cell: few cells contain a finding, and negatives would dominate the first steps."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseConfig(SystemConfig):
+    """Settings of an image encoder with a small decoder on its grid of patches."""
+
+    encoder: Mapping[str, Any]
+    """Arguments of `create_image_encoder`, including its name."""
+    transform: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of `EvalTransform`."""
+    labels: tuple[str, ...]
+    width: int = 128
+    """Channels of the decoder."""
+    doublings: int = 2
+    """How often the decoder doubles the encoder's grid: 7 x 7 cells become 28 x 28."""
+    frozen_encoder: bool = True
+    """Train the decoder only, with the encoder in eval mode."""
+    head_lr_mult: float = 1.0
+    """Learning rate of decoder and heads, as a multiple of the encoder's; unused if the encoder is frozen."""
+
+    def __post_init__(self) -> None:
+        check_labels(self.labels, "labels")
+        if self.width < 8 or self.width % 8:
+            raise ConfigError(f"width must be a multiple of 8, got {self.width}", "out_of_range", field="width")
+        if not 0 <= self.doublings <= 5:
+            raise ConfigError(
+                f"doublings must be within [0, 5], got {self.doublings}", "out_of_range", field="doublings"
+            )
+        check_positive(self, "head_lr_mult")
+        check_encoder(self.encoder)
 
 
 class Decoder(nn.Module):
-    """Patches to a finer grid: convolutions between doublings of it, no batch statistics.
+    """Convolutions on a grid that doubles between them, without batch statistics.
 
-    Small enough to be trained on a hundredth of the labels, and the same for every encoder but for its first layer.
+    Small enough for a hundredth of the labels, and the same for every encoder except its first layer.
     """
 
     def __init__(self, patch_dim: int, width: int, doublings: int) -> None:
@@ -42,7 +73,7 @@ class Decoder(nn.Module):
         )
 
     def forward(self, patches_BPD: Tensor, grid: tuple[int, int]) -> Tensor:
-        """(B, W, h, w), the sides of the grid doubled after every step but the last."""
+        """(B, W, h, w): the grid's sides are doubled after every step but the last."""
         features_BWhw = self.enter(patches_BPD).transpose(1, 2).unflatten(2, grid)
         for number, step in enumerate(self.steps):
             if number:
@@ -52,53 +83,83 @@ class Decoder(nn.Module):
 
 
 class DenseModel(System):
-    """A decoder on a frozen encoder, which stays in eval mode and of which no gradient is taken.
+    """A decoder on an image encoder. A frozen encoder stays in eval mode and gets no gradient.
+
+    A system that reads text too sets `reads_text` and overrides `patch_features`.
 
     Attributes:
-        grid: (h, w) of the decoder's output for images as `transform` makes them.
+        grid: (h, w) of the decoder's output for images of `transform`.
     """
 
     config: Any
-
     Config: ClassVar[type[DenseConfig]]
+    reads_text: ClassVar[bool] = False
+    """Whether `patch_features` uses the texts of a batch, and the model needs a tokenizer."""
 
-    def __init__(self, config: DenseConfig, image_encoder: ImageEncoder, transform: EvalTransform) -> None:
-        super().__init__(config, transform=transform, tokenizer=None)
+    def __init__(
+        self,
+        config: DenseConfig,
+        image_encoder: ImageEncoder,
+        transform: EvalTransform,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        super().__init__(config, transform=transform, tokenizer=tokenizer)
         self.image_encoder = image_encoder
-        image_encoder.requires_grad_(False)
-        image_encoder.keep_frozen_in_eval(True)
+        if config.frozen_encoder:
+            image_encoder.requires_grad_(False)
+            image_encoder.keep_frozen_in_eval(True)
         cells = image_encoder.grid(transform.size, transform.size)
         if cells is None or not image_encoder.patch_dim:
-            raise ConfigError(f"{image_encoder.name} has no grid of patches: nothing can be located in it")
+            raise ConfigError(
+                f"dense tasks need a grid of patches; {image_encoder.name} has none", "unsupported", field="encoder"
+            )
         self.grid = (cells[0] << config.doublings, cells[1] << config.doublings)
         self.decoder = Decoder(image_encoder.patch_dim, config.width, config.doublings)
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """Raises ConfigError and WeightsError as `create_model` says."""
-        if tokenizer is not None:
-            raise ConfigError(f"a {cls.name} reads no text: leave the tokenizer out")
+        """See the base class."""
+        if tokenizer is not None and not cls.reads_text:
+            raise ConfigError(f"{cls.name} does not read text; leave tokenizer out", "unsupported", field="tokenizer")
         encoder = create_image_encoder(pretrained=pretrained, **config.encoder)
-        return cls(config, encoder, EvalTransform(**config.transform))
+        return cls(config, encoder, EvalTransform(**config.transform), *(() if tokenizer is None else (tokenizer,)))
 
     @classmethod
     def on(cls, image_encoder: ImageEncoder, labels: Sequence[str], transform: EvalTransform, **settings: Any) -> Self:
-        """A fresh decoder on an encoder, which is taken as it is and not copied; `settings` are those of `Config`."""
+        """Put a new decoder on an encoder, which is not copied; `settings` are fields of `Config`."""
         config = cls.Config(
             encoder=image_encoder.config, transform=dataclasses.asdict(transform), labels=tuple(labels), **settings
         )
         return cls(config, image_encoder, transform)
 
-    def decode(self, image_BCHW: Tensor) -> Tensor:
-        """(B, W, h, w) of images as `transform` makes them."""
-        with torch.no_grad():
-            features = self.image_encoder(image_BCHW)
+    def patch_features(self, batch: Batch) -> ImageFeatures:
+        """Encode the images of a batch, of the size of `transform`."""
+        features: ImageFeatures = self.image_encoder(batch.image_BCHW)
+        return features
+
+    def decode(self, batch: Batch) -> Tensor:
+        """(B, W, h, w): features of the decoder's cells."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.config.frozen_encoder):
+            features = self.patch_features(batch)
         decoded_BWhw: Tensor = self.decoder(features.patches_BPD, features.grid)
         return decoded_BWhw
 
+    def parameter_groups(self, lr: float, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, Any]]:
+        """Optimiser groups: the encoder at `lr`, decreasing by `layer_decay` towards its stem, the rest at
+        `head_lr_mult` times `lr`. With a frozen encoder, the rest at `lr`."""
+        if self.config.frozen_encoder:
+            return parameter_groups(self, lr, weight_decay, layer_decay=layer_decay)
+        groups = parameter_groups(self.image_encoder, lr, weight_decay, layer_decay=layer_decay)
+        named = [{**group, "name": f"image_encoder: {group['name']}"} for group in groups]
+        for name, child in self.named_children():
+            if name != "image_encoder":
+                groups = parameter_groups(child, lr * self.config.head_lr_mult, weight_decay)
+                named += [{**group, "name": f"{name}: {group['name']}"} for group in groups]
+        return named
 
-def rare(layer: nn.Conv2d) -> nn.Conv2d:
-    """A layer of logits that begins near `PRIOR` everywhere (Lin et al., arXiv 1708.02002, section 3.3)."""
+
+def init_prior(layer: nn.Conv2d) -> nn.Conv2d:
+    """Initialise logits so that probabilities are near `PRIOR` (Lin et al., arXiv 1708.02002, section 3.3)."""
     nn.init.normal_(layer.weight, std=0.01)
     if layer.bias is not None:
         nn.init.constant_(layer.bias, -math.log((1 - PRIOR) / PRIOR))
@@ -117,37 +178,42 @@ def create_dense(
     patch_level: int | None = None,
     **settings: Any,
 ) -> Model:
-    """A fresh decoder on the image encoder of a checkpoint of any system, or on an encoder by name.
+    """Put a new decoder on the image encoder of any system's checkpoint, or on a pretrained encoder by name.
 
     Args:
         cls: `Detector` or `Segmenter`.
-        start: folder of a checkpoint; or the name of an image encoder, which starts from its published weights.
-        labels: what is to be found.
-        size: height and width of the input, for encoders that take any; None is that of the start.
-        patch_level: which of the encoder's grids, -1 being its last and -2 one of finer cells; None is the start's.
-        settings: of `cls.Config`.
+        start: folder of a checkpoint, or name of an image encoder with published weights.
+        labels: labels to learn.
+        size: height and width of the input, for encoders that accept any; None is that of `start`.
+        patch_level: the encoder's grid, -1 for the last and -2 for one with finer cells; None is that of `start`.
+        settings: fields of `cls.Config`.
 
     Raises:
-        CheckpointError: the folder is no whole checkpoint.
-        ConfigError: there is no image encoder that reads pixels, or it does not take that size or has no such grid.
-        WeightsError: published weights cannot be had.
+        CheckpointError: the folder is not a complete checkpoint.
+        ConfigError: there is no image encoder for pixels, or it does not support the size or the grid.
+        WeightsError: published weights cannot be loaded.
     """
     encoder, transform = encoder_at(start)
-    changed = dict(encoder.config)
+    arguments = dict(encoder.config)
     if size is not None:
         transform = dataclasses.replace(transform, size=size)
-        changed["image_size"] = (size, size)
+        arguments["image_size"] = (size, size)
     if patch_level is not None:
-        changed["patch_level"] = patch_level
-    if changed != encoder.config:
-        encoder = _same_weights(encoder, changed)
+        arguments["patch_level"] = patch_level
+    if arguments != encoder.config:
+        encoder = _rebuild(encoder, arguments)
     return cls.on(encoder, labels, transform, **settings)
 
 
-def _same_weights(encoder: ImageEncoder, arguments: dict[str, Any]) -> ImageEncoder:
+def _rebuild(encoder: ImageEncoder, arguments: dict[str, Any]) -> ImageEncoder:
+    """Create an encoder with other arguments and the same weights."""
     other = create_image_encoder(pretrained=False, **arguments)
-    ours, theirs = other.state_dict(), encoder.state_dict()
-    if {name: tensor.shape for name, tensor in ours.items()} != {name: tensor.shape for name, tensor in theirs.items()}:
-        raise ConfigError(f"{encoder.name} has learnt positions for {encoder.image_size} pixels: leave size unset")
-    other.load_state_dict(theirs, strict=True)
+    new, old = other.state_dict(), encoder.state_dict()
+    if {name: tensor.shape for name, tensor in new.items()} != {name: tensor.shape for name, tensor in old.items()}:
+        raise ConfigError(
+            f"{encoder.name} has learned positions for {encoder.image_size} pixels; leave size unset",
+            "unsupported",
+            field="size",
+        )
+    other.load_state_dict(old, strict=True)
     return other

@@ -1,5 +1,6 @@
-"""Segmentation on a frozen image encoder: a map of probabilities for each label, at the pixels of any image."""
+"""Segmentation: a probability map for each label, at the pixels of the original image."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -7,13 +8,18 @@ from torch import Tensor, nn
 
 from medvl import losses
 from medvl.data.loading.dense_targets import DenseBatch
+from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder
-from medvl.models.downstream.dense_base import DenseModel, rare
-from medvl.models.downstream.dense_config import SegmenterConfig
+from medvl.models.downstream.dense_base import DenseConfig, DenseModel, init_prior
 from medvl.models.heatmaps import on_image
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SegmenterConfig(DenseConfig):
+    """Settings of a segmenter."""
 
 
 @register_system("segmenter")
@@ -22,31 +28,37 @@ class Segmenter(DenseModel):
 
     Config = SegmenterConfig
 
-    def __init__(self, config: SegmenterConfig, image_encoder: ImageEncoder, transform: EvalTransform) -> None:
-        super().__init__(config, image_encoder, transform)
-        self.mask_head = rare(nn.Conv2d(config.width, len(config.labels), 1))
+    def __init__(
+        self,
+        config: SegmenterConfig,
+        image_encoder: ImageEncoder,
+        transform: EvalTransform,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        super().__init__(config, image_encoder, transform, tokenizer)
+        self.mask_head = init_prior(nn.Conv2d(config.width, len(config.labels), 1))
 
     def forward(self, batch: Batch) -> Losses:
-        """`batch` is a `DenseBatch` with masks at the model's own grid."""
+        """Return the losses of a `DenseBatch` with masks at the model's grid."""
         assert isinstance(batch, DenseBatch)
         assert batch.masks_BLhw is not None
-        entropy, dice = losses.bce_dice(self.mask_logits(batch.image_BCHW), batch.masks_BLhw / 255)
+        entropy, dice = losses.bce_dice(self.mask_logits(batch), batch.masks_BLhw / 255)
         return Losses.sum(cross_entropy=entropy, dice=dice)
 
-    def mask_logits(self, image_BCHW: Tensor) -> Tensor:
+    def mask_logits(self, batch: Batch) -> Tensor:
         """(B, L, h, w), labels in the order of `config.labels`."""
-        logits_BLhw: Tensor = self.mask_head(self.decode(image_BCHW))
+        logits_BLhw: Tensor = self.mask_head(self.decode(batch))
         return logits_BLhw
 
     @torch.no_grad()
-    def maps(self, image_BCHW: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """One (L, H, W) an image: probabilities at the pixels of the image before `transform`, NaN where it was cut.
+    def maps(self, batch: Batch, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Return probabilities (L, H, W) for each image at the pixels of the original, NaN where it was cropped.
 
         Args:
-            image_BCHW: as `transform` made them.
-            sizes: (height, width) of each before that.
+            batch: images prepared by `transform`.
+            sizes: (height, width) of the original images.
         """
-        probability_BLhw = torch.sigmoid(self.mask_logits(image_BCHW.to(self.device)).float())
+        probability_BLhw = torch.sigmoid(self.mask_logits(batch.to(self.device)).float())
         boxes = [self.transform.box(*size) for size in sizes]
         return [
             on_image(map_Lhw, box, *size) for map_Lhw, box, size in zip(probability_BLhw, boxes, sizes, strict=True)

@@ -319,7 +319,7 @@ def test_several_labels_have_a_mean() -> None:
         config: Any = type("Config", (), {"labels": ("A", "B")})
         device = torch.device("cpu")
 
-        def detect(self, image_BCHW: Tensor, sizes: Any) -> list[Tensor]:
+        def detect(self, batch: Any, sizes: Any) -> list[Tensor]:
             assert not torch.is_grad_enabled()
             known = torch.tensor([[4.0, 2, 16, 11, 0.9], [0, 0, 1, 1, -torch.inf]])
             nothing = torch.tensor([[0.0, 0, 1, 1, -torch.inf]] * 2)
