@@ -24,8 +24,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
-from medvl.data.transforms.text import WholeText
+from medvl.data import ConVIRTAugmentation, EvalTransform, WholeText
 from medvl.models.dual_encoders.chexzero import CheXzeroConfig
 from medvl.train.config import Cosine, OptimConfig, TrainConfig
 from medvl.train.recipe_cli import launch

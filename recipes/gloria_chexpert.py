@@ -22,8 +22,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medvl.data.transforms.image import ConVIRTAugmentation, RandomCrop
-from medvl.data.transforms.text import RandomSentence, WholeText
+from medvl.data import ConVIRTAugmentation, RandomCrop, RandomSentence, WholeText
 from medvl.models.dual_encoders.gloria import GLoRIAConfig
 from medvl.train.config import Cosine, OptimConfig, Plateau, TrainConfig
 from medvl.train.recipe_cli import launch

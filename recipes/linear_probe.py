@@ -19,7 +19,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
+from medvl.data import ConVIRTAugmentation, EvalTransform
 from medvl.train.config import OptimConfig, Plateau, TrainConfig
 from medvl.train.recipe_cli import launch
 from medvl.train.tasks.classification import LabelConfig

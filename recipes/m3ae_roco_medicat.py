@@ -20,8 +20,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medvl.data.transforms.image import EvalTransform
-from medvl.data.transforms.text import RandomSection
+from medvl.data import EvalTransform, RandomSection
 from medvl.models.fusion_encoders.m3ae import M3AEConfig
 from medvl.train.config import Cosine, Linear, OptimConfig, TrainConfig
 from medvl.train.recipe_cli import launch

@@ -24,8 +24,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medvl.data.transforms.image import ConVIRTAugmentation
-from medvl.data.transforms.text import WholeText
+from medvl.data import ConVIRTAugmentation, WholeText
 from medvl.models.fusion_encoders.medvill import MedViLLConfig
 from medvl.train.config import Constant, Cosine, OptimConfig, TrainConfig
 from medvl.train.recipe_cli import launch

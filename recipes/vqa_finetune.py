@@ -18,7 +18,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
+from medvl.data import ConVIRTAugmentation, EvalTransform
 from medvl.models.downstream.vqa.config import DecoderConfig, Head
 from medvl.models.fusion_encoders.streams import DualStreamConfig
 from medvl.train.config import Cosine, Linear, OptimConfig, TrainConfig

@@ -25,16 +25,20 @@ import simplejpeg
 import torch
 
 from medvl import phantom
-from medvl.data.convert.options import ShardRun
-from medvl.data.convert.pipeline import write_shards
+from medvl.data import (
+    ConVIRTAugmentation,
+    Deidentifier,
+    Loader,
+    RandomSentence,
+    ShardRun,
+    ShardSource,
+    Tokenizer,
+    open_loader,
+    sample_rng,
+    train_wordpiece,
+    write_shards,
+)
 from medvl.data.corpora import mimic_cxr
-from medvl.data.loading.collate import sample_rng
-from medvl.data.loading.loader import Loader, open_loader
-from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.source import ShardSource
-from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
-from medvl.data.transforms.image import ConVIRTAugmentation
-from medvl.data.transforms.text import RandomSentence
 
 
 def main() -> None:

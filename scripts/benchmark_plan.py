@@ -14,11 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from medvl.data.convert.options import ShardRun
-from medvl.data.convert.pipeline import write_shards
+from medvl.data import Deidentifier, ShardRun, encode_png, write_shards
 from medvl.data.corpora import table
-from medvl.data.images.codecs import encode_png
-from medvl.data.privacy.deidentify import Deidentifier
 
 TEXT = "The lungs are clear. There is no pleural effusion. Heart size is normal. " * 3
 COLUMNS = table.TableColumns(image_column="image", patient_column="patient", text_column=("text",))

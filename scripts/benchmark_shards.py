@@ -22,11 +22,8 @@ import cv2
 import pydicom
 
 from medvl import phantom
-from medvl.data.convert.options import ShardOptions, ShardRun
-from medvl.data.convert.pipeline import ShardTask, build_shard, write_shards
+from medvl.data import Deidentifier, Plan, Record, ShardOptions, ShardRun, ShardTask, build_shard, write_shards
 from medvl.data.corpora import mimic_cxr
-from medvl.data.corpora.common.tables import Plan, Record
-from medvl.data.privacy.deidentify import Deidentifier
 
 OPTIONS = ShardOptions(keep_textless=True)
 

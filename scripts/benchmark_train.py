@@ -32,14 +32,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from medvl import phantom
-from medvl.data.convert.options import ShardOptions, ShardRun
-from medvl.data.convert.pipeline import write_shards
+from medvl.data import (
+    Deidentifier,
+    EvalTransform,
+    ShardOptions,
+    ShardRun,
+    ShardSource,
+    WholeText,
+    load_tokenizer,
+    write_shards,
+)
 from medvl.data.corpora import mimic_cxr
-from medvl.data.privacy.deidentify import Deidentifier
-from medvl.data.shards.source import ShardSource
-from medvl.data.tokenizer.tokenizer import load_tokenizer
-from medvl.data.transforms.image import EvalTransform
-from medvl.data.transforms.text import WholeText
 from medvl.models import create_model
 from medvl.models.dual_encoders.clip import CLIPConfig
 from medvl.schema import Batch

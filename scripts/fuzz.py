@@ -146,7 +146,7 @@ def _too_long(number: int, frame: FrameType | None) -> None:
 def _dicom(scratch: Path) -> Reader:
     import pydicom
 
-    from medvl.data.dicom.reader import read_dicom
+    from medvl.data import read_dicom
 
     folder = Path(pydicom.__file__).parent / "data" / "test_files"
     return Reader(
@@ -155,7 +155,7 @@ def _dicom(scratch: Path) -> Reader:
 
 
 def _image(scratch: Path) -> Reader:
-    from medvl.data.images.codecs import decode_image, encode_jpeg, encode_png
+    from medvl.data import decode_image, encode_jpeg, encode_png
 
     grey = np.random.default_rng(0).integers(0, 256, (48, 40), dtype=np.uint8)
     color = np.repeat(grey[:, :, None], 3, axis=2)
@@ -165,7 +165,7 @@ def _image(scratch: Path) -> Reader:
 
 def _report(scratch: Path) -> Reader:
     from medvl import phantom
-    from medvl.data.reports.sections import read_report
+    from medvl.data import read_report
 
     phantom.write_mimic_cxr(scratch / "corpus", patients=3, size=64, workers=1)
     sound = [path.read_bytes() for path in sorted((scratch / "corpus").rglob("s*.txt"))]
@@ -174,11 +174,7 @@ def _report(scratch: Path) -> Reader:
 
 def _shards(scratch: Path) -> Path:
     """A folder of one shard with four samples."""
-    from medvl.data.convert.options import ShardOptions, ShardRun
-    from medvl.data.convert.pipeline import write_shards
-    from medvl.data.corpora.common.tables import Plan, Record
-    from medvl.data.images.codecs import encode_png
-    from medvl.data.privacy.deidentify import Deidentifier
+    from medvl.data import Deidentifier, Plan, Record, ShardOptions, ShardRun, encode_png, write_shards
     from medvl.schema import Sample
 
     folder = Path(tempfile.mkdtemp(dir=scratch))
@@ -205,7 +201,7 @@ def _shards(scratch: Path) -> Path:
 
 def _read_all(folder: Path) -> None:
     """Every sample by the index, as the loader does; a sample that cannot be read does not end it."""
-    from medvl.data.shards.source import ShardSource
+    from medvl.data import ShardSource
 
     source = ShardSource(folder)
     for position in range(min(len(source), 100)):
@@ -219,9 +215,7 @@ def _read_all(folder: Path) -> None:
 def _tar(scratch: Path) -> Reader:
     """Read three ways: as a stream, as verify does under true hashes, and by the index."""
     from medvl.common.files import sha256
-    from medvl.data.shards.format import sample_from_json
-    from medvl.data.shards.tar_reader import read_samples
-    from medvl.data.shards.verify import verify_folder
+    from medvl.data import read_samples, sample_from_json, verify_folder
 
     folder = _shards(scratch)
     tar = next(folder.glob("*.tar"))
@@ -254,7 +248,7 @@ def _index(scratch: Path) -> Reader:
 
 
 def _manifest(scratch: Path) -> Reader:
-    from medvl.data.shards.verify import check_against, verify_folder
+    from medvl.data import check_against, verify_folder
 
     folder = _shards(scratch)
     manifest = folder / "manifest.json"

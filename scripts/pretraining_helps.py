@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import medvl
-from medvl.data.shards.source import ShardSource
+from medvl.data import ShardSource
 from medvl.errors import MedvlError
 from medvl.eval.core.bootstrap import bootstrap
 from medvl.eval.vqa.predict import question_data

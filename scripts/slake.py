@@ -11,8 +11,8 @@ The folder holds the release; data_cards/slake.md says how to get it. Prediction
 import argparse
 from collections.abc import Iterable
 
+from medvl.data import Deidentifier
 from medvl.data.corpora import slake
-from medvl.data.privacy.deidentify import Deidentifier
 from medvl.eval.vqa.corpus_scripts import parser_of, run_script
 from medvl.schema import Sample
 

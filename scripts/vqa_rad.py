@@ -13,8 +13,8 @@ is wrong with it: their numbers are not to be compared with anything but themsel
 import argparse
 from collections.abc import Iterable
 
+from medvl.data import Deidentifier
 from medvl.data.corpora import vqa_rad
-from medvl.data.privacy.deidentify import Deidentifier
 from medvl.eval.vqa.corpus_scripts import parser_of, run_script
 from medvl.schema import Sample
 

@@ -18,11 +18,8 @@ from typing import Any
 
 import torch
 
+from medvl.data import Deidentifier, FileSource, Loader, WholeText, default_salt_file, open_loader
 from medvl.data.corpora import chexpert
-from medvl.data.loading.loader import Loader, open_loader
-from medvl.data.loading.sources import FileSource
-from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
-from medvl.data.transforms.text import WholeText
 from medvl.errors import MedvlError, SplitError
 from medvl.eval import LabelPolicy, list_prompts, load_prompts, write_results, write_zero_shot_page, zero_shot
 from medvl.eval.core.open import load_ensemble
