@@ -109,12 +109,12 @@ From nothing, for a try on the phantom corpus (bash scripts/quickstart.sh first)
 def prepare(recipe: Recipe) -> "Run":
     """Answers, model, data, and what judges it meanwhile."""
     recipe.data.check(MAKE_DATA)
-    from medvl.eval import AnswerEval, answers_in, get_protocol
+    from medvl.eval import AnswerEval, get_protocol, read_answer_vocabulary
     from medvl.models import create_vqa
     from medvl.train import Run, seeded
     from medvl.train.tasks.vqa import open_questions
 
-    answers = answers_in(recipe.data.train, recipe.protocol).answers
+    answers = read_answer_vocabulary(recipe.data.train, recipe.protocol).answers
     normalize = get_protocol(recipe.protocol).normalize
     with seeded(recipe.train.seed):
         model = create_vqa(

@@ -15,7 +15,7 @@ def report_generation(
     length_penalty: float = 0.0,
     samples: int = 0,
     seed: int = 0,
-    doubt: Literal["negative", "positive"] = "negative",
+    uncertain: Literal["negative", "positive"] = "negative",
 ) -> None:
     """Evaluate report generation: n-gram overlap and clinical F1 of generated reports against the references.
 
@@ -29,25 +29,25 @@ def report_generation(
         samples: reports sampled per image, of which the one whose findings agree best with the others is kept; 0 uses
             beam search, which prefers "no abnormality" because it has the fewest paraphrases.
         seed: seed of sampling.
-        doubt: label of findings that a report mentions as uncertain.
+        uncertain: label of findings that a report mentions as uncertain.
     """
     from medvl.eval.core.full_pass import input_hashes
     from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
     from medvl.eval.core.publish import default_folder, publish
-    from medvl.eval.report_generation.evaluate import judge_reports
-    from medvl.eval.report_generation.generate import Writer, write_reports
+    from medvl.eval.report_generation.evaluate import evaluate_reports
+    from medvl.eval.report_generation.generate import ReportGenerator, generate_reports
     from medvl.models.text_decoding import Decoding
 
     decoding = Decoding(beams=beams, max_tokens=max_tokens, length_penalty=length_penalty, samples=samples, seed=seed)
     model = load_model(shared.checkpoint, shared.device)
-    if not isinstance(model, Writer):
+    if not isinstance(model, ReportGenerator):
         raise unsupported_model(shared.checkpoint, model, "give the checkpoint of a MedViLL")
     source = open_source(shared.data, [shared.checkpoint])
     loader = open_for_evaluation(source, model.transform, model.tokenizer, batch=shared.batch, workers=shared.workers)
-    reports = write_reports(model, loader, sections=sections, decoding=decoding)
-    result = judge_reports(
+    reports = generate_reports(model, loader, sections=sections, decoding=decoding)
+    result = evaluate_reports(
         reports,
-        doubt=doubt,
+        uncertain=uncertain,
         resamples=shared.resamples,
         config={"sections": list(sections), "decoding": dataclasses.asdict(decoding), "model": model.name},
         inputs=input_hashes(shared.checkpoint, manifest=loader),

@@ -44,7 +44,7 @@ def vqa(
     """
     from medvl.data.shards.source import ShardSource
     from medvl.eval.core.publish import default_folder
-    from medvl.eval.vqa.evaluate import judge_answers
+    from medvl.eval.vqa.evaluate import evaluate_answers
     from medvl.eval.vqa.predict import question_data
     from medvl.eval.vqa.protocol import get_protocol
 
@@ -56,7 +56,7 @@ def vqa(
     else:
         raise ConfigError("give exactly one of --checkpoint and --predictions", "conflict", field="checkpoint")
     same_folder = train is None or train.resolve() == data.resolve()
-    result = judge_answers(
+    result = evaluate_answers(
         question_data([shards] if train is None or same_folder else [ShardSource(train), shards]),
         answers.predictions,
         protocol=rules,

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from medvl.eval.html.page import write_page as write_page
     from medvl.eval.probing.evaluate import linear_probe as linear_probe
     from medvl.eval.probing.page import write_probe_page as write_probe_page
-    from medvl.eval.report_generation.evaluate import WrittenReport as WrittenReport
-    from medvl.eval.report_generation.evaluate import judge_reports as judge_reports
+    from medvl.eval.report_generation.evaluate import GeneratedReport as GeneratedReport
+    from medvl.eval.report_generation.evaluate import evaluate_reports as evaluate_reports
     from medvl.eval.report_generation.generate import ReportEval as ReportEval
-    from medvl.eval.report_generation.generate import write_reports as write_reports
+    from medvl.eval.report_generation.generate import generate_reports as generate_reports
     from medvl.eval.retrieval.by_class import class_retrieval as class_retrieval
     from medvl.eval.retrieval.by_class import image_retrieval as image_retrieval
     from medvl.eval.retrieval.candidate_lists import RetrievalList as RetrievalList
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from medvl.eval.retrieval.rerank import reranked_retrieval as reranked_retrieval
     from medvl.eval.vqa.answer_normalization import normalize_answer as normalize_answer
     from medvl.eval.vqa.answer_vocabulary import AnswerVocabulary as AnswerVocabulary
-    from medvl.eval.vqa.evaluate import judge_answers as judge_answers
+    from medvl.eval.vqa.evaluate import evaluate_answers as evaluate_answers
     from medvl.eval.vqa.predict import AnswerEval as AnswerEval
     from medvl.eval.vqa.predict import answer_questions as answer_questions
-    from medvl.eval.vqa.predict import answers_in as answers_in
+    from medvl.eval.vqa.predict import read_answer_vocabulary as read_answer_vocabulary
     from medvl.eval.vqa.protocol import VQAProtocol as VQAProtocol
     from medvl.eval.vqa.protocol import get_protocol as get_protocol
     from medvl.eval.vqa.question_set import VQAData as VQAData
@@ -82,8 +82,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".html.page": ["write_page"],
         ".probing.evaluate": ["linear_probe"],
         ".probing.page": ["write_probe_page"],
-        ".report_generation.evaluate": ["WrittenReport", "judge_reports"],
-        ".report_generation.generate": ["ReportEval", "write_reports"],
+        ".report_generation.evaluate": ["GeneratedReport", "evaluate_reports"],
+        ".report_generation.generate": ["ReportEval", "generate_reports"],
         ".retrieval.by_class": ["class_retrieval", "image_retrieval"],
         ".retrieval.candidate_lists": ["RetrievalList"],
         ".retrieval.image_text": ["RetrievalEval", "image_text_retrieval"],
@@ -91,8 +91,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".retrieval.rerank": ["reranked_retrieval"],
         ".vqa.answer_normalization": ["normalize_answer"],
         ".vqa.answer_vocabulary": ["AnswerVocabulary"],
-        ".vqa.evaluate": ["judge_answers"],
-        ".vqa.predict": ["AnswerEval", "answer_questions", "answers_in"],
+        ".vqa.evaluate": ["evaluate_answers"],
+        ".vqa.predict": ["AnswerEval", "answer_questions", "read_answer_vocabulary"],
         ".vqa.protocol": ["VQAProtocol", "get_protocol"],
         ".vqa.question_set": ["VQAData"],
         ".zero_shot_classification.evaluate": ["ZeroShotEval", "zero_shot"],

@@ -12,7 +12,7 @@ from PIL import Image
 from medvl.cli import main as cli
 from medvl.data.corpora import slake, vqa_rad
 from medvl.errors import CorpusError
-from medvl.eval import VQAData, judge_answers
+from medvl.eval import VQAData, evaluate_answers
 from medvl.phantom import World, sample_slice, vqa_images, write_slake, write_vqa_rad
 from medvl.phantom.language.lexicon import NAMES
 from medvl.phantom.language.vqa import KINDS, balanced_rows
@@ -190,7 +190,7 @@ def test_answers_are_balanced_per_wording_and_split(rad):
 
 def test_question_only_baselines_are_near_chance(rad, deid):
     data = VQAData.from_samples(vqa_rad.plan(rad, deid).iter_samples())
-    result = judge_answers(data, resamples=0).results
+    result = evaluate_answers(data, resamples=0).results
     for name in ("majority", "majority_by_kind", "question_lookup", "question_only"):
         assert result.row("accuracy", "closed", f"baseline: {name}").value <= 0.55
         assert result.row("accuracy", "overall", f"baseline: {name}").value <= 0.5

@@ -1,8 +1,8 @@
-"""Report generation: scores of written reports, whoever wrote them.
+"""Report generation: scores of generated reports, from medvl or any other system.
 
-    references + generated texts -> words in common, findings in common -> rows with intervals -> results.json
+    references + generated texts -> shared n-grams, shared findings -> rows with intervals -> results.json
 
-`overlap` counts words (BLEU, ROUGE-L, METEOR), `findings` what the rule labeler reads in both, `judge` puts them
-together, `write` lets a model write. References are whole reports as the shards hold them: nothing is truncated, and
-nothing goes through the model's vocabulary.
+`nlg_metrics` computes BLEU, ROUGE-L and METEOR, `clinical_f1` compares the findings that the rule-based labeler
+extracts, `evaluate` combines them, and `generate` runs a model. References are complete reports as stored in the
+shards: they are neither truncated nor tokenized by the model.
 """

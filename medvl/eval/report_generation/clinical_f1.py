@@ -1,8 +1,9 @@
-"""Findings that a generated report and its reference both assert, as the rule labeler reads them.
+"""Clinical F1: findings that both a generated report and its reference assert, according to the rule-based labeler.
 
-A finding of a report is positive or not. Precision, recall and F1 come from counts over reports: of each finding;
-micro, of the counts of all findings together; macro, the mean over findings. A finding that neither side asserts
-anywhere has no value and is left out of the mean; for one that a single side asserts, all three are 0.
+A finding of a report is positive or not. Precision, recall and F1 are computed from counts over reports: for each
+finding; micro, from the counts of all findings together; macro, as the mean over findings. A finding that is in no
+report has no value and is left out of the mean; if only the references or only the generated reports assert it, all
+three are 0.
 
 Shape letters: N reports, R resamples, L findings.
 """
@@ -19,44 +20,48 @@ from medvl.eval.core.metrics import Array
 from medvl.schema import COMPETITION_FINDINGS, FINDINGS, POSITIVE, UNCERTAIN
 
 METRICS = ("precision", "recall", "f1")
-Doubt = Literal["negative", "positive"]
-"""What a finding that a report doubts counts as."""
+Uncertain = Literal["negative", "positive"]
+"""Label of findings that a report mentions as uncertain."""
 _SETS: Mapping[str, Sequence[str]] = {"": FINDINGS, " of five": COMPETITION_FINDINGS}
-"""Ending of micro and macro -> the findings that they are of."""
+"""Suffix of micro and macro -> their findings."""
 
 
-def asserted(labels: Sequence[Mapping[str, int]], doubt: Doubt) -> NDArray[np.bool_]:
-    """positive_NL of what `medvl.data.reports.labeler.label_report` returned, columns as in `FINDINGS`."""
-    positive = {POSITIVE, UNCERTAIN} if doubt == "positive" else {POSITIVE}
+def positive_findings(labels: Sequence[Mapping[str, int]], uncertain: Uncertain) -> NDArray[np.bool_]:
+    """Return positive_NL from outputs of `medvl.data.reports.labeler.label_report`, columns as in `FINDINGS`."""
+    positive = {POSITIVE, UNCERTAIN} if uncertain == "positive" else {POSITIVE}
     return np.array([[row.get(name) in positive for name in FINDINGS] for row in labels], dtype=np.bool_)
 
 
-def findings_block(said_NL: NDArray[np.bool_], meant_NL: NDArray[np.bool_], *, subgroup: str = "") -> MetricGroup:
-    """`METRICS` of each finding, micro and macro; `n_positive` counts positives of the references."""
-    both_NL, either_NL = (said_NL & meant_NL).astype(float), said_NL.astype(float) + meant_NL
-    meant_L, members = meant_NL.sum(axis=0), [[FINDINGS.index(name) for name in names] for names in _SETS.values()]
-    sizes = dict(zip(FINDINGS, meant_L.tolist(), strict=True))
-    for ending, chosen in zip(_SETS, members, strict=True):
-        sizes |= {f"{kind}{ending}": int(meant_L[chosen].sum()) for kind in ("micro", "macro")}
+def clinical_metrics(
+    generated_NL: NDArray[np.bool_], reference_NL: NDArray[np.bool_], *, subgroup: str = ""
+) -> MetricGroup:
+    """Return `METRICS` of each finding, micro and macro; `n_positive` counts positives of the references."""
+    both_NL, sum_NL = (generated_NL & reference_NL).astype(float), generated_NL.astype(float) + reference_NL
+    positives_L = reference_NL.sum(axis=0)
+    members = [[FINDINGS.index(name) for name in names] for names in _SETS.values()]
+    sizes = dict(zip(FINDINGS, positives_L.tolist(), strict=True))
+    for suffix, columns in zip(_SETS, members, strict=True):
+        sizes |= {f"{kind}{suffix}": int(positives_L[columns].sum()) for kind in ("micro", "macro")}
     rows = [
-        MetricRow(metric=metric, target=target, subgroup=subgroup, n=len(said_NL), n_positive=positive)
+        MetricRow(metric=metric, target=target, subgroup=subgroup, n=len(generated_NL), n_positive=positive)
         for target, positive in sizes.items()
         for metric in METRICS
     ]
 
     def statistic(counts_NR: Array) -> Array:
-        both_RL, said_RL, meant_RL, either_RL = (counts_NR.T @ x for x in (both_NL, said_NL, meant_NL, either_NL))
-        columns = [_metrics(both_RL, said_RL, meant_RL, either_RL)]
-        for chosen in members:
-            sums = (x[:, chosen].sum(axis=1, keepdims=True) for x in (both_RL, said_RL, meant_RL, either_RL))
-            macro = (mean_over_labels(values_RL[:, chosen]) for values_RL in np.moveaxis(columns[0], 2, 0))
-            columns += [_metrics(*sums), np.stack(list(macro), axis=1)[:, None]]
-        return np.concatenate(columns, axis=1).reshape(counts_NR.shape[1], -1)
+        counts_RL = [counts_NR.T @ x_NL for x_NL in (both_NL, generated_NL, reference_NL, sum_NL)]
+        parts = [_metrics(*counts_RL)]
+        for columns in members:
+            sums = (x_RL[:, columns].sum(axis=1, keepdims=True) for x_RL in counts_RL)
+            macro = (mean_over_labels(values_RL[:, columns]) for values_RL in np.moveaxis(parts[0], 2, 0))
+            parts += [_metrics(*sums), np.stack(list(macro), axis=1)[:, None]]
+        return np.concatenate(parts, axis=1).reshape(counts_NR.shape[1], -1)
 
     return MetricGroup(rows, statistic)
 
 
-def _metrics(both: Array, said: Array, meant: Array, either: Array) -> Array:
-    """Precision, recall and F1 in a last axis; `either` is `said` and `meant` added."""
-    values = np.stack([both / np.maximum(said, 1), both / np.maximum(meant, 1), 2 * both / np.maximum(either, 1)], -1)
-    return np.where(either[..., None] > 0, values, np.nan)
+def _metrics(both: Array, generated: Array, reference: Array, total: Array) -> Array:
+    """Return precision, recall and F1 in a new last axis; `total` is the sum of `generated` and `reference`."""
+    precision, recall = both / np.maximum(generated, 1), both / np.maximum(reference, 1)
+    values = np.stack([precision, recall, 2 * both / np.maximum(total, 1)], -1)
+    return np.where(total[..., None] > 0, values, np.nan)

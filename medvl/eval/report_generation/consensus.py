@@ -1,9 +1,9 @@
-"""The one of several texts about an image that speaks for all.
+"""Minimum-Bayes-risk selection among sampled reports.
 
-The likeliest text of a writer is mostly the plainest: "no abnormality" is said in few ways and each finding in many, so
-that a search prefers it where the writer itself thinks a finding likelier. Draws do not; of these, the one is taken
-whose findings agree best with those of all others: minimum Bayes risk (Kumar and Byrne, NAACL 2004) with the F1 of
-findings for its utility.
+The likeliest report of a model is often a normal one, because "no abnormality" has few paraphrases and each finding has
+many: beam search then prefers it even if the model gives a finding a higher total probability. Samples do not have this
+bias. Of several, the one is selected whose findings agree best with those of all others: minimum Bayes risk (Kumar and
+Byrne, NAACL 2004) with the F1 of findings as utility.
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from medvl.data.reports.labeler import label_report
-from medvl.eval.report_generation.clinical_f1 import Doubt, asserted
+from medvl.eval.report_generation.clinical_f1 import Uncertain, positive_findings
 
 
-def mbr_select(texts: Sequence[str], doubt: Doubt = "negative") -> int:
-    """Which of the texts has the greatest mean F1, over all of them, of the findings that it asserts; the first of
-    equals. Two texts without any finding agree. Raises ValueError when there is no text."""
+def mbr_select(texts: Sequence[str], uncertain: Uncertain = "negative") -> int:
+    """Return the index of the text with the highest mean F1 of findings over all texts; the first one of ties.
+
+    Two texts without findings have an F1 of 1. Raises ValueError if there is no text.
+    """
     if not texts:
-        raise ValueError("there is no text to choose")
-    said_SL = asserted([label_report(text) for text in texts], doubt).astype(float)
-    both_SS = said_SL @ said_SL.T
-    either_SS = said_SL.sum(axis=1)[:, None] + said_SL.sum(axis=1)
-    agree_SS = np.where(either_SS > 0, 2 * both_SS / np.maximum(either_SS, 1), 1.0)
-    return int(agree_SS.mean(axis=1).argmax())
+        raise ValueError("expected one or more texts, got none")
+    positive_SL = positive_findings([label_report(text) for text in texts], uncertain).astype(float)
+    both_SS = positive_SL @ positive_SL.T
+    total_SS = positive_SL.sum(axis=1)[:, None] + positive_SL.sum(axis=1)
+    f1_SS = np.where(total_SS > 0, 2 * both_SS / np.maximum(total_SS, 1), 1.0)
+    return int(f1_SS.mean(axis=1).argmax())

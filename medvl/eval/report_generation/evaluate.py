@@ -1,4 +1,12 @@
-"""Judging generated reports against their references: words and findings in common, with intervals."""
+"""Report generation: generated reports against their references.
+
+Protocol "report_generation", version 1:
+
+* Every image with a reference is evaluated; an empty or truncated report stays in every denominator.
+* n-gram overlap (`nlg_metrics`) and clinical F1 (`clinical_f1`) compare complete, untruncated references.
+* Baseline: the same rows with every image paired with the report that was generated for another image.
+* Intervals: the bootstrap resamples patients, with all their reports.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,38 +16,37 @@ from medvl.data.reports.labeler import label_report
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, measure
 from medvl.eval.core.results import Results, format_table
-from medvl.eval.report_generation.clinical_f1 import METRICS, Doubt, asserted, findings_block
-from medvl.eval.report_generation.nlg_metrics import MEANS, overlap_blocks, report_scores, words
+from medvl.eval.report_generation.clinical_f1 import METRICS, Uncertain, clinical_metrics, positive_findings
+from medvl.eval.report_generation.nlg_metrics import MEANS, overlap_metrics, report_scores, words
 
-OTHERS = "baseline: other images"
-"""Subgroup of the rows in which each image has the report that was written for another one: what the same writer scores
-without looking."""
-_VERSION = 1
+OTHER_IMAGES = "baseline: other images"
+"""Subgroup of the rows in which every image has the report generated for another one: the score without the image."""
+PROTOCOL, PROTOCOL_VERSION = "report_generation", 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class WrittenReport:
-    """What was written for an image, and what should have been."""
+class GeneratedReport:
+    """A report generated for an image, with its reference."""
 
     key: str
     patient: str
     reference: str
-    """Whole, as the shards hold it."""
+    """Complete reference."""
     generated: str
-    """"" where nothing was written: it stays in every denominator."""
+    """Generated text; empty if nothing was generated."""
     ended: bool = True
-    """False where it was cut at the greatest length."""
+    """False if the text was truncated at the maximum length."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportResult:
-    """What was found, and what it was found on."""
+    """Results, with the evaluated reports."""
 
     results: Results
-    reports: Sequence[WrittenReport]
+    reports: Sequence[GeneratedReport]
 
     def table(self) -> str:
-        """The overlap of words, then the findings; the baseline beneath each."""
+        """Return a text table of n-gram overlap and one of findings, each with the baseline."""
         overlap = [row for row in self.results.rows if row.metric not in METRICS]
         findings = [
             row for row in self.results.rows if row.metric in METRICS and (not row.subgroup or row.target == "micro")
@@ -47,7 +54,7 @@ class ReportResult:
         return "\n\n".join(format_table(rows) for rows in (overlap, findings))
 
     def predictions(self) -> list[dict[str, Any]]:
-        """One JSON object a report: both texts, what the labeler reads in each, and its own scores."""
+        """Return one JSON object per report: both texts, their findings, and the report's own scores."""
         return [
             {
                 **dataclasses.asdict(report),
@@ -59,69 +66,70 @@ class ReportResult:
         ]
 
 
-def judge_reports(
-    reports: Sequence[WrittenReport],
+def evaluate_reports(
+    reports: Sequence[GeneratedReport],
     *,
-    doubt: Doubt = "negative",
+    uncertain: Uncertain = "negative",
     resamples: int = 1000,
     seed: int = 0,
     config: Mapping[str, Any] | None = None,
     inputs: Mapping[str, str | None] | None = None,
     details: Mapping[str, Any] | None = None,
 ) -> ReportResult:
-    """Score reports, and beside them the same reports shuffled; intervals are over patients.
+    """Evaluate generated reports; the module docstring describes the protocol.
 
     Args:
-        reports: one an image. Those without a word in their reference cannot be judged: leave them out and count them.
-        doubt: what a finding that a report doubts counts as.
+        reports: one per image. Leave out images without a reference, and count them in `details`.
+        uncertain: label of findings that a report mentions as uncertain.
         resamples, seed: of the bootstrap.
-        config, inputs, details: what else decided the numbers, for the results.
+        config, inputs, details: further entries of the results.
 
-    Raises EvaluationError when there is no report, or a reference is empty.
+    Raises:
+        EvaluationError: there is no report, or a reference is empty.
     """
     if not reports:
-        raise EvaluationError("there is no report to judge: no sample has the text of a reference")
+        raise EvaluationError("expected reports, got none: use samples with reference texts", "empty")
     empty = [report.key for report in reports if not words(report.reference)]
     if empty:
-        raise EvaluationError(f"{len(empty)} references hold no word, first that of {empty[0]}: leave them out")
+        raise EvaluationError(f"{len(empty)} references are empty, first that of {empty[0]}: leave them out", "empty")
     rows = measure(
-        _blocks(reports, doubt),
+        _metric_groups(reports, uncertain),
         len(reports),
         resamples=resamples,
         seed=seed,
         groups=[report.patient for report in reports],
     )
     results = Results(
-        protocol="report_generation",
-        protocol_version=_VERSION,
+        protocol=PROTOCOL,
+        protocol_version=PROTOCOL_VERSION,
         rows=rows,
-        config={"doubt": doubt, "resamples": resamples, "seed": seed, **(config or {})},
+        config={"uncertain": uncertain, "resamples": resamples, "seed": seed, **(config or {})},
         inputs=dict(inputs or {}),
         details={**_details(reports), **(details or {})},
     )
     return ReportResult(results, reports)
 
 
-def _blocks(reports: Sequence[WrittenReport], doubt: Doubt) -> list[MetricGroup]:
+def _metric_groups(reports: Sequence[GeneratedReport], uncertain: Uncertain) -> list[MetricGroup]:
     references = [report.reference for report in reports]
-    meant_NL = asserted([label_report(text) for text in references], doubt)
-    blocks = []
-    shifts = {"": 0, OTHERS: len(reports) // 2}  # the images of one study lie side by side
+    reference_NL = positive_findings([label_report(text) for text in references], uncertain)
+    groups = []
+    shifts = {"": 0, OTHER_IMAGES: len(reports) // 2}  # far, because images of one study are adjacent
     for subgroup, shift in shifts.items():
-        generated = [reports[(place + shift) % len(reports)].generated for place in range(len(reports))]
-        said_NL = asserted([label_report(text) for text in generated], doubt)
-        blocks += overlap_blocks(generated, references, subgroup=subgroup)
-        blocks.append(findings_block(said_NL, meant_NL, subgroup=subgroup))
-    return blocks
+        generated = [reports[(index + shift) % len(reports)].generated for index in range(len(reports))]
+        generated_NL = positive_findings([label_report(text) for text in generated], uncertain)
+        groups += overlap_metrics(generated, references, subgroup=subgroup)
+        groups.append(clinical_metrics(generated_NL, reference_NL, subgroup=subgroup))
+    return groups
 
 
-def _details(reports: Sequence[WrittenReport]) -> dict[str, Any]:
+def _details(reports: Sequence[GeneratedReport]) -> dict[str, Any]:
     generated = [words(report.generated) for report in reports]
     return {
         "reports": len(reports),
         "patients": len({report.patient for report in reports}),
         "empty": sum(not text for text in generated),
-        "cut": sum(not report.ended for report in reports),
+        "truncated": sum(not report.ended for report in reports),
         "distinct": len({tuple(text) for text in generated}),
         "mean_words": sum(map(len, generated)) / len(reports),
         "mean_words_of_references": sum(len(words(report.reference)) for report in reports) / len(reports),

@@ -11,12 +11,12 @@ from medvl.data.images.read import read_pixels
 from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
 from medvl.errors import MedvlError
 from medvl.eval.core.results import write_results
-from medvl.eval.vqa.evaluate import judge_answers
+from medvl.eval.vqa.evaluate import evaluate_answers
 from medvl.eval.vqa.examples import Pixels
 from medvl.eval.vqa.page import write_vqa_page
 from medvl.eval.vqa.predictions import read_predictions
 from medvl.eval.vqa.protocol import PROTOCOL, PROTOCOLS
-from medvl.eval.vqa.published_protocols import legacy_table
+from medvl.eval.vqa.published_protocols import published_protocols_table
 from medvl.eval.vqa.question_set import VQAData
 from medvl.schema import Sample
 
@@ -47,7 +47,7 @@ def report(data: VQAData, options: argparse.Namespace, pixels: Pixels | None = N
     Raises EvaluationError.
     """
     predictions = None if options.predictions is None else read_predictions(options.predictions)
-    result = judge_answers(
+    result = evaluate_answers(
         data,
         predictions,
         protocol=options.protocol,
@@ -62,7 +62,7 @@ def report(data: VQAData, options: argparse.Namespace, pixels: Pixels | None = N
         result.table(),
     ]
     if options.legacy:
-        texts.append(legacy_table(data, predictions, split=options.part))
+        texts.append(published_protocols_table(data, predictions, split=options.part))
     if options.out is not None:
         paths = write_results(result.results, options.out, result.predictions())
         name = "" if predictions is None else str(options.predictions)

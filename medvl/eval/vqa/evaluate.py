@@ -71,7 +71,7 @@ class VQAResult:
         return lines
 
 
-def judge_answers(
+def evaluate_answers(
     data: VQAData,
     predictions: Predictions | None = None,
     *,

@@ -58,7 +58,7 @@ def write_vqa_page(
     """Write the page as one HTML file; its path.
 
     Args:
-        result: what `judge_answers` returned.
+        result: what `evaluate_answers` returned.
         path: of the file; its folder is made where it is missing.
         model: what it is called in the header.
         date: shown as it stands; the library reads no clock.

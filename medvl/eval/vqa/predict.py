@@ -42,7 +42,7 @@ class QuestionLoader(Protocol):
     def __iter__(self) -> Iterator[Batch]: ...
 
 
-def answers_in(folder: Path | str, protocol: str = PROTOCOL) -> AnswerVocabulary:
+def read_answer_vocabulary(folder: Path | str, protocol: str = PROTOCOL) -> AnswerVocabulary:
     """The answers that a model may give: those of the questions in a folder of shards that the protocol learns from.
 
     Raises ShardError when the folder is damaged, EvaluationError when it has no such question.

@@ -131,7 +131,7 @@ _ALL = (
     ),
 )
 PROTOCOLS: Mapping[str, VQAProtocol] = {protocol.name: protocol for protocol in _ALL}
-LEGACY = tuple(protocol.name for protocol in _ALL if protocol.flaw)
+PUBLISHED_PROTOCOLS = tuple(protocol.name for protocol in _ALL if protocol.flaw)
 """The protocols that are there to reproduce published numbers with."""
 
 

@@ -5,21 +5,21 @@ from collections.abc import Sequence
 from medvl.errors import EvaluationError
 from medvl.eval.core.results import format_value
 from medvl.eval.vqa.baselines import QUESTION_ONLY
-from medvl.eval.vqa.evaluate import ACCURACY, CEILING, MODEL, judge_answers
+from medvl.eval.vqa.evaluate import ACCURACY, CEILING, MODEL, evaluate_answers
 from medvl.eval.vqa.predictions import Predictions
-from medvl.eval.vqa.protocol import LEGACY, PROTOCOL, PROTOCOLS
+from medvl.eval.vqa.protocol import PROTOCOL, PROTOCOLS, PUBLISHED_PROTOCOLS
 from medvl.eval.vqa.question_set import VQAData
 
 _COLUMNS = ("protocol", "n", "closed n", "overall", "closed", "open", "ceiling")
 
 
-def legacy_table(data: VQAData, predictions: Predictions | None = None, *, split: str = "test") -> str:
+def published_protocols_table(data: VQAData, predictions: Predictions | None = None, *, split: str = "test") -> str:
     """A line a protocol, ours first, with what it does to the numbers; without predictions, of the question-only model.
 
     No intervals: these numbers are for comparison with what was published, not with each other.
     """
     lines: list[tuple[str, ...]] = [_COLUMNS]
-    for name in (PROTOCOL, *LEGACY):
+    for name in (PROTOCOL, *PUBLISHED_PROTOCOLS):
         try:
             lines.append(_line(data, predictions, name, split))
         except EvaluationError as error:
@@ -36,7 +36,7 @@ def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _line(data: VQAData, predictions: Predictions | None, name: str, split: str) -> tuple[str, ...]:
-    result = judge_answers(data, predictions, protocol=name, split=split, resamples=0).results
+    result = evaluate_answers(data, predictions, protocol=name, split=split, resamples=0).results
     subgroup = "" if predictions is not None else f"baseline: {QUESTION_ONLY}"
     rows = {target: result.row(ACCURACY, target, subgroup) for target in ("overall", "closed", "open")}
     sizes = str(rows["overall"].n), str(rows["closed"].n)

@@ -11,12 +11,12 @@ from medvl.data.annotations.questions import Question
 from medvl.data.corpora import vqa_rad
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import EvaluationError
-from medvl.eval import AnswerVocabulary, VQAData, VQAProtocol, judge_answers, read_results
+from medvl.eval import AnswerVocabulary, VQAData, VQAProtocol, evaluate_answers, read_results
 from medvl.eval.vqa.answer_normalization import NORMALIZERS
 from medvl.eval.vqa.baselines import baselines
 from medvl.eval.vqa.predictions import Prediction, constant_predictions, predictions_from_scores, read_predictions
-from medvl.eval.vqa.protocol import LEGACY, PROTOCOLS, get_protocol
-from medvl.eval.vqa.published_protocols import legacy_table
+from medvl.eval.vqa.protocol import PROTOCOLS, PUBLISHED_PROTOCOLS, get_protocol
+from medvl.eval.vqa.published_protocols import published_protocols_table
 from medvl.eval.vqa.question_only_baseline import QuestionOnly, features_of
 
 # Questions, vocabulary, predictions
@@ -100,23 +100,23 @@ def test_predictions_are_read_and_refused_by_line(tmp_path):
 
 
 def test_every_question_stays_in_the_denominator():
-    result = judge_answers(DATA, GOLD, resamples=0)
+    result = evaluate_answers(DATA, GOLD, resamples=0)
     assert row(result, "overall").value == pytest.approx(5 / 6)  # the question without an answer is worth nothing
     assert (row(result, "overall").n, row(result, "closed").n, row(result, "open").n) == (6, 3, 3)
     assert row(result, "closed").value == 1.0
     ceiling = row(result, "overall", "ceiling")
     assert (ceiling.value, ceiling.n) == (pytest.approx(3 / 6), 6)  # left lung and CT never occur in train
-    half = judge_answers(DATA, {"1": Prediction("YES"), "3": Prediction("right lung")}, resamples=0)
+    half = evaluate_answers(DATA, {"1": Prediction("YES"), "3": Prediction("right lung")}, resamples=0)
     assert row(half, "overall").value == pytest.approx(1 / 6)
     assert half.results.details["not_predicted"] == 4
     with pytest.raises(EvaluationError, match="1 predictions are for questions that tiny does not have, first 99"):
-        judge_answers(DATA, {"99": Prediction("yes")})
+        evaluate_answers(DATA, {"99": Prediction("yes")})
     with pytest.raises(EvaluationError, match=r"no question in validate: its splits are \['test', 'train'\]"):
-        judge_answers(DATA, GOLD, split="validate")
+        evaluate_answers(DATA, GOLD, split="validate")
 
 
 def test_rows_by_kind_and_organ_count_a_question_of_two_kinds_twice():
-    result = judge_answers(DATA, GOLD, resamples=0)
+    result = evaluate_answers(DATA, GOLD, resamples=0)
     assert (row(result, "kind: PLANE").n, row(result, "kind: ABN").n, row(result, "kind: PRES").n) == (1, 2, 2)
     assert row(result, "kind: ABN").value == 0.5
     assert (row(result, "organ: CHEST").n, row(result, "organ: HEAD").n) == (4, 2)
@@ -126,7 +126,7 @@ def test_rows_by_kind_and_organ_count_a_question_of_two_kinds_twice():
 
 def test_positions_do_not_matter():
     backwards = dict(reversed(GOLD.items()))
-    shown = [judge_answers(DATA, said, resamples=20).results for said in (backwards, GOLD)]
+    shown = [evaluate_answers(DATA, said, resamples=20).results for said in (backwards, GOLD)]
     assert repr(shown[0]) == repr(shown[1])  # NaN is not equal to itself
 
 
@@ -134,14 +134,14 @@ def test_intervals_are_drawn_over_images():
     """Questions of one image stand or fall together: with all questions on two images, few values can occur."""
     two = dataclasses.replace(DATA, groups=tuple("ab"[int(q.id in ("1", "2", "4"))] for q in DATA.questions))
     said = {name: Prediction(TEST[int(name) - 1].answer if name in ("1", "2", "4") else "wrong") for name in GOLD}
-    overall = row(judge_answers(two, said, resamples=200), "overall")
+    overall = row(evaluate_answers(two, said, resamples=200), "overall")
     assert (overall.low, overall.value, overall.high) == (0.0, 0.5, 1.0)
-    apart = row(judge_answers(DATA.choose(range(12)), said, resamples=200), "overall")
+    apart = row(evaluate_answers(DATA.choose(range(12)), said, resamples=200), "overall")
     assert apart.high - apart.low < 1
 
 
 def test_the_gain_over_the_question_is_a_paired_difference():
-    result = judge_answers(DATA, GOLD, resamples=50)
+    result = evaluate_answers(DATA, GOLD, resamples=50)
     gain = row(result, "overall", "gain_over_question_only")
     alone = row(result, "overall", subgroup="baseline: question_only")
     assert gain.value == pytest.approx(row(result, "overall").value - alone.value)
@@ -149,7 +149,7 @@ def test_the_gain_over_the_question_is_a_paired_difference():
 
 
 def test_results_and_predictions_are_written(tmp_path):
-    result = judge_answers(DATA, GOLD, resamples=10, inputs={"checkpoint": "f" * 64})
+    result = evaluate_answers(DATA, GOLD, resamples=10, inputs={"checkpoint": "f" * 64})
     medvl.eval.write_results(result.results, tmp_path, result.predictions())
     back = read_results(tmp_path)
     assert back.config["judging"]["normalizer"] == "medvl-1"
@@ -234,7 +234,7 @@ def test_wording_that_gives_the_answer_away_is_found_and_other_wording_is_not():
 def test_legacy_protocols_say_what_is_wrong_with_them():
     assert PROTOCOLS["medvl"].flaw == ""
     assert PROTOCOLS["medvl"].vocabulary == ("train",)
-    assert all(PROTOCOLS[name].flaw for name in LEGACY)
+    assert all(PROTOCOLS[name].flaw for name in PUBLISHED_PROTOCOLS)
     with pytest.raises(EvaluationError, match="no VQA protocol 'mine': name one of medvl"):
         get_protocol("mine")
     with pytest.raises(EvaluationError, match="no normaliser 'mine'"):
@@ -242,26 +242,26 @@ def test_legacy_protocols_say_what_is_wrong_with_them():
 
 
 def test_freeform_only_denominators_are_a_named_protocol():
-    result = judge_answers(DATA, GOLD, protocol="mevf", resamples=0)
+    result = evaluate_answers(DATA, GOLD, protocol="mevf", resamples=0)
     assert row(result, "overall").n == 5
     none = VQAProtocol(name="none", phrasing=("frame",))
     with pytest.raises(EvaluationError, match="judges no question of test"):
-        judge_answers(DATA, GOLD, protocol=none)
+        evaluate_answers(DATA, GOLD, protocol=none)
 
 
 def test_closed_by_yes_and_no_moves_questions_to_open():
-    result = judge_answers(DATA, GOLD, protocol="yes_no", resamples=0)
+    result = evaluate_answers(DATA, GOLD, protocol="yes_no", resamples=0)
     assert (row(result, "closed").n, row(result, "open").n) == (2, 4)
 
 
 def test_closed_by_prediction_needs_one():
     with pytest.raises(EvaluationError, match="every prediction needs an answer_type"):
-        judge_answers(DATA, GOLD, protocol="pubmedclip")
+        evaluate_answers(DATA, GOLD, protocol="pubmedclip")
     typed = {name: dataclasses.replace(said, answer_type="open") for name, said in GOLD.items()}
-    result = judge_answers(DATA, typed, protocol="pubmedclip", resamples=0)
+    result = evaluate_answers(DATA, typed, protocol="pubmedclip", resamples=0)
     assert (row(result, "closed").n, row(result, "open").n) == (0, 6)
-    assert "every prediction needs an answer_type" in legacy_table(DATA, GOLD)
-    assert "substrings count" in legacy_table(DATA)
+    assert "every prediction needs an answer_type" in published_protocols_table(DATA, GOLD)
+    assert "substrings count" in published_protocols_table(DATA)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_vocabularies_of_vqa_rad_have_their_known_sizes(rad, normalizer, train, 
 
 @pytest.mark.real
 def test_baselines_and_inflation_on_vqa_rad_are_those_that_were_measured(rad):
-    result = judge_answers(rad, resamples=0)
+    result = evaluate_answers(rad, resamples=0)
 
     def value(name, target):
         return row(result, target, subgroup=f"baseline: {name}").value
@@ -326,18 +326,18 @@ def test_baselines_and_inflation_on_vqa_rad_are_those_that_were_measured(rad):
         assert value(name, "closed") == pytest.approx(closed, abs=5e-4)
         assert value(name, "overall") == pytest.approx(overall, abs=5e-4)
     assert value("question_only", "closed") == pytest.approx(0.713, abs=0.005)
-    by_yes_no = judge_answers(rad, protocol="yes_no", resamples=0)
+    by_yes_no = evaluate_answers(rad, protocol="yes_no", resamples=0)
     assert row(by_yes_no, "closed", subgroup="baseline: question_only").value == pytest.approx(0.745, abs=0.01)
     assert (row(by_yes_no, "closed", "ceiling").n, row(by_yes_no, "open", "ceiling").n) == (251, 200)
-    assert row(judge_answers(rad, protocol="mevf", resamples=0), "closed", "ceiling").n == 185
+    assert row(evaluate_answers(rad, protocol="mevf", resamples=0), "closed", "ceiling").n == 185
 
 
 @pytest.mark.real
 @pytest.mark.parametrize(("answer", "closed"), [("normal", 0.489), ("yes and no", 0.923)])
 def test_a_constant_word_wins_the_closed_questions_of_llava_med(rad, answer, closed):
     ids = [question.id for question in rad.part("test").questions]
-    result = judge_answers(rad, constant_predictions(ids, answer), protocol="llava_med", resamples=0)
+    result = evaluate_answers(rad, constant_predictions(ids, answer), protocol="llava_med", resamples=0)
     assert row(result, "closed").value == pytest.approx(closed, abs=5e-4)
     assert row(result, "closed", "ceiling").value == pytest.approx(0.934, abs=5e-4)  # what a perfect model scores
-    honest = judge_answers(rad, constant_predictions(ids, answer), resamples=0)
+    honest = evaluate_answers(rad, constant_predictions(ids, answer), resamples=0)
     assert row(honest, "closed").value < 0.01

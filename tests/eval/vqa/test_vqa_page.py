@@ -28,7 +28,7 @@ from medvl.data.loading.vqa_source import QuestionSource
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, ImageError
-from medvl.eval import VQAData, judge_answers, normalize_answer
+from medvl.eval import VQAData, evaluate_answers, normalize_answer
 from medvl.eval.core.open import open_for_evaluation
 from medvl.eval.vqa.corpus_scripts import report
 from medvl.eval.vqa.evaluate import VQAResult
@@ -100,7 +100,7 @@ def result(model: VQA, source: QuestionSource) -> VQAResult:
         question = next(each.question for each in source.questions if each.question.id == name)
         if n % 2 and question.id != "200":
             said[name] = Prediction(normalize_answer(question.answer), score=0.75)
-    return judge_answers(question_data([source.source]), said, resamples=20, inputs={"checkpoint": "ab" * 32})
+    return evaluate_answers(question_data([source.source]), said, resamples=20, inputs={"checkpoint": "ab" * 32})
 
 
 def open_questions(model: VQA, source: QuestionSource, batch: int) -> Loader:
@@ -279,13 +279,13 @@ def test_without_a_checkpoint_there_are_images_and_answers(result: VQAResult, so
 @pytest.mark.parametrize(("score", "shown"), [(0.25, True), (1, True), (-3.5, False), ("high", False), (None, False)])
 def test_scores_that_are_no_shares_are_not_drawn(source: Any, tmp_path: Path, score: Any, shown: bool) -> None:
     said = {"100": Prediction("yes", score=score)}
-    result = judge_answers(question_data([source.source]), said, resamples=5)
+    result = evaluate_answers(question_data([source.source]), said, resamples=5)
     page = write_vqa_page(result, tmp_path / "page.html").read_text()
     assert ('class="share"' in page) == shown
 
 
 def test_without_answers_there_are_the_baselines_alone(source: QuestionSource, tmp_path: Path) -> None:
-    result = judge_answers(question_data([source.source]), resamples=5)
+    result = evaluate_answers(question_data([source.source]), resamples=5)
     text = read(write_vqa_page(result, tmp_path / "page.html")).text
     assert "Visual question answering: what needs no image" in text
     assert "Question-only model, overall" in text
@@ -304,10 +304,10 @@ def test_images_that_cannot_be_read_are_left_out(result: VQAResult, tmp_path: Pa
 
 def test_who_was_not_answered_is_told(source: QuestionSource, tmp_path: Path) -> None:
     data = question_data([source.source])
-    text = read(write_vqa_page(judge_answers(data, {}, resamples=5), tmp_path / "page.html")).text
+    text = read(write_vqa_page(evaluate_answers(data, {}, resamples=5), tmp_path / "page.html")).text
     assert "13 questions, which count as wrong" in text
     assert text.count("(no answer)") == 10  # six open ones and four closed ones
-    legacy = read(write_vqa_page(judge_answers(data, {}, protocol="mevf", resamples=5), tmp_path / "old.html")).text
+    legacy = read(write_vqa_page(evaluate_answers(data, {}, protocol="mevf", resamples=5), tmp_path / "old.html")).text
     assert "Not comparable" in legacy
     assert "judges freeform questions only" in legacy
 

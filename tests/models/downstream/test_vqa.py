@@ -17,7 +17,7 @@ from medvl.data.shards.source import ShardSource
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, CorpusError
-from medvl.eval import AnswerEval, answer_questions, answers_in, judge_answers, normalize_answer
+from medvl.eval import AnswerEval, answer_questions, evaluate_answers, normalize_answer, read_answer_vocabulary
 from medvl.eval.vqa.predict import question_data
 from medvl.models import VQA, create_vqa, save
 from medvl.models.downstream.vqa.config import VQAConfig
@@ -215,7 +215,7 @@ def test_it_starts_from_either_family(tmp_path: Path) -> None:
 
 
 def test_answers_are_judged_and_counted_while_training(folder: Path) -> None:
-    vocabulary = answers_in(folder)
+    vocabulary = read_answer_vocabulary(folder)
     assert set(vocabulary.answers) == {"yes", "2", "right lung", "none"}
     model = tiny_vqa(vocabulary.answers)
     with torch.no_grad():  # says "right lung", whatever is asked
@@ -226,7 +226,7 @@ def test_answers_are_judged_and_counted_while_training(folder: Path) -> None:
     assert model.training
     said = answer_questions(model, loader)
     assert {prediction.answer for prediction in said.values()} == {"right lung"}
-    result = judge_answers(question_data([ShardSource(folder)]), said, resamples=10)
+    result = evaluate_answers(question_data([ShardSource(folder)]), said, resamples=10)
     assert result.results.row("accuracy", "overall").value == 0.5
 
 

@@ -20,7 +20,7 @@ from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, EvaluationError
-from medvl.eval import AnswerEval, answer_questions, answers_in, normalize_answer, read_results
+from medvl.eval import AnswerEval, answer_questions, normalize_answer, read_answer_vocabulary, read_results
 from medvl.models import VQA, create_vqa, save
 from medvl.models.downstream.vqa.config import HEADS, DecoderConfig, Head, VQAConfig
 from medvl.models.downstream.vqa.heads import AnswerPredictions, DecoderHead
@@ -205,7 +205,7 @@ def loader_of(folder: Path, model: VQA) -> Any:
 
 @pytest.mark.parametrize("head", DECODERS)
 def test_decoders_are_judged_as_classifiers_are(head: Head, folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    answers = answers_in(folder).answers
+    answers = read_answer_vocabulary(folder).answers
     assert "no" not in answers, "an answer of the test questions has come into the vocabulary"
     model = answering("dual_stream", head, tokenizer, answers)
     loader = loader_of(folder, model)
