@@ -114,7 +114,7 @@ def prepare(recipe: Recipe) -> "Run":
             frozen_encoder=recipe.frozen_encoder,
             head_lr_mult=recipe.head_lr_mult,
         )
-    opened = open_labels(recipe.data, model, policy.settle, recipe.train.micro_batch)
+    opened = open_labels(recipe.data, model, policy.apply, recipe.train.micro_batch)
     run = Run(recipe="linear_probe", settings=recipe, model=model, data=opened)
     return run.with_evaluator(lambda images: ClassifyEval(images, policy=policy))
 

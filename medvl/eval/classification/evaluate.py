@@ -1,13 +1,14 @@
-"""A trained classifier of findings, judged on labelled images.
+"""Evaluation of a trained multi-label classifier.
 
 Protocol "classification", version 1: the rows of `medvl.eval.classification.scored_images` for the probabilities of
 a `Classifier`.
 
-* Every readable image of the loader is scored once, in eval mode; a score depends on its image alone.
-* AUROC and average precision a label and their means; Brier score and calibration error (`ECE_BINS` equal-width bins);
-  yes/no metrics at thresholds that are chosen on validation images of other patients and nowhere else.
-* Labels that are neither 1 nor 0 are settled by one named policy, which should be the one of training.
-* Intervals: patients are drawn, with all their images (`bootstrap_unit="image"`: images are). All rows share the draws.
+* Every readable image of the loader is scored once, in eval mode; a score depends on its image only.
+* AUROC and average precision per label and their means; Brier score and calibration error (`ECE_BINS` equal-width
+  bins); yes/no metrics at thresholds chosen only on validation images of other patients.
+* Labels that are neither 1 nor 0 are converted by one named policy, which should be that of training.
+* Intervals: patients are resampled with all their images, or images with `bootstrap_unit="image"`. All rows share the
+  resamples.
 """
 
 import dataclasses
@@ -41,23 +42,23 @@ from medvl.models.eval_mode import HasModules, evaluating
 PROTOCOL, PROTOCOL_VERSION = "classification", 1
 
 
-class Classifies(HasModules, Protocol):
-    """A classifier, as `medvl.models.Classifier` is one."""
+class ClassifierModel(HasModules, Protocol):
+    """A multi-label classifier such as `medvl.models.Classifier`."""
 
     @property
     def config(self) -> ClassifierConfig:
-        """Its labels are the columns of its logits."""
+        """Configuration, whose `labels` name the columns of the logits."""
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of the parameters."""
 
     def label_logits(self, image_BCHW: Tensor) -> Tensor:
-        """(B, L)."""
+        """Return logits (B, L)."""
 
 
 def classify(
-    model: Classifies,
+    model: ClassifierModel,
     loader: Loader,
     *,
     valid_loader: Loader | None = None,
@@ -69,10 +70,22 @@ def classify(
     smallest_subgroup: int = 10,
     checkpoint: str | Path | None = None,
 ) -> ClassificationResult:
-    """Judge a classifier; the protocol is at the top of this module, the arguments are those of `zero_shot`.
+    """Evaluate a classifier by the protocol of this module.
+
+    Args:
+        model: the classifier.
+        loader: test images, opened for evaluation.
+        valid_loader: images of other patients, on which thresholds are chosen; None for no yes/no metrics.
+        policy: conversion of uncertain and missing labels.
+        threshold_rule: metric that thresholds maximise.
+        bootstrap_unit: unit of resampling.
+        resamples: bootstrap resamples.
+        seed: seed of the resampling.
+        smallest_subgroup: positives, and negatives, that the AUROC of a subgroup needs.
+        checkpoint: directory or file whose hash is recorded in the results.
 
     Raises:
-        EvaluationError: no label can be judged, or the loader or the scores are not whole.
+        EvaluationError: no label can be evaluated, the loader is incomplete, or scores are not finite.
         SplitError: test and validation images share patients.
     """
     check_bootstrap_unit(bootstrap_unit)
@@ -100,53 +113,55 @@ def classify(
     return ClassificationResult(results=results, images=test, thresholds=thresholds)
 
 
-def score_labels(model: Classifies, loader: Loader, policy: LabelPolicy) -> ScoredImages:
-    """Every image of a loader with its probabilities and its labels under the policy. Raises `EvaluationError`."""
+def score_labels(model: ClassifierModel, loader: Loader, policy: LabelPolicy) -> ScoredImages:
+    """Return every image of a loader with probabilities and labels under the policy. Raises `EvaluationError`."""
     source = loader.source
     names = tuple(name for name in model.config.labels if name in source.label_names)
     if not names:
         raise EvaluationError(
-            f"the classifier ({', '.join(model.config.labels)}) and the data "
-            f"({', '.join(source.label_names) or 'none'}) have no label in common"
+            f"expected labels in common, got {', '.join(model.config.labels)} of the classifier and "
+            f"{', '.join(source.label_names) or 'none'} of the data",
+            "mismatch",
+            field="labels",
         )
-    given = FullPass(loader)
+    batches = FullPass(loader)
     parts, tables = [], []
     with evaluating(model):
-        for batch in given:
+        for batch in batches:
             logits_BL = model.label_logits(batch.image_BCHW.to(model.device, non_blocking=True))
             parts.append(torch.sigmoid(logits_BL.double()).cpu())
             tables.append(batch.labels_BL)
     scores_NL = torch.cat(parts).numpy()[:, [model.config.labels.index(name) for name in names]]
     if not np.isfinite(scores_NL).all():
-        raise EvaluationError("the classifier's scores are not finite: look at its weights")
+        raise EvaluationError("expected finite scores of the classifier; check its weights", "nonfinite")
     resolved = policy.resolve(torch.cat(tables).double().numpy(), source.label_names)
-    place_of = samples_by_key(source)
-    positions, samples = zip(*(place_of[key] for key in given.keys), strict=True)
+    by_key = samples_by_key(source)
+    positions, samples = zip(*(by_key[key] for key in batches.keys), strict=True)
     return ScoredImages(
         names=names,
         scores_NL=scores_NL,
         labels_NL=resolved.labels_NL[:, [source.label_names.index(name) for name in names]],
         samples=samples,
         positions=positions,
-        account=image_counts(samples, given.unreadable, resolved, names),
+        counts=image_counts(samples, batches.unreadable, resolved, names),
     )
 
 
 class ClassifyEval:
-    """AUROC of a classifier while it is being trained: `ClassifyEval(loader)(model)` is a flat mapping of numbers.
+    """AUROC of a classifier during training, without intervals.
 
-    "classify/auroc_macro", "classify/auroc_macro_competition" where all five can be judged, and
-    "classify/auroc/<label>" for each label that can; no intervals.
+    `ClassifyEval(loader)(model)` returns "classify/auroc_macro", "classify/auroc_macro_competition" if all five
+    competition findings can be evaluated, and "classify/auroc/<label>" of each evaluable label.
     """
 
     def __init__(self, loader: Loader, *, policy: LabelPolicy | None = None) -> None:
         self.loader, self.policy = loader, policy or LabelPolicy()
 
-    def __call__(self, model: Classifies) -> dict[str, float]:
-        """The numbers for the model as it is now. Raises `EvaluationError` as `classify` does."""
+    def __call__(self, model: ClassifierModel) -> dict[str, float]:
+        """Return the metrics of the current model. Raises `EvaluationError` as `classify` does."""
         images = score_labels(model, self.loader, self.policy)
         rows = measure(ranking_groups(images)[:1], len(images.samples), resamples=0)
-        named = {row.target: row.value for row in rows if not np.isnan(row.value)}
+        values = {row.target: row.value for row in rows if not np.isnan(row.value)}
         return {
-            f"classify/auroc{'_' if name.startswith('macro') else '/'}{name}": value for name, value in named.items()
+            f"classify/auroc{'_' if name.startswith('macro') else '/'}{name}": value for name, value in values.items()
         }

@@ -1,7 +1,7 @@
-"""What uncertain and missing labels count as: a named policy, written into every result.
+"""Named policies for uncertain and missing labels, recorded in every result.
 
-A label table says 1, 0, -1 (uncertain) or nothing (NaN: the report does not mention the finding). Metrics need 1, 0
-or "left out". How one becomes the other moves an AUROC by points, so it is never implicit.
+Label tables hold 1, 0, -1 (uncertain) or NaN (not mentioned in the report). Metrics need 1, 0 or NaN (left out). The
+conversion changes an AUROC by points and is therefore always explicit.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ PER_CLASS: Mapping[str, int] = {
     "Edema": POSITIVE,
     "Pleural Effusion": POSITIVE,
 }
-"""What an uncertain label counts as under "per_class" (as GLoRIA and PTUnifier set it); others are left out."""
+"""Values of uncertain labels under "per_class" (as in GLoRIA and PTUnifier); other classes are left out."""
 
 NO_FINDING = "No Finding"
 _NOT_A_PATHOLOGY = (NO_FINDING, "Support Devices")
@@ -34,56 +34,68 @@ _NOT_A_PATHOLOGY = (NO_FINDING, "Support Devices")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResolvedLabels:
-    """Labels that metrics can use, and what became of each."""
+    """Labels for metrics, and counts of the conversion."""
 
     labels_NL: Array
     """1, 0 or NaN (left out)."""
     counts: Mapping[str, Mapping[str, int]]
-    """Label -> positive, negative, left_out (together all images), uncertain and missing (as the table had them)."""
+    """Label -> counts: positive, negative, left_out (their sum is all images); uncertain, missing (of the table)."""
     contradictions: int
-    """Images whose table says No Finding and a positive pathology at once; they are kept as they stand."""
+    """Number of images labelled No Finding and with a positive pathology; their labels are kept."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LabelPolicy:
-    """Named rules for the labels that are neither 1 nor 0, applied in the order of the fields.
+    """Rules for labels that are neither 1 nor 0, applied in the order of the fields.
 
     Raises `EvaluationError` on an unknown name.
     """
 
     no_finding: NoFinding = "implied"
-    """"implied" first fills what logic fills: beside a positive pathology a missing No Finding is 0, and beside No
-    Finding a missing pathology is 0 (Support Devices are not a pathology). "labelled" takes the table as it is."""
+    """"implied" fills missing labels by logic: No Finding is 0 if a pathology is positive, and pathologies are 0 if
+    No Finding is positive (Support Devices are not a pathology). "labelled" uses the table unchanged."""
     uncertain: Uncertain = "ignore"
-    """"ignore" leaves the image out for that finding; "zeros", "ones"; "per_class" as in `PER_CLASS`."""
+    """"ignore" leaves the label out; "zeros", "ones", or "per_class" as in `PER_CLASS`."""
     missing: Missing = "negative"
-    """A finding that nobody mentions is absent ("negative"), or the image is left out for it ("ignore")."""
+    """A finding that is not mentioned counts as "negative", or the label is left out ("ignore")."""
 
     def __post_init__(self) -> None:
         for field, allowed in (("no_finding", NoFinding), ("uncertain", Uncertain), ("missing", Missing)):
             value, names = getattr(self, field), get_args(allowed)
             if value not in names:
-                raise EvaluationError(f"LabelPolicy.{field} is {value!r}: choose one of {', '.join(names)}")
+                raise EvaluationError(
+                    f"expected {field} to be one of {', '.join(names)}, got {value!r}", "unknown_name", field=field
+                )
 
     @property
     def name(self) -> str:
-        """Short, for tables and pages: the three rules in one line."""
+        """The three rules in one line, for tables and pages."""
         return f"uncertain: {self.uncertain}, missing: {self.missing}, no finding: {self.no_finding}"
 
     def resolve(self, labels_NL: ArrayLike, names: Sequence[str]) -> ResolvedLabels:
-        """`labels_NL` of 1, 0, -1 or NaN, one column a name, made into 1, 0 or NaN with an account of each column.
+        """Convert labels of 1, 0, -1 or NaN to 1, 0 or NaN, and count the conversions per column.
 
-        All columns of the table should be given, also those that are not judged: the No Finding rule reads them.
-        Raises `EvaluationError` on any other value or when names and columns do not match.
+        Pass all columns of the table, also those that are not evaluated: the No Finding rule reads them.
+
+        Args:
+            labels_NL: label table.
+            names: name of each column.
+
+        Raises:
+            EvaluationError: a label has another value, or names and columns do not match.
         """
         table_NL = np.array(labels_NL, dtype=np.float64)  # a copy
         if table_NL.ndim != 2 or table_NL.shape[1] != len(names):
             raise EvaluationError(
-                f"labels of shape {table_NL.shape} do not have one column for each of {len(names)} names"
+                f"expected one column for each of {len(names)} names, got shape {table_NL.shape}",
+                "mismatch",
+                field="labels",
             )
         missing_NL, uncertain_NL = np.isnan(table_NL), table_NL == UNCERTAIN
         if not (missing_NL | uncertain_NL | (table_NL == POSITIVE) | (table_NL == NEGATIVE)).all():
-            raise EvaluationError("labels must be 1, 0, -1 (uncertain) or NaN (not mentioned)")
+            raise EvaluationError(
+                "expected labels of 1, 0, -1 (uncertain) or NaN (missing)", "out_of_range", field="labels"
+            )
 
         resolved_NL, contradictions = table_NL.copy(), 0
         if NO_FINDING in names:
@@ -104,8 +116,8 @@ class LabelPolicy:
         }
         return ResolvedLabels(resolved_NL, counts, contradictions)
 
-    def settle(self, labels_NL: ArrayLike, names: Sequence[str]) -> Array:
-        """The labels of `resolve` without their account: what training takes."""
+    def apply(self, labels_NL: ArrayLike, names: Sequence[str]) -> Array:
+        """Return only the labels of `resolve`, as used in training."""
         return self.resolve(labels_NL, names).labels_NL
 
     def _value_of_uncertain(self, name: str) -> float:
@@ -114,7 +126,7 @@ class LabelPolicy:
 
 
 def _imply_no_finding(labels_NL: Array, names: Sequence[str], *, fill: bool) -> int:
-    """Fill in place what No Finding and the pathologies say about each other; the number of contradictions."""
+    """Fill labels implied by No Finding and by pathologies in place; return the number of contradictions."""
     none_N = labels_NL[:, names.index(NO_FINDING)]  # a view
     pathologies = [column for column, name in enumerate(names) if name not in _NOT_A_PATHOLOGY]
     any_N = (labels_NL[:, pathologies] == POSITIVE).any(axis=1)

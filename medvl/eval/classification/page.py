@@ -1,4 +1,4 @@
-"""What the page of every classifier shows: tables, curves, subgroups, and the images it was surest about."""
+"""Page of a classifier: tables, curves, subgroups, and images with extreme scores."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -44,22 +44,22 @@ _METRIC_NAMES: Mapping[str, str] = {
 }
 _RULES: Mapping[str, str] = {"f1": "F1", "mcc": "MCC", "youden": "sensitivity + specificity"}
 LIMITS = (
-    "A research evaluation, not for clinical use: the numbers say how scores rank these images against these labels, "
-    "not what a reader or a patient would gain.",
-    "Intervals are percentiles of a bootstrap over the units named above. They hold the chance of the draw, "
-    "not errors of the labels (which may come from reports), nor any difference between these patients and others.",
-    "Images on this page belong to the data set and stay under its terms of use.",
+    "For research, not for clinical use: the metrics compare scores with labels of these images and do not measure "
+    "clinical benefit.",
+    "Intervals are percentiles of a bootstrap over the units named above. They cover sampling variation only, not "
+    "label errors (labels may come from reports) or differences from other patient populations.",
+    "The images on this page belong to the data set and remain under its terms of use.",
 )
 
 
 def sections(
     result: ClassificationResult, pixels: Callable[[int], NDArray[np.uint8]] | None, examples: int
 ) -> list[Section]:
-    """Findings, decisions, curves, subgroups and, with `pixels`, that many images of each kind for a finding."""
-    found: list[Section] = [_findings_table(result), *_decisions(result), _plots(result), *_subgroups(result)]
+    """Return tables, curves and, with `pixels`, galleries with `examples` images of each kind per finding."""
+    parts: list[Section] = [_findings_table(result), *_decisions(result), _plots(result), *_subgroups(result)]
     if pixels is not None:
-        found.append(_gallery(result, pixels, examples))
-    return found
+        parts.append(_gallery(result, pixels, examples))
+    return parts
 
 
 def write_classification_page(
@@ -72,7 +72,7 @@ def write_classification_page(
     pixels: Callable[[int], NDArray[np.uint8]] | None = None,
     examples: int = 3,
 ) -> Path:
-    """Write the page of a classifier as one HTML file; its path. The arguments are those of `write_zero_shot_page`."""
+    """Write the page of a classifier as one HTML file and return its path; arguments as in `write_zero_shot_page`."""
     page = Page(
         title=f"Classification: {model}",
         subtitle=subtitle(result, data),
@@ -85,44 +85,46 @@ def write_classification_page(
 
 
 def subtitle(result: ClassificationResult, data: str) -> str:
-    """The data and how many images and patients of it were judged, for `Page.subtitle`."""
+    """Return the data and its number of images and patients, for `Page.subtitle`."""
     return f"{data}, {len(result.images.samples):,} images of {len(set(result.images.patients)):,} patients"
 
 
 def headlines(result: ClassificationResult) -> list[tuple[str, str, str]]:
-    """The few numbers to remember, for `Page.headlines`."""
+    """Return the main results, for `Page.headlines`."""
     rows = _rows(result)
     names = (
         ("auroc", "macro_competition", "AUROC, five competition findings"),
-        ("auroc", "macro", f"AUROC, mean of {len(result.images.judgeable)} findings"),
+        ("auroc", "macro", f"AUROC, mean of {len(result.images.evaluable)} findings"),
         ("average_precision", "macro", "Average precision, mean"),
         ("top1_accuracy", "one class", "Top-1 accuracy, images of one class"),
     )
-    return [headline(what, rows[metric, target, ""]) for metric, target, what in names if (metric, target, "") in rows]
+    return [
+        headline(title, rows[metric, target, ""]) for metric, target, title in names if (metric, target, "") in rows
+    ]
 
 
 def facts(
-    result: ClassificationResult, *, model: str, data: str, date: str | None, own: Sequence[tuple[str, str]] = ()
+    result: ClassificationResult, *, model: str, data: str, date: str | None, extra: Sequence[tuple[str, str]] = ()
 ) -> list[tuple[str, str]]:
-    """What was evaluated, and how, for `Page.facts`: `own`, and what is told alike of every classifier."""
+    """Return the facts of `extra` and those common to all classifiers, for `Page.facts`."""
     config, details = result.results.config, result.results.details
     policy = ", ".join(
         f"{rule.replace('_', ' ')}: {choice.replace('_', ' ')}" for rule, choice in config["policy"].items()
     )
-    thresholds = "none: no validation images were given"
+    thresholds = "none (no validation images)"
     if result.thresholds is not None:
-        thresholds = f"best {_RULES[config['threshold_rule']]} on validation images of other patients"
+        thresholds = f"maximum of {_RULES[config['threshold_rule']]} on validation images of other patients"
     left_out = sum(details["unreadable"].values())
-    told = [
-        *own,
+    shown = [
+        *extra,
         ("Label policy", policy),
         ("Thresholds", thresholds),
-        ("Unreadable", f"{left_out} images" if left_out else "none: every image was scored"),
+        ("Unreadable", f"{left_out} images" if left_out else "none"),
     ]
     if details["no_finding_contradictions"]:
-        told.append(("Labels", f"{details['no_finding_contradictions']} images have No Finding beside a finding"))
+        shown.append(("Labels", f"{details['no_finding_contradictions']} images have both No Finding and a finding"))
     return header_facts(
-        result.results, model=model, data=data, date=date, units=f"{config['bootstrap_unit']}s", extra=told
+        result.results, model=model, data=data, date=date, units=f"{config['bootstrap_unit']}s", extra=shown
     )
 
 
@@ -131,7 +133,7 @@ def _rows(result: ClassificationResult) -> dict[tuple[str, str, str], MetricRow]
 
 
 def _targets(result: ClassificationResult, metric: str) -> dict[str, str]:
-    """Target -> its label in a table, the means first."""
+    """Return target -> its name in tables, the means first."""
     rows = _rows(result)
     means = {target: label for target, label in _MEANS.items() if (metric, target, "") in rows}
     return {**means, **{name: name for name in result.images.names if (metric, name, "") in rows}}
@@ -143,24 +145,29 @@ def _findings_table(result: ClassificationResult) -> Table:
     lines: list[list[Cell | str]] = []
     for target, label in targets.items():
         auroc = rows["auroc", target, ""]
-        share = auroc.n_positive / auroc.n if auroc.n_positive is not None and auroc.n else None
+        prevalence = auroc.n_positive / auroc.n if auroc.n_positive is not None and auroc.n else None
         sizes = ["", "", f"{auroc.n:,}", ""]
-        if share is not None:
-            sizes = [f"{auroc.n_positive:,}", f"{100 * share:.1f}%", f"{auroc.n:,}", f"{counts[target]['left_out']:,}"]
-        precision = metric_cell(rows["average_precision", target, ""], reference=share, bar=True)
+        if prevalence is not None:
+            sizes = [
+                f"{auroc.n_positive:,}",
+                f"{100 * prevalence:.1f}%",
+                f"{auroc.n:,}",
+                f"{counts[target]['left_out']:,}",
+            ]
+        precision = metric_cell(rows["average_precision", target, ""], reference=prevalence, bar=True)
         lines.append([label, metric_cell(auroc, reference=0.5, bar=True), precision, *sizes])
     return Table(
         title="Findings",
-        columns=["", "AUROC", "Average precision", "Positive", "Share", "Judged", "Left out"],
+        columns=["", "AUROC", "Average precision", "Positive", "Prevalence", "Evaluated", "Left out"],
         rows=lines,
         strong_rows=sum(target in _MEANS for target in targets),
-        caption="With 95% intervals. The tick in a bar is a score that knows nothing: 0.5 for AUROC, the share of "
-        "positives for average precision. Left out: uncertain or missing labels, by the policy.",
+        caption="With 95% intervals. The tick in a bar is chance level: 0.5 for AUROC, the prevalence for average "
+        "precision. Left out: uncertain or missing labels, by the policy.",
     )
 
 
 def _decisions(result: ClassificationResult) -> list[Table]:
-    """Calibration and yes/no metrics, as far as the evaluation has them."""
+    """Return the table of calibration and yes/no metrics, if there are any."""
     rows = _rows(result)
     metrics = [metric for metric in (*CALIBRATION_METRICS, *DECISION_METRICS) if (metric, "macro", "") in rows]
     if not metrics:
@@ -179,7 +186,7 @@ def _decisions(result: ClassificationResult) -> list[Table]:
             rows=lines,
             strong_rows=1,
             caption=f"Calibration error over {ECE_BINS} bins of equal width."
-            + (" Thresholds were chosen on validation images of other patients, never on these." if decided else ""),
+            + (" Thresholds were chosen on validation images of other patients." if decided else ""),
         )
     ]
 
@@ -200,14 +207,14 @@ def _plots(result: ClassificationResult) -> Pictures:
         if result.gives_probabilities:
             images_by_title["calibration"] = plots.calibration_plot(calibration_bins(scores_N, labels_N))
         pictures = [
-            Picture(source=png_uri(png), alternative=f"{name}: {what}") for what, png in images_by_title.items()
+            Picture(source=png_uri(png), alternative=f"{name}: {title}") for title, png in images_by_title.items()
         ]
         strips.append(Strip(title=name, note=f"AUROC {format_value(rows['auroc', name, ''])}", pictures=pictures))
     return Pictures(
         title="Curves",
         strips=strips,
-        caption="ROC curve with its pointwise 95% band; scores of positive and of negative images, each histogram of "
-        "area 1; share of positives in bins of about equally many images, with Wilson's 95% interval.",
+        caption="ROC curve with pointwise 95% band; normalised histograms of the scores of positive and negative "
+        "images; fraction of positives in bins of about equal size, with Wilson's 95% interval.",
     )
 
 
@@ -228,7 +235,7 @@ def _subgroups(result: ClassificationResult) -> list[Table]:
             rows=lines,
             strong_rows=int(any(("auroc", "macro", group) in rows for group in groups)),
             caption=f"A cell needs {result.results.config['smallest_subgroup']} positive and as many negative images. "
-            "The mean of a group is over the findings that all groups beside it can be judged on.",
+            "Means are over the findings with a value in every group of the attribute.",
         ),
         *_gaps(result),
     ]
@@ -248,8 +255,8 @@ def _gaps(result: ClassificationResult) -> list[Table]:
             columns=["", "Best - worst", "AUROC"],
             rows=lines,
             strong_rows=sum(row.target == "macro" for row in gaps),
-            caption="The AUROC of the best group less that of the worst. The two are chosen on these images: with more "
-            "than two groups the gap looks larger than it is. An interval below zero does not tell them apart.",
+            caption="AUROC of the best group minus that of the worst, both chosen on these images: with more than two "
+            "groups the gap is biased upwards. If the interval includes zero, the groups are not distinguished.",
         )
     ]
 
@@ -257,38 +264,38 @@ def _gaps(result: ClassificationResult) -> list[Table]:
 def _gallery(result: ClassificationResult, pixels: Callable[[int], NDArray[np.uint8]], examples: int) -> Pictures:
     images, strips = result.images, []
     for index, name in enumerate(images.names):
-        if name not in images.judgeable:
+        if name not in images.evaluable:
             continue
         scores_N, labels_N = images.scores_NL[:, index], images.labels_NL[:, index]
         order = np.argsort(-scores_N, kind="stable")
         positive, negative = order[labels_N[order] == 1], order[labels_N[order] == 0]
         kinds = {
-            "scored highest, right": positive[:examples],
-            "scored highest, wrong": negative[:examples],
-            "scored lowest, wrong": positive[::-1][:examples],
+            "highest scores, positive": positive[:examples],
+            "highest scores, negative": negative[:examples],
+            "lowest scores, positive": positive[::-1][:examples],
         }
-        for kind, chosen in kinds.items():
-            pictures = [_thumbnail(result, int(place), index, pixels) for place in chosen]
+        for kind, rows_N in kinds.items():
+            pictures = [_thumbnail(result, int(row), index, pixels) for row in rows_N]
             strips.append(Strip(title=name, note=kind, pictures=[picture for picture in pictures if picture]))
     return Pictures(
         title="Images",
         kind="thumbnails",
         strips=strips,
-        caption="The images with the highest score among positives and among negatives, and with the lowest among "
-        "positives: key (a hash), score, label.",
+        caption="Images with the highest scores among positives and among negatives, and with the lowest scores among "
+        "positives: score, label, key (a hash).",
     )
 
 
 def _thumbnail(
-    result: ClassificationResult, place: int, label: int, pixels: Callable[[int], NDArray[np.uint8]]
+    result: ClassificationResult, row: int, label: int, pixels: Callable[[int], NDArray[np.uint8]]
 ) -> Picture | None:
-    sample, images = result.images.samples[place], result.images
+    sample, images = result.images.samples[row], result.images
     try:
-        image = pixels(images.positions[place])
+        image = pixels(images.positions[row])
     except (MedvlError, OSError):
-        _log.warning("image %s cannot be shown: it could not be read again", sample.key)
+        _log.warning("image %s is left out of the page: it could not be read", sample.key)
         return None
-    value = "positive" if images.labels_NL[place, label] == 1 else "negative"
+    value = "positive" if images.labels_NL[row, label] == 1 else "negative"
     view = f", {sample.view}" if sample.view else ""
-    lines = (f"{images.scores_NL[place, label]:.3f}, {value}", f"{sample.key[:16]}{view}")
+    lines = (f"{images.scores_NL[row, label]:.3f}, {value}", f"{sample.key[:16]}{view}")
     return Picture(source=thumbnail_uri(image), alternative=f"image {sample.key}", lines=lines)

@@ -1,8 +1,7 @@
-"""Labelled images with a score a class: how every classifier is judged, whatever it was made from.
+"""Metrics of labelled images with a score per class, shared by zero-shot prompts, linear probes and classifiers.
 
-Zero-shot prompts, a linear probe and a fine-tuned classifier give the same thing, scores of images, and get the same
-rows: AUROC and average precision, calibration where scores are probabilities, yes/no metrics at thresholds that were
-chosen on validation images of other patients, and subgroups with their gaps.
+The rows are AUROC and average precision, calibration if scores are probabilities, yes/no metrics at thresholds chosen
+on validation images of other patients, and subgroups with their gaps.
 
 Shape letters: N images, L classes.
 """
@@ -15,7 +14,7 @@ import numpy as np
 
 from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import ResolvedLabels
-from medvl.eval.classification.subgroups import subgroup_groups
+from medvl.eval.classification.subgroups import subgroup_metrics
 from medvl.eval.core.full_pass import check_disjoint_patients
 from medvl.eval.core.metric_rows import MetricGroup, calibration_metrics, decision_metrics, measure, ranking_metrics
 from medvl.eval.core.metrics import ECE_BINS, Array, choose_threshold
@@ -28,18 +27,18 @@ ThresholdRule = Literal["f1", "mcc", "youden"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredImages:
-    """A data set with its scores, in the loader's order."""
+    """Images of a data set with scores and labels, in the order of the loader."""
 
     names: tuple[str, ...]
-    """Classes that are judged: those that have scores, and a label column in the data."""
+    """Evaluated classes, which have both scores and a label column in the data."""
     scores_NL: Array
     labels_NL: Array
-    """1, 0 or NaN (left out), after the policy."""
+    """Labels of 1, 0 or NaN (left out) under the policy."""
     samples: tuple[Sample, ...]
     positions: tuple[int, ...]
-    """Place of each sample in the loader's source."""
-    account: Mapping[str, Any]
-    """What was read, judged and left out, as JSON."""
+    """Position of each sample in the source."""
+    counts: Mapping[str, Any]
+    """JSON counts of images and labels that were read, evaluated and left out."""
 
     @property
     def patients(self) -> list[str]:
@@ -47,51 +46,53 @@ class ScoredImages:
         return [sample.patient for sample in self.samples]
 
     @property
-    def judgeable(self) -> list[str]:
-        """Classes with positives and negatives."""
+    def evaluable(self) -> list[str]:
+        """Classes with both positives and negatives."""
         both = (self.labels_NL == 1).any(axis=0) & (self.labels_NL == 0).any(axis=0)
-        return [name for name, judged in zip(self.names, both, strict=True) if judged]
+        return [name for name, has_both in zip(self.names, both, strict=True) if has_both]
 
     @property
     def means(self) -> dict[str, list[str]]:
-        """Mean -> the classes that it is the mean of; `EvaluationError` where no class can be judged."""
-        if not self.judgeable:
+        """Name of each mean -> its classes. Raises `EvaluationError` if no class can be evaluated."""
+        if not self.evaluable:
             raise EvaluationError(
-                f"none of {', '.join(self.names)} has positive and negative images under this policy: "
-                "there is nothing to judge"
+                f"expected positive and negative images of a class, got none for {', '.join(self.names)} under this "
+                "label policy",
+                "empty",
+                field="labels",
             )
-        means = {"macro": self.judgeable}
-        if set(COMPETITION_FINDINGS) <= set(self.judgeable):
+        means = {"macro": self.evaluable}
+        if set(COMPETITION_FINDINGS) <= set(self.evaluable):
             means["macro_competition"] = list(COMPETITION_FINDINGS)
         return means
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ClassificationResult:
-    """The results, and the scores behind them for the page and the predictions file."""
+    """Results of a classification with the scores, for the page and the predictions file."""
 
     results: Results
     images: ScoredImages
     thresholds: Mapping[str, float] | None
-    """By class, chosen on validation images; NaN where those have one class only."""
+    """Threshold per class, chosen on validation images; NaN where these have a single class."""
 
     @property
     def gives_probabilities(self) -> bool:
-        """Whether scores are probabilities, so that calibration can be judged."""
+        """Whether scores are probabilities, so that calibration is defined."""
         return True
 
     @property
     def groups(self) -> list[str] | None:
-        """What was drawn for the intervals, for statistics of one's own on the same draws."""
+        """Bootstrap groups of the images, to compute further statistics on the same resamples."""
         return self.images.patients if self.results.config["bootstrap_unit"] == "patient" else None
 
     def table(self) -> str:
-        """The findings and the means of subgroups, as plain text."""
+        """Return the rows of findings and the means of subgroups as plain text."""
         rows = [row for row in self.results.rows if not row.subgroup or row.target == "macro"]
         return format_table(rows)
 
     def predictions(self) -> Iterator[dict[str, Any]]:
-        """One mapping an image: key, patient, scores, and labels (null: left out), as `write_results` takes them."""
+        """Yield key, patient, scores and labels (NaN: left out) of each image, for `write_results`."""
         images = self.images
         rows = zip(images.samples, images.scores_NL.tolist(), images.labels_NL.tolist(), strict=True)
         for sample, scores, labels in rows:
@@ -116,7 +117,7 @@ def check_bootstrap_unit(unit: str) -> None:
 def image_counts(
     samples: Sequence[Sample], unreadable: Mapping[str, int], resolved: ResolvedLabels, names: Sequence[str]
 ) -> dict[str, Any]:
-    """What became of every image and label, for `ScoredImages.account`."""
+    """Return the counts of images and labels, for `ScoredImages.counts`."""
     return {
         "images": len(samples),
         "patients": len({sample.patient for sample in samples}),
@@ -127,18 +128,18 @@ def image_counts(
 
 
 def choose_thresholds(valid: ScoredImages, test: ScoredImages, rule: ThresholdRule) -> dict[str, float]:
-    """Class -> the threshold that is best by `rule` on the validation images; NaN where those have one class only.
+    """Return class -> the best threshold by `rule` on the validation images; NaN where these have a single class.
 
-    Raises SplitError when the two sets share a patient.
+    Raises SplitError if the two sets share a patient.
     """
     check_disjoint_patients(valid.patients, test.patients)
     columns = zip(valid.names, valid.scores_NL.T, valid.labels_NL.T, strict=True)
-    chosen = {name: choose_threshold(scores_N, labels_N, rule) for name, scores_N, labels_N in columns}
-    return {name: chosen.get(name, float("nan")) for name in test.names}
+    thresholds = {name: choose_threshold(scores_N, labels_N, rule) for name, scores_N, labels_N in columns}
+    return {name: thresholds.get(name, float("nan")) for name in test.names}
 
 
 def ranking_groups(test: ScoredImages) -> list[MetricGroup]:
-    """AUROC and average precision of every class, and their means."""
+    """Return AUROC and average precision of every class, and their means."""
     columns = test.scores_NL, test.labels_NL, test.names
     return [ranking_metrics(metric, *columns, means=test.means) for metric in ("auroc", "average_precision")]
 
@@ -146,19 +147,19 @@ def ranking_groups(test: ScoredImages) -> list[MetricGroup]:
 def decision_groups(
     test: ScoredImages, thresholds: Mapping[str, float] | None, *, probabilities: bool
 ) -> list[MetricGroup]:
-    """Calibration where scores are probabilities, and yes/no metrics where there are thresholds."""
-    blocks = [calibration_metrics(test.scores_NL, test.labels_NL, test.names)] if probabilities else []
+    """Return calibration if scores are probabilities, and yes/no metrics if there are thresholds."""
+    groups = [calibration_metrics(test.scores_NL, test.labels_NL, test.names)] if probabilities else []
     decided = [index for index, name in enumerate(test.names) if thresholds and not np.isnan(thresholds[name])]
     if thresholds and decided:
         names = [test.names[index] for index in decided]
         predicted_NL = test.scores_NL[:, decided] >= np.array([thresholds[name] for name in names])
-        blocks.append(decision_metrics(predicted_NL, test.labels_NL[:, decided], names))
-    return blocks
+        groups.append(decision_metrics(predicted_NL, test.labels_NL[:, decided], names))
+    return groups
 
 
 def evaluate_scores(
     test: ScoredImages,
-    blocks: Sequence[MetricGroup],
+    metric_groups: Sequence[MetricGroup],
     *,
     thresholds: Mapping[str, float] | None,
     protocol: tuple[str, int],
@@ -166,15 +167,22 @@ def evaluate_scores(
     inputs: Mapping[str, str | None],
     details: Mapping[str, Any] | None = None,
 ) -> Results:
-    """The rows of these blocks and of the subgroups under one bootstrap.
+    """Compute the rows of the metric groups and of the subgroups under one bootstrap.
 
-    `config` has `bootstrap_unit`, `resamples`, `seed` and `smallest_subgroup`; `protocol` is its name and version.
+    Args:
+        test: images with scores and labels.
+        metric_groups: metrics of all images.
+        thresholds: threshold per class, recorded in the details.
+        protocol: name and version.
+        config: settings, with `bootstrap_unit`, `resamples`, `seed` and `smallest_subgroup`.
+        inputs: hashes of the inputs.
+        details: further details.
     """
-    of_groups, labels_in_mean = subgroup_groups(
+    of_subgroups, labels_in_mean = subgroup_metrics(
         test.scores_NL, test.labels_NL, test.names, test.samples, config["smallest_subgroup"]
     )
     rows = measure(
-        [*blocks, *of_groups],
+        [*metric_groups, *of_subgroups],
         len(test.samples),
         resamples=config["resamples"],
         seed=config["seed"],
@@ -187,7 +195,7 @@ def evaluate_scores(
         config={**config, "ece_bins": ECE_BINS},
         inputs=inputs,
         details={
-            **test.account,
+            **test.counts,
             "thresholds": thresholds,
             "labels_in_subgroup_mean": labels_in_mean,
             **(details or {}),

@@ -1,13 +1,12 @@
-"""Who is in the test set: masks by view, projection, sex and age band, AUROC within each, and the gaps between them.
+"""Subgroups by view, projection, sex and age band: AUROC within each, and gaps between them.
 
-A cell (label and group) is reported when the group holds at least `smallest` positives and as many negatives of the
-label; otherwise its row stands there without a value. The mean of a group is taken over the labels that can be
-reported in every group of the attribute, so that groups are compared on the same labels.
+The AUROC of a label in a group needs at least `smallest` positives and as many negatives in the group; otherwise its
+row has no value. The mean of a group is taken over the labels that have a value in every group of the attribute, so
+that groups are compared on the same labels.
 
-A gap ("auroc_gap") is the AUROC of the group with the highest minus that of the group with the lowest, for a label or
-the mean; its row names the two. They are chosen on all images and kept in the resamples, where they may change places:
-an interval that reaches below zero says that these data do not tell the groups apart. With more than two groups the
-choice itself makes gaps look larger than they are.
+A gap ("auroc_gap") is the highest AUROC of a group minus the lowest, for a label or the mean; its row names the two
+groups. They are chosen on all images and kept in the resamples: an interval that reaches below zero means that the
+data do not distinguish the groups. With more than two groups the choice biases gaps upwards.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +51,7 @@ ATTRIBUTES: Mapping[str, Callable[[Sample], str | None]] = {
 
 
 def subgroups(samples: Sequence[Sample]) -> dict[str, dict[str, NDArray[np.bool_]]]:
-    """Attribute -> group -> mask_N, for the attributes that split these samples into two groups or more."""
+    """Return attribute -> group -> mask_N, for the attributes that split the samples into two or more groups."""
     result = {}
     for attribute, group_of in ATTRIBUTES.items():
         of_sample = np.array([group_of(sample) or "" for sample in samples])
@@ -66,58 +65,62 @@ def _age_order(name: str) -> tuple[bool, str]:
     return not name.startswith("under"), name
 
 
-def subgroup_groups(
+def subgroup_metrics(
     scores_NL: Array, labels_NL: Array, names: Sequence[str], samples: Sequence[Sample], smallest: int
 ) -> tuple[list[MetricGroup], dict[str, list[str]]]:
-    """AUROC rows of every group and of the gaps, and attribute -> labels in the mean of its groups (empty: no mean)."""
-    blocks: list[MetricGroup] = []
+    """Return the AUROC of every group and the gaps, and attribute -> labels in the mean of its groups.
+
+    An empty list of labels means that the attribute has no mean.
+    """
+    metric_groups: list[MetricGroup] = []
     labels_in_mean = {}
     for attribute, masks in subgroups(samples).items():
-        judged = {group: np.where(mask_N[:, None], labels_NL, np.nan) for group, mask_N in masks.items()}
-        enough = {group: _enough_L(labels, smallest) for group, labels in judged.items()}
+        labels_by_group = {group: np.where(mask_N[:, None], labels_NL, np.nan) for group, mask_N in masks.items()}
+        enough = {group: _enough_L(labels, smallest) for group, labels in labels_by_group.items()}
         reported_L = np.any(list(enough.values()), axis=0)
         everywhere_L = np.all(list(enough.values()), axis=0)
         labels_in_mean[attribute] = [name for name, kept in zip(names, everywhere_L, strict=True) if kept]
         means = {"macro": labels_in_mean[attribute]} if everywhere_L.any() else {}
-        for group, group_labels_NL in judged.items():
+        for group, group_labels_NL in labels_by_group.items():
             subgroup = f"{attribute}: {group}"
             kept = np.flatnonzero(enough[group]).tolist()
             small = np.flatnonzero(reported_L & ~enough[group]).tolist()
             if kept:
                 columns = scores_NL[:, kept], group_labels_NL[:, kept], [names[index] for index in kept]
-                blocks.append(ranking_metrics("auroc", *columns, means=means, subgroup=subgroup))
+                metric_groups.append(ranking_metrics("auroc", *columns, means=means, subgroup=subgroup))
             if small:
                 rows = [label_row("auroc", names[index], group_labels_NL[:, index], subgroup) for index in small]
-                blocks.append(undefined_metrics(rows))
+                metric_groups.append(undefined_metrics(rows))
         targets = {
             name: [index] for index, name in enumerate(names) if sum(kept[index] for kept in enough.values()) > 1
         }
         if means:
             targets["macro"] = np.flatnonzero(everywhere_L).tolist()
-        blocks += [
-            _gap_block(attribute, target, columns, scores_NL, judged, enough) for target, columns in targets.items()
+        metric_groups += [
+            _gap_metric(attribute, target, columns, scores_NL, labels_by_group, enough)
+            for target, columns in targets.items()
         ]
-    return blocks, labels_in_mean
+    return metric_groups, labels_in_mean
 
 
-def _gap_block(
+def _gap_metric(
     attribute: str,
     target: str,
     columns: Sequence[int],
     scores_NL: Array,
-    judged: Mapping[str, Array],
+    labels_by_group: Mapping[str, Array],
     enough: Mapping[str, NDArray[np.bool_]],
 ) -> MetricGroup:
-    """The gap of one label, or of the mean over several, between the groups that have enough images of all of them."""
+    """Return the gap of one label, or of the mean over several, between the groups with enough images of all."""
 
     def mean_of(labels_NL: Array) -> Callable[[Array], Array]:
         ranked = ranked_columns(scores_NL[:, columns], labels_NL[:, columns])
         return lambda counts_NR: mean_over_labels(np.stack([column.auroc_R(counts_NR) for column in ranked], axis=1))
 
-    groups = {group: mean_of(labels) for group, labels in judged.items() if enough[group][columns].all()}
+    groups = {group: mean_of(labels) for group, labels in labels_by_group.items() if enough[group][columns].all()}
     values = {group: float(statistic(np.ones((len(scores_NL), 1)))[0]) for group, statistic in groups.items()}
     best, worst = max(values, key=values.__getitem__), min(values, key=values.__getitem__)
-    both_NL = np.concatenate([judged[best][:, columns], judged[worst][:, columns]])
+    both_NL = np.concatenate([labels_by_group[best][:, columns], labels_by_group[worst][:, columns]])
     row = MetricRow(
         metric="auroc_gap",
         target=target,

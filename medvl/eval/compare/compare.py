@@ -1,11 +1,11 @@
-"""Several runs of one evaluation side by side, with paired differences from the first.
+"""Comparison of several runs of one evaluation, with paired differences from the first.
 
-Two runs can be compared when they went by one protocol on the same data: hashes of all inputs but their own weights
-must agree, or whoever compares them says that they may differ. Settings that differ are told.
+Runs can be compared if they used the same protocol and the same data: the hashes of all inputs except their own weights
+must agree, unless `force` is set. Differing settings are noted.
 
-A difference is paired: both runs are judged on the same draws of the same items (`compare_items`), so that what makes
-an item hard for both cancels out. Two intervals that overlap can hide a difference that is certain, and a paired one
-shows it. Where the lines of predictions name the patient of an item, patients are drawn, as in each evaluation itself.
+Differences are paired: both runs are evaluated on the same resamples of the same items
+(`medvl.eval.compare.predictions`), which removes the variation between items that both share. A paired interval can
+exclude 0 where two separate intervals overlap. If the predictions name patients, patients are resampled.
 
 Shape letters: R resamples, K rows.
 """
@@ -24,10 +24,10 @@ from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results, read_results
 
-_OWN = frozenset({"checkpoint", "predictions", "vocabulary"})
-"""Inputs in which runs differ because they are runs; all others must agree."""
-_UNIMPORTANT = frozenset({"resamples", "seed", "autocast"})
-"""Settings that change no value, or none by more than rounding."""
+_RUN_INPUTS = frozenset({"checkpoint", "predictions", "vocabulary"})
+"""Inputs that may differ between runs; all others must agree."""
+_IGNORED_SETTINGS = frozenset({"resamples", "seed", "autocast"})
+"""Settings that do not change values beyond rounding."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,27 +41,27 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What a report is made of; differences are of each further run minus the first."""
+    """Runs with their rows, and differences of each further run minus the first."""
 
     runs: tuple[Run, ...]
     rows: tuple[str, ...]
     """Names of all rows, in the order of the first run that has them."""
     differences: tuple[Mapping[str, MetricRow], ...]
-    """For each run but the first, row name -> the difference, where items could be paired."""
+    """Row name -> difference for each run except the first; empty if its items cannot be paired."""
     notes: tuple[str, ...]
-    """What does not agree, or could not be paired."""
+    """Notes on differing inputs and settings, and on runs that cannot be paired."""
 
     @property
     def protocol(self) -> str:
-        """Of all runs."""
+        """Protocol of all runs."""
         return self.runs[0].results.protocol
 
     def value(self, run: int, name: str) -> MetricRow | None:
-        """A run's own row, None where it has none of that name."""
+        """Return the row of a run by name; None if it has none."""
         return next((row for row in self.runs[run].results.rows if row.name == name), None)
 
     def as_json(self) -> dict[str, Any]:
-        """For `comparison.json`: runs, notes, and every row with values and differences."""
+        """Return runs, notes, and every row with values and differences, for `comparison.json`."""
         return {
             "protocol": {"name": self.protocol, "version": self.runs[0].results.protocol_version},
             "runs": [{"name": run.name, "inputs": dict(run.results.inputs)} for run in self.runs],
@@ -78,19 +78,19 @@ class Comparison:
 
 
 def find_runs(paths: Sequence[Path]) -> dict[str, list[Run]]:
-    """Protocol -> its evaluations, from results.json files, folders of evaluations, or folders of training runs.
+    """Find the evaluations of each protocol in results.json files, folders of evaluations or training runs.
 
-    A folder without a results.json of its own stands for all in `eval/` below it, or beside it where it is a
-    checkpoint of a run. Runs are called by what tells their paths apart. Raises EvaluationError.
+    A folder without a results.json stands for all evaluations in `eval/` below it, or beside it if it is a checkpoint.
+    Runs are named by the parts of their paths that differ. Raises EvaluationError if a path has no evaluation.
     """
-    found: dict[str, list[tuple[Path, Results]]] = {}
+    by_protocol: dict[str, list[tuple[Path, Results]]] = {}
     for path in paths:
         for folder in _folders(path):
             results = read_results(folder)
-            found.setdefault(results.protocol, []).append((folder, results))
+            by_protocol.setdefault(results.protocol, []).append((folder, results))
     runs = {}
-    for protocol, entries in found.items():
-        names = tell_apart([folder for folder, _ in entries])
+    for protocol, entries in by_protocol.items():
+        names = short_names([folder for folder, _ in entries])
         runs[protocol] = [Run(name, *entry) for name, entry in zip(names, entries, strict=True)]
     return runs
 
@@ -98,17 +98,17 @@ def find_runs(paths: Sequence[Path]) -> dict[str, list[Run]]:
 def _folders(path: Path) -> list[Path]:
     if path.is_file():
         return [path.parent]
-    for place in (path / "results.json", *(base / "eval" for base in (path, path.parent))):
-        if place.name == "results.json" and place.is_file():
+    for candidate in (path / "results.json", *(base / "eval" for base in (path, path.parent))):
+        if candidate.name == "results.json" and candidate.is_file():
             return [path]
-        within = sorted(file.parent for file in place.glob("*/results.json"))
+        within = sorted(file.parent for file in candidate.glob("*/results.json"))
         if within:
             return within
-    raise EvaluationError(f"{path} holds no results.json, nor an eval/ that does: evaluate the run first")
+    raise EvaluationError(f"{path} has no results.json and no eval/ with one; evaluate the run first", "not_found")
 
 
-def tell_apart(folders: Sequence[Path]) -> list[str]:
-    """A short name for each: its path without the parts that all share."""
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """Return a short unique name per folder: its path without the common leading and trailing parts."""
     parts = [folder.resolve().parts for folder in folders]
     shortest = min(map(len, parts))
     first = next((n for n in range(shortest) if len({each[n] for each in parts}) > 1), shortest)
@@ -118,76 +118,78 @@ def tell_apart(folders: Sequence[Path]) -> list[str]:
 
 
 def compare(runs: Sequence[Run], *, force: bool = False, resamples: int = 1000, seed: int = 0) -> Comparison:
-    """Set evaluations of one protocol side by side; the first is what the others are compared with.
+    """Compare evaluations of one protocol with the first.
 
     Args:
-        runs: one or more.
-        force: compare what went in differently all the same, and tell so.
-        resamples, seed: of the paired bootstrap.
+        runs: one or more runs.
+        force: compare runs with differing protocols or inputs, and note the differences.
+        resamples: resamples of the paired bootstrap.
+        seed: seed of the paired bootstrap.
 
     Raises:
-        EvaluationError: the runs are of two protocols or versions, or went by other data and `force` does not allow it;
-            predictions do not belong to their results.
+        EvaluationError: protocols or inputs differ and `force` is not set, or predictions do not belong to their
+            results.
     """
     if not runs:
-        raise EvaluationError("there is no run to report")
+        raise EvaluationError("expected at least one run, got none", "empty", field="runs")
     notes = _disagreements(runs)
     if notes and not force:
         raise EvaluationError(
-            f"these runs cannot be compared: {'; '.join(notes)}. Evaluate them alike, or say --force to see them side "
-            "by side all the same"
+            f"these runs cannot be compared: {'; '.join(notes)}; evaluate them on the same inputs, or use --force",
+            "mismatch",
+            field="runs",
         )
     notes += _settings(runs)
     items = [read_items(run.folder, run.results) for run in runs]
     differences: list[Mapping[str, MetricRow]] = []
-    for run, mine in zip(runs[1:], items[1:], strict=True):
-        paired = _paired(items[0], mine, resamples, seed)
+    for run, own_items in zip(runs[1:], items[1:], strict=True):
+        paired = _paired(items[0], own_items, resamples, seed)
         if isinstance(paired, str):
             notes.append(f"{run.name} is not paired with {runs[0].name}: {paired}")
         differences.append({} if isinstance(paired, str) else paired)
     if any(differences) and items[0] is not None and items[0].groups is None:
-        notes.append("predictions do not say whose the items are: single items are drawn, and intervals are too narrow")
+        notes.append("predictions without patients: items are resampled independently, so intervals are too narrow")
     rows = dict.fromkeys(row.name for run in runs for row in run.results.rows)
     return Comparison(runs=tuple(runs), rows=tuple(rows), differences=tuple(differences), notes=tuple(notes))
 
 
 def _disagreements(runs: Sequence[Run]) -> list[str]:
     first = runs[0].results
-    told = []
+    notes = []
     for run in runs[1:]:
         other = run.results
         if (other.protocol, other.protocol_version) != (first.protocol, first.protocol_version):
-            told.append(
-                f"{run.name} went by {other.protocol} version {other.protocol_version}, {runs[0].name} by "
+            notes.append(
+                f"{run.name} has protocol {other.protocol} version {other.protocol_version}, {runs[0].name} has "
                 f"{first.protocol} version {first.protocol_version}"
             )
-        names = sorted({*first.inputs, *other.inputs} - _OWN)
+        names = sorted({*first.inputs, *other.inputs} - _RUN_INPUTS)
         differing = [name for name in names if first.inputs.get(name) != other.inputs.get(name)]
         if differing:
-            told.append(f"{run.name} and {runs[0].name} have another {', another '.join(differing)}")
-    return told
+            notes.append(f"{run.name} and {runs[0].name} differ in {', '.join(differing)}")
+    return notes
 
 
 def _settings(runs: Sequence[Run]) -> list[str]:
     first = runs[0].results.config
-    names = sorted({name for run in runs for name in run.results.config} - _UNIMPORTANT)
+    names = sorted({name for run in runs for name in run.results.config} - _IGNORED_SETTINGS)
     differing = [name for name in names if any(run.results.config.get(name) != first.get(name) for run in runs)]
 
-    def told(value: object) -> str:
-        return "set otherwise" if isinstance(value, Mapping) else str(value)
+    def shown(value: object) -> str:
+        return "other settings" if isinstance(value, Mapping) else str(value)
 
     return [
-        f"{name}: " + ", ".join(f"{told(run.results.config.get(name))} ({run.name})" for run in runs)
+        f"{name}: " + ", ".join(f"{shown(run.results.config.get(name))} ({run.name})" for run in runs)
         for name in differing
     ]
 
 
 def _paired(first: Items | None, other: Items | None, resamples: int, seed: int) -> dict[str, MetricRow] | str:
-    """Row name -> other minus first, or why there is none."""
+    """Return row name -> other minus first, or the reason why the runs cannot be paired."""
     if first is None or other is None:
-        return "one of them has no predictions that could be"
+        return "one of them has no predictions"
     if first.names != other.names:
-        return "their predictions are of other items"
+        return "their predictions are for different items"
     common = [name for name in first.rows if name in set(other.rows)]
     columns = [[items.rows.index(name) for name in common] for items in (first, other)]
 
@@ -196,7 +198,7 @@ def _paired(first: Items | None, other: Items | None, resamples: int, seed: int)
         return np.asarray(of_other[:, columns[1]] - of_first[:, columns[0]])
 
     estimate = bootstrap(statistic, len(first.names), resamples=resamples, seed=seed, groups=first.groups)
-    known = {row.name: row for block in first.blocks for row in block.rows}
+    known = {row.name: row for group in first.metric_groups for row in group.rows}
     values = zip(common, estimate.value_K, estimate.low_K, estimate.high_K, strict=True)
     return {
         name: dataclasses.replace(known[name], value=float(value), low=float(low), high=float(high))

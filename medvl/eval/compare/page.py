@@ -1,4 +1,4 @@
-"""A report of several runs: a page, a table in plain text, and the same as JSON."""
+"""Output of a comparison of runs: HTML page, plain-text table and JSON."""
 
 import dataclasses
 import json
@@ -9,33 +9,33 @@ from pathlib import Path
 from medvl.common.files import write_atomic
 from medvl.eval.compare.compare import Comparison
 from medvl.eval.core.metric_rows import MetricRow
-from medvl.eval.core.results import format_table, format_value, plain
+from medvl.eval.core.results import format_table, format_value, to_json
 from medvl.eval.html.header import dated
 from medvl.eval.html.page import Cell, Page, Section, Table, metric_cell, write_page
 
 _LIMITS = (
-    "A difference is of the named run minus the first, on the same draws of the same items, with its 95% interval. One "
-    "that does not hold 0 is marked with an arrow. Many rows are looked at: some intervals leave out 0 by chance.",
-    "A paired interval holds the chance of which patients are in the test set. It does not hold that of training: "
-    "another seed gives other weights.",
+    "Differences are the named run minus the first, on the same resamples of the same items, with 95% intervals. An "
+    "arrow marks intervals that exclude 0. With many rows, some intervals exclude 0 by chance.",
+    "Paired intervals cover the sampling of test patients. They do not cover the variation of training: another seed "
+    "gives other weights.",
 )
 
 
 def write_comparison(comparisons: Sequence[Comparison], folder: str | Path, *, date: str | None = None) -> list[Path]:
-    """Write `comparison.json` and `index.html` into a folder, which is made where it is missing; their paths."""
+    """Write `comparison.json` and `index.html` into a folder, created if missing, and return their paths."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     content = [comparison.as_json() for comparison in comparisons]
-    written = write_atomic(folder / "comparison.json", json.dumps(plain(content), indent=2, allow_nan=False) + "\n")
+    written = write_atomic(folder / "comparison.json", json.dumps(to_json(content), indent=2, allow_nan=False) + "\n")
     names = list(dict.fromkeys(run.name for comparison in comparisons for run in comparison.runs))
     facts = [("Compared with", comparisons[0].runs[0].name)] if len(names) > 1 else []
     for comparison in comparisons:
         for run in comparison.runs:
             weights = run.results.inputs.get("checkpoint")
             facts.append((run.name, f"{comparison.protocol}{f', checkpoint sha256 {weights[:12]}' if weights else ''}"))
-        facts += [(f"{_titled(comparison.protocol)} differs", note) for note in comparison.notes]
+        facts += [(f"{_title(comparison.protocol)} differs", note) for note in comparison.notes]
     page = Page(
-        title="Runs side by side",
+        title="Comparison of runs",
         subtitle=", ".join(names),
         headlines=[],
         facts=dated(date, facts),
@@ -46,7 +46,7 @@ def write_comparison(comparisons: Sequence[Comparison], folder: str | Path, *, d
 
 
 def format_comparison(comparison: Comparison) -> str:
-    """Every row with the value of each run and its difference from the first, and the notes, as plain text."""
+    """Return every row with the values of all runs and their differences from the first, and notes, as text."""
     rows = []
     for name in comparison.rows:
         for number, run in enumerate(comparison.runs):
@@ -58,7 +58,7 @@ def format_comparison(comparison: Comparison) -> str:
 
 
 def _renamed(row: MetricRow | None, name: str, column: str) -> MetricRow:
-    """For a table whose columns are runs."""
+    """Return a row whose metric is the name of a run, for a table with one column per run."""
     blank = MetricRow(metric=column, target=name)
     return blank if row is None else dataclasses.replace(row, metric=column, target=name, subgroup="")
 
@@ -78,11 +78,11 @@ def _table(comparison: Comparison, metric: str) -> Table:
     lines: list[Sequence[Cell | str]] = []
     for name in names:
         own = [comparison.value(number, name) for number in runs]
-        beside = [_difference(comparison.differences[number - 1].get(name)) for number in paired]
+        differences = [_difference(comparison.differences[number - 1].get(name)) for number in paired]
         count = next((f"{row.n:,}" for row in own if row is not None), "")
-        lines.append([name.split("/", 1)[1], *(metric_cell(row, bar=bar) for row in own), *beside, count])
+        lines.append([name.split("/", 1)[1], *(metric_cell(row, bar=bar) for row in own), *differences, count])
     return Table(
-        title=f"{_titled(comparison.protocol)}: {metric.replace('_', ' ')}",
+        title=f"{_title(comparison.protocol)}: {metric.replace('_', ' ')}",
         columns=[
             "",
             *(run.name for run in comparison.runs),
@@ -93,7 +93,7 @@ def _table(comparison: Comparison, metric: str) -> Table:
     )
 
 
-def _titled(protocol: str) -> str:
+def _title(protocol: str) -> str:
     return protocol.replace("_", " ").capitalize()
 
 

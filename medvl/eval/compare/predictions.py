@@ -1,7 +1,7 @@
-"""What `predictions.jsonl` says of every item, as blocks of metrics: the same rows again, so that runs can be paired.
+"""Metric groups recomputed from `predictions.jsonl`, to pair runs item by item.
 
-A reader knows the lines of one protocol. It gives the rows that these lines decide; what an evaluation computed from
-more than them (the other direction of a retrieval, calibration at thresholds) stays without a paired difference.
+A reader parses the lines of one protocol and gives the rows that they determine. Rows that need more (the other
+direction of a retrieval, calibration at thresholds) have no paired difference.
 
 Shape letters: N items, K rows.
 """
@@ -24,42 +24,41 @@ from medvl.schema import COMPETITION_FINDINGS
 
 Line = Mapping[str, Any]
 _TOLERANCE = 1e-6
-"""Between a row of results.json and the same row from its predictions."""
+"""Largest difference between a row of results.json and the same row from its predictions."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Items:
-    """The items of a run in the order of their names, and the blocks of metrics over them."""
+    """Items of a run, ordered by name, with the metrics over them."""
 
     names: tuple[tuple[Any, ...], ...]
     groups: tuple[Any, ...] | None
-    """What is drawn: the patient (or text) of each item; None where the lines do not say, and items are drawn."""
-    blocks: tuple[MetricGroup, ...]
+    """Bootstrap group (patient or text) of each item; None if the lines have none and items are resampled."""
+    metric_groups: tuple[MetricGroup, ...]
 
     @property
     def rows(self) -> list[str]:
-        """Names of the rows, as the blocks' statistics give them."""
-        return [row.name for block in self.blocks for row in block.rows]
+        """Names of the rows, in the order of `statistic`."""
+        return [row.name for group in self.metric_groups for row in group.rows]
 
     def statistic(self, counts_NR: Array) -> Array:
-        """values_RK, columns as in `rows`."""
-        return np.concatenate([block.statistic(counts_NR) for block in self.blocks], axis=1)
+        """Return values_RK with columns as in `rows`."""
+        return np.concatenate([group.statistic(counts_NR) for group in self.metric_groups], axis=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Reader:
     item: tuple[str, ...]
-    """The fields that name an item."""
+    """Fields that identify an item."""
     group: str
-    """The field that says what an item is drawn with."""
-    blocks: Callable[[Sequence[Line]], list[MetricGroup]]
+    """Field of the bootstrap group."""
+    metric_groups: Callable[[Sequence[Line]], list[MetricGroup]]
 
 
 def read_items(folder: Path, results: Results) -> Items | None:
-    """The items behind the results in a folder; None where it has no predictions, or of a protocol without a reader.
+    """Read the items of an evaluation; None if it has no predictions or its protocol has no reader.
 
-    Raises EvaluationError when the predictions are no lines of the protocol, name an item twice, or give other values
-    than the results say.
+    Raises EvaluationError if the lines are malformed, an item is repeated, or the values differ from the results.
     """
     path, reader = folder / "predictions.jsonl", _READERS.get(results.protocol)
     if reader is None or not path.is_file():
@@ -71,38 +70,40 @@ def read_items(folder: Path, results: Results) -> Items | None:
         )
         names, lines = tuple(name for name, _ in named), [line for _, line in named]
         groups = tuple(line[reader.group] for line in lines) if all(reader.group in line for line in lines) else None
-        items = Items(names, groups, tuple(reader.blocks(lines)))
+        items = Items(names, groups, tuple(reader.metric_groups(lines)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EvaluationError(f"{path} has no lines of {results.protocol} ({type(error).__name__})") from error
+        raise EvaluationError(
+            f"{path} is not a predictions file of {results.protocol} ({type(error).__name__})", "malformed"
+        ) from error
     if not names or len(set(names)) != len(names):
-        raise EvaluationError(f"{path} has no item, or one of them twice: evaluate again")
+        raise EvaluationError(f"expected each item once in {path}, got none or duplicates; evaluate again", "malformed")
     _check(items, results, path)
     return items
 
 
 def _check(items: Items, results: Results, path: Path) -> None:
-    """The rows of the predictions must be those of the results."""
-    told = {row.name: row.value for row in results.rows}
+    """Raise EvaluationError unless the rows of the predictions equal those of the results."""
+    expected = {row.name: row.value for row in results.rows}
     values = zip(items.rows, items.statistic(np.ones((len(items.names), 1)))[0].tolist(), strict=True)
     for name, value in values:
-        known = told.get(name, value)
+        known = expected.get(name, value)
         if not math.isclose(known, value, abs_tol=_TOLERANCE) and not (math.isnan(known) and math.isnan(value)):
             raise EvaluationError(
-                f"{path} gives {value:.6f} for {name} and results.json beside it {known:.6f}: they are of two "
-                "evaluations, so evaluate again"
+                f"{path} gives {value:.6f} for {name}, but results.json has {known:.6f}; evaluate again",
+                "mismatch",
             )
 
 
 def _ranking(lines: Sequence[Line]) -> list[MetricGroup]:
-    """AUROC and average precision of every class and their means: zero-shot, and classifiers."""
+    """Return AUROC and average precision of every class and their means, for zero-shot and classifiers."""
     names = list(lines[0]["scores"])
     scores_NL, labels_NL = (
         np.array([[_number(line[field][name]) for name in names] for line in lines]) for field in ("scores", "labels")
     )
     both_L = (labels_NL == 1).any(axis=0) & (labels_NL == 0).any(axis=0)
-    judged = [name for name, both in zip(names, both_L.tolist(), strict=True) if both]
-    means = {"macro": judged}
-    if set(COMPETITION_FINDINGS) <= set(judged):
+    evaluable = [name for name, both in zip(names, both_L.tolist(), strict=True) if both]
+    means = {"macro": evaluable}
+    if set(COMPETITION_FINDINGS) <= set(evaluable):
         means["macro_competition"] = list(COMPETITION_FINDINGS)
     metrics = ("auroc", "average_precision")
     return [ranking_metrics(metric, scores_NL, labels_NL, names, means=means) for metric in metrics]
@@ -115,7 +116,7 @@ def _grounding(lines: Sequence[Line]) -> list[MetricGroup]:
 
 
 def _retrieval(lines: Sequence[Line]) -> list[MetricGroup]:
-    """From images to texts: the lines have no rank of a text."""
+    """Return image-to-text metrics; the lines have no ranks of texts."""
     rank_N = np.array([float(line["rank"]) for line in lines])
     recalls = [mean_metrics(f"recall@{k}", (rank_N <= k)[:, None].astype(float), ["image_to_text"]) for k in (1, 5, 10)]
     return [*recalls, median_metric("median_rank", rank_N, "image_to_text")]
@@ -140,4 +141,4 @@ _READERS = {
     "image_text_retrieval_reranked": _RANKS,
     "vqa": _Reader(("id",), "patient", _answers),
 }
-"""Protocol -> how its lines are read."""
+"""Protocol -> reader of its lines."""

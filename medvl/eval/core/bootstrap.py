@@ -1,17 +1,17 @@
-"""Bootstrap intervals, vectorised over resamples and exact.
+"""Exact bootstrap intervals, vectorised over resamples.
 
-A resample draws as many items as there are, with replacement. It is held as a count an item, never as a copy of the
-data: a statistic takes `counts_NR` (how often resample r drew item n) and returns its value for every resample at once.
-With a column of ones it returns the plain value. AUROC, for one, sorts its scores once and then only sums counts.
+A resample draws N items with replacement and is stored as counts per item, not as a copy of the data: a statistic takes
+`counts_NR` (how often resample r drew item n) and returns its values for all resamples at once. A column of ones gives
+the plain value.
 
-Rules, the same for every metric:
+Rules for every metric:
 
-* Interval: percentiles of the resampled values with linear interpolation, so low <= high for any number of resamples.
-* Groups: with `groups` (patients), whole groups are drawn and their items follow; otherwise items are drawn.
-* A label with one class only has no value (NaN). A resample in which a class vanishes is left out of that label's
-  interval; where fewer than half of the resamples remain the interval is NaN.
-* A mean over labels is taken within each resample, over the labels that are defined in it: one draw of the images
-  serves all labels, so their dependence is in the interval of the mean.
+* Intervals are percentiles of the resampled values with linear interpolation.
+* With `groups` (patients), whole groups are drawn with all their items; otherwise items are drawn.
+* A label with a single class has no value (NaN). Resamples without both classes are left out of the label's interval;
+  if fewer than half of the resamples remain, the interval is NaN.
+* A mean over labels is taken within each resample, over the labels defined in it. All labels share the resampled
+  images, so that the interval of the mean includes their dependence.
 
 Shape letters: N items, R resamples, L labels, U groups (units), K values of a statistic.
 """
@@ -26,14 +26,14 @@ from medvl.errors import EvaluationError
 from medvl.eval.core.metrics import Array, RankedColumn, check_scores
 
 Statistic = Callable[[Array], Array]
-"""counts_NR -> values_RK."""
+"""Function from counts_NR to values_RK."""
 
-_BLOCK_ELEMENTS = 2_000_000  # of counts_NR: 16 MB, so that memory does not grow with the number of resamples
+_CHUNK_ELEMENTS = 2_000_000  # elements of counts_NR at a time (16 MB): memory is independent of the resamples
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """Values with their intervals; each array has one entry a value of the statistic."""
+    """Values of a statistic with their intervals."""
 
     value_K: Array
     low_K: Array
@@ -49,15 +49,24 @@ def bootstrap(
     groups: Sequence[Hashable] | None = None,
     level: float = 0.95,
 ) -> Estimate:
-    """A statistic of `n` items with its percentile intervals.
+    """Return a statistic of `n` items with percentile intervals.
 
-    `statistic` maps counts_NR (float64) to values_RK; `groups` gives each item's group (patient) where groups are to be
-    drawn. No resamples: the intervals are NaN. Raises `EvaluationError` on sizes that cannot be resampled.
+    Args:
+        statistic: function from counts_NR (float64) to values_RK.
+        n: number of items.
+        resamples: number of resamples; with 0 the intervals are NaN.
+        seed: seed of the resampling.
+        groups: group (patient) of each item, to resample groups instead of items.
+        level: confidence level.
+
+    Raises:
+        EvaluationError: `n`, `resamples`, `level` or the number of groups is out of range.
     """
     if n < 1 or resamples < 0 or not 0 < level < 1:
         raise EvaluationError(
-            f"cannot resample {n} items {resamples} times at level {level}: "
-            "give at least one item, resamples >= 0 and a level between 0 and 1"
+            f"expected n >= 1, resamples >= 0 and 0 < level < 1, got {n}, {resamples} and {level}",
+            "out_of_range",
+            field="n" if n < 1 else "resamples" if resamples < 0 else "level",
         )
     value_K = statistic(np.ones((n, 1)))[0]
     if resamples == 0:
@@ -69,15 +78,15 @@ def bootstrap(
 
 
 def bootstrap_indices(n: int, resamples: int = 1000, seed: int = 0) -> NDArray[np.int64]:
-    """indices_RN: the items that each resample draws. `bootstrap` counts these very draws."""
-    return np.concatenate(list(_index_blocks(n, resamples, seed)))
+    """Return indices_RN, the items drawn by each resample of `bootstrap` with the same seed."""
+    return np.concatenate(list(_index_chunks(n, resamples, seed)))
 
 
 def resample_counts(n: int, resamples: int, seed: int, groups: Sequence[Hashable] | None = None) -> Iterator[Array]:
-    """counts_NR in blocks of resamples: how often each item is drawn. The block size changes nothing in the draws."""
+    """Yield counts_NR, how often each item is drawn, for chunks of resamples; the draws do not depend on the chunks."""
     group_of_N = None if groups is None else _group_numbers(groups, n)
     units = n if group_of_N is None else int(group_of_N.max()) + 1
-    for indices_RU in _index_blocks(units, resamples, seed, widest=n):
+    for indices_RU in _index_chunks(units, resamples, seed, widest=n):
         rows = len(indices_RU)
         flat = (indices_RU + np.arange(rows)[:, None] * units).ravel()
         counts_RU = np.bincount(flat, minlength=rows * units).reshape(rows, units)
@@ -85,22 +94,24 @@ def resample_counts(n: int, resamples: int, seed: int, groups: Sequence[Hashable
         yield counts_UR if group_of_N is None else counts_UR[group_of_N]
 
 
-def _index_blocks(n: int, resamples: int, seed: int, widest: int = 0) -> Iterator[NDArray[np.int64]]:
+def _index_chunks(n: int, resamples: int, seed: int, widest: int = 0) -> Iterator[NDArray[np.int64]]:
     rng = np.random.default_rng(seed)
-    block = max(1, _BLOCK_ELEMENTS // max(n, widest))
-    for start in range(0, resamples, block):
-        yield rng.integers(0, n, size=(min(block, resamples - start), n))
+    chunk = max(1, _CHUNK_ELEMENTS // max(n, widest))
+    for start in range(0, resamples, chunk):
+        yield rng.integers(0, n, size=(min(chunk, resamples - start), n))
 
 
 def _group_numbers(groups: Sequence[Hashable], n: int) -> NDArray[np.int64]:
     if len(groups) != n:
-        raise EvaluationError(f"{len(groups)} groups for {n} items: give one group an item")
+        raise EvaluationError(
+            f"expected one group per item, got {len(groups)} for {n} items", "mismatch", field="groups"
+        )
     numbers: dict[Hashable, int] = {}
     return np.array([numbers.setdefault(group, len(numbers)) for group in groups])
 
 
 def percentile_interval(values_RK: Array, level: float = 0.95) -> tuple[Array, Array]:
-    """(low_K, high_K) with linear interpolation, NaN values left out; NaN where fewer than half remain."""
+    """Return (low_K, high_K) over the values that are not NaN; NaN if these are fewer than half."""
     tail = (1 - level) / 2
     low_K, high_K = np.full((2, values_RK.shape[1]), np.nan)
     for k, values_R in enumerate(values_RK.T):
@@ -117,15 +128,15 @@ def bootstrap_metric(
     seed: int = 0,
     groups: Sequence[Hashable] | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Any function of arrays that share their first axis: (value_K, low_K, high_K), with K = 1 for a plain number.
+    """Return (value_K, low_K, high_K) of any function of arrays with the same first axis; K = 1 for a scalar.
 
-    The function is called once a resample, on copies of the rows drawn (in their original order): for statistics that
-    have no form in counts, such as a median. Raises `EvaluationError` when the arrays are of different lengths.
+    The function is called once per resample on copies of the drawn rows, in their original order. Raises
+    `EvaluationError` if the arrays have different lengths.
     """
     columns = [np.asarray(array) for array in arrays]
     lengths = {len(column) for column in columns}
     if len(lengths) != 1:
-        raise EvaluationError(f"arrays of {sorted(lengths)} rows cannot be resampled together: give one length")
+        raise EvaluationError(f"expected arrays of the same length, got {sorted(lengths)}", "mismatch", field="arrays")
     n = lengths.pop()
 
     def statistic(counts_NR: Array) -> Array:
@@ -143,10 +154,11 @@ def bootstrap_auroc(
     seed: int = 0,
     groups: Sequence[Hashable] | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Area under the ROC curve a label with its 95 % interval: (auroc_L, low_L, high_L).
+    """Return the area under the ROC curve per label with 95 % intervals: (auroc_L, low_L, high_L).
 
-    Labels are 1, 0 or NaN (left out); equal scores count a half. All labels share the same resamples, drawn over all N
-    rows. See the module's rules for one-class labels. Raises `EvaluationError` on other label values or NaN scores.
+    Labels are 1, 0 or NaN (left out); equal scores count one half. All labels share the same resamples of the N rows.
+    See the rules of this module for labels with a single class. Raises `EvaluationError` on other label values or
+    scores that are not finite.
     """
     columns = ranked_columns(scores_NL, labels_NL)
     return _bootstrap_columns([column.auroc_R for column in columns], columns[0].n, resamples, seed, groups)
@@ -159,9 +171,10 @@ def bootstrap_average_precision(
     seed: int = 0,
     groups: Sequence[Hashable] | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Average precision a label, with the resamples, rules and shapes of `bootstrap_auroc`.
+    """Return the average precision per label with 95 % intervals, like `bootstrap_auroc`.
 
-    The sum over recall steps of the precision at that step, equal scores being one step (no interpolation).
+    Average precision is the sum over recall steps of the precision at the step, without interpolation; equal scores
+    form one step.
     """
     columns = ranked_columns(scores_NL, labels_NL)
     return _bootstrap_columns([column.average_precision_R for column in columns], columns[0].n, resamples, seed, groups)
@@ -178,13 +191,13 @@ def _bootstrap_columns(
 
 
 def ranked_columns(scores_NL: ArrayLike, labels_NL: ArrayLike) -> list[RankedColumn]:
-    """One sorted column a label, after checking shapes, scores and label values."""
+    """Return one sorted column per label, after checking shapes, scores and label values."""
     scores, labels = check_scores(scores_NL, labels_NL)
     return [RankedColumn(scores_N, labels_N) for scores_N, labels_N in zip(scores.T, labels.T, strict=True)]
 
 
 def mean_over_labels(values_RL: Array) -> Array:
-    """values_R: the mean within each resample over the labels that are defined in it; NaN where none is."""
+    """Return values_R, the mean over the labels defined in each resample; NaN if none is."""
     defined_RL = ~np.isnan(values_RL)
     count_R = defined_RL.sum(axis=1)
     total_R = np.where(defined_RL, values_RL, 0.0).sum(axis=1)

@@ -1,4 +1,4 @@
-"""Curves for the page: ROC with its bootstrap band, and calibration.
+"""ROC curves with bootstrap bands, and calibration curves.
 
 Shape letters: N items, R resamples, G grid points, Q bins.
 """
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from medvl.eval.core.bootstrap import percentile_interval, resample_counts
 from medvl.eval.core.metrics import Array
 
-_MOST_THRESHOLDS = 512
-"""Of the ROC band: more cannot be seen in a picture, and the cost of the band grows with them."""
+_MAX_THRESHOLDS = 512
+"""Maximum number of thresholds of the ROC band, whose cost grows with them; more are not visible in a plot."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RocCurve:
-    """The ROC curve of one label, corner by corner, and the pointwise band of its true positive rate."""
+    """Corners of the ROC curve of one label, and the pointwise band of its true positive rate on a grid."""
 
     false_positive_rate: Array
     true_positive_rate: Array
@@ -36,10 +36,10 @@ def roc_curve(
     groups: Sequence[Hashable] | None = None,
     grid_points: int = 101,
 ) -> RocCurve | None:
-    """The ROC curve with a 95 % band at fixed false positive rates; None where a class is absent.
+    """Return the ROC curve with a 95 % band at fixed false positive rates; None if a class is absent.
 
-    `labels_N` are 1, 0 or NaN (left out). The band's resamples are those of `bootstrap` with the same seed and groups;
-    with more than 512 distinct scores it is drawn at 512 quantiles of them (the curve itself keeps every corner).
+    `labels_N` are 1, 0 or NaN (left out). The band uses the resamples of `bootstrap` with the same seed and groups;
+    with more than 512 distinct scores it uses 512 quantiles of them, while the curve keeps every corner.
     """
     known = ~np.isnan(labels_N)
     if len(np.unique(labels_N[known])) < 2:
@@ -52,8 +52,8 @@ def roc_curve(
     if resamples == 0:
         unknown_G = np.full(grid_points, np.nan)
         return RocCurve(false_1[:, 0], true_1[:, 0], grid_G, unknown_G, unknown_G)
-    if len(ends) > _MOST_THRESHOLDS:
-        ends = ends[np.linspace(0, len(ends) - 1, _MOST_THRESHOLDS).astype(np.int64)]
+    if len(ends) > _MAX_THRESHOLDS:
+        ends = ends[np.linspace(0, len(ends) - 1, _MAX_THRESHOLDS).astype(np.int64)]
     heights_RG = []
     for counts_NR in resample_counts(len(scores_N), resamples, seed, groups):
         drawn_NR = counts_NR[order]
@@ -66,7 +66,7 @@ def roc_curve(
 
 
 def _rates(positive_NR: Array, negative_NR: Array, ends: NDArray[np.int64]) -> tuple[Array, Array]:
-    """False and true positive rates, from (0, 0) to (1, 1), at the thresholds where runs of equal scores end."""
+    """Return false and true positive rates, from (0, 0) to (1, 1), at the ends of runs of equal scores."""
 
     def rate(weights_NR: Array) -> Array:
         sums_NR = np.cumsum(weights_NR, axis=0)
@@ -78,7 +78,7 @@ def _rates(positive_NR: Array, negative_NR: Array, ends: NDArray[np.int64]) -> t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CalibrationBins:
-    """Mean probability and share of positives (with Wilson's interval) in bins of about equally many items."""
+    """Mean probability and fraction of positives (with Wilson intervals) in bins of about equal size."""
 
     probability_Q: Array
     observed_Q: Array
@@ -88,7 +88,7 @@ class CalibrationBins:
 
 
 def calibration_bins(probability_N: Array, labels_N: Array, bins: int = 10) -> CalibrationBins:
-    """Reliability of probabilities. NaN labels are left out; equal probabilities share a bin, so there may be fewer."""
+    """Return the calibration curve; NaN labels are left out. Equal probabilities share a bin, so bins may be fewer."""
     known = ~np.isnan(labels_N)
     probability, positive = probability_N[known], labels_N[known]
     inner_edges = np.unique(np.quantile(probability, np.linspace(0, 1, bins + 1)[1:-1]))
@@ -102,7 +102,7 @@ def calibration_bins(probability_N: Array, labels_N: Array, bins: int = 10) -> C
 
 
 def wilson_interval(share: Array, count: Array, z: float = 1.959964) -> tuple[Array, Array]:
-    """(low, high) of each share of a count, by Wilson's score (95 % by default): right for small counts, at 0 and 1."""
+    """Return (low, high) of Wilson's score interval for fractions of counts, 95 % by default."""
     center = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
     return np.maximum(center - half, 0), np.minimum(center + half, 1)

@@ -1,4 +1,4 @@
-"""What evaluators ask of a model, a loader and its source; anything of this shape can be evaluated."""
+"""Protocols of the models, loaders and sources that evaluators accept."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
@@ -11,27 +11,27 @@ from torch import Tensor
 from medvl.schema import Batch, Embeddings, Sample
 
 
-class Compares(Protocol):
-    """Anything with a similarity of images and texts."""
+class SupportsSimilarity(Protocol):
+    """A model with a similarity of images and texts."""
 
     def similarity(self, images: Embeddings, texts: Embeddings) -> Tensor:
-        """similarity_NM, unscaled: a cosine, or the like with a local term."""
+        """Return similarity_NM without temperature: the cosine, or a similarity with a local term."""
 
 
-class Model(Compares, Protocol):
+class Model(SupportsSimilarity, Protocol):
     """A dual-encoder."""
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
-        """Pixels as `similarity` takes them."""
+        """Return embeddings of pixels for `similarity`."""
 
     def embed_texts(self, texts: Sequence[str]) -> Embeddings:
-        """Texts as `similarity` takes them."""
+        """Return embeddings of texts for `similarity`."""
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """As torch has them."""
+        """Same as `torch.nn.Module.parameters`."""
 
     def modules(self) -> Iterator[torch.nn.Module]:
-        """As torch has them."""
+        """Same as `torch.nn.Module.modules`."""
 
 
 class Source(Protocol):
@@ -39,37 +39,30 @@ class Source(Protocol):
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Columns of the labels."""
+        """Names of the label columns."""
 
     @property
     def fingerprint(self) -> str | None:
-        """Hash of what the source holds, None where nobody knows it."""
+        """Hash of the content of the source; None if unknown."""
 
     def __len__(self) -> int: ...
 
     def sample(self, position: int) -> Sample:
-        """The sample at a position, from 0."""
+        """Return the sample at a position, from 0."""
 
     def pixels(self, position: int) -> NDArray[np.uint8]:
-        """Its decoded image (H, W) or (H, W, C)."""
+        """Return the decoded image (H, W) or (H, W, C) at a position."""
 
 
 class Loader(Protocol):
-    """Batches that hold every readable sample of `source` exactly once."""
+    """Loader of every readable sample of `source` exactly once."""
 
     @property
     def source(self) -> Source:
-        """Where the samples come from."""
+        """Source of the samples."""
 
     @property
     def skipped(self) -> Mapping[str, int]:
-        """Samples that could not be read, by reason, since the loader was opened."""
+        """Counts of unreadable samples by reason since the loader was opened."""
 
     def __iter__(self) -> Iterator[Batch]: ...
-
-
-def encode_batch(model: Model, batch: Batch, device: torch.device, autocast: torch.dtype | None) -> Embeddings:
-    """The batch's images, embedded on `device`; `autocast` is for the encoder only, comparisons stay in float32."""
-    image_BCHW = batch.image_BCHW.to(device, non_blocking=True)
-    with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-        return model.embed_images(image_BCHW)

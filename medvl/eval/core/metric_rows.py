@@ -1,7 +1,7 @@
-"""Metric rows, and the blocks of metrics that evaluators are put together from.
+"""Metric rows and the metric groups that evaluators are composed of.
 
-A block is a list of rows still without values and one statistic that gives all of them. `measure` joins the blocks of
-an evaluation under one bootstrap, so that every row is computed on the same draws.
+A metric group is a list of rows without values and one statistic that computes all of them. `measure` evaluates all
+groups of an evaluation under one bootstrap, so that every row uses the same resamples.
 
 Shape letters: N items, R resamples, L labels, K rows.
 """
@@ -24,50 +24,58 @@ from medvl.eval.core.metrics import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MetricRow:
-    """One number with its 95 % interval. NaN: not defined in these data (`n` and `n_positive` say why)."""
+    """One metric value with its 95 % interval; NaN if undefined in the data (see `n` and `n_positive`)."""
 
     metric: str
     """auroc, average_precision, f1, recall@5, ..."""
     target: str
-    """What it is of: a finding, "macro", a direction of retrieval, ..."""
+    """Finding, "macro", direction of retrieval, ..."""
     subgroup: str = ""
-    """"" for all images, else such as "sex: F"."""
+    """Subgroup such as "sex: F"; empty for all images."""
     value: float = float("nan")
     low: float = float("nan")
     high: float = float("nan")
     n: int = 0
-    """Items that entered."""
+    """Number of items in the metric."""
     n_positive: int | None = None
-    """Positives among them, where there is such a thing."""
+    """Number of positive items, for metrics of binary labels."""
 
     @property
     def name(self) -> str:
-        """Unique in its evaluation: "auroc/Edema", "auroc/Edema (sex: F)"."""
+        """Name, unique in the evaluation, such as "auroc/Edema" or "auroc/Edema (sex: F)"."""
         return f"{self.metric}/{self.target}" + (f" ({self.subgroup})" if self.subgroup else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MetricGroup:
-    """Rows to fill, and the statistic (counts_NR -> values_RK) that fills them in order."""
+    """Metric rows and the statistic (counts_NR -> values_RK) that computes their values, in order."""
 
     rows: Sequence[MetricRow]
     statistic: Statistic
 
 
 def measure(
-    blocks: Sequence[MetricGroup],
+    metric_groups: Sequence[MetricGroup],
     n: int,
     *,
     resamples: int = 1000,
     seed: int = 0,
     groups: Sequence[Hashable] | None = None,
 ) -> tuple[MetricRow, ...]:
-    """Every row of every block with value and interval, from one bootstrap over `n` items (or their groups)."""
+    """Return all rows of all metric groups with values and intervals, from one bootstrap.
+
+    Args:
+        metric_groups: the metrics.
+        n: number of items.
+        resamples: bootstrap resamples; 0 for values without intervals.
+        seed: seed of the resampling.
+        groups: group (patient) of each item, to resample groups instead of items.
+    """
 
     def statistic(counts_NR: Array) -> Array:
-        return np.concatenate([block.statistic(counts_NR) for block in blocks], axis=1)
+        return np.concatenate([group.statistic(counts_NR) for group in metric_groups], axis=1)
 
-    rows = [row for block in blocks for row in block.rows]
+    rows = [row for group in metric_groups for row in group.rows]
     if not rows:
         return ()
     estimate = bootstrap(statistic, n, resamples=resamples, seed=seed, groups=groups)
@@ -87,17 +95,17 @@ def ranking_metrics(
     means: Mapping[str, Sequence[str]] | None = None,
     subgroup: str = "",
 ) -> MetricGroup:
-    """AUROC ("auroc") or average precision ("average_precision") a label, and means over named sets of labels.
+    """Return AUROC ("auroc") or average precision ("average_precision") per label, and means over sets of labels.
 
-    `means` maps a target ("macro") to the labels that it is the mean of.
+    `means` maps the target of a mean ("macro") to its labels.
     """
     columns = ranked_columns(scores_NL, labels_NL)
     statistics = [{"auroc": c.auroc_R, "average_precision": c.average_precision_R}[metric] for c in columns]
     means = means or {}
     members = [[list(names).index(name) for name in labels] for labels in means.values()]
-    judged = _judged(labels_NL)
+    labelled = _count_labelled(labels_NL)
     rows = [label_row(metric, name, labels_N, subgroup) for name, labels_N in zip(names, labels_NL.T, strict=True)]
-    rows += [MetricRow(metric=metric, target=target, subgroup=subgroup, n=judged) for target in means]
+    rows += [MetricRow(metric=metric, target=target, subgroup=subgroup, n=labelled) for target in means]
 
     def statistic(counts_NR: Array) -> Array:
         values_RL = np.stack([column(counts_NR) for column in statistics], axis=1)
@@ -108,13 +116,13 @@ def ranking_metrics(
 
 
 def decision_metrics(predicted_NL: NDArray[np.bool_], labels_NL: Array, names: Sequence[str]) -> MetricGroup:
-    """`DECISION_METRICS` a label, and the mean over labels of each under the target "macro"."""
+    """Return `DECISION_METRICS` per label, and their means over labels as target "macro"."""
     columns = [DecisionColumn(*pair) for pair in zip(predicted_NL.T, labels_NL.T, strict=True)]
     return _multi_metric_group(DECISION_METRICS, [column.metrics_RK for column in columns], labels_NL, names)
 
 
 def calibration_metrics(probability_NL: Array, labels_NL: Array, names: Sequence[str]) -> MetricGroup:
-    """`CALIBRATION_METRICS` a label, and their means over labels."""
+    """Return `CALIBRATION_METRICS` per label, and their means over labels as target "macro"."""
     columns = [ProbabilityColumn(*pair) for pair in zip(probability_NL.T, labels_NL.T, strict=True)]
     return _multi_metric_group(CALIBRATION_METRICS, [column.metrics_RK for column in columns], labels_NL, names)
 
@@ -124,7 +132,7 @@ def _multi_metric_group(
 ) -> MetricGroup:
     columns_of_labels = list(zip(names, labels_NL.T, strict=True))
     rows = [label_row(metric, name, labels_N) for metric in metrics for name, labels_N in columns_of_labels]
-    rows += [MetricRow(metric=metric, target="macro", n=_judged(labels_NL)) for metric in metrics]
+    rows += [MetricRow(metric=metric, target="macro", n=_count_labelled(labels_NL)) for metric in metrics]
 
     def statistic(counts_NR: Array) -> Array:
         values_LRK = np.stack([column(counts_NR) for column in columns])
@@ -136,7 +144,7 @@ def _multi_metric_group(
 
 
 def mean_metrics(metric: str, values_NK: Array, targets: Sequence[str], *, subgroup: str = "") -> MetricGroup:
-    """The mean of each column over its items (NaN: item left out): accuracy, recall at k, overlap, ..."""
+    """Return the mean of each column over its items, NaN items left out: accuracy, recall at k, ..."""
     known_NK = (~np.isnan(values_NK)).astype(np.float64)
     filled_NK = np.nan_to_num(values_NK)
     counts = known_NK.sum(axis=0).astype(int).tolist()
@@ -154,7 +162,7 @@ def mean_metrics(metric: str, values_NK: Array, targets: Sequence[str], *, subgr
 
 
 def median_metric(metric: str, values_N: Array, target: str) -> MetricGroup:
-    """The median, half-way between the two middle values where their number is even."""
+    """Return the median, the midpoint of the two middle values for an even number of items."""
     order = np.argsort(values_N, kind="stable")
     sorted_N = values_N[order]
 
@@ -169,10 +177,10 @@ def median_metric(metric: str, values_N: Array, target: str) -> MetricGroup:
 
 
 def top1_metrics(scores_NL: Array, labels_NL: Array) -> MetricGroup:
-    """Share of images whose class scores highest, over the images with exactly one positive and no unknown label.
+    """Return top-1 accuracy over the images with exactly one positive and no unknown label.
 
-    "top1_accuracy" over images, and "top1_balanced_accuracy", the mean over the classes that occur (in a resample:
-    that were drawn) of the share within the class. Equal scores count as wrong unless the class is the only highest.
+    "top1_accuracy" is the fraction of images whose class scores highest; "top1_balanced_accuracy" is the mean of this
+    fraction over the classes that occur in the resample. A tie for the highest score counts as wrong.
     """
     exclusive_N = (labels_NL == 1).sum(axis=1) == 1
     exclusive_N &= ~np.isnan(labels_NL).any(axis=1)
@@ -195,16 +203,16 @@ def top1_metrics(scores_NL: Array, labels_NL: Array) -> MetricGroup:
 
 
 def undefined_metrics(rows: Sequence[MetricRow]) -> MetricGroup:
-    """Rows that are reported without a value: their sizes say why."""
+    """Return rows without values, reported for their sizes."""
     return MetricGroup(rows, lambda counts_NR: np.full((counts_NR.shape[1], len(rows)), np.nan))
 
 
 def label_row(metric: str, target: str, labels_N: Array, subgroup: str = "") -> MetricRow:
-    """A row with the sizes of one label column (1, 0 or NaN)."""
+    """Return a row with the sizes of one label column (1, 0 or NaN)."""
     known, positive = int((~np.isnan(labels_N)).sum()), int((labels_N == 1).sum())
     return MetricRow(metric=metric, target=target, subgroup=subgroup, n=known, n_positive=positive)
 
 
-def _judged(labels_NL: Array) -> int:
-    """Images that have at least one label."""
+def _count_labelled(labels_NL: Array) -> int:
+    """Return the number of images with at least one label."""
     return int((~np.isnan(labels_NL).all(axis=1)).sum())

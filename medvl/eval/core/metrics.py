@@ -1,7 +1,7 @@
-"""Metrics of a ranking and of a decision, as functions of resample counts.
+"""Ranking, decision and calibration metrics as functions of resample counts.
 
-Every function takes counts_NR (how often resample r drew item n, float64; a column of ones for the plain value) and
-returns one value a resample. A resample without positives or without negatives gives NaN, whatever the metric.
+Every metric takes counts_NR (how often resample r drew item n, float64; a column of ones for the plain value) and
+returns one value per resample, NaN for a resample without positives or without negatives.
 
 Shape letters: N items, R resamples, K metrics, Q bins.
 """
@@ -18,29 +18,46 @@ Array = NDArray[np.float64]
 DECISION_METRICS = ("f1", "mcc", "accuracy", "balanced_accuracy", "sensitivity", "specificity")
 CALIBRATION_METRICS = ("brier", "ece")
 ECE_BINS = 15
-"""Equal-width bins over [0, 1] of the calibration error (Guo et al., 2017)."""
+"""Number of equal-width bins over [0, 1] for the calibration error (Guo et al., 2017)."""
 
 
 def check_scores(scores_NL: ArrayLike, labels_NL: ArrayLike) -> tuple[Array, Array]:
-    """The two as float64 arrays of one (N, L) shape, scores finite, labels 1, 0 or NaN; `EvaluationError` if not."""
+    """Return scores and labels as float64 arrays of the same (N, L) shape.
+
+    Raises `EvaluationError` unless shapes agree, scores are finite and labels are 1, 0 or NaN.
+    """
     scores, labels = np.asarray(scores_NL, dtype=np.float64), np.asarray(labels_NL, dtype=np.float64)
     if scores.ndim != 2 or scores.shape != labels.shape or scores.size == 0:
         raise EvaluationError(
-            f"scores {scores.shape} and labels {labels.shape} must have one shape (images, labels) and not be empty"
+            f"expected scores and labels of the same non-empty shape (images, labels), got {scores.shape} and "
+            f"{labels.shape}",
+            "mismatch",
+            field="scores",
         )
     if not np.isfinite(scores).all():
         bad = int((~np.isfinite(scores)).sum())
-        raise EvaluationError(f"{bad} of {scores.size} scores are not finite: check the model's outputs")
+        raise EvaluationError(
+            f"expected finite scores, got {bad} of {scores.size} that are not; check the model's outputs",
+            "nonfinite",
+            field="scores",
+        )
     if not np.isin(labels[~np.isnan(labels)], (0.0, 1.0)).all():
-        raise EvaluationError("labels must be 1, 0 or NaN: apply a LabelPolicy to uncertain (-1) labels first")
+        raise EvaluationError(
+            "expected labels of 1, 0 or NaN; apply a LabelPolicy to uncertain (-1) labels first",
+            "out_of_range",
+            field="labels",
+        )
     return scores, labels
 
 
 class RankedColumn:
-    """One label's scores, sorted once: AUROC and average precision of any resample are then sums of counts.
+    """AUROC and average precision of one label.
 
-    `scores_N` are finite; `labels_N` are 1, 0 or NaN (left out). Ties are exact: only the places that a positive's
-    score takes among the sorted positives and negatives enter.
+    The scores are sorted once; each resample then needs only sums of counts. Ties are handled exactly.
+
+    Args:
+        scores_N: finite scores.
+        labels_N: 1, 0 or NaN (left out).
     """
 
     def __init__(self, scores_N: Array, labels_N: Array) -> None:
@@ -54,40 +71,41 @@ class RankedColumn:
         self._negatives_through = np.searchsorted(negative_scores, positive_scores, side="right")
 
     def auroc_R(self, counts_NR: Array) -> Array:
-        """The chance that a positive scores above a negative, equal scores counting a half."""
+        """Return the probability that a positive scores above a negative, where equal scores count one half."""
         positive_PR = counts_NR[self.positives]
-        negatives_so_far = _cumulated(counts_NR[self.negatives])
+        negatives_so_far = _cumulative_sums(counts_NR[self.negatives])
         wins_R = np.einsum("pr,pr->r", positive_PR, negatives_so_far[self._negatives_below])
         wins_R += np.einsum("pr,pr->r", positive_PR, negatives_so_far[self._negatives_through])
-        return _defined(wins_R / 2, positive_PR.sum(axis=0) * negatives_so_far[-1])
+        return _divide(wins_R / 2, positive_PR.sum(axis=0) * negatives_so_far[-1])
 
     def average_precision_R(self, counts_NR: Array) -> Array:
-        """The mean, over positives, of the precision among all items that score at least as high."""
+        """Return the mean over positives of the precision among all items that score at least as high."""
         positive_PR = counts_NR[self.positives]
-        positives_so_far = _cumulated(positive_PR)
-        negatives_so_far = _cumulated(counts_NR[self.negatives])
+        positives_so_far = _cumulative_sums(positive_PR)
+        negatives_so_far = _cumulative_sums(counts_NR[self.negatives])
         true_PR = positives_so_far[-1] - positives_so_far[self._positives_below]
         false_PR = negatives_so_far[-1] - negatives_so_far[self._negatives_below]
-        precision_PR = true_PR / np.maximum(true_PR + false_PR, 1)  # nothing drawn above a positive not drawn: 0
+        precision_PR = true_PR / np.maximum(true_PR + false_PR, 1)  # 0/1 where no item is drawn
         total_R = np.einsum("pr,pr->r", positive_PR, precision_PR)
-        return _defined(total_R, np.where(negatives_so_far[-1] > 0, positives_so_far[-1], 0))
+        return _divide(total_R, np.where(negatives_so_far[-1] > 0, positives_so_far[-1], 0))
 
 
-def _cumulated(counts_MR: Array) -> Array:
-    """Sums of the first m rows, for m = 0 to M."""
+def _cumulative_sums(counts_MR: Array) -> Array:
+    """Return the sums of the first m rows, for m = 0 to M."""
     sums = np.zeros((len(counts_MR) + 1, counts_MR.shape[1]))
     np.cumsum(counts_MR, axis=0, out=sums[1:])
     return sums
 
 
-def _defined(numerator_R: Array, denominator_R: Array) -> Array:
+def _divide(numerator_R: Array, denominator_R: Array) -> Array:
+    """Return the quotient, NaN where the denominator is not positive."""
     result_R = np.full_like(numerator_R, np.nan)
     np.divide(numerator_R, denominator_R, out=result_R, where=denominator_R > 0)
     return result_R
 
 
 class DecisionColumn:
-    """One label's yes/no decisions: all of `DECISION_METRICS` of any resample from its four confusion counts."""
+    """`DECISION_METRICS` of one label, computed from the four confusion counts."""
 
     def __init__(self, predicted_N: NDArray[np.bool_], labels_N: Array) -> None:
         positive, negative = labels_N == 1, labels_N == 0
@@ -95,23 +113,23 @@ class DecisionColumn:
         self._cells_N4 = np.stack(cells, axis=1).astype(np.float64)
 
     def metrics_RK(self, counts_NR: Array) -> Array:
-        """One column a metric, in the order of `DECISION_METRICS`."""
-        return decision_metrics(*(self._cells_N4.T @ counts_NR))
+        """Return one column per metric, in the order of `DECISION_METRICS`."""
+        return confusion_metrics(*(self._cells_N4.T @ counts_NR))
 
 
-def decision_metrics(tp: ArrayLike, fp: ArrayLike, fn: ArrayLike, tn: ArrayLike) -> Array:
-    """`DECISION_METRICS` from confusion counts (each of shape R): values_RK, NaN where a class is absent.
+def confusion_metrics(tp: ArrayLike, fp: ArrayLike, fn: ArrayLike, tn: ArrayLike) -> Array:
+    """Return `DECISION_METRICS` as values_RK from confusion counts of shape R, NaN where a class is absent.
 
     The Matthews correlation of a constant decision is 0.
     """
     tp_R, fp_R, fn_R, tn_R = (np.atleast_1d(np.asarray(cell, dtype=np.float64)) for cell in (tp, fp, fn, tn))
     positives_R, negatives_R = tp_R + fn_R, fp_R + tn_R
-    sensitivity_R = _defined(tp_R, positives_R)
-    specificity_R = _defined(tn_R, negatives_R)
-    f1_R = _defined(2 * tp_R, 2 * tp_R + fp_R + fn_R)
+    sensitivity_R = _divide(tp_R, positives_R)
+    specificity_R = _divide(tn_R, negatives_R)
+    f1_R = _divide(2 * tp_R, 2 * tp_R + fp_R + fn_R)
     spread_R = np.sqrt((tp_R + fp_R) * (fn_R + tn_R) * positives_R * negatives_R)
     mcc_R = (tp_R * tn_R - fp_R * fn_R) / np.where(spread_R > 0, spread_R, 1)
-    accuracy_R = _defined(tp_R + tn_R, positives_R + negatives_R)
+    accuracy_R = _divide(tp_R + tn_R, positives_R + negatives_R)
     balanced_R = (sensitivity_R + specificity_R) / 2
     values_RK = np.stack((f1_R, mcc_R, accuracy_R, balanced_R, sensitivity_R, specificity_R), axis=1)
     values_RK[(positives_R == 0) | (negatives_R == 0)] = np.nan
@@ -119,9 +137,9 @@ def decision_metrics(tp: ArrayLike, fp: ArrayLike, fn: ArrayLike, tn: ArrayLike)
 
 
 class ProbabilityColumn:
-    """One label's probabilities: Brier score and expected calibration error of any resample.
+    """Brier score and expected calibration error of one label.
 
-    The calibration error is the mean over items of |mean probability - share of positives| in the item's bin, with
+    The calibration error is the mean over items of |mean probability - fraction of positives| in the item's bin, with
     `bins` equal-width bins over [0, 1] (Naeini et al., 2015; Guo et al., 2017).
     """
 
@@ -129,30 +147,34 @@ class ProbabilityColumn:
         known = ~np.isnan(labels_N)
         probability, positive = np.where(known, probability_N, 0.0), np.where(known, labels_N, 0.0)
         if ((probability < 0) | (probability > 1)).any():
-            raise EvaluationError("calibration needs probabilities between 0 and 1: these scores are not")
+            raise EvaluationError("expected probabilities in [0, 1] for calibration", "out_of_range", field="scores")
         bin_of_N = np.minimum((probability * bins).astype(np.int64), bins - 1)
         self._gap_NQ = np.zeros((len(probability), bins))
         self._gap_NQ[np.arange(len(probability)), bin_of_N] = probability - positive
         self._items_N3 = np.stack((known * (probability - positive) ** 2, positive, known * 1.0), axis=1)
 
     def metrics_RK(self, counts_NR: Array) -> Array:
-        """One column a metric, in the order of `CALIBRATION_METRICS`."""
+        """Return one column per metric, in the order of `CALIBRATION_METRICS`."""
         squares_R, positives_R, items_R = self._items_N3.T @ counts_NR
         gaps_R = np.abs(self._gap_NQ.T @ counts_NR).sum(axis=0)
-        judged_R = np.where((positives_R > 0) & (positives_R < items_R), items_R, 0)
-        return np.stack((_defined(squares_R, judged_R), _defined(gaps_R, judged_R)), axis=1)
+        defined_R = np.where((positives_R > 0) & (positives_R < items_R), items_R, 0)
+        return np.stack((_divide(squares_R, defined_R), _divide(gaps_R, defined_R)), axis=1)
 
 
 def choose_threshold(scores: ArrayLike, labels: ArrayLike, rule: Literal["f1", "mcc", "youden"] = "f1") -> float:
-    """The threshold at which "score >= threshold means positive" is best by `rule`; for validation data only.
+    """Return the threshold at which the decision "score >= threshold" is best by `rule`; for validation data only.
 
-    It lies halfway between two neighbouring scores; of equally good thresholds the highest is taken. NaN labels are
-    left out; NaN where a class is absent. "youden" is sensitivity + specificity - 1, that is balanced accuracy. Raises
-    `EvaluationError` on another rule.
+    The threshold is the midpoint of two neighbouring scores; among equally good ones the highest. NaN labels are left
+    out; the result is NaN if a class is absent. "youden" (sensitivity + specificity - 1) ranks thresholds as balanced
+    accuracy does. Raises `EvaluationError` on an unknown rule.
     """
     metrics = {"f1": "f1", "mcc": "mcc", "youden": "balanced_accuracy"}
     if rule not in metrics:
-        raise EvaluationError(f"unknown threshold rule {rule!r}: choose one of {', '.join(metrics)}")
+        raise EvaluationError(
+            f"expected threshold_rule to be one of {', '.join(metrics)}, got {rule!r}",
+            "unknown_name",
+            field="threshold_rule",
+        )
     scores_NL, labels_NL = check_scores(np.atleast_2d(scores).T, np.atleast_2d(labels).T)
     scores_N, labels_N = scores_NL[:, 0], labels_NL[:, 0]
     known = ~np.isnan(labels_N)
@@ -162,11 +184,11 @@ def choose_threshold(scores: ArrayLike, labels: ArrayLike, rule: Literal["f1", "
         return float("nan")
     last_of_tie = np.flatnonzero(np.append(np.diff(scores_N) != 0, True))
     tp, fp = np.cumsum(positive_N)[last_of_tie], np.cumsum(~positive_N)[last_of_tie]
-    values_RK = decision_metrics(tp, fp, positive_N.sum() - tp, (~positive_N).sum() - fp)
+    values_RK = confusion_metrics(tp, fp, positive_N.sum() - tp, (~positive_N).sum() - fp)
     best = int(np.argmax(values_RK[:, DECISION_METRICS.index(metrics[rule])]))
-    at = float(scores_N[last_of_tie[best]])
-    if best + 1 == len(last_of_tie):  # everything is positive
-        return at
+    highest = float(scores_N[last_of_tie[best]])
+    if best + 1 == len(last_of_tie):  # all items are positive
+        return highest
     below = float(scores_N[last_of_tie[best + 1]])
-    middle = below + (at - below) / 2
-    return middle if middle > below else at  # neighbouring floats have no middle
+    middle = below + (highest - below) / 2
+    return middle if middle > below else highest  # adjacent floats have no midpoint

@@ -1,8 +1,8 @@
-"""What an evaluation leaves behind: `results.json`, `predictions.jsonl` and a table in plain text.
+"""Results of an evaluation: `results.json`, `predictions.jsonl` and a table in plain text.
 
-`results.json` has all that is needed to know what a number is: the protocol and its version, the metric rows with
-their intervals, the settings, the hashes of everything that went in, and package versions. Values that are not
-defined are null. Nothing in it depends on the clock, so the same evaluation writes the same bytes.
+`results.json` holds the protocol and its version, the metric rows with their intervals, the settings, the hashes of all
+inputs, and package versions. Undefined values are null. It contains no time, so that the same evaluation writes the
+same bytes.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _PACKAGES = ("numpy", "open_clip_torch", "timm", "torch", "transformers")
 
 
 def package_versions() -> dict[str, str]:
-    """Of medvl, Python and what decides a model's output."""
+    """Return the versions of medvl, Python and the packages that affect the output of a model."""
     installed = {}
     for package in _PACKAGES:
         try:
@@ -36,40 +36,40 @@ def package_versions() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
-    """One run of an evaluator. Everything but the rows is JSON as it stands."""
+    """Results of one evaluation. All fields except the rows are JSON values."""
 
     protocol: str
     protocol_version: int
     rows: tuple[MetricRow, ...]
     config: Mapping[str, Any]
-    """The settings that decide the numbers."""
+    """Settings that affect the metrics."""
     inputs: Mapping[str, str | None]
-    """Hash of each thing that went in: checkpoint, manifest, prompts, ... None where it has none."""
+    """Hashes of checkpoint, manifest, prompts, ...; None where an input has no hash."""
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Counts of what was judged and what was left out, thresholds, ..."""
+    """Counts of evaluated and left-out items, thresholds, ..."""
     packages: Mapping[str, str] = dataclasses.field(default_factory=package_versions)
 
     def row(self, metric: str, target: str, subgroup: str = "") -> MetricRow:
-        """The row of this name. Raises `EvaluationError` where there is none."""
+        """Return the row of this name. Raises `EvaluationError` if there is none."""
         for row in self.rows:
             if (row.metric, row.target, row.subgroup) == (metric, target, subgroup):
                 return row
         wanted = MetricRow(metric=metric, target=target, subgroup=subgroup).name
-        raise EvaluationError(f"no row {wanted!r} in the results of {self.protocol}")
+        raise EvaluationError(f"no row {wanted!r} in the results of {self.protocol}", "not_found", field="metric")
 
 
 def write_results(
     results: Results, folder: str | Path, predictions: Iterable[Mapping[str, Any]] | None = None
 ) -> list[Path]:
-    """Write `results.json`, and `predictions.jsonl` where predictions are given; the paths written.
+    """Write `results.json`, and `predictions.jsonl` if predictions are given, and return their paths.
 
-    Both appear whole or not at all (a temporary file in the same folder, then a rename), the results last.
+    Each file is written atomically (a temporary file and a rename), the results last.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     if predictions is not None:
-        lines = "".join(json.dumps(plain(line), allow_nan=False) + "\n" for line in predictions)
+        lines = "".join(json.dumps(to_json(line), allow_nan=False) + "\n" for line in predictions)
         paths.append(write_atomic(folder / "predictions.jsonl", lines))
     rows = [{"name": row.name, **dataclasses.asdict(row)} for row in results.rows]
     data = {
@@ -78,33 +78,35 @@ def write_results(
         "metrics": rows,
         **{field: getattr(results, field) for field in ("config", "inputs", "details", "packages")},
     }
-    text = json.dumps(plain(data), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(to_json(data), indent=2, allow_nan=False) + "\n"
     paths.append(write_atomic(folder / "results.json", text))
     return paths
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON has it: NaN is null, mappings and sequences are objects and lists, all the way down."""
+def to_json(value: Any) -> Any:
+    """Convert a value to JSON types recursively: NaN becomes None, sequences become lists."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
 def read_results(path: str | Path) -> Results:
-    """Results from `results.json`, or from the folder that holds it. Raises `EvaluationError` that names the file."""
+    """Read results from `results.json` or from its folder. Raises `EvaluationError` naming the file."""
     path = Path(path)
     path = path / "results.json" if path.is_dir() else path
     if not path.is_file():
-        raise EvaluationError(f"{path} is not there: name a results.json or the folder that an evaluation wrote")
+        raise EvaluationError(f"{path} does not exist; give a results.json or the folder of an evaluation", "not_found")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         version = data["results_version"]
         if version != RESULTS_VERSION:
-            raise EvaluationError(f"{path} has format version {version}, this medvl reads version {RESULTS_VERSION}")
+            raise EvaluationError(
+                f"expected version {RESULTS_VERSION} of the results format, got {version} in {path}", "version"
+            )
         return Results(
             protocol=data["protocol"]["name"],
             protocol_version=data["protocol"]["version"],
@@ -112,7 +114,9 @@ def read_results(path: str | Path) -> Results:
             **{field: data[field] for field in ("config", "inputs", "details", "packages")},
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EvaluationError(f"{path} is not a results file of medvl ({type(error).__name__}: {error})") from error
+        raise EvaluationError(
+            f"{path} is not a results file of medvl ({type(error).__name__}: {error})", "malformed"
+        ) from error
 
 
 def _read_row(row: dict[str, Any]) -> MetricRow:
@@ -122,19 +126,23 @@ def _read_row(row: dict[str, Any]) -> MetricRow:
 
 
 def checkpoint_sha256(checkpoint: str | Path) -> str:
-    """Hash of a checkpoint's weights: of `model.safetensors` in a checkpoint directory, or of the file itself.
+    """Return the sha256 of `model.safetensors` in a checkpoint directory, or of the given file.
 
-    Raises `EvaluationError` when it is not there.
+    Raises `EvaluationError` if it does not exist.
     """
     path = Path(checkpoint)
     path = path / "model.safetensors" if path.is_dir() else path
     if not path.is_file():
-        raise EvaluationError(f"{path} is not there: name a checkpoint directory that holds model.safetensors")
+        raise EvaluationError(
+            f"{path} does not exist; give a checkpoint directory with model.safetensors",
+            "not_found",
+            field="checkpoint",
+        )
     return sha256(path)
 
 
 def format_value(row: MetricRow | None) -> str:
-    """ "0.873 [0.812, 0.921]", without brackets where there is no interval, "-" where there is no value."""
+    """Return text such as "0.873 [0.812, 0.921]", without brackets if there is no interval; "-" if no value."""
     if row is None or math.isnan(row.value):
         return "-"
     digits = 1 if abs(row.value) >= 10 else 3
@@ -143,9 +151,9 @@ def format_value(row: MetricRow | None) -> str:
 
 
 def format_table(rows: Sequence[MetricRow], width: int = 120) -> str:
-    """Rows as aligned plain text: a line a target (and subgroup), a column a metric.
+    """Return rows as aligned plain text: one line per target (and subgroup), one column per metric.
 
-    Metrics that do not fit into `width` characters go into further tables beneath.
+    Metrics that do not fit into `width` characters go into further tables below.
     """
     lines: dict[tuple[str, str], dict[str, MetricRow]] = {}
     for row in rows:
@@ -153,27 +161,27 @@ def format_table(rows: Sequence[MetricRow], width: int = 120) -> str:
     names = [f"{target} ({subgroup})" if subgroup else target for target, subgroup in lines]
     first = [next(iter(by_metric.values())) for by_metric in lines.values()]
     leading = [
-        _aligned(["", *names], left=True),
-        _aligned(["n", *(str(row.n) for row in first)]),
-        _aligned(["positive", *("" if row.n_positive is None else str(row.n_positive) for row in first)]),
+        _align(["", *names], left=True),
+        _align(["n", *(str(row.n) for row in first)]),
+        _align(["positive", *("" if row.n_positive is None else str(row.n_positive) for row in first)]),
     ]
     if all(row.n_positive is None for row in first):
         leading.pop()
     tables = [list(leading)]
     for metric in dict.fromkeys(row.metric for row in rows):
         cells = [format_value(by_metric.get(metric)) for by_metric in lines.values()]
-        column = _aligned([metric.replace("_", " "), *cells])
-        taken = sum(len(other[0]) + 2 for other in tables[-1]) + len(column[0])
-        if taken > width and len(tables[-1]) > len(leading):
+        column = _align([metric.replace("_", " "), *cells])
+        used = sum(len(other[0]) + 2 for other in tables[-1]) + len(column[0])
+        if used > width and len(tables[-1]) > len(leading):
             tables.append(list(leading))
         tables[-1].append(column)
-    return "\n\n".join(_joined(table) for table in tables)
+    return "\n\n".join(_join(table) for table in tables)
 
 
-def _aligned(cells: Sequence[str], *, left: bool = False) -> list[str]:
+def _align(cells: Sequence[str], *, left: bool = False) -> list[str]:
     width = max(map(len, cells))
     return [cell.ljust(width) if left else cell.rjust(width) for cell in cells]
 
 
-def _joined(columns: Sequence[Sequence[str]]) -> str:
+def _join(columns: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))

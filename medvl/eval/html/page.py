@@ -1,7 +1,7 @@
-"""A self-contained HTML page of an evaluation, put together from sections.
+"""Self-contained HTML page of an evaluation, composed of sections.
 
-One file: styles and pictures are inside it, it runs no script and its own policy forbids loading anything. All text is
-escaped. An evaluator lists sections (tables, plots, galleries of images) and `write_page` lays them out.
+The page is one file with embedded styles and pictures. It runs no script, and its content security policy forbids
+loading anything. All text is escaped. Evaluators list sections (tables, plots, galleries), `write_page` renders them.
 """
 
 import base64
@@ -22,20 +22,20 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One cell of a table: text, and a bar where there is an interval in [0, 1] to draw."""
+    """Table cell: text, and optionally a bar for an interval in [0, 1]."""
 
     text: str
     small: str = ""
-    """Beneath or beside the text: an interval."""
+    """Small text after the text: an interval."""
     bar: tuple[float, float, float] | None = None
-    """(low, value, high)."""
+    """(low, value, high) of the bar; None for no bar."""
     reference: float | None = None
-    """Where a model that knows nothing would be: a tick in the bar."""
+    """Chance level, drawn as a tick in the bar."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """The first column names the row; `strong_rows` of them, from the top, are summaries."""
+    """Table whose first column names the row; the first `strong_rows` rows are summaries."""
 
     title: str
     columns: Sequence[str]
@@ -47,17 +47,17 @@ class Table:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """An image with its alternative text and a few short lines beneath."""
+    """Image with alternative text and a few short lines below it."""
 
     source: str
-    """A data URI, as `png_uri` and `thumbnail_uri` make it."""
+    """Data URI from `png_uri` or `thumbnail_uri`."""
     alternative: str
     lines: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Strip:
-    """Pictures side by side under one heading."""
+    """Row of pictures under one heading."""
 
     title: str
     pictures: Sequence[Picture]
@@ -66,7 +66,7 @@ class Strip:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pictures:
-    """Strips of plots ("plots", "wide") or of small images ("thumbnails")."""
+    """Section of strips of plots ("plots", "wide") or small images ("thumbnails")."""
 
     title: str
     strips: Sequence[Strip]
@@ -76,26 +76,26 @@ class Pictures:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One of the answers that were open to a model."""
+    """One candidate answer of a model."""
 
     text: str
     score: float | None
-    """As it is written; None where there is none."""
+    """Score shown with a bar; None for neither."""
     right: bool
     full: float = 1.0
-    """The score whose bar is full."""
+    """Score of a full bar."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """A case: pictures, what was asked, what was said and what is true."""
+    """Example: pictures, question, predictions and ground truth."""
 
     title: str
     pictures: Sequence[Picture]
     choices: Sequence[Choice]
-    """The one that was taken first."""
+    """Candidate answers, the prediction first."""
     lines: Sequence[tuple[str, str]]
-    """(name, value)."""
+    """(name, value) pairs."""
     tags: Sequence[str]
 
 
@@ -106,12 +106,12 @@ class Deck:
     title: str
     cards: Sequence[Card]
     good: bool
-    """Whether the cards show successes or failures, for their color."""
+    """Whether the cards show successes (green) or failures (red)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Cards:
-    """Single cases, put together in decks."""
+    """Section of decks of cards."""
 
     title: str
     decks: Sequence[Deck]
@@ -124,21 +124,21 @@ Section = Table | Pictures | Cards
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """What `write_page` lays out, from top to bottom."""
+    """Content of a page, from top to bottom."""
 
     title: str
     subtitle: str
     headlines: Sequence[tuple[str, str, str]]
-    """(what, number, interval or unit): the few numbers to remember."""
+    """(title, number, interval or unit) of the main results."""
     facts: Sequence[tuple[str, str]]
-    """(name, value): what was evaluated, and how."""
+    """(name, value) pairs that describe data, model and protocol."""
     sections: Sequence[Section]
     limits: Sequence[str]
-    """What the numbers do not say; one paragraph each."""
+    """Limitations, one paragraph each."""
 
 
 def write_page(page: Page, path: str | Path) -> Path:
-    """Write the page as one HTML file, whole or not at all; its path."""
+    """Write the page atomically as one HTML file and return its path."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -155,21 +155,21 @@ def write_page(page: Page, path: str | Path) -> Path:
 
 
 def metric_cell(row: MetricRow | None, *, reference: float | None = None, bar: bool = False) -> Cell:
-    """A metric with its interval; a dash where it has no value."""
+    """Return the cell of a metric with its interval; a dash without a value."""
     text, _, interval = format_value(row).partition(" ")
     if row is None or text == "-":
         return Cell(text="–")
-    drawn = (row.low, row.value, row.high) if bar and interval else None
-    return Cell(text=text, small=interval, bar=drawn, reference=reference)
+    ends = (row.low, row.value, row.high) if bar and interval else None
+    return Cell(text=text, small=interval, bar=ends, reference=reference)
 
 
 def png_uri(png: bytes) -> str:
-    """A PNG file as a data URI."""
+    """Return a PNG file as a data URI."""
     return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def thumbnail_uri(pixels: NDArray[np.uint8], size: int = 192) -> str:
-    """An image (H, W) or (H, W, 3), shrunk to fit a square of `size` pixels, as a JPEG data URI."""
+    """Return an image (H, W) or (H, W, 3), downscaled to at most `size` pixels a side, as a JPEG data URI."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -178,7 +178,7 @@ def thumbnail_uri(pixels: NDArray[np.uint8], size: int = 192) -> str:
 
 
 def shrink(pixels: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
-    """An image (H, W) or (H, W, 3), no longer than `size` pixels on either side; a smaller one stays as it is."""
+    """Downscale an image (H, W) or (H, W, 3) to at most `size` pixels a side; smaller ones are unchanged."""
     from PIL import Image
 
     image = Image.fromarray(pixels)

@@ -1,4 +1,4 @@
-"""Plots for the page, each a PNG of its own, drawn on a canvas of its own: no global plotting state is touched."""
+"""Plots of the pages as PNG files, without global matplotlib state."""
 
 import dataclasses
 import io
@@ -48,7 +48,7 @@ def _unit_square(axes: "Axes") -> None:
 
 
 def roc_plot(curve: RocCurve) -> bytes:
-    """The curve on its pointwise 95 % band."""
+    """Plot a ROC curve with its pointwise 95 % band."""
     figure, axes = _canvas()
     _unit_square(axes)
     axes.fill_between(curve.grid_G, curve.low_G, curve.high_G, color=LINE_COLOR, alpha=0.16, linewidth=0)
@@ -57,7 +57,7 @@ def roc_plot(curve: RocCurve) -> bytes:
 
 
 def score_plot(scores_N: Array, labels_N: Array, threshold: float | None) -> bytes:
-    """Histograms of the scores of positives and of negatives, each of area 1; the threshold as a line."""
+    """Plot normalised histograms of the scores of positives and negatives, with the threshold as a line."""
     figure, axes = _canvas()
     known = ~np.isnan(labels_N)
     edges = np.histogram_bin_edges(scores_N[known], bins=24).tolist()
@@ -71,14 +71,14 @@ def score_plot(scores_N: Array, labels_N: Array, threshold: float | None) -> byt
         axes.axvline(threshold, color="#0f172a", linewidth=0.9, linestyle=(0, (4, 2)), label="threshold")
     axes.set_yticks([])
     axes.locator_params(axis="x", nbins=4)
-    place = (0.5, 1.0)  # above the plot, where nothing is drawn
-    axes.legend(loc="lower center", bbox_to_anchor=place, ncols=3, fontsize=6.5, frameon=False, columnspacing=1)
+    anchor = (0.5, 1.0)  # above the axes
+    axes.legend(loc="lower center", bbox_to_anchor=anchor, ncols=3, fontsize=6.5, frameon=False, columnspacing=1)
     return _finish(figure, axes, "score", "density")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """The numbers of one system, with their intervals; NaN is not drawn."""
+    """Values of one system with intervals; NaN is not drawn."""
 
     name: str
     value_K: Array
@@ -87,19 +87,19 @@ class Series:
     color: str = GREY
 
 
-def accuracy_plot(names: Sequence[str], leading: Sequence[Series], beside: Sequence[Series] = ()) -> bytes:
-    """A line a name, from top to bottom: points with intervals of the leading series, ticks of those beside."""
+def accuracy_plot(names: Sequence[str], systems: Sequence[Series], baselines: Sequence[Series] = ()) -> bytes:
+    """Plot one line per name: points with intervals for the systems, ticks for the baselines."""
     figure, axes = _canvas((7.6, 0.62 + 0.3 * len(names)))
-    places_K = np.arange(len(names), dtype=np.float64)
-    axes.hlines(places_K, 0, 1, color="#e2e8f0", linewidth=0.6, zorder=0)
-    for number, series in enumerate(leading):
-        at_K = places_K + 0.24 * (number - (len(leading) - 1) / 2)
+    rows_K = np.arange(len(names), dtype=np.float64)
+    axes.hlines(rows_K, 0, 1, color="#e2e8f0", linewidth=0.6, zorder=0)
+    for number, series in enumerate(systems):
+        at_K = rows_K + 0.24 * (number - (len(systems) - 1) / 2)
         axes.hlines(at_K, series.low_K, series.high_K, color=series.color, linewidth=1.4, alpha=0.55)
         axes.plot(series.value_K, at_K, "o", color=series.color, markersize=4.5, label=series.name)
-    for series in beside:
-        axes.scatter(series.value_K, places_K, s=80, marker="|", color=series.color, linewidth=1.6, label=series.name)
+    for series in baselines:
+        axes.scatter(series.value_K, rows_K, s=80, marker="|", color=series.color, linewidth=1.6, label=series.name)
     axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_yticks(places_K, names)
+    axes.set_yticks(rows_K, names)
     axes.set_xlim(-0.01, 1.01)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "0.25", "0.5", "0.75", "1"])
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=6, fontsize=7, frameon=False, columnspacing=1.2)
@@ -107,16 +107,16 @@ def accuracy_plot(names: Sequence[str], leading: Sequence[Series], beside: Seque
 
 
 def calibration_plot(bins: CalibrationBins) -> bytes:
-    """Share of positives against mean probability, bins of equally many images, with Wilson's interval."""
+    """Plot the fraction of positives against mean probability, with Wilson intervals."""
     figure, axes = _canvas()
     _unit_square(axes)
     axes.vlines(bins.probability_Q, bins.low_Q, bins.high_Q, color=LINE_COLOR, linewidth=0.8)
     axes.plot(bins.probability_Q, bins.observed_Q, "o-", color=LINE_COLOR, linewidth=1, markersize=3)
-    return _finish(figure, axes, "mean probability", "share of positives")
+    return _finish(figure, axes, "mean probability", "fraction of positives")
 
 
-def matrix_plot(values_KK: Array, across: str, down: str) -> bytes:
-    """A matrix as a picture, the first row on top, with a scale beside it."""
+def matrix_plot(values_KK: Array, x_label: str, y_label: str) -> bytes:
+    """Plot a matrix as an image, first row on top, with a color bar."""
     figure, axes = _canvas()
     image = axes.imshow(values_KK, cmap="viridis", interpolation="nearest")
     axes.spines[["bottom", "left"]].set_visible(False)
@@ -126,22 +126,22 @@ def matrix_plot(values_KK: Array, across: str, down: str) -> bytes:
     for edge in scale.ax.spines.values():
         edge.set_visible(False)
     scale.ax.tick_params(labelsize=7, colors="#475569", length=2)
-    return _finish(figure, axes, across, down)
+    return _finish(figure, axes, x_label, y_label)
 
 
-def points_plot(points: Mapping[str, Array], colors: Mapping[str, str], axes_named: Sequence[str]) -> bytes:
-    """Points (N, 2) by name, each in its color; `axes_named` are the names of the two directions."""
+def points_plot(points: Mapping[str, Array], colors: Mapping[str, str], axis_names: Sequence[str]) -> bytes:
+    """Plot named sets of points (N, 2) in their colors; `axis_names` label the two axes."""
     figure, axes = _canvas()
     for name, points_N2 in points.items():
         label = f"{name} ({len(points_N2):,})"
         axes.scatter(points_N2[:, 0], points_N2[:, 1], s=5, alpha=0.5, linewidth=0, color=colors[name], label=label)
     axes.set_xticks([])
     axes.set_yticks([])
-    place = (0.5, 1.0)
+    anchor = (0.5, 1.0)
     legend = axes.legend(
-        loc="lower center", bbox_to_anchor=place, ncols=3, fontsize=6.5, frameon=False, markerscale=2.5
+        loc="lower center", bbox_to_anchor=anchor, ncols=3, fontsize=6.5, frameon=False, markerscale=2.5
     )
     for handle in legend.legend_handles:
         if handle is not None:
             handle.set_alpha(1)
-    return _finish(figure, axes, axes_named[0], axes_named[1])
+    return _finish(figure, axes, axis_names[0], axis_names[1])

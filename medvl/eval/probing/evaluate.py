@@ -1,23 +1,21 @@
-"""Linear probe: what labels can be read off an encoder's image features by a line, at 1, 10 and 100 % of the labels.
+"""Linear probe of an image encoder at 1, 10 and 100 % of the labels.
 
 Protocol "linear_probe", version 1:
 
-* Features are the encoder's pooled vectors, the encoder in eval mode and not trained; images as for its inference.
-* They are standardised by mean and deviation of all training images, which takes no label.
-* One logistic regression a label, solved by L-BFGS until no entry of the gradient is above 1e-4. The penalty is the one
-  of a fixed list with the best mean AUROC on the validation images, which are always the same ones with all their
-  labels.
-* A fraction of the labels is a fraction of the training patients, drawn once a seed; draws of one seed are nested
-  (`medvl.data.loading.subset.label_fraction`). The full set has one draw. A label of which a draw has only
-  positives or only
-  negatives is scored 0.5 everywhere, so its AUROC is 0.5.
-* "auroc@10%" is the mean over the draws of 10 %, "auroc_sd@10%" their standard deviation; likewise average precision.
-* Rows without a fraction are of the largest fraction's first draw: calibration, yes/no metrics at thresholds that were
+* Features are the pooled vectors of the frozen encoder in eval mode, with its inference transform.
+* They are standardised by mean and standard deviation over all training images.
+* One logistic regression per label, solved by L-BFGS until every entry of the gradient is at most 1e-4. The penalty is
+  the one of a fixed list with the best mean AUROC on all validation images.
+* A fraction of the labels is a fraction of the training patients, sampled once per seed; the samples of one seed are
+  nested (`medvl.data.loading.subset.label_fraction`). The full set has one run. A label with only positives or only
+  negatives in a sample is scored 0.5 everywhere, so that its AUROC is 0.5.
+* "auroc@10%" is the mean over the runs at 10 %, "auroc_sd@10%" their standard deviation; likewise average precision.
+* Rows without a fraction belong to the first run of the largest fraction: calibration, yes/no metrics at thresholds
   chosen on validation images, subgroups and their gaps.
-* Labels that are neither 1 nor 0 are settled by one named policy, for fitting, choosing and judging alike.
-* Training, validation and test share no patient. Intervals: test patients are drawn; all rows share the draws.
+* Labels that are neither 1 nor 0 are converted by one named policy for fitting, selection and evaluation.
+* Training, validation and test share no patient. Intervals: test patients are resampled; all rows share the resamples.
 
-Shape letters: S draws, N images, L classes, R resamples.
+Shape letters: S runs, N images, L classes, R resamples.
 """
 
 import dataclasses
@@ -56,30 +54,30 @@ PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult(ClassificationResult):
-    """The results; images, scores and thresholds are those of the largest fraction's first draw."""
+    """Results of a linear probe; images, scores and thresholds are of the first run of the largest fraction."""
 
     fractions: tuple[float, ...]
 
     def table(self) -> str:
-        """AUROC of every label by fraction, as plain text."""
+        """Return the AUROC of every label by fraction as plain text."""
         metrics = [f"auroc{suffix(fraction)}" for fraction in self.fractions]
         return format_table([row for row in self.results.rows if row.metric in metrics])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Draw:
-    """A probe that was fitted to one draw of the labels."""
+class ProbeRun:
+    """A probe fitted to one sample of the labels."""
 
     fraction: float
     probe: LinearProbe
     scores_NL: Array
-    """Of the test images."""
-    told: Mapping[str, Any]
+    """Probabilities of the test images."""
+    details: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Data:
-    """Features, standardised, and labels of the three sets."""
+    """Standardised features and labels of the three sets."""
 
     names: tuple[str, ...]
     train: FeatureTable
@@ -91,7 +89,7 @@ class _Data:
 
 
 def suffix(fraction: float) -> str:
-    """How a metric of a fraction of the labels ends: "@1%", "@10%", "@100%"."""
+    """Return the suffix of a metric at a fraction of the labels: "@1%", "@10%", "@100%"."""
     return f"@{100 * fraction:g}%"
 
 
@@ -111,18 +109,18 @@ def linear_probe(
     smallest_subgroup: int = 10,
     inputs: Mapping[str, str | None] | None = None,
 ) -> ProbeResult:
-    """Fit and judge; the protocol is at the top of this module.
+    """Fit and evaluate linear probes by the protocol of this module.
 
     Args:
-        train, valid, test: features of one encoder, of different patients.
-        fractions: of the training patients whose labels are used, each above 0 and at most 1.
-        seeds: draws of each fraction below 1.
-        penalties: to choose from.
+        train, valid, test: features of one encoder for different patients.
+        fractions: fractions of the training patients whose labels are used, each in (0, 1].
+        seeds: runs per fraction below 1.
+        penalties: candidate penalties.
         policy, threshold_rule, bootstrap_unit, resamples, seed, smallest_subgroup: as in `zero_shot`.
-        inputs: hashes for `Results.inputs` beside those of the data, such as that of the encoder.
+        inputs: further hashes for `Results.inputs`, such as that of the encoder.
 
     Raises:
-        EvaluationError: no label can be judged, or the fractions, seeds or penalties are none.
+        EvaluationError: no label can be evaluated, or fractions, seeds or penalties are empty or out of range.
         SplitError: two of the sets share a patient.
     """
     check_bootstrap_unit(bootstrap_unit)
@@ -139,19 +137,19 @@ def linear_probe(
         "smallest_subgroup": smallest_subgroup,
     }
     data, scored = _prepare(train, valid, test, policy)
-    draws = _fit_all(data, fractions, seeds, penalties)
-    main = next(one for one in draws if one.fraction == max(fractions))
+    runs = _fit_all(data, fractions, seeds, penalties)
+    main = next(run for run in runs if run.fraction == max(fractions))
     images, on_valid = _with_scores(main, data, scored)
     thresholds = choose_thresholds(on_valid, images, threshold_rule)
-    blocks = ranking_groups(images) + decision_groups(images, thresholds, probabilities=True)
+    groups = ranking_groups(images) + decision_groups(images, thresholds, probabilities=True)
     results = evaluate_scores(
         images,
-        blocks + _fraction_blocks(draws, images),
+        groups + _fraction_metrics(runs, images),
         thresholds=thresholds,
         protocol=(PROTOCOL, PROTOCOL_VERSION),
         config=config,
         inputs={**_fingerprints(train, valid, test), **(inputs or {})},
-        details={"draws": [one.told for one in draws], "feature_dim": train.x_ND.shape[1]},
+        details={"runs": [run.details for run in runs], "feature_dim": train.x_ND.shape[1]},
     )
     return ProbeResult(results=results, images=images, thresholds=thresholds, fractions=tuple(sorted(fractions)))
 
@@ -159,11 +157,13 @@ def linear_probe(
 def _prepare(
     train: FeatureTable, valid: FeatureTable, test: FeatureTable, policy: LabelPolicy
 ) -> tuple[_Data, dict[str, ScoredImages]]:
-    """The three sets with settled labels of the names that all have; the scores of these are still to come."""
+    """Return the data of the three sets for their common labels, and their images with scores of zero."""
     check_disjoint({"train": train.patients, "validation": valid.patients, "test": test.patients}, "the linear probe")
     names = tuple(name for name in test.label_names if name in train.label_names and name in valid.label_names)
     if not names:
-        raise EvaluationError("training, validation and test data have no label in common: there is nothing to probe")
+        raise EvaluationError(
+            "expected labels in common to training, validation and test data, got none", "mismatch", field="labels"
+        )
     scored = {}
     for part, table in (("train", train), ("valid", valid), ("test", test)):
         resolved = policy.resolve(table.labels_NL, table.label_names)
@@ -173,9 +173,9 @@ def _prepare(
             labels_NL=resolved.labels_NL[:, [table.label_names.index(name) for name in names]],
             samples=table.samples,
             positions=table.positions,
-            account=image_counts(table.samples, table.unreadable, resolved, names),
+            counts=image_counts(table.samples, table.unreadable, resolved, names),
         )
-    standardize = Standardizer.of(train.x_ND)
+    standardize = Standardizer.fit(train.x_ND)
     data = _Data(
         names=names,
         train=train,
@@ -188,10 +188,14 @@ def _prepare(
     return data, scored
 
 
-def _fit_all(data: _Data, fractions: Sequence[float], seeds: int, penalties: Sequence[float]) -> list[_Draw]:
-    """The probes of all draws, from the smallest fraction up."""
+def _fit_all(data: _Data, fractions: Sequence[float], seeds: int, penalties: Sequence[float]) -> list[ProbeRun]:
+    """Fit the probes of all runs, in ascending order of the fractions."""
     if not fractions or seeds < 1 or not penalties or min(penalties) <= 0:
-        raise EvaluationError("a probe needs fractions, one seed or more, and penalties above 0")
+        raise EvaluationError(
+            f"expected fractions, seeds >= 1 and penalties > 0, got {list(fractions)}, {seeds} and {list(penalties)}",
+            "out_of_range",
+            field="fractions" if not fractions else "seeds" if seeds < 1 else "penalties",
+        )
     return [
         _fit(data, fraction, number, penalties)
         for fraction in sorted(fractions)
@@ -199,26 +203,26 @@ def _fit_all(data: _Data, fractions: Sequence[float], seeds: int, penalties: Seq
     ]
 
 
-def _fit(data: _Data, fraction: float, number: int, penalties: Sequence[float]) -> _Draw:
-    """The probe of one draw, at the penalty that is best on the validation images."""
-    drawn = label_fraction(data.train.patients, fraction, number)
-    y_NL = data.y_NL[drawn]
-    probes = fit_path(data.x_ND[drawn], y_NL, penalties)
-    worth = {penalty: _mean_auroc(probe, data) for penalty, probe in probes.items()}
-    best = max(worth, key=worth.__getitem__)  # of equals the largest penalty, which was fitted first
+def _fit(data: _Data, fraction: float, number: int, penalties: Sequence[float]) -> ProbeRun:
+    """Fit the probe of one run at the penalty with the best validation AUROC."""
+    sampled = label_fraction(data.train.patients, fraction, number)
+    y_NL = data.y_NL[sampled]
+    probes = fit_path(data.x_ND[sampled], y_NL, penalties)
+    auroc = {penalty: _mean_auroc(probe, data) for penalty, probe in probes.items()}
+    best = max(auroc, key=auroc.__getitem__)  # the largest penalty among equals: it was fitted first
     both_L = (y_NL == 1).any(axis=0) & (y_NL == 0).any(axis=0)
-    told = {
+    details = {
         "fraction": fraction,
         "seed": number,
-        "images": len(drawn),
-        "patients": len({data.train.patients[place] for place in drawn.tolist()}),
+        "images": len(sampled),
+        "patients": len({data.train.patients[position] for position in sampled.tolist()}),
         "penalty": best,
-        "validation_auroc": worth[best],
+        "validation_auroc": auroc[best],
         "converged": probes[best].converged,
         "one_class_only": [name for name, both in zip(data.names, both_L, strict=True) if not both],
     }
     scores_NL = probes[best].probability_NL(data.test_x_ND)
-    return _Draw(fraction=fraction, probe=probes[best], scores_NL=scores_NL, told=told)
+    return ProbeRun(fraction=fraction, probe=probes[best], scores_NL=scores_NL, details=details)
 
 
 def _fingerprints(train: FeatureTable, valid: FeatureTable, test: FeatureTable) -> dict[str, str | None]:
@@ -229,45 +233,47 @@ def _fingerprints(train: FeatureTable, valid: FeatureTable, test: FeatureTable) 
     }
 
 
-def _with_scores(one: _Draw, data: _Data, scored: Mapping[str, ScoredImages]) -> tuple[ScoredImages, ScoredImages]:
-    """The test and the validation images with the scores of a draw."""
-    on_valid_NL = one.probe.probability_NL(data.valid_x_ND)
+def _with_scores(run: ProbeRun, data: _Data, scored: Mapping[str, ScoredImages]) -> tuple[ScoredImages, ScoredImages]:
+    """Return the test and validation images with the scores of a run."""
+    on_valid_NL = run.probe.probability_NL(data.valid_x_ND)
     test, valid = scored["test"], scored["valid"]
-    return dataclasses.replace(test, scores_NL=one.scores_NL), dataclasses.replace(valid, scores_NL=on_valid_NL)
+    return dataclasses.replace(test, scores_NL=run.scores_NL), dataclasses.replace(valid, scores_NL=on_valid_NL)
 
 
 def _mean_auroc(probe: LinearProbe, data: _Data) -> float:
     auroc_L, _, _ = bootstrap_auroc(probe.probability_NL(data.valid_x_ND), data.valid_y_NL, resamples=0)
     if np.isnan(auroc_L).all():
         raise EvaluationError(
-            "no label of the validation images has positives and negatives: there is nothing to choose a penalty on"
+            "expected validation images with positives and negatives of a label to select the penalty, got none",
+            "empty",
+            field="valid",
         )
     return float(np.nanmean(auroc_L))
 
 
-def _fraction_blocks(draws: Sequence[_Draw], images: ScoredImages) -> list[MetricGroup]:
-    """AUROC and average precision by fraction: the mean over its draws, and where there are several the deviation."""
-    by_fraction: dict[float, list[_Draw]] = {}
-    for one in draws:
-        by_fraction.setdefault(one.fraction, []).append(one)
+def _fraction_metrics(runs: Sequence[ProbeRun], images: ScoredImages) -> list[MetricGroup]:
+    """Return AUROC and average precision by fraction: mean and, for several runs, standard deviation."""
+    by_fraction: dict[float, list[ProbeRun]] = {}
+    for run in runs:
+        by_fraction.setdefault(run.fraction, []).append(run)
     return [
-        _over_draws(metric, drawn, images, suffix(fraction))
-        for fraction, drawn in by_fraction.items()
+        _over_runs(metric, of_fraction, images, suffix(fraction))
+        for fraction, of_fraction in by_fraction.items()
         for metric in ("auroc", "average_precision")
     ]
 
 
-def _over_draws(metric: str, draws: Sequence[_Draw], images: ScoredImages, ending: str) -> MetricGroup:
-    of_draw = [
-        ranking_metrics(metric, one.scores_NL, images.labels_NL, images.names, means=images.means) for one in draws
+def _over_runs(metric: str, runs: Sequence[ProbeRun], images: ScoredImages, ending: str) -> MetricGroup:
+    by_run = [
+        ranking_metrics(metric, run.scores_NL, images.labels_NL, images.names, means=images.means) for run in runs
     ]
-    rows = [dataclasses.replace(row, metric=f"{metric}{ending}") for row in of_draw[0].rows]
-    if len(draws) > 1:
-        rows += [dataclasses.replace(row, metric=f"{metric}_sd{ending}") for row in of_draw[0].rows]
+    rows = [dataclasses.replace(row, metric=f"{metric}{ending}") for row in by_run[0].rows]
+    if len(runs) > 1:
+        rows += [dataclasses.replace(row, metric=f"{metric}_sd{ending}") for row in by_run[0].rows]
 
     def statistic(counts_NR: Array) -> Array:
-        values_SRK = np.stack([block.statistic(counts_NR) for block in of_draw])
-        if len(draws) == 1:
+        values_SRK = np.stack([group.statistic(counts_NR) for group in by_run])
+        if len(runs) == 1:
             return values_SRK[0]
         return np.concatenate([values_SRK.mean(axis=0), values_SRK.std(axis=0, ddof=1)], axis=1)
 

@@ -1,8 +1,7 @@
-"""Image features of a folder of shards, encoded once and kept on disk.
+"""Image features of a source, encoded once and cached on disk.
 
-A table of features is a function of the encoder (its weights and settings), the images (the manifest's fingerprint) and
-the transform. The hash of the three names its file, so a probe that is run again, with other fractions or policies,
-reads what the first run has encoded, and one whose encoder or data differ in anything never does.
+The cache file is named by the hash of the encoder (weights and settings), the source fingerprint and the transform.
+Runs with other fractions or policies reuse it; any change of encoder or data leads to another file.
 
 Shape letters: N images, D feature dim, L labels.
 """
@@ -36,7 +35,7 @@ from medvl.schema import Sample
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProbedEncoder:
-    """An image encoder of any origin, with how its images are prepared."""
+    """An image encoder with its image transform."""
 
     name: str
     module: ImageEncoder
@@ -44,9 +43,9 @@ class ProbedEncoder:
 
     @classmethod
     def from_model(cls, model: System, *, name: str, random: bool = False, seed: int = 0) -> "ProbedEncoder":
-        """The image tower of a system of either family; `random` draws its weights anew, as a baseline.
+        """Return the image encoder of a system; `random` reinitialises its weights, as a baseline.
 
-        Raises ConfigError when the system has no image encoder that reads pixels.
+        Raises ConfigError if the system has no image encoder that reads pixels.
         """
         if random:
             with seeded(seed):
@@ -59,15 +58,15 @@ class ProbedEncoder:
     def from_name(
         cls, name: str, *, pretrained: bool = False, image_size: int | None = None, seed: int = 0
     ) -> "ProbedEncoder":
-        """An encoder by name, published or at random weights. Raises as `create_image_encoder` does."""
+        """Create an encoder by name, with published or random weights. Raises as `create_image_encoder` does."""
         with seeded(seed):
             module = create_image_encoder(name, pretrained=pretrained, image_size=image_size)
-        told = "published weights" if pretrained else "random weights"
-        return cls(name=f"{name}, {told}", module=module, transform=EvalTransform(size=module.image_size[0]))
+        weights = "published weights" if pretrained else "random weights"
+        return cls(name=f"{name}, {weights}", module=module, transform=EvalTransform(size=module.image_size[0]))
 
     @property
     def sha256(self) -> str:
-        """Hash of the weights and of all that decides what the encoder makes of pixels."""
+        """Hash of the weights and settings of the encoder."""
         digest = hashlib.sha256(json.dumps(self.module.config, sort_keys=True, default=str).encode())
         for name, tensor in sorted(self.module.state_dict().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -77,19 +76,19 @@ class ProbedEncoder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureTable:
-    """The features of a folder, with its labels as the table has them, in the order of the source."""
+    """Features and labels of a source, in its order."""
 
     x_ND: torch.Tensor
-    """float32, on the CPU."""
+    """float32 features on the CPU."""
     labels_NL: Array
-    """1, 0, -1 or NaN."""
+    """Labels of the table: 1, 0, -1 or NaN."""
     label_names: tuple[str, ...]
     samples: tuple[Sample, ...]
     positions: tuple[int, ...]
-    """Of each sample in its source."""
+    """Position of each sample in the source."""
     unreadable: Mapping[str, int]
     fingerprint: str | None
-    """Of the source."""
+    """Fingerprint of the source."""
 
     @property
     def patients(self) -> list[str]:
@@ -98,28 +97,28 @@ class FeatureTable:
 
 
 def encode_features(encoder: ProbedEncoder, loader: Loader, *, cache: Path | None = None) -> FeatureTable:
-    """Features of every image of a loader, from the cache where they are there.
+    """Return the features of every image of a loader, from the cache if present.
 
     Args:
-        encoder: what encodes; its module says on which device.
-        loader: of `encoder.transform`, opened for evaluation.
-        cache: folder of kept features; None keeps none.
+        encoder: encoder, on the device of its module.
+        loader: loader with `encoder.transform`, opened for evaluation.
+        cache: folder of cached features; None for no cache.
 
     Raises:
-        EvaluationError: the loader does not give every sample once, or a feature is not finite.
+        EvaluationError: the loader does not yield every sample once, or a feature is not finite.
     """
     source = loader.source
-    told = _describe(encoder, source)
-    path = None if cache is None else cache / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.safetensors"
-    kept = None if path is None else _read(path, told)
-    if kept is None:
-        kept = _encode(encoder, loader)
+    description = _describe(encoder, source)
+    path = None if cache is None else cache / f"{hashlib.sha256(description.encode()).hexdigest()[:32]}.safetensors"
+    encoded = None if path is None else _read(path, description)
+    if encoded is None:
+        encoded = _encode(encoder, loader)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            tensors = {"x_ND": kept[0], "position_N": torch.from_numpy(kept[1])}
-            metadata = {"told": told, "unreadable": json.dumps(dict(kept[2]))}
+            tensors = {"x_ND": encoded[0], "position_N": torch.from_numpy(encoded[1])}
+            metadata = {"description": description, "unreadable": json.dumps(dict(encoded[2]))}
             write_atomic(path, safetensors.torch.save(tensors, metadata))
-    x_ND, position_N, unreadable = kept
+    x_ND, position_N, unreadable = encoded
     samples = tuple(source.sample(int(position)) for position in position_N)
     return FeatureTable(
         x_ND=x_ND,
@@ -132,42 +131,42 @@ def encode_features(encoder: ProbedEncoder, loader: Loader, *, cache: Path | Non
     )
 
 
-_Kept = tuple[torch.Tensor, np.ndarray, Mapping[str, int]]
-"""Features, position of each in the source, and what could not be read."""
+_Encoded = tuple[torch.Tensor, np.ndarray, Mapping[str, int]]
+"""Features, positions in the source, and counts of unreadable samples."""
 
 
 def _describe(encoder: ProbedEncoder, source: Source) -> str:
-    """Everything that the features depend on, as JSON."""
-    told: dict[str, Any] = {
+    """Return everything that the features depend on, as JSON."""
+    description: dict[str, Any] = {
         "encoder": encoder.sha256,
         "source": source.fingerprint,
         "transform": [type(encoder.transform).__name__, dataclasses.asdict(encoder.transform)],
         "versions": [medvl.__version__, str(torch.__version__)],
     }
-    return json.dumps(told, sort_keys=True)
+    return json.dumps(description, sort_keys=True)
 
 
-def _encode(encoder: ProbedEncoder, loader: Loader) -> _Kept:
-    given = FullPass(loader)
+def _encode(encoder: ProbedEncoder, loader: Loader) -> _Encoded:
+    batches = FullPass(loader)
     device = next(encoder.module.parameters()).device
     parts: list[torch.Tensor] = []
     with evaluating(encoder.module):
-        for batch in given:
+        for batch in batches:
             features = encoder.module(batch.image_BCHW.to(device, non_blocking=True))
             parts.append(features.pooled_BD.float().cpu())
     x_ND = torch.cat(parts)
     if not x_ND.isfinite().all():
-        raise EvaluationError(f"features of {encoder.name} are not finite: look at its weights")
-    place_of = samples_by_key(loader.source)
-    return x_ND, np.array([place_of[key][0] for key in given.keys], dtype=np.int64), given.unreadable
+        raise EvaluationError(f"expected finite features of {encoder.name}; check its weights", "nonfinite")
+    by_key = samples_by_key(loader.source)
+    return x_ND, np.array([by_key[key][0] for key in batches.keys], dtype=np.int64), batches.unreadable
 
 
-def _read(path: Path, told: str) -> _Kept | None:
-    """What is kept under this name; None where nothing is, or something that was not written for it."""
+def _read(path: Path, description: str) -> _Encoded | None:
+    """Read cached features; None if the file is missing, damaged or of another description."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            if metadata.get("told") != told:
+            if metadata.get("description") != description:
                 return None
             position_N = file.get_tensor("position_N").numpy()
             return file.get_tensor("x_ND"), position_N, json.loads(metadata["unreadable"])

@@ -1,4 +1,4 @@
-"""The page of a linear probe: AUROC by fraction of the labels, and what every classifier's page shows."""
+"""Page of a linear probe: AUROC by fraction of the labels, and the sections of every classifier."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,12 +22,12 @@ def write_probe_page(
     pixels: Callable[[int], NDArray[np.uint8]] | None = None,
     examples: int = 3,
 ) -> Path:
-    """Write the page as one HTML file; its path. The arguments are those of `write_zero_shot_page`."""
+    """Write the page as one HTML file and return its path; arguments as in `write_zero_shot_page`."""
     page = Page(
         title=f"Linear probe: {model}",
         subtitle=subtitle(result, data),
         headlines=[_headline(result, fraction) for fraction in result.fractions],
-        facts=facts(result, model=model, data=data, date=date, own=_own_facts(result)),
+        facts=facts(result, model=model, data=data, date=date, extra=_probe_facts(result)),
         sections=[_by_fraction(result), *sections(result, pixels, examples)],
         limits=LIMITS,
     )
@@ -39,14 +39,14 @@ def _headline(result: ProbeResult, fraction: float) -> tuple[str, str, str]:
     return headline(f"AUROC, {100 * fraction:g}% of the labels", row)
 
 
-def _own_facts(result: ProbeResult) -> list[tuple[str, str]]:
+def _probe_facts(result: ProbeResult) -> list[tuple[str, str]]:
     config, details = result.results.config, result.results.details
     penalties = ", ".join(f"{value:g}" for value in config["penalties"])
-    draws = f"{config['seeds']} of each fraction below 100%, by patient, nested"
+    runs = f"{config['seeds']} per fraction below 100%, nested samples of patients"
     return [
         ("Probe", f"logistic regression on {details['feature_dim']:,} standardised features"),
-        ("Penalty", f"of {penalties}, on validation"),
-        ("Draws", f"{len(details['draws'])}: {draws}"),
+        ("Penalty", f"selected from {penalties} on validation images"),
+        ("Runs", f"{len(details['runs'])}: {runs}"),
     ]
 
 
@@ -61,15 +61,15 @@ def _by_fraction(result: ProbeResult) -> Table:
         cells: list[Cell | str] = [label]
         for fraction in result.fractions:
             cells.append(metric_cell(rows.get((f"auroc{suffix(fraction)}", target)), reference=0.5, bar=True))
-            spread = rows.get((f"auroc_sd{suffix(fraction)}", target))
-            cells.append("" if spread is None or np.isnan(spread.value) else f"{spread.value:.3f}")
+            deviation = rows.get((f"auroc_sd{suffix(fraction)}", target))
+            cells.append("" if deviation is None or np.isnan(deviation.value) else f"{deviation.value:.3f}")
         lines.append(cells)
-    columns = [name for fraction in result.fractions for name in (f"AUROC, {100 * fraction:g}%", "over draws")]
+    columns = [name for fraction in result.fractions for name in (f"AUROC, {100 * fraction:g}%", "SD over runs")]
     return Table(
         title="By fraction of the labels",
         columns=["", *columns],
         rows=lines,
         strong_rows=len(means),
-        caption="The mean over the draws of a fraction with its 95% interval over test patients, and the standard "
-        "deviation over the draws. All that follows is of the largest fraction's first draw.",
+        caption="Mean over the runs of a fraction with 95% interval over test patients, and standard deviation (SD) "
+        "over the runs. The sections below show the first run of the largest fraction.",
     )

@@ -13,63 +13,62 @@ from torch import Tensor
 
 from medvl.eval.core.metrics import Array
 
-_MOST_STEPS = 1000
+_MAX_STEPS = 1000
 TOLERANCE = 1e-4
-"""Largest entry of the gradient at which a fit is done, as in scikit-learn. The loss is a mean over images, so it does
-not grow with N."""
+"""Largest gradient entry at convergence, as in scikit-learn. The loss is a mean over images and independent of N."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Standardizer:
-    """Features to zero mean and unit deviation; a feature that never varies becomes 0."""
+    """Standardisation to zero mean and unit standard deviation; constant features become 0."""
 
     mean_D: Tensor
     scale_D: Tensor
 
     @classmethod
-    def of(cls, x_ND: Tensor) -> "Standardizer":
-        """By the mean and the deviation of these features."""
+    def fit(cls, x_ND: Tensor) -> "Standardizer":
+        """Return the standardisation by mean and standard deviation of these features."""
         x_ND = x_ND.double()
         std_D = x_ND.std(dim=0, unbiased=False)
         varies_D = std_D > 1e-6 * (1 + x_ND.abs().mean(dim=0))
         return cls(x_ND.mean(dim=0), torch.where(varies_D, 1 / std_D.clamp(min=1e-30), torch.zeros_like(std_D)))
 
     def __call__(self, x_ND: Tensor) -> Tensor:
-        """float64 (N, D)."""
+        """Return standardised features (N, D) in float64."""
         return (x_ND.double() - self.mean_D) * self.scale_D
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinearProbe:
-    """One logistic regression a label."""
+    """One logistic regression per label."""
 
     weight_LD: Tensor
     bias_L: Tensor
     converged: bool = True
 
     def probability_NL(self, x_ND: Tensor) -> Array:
-        """Of standardised features, float64."""
+        """Return float64 probabilities of standardised features."""
         return torch.sigmoid(F.linear(x_ND, self.weight_LD, self.bias_L)).numpy()
 
 
 def fit_logistic(
     x_ND: Tensor, y_NL: Array, penalty: float, start: LinearProbe | None = None, *, tolerance: float = TOLERANCE
 ) -> LinearProbe:
-    """The probes that minimise, for each label, its mean cross-entropy + penalty / 2 |weights|^2.
+    """Fit probes that minimise, per label, mean cross-entropy + penalty / 2 |weights|^2.
 
-    The bias is not penalised. Labels are independent problems, solved side by side: a label's images are those where it
-    is 1 or 0, and a label that is only one of the two has nothing to learn from, its probability being 0.5 everywhere.
+    The bias is not penalised. Labels are independent problems, solved jointly on the images where the label is 1 or 0.
+    A label with a single class gets the probability 0.5 everywhere.
 
     Args:
-        x_ND: float64, standardised.
+        x_ND: standardised float64 features.
         y_NL: 1, 0 or NaN (left out).
-        penalty: above 0, so that the solution is unique.
-        start: to begin from, such as the solution for a larger penalty.
-        tolerance: largest entry of the gradient that is taken for zero.
+        penalty: weight of the penalty, above 0, so that the solution is unique.
+        start: initial solution, such as that for a larger penalty.
+        tolerance: largest gradient entry at convergence.
     """
     known_NL, target_NL = torch.from_numpy(~np.isnan(y_NL)).double(), torch.from_numpy(np.nan_to_num(y_NL))
     both_L = torch.from_numpy((y_NL == 1).any(axis=0) & (y_NL == 0).any(axis=0)).double()
-    share_NL = both_L * known_NL / known_NL.sum(dim=0).clamp(min=1)
+    weight_NL = both_L * known_NL / known_NL.sum(dim=0).clamp(min=1)
     weight_LD = torch.zeros(y_NL.shape[1], x_ND.shape[1], dtype=torch.float64)
     bias_L = torch.zeros(y_NL.shape[1], dtype=torch.float64)
     if start is not None:
@@ -77,7 +76,7 @@ def fit_logistic(
     parameters = [weight_LD.requires_grad_(), bias_L.requires_grad_()]
     optimizer = torch.optim.LBFGS(
         parameters,
-        max_iter=_MOST_STEPS,
+        max_iter=_MAX_STEPS,
         tolerance_grad=tolerance,
         tolerance_change=1e-14,
         history_size=10,
@@ -88,7 +87,7 @@ def fit_logistic(
         optimizer.zero_grad()
         logits_NL = F.linear(x_ND, weight_LD, bias_L)
         loss_NL = F.binary_cross_entropy_with_logits(logits_NL, target_NL, reduction="none")
-        loss = (loss_NL * share_NL).sum() + penalty / 2 * weight_LD.square().sum()
+        loss = (loss_NL * weight_NL).sum() + penalty / 2 * weight_LD.square().sum()
         loss.backward()
         return loss
 
@@ -100,9 +99,9 @@ def fit_logistic(
 
 
 def fit_path(x_ND: Tensor, y_NL: Array, penalties: Sequence[float]) -> dict[float, LinearProbe]:
-    """Penalty -> probe, from the largest penalty down, each fit beginning where the one before ended."""
-    found: dict[float, LinearProbe] = {}
+    """Return penalty -> probe, fitted from the largest penalty down, each from the previous solution."""
+    probes: dict[float, LinearProbe] = {}
     probe = None
     for penalty in sorted(penalties, reverse=True):
-        probe = found[penalty] = fit_logistic(x_ND, y_NL, penalty, probe)
-    return found
+        probe = probes[penalty] = fit_logistic(x_ND, y_NL, penalty, probe)
+    return probes

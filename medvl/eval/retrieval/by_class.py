@@ -31,6 +31,7 @@ from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.classification.scored_images import image_counts
 from medvl.eval.core.bootstrap import mean_over_labels
+from medvl.eval.core.embeddings import embed_texts
 from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader, Model
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure
@@ -39,7 +40,6 @@ from medvl.eval.core.results import Results
 from medvl.eval.retrieval.candidate_lists import Item, RetrievalList
 from medvl.eval.retrieval.image_text import check_ks
 from medvl.eval.retrieval.similarity import Similarity, encode_images, take
-from medvl.eval.zero_shot_classification.scores import embed_texts
 from medvl.models.eval_mode import evaluating
 from medvl.schema import Embeddings, Sample
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from medvl.eval.core.interfaces import Compares
+from medvl.eval.core.interfaces import SupportsSimilarity
 from medvl.eval.core.metrics import Array
 from medvl.eval.retrieval.similarity import Similarity, take
 from medvl.schema import Embeddings
@@ -52,7 +52,7 @@ class RetrievalExamples:
 
 
 def sample_examples(
-    model: Compares,
+    model: SupportsSimilarity,
     images: Embeddings,
     texts: Embeddings,
     names: Sequence[str],

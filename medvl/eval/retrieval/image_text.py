@@ -22,13 +22,13 @@ import torch
 from numpy.typing import NDArray
 
 from medvl.errors import EvaluationError
+from medvl.eval.core.embeddings import embed_texts
 from medvl.eval.core.full_pass import FullPass, input_hashes
-from medvl.eval.core.interfaces import Compares, Loader, Model
+from medvl.eval.core.interfaces import Loader, Model, SupportsSimilarity
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure, median_metric
 from medvl.eval.core.results import Results
 from medvl.eval.retrieval.examples import RetrievalExamples, sample_examples
 from medvl.eval.retrieval.similarity import Similarity, encode_images, take
-from medvl.eval.zero_shot_classification.scores import embed_texts
 from medvl.models.eval_mode import evaluating
 from medvl.schema import Embeddings
 
@@ -172,7 +172,7 @@ class Gallery:
         )
 
 
-def retrieval_ranks(model: Compares, images: Embeddings, texts: Embeddings, text_of_N: torch.Tensor) -> Ranks:
+def retrieval_ranks(model: SupportsSimilarity, images: Embeddings, texts: Embeddings, text_of_N: torch.Tensor) -> Ranks:
     """Return the ranks of images and texts as the protocol defines them.
 
     Two passes over the rows of similarities: the first finds the score of each positive, the second counts the

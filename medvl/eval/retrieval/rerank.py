@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.errors import EvaluationError
+from medvl.eval.core.embeddings import embed_texts
 from medvl.eval.core.full_pass import FullPass, input_hashes
 from medvl.eval.core.interfaces import Loader, Model
 from medvl.eval.core.results import Results, checkpoint_sha256
@@ -38,7 +39,6 @@ from medvl.eval.retrieval.image_text import (
     retrieval_ranks,
 )
 from medvl.eval.retrieval.similarity import Similarity, encode_images, normalized_texts, take
-from medvl.eval.zero_shot_classification.scores import embed_texts
 from medvl.models.eval_mode import evaluating
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.layers.encoder import Tokens

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from medvl.errors import EvaluationError
-from medvl.eval.core.interfaces import Compares, Model, encode_batch
-from medvl.eval.zero_shot_classification.scores import concatenate
+from medvl.eval.core.embeddings import concatenate, encode_batch
+from medvl.eval.core.interfaces import Model, SupportsSimilarity
 from medvl.schema import Batch, Embeddings
 
 _CHUNK = 256
@@ -46,7 +46,7 @@ def encode_images(
 class Similarity:
     """similarity_NM as an iterable over blocks of rows, which can be iterated several times."""
 
-    def __init__(self, model: Compares, images: Embeddings, texts: Embeddings) -> None:
+    def __init__(self, model: SupportsSimilarity, images: Embeddings, texts: Embeddings) -> None:
         self.model, self.images, self.texts = model, images, texts
         self.shape = len(images), len(texts)
         cached = self.shape[0] * self.shape[1] <= _CACHED_ELEMENTS

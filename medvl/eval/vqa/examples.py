@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from medvl.data.annotations.questions import Question
 from medvl.errors import MedvlError
-from medvl.eval.html.overlay import draw_map, peak
+from medvl.eval.html.overlay import draw_map, peak_ratio
 from medvl.eval.html.page import Card, Cards, Choice, Deck, Picture, shrink, thumbnail_uri
 from medvl.eval.vqa.evaluate import MODEL, VQAResult
 from medvl.eval.vqa.explain import Explanation
@@ -124,7 +124,7 @@ def _pictures(question: Question, pixels: Pixels | None, explanation: Explanatio
         box = explanation.transform.box(*image.shape[:2])
         for name, map_hw in explanation.maps:
             drawn = draw_map(image, map_hw, box)
-            line = f"peak {peak(map_hw):.1f}×, sum {map_hw.sum():.0%}"
+            line = f"peak {peak_ratio(map_hw):.1f}×, sum {map_hw.sum():.0%}"
             picture = Picture(source=thumbnail_uri(drawn, _SIZE), alternative=f"attention: {name}", lines=(name, line))
             pictures.append(picture)
     return pictures

@@ -1,18 +1,19 @@
-"""Zero-shot classification: findings scored by their sentences, judged against labels.
+"""Zero-shot classification of findings by prompts, evaluated against labels.
 
 Protocol "zero_shot", version 1:
 
-* Every readable image of the loader is scored once; a score depends on its image and the prompts alone, but for the
-  scoring "gloria_published".
-* Several checkpoints are an ensemble: an image's score is the mean of theirs.
-* AUROC and average precision a finding; "macro" is the mean over the findings that have both classes, and
-  "macro_competition" that over the five of the CheXpert competition, where all five have.
-* Yes/no metrics only with a validation loader: thresholds are chosen there and nowhere else, and a patient in both
-  sets is an error.
-* Brier score and calibration error where the prompts give probabilities.
-* Where classes compete, the share of images whose one class scores highest.
-* Subgroup rows as `medvl.eval.classification.subgroups` says.
-* Intervals: patients are drawn, with all their images (`bootstrap_unit="image"`: images are). All rows share the draws.
+* Every readable image of the loader is scored once; a score depends only on its image and the prompts, except under
+  the scoring "gloria_published".
+* The scores of several checkpoints are averaged (ensemble).
+* AUROC and average precision per finding; "macro" is the mean over findings with both classes, "macro_competition" the
+  mean over the five findings of the CheXpert competition, if all have both classes.
+* Yes/no metrics only with a validation loader, on which thresholds are chosen; it must not share patients with the test
+  images.
+* Brier score and calibration error if the scores are probabilities.
+* If classes compete, top-1 accuracy over images of exactly one class.
+* Subgroups as in `medvl.eval.classification.subgroups`.
+* Intervals: patients are resampled with all their images, or images with `bootstrap_unit="image"`. All rows share the
+  resamples.
 
 Shape letters: N images, L classes, R resamples.
 """
@@ -52,13 +53,13 @@ PROTOCOL, PROTOCOL_VERSION = "zero_shot", 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroShotResult(ClassificationResult):
-    """The results with the scores behind them, and the prompts that gave these."""
+    """Results of a zero-shot classification with scores and prompts."""
 
     prompts: PromptSet
 
     @property
     def gives_probabilities(self) -> bool:
-        """Whether scores are probabilities, so that calibration can be judged."""
+        """Whether scores are probabilities, so that calibration is defined."""
         return self.prompts.gives_probabilities
 
 
@@ -77,32 +78,28 @@ def zero_shot(
     autocast: torch.dtype | None = None,
     checkpoint: str | Path | Sequence[str | Path] | None = None,
 ) -> ZeroShotResult:
-    """Judge a dual-encoder on labelled images without training on labels; the protocol is at the top of this module.
+    """Evaluate zero-shot classification by the protocol of this module.
 
-    `prompts` is a set, the name of one of ours, or the path of a JSON file. `valid_loader` has images of other
-    patients, on which thresholds are chosen to maximise `threshold_rule`. `smallest_subgroup` is how many positives,
-    and negatives, the AUROC of a subgroup needs. `autocast` is a type for the image encoder, such as `torch.bfloat16`;
-    the hash of `checkpoint` (a directory or a file) goes into the results. Several models are judged as an ensemble.
+    Args:
+        model: the model, or several as an ensemble.
+        loader: test images with labels, opened for evaluation.
+        prompts: a prompt set, the name of a built-in one, or the path of a JSON file.
+        valid_loader: images of other patients, on which thresholds are chosen; None for no yes/no metrics.
+        policy: conversion of uncertain and missing labels.
+        threshold_rule: metric that thresholds maximise.
+        bootstrap_unit, resamples, seed: unit, number and seed of the bootstrap resamples.
+        smallest_subgroup: positives, and negatives, that the AUROC of a subgroup needs.
+        autocast: dtype of the image encoder, such as `torch.bfloat16`; None for float32.
+        checkpoint: directory or file of each model, whose hash is recorded in the results.
 
     Raises:
-        EvaluationError: no class can be judged, scores are not whole, or models and checkpoints do not go together.
+        EvaluationError: no class can be evaluated, images are missing, or scores are not finite.
         SplitError: test and validation images share patients.
     """
     check_bootstrap_unit(bootstrap_unit)
     prompts = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
     policy = policy or LabelPolicy()
-    members = _hashes(checkpoint, len(model) if isinstance(model, Sequence) else 1)
-    config = {
-        "prompts": _describe(prompts),
-        "policy": dataclasses.asdict(policy),
-        "threshold_rule": None if valid_loader is None else threshold_rule,
-        "bootstrap_unit": bootstrap_unit,
-        "resamples": resamples,
-        "seed": seed,
-        "smallest_subgroup": smallest_subgroup,
-        "autocast": None if autocast is None else str(autocast),
-        **({"ensemble": members} if len(members) > 1 else {}),
-    }
+    members = _checkpoint_hashes(checkpoint, len(model) if isinstance(model, Sequence) else 1)
     test = score_images(model, loader, prompts, policy, autocast)
     thresholds = None
     if valid_loader is not None:
@@ -110,38 +107,49 @@ def zero_shot(
         thresholds = choose_thresholds(valid, test, threshold_rule)
     results = evaluate_scores(
         test,
-        _blocks(test, prompts, thresholds),
+        _metric_groups(test, prompts, thresholds),
         thresholds=thresholds,
         protocol=(PROTOCOL, PROTOCOL_VERSION),
-        config=config,
+        config={
+            **_describe(prompts, policy, members, autocast),
+            "threshold_rule": None if valid_loader is None else threshold_rule,
+            "bootstrap_unit": bootstrap_unit,
+            "resamples": resamples,
+            "seed": seed,
+            "smallest_subgroup": smallest_subgroup,
+        },
         inputs={
             **input_hashes(None, manifest=loader, validation_manifest=valid_loader),
-            "checkpoint": _one_hash(members),
+            "checkpoint": _ensemble_hash(members),
             "prompts": prompts.sha256,
         },
     )
     return ZeroShotResult(results=results, prompts=prompts, images=test, thresholds=thresholds)
 
 
-def _hashes(checkpoint: str | Path | Sequence[str | Path] | None, models: int) -> list[str]:
-    """One for each checkpoint. Raises `EvaluationError` where there are not as many as models, or two are the same."""
+def _checkpoint_hashes(checkpoint: str | Path | Sequence[str | Path] | None, models: int) -> list[str]:
+    """Return the hash of each checkpoint. Raises `EvaluationError` unless there is a different one per model."""
     if checkpoint is None:
         return []
     paths = [checkpoint] if isinstance(checkpoint, str | Path) else checkpoint
     if len(paths) != models:
-        raise EvaluationError(f"{models} models with {len(paths)} checkpoints: name one for each")
+        raise EvaluationError(
+            f"expected one checkpoint per model, got {len(paths)} for {models} models", "mismatch", field="checkpoint"
+        )
     hashes = [checkpoint_sha256(path) for path in paths]
-    for path, found in zip(paths, hashes, strict=True):
-        if hashes.count(found) > 1:
-            raise EvaluationError(f"{path} stands twice in the ensemble, or its weights do: name each checkpoint once")
+    for path, sha256 in zip(paths, hashes, strict=True):
+        if hashes.count(sha256) > 1:
+            raise EvaluationError(
+                f"expected different weights in an ensemble, got those of {path} twice", "conflict", field="checkpoint"
+            )
     return hashes
 
 
-def _one_hash(hashes: Sequence[str]) -> str | None:
-    """Of a checkpoint its own; of an ensemble that of its members' hashes, a line each."""
+def _ensemble_hash(hashes: Sequence[str]) -> str | None:
+    """Return the hash of a single checkpoint, or the hash of the members' hashes, one per line."""
     if len(hashes) < 2:
         return hashes[0] if hashes else None
-    return hashlib.sha256("".join(f"{found}\n" for found in hashes).encode()).hexdigest()
+    return hashlib.sha256("".join(f"{member}\n" for member in hashes).encode()).hexdigest()
 
 
 def score_images(
@@ -151,56 +159,66 @@ def score_images(
     policy: LabelPolicy,
     autocast: torch.dtype | None = None,
 ) -> ScoredImages:
-    """Every image of a loader with its scores and its labels under the policy. Raises `EvaluationError`."""
+    """Return every image of a loader with scores and labels under the policy. Raises `EvaluationError`."""
     source = loader.source
-    names = _classes_in_common(prompts, source)
+    names = _common_classes(prompts, source)
     predictions = predict(model, loader, [prompts], autocast=autocast)
     columns = [list(prompts.classes).index(name) for name in names]
     resolved = policy.resolve(predictions.labels_NL, predictions.label_names)
-    place_of = samples_by_key(source)
-    positions, samples = zip(*(place_of[key] for key in predictions.keys), strict=True)
-    account = image_counts(samples, predictions.unreadable, resolved, names)
-    account["classes_without_labels"] = [name for name in prompts.classes if name not in names]
+    by_key = samples_by_key(source)
+    positions, samples = zip(*(by_key[key] for key in predictions.keys), strict=True)
+    counts = image_counts(samples, predictions.unreadable, resolved, names)
+    counts["classes_without_labels"] = [name for name in prompts.classes if name not in names]
     return ScoredImages(
         names=names,
         scores_NL=predictions.scores_NL[0][:, columns],
         labels_NL=resolved.labels_NL[:, [predictions.label_names.index(name) for name in names]],
         samples=samples,
         positions=positions,
-        account=account,
+        counts=counts,
     )
 
 
-def _classes_in_common(prompts: PromptSet, source: Source) -> tuple[str, ...]:
+def _common_classes(prompts: PromptSet, source: Source) -> tuple[str, ...]:
     names = tuple(name for name in prompts.classes if name in source.label_names)
     if not names:
         raise EvaluationError(
-            f"prompt set {prompts.name!r} ({', '.join(prompts.classes)}) and the labels of the data "
-            f"({', '.join(source.label_names) or 'none'}) have no class in common"
+            f"expected classes in common, got {', '.join(prompts.classes)} of prompt set {prompts.name!r} and "
+            f"{', '.join(source.label_names) or 'none'} of the data",
+            "mismatch",
+            field="prompts",
         )
     return names
 
 
-def _blocks(test: ScoredImages, prompts: PromptSet, thresholds: Mapping[str, float] | None) -> list[MetricGroup]:
-    """All rows but those of subgroups."""
-    blocks = ranking_groups(test)
-    blocks += decision_groups(test, thresholds, probabilities=prompts.gives_probabilities)
+def _metric_groups(test: ScoredImages, prompts: PromptSet, thresholds: Mapping[str, float] | None) -> list[MetricGroup]:
+    """Return all metrics except those of subgroups."""
+    groups = ranking_groups(test)
+    groups += decision_groups(test, thresholds, probabilities=prompts.gives_probabilities)
     if prompts.scoring in COMPETING:
-        blocks.append(top1_metrics(test.scores_NL, test.labels_NL))
-    return blocks
+        groups.append(top1_metrics(test.scores_NL, test.labels_NL))
+    return groups
 
 
-def _describe(prompts: PromptSet) -> dict[str, Any]:
+def _describe(
+    prompts: PromptSet, policy: LabelPolicy, members: Sequence[str], autocast: torch.dtype | None
+) -> dict[str, Any]:
+    """Return the settings of the scores and labels, for `Results.config`."""
     fields = ("name", "version", "scoring", "temperature", "ensemble")
-    return {**{field: getattr(prompts, field) for field in fields}, "classes": list(prompts.classes)}
+    return {
+        "prompts": {**{field: getattr(prompts, field) for field in fields}, "classes": list(prompts.classes)},
+        "policy": dataclasses.asdict(policy),
+        "autocast": None if autocast is None else str(autocast),
+        **({"ensemble": list(members)} if len(members) > 1 else {}),
+    }
 
 
 class ZeroShotEval:
-    """Zero-shot AUROC while a model is being trained: `ZeroShotEval(loader)(model)` is a flat mapping of numbers.
+    """Zero-shot AUROC of a model during training, without intervals.
 
-    "zero_shot/auroc_macro", "zero_shot/auroc_macro_competition" where all five can be judged, and
-    "zero_shot/auroc/<class>" for each class that can; no intervals. Making one raises `EvaluationError` where the data
-    has no label of the prompts: better now than after the first epoch.
+    `ZeroShotEval(loader)(model)` returns "zero_shot/auroc_macro", "zero_shot/auroc_macro_competition" if all five
+    competition findings can be evaluated, and "zero_shot/auroc/<class>" of each evaluable class. The constructor raises
+    `EvaluationError` if the data has no label of the prompts.
     """
 
     def __init__(
@@ -214,13 +232,13 @@ class ZeroShotEval:
         self.loader, self.autocast = loader, autocast
         self.prompts = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
         self.policy = policy or LabelPolicy()
-        _classes_in_common(self.prompts, loader.source)
+        _common_classes(self.prompts, loader.source)
 
     def __call__(self, model: Model) -> dict[str, float]:
-        """The numbers for the model as it is now. Raises `EvaluationError` as `zero_shot` does."""
+        """Return the metrics of the current model. Raises `EvaluationError` as `zero_shot` does."""
         images = score_images(model, self.loader, self.prompts, self.policy, self.autocast)
-        rows = measure(_blocks(images, self.prompts, None)[:1], len(images.samples), resamples=0)
-        named = {row.target: row.value for row in rows if not np.isnan(row.value)}
+        rows = measure(_metric_groups(images, self.prompts, None)[:1], len(images.samples), resamples=0)
+        values = {row.target: row.value for row in rows if not np.isnan(row.value)}
         return {
-            f"zero_shot/auroc{'_' if name.startswith('macro') else '/'}{name}": value for name, value in named.items()
+            f"zero_shot/auroc{'_' if name.startswith('macro') else '/'}{name}": value for name, value in values.items()
         }

@@ -1,4 +1,4 @@
-"""The page of a zero-shot evaluation: tables, curves, subgroups, and the images it was surest about."""
+"""Page of a zero-shot evaluation: tables, curves, subgroups, and images with extreme scores."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,36 +22,36 @@ def write_zero_shot_page(
     pixels: Callable[[int], NDArray[np.uint8]] | None = None,
     examples: int = 3,
 ) -> Path:
-    """Write the page as one HTML file; its path.
+    """Write the page as one HTML file and return its path.
 
     Args:
-        result: what `zero_shot` returned.
-        path: of the file; its folder is made where it is missing.
-        model, data: what they are called in the header.
-        date: shown as it stands; the library reads no clock.
-        pixels: position -> image, as `loader.source.pixels`; None leaves the images out.
-        examples: images of each kind for a finding.
+        result: result of `zero_shot`.
+        path: path of the file; its folder is created if missing.
+        model, data: display names for the header.
+        date: display date; None for none.
+        pixels: function from position to image, such as `loader.source.pixels`; None for no images.
+        examples: images of each kind per finding.
     """
     page = Page(
         title=f"Zero-shot findings: {model}",
         subtitle=subtitle(result, data),
         headlines=headlines(result),
-        facts=facts(result, model=model, data=data, date=date, own=_own_facts(result)),
+        facts=facts(result, model=model, data=data, date=date, extra=_prompt_facts(result)),
         sections=sections(result, pixels, examples),
         limits=LIMITS,
     )
     return write_page(page, path)
 
 
-def _own_facts(result: ZeroShotResult) -> list[tuple[str, str]]:
+def _prompt_facts(result: ZeroShotResult) -> list[tuple[str, str]]:
     prompts, results = result.prompts, result.results
-    told = [
+    prompt_facts = [
         ("Prompts", hashed(f"{prompts.name}, version {prompts.version}", results.inputs.get("prompts"))),
         ("Score", _scoring(prompts.scoring, prompts.temperature, prompts.ensemble)),
     ]
     if results.details["classes_without_labels"]:
-        told.append(("Not judged", "no labels for " + ", ".join(results.details["classes_without_labels"])))
-    return told
+        prompt_facts.append(("Not evaluated", "no labels for " + ", ".join(results.details["classes_without_labels"])))
+    return prompt_facts
 
 
 def _scoring(scoring: str, temperature: float, ensemble: str) -> str:

@@ -1,20 +1,21 @@
-"""Prompt sets: the sentences that stand for each class, as JSON files that state how they are judged.
+"""Prompt sets: JSON files with the sentences of each class and the rule that turns similarities into scores.
 
-Ours lie in `prompt_sets/`; a user's own file has the same form, with any class names (findings, modalities, planes):
+Built-in sets are in `prompt_sets/`. Files of the same format define others, with any class names (findings,
+modalities, planes):
 
     {"name": "modality", "version": 1, "description": "CT against MR.",
      "scoring": "class_softmax", "temperature": 0.1, "ensemble": "similarity_mean",
      "classes": {"CT": {"positive": ["Axial CT image."]}, "MR": {"positive": ["Sagittal MR image."]}}}
 
-A class is judged on the label column of its name. How the similarities of one image become the score of a class:
+A class is evaluated on the label column of the same name. Scoring rules:
 
-* "pair_softmax": softmax over (positive, negative), each divided by the temperature. A probability. Temperature 1 is
-  the raw cosine of CheXzero: the ranking is that of any other temperature, the probability stays near 0.5.
+* "pair_softmax": softmax over (positive, negative) similarities divided by the temperature; a probability. CheXzero
+  uses temperature 1: the ranking does not depend on the temperature, but the probabilities stay near 0.5.
 * "class_softmax": softmax over the positive similarities of all classes, divided by the temperature.
 * "margin": positive minus negative similarity; not a probability.
-* "gloria_published": the positive similarity by GLoRIA's published zero-shot code (the model's `published_similarity`),
-  standardised over the images of the test set, class by class. So a score depends on the other images: for comparison
-  with what was published, and for nothing else. Not a probability.
+* "gloria_published": the positive similarity of GLoRIA's published zero-shot code (the model's `published_similarity`),
+  standardised over the test images per class; not a probability. A score then depends on the other images: use it
+  only to compare with published results.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from medvl.errors import EvaluationError
 
 Scoring = Literal["pair_softmax", "class_softmax", "margin", "gloria_published"]
 COMPETING: tuple[Scoring, ...] = ("class_softmax", "gloria_published")
-"""Scorings in which classes compete with each other, without negative sentences."""
+"""Scoring rules in which classes compete with each other, without negative sentences."""
 Ensemble = Literal["similarity_mean", "similarity_max", "embedding_mean"]
 
 _FOLDER = Path(__file__).parent / "prompt_sets"
@@ -36,7 +37,7 @@ _FOLDER = Path(__file__).parent / "prompt_sets"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClassPrompts:
-    """The sentences of one class; `negative` is empty where classes compete with each other."""
+    """Sentences of one class; `negative` is empty if classes compete with each other."""
 
     positive: tuple[str, ...]
     negative: tuple[str, ...] = ()
@@ -44,40 +45,42 @@ class ClassPrompts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSet:
-    """A prompt file, checked. `load_prompts` makes it; `select` narrows it."""
+    """Validated content of a prompt file, as returned by `load_prompts`."""
 
     name: str
     version: int
     description: str
     scoring: Scoring
     temperature: float
-    """Divides similarities before a softmax; unused by the other scorings. Far below 0.05, probabilities of sure
-    images round to 1 and tie."""
+    """Divisor of similarities before a softmax, unused by other rules. Far below 0.05, high probabilities round to 1
+    and tie."""
     ensemble: Ensemble
-    """How several sentences of one class become one: by the mean or the maximum of their similarities, or by the
-    normalised mean of their embeddings (for models without a local term)."""
+    """Pooling over the sentences of a class: mean or maximum of the similarities, or the normalised mean of the
+    embeddings (only for models without a local term)."""
     classes: Mapping[str, ClassPrompts]
     sha256: str
-    """Of the file, as `sha256sum` prints it."""
+    """sha256 of the file."""
 
     @property
     def gives_probabilities(self) -> bool:
-        """Whether scores lie between 0 and 1 and can be judged for calibration."""
+        """Whether scores are probabilities, so that calibration is defined."""
         return self.scoring not in ("margin", "gloria_published")
 
     def select(self, names: Sequence[str]) -> "PromptSet":
-        """The same set with these classes only, in this order. Raises `EvaluationError` naming those it lacks."""
+        """Return the set with only these classes, in this order. Raises `EvaluationError` naming unknown ones."""
         unknown = [name for name in names if name not in self.classes]
         if unknown:
             raise EvaluationError(
-                f"prompt set {self.name!r} has no class {', '.join(unknown)}: it has {', '.join(self.classes)}"
+                f"prompt set {self.name!r} has no class {', '.join(unknown)}; it has {', '.join(self.classes)}",
+                "unknown_name",
+                field="names",
             )
         selected = dataclasses.replace(self, classes={name: self.classes[name] for name in names})
         _check_classes(self.name, selected)
         return selected
 
     def texts(self) -> tuple[str, ...]:
-        """Every distinct sentence, in order of appearance."""
+        """Return every distinct sentence, in order of appearance."""
         sentences = (
             sentence for prompts in self.classes.values() for sentence in (*prompts.positive, *prompts.negative)
         )
@@ -85,26 +88,28 @@ class PromptSet:
 
 
 def list_prompts() -> list[str]:
-    """Names of the sets that come with medvl."""
+    """Return the names of the built-in prompt sets."""
     return sorted(file.stem for file in _FOLDER.glob("*.json"))
 
 
 def load_prompts(name_or_path: str | Path) -> PromptSet:
-    """A set of ours by name, or anybody's by the path of its JSON file.
+    """Load a built-in prompt set by name, or a JSON file by path.
 
-    Raises `EvaluationError` that names the file, the class and what is wrong.
+    Raises `EvaluationError` naming the file and the invalid class or field.
     """
     own = _FOLDER / f"{name_or_path}.json"
     path = own if isinstance(name_or_path, str) and name_or_path in list_prompts() else Path(name_or_path)
     if not path.is_file():
         raise EvaluationError(
-            f"no prompt set {str(name_or_path)!r}: name one of {', '.join(list_prompts())}, or the path of a JSON file"
+            f"no prompt set {str(name_or_path)!r}; give one of {', '.join(list_prompts())} or the path of a JSON file",
+            "unknown_name",
+            field="prompts",
         )
     content = path.read_bytes()
     try:
         data = json.loads(content.decode(), object_pairs_hook=_unique_keys)
-    except ValueError as error:  # JSON and UTF-8 errors alike
-        raise EvaluationError(f"{path} is not a JSON prompt set: {error}") from error
+    except ValueError as error:  # includes JSON and UTF-8 errors
+        raise EvaluationError(f"{path} is not valid JSON: {error}", "malformed", field="prompts") from error
     return _parse(data, str(path), hashlib.sha256(content).hexdigest())
 
 
@@ -112,7 +117,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     repeated = sorted({key for key in keys if keys.count(key) > 1})
     if repeated:
-        raise ValueError(f"{', '.join(repeated)} stands there twice")
+        raise ValueError(f"duplicate keys: {', '.join(repeated)}")
     return dict(pairs)
 
 
@@ -127,16 +132,19 @@ def _parse(data: Any, where: str, sha256: str) -> PromptSet:
         "classes": dict,
     }
     if not isinstance(data, dict) or set(data) != set(types):
-        found = sorted(data) if isinstance(data, dict) else type(data).__name__
-        raise EvaluationError(f"{where}: a prompt set has exactly the fields {', '.join(types)}; found {found}")
+        present = sorted(data) if isinstance(data, dict) else type(data).__name__
+        raise _malformed(f"{where}: expected the fields {', '.join(types)}, got {present}", "fields")
     for field, kind in types.items():
         if not isinstance(data[field], kind) or isinstance(data[field], bool):
-            raise EvaluationError(f"{where}: the field {field} has the wrong type ({type(data[field]).__name__})")
+            raise _malformed(f"{where}: {field} has the wrong type {type(data[field]).__name__}", field, "wrong_type")
     for field, allowed in (("scoring", Scoring), ("ensemble", Ensemble)):
         if data[field] not in get_args(allowed):
-            raise EvaluationError(f"{where}: {field} is {data[field]!r}, not one of {', '.join(get_args(allowed))}")
+            names = ", ".join(get_args(allowed))
+            raise _malformed(
+                f"{where}: expected {field} to be one of {names}, got {data[field]!r}", field, "unknown_name"
+            )
     if not 0 < data["temperature"] < float("inf"):
-        raise EvaluationError(f"{where}: the temperature is {data['temperature']}, and must be above 0")
+        raise _malformed(f"{where}: expected temperature > 0, got {data['temperature']}", "temperature", "out_of_range")
     classes = {name: _parse_class(prompts, f"{where}: class {name!r}") for name, prompts in data["classes"].items()}
     prompts = PromptSet(**{**data, "temperature": float(data["temperature"]), "classes": classes, "sha256": sha256})
     _check_classes(where, prompts)
@@ -145,18 +153,18 @@ def _parse(data: Any, where: str, sha256: str) -> PromptSet:
 
 def _parse_class(data: Any, where: str) -> ClassPrompts:
     if not isinstance(data, dict) or not {"positive"} <= set(data) <= {"positive", "negative"}:
-        raise EvaluationError(f"{where} needs a list 'positive' of sentences, and may have a list 'negative'")
+        raise _malformed(f"{where}: expected a list 'positive' and optionally a list 'negative'", "classes")
     sides = {}
     for side, sentences in data.items():
         if not isinstance(sentences, list) or not sentences:
-            raise EvaluationError(f"{where}: {side!r} must be a list of at least one sentence")
+            raise _malformed(f"{where}: expected {side!r} to be a list of at least one sentence", side)
         if not all(isinstance(sentence, str) and sentence.strip() for sentence in sentences):
-            raise EvaluationError(f"{where}: {side!r} holds something that is not a sentence")
+            raise _malformed(f"{where}: expected only non-empty strings in {side!r}", side)
         sides[side] = tuple(sentences)
     listed = [sentence for sentences in sides.values() for sentence in sentences]
     repeated = sorted({sentence for sentence in listed if listed.count(sentence) > 1})
     if repeated:
-        raise EvaluationError(f"{where}: the sentence {repeated[0]!r} stands there twice")
+        raise _malformed(f"{where}: duplicate sentence {repeated[0]!r}", "classes")
     return ClassPrompts(**sides)
 
 
@@ -164,10 +172,17 @@ def _check_classes(where: str, prompts: PromptSet) -> None:
     if prompts.scoring in COMPETING:
         with_negative = [name for name, sides in prompts.classes.items() if sides.negative]
         if with_negative:
-            raise EvaluationError(f"{where}: classes compete, so {with_negative[0]!r} must not have negative sentences")
+            text = f"{where}: {prompts.scoring} does not use negative sentences, but {with_negative[0]!r} has some"
+            raise _malformed(text, "scoring", "conflict")
         if len(prompts.classes) < 2:
-            raise EvaluationError(f"{where}: {prompts.scoring} needs at least two classes")
+            raise _malformed(f"{where}: {prompts.scoring} needs at least two classes", "classes")
         return
     without = [name for name, sides in prompts.classes.items() if not sides.negative]
     if without or not prompts.classes:
-        raise EvaluationError(f"{where}: {prompts.scoring} needs classes with negative sentences; see {without[:3]}")
+        raise _malformed(
+            f"{where}: {prompts.scoring} needs negative sentences of each class; see {without[:3]}", "classes"
+        )
+
+
+def _malformed(message: str, field: str, code: str = "malformed") -> EvaluationError:
+    return EvaluationError(message, code, field=field)

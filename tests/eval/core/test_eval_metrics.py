@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from helpers.errors import raises
 from sklearn import metrics as reference
 
 from medvl.errors import EvaluationError
@@ -62,7 +63,7 @@ def test_calibration_metrics_equal_their_formulas_in_every_resample():
 
 
 def test_calibration_refuses_scores_that_are_no_probabilities():
-    with pytest.raises(EvaluationError, match="probabilities between 0 and 1"):
+    with raises(EvaluationError, "out_of_range", "scores"):
         ProbabilityColumn(np.array([0.2, 1.2]), np.array([0.0, 1.0]))
 
 
@@ -80,17 +81,17 @@ def test_the_chosen_threshold_is_the_best_of_all(rule):
 def test_thresholds_lie_between_scores_and_the_highest_of_equals_wins():
     assert choose_threshold([0.1, 0.4, 0.8, 0.9], [0, 0, 1, 1]) == pytest.approx(0.6)
     assert choose_threshold([0.2, 0.4, 0.6, 0.8], [0, 1, 0, 1], "mcc") == pytest.approx(0.7)
-    assert choose_threshold([0.5, 0.5, 0.5], [0, 1, 1]) == 0.5  # all that can be done is to say yes
+    assert choose_threshold([0.5, 0.5, 0.5], [0, 1, 1]) == 0.5  # only the decision that all are positive is possible
     low = np.nextafter(0.5, 0)
-    assert choose_threshold([low, 0.5], [0, 1]) == 0.5  # no float lies between the two
+    assert choose_threshold([low, 0.5], [0, 1]) == 0.5  # adjacent floats
 
 
 def test_a_threshold_needs_both_classes_a_known_rule_and_clean_labels():
     assert np.isnan(choose_threshold([0.1, 0.2], [1, 1]))
     assert np.isnan(choose_threshold([0.1, 0.2], [np.nan, 0]))
-    with pytest.raises(EvaluationError, match="unknown threshold rule 'best': choose one of f1, mcc, youden"):
+    with raises(EvaluationError, "unknown_name", "threshold_rule"):
         choose_threshold([0.1, 0.2], [0, 1], "best")
-    with pytest.raises(EvaluationError, match="apply a LabelPolicy"):
+    with raises(EvaluationError, "out_of_range", "labels"):
         choose_threshold([0.1, 0.2], [-1, 1])
 
 

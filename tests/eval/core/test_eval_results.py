@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from helpers.errors import raises
 
 from medvl.errors import EvaluationError
 from medvl.eval import MetricRow, format_table, read_results, write_results
@@ -80,26 +81,30 @@ def test_a_failed_rename_removes_its_temporary_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "code", "cause"),
     [
-        ("{", r"is not a results file of medvl \(JSONDecodeError"),
-        ("[]", r"is not a results file of medvl \(TypeError"),
-        ("{}", r"is not a results file of medvl \(KeyError: 'results_version'\)"),
-        ('{"results_version": 99}', "has format version 99, this medvl reads version 1"),
-        ('{"results_version": 1, "protocol": {"name": "a", "version": 1}, "metrics": [{"metric": 1}]}', "KeyError"),
+        ("{", "malformed", "JSONDecodeError"),
+        ("[]", "malformed", "TypeError"),
+        ("{}", "malformed", "KeyError: 'results_version'"),
+        ('{"results_version": 99}', "version", "99"),
+        (
+            '{"results_version": 1, "protocol": {"name": "a", "version": 1}, "metrics": [{"metric": 1}]}',
+            "malformed",
+            "KeyError",
+        ),
     ],
 )
-def test_foreign_files_are_refused_by_name(tmp_path, text, message):
+def test_foreign_files_are_refused_by_name(tmp_path, text, code, cause):
     (tmp_path / "results.json").write_text(text)
-    with pytest.raises(EvaluationError, match=message) as caught:
+    with raises(EvaluationError, code, names=cause) as caught:
         read_results(tmp_path)
     assert "results.json" in str(caught.value)
 
 
 def test_missing_files_are_named(tmp_path):
-    with pytest.raises(EvaluationError, match=r"results\.json is not there"):
+    with raises(EvaluationError, "not_found", names="results.json"):
         read_results(tmp_path)
-    with pytest.raises(EvaluationError, match=r"model\.safetensors is not there"):
+    with raises(EvaluationError, "not_found", "checkpoint", names="model.safetensors"):
         checkpoint_sha256(tmp_path)
 
 
@@ -122,16 +127,16 @@ def test_the_table_is_aligned_and_leaves_out_what_is_not_there():
 
 
 def test_metrics_that_do_not_fit_stand_in_a_table_beneath():
-    whole, beneath = format_table(ROWS, width=60).split("\n\n")
-    assert whole.splitlines()[0].split() == ["n", "positive", "auroc", "f1"]
-    assert beneath.splitlines()[0].split() == ["n", "positive", "median", "rank"]
-    assert len(beneath.splitlines()) == 4
-    assert max(map(len, whole.splitlines())) <= 60
+    first, second = format_table(ROWS, width=60).split("\n\n")
+    assert first.splitlines()[0].split() == ["n", "positive", "auroc", "f1"]
+    assert second.splitlines()[0].split() == ["n", "positive", "median", "rank"]
+    assert len(second.splitlines()) == 4
+    assert max(map(len, first.splitlines())) <= 60
     assert len(format_table(ROWS, width=1).split("\n\n")) == 3
 
 
 def test_unknown_rows_are_named():
-    with pytest.raises(EvaluationError, match=r"no row 'auroc/Edema \(sex: M\)' in the results of zero_shot"):
+    with raises(EvaluationError, "not_found", names="auroc/Edema (sex: M)"):
         make_results().row("auroc", "Edema", "sex: M")
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from medvl.data.transforms.image import Box, EvalTransform
-from medvl.eval.html.overlay import draw_map, peak, spread
+from medvl.eval.html.overlay import draw_map, peak_ratio, to_pixels
 
 SHAPES = [(60, 100), (100, 60), (80, 80)]
 FITS = ["crop", "pad", "squash"]
@@ -16,7 +16,7 @@ WHOLE = Box(0, 0, 40, 40)
 def test_a_cell_has_its_value_at_its_center_and_nothing_lies_outside(height, width, fit):
     map_hw = np.random.default_rng(0).random((2, 5))
     box = EvalTransform(size=64, fit=fit).box(height, width)
-    spread_HW = spread(map_hw, box, height, width)
+    spread_HW = to_pixels(map_hw, box, height, width)
     assert spread_HW.shape == (height, width)
     seen = 0
     for row in range(2):
@@ -31,18 +31,18 @@ def test_a_cell_has_its_value_at_its_center_and_nothing_lies_outside(height, wid
         outside = abs(height - width) // 2
         edge = spread_HW[:outside] if height > width else spread_HW[:, :outside]
         assert not edge.any()
-    even = spread(np.ones((3, 3)), box, height, width)
+    even = to_pixels(np.ones((3, 3)), box, height, width)
     assert set(np.round(even, 9).ravel().tolist()) <= {0.0, 1.0}
 
 
 def test_bilinear_between_two_cells():
-    line = spread(np.array([[0.0, 1.0]]), Box(0, 0, 8, 8), 8, 8)[0]
+    line = to_pixels(np.array([[0.0, 1.0]]), Box(0, 0, 8, 8), 8, 8)[0]
     np.testing.assert_allclose(line, [0, 0, 0.125, 0.375, 0.625, 0.875, 1, 1])
 
 
 def test_peak_is_in_units_of_the_mean():
-    assert peak(np.array([[1.0, 3.0]])) == 1.5
-    assert peak(np.zeros((2, 2))) == 0
+    assert peak_ratio(np.array([[1.0, 3.0]])) == 1.5
+    assert peak_ratio(np.zeros((2, 2))) == 0
 
 
 @pytest.mark.parametrize("pixels", [np.full((60, 100), 90, np.uint8), np.full((60, 100, 3), 90, np.uint8)])

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.errors import raises
 from helpers.eval_fakes import make_source
 from helpers.mimic_files import textured
 from sklearn import metrics as reference
@@ -57,7 +58,7 @@ def sets() -> tuple[FeatureTable, FeatureTable, FeatureTable]:
 @pytest.mark.parametrize("penalty", [1e-3, 0.1])
 def test_the_solution_is_that_of_scikit_learn_label_by_label(penalty):
     data = table(150, 3, "a")
-    x_ND, y_NL = Standardizer.of(data.x_ND)(data.x_ND), data.labels_NL.copy()
+    x_ND, y_NL = Standardizer.fit(data.x_ND)(data.x_ND), data.labels_NL.copy()
     y_NL[:40, 1] = np.nan
     probe = fit_logistic(x_ND, y_NL, penalty, tolerance=1e-7)
     assert probe.converged
@@ -74,7 +75,7 @@ def test_the_solution_is_that_of_scikit_learn_label_by_label(penalty):
 
 def test_a_path_ends_where_single_fits_end():
     data = table(100, 4, "a")
-    x_ND = Standardizer.of(data.x_ND)(data.x_ND)
+    x_ND = Standardizer.fit(data.x_ND)(data.x_ND)
     path = fit_path(x_ND, data.labels_NL, (1e-3, 1.0, 1e-1))
     assert list(path) == [1.0, 0.1, 1e-3]
     for penalty, probe in path.items():
@@ -84,7 +85,7 @@ def test_a_path_ends_where_single_fits_end():
 
 def test_a_label_of_one_class_is_left_at_a_half_and_disturbs_no_other():
     data = table(100, 5, "a")
-    x_ND, y_NL = Standardizer.of(data.x_ND)(data.x_ND), data.labels_NL.copy()
+    x_ND, y_NL = Standardizer.fit(data.x_ND)(data.x_ND), data.labels_NL.copy()
     alone = fit_logistic(x_ND, y_NL[:, :1], 0.01)
     y_NL[:, 1] = 0
     y_NL[:, 2] = np.nan
@@ -95,7 +96,7 @@ def test_a_label_of_one_class_is_left_at_a_half_and_disturbs_no_other():
 
 def test_features_that_never_vary_are_switched_off():
     x_ND = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 0.0, 1e-3]) + 7
-    z_ND = Standardizer.of(x_ND)(x_ND)
+    z_ND = Standardizer.fit(x_ND)(x_ND)
     assert (z_ND[:, 1] == 0).all()
     torch.testing.assert_close(z_ND[:, ::2].std(dim=0, unbiased=False), torch.ones(2, dtype=torch.float64))
 
@@ -134,11 +135,11 @@ def test_a_subset_is_its_source_at_those_positions():
 def test_rows_are_means_over_draws_and_their_deviation(sets):
     train, valid, test = sets
     result = linear_probe(train, valid, test, fractions=(0.05, 1.0), seeds=3, resamples=20)
-    draws = result.results.details["draws"]
+    draws = result.results.details["runs"]
     assert [(draw["fraction"], draw["seed"]) for draw in draws] == [(0.05, 0), (0.05, 1), (0.05, 2), (1.0, 0)]
     assert [draw["patients"] for draw in draws] == [10, 10, 10, 200]
     values = []
-    standardize = Standardizer.of(train.x_ND)
+    standardize = Standardizer.fit(train.x_ND)
     for draw in draws[:3]:
         drawn = label_fraction(train.patients, 0.05, draw["seed"])
         probe = fit_logistic(standardize(train.x_ND)[drawn], train.labels_NL[drawn], draw["penalty"])
@@ -172,7 +173,7 @@ def test_the_penalty_and_the_thresholds_are_those_of_the_validation_images(sets)
     result = linear_probe(train, valid, test, fractions=(0.1,), seeds=1, resamples=0)
     relabelled = dataclasses.replace(test, labels_NL=1 - test.labels_NL)
     other = linear_probe(train, valid, relabelled, fractions=(0.1,), seeds=1, resamples=0)
-    assert result.results.details["draws"] == other.results.details["draws"]
+    assert result.results.details["runs"] == other.results.details["runs"]
     assert result.thresholds == other.thresholds
     np.testing.assert_array_equal(result.images.scores_NL, other.images.scores_NL)
 
@@ -211,25 +212,25 @@ def test_a_draw_without_positives_scores_as_one_who_knows_nothing(sets):
     labels_NL[:, 1] = 0
     result = linear_probe(dataclasses.replace(train, labels_NL=labels_NL), valid, test, fractions=(1.0,), resamples=0)
     assert result.results.row("auroc@100%", "Fracture").value == 0.5
-    assert result.results.details["draws"][0]["one_class_only"] == ["Fracture"]
+    assert result.results.details["runs"][0]["one_class_only"] == ["Fracture"]
 
 
 def test_what_cannot_be_judged_is_refused(sets):
     train, valid, test = sets
     with pytest.raises(SplitError, match="the linear probe: splits share patients: 60 in both"):
         linear_probe(train, valid, valid)
-    with pytest.raises(EvaluationError, match="have no label in common"):
+    with raises(EvaluationError, "mismatch", "labels"):
         linear_probe(train, valid, dataclasses.replace(test, label_names=("a", "b", "c")))
-    with pytest.raises(EvaluationError, match="needs fractions, one seed or more"):
+    with raises(EvaluationError, "out_of_range", "seeds"):
         linear_probe(train, valid, test, seeds=0)
-    with pytest.raises(EvaluationError, match="there is nothing to choose a penalty on"):
+    with raises(EvaluationError, "empty", "valid"):
         linear_probe(train, dataclasses.replace(valid, labels_NL=np.zeros((120, 3))), test)
 
 
 def test_the_page_has_every_fraction(sets, tmp_path):
     result = linear_probe(*sets, fractions=(0.1, 1.0), seeds=2, resamples=20)
     page = write_probe_page(result, tmp_path / "index.html", model="nobody's", data="noise").read_text()
-    for text in ("AUROC, 10%", "AUROC, 100%", "over draws", "Gaps between subgroups", "Calibration and decisions"):
+    for text in ("AUROC, 10%", "AUROC, 100%", "SD over runs", "Gaps between subgroups", "Calibration and decisions"):
         assert text in page
 
 
@@ -317,5 +318,5 @@ def test_features_that_are_not_finite_are_refused(source):
     encoder = ProbedEncoder.from_name("resnet_tiny", image_size=32)
     with torch.no_grad():
         next(encoder.module.parameters()).fill_(torch.nan)
-    with pytest.raises(EvaluationError, match="features of resnet_tiny, random weights are not finite"):
+    with raises(EvaluationError, "nonfinite", names="resnet_tiny, random weights"):
         encode_features(encoder, loader_of(encoder, source))

@@ -9,8 +9,8 @@ from helpers.eval_fakes import WIDTH, FakeLoader, FakeModel, make_source, text_v
 from medvl.errors import EvaluationError
 from medvl.eval import RetrievalEval, image_text_retrieval
 from medvl.eval.core.bootstrap import bootstrap_indices
+from medvl.eval.core.embeddings import concatenate
 from medvl.eval.retrieval import similarity as similarity_module
-from medvl.eval.zero_shot_classification.scores import concatenate
 from medvl.schema import Embeddings
 
 TEXTS = [f"report {index % 20}" for index in range(50)]

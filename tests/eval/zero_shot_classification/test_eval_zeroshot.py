@@ -97,7 +97,7 @@ def test_averaged_embeddings_need_a_model_without_a_local_term():
             return Embeddings(super().embed_texts(texts).global_NE, torch.zeros(len(texts), 3, 16))
 
     prompts = dataclasses.replace(load_prompts("chexpert_pairs"), ensemble="embedding_mean")
-    with pytest.raises(EvaluationError, match="averages embeddings, but this model also compares words with regions"):
+    with raises(EvaluationError, "unsupported", "ensemble"):
         PromptScorer(Local(), prompts)
 
 
@@ -195,7 +195,7 @@ def test_a_finding_that_validation_images_lack_has_no_decisions(source):
     valid = FakeLoader(make_source(labels_NL, FINDINGS, prefix="v"))
     result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", valid_loader=valid, resamples=0)
     assert np.isnan(result.thresholds["Fracture"])
-    with pytest.raises(EvaluationError, match="no row 'f1/Fracture'"):
+    with raises(EvaluationError, "not_found", names="f1/Fracture"):
         result.results.row("f1", "Fracture")
     assert result.results.row("f1", "Edema").n == COUNT
     nobody = FakeLoader(make_source(np.zeros((9, 14)), FINDINGS, prefix="v"))
@@ -242,7 +242,7 @@ def test_the_competition_mean_needs_all_five():
     labels_NL = random_labels()
     labels_NL[:, FINDINGS.index("Edema")] = 0
     result = zero_shot(FakeModel(), FakeLoader(make_source(labels_NL, FINDINGS)), "chexpert_pairs", resamples=0)
-    with pytest.raises(EvaluationError, match="no row 'auroc/macro_competition'"):
+    with raises(EvaluationError, "not_found", names="auroc/macro_competition"):
         result.results.row("auroc", "macro_competition")
 
 
@@ -323,13 +323,13 @@ def test_classes_without_a_label_column_are_named():
     result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=0)
     assert result.images.names == ("Edema", "Fracture")
     assert len(result.results.details["classes_without_labels"]) == 12
-    with pytest.raises(EvaluationError, match=r"\(CT, MR\) have no class in common"):
+    with raises(EvaluationError, "mismatch", "prompts", names="CT, MR"):
         zero_shot(FakeModel(), FakeLoader(make_source(random_labels()[:, :2], ("CT", "MR"))), "chexpert_pairs")
 
 
 def test_labels_of_one_class_only_cannot_be_judged():
     source = make_source(np.zeros((5, 2)), ("Edema", "Fracture"))
-    with pytest.raises(EvaluationError, match="none of Edema, Fracture has positive and negative images"):
+    with raises(EvaluationError, "empty", "labels", names="Edema, Fracture"):
         zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs")
 
 
@@ -364,7 +364,7 @@ def test_a_dropped_batch_and_a_repeated_image_are_errors(source):
 def test_scores_that_are_not_finite_are_counted(source):
     model = FakeModel()
     model.scale.data.fill_(float("nan"))
-    with pytest.raises(EvaluationError, match=r"scores of 120 of 120 images under 'chexpert_pairs' are not finite"):
+    with raises(EvaluationError, "nonfinite", names="120 of 120"):
         zero_shot(model, FakeLoader(source), "chexpert_pairs")
 
 
@@ -399,7 +399,7 @@ def test_the_numbers_during_training_are_those_of_the_protocol(source):
 
 
 def test_data_without_the_labels_is_refused_before_training():
-    with pytest.raises(EvaluationError, match="have no class in common"):
+    with raises(EvaluationError, "mismatch", "prompts"):
         ZeroShotEval(FakeLoader(make_source(random_labels()[:, :2], ("CT", "MR"))), "chexpert_pairs")
 
 
