@@ -112,14 +112,13 @@ def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_a_root_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nowhere, out = str(tmp_path / "nowhere"), ["--out", str(tmp_path / "out")]
-    told = line(["shards", "mimic-cxr", "--root", nowhere, *out], capsys)
-    assert told == f"{nowhere} does not exist or is no folder: --root must name that of the release"
-    assert f"{nowhere} holds none of train.csv" in line(["shards", "chexpert", "--root", nowhere, *out], capsys)
+    for corpus in ("mimic-cxr", "chexpert"):
+        assert nowhere in line(["shards", corpus, "--root", nowhere, *out], capsys)
     columns = ["--image-column", "image", "--patient-column", "patient"]
     told = line(["shards", "table", "--table", f"{nowhere}.csv", *columns, *out], capsys)
-    assert f"{nowhere}.csv does not exist" in told
+    assert f"{nowhere}.csv" in told
     for command in (["verify", nowhere], ["vocab", nowhere, str(tmp_path / "out")]):
-        assert f"{nowhere} is not a finished folder of shards" in line(command, capsys)
+        assert nowhere in line(command, capsys)
     assert nowhere in line(["eval", "zero-shot", "--checkpoint", nowhere, "--data", nowhere], capsys)
     assert not (tmp_path / "out").exists()
 

@@ -100,6 +100,7 @@ def zero_shot(
     prompts = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
     policy = policy or LabelPolicy()
     members = _checkpoint_hashes(checkpoint, len(model) if isinstance(model, Sequence) else 1)
+    hashes = {"checkpoint": _ensemble_hash(members), "prompts": prompts.sha256}
     test = score_images(model, loader, prompts, policy, autocast)
     thresholds = None
     if valid_loader is not None:
@@ -118,11 +119,7 @@ def zero_shot(
             "seed": seed,
             "smallest_subgroup": smallest_subgroup,
         },
-        inputs={
-            **input_hashes(None, manifest=loader, validation_manifest=valid_loader),
-            "checkpoint": _ensemble_hash(members),
-            "prompts": prompts.sha256,
-        },
+        inputs=input_hashes(None, manifest=loader, validation_manifest=valid_loader) | hashes,
     )
     return ZeroShotResult(results=results, prompts=prompts, images=test, thresholds=thresholds)
 

@@ -116,7 +116,7 @@ def test_draws_are_nested_by_patient_and_seeded():
     assert label_fraction(patients, 0.1, 4).tolist() != small.tolist()
     assert len({patients[place] for place in label_fraction(patients, 1e-9, 0)}) == 1
     for fraction in (0, 1.1, -1):
-        with pytest.raises(ConfigError, match="a fraction of labels is above 0 and at most 1"):
+        with raises(ConfigError, "out_of_range", "fraction"):
             label_fraction(patients, fraction, 0)
 
 
