@@ -47,6 +47,10 @@ class Recipe:
     """Channels of the decoder."""
     doublings: int = 2
     """How often the decoder doubles the encoder's grid."""
+    frozen_encoder: bool = True
+    """Train the decoder only."""
+    head_lr_mult: float = 1.0
+    """Learning rate of the decoder, as a multiple of the encoder's, if that is trained."""
     data: DenseDataConfig
     optim: OptimConfig
     train: TrainConfig
@@ -126,6 +130,8 @@ def prepare(recipe: Recipe) -> "Run":
             patch_level=recipe.patch_level,
             width=recipe.width,
             doublings=recipe.doublings,
+            frozen_encoder=recipe.frozen_encoder,
+            head_lr_mult=recipe.head_lr_mult,
         )
     opened = open_marks(recipe.data, model, kind, recipe.train.micro_batch)
     run = Run(recipe="dense_transfer", settings=recipe, model=model, data=opened)

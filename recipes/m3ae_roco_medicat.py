@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medvl.data import EvalTransform, RandomSection
-from medvl.models.fusion_encoders.m3ae import M3AEConfig
+from medvl.models import M3AEConfig
 from medvl.train.config import Cosine, Linear, OptimConfig, TrainConfig
 from medvl.train.recipe_cli import launch
 from medvl.train.tasks.pretraining import DataConfig

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medvl.data import ConVIRTAugmentation, WholeText
-from medvl.models.fusion_encoders.medvill import MedViLLConfig
+from medvl.models import MedViLLConfig
 from medvl.train.config import Constant, Cosine, OptimConfig, TrainConfig
 from medvl.train.recipe_cli import launch
 from medvl.train.tasks.pretraining import DataConfig

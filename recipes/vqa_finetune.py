@@ -16,11 +16,10 @@ checkpoint on a copy of the test questions; here validation has images of its ow
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from medvl.data import ConVIRTAugmentation, EvalTransform
-from medvl.models.downstream.vqa.config import DecoderConfig, Head
-from medvl.models.fusion_encoders.streams import DualStreamConfig
+from medvl.models import DecoderConfig, DualStreamConfig
 from medvl.train.config import Cosine, Linear, OptimConfig, TrainConfig
 from medvl.train.recipe_cli import launch
 from medvl.train.tasks.vqa import QuestionConfig
@@ -37,7 +36,7 @@ class Recipe:
     """Checkpoint to start from."""
     fusion: DualStreamConfig
     """Sizes of a fresh fusion-encoder, where `init_from` is a dual-encoder; its encoders are those of it."""
-    head: Head = "classifier"
+    head: Literal["classifier", "product", "ranking", "generation"] = "classifier"
     """Or product (MedViLL's own), ranking or generation (a decoder of answers)."""
     decoder: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
     """Of the heads ranking and generation."""

@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from medvl.models.downstream.classifier import Classifier as Classifier
     from medvl.models.downstream.classifier import ClassifierConfig as ClassifierConfig
     from medvl.models.downstream.classifier import create_classifier as create_classifier
+    from medvl.models.downstream.dense_base import DenseConfig as DenseConfig
+    from medvl.models.downstream.dense_base import DenseModel as DenseModel
     from medvl.models.downstream.dense_base import create_dense as create_dense
     from medvl.models.downstream.detector import Detector as Detector
     from medvl.models.downstream.detector import DetectorConfig as DetectorConfig
     from medvl.models.downstream.segmenter import Segmenter as Segmenter
     from medvl.models.downstream.segmenter import SegmenterConfig as SegmenterConfig
+    from medvl.models.downstream.vqa.config import DecoderConfig as DecoderConfig
+    from medvl.models.downstream.vqa.config import VQAConfig as VQAConfig
     from medvl.models.downstream.vqa.model import VQA as VQA
     from medvl.models.downstream.vqa.model import create_vqa as create_vqa
     from medvl.models.dual_encoders.base import ContrastiveEncoder as ContrastiveEncoder
@@ -43,13 +47,17 @@ if TYPE_CHECKING:
     from medvl.models.factory import create_model as create_model
     from medvl.models.fusion_encoders.albef import ALBEF as ALBEF
     from medvl.models.fusion_encoders.albef import ALBEFConfig as ALBEFConfig
+    from medvl.models.fusion_encoders.aligned import AlignedFusionConfig as AlignedFusionConfig
+    from medvl.models.fusion_encoders.aligned import AlignedFusionModel as AlignedFusionModel
     from medvl.models.fusion_encoders.base import FusionModel as FusionModel
     from medvl.models.fusion_encoders.config import FusionConfig as FusionConfig
     from medvl.models.fusion_encoders.config import StreamConfig as StreamConfig
+    from medvl.models.fusion_encoders.joint_bert import JointBERT as JointBERT
     from medvl.models.fusion_encoders.m3ae import M3AE as M3AE
     from medvl.models.fusion_encoders.m3ae import M3AEConfig as M3AEConfig
     from medvl.models.fusion_encoders.medvill import MedViLL as MedViLL
     from medvl.models.fusion_encoders.medvill import MedViLLConfig as MedViLLConfig
+    from medvl.models.fusion_encoders.objectives import Corruption as Corruption
     from medvl.models.fusion_encoders.objectives import Encoded as Encoded
     from medvl.models.fusion_encoders.objectives import ImageTextMatching as ImageTextMatching
     from medvl.models.fusion_encoders.objectives import MaskedImageModeling as MaskedImageModeling
@@ -69,7 +77,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".base": ["System", "SystemConfig", "TwoTowers"],
         ".checkpoint": ["load", "load_towers", "load_weights", "save", "warm_start"],
         ".downstream.classifier": ["Classifier", "ClassifierConfig", "create_classifier"],
-        ".downstream.dense_base": ["create_dense"],
+        ".downstream.dense_base": ["DenseConfig", "DenseModel", "create_dense"],
         ".downstream.detector": ["Detector", "DetectorConfig"],
         ".downstream.segmenter": ["Segmenter", "SegmenterConfig"],
         ".downstream.vqa.model": ["VQA", "create_vqa"],
@@ -81,6 +89,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".dual_encoders.local": ["LocalDualConfig", "LocalDualEncoder"],
         ".dual_encoders.pairs": ["Pairs"],
         ".dual_encoders.siglip": ["SigLIP", "SigLIPConfig"],
+        ".downstream.vqa.config": ["DecoderConfig", "VQAConfig"],
+        ".fusion_encoders.aligned": ["AlignedFusionConfig", "AlignedFusionModel"],
+        ".fusion_encoders.joint_bert": ["JointBERT"],
         ".factory": ["create_model"],
         ".fusion_encoders.albef": ["ALBEF", "ALBEFConfig"],
         ".fusion_encoders.base": ["FusionModel"],
@@ -88,6 +99,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ".fusion_encoders.m3ae": ["M3AE", "M3AEConfig"],
         ".fusion_encoders.medvill": ["MedViLL", "MedViLLConfig"],
         ".fusion_encoders.objectives": [
+            "Corruption",
             "Encoded",
             "ImageTextMatching",
             "MaskedImageModeling",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.errors import raises
 from helpers.fusion_samples import SIDE, TINY, flags, make_batch, tiny_model, tiny_tokenizer
-from torch import nn
+from torch import Tensor, nn
 
 import medvl
 from medvl.data.tokenizer.tokenizer import Tokenizer
@@ -22,6 +22,7 @@ from medvl.models.checkpoint import load_towers, save, warm_start
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.m3ae import M3AEConfig
 from medvl.models.fusion_encoders.medvill import MedViLLConfig
+from medvl.models.fusion_encoders.objectives import Encoded, Objective
 from medvl.models.fusion_encoders.streams import DualStreamConfig, SingleStreamConfig
 from medvl.schema import Batch
 from medvl.train.config import OptimConfig
@@ -339,6 +340,41 @@ def test_batch_moves_flags_and_regions(tokenizer: Tokenizer) -> None:
     for tensor in (moved.has_image_B, moved.has_text_B, moved.regions_BPD):
         assert tensor is not None
         assert tensor.device.type == "meta"
+
+
+class FirstWord(Objective[Encoded, Tensor, Tensor]):
+    """An objective of another package: predict the first word from the text before fusion."""
+
+    name = "first_word"
+
+    def __init__(self, weight: float, head: nn.Module) -> None:
+        super().__init__(weight)
+        self.head = head
+
+    def corrupt(self, batch: Batch) -> Tensor:
+        return batch.ids_BT[:, 1]
+
+    def predict(self, encoded: Encoded, corruption: Tensor) -> Tensor:
+        scores: Tensor = self.head(encoded.text.states_BND[:, 0])
+        return scores
+
+    def loss(self, predictions: Tensor, corruption: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(predictions, corruption)
+
+
+def test_added_objective_is_one_more_weighted_term(tokenizer: Tokenizer) -> None:
+    model: Any = tiny_model("dual_stream", tokenizer)
+    before = step(model, make_batch(tokenizer))
+    model.first_word_head = nn.Linear(model.fused_dim, tokenizer.vocab_size)
+    model.objectives = (*model.objectives, FirstWord(0.5, model.first_word_head))
+    copied = copy.deepcopy(model)
+    assert copied.objectives[-1].head is copied.first_word_head
+    result = step(copied, make_batch(tokenizer))
+    assert torch.equal(result.terms["mlm"], before.terms["mlm"])
+    torch.testing.assert_close(result.total, before.total + 0.5 * result.terms["first_word"])
+    result.total.backward()
+    assert copied.first_word_head.weight.grad.abs().sum() > 0
+    assert model.first_word_head.weight.grad is None
 
 
 @pytest.mark.parametrize(

@@ -155,14 +155,14 @@ def create_vqa(
         CheckpointError: `start` is not a complete checkpoint.
         ConfigError: the vocabulary has fewer than two answers, or the head does not fit the model.
     """
-    started = load(start)
-    if isinstance(started, VQA):
-        started = started.fusion_model
-    if isinstance(started, FusionModel):
-        return VQA.on(started, answers, head=head, decoder=decoder, head_lr_mult=head_lr_mult)
+    model = load(start)
+    if isinstance(model, VQA):
+        model = model.fusion_model
+    if isinstance(model, FusionModel):
+        return VQA.on(model, answers, head=head, decoder=decoder, head_lr_mult=head_lr_mult)
     names = ("image_encoder", "text_encoder", "image_size", "fit", "max_tokens", "vocab_size")
-    config = dataclasses.replace(fusion, **{name: getattr(started.config, name) for name in names})
-    fresh = create_model(config, tokenizer=started.tokenizer)
-    assert isinstance(fresh, FusionModel)
-    load_towers(fresh, start)
-    return VQA.on(fresh, answers, head=head, decoder=decoder, head_lr_mult=head_lr_mult)
+    config = dataclasses.replace(fusion, **{name: getattr(model.config, name) for name in names})
+    fusion_model = create_model(config, tokenizer=model.tokenizer)
+    assert isinstance(fusion_model, FusionModel)
+    load_towers(fusion_model, start)
+    return VQA.on(fusion_model, answers, head=head, decoder=decoder, head_lr_mult=head_lr_mult)
