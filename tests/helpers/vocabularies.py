@@ -1,4 +1,4 @@
-"""Small vocabularies of the kinds that published encoders have."""
+"""Small vocabularies in the formats of published encoders."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,7 +7,7 @@ import tokenizers
 
 
 def write_byte_level(folder: Path, texts: Iterable[str], vocab_size: int = 400) -> Path:
-    """A byte-level BPE vocabulary of these texts in RoBERTa's two files; returns the folder."""
+    """Train a byte-level BPE vocabulary, write it in RoBERTa's two files, and return the folder."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(

@@ -265,7 +265,7 @@ def test_pretraining_never_hides_the_end_and_reports_do(tokenizer: Tokenizer) ->
 def test_the_end_of_a_text_is_never_part_of_a_word(tokenizer: Tokenizer) -> None:
     """Whole words: the end is hidden as often as a word, and alone as well as with others."""
     batch = make_batch(tokenizer, 4)
-    masking = TextMasking(tokenizer, rate=0.4, ends=True)
+    masking = TextMasking(tokenizer, rate=0.4, mask_end=True)
     row_B, end_B = torch.arange(4), batch.mask_BT.sum(dim=1) - 1
     words_BT = tokenizer.word_ids(batch.ids_BT, batch.mask_BT)
     generator, together = torch.Generator().manual_seed(0), []

@@ -1,1 +1,1 @@
-"""Tokenizers and WordPiece training."""
+"""Tokenizers and the WordPiece trainer."""

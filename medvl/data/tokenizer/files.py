@@ -1,9 +1,9 @@
-"""Tokenizers on disk and on the hub: which files there are, and how they become a backend of `tokenizers`.
+"""Tokenizer files on disk and on the hub, read into a `tokenizers.Tokenizer`.
 
-A folder holds `tokenizer.json` (Hugging Face's one-file format), or `vocab.txt` (WordPiece), or `vocab.json` with
-`merges.txt` (byte-level BPE). `tokenizer_config.json` beside it names special tokens and the greatest length.
-transformers is not used: its version 5 ignores a vocabulary file that is handed to its BERT tokenizer and makes every
-word unknown.
+A folder contains `tokenizer.json` (Hugging Face's one-file format), or `vocab.txt` (WordPiece), or `vocab.json` with
+`merges.txt` (byte-level BPE). An optional `tokenizer_config.json` has the special tokens and the maximum length.
+transformers is not used: version 5 ignores a vocabulary file passed to its BERT tokenizer and makes every word
+unknown.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ from medvl.errors import ConfigError, WeightsError
 MODEL_FILE, CONFIG_FILE, VOCABULARY_FILE = "tokenizer.json", "tokenizer_config.json", "vocab.txt"
 _BPE_FILES = ("vocab.json", "merges.txt")
 _LARGEST_FILE = 100 * 2**20
-_LONGEST = 1_000_000  # what transformers writes for "no limit" is above this
+_LARGEST_LENGTH = 1_000_000  # transformers writes a larger number for "no limit"
 
 CLIP: Literal["clip"] = "clip"
 CLIP_TOKENS = 77
 Cleaning = Literal["clip", "canonical"]
-"""What is done to a text before it is split: what CLIP does, or SigLIP."""
+"""Text cleaning before tokenization: that of CLIP, or of SigLIP."""
 _CLIP_START, _CLIP_END = "<start_of_text>", "<end_of_text>"
 _CLIP_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 _CLIP_MERGES = 49152 - 256 - 2
@@ -43,33 +43,33 @@ _SPECIAL = {
     "sep": ("[SEP]", "</s>"),
     "mask": ("[MASK]", "<mask>"),
 }
-"""Role -> what its token is called where no configuration says so."""
+"""Role -> names of its token without a configuration."""
 _OTHER_NAMES = {"cls": "bos", "sep": "eos"}
-"""Role -> what configurations of vocabularies that are no BERT's call it."""
+"""Role -> its name in configurations of vocabularies other than BERT's."""
 _WITHOUT_PUNCTUATION = str.maketrans({"_": " ", **dict.fromkeys(string.punctuation.replace("_", ""))})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
-    """A backend and what it does not know of itself."""
+class LoadedTokenizer:
+    """A tokenizer of the `tokenizers` library, with its special tokens and settings."""
 
     backend: Backend
     special: Mapping[str, str | None]
-    """Token of each role: pad, unk, cls, sep, mask. None where the vocabulary has none (T5's has no cls)."""
+    """Token of each role: pad, unk, cls, sep, mask; None where the vocabulary has none (T5 has no cls)."""
     max_tokens: int | None
-    """As stored; None where nothing is."""
+    """Stored maximum length, or None."""
     source: str
     cleaning: Cleaning | None = None
 
 
-def local_backend(folder: Path, lowercase: bool | None) -> Loaded:
-    """The tokenizer of a folder. Raises ConfigError when there is none, or its files are damaged or too large."""
+def read_local_tokenizer(folder: Path, lowercase: bool | None) -> LoadedTokenizer:
+    """Read the tokenizer in a folder. Raises ConfigError when it is missing, damaged or too large."""
     files = {name: folder / name for name in (MODEL_FILE, VOCABULARY_FILE, CONFIG_FILE, *_BPE_FILES)}
     return _read({name: path for name, path in files.items() if path.is_file()}, str(folder), lowercase, folder.name)
 
 
-def hub_backend(hub_id: str, revision: str | None, lowercase: bool | None) -> Loaded:
-    """The tokenizer of a repository at a commit. Raises WeightsError when it cannot be had."""
+def read_hub_tokenizer(hub_id: str, revision: str | None, lowercase: bool | None) -> LoadedTokenizer:
+    """Read the tokenizer of a hub repository at a commit. Raises WeightsError when it cannot be fetched."""
     files: dict[str, Path] = {}
     failures = []
     for names in ((MODEL_FILE,), (VOCABULARY_FILE,), _BPE_FILES):
@@ -80,30 +80,39 @@ def hub_backend(hub_id: str, revision: str | None, lowercase: bool | None) -> Lo
             failures.append(error)
     if not files:
         raise failures[0]
-    with contextlib.suppress(WeightsError):  # old repositories have none: the conventions of their kind hold then
+    with contextlib.suppress(WeightsError):  # old repositories have none; defaults are used
         files[CONFIG_FILE] = fetch(hub_id, CONFIG_FILE, revision)
     return _read(files, hub_id, lowercase, f"{hub_id}@{revision}")
 
 
-def _read(files: Mapping[str, Path], where: str, lowercase: bool | None, source: str) -> Loaded:
+def _read(files: Mapping[str, Path], where: str, lowercase: bool | None, source: str) -> LoadedTokenizer:
     if lowercase is not None and MODEL_FILE in files:
-        raise ConfigError(f"{where} says in {MODEL_FILE} how case is treated: leave lowercase out")
+        raise ConfigError(
+            f"lowercase cannot be set for {where}, whose {MODEL_FILE} defines it", "conflict", field="lowercase"
+        )
     try:
         config: dict[str, Any] = json.loads(_text(files[CONFIG_FILE])) if CONFIG_FILE in files else {}
         backend = _backend(files, config, lowercase)
     except ConfigError:
         raise
     except Exception as error:  # the backend raises bare Exception on a file that it cannot use
-        raise ConfigError(f"the tokenizer of {where} cannot be read: {error}") from error
+        raise ConfigError(f"the tokenizer of {where} cannot be read: {error}", "malformed") from error
     if backend is None:
-        raise ConfigError(f"{where} holds no tokenizer: neither {MODEL_FILE} nor {VOCABULARY_FILE} nor {_BPE_FILES}")
+        raise ConfigError(
+            f"{where} has no tokenizer: expected {MODEL_FILE}, {VOCABULARY_FILE} or {' and '.join(_BPE_FILES)}",
+            "not_found",
+        )
     longest, cleaning = config.get("model_max_length"), config.get("medvl_text")
     if cleaning not in (None, *get_args(Cleaning)):
-        raise ConfigError(f"{where} has texts cleaned by {cleaning!r}: known are {', '.join(get_args(Cleaning))}")
-    return Loaded(
+        raise ConfigError(
+            f"{where}: expected one of {', '.join(get_args(Cleaning))} for medvl_text, got {cleaning!r}",
+            "unknown_name",
+            field="medvl_text",
+        )
+    return LoadedTokenizer(
         backend=backend,
         special={role: _special(backend, role, config) for role in _SPECIAL},
-        max_tokens=int(longest) if isinstance(longest, int | float) and longest < _LONGEST else None,
+        max_tokens=int(longest) if isinstance(longest, int | float) and longest < _LARGEST_LENGTH else None,
         source=str(config.get("medvl_source", source)),
         cleaning=cleaning,
     )
@@ -115,31 +124,31 @@ def _backend(files: Mapping[str, Path], config: Mapping[str, Any], lowercase: bo
     if VOCABULARY_FILE in files:
         tokens = [token.rstrip("\r") for token in _text(files[VOCABULARY_FILE]).split("\n")]
         vocabulary = {token: index for index, token in enumerate(tokens) if token}
-        wanted = config.get("do_lower_case", True) if lowercase is None else lowercase
-        return wordpiece_backend(vocabulary, lowercase=bool(wanted))
+        lowercase = config.get("do_lower_case", True) if lowercase is None else lowercase
+        return build_wordpiece(vocabulary, lowercase=bool(lowercase))
     if set(_BPE_FILES) <= set(files):
-        return _byte_backend(json.loads(_text(files["vocab.json"])), _text(files["merges.txt"]))
+        return _build_byte_level(json.loads(_text(files["vocab.json"])), _text(files["merges.txt"]))
     return None
 
 
 def _text(path: Path) -> str:
     if path.stat().st_size > _LARGEST_FILE:
-        raise ConfigError(f"{path} is larger than {_LARGEST_FILE} bytes: it is no file of a tokenizer")
+        raise ConfigError(f"{path} is larger than {_LARGEST_FILE} bytes: not a tokenizer file", "too_large")
     return path.read_text(encoding="utf-8")
 
 
 def _special(backend: Backend, role: str, config: Mapping[str, Any]) -> str | None:
-    given = [config.get(f"{name}_token") for name in (role, _OTHER_NAMES.get(role))]
-    named = [token.get("content") if isinstance(token, dict) else token for token in given]  # an AddedToken is a dict
-    candidates = [token for token in named if isinstance(token, str)]
+    values = [config.get(f"{name}_token") for name in (role, _OTHER_NAMES.get(role))]
+    tokens = [value.get("content") if isinstance(value, dict) else value for value in values]  # an AddedToken is a dict
+    candidates = [token for token in tokens if isinstance(token, str)]
     return next((token for token in [*candidates, *_SPECIAL[role]] if backend.token_to_id(token) is not None), None)
 
 
-def wordpiece_backend(vocabulary: Mapping[str, int], *, lowercase: bool) -> Backend:
-    """BERT's tokenizer over a vocabulary. Raises ConfigError when a special token is missing."""
+def build_wordpiece(vocabulary: Mapping[str, int], *, lowercase: bool) -> Backend:
+    """Build BERT's tokenizer for a vocabulary. Raises ConfigError when a special token is missing."""
     missing = [names[0] for names in _SPECIAL.values() if names[0] not in vocabulary]
     if missing:
-        raise ConfigError(f"the vocabulary lacks {', '.join(missing)}")
+        raise ConfigError(f"the vocabulary lacks {', '.join(missing)}", "missing")
     backend = Backend(models.WordPiece(dict(vocabulary), unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -152,8 +161,8 @@ def wordpiece_backend(vocabulary: Mapping[str, int], *, lowercase: bool) -> Back
     return backend
 
 
-def _byte_backend(vocabulary: dict[str, int], merges: str) -> Backend:
-    """RoBERTa's tokenizer."""
+def _build_byte_level(vocabulary: dict[str, int], merges: str) -> Backend:
+    """Build RoBERTa's tokenizer."""
     pairs = [tuple(line.split(" ")) for line in merges.split("\n") if line and not line.startswith("#version")]
     backend = Backend(models.BPE(vocabulary, [(pair[0], pair[1]) for pair in pairs]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -165,16 +174,16 @@ def _byte_backend(vocabulary: dict[str, int], merges: str) -> Backend:
     return backend
 
 
-def clip_backend() -> Loaded:
-    """CLIP's tokenizer from the vocabulary in open_clip's wheel. Raises ConfigError when open_clip is not installed."""
+def build_clip_tokenizer() -> LoadedTokenizer:
+    """Build CLIP's tokenizer from the vocabulary in open_clip. Raises ConfigError when open_clip is not installed."""
     spec = importlib.util.find_spec("open_clip")
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("the CLIP vocabulary lies in open_clip_torch, which is not installed")
+        raise ConfigError("the CLIP vocabulary needs open_clip_torch, which is not installed", "not_found")
     path = Path(spec.submodule_search_locations[0]) / "bpe_simple_vocab_16e6.txt.gz"
     with gzip.open(path, "rt", encoding="utf-8") as file:
         lines = file.read().split("\n")[1 : _CLIP_MERGES + 1]
     merges = [(left, right) for left, right in (line.split() for line in lines)]
-    letters = list(byte_letters().values())
+    letters = list(byte_characters().values())
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), *(left + right for left, right in merges)]
     vocabulary = {token: index for index, token in enumerate([*tokens, _CLIP_START, _CLIP_END])}
     backend = Backend(models.BPE(vocabulary, merges, end_of_word_suffix="</w>"))
@@ -185,25 +194,25 @@ def clip_backend() -> Loaded:
     backend.post_processor = processors.TemplateProcessing(single=f"{_CLIP_START} $A {_CLIP_END}", special_tokens=ends)
     backend.add_special_tokens([_CLIP_START, _CLIP_END])
     special = {"pad": None, "unk": None, "cls": _CLIP_START, "sep": _CLIP_END, "mask": None}
-    return Loaded(backend=backend, special=special, max_tokens=CLIP_TOKENS, source=CLIP, cleaning=CLIP)
+    return LoadedTokenizer(backend=backend, special=special, max_tokens=CLIP_TOKENS, source=CLIP, cleaning=CLIP)
 
 
-def clean(text: str, how: Cleaning | None) -> str:
-    """A text as the tokenizer's model saw it in training."""
-    if how == "canonical":  # lower case, without punctuation, spaces single: SigLIP's
+def clean_text(text: str, how: Cleaning | None) -> str:
+    """Clean a text as in the training of the tokenizer's model."""
+    if how == "canonical":  # SigLIP: lower case, without punctuation, single spaces
         return " ".join(text.translate(_WITHOUT_PUNCTUATION).lower().split())
-    return clip_clean(text) if how == CLIP else text
+    return clean_clip_text(text) if how == CLIP else text
 
 
-def clip_clean(text: str) -> str:
-    """A text as CLIP saw it: encoding accidents and HTML entities mended, spaces single, lower case."""
+def clean_clip_text(text: str) -> str:
+    """Clean a text as CLIP does: fix encoding errors and HTML entities, collapse spaces, lower-case."""
     import ftfy
 
     return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split()).lower()
 
 
-def byte_letters() -> dict[int, str]:
-    """Byte -> the printable character that byte-level BPE writes it as: itself, or one from 256 on."""
+def byte_characters() -> dict[int, str]:
+    """Return byte -> printable character in byte-level BPE: the same one, or one from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(others)}

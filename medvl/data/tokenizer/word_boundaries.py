@@ -1,9 +1,9 @@
-"""Where words begin in a sequence of sub-word ids: for whole-word masking, and for words as sums of their sub-words.
+"""Word boundaries in sequences of sub-word ids, for whole-word masking and word features.
 
-A word is what the tokenizer split off before it looked for pieces: for WordPiece, letters and digits between spaces
-and punctuation, and every punctuation mark; for byte-level BPE, a run of letters, of digits or of other marks, and a
-contraction (`'s`) where the vocabulary has it as one piece; for SentencePiece, what stands between spaces.
-Everything is looked up in tables by id, so ids can be on any device.
+Words are the units of the tokenizer's pre-tokenizer. WordPiece: letters and digits between spaces and punctuation, and
+each punctuation mark. Byte-level BPE: runs of letters, of digits or of other marks, and contractions (`'s`) that are
+one piece in the vocabulary. SentencePiece: text between spaces.
+All information is in tables indexed by id, so ids can be on any device.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from medvl.data.tokenizer.wordpiece_trainer import CONTINUED
 
 _BYTE_SPACE, _SENTENCE_SPACE, _END = "Ġ", "▁", "</w>"
 _LINE_BREAKS = "ĉĊċČč"
-"""Tab, line feed and the like, as byte-level BPE writes them."""
+"""Tab, line feed and similar characters in byte-level BPE."""
 _LETTER, _DIGIT, _OTHER, _BREAK, _JOINS = range(5)
 
 
 class WordBoundaries:
-    """Tables over the vocabulary of one tokenizer.
+    """Word boundary tables for the vocabulary of a tokenizer.
 
     Args:
         backend: the tokenizer.
         vocab_size: number of ids.
-        special: ids that are no part of a text: padding, beginning, end.
+        special: ids outside the text: padding, first and last token.
     """
 
     def __init__(self, backend: Backend, vocab_size: int, special: Sequence[int]) -> None:
@@ -53,7 +53,7 @@ class WordBoundaries:
         self._begins_V = torch.tensor(begins)
 
     def starts(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """(B, T) bool: True on the first sub-word of every word; False on special tokens and padding."""
+        """Return (B, T) bool: True on the first sub-word of every word; False on special tokens and padding."""
         special_BT = _look_up(self._special_V, ids_BT)
         starts_BT = _look_up(self._begins_V, ids_BT)
         starts_BT[:, 1:] |= special_BT[:, :-1]
@@ -67,7 +67,7 @@ class WordBoundaries:
         return starts_BT & ~special_BT & mask_BT
 
     def words(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """(B, T) int64: the number of the word a token belongs to, from 0; -1 on special tokens and padding."""
+        """Return (B, T) int64: the index of each token's word, from 0; -1 on special tokens and padding."""
         number_BT = self.starts(ids_BT, mask_BT).cumsum(dim=1) - 1
         return number_BT.masked_fill(_look_up(self._special_V, ids_BT) | ~mask_BT, -1)
 
@@ -77,9 +77,9 @@ def _look_up(table_V: Tensor, ids_BT: Tensor) -> Tensor:
 
 
 def _kind(character: str) -> int:
-    """Kinds as the splitting pattern of byte-level BPE tells them; bytes beyond ASCII count as letters.
+    """Return the class of a character in the splitting pattern of byte-level BPE; non-ASCII bytes count as letters.
 
-    A space belongs to the word behind it, also where the vocabulary has no piece of both.
+    A space belongs to the following word, also where the vocabulary has no piece with both.
     """
     if character == _BYTE_SPACE:
         return _JOINS

@@ -1,8 +1,8 @@
-"""A WordPiece vocabulary from counted words: the same words give the same vocabulary, in the same order, always.
+"""Deterministic trainer of WordPiece vocabularies from word counts.
 
-The trainer of the `tokenizers` library breaks ties by the order of a randomly seeded hash table, so that two runs over
-one corpus give two vocabularies. Here the most frequent pair of neighbouring pieces is merged first and, among equals,
-the alphabetically first.
+The trainer of the `tokenizers` library breaks ties by the order of a randomly seeded hash table, so that two runs on
+the same corpus give different vocabularies. Here the most frequent pair of adjacent pieces is merged first and, among
+equally frequent ones, the alphabetically first.
 """
 
 import collections
@@ -13,34 +13,38 @@ from collections.abc import Iterable, Mapping
 from medvl.errors import ConfigError
 
 CONTINUED = "##"
-"""Before every piece that does not begin its word."""
+"""Prefix of pieces that do not begin their word."""
 
 
 def learn_pieces(words: Mapping[str, int], size: int, min_frequency: int) -> list[str]:
-    """At most `size` pieces: the characters in alphabetical order, then merged pieces in the order they were merged.
+    """Return up to `size` pieces: the characters in alphabetical order, then merged pieces in the order of merging.
 
     Args:
-        words: how often every word occurs.
-        size: most pieces.
-        min_frequency: characters and pairs that occur less often are not taken.
+        words: word -> frequency.
+        size: maximum number of pieces.
+        min_frequency: least frequency of characters and pairs.
 
     Raises:
-        ConfigError: the characters alone are more than `size`.
+        ConfigError: there are more than `size` different characters.
     """
     counted = sorted(words.items())
     characters = _characters(counted, min_frequency)
     if len(characters) > size:
-        raise ConfigError(f"the texts have {len(characters)} different characters: a vocabulary of {size} is too small")
-    known = set(characters)
+        raise ConfigError(
+            f"vocab_size leaves {size} pieces, fewer than the {len(characters)} different characters of the texts",
+            "out_of_range",
+            field="vocab_size",
+        )
+    pieces_seen = set(characters)
     spelled = [(_spell(word), count) for word, count in counted]
-    merger = _Merger([word for word in spelled if known.issuperset(word[0])], min_frequency)
+    merger = _Merger([word for word in spelled if pieces_seen.issuperset(word[0])], min_frequency)
     pieces = list(characters)
     while len(pieces) < size:
         piece = merger.merge()
         if piece is None:
             break
-        if piece not in known:
-            known.add(piece)
+        if piece not in pieces_seen:
+            pieces_seen.add(piece)
             pieces.append(piece)
     return pieces
 
@@ -58,7 +62,7 @@ def _characters(counted: Iterable[tuple[str, int]], min_frequency: int) -> list[
 
 
 class _Merger:
-    """Words as lists of pieces, and the frequencies of all neighbouring pairs, kept up to date merge by merge."""
+    """Words as lists of pieces, and the frequencies of all adjacent pairs, updated with each merge."""
 
     def __init__(self, words: list[tuple[list[str], int]], min_frequency: int) -> None:
         self.words = words
@@ -73,7 +77,7 @@ class _Merger:
         heapq.heapify(self.heap)
 
     def merge(self) -> str | None:
-        """Join the most frequent pair wherever it stands; the new piece, or None when no pair is frequent enough."""
+        """Merge the most frequent pair in all words; return the new piece, or None when no pair is frequent enough."""
         pair = self._pop()
         if pair is None:
             return None
@@ -88,7 +92,7 @@ class _Merger:
         return piece
 
     def _pop(self) -> tuple[str, str] | None:
-        """The best pair. Entries whose frequency has changed since they were pushed are thrown away."""
+        """Return the most frequent pair, discarding heap entries with an outdated frequency."""
         while self.heap:
             negative, pair = heapq.heappop(self.heap)
             if -negative < self.min_frequency:
@@ -98,9 +102,9 @@ class _Merger:
         return None
 
     def _merge_in_word(self, index: int, pair: tuple[str, str], piece: str, changed: set[tuple[str, str]]) -> None:
-        """Rewrite one word, and note the pairs whose frequency that may have changed.
+        """Merge the pair in one word, and add pairs whose frequency may have changed to `changed`.
 
-        `where` may still name words that a pair has left: rewriting those changes nothing.
+        `where` may still list words that no longer contain the pair; these are unchanged.
         """
         pieces, count = self.words[index]
         first, second = pair

@@ -1,1 +1,1 @@
-"""Transforms of images and texts, and masking for masked language modelling."""
+"""Image transforms, text policies, and masking for masked language modelling."""

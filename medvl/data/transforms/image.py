@@ -1,7 +1,8 @@
-"""Image transforms on the CPU: uint8 in, uint8 out; scaling and normalisation happen in the encoder, on the device.
+"""Image transforms on the CPU, uint8 to uint8; the encoder scales and normalises on the device.
 
-A transform is a frozen configuration; `build()` gives the function that a loader worker calls. All randomness comes
-from the generator that the loader derives of (seed, epoch, key), so an image is augmented alike whoever loads it.
+A transform is a frozen configuration; `build()` returns the function that loader workers call. All randomness comes
+from a generator that the loader derives from (seed, epoch, key), so the augmentation of an image does not depend on
+the worker or rank.
 """
 
 import dataclasses
@@ -15,20 +16,20 @@ import numpy as np
 from medvl.errors import ConfigError
 
 Flip = Literal["off", "swap_text", "plain"]
-"""What a horizontal flip does to the text: there is no flip, left and right are exchanged, or nothing is done (the
-image then contradicts a text that names a side, as in most published recipes)."""
+"""Handling of horizontal flips: off (no flips); swap_text (left and right are exchanged in the text); plain (the text
+is unchanged and then contradicts the image where it names a side, as in most published recipes)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transformed:
-    """An image as the batch will hold it, and whether it was mirrored."""
+    """A transformed image, and whether it was mirrored."""
 
     image_HWC: np.ndarray
     flipped: bool = False
 
 
 class Box(NamedTuple):
-    """A rectangle in pixels of an image, edges included: it may reach beyond those of the image."""
+    """A rectangle in pixels of an image, which may extend beyond the image."""
 
     top: float
     left: float
@@ -40,49 +41,53 @@ BuiltTransform = Callable[[np.ndarray, np.random.Generator], Transformed]
 
 
 class ImageTransform(Protocol):
-    """A transform's configuration."""
+    """Configuration of a transform."""
 
     @property
     def size(self) -> int:
-        """Height and width of what comes out, in pixels."""
+        """Height and width of the output in pixels."""
 
     @property
     def flip(self) -> Flip:
-        """What a horizontal flip does to the text."""
+        """Handling of horizontal flips."""
 
     def build(self) -> BuiltTransform:
-        """The function that a loader worker calls."""
+        """Return the function that loader workers call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EvalTransform:
-    """Resize to a square without randomness. Shrinking averages over areas, growing is bilinear."""
+    """Deterministic resize to a square: area averaging for shrinking, bilinear for enlarging."""
 
     size: int = 224
     fit: Literal["crop", "pad", "squash"] = "crop"
-    """crop: short side to `size`, centre crop (what the published systems do); pad: long side to `size`, black
-    borders (nothing of the lung is lost); squash: both sides to `size`."""
+    """crop: short side to `size`, centre crop (as in most published systems); pad: long side to `size`, black borders
+    (keeps the whole image); squash: both sides to `size`."""
     stored_size: int | None = None
-    """Side of the squares that a published system keeps on disk: the square is made at this size first, and then
-    brought to `size` by bicubic interpolation without antialiasing (CheXzero). None goes there at once."""
+    """If set, resize to a square of this size first, then to `size` by bicubic interpolation without antialiasing, as
+    systems that store squares on disk do (CheXzero)."""
     margin: int = 0
-    """Pixels that are cut off on every side in the end: a margin of 16 makes a square of 256 for a size of 224 (GLoRIA,
-    which trains with random crops of it)."""
+    """Pixels cropped from every side at the end: a margin of 16 crops a square of 256 to a size of 224 (GLoRIA, which
+    trains with random crops)."""
 
     def __post_init__(self) -> None:
         _check_size(self.size)
         if self.stored_size is not None:
             _check_size(self.stored_size)
         if not 0 <= self.margin <= self.size:
-            raise ConfigError(f"margin must be between 0 and the size of {self.size}, got {self.margin}")
+            raise ConfigError(
+                f"margin must be between 0 and the size of {self.size}, got {self.margin}",
+                "out_of_range",
+                field="margin",
+            )
 
     @property
     def flip(self) -> Flip:
-        """What a horizontal flip does to the text."""
+        """Handling of horizontal flips."""
         return "off"
 
     def build(self) -> BuiltTransform:
-        """The function that a loader worker calls."""
+        """Return the function that loader workers call."""
         return self._apply
 
     def __call__(self, image: np.ndarray) -> np.ndarray:
@@ -98,25 +103,25 @@ class EvalTransform:
         return np.ascontiguousarray(square_HWC.transpose(2, 0, 1))
 
     def box(self, height: int, width: int) -> Box:
-        """The part of an image of that size which the square shows, borders included: what maps are laid over."""
-        whole = self.size + 2 * self.margin
-        first = self.stored_size or whole
-        scaled_height, scaled_width, top, left = self._placed(height, width, first)
-        down, across = height / scaled_height, width / scaled_width  # pixels of the image a pixel of the square
-        cut, kept = self.margin * first / whole, self.size * first / whole
-        return Box((cut - top) * down, (cut - left) * across, kept * down, kept * across)
+        """Return the rectangle of an image (height, width) that the output shows, including borders."""
+        full = self.size + 2 * self.margin
+        first = self.stored_size or full
+        scaled_height, scaled_width, top, left = self._placement(height, width, first)
+        down, across = height / scaled_height, width / scaled_width  # image pixels per output pixel
+        margin, size = self.margin * first / full, self.size * first / full
+        return Box((margin - top) * down, (margin - left) * across, size * down, size * across)
 
     def _apply(self, image: np.ndarray, rng: np.random.Generator) -> Transformed:
-        whole = self.size + 2 * self.margin
-        square_HWC = self._square(image, self.stored_size or whole)
+        full = self.size + 2 * self.margin
+        square_HWC = self._square(image, self.stored_size or full)
         if self.stored_size is not None:
-            square_HWC = _with_channels(cv2.resize(square_HWC, (whole, whole), interpolation=cv2.INTER_CUBIC))
+            square_HWC = _with_channels(cv2.resize(square_HWC, (full, full), interpolation=cv2.INTER_CUBIC))
         inner = slice(self.margin, self.margin + self.size)
         return Transformed(np.ascontiguousarray(square_HWC[inner, inner]))
 
     def _square(self, image: np.ndarray, size: int) -> np.ndarray:
         height, width = image.shape[:2]
-        scaled_height, scaled_width, top, left = self._placed(height, width, size)
+        scaled_height, scaled_width, top, left = self._placement(height, width, size)
         image = _with_channels(_resize(image, scaled_height, scaled_width))
         if self.fit == "crop":
             return image[-top : size - top, -left : size - left]
@@ -124,8 +129,8 @@ class EvalTransform:
         square[top : top + scaled_height, left : left + scaled_width] = image
         return square
 
-    def _placed(self, height: int, width: int, size: int) -> tuple[int, int, int, int]:
-        """Height and width that an image is brought to, and where its first row and column are in the square."""
+    def _placement(self, height: int, width: int, size: int) -> tuple[int, int, int, int]:
+        """Return the scaled height and width of an image, and its top and left offset in the square."""
         if self.fit == "squash":
             return size, size, 0, 0
         side = min(height, width) if self.fit == "crop" else max(height, width)
@@ -136,7 +141,7 @@ class EvalTransform:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RandomCrop:
-    """Long side to `padded_size`, black borders to a square, and a random part of it: all that GLoRIA augments with."""
+    """GLoRIA's augmentation: long side to `padded_size`, black borders to a square, and a random crop."""
 
     size: int = 224
     padded_size: int = 256
@@ -144,20 +149,24 @@ class RandomCrop:
     def __post_init__(self) -> None:
         _check_size(self.size)
         if self.padded_size < self.size:
-            raise ConfigError(f"padded_size must be at least the size of {self.size}, got {self.padded_size}")
+            raise ConfigError(
+                f"padded_size must be at least the size of {self.size}, got {self.padded_size}",
+                "out_of_range",
+                field="padded_size",
+            )
 
     @property
     def flip(self) -> Flip:
-        """What a horizontal flip does to the text."""
+        """Handling of horizontal flips."""
         return "off"
 
     def build(self) -> BuiltTransform:
-        """The function that a loader worker calls."""
-        whole = EvalTransform(size=self.padded_size, fit="pad").build()
+        """Return the function that loader workers call."""
+        full = EvalTransform(size=self.padded_size, fit="pad").build()
 
         def apply(image: np.ndarray, rng: np.random.Generator) -> Transformed:
             top, left = rng.integers(self.padded_size - self.size + 1, size=2)
-            square_HWC = whole(image, rng).image_HWC
+            square_HWC = full(image, rng).image_HWC
             return Transformed(np.ascontiguousarray(square_HWC[top : top + self.size, left : left + self.size]))
 
         return apply
@@ -165,30 +174,30 @@ class RandomCrop:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ConVIRTAugmentation:
-    """Random crop, flip, affine, brightness and contrast, blur: ConVIRT's five (appendix of arXiv 2010.00747).
+    """ConVIRT's augmentation: random crop, flip, affine, brightness and contrast, blur (appendix of arXiv 2010.00747).
 
-    Brightness and contrast are multiplicative factors around zero and around the mean, as torchvision defines them.
+    Brightness and contrast are multiplicative factors around zero and around the mean, as in torchvision.
     """
 
     size: int = 224
     flip: Flip = "swap_text"
-    """The paper flips half of the images and leaves the text alone: that is `plain`."""
+    """The paper flips half of the images without changing the text, which is `plain`."""
     area: tuple[float, float] = (0.6, 1.0)
-    """Range of the crop's share of the image."""
+    """Range of the crop's area as a share of the image."""
     rotation: float = 20.0
-    """Largest rotation either way, in degrees."""
+    """Maximum rotation in either direction, in degrees."""
     translation: float = 0.1
-    """Largest shift either way, as a share of the side."""
+    """Maximum shift in either direction, as a share of the side."""
     scale: tuple[float, float] = (0.95, 1.05)
     brightness: float = 0.4
     contrast: float = 0.4
     """Factors are drawn from 1 - value to 1 + value."""
     blur_sigma: tuple[float, float] = (0.1, 3.0)
-    """In pixels of the crop. The published range is for 224 pixels; scale it with the size."""
+    """Range in pixels of the output. The published range is for 224 pixels; scale it with the size."""
 
     @classmethod
     def weak(cls, size: int) -> Self:
-        """Without the flip and at about a quarter of the strength: for small encoders, from scratch, on few images."""
+        """Return a variant without flips and with about a quarter of the strength, for small encoders and data sets."""
         return cls(
             size=size,
             flip="off",
@@ -202,7 +211,7 @@ class ConVIRTAugmentation:
 
     @classmethod
     def crop(cls, size: int, area: tuple[float, float]) -> Self:
-        """The random crop alone."""
+        """Return a variant with the random crop only."""
         return cls(
             size=size,
             flip="off",
@@ -218,13 +227,13 @@ class ConVIRTAugmentation:
     def __post_init__(self) -> None:
         _check_size(self.size)
         if not 0 < self.area[0] <= self.area[1] <= 1:
-            raise ConfigError(f"area must be a range within (0, 1], got {self.area}")
+            raise ConfigError(f"area must be a range within (0, 1], got {self.area}", "out_of_range", field="area")
         if self.flip not in ("off", "swap_text", "plain"):
-            raise ConfigError(f"flip must be off, swap_text or plain, got {self.flip!r}")
+            raise ConfigError(f"flip must be off, swap_text or plain, got {self.flip!r}", "unknown_name", field="flip")
 
     def build(self) -> BuiltTransform:
-        """The function that a loader worker calls."""
-        os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # or its import asks the network for a newer version
+        """Return the function that loader workers call."""
+        os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # otherwise its import checks the network for updates
         import albumentations
 
         pipeline = albumentations.Compose(
@@ -251,7 +260,7 @@ class ConVIRTAugmentation:
         def apply(image: np.ndarray, rng: np.random.Generator) -> Transformed:
             pipeline.set_random_seed(int(rng.integers(2**31)))
             flipped = flips and bool(rng.random() < 0.5)
-            # Mirroring first commutes with all that follows, whose distributions are symmetric.
+            # Mirroring first is equivalent: the distributions of the other steps are symmetric.
             source = np.ascontiguousarray(image[:, ::-1]) if flipped else image
             return Transformed(_with_channels(pipeline(image=_with_channels(source))["image"]), flipped)
 
@@ -269,4 +278,4 @@ def _with_channels(image: np.ndarray) -> np.ndarray:
 
 def _check_size(size: int) -> None:
     if not 16 <= size <= 4096:
-        raise ConfigError(f"image size must be between 16 and 4096 pixels, got {size}")
+        raise ConfigError(f"image size must be between 16 and 4096 pixels, got {size}", "out_of_range", field="size")

@@ -1,7 +1,7 @@
-"""Masking of texts for masked language modelling, by whole words in any vocabulary.
+"""Whole-word masking of texts for masked language modelling, for any vocabulary.
 
-Words are the tokenizer's own (`Tokenizer.word_ids`), so WordPiece, byte-level BPE and SentencePiece are masked alike;
-code that looks for `##` masks single tokens, unnoticed, in RoBERTa's vocabulary.
+Words come from `Tokenizer.word_ids`, so whole words are masked with WordPiece, byte-level BPE and SentencePiece. Code
+that looks for `##` silently masks single tokens of RoBERTa's vocabulary.
 
     masking = TextMasking(tokenizer)
     masked = masking(batch.ids_BT, batch.mask_BT, generator)     # masked.ids_BT in, masked.labels_BT for the loss
@@ -16,56 +16,58 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import ConfigError
 
 IGNORED = -100
-"""Label of a token that was not masked: what `medvl.losses.mlm` leaves out."""
+"""Label of tokens that are not masked, which `medvl.losses.mlm` ignores."""
 _MASK_SHARE, _RANDOM_SHARE = 0.8, 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MaskedText:
-    """A batch of texts with words hidden."""
+    """A batch of masked texts."""
 
     ids_BT: Tensor
     labels_BT: Tensor
-    """int64: the id that was there at masked tokens, -100 elsewhere."""
+    """int64: the original id at masked tokens, -100 elsewhere."""
 
 
 class TextMasking:
-    """BERT's masking (Devlin et al., arXiv 1810.04805, section 3.1), by words or by tokens.
+    """BERT's masking (Devlin et al., arXiv 1810.04805, section 3.1) of words or tokens.
 
-    Each word is chosen with probability `rate`, alone or not, so `rate` is the expected share of tokens too; a text in
-    which no word was chosen gets one. Each token of a chosen word becomes, independently, the mask token (80 %), some
-    other token (10 %) or stays (10 %). Special tokens, unknown ones and padding are never chosen. Random tokens are
-    drawn from the vocabulary without its special tokens, where BERT draws from all of it.
+    Each word is selected independently with probability `rate`, so `rate` is also the expected share of tokens; in a
+    text without a selected word, one is selected. Each token of a selected word is replaced independently by the mask
+    token (80 %) or a random token (10 %), or kept (10 %). Special tokens, unknown tokens and padding are never
+    selected. Random tokens are drawn from the vocabulary without special tokens; BERT draws from all of it.
 
     Args:
-        tokenizer: of the texts.
-        rate: chance of a word, within (0, 1).
-        whole_words: False chooses every token by itself.
-        ends: a text's closing token is chosen as words are: how a model that writes learns where to stop.
+        tokenizer: tokenizer of the texts.
+        rate: probability of a word, within (0, 1).
+        whole_words: False selects each token independently.
+        mask_end: also select the last token of a text, so that a generative model learns where to stop.
 
     Attributes:
-        mask_id: the mask token.
+        mask_id: id of the mask token.
 
-    Raises ConfigError when the vocabulary has no mask token, or the rate is out of range.
+    Raises:
+        ConfigError: the vocabulary has no mask token, or the rate is out of range.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, rate: float = 0.15, whole_words: bool = True, ends: bool = False
+        self, tokenizer: Tokenizer, *, rate: float = 0.15, whole_words: bool = True, mask_end: bool = False
     ) -> None:
         if not 0 < rate < 1:
-            raise ConfigError(f"a masking rate must be between 0 and 1, got {rate}")
+            raise ConfigError(f"the masking rate must be between 0 and 1, got {rate}", "out_of_range", field="rate")
         if tokenizer.mask_id is None:
             raise ConfigError(
-                f"the vocabulary of {tokenizer.source} has no mask token, so its texts cannot be masked: "
-                "take an encoder with a WordPiece or RoBERTa vocabulary"
+                f"the vocabulary of {tokenizer.source} has no mask token: use an encoder with a WordPiece or RoBERTa "
+                "vocabulary",
+                "unsupported",
             )
-        self.rate, self.whole_words, self.ends = rate, whole_words, ends
+        self.rate, self.whole_words, self.mask_end = rate, whole_words, mask_end
         self._tokenizer, self.mask_id = tokenizer, tokenizer.mask_id
-        marks = (tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.unk_id, tokenizer.mask_id)
-        special = {mark for mark in marks if mark is not None}
+        roles = (tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.unk_id, tokenizer.mask_id)
+        special = {number for number in roles if number is not None}
         ordinary = sorted(set(tokenizer.vocabulary.values()) - special)
         if not ordinary:
-            raise ConfigError(f"the vocabulary of {tokenizer.source} holds nothing but special tokens")
+            raise ConfigError(f"the vocabulary of {tokenizer.source} has only special tokens", "empty")
         self._ordinary_O = torch.tensor(ordinary)
         self._special_S = torch.tensor(sorted(special))
 
@@ -75,9 +77,8 @@ class TextMasking:
         Args:
             ids_BT: int64 token ids.
             mask_BT: bool, True on real tokens.
-            generator: of the CPU or of the ids' device. A CPU generator gives the same masks on every device. The
-                draws depend on the shape of the batch; give texts one at a time, each with a generator of its own,
-                where they must not.
+            generator: on the CPU or the ids' device. A CPU generator gives the same masks on every device. The masks
+                depend on the shape of the batch; to avoid that, mask texts one by one with a generator each.
         """
         if ids_BT.numel() == 0:
             return MaskedText(ids_BT, ids_BT)
@@ -86,26 +87,26 @@ class TextMasking:
         def uniform() -> Tensor:
             return torch.rand(ids_BT.shape, generator=generator, device=generator.device).to(device)
 
-        chosen_BT = self._choose(self._units(ids_BT, mask_BT), uniform())
-        fate_BT, other_BT = uniform(), self._ordinary_O.to(device)
+        selected_BT = self._select(self._units(ids_BT, mask_BT), uniform())
+        action_BT, other_BT = uniform(), self._ordinary_O.to(device)
         other_BT = other_BT[(uniform() * len(other_BT)).long().clamp(max=len(other_BT) - 1)]
-        masked_BT = torch.where(fate_BT < _MASK_SHARE + _RANDOM_SHARE, other_BT, ids_BT)
-        masked_BT = masked_BT.masked_fill(fate_BT < _MASK_SHARE, self.mask_id)
-        return MaskedText(torch.where(chosen_BT, masked_BT, ids_BT), ids_BT.masked_fill(~chosen_BT, IGNORED))
+        masked_BT = torch.where(action_BT < _MASK_SHARE + _RANDOM_SHARE, other_BT, ids_BT)
+        masked_BT = masked_BT.masked_fill(action_BT < _MASK_SHARE, self.mask_id)
+        return MaskedText(torch.where(selected_BT, masked_BT, ids_BT), ids_BT.masked_fill(~selected_BT, IGNORED))
 
     def _units(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-        """(B, T) int64: the number of the word or token that is chosen or left as one; -1 on what never is."""
-        place_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
-        unit_BT = self._tokenizer.word_ids(ids_BT, mask_BT) if self.whole_words else place_BT
-        never_BT = torch.isin(ids_BT, self._special_S.to(ids_BT.device)) | ~mask_BT
-        unit_BT = unit_BT.masked_fill(never_BT, -1)
-        if not self.ends:
+        """Return (B, T) int64: the index of the word or token that is selected as a unit; -1 where never selected."""
+        position_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        unit_BT = self._tokenizer.word_ids(ids_BT, mask_BT) if self.whole_words else position_BT
+        excluded_BT = torch.isin(ids_BT, self._special_S.to(ids_BT.device)) | ~mask_BT
+        unit_BT = unit_BT.masked_fill(excluded_BT, -1)
+        if not self.mask_end:
             return unit_BT
-        end_BT = (ids_BT == self._tokenizer.sep_id) & (place_BT == mask_BT.sum(dim=1, keepdim=True) - 1)
-        return torch.where(end_BT, place_BT, unit_BT)  # a text has fewer words than tokens: no word has this number
+        end_BT = (ids_BT == self._tokenizer.sep_id) & (position_BT == mask_BT.sum(dim=1, keepdim=True) - 1)
+        return torch.where(end_BT, position_BT, unit_BT)  # no word has this index, as there are fewer words than tokens
 
-    def _choose(self, unit_BT: Tensor, draw_BT: Tensor) -> Tensor:
-        """(B, T) bool. Unit u of a text has draw u; below the rate it is chosen, and so is the lowest of its text."""
+    def _select(self, unit_BT: Tensor, draw_BT: Tensor) -> Tensor:
+        """Return (B, T) bool: units whose draw is below the rate, and the unit with the lowest draw of each text."""
         draw_BT = draw_BT.gather(1, unit_BT.clamp(min=0)).masked_fill(unit_BT < 0, torch.inf)
         lowest_B1 = draw_BT.amin(dim=1, keepdim=True)
         return ((draw_BT < self.rate) | (draw_BT == lowest_B1)) & (unit_BT >= 0)

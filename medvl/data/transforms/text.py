@@ -1,4 +1,4 @@
-"""Which text of a report a sample is trained with. Each policy is a frozen value; its randomness is handed in."""
+"""Text policies: which part of a report a sample is trained with, drawn with the generator of the sample."""
 
 import dataclasses
 import re
@@ -13,32 +13,32 @@ from medvl.errors import ConfigError
 _WORD = re.compile(r"\w+")
 REPORT_SECTIONS = ("findings", "impression")
 Missing = Literal["other_sections", "literal", "no_text"]
-"""What stands for a text when none of its sections is there: the report's other sections; the words "NO IMPRESSION", or
-whatever the first section is called; or nothing, and losses of pairs leave the sample out (`Batch.has_text_B`)."""
+"""Replacement for a text whose sections are all missing: the report's other sections; the literal "NO IMPRESSION" (with
+the name of the first section); or no text, so that pair losses leave the sample out (`Batch.has_text_B`)."""
 
 
 class TextPolicy(Protocol):
-    """Chooses a text for one sample."""
+    """Function that returns the text of a sample."""
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str: ...
 
 
-def choose_sections(sections: Mapping[str, str], wanted: Sequence[str]) -> list[str]:
-    """The wanted sections that are there, in the wanted order; all of them where none is.
+def choose_sections(sections: Mapping[str, str], names: Sequence[str]) -> list[str]:
+    """Return the texts of the sections `names` that exist, in this order; all sections if none exists.
 
-    The fallback serves captions, tables with columns of their own, and the reports that have neither findings nor
-    impression (their last paragraph stands in).
+    The fallback is for captions, tables with other columns, and reports with neither findings nor impression (which
+    have their last paragraph as a section).
     """
-    chosen = [sections[name] for name in wanted if sections.get(name)]
+    chosen = [sections[name] for name in names if sections.get(name)]
     return chosen or [text for text in sections.values() if text]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RandomSentence:
-    """One sentence, drawn uniformly (ConVIRT, section 3; GLoRIA likewise)."""
+    """One sentence, drawn uniformly (ConVIRT, section 3; also GLoRIA)."""
 
     min_tokens: int = 3
-    """Shorter sentences, counted in words, are left out unless the text has no other."""
+    """Shorter sentences, in words, are left out unless the text has no other."""
     sections: tuple[str, ...] = REPORT_SECTIONS
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
@@ -53,16 +53,20 @@ class RandomSentence:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WholeText:
-    """The sections joined, nothing drawn: retrieval and validation of whole reports."""
+    """The joined sections, without randomness, for retrieval and validation with whole reports."""
 
     sections: tuple[str, ...] = REPORT_SECTIONS
     missing: Missing = "other_sections"
-    """CheXzero says so: `WholeText(sections=("impression",), missing="literal")`. Every image without an impression has
-    then the same text, and they are negatives of each other."""
+    """CheXzero uses `WholeText(sections=("impression",), missing="literal")`: all images without an impression have the
+    same text and are negatives of each other."""
 
     def __post_init__(self) -> None:
         if self.missing not in get_args(Missing):
-            raise ConfigError(f"missing must be one of {', '.join(get_args(Missing))}, got {self.missing!r}")
+            raise ConfigError(
+                f"missing must be one of {', '.join(get_args(Missing))}, got {self.missing!r}",
+                "unknown_name",
+                field="missing",
+            )
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
         if self.missing == "other_sections" or any(sections.get(name) for name in self.sections):
@@ -72,14 +76,14 @@ class WholeText:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RandomSection:
-    """One section as a whole, drawn uniformly: a figure's caption, or one of the paragraphs that refer to it.
+    """One whole section, drawn uniformly: a figure's caption, or one of the paragraphs that refer to it.
 
-    M3AE makes an item of every (image, text) pair, so that a figure with five references is seen five times an epoch;
-    here each figure is seen once, with another text each time.
+    In M3AE every (image, text) pair is an item, so a figure with five references occurs five times per epoch; here each
+    figure occurs once, with a new draw in each epoch.
     """
 
     min_tokens: int = 3
-    """Shorter texts, counted in words, are left out unless the figure has no other (M3AE)."""
+    """Shorter texts, in words, are left out unless the figure has no other (M3AE)."""
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
         texts = choose_sections(sections, tuple(sections))

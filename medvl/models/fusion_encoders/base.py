@@ -171,7 +171,7 @@ class FusionModel(TwoTowers):
             self.tokenizer,
             rate=self.config.mlm_probability,
             whole_words=self.config.whole_words,
-            ends=self.masks_closing_token,
+            mask_end=self.masks_closing_token,
         )
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:

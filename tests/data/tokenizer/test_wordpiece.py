@@ -1,4 +1,4 @@
-"""The vocabulary trainer: a worked example, and a naive trainer that counts everything anew."""
+"""The WordPiece trainer on a worked example and compared with a naive trainer."""
 
 import itertools
 
@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from medvl.data.tokenizer.wordpiece_trainer import learn_pieces
 
 
-def test_pieces_of_a_worked_example() -> None:
-    """hug 10, pug 5, pun 12, bun 4: u-g stands 15 times, u-n 16, p-u 17. Hand-worked, as the merges go."""
+def test_learn_pieces_worked_example() -> None:
+    """With hug 10, pug 5, pun 12, bun 4, the pair u-g occurs 15 times, u-n 16, p-u 17."""
     words = {"hug": 10, "pug": 5, "pun": 12, "bun": 4}
     characters = ["##g", "##n", "##u", "b", "h", "p"]
     assert learn_pieces(words, 6, 1) == characters
@@ -21,15 +21,15 @@ def test_pieces_of_a_worked_example() -> None:
     assert learn_pieces(words, 100, 6) == ["##g", "##n", "##u", "h", "p", "pu", "pun", "##ug", "hug"]
 
 
-def test_repeated_letters() -> None:
-    """a-##a stands 3 times, ##a-##a 6 times; then ##aa-##a and a-##aa 3 times each, and # is before a."""
+def test_learn_pieces_repeated_letters() -> None:
+    """The pair a-##a occurs 3 times, ##a-##a 6 times; then ##aa-##a and a-##aa 3 times each, and # sorts before a."""
     assert learn_pieces({"aaaa": 3}, 10, 1) == ["##a", "a", "##aa", "##aaa", "aaaa"]
 
 
 @given(st.dictionaries(st.text("abc", min_size=1, max_size=6), st.integers(1, 9), min_size=1, max_size=12))
 @settings(max_examples=60, deadline=None)
-def test_trainer_against_a_naive_one(words: dict[str, int]) -> None:
-    """The naive one counts all pairs anew before every merge."""
+def test_learn_pieces_matches_a_naive_trainer(words: dict[str, int]) -> None:
+    """The naive trainer counts all pairs again before every merge."""
 
     def naive(size: int) -> list[str]:
         spelled = {word: [word[0], *(f"##{letter}" for letter in word[1:])] for word in words}

@@ -1,4 +1,4 @@
-"""Masking of texts: rates, words and shares, in WordPiece and in byte-level vocabularies alike."""
+"""Masking of texts: rates, complete words and replacement shares, for WordPiece and byte-level vocabularies."""
 
 import gzip
 import itertools
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
+from helpers.errors import raises
 from helpers.vocabularies import write_byte_level
 from torch import Tensor
 
@@ -14,8 +15,12 @@ from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_word
 from medvl.data.transforms.mlm_masking import IGNORED, TextMasking
 from medvl.errors import ConfigError
 
-LEARNT = ["No acute cardiopulmonary process.", "The heart size is normal; lungs are clear.", "Small left effusion."] * 4
-TEXTS = [  # most words here are none of the learnt ones: they are split
+TRAINING_TEXTS = [
+    "No acute cardiopulmonary process.",
+    "The heart size is normal; lungs are clear.",
+    "Small left effusion.",
+] * 4
+TEXTS = [  # most words are not in the training texts, so they are split
     "Cardiomegaly with cephalization, 3.25 cm nodule (left-sided).",
     "Hydropneumothorax at the right apex is unchanged since 10:30",
     "Bibasilar atelectasis; no pneumoperitoneum.",
@@ -28,12 +33,12 @@ TEXTS = [  # most words here are none of the learnt ones: they are split
 @pytest.fixture(scope="module", params=["wordpiece", "byte-level"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     if request.param == "wordpiece":
-        return train_wordpiece([*LEARNT, *TEXTS], vocab_size=120, min_frequency=1)
-    return load_tokenizer(write_byte_level(tmp_path_factory.mktemp("roberta"), LEARNT, vocab_size=330))
+        return train_wordpiece([*TRAINING_TEXTS, *TEXTS], vocab_size=120, min_frequency=1)
+    return load_tokenizer(write_byte_level(tmp_path_factory.mktemp("roberta"), TRAINING_TEXTS, vocab_size=330))
 
 
 def library_words(tokenizer: Tokenizer, texts: list[str], folder: Path) -> list[list[int | None]]:
-    """The word of each token as the tokenizers library splits the texts: what our tables never look at."""
+    """Return the word index of each token from the tokenizers library, as an independent reference."""
     tokenizer.save(folder)
     reference = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     reference.enable_truncation(tokenizer.max_tokens)
@@ -41,14 +46,14 @@ def library_words(tokenizer: Tokenizer, texts: list[str], folder: Path) -> list[
 
 
 def count_words(hidden_BT: Tensor, words: list[list[int | None]]) -> tuple[int, int]:
-    """Words of several tokens of which some are masked: (all of them, not all of them)."""
-    whole = broken = 0
+    """Return the number of words of several tokens that are (completely, partly) masked."""
+    complete = partial = 0
     for hidden_T, word_T in zip(hidden_BT.tolist(), words, strict=True):
         for word in set(word_T) - {None}:
-            pieces = [hidden_T[place] for place, other in enumerate(word_T) if other == word]
-            whole += len(pieces) > 1 and all(pieces)
-            broken += any(pieces) and not all(pieces)
-    return whole, broken
+            pieces = [hidden_T[position] for position, other in enumerate(word_T) if other == word]
+            complete += len(pieces) > 1 and all(pieces)
+            partial += any(pieces) and not all(pieces)
+    return complete, partial
 
 
 @pytest.fixture(scope="module")
@@ -65,41 +70,45 @@ def many(tokenizer: Tokenizer, copies: int = 600) -> tuple[Tensor, Tensor]:
 
 
 def ordinary(tokenizer: Tokenizer, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    marks = [tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.unk_id, tokenizer.mask_id]
-    return mask_BT & ~torch.isin(ids_BT, torch.tensor(marks))
+    special = [tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.unk_id, tokenizer.mask_id]
+    return mask_BT & ~torch.isin(ids_BT, torch.tensor(special))
 
 
-def test_the_texts_are_worth_it(tokenizer: Tokenizer, words: list[list[int | None]]) -> None:
-    """Many words of several tokens, or the tests below would prove nothing."""
+def test_fixture_texts_have_split_words(tokenizer: Tokenizer, words: list[list[int | None]]) -> None:
+    """The tests below need many words of several tokens."""
     for word_T in words[:3]:
         inside = [word for word in word_T if word is not None]
         assert len(inside) > 1.5 * len(set(inside))
     if "<mask>" in tokenizer.vocabulary:
-        assert not any(token.startswith("##") for token in tokenizer.vocabulary)  # what peers' collators look for
+        assert not any(
+            token.startswith("##") for token in tokenizer.vocabulary
+        )  # the prefix that other collators rely on
 
 
-def test_words_are_the_library_s(tokenizer: Tokenizer, words: list[list[int | None]]) -> None:
+def test_word_ids_match_the_library(tokenizer: Tokenizer, words: list[list[int | None]]) -> None:
     ours_BT = tokenizer.word_ids(*tokenizer(TEXTS)).tolist()
     for ours_T, word_T in zip(ours_BT, words, strict=True):
         assert ours_T[: len(word_T)] == [-1 if word is None else word for word in word_T]
 
 
-def test_words_are_masked_as_one(tokenizer: Tokenizer, words: list[list[int | None]]) -> None:
+def test_whole_words_are_masked(tokenizer: Tokenizer, words: list[list[int | None]]) -> None:
     masked = TextMasking(tokenizer)(*many(tokenizer, 40), seeded())
-    whole, broken = count_words(masked.labels_BT != IGNORED, words * 40)
-    assert whole > 50
-    assert broken == 0
+    complete, partial = count_words(masked.labels_BT != IGNORED, words * 40)
+    assert complete > 50
+    assert partial == 0
 
 
-def test_tokens_are_masked_alone_on_request(tokenizer: Tokenizer, words: list[list[int | None]]) -> None:
+def test_tokens_are_masked_independently_without_whole_words(
+    tokenizer: Tokenizer, words: list[list[int | None]]
+) -> None:
     masked = TextMasking(tokenizer, whole_words=False)(*many(tokenizer, 40), seeded())
     assert count_words(masked.labels_BT != IGNORED, words * 40)[1] > 50
 
 
 @pytest.mark.parametrize("whole_words", [True, False])
 @pytest.mark.parametrize("rate", [0.15, 0.4])
-def test_the_rate_is_the_share_of_tokens(tokenizer: Tokenizer, whole_words: bool, rate: float) -> None:
-    """Of long texts: a short one has at least one masked word, whatever the rate."""
+def test_rate_is_the_share_of_masked_tokens(tokenizer: Tokenizer, whole_words: bool, rate: float) -> None:
+    """Measured on long texts, as a short text always has at least one masked word."""
     ids_BT, mask_BT = tokenizer([" ".join(TEXTS[:3] * 5)] * 300)
     masked = TextMasking(tokenizer, rate=rate, whole_words=whole_words)(ids_BT, mask_BT, seeded())
     able_BT = ordinary(tokenizer, ids_BT, mask_BT)
@@ -107,7 +116,7 @@ def test_the_rate_is_the_share_of_tokens(tokenizer: Tokenizer, whole_words: bool
     assert share.item() == pytest.approx(rate, abs=0.01)
 
 
-def test_eighty_ten_ten(tokenizer: Tokenizer) -> None:
+def test_replacements_are_80_10_10(tokenizer: Tokenizer) -> None:
     ids_BT, mask_BT = many(tokenizer)
     masked = TextMasking(tokenizer)(ids_BT, mask_BT, seeded())
     hidden_BT = masked.labels_BT != IGNORED
@@ -119,10 +128,10 @@ def test_eighty_ten_ten(tokenizer: Tokenizer) -> None:
     other_N = now_N[(now_N != tokenizer.mask_id) & (now_N != before_N)]
     assert len(other_N) / len(now_N) == pytest.approx(0.1, abs=0.012)
     assert ordinary(tokenizer, other_N, torch.ones_like(other_N).bool()).all()
-    assert other_N.unique().numel() > 0.7 * count  # drawn from all of the vocabulary
+    assert other_N.unique().numel() > 0.7 * count  # drawn from the complete vocabulary
 
 
-def test_labels_are_what_was_there_and_the_rest_is_left_alone(tokenizer: Tokenizer) -> None:
+def test_labels_are_original_ids_and_other_ids_are_unchanged(tokenizer: Tokenizer) -> None:
     ids_BT, mask_BT = many(tokenizer, 20)
     before = ids_BT.clone()
     masked = TextMasking(tokenizer)(ids_BT, mask_BT, seeded())
@@ -135,7 +144,7 @@ def test_labels_are_what_was_there_and_the_rest_is_left_alone(tokenizer: Tokeniz
 @pytest.mark.parametrize("rate", [0.15, 0.999])
 @pytest.mark.parametrize("whole_words", [True, False])
 def test_special_tokens_and_padding_are_never_masked(tokenizer: Tokenizer, rate: float, whole_words: bool) -> None:
-    texts = [*TEXTS, "", "\u6f22 \u5b57 effusion"]  # characters that a WordPiece vocabulary does not know
+    texts = [*TEXTS, "", "\u6f22 \u5b57 effusion"]  # characters that are not in the WordPiece vocabulary
     ids_BT, mask_BT = tokenizer(texts * 50)
     masked = TextMasking(tokenizer, rate=rate, whole_words=whole_words)(ids_BT, mask_BT, seeded())
     hidden_BT = masked.labels_BT != IGNORED
@@ -143,8 +152,8 @@ def test_special_tokens_and_padding_are_never_masked(tokenizer: Tokenizer, rate:
     assert not hidden_BT[len(TEXTS) :: len(texts)].any()  # a text without a word
 
 
-def test_every_text_with_a_word_has_a_mask(tokenizer: Tokenizer) -> None:
-    """At 0.1 % nothing would be drawn otherwise; of the words, each is as likely to be the one."""
+def test_every_text_has_at_least_one_masked_word(tokenizer: Tokenizer) -> None:
+    """At a tiny rate, each text has one masked word, uniformly distributed."""
     ids_BT, mask_BT = tokenizer(["no acute process"] * 2000)
     hidden_BT = TextMasking(tokenizer, rate=1e-6)(ids_BT, mask_BT, seeded()).labels_BT != IGNORED
     word_BT = tokenizer.word_ids(ids_BT, mask_BT)
@@ -154,7 +163,7 @@ def test_every_text_with_a_word_has_a_mask(tokenizer: Tokenizer) -> None:
         assert chosen.count([word]) / 2000 == pytest.approx(1 / 3, abs=0.05)
 
 
-def test_one_word_and_no_text(tokenizer: Tokenizer) -> None:
+def test_single_words_and_empty_batches(tokenizer: Tokenizer) -> None:
     masking = TextMasking(tokenizer)
     ids_BT, mask_BT = tokenizer(["effusion", ""])
     hidden_BT = masking(ids_BT, mask_BT, seeded()).labels_BT != IGNORED
@@ -163,7 +172,7 @@ def test_one_word_and_no_text(tokenizer: Tokenizer) -> None:
     assert empty.ids_BT.shape == empty.labels_BT.shape == (0, 0)
 
 
-def test_the_generator_decides(tokenizer: Tokenizer) -> None:
+def test_masks_depend_only_on_the_generator(tokenizer: Tokenizer) -> None:
     masking, (ids_BT, mask_BT) = TextMasking(tokenizer), many(tokenizer, 4)
     first, again, other = (masking(ids_BT, mask_BT, seeded(seed)) for seed in (1, 1, 2))
     assert torch.equal(first.ids_BT, again.ids_BT)
@@ -171,22 +180,22 @@ def test_the_generator_decides(tokenizer: Tokenizer) -> None:
     assert not torch.equal(first.labels_BT, other.labels_BT)
 
 
-def test_a_vocabulary_without_a_mask_is_refused() -> None:
-    with pytest.raises(ConfigError, match="has no mask token"):
+def test_vocabulary_without_mask_token_raises() -> None:
+    with raises(ConfigError, "unsupported"):
         TextMasking(load_tokenizer("clip"))
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0, 15])
-def test_a_rate_is_a_share(tokenizer: Tokenizer, rate: float) -> None:
-    with pytest.raises(ConfigError, match="masking rate must be between 0 and 1"):
+def test_invalid_rate_raises(tokenizer: Tokenizer, rate: float) -> None:
+    with raises(ConfigError, "out_of_range", "rate"):
         TextMasking(tokenizer, rate=rate)
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("kind", ["wordpiece", "byte-level"])
-def test_rate_and_words_on_real_reports(real_data: Path, tmp_path: Path, kind: str) -> None:
+def test_rate_and_whole_words_on_real_reports(real_data: Path, tmp_path: Path, kind: str) -> None:
     with gzip.open(real_data / "mlm" / "openi_reports.txt.gz", "rt", encoding="utf-8") as file:
-        # A vocabulary this small has no piece for 's, which RoBERTa's has: it is two words to us, one to the library.
+        # Unlike RoBERTa's, this small vocabulary has no piece for 's: two words here, one in the library.
         texts = [line.strip().replace("'", "") for line in itertools.islice(file, 600)]
     if kind == "wordpiece":
         tokenizer = train_wordpiece(texts[:300], vocab_size=600)
@@ -197,6 +206,6 @@ def test_rate_and_words_on_real_reports(real_data: Path, tmp_path: Path, kind: s
     able_BT = ordinary(tokenizer, ids_BT, mask_BT)
     assert (hidden_BT.sum() / able_BT.sum()).item() == pytest.approx(0.15, abs=0.005)
     assert hidden_BT.any(dim=1)[able_BT.any(dim=1)].all()
-    whole, broken = count_words(hidden_BT, library_words(tokenizer, texts, tmp_path))
-    assert whole > 200
-    assert broken == 0
+    complete, partial = count_words(hidden_BT, library_words(tokenizer, texts, tmp_path))
+    assert complete > 200
+    assert partial == 0

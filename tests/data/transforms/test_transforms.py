@@ -1,8 +1,9 @@
-"""Image transforms: geometry by eye-independent checks, randomness by the generator alone."""
+"""Image transforms: geometry, and randomness from the generator only."""
 
 import cv2
 import numpy as np
 import pytest
+from helpers.errors import raises
 
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, RandomCrop
 from medvl.errors import ConfigError
@@ -13,13 +14,13 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 
 def ramp(height: int, width: int) -> np.ndarray:
-    """Brighter to the right."""
+    """Return an image that gets brighter to the right."""
     return np.tile(np.linspace(0, 255, width), (height, 1)).astype(np.uint8)
 
 
 @pytest.mark.parametrize("shape", [(300, 200), (200, 300), (64, 64), (33, 500), (17, 18, 3)])
 @pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
-def test_eval_transform_gives_a_square_of_bytes(shape: tuple[int, ...], fit: str) -> None:
+def test_eval_transform_returns_a_square_of_bytes(shape: tuple[int, ...], fit: str) -> None:
     image = np.full(shape, 200, np.uint8)
     out = EvalTransform(size=64, fit=fit).build()(image, rng())
     assert out.image_HWC.shape == (64, 64, shape[2] if len(shape) == 3 else 1)
@@ -29,7 +30,7 @@ def test_eval_transform_gives_a_square_of_bytes(shape: tuple[int, ...], fit: str
         assert (out.image_HWC == 200).all()
 
 
-def test_crop_keeps_the_centre_and_pad_keeps_everything() -> None:
+def test_eval_transform_crop_and_pad() -> None:
     image = ramp(100, 200)
     cropped = EvalTransform(size=100, fit="crop").build()(image, rng()).image_HWC[:, :, 0]
     np.testing.assert_array_equal(cropped, image[:, 50:150])
@@ -47,11 +48,11 @@ def test_downscaling_averages() -> None:
     assert out.max() <= 129
 
 
-def test_augmentation_depends_on_the_generator_alone() -> None:
+def test_augmentation_depends_only_on_the_generator() -> None:
     image = rng(1).integers(0, 256, (180, 150), dtype=np.uint8)
     first, second = (ConVIRTAugmentation(size=96).build() for _ in range(2))
     for _ in range(3):
-        first(image, rng(99))  # whatever came before
+        first(image, rng(99))  # earlier calls must have no effect
     for seed in range(5):
         a, b = first(image, rng(seed)), second(image, rng(seed))
         np.testing.assert_array_equal(a.image_HWC, b.image_HWC)
@@ -60,7 +61,7 @@ def test_augmentation_depends_on_the_generator_alone() -> None:
 
 
 @pytest.mark.parametrize("flip", ["swap_text", "plain"])
-def test_half_of_the_images_are_mirrored_and_say_so(flip: str) -> None:
+def test_half_of_the_images_are_flipped_and_marked(flip: str) -> None:
     image = ramp(128, 128)
     plain = ConVIRTAugmentation(size=64, flip=flip, rotation=0, blur_sigma=(0.1, 0.2)).build()
     flipped = 0
@@ -72,13 +73,13 @@ def test_half_of_the_images_are_mirrored_and_say_so(flip: str) -> None:
     assert 70 < flipped < 130
 
 
-def test_no_flip_means_none() -> None:
+def test_flip_off_never_flips() -> None:
     apply = ConVIRTAugmentation(size=64, flip="off").build()
     assert not any(apply(ramp(80, 80), rng(seed)).flipped for seed in range(50))
 
 
-def test_brightness_and_contrast_stay_within_the_published_factors() -> None:
-    """On a constant image contrast does nothing and brightness scales the value by 0.6 to 1.4."""
+def test_brightness_is_within_the_published_factors() -> None:
+    """On a constant image, contrast has no effect and brightness scales the value by 0.6 to 1.4."""
     image = np.full((100, 100), 100, np.uint8)
     apply = ConVIRTAugmentation(size=64, translation=0, rotation=0, scale=(1, 1)).build()
     values = [int(apply(image, rng(seed)).image_HWC[32, 32, 0]) for seed in range(300)]
@@ -86,17 +87,17 @@ def test_brightness_and_contrast_stay_within_the_published_factors() -> None:
     assert 135 < max(values) <= 140
 
 
-def test_crops_cover_the_published_share_of_the_area() -> None:
-    """On a ramp the range of values inside a crop tells its width."""
+def test_crop_widths_match_the_published_area() -> None:
+    """On a ramp, the range of values in a crop gives its width."""
     image = ramp(200, 200)
     apply = ConVIRTAugmentation(
         size=200, flip="off", translation=0, rotation=0, scale=(1, 1), brightness=0, contrast=0, blur_sigma=(0.1, 0.11)
     ).build()
     widths = [float(np.ptp(apply(image, rng(seed)).image_HWC[100, :, 0].astype(int))) / 255 for seed in range(200)]
-    # Share of the width: sqrt(area * ratio) with area in [0.6, 1] and ratio in [3/4, 4/3], at most the whole.
+    # Share of the width: sqrt(area * ratio) with area in [0.6, 1] and ratio in [3/4, 4/3], at most 1.
     assert min(widths) >= (0.6 * 0.75) ** 0.5 - 0.02
     assert max(widths) <= 1.0
-    # The definition, by rejection: area uniform, ratio log-uniform, thrown again when a side exceeds the image.
+    # The definition, by rejection: area uniform, ratio log-uniform, drawn again when a side exceeds the image.
     draws = rng(3)
     area, ratio = draws.uniform(0.6, 1, 100_000), np.exp(draws.uniform(np.log(3 / 4), np.log(4 / 3), 100_000))
     width, height = np.sqrt(area * ratio), np.sqrt(area / ratio)
@@ -105,25 +106,25 @@ def test_crops_cover_the_published_share_of_the_area() -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "expected"),
     [
-        lambda: EvalTransform(size=8),
-        lambda: ConVIRTAugmentation(size=100_000),
-        lambda: ConVIRTAugmentation(area=(0.0, 1.0)),
-        lambda: ConVIRTAugmentation(area=(0.9, 0.5)),
-        lambda: ConVIRTAugmentation(flip="sometimes"),
+        (lambda: EvalTransform(size=8), ("out_of_range", "size")),
+        (lambda: ConVIRTAugmentation(size=100_000), ("out_of_range", "size")),
+        (lambda: ConVIRTAugmentation(area=(0.0, 1.0)), ("out_of_range", "area")),
+        (lambda: ConVIRTAugmentation(area=(0.9, 0.5)), ("out_of_range", "area")),
+        (lambda: ConVIRTAugmentation(flip="sometimes"), ("unknown_name", "flip")),
     ],
 )
-def test_settings_out_of_range_are_refused(make) -> None:
-    with pytest.raises(ConfigError):
+def test_invalid_settings_raise(make, expected: tuple[str, ...]) -> None:
+    with raises(ConfigError, *expected):
         make()
 
 
 @pytest.mark.parametrize("shape", [(300, 200), (200, 301), (64, 64), (500, 333)])
 @pytest.mark.parametrize("fit", ["crop", "pad", "squash"])
 @pytest.mark.parametrize("more", [{}, {"margin": 8}, {"stored_size": 96}, {"stored_size": 96, "margin": 8}])
-def test_the_box_is_what_the_square_shows(shape: tuple[int, int], fit: str, more: dict) -> None:
-    """Ramps tell every pixel of the square where in the image it is from."""
+def test_box_matches_the_output(shape: tuple[int, int], fit: str, more: dict) -> None:
+    """Compare the box with the positions that ramp images show in the output."""
     transform = EvalTransform(size=64, fit=fit, **more)
     box = transform.box(*shape)
     ramps = 55 + 200 * np.indices(shape) / np.array(shape)[:, None, None]
@@ -131,22 +132,24 @@ def test_the_box_is_what_the_square_shows(shape: tuple[int, int], fit: str, more
     inside = cv2.erode(white, np.ones((7, 7))) == 255  # bicubic resizing rings at the borders
     for axis, (start, length) in enumerate([(box.top, box.height), (box.left, box.width)]):
         shown = transform.build()(ramps[axis].astype(np.uint8), rng()).image_HWC[:, :, 0]
-        found = (shown.astype(np.float64) + 0.5 - 55) / 200 * shape[axis]
+        measured = (shown.astype(np.float64) + 0.5 - 55) / 200 * shape[axis]
         expected = start + (np.indices((64, 64))[axis] + 0.5) * length / 64
-        within = inside & (expected > 0.1 * shape[axis]) & (expected < 0.9 * shape[axis])  # bytes and edges are coarse
+        within = (
+            inside & (expected > 0.1 * shape[axis]) & (expected < 0.9 * shape[axis])
+        )  # exclude rounding at the edges
         assert within.sum() > 500
-        assert np.abs(found - expected)[within].max() < 0.012 * shape[axis] + 1
+        assert np.abs(measured - expected)[within].max() < 0.012 * shape[axis] + 1
 
 
-def test_a_margin_is_cut_off() -> None:
+def test_margin_is_cropped() -> None:
     image = rng(1).integers(0, 256, (256, 256), dtype=np.uint8)
     cut = EvalTransform(size=224, fit="pad", margin=16).build()(image, rng()).image_HWC[:, :, 0]
     np.testing.assert_array_equal(cut, image[16:240, 16:240])
-    with pytest.raises(ConfigError, match="margin must be between 0 and the size of 224, got -1"):
+    with raises(ConfigError, "out_of_range", "margin"):
         EvalTransform(margin=-1)
 
 
-def test_random_crops_are_all_parts_of_the_padded_square() -> None:
+def test_random_crops_cover_the_padded_square() -> None:
     image = rng(1).integers(0, 256, (20, 12), dtype=np.uint8)
     square = np.zeros((20, 20), np.uint8)
     square[:, 4:16] = image
@@ -156,5 +159,5 @@ def test_random_crops_are_all_parts_of_the_padded_square() -> None:
     places = [int(np.flatnonzero((parts == part).all(axis=(1, 2)))[0]) for part in drawn]
     assert set(places) == set(range(25))
     np.testing.assert_array_equal(crop(image, rng(7)).image_HWC[:, :, 0], drawn[7])
-    with pytest.raises(ConfigError, match="padded_size must be at least the size of 224, got 200"):
+    with raises(ConfigError, "out_of_range", "padded_size"):
         RandomCrop(size=224, padded_size=200)
