@@ -14,7 +14,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +79,22 @@ class Sample:
     """What only some corpora have (modality, plane, licence, boxes, questions): JSON values only."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """Optional parts of a batch that a system needs; a loader makes exactly the parts that are True."""
+
+    second_image: bool = False
+    """A second view: the same image under another random augmentation."""
+    second_text: bool = False
+    """A second random choice of the sample's text."""
+    sentences: bool = False
+    """The sentence of each token."""
+    prior_image: bool = False
+    """The patient's previous image, from sources that have the order of a patient's studies."""
+    labels: bool = False
+    """Labels: sources without them are refused."""
+
+
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Batch:
     """What the loader yields and `model(batch)` takes."""
@@ -108,6 +124,19 @@ class Batch:
     """float32: features of regions that a detector computed beforehand, for models that take them in place of pixels,
     the geometry of each region's box behind its features; a row of zeros is padding."""
 
+    second_image_BCHW: Tensor | None = None
+    """uint8: another random augmentation of the same images (`Inputs.second_image`)."""
+    second_ids_BT: Tensor | None = None
+    """int64 token ids of another random choice of text (`Inputs.second_text`)."""
+    second_mask_BT: Tensor | None = None
+    """bool, True on real tokens of `second_ids_BT`."""
+    sentence_BT: Tensor | None = None
+    """int64: number of each token's sentence, from 0; -1 outside of sentences (`Inputs.sentences`)."""
+    prior_image_BCHW: Tensor | None = None
+    """uint8: the patient's previous image (`Inputs.prior_image`)."""
+    has_prior_B: Tensor | None = None
+    """bool: False where a sample has no previous image and its pixels are a placeholder."""
+
     def __len__(self) -> int:
         return len(self.keys)
 
@@ -124,25 +153,18 @@ class Batch:
         )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch with its tensors on `device`."""
+        """Return the same batch with its tensors on `device`."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """The same batch with its tensors in page-locked memory; torch's DataLoader calls this."""
+        """Return the same batch with its tensors in page-locked memory; torch's DataLoader calls this."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        return dataclasses.replace(
-            self,
-            image_BCHW=function(self.image_BCHW),
-            ids_BT=function(self.ids_BT),
-            mask_BT=function(self.mask_BT),
-            labels_BL=function(self.labels_BL),
-            image_of_B=None if self.image_of_B is None else function(self.image_of_B),
-            has_image_B=None if self.has_image_B is None else function(self.has_image_B),
-            has_text_B=None if self.has_text_B is None else function(self.has_text_B),
-            regions_BPD=None if self.regions_BPD is None else function(self.regions_BPD),
-        )
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        tensors = {name: value for name, value in values.items() if not (value is None or isinstance(value, list))}
+        moved: dict[str, Any] = {name: function(tensor) for name, tensor in tensors.items()}
+        return dataclasses.replace(self, **moved)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import TextEncoder
 from medvl.errors import ConfigError
-from medvl.schema import Batch, Losses
+from medvl.schema import Batch, Inputs, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,8 @@ class System(nn.Module, abc.ABC):
     """Name for `create_model`; set by `medvl.models.registry.register_system`."""
     Config: ClassVar[type[SystemConfig]]
     """Frozen dataclass of settings."""
+    inputs: ClassVar[Inputs] = Inputs()
+    """Optional parts of a batch that `forward` needs; loaders of a training run make them."""
 
     def __init__(self, config: Any, *, transform: EvalTransform, tokenizer: Tokenizer | None) -> None:
         super().__init__()

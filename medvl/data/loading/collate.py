@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from medvl.data.reports.laterality import swap_laterality
+from medvl.data.reports.sentences import sentence_spans
 from medvl.data.shards.format import label_row
+from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import BuiltTransform, ImageTransform, Transformed
 from medvl.data.transforms.text import TextPolicy
-from medvl.errors import BudgetError, ShardError
-from medvl.schema import Batch, Sample
+from medvl.errors import BudgetError, ConfigError, ShardError
+from medvl.schema import Batch, Inputs, Sample
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +38,19 @@ class Item:
     labels_L: np.ndarray
     image_key: str | None = None
     """Equal for items that share one image. None: the item has its own image."""
+    second_image_HWC: np.ndarray | None = None
+    second_text: str | None = None
+    prior_image_HWC: np.ndarray | None = None
+    """None: the sample has no previous image, or the system needs none."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Views:
+    """The augmented images of one sample."""
+
+    image: Transformed
+    second: Transformed | None = None
+    prior: Transformed | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,37 +68,77 @@ def sample_rng(seed: int, epoch: int, key: str, purpose: str) -> np.random.Gener
 
 
 class ItemMaker:
-    """Image augmentation and text selection for a sample. All randomness comes from (seed, epoch, key)."""
+    """Image augmentation and text selection for a sample. All randomness comes from (seed, epoch, key).
 
-    def __init__(self, image: ImageTransform, text: TextPolicy, label_names: Sequence[str], seed: int) -> None:
+    Second views and texts have generators of their own, so that they leave the first ones as they are.
+    """
+
+    def __init__(
+        self,
+        image: ImageTransform,
+        text: TextPolicy,
+        label_names: Sequence[str],
+        seed: int,
+        inputs: Inputs | None = None,
+    ) -> None:
         self.image, self.text = image, text
         self.label_names, self.seed = tuple(label_names), seed
+        self.inputs = inputs or Inputs()
         self._transform: BuiltTransform | None = None  # built in the process that uses it: pipelines do not pickle
 
     def __call__(self, sample: Sample, pixels: np.ndarray, epoch: int) -> Item:
         """Return the item of one sample. `pixels` are uint8, (H, W) or (H, W, 3)."""
-        return self.row(sample, self.transform(sample.key, pixels, epoch), epoch)
+        return self.row(sample, self.views(sample.key, pixels, epoch), epoch)
 
-    def transform(self, key: str, pixels: np.ndarray, epoch: int) -> Transformed:
-        """Return the augmented image; `key` seeds the augmentation."""
+    def views(self, key: str, pixels: np.ndarray, epoch: int, prior: np.ndarray | None = None) -> Views:
+        """Return the augmented images; `key` seeds the augmentation, `prior` are the pixels of the previous image."""
         if self._transform is None:
             self._transform = self.image.build()
-        return self._transform(pixels, sample_rng(self.seed, epoch, key, "image"))
+        image = self._transform(pixels, sample_rng(self.seed, epoch, key, "image"))
+        return Views(
+            image,
+            self._as_flipped(image, key, pixels, epoch, "second image") if self.inputs.second_image else None,
+            None if prior is None else self._as_flipped(image, key, prior, epoch, "prior image"),
+        )
 
-    def row(self, sample: Sample, image: Transformed, epoch: int, image_key: str | None = None) -> Item:
-        """Return the item of one sample and its augmented image. Items with one `image_key` share the image."""
-        text = self.text(sample.sections, sample_rng(self.seed, epoch, sample.key, "text"))
-        if image.flipped and self.image.flip == "swap_text":
-            text = swap_laterality(text)
-        labels_L = label_row(sample.labels, self.label_names)
-        return Item(sample.key, sample.study, image.image_HWC, text, labels_L, image_key)
+    def row(self, sample: Sample, views: Views, epoch: int, image_key: str | None = None) -> Item:
+        """Return the item of one sample and its augmented images. Items with one `image_key` share the image."""
+        return Item(
+            sample.key,
+            sample.study,
+            views.image.image_HWC,
+            self._text(sample, views, epoch, "text"),
+            label_row(sample.labels, self.label_names),
+            image_key,
+            None if views.second is None else views.second.image_HWC,
+            self._text(sample, views, epoch, "second text") if self.inputs.second_text else None,
+            None if views.prior is None else views.prior.image_HWC,
+        )
+
+    def _text(self, sample: Sample, views: Views, epoch: int, purpose: str) -> str:
+        text = self.text(sample.sections, sample_rng(self.seed, epoch, sample.key, purpose))
+        return swap_laterality(text) if views.image.flipped and self.image.flip == "swap_text" else text
+
+    def _as_flipped(self, image: Transformed, key: str, pixels: np.ndarray, epoch: int, purpose: str) -> Transformed:
+        """Return another augmentation, flipped like `image` where the text names sides."""
+        assert self._transform is not None
+        rng = sample_rng(self.seed, epoch, key, purpose)
+        while True:
+            other = self._transform(pixels, rng)
+            if self.image.flip != "swap_text" or other.flipped == image.flipped:
+                return other
 
 
 class Collate:
-    """Stack items into a batch and tokenize their texts, padded to the longest text of the batch."""
+    """Stack items into a batch and tokenize their texts, padded to the longest text of the batch.
 
-    def __init__(self, tokenizer: Tokenize) -> None:
-        self.tokenizer = tokenizer
+    Raises ConfigError where sentences are needed and `tokenizer` is no `Tokenizer`.
+    """
+
+    def __init__(self, tokenizer: Tokenize, inputs: Inputs | None = None) -> None:
+        self.tokenizer, self.inputs = tokenizer, inputs or Inputs()
+        if self.inputs.sentences and not isinstance(tokenizer, Tokenizer):
+            raise ConfigError("sentences need a Tokenizer; give one", "wrong_type", field="tokenizer")
 
     def __call__(self, items: Sequence[Item | SkippedSample]) -> tuple[Batch | None, list[SkippedSample]]:
         kept = [item for item in items if isinstance(item, Item)]
@@ -96,10 +151,9 @@ class Collate:
         names = [str(row) if item.image_key is None else f"shared {item.image_key}" for row, item in enumerate(kept)]
         images = dict(zip(names, (item.image_HWC for item in kept), strict=True))
         image_row = {name: row for row, name in enumerate(images)}
-        image_BHWC = torch.from_numpy(np.stack(list(images.values())))
         batch = Batch(
             keys=[item.key for item in kept],
-            image_BCHW=image_BHWC.permute(0, 3, 1, 2).contiguous(),
+            image_BCHW=_stack(list(images.values())),
             image_of_B=torch.tensor([image_row[name] for name in names]) if len(images) < len(kept) else None,
             ids_BT=ids_BT,
             mask_BT=mask_BT,
@@ -108,7 +162,33 @@ class Collate:
             studies=[item.study for item in kept],
             has_text_B=None if has_text_B.all() else has_text_B,
         )
+        self._add_inputs(batch, kept)
         return batch, skipped
+
+    def _add_inputs(self, batch: Batch, items: Sequence[Item]) -> None:
+        """Add the optional parts that the system needs."""
+        if self.inputs.second_image:
+            batch.second_image_BCHW = _stack([_present(item.second_image_HWC) for item in items])
+        if self.inputs.second_text:
+            batch.second_ids_BT, batch.second_mask_BT = self.tokenizer([item.second_text or "" for item in items])
+        if self.inputs.sentences:
+            assert isinstance(self.tokenizer, Tokenizer)
+            batch.sentence_BT = self.tokenizer.sentence_ids(batch.texts, [sentence_spans(text) for text in batch.texts])
+        if self.inputs.prior_image:
+            priors = [item.prior_image_HWC for item in items]
+            blank_HWC = np.zeros_like(items[0].image_HWC)
+            batch.prior_image_BCHW = _stack([blank_HWC if prior is None else prior for prior in priors])
+            batch.has_prior_B = torch.tensor([prior is not None for prior in priors])
+
+
+def _stack(images: Sequence[np.ndarray]) -> Tensor:
+    """Return (B, C, H, W) from images (H, W, C)."""
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
+
+
+def _present(image_HWC: np.ndarray | None) -> np.ndarray:
+    assert image_HWC is not None, "the ItemMaker and Collate of a loader have the same inputs"
+    return image_HWC
 
 
 class SkipBudget:

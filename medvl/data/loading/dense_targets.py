@@ -39,13 +39,6 @@ class DenseBatch(Batch):
     masks_BLhw: Tensor | None = None
     """uint8: fraction of each output cell that is covered by the label's mask; 255 is all of it."""
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        mapped = Batch._map(self, function)
-        assert isinstance(mapped, DenseBatch)
-        mapped.boxes_BN5 = None if self.boxes_BN5 is None else function(self.boxes_BN5)
-        mapped.masks_BLhw = None if self.masks_BLhw is None else function(self.masks_BLhw)
-        return mapped
-
 
 def is_annotated(sample: Sample, kind: Kind) -> bool:
     """Return whether the image was annotated with boxes (or masks), including images where none were drawn.

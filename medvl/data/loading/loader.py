@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from medvl.data.loading.collate import Collate, Item, ItemMaker, SkipBudget, SkippedSample, Tokenize, init_worker
+from medvl.data.loading.collate import Collate, Item, ItemMaker, SkipBudget, SkippedSample, Tokenize, Views, init_worker
 from medvl.data.loading.sampler import BatchSampler, EvalSampler, TrainSampler
-from medvl.data.loading.sources import Source
+from medvl.data.loading.sources import HasPriors, Source
 from medvl.data.loading.worker_errors import TIMEOUT, with_worker_errors
-from medvl.data.transforms.image import ImageTransform, Transformed
+from medvl.data.transforms.image import ImageTransform
 from medvl.data.transforms.text import TextPolicy
 from medvl.errors import ConfigError, DicomError, ImageError, ShardError
-from medvl.schema import Batch, Sample
+from medvl.schema import Batch, Inputs, Sample
 
 
 class SampleDataset(Dataset[Item | SkippedSample]):
@@ -28,7 +28,8 @@ class SampleDataset(Dataset[Item | SkippedSample]):
 
     def __init__(self, source: Source, maker: ItemMaker, color: bool, image_keys: Sequence[str] | None) -> None:
         self.source, self.maker, self.color, self.image_keys = source, maker, color, image_keys
-        self._last: tuple[tuple[int, str], Transformed] | None = None
+        self._priors = maker.inputs.prior_image
+        self._last: tuple[tuple[int, str], Views] | None = None
 
     def __getitem__(self, place: tuple[int, int]) -> Item | SkippedSample:
         return self.__getitems__([place])[0]
@@ -49,15 +50,17 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         except ShardError as error:
             return SkippedSample(str(error), "sample_unreadable")
 
-    def _image(self, epoch: int, position: int, sample: Sample | SkippedSample) -> Transformed | SkippedSample:
-        """Return the augmented image. Samples that share an image are adjacent, so the last image is cached."""
+    def _image(self, epoch: int, position: int, sample: Sample | SkippedSample) -> Views | SkippedSample:
+        """Return the augmented images. Samples that share an image are adjacent, so the last image is cached."""
         if isinstance(sample, SkippedSample):
             return sample
         key = sample.key if self.image_keys is None else self.image_keys[position]
         if self.image_keys is not None and self._last is not None and self._last[0] == (epoch, key):
             return self._last[1]
         try:
-            image = self.maker.transform(key, self.source.pixels(position, self.color), epoch)
+            prior = self.source.prior(position) if isinstance(self.source, HasPriors) and self._priors else None
+            prior_pixels = None if prior is None else self.source.pixels(prior, self.color)
+            image = self.maker.views(key, self.source.pixels(position, self.color), epoch, prior_pixels)
         except (ImageError, DicomError) as error:
             return SkippedSample(sample.key, error.code)
         except ShardError:
@@ -68,7 +71,7 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         return image
 
     def _item(
-        self, epoch: int, position: int, sample: Sample | SkippedSample, image: Transformed | SkippedSample
+        self, epoch: int, position: int, sample: Sample | SkippedSample, image: Views | SkippedSample
     ) -> Item | SkippedSample:
         if isinstance(sample, SkippedSample):
             return sample
@@ -97,7 +100,7 @@ class Loader:
         add_targets: Callable[[Batch], Batch] | None = None,
     ) -> None:
         self.source = source
-        self.samples, self.collate = samples, Collate(tokenizer)
+        self.samples, self.collate = samples, Collate(tokenizer, samples.maker.inputs)
         self.global_batch = sampler.global_batch
         self._sampler, self._add_targets = sampler, add_targets
         self._skips = SkipBudget(str(getattr(source, "folder", "the files")), max_skipped, len(source))
@@ -199,6 +202,7 @@ def open_loader(
     together: int = 1,
     timeout: float = TIMEOUT,
     add_targets: Callable[[Batch], Batch] | None = None,
+    inputs: Inputs | None = None,
 ) -> Loader:
     """Open a loader over a source. If the source has `image_keys`, evaluation batches hold each image once.
 
@@ -218,9 +222,10 @@ def open_loader(
             image. 1: no grouping, each sample is augmented on its own.
         timeout: seconds without a batch after which a worker is considered hung.
         add_targets: called on each batch in this process, for example `DenseTargetTable`.
+        inputs: optional parts of the batches, `System.inputs`; None: no optional parts.
 
     Raises:
-        ConfigError: the batch is not divisible by the ranks, or larger than the data.
+        ConfigError: the batch is not divisible by the ranks, or larger than the data; the source cannot give an input.
         BudgetError, ShardError: while iterating, when too many samples, or all of a batch, are unreadable.
         LoaderError: while iterating, when a worker process died or hangs.
     """
@@ -236,9 +241,26 @@ def open_loader(
     else:
         sampler = EvalSampler(len(source), batch, seed, rank, world)
     shared = None if train and together == 1 else image_keys
-    samples = SampleDataset(source, ItemMaker(image, text, source.label_names, seed), color, shared)
+    _check_inputs(inputs or Inputs(), source, shared)
+    samples = SampleDataset(source, ItemMaker(image, text, source.label_names, seed, inputs), color, shared)
     budget = {"max_skipped": max_skipped, "timeout": timeout}
     return Loader(source, sampler, samples, tokenizer, workers=workers, add_targets=add_targets, **budget)
+
+
+def _check_inputs(inputs: Inputs, source: Source, image_keys: Sequence[str] | None) -> None:
+    if inputs.labels and not source.label_names:
+        raise ConfigError("the system needs labels and the source has none; use other data", "missing", field="labels")
+    if inputs.prior_image and not isinstance(source, HasPriors):
+        raise ConfigError(
+            "the system needs previous images and the source does not know them; use other data",
+            "unsupported",
+            field="prior_image",
+        )
+    if image_keys is not None and (inputs.second_image or inputs.prior_image):
+        field = "second_image" if inputs.second_image else "prior_image"
+        raise ConfigError(
+            f"{field} cannot be made where samples share an image; use other data", "conflict", field=field
+        )
 
 
 def _check_settings(samples: int, batch: int, train: bool, rank: int, world: int, workers: int) -> None:

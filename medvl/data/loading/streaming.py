@@ -28,7 +28,7 @@ from medvl.data.shards.tar_reader import read_samples
 from medvl.data.transforms.image import ImageTransform
 from medvl.data.transforms.text import TextPolicy
 from medvl.errors import ConfigError, ImageError, ShardError
-from medvl.schema import Batch
+from medvl.schema import Batch, Inputs
 
 _ADDRESS = re.compile(r"(?:https?|s3)://[A-Za-z0-9._~:/@%+=-]+")
 _MAX_MANIFEST_BYTES = 1 << 30
@@ -81,7 +81,7 @@ class _BatchStream(IterableDataset[tuple[Batch | None, list[SkippedSample]]]):
         buffer: int,
         color: bool,
     ) -> None:
-        self.urls, self.maker, self.collate = urls, maker, Collate(tokenizer)
+        self.urls, self.maker, self.collate = urls, maker, Collate(tokenizer, maker.inputs)
         self.local_batch, self.rank, self.world = local_batch, rank, world
         self.buffer, self.color = buffer, color
         self.epoch = 0
@@ -217,6 +217,7 @@ def open_remote_loader(
     buffer: int = 2000,
     color: bool = False,
     max_skipped: float = 0.001,
+    inputs: Inputs | None = None,
 ) -> RemoteLoader:
     """Open a training loader over remote shards. Arguments as for `open_loader`; `buffer` samples are shuffled at once.
 
@@ -226,6 +227,9 @@ def open_remote_loader(
         ShardError: the manifest cannot be read.
     """
     manifest = open_manifest(address)
+    if inputs is not None and (inputs.prior_image or (inputs.labels and not manifest.label_names)):
+        field = "prior_image" if inputs.prior_image else "labels"
+        raise ConfigError(f"the system needs {field}, which {address} does not have", "unsupported", field=field)
     readers = world * max(1, workers)
     if batch < 1 or batch % world or batch > manifest.samples:
         raise ConfigError(
@@ -243,7 +247,7 @@ def open_remote_loader(
         )
     stream = _BatchStream(
         [_url(address, f"{shard.name}.tar") for shard in manifest.shards],
-        ItemMaker(image, text, manifest.label_names, seed),
+        ItemMaker(image, text, manifest.label_names, seed, inputs),
         tokenizer,
         local_batch=batch // world,
         rank=rank,

@@ -41,6 +41,17 @@ def split_sentences(text: str) -> list[str]:
     return sentences
 
 
+def sentence_spans(text: str) -> list[tuple[int, int]]:
+    """Return (start, end) in characters of the sentences of `split_sentences` within the text."""
+    spans, start = [], 0
+    for sentence in split_sentences(text):
+        place = re.compile(r"\s+".join(map(re.escape, sentence.split()))).search(text, start)
+        if place is not None:
+            spans.append(place.span())
+            start = place.end()
+    return spans
+
+
 def _split_block(text: str) -> list[str]:
     """Split text with single blanks into sentences."""
     pieces, start = [], 0

@@ -125,6 +125,28 @@ class Tokenizer:
         """Return (B, T) bool: True on the first sub-word of every word; False on special tokens and padding."""
         return self._words.starts(ids_BT, mask_BT)
 
+    def sentence_ids(self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+        """Return (B, T) int64: which span of its text each token lies in, -1 for none; T as in the encoded texts.
+
+        Args:
+            texts: as they are encoded.
+            spans: of each text, (start, end) in characters, in order: `medvl.data.reports.sentences.sentence_spans`.
+
+        Raises ConfigError for a tokenizer that cleans its texts (CLIP, SigLIP), which shifts their characters.
+        """
+        if self._loaded.cleaning is not None:
+            raise ConfigError(
+                f"the tokenizer of {self.source} cleans texts, so it cannot locate sentences in tokens; use another",
+                "unsupported",
+                field="sentences",
+            )
+        rows = []
+        for text, of_text in zip(texts, spans, strict=True):
+            offsets = self._backend.encode(text).offsets  # (0, 0) for special tokens
+            places = [next((n for n, (a, b) in enumerate(of_text) if a < end <= b), -1) for _, end in offsets]
+            rows.append(torch.tensor(places, dtype=torch.int64))
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
+
     def word_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Return (B, T) int64: the index of each token's word in its text; -1 on special tokens and padding."""
         return self._words.words(ids_BT, mask_BT)

@@ -83,6 +83,7 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
         "workers": data.workers,
         "image": data.image,
         "text": data.text,
+        "inputs": model.inputs,
     }
     if is_address(data.train):
         if data.extra_train:
@@ -108,7 +109,7 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
     # Validation reads little and seldom: its workers stay alive beside those of training, so they are few.
     common |= {"batch": data.valid_batch, "image": model.transform, "text": data.text, "train": False}
     few = min(data.workers, 2)
-    valid_loader = open_loader(held_out, rank=rank, world=world, workers=few, **common)
+    valid_loader = open_loader(held_out, rank=rank, world=world, workers=few, inputs=model.inputs, **common)
     valid_images = open_loader(held_out, workers=few if rank == 0 else 0, **common)
     return DataLoaders(train_loader, valid_loader, valid_images, described)
 
