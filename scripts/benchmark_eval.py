@@ -1,10 +1,10 @@
-"""The evaluators against plain loops: bootstrap, retrieval, ROC bands, the page.
+"""Benchmark of the evaluators against plain loops: bootstrap, retrieval, ROC bands.
 
     python scripts/benchmark_eval.py
     python scripts/benchmark_eval.py --images 5000 --loop-resamples 20
 
-The loop calls scikit-learn's `roc_auc_score` a label and a resample, as published evaluators do. It is timed on
-`--loop-resamples` and scaled up to 1,000; every one of its values is compared with ours. One core.
+The loop calls scikit-learn's metric per label and resample, as published evaluators do. It is timed on
+`--loop-resamples` and scaled to 1,000 resamples; all its values are compared with medvl's. One core.
 """
 
 import argparse
@@ -18,6 +18,8 @@ import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from medvl.eval import bootstrap_auroc, bootstrap_average_precision
+
+# Internals on purpose: parts of the evaluators are timed alone.
 from medvl.eval.core import bootstrap
 from medvl.eval.core.curves import roc_curve
 from medvl.eval.retrieval.image_text import retrieval_ranks
@@ -27,7 +29,7 @@ RESAMPLES, LABELS = 1000, 14
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--loop-resamples", type=int, default=50)
@@ -38,12 +40,12 @@ def main() -> None:
     labels_NL = (rng.random((options.images, LABELS)) < 0.2).astype(float)
     scores_NL = rng.normal(size=labels_NL.shape) + labels_NL
     print(f"{options.images} images, {LABELS} labels, {RESAMPLES:,} resamples; best of {options.repeats}, one core")
-    for name, ours, metric, referee in (
+    for name, ours, metric, reference in (
         ("AUROC", bootstrap_auroc, "auroc_R", roc_auc_score),
         ("average precision", bootstrap_average_precision, "average_precision_R", average_precision_score),
     ):
         vectorised = best(functools.partial(ours, scores_NL, labels_NL, resamples=RESAMPLES), options.repeats)
-        looped, difference = plain_loop(metric, referee, scores_NL, labels_NL, options.loop_resamples)
+        looped, difference = plain_loop(metric, reference, scores_NL, labels_NL, options.loop_resamples)
         print(
             f"{name + ' with intervals':34}{vectorised:8.3f} s   scikit-learn loop {looped:7.1f} s   "
             f"{looped / vectorised:6.0f} times   largest difference {difference:.1e}"
@@ -58,15 +60,15 @@ def main() -> None:
 
 
 class Cosine:
-    """A model that is only its similarity."""
+    """Model that only computes cosine similarity."""
 
     def similarity(self, images: Embeddings, texts: Embeddings) -> torch.Tensor:
-        """similarity_NM."""
+        """Return similarity_NM."""
         return images.global_NE @ texts.global_NE.T
 
 
 def best(function: Callable[[], Any], repeats: int) -> float:
-    """Seconds of the fastest call."""
+    """Return the seconds of the fastest call."""
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -76,13 +78,14 @@ def best(function: Callable[[], Any], repeats: int) -> float:
 
 
 def plain_loop(
-    metric: str, referee: Callable[..., float], scores_NL: np.ndarray, labels_NL: np.ndarray, resamples: int
+    metric: str, reference: Callable[..., float], scores_NL: np.ndarray, labels_NL: np.ndarray, resamples: int
 ) -> tuple[float, float]:
-    """Seconds that 1,000 resamples would take, and the largest difference from ours in any value."""
+    """Return the seconds of 1,000 resamples, and the largest difference from medvl's values."""
     indices_RN = bootstrap.bootstrap_indices(len(scores_NL), resamples)
     started = time.perf_counter()
     loop_RL = [
-        [referee(labels_NL[drawn, label], scores_NL[drawn, label]) for label in range(LABELS)] for drawn in indices_RN
+        [reference(labels_NL[index_N, label], scores_NL[index_N, label]) for label in range(LABELS)]
+        for index_N in indices_RN
     ]
     seconds = (time.perf_counter() - started) * RESAMPLES / resamples
     (counts_NR,) = bootstrap.resample_counts(len(scores_NL), resamples, seed=0)

@@ -1,14 +1,13 @@
-"""M3AE's pretraining step against the published one of three forward passes, and retrieval by matching from encodings
-that are kept against encoding both sides of every pair: arithmetic, and time if asked for.
+"""Benchmark of M3AE's shared pretraining pass and of retrieval with cached encodings, against the published forms.
 
     python scripts/benchmark_fusion.py                                # counts only, on the meta device: seconds
-    python scripts/benchmark_fusion.py --seconds --size tiny          # samples/s too, forward and backward
+    python scripts/benchmark_fusion.py --seconds --size tiny          # also samples/s, forward and backward
     python scripts/benchmark_fusion.py --seconds --device cuda --batch 32
 
-Both forms give the same losses and gradients (tests/models/fusion_encoders/test_fusion_m3ae.py), and the same
-scores and ranks
-(tests/eval/retrieval/test_eval_rerank.py). Counts are torch's own, multiply and add as
-two, of the forward pass; the published size has 288-pixel images and 64 tokens, of which a tenth or so is masked.
+The published pretraining step runs three forward passes; published retrieval encodes both sides of every pair. Both
+forms give equal losses and gradients (tests/models/fusion_encoders/test_fusion_m3ae.py), and equal scores and ranks
+(tests/eval/retrieval/test_eval_rerank.py). FLOPs are counted by torch for the forward pass, a multiplication and an
+addition as two; the published size has 288-pixel images and 64 tokens, of which 15% are masked.
 """
 
 import argparse
@@ -20,12 +19,13 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+# Internals on purpose: the published forms are rebuilt from parts of the model.
 from medvl.eval.retrieval.rerank import Encoded, match_scores
 from medvl.losses.itm import MatchingPairs
 from medvl.losses.mim import mask_patches, patchify
+from medvl.models import M3AE, M3AEConfig
 from medvl.models.fusion_encoders.corruption import MaskedWords
 from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.models.fusion_encoders.m3ae import M3AE, M3AEConfig
 from medvl.models.fusion_encoders.objectives import Corruption, PatchPredictions
 from medvl.schema import Batch
 
@@ -46,21 +46,21 @@ SIZES = {
         decoder_heads=3,
     ),
 }
-MASKED = 0.15
+MASK_RATIO = 0.15
 PAIRED, SHORTLIST = 2000, 256
-"""Images and texts of the published retrieval, each image with each text; and a dual-encoder's shortlist."""
+"""Images (and texts) of the published retrieval, where every pair is scored; length of a dual-encoder's shortlist."""
 SECONDS = 10.0
 
 
 def main() -> None:
-    """Count, measure if asked to, and print."""
+    """Run the benchmark and print its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="paper")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seconds", action="store_true", help="measure time as well")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # of the CPU: threads that wait for a busy core would be what is measured
+    torch.set_num_threads(1)  # threads would wait for cores that are busy
     config = SIZES[options.size]
     with torch.device("meta"):
         model = M3AE.build(config, pretrained=False, tokenizer=None)
@@ -75,21 +75,21 @@ def main() -> None:
     print(f"{'':22}{counts['three forward passes'] / counts['one shared pass']:8.2f} times less")
     count_retrieval(model, on_device(batch, corruption, "meta")[0])
     if options.seconds:
-        where = "one core" if options.device == "cpu" else options.device
+        place = "one core" if options.device == "cpu" else options.device
         torch.manual_seed(0)
         model = M3AE.build(config, pretrained=False, tokenizer=None).to(options.device).train()
         for name, step in (("three forward passes", separate_forwards), ("one shared pass", M3AE.predict)):
             rate = samples_per_second(model, step, *on_device(batch, corruption, options.device))
-            print(f"{name:22}{rate:8.2f} samples/s, forward and backward, {where}")
-        time_retrieval(model.eval(), batch.to(options.device), where)
+            print(f"{name:22}{rate:8.2f} samples/s, forward and backward, {place}")
+        time_retrieval(model.eval(), batch.to(options.device), place)
 
 
 def inputs(model: M3AE, size: int) -> tuple[Batch, Corruption]:
-    """A batch of noise and what is hidden of it: as many words in every text, half of the images swapped."""
+    """Return a random batch and its corruption: equally many masked words per text, half of the images swapped."""
     generator = torch.Generator().manual_seed(0)
     tokens, side = model.config.max_tokens, model.config.image_size
     ids_BT = torch.randint(10, 100, (size, tokens), generator=generator)
-    masked_BT = torch.rand(size, tokens, generator=generator).argsort(dim=1) < round(MASKED * tokens)
+    masked_BT = torch.rand(size, tokens, generator=generator).argsort(dim=1) < round(MASK_RATIO * tokens)
     batch = Batch(
         keys=[str(row) for row in range(size)],
         image_BCHW=torch.randint(0, 256, (size, 3, side, side), generator=generator, dtype=torch.uint8),
@@ -114,7 +114,7 @@ def inputs(model: M3AE, size: int) -> tuple[Batch, Corruption]:
 
 
 def on_device(batch: Batch, corruption: Corruption, device: str) -> tuple[Batch, Corruption]:
-    """Both, with all their tensors there."""
+    """Return batch and corruption on a device."""
 
     def move(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -129,7 +129,7 @@ def on_device(batch: Batch, corruption: Corruption, device: str) -> tuple[Batch,
 
 
 def separate_forwards(model: M3AE, batch: Batch, corruption: Corruption) -> dict[str, Any]:
-    """The published step: the whole model for each of its three objectives, from pixels and token ids."""
+    """Run the published step: the whole model for each of the three objectives, from pixels and token ids."""
     words, pairs, patches = corruption.of(model.mlm), corruption.of(model.itm), corruption.of(model.mim)
     image = model.image_tokens(batch.image_BCHW)
     fused = model.fuse(model.text_tokens(words.ids_BT, batch.mask_BT), image)
@@ -137,7 +137,7 @@ def separate_forwards(model: M3AE, batch: Batch, corruption: Corruption) -> dict
 
     text = model.text_tokens(batch.ids_BT, batch.mask_BT)
     visible = model.image_tokens(batch.image_BCHW, keep_BK=patches.kept_BK)
-    states = run_to_the_top(model, text, visible)
+    states = run_all_layers(model, text, visible)
 
     swapped = model.image_tokens(batch.image_BCHW[pairs.image_N])
     text = model.text_tokens(batch.ids_BT[pairs.text_N], batch.mask_BT[pairs.text_N])
@@ -149,8 +149,8 @@ def separate_forwards(model: M3AE, batch: Batch, corruption: Corruption) -> dict
     }
 
 
-def run_to_the_top(model: M3AE, text: Tokens, image: Tokens) -> torch.Tensor:
-    """The image stream where the pixel decoder reads it, the layers and poolers above being run for nothing."""
+def run_all_layers(model: M3AE, text: Tokens, image: Tokens) -> torch.Tensor:
+    """Return the image states for the pixel decoder, after also running the layers and poolers above, as published."""
     fusion = model.fusion
     text, image = fusion.streams(text, image, model.config.mim_layer)
     text_BTD, image_BPD = text.states_BND, image.states_BND
@@ -164,7 +164,7 @@ def run_to_the_top(model: M3AE, text: Tokens, image: Tokens) -> torch.Tensor:
 
 
 def count_retrieval(model: M3AE, batch: Batch) -> None:
-    """Print the arithmetic of finding each of 2,000 texts an image and each image a text."""
+    """Print the FLOPs of retrieval with 2,000 images and texts."""
     image, text = encode(model, batch)
     encoding = gflop(functools.partial(encode, model, batch)) / len(batch)
     matching = gflop(functools.partial(model.match, text, image)) / len(batch)
@@ -174,16 +174,16 @@ def count_retrieval(model: M3AE, batch: Batch) -> None:
     )
     for name, count in (
         ("every pair encoded", everything),
-        ("encodings kept", (PAIRED * encoding + PAIRED**2 * matching) / 1e6),
-        # Towers of a dual-encoder beside those of the model; at most, as if no pair were on both directions' lists.
+        ("cached encodings", (PAIRED * encoding + PAIRED**2 * matching) / 1e6),
+        # Encodings of a dual-encoder and of the model; an upper bound, as a pair may be on both directions' lists.
         (f"shortlists of {SHORTLIST}", (2 * PAIRED * encoding + 2 * PAIRED * SHORTLIST * matching) / 1e6),
     ):
         print(f"{name:22}{count:8.1f} PFLOP {everything / count:8.1f} times less")
 
 
 @torch.no_grad()
-def time_retrieval(model: M3AE, batch: Batch, where: str) -> None:
-    """Print how many pairs a second are matched, in either form."""
+def time_retrieval(model: M3AE, batch: Batch, place: str) -> None:
+    """Print the pairs per second of both forms."""
     rows = torch.arange(len(batch), device=batch.ids_BT.device)
     image, text = encode(model, batch)
     host = [Tokens(tokens.states_BND.cpu(), tokens.real_BN().cpu()) for tokens in (image, text)]
@@ -193,31 +193,31 @@ def time_retrieval(model: M3AE, batch: Batch, where: str) -> None:
     def every_pair() -> torch.Tensor:
         scores = []
         for row in rows:
-            shown = model.image_tokens(batch.image_BCHW[row].expand_as(batch.image_BCHW))
-            logits_B2 = model.match(model.text_tokens(batch.ids_BT, batch.mask_BT), shown)
+            image = model.image_tokens(batch.image_BCHW[row].expand_as(batch.image_BCHW))
+            logits_B2 = model.match(model.text_tokens(batch.ids_BT, batch.mask_BT), image)
             scores.append(logits_B2[:, 1] - logits_B2[:, 0])
         return torch.cat(scores).cpu()
 
-    def kept() -> torch.Tensor:
+    def cached() -> torch.Tensor:
         return match_scores(model, encoded, image_Q, text_Q)
 
-    torch.testing.assert_close(every_pair(), kept(), rtol=1e-3, atol=1e-4)
-    for name, function in (("every pair encoded", every_pair), ("encodings kept", kept)):
+    torch.testing.assert_close(every_pair(), cached(), rtol=1e-3, atol=1e-4)
+    for name, function in (("every pair encoded", every_pair), ("cached encodings", cached)):
         best, started = 0.0, time.perf_counter()
         while time.perf_counter() - started < SECONDS or not best:
-            begun = time.perf_counter()
-            function()  # ends on the CPU: nothing is under way on the device any more
-            best = max(best, len(image_Q) / (time.perf_counter() - begun))
-        print(f"{name:22}{best:8.1f} pairs/s, {where}")
+            step_started = time.perf_counter()
+            function()  # returns results on the CPU, so the device has finished
+            best = max(best, len(image_Q) / (time.perf_counter() - step_started))
+        print(f"{name:22}{best:8.1f} pairs/s, {place}")
 
 
 def encode(model: M3AE, batch: Batch) -> tuple[Tokens, Tokens]:
-    """(image, text) of a batch."""
+    """Return (image, text) tokens of a batch."""
     return model.image_tokens(batch.image_BCHW), model.text_tokens(batch.ids_BT, batch.mask_BT)
 
 
 def gflop(step: Callable[[], Any]) -> float:
-    """Of one call."""
+    """Return the GFLOPs of one call."""
     with FlopCounterMode(display=False) as counter:
         step()
     return counter.get_total_flops() / 1e9
@@ -226,17 +226,17 @@ def gflop(step: Callable[[], Any]) -> float:
 def samples_per_second(
     model: M3AE, step: Callable[[M3AE, Batch, Corruption], dict[str, Any]], batch: Batch, corruption: Corruption
 ) -> float:
-    """Forward and backward, best of the steps that fit into ten seconds, after one to warm up."""
+    """Return samples per second, forward and backward; best step within ten seconds, after one warm-up step."""
     best, started = 0.0, time.perf_counter()
     warm = False
     while time.perf_counter() - started < SECONDS or not best:
-        begun = time.perf_counter()
+        step_started = time.perf_counter()
         model.losses(step(model, batch, corruption), corruption).total.backward()
         model.zero_grad(set_to_none=True)
         if batch.ids_BT.is_cuda:
             torch.cuda.synchronize()
         if warm:
-            best = max(best, len(batch) / (time.perf_counter() - begun))
+            best = max(best, len(batch) / (time.perf_counter() - step_started))
         warm = True
     return best
 

@@ -1,13 +1,12 @@
-"""Writing a report with kept keys and values against encoding everything again for every word: arithmetic, and time.
+"""Benchmark of report generation with cached keys and values against encoding the whole sequence for every word.
 
     python scripts/benchmark_generation.py                       # counts only, on the meta device: seconds
     python scripts/benchmark_generation.py --seconds --size tiny
     python scripts/benchmark_generation.py --seconds --device cuda --batch 32
 
-Both forms write the same words (tests/models/test_generation.py). Counts are torch's own, multiply and add as two,
-of one
-image; the published size has 256 cells of an image at 512 pixels. The form without a cache is the released one: image
-block, words and a mask token through BERT at every step, the image encoder once.
+Both forms generate the same words (tests/models/test_generation.py). FLOPs are counted by torch for one image, a
+multiplication and an addition as two; the published size has 256 cells of an image at 512 pixels. The form without a
+cache is the released one: image block, words and a mask token through BERT at every step, the image encoder once.
 """
 
 import argparse
@@ -18,9 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from medvl.models import MedViLL, MedViLLConfig
+
+# Internals on purpose: the released form is rebuilt from parts of the model.
 from medvl.models.fusion_encoders.joint_bert import MaskWriter, image_block
 from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.models.fusion_encoders.medvill import MedViLL, MedViLLConfig
 
 SIZES = {
     "paper": MedViLLConfig(attention="seq2seq", objective="report"),
@@ -34,11 +35,11 @@ SIZES = {
     ),
 }
 CLS, SEP, MASK = 1, 2, 3
-"""Any ids: the arithmetic is the same for all."""
+"""Arbitrary ids, which do not change the arithmetic."""
 
 
 def main() -> None:
-    """Count, measure if asked to, and print."""
+    """Run the benchmark and print its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="paper")
     parser.add_argument("--tokens", type=int, default=100)
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("--seconds", action="store_true", help="measure time as well")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # of the CPU: threads that wait for a busy core would be what is measured
+    torch.set_num_threads(1)  # threads would wait for cores that are busy
     config = SIZES[options.size]
     with torch.device("meta"):
         model = MedViLL.build(config, pretrained=False, tokenizer=None).eval()
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def cached(model: MedViLL, image: Tensor, tokens: int) -> None:
-    """What `MedViLL.generate` computes; the words that it would have chosen are not looked at."""
+    """Generate words as `MedViLL.generate` does, without using them."""
     writer = MaskWriter(model, _block(model, image), MASK)
     row_B = torch.arange(len(image), device=image.device)
     ids_B = writer.first().argmax(dim=1)
@@ -77,12 +78,12 @@ def cached(model: MedViLL, image: Tensor, tokens: int) -> None:
 
 
 def uncached(model: MedViLL, image: Tensor, tokens: int) -> None:
-    """The whole sequence at every step."""
+    """Generate words by encoding the whole sequence at every step."""
     cells = model.image_tokens(image)
-    marks_B1 = torch.ones(len(image), 1, dtype=torch.int64, device=image.device)
-    ids_BT = CLS * marks_B1
+    ones_B1 = torch.ones(len(image), 1, dtype=torch.int64, device=image.device)
+    ids_BT = CLS * ones_B1
     for _ in range(tokens):
-        masked_BT = torch.cat([ids_BT, MASK * marks_B1], dim=1)
+        masked_BT = torch.cat([ids_BT, MASK * ones_B1], dim=1)
         text = model.text_tokens(masked_BT, torch.ones_like(masked_BT, dtype=torch.bool))
         states_BD = model.fuse(text, cells).text.states_BND[:, -1]
         ids_BT = torch.cat([ids_BT, model.score_words(states_BD).argmax(dim=1, keepdim=True)], dim=1)
@@ -102,14 +103,14 @@ def _images(config: MedViLLConfig, batch: int, device: str) -> Tensor:
 def _seconds(write: Callable[[MedViLL, Tensor, int], None], model: MedViLL, image: Tensor, tokens: int) -> float:
     with torch.no_grad():
         write(model, image, 2)
-        _wait(image)
+        _synchronize(image)
         start = time.perf_counter()
         write(model, image, tokens)
-        _wait(image)
+        _synchronize(image)
     return time.perf_counter() - start
 
 
-def _wait(image: Tensor) -> None:
+def _synchronize(image: Tensor) -> None:
     if image.is_cuda:
         torch.cuda.synchronize()
 

@@ -1,12 +1,11 @@
-"""GLoRIA's local loss against the published loop over texts: time, and memory at a large batch.
+"""Benchmark of GLoRIA's local loss against the published loop over texts: time, and memory at a large batch.
 
     python scripts/benchmark_gloria.py                       # 48 pairs: both forms, alternating
-    python scripts/benchmark_gloria.py --batch 256 --memory  # ours alone, in a process of its own: peak memory
+    python scripts/benchmark_gloria.py --batch 256 --memory  # medvl's form only, in a process of its own: peak memory
     python scripts/benchmark_gloria.py --device cuda --tf32  # as in a run in 16 bits
 
-Forward and backward in float32, 97 words in every text, 19 x 19 regions, 768 dimensions. Both forms give the same loss
-and the same gradients, which is checked here too. CPU times are those of this process, so another one beside it changes
-them less than it changes the clock.
+Forward and backward in float32 with 97 words per text, 19 x 19 regions and 768 dimensions. Loss and gradients of both
+forms are compared. CPU times are CPU seconds of this process, to reduce the influence of other load.
 """
 
 import argparse
@@ -20,62 +19,64 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.gloria import gloria_contrast, gloria_local
+from medvl.losses import gloria_local
+from medvl.losses.gloria import gloria_contrast  # internal: contrast of the published loop's similarities
 
 REGIONS, WORDS, DIM = 19 * 19, 97, 768
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--tf32", action="store_true", help="products of TensorFloat32, on a GPU")
-    parser.add_argument("--memory", action="store_true", help="peak memory of one pass of our form")
-    parser.add_argument("--once", action="store_true", help="one pass of our form, and what it took")
+    parser.add_argument("--tf32", action="store_true", help="use TensorFloat32 on a GPU")
+    parser.add_argument("--memory", action="store_true", help="peak memory of one pass of medvl's form")
+    parser.add_argument("--once", action="store_true", help="time and memory of one pass of medvl's form")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # threads that wait for a busy core would be what is measured
+    torch.set_num_threads(1)  # threads would wait for cores that are busy
     if options.tf32:
         torch.set_float32_matmul_precision("high")
     if options.memory and options.device == "cpu":
         command = [sys.executable, __file__, "--once", "--batch", str(options.batch)]
         print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, end="")
     elif options.memory or options.once:
-        once(options.batch, options.device)
+        run_once(options.batch, options.device)
     else:
         compare(options.batch, options.repeats, options.device)
 
 
 def compare(batch: int, repeats: int, device: str) -> None:
-    """Both forms in turn: the best time of each, and how far they are apart."""
+    """Print the best time of each form and their differences."""
     regions_BPE, words_BWE = inputs(batch, device)
     seconds: dict[str, list[float]] = {"loop over texts": [], "gloria_local": []}
     forms = {"loop over texts": loop_over_texts, "gloria_local": both_directions}
     results = {}
     for _ in range(repeats):
         for name, form in forms.items():
-            spent, results[name] = measure(form, regions_BPE, words_BWE)
-            seconds[name].append(spent)
+            seconds_spent, results[name] = measure(form, regions_BPE, words_BWE)
+            seconds[name].append(seconds_spent)
     for name, times in seconds.items():
-        print(f"{name:16} {min(times):8.3f} s  (best of {', '.join(f'{spent:.2f}' for spent in times)})")
-    print(f"{'ratio':16} {min(seconds['loop over texts']) / min(seconds['gloria_local']):8.2f}")
-    for name, theirs, ours in zip(("loss", "regions", "words"), *results.values(), strict=True):
-        apart = (theirs - ours).abs().max() / theirs.abs().max()
         print(
-            f"{'apart, ' + name:16} {apart.item():8.1e}  (of the largest {'gradient' if name != 'loss' else 'value'})"
+            f"{name:16} {min(times):8.3f} s  (best of {', '.join(f'{seconds_spent:.2f}' for seconds_spent in times)})"
         )
+    print(f"{'ratio':16} {min(seconds['loop over texts']) / min(seconds['gloria_local']):8.2f}")
+    for name, loop, ours in zip(("loss", "regions", "words"), *results.values(), strict=True):
+        difference = (loop - ours).abs().max() / loop.abs().max()
+        kind = "value" if name == "loss" else "gradient"
+        print(f"{'difference, ' + name:16} {difference.item():8.1e}  (of the largest {kind})")
 
 
-def once(batch: int, device: str) -> None:
-    """One pass and the peak of the process's memory, or the device's."""
+def run_once(batch: int, device: str) -> None:
+    """Print the time of one pass and the peak memory of the process or the device."""
     before = peak_bytes(device)
-    spent, _ = measure(both_directions, *inputs(batch, device))
-    print(f"{batch} pairs: {spent:.1f} s, peak {peak_bytes(device) / 1e9:.2f} GB, {before / 1e9:.2f} GB before")
+    seconds_spent, _ = measure(both_directions, *inputs(batch, device))
+    print(f"{batch} pairs: {seconds_spent:.1f} s, peak {peak_bytes(device) / 1e9:.2f} GB, {before / 1e9:.2f} GB before")
 
 
 def inputs(batch: int, device: str) -> tuple[Tensor, Tensor]:
-    """Noise."""
+    """Return random regions and words."""
     generator = torch.Generator().manual_seed(0)
     shapes = (batch, REGIONS, DIM), (batch, WORDS, DIM)
     regions_BPE, words_BWE = (torch.randn(shape, generator=generator).mul_(0.2).to(device) for shape in shapes)
@@ -83,7 +84,7 @@ def inputs(batch: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 def measure(form: Callable[..., Tensor], *leaves: Tensor) -> tuple[float, tuple[Tensor, ...]]:
-    """Seconds of a forward and a backward pass, and the loss with its gradients."""
+    """Return the seconds of a forward and backward pass, and the loss with its gradients."""
     on_cpu = leaves[0].device.type == "cpu"
     clock = time.process_time if on_cpu else _device_clock
     start = clock()
@@ -93,14 +94,14 @@ def measure(form: Callable[..., Tensor], *leaves: Tensor) -> tuple[float, tuple[
 
 
 def both_directions(regions_BPE: Tensor, words_BWE: Tensor) -> Tensor:
-    """Ours."""
+    """Compute medvl's loss in both directions."""
     mask_BW = torch.ones(words_BWE.shape[:2], dtype=torch.bool, device=words_BWE.device)
     image_to_text, text_to_image = gloria_local(regions_BPE, words_BWE, mask_BW)
     return image_to_text + text_to_image
 
 
 def loop_over_texts(regions_BPE: Tensor, words_BWE: Tensor) -> Tensor:
-    """As published: every text in turn is repeated for all images, and its context formed."""
+    """Compute the loss as published, with a loop over texts that repeats each for all images."""
     batch, regions, dim = regions_BPE.shape
     columns = []
     for words_WE in words_BWE:
@@ -113,13 +114,13 @@ def loop_over_texts(regions_BPE: Tensor, words_BWE: Tensor) -> Tensor:
         context_QE = context_BEW.transpose(1, 2).contiguous().view(batch * count, dim)
         words_QE = words_BEW.transpose(1, 2).contiguous().view(batch * count, dim)
         columns.append((5.0 * F.cosine_similarity(context_QE, words_QE)).view(batch, count).exp().sum(dim=1).log())
-    everyone_B = torch.ones(batch, dtype=torch.bool, device=regions_BPE.device)
-    image_to_text, text_to_image = gloria_contrast(torch.stack(columns, dim=1), everyone_B)
+    included_B = torch.ones(batch, dtype=torch.bool, device=regions_BPE.device)
+    image_to_text, text_to_image = gloria_contrast(torch.stack(columns, dim=1), included_B)
     return image_to_text + text_to_image
 
 
 def peak_bytes(device: str) -> int:
-    """The most that this process, or the device, has held so far."""
+    """Return the peak memory of this process or of the device in bytes."""
     if device != "cpu":
         return torch.cuda.max_memory_allocated()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -1,13 +1,12 @@
-"""The loader against its floor: images a second and core.
+"""Benchmark of the loader against a bare loop, in images per second and core.
 
     python scripts/benchmark_loader.py                        # 512 px grey JPEGs of the phantom
     python scripts/benchmark_loader.py --shards shards/mimic-cxr/train --workers 2
 
-The floor is what any loader must do for an image, in a bare loop over the same bytes held in memory: decode the JPEG
-and run the augmentation. The loader adds reading from the tars, the sample's JSON, drawing a sentence, tokenising,
-stacking, and with workers the way between processes. Without workers, CPU seconds are counted, in turns batch by batch
-and over the same images, so that what else the machine does falls on both; with workers the clock on the wall counts,
-for the floor as well, which then runs in as many processes at once.
+The bare loop decodes and augments the same JPEGs from memory, which every loader must do. The loader also reads tars
+and JSON, samples a sentence, tokenises and collates, and with workers transfers batches. Without workers,
+CPU seconds are measured, alternating batch by batch over the same images so that other load affects both. With workers
+it is wall-clock time, and the bare loop runs in as many processes.
 """
 
 import argparse
@@ -42,7 +41,7 @@ from medvl.data.corpora import mimic_cxr
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=Path, help="a folder of JPEG shards; default: the phantom at 512 px")
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2])
@@ -60,29 +59,29 @@ def main() -> None:
         sizes = Counter(source.pixels(position).shape for position in range(0, count, 37))
         print(f"{count} images of about {sizes.most_common(1)[0][0]} pixels; {options.repeats} times, images/s")
         for workers in options.workers:
-            loader = open_it(source, tokenizer, options.batch, workers)
+            loader = make_loader(source, tokenizer, options.batch, workers)
             if not workers:
-                for floor, rate in (in_turns(source, loader, count) for _ in range(options.repeats)):
+                for floor, rate in (alternate(source, loader, count) for _ in range(options.repeats)):
                     print(f" 0 workers: bare loop {floor:6.0f} a core, loader {rate:6.0f}, {rate / floor:.2f} of it")
                 continue
             floor = rate = 0.0
             for _ in range(options.repeats):
-                floor = max(floor, floor_of(source, count, workers))
+                floor = max(floor, parallel_bare_rate(source, count, workers))
                 rate = max(rate, epoch(loader))
             share = rate / workers / floor
             print(f"{workers:2} workers: bare loop {floor:6.0f} a core, loader {rate:6.0f}, {share:.2f} of it a core")
 
 
 def phantom_shards(folder: Path) -> Path:
-    """Shards of phantom radiographs at 512 px."""
+    """Write shards of phantom radiographs at 512 px."""
     phantom.write_mimic_cxr_jpg(folder / "corpus", patients=260, size=512)
     deid = Deidentifier(bytes(32))
     write_shards(mimic_cxr.plan(folder / "corpus", deid, split="train"), deid, ShardRun(out=folder / "shards"))
     return folder / "shards" / "train"
 
 
-def open_it(source: ShardSource, tokenizer: Tokenizer, batch: int, workers: int) -> Loader:
-    """A training loader with the paper's augmentation."""
+def make_loader(source: ShardSource, tokenizer: Tokenizer, batch: int, workers: int) -> Loader:
+    """Return a training loader with ConVIRT's augmentation."""
     return open_loader(
         source,
         batch=batch,
@@ -94,28 +93,28 @@ def open_it(source: ShardSource, tokenizer: Tokenizer, batch: int, workers: int)
     )
 
 
-def in_turns(source: ShardSource, loader: Loader, count: int) -> tuple[float, float]:
-    """Images a CPU second of the bare loop and of a loader without workers, by the batch: one, then the other.
+def alternate(source: ShardSource, loader: Loader, count: int) -> tuple[float, float]:
+    """Return images per CPU second of the bare loop and of a loader without workers, measured in turns by batch.
 
-    The bare loop has the images of the batch before, so that neither finds its own in the processor's caches.
+    The bare loop processes the images of the previous batch, so that neither benefits from cached data.
     """
-    places = {source.key(position): position for position in range(len(source))}
-    batches, floor, spent, seen = iter(loader), 0.0, 0.0, 0
-    before = [places[key] for key in next(batches).keys]
-    while seen < count:
+    positions = {source.key(position): position for position in range(len(source))}
+    batches, floor, spent, done = iter(loader), 0.0, 0.0, 0
+    previous = [positions[key] for key in next(batches).keys]
+    while done < count:
         started = time.process_time()
         batch = next(batches, None)
         if batch is None:
             break
         spent += time.process_time() - started
-        floor += bare(source, before, time.process_time)
-        before = [places[key] for key in batch.keys]
-        seen += len(before)
-    return seen / floor, seen / spent
+        floor += bare_seconds(source, previous, time.process_time)
+        previous = [positions[key] for key in batch.keys]
+        done += len(previous)
+    return done / floor, done / spent
 
 
-def bare(source: ShardSource, positions: Sequence[int], clock: Callable[[], float]) -> float:
-    """Seconds of decoding and augmenting alone, the bytes in memory."""
+def bare_seconds(source: ShardSource, positions: Sequence[int], clock: Callable[[], float]) -> float:
+    """Return the seconds of decoding and augmenting images from memory."""
     data = [source.image_bytes(position) for position in positions]
     apply = ConVIRTAugmentation().build()
     rngs = [sample_rng(0, 0, str(position), "image") for position in positions]
@@ -125,21 +124,21 @@ def bare(source: ShardSource, positions: Sequence[int], clock: Callable[[], floa
     return clock() - started
 
 
-def floor_of(source: ShardSource, count: int, processes: int) -> float:
-    """Images a second of each of so many bare loops at once."""
+def parallel_bare_rate(source: ShardSource, count: int, processes: int) -> float:
+    """Return images per second and process of bare loops in parallel processes."""
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        pool.starmap(bare, [(source, range(8), time.perf_counter)] * processes, chunksize=1)
-        seconds = pool.starmap(bare, [(source, range(count), time.perf_counter)] * processes, chunksize=1)
+        pool.starmap(bare_seconds, [(source, range(8), time.perf_counter)] * processes, chunksize=1)
+        seconds = pool.starmap(bare_seconds, [(source, range(count), time.perf_counter)] * processes, chunksize=1)
     return count / statistics.fmean(seconds)
 
 
 def epoch(loader: Loader) -> float:
-    """Images a second over an epoch, from its first batch on: starting the workers is not counted."""
+    """Return images per second over an epoch, without its first batch and the start of the workers."""
     batches = iter(loader)
     next(batches)
     started = time.perf_counter()
-    seen = sum(len(batch) for batch in batches)
-    return seen / (time.perf_counter() - started)
+    done = sum(len(batch) for batch in batches)
+    return done / (time.perf_counter() - started)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The memory of planning and converting a table of so many rows, in this process.
+"""Benchmark of the memory of planning and converting a table, by its number of rows.
 
     python scripts/benchmark_plan.py 100000
 
-Every row names the same tiny PNG, so that what grows is what medvl holds of a corpus; two images a patient. Give one
-number of rows a run: the peak of a process never falls again.
+Every row names the same tiny PNG, so that only medvl's own memory grows; there are two images per patient. Run one
+process per number of rows, because the peak memory of a process never decreases.
 """
 
 import argparse
@@ -22,7 +22,7 @@ COLUMNS = table.TableColumns(image_column="image", patient_column="patient", tex
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=int)
     rows = parser.parse_args().rows
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def peak() -> float:
-    """Megabytes of this process, at most so far."""
+    """Return the peak memory of this process in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

@@ -1,13 +1,12 @@
-"""Conversion against bare decoding, by the files' compression, and how it grows with processes.
+"""Benchmark of conversion against bare decoding, by transfer syntax and by number of processes.
 
-    python scripts/benchmark_shards.py                        # 120 phantom files of 2544 x 2544 pixels and more
+    python scripts/benchmark_shards.py                        # 120 phantom files of 2544 x 2544 pixels
     python scripts/benchmark_shards.py --root MIMIC-CXR --images 500 --workers 1 8 16
 
-Bare decoding is `pydicom.dcmread(path).pixel_array` and nothing else. Conversion adds the window, the resize, the JPEG
-encoding, the report, the hashes and the tar. Both are counted in CPU seconds of one process, which a busy machine does
-not stretch. Where files are not compressed, bare decoding is no more than a copy of them, and what a disk takes to read
-them is in neither. The second table is by the clock on the wall: whole conversions, the start of the processes
-included, and beside them bare decoding in as many processes at once, which is what the machine itself can scale.
+Bare decoding is `pydicom.dcmread(path).pixel_array`. Conversion adds the window, the resize, the JPEG encoding, the
+report, the hashes and the tar. The first table has CPU seconds of one process, without the time of disk reads;
+uncompressed files need no decoding beyond a copy. The second table has wall-clock time of complete conversions with the
+start of their processes, next to bare decoding in as many processes, which shows how the machine itself scales.
 """
 
 import argparse
@@ -29,13 +28,15 @@ OPTIONS = ShardOptions(keep_textless=True)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, help="a MIMIC-CXR on disk; default: the phantom, drawn for this")
+    parser.add_argument("--root", type=Path, help="folder of MIMIC-CXR; default: a new phantom")
     parser.add_argument("--images", type=int, default=120)
-    parser.add_argument("--size", type=int, default=2544, help="pixels of a phantom image's side")
+    parser.add_argument("--size", type=int, default=2544, help="side of phantom images in pixels")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2], help="processes of the whole conversions")
+    parser.add_argument(
+        "--workers", type=int, nargs="*", default=[1, 2], help="numbers of processes of complete conversions"
+    )
     options = parser.parse_args()
     cv2.setNumThreads(0)
     with tempfile.TemporaryDirectory() as name:
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def by_syntax(records: Sequence[Record], folder: Path, repeats: int) -> None:
-    """Files a second of one core, bare and converted, for each transfer syntax and for all; best of the repeats."""
+    """Print files per CPU second, decoded and converted, for each transfer syntax and in total; best of the repeats."""
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         header = pydicom.dcmread(str(record.sample.image), stop_before_pixels=True)
@@ -67,12 +68,12 @@ def by_syntax(records: Sequence[Record], folder: Path, repeats: int) -> None:
 
 
 def line(name: str, files: int, bare: float, converted: float) -> str:
-    """A row of the table: rates, and the share of the bare one that is kept."""
+    """Return a row of the table: rates and their ratio."""
     return f"{name:46}{files:6}{files / bare:8.1f}/s{files / converted:10.1f}/s{bare / converted:7.2f}"
 
 
 def bare_seconds(records: Sequence[Record]) -> float:
-    """CPU seconds of decoding alone."""
+    """Return the CPU seconds of bare decoding."""
     started = time.process_time()
     for record in records:
         _ = pydicom.dcmread(str(record.sample.image)).pixel_array
@@ -80,21 +81,21 @@ def bare_seconds(records: Sequence[Record]) -> float:
 
 
 def build_seconds(task: ShardTask) -> float:
-    """CPU seconds of a shard."""
+    """Return the CPU seconds of building a shard."""
     started = time.process_time()
     build_shard(task, lambda: None)
     return time.process_time() - started
 
 
 def by_workers(records: Sequence[Record], deid: Deidentifier, folder: Path, workers: Sequence[int]) -> None:
-    """Whole conversions by the wall clock, in shards small enough to share, and bare decoding in as many processes."""
+    """Print wall-clock rates of complete conversions, and of bare decoding in as many processes."""
     print(f"{'wall clock':10}{'converted':>16}{'a process':>11}{'bare':>12}{'a process':>11}")
-    pieces = ShardOptions(keep_textless=True, samples_per_shard=max(1, len(records) // (4 * max(workers))))
+    shard_options = ShardOptions(keep_textless=True, samples_per_shard=max(1, len(records) // (4 * max(workers))))
     first: tuple[float, float] | None = None
     for number in workers:
         run = ShardRun(out=folder / f"shards-{number}", workers=number)
         started = time.perf_counter()
-        write_shards(Plan("mimic-cxr", records, (), Counter()), deid, run, pieces)
+        write_shards(Plan("mimic-cxr", records, (), Counter()), deid, run, shard_options)
         converted = len(records) / (time.perf_counter() - started)
         bare = bare_rate(records, number)
         first = first or (converted / number, bare / number)
@@ -103,7 +104,7 @@ def by_workers(records: Sequence[Record], deid: Deidentifier, folder: Path, work
 
 
 def bare_rate(records: Sequence[Record], processes: int) -> float:
-    """Files a second of so many processes, each of which decodes all of them; their start is not counted."""
+    """Return files per second of processes that each decode all files, without their start."""
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         pool.map(bare_seconds, [records[:1]] * processes, chunksize=1)
         started = time.perf_counter()

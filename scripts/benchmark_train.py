@@ -1,17 +1,17 @@
-"""Training against open_clip's trainer and a plain PyTorch loop: one model, the same images and texts, one run.
+"""Benchmark of training against open_clip's trainer and a plain PyTorch loop with one model and the same data.
 
     python scripts/benchmark_train.py                                       # a small CLIP, a CPU
     python scripts/benchmark_train.py --model ViT-B-32 --batch 1024 --precision bf16 --compile --workers 16 \\
         --patients 4000 --steps 20                                          # a GPU
 
-Two tables. *Step*: inputs on the device, 77 tokens for all; forward, loss, backward, clipping nothing, AdamW. *End to
-end*: from files. medvl reads shards; open_clip's trainer (`open_clip_train`, its own CSV dataset, its own
-`train_one_epoch`) and the plain loop read a CSV of the very JPEG files that the shards were made of, with open_clip's
-validation transform, so that nobody augments. medvl pads texts to the longest of a batch, the others to 77. The
-contenders take turns, round by round, so that a busy machine is busy for all; ratios are medians over rounds. Where a
-CPU is too busy even for that, `--clock cpu --workers 0` counts the seconds that the process was given.
+*Step*: inputs on the device, 77 tokens per text; forward, loss, backward, AdamW, no clipping. *End to end*: from files.
+medvl reads shards; open_clip's trainer (`open_clip_train`, its CSV dataset and `train_one_epoch`) and the plain loop
+read a CSV of the JPEG files from which the shards were built, with open_clip's validation transform, so without
+augmentation. medvl pads texts to the longest of a batch, the others to 77 tokens. The contenders alternate round by
+round, so that other load affects all; ratios are medians over rounds. `--clock cpu --workers 0` measures CPU seconds of
+this process, for very busy CPUs.
 
-`medvl doctor RECIPE` measures a recipe part by part; `--doctor` does that here, for the CLIP of the tables.
+`medvl doctor RECIPE` measures the parts of a recipe; `--doctor` does so for the CLIP of this benchmark.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from open_clip_baseline import CLOCKS, LR, WEIGHT_DECAY, OpenClip, PairsOfFiles, sizes_of
+from open_clip_baseline import CLOCKS, LR, WEIGHT_DECAY, OpenClip, PairsOfFiles, model_sizes
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -43,10 +43,11 @@ from medvl.data import (
     write_shards,
 )
 from medvl.data.corpora import mimic_cxr
-from medvl.models import create_model
-from medvl.models.dual_encoders.clip import CLIPConfig
+from medvl.models import CLIPConfig, create_model
 from medvl.schema import Batch
-from medvl.train.config import OptimConfig, TrainConfig
+from medvl.train import OptimConfig, Run, TrainConfig
+
+# Internals on purpose: the benchmark times parts of the training loop alone.
 from medvl.train.doctor.diagnosis import describe
 from medvl.train.doctor.examine import examine
 from medvl.train.doctor.timers import synchronize
@@ -56,21 +57,20 @@ from medvl.train.optim.precision import Precision
 from medvl.train.parallel.batches import BatchStream
 from medvl.train.parallel.distributed import RankInfo, join
 from medvl.train.parallel.prefetch import side_stream
-from medvl.train.run import Run
 from medvl.train.tasks.pretraining import DataConfig, open_data
 
 SMALL_IMAGE = {"embed_dim": 128, "patch_size": 16, "width": 192, "layers": 4, "head_width": 64}
 SMALL_TEXT = {"embed_dim": 128, "context_length": 77, "width": 192, "num_hidden_layers": 3, "heads": 3}
-"""`open_clip_baseline.SMALL` in medvl's words."""
+"""`open_clip_baseline.SMALL` with medvl's names."""
 CONTEXT = 77
 
 Rate = Callable[[], float]
-"""One round: pairs a second."""
+"""Function that measures one round and returns pairs per second."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What `examine` and `Run` read of a recipe."""
+    """The settings of a recipe that `examine` and `Run` need."""
 
     model: CLIPConfig
     data: DataConfig
@@ -79,11 +79,11 @@ class Settings:
 
 
 def main() -> None:
-    """Make the data, measure in turns, print."""
+    """Write the data, run the benchmark and print its tables."""
     options = _options()
     logging.disable(logging.INFO)
     if options.clock == "cpu" and (options.workers or torch.cuda.is_available()):
-        raise SystemExit("--clock cpu counts this process alone: --workers 0, and no GPU")
+        raise SystemExit("--clock cpu measures this process only: use it with --workers 0 and without a GPU")
     with tempfile.TemporaryDirectory() as name, join("auto") as world:
         folder = Path(name)
         write_data(folder, options.patients, options.image_size)
@@ -92,30 +92,32 @@ def main() -> None:
             f"{options.model}, batch {options.batch}, {options.precision}, {world.device}, {options.workers} workers,"
         )
         print(f"JPEGs of {options.image_size} px; torch {torch.__version__}, {torch.get_num_threads()} threads")
-        show("step", take_turns(steps(settings, options, world), options.repeats))
-        show("end to end", take_turns(trainers(settings, folder, options, world), options.repeats))
+        show("step", alternate(steps(settings, options, world), options.repeats))
+        show("end to end", alternate(trainers(settings, folder, options, world), options.repeats))
         if options.doctor:
             print("\n" + describe(examine(medvl_run(settings), options.doctor), settings))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="small", help="small, or a name of open_clip's such as ViT-B-32")
+    parser.add_argument("--model", default="small", help="small, or the name of an open_clip model such as ViT-B-32")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--compile", action="store_true", help="all models, by torch.compile")
+    parser.add_argument("--compile", action="store_true", help="compile all models with torch.compile")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=6, help="of a round")
+    parser.add_argument("--steps", type=int, default=6, help="steps per round")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of each contender")
-    parser.add_argument("--patients", type=int, default=120, help="of the phantom corpus; about 2.2 images each")
-    parser.add_argument("--image-size", type=int, default=512, help="of the JPEGs")
+    parser.add_argument(
+        "--patients", type=int, default=120, help="patients of the phantom corpus, with about 2.2 images each"
+    )
+    parser.add_argument("--image-size", type=int, default=512, help="size of the JPEGs")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: for a CPU without workers")
-    parser.add_argument("--doctor", type=float, metavar="SECONDS", help="examine medvl's run as well")
+    parser.add_argument("--doctor", type=float, metavar="SECONDS", help="examine medvl's run for this long as well")
     return parser.parse_args()
 
 
 def write_data(folder: Path, patients: int, size: int) -> None:
-    """A phantom MIMIC-CXR-JPG as shards, and the same samples as a CSV of JPEG files."""
+    """Write a phantom MIMIC-CXR-JPG as shards, and the same samples as a CSV of JPEG files."""
     phantom.write_mimic_cxr_jpg(folder / "corpus", patients=patients, size=size)
     deid = Deidentifier(bytes(32))
     plan = mimic_cxr.plan(folder / "corpus", deid, split="train")
@@ -133,8 +135,8 @@ def write_data(folder: Path, patients: int, size: int) -> None:
 
 
 def medvl_settings(folder: Path, options: argparse.Namespace) -> Settings:
-    """The same model and data as a run of medvl."""
-    sizes = sizes_of(options.model)
+    """Return the settings of a medvl run with this model and data."""
+    sizes = model_sizes(options.model)
     side = sizes["vision_cfg"]["image_size"]
     small = options.model == "small"
     tower = f"open_clip:{'custom' if small else options.model}"
@@ -168,14 +170,14 @@ def medvl_settings(folder: Path, options: argparse.Namespace) -> Settings:
 
 
 def medvl_run(settings: Settings) -> Run:
-    """Model and loader."""
+    """Return a run with model and loader."""
     model = create_model(settings.model, tokenizer=load_tokenizer("clip", max_tokens=CONTEXT))
-    opened = open_data(settings.data, model, settings.train.micro_batch)
-    return Run(recipe="benchmark", settings=settings, model=model, data=opened)
+    loaders = open_data(settings.data, model, settings.train.micro_batch)
+    return Run(recipe="benchmark", settings=settings, model=model, data=loaders)
 
 
 class Medvl:
-    """medvl's step and loader."""
+    """medvl's training step and loader."""
 
     def __init__(self, settings: Settings, world: RankInfo) -> None:
         run = medvl_run(settings)
@@ -185,10 +187,10 @@ class Medvl:
         self.optimizer = build_optimizer(self.model, settings.optim)
         self.precision = Precision(settings.train.precision, world.device)
         self.step = Step(self.model, self.optimizer, self.precision, world, seed=0, clip_norm=None, channels_last=False)
-        self.feed, self._number = BatchStream(run.data.train, 1, side_stream(world.device, channels_last=False)), 0
+        self.batches, self._number = BatchStream(run.data.train, 1, side_stream(world.device, channels_last=False)), 0
 
     def bare(self, batch: Batch) -> None:
-        """Forward, backward and update, and nothing around them."""
+        """Run forward, backward and update without the rest of the loop."""
         with self.precision.autocast():
             loss = self.model(batch).total
         self.precision.backward(loss)
@@ -196,19 +198,19 @@ class Medvl:
         self.optimizer.zero_grad(set_to_none=True)
 
     def epoch(self, steps: int) -> Iterator[int]:
-        """Steps from the loader; yields after each."""
+        """Run steps from the loader; yield the pairs of each."""
         for _ in range(steps):
-            outcome = self.step(self._number, LR, self.feed.take(self._number), 1)
+            result = self.step(self._number, LR, self.batches.take(self._number), 1)
             self._number += 1
-            yield outcome.pairs
+            yield result.pairs
 
 
 def steps(settings: Settings, options: argparse.Namespace, world: RankInfo) -> dict[str, Rate]:
-    """Each contender's step on inputs that are on the device."""
+    """Return each contender's rate of steps, with inputs on the device."""
     ours, theirs, plain = Medvl(settings, world), OpenClip(options, world), OpenClip(options, world)
     parameters = [sum(parameter.numel() for parameter in each.model.parameters()) for each in (ours, theirs)]
     if parameters[0] != parameters[1]:
-        raise SystemExit(f"the models differ: {parameters[0]} and {parameters[1]} parameters")
+        raise SystemExit(f"expected equal models, got {parameters[0]} and {parameters[1]} parameters")
     generator = torch.Generator().manual_seed(0)
     side, vocabulary = settings.model.image_size, 49407
     grey_BCHW = torch.randint(0, 256, (options.batch, 1, side, side), dtype=torch.uint8, generator=generator)
@@ -242,14 +244,14 @@ def steps(settings: Settings, options: argparse.Namespace, world: RankInfo) -> d
 
 
 def trainer_rate(theirs: OpenClip, batches: Iterable[tuple[Tensor, Tensor]], options: argparse.Namespace) -> float:
-    """Pairs a second from the second step's start on: the first one waits for the workers to start."""
-    marks: list[float] = []
-    theirs.trainer(batches, options.steps + 1, marks)
-    return options.steps * options.batch / (marks[-1] - marks[1])
+    """Return pairs per second from the second step on; the first one waits for the workers."""
+    step_times: list[float] = []
+    theirs.trainer(batches, options.steps + 1, step_times)
+    return options.steps * options.batch / (step_times[-1] - step_times[1])
 
 
 def timed(updates: Iterable[int], options: argparse.Namespace, world: RankInfo) -> float:
-    """Pairs a second of an iterable that makes updates and gives their pairs; the first one is not counted."""
+    """Return pairs per second of an iterable of updates that yields their pairs, without the first one."""
     clock, iterator = CLOCKS[options.clock], iter(updates)
     next(iterator)
     synchronize(world.device)
@@ -260,7 +262,7 @@ def timed(updates: Iterable[int], options: argparse.Namespace, world: RankInfo) 
 
 
 def trainers(settings: Settings, folder: Path, options: argparse.Namespace, world: RankInfo) -> dict[str, Rate]:
-    """Each contender from files to updates."""
+    """Return each contender's rate from files to updates."""
     import open_clip
 
     ours, theirs, plain = Medvl(settings, world), OpenClip(options, world), OpenClip(options, world)
@@ -290,7 +292,7 @@ def trainers(settings: Settings, folder: Path, options: argparse.Namespace, worl
             yield len(ids_BT)
 
     if len(own) <= options.steps:
-        raise SystemExit(f"{len(own)} batches an epoch are too few for {options.steps} steps: more --patients")
+        raise SystemExit(f"expected more than {options.steps} batches per epoch, got {len(own)}: increase --patients")
     return {
         "medvl": lambda: timed(ours.epoch(options.steps + 1), options, world),
         "open_clip's trainer": lambda: trainer_rate(theirs, loader, options),
@@ -298,8 +300,8 @@ def trainers(settings: Settings, folder: Path, options: argparse.Namespace, worl
     }
 
 
-def take_turns(contenders: Mapping[str, Rate], repeats: int) -> dict[str, list[float]]:
-    """Rates of each contender, round by round; a first round is not counted."""
+def alternate(contenders: Mapping[str, Rate], repeats: int) -> dict[str, list[float]]:
+    """Return the rates of each contender, measured round by round without the first round."""
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(repeats + 1):
         for name, rate in contenders.items():
@@ -310,7 +312,7 @@ def take_turns(contenders: Mapping[str, Rate], repeats: int) -> dict[str, list[f
 
 
 def show(title: str, rates: Mapping[str, list[float]]) -> None:
-    """Medians, and how often medvl's rate each one's is in the same round."""
+    """Print median rates, and medvl's rate relative to each contender in the same round."""
     ours = rates["medvl"]
     print(f"\n{title:26}{'pairs/s':>10}   medvl is")
     for name, theirs in rates.items():

@@ -1,12 +1,12 @@
-"""Readers against mutated files: whatever a file holds, a reader reads it or raises one of medvl's own errors.
+"""Fuzzing of readers: every mutated file must be read or raise one of medvl's errors.
 
-    python scripts/fuzz.py                              # 10,000 mutations of each reader, some minutes on a core
+    python scripts/fuzz.py                              # 10,000 mutations per reader, some minutes on one core
     python scripts/fuzz.py dicom report --count 500
-    python scripts/fuzz.py dicom --only 4711            # one mutation again, with its traceback
+    python scripts/fuzz.py dicom --only 4711            # repeat one mutation, with its traceback
 
-A mutation is decided by (seed, reader, number): bits are flipped, bytes replaced, cut out, doubled or moved, numbers
-set to their extremes, ends cut off. Each reader runs in a process of its own, so that one that is killed by the system
-is found too; a mutation that takes over ten seconds counts as found. Exit status 1 where anything was found.
+A mutation is determined by (seed, reader, number): bits flipped, bytes replaced, removed, duplicated or moved, numbers
+set to extreme values, ends truncated. Each reader runs in a process of its own, so that crashes are detected; more than
+ten seconds for a mutation is a failure. The exit status is 1 after any failure.
 """
 
 import argparse
@@ -33,8 +33,10 @@ import numpy as np
 
 from medvl.errors import MedvlError
 
+# The readers under test are internals, imported in the functions below.
+
 SECONDS = 10
-EDGES = (
+EXTREME_VALUES = (
     b"\xff\xff\xff\xff",
     b"\0\0\0\0",
     b"\xff\xff",
@@ -54,33 +56,33 @@ PYDICOM_FILES = (
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """What reads a file, and sound files for it."""
+    """A reading function with valid files."""
 
     read: Callable[[Path], Any]
-    """Of a path that holds the mutated bytes."""
-    sound: Sequence[bytes]
+    """Function that reads the file at a path."""
+    valid: Sequence[bytes]
 
 
 @dataclasses.dataclass
 class Tally:
-    """What became of the mutations."""
+    """Outcomes of the mutations."""
 
     read: int = 0
-    refused: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Type of medvl's error -> how often."""
-    found: list[str] = dataclasses.field(default_factory=list)
-    """What should not have happened."""
+    rejected: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Type of medvl's error -> count."""
+    failures: list[str] = dataclasses.field(default_factory=list)
+    """Descriptions of failures."""
     slowest: float = 0.0
 
 
 def mutated(data: bytes, rng: np.random.Generator) -> bytes:
-    """One to six changes of a file."""
+    """Return the data with one to six changes."""
     changed = bytearray(data)
     for _ in range(int(rng.integers(1, 7))):
         size = len(changed)
         if size == 0:
             break
-        # Headers decide most: the first bytes are hit more often than the rest.
+        # Headers matter most, so the first bytes are changed more often.
         start = int(rng.integers(min(size, 2048) if rng.random() < 0.6 else size))
         length = int(rng.integers(1, 9))
         match int(rng.integers(8)):
@@ -89,8 +91,8 @@ def mutated(data: bytes, rng: np.random.Generator) -> bytes:
             case 2:
                 changed[start : start + length] = rng.bytes(length)
             case 3:
-                edge = EDGES[int(rng.integers(len(EDGES)))]
-                changed[start : start + len(edge)] = edge
+                extreme = EXTREME_VALUES[int(rng.integers(len(EXTREME_VALUES)))]
+                changed[start : start + len(extreme)] = extreme
             case 4:
                 del changed[start : start + int(rng.integers(1, 600))]
             case 5:
@@ -106,21 +108,21 @@ def mutated(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 def mutation(name: str, reader: Reader, seed: int, number: int) -> bytes:
-    """Mutation `number` of a reader's sound files."""
+    """Return mutation `number` of a reader's valid files."""
     rng = np.random.default_rng([seed, zlib.crc32(name.encode()), number])
-    return mutated(reader.sound[number % len(reader.sound)], rng)
+    return mutated(reader.valid[number % len(reader.valid)], rng)
 
 
 def fuzz(
-    name: str, reader: Reader, seed: int, numbers: Sequence[int], scratch: Path, at: Callable[[int], None]
+    name: str, reader: Reader, seed: int, numbers: Sequence[int], scratch: Path, report_progress: Callable[[int], None]
 ) -> Tally:
-    """Let a reader read mutations; `at` is told the number of each before it is read."""
+    """Read mutations and count the outcomes; `report_progress` is called with the number of each before it is read."""
     tally, path = Tally(), scratch / f"{name}.bin"
-    signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGALRM, _raise_timeout)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # pydicom's, of what it meets
+        warnings.simplefilter("ignore")  # of pydicom, about damaged files
         for number in numbers:
-            at(number)
+            report_progress(number)
             path.write_bytes(mutation(name, reader, seed, number))
             started = time.perf_counter()
             signal.alarm(SECONDS)
@@ -128,18 +130,18 @@ def fuzz(
                 reader.read(path)
                 tally.read += 1
             except MedvlError as error:
-                tally.refused[type(error).__name__] += 1
+                tally.rejected[type(error).__name__] += 1
             except Exception as error:
-                where = traceback.extract_tb(error.__traceback__)[-1]
-                text = f"mutation {number}: {type(error).__name__} in {Path(where.filename).name}:{where.lineno}"
-                tally.found.append(text)
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                text = f"mutation {number}: {type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}"
+                tally.failures.append(text)
             finally:
                 signal.alarm(0)
             tally.slowest = max(tally.slowest, time.perf_counter() - started)
     return tally
 
 
-def _too_long(number: int, frame: FrameType | None) -> None:
+def _raise_timeout(number: int, frame: FrameType | None) -> None:
     raise TimeoutError(f"over {SECONDS} s")
 
 
@@ -159,8 +161,8 @@ def _image(scratch: Path) -> Reader:
 
     grey = np.random.default_rng(0).integers(0, 256, (48, 40), dtype=np.uint8)
     color = np.repeat(grey[:, :, None], 3, axis=2)
-    sound = [encode_jpeg(grey), encode_jpeg(color), encode_png(grey), encode_png(grey.astype(np.uint16) * 257)]
-    return Reader(lambda path: decode_image(path.read_bytes(), color=True, max_pixels=1 << 20), sound)
+    valid = [encode_jpeg(grey), encode_jpeg(color), encode_png(grey), encode_png(grey.astype(np.uint16) * 257)]
+    return Reader(lambda path: decode_image(path.read_bytes(), color=True, max_pixels=1 << 20), valid)
 
 
 def _report(scratch: Path) -> Reader:
@@ -168,12 +170,12 @@ def _report(scratch: Path) -> Reader:
     from medvl.data import read_report
 
     phantom.write_mimic_cxr(scratch / "corpus", patients=3, size=64, workers=1)
-    sound = [path.read_bytes() for path in sorted((scratch / "corpus").rglob("s*.txt"))]
-    return Reader(lambda path: read_report(path).sentences(), sound)
+    valid = [path.read_bytes() for path in sorted((scratch / "corpus").rglob("s*.txt"))]
+    return Reader(lambda path: read_report(path).sentences(), valid)
 
 
 def _shards(scratch: Path) -> Path:
-    """A folder of one shard with four samples."""
+    """Write a folder with one shard of four samples."""
     from medvl.data import Deidentifier, Plan, Record, ShardOptions, ShardRun, encode_png, write_shards
     from medvl.schema import Sample
 
@@ -200,7 +202,7 @@ def _shards(scratch: Path) -> Path:
 
 
 def _read_all(folder: Path) -> None:
-    """Every sample by the index, as the loader does; a sample that cannot be read does not end it."""
+    """Read every sample by the index, as the loader does, skipping unreadable samples."""
     from medvl.data import ShardSource
 
     source = ShardSource(folder)
@@ -213,7 +215,7 @@ def _read_all(folder: Path) -> None:
 
 
 def _tar(scratch: Path) -> Reader:
-    """Read three ways: as a stream, as verify does under true hashes, and by the index."""
+    """Return a reader of tars as a stream, with verification under correct hashes, and by the index."""
     from medvl.common.files import sha256
     from medvl.data import read_samples, sample_from_json, verify_folder
 
@@ -230,7 +232,7 @@ def _tar(scratch: Path) -> Reader:
         for raw in read_samples(io.BytesIO(path.read_bytes()), "it"):
             try:
                 sample_from_json(raw.get("json", b""))
-            except ValueError:  # what it promises; the loaders make a skipped sample of it
+            except ValueError:  # documented; loaders skip the sample
                 continue
 
     return Reader(read, [tar.read_bytes()])
@@ -255,16 +257,16 @@ def _manifest(scratch: Path) -> Reader:
 
     def read(path: Path) -> None:
         shutil.copyfile(path, manifest)
-        found = verify_folder(folder)
-        check_against(found.manifest, dataclasses.replace(found.manifest, patients=()))
-        assert found.manifest.fingerprint
+        verified = verify_folder(folder)
+        check_against(verified.manifest, dataclasses.replace(verified.manifest, patients=()))
+        assert verified.manifest.fingerprint
         _read_all(folder)
 
     return Reader(read, [manifest.read_bytes()])
 
 
 def _pickle(scratch: Path) -> Reader:
-    """Checkpoints of other projects, as `medvl import` reads them."""
+    """Return a reader of other projects' checkpoints, as in `medvl import`."""
     import torch
 
     from medvl.export.importers.torch_reader import read_checkpoint
@@ -274,26 +276,26 @@ def _pickle(scratch: Path) -> Reader:
         "hyper_parameters": argparse.Namespace(lr=1e-4, path=Path("data")),
         "epoch": 3,
     }
-    sound = []
+    valid = []
     for zipped, saved in ((True, content), (False, content["state_dict"])):
-        torch.save(saved, scratch / "sound.pt", _use_new_zipfile_serialization=zipped)
-        sound.append((scratch / "sound.pt").read_bytes())
-    return Reader(lambda path: read_checkpoint(path), sound)
+        torch.save(saved, scratch / "valid.pt", _use_new_zipfile_serialization=zipped)
+        valid.append((scratch / "valid.pt").read_bytes())
+    return Reader(lambda path: read_checkpoint(path), valid)
 
 
 def _safetensors(scratch: Path) -> Reader:
     import safetensors.torch
     import torch
 
-    from medvl.encoders.pretrained import read_tensors
+    from medvl.encoders import read_tensors
 
-    sound = safetensors.torch.save({"a": torch.arange(6.0), "b": torch.ones(2, 3).half()})
+    valid = safetensors.torch.save({"a": torch.arange(6.0), "b": torch.ones(2, 3).half()})
 
     def read(path: Path) -> None:
         shutil.copyfile(path, path.with_suffix(".safetensors"))
         read_tensors(path.with_suffix(".safetensors"))
 
-    return Reader(read, [sound])
+    return Reader(read, [valid])
 
 
 READERS: dict[str, Callable[[Path], Reader]] = {
@@ -306,21 +308,21 @@ READERS: dict[str, Callable[[Path], Reader]] = {
     "pickle": _pickle,
     "safetensors": _safetensors,
 }
-"""By name; each is made in a folder of its own."""
+"""Name -> function that builds a reader in a folder of its own."""
 
 
 def _in_process(name: str, seed: int, count: int, place: Any, results: Any) -> None:
-    def at(number: int) -> None:
+    def report_progress(number: int) -> None:
         place.value = number
 
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # decoders in Rust print each panic, though it is caught
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # decoders in Rust print caught panics
     with tempfile.TemporaryDirectory() as folder:
         reader = READERS[name](Path(folder))
-        results.put(fuzz(name, reader, seed, range(count), Path(folder), at))
+        results.put(fuzz(name, reader, seed, range(count), Path(folder), report_progress))
 
 
 def survey(name: str, seed: int, count: int) -> Tally:
-    """Fuzz a reader in a process of its own; the signal that ended it, if one did, is among what was found."""
+    """Fuzz a reader in a process of its own; its abnormal exit is a failure."""
     context = multiprocessing.get_context("spawn")
     place, results = context.Value("q", -1), context.SimpleQueue()
     process = context.Process(target=_in_process, args=(name, seed, count, place, results))
@@ -328,16 +330,16 @@ def survey(name: str, seed: int, count: int) -> Tally:
     process.join()
     if process.exitcode == 0:
         return results.get()
-    return Tally(found=[f"mutation {place.value}: the process ended with {process.exitcode}"])
+    return Tally(failures=[f"mutation {place.value}: the process ended with {process.exitcode}"])
 
 
 def main() -> None:
-    """Fuzz, and print a table."""
+    """Run the fuzzer and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("readers", nargs="*", choices=[*READERS, []], help="default: all")
-    parser.add_argument("--count", type=int, default=10_000, help="mutations of each reader")
+    parser.add_argument("--count", type=int, default=10_000, help="mutations per reader")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="this mutation of one reader, with its traceback")
+    parser.add_argument("--only", type=int, help="repeat this mutation of one reader, with its traceback")
     options = parser.parse_args()
     if options.only is not None:
         with tempfile.TemporaryDirectory() as folder:
@@ -346,18 +348,18 @@ def main() -> None:
             (Path(folder) / "one.bin").write_bytes(mutation(name, reader, options.seed, options.only))
             print(reader.read(Path(folder) / "one.bin"))
         return
-    print("| reader | mutations | read | refused | found | slowest |\n|---|---|---|---|---|---|")
-    found: dict[str, list[str]] = {}
+    print("| reader | mutations | read | rejected | failures | slowest |\n|---|---|---|---|---|---|")
+    failures: dict[str, list[str]] = {}
     for name in options.readers or READERS:
         tally = survey(name, options.seed, options.count)
-        refused = ", ".join(f"{count} {kind}" for kind, count in tally.refused.most_common())
-        cells = (name, options.count, tally.read, refused or "–", len(tally.found), f"{tally.slowest:.2f} s")
+        rejected = ", ".join(f"{count} {kind}" for kind, count in tally.rejected.most_common())
+        cells = (name, options.count, tally.read, rejected or "–", len(tally.failures), f"{tally.slowest:.2f} s")
         print(f"| {' | '.join(map(str, cells))} |", flush=True)
-        found[name] = tally.found
-    for name, texts in found.items():
+        failures[name] = tally.failures
+    for name, texts in failures.items():
         for text in texts[:20]:
             print(f"{name}: {text}")
-    sys.exit(1 if any(found.values()) else 0)
+    sys.exit(1 if any(failures.values()) else 0)
 
 
 if __name__ == "__main__":

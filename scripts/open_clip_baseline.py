@@ -1,4 +1,4 @@
-"""open_clip's model under its own trainer, and under a loop as tutorials write it: what medvl is measured against."""
+"""open_clip's model under its own trainer, and in a plain training loop: baselines of `benchmark_train.py`."""
 
 import argparse
 import csv
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+# Internals on purpose: both contenders are timed and run with the same device and precision code.
 from medvl.train.doctor.timers import synchronize
 from medvl.train.optim.precision import Precision
 from medvl.train.parallel.distributed import RankInfo
@@ -22,32 +23,32 @@ SMALL: dict[str, Any] = {
     "vision_cfg": {"image_size": 112, "patch_size": 16, "width": 192, "layers": 4, "head_width": 64},
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 192, "layers": 3, "heads": 3},
 }
-"""A CLIP for two cores, in open_clip's words."""
+"""Configuration of a small CLIP for two cores, with open_clip's names."""
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 LR, WEIGHT_DECAY = 1e-5, 0.2
 
 
-def sizes_of(model: str) -> dict[str, Any]:
-    """The configuration of open_clip's model, or of the small one."""
+def model_sizes(model: str) -> dict[str, Any]:
+    """Return the configuration of an open_clip model, or of the small one."""
     import open_clip
 
     return SMALL if model == "small" else open_clip.get_model_config(model)
 
 
 class OpenClip:
-    """open_clip's model under its own trainer, or under a plain loop."""
+    """open_clip's model with its own trainer and with a plain training step."""
 
     def __init__(self, options: argparse.Namespace, world: RankInfo) -> None:
         import open_clip
 
-        sizes = sizes_of(options.model)
+        sizes = model_sizes(options.model)
         self.model: nn.Module = open_clip.CLIP(**sizes, output_dict=True).to(world.device)
-        self.called: Any = torch.compile(self.model) if options.compile else self.model
+        self.compiled: Any = torch.compile(self.model) if options.compile else self.model
         self.loss, self.world = open_clip.ClipLoss(), world
         self.train_one_epoch = import_module("open_clip_train.train").train_one_epoch
-        plain = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
+        no_decay = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
         weights = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
-        groups = [{"params": plain, "weight_decay": 0.0}, {"params": weights, "weight_decay": WEIGHT_DECAY}]
+        groups = [{"params": no_decay, "weight_decay": 0.0}, {"params": weights, "weight_decay": WEIGHT_DECAY}]
         self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.98), eps=1e-6)
         self.arguments = SimpleNamespace(
             device=str(world.device), precision="amp_bf16" if options.precision == "bf16" else "fp32", distill=False,
@@ -56,35 +57,35 @@ class OpenClip:
         )  # fmt: skip
         self.autocast, self.clock = Precision(options.precision, world.device).autocast, CLOCKS[options.clock]
 
-    def trainer(self, batches: Iterable[tuple[Tensor, Tensor]], steps: int, marks: list[float]) -> None:
-        """`open_clip_train.train.train_one_epoch`; the time of each step's start goes into `marks`."""
+    def trainer(self, batches: Iterable[tuple[Tensor, Tensor]], steps: int, step_times: list[float]) -> None:
+        """Run `open_clip_train.train.train_one_epoch`, appending the start time of each step to `step_times`."""
         loader = SizedLoader(batches, steps, self.arguments.batch_size)
         data = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda epoch: None)}
 
         def scheduler(step: int) -> None:
             synchronize(self.world.device)
-            marks.append(self.clock())
+            step_times.append(self.clock())
 
         self.train_one_epoch(
-            self.called, data, self.loss, 0, self.optimizer, None, scheduler, None, self.arguments, tb_writer=None
+            self.compiled, data, self.loss, 0, self.optimizer, None, scheduler, None, self.arguments, tb_writer=None
         )
         synchronize(self.world.device)
-        marks.append(self.clock())
+        step_times.append(self.clock())
 
     def plain(self, images_BCHW: Tensor, ids_BT: Tensor) -> float:
-        """A training step as tutorials write it."""
+        """Run a training step as in tutorials."""
         device = self.world.device
         images_BCHW, ids_BT = images_BCHW.to(device), ids_BT.to(device)
         self.optimizer.zero_grad()
         with self.autocast():
-            loss = self.loss(**self.called(images_BCHW, ids_BT))
+            loss = self.loss(**self.compiled(images_BCHW, ids_BT))
         loss.backward()
         self.optimizer.step()
         return loss.item()
 
 
 class SizedLoader:
-    """What open_clip's trainer asks of a loader."""
+    """Loader with the attributes that open_clip's trainer needs."""
 
     def __init__(self, batches: Iterable[tuple[Tensor, Tensor]], steps: int, batch: int) -> None:
         self.batches, self.num_batches, self.num_samples = batches, steps, steps * batch
@@ -95,7 +96,7 @@ class SizedLoader:
 
 
 class PairsOfFiles(Dataset[tuple[Tensor, Tensor]]):
-    """The dataset of many repositories: a CSV, Pillow, torchvision."""
+    """Common dataset: a CSV, Pillow and torchvision."""
 
     def __init__(self, table: Path, transform: Callable[[Any], Tensor], tokenize: Callable[[str], Tensor]) -> None:
         with table.open(newline="") as file:

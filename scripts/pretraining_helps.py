@@ -1,12 +1,11 @@
-"""What pretraining adds to visual question answering: the same fine-tuning from a checkpoint and from random weights.
+"""Effect of pretraining on visual question answering: fine-tuning from a checkpoint and from random weights.
 
     python scripts/pretraining_helps.py --start quickstart/m3ae/best --train quickstart/vqa/train \\
         --valid quickstart/vqa-valid/test --test quickstart/vqa/test --out quickstart/m3ae-helps
 
-Fine-tunes `recipes/vqa_finetune.py` seed by seed from both, judges all of it on the same questions, and prints each run
-and the means over seeds with intervals bootstrapped over images, and over the same images the difference of the two.
-Random weights are the checkpoint's own system and sizes. What stands behind `--` goes to the recipe. A run that has
-ended is not repeated.
+Fine-tunes `recipes/vqa_finetune.py` from both for every seed, evaluates all runs on the same questions, and prints each
+run, the means over seeds and their difference, with intervals from a bootstrap over images. Random weights have the
+checkpoint's system and sizes. Arguments after `--` are passed to the recipe. Finished runs are not repeated.
 """
 
 import argparse
@@ -22,11 +21,10 @@ from numpy.typing import NDArray
 import medvl
 from medvl.data import ShardSource
 from medvl.errors import MedvlError
-from medvl.eval.core.bootstrap import bootstrap
-from medvl.eval.vqa.predict import question_data
-from medvl.eval.vqa.question_set import VQAData
-from medvl.models import create_model
-from medvl.models.checkpoint import save
+from medvl.eval import VQAData
+from medvl.eval.core.bootstrap import bootstrap  # internal: intervals of a mean over questions
+from medvl.eval.vqa.predict import question_data  # internal: questions in the order of the predictions
+from medvl.models import create_model, save
 from medvl.train import seeded
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "vqa_finetune.py"
@@ -34,30 +32,34 @@ STARTS = ("pretrained", "random")
 
 
 def main() -> None:
-    """Train what is missing, then compare."""
+    """Train and evaluate missing runs, then print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", type=Path, required=True, help="checkpoint of the pretrained model")
     for name in ("train", "valid", "test"):
         parser.add_argument(f"--{name}", type=Path, required=True, help=f"folder of shards with questions to {name}")
-    parser.add_argument("--out", type=Path, required=True, help="gets the runs")
-    parser.add_argument("--preset", default="tiny", help="of the recipe (default: tiny)")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
+    parser.add_argument("--preset", default="tiny", help="preset of the recipe (default: tiny)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("recipe_options", nargs="*", help="behind --: options of the recipe")
+    parser.add_argument("recipe_options", nargs="*", help="after --: options of the recipe")
     options = parser.parse_args()
     for seed in options.seeds:
         for start in STARTS:
-            answer(options, start, seed)
+            fine_tune(options, start, seed)
     data = question_data([ShardSource(options.test)]).part("test")
     credit_SRN = np.array([[credits_of(options.out / f"{s}-{seed}", data) for seed in options.seeds] for s in STARTS])
     print(table(credit_SRN, data, options.seeds))
 
 
-def answer(options: argparse.Namespace, start: str, seed: int) -> None:
-    """Fine-tune and answer the test questions, unless that has been done."""
+def fine_tune(options: argparse.Namespace, start: str, seed: int) -> None:
+    """Fine-tune and answer the test questions, unless the results exist."""
     run = options.out / f"{start}-{seed}"
     if (run / "answers" / "results.json").is_file():
         return
-    checkpoint = options.start if start == "pretrained" else blank(options.start, options.out / f"blank-{seed}", seed)
+    checkpoint = (
+        options.start
+        if start == "pretrained"
+        else random_checkpoint(options.start, options.out / f"random-weights-{seed}", seed)
+    )
     arguments = [options.preset, "--init-from", checkpoint, "--train.seed", seed, "--train.run-dir", run]
     arguments += ["--data.train", options.train, "--data.valid", options.valid, *options.recipe_options]
     subprocess.run([sys.executable, RECIPE, *map(str, arguments)], check=True)
@@ -65,8 +67,8 @@ def answer(options: argparse.Namespace, start: str, seed: int) -> None:
     subprocess.run([sys.executable, "-m", "medvl", *map(str, judge), "--out", run / "answers"], check=True)
 
 
-def blank(start: Path, folder: Path, seed: int) -> Path:
-    """A checkpoint of the same system and sizes at random weights."""
+def random_checkpoint(start: Path, folder: Path, seed: int) -> Path:
+    """Save a checkpoint of the same system and sizes with random weights; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     trained = medvl.load(start)
     with seeded(seed):
@@ -75,39 +77,40 @@ def blank(start: Path, folder: Path, seed: int) -> Path:
 
 
 def credits_of(run: Path, data: VQAData) -> list[float]:
-    """Of every question of `data`, in its order."""
+    """Return the credit of every question of `data`, in its order."""
     rows = map(json.loads, (run / "answers" / "predictions.jsonl").read_text(encoding="utf-8").splitlines())
     credit = {row["id"]: float(row["model_credit"]) for row in rows}
     return [credit[question.id] for question in data.questions]
 
 
 def table(credit_SRN: NDArray[np.float64], data: VQAData, seeds: Sequence[int]) -> str:
-    """Overall, closed and open accuracy of every run, their means over seeds, and the difference of the starts."""
+    """Return a table of overall, closed and open accuracy: each run, means over seeds, difference of the means."""
     closed_N = np.array([question.answer_type == "closed" for question in data.questions])
     parts = (np.ones_like(closed_N), closed_N, ~closed_N)
     means_SN = credit_SRN.mean(axis=1)
     lines = {
         f"{s}, seed {seed}": run_N
-        for s, of in zip(STARTS, credit_SRN, strict=True)
-        for seed, run_N in zip(seeds, of, strict=True)
+        for s, runs_RN in zip(STARTS, credit_SRN, strict=True)
+        for seed, run_N in zip(seeds, runs_RN, strict=True)
     }
     lines |= {f"{s}, mean": mean_N for s, mean_N in zip(STARTS, means_SN, strict=True)}
     lines["difference of the means"] = means_SN[0] - means_SN[1]
     texts = [f"{'':24}{'overall':>24}{'closed':>24}{'open':>24}"]
     for name, value_N in lines.items():
         cells = [
-            interval(value_N[part], [g for g, kept in zip(data.groups, part, strict=True) if kept]) for part in parts
+            interval(value_N[part], [g for g, included in zip(data.groups, part, strict=True) if included])
+            for part in parts
         ]
         texts.append(f"{name:24}" + "".join(f"{cell:>24}" for cell in cells))
     return "\n".join(texts)
 
 
 def interval(value_N: NDArray[np.float64], groups: Sequence[str]) -> str:
-    """The mean, with its 95 % interval over images."""
-    found = bootstrap(
+    """Return the mean with its 95% interval over images."""
+    result = bootstrap(
         lambda counts_NR: (value_N @ counts_NR / counts_NR.sum(axis=0))[:, None], len(value_N), groups=groups
     )
-    return f"{found.value_K[0]:.3f} [{found.low_K[0]:.3f}, {found.high_K[0]:.3f}]"
+    return f"{result.value_K[0]:.3f} [{result.low_K[0]:.3f}, {result.high_K[0]:.3f}]"
 
 
 if __name__ == "__main__":

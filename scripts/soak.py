@@ -1,14 +1,14 @@
-"""A run that is killed, stopped and damaged again and again, against one that is left alone; and memory over steps.
+"""Soak test: a training run with repeated faults compared with an undisturbed one, and memory over many steps.
 
-    python scripts/soak.py                       # an hour
-    python scripts/soak.py --minutes 2           # ... or less
-    python scripts/soak.py --steps 10000         # memory over 10,000 steps, no disturbances
+    python scripts/soak.py                       # one hour
+    python scripts/soak.py --minutes 2           # shorter
+    python scripts/soak.py --steps 10000         # memory over 10,000 steps, without faults
 
-The first trains the recipe `convirt_mimic.py tiny` on a small phantom, once undisturbed and then, as often as the time
-allows, with random kills (SIGKILL of the run or of a loader's worker, SIGTERM), pauses, damage to the newest
-checkpoint, rubbish in the run's folder, and another number of workers in each life. Every such run must end with the
-records and the weights of the undisturbed one, bit for bit. The second prints the memory of a long run and of its
-worker, and the slope of a line through it. Exit status 1 where a run differs or memory grows.
+Trains the recipe `convirt_mimic.py tiny` on a small phantom, once undisturbed and then repeatedly with random kills
+(SIGKILL of the run or of a loader worker, SIGTERM), pauses, damage to the newest checkpoint, partial files in the run's
+folder, and another number of workers at each restart. Records and weights of every run must be bitwise equal to those
+of the undisturbed run. With `--steps`, prints the memory of a long run and its worker, and the slope of a fitted line.
+The exit status is 1 if a run differs or memory grows.
 """
 
 import argparse
@@ -32,17 +32,17 @@ import numpy as np
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINT_EVERY = 4
-MOST_LIVES = 200
+MAX_RESTARTS = 200
 STEADY_MEMORY = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
 }
-"""glibc otherwise keeps what is freed between what is not, and oneDNN up to 1,024 kernels, one more for every length of
-text that it has not met: a hundred MB more or less, no leak, but it hides one."""
+"""Settings that return freed memory to the system and limit oneDNN's kernel cache (1,024 kernels by default, one per
+text length), whose variation of 100 MB would hide a leak."""
 GROWTH_MB = 2.0
-"""Of a thousand steps, above which memory is said to grow: a tensor that is kept a step is far above it."""
+"""Limit of growth in MB per thousand steps; a leak of one tensor per step is far above it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Bench:
 
     home: Path
 
-    def make(self) -> None:
-        """Corpus, shards and vocabulary, as a user makes them."""
+    def prepare(self) -> None:
+        """Create corpus, shards and vocabulary with the command line."""
         self.home.mkdir(parents=True, exist_ok=True)
         (self.home / "salt").write_text("5a" * 32 + "\n")
         corpus, shards = str(self.home / "corpus"), str(self.home / "shards")
@@ -68,12 +68,12 @@ class Bench:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of every command: one thread, no network, memory that is freed goes back to the system."""
+        """Environment of every command: one thread, no network, freed memory returned to the system."""
         fixed = {"MEDVL_SALT_FILE": str(self.home / "salt"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         return {**os.environ, **STEADY_MEMORY, "NO_ALBUMENTATIONS_UPDATE": "1", "PYTHONPATH": str(ROOT), **fixed}
 
     def train(self, name: str, steps: int, workers: int, **changes: object) -> subprocess.Popen[str]:
-        """Start the recipe; what it says comes over stderr."""
+        """Start the recipe, with its log on stderr."""
         settings = {
             "data.train": self.home / "shards" / "train",
             "data.valid": self.home / "shards" / "validate",
@@ -100,8 +100,8 @@ class Bench:
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=self.home, env=self.environment
         )
 
-    def outcome(self, name: str) -> tuple[str, list[dict[str, object]]]:
-        """Hash of the last weights, and the records without what depends on the clock."""
+    def result(self, name: str) -> tuple[str, list[dict[str, object]]]:
+        """Return the hash of the last weights, and the records without timings."""
         weights = (self.home / name / "last" / "model.safetensors").read_bytes()
         rows = [json.loads(line) for line in (self.home / name / "metrics.jsonl").read_text().splitlines()]
         for row in rows:
@@ -109,24 +109,24 @@ class Bench:
         return hashlib.sha256(weights).hexdigest(), rows
 
 
-def until_step(stderr: IO[str], step: int) -> str:
-    """Read what a run says until it has made a step, or ends; the last lines."""
-    told: list[str] = []
+def read_until_step(stderr: IO[str], step: int) -> str:
+    """Read the log of a run until it reaches a step or ends; return the last lines."""
+    log: list[str] = []
     for line in stderr:
-        told = [*told[-5:], line]
-        found = re.search(r"step (\d+) of \d+:", line)
-        if found and int(found[1]) >= step:
+        log = [*log[-5:], line]
+        match = re.search(r"step (\d+) of \d+:", line)
+        if match and int(match[1]) >= step:
             break
-    return "".join(told)
+    return "".join(log)
 
 
 def newest_step(run_dir: Path) -> int:
-    """The step of the newest checkpoint folder, sound or not; 0 where there is none."""
+    """Return the step of the newest checkpoint folder, intact or not; 0 without one."""
     return max((int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*")), default=0)
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started."""
+    """Return the child processes of a process."""
     try:
         return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:  # it has ended
@@ -134,7 +134,7 @@ def children(pid: int) -> list[int]:
 
 
 def damage(run_dir: Path, rng: random.Random) -> str | None:
-    """Spoil a file of the newest of several checkpoints; how, or None where there are too few."""
+    """Damage a file of the newest checkpoint and return how; None if there are fewer than two checkpoints."""
     folders = sorted((run_dir / "checkpoints").glob("step-*"))
     if len(folders) < 2:
         return None
@@ -151,8 +151,8 @@ def damage(run_dir: Path, rng: random.Random) -> str | None:
     return f"checkpoint {how}"
 
 
-def litter(run_dir: Path) -> None:
-    """What a run that is killed while it writes leaves behind, and half a record."""
+def leave_partial_files(run_dir: Path) -> None:
+    """Leave a partial checkpoint and half a record, as a run killed during writing."""
     half = run_dir / "checkpoints" / ".step-99999999.new"
     half.mkdir(parents=True, exist_ok=True)
     (half / "model.safetensors").write_bytes(b"half")
@@ -161,8 +161,8 @@ def litter(run_dir: Path) -> None:
 
 
 def disturb(process: subprocess.Popen[str], rng: random.Random) -> str:
-    """Do something to a run; what."""
-    how = rng.choice(["killed", "killed", "told to stop", "worker killed", "paused and killed"])
+    """Disturb a run at random and return how."""
+    how = rng.choice(["killed", "killed", "terminated", "worker killed", "paused and killed"])
     workers = children(process.pid)
     if how == "worker killed" and workers:
         os.kill(rng.choice(workers), signal.SIGKILL)
@@ -171,74 +171,74 @@ def disturb(process: subprocess.Popen[str], rng: random.Random) -> str:
         process.send_signal(signal.SIGSTOP)
         time.sleep(0.5)
         process.send_signal(signal.SIGCONT)
-    process.send_signal(signal.SIGTERM if how == "told to stop" else signal.SIGKILL)
+    process.send_signal(signal.SIGTERM if how == "terminated" else signal.SIGKILL)
     return "killed" if how == "worker killed" else how
 
 
 def disturbed_run(bench: Bench, name: str, steps: int, end: float, rng: random.Random) -> Counter[str]:
-    """A run through as many lives as it takes; after `end` it is left alone. What was done to it, by kind."""
+    """Restart a run with disturbances until it finishes, undisturbed after `end`; return their counts by kind."""
     done: Counter[str] = Counter()
     run_dir = bench.home / name
-    while done["lives"] < MOST_LIVES:
-        done["lives"] += 1
+    while done["starts"] < MAX_RESTARTS:
+        done["starts"] += 1
         process = bench.train(name, steps, workers=rng.randrange(3))
         assert process.stderr is not None
         goal = newest_step(run_dir) + rng.randrange(0, 2 * CHECKPOINT_EVERY)
-        left_alone = goal >= steps or time.monotonic() > end
-        told = until_step(process.stderr, steps + 1 if left_alone else goal)
-        if not left_alone and process.poll() is None:
+        undisturbed = goal >= steps or time.monotonic() > end
+        log = read_until_step(process.stderr, steps + 1 if undisturbed else goal)
+        if not undisturbed and process.poll() is None:
             done[disturb(process, rng)] += 1
-        told += process.stderr.read()
+        log += process.stderr.read()
         status = process.wait()
         if status == 0 and newest_step(run_dir) >= steps:
             return done
-        if left_alone:
-            sys.exit(f"a run that was left alone ended with status {status}:\n{told}")
+        if undisturbed:
+            sys.exit(f"an undisturbed run ended with status {status}:\n{log}")
         if rng.random() < 0.4 and (how := damage(run_dir, rng)) is not None:
             done[how] += 1
         if rng.random() < 0.3:
-            litter(run_dir)
-            done["littered"] += 1
-    sys.exit(f"{name} did not end in {MOST_LIVES} lives")
+            leave_partial_files(run_dir)
+            done["partial files"] += 1
+    sys.exit(f"{name} did not finish within {MAX_RESTARTS} restarts")
 
 
 def soak(bench: Bench, minutes: float, steps: int, seed: int) -> bool:
-    """Disturbed runs until the time is up; whether each was the undisturbed one."""
+    """Repeat disturbed runs until the time is over; return whether all equal the undisturbed one."""
     end = time.monotonic() + 60 * minutes
     process = bench.train("undisturbed", steps, workers=0)
-    _, told = process.communicate()
+    _, log = process.communicate()
     if process.returncode:
-        sys.exit(f"the undisturbed run failed:\n{told[-2000:]}")
-    expected = bench.outcome("undisturbed")
+        sys.exit(f"the undisturbed run failed:\n{log[-2000:]}")
+    expected = bench.result("undisturbed")
     rng = random.Random(seed)
-    sound, number = True, 0
+    all_equal, number = True, 0
     print(f"undisturbed: {steps} steps, {len(expected[1])} records, weights {expected[0][:12]}", flush=True)
     while number == 0 or time.monotonic() < end:
         number += 1
         done = disturbed_run(bench, f"run-{number}", steps, end, rng)
-        same = bench.outcome(f"run-{number}") == expected
-        sound &= same
-        what = ", ".join(f"{count} {kind}" for kind, count in sorted(done.items()) if kind != "lives")
-        print(f"run {number}: {done['lives']} lives; {what}: {'the same' if same else 'ANOTHER CURVE'}", flush=True)
+        same = bench.result(f"run-{number}") == expected
+        all_equal &= same
+        what = ", ".join(f"{count} {kind}" for kind, count in sorted(done.items()) if kind != "starts")
+        print(f"run {number}: {done['starts']} starts; {what}: {'equal' if same else 'DIFFERENT'}", flush=True)
         if same:
             shutil.rmtree(bench.home / f"run-{number}")
-    return sound
+    return all_equal
 
 
 def memory_mb(pid: int) -> float:
-    """Resident memory of a process, without what it shares with files (the mapped shards)."""
+    """Return the resident memory of a process in MB, without mapped files (the shards)."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))) / 1024
 
 
 def slope_mb(points: list[tuple[int, float]]) -> float:
-    """MB a thousand steps of a line through the last four fifths of (step, MB)."""
+    """Return the slope of a line through the last 80% of (step, MB), in MB per thousand steps."""
     step, size = np.array(points[len(points) // 5 :]).T
     return float(np.polyfit(step, size, 1)[0] * 1000)
 
 
 def watch_memory(bench: Bench, steps: int) -> bool:
-    """Print the memory of a long run and its worker; whether it stays what it is."""
+    """Print the memory of a long run and its worker; return whether it is stable."""
     every = max(1, steps // 100)
     process = bench.train(
         "long", steps, workers=1, model__image_size=32, data__image__size=32, train__log_every=every,
@@ -248,9 +248,9 @@ def watch_memory(bench: Bench, steps: int) -> bool:
     own: list[tuple[int, float]] = []
     worker: list[tuple[int, float]] = []
     for line in process.stderr:
-        found = re.search(r"step (\d+) of \d+:", line)
-        if found and int(found[1]) < steps:
-            step = int(found[1])
+        match = re.search(r"step (\d+) of \d+:", line)
+        if match and int(match[1]) < steps:
+            step = int(match[1])
             own.append((step, memory_mb(process.pid)))
             worker.append((step, sum(memory_mb(child) for child in children(process.pid))))
             if step % (10 * every) == 0:
@@ -258,29 +258,29 @@ def watch_memory(bench: Bench, steps: int) -> bool:
     if process.wait():
         sys.exit(f"the run ended with status {process.returncode}")
     slopes = slope_mb(own), slope_mb(worker)
-    print(f"a thousand steps add {slopes[0]:+.2f} MB to the run and {slopes[1]:+.2f} MB to its workers")
+    print(f"memory per thousand steps: run {slopes[0]:+.2f} MB, workers {slopes[1]:+.2f} MB")
     return max(slopes) < GROWTH_MB
 
 
 def main() -> None:
-    """Make the data, then soak or watch."""
+    """Prepare the data, then run the soak test or measure memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--minutes", type=float, default=60.0, help="after that, the run at hand is left alone to its end"
+        "--minutes", type=float, default=60.0, help="duration; the current run then finishes undisturbed"
     )
     parser.add_argument("--steps-a-run", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0, help="of the disturbances")
-    parser.add_argument("--steps", type=int, help="watch the memory over so many steps instead")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the disturbances")
+    parser.add_argument("--steps", type=int, help="measure memory over this many steps instead")
     parser.add_argument("--home", type=Path, help="folder for the data and the runs; default: a temporary one")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(options.home or Path(folder))
-        bench.make()
+        bench.prepare()
         if options.steps is not None:
-            sound = watch_memory(bench, options.steps)
+            passed = watch_memory(bench, options.steps)
         else:
-            sound = soak(bench, options.minutes, options.steps_a_run, options.seed)
-    sys.exit(0 if sound else 1)
+            passed = soak(bench, options.minutes, options.steps_a_run, options.seed)
+    sys.exit(0 if passed else 1)
 
 
 if __name__ == "__main__":

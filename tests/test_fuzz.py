@@ -1,4 +1,4 @@
-"""A short run of scripts/fuzz.py: every reader reads what it is given or raises one of medvl's errors."""
+"""Short run of scripts/fuzz.py: every reader reads a mutated file or raises one of medvl's errors."""
 
 import multiprocessing
 import os
@@ -32,17 +32,17 @@ def test_every_reader_has_a_count() -> None:
 
 @pytest.mark.fault("S15")
 @pytest.mark.parametrize("name", fuzz.READERS)
-def test_mutations_are_read_or_refused_by_type(name: str, tmp_path: Path) -> None:
-    """From number 10,000 on: others than the script's own, so that each release sees some new ones."""
+def test_mutations_are_read_or_raise_an_error_of_medvl(name: str, tmp_path: Path) -> None:
+    """Numbers from 10,000 on are other mutations than those of the script."""
     reader = fuzz.READERS[name](tmp_path)
     tally = fuzz.fuzz(name, reader, 0, range(10_000, 10_000 + COUNTS[name]), tmp_path, lambda number: None)
-    assert not tally.found
+    assert not tally.failures
     assert tally.read > 0
-    assert tally.refused.total() > COUNTS[name] // 20
+    assert tally.rejected.total() > COUNTS[name] // 20
     assert tally.slowest < fuzz.SECONDS
 
 
-def test_a_mutation_is_decided_by_seed_reader_and_number(tmp_path: Path) -> None:
+def test_mutation_depends_on_seed_reader_and_number(tmp_path: Path) -> None:
     reader = fuzz.Reader(lambda path: None, [bytes(range(256)) * 8])
     first = [fuzz.mutation("report", reader, 0, number) for number in range(50)]
     assert first == [fuzz.mutation("report", reader, 0, number) for number in range(50)]
@@ -50,24 +50,23 @@ def test_a_mutation_is_decided_by_seed_reader_and_number(tmp_path: Path) -> None
     assert fuzz.mutation("report", reader, 1, 3) != first[3] != fuzz.mutation("dicom", reader, 0, 3)
 
 
-def test_what_is_no_error_of_medvl_is_found_and_named(tmp_path: Path) -> None:
+def test_other_errors_are_recorded_as_failures(tmp_path: Path) -> None:
     def read(path: Path) -> None:
         if path.read_bytes()[:1] != b"\0":
             raise KeyError("x")
 
     tally = fuzz.fuzz("x", fuzz.Reader(read, [bytes(100)]), 0, range(200), tmp_path, lambda number: None)
     assert tally.read
-    assert tally.read + len(tally.found) == 200
-    assert tally.found[0].endswith(f"KeyError in test_fuzz.py:{read.__code__.co_firstlineno + 2}")
+    assert tally.read + len(tally.failures) == 200
+    assert tally.failures[0].endswith(f"KeyError in test_fuzz.py:{read.__code__.co_firstlineno + 2}")
 
 
-def _die(name: str, seed: int, count: int, place: Any, results: Any) -> None:
+def _kill_itself(name: str, seed: int, count: int, place: Any, results: Any) -> None:
     place.value = 7
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_process_that_is_killed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a decoder that writes where it must not."""
-    monkeypatch.setattr(fuzz, "_in_process", _die)
+def test_killed_process_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz, "_in_process", _kill_itself)
     monkeypatch.setattr(fuzz.multiprocessing, "get_context", lambda kind: forking)
-    assert fuzz.survey("report", 0, 10).found == ["mutation 7: the process ended with -9"]
+    assert fuzz.survey("report", 0, 10).failures == ["mutation 7: the process ended with -9"]

@@ -1,4 +1,4 @@
-"""scripts/soak.py: what it does to a run, what it measures, and a short soak from the command line."""
+"""Tests of scripts/soak.py: disturbances, measurements, and a short soak from the command line."""
 
 import io
 import random
@@ -15,7 +15,7 @@ from helpers.script_modules import SCRIPTS, load_script
 soak = load_script("soak")
 
 
-def test_memory_that_grows_is_told_from_memory_that_does_not() -> None:
+def test_slope_distinguishes_growing_memory() -> None:
     flat = [(step, 500.0 + step % 7) for step in range(100, 10_100, 100)]
     leaking = [(step, size + 0.004 * step) for step, size in flat]
     settling = [(step, size + (90.0 if step > 1500 else 0.0)) for step, size in flat]
@@ -24,7 +24,7 @@ def test_memory_that_grows_is_told_from_memory_that_does_not() -> None:
     assert soak.slope_mb(settling) < soak.GROWTH_MB < soak.slope_mb(leaking)
 
 
-def test_the_memory_of_a_process_is_its_own() -> None:
+def test_memory_of_a_process_is_measured() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", "a = bytearray(b'x') * (64 << 20); print('ready', flush=True); input()"],
         stdin=subprocess.PIPE,
@@ -36,7 +36,7 @@ def test_the_memory_of_a_process_is_its_own() -> None:
         process.kill()
 
 
-def test_only_the_newest_of_several_checkpoints_is_damaged(tmp_path: Path) -> None:
+def test_damage_affects_only_the_newest_checkpoint(tmp_path: Path) -> None:
     def checkpoint(step: int) -> dict[str, bytes]:
         folder = tmp_path / "checkpoints" / f"step-{step:08d}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -58,14 +58,14 @@ def test_only_the_newest_of_several_checkpoints_is_damaged(tmp_path: Path) -> No
     assert soak.newest_step(tmp_path) == 8
 
 
-def test_a_run_is_read_up_to_a_step_or_its_end() -> None:
-    told = io.StringIO("going on\nstep 1 of 9: loss\nstep 2 of 9: loss\nstep 3 of 9: loss\nthe end\n")
-    assert soak.until_step(told, 2).endswith("step 2 of 9: loss\n")
-    assert soak.until_step(told, 8).endswith("the end\n")
+def test_log_is_read_until_a_step_or_its_end() -> None:
+    log = io.StringIO("going on\nstep 1 of 9: loss\nstep 2 of 9: loss\nstep 3 of 9: loss\nthe end\n")
+    assert soak.read_until_step(log, 2).endswith("step 2 of 9: loss\n")
+    assert soak.read_until_step(log, 8).endswith("the end\n")
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_done_to_a_run_ends_it(seed: int) -> None:
+def test_disturbance_ends_a_run(seed: int) -> None:
     code = "import signal, sys, time; print('ready', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -74,15 +74,15 @@ def test_what_is_done_to_a_run_ends_it(seed: int) -> None:
         how = soak.disturb(process, random.Random(seed))
         status = process.wait(timeout=10)
     assert time.monotonic() - started < 10
-    assert status == -(signal.SIGTERM if how == "told to stop" else signal.SIGKILL)
+    assert status == -(signal.SIGTERM if how == "terminated" else signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_a_short_soak_ends_with_the_undisturbed_curve() -> None:
+def test_short_soak_reproduces_the_undisturbed_run() -> None:
     command = [sys.executable, str(SCRIPTS / "soak.py"), "--minutes", "0.3", "--steps-a-run", "12", "--seed", "3"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    first, *runs = ended.stdout.splitlines()
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    first, *runs = result.stdout.splitlines()
     assert re.fullmatch(r"undisturbed: 12 steps, \d+ records, weights [0-9a-f]{12}", first)
     assert runs
-    assert all(run.endswith(": the same") for run in runs)
+    assert all(run.endswith(": equal") for run in runs)
