@@ -1,11 +1,11 @@
-"""SLAKE: what a model's answers are worth, and what needs no image at all.
+"""Evaluate predictions on SLAKE, next to baselines without images.
 
-    python scripts/slake.py --root slake                                      # the baselines alone
-    python scripts/slake.py --root slake --predictions answers.jsonl          # a model beside them
+    python scripts/slake.py --root slake                                      # baselines only
+    python scripts/slake.py --root slake --predictions answers.jsonl          # a model and the baselines
     python scripts/slake.py --root slake --language zh
 
-The folder holds the release; data_cards/slake.md says how to get it. Predictions are JSON lines with "id" (qid) and
-"answer". `--legacy` judges the same answers by the protocols behind published numbers.
+The folder holds the release; data_cards/slake.md describes how to get it. Predictions are JSON lines with "id" (qid)
+and "answer". `--published-protocols` also evaluates them by the protocols of published numbers.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from medvl.schema import Sample
 
 
 def read(options: argparse.Namespace, deid: Deidentifier) -> Iterable[Sample]:
-    """The images with their questions."""
+    """Return the images with their questions."""
     return slake.plan(options.root, deid, language=options.language).iter_samples()
 
 

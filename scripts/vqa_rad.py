@@ -1,13 +1,13 @@
-"""VQA-RAD: what a model's answers are worth, and what needs no image at all.
+"""Evaluate predictions on VQA-RAD, next to baselines without images.
 
-    python scripts/vqa_rad.py --root vqa_rad                                  # the baselines alone
-    python scripts/vqa_rad.py --root vqa_rad --predictions answers.jsonl      # a model beside them
+    python scripts/vqa_rad.py --root vqa_rad                                  # baselines only
+    python scripts/vqa_rad.py --root vqa_rad --predictions answers.jsonl      # a model and the baselines
     python scripts/vqa_rad.py --root vqa_rad --split image-disjoint
-    python scripts/vqa_rad.py --root vqa_rad --predictions answers.jsonl --legacy
+    python scripts/vqa_rad.py --root vqa_rad --predictions answers.jsonl --published-protocols
 
-The folder holds either form of the release; data_cards/vqa-rad.md says how to get it. Predictions are JSON lines with
-"id" (qid) and "answer". `--legacy` judges the same answers by the protocols behind published numbers, each with what
-is wrong with it: their numbers are not to be compared with anything but themselves.
+The folder holds either form of the release; data_cards/vqa-rad.md describes how to get it. Predictions are JSON lines
+with "id" (qid) and "answer". `--published-protocols` also evaluates them by the protocols of published numbers, each
+listed with its flaw: such numbers are comparable only to numbers of the same protocol.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from medvl.schema import Sample
 
 
 def read(options: argparse.Namespace, deid: Deidentifier) -> Iterable[Sample]:
-    """The images with their questions."""
+    """Return the images with their questions."""
     return vqa_rad.plan(options.root, deid, split=options.split).iter_samples()
 
 

@@ -1,7 +1,8 @@
-"""Visual question answering: judging answers, whoever gave them.
+"""Evaluation of visual question answering, for answers from medvl or any other system.
 
-    questions + predicted answers -> protocol -> rows with intervals, baselines beside -> results.json
+    questions + predicted answers -> protocol -> rows with intervals, next to baselines -> results.json
 
-`normalize` decides when two answers are the same, `protocol` who is judged how (ours, and the peers' as named legacy
-ones), `vocabulary` which answers a classifier may give, `baselines` what needs no image, `judge` puts them together.
+`answer_normalization` defines when two answers are equal, `protocol` the rules of an evaluation (medvl's, and those of
+published numbers), `answer_vocabulary` the answers of a classifier, `baselines` the systems without images, and
+`evaluate` combines them.
 """

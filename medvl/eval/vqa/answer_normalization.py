@@ -1,13 +1,12 @@
-"""When are two answers the same? One normaliser of ours, fixed, and those of published systems under their names.
+"""Answer normalization: medvl's normalizer and those of published systems, by name.
 
-The published ones are kept with their faults, since a number can only be reproduced with the rule that gave it:
+The published ones keep their faults, because a number can only be reproduced with its own rule:
 
-* `vqa_v2` (M3AE, METER, LLaVA-Med, after the VQA v2 challenge) drops the words a, an, the anywhere, so "A/P" becomes
-  "p" and "vitamin A" becomes "vitamin". Its table of English contractions is left out: no answer of VQA-RAD is in it.
+* `vqa_v2` (M3AE, METER, LLaVA-Med, after the VQA v2 challenge) removes the words a, an, the anywhere, so "A/P" becomes
+  "p" and "vitamin A" becomes "vitamin". Its table of English contractions is omitted: no answer of VQA-RAD is in it.
 * `mevf` (MEVF, PubMedCLIP) is `vqa_v2` with "x ray" written as one word.
-* `mumc` (MUMC, M2I2) deletes punctuation wherever it stands, so "3.5 cm" becomes "35 cm" and "cardiomegaly;edema" one
-  word.
-* `lower` folds case and trims, `raw` only trims.
+* `mumc` (MUMC, M2I2) deletes all punctuation, so "3.5 cm" becomes "35 cm" and "cardiomegaly;edema" one word.
+* `lower` lowercases and strips, `raw` only strips.
 """
 
 import re
@@ -19,7 +18,7 @@ from medvl.errors import EvaluationError
 Normalizer = Callable[[str], str]
 
 NORMALIZER = "medvl-1"
-"""The name of `normalize_answer`. Any change to what it does takes a new name."""
+"""Name of `normalize_answer`; any change of its behavior requires a new name."""
 
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _DIGITS = {word: str(number) for number, word in enumerate(_NUMBERS)}
@@ -27,22 +26,21 @@ _QUOTES = re.compile(r"[\"'`\u2018\u2019\u201c\u201d]")
 _DASHES = re.compile(r"[\u2010-\u2015\u2212]")
 _X_RAY = re.compile(r"\bx[\s-]*ray(s?)\b")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-_POINTS = re.compile(r"(?<!\d)\.(?!\d)|(?<=\d)\.(?!\d)|(?<=[^\W\d])\.(?=\d)")  # all but that of a decimal
+_POINTS = re.compile(r"(?<!\d)\.(?!\d)|(?<=\d)\.(?!\d)|(?<=[^\W\d])\.(?=\d)")  # all except decimal points
 _LETTER_PAIR = re.compile(r"\b([^\W\d])-([^\W\d])\b")
-_HYPHENS = re.compile(r"(?<!\ba)(?:(?<=[^\W\d])-|-(?=[^\W\d])|-(?!\d))")  # not of ranges, signs, "a-line"
+_HYPHENS = re.compile(r"(?<!\ba)(?:(?<=[^\W\d])-|-(?=[^\W\d])|-(?!\d))")  # except in ranges, signs, "a-line"
 _SEPARATORS = re.compile(r"[,;:!?()\[\]{}_]")
 _SLASH = re.compile(r"\s*/\s*")
 _ARTICLE = re.compile(r"^(?:a|an|the) (?=\S)")
 
 
 def normalize_answer(text: str) -> str:
-    """The form in which two answers are compared; applying it twice changes nothing.
+    """Return the normalized form in which answers are compared. The function is idempotent.
 
-    Case, white space and the kind of quotes and dashes do not count. "X-ray", "x ray" and "xray" are one word. A hyphen
-    is a space ("T2-weighted"), between single letters a slash ("A-P"). Lists are read over their commas and
-    semicolons. Decimals (3.5 cm), signs and ranges (3-5) and what stands beside a slash (A/P) stay. An article is
-    dropped only where it opens the answer ("the right lung", not "vitamin A"), and a number word becomes a digit only
-    where it is the whole answer ("two").
+    Case, white space and the style of quotes and dashes are ignored. "X-ray", "x ray" and "xray" are equal. A hyphen
+    becomes a space ("T2-weighted"), between single letters a slash ("A-P"). Commas and semicolons of lists become
+    spaces. Decimals (3.5 cm), signs, ranges (3-5) and slashes (A/P) are kept. An article is removed only at the start
+    ("the right lung", not "vitamin A"), and a number word becomes a digit only if it is the complete answer ("two").
     """
     text = unicodedata.normalize("NFKC", text).lower()
     text = _DASHES.sub("-", _QUOTES.sub("", text))
@@ -92,7 +90,9 @@ NORMALIZERS: Mapping[str, Normalizer] = {
 
 
 def get_normalizer(name: str) -> Normalizer:
-    """The normaliser of that name. Raises `EvaluationError` naming those there are."""
+    """Return the normalizer of that name. Raises `EvaluationError` if there is none."""
     if name not in NORMALIZERS:
-        raise EvaluationError(f"no normaliser {name!r}: name one of {', '.join(NORMALIZERS)}")
+        raise EvaluationError(
+            f"no normalizer {name!r}: choose one of {', '.join(NORMALIZERS)}", "unknown_name", field="normalizer"
+        )
     return NORMALIZERS[name]

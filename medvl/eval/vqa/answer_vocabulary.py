@@ -1,4 +1,4 @@
-"""The answers that a classifier chooses from."""
+"""Answer vocabulary of a classifier."""
 
 import dataclasses
 import hashlib
@@ -13,18 +13,18 @@ from medvl.eval.vqa.protocol import VQAProtocol
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AnswerVocabulary:
-    """Normalised answers, the most frequent first; equally frequent ones in alphabetical order."""
+    """Normalized answers by decreasing frequency; ties in alphabetical order."""
 
     answers: tuple[str, ...]
     normalizer: str
     splits: tuple[str, ...]
-    """Where the answers come from."""
+    """Splits that the answers come from."""
 
     @classmethod
     def build(cls, questions: Iterable[Question], protocol: VQAProtocol, *, min_count: int = 1) -> "AnswerVocabulary":
-        """From the splits that the protocol names, by default train alone.
+        """Build the vocabulary from the splits that the protocol names, by default train alone.
 
-        Raises EvaluationError when they hold no answer.
+        Raises EvaluationError if they have no answer.
         """
         counts = Counter(
             protocol.normalize(question.answer) for question in questions if question.split in protocol.vocabulary
@@ -32,7 +32,7 @@ class AnswerVocabulary:
         counts.pop("", None)
         kept = [answer for answer, count in counts.items() if count >= min_count]
         if not kept:
-            raise EvaluationError(f"no answer in {', '.join(protocol.vocabulary)} to make a vocabulary of")
+            raise EvaluationError(f"{', '.join(protocol.vocabulary)} has no answers for a vocabulary", "empty")
         answers = sorted(kept, key=lambda answer: (-counts[answer], answer))
         return cls(tuple(answers), protocol.normalizer, protocol.vocabulary)
 
@@ -40,10 +40,10 @@ class AnswerVocabulary:
         return len(self.answers)
 
     def index(self) -> dict[str, int]:
-        """Normalised answer -> class."""
+        """Return normalized answer -> class."""
         return {answer: number for number, answer in enumerate(self.answers)}
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the answers in order."""
+        """Return the sha256 of the answers in order."""
         return hashlib.sha256(json.dumps(self.answers).encode()).hexdigest()

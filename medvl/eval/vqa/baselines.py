@@ -1,4 +1,4 @@
-"""Answers that take no image: what every reported score stands beside."""
+"""Baselines that do not use the image, reported next to every score."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -15,14 +15,14 @@ QUESTION_ONLY = "question_only"
 def baselines(
     train: Sequence[Question], test: Sequence[Question], protocol: VQAProtocol
 ) -> dict[str, dict[str, Prediction]]:
-    """Name -> predictions for the test questions, all learnt from the training questions alone.
+    """Return name -> predictions for the test questions, all fitted on the training questions alone.
 
     * always_yes, always_no, majority: one answer to all; majority is the most frequent one in train.
     * majority_by_kind: the most frequent one in train for the same answer type and question type.
-    * question_lookup: the most frequent one in train for the same question, word for word, else the majority.
+    * question_lookup: the most frequent one in train for the identical question, else the majority.
     * question_only: a linear model of the question's words (`QuestionOnly`).
 
-    Raises EvaluationError when train has no answer.
+    Raises EvaluationError if train has no answer.
     """
     vocabulary = AnswerVocabulary.build(train, VQAProtocol(name=protocol.name, normalizer=protocol.normalizer))
     answered = [question for question in train if protocol.normalize(question.answer)]
@@ -42,15 +42,15 @@ def _by_key(
     train: Sequence[Question],
     test: Sequence[Question],
     protocol: VQAProtocol,
-    otherwise: str,
+    default: str,
     key_of: Callable[[Question], Hashable],
 ) -> dict[str, Prediction]:
-    """The most frequent answer of the training questions with the same key; of equal ones the first in the alphabet."""
+    """Return the most frequent answer of the training questions with the same key; ties in alphabetical order."""
     counts: dict[Hashable, Counter[str]] = {}
     for question in train:
         counts.setdefault(key_of(question), Counter())[protocol.normalize(question.answer)] += 1
-    best = {key: min(found, key=lambda answer: (-found[answer], answer)) for key, found in counts.items()}
-    return {question.id: Prediction(best.get(key_of(question), otherwise)) for question in test}
+    best = {key: min(answers, key=lambda answer: (-answers[answer], answer)) for key, answers in counts.items()}
+    return {question.id: Prediction(best.get(key_of(question), default)) for question in test}
 
 
 def _question_only(

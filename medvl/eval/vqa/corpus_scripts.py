@@ -1,4 +1,4 @@
-"""From questions and a file of answers to what is printed and written: what the scripts of the VQA corpora share."""
+"""Shared parts of the scripts that evaluate predictions on VQA corpora: options, evaluation, output."""
 
 import argparse
 import sys
@@ -21,28 +21,28 @@ from medvl.eval.vqa.question_set import VQAData
 from medvl.schema import Sample
 
 Read = Callable[[argparse.Namespace, Deidentifier], Iterable[Sample]]
-"""(options, de-identifier) -> the samples of the corpus."""
+"""(options, deidentifier) -> samples of the corpus."""
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """The options that every corpus has."""
+    """Return a parser with the options that all corpora share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, required=True, help="folder of the questions and the images")
-    parser.add_argument("--part", default="test", help="which part of the split is judged (default: test)")
-    parser.add_argument(
-        "--predictions", type=Path, help="JSON lines with id and answer; without it, the baselines alone"
-    )
+    parser.add_argument("--part", default="test", help="split of the evaluated questions (default: test)")
+    parser.add_argument("--predictions", type=Path, help="JSON lines with id and answer; default: baselines only")
     parser.add_argument("--protocol", choices=list(PROTOCOLS), default=PROTOCOL, help=f"default: {PROTOCOL}")
-    parser.add_argument("--legacy", action="store_true", help="judge by the protocols of published numbers too")
-    parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap over images (default: 1000)")
     parser.add_argument(
-        "--out", type=Path, help="gets results.json, predictions.jsonl and index.html; default: nothing is written"
+        "--published-protocols", action="store_true", help="also evaluate by the protocols of published numbers"
+    )
+    parser.add_argument("--resamples", type=int, default=1000, help="bootstrap resamples (default: 1000)")
+    parser.add_argument(
+        "--out", type=Path, help="folder for results.json, predictions.jsonl and index.html; default: no files"
     )
     return parser
 
 
 def report(data: VQAData, options: argparse.Namespace, pixels: Pixels | None = None) -> str:
-    """Judge and, where there is an `--out`, write; the text to print. `pixels` are for the page.
+    """Evaluate, write files if there is an `--out`, and return the text to print. `pixels` are for the page.
 
     Raises EvaluationError.
     """
@@ -61,7 +61,7 @@ def report(data: VQAData, options: argparse.Namespace, pixels: Pixels | None = N
         f"questions on {details['images']} images, {size or 'no'} answers in the vocabulary",
         result.table(),
     ]
-    if options.legacy:
+    if options.published_protocols:
         texts.append(published_protocols_table(data, predictions, split=options.part))
     if options.out is not None:
         paths = write_results(result.results, options.out, result.predictions())
@@ -72,7 +72,7 @@ def report(data: VQAData, options: argparse.Namespace, pixels: Pixels | None = N
 
 
 def run_script(options: argparse.Namespace, read: Read) -> str:
-    """What a script has to say; bad input ends it with status 1 and one line that says why."""
+    """Return the text that a script prints; on bad input, exit with status 1 and a one-line error."""
     try:
         deid = Deidentifier.from_file(default_salt_file(), create=True)
         samples = list(read(options, deid))
@@ -82,6 +82,6 @@ def run_script(options: argparse.Namespace, read: Read) -> str:
 
 
 def _pixels(samples: Sequence[Sample]) -> Pixels:
-    """The images of questions, from the files of the corpus."""
+    """Return a function that reads the image of a question from the files of the corpus."""
     sample_of = {question.id: sample for sample in samples for question in questions_of(sample)}
-    return lambda name: read_pixels(sample_of[name], color=True)[0]
+    return lambda question_id: read_pixels(sample_of[question_id], color=True)[0]

@@ -1,6 +1,14 @@
-"""Judging predicted answers: accuracy with intervals, by question type and organ, with the baselines beside.
+"""Visual question answering: accuracy of predicted answers, by question type and organ, next to baselines.
 
-Shape letters: N questions that the protocol judges, K rows.
+Protocol "vqa"; a `VQAProtocol` gives the rules for comparing answers and the version:
+
+* Every question of the split that the protocol includes is evaluated; a question without a prediction is wrong.
+* "accuracy" is the mean credit of the answers, for the model and for each baseline (`baselines`), over all questions,
+  closed and open ones, and by question type and organ. "gain_over_question_only" is the paired difference to the
+  question-only baseline. "ceiling" is the accuracy of a classifier that always chooses the best vocabulary answer.
+* Intervals: the bootstrap resamples images, with all their questions. All rows share the resamples.
+
+Shape letters: N evaluated questions, K rows.
 """
 
 import dataclasses
@@ -21,34 +29,34 @@ from medvl.eval.vqa.protocol import PROTOCOL, VQAProtocol, get_protocol
 from medvl.eval.vqa.question_set import VQAData
 
 MODEL = "model"
-"""The name of the judged predictions among the baselines."""
+"""Name of the evaluated predictions among the baselines."""
 ACCURACY, GAIN, CEILING = "accuracy", "gain_over_question_only", "ceiling"
 TYPES = ("overall", "closed", "open")
-"""Targets of the rows over all questions, and over those of one answer type."""
+"""Targets of the rows over all questions, and over those of each answer type."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VQAResult:
-    """What was found, and what it was found on."""
+    """Results, with the evaluated questions and predictions."""
 
     results: Results
     data: VQAData
-    """The judged questions."""
+    """The evaluated questions."""
     systems: Mapping[str, Predictions]
-    """The baselines, and the judged predictions where there are any."""
+    """The evaluated predictions, if any, and the baselines."""
     credits: Mapping[str, NDArray[np.float64]]
     """System -> credit_N."""
     protocol: VQAProtocol
 
     def table(self) -> str:
-        """A line a system, a column each for overall, closed and open; beneath it a line a question type and organ."""
-        beside = [row for row in self.results.rows if row.metric in (CEILING, GAIN)]
+        """Return a text table of the systems by overall, closed and open, and one by question type and organ."""
+        others = [row for row in self.results.rows if row.metric in (CEILING, GAIN)]
         top = [
             dataclasses.replace(row, metric=row.target, target=system, subgroup="")
             for system in self.systems
             for row in (self.results.row(ACCURACY, target, subgroup_of(system)) for target in TYPES)
         ]
-        top += [dataclasses.replace(row, metric=row.target, target=row.metric) for row in beside]
+        top += [dataclasses.replace(row, metric=row.target, target=row.metric) for row in others]
         below = [
             dataclasses.replace(row, metric=system, subgroup="")
             for system in (MODEL, QUESTION_ONLY)
@@ -58,15 +66,15 @@ class VQAResult:
         return "\n\n".join(format_table(rows) for rows in (top, below) if rows)
 
     def predictions(self) -> list[dict[str, Any]]:
-        """One JSON object a judged question: what was asked, what is right, what each shown system said."""
+        """Return one JSON object per question, with the answers and credits of the model and question-only baseline."""
         lines = []
-        for number, question in enumerate(self.data.questions):
-            line: dict[str, Any] = {**question.as_json(), "patient": self.data.groups[number]}
+        for index, question in enumerate(self.data.questions):
+            line: dict[str, Any] = {**question.as_json(), "patient": self.data.groups[index]}
             for system in (MODEL, QUESTION_ONLY):
                 if system in self.systems:
-                    said = self.systems[system].get(question.id)
-                    line[system] = None if said is None else said.answer
-                    line[f"{system}_credit"] = float(self.credits[system][number])
+                    prediction = self.systems[system].get(question.id)
+                    line[system] = None if prediction is None else prediction.answer
+                    line[f"{system}_credit"] = float(self.credits[system][index])
             lines.append(line)
         return lines
 
@@ -82,35 +90,34 @@ def evaluate_answers(
     seed: int = 0,
     inputs: Mapping[str, str | None] | None = None,
 ) -> VQAResult:
-    """Judge answers to the questions of one split, beside baselines learnt from train; without answers, those alone.
+    """Evaluate answers to the questions of one split; the module docstring describes the protocol.
 
     Args:
-        data: all questions, those of train included.
-        predictions: question id -> prediction. A question without one is wrong and counted.
+        data: all questions, including those of train, on which the baselines are fitted.
+        predictions: question id -> prediction; None evaluates the baselines alone.
         protocol: a protocol or its name.
-        split: whose questions are judged.
-        vocabulary: what a classifier chose from; default the protocol's own. It only decides the ceiling.
-        resamples: of the bootstrap over images.
-        seed: of the bootstrap.
-        inputs: hashes of further things that went in (the checkpoint).
+        split: split of the evaluated questions.
+        vocabulary: answers of the classifier, for the ceiling; default the protocol's own.
+        resamples, seed: of the bootstrap.
+        inputs: further hashes for the results (the checkpoint).
 
     Raises:
-        EvaluationError: a prediction for a question that the data do not have, a split without questions, or a
-            protocol that needs what the predictions do not say.
+        EvaluationError: a prediction has an unknown question id, the split has no questions, or the predictions lack
+            a field that the protocol needs.
     """
     protocol = get_protocol(protocol) if isinstance(protocol, str) else protocol
-    judged = data.part(split)
-    judged = judged.choose([n for n, question in enumerate(judged.questions) if protocol.judges(question)])
-    if not judged.questions:
-        raise EvaluationError(f"{data.name}: protocol {protocol.name} judges no question of {split}")
+    evaluated = data.part(split)
+    evaluated = evaluated.choose([n for n, question in enumerate(evaluated.questions) if protocol.includes(question)])
+    if not evaluated.questions:
+        raise EvaluationError(f"{data.name}: protocol {protocol.name} includes no question of {split}", "empty")
     _check_ids(predictions, data)
     if vocabulary is None and protocol.vocabulary:
         vocabulary = AnswerVocabulary.build(data.questions, protocol)
     systems: dict[str, Predictions] = {} if predictions is None else {MODEL: predictions}
-    systems |= baselines(data.part("train").questions, judged.questions, protocol)
-    credits = {name: _credits(judged, said, protocol) for name, said in systems.items()}
-    blocks = _blocks(judged, systems, credits, protocol, vocabulary)
-    rows = measure(blocks, len(judged.questions), resamples=resamples, seed=seed, groups=judged.groups)
+    systems |= baselines(data.part("train").questions, evaluated.questions, protocol)
+    credits = {name: _credits(evaluated, answers, protocol) for name, answers in systems.items()}
+    groups = _metric_groups(evaluated, systems, credits, protocol, vocabulary)
+    rows = measure(groups, len(evaluated.questions), resamples=resamples, seed=seed, groups=evaluated.groups)
     results = Results(
         protocol="vqa",
         protocol_version=protocol.version,
@@ -121,109 +128,112 @@ def evaluate_answers(
             "vocabulary": None if vocabulary is None else vocabulary.fingerprint,
             **(inputs or {}),
         },
-        details=_details(judged, predictions, protocol),
+        details=_details(evaluated, predictions, protocol),
     )
-    return VQAResult(results, judged, systems, credits, protocol)
+    return VQAResult(results, evaluated, systems, credits, protocol)
 
 
 def _config(data: VQAData, protocol: VQAProtocol, vocabulary: AnswerVocabulary | None) -> dict[str, Any]:
     return {
         "dataset": data.name,
         "split_id": data.split_id,
-        "judging": dataclasses.asdict(protocol),
+        "rules": dataclasses.asdict(protocol),
         "vocabulary_size": None if vocabulary is None else len(vocabulary),
     }
 
 
 def _check_ids(predictions: Predictions | None, data: VQAData) -> None:
     known = {question.id for question in data.questions}
-    strangers = [name for name in predictions or () if name not in known]
-    if strangers:
+    unknown = [name for name in predictions or () if name not in known]
+    if unknown:
         raise EvaluationError(
-            f"{len(strangers)} predictions are for questions that {data.name} does not have, first {min(strangers)}"
+            f"{len(unknown)} predictions have question ids that are not in {data.name}, first {min(unknown)}",
+            "mismatch",
         )
 
 
-def _credits(judged: VQAData, said: Predictions, protocol: VQAProtocol) -> NDArray[np.float64]:
+def _credits(evaluated: VQAData, predictions: Predictions, protocol: VQAProtocol) -> NDArray[np.float64]:
     return np.array(
         [
-            protocol.credit(said[question.id].answer, question) if question.id in said else 0.0
-            for question in judged.questions
+            protocol.credit(predictions[question.id].answer, question) if question.id in predictions else 0.0
+            for question in evaluated.questions
         ]
     )
 
 
-def _blocks(
-    judged: VQAData,
+def _metric_groups(
+    evaluated: VQAData,
     systems: Mapping[str, Predictions],
     credits: Mapping[str, NDArray[np.float64]],
     protocol: VQAProtocol,
     vocabulary: AnswerVocabulary | None,
 ) -> list[MetricGroup]:
-    """Every row of the evaluation: all systems on the same questions and the same draws."""
-    groups = _groups(judged)
-    blocks = []
+    """Return all rows: every system on the same questions and resamples."""
+    by_kind_and_organ = _kind_and_organ_masks(evaluated)
+    groups = []
     for system, credit_N in credits.items():
-        masks = _types(judged, systems[MODEL] if system == MODEL else None, protocol) | groups
-        blocks.append(_masked_block(ACCURACY, credit_N, masks, subgroup_of(system)))
-    shown = _types(judged, systems.get(MODEL), protocol)
+        masks = _type_masks(evaluated, systems[MODEL] if system == MODEL else None, protocol) | by_kind_and_organ
+        groups.append(_masked_means(ACCURACY, credit_N, masks, subgroup_of(system)))
+    types = _type_masks(evaluated, systems.get(MODEL), protocol)
     if MODEL in credits:
-        blocks.append(_masked_block(GAIN, credits[MODEL] - credits[QUESTION_ONLY], shown))
-    blocks.append(_masked_block(CEILING, _ceiling(judged, protocol, vocabulary), shown))
-    return blocks
+        groups.append(_masked_means(GAIN, credits[MODEL] - credits[QUESTION_ONLY], types))
+    groups.append(_masked_means(CEILING, _ceiling(evaluated, protocol, vocabulary), types))
+    return groups
 
 
-def _ceiling(judged: VQAData, protocol: VQAProtocol, vocabulary: AnswerVocabulary | None) -> NDArray[np.float64]:
-    """The most that any answer of the vocabulary is worth: what a perfect classifier would score."""
+def _ceiling(evaluated: VQAData, protocol: VQAProtocol, vocabulary: AnswerVocabulary | None) -> NDArray[np.float64]:
+    """Return the highest credit of any vocabulary answer to each question."""
     known = None if vocabulary is None else set(vocabulary.answers)
     credits = []
-    for question in judged.questions:
+    for question in evaluated.questions:
         right = protocol.accepted(question)
         possible = right if known is None else right & known
         credits.append(max((protocol.credit(answer, question) for answer in possible), default=0.0))
     return np.array(credits)
 
 
-def _masked_block(
+def _masked_means(
     metric: str, values_N: NDArray[np.float64], masks: Mapping[str, NDArray[np.bool_]], subgroup: str = ""
 ) -> MetricGroup:
     values_NK = np.stack([np.where(mask_N, values_N, np.nan) for mask_N in masks.values()], axis=1)
     return mean_metrics(metric, values_NK, list(masks), subgroup=subgroup)
 
 
-def _types(judged: VQAData, said: Predictions | None, protocol: VQAProtocol) -> dict[str, NDArray[np.bool_]]:
-    """overall, closed and open. Where nobody says what it takes a question for, the dataset's field stands in."""
+def _type_masks(
+    evaluated: VQAData, predictions: Predictions | None, protocol: VQAProtocol
+) -> dict[str, NDArray[np.bool_]]:
+    """Return masks for overall, closed and open. Without a predicted answer type, the dataset's field is used."""
 
     def type_of(question: Question) -> str | None:
-        prediction = None if said is None else said.get(question.id)
+        prediction = None if predictions is None else predictions.get(question.id)
         return question.answer_type if prediction is None else prediction.answer_type
 
-    closed_N = np.array([protocol.is_closed(question, type_of(question)) for question in judged.questions])
+    closed_N = np.array([protocol.is_closed(question, type_of(question)) for question in evaluated.questions])
     return {"overall": np.ones(len(closed_N), np.bool_), "closed": closed_N, "open": ~closed_N}
 
 
-def _groups(judged: VQAData) -> dict[str, NDArray[np.bool_]]:
-    """Masks by question type (a question of two types is in both) and by organ, where there is more than one."""
-    kinds = [set(question.kind.split(", ")) for question in judged.questions]
-    organs = [{question.organ} for question in judged.questions]
-    found: dict[str, NDArray[np.bool_]] = {}
+def _kind_and_organ_masks(evaluated: VQAData) -> dict[str, NDArray[np.bool_]]:
+    """Return masks by question type (a question may have several) and by organ, if there is more than one."""
+    kinds = [set(question.kind.split(", ")) for question in evaluated.questions]
+    organs = [{question.organ} for question in evaluated.questions]
+    masks: dict[str, NDArray[np.bool_]] = {}
     for attribute, values in (("kind", kinds), ("organ", organs)):
         names = sorted({name for value in values for name in value} - {""})
         if len(names) > 1:
-            found |= {f"{attribute}: {name}": np.array([name in value for value in values]) for name in names}
-    return found
+            masks |= {f"{attribute}: {name}": np.array([name in value for value in values]) for name in names}
+    return masks
 
 
 def subgroup_of(system: str) -> str:
-    """Of a system's rows: none for the judged predictions, a name for a baseline."""
+    """Return the subgroup of a system's rows: "" for the evaluated predictions, else the baseline."""
     return "" if system == MODEL else f"baseline: {system}"
 
 
-def _details(judged: VQAData, predictions: Predictions | None, protocol: VQAProtocol) -> dict[str, Any]:
-    questions = judged.questions
+def _details(evaluated: VQAData, predictions: Predictions | None, protocol: VQAProtocol) -> dict[str, Any]:
+    questions = evaluated.questions
     return {
         "questions": len(questions),
-        "images": len(set(judged.groups)),
+        "images": len(set(evaluated.groups)),
         "closed_by_field": sum(question.answer_type == "closed" for question in questions),
         "yes_no": sum(protocol.normalize(question.answer) in ("yes", "no") for question in questions),
         "without_answer": sum(not question.answer for question in questions),

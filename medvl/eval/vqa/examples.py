@@ -1,4 +1,4 @@
-"""Single cases for the page: a sample of hits and misses, each with what the model said and where it looked."""
+"""Examples of correct and wrong answers for the page, each with the model's answers and attention maps."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,83 +19,82 @@ _log = logging.getLogger(__name__)
 Pixels = Callable[[str], NDArray[np.uint8]]
 """Question id -> its image (H, W) or (H, W, 3)."""
 Explain = Callable[[Collection[str]], Mapping[str, Explanation]]
-"""Question ids -> an explanation of each that can be explained."""
+"""Question ids -> explanation of each question that can be explained."""
 _SIZE = 300
-"""Longer side of the images of a card, in pixels; they are shown at about half of it."""
-_HEAT = (
-    " Heat is attention over the image in the last fusion layer: of the token that sums up image and question, and of "
-    "the question's words. It begins at the mean over the cells and is full at the peak, or at twice the mean where no "
-    "cell has as much. Beneath it: the peak as a multiple of the mean, and the share of all attention that goes to the "
-    "cells. Dark borders were cropped away before the model saw the image."
+"""Longer side of the images of a card, in pixels; they are displayed at about half of it."""
+_HEATMAP_CAPTION = (
+    " Heatmaps show the attention to the image in the last fusion layer: of the pooled token, and of the question's "
+    "words. Color starts at the mean over the cells and is full at the peak, or at twice the mean if the peak is "
+    "lower. The text below gives the peak as a multiple of the mean, and the share of attention on the image. "
+    "Dark borders are outside of the model's crop."
 )
 
 
 def choose_examples(result: VQAResult, each: int = 6, seed: int = 0) -> dict[tuple[bool, str], list[int]]:
-    """(hit, "closed" or "open") -> places of judged questions, drawn without regard to anything but their type.
+    """Return (correct, "closed" or "open") -> indices of random questions, `each` of every combination if possible.
 
-    Question types take turns, so that rare ones are seen; a hit has full credit. `each` of every combination, fewer
-    where there are no more.
+    Question types alternate, so that rare ones are shown. An answer with full credit is correct.
     """
     questions, credit_N = result.data.questions, result.credits[MODEL]
     order = np.random.default_rng(seed).permutation(len(questions))
     chosen: dict[tuple[bool, str], list[int]] = {}
-    for hit in (True, False):
+    for correct in (True, False):
         for answer_type in ("closed", "open"):
             by_kind: dict[str, list[int]] = {}
-            for place in order.tolist():
-                question = questions[place]
-                if question.answer_type == answer_type and (credit_N[place] >= 1) == hit:
-                    by_kind.setdefault(question.kind, []).append(place)
+            for index in order.tolist():
+                question = questions[index]
+                if question.answer_type == answer_type and (credit_N[index] >= 1) == correct:
+                    by_kind.setdefault(question.kind, []).append(index)
             turns = [
-                (turn, number, place)
-                for number, places in enumerate(by_kind.values())
-                for turn, place in enumerate(places[:each])
+                (turn, number, index)
+                for number, indices in enumerate(by_kind.values())
+                for turn, index in enumerate(indices[:each])
             ]
-            chosen[hit, answer_type] = [place for _, _, place in sorted(turns)[:each]]
+            chosen[correct, answer_type] = [index for _, _, index in sorted(turns)[:each]]
     return chosen
 
 
-def show_cases(
+def example_cards(
     result: VQAResult, pixels: Pixels | None, explain: Explain | None, chosen: Mapping[tuple[bool, str], Sequence[int]]
 ) -> Cards:
-    """The section of the page: a deck of cards for every combination that occurs."""
+    """Return the section of the page, with one deck of cards for each combination of `choose_examples`."""
     questions = result.data.questions
-    ids = [questions[place].id for places in chosen.values() for place in places]
-    explained = {} if explain is None else explain(ids)
+    ids = [questions[index].id for indices in chosen.values() for index in indices]
+    explanations = {} if explain is None else explain(ids)
     decks = []
-    for (hit, answer_type), places in chosen.items():
-        cards = [_card(result, place, pixels, explained.get(questions[place].id)) for place in places]
+    for (correct, answer_type), indices in chosen.items():
+        cards = [_card(result, index, pixels, explanations.get(questions[index].id)) for index in indices]
         if cards:
-            title = f"{'Hits' if hit else 'Misses'}, {answer_type}"
-            decks.append(Deck(title=title, cards=cards, good=hit))
-    caption = "Drawn at random, question types in turn."
-    if any(explanation.maps for explanation in explained.values()):
-        caption += _HEAT
-    return Cards(title="Hits and misses", decks=decks, caption=caption)
+            title = f"{'Correct' if correct else 'Wrong'}, {answer_type}"
+            decks.append(Deck(title=title, cards=cards, good=correct))
+    caption = "Random questions, alternating between question types."
+    if any(explanation.maps for explanation in explanations.values()):
+        caption += _HEATMAP_CAPTION
+    return Cards(title="Correct and wrong answers", decks=decks, caption=caption)
 
 
-def _card(result: VQAResult, place: int, pixels: Pixels | None, explanation: Explanation | None) -> Card:
-    question = result.data.questions[place]
-    said = result.systems[MODEL].get(question.id)
+def _card(result: VQAResult, index: int, pixels: Pixels | None, explanation: Explanation | None) -> Card:
+    question = result.data.questions[index]
+    prediction = result.systems[MODEL].get(question.id)
     protocol = result.protocol
-    right = protocol.accepted(question)
+    accepted = protocol.accepted(question)
     choices = []
-    if said is not None:
-        choices.append(Choice(text=said.answer, score=_share(said), right=protocol.normalize(said.answer) in right))
+    if prediction is not None:
+        right = protocol.normalize(prediction.answer) in accepted
+        choices.append(Choice(text=prediction.answer, score=_probability(prediction), right=right))
     if explanation is not None:
         choices += [
-            Choice(text=answer, score=score, right=protocol.normalize(answer) in right)
+            Choice(text=answer, score=score, right=protocol.normalize(answer) in accepted)
             for answer, score in explanation.answers
-            if said is None or answer != said.answer
+            if prediction is None or answer != prediction.answer
         ]
     lines = [("True answer", question.answer or "(the data set has none)")]
-    if said is None:
+    if prediction is None:
         lines.append(("Model", "(no answer)"))
-    if explanation is not None and not result.credits[MODEL][place] >= 1:
-        rank = "not among the answers it knows" if explanation.rank is None else str(explanation.rank)
-        lines.append(("Its rank", rank))
-    if not float(result.credits[MODEL][place]).is_integer():
-        lines.append(("Credit", f"{result.credits[MODEL][place]:.2f}"))
+    if explanation is not None and not result.credits[MODEL][index] >= 1:
+        lines.append(("Its rank", "not in the vocabulary" if explanation.rank is None else str(explanation.rank)))
+    if not float(result.credits[MODEL][index]).is_integer():
+        lines.append(("Credit", f"{result.credits[MODEL][index]:.2f}"))
     return Card(
         title=question.question,
         pictures=_pictures(question, pixels, explanation),
@@ -105,9 +104,9 @@ def _card(result: VQAResult, place: int, pixels: Pixels | None, explanation: Exp
     )
 
 
-def _share(said: Prediction) -> float | None:
-    """Its score, where that is a share: a file of predictions may hold anything."""
-    score: object = said.score
+def _probability(prediction: Prediction) -> float | None:
+    """Return the score if it is between 0 and 1; files of predictions may hold other values."""
+    score: object = prediction.score
     return float(score) if isinstance(score, int | float) and 0 <= score <= 1 else None
 
 

@@ -1,5 +1,4 @@
-"""The page of a VQA evaluation: what was asked and how it was judged, accuracy beside what needs no image, and a sample
-of hits and misses with where the model looked."""
+"""HTML page of a VQA evaluation: accuracy next to baselines, and examples with attention maps."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from medvl.eval.html.header import dated, hashed, headline, software
 from medvl.eval.html.page import Cell, Page, Picture, Pictures, Section, Strip, Table, metric_cell, png_uri, write_page
 from medvl.eval.vqa.baselines import QUESTION_ONLY
 from medvl.eval.vqa.evaluate import ACCURACY, CEILING, GAIN, MODEL, TYPES, VQAResult, subgroup_of
-from medvl.eval.vqa.examples import Explain, Pixels, choose_examples, show_cases
+from medvl.eval.vqa.examples import Explain, Pixels, choose_examples, example_cards
 
 _NAMES: Mapping[str, str] = {
     MODEL: "Model",
@@ -25,21 +24,21 @@ _NAMES: Mapping[str, str] = {
 }
 _CLOSED = {
     "field": "by the data set's own field",
-    "yes_no": "where the answer is yes or no",
-    "predicted": "where the model takes the question for closed",
+    "yes_no": "if the answer is yes or no",
+    "predicted": "if the model predicts the question to be closed",
 }
 _RIGHT = {
     "exact": "equal to the data set's answer",
     "any_of": "equal to any of the data set's alternatives",
-    "llava_med": "as LLaVA-Med v1.0 counts",
+    "llava_med": "as in LLaVA-Med v1.0",
 }
 LIMITS = (
-    "A research evaluation, not for clinical use: the numbers say how often answers agree with those of this data set, "
-    "not what a reader or a patient would gain.",
-    "Intervals are percentiles of a bootstrap over images, all questions of an image being drawn together. They hold "
-    "the chance of the draw, not errors of the answers, nor any difference between these images and others.",
-    "An attention map says where one layer gathered from. It is no reason for an answer: lower layers have mixed what "
-    "the cells hold, and a model can look at a finding and miss it.",
+    "A research evaluation, not for clinical use: the numbers show how often answers agree with those of this data "
+    "set, not any benefit for a reader or a patient.",
+    "Intervals are percentiles of a bootstrap over images, with all questions of an image. They include sampling "
+    "error, not errors of the reference answers or differences between these images and others.",
+    "An attention map shows the weights of one layer. It does not explain an answer: lower layers have mixed the "
+    "content of cells, and a model can attend to a finding and miss it.",
     "Images and questions on this page belong to the data set and stay under its terms of use.",
 )
 
@@ -55,24 +54,24 @@ def write_vqa_page(
     examples: int = 6,
     seed: int = 0,
 ) -> Path:
-    """Write the page as one HTML file; its path.
+    """Write the page as one HTML file and return its path.
 
     Args:
-        result: what `evaluate_answers` returned.
-        path: of the file; its folder is made where it is missing.
-        model: what it is called in the header.
-        date: shown as it stands; the library reads no clock.
-        pixels: None leaves the images out.
-        explain: None leaves out the next best answers and the attention maps.
-        examples: hits, and as many misses, of closed and of open questions each.
-        seed: of their choice.
+        result: from `evaluate_answers`.
+        path: of the file; its folder is created if necessary.
+        model: name for the header.
+        date: shown unchanged; None for none.
+        pixels: question id -> image; None for a page without images.
+        explain: None for a page without next best answers and attention maps.
+        examples: number of correct and of wrong answers, for closed and for open questions each.
+        seed: of the sampling of examples.
     """
     sections: list[Section] = [_accuracy_table(result), *_plot(result), *_group_table(result)]
     if MODEL in result.systems:
-        sections.append(show_cases(result, pixels, explain, choose_examples(result, examples, seed)))
+        sections.append(example_cards(result, pixels, explain, choose_examples(result, examples, seed)))
     details = result.results.details
     page = Page(
-        title=f"Visual question answering: {model or 'what needs no image'}",
+        title=f"Visual question answering: {model or 'baselines without images'}",
         subtitle=f"{_questions(result)}: {details['questions']:,} questions about {details['images']:,} images",
         headlines=_headlines(result),
         facts=_facts(result, model, date),
@@ -87,37 +86,37 @@ def _rows(result: VQAResult) -> dict[tuple[str, str, str], MetricRow]:
 
 
 def _shown(result: VQAResult) -> str:
-    """Whose numbers stand first: the model's, or those of the best that needs no image."""
+    """Return the system whose numbers come first: the model, or without one the question-only baseline."""
     return MODEL if MODEL in result.systems else QUESTION_ONLY
 
 
 def _headlines(result: VQAResult) -> list[tuple[str, str, str]]:
     rows, shown = _rows(result), _shown(result)
-    told = [(f"{_NAMES[shown]}, {target}", (ACCURACY, target, subgroup_of(shown))) for target in TYPES]
-    told.append(("Gain over the question-only model", (GAIN, "overall", "")))
-    return [headline(what, rows[name]) for what, name in told if name in rows and not np.isnan(rows[name].value)]
+    names = [(f"{_NAMES[shown]}, {target}", (ACCURACY, target, subgroup_of(shown))) for target in TYPES]
+    names.append(("Gain over the question-only model", (GAIN, "overall", "")))
+    return [headline(title, rows[name]) for title, name in names if name in rows and not np.isnan(rows[name].value)]
 
 
 def _facts(result: VQAResult, model: str, date: str | None) -> list[tuple[str, str]]:
     config, inputs, details = result.results.config, result.results.inputs, result.results.details
-    judging = config["judging"]
+    rules = config["rules"]
     source = next((key for key in ("checkpoint", "predictions") if inputs.get(key)), None)
-    vocabulary = "none: answers are written"
+    vocabulary = "none: answers are generated"
     if config["vocabulary_size"] is not None:
-        size, parts = config["vocabulary_size"], ", ".join(judging["vocabulary"])
+        size, parts = config["vocabulary_size"], ", ".join(rules["vocabulary"])
         vocabulary = hashed(f"{size} of {parts}", inputs.get("vocabulary"))
-    not_predicted, phrasing = details["not_predicted"], ", ".join(judging["phrasing"] or ())
+    not_predicted, phrasing = details["not_predicted"], ", ".join(rules["phrasing"] or ())
     facts = {
         **({source.capitalize(): hashed(model, inputs[source])} if source else {}),
-        "Protocol": f"{judging['name']}, version {judging['version']}",
-        "Not comparable": judging["flaw"],
+        "Protocol": f"{rules['name']}, version {rules['version']}",
+        "Not comparable": rules["flaw"],
         "Questions": hashed(_questions(result), inputs.get("questions")),
         "Answers": vocabulary,
-        "Right": f"{_RIGHT[judging['match']]}, once normalised ({judging['normalizer']})",
-        "Judged": phrasing and f"{phrasing} questions only",
-        "Closed": _CLOSED[judging["closed"]],
+        "Correct": f"{_RIGHT[rules['match']]}, after normalization ({rules['normalizer']})",
+        "Included": phrasing and f"{phrasing} questions only",
+        "Closed": _CLOSED[rules["closed"]],
         "Intervals": f"95%, {config['resamples']:,} resamples of images, seed {config['seed']}",
-        "Baselines": "learnt from the questions of train alone",
+        "Baselines": "fitted on the questions of train alone",
         "Software": software(result.results),
         "Not answered": f"{not_predicted} questions, which count as wrong" if not_predicted else "",
     }
@@ -136,26 +135,26 @@ def _accuracy_table(result: VQAResult) -> Table:
         cells = [rows[ACCURACY, target, subgroup_of(system)] for target in TYPES]
         lines.append([_NAMES[system], *(metric_cell(row, reference=_reference(rows, row), bar=True) for row in cells)])
     ceiling = [metric_cell(rows[CEILING, target, ""], bar=True) for target in TYPES]
-    lines.append(["Best that the vocabulary allows", *ceiling])
+    lines.append(["Best possible with the vocabulary", *ceiling])
     counts = [rows[CEILING, target, ""].n for target in TYPES]
     return Table(
         title="Accuracy",
         columns=["", *(f"{target.capitalize()} ({n:,})" for target, n in zip(TYPES, counts, strict=True))],
         rows=lines,
         strong_rows=int(MODEL in result.systems),
-        caption="With 95% intervals, over all questions: one that nobody answered is wrong. All but the model never "
-        f"see an image. The tick in a bar is the {_NAMES[QUESTION_ONLY].lower()}.",
+        caption="With 95% intervals, over all questions; a question without an answer is wrong. Only the model uses "
+        f"the image. The tick in a bar is the {_NAMES[QUESTION_ONLY].lower()}.",
     )
 
 
 def _reference(rows: Mapping[tuple[str, str, str], MetricRow], row: MetricRow) -> float | None:
-    """Where the model that never sees the image is, on the same questions."""
+    """Return the accuracy of the question-only baseline on the same questions."""
     other = rows[ACCURACY, row.target, subgroup_of(QUESTION_ONLY)].value
     return None if np.isnan(other) else other
 
 
 def _groups(result: VQAResult) -> list[str]:
-    """Targets of the rows a question type, and an organ."""
+    """Return the targets of the rows by question type and by organ."""
     shown = subgroup_of(_shown(result))
     return [
         row.target
@@ -172,9 +171,9 @@ def _group_table(result: VQAResult) -> list[Table]:
     lines: list[list[Cell | str]] = []
     for group in groups:
         row = rows[ACCURACY, group, subgroup_of(shown)]
-        beside = [metric_cell(rows[ACCURACY, group, subgroup_of(system)]) for system in others]
+        other_cells = [metric_cell(rows[ACCURACY, group, subgroup_of(system)]) for system in others]
         reference = _reference(rows, row) if shown == MODEL else None
-        lines.append([group, metric_cell(row, reference=reference, bar=True), *beside, f"{row.n:,}"])
+        lines.append([group, metric_cell(row, reference=reference, bar=True), *other_cells, f"{row.n:,}"])
     return [
         Table(
             title="By question type and organ",
@@ -191,24 +190,24 @@ def _plot(result: VQAResult) -> list[Pictures]:
         return []
 
     def series(system: str, color: str) -> plots.Series:
-        found = [rows[ACCURACY, group, subgroup_of(system)] for group in groups]
-        value_K, low_K, high_K = np.array([(row.value, row.low, row.high) for row in found]).T
+        of_system = [rows[ACCURACY, group, subgroup_of(system)] for group in groups]
+        value_K, low_K, high_K = np.array([(row.value, row.low, row.high) for row in of_system]).T
         return plots.Series(name=_NAMES[system], value_K=value_K, low_K=low_K, high_K=high_K, color=color)
 
-    leading = [(MODEL, plots.LINE_COLOR), (QUESTION_ONLY, plots.NEGATIVE_COLOR)]
-    beside = [("majority_by_kind", plots.POSITIVE_COLOR), ("majority", plots.GREY)]
+    lines = [(MODEL, plots.LINE_COLOR), (QUESTION_ONLY, plots.NEGATIVE_COLOR)]
+    ticks = [("majority_by_kind", plots.POSITIVE_COLOR), ("majority", plots.GREY)]
     counts = [rows[ACCURACY, group, subgroup_of(QUESTION_ONLY)].n for group in groups]
     plot = plots.accuracy_plot(
         [f"{group.removeprefix('kind: ')} ({n})" for group, n in zip(groups, counts, strict=True)],
-        [series(*each) for each in leading if each[0] in result.systems],
-        [series(*each) for each in beside],
+        [series(*each) for each in lines if each[0] in result.systems],
+        [series(*each) for each in ticks],
     )
-    picture = Picture(source=png_uri(plot), alternative="accuracy a question type, with the baselines")
+    picture = Picture(source=png_uri(plot), alternative="accuracy by question type, with the baselines")
     return [
         Pictures(
             title="Question types",
             kind="wide",
             strips=[Strip(title="", pictures=[picture])],
-            caption="Accuracy with 95% intervals, and ticks for the most frequent answers; in brackets the questions.",
+            caption="Accuracy with 95% intervals, and ticks for the most frequent answers; (number of questions).",
         )
     ]

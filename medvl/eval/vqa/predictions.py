@@ -1,4 +1,4 @@
-"""Predicted answers: by question id, never by position; from JSON lines or from scores over a vocabulary."""
+"""Predicted answers by question id, read from JSON lines or computed from scores over a vocabulary."""
 
 import dataclasses
 import json
@@ -14,13 +14,13 @@ from medvl.eval.vqa.answer_vocabulary import AnswerVocabulary
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prediction:
-    """An answer, as the model gave it."""
+    """An answer of a model."""
 
     answer: str
     answer_type: str | None = None
-    """closed or open, where the model says what it takes the question for."""
+    """"closed" or "open", if the model predicts the type of the question."""
     score: float | None = None
-    """Of the answer, where there is one; kept for the page."""
+    """Score of the answer, if there is one, for the page."""
 
 
 Predictions = Mapping[str, Prediction]
@@ -28,14 +28,15 @@ Predictions = Mapping[str, Prediction]
 
 
 def read_predictions(path: str | Path) -> dict[str, Prediction]:
-    """From JSON lines with "id" and "answer", and "answer_type" or "score" where they are known.
+    """Read JSON lines with "id" and "answer", and optionally "answer_type" and "score".
 
-    Raises EvaluationError that names the line which is none of that, or repeats an id.
+    Raises:
+        EvaluationError: the file does not exist, or a line is malformed or repeats an id; the message gives its number.
     """
     path = Path(path)
     if not path.is_file():
-        raise EvaluationError(f"{path} is not there: name a file of predictions, a JSON object a line")
-    found: dict[str, Prediction] = {}
+        raise EvaluationError(f"{path} does not exist: give a file with one JSON object per line", "not_found")
+    predictions: dict[str, Prediction] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
@@ -43,29 +44,32 @@ def read_predictions(path: str | Path) -> dict[str, Prediction]:
             row = json.loads(line)
             name, answer = str(row["id"]), row["answer"]
         except (ValueError, KeyError, TypeError) as error:
-            raise EvaluationError(f"{path}, line {number} is no object with id and answer") from error
+            raise EvaluationError(
+                f"{path}, line {number}: expected an object with id and answer", "malformed"
+            ) from error
         if not isinstance(answer, str):
-            raise EvaluationError(f"{path}, line {number}: answer must be a text")
-        if name in found:
-            raise EvaluationError(f"{path}, line {number}: question {name} is answered a second time")
-        found[name] = Prediction(answer, row.get("answer_type"), row.get("score"))
-    return found
+            raise EvaluationError(f"{path}, line {number}: answer must be a string", "wrong_type", field="answer")
+        if name in predictions:
+            raise EvaluationError(f"{path}, line {number}: question {name} has a second answer", "conflict", field="id")
+        predictions[name] = Prediction(answer, row.get("answer_type"), row.get("score"))
+    return predictions
 
 
 def predictions_from_scores(
     ids: Sequence[str], scores_NV: ArrayLike, vocabulary: AnswerVocabulary
 ) -> dict[str, Prediction]:
-    """The answer with the highest score; of equal ones the more frequent in the vocabulary's splits.
+    """Return the answer with the highest score for each question; of ties, the first in the vocabulary.
 
-    Raises EvaluationError when the shapes do not fit or a score is NaN.
+    Raises EvaluationError if the shapes do not fit or a score is NaN.
     """
     scores = np.asarray(scores_NV, dtype=np.float64)
     if scores.shape != (len(ids), len(vocabulary)):
         raise EvaluationError(
-            f"scores of shape {scores.shape} for {len(ids)} questions and {len(vocabulary)} answers do not fit"
+            f"expected scores of shape {(len(ids), len(vocabulary))} (questions, answers), got {scores.shape}",
+            "mismatch",
         )
     if np.isnan(scores).any():
-        raise EvaluationError("a score is NaN: the model that gave it is broken")
+        raise EvaluationError("a score is NaN: check the model's weights", "nonfinite")
     best_N = scores.argmax(axis=1)
     return {
         name: Prediction(vocabulary.answers[best], score=float(row_V[best]))
@@ -74,5 +78,5 @@ def predictions_from_scores(
 
 
 def constant_predictions(ids: Iterable[str], answer: str) -> dict[str, Prediction]:
-    """The same answer to every question."""
+    """Return the same answer to every question."""
     return {name: Prediction(answer) for name in ids}

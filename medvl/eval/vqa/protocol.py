@@ -1,8 +1,8 @@
-"""How answers are judged, by name: ours, and those behind published numbers, each with what is wrong with it.
+"""Protocols of VQA evaluations by name: medvl's, and those of published numbers, each with its flaw.
 
-A protocol fixes the normaliser, where the answer vocabulary comes from, which questions are judged, what closed means
-and when an answer is right. Whatever it is, every question that it judges stays in the denominator: one whose answer is
-not in the vocabulary, or that nobody answered, is wrong.
+A protocol defines the normalizer, the source of the answer vocabulary, which questions are included, what closed means
+and when an answer is right. Every included question stays in the denominator: one whose answer is not in the
+vocabulary, or that has no prediction, is wrong.
 """
 
 import dataclasses
@@ -17,54 +17,56 @@ from medvl.eval.vqa.answer_normalization import NORMALIZER, get_normalizer
 Closed = Literal["field", "yes_no", "predicted"]
 Match = Literal["exact", "any_of", "llava_med"]
 PROTOCOL = "medvl"
-"""The protocol of numbers that are worth comparing."""
+"""Protocol of comparable numbers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VQAProtocol:
-    """A named way to judge answers."""
+    """Rules of a VQA evaluation."""
 
     name: str
     version: int = 1
     normalizer: str = NORMALIZER
     vocabulary: tuple[str, ...] = ("train",)
-    """The splits whose answers a classifier may give; empty for models that write their answers."""
+    """Splits whose answers form a classifier's vocabulary; empty for models that generate answers."""
     phrasing: tuple[str, ...] = ()
-    """Judge only questions of these phrasings (VQA-RAD: freeform, para); empty judges all."""
+    """Phrasings of the included questions (VQA-RAD: freeform, para); empty includes all."""
     closed: Closed = "field"
-    """Closed by the dataset's field, by an answer of yes or no, or by what the model takes the question for."""
+    """A question is closed by the dataset's field, if its answer is yes or no, or as predicted by the model."""
     match: Match = "exact"
-    """Equal once normalised; equal to any of several (VQA-Med 2019: `#` between alternatives, parts in brackets may be
-    left out); or as LLaVA-Med v1.0 counts."""
+    """Equal after normalization; equal to any alternative (VQA-Med 2019: separated by `#`, with optional parts in
+    brackets); or as in LLaVA-Med v1.0."""
     flaw: str = ""
-    """What keeps its numbers from being comparable; empty for ours."""
+    """Why its numbers are not comparable; empty for comparable ones."""
 
     def __post_init__(self) -> None:
         get_normalizer(self.normalizer)
 
     def normalize(self, answer: str) -> str:
-        """An answer in the form in which it is compared."""
+        """Return an answer in normalized form."""
         return get_normalizer(self.normalizer)(answer)
 
-    def judges(self, question: Question) -> bool:
-        """Whether the question is in this protocol's denominator."""
+    def includes(self, question: Question) -> bool:
+        """Return whether the question is in the denominator."""
         return not self.phrasing or question.phrasing in self.phrasing
 
     def is_closed(self, question: Question, predicted_type: str | None = None) -> bool:
-        """Whether it counts as closed. Raises EvaluationError where the type must be predicted and is not."""
+        """Return whether the question is closed. Raises EvaluationError if a required predicted type is missing."""
         if self.closed == "yes_no":
             return self.normalize(question.answer) in ("yes", "no")
         if self.closed == "predicted":
             if predicted_type not in ("closed", "open"):
                 raise EvaluationError(
-                    f"protocol {self.name} divides questions by their predicted type: every prediction needs an "
-                    f"answer_type, closed or open, and that of question {question.id} has none"
+                    f"protocol {self.name} uses predicted answer types: expected closed or open for question "
+                    f"{question.id}, got {predicted_type!r}",
+                    "missing",
+                    field="answer_type",
                 )
             return predicted_type == "closed"
         return question.answer_type == "closed"
 
     def accepted(self, question: Question) -> set[str]:
-        """The right answers, normalised: one, or several where the protocol knows alternatives; none without one."""
+        """Return the right answers, normalized; several if the protocol allows alternatives, none if it is empty."""
         answers = {question.answer}
         if self.match == "any_of":
             alternatives = question.answer.split("#")
@@ -72,22 +74,22 @@ class VQAProtocol:
         return {self.normalize(answer) for answer in answers} - {""}
 
     def credit(self, answer: str, question: Question) -> float:
-        """What an answer is worth, 0 to 1. A question whose answer is empty is worth nothing to anybody."""
-        said, right = self.normalize(answer), self.accepted(question)
-        if self.match == "llava_med" and right:
-            return _llava_med(said, min(right), question.answer_type)
-        return float(said in right)
+        """Return the credit of an answer, 0 to 1; 0 for a question whose reference answer is empty."""
+        normalized, accepted = self.normalize(answer), self.accepted(question)
+        if self.match == "llava_med" and accepted:
+            return _llava_med(normalized, min(accepted), question.answer_type)
+        return float(normalized in accepted)
 
 
 _BRACKETS = re.compile(r"\([^()]*\)")
 
 
-def _llava_med(said: str, right: str, answer_type: str) -> float:
-    """Closed: an output with "yes" or "no" in it has the right answer as a part. Open: recall of the answer's words."""
+def _llava_med(answer: str, right: str, answer_type: str) -> float:
+    """Closed: 1 if the output contains "yes" or "no", and the right answer. Open: recall of the right words."""
     if answer_type == "closed":
-        return float(("yes" in said or "no" in said) and right in said)
+        return float(("yes" in answer or "no" in answer) and right in answer)
     words = right.split()
-    return sum(word in set(said.split()) for word in words) / len(words)
+    return sum(word in set(answer.split()) for word in words) / len(words)
 
 
 _EVERY_SPLIT = ("train", "validate", "test")
@@ -95,48 +97,48 @@ _EVERY_SPLIT = ("train", "validate", "test")
 _ALL = (
     VQAProtocol(name=PROTOCOL),
     VQAProtocol(name="vqa_med_2019", match="any_of"),
-    VQAProtocol(
-        name="m3ae", normalizer="vqa_v2", vocabulary=_EVERY_SPLIT, flaw="answers of the test are in the vocabulary"
-    ),
-    VQAProtocol(name="mevf", normalizer="mevf", phrasing=("freeform",), flaw="judges freeform questions only"),
+    VQAProtocol(name="m3ae", normalizer="vqa_v2", vocabulary=_EVERY_SPLIT, flaw="test answers are in the vocabulary"),
+    VQAProtocol(name="mevf", normalizer="mevf", phrasing=("freeform",), flaw="includes freeform questions only"),
     VQAProtocol(
         name="pubmedclip",
         normalizer="mevf",
         vocabulary=("train", "test"),
         closed="predicted",
-        flaw="answers of the test are in the vocabulary; questions are closed or open as the model takes them",
+        flaw="test answers are in the vocabulary; questions are closed or open as the model predicts",
     ),
     VQAProtocol(
         name="mumc",
         normalizer="mumc",
         vocabulary=_EVERY_SPLIT,
-        flaw="answers of the test are in the vocabulary; the normaliser joins lists and drops decimal points",
+        flaw="test answers are in the vocabulary; the normalizer joins lists and removes decimal points",
     ),
     VQAProtocol(
         name="m2i2",
         normalizer="mumc",
         vocabulary=_EVERY_SPLIT,
         phrasing=("freeform",),
-        flaw="as mumc, and judges freeform questions only",
+        flaw="as mumc, and includes freeform questions only",
     ),
     VQAProtocol(
-        name="yes_no", closed="yes_no", flaw="takes closed questions with other answers than yes and no for open"
+        name="yes_no", closed="yes_no", flaw="counts closed questions with answers other than yes and no as open"
     ),
     VQAProtocol(
         name="llava_med",
         normalizer="vqa_v2",
         vocabulary=(),
         match="llava_med",
-        flaw='closed: substrings count ("normal" holds "no"); open: token recall, which long outputs raise',
+        flaw='closed: substrings count ("normal" contains "no"); open: token recall, which favors long outputs',
     ),
 )
 PROTOCOLS: Mapping[str, VQAProtocol] = {protocol.name: protocol for protocol in _ALL}
 PUBLISHED_PROTOCOLS = tuple(protocol.name for protocol in _ALL if protocol.flaw)
-"""The protocols that are there to reproduce published numbers with."""
+"""Protocols for reproducing published numbers."""
 
 
 def get_protocol(name: str) -> VQAProtocol:
-    """The protocol of that name. Raises `EvaluationError` naming those there are."""
+    """Return the protocol of that name. Raises `EvaluationError` if there is none."""
     if name not in PROTOCOLS:
-        raise EvaluationError(f"no VQA protocol {name!r}: name one of {', '.join(PROTOCOLS)}")
+        raise EvaluationError(
+            f"no VQA protocol {name!r}: choose one of {', '.join(PROTOCOLS)}", "unknown_name", field="protocol"
+        )
     return PROTOCOLS[name]

@@ -1,4 +1,4 @@
-"""The same answers by the protocols behind published numbers: what each of them adds, or takes away."""
+"""Evaluation of the same answers by the protocols of published numbers."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ _COLUMNS = ("protocol", "n", "closed n", "overall", "closed", "open", "ceiling")
 
 
 def published_protocols_table(data: VQAData, predictions: Predictions | None = None, *, split: str = "test") -> str:
-    """A line a protocol, ours first, with what it does to the numbers; without predictions, of the question-only model.
+    """Return a text table with one line per protocol, medvl's first; without predictions, of the question-only model.
 
-    No intervals: these numbers are for comparison with what was published, not with each other.
+    It has no intervals, because these numbers are only comparable to published ones, not to each other.
     """
     lines: list[tuple[str, ...]] = [_COLUMNS]
     for name in (PROTOCOL, *PUBLISHED_PROTOCOLS):
@@ -25,8 +25,8 @@ def published_protocols_table(data: VQAData, predictions: Predictions | None = N
         except EvaluationError as error:
             lines.append((name, *["-"] * (len(_COLUMNS) - 2), f"-  ({error})"))
     widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS) - 1)]
-    judged = MODEL if predictions is not None else QUESTION_ONLY
-    return "\n".join([f"{judged}, by protocol:", *(_aligned(line, widths) for line in lines)])
+    system = MODEL if predictions is not None else QUESTION_ONLY
+    return "\n".join([f"{system}, by protocol:", *(_aligned(line, widths) for line in lines)])
 
 
 def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:

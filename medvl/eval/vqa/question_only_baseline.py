@@ -1,7 +1,7 @@
-"""A classifier that reads the question and never sees the image: what a dataset gives away by its wording.
+"""Question-only baseline: a classifier without the image, which measures how much a dataset reveals by its wording.
 
-Ridge regression onto one-hot answers from the counts of words and word pairs, solved exactly in its dual form. Equal
-questions are one row with a weight, which gives the same solution and keeps the system as small as the wording is.
+Ridge regression onto one-hot answers from counts of words and word pairs, solved exactly in dual form. Equal questions
+are merged into one weighted row, which gives the same solution with a smaller system.
 
 Shape letters: N training questions, U unique ones, F features, V answers of the vocabulary, M questions to answer.
 """
@@ -19,11 +19,11 @@ from torch import Tensor
 from medvl.errors import EvaluationError
 
 _WORD = re.compile(r"\w+")
-_BLOCK = 512  # questions that are made dense at a time
+_BLOCK = 512  # questions per dense block
 
 
 def features_of(question: str) -> Counter[str]:
-    """Counts of the words and of the pairs of neighbouring words."""
+    """Return counts of words and of pairs of adjacent words."""
     words = _WORD.findall(question.lower())
     return Counter([*words, *(f"{first} {second}" for first, second in itertools.pairwise(words))])
 
@@ -31,22 +31,24 @@ def features_of(question: str) -> Counter[str]:
 class QuestionOnly:
     """Scores of all answers, linear in the words of the question.
 
-    It minimises sum_n |W' x_n + b - y_n|^2 + penalty |W|^2 over W (F, V) and b (V), y_n being one-hot. With X centred,
-    W = X' A and (X X' + penalty C^-1) A = mean of the y of each unique question, C being how often it stands there.
+    Minimizes sum_n |W' x_n + b - y_n|^2 + penalty |W|^2 over W (F, V) and b (V), with one-hot y_n. With centered X,
+    W = X' A and (X X' + penalty C^-1) A = mean of y for each unique question, where C holds the questions' counts.
 
     Args:
-        questions: N texts to learn from.
-        answers: the index of each one's answer in a vocabulary.
-        classes: size of that vocabulary, V.
-        penalty: see above.
+        questions: N training questions.
+        answers: index of the answer of each question in the vocabulary.
+        classes: size of the vocabulary, V.
+        penalty: strength of the regularization.
 
     Raises:
-        EvaluationError: no questions, or an index outside the vocabulary.
+        EvaluationError: there are no questions, or an index is outside of the vocabulary.
     """
 
     def __init__(self, questions: Sequence[str], answers: Sequence[int], classes: int, *, penalty: float = 1.0) -> None:
         if not questions or len(questions) != len(answers) or not 0 <= min(answers) <= max(answers) < classes:
-            raise EvaluationError("a question-only model needs questions, and for each an answer of the vocabulary")
+            raise EvaluationError(
+                "a question-only model needs questions, each with an answer of the vocabulary", "mismatch"
+            )
         row_of: dict[str, int] = {}
         rows_N = torch.tensor([row_of.setdefault(question, len(row_of)) for question in questions])
         self._index = {name: i for i, name in enumerate(sorted({f for text in row_of for f in features_of(text)}))}
@@ -62,14 +64,14 @@ class QuestionOnly:
         self._dual_UV = torch.cholesky_solve(target_UV, torch.linalg.cholesky(gram_UU))
 
     def scores(self, questions: Sequence[str]) -> NDArray[np.float64]:
-        """scores_MV; words that were never seen do not count."""
+        """Return scores_MV; words that are not in the training questions are ignored."""
         row_of: dict[str, int] = {}
         rows_M = [row_of.setdefault(question, len(row_of)) for question in questions]
         products_QU = self._centred_products(self._matrix(list(row_of)))
         return (products_QU @ self._dual_UV + self._bias_V).numpy()[rows_M]
 
     def _centred_products(self, other_QF: Tensor) -> Tensor:
-        """(x - mean) . (u - mean) for the rows x of a matrix and every unique training question u: (Q, U)."""
+        """Return (x - mean) . (u - mean) for the rows x of a matrix and every unique training question u: (Q, U)."""
         blocks = []
         for start in range(0, max(1, other_QF.shape[0]), _BLOCK):
             rows = torch.arange(start, min(start + _BLOCK, other_QF.shape[0]))
@@ -79,14 +81,14 @@ class QuestionOnly:
         return torch.cat(blocks)
 
     def _matrix(self, questions: Sequence[str]) -> Tensor:
-        """Counts, sparse (Q, F)."""
+        """Return sparse counts (Q, F)."""
         entries = [
             (row, self._index[name], count)
             for row, question in enumerate(questions)
             for name, count in features_of(question).items()
             if name in self._index
         ]
-        places_2E = torch.tensor([entry[:2] for entry in entries], dtype=torch.int64).reshape(-1, 2).T
+        index_2E = torch.tensor([entry[:2] for entry in entries], dtype=torch.int64).reshape(-1, 2).T
         values_E = torch.tensor([entry[2] for entry in entries], dtype=torch.float64)
         size = (len(questions), len(self._index))
-        return torch.sparse_coo_tensor(places_2E, values_E, size, check_invariants=True).coalesce()
+        return torch.sparse_coo_tensor(index_2E, values_E, size, check_invariants=True).coalesce()

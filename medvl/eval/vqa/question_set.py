@@ -1,4 +1,4 @@
-"""The questions of an evaluation, with their splits and the images that they are about."""
+"""The questions of an evaluation, with their splits and images."""
 
 import dataclasses
 import hashlib
@@ -12,51 +12,56 @@ from medvl.schema import Sample
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VQAData:
-    """All questions of a corpus in one of its splits."""
+    """All questions of a corpus, in one of its definitions of splits."""
 
     name: str
-    """Of the corpus."""
+    """Name of the corpus."""
     split_id: str
-    """Which of its splits: official, image-disjoint, ..."""
+    """Name of the split definition: official, image-disjoint, ..."""
     questions: tuple[Question, ...]
     groups: tuple[str, ...]
-    """The image (patient) of each question: what bootstrap intervals are drawn over."""
+    """Image (patient) of each question: the bootstrap unit."""
 
     @classmethod
     def from_samples(cls, samples: Iterable[Sample]) -> "VQAData":
-        """From the samples of a converter or of shards. Raises EvaluationError when they have no questions.
+        """Collect the questions of samples from a converter or from shards.
 
-        Which split it is, the samples of a corpus that has several say in `extra["split_id"]`.
+        `extra["split_id"]` of the samples names the split definition, for corpora with several. Raises EvaluationError
+        if there are no questions, or two have the same id.
         """
         questions: list[Question] = []
         groups: list[str] = []
         name, split_id = "", "official"
         for sample in samples:
             name, split_id = sample.corpus, str(sample.extra.get("split_id", split_id))
-            found = questions_of(sample)
-            questions += found
-            groups += [sample.patient] * len(found)
+            of_sample = questions_of(sample)
+            questions += of_sample
+            groups += [sample.patient] * len(of_sample)
         if not questions:
-            raise EvaluationError("there is no question to judge: the samples have no `questions` in their extra")
+            raise EvaluationError("the samples have no `questions` in their extra: use shards of a VQA corpus", "empty")
         if len({question.id for question in questions}) < len(questions):
-            raise EvaluationError(f"{name}: questions share an id, so predictions cannot be told apart")
+            raise EvaluationError(f"{name}: several questions have the same id", "conflict", field="id")
         return cls(name, split_id, tuple(questions), tuple(groups))
 
     def part(self, *splits: str) -> "VQAData":
-        """The questions of these splits only. Raises EvaluationError when there is none."""
-        kept = [number for number, question in enumerate(self.questions) if question.split in splits]
+        """Return the questions of these splits. Raises EvaluationError if there are none."""
+        kept = [index for index, question in enumerate(self.questions) if question.split in splits]
         if not kept:
             known = sorted({question.split for question in self.questions})
-            raise EvaluationError(f"{self.name} has no question in {' or '.join(splits)}: its splits are {known}")
+            raise EvaluationError(
+                f"{self.name} has no question in {' or '.join(splits)}: its splits are {', '.join(known)}",
+                "empty",
+                field="split",
+            )
         return self.choose(kept)
 
-    def choose(self, numbers: Sequence[int]) -> "VQAData":
-        """The questions at these places."""
-        questions = tuple(self.questions[number] for number in numbers)
-        return dataclasses.replace(self, questions=questions, groups=tuple(self.groups[number] for number in numbers))
+    def choose(self, indices: Sequence[int]) -> "VQAData":
+        """Return the questions at these indices."""
+        questions = tuple(self.questions[index] for index in indices)
+        return dataclasses.replace(self, questions=questions, groups=tuple(self.groups[index] for index in indices))
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of questions, answers and splits in order of id: equal wherever and however they were converted."""
+        """Return the sha256 of questions, answers and splits, sorted by id: independent of the conversion."""
         rows = sorted((question.as_json() for question in self.questions), key=lambda row: row["id"])
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()

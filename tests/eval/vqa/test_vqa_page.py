@@ -1,4 +1,4 @@
-"""The page of a VQA evaluation: true to the results, escaped, self-contained, and its cases those of the model."""
+"""HTML page of a VQA evaluation: content, escaping, no external resources, examples and explanations."""
 
 import argparse
 import dataclasses
@@ -46,7 +46,7 @@ ANSWERS = ("yes", "no", "left", "right", "two")
 KINDS = {"PRES": ("Is there a mass?", "Yes"), "COUNT": ("How many masses?", "two"), "POS": ("Where is it?", "left")}
 
 
-def asked(start: int) -> list[dict[str, Any]]:
+def question_rows(start: int) -> list[dict[str, Any]]:
     """Twelve questions about six images; a closed and two open types, and one with an answer that train lacks."""
     rows = []
     for number in range(12):
@@ -59,8 +59,8 @@ def asked(start: int) -> list[dict[str, Any]]:
 
 
 def write_corpus(root: Path) -> Path:
-    test = [*asked(100), rad_row(200, "synpic0.jpg", f"{HOSTILE}?", f"{HOSTILE}", image_organ="HEAD")]
-    (root / "trainset.json").write_text(json.dumps(asked(0)))
+    test = [*question_rows(100), rad_row(200, "synpic0.jpg", f"{HOSTILE}?", f"{HOSTILE}", image_organ="HEAD")]
+    (root / "trainset.json").write_text(json.dumps(question_rows(0)))
     (root / "testset.json").write_text(json.dumps(test))
     for number in range(6):
         write_image(root / "images" / f"synpic{number}.jpg", number)
@@ -69,7 +69,7 @@ def write_corpus(root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus, its shards, and the checkpoint of a random model."""
+    """Return a folder with a corpus, its shards, and the checkpoint of a random model."""
     home = tmp_path_factory.mktemp("page")
     deid = Deidentifier(bytes(32))
     plan = vqa_rad.plan(write_corpus(home), deid)
@@ -95,12 +95,12 @@ def source(home: Path) -> QuestionSource:
 
 @pytest.fixture(scope="module")
 def result(model: VQA, source: QuestionSource) -> VQAResult:
-    said = answer_questions(model, open_questions(model, source, 8))
-    for n, name in enumerate(sorted(said)):  # a random model is right about little: let it be, in part
-        question = next(each.question for each in source.questions if each.question.id == name)
+    answers = answer_questions(model, open_questions(model, source, 8))
+    for n, name in enumerate(sorted(answers)):  # replace some answers of the random model by right ones
+        question = next(entry.question for entry in source.questions if entry.question.id == name)
         if n % 2 and question.id != "200":
-            said[name] = Prediction(normalize_answer(question.answer), score=0.75)
-    return evaluate_answers(question_data([source.source]), said, resamples=20, inputs={"checkpoint": "ab" * 32})
+            answers[name] = Prediction(normalize_answer(question.answer), score=0.75)
+    return evaluate_answers(question_data([source.source]), answers, resamples=20, inputs={"checkpoint": "ab" * 32})
 
 
 def open_questions(model: VQA, source: QuestionSource, batch: int) -> Loader:
@@ -108,8 +108,8 @@ def open_questions(model: VQA, source: QuestionSource, batch: int) -> Loader:
 
 
 def pixels_of(source: QuestionSource) -> Any:
-    places = {each.question.id: each.image for each in source.questions}
-    return lambda name: source.source.pixels(places[name], color=True)
+    positions = {entry.question.id: entry.image for entry in source.questions}
+    return lambda name: source.source.pixels(positions[name], color=True)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def images(reader: Reader) -> list[dict[str, str]]:
     return [attributes for tag, attributes in reader.tags if tag == "img"]
 
 
-def test_the_page_says_what_was_asked_and_how_it_was_judged(page: Path, result: VQAResult) -> None:
+def test_page_shows_data_protocol_and_hashes(page: Path, result: VQAResult) -> None:
     text = "\n".join(read(page).text)
     for expected in (
         "Visual question answering: dual_stream",
@@ -138,7 +138,7 @@ def test_the_page_says_what_was_asked_and_how_it_was_judged(page: Path, result: 
         f"vqa-rad, official split, test (sha256 {str(result.results.inputs['questions'])[:12]})",
         f"3 of train (sha256 {str(result.results.inputs['vocabulary'])[:12]})",
         f"dual_stream (sha256 {'ab' * 6})",
-        "equal to the data set's answer, once normalised (medvl-1)",
+        "equal to the data set's answer, after normalization (medvl-1)",
         "by the data set's own field",
         "95%, 20 resamples of images, seed 0",
         "not for clinical use",
@@ -146,7 +146,7 @@ def test_the_page_says_what_was_asked_and_how_it_was_judged(page: Path, result: 
         assert expected in text
 
 
-def test_every_row_stands_beside_all_baselines(page: Path, result: VQAResult) -> None:
+def test_page_shows_every_row_with_all_baselines(page: Path, result: VQAResult) -> None:
     text = read(page).text
     start = text.index("By question type and organ")
     assert text[start + 2 : start + 10] == [
@@ -154,19 +154,19 @@ def test_every_row_stands_beside_all_baselines(page: Path, result: VQAResult) ->
         "Same question in train", "Question-only model", "Questions",
     ]  # fmt: skip
     for group in ("kind: PRES", "kind: COUNT", "kind: POS", "organ: CHEST", "organ: HEAD"):
-        place = text.index(group, start)
+        position = text.index(group, start)
         row = result.results.row("accuracy", group)
-        assert text[place + 1] == f"{row.value:.3f}"
-        assert text[place + 2] == f"[{row.low:.3f}, {row.high:.3f}]"
+        assert text[position + 1] == f"{row.value:.3f}"
+        assert text[position + 2] == f"[{row.low:.3f}, {row.high:.3f}]"
         always = result.results.row("accuracy", group, "baseline: always_yes")
-        assert text[place + 3] == f"{always.value:.3f}"
+        assert text[position + 3] == f"{always.value:.3f}"
     for target, n in (("overall", 13), ("closed", 4), ("open", 9)):
         assert f"{target.capitalize()} ({n})" in text
         row = result.results.row("accuracy", target)
         assert f"{row.value:.3f}" in text
 
 
-def test_the_page_loads_nothing_and_runs_nothing(page: Path) -> None:
+def test_page_has_no_scripts_or_external_resources(page: Path) -> None:
     reader = read(page)
     assert not {tag for tag, _ in reader.tags} & {"script", "link", "iframe", "object", "form", "base"}
     for _, attributes in reader.tags:
@@ -176,7 +176,7 @@ def test_the_page_loads_nothing_and_runs_nothing(page: Path) -> None:
     assert "http" not in re.sub(r"http-equiv|data:image[^\"]*", "", page.read_text())
 
 
-def test_hostile_questions_and_answers_are_text(page: Path) -> None:
+def test_html_in_questions_and_answers_is_escaped(page: Path) -> None:
     reader = read(page)
     assert f"{HOSTILE}?" in reader.text
     assert HOSTILE in reader.text
@@ -188,44 +188,45 @@ def test_cards_show_image_question_answers_and_both_maps(
     page: Path, result: VQAResult, model: VQA, source: Any
 ) -> None:
     reader = read(page)
-    assert [line for line in reader.text if line in ("Hits, closed", "Hits, open", "Misses, closed", "Misses, open")]
+    assert [
+        line for line in reader.text if line in ("Correct, closed", "Correct, open", "Wrong, closed", "Wrong, open")
+    ]
     chosen = choose_examples(result)
     count = sum(map(len, chosen.values()))
     assert count == len(result.data.questions)
     kinds = Counter(image["alt"].split(" ")[0].rstrip(":") for image in images(reader))
     assert kinds == {"accuracy": 1, "image": count, "attention": 2 * count}
     assert Counter(image["alt"] for image in images(reader))["attention: Summary token"] == count
-    place = chosen[False, "open"][0]
-    question = result.data.questions[place]
-    start = reader.text.index("Misses, open")
-    found = explain(model, source, [question.id])[question.id]
-    said = result.systems["model"][question.id]
+    question = result.data.questions[chosen[False, "open"][0]]
+    start = reader.text.index("Wrong, open")
+    explanation = explain(model, source, [question.id])[question.id]
+    prediction = result.systems["model"][question.id]
     card = reader.text[start + 1 : reader.text.index(f"id {question.id}")]
     assert card[0] == question.question
     assert card[card.index("True answer") + 1] == question.answer
-    assert said.answer in card
-    assert f"{said.score:.2f}" in card
-    others = [answer for answer, _ in found.answers if answer != said.answer]
-    below = card[card.index(said.answer, card.index("True answer") + 2) :]
+    assert prediction.answer in card
+    assert f"{prediction.score:.2f}" in card
+    others = [answer for answer, _ in explanation.answers if answer != prediction.answer]
+    below = card[card.index(prediction.answer, card.index("True answer") + 2) :]
     assert [line for line in below if line in others] == others
 
 
-def test_explanations_are_what_the_model_computes(model: VQA, source: QuestionSource) -> None:
+def test_explanations_equal_the_outputs_of_the_model(model: VQA, source: QuestionSource) -> None:
     model.train()
-    places = (1, 5, next(n for n, each in enumerate(source.questions) if each.question.id == "200"))
-    ids = [source.questions[place].question.id for place in places]
-    found = explain(model, source, ids, answers=3)
+    rows = (1, 5, next(n for n, entry in enumerate(source.questions) if entry.question.id == "200"))
+    ids = [source.questions[row].question.id for row in rows]
+    explanations = explain(model, source, ids, answers=3)
     assert model.training
     model.eval()
-    assert set(found) == set(ids)
+    assert set(explanations) == set(ids)
     (batch,) = open_questions(model, source, 13)
     with torch.no_grad():
         logits_BV = model.answer_logits(batch)
         maps = question_attention(model.fusion_model, batch)
-    for row in places:
-        one = found[source.questions[row].question.id]
+    for row in rows:
+        one = explanations[source.questions[row].question.id]
         order = logits_BV[row].argsort(descending=True).tolist()
-        assert [answer for answer, _ in one.answers] == [ANSWERS[place] for place in order[:3]]
+        assert [answer for answer, _ in one.answers] == [ANSWERS[index] for index in order[:3]]
         assert one.answers[0][1] == pytest.approx(float(logits_BV[row].max().sigmoid()), abs=1e-4)
         right = normalize_answer(source.questions[row].question.answer)
         assert one.rank == (order.index(ANSWERS.index(right)) + 1 if right in ANSWERS else None)
@@ -233,21 +234,21 @@ def test_explanations_are_what_the_model_computes(model: VQA, source: QuestionSo
         for (_, map_hw), map_BP in zip(one.maps, (maps.pooled_BP, maps.words_BP), strict=True):
             assert map_hw.shape == maps.grid == (4, 4)
             np.testing.assert_allclose(map_hw.ravel(), map_BP[row], rtol=1e-3, atol=1e-5)
-    assert found["200"].rank is None
+    assert explanations["200"].rank is None
 
 
-def test_the_shares_of_a_decoder_are_its_likelihoods(source: QuestionSource) -> None:
+def test_scores_of_a_decoder_are_its_likelihoods(source: QuestionSource) -> None:
     decoder = DecoderConfig(layers=1, heads=2, intermediate=32)
     model = VQA.on(tiny_model("dual_stream", tiny_tokenizer()), ANSWERS, head="ranking", decoder=decoder).eval()
-    said = answer_questions(model, open_questions(model, source, 13))
+    predictions = answer_questions(model, open_questions(model, source, 13))
     for name, one in explain(model, source, ["100", "101"], answers=len(ANSWERS)).items():
-        answer, share = one.answers[0]
-        assert (answer, share) == (said[name].answer, pytest.approx(said[name].score, rel=1e-3))
-        assert 0 < sum(share for _, share in one.answers) < 1
+        answer, score = one.answers[0]
+        assert (answer, score) == (predictions[name].answer, pytest.approx(predictions[name].score, rel=1e-3))
+        assert 0 < sum(score for _, score in one.answers) < 1
         assert len(one.maps) == 2
 
 
-def test_a_question_whose_image_is_gone_is_not_explained(
+def test_question_with_an_unreadable_image_is_not_explained(
     model: VQA, source: QuestionSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pixels = source.pixels
@@ -258,18 +259,18 @@ def test_a_question_whose_image_is_gone_is_not_explained(
         return pixels(position, color)
 
     monkeypatch.setattr(source, "pixels", broken)
-    ids = [source.questions[place].question.id for place in (0, 1)]
+    ids = [source.questions[position].question.id for position in (0, 1)]
     assert set(explain(model, source, ids)) == {ids[1]}
     assert f"question {ids[0]} is not explained" in caplog.text
 
 
-def test_without_a_checkpoint_there_are_images_and_answers(result: VQAResult, source: Any, tmp_path: Path) -> None:
+def test_page_without_a_checkpoint_shows_images_and_answers(result: VQAResult, source: Any, tmp_path: Path) -> None:
     path = write_vqa_page(result, tmp_path / "page.html", model="answers.jsonl", pixels=pixels_of(source))
     reader = read(path)
     alternatives = [image["alt"] for image in images(reader)]
     assert sum(alternative.startswith("image of question") for alternative in alternatives) == 13
     assert not [alternative for alternative in alternatives if alternative.startswith("attention")]
-    assert "Heat is attention" not in "\n".join(reader.text)
+    assert "Heatmaps show" not in "\n".join(reader.text)
     assert "Date" not in reader.text
     bare = read(write_vqa_page(result, tmp_path / "bare.html"))
     assert len(images(bare)) == 1
@@ -277,23 +278,23 @@ def test_without_a_checkpoint_there_are_images_and_answers(result: VQAResult, so
 
 
 @pytest.mark.parametrize(("score", "shown"), [(0.25, True), (1, True), (-3.5, False), ("high", False), (None, False)])
-def test_scores_that_are_no_shares_are_not_drawn(source: Any, tmp_path: Path, score: Any, shown: bool) -> None:
-    said = {"100": Prediction("yes", score=score)}
-    result = evaluate_answers(question_data([source.source]), said, resamples=5)
+def test_scores_outside_of_zero_to_one_are_not_drawn(source: Any, tmp_path: Path, score: Any, shown: bool) -> None:
+    answers = {"100": Prediction("yes", score=score)}
+    result = evaluate_answers(question_data([source.source]), answers, resamples=5)
     page = write_vqa_page(result, tmp_path / "page.html").read_text()
     assert ('class="share"' in page) == shown
 
 
-def test_without_answers_there_are_the_baselines_alone(source: QuestionSource, tmp_path: Path) -> None:
+def test_page_without_predictions_shows_the_baselines(source: QuestionSource, tmp_path: Path) -> None:
     result = evaluate_answers(question_data([source.source]), resamples=5)
     text = read(write_vqa_page(result, tmp_path / "page.html")).text
-    assert "Visual question answering: what needs no image" in text
+    assert "Visual question answering: baselines without images" in text
     assert "Question-only model, overall" in text
     assert "Model" not in text
-    assert "Hits and misses" not in text
+    assert "Correct and wrong answers" not in text
 
 
-def test_images_that_cannot_be_read_are_left_out(result: VQAResult, tmp_path: Path, caplog: Any) -> None:
+def test_unreadable_images_are_left_out(result: VQAResult, tmp_path: Path, caplog: Any) -> None:
     def missing(name: str) -> np.ndarray:
         raise FileNotFoundError(2, "no such file")
 
@@ -302,20 +303,22 @@ def test_images_that_cannot_be_read_are_left_out(result: VQAResult, tmp_path: Pa
     assert "is not shown: it could not be read" in caplog.text
 
 
-def test_who_was_not_answered_is_told(source: QuestionSource, tmp_path: Path) -> None:
+def test_page_counts_unanswered_questions_and_names_the_flaw(source: QuestionSource, tmp_path: Path) -> None:
     data = question_data([source.source])
     text = read(write_vqa_page(evaluate_answers(data, {}, resamples=5), tmp_path / "page.html")).text
     assert "13 questions, which count as wrong" in text
     assert text.count("(no answer)") == 10  # six open ones and four closed ones
-    legacy = read(write_vqa_page(evaluate_answers(data, {}, protocol="mevf", resamples=5), tmp_path / "old.html")).text
-    assert "Not comparable" in legacy
-    assert "judges freeform questions only" in legacy
+    published = read(
+        write_vqa_page(evaluate_answers(data, {}, protocol="mevf", resamples=5), tmp_path / "mevf.html")
+    ).text
+    assert "Not comparable" in published
+    assert "includes freeform questions only" in published
 
 
-def test_the_same_result_makes_the_same_page(
+def test_page_is_reproducible(
     page: Path, result: VQAResult, model: VQA, source: QuestionSource, tmp_path: Path
 ) -> None:
-    again = write_vqa_page(
+    repeated = write_vqa_page(
         result,
         tmp_path / "page.html",
         model="dual_stream",
@@ -323,11 +326,11 @@ def test_the_same_result_makes_the_same_page(
         pixels=pixels_of(source),
         explain=functools.partial(explain, model, source),
     )
-    assert again.read_bytes() == page.read_bytes()
+    assert repeated.read_bytes() == page.read_bytes()
 
 
 def many(result: VQAResult, count: int = 400) -> VQAResult:
-    """Hits and misses of eight question types, some of them rare."""
+    """Return a result with correct and wrong answers of eight question types, some of them rare."""
     first = result.data.questions[0]
     kinds = ["PRES"] * 13 + ["A", "B", "C", "D", "E", "F", "G"]
     questions = tuple(
@@ -339,30 +342,30 @@ def many(result: VQAResult, count: int = 400) -> VQAResult:
     return dataclasses.replace(result, data=data, credits={"model": credit_N})
 
 
-def test_examples_are_drawn_by_seed_and_question_types_take_turns(result: VQAResult) -> None:
-    whole = many(result)
-    chosen = choose_examples(whole, each=8)
-    assert chosen == choose_examples(whole, each=8)
-    assert chosen != choose_examples(whole, each=8, seed=1)
-    for (hit, answer_type), places in chosen.items():
-        assert len(set(places)) == 8
-        for place in places:
-            question = whole.data.questions[place]
+def test_examples_are_random_and_alternate_between_question_types(result: VQAResult) -> None:
+    large = many(result)
+    chosen = choose_examples(large, each=8)
+    assert chosen == choose_examples(large, each=8)
+    assert chosen != choose_examples(large, each=8, seed=1)
+    for (correct, answer_type), indices in chosen.items():
+        assert len(set(indices)) == 8
+        for index in indices:
+            question = large.data.questions[index]
             assert question.answer_type == answer_type
-            assert (whole.credits["model"][place] == 1) == hit
-        kinds = Counter(whole.data.questions[place].kind for place in places)
-        everywhere = {q.kind for n, q in enumerate(whole.data.questions) if q.answer_type == answer_type
-                      and (whole.credits["model"][n] == 1) == hit}  # fmt: skip
-        assert len(kinds) == min(8, len(everywhere))
+            assert (large.credits["model"][index] == 1) == correct
+        kinds = Counter(large.data.questions[index].kind for index in indices)
+        all_kinds = {q.kind for n, q in enumerate(large.data.questions) if q.answer_type == answer_type
+                      and (large.credits["model"][n] == 1) == correct}  # fmt: skip
+        assert len(kinds) == min(8, len(all_kinds))
     first = Counter(
-        whole.data.questions[choose_examples(whole, each=1, seed=seed)[True, "closed"][0]].kind for seed in range(60)
+        large.data.questions[choose_examples(large, each=1, seed=seed)[True, "closed"][0]].kind for seed in range(60)
     )
-    assert first["PRES"] > 20  # in the order in which a random draw meets them, not in the alphabet's
+    assert first["PRES"] > 20  # in random order, not alphabetical
     assert len(first) > 2
-    assert not any(choose_examples(whole, each=0).values())
+    assert not any(choose_examples(large, each=0).values())
 
 
-def test_the_command_writes_the_page(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_vqa_command_writes_the_page(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = ["--data", str(home / "shards" / "mixed"), "--resamples", "5"]
     cli.main(["eval", "vqa", "--checkpoint", str(home / "run" / "best"), *data, "--workers", "0", "--examples", "1"])
     out = home / "run" / "eval" / "vqa"
@@ -373,15 +376,15 @@ def test_the_command_writes_the_page(home: Path, capsys: pytest.CaptureFixture[s
 
     answers = home / "answers.jsonl"
     answers.write_text("".join(json.dumps({"id": str(100 + n), "answer": "yes"}) + "\n" for n in range(12)))
-    same = ["--train", str(home / "shards" / "mixed")]  # said twice is no second corpus
-    cli.main(["eval", "vqa", "--predictions", str(answers), *data, *same, "--out", str(home / "told")])
-    reader = read(home / "told" / "index.html")
+    same = ["--train", str(home / "shards" / "mixed")]  # the same folder is not read twice
+    cli.main(["eval", "vqa", "--predictions", str(answers), *data, *same, "--out", str(home / "from_file")])
+    reader = read(home / "from_file" / "index.html")
     assert f"Visual question answering: {answers}" in reader.text
     assert len(images(reader)) > 4
     assert "1 questions, which count as wrong" in reader.text
-    for neither in ([], ["--predictions", str(answers), "--checkpoint", str(home / "run" / "best")]):
+    for invalid in ([], ["--predictions", str(answers), "--checkpoint", str(home / "run" / "best")]):
         with pytest.raises(SystemExit):
-            cli.main(["eval", "vqa", *data, *neither])
+            cli.main(["eval", "vqa", *data, *invalid])
         assert "give exactly one of --checkpoint and --predictions" in capsys.readouterr().err
 
 
@@ -392,15 +395,15 @@ def test_scripts_write_the_page_with_images_of_the_corpus(home: Path, tmp_path: 
     answers = tmp_path / "answers.jsonl"
     answers.write_text(json.dumps({"id": "100", "answer": "yes", "score": 0.5}))
     options = argparse.Namespace(
-        predictions=answers, protocol="medvl", part="test", resamples=5, legacy=False, out=tmp_path / "out"
+        predictions=answers, protocol="medvl", part="test", resamples=5, published_protocols=False, out=tmp_path / "out"
     )
-    told = report(VQAData.from_samples(samples), options, _pixels(samples))
-    assert told.endswith("index.html")
+    output = report(VQAData.from_samples(samples), options, _pixels(samples))
+    assert output.endswith("index.html")
     reader = read(tmp_path / "out" / "index.html")
     assert sum(image["alt"].startswith("image of question") for image in images(reader)) == 4 + 6
 
 
-def test_a_checkpoint_that_answers_nothing_is_refused(home: Path, tmp_path: Path) -> None:
+def test_checkpoint_without_a_vqa_head_is_refused(home: Path, tmp_path: Path) -> None:
     save(tiny_model("dual_stream", tiny_tokenizer()), tmp_path)
     with raises(ConfigError, "unsupported", "checkpoint"):
         vqa(home / "shards" / "mixed", RunOptions(), checkpoint=tmp_path)

@@ -1,4 +1,4 @@
-"""The normaliser of answers, and those of published systems."""
+"""medvl's answer normalizer and those of published systems."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from medvl.eval.vqa.answer_normalization import NORMALIZERS
 
 
 @pytest.mark.parametrize(
-    ("text", "ours", "vqa_v2", "mevf", "mumc"),
+    ("text", "medvl_1", "vqa_v2", "mevf", "mumc"),
     [
         ("X-ray", "x ray", "x ray", "xray", "xray"),
         ("x ray", "x ray", "x ray", "xray", "xray"),
@@ -24,8 +24,8 @@ from medvl.eval.vqa.answer_normalization import NORMALIZERS
         ("vitamin A", "vitamin a", "vitamin", "vitamin", "vitamin a"),
     ],
 )
-def test_normalisers_do_what_is_known_of_them(text, ours, vqa_v2, mevf, mumc):
-    assert normalize_answer(text) == ours
+def test_normalizers_give_known_outputs(text, medvl_1, vqa_v2, mevf, mumc):
+    assert normalize_answer(text) == medvl_1
     assert (NORMALIZERS["vqa_v2"](text), NORMALIZERS["mevf"](text), NORMALIZERS["mumc"](text)) == (vqa_v2, mevf, mumc)
 
 
@@ -43,7 +43,7 @@ def test_normalisers_do_what_is_known_of_them(text, ours, vqa_v2, mevf, mumc):
         ("Yes", "yes", "YES ", "yes!"),
     ],
 )
-def test_our_normaliser_makes_one_of_what_means_the_same(same):
+def test_normalize_answer_merges_equivalent_answers(same):
     assert len({normalize_answer(text) for text in same}) == 1
 
 
@@ -52,16 +52,16 @@ def test_our_normaliser_makes_one_of_what_means_the_same(same):
     [("3.5 cm", "35 cm"), ("AP", "P"), ("vitamin A", "vitamin"), ("-3", "3"), ("3-5 cm", "35 cm"), ("a-p", "p"),
      ("T1", "T2"), ("left", "left and right"), ("1.0", "10"), ("a-line", "line")],
 )  # fmt: skip
-def test_our_normaliser_keeps_apart_what_differs(one, other):
+def test_normalize_answer_keeps_different_answers_distinct(one, other):
     assert normalize_answer(one) != normalize_answer(other)
 
 
 @given(st.text(alphabet="aAbx thean-ry.,;:/'()T2 3510%\u2013\u2019", max_size=30))
-def test_our_normaliser_is_a_projection(text):
+def test_normalize_answer_is_idempotent(text):
     once = normalize_answer(text)
     assert normalize_answer(once) == once
     assert once == once.strip().lower()
 
 
-def test_the_public_name():
+def test_normalize_answer_is_public():
     assert medvl.eval.normalize_answer is normalize_answer
