@@ -1,5 +1,6 @@
 """Small conversion plans, their options, and folders of shards made from them."""
 
+import hashlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,7 +13,7 @@ from medvl.schema import Sample
 
 
 def make_plan(folder: Path, count: int = 12, bad: dict[int, bytes] | None = None) -> Plan:
-    """Images of their own, two a patient, all in one split."""
+    """Return a plan of distinct images, two per patient, all in one split."""
     folder.mkdir(exist_ok=True)
     records = []
     for number in range(count):
@@ -41,11 +42,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def reseal(folder: Path, number: int) -> None:
-    """Write the true hashes of a changed shard into the manifest: the deeper checks must find the damage then."""
+    """Write the actual hashes of a modified shard into the manifest, so that only the deeper checks can detect it."""
     content = json.loads((folder / "manifest.json").read_text())
     tar = folder / f"lab-train-{number:06d}.tar"
-    import hashlib
-
     content["shards"][number]["sha256"] = hashlib.sha256(tar.read_bytes()).hexdigest()
     content["shards"][number]["index_sha256"] = hashlib.sha256(tar.with_suffix(".index").read_bytes()).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(content))

@@ -1,4 +1,4 @@
-"""Faults of the data: workers that die or hang, damaged shards of every kind, ranks without data, other ranks midway."""
+"""Data faults: workers that die or hang, damaged shards, ranks without data, resuming with other ranks."""
 
 import io
 import json
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.errors import raises
 from helpers.shard_plans import OPTIONS, make_plan
 
 from medvl.data.convert.options import ShardRun
@@ -47,7 +48,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, deid: Deidentifier) -> Path:
-    """One to damage."""
+    """A folder to damage."""
     return write(tmp_path, deid)
 
 
@@ -55,14 +56,14 @@ def opened(folder: Path, **changes: Any) -> Loader:
     return open_loader(ShardSource(folder), **{"batch": BATCH, "train": True, **SETTINGS, **changes})
 
 
-class Trap:
-    """Samples whose third one stops the worker that reads it."""
+class FaultySource:
+    """A source whose third sample runs a fault in the worker that reads it."""
 
     label_names: tuple[str, ...] = ()
-    fingerprint = "trap"
+    fingerprint = "faulty"
 
-    def __init__(self, what: Callable[[], object]) -> None:
-        self.what, self.parent = what, os.getpid()
+    def __init__(self, fault: Callable[[], object]) -> None:
+        self.fault, self.parent = fault, os.getpid()
 
     def __len__(self) -> int:
         return 12
@@ -73,7 +74,7 @@ class Trap:
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
         if position == 2:
             assert os.getpid() != self.parent
-            self.what()
+            self.fault()
         return np.zeros((40, 40), np.uint8)
 
 
@@ -92,21 +93,17 @@ def stop() -> None:
 
 @pytest.mark.fault("F6")
 @pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        (die, r"worker died .*fewer --data.workers"),
-        (hang, "returned nothing within the timeout; check the disk"),
-        (stop, "returned nothing within the timeout"),
-    ],
+    ("fault", "names"),
+    [(die, "worker died"), (hang, "within the timeout"), (stop, "within the timeout")],
     ids=["dies", "hangs", "is stopped"],
 )
-def test_a_worker_that_dies_or_hangs_is_an_error_and_no_deadlock(what: Callable[[], object], message: str) -> None:
+def test_dead_or_hung_worker_raises_without_deadlock(fault: Callable[[], object], names: str) -> None:
     started = time.monotonic()
-    loader = open_loader(Trap(what), batch=2, train=False, workers=2, timeout=2.0, **SETTINGS)
-    with pytest.raises(LoaderError, match=message):
+    loader = open_loader(FaultySource(fault), batch=2, train=False, workers=2, timeout=2.0, **SETTINGS)
+    with raises(LoaderError, "worker", names=names):
         list(loader)
     del loader
-    assert time.monotonic() - started < 120  # and not for ever; a machine may be busy
+    assert time.monotonic() - started < 120  # generous, for a busy machine
     deadline = time.monotonic() + 60
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -114,16 +111,16 @@ def test_a_worker_that_dies_or_hangs_is_an_error_and_no_deadlock(what: Callable[
 
 
 @pytest.mark.fault("F6")
-def test_other_errors_of_a_worker_stay_what_they_are() -> None:
+def test_exceptions_raised_in_a_worker_are_not_translated() -> None:
     def broken() -> None:
         raise RuntimeError("no such thing")
 
     with pytest.raises(RuntimeError, match="no such thing"):
-        list(open_loader(Trap(broken), batch=2, train=False, workers=1, **SETTINGS))
+        list(open_loader(FaultySource(broken), batch=2, train=False, workers=1, **SETTINGS))
 
 
 def keys(loaders: list[Loader], epochs: int) -> list[Counter[str]]:
-    """What all ranks together are handed in each global batch, until the epoch of that number begins."""
+    """Return the keys of each global batch over all ranks, until the start of epoch number `epochs`."""
     seen = []
     while loaders[0].epoch < epochs:
         for batches in zip(*loaders, strict=True):
@@ -136,19 +133,19 @@ def keys(loaders: list[Loader], epochs: int) -> list[Counter[str]]:
 @pytest.mark.fault("F9")
 @pytest.mark.parametrize("position", [0, 1, 3, 5, 6, 7, 11], ids=lambda at: f"batch {at}")
 @pytest.mark.parametrize(("world", "workers"), [(1, 0), (1, 2), (2, 0), (4, 0)])
-def test_going_on_with_other_workers_and_ranks_gives_the_same_samples(
+def test_resume_with_other_workers_and_ranks_yields_the_same_samples(
     position: int, world: int, workers: int, shards: Path
 ) -> None:
-    """At the first batch, in the middle, at the last one, at the edge of an epoch: each global batch is the same."""
-    whole = opened(shards)
-    assert whole.steps_per_epoch == 6
-    expected = keys([whole], 2)[position:]
+    """Each global batch is the same from the first batch, the middle, the last one and an epoch's end."""
+    reference = opened(shards)
+    assert reference.steps_per_epoch == 6
+    expected = keys([reference], 2)[position:]
     first = opened(shards)
-    handed = 0
-    while handed < position:
+    consumed = 0
+    while consumed < position:
         for _ in first:
-            handed += 1
-            if handed == position:
+            consumed += 1
+            if consumed == position:
                 break
     state = json.loads(json.dumps(first.state_dict()))
     others = [opened(shards, rank=rank, world=world, workers=workers) for rank in range(world)]
@@ -164,7 +161,7 @@ def member(name: str, data: bytes) -> bytes:
 
 
 class Damage:
-    """Ways to spoil the first shard of a folder under its own name and size, as a disk or a bad copy does."""
+    """Kinds of damage to the first shard of a folder, as by a disk or an incomplete copy."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.tar = folder, folder / "lab-train-000000.tar"
@@ -190,7 +187,7 @@ class Damage:
         self.tar.write_bytes(self.data[: start - 512] + self.data[end:] + bytes(end - start + 512))
 
     def duplicate_key(self) -> None:
-        """The second sample under the first one's name."""
+        """Give the second sample the key of the first."""
         for row in (self.index.image[1], self.index.meta[1]):
             place = int(row[0]) - 512
             header = tarfile.TarInfo.frombuf(bytes(self.data[place : place + 512]), "ascii", "strict")
@@ -201,7 +198,7 @@ class Damage:
         self.tar.write_bytes(self.data)
 
     def interleaved_keys(self) -> None:
-        """The texts of two samples in each other's place."""
+        """Swap the JSON of two samples."""
         (one, size), (two, _) = (map(int, row) for row in self.index.meta[:2])
         self.data[one : one + size], self.data[two : two + size] = (
             self.data[two : two + size],
@@ -213,7 +210,7 @@ class Damage:
         text = self.tar.with_suffix(".index").read_text().replace("\tpng\t", "\texe\t")
         self.tar.with_suffix(".index").write_text(text)
 
-    def text_that_is_no_utf8(self) -> None:
+    def invalid_utf8(self) -> None:
         start, size = map(int, self.index.meta[0])
         place = self.data.index(b"This is", start, start + size)
         self.data[place : place + 4] = b"\xff\xfe\xff\xfe"
@@ -225,28 +222,29 @@ class Damage:
         self.tar.write_bytes(self.data)
 
 
-KINDS = {  # what the loader says of it: refused when opened, counted as skipped, or (a single bit) decoded as it is
+KINDS = {  # effect on the loader: refused when opened, skipped, read, or either (one flipped bit may still decode)
     "truncated": "opening",
     "zero_bytes": "opening",
     "filled_with_zeros": "skipped",
-    "bad_header": "read",  # the index says where the members lie: their headers are not needed
+    "bad_header": "read",  # members are located by the index; tar headers are not read
     "missing_member": "skipped",
     "duplicate_key": "skipped",
     "interleaved_keys": "skipped",
     "wrong_suffix": "opening",
-    "text_that_is_no_utf8": "skipped",
+    "invalid_utf8": "skipped",
     "flipped_bit_of_an_image": "either",
 }
 
 
 @pytest.mark.fault("F11")
 @pytest.mark.parametrize("kind", KINDS)
-def test_damaged_shards_are_refused_or_counted_and_verify_finds_all(kind: str, folder: Path) -> None:
+def test_damaged_shards_are_refused_or_skipped_and_verify_reports_them(kind: str, folder: Path) -> None:
     getattr(Damage(folder), kind)()
-    assert verify_folder(folder).problems, "verify finds it by its hash"
+    assert verify_folder(folder).problems, "verify compares the hash"
     if KINDS[kind] == "opening":
-        with pytest.raises(ShardError, match="000000"):
+        with pytest.raises(ShardError, match="000000") as caught:
             ShardSource(folder)
+        assert caught.value.code in ("mismatch", "malformed")
         return
     loader = opened(folder, batch=13, train=False, max_skipped=13)
     seen = Counter(key for batch in loader for key in batch.keys)
@@ -255,15 +253,15 @@ def test_damaged_shards_are_refused_or_counted_and_verify_finds_all(kind: str, f
     assert seen.total() >= COUNT - 5, "the other shards are read"
     if KINDS[kind] == "skipped":
         assert loader.skipped.total() >= 1
-        with pytest.raises(BudgetError, match="medvl verify"):
+        with raises(BudgetError, "budget"):
             list(opened(folder, batch=13, train=False, max_skipped=0))
     if KINDS[kind] == "read":
         assert loader.skipped.total() == 0
 
 
 @pytest.mark.fault("F11")
-def test_an_empty_report_is_no_text_and_no_damage(tmp_path: Path, deid: Deidentifier) -> None:
-    """Left out by rule and counted when shards are made; kept where that is asked for, and flagged in the batch."""
+def test_empty_reports_are_flagged_not_skipped(tmp_path: Path, deid: Deidentifier) -> None:
+    """With `keep_textless` they are kept and flagged in the batch."""
     import dataclasses
 
     plan = make_plan(tmp_path / "images", 4)
@@ -282,34 +280,33 @@ def test_an_empty_report_is_no_text_and_no_damage(tmp_path: Path, deid: Deidenti
 
 @pytest.mark.fault("F13")
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch": 64, "world": 8}, "larger than the 26 samples"),
-        ({"batch": 4, "world": 8}, "not divisible by 8 ranks"),
-    ],
+    ("changes", "code"),
+    [({"batch": 64, "world": 8}, "too_large"), ({"batch": 4, "world": 8}, "conflict")],
 )
-def test_ranks_that_would_get_nothing_hear_of_it_at_once(changes: dict[str, int], message: str, shards: Path) -> None:
+def test_batch_that_leaves_ranks_without_data_is_refused_quickly(
+    changes: dict[str, int], code: str, shards: Path
+) -> None:
     started = time.process_time()
     for rank in range(changes["world"]):
-        with pytest.raises(ConfigError, match=message):
+        with raises(ConfigError, code, "batch"):
             opened(shards, rank=rank, **changes)
     assert time.process_time() - started < 5
 
 
 @pytest.mark.fault("F13")
-def test_fewer_remote_shards_than_readers_is_said_at_once(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_remote_shards_than_readers_are_refused_quickly(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import webdataset
 
     manifest = (shards / "manifest.json").read_bytes()
     monkeypatch.setattr(webdataset, "gopen", lambda url: io.BytesIO(manifest))
     started = time.process_time()
-    with pytest.raises(ConfigError, match=r"6 shards are too few for 8 readers \(4 ranks of 2 workers\)"):
+    with raises(ConfigError, "conflict", "workers"):
         open_remote_loader("https://host/train", batch=4, world=4, workers=2, **SETTINGS)
     assert time.process_time() - started < 5
 
 
 @pytest.mark.fault("F13")
-def test_a_rank_without_a_batch_of_validation_has_none_and_waits_for_nobody(shards: Path) -> None:
+def test_ranks_without_a_validation_batch_yield_none(shards: Path) -> None:
     ranks = [list(opened(shards, batch=20, train=False, rank=rank, world=4)) for rank in range(4)]
     assert [len(batches) for batches in ranks] == [1, 1, 0, 0]
     assert sum(len(batch) for batches in ranks for batch in batches) == COUNT

@@ -1,4 +1,4 @@
-"""Several folders of shards as one source, and texts drawn from a figure's sections."""
+"""Several folders of shards as one source, and random sections of a figure's text."""
 
 import dataclasses
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.errors import raises
 from helpers.shard_plans import make_plan
 
 from medvl.data.convert.options import ShardOptions, ShardRun
@@ -19,12 +20,12 @@ from medvl.errors import ConfigError
 
 
 def write(home: Path, corpus: str, count: int, salt: bytes = bytes(32), **labels: int) -> ShardSource:
-    """A folder of shards whose images and patients are its own."""
+    """Write a folder of shards with its own images and patients."""
     (home / corpus).mkdir(parents=True)
     plan = make_plan(home / corpus / "images", count)
     for number, record in enumerate(plan.records):
-        told: dict[str, Any] = {"key": f"{corpus}-{record.sample.key}", "patient": f"{corpus}-{number}"}
-        sample = dataclasses.replace(record.sample, **told, corpus=corpus, split="train", labels=labels)
+        names: dict[str, Any] = {"key": f"{corpus}-{record.sample.key}", "patient": f"{corpus}-{number}"}
+        sample = dataclasses.replace(record.sample, **names, corpus=corpus, split="train", labels=labels)
         plan.records[number] = Record(sample, record.report)
     plan = dataclasses.replace(plan, corpus=corpus, label_names=tuple(labels))
     run = ShardRun(out=home / corpus / "out", workers=1)
@@ -38,7 +39,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[ShardSource, Shar
     return write(home, "roco", 5, Edema=1), write(home, "medicat", 4, Edema=0, Mass=1)
 
 
-def test_the_samples_of_one_follow_those_of_the_other(sources: tuple[ShardSource, ShardSource]) -> None:
+def test_samples_of_the_sources_follow_one_another(sources: tuple[ShardSource, ShardSource]) -> None:
     joined = ConcatSource(sources)
     assert len(joined) == 9
     expected = [source.sample(place) for source in sources for place in range(len(source))]
@@ -49,30 +50,32 @@ def test_the_samples_of_one_follow_those_of_the_other(sources: tuple[ShardSource
             joined.sample(beyond)
 
 
-def test_labels_patients_and_shards_are_those_of_all(sources: tuple[ShardSource, ShardSource]) -> None:
+def test_labels_patients_and_shards_are_merged(sources: tuple[ShardSource, ShardSource]) -> None:
     joined = ConcatSource(sources)
     assert joined.label_names == ("Edema", "Mass")
     assert joined.manifest.corpus == "roco+medicat"
     assert joined.manifest.samples == 9
     assert set(joined.manifest.patients) == {p for source in sources for p in source.manifest.patients}
-    assert joined.fingerprint != ConcatSource(sources[::-1]).fingerprint  # another order is another run
+    assert joined.fingerprint != ConcatSource(sources[::-1]).fingerprint  # the order matters
     assert all(str(source.folder) in joined.folder for source in sources)
 
 
-def test_folders_that_do_not_belong_together(sources: tuple[ShardSource, ShardSource], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="each once"):
+def test_repeated_missing_and_differently_salted_folders_are_refused(
+    sources: tuple[ShardSource, ShardSource], tmp_path: Path
+) -> None:
+    with raises(ConfigError, "conflict"):
         ConcatSource([sources[0], sources[0]])
-    with pytest.raises(ConfigError, match="got none"):
+    with raises(ConfigError, "missing"):
         ConcatSource([])
-    with pytest.raises(ConfigError, match="different salts"):
+    with raises(ConfigError, "mismatch", "salt"):
         ConcatSource([sources[0], write(tmp_path, "other", 2, salt=b"1" * 32)])
 
 
-def test_a_section_is_drawn_whole_and_evenly() -> None:
+def test_random_section_draws_complete_sections_uniformly() -> None:
     sections = {"caption": "Figure of a chest.", "reference-1": "It shows a mass there.", "reference-2": "See."}
     rng = np.random.default_rng(0)
     drawn = [RandomSection()(sections, rng) for _ in range(400)]
-    assert set(drawn) == {"Figure of a chest.", "It shows a mass there."}  # the short one is left out
+    assert set(drawn) == {"Figure of a chest.", "It shows a mass there."}  # the short one is excluded
     assert abs(drawn.count("Figure of a chest.") - 200) < 40
     assert RandomSection()({"caption": "See."}, rng) == "See."
     assert RandomSection()({}, rng) == ""

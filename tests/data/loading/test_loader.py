@@ -1,4 +1,4 @@
-"""The loader: the same global batches for everybody, from any position, and nothing lost."""
+"""The loader: global batches that do not depend on ranks and workers, exact resume, skipped samples."""
 
 import dataclasses
 import json
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.errors import raises
 from helpers.mimic_files import textured
 from helpers.shard_plans import make_plan
 
@@ -87,7 +88,7 @@ def epochs(loader: Loader, count: int) -> Iterator[Batch]:
         yield from loader
 
 
-def test_a_batch_is_what_the_schema_says(open_it: Callable[..., Loader], tokenizer: Tokenizer) -> None:
+def test_batch_fields_follow_the_schema(open_it: Callable[..., Loader], tokenizer: Tokenizer) -> None:
     batch = next(iter(open_it(image=EvalTransform(size=32), text=WholeText(), train=False, batch=5)))
     assert batch.image_BCHW.shape == (5, 1, 32, 32)
     assert batch.image_BCHW.dtype == torch.uint8
@@ -96,7 +97,7 @@ def test_a_batch_is_what_the_schema_says(open_it: Callable[..., Loader], tokeniz
     ids_BT, mask_BT = tokenizer(batch.texts)
     assert torch.equal(batch.ids_BT, ids_BT)
     assert torch.equal(batch.mask_BT, mask_BT)
-    assert batch.mask_BT.any(dim=0).all(), "padded beyond the longest text"
+    assert batch.mask_BT.any(dim=0).all(), "padded to the longest text only"
     assert "image number 3" in batch.texts[3]
     assert batch.studies == ["study0", "study0", "study1", "study1", "study2"]
     assert batch.has_text_B is None
@@ -104,8 +105,8 @@ def test_a_batch_is_what_the_schema_says(open_it: Callable[..., Loader], tokeniz
     assert np.array_equal(batch.image_BCHW[3].permute(1, 2, 0), expected)
 
 
-def test_a_sample_without_text_is_flagged(open_it: Callable[..., Loader], folder: Path) -> None:
-    """Whatever a tokenizer makes of nothing, it is no text."""
+def test_samples_without_text_are_flagged(open_it: Callable[..., Loader], folder: Path) -> None:
+    """Whatever ids the tokenizer returns for an empty text."""
     images = folder.parent.parent / "images"
     sections: list[dict[str, str]] = [{"findings": "Clear."}, {}, {"findings": " "}, {"findings": "An effusion."}]
     shards = ShardSource(folder)
@@ -118,15 +119,15 @@ def test_a_sample_without_text_is_flagged(open_it: Callable[..., Loader], folder
     assert batch.has_text_B.tolist() == [True, False, False, True]
 
 
-def test_an_epoch_has_every_sample_once_but_for_the_tail(open_it: Callable[..., Loader]) -> None:
+def test_epoch_yields_every_sample_once_except_the_remainder(open_it: Callable[..., Loader]) -> None:
     loader = open_it()
     orders = []
     for _ in range(3):
         keys = [key for batch in loader for key in batch.keys]
         assert len(keys) == len(set(keys)) == COUNT // 4 * 4
         orders.append(tuple(keys))
-    assert len(set(orders)) == 3, "every epoch has an order of its own"
-    assert len({frozenset(order) for order in orders}) > 1, "what is left over changes"
+    assert len(set(orders)) == 3, "each epoch has another order"
+    assert len({frozenset(order) for order in orders}) > 1, "the dropped remainder changes"
     again = open_it()
     assert tuple(key for batch in again for key in batch.keys) == orders[0]
     assert tuple(key for batch in open_it(seed=8) for key in batch.keys) != orders[0]
@@ -134,34 +135,34 @@ def test_an_epoch_has_every_sample_once_but_for_the_tail(open_it: Callable[..., 
 
 @pytest.mark.fault("F8")
 @pytest.mark.parametrize("workers", [1, 3])
-def test_workers_change_nothing(open_it: Callable[..., Loader], workers: int) -> None:
+def test_number_of_workers_does_not_change_the_batches(open_it: Callable[..., Loader], workers: int) -> None:
     for mine, theirs in zip(epochs(open_it(), 2), epochs(open_it(workers=workers), 2), strict=True):
         assert same(mine, theirs)
 
 
 @pytest.mark.fault("F9")
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_share_the_global_batches(open_it: Callable[..., Loader], world: int) -> None:
+def test_ranks_divide_the_global_batches(open_it: Callable[..., Loader], world: int) -> None:
     ranks = [open_it(rank=rank, world=world) for rank in range(world)]
-    for whole, *parts in zip(epochs(open_it(), 2), *(epochs(loader, 2) for loader in ranks), strict=True):
-        assert [key for part in parts for key in part.keys] == whole.keys
+    for full, *parts in zip(epochs(open_it(), 2), *(epochs(loader, 2) for loader in ranks), strict=True):
+        assert [key for part in parts for key in part.keys] == full.keys
         assert len({len(part) for part in parts}) == 1
-        assert torch.equal(torch.cat([part.image_BCHW for part in parts]), whole.image_BCHW)
+        assert torch.equal(torch.cat([part.image_BCHW for part in parts]), full.image_BCHW)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_evaluation_gives_every_sample_once_in_whole_batches(open_it: Callable[..., Loader], world: int) -> None:
-    whole = [batch.keys for batch in open_it(train=False)]
-    assert [key for keys in whole for key in keys] == [f"key{number:03d}" for number in range(COUNT)]
+def test_evaluation_yields_every_sample_once_in_full_batches(open_it: Callable[..., Loader], world: int) -> None:
+    expected = [batch.keys for batch in open_it(train=False)]
+    assert [key for keys in expected for key in keys] == [f"key{number:03d}" for number in range(COUNT)]
     ranks = [[batch.keys for batch in open_it(train=False, rank=rank, world=world)] for rank in range(world)]
     for rank, batches in enumerate(ranks):
-        assert batches == whole[rank::world]
+        assert batches == expected[rank::world]
 
 
 @pytest.mark.fault("F7")
 @pytest.mark.parametrize("position", [0, 1, 3, 4, 5, 7, 12])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_position_is_gone_back_to_exactly(open_it: Callable[..., Loader], position: int, workers: int) -> None:
+def test_resume_is_exact_from_any_position(open_it: Callable[..., Loader], position: int, workers: int) -> None:
     loader = open_it()
     expected = epochs(loader, 4)
     for _ in range(position):
@@ -173,7 +174,7 @@ def test_a_position_is_gone_back_to_exactly(open_it: Callable[..., Loader], posi
         assert same(mine, theirs)
 
 
-def test_the_state_counts_what_was_handed_out_not_what_was_read_ahead(open_it: Callable[..., Loader]) -> None:
+def test_state_counts_yielded_batches_not_prefetched_ones(open_it: Callable[..., Loader]) -> None:
     loader = open_it(workers=2)
     for count, _ in enumerate(loader, start=1):
         assert loader.state_dict()["batch"] == count
@@ -181,26 +182,26 @@ def test_the_state_counts_what_was_handed_out_not_what_was_read_ahead(open_it: C
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "field"),
     [
-        ({"seed": 8}, "another seed"),
-        ({"batch": 5}, "another global_batch"),
-        ({"source": "other"}, "another samples, fingerprint"),
+        ({"seed": 8}, "seed"),
+        ({"batch": 5}, "global_batch"),
+        ({"source": "other"}, "samples, fingerprint"),
     ],
 )
-def test_a_position_of_another_run_is_refused(open_it: Callable[..., Loader], change: dict, message: str) -> None:
+def test_state_of_another_run_is_refused(open_it: Callable[..., Loader], change: dict, field: str) -> None:
     if change.get("source"):
         source = ShardSource(open_it().source.folder)
         change = {"source": FileSource([source.sample(number) for number in range(9)], ["even"])}
     state = open_it().state_dict()
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, "mismatch", field):
         open_it(**change).load_state_dict(state)
-    with pytest.raises(ConfigError, match="expected a position"):
+    with raises(ConfigError, "out_of_range", "batch"):
         open_it().load_state_dict(state | {"batch": 99})
 
 
-def test_randomness_is_that_of_seed_epoch_and_key(open_it: Callable[..., Loader]) -> None:
-    """A sample is augmented alike in another batch size, another place in the order, another process."""
+def test_randomness_depends_on_seed_epoch_and_key_only(open_it: Callable[..., Loader]) -> None:
+    """The augmentation of a sample does not depend on the batch size or its place in the order."""
 
     def by_key(loader: Loader, epoch: int) -> dict[str, tuple]:
         loader.load_state_dict(loader.state_dict() | {"epoch": epoch})
@@ -217,14 +218,14 @@ def test_randomness_is_that_of_seed_epoch_and_key(open_it: Callable[..., Loader]
     assert len({value[0] for value in second.values()}) > 3, "sentences are drawn"
 
 
-def test_purposes_do_not_disturb_each_other() -> None:
+def test_purposes_have_independent_generators() -> None:
     draws = [sample_rng(1, 2, "key", purpose).random() for purpose in ("image", "text")]
     assert draws[0] != draws[1]
     assert sample_rng(1, 2, "key", "image").random() == draws[0]
 
 
 @pytest.mark.parametrize("flip", ["swap_text", "plain"])
-def test_a_mirrored_image_gets_a_mirrored_text_or_the_plain_one(open_it: Callable[..., Loader], flip: str) -> None:
+def test_flipped_images_get_swapped_text_only_with_swap_text(open_it: Callable[..., Loader], flip: str) -> None:
     plain = {key: text for batch in open_it(batch=1) for key, text in zip(batch.keys, batch.texts, strict=True)}
     changed = Counter()
     for batch in open_it(batch=1, image=ConVIRTAugmentation(size=32, flip=flip)):
@@ -234,7 +235,7 @@ def test_a_mirrored_image_gets_a_mirrored_text_or_the_plain_one(open_it: Callabl
     assert bool(changed[True]) == (flip == "swap_text")
 
 
-def test_sentences_are_drawn_uniformly_and_short_ones_left_out() -> None:
+def test_random_sentence_is_uniform_and_excludes_short_ones() -> None:
     sections = {"findings": "Clear. The lungs are clear. No effusion is seen.", "impression": "Normal chest today."}
     policy = RandomSentence(min_tokens=3, sections=("findings", "impression"))
     drawn = Counter(policy(sections, np.random.default_rng(seed)) for seed in range(3000))
@@ -249,7 +250,7 @@ def test_sentences_are_drawn_uniformly_and_short_ones_left_out() -> None:
 
 
 def damage(folder: Path, tmp_path: Path, rows: list[int]) -> Path:
-    """A copy of the folder whose images of the first shard are partly zeros: sizes and index stay as they are."""
+    """Return a copy of the folder in which some images of the first shard are zeroed; sizes and index are unchanged."""
     copy = tmp_path / "damaged"
     copy.mkdir()
     for path in folder.iterdir():
@@ -264,7 +265,7 @@ def damage(folder: Path, tmp_path: Path, rows: list[int]) -> Path:
 
 
 @pytest.mark.fault("F12")
-def test_an_unreadable_sample_is_counted_within_the_budget(
+def test_unreadable_samples_are_counted_within_the_budget(
     open_it: Callable[..., Loader], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loader = open_it(source=ShardSource(damage(folder, tmp_path, [1, 3])), train=False, batch=5, max_skipped=2)
@@ -272,29 +273,27 @@ def test_an_unreadable_sample_is_counted_within_the_budget(
     assert sizes == [3, 5, 5, 5, 3]
     assert loader.skipped.total() == 2
     assert "skipped sample key001" in caplog.text
-    with pytest.raises(BudgetError, match="2 unreadable samples .* over the budget of 1"):
+    with raises(BudgetError, "budget", "max_skipped", names="2 unreadable samples"):
         list(open_it(source=loader.source, train=False, batch=5, max_skipped=1))
 
 
-def test_a_batch_without_a_readable_sample_ends_the_run(
-    open_it: Callable[..., Loader], folder: Path, tmp_path: Path
-) -> None:
+def test_batch_without_a_readable_sample_raises(open_it: Callable[..., Loader], folder: Path, tmp_path: Path) -> None:
     source = ShardSource(damage(folder, tmp_path, [0, 1, 2, 3, 4]))
-    with pytest.raises(ShardError, match="no sample of a batch can be read"):
+    with raises(ShardError, "empty"):
         list(open_it(source=source, train=False, batch=5, max_skipped=10))
 
 
-def test_a_tar_cut_after_opening_is_named(open_it: Callable[..., Loader], folder: Path, tmp_path: Path) -> None:
+def test_tar_truncated_after_opening_raises(open_it: Callable[..., Loader], folder: Path, tmp_path: Path) -> None:
     source = ShardSource(damage(folder, tmp_path, []))
     with (source.folder / "lab-train-000000.tar").open("r+b") as file:
         file.truncate(100)
-    with pytest.raises((ShardError, BudgetError), match=r"unreadable|can be read"):
+    with raises(BudgetError, "budget"):
         list(open_it(source=source, train=False, batch=5))
-    with pytest.raises(ShardError, match=r"000000.tar is damaged at sample key000: the tar ends before it"):
+    with raises(ShardError, "truncated", names="sample key000"):
         source.sample(0)
 
 
-def test_files_are_read_without_shards(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_file_source_reads_corpus_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
     samples = [record.sample for record in make_plan(tmp_path / "images", 6).records]
     (tmp_path / "images/4.png").write_bytes(encode_png(textured(4, 30, 70)))
     loader = open_loader(
@@ -312,17 +311,16 @@ def test_files_are_read_without_shards(tmp_path: Path, tokenizer: Tokenizer) -> 
 
 @pytest.mark.fault("F13")
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "code", "field"),
     [
-        ({"batch": 5, "world": 2}, "not divisible by 2 ranks"),
-        ({"batch": 24}, "larger than the 23 samples"),
-        ({"batch": 0}, "at least 1, got 0"),
-        ({"rank": 2, "world": 2}, "from 0 to 1, got 2"),
-        ({"source": FileSource([], ())}, "no samples"),
+        ({"batch": 5, "world": 2}, "conflict", "batch"),
+        ({"batch": 24}, "too_large", "batch"),
+        ({"batch": 0}, "out_of_range", "batch"),
+        ({"rank": 2, "world": 2}, "out_of_range", "rank"),
+        ({"workers": -1}, "out_of_range", "workers"),
+        ({"source": FileSource([], ())}, "empty", "source"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_at_once(
-    open_it: Callable[..., Loader], changes: dict, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_invalid_settings_are_refused(open_it: Callable[..., Loader], changes: dict, code: str, field: str) -> None:
+    with raises(ConfigError, code, field):
         open_it(**changes)

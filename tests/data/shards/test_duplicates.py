@@ -1,4 +1,4 @@
-"""Images that two folders share: the perceptual hash, its tolerance, its mistakes, and `medvl verify --against`."""
+"""Images shared by two folders: the perceptual hash, its tolerance and limits, and `medvl verify --against`."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from medvl.schema import Sample
 
 @pytest.fixture(scope="module")
 def films() -> list[np.ndarray]:
-    """Frontal and lateral chests of 40 patients: all alike, as radiographs are."""
+    """Frontal and lateral chest radiographs of 40 patients."""
     views = [patient.studies[0].views[-1] for patient in World(6).patients(40)]
     return [(draw(view, 320) >> 4).astype(np.uint8) for view in views]
 
@@ -40,7 +40,7 @@ def distance(image_HW: np.ndarray, other_HW: np.ndarray) -> int:
 
 
 def with_margin(image_HW: np.ndarray, share: float) -> np.ndarray:
-    """On a black page, with writing in the margin."""
+    """Return the image with a black margin and writing in it."""
     high, wide = (int(share * side) for side in image_HW.shape)
     page_HW = cv2.copyMakeBorder(image_HW, high, high, wide, wide, cv2.BORDER_CONSTANT)
     return cv2.putText(page_HW, "R", (3, high - 6), cv2.FONT_HERSHEY_SIMPLEX, 0.4, 255, 1)
@@ -49,8 +49,8 @@ def with_margin(image_HW: np.ndarray, share: float) -> np.ndarray:
 # The hash
 
 
-def test_the_bits_are_the_signs_of_the_lowest_frequencies(films: list[np.ndarray]) -> None:
-    """The cosine transform written out: X[u, v] = sum over x, y of f[x, y] cos((2x + 1) u pi / 2N) cos((2y + 1) v pi / 2N)."""
+def test_hash_bits_are_the_signs_of_the_lowest_frequencies(films: list[np.ndarray]) -> None:
+    """Compare with the cosine transform from its definition: X[u, v] = sum over x, y of f[x, y] cos((2x + 1) u pi / 2N) cos((2y + 1) v pi / 2N)."""
     n = np.arange(64)
     basis = (
         np.cos((2 * n[None] + 1) * n[:, None] * np.pi / 128) * np.where(n[:, None] == 0, np.sqrt(0.5), 1) / np.sqrt(32)
@@ -62,7 +62,7 @@ def test_the_bits_are_the_signs_of_the_lowest_frequencies(films: list[np.ndarray
         bits = perceptual_hash(image_HW)
         assert bits is not None
         assert bits.shape == (2, 255)
-        clear = np.abs(margin) > 1e-3  # float32 may see the median itself on either side
+        clear = np.abs(margin) > 1e-3  # in float32 the median itself may fall on either side
         assert clear.sum() >= 253
         np.testing.assert_array_equal(bits[0][clear], (margin > 0)[clear])
 
@@ -78,37 +78,37 @@ COPIES = {
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_a_copy_is_the_same_image(films: list[np.ndarray], name: str) -> None:
+def test_copies_match(films: list[np.ndarray], name: str) -> None:
     assert max(distance(COPIES[name](image_HW), image_HW) for image_HW in films) <= SAME
 
 
-def test_a_copy_without_its_margins_is_the_same_image(films: list[np.ndarray]) -> None:
+def test_copies_without_margins_match(films: list[np.ndarray]) -> None:
     bodies = []
-    for image_HW in films:  # an outline against a black background, as CT and MR have it
+    for image_HW in films:  # a body on a black background, as in CT and MR
         mask_HW = np.zeros_like(image_HW)
         height, width = image_HW.shape
         cv2.ellipse(mask_HW, (width // 2, height // 2), (width // 2 - 2, height // 2 - 2), 0, 0, 360, 1, -1)
         bodies.append(mask_HW * np.maximum(image_HW, 40))
-    found = [distance(with_margin(body_HW, 0.2), body_HW) <= SAME for body_HW in bodies]
-    assert np.mean(found) > 0.7
-    whole = [(perceptual_hash(with_margin(body, 0.2))[0] != perceptual_hash(body)[0]).sum() for body in bodies]
-    assert min(whole) > SAME  # the hash of the whole image alone would find none
+    matches = [distance(with_margin(body_HW, 0.2), body_HW) <= SAME for body_HW in bodies]
+    assert np.mean(matches) > 0.7
+    full = [(perceptual_hash(with_margin(body, 0.2))[0] != perceptual_hash(body)[0]).sum() for body in bodies]
+    assert min(full) > SAME  # the hash of the whole image alone matches none
 
 
-def test_other_patients_are_other_images(films: list[np.ndarray]) -> None:
+def test_images_of_different_patients_do_not_match(films: list[np.ndarray]) -> None:
     distances = [distance(a, b) for i, a in enumerate(films) for b in films[:i]]
     assert len(distances) == 780
     assert min(distances) > SAME
 
 
 @pytest.mark.parametrize("change", [np.fliplr, np.rot90], ids=["flipped", "rotated"])
-def test_flipped_and_rotated_copies_are_not_found(films: list[np.ndarray], change: object) -> None:
-    """A limit that the module names."""
+def test_flipped_and_rotated_copies_do_not_match(films: list[np.ndarray], change: object) -> None:
+    """A documented limit."""
     assert callable(change)
     assert min(distance(np.ascontiguousarray(change(image_HW)), image_HW) for image_HW in films[:10]) > SAME
 
 
-def test_an_image_of_one_colour_has_no_hash() -> None:
+def test_uniform_image_has_no_hash() -> None:
     for value in (0, 128, 255):
         assert perceptual_hash(np.full((50, 60), value, np.uint8)) is None
     assert perceptual_hash(textured(1, 1, 9)) is not None
@@ -122,8 +122,8 @@ def hashed(bits_N2K: np.ndarray, prefix: str) -> HashedImages:
     return HashedImages(tuple(f"{prefix}{number}" for number in range(len(bits_N2K))), bits_N2K, Counter())
 
 
-def test_pairs_are_those_of_a_plain_count_of_differing_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duplicate_images, "_BLOCK", 3)  # several blocks, the last one not full
+def test_shared_images_equal_a_direct_count_of_differing_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duplicate_images, "_BLOCK", 3)  # several blocks, the last one incomplete
     rng = np.random.default_rng(0)
     bits_N2K = rng.random((10, 2, 255)) < 0.5
     other_M2K = rng.random((8, 2, 255)) < 0.5
@@ -175,14 +175,14 @@ def pair(tmp_path: Path, films: list[np.ndarray], deid: Deidentifier) -> tuple[P
     return write_folder(tmp_path, "mine", mine, deid), write_folder(tmp_path, "yours", yours, deid)
 
 
-def test_shared_images_are_found_in_folders(pair: tuple[Path, Path]) -> None:
+def test_find_overlaps_reports_shared_images(pair: tuple[Path, Path]) -> None:
     (overlap,) = find_overlaps([pair[0] / "train"], [pair[1] / "train"])
     assert {(shared.key, shared.other) for shared in overlap.images} == {("mine3", "copy3"), ("mine5", "small5")}
     assert (overlap.name, overlap.other, overlap.patients) == ("mine/train", "yours/train", set())
     assert overlap.not_compared == {"of_one_colour": 1}
 
 
-def test_an_unreadable_image_is_counted(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_images_are_counted(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     source = ShardSource(pair[0] / "train")
     read = source.image_bytes
     monkeypatch.setattr(source, "image_bytes", lambda position: read(position)[: -200 if position == 2 else None])
@@ -192,17 +192,17 @@ def test_an_unreadable_image_is_counted(pair: tuple[Path, Path], monkeypatch: py
     assert source.key(2) not in images.keys
 
 
-def test_the_command_prints_the_pairs_and_fails(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_against_prints_the_pairs_and_fails(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="1"):
         cli.main(["verify", str(pair[0]), "--against", str(pair[1])])
-    told = capsys.readouterr()
-    assert "mine/train and yours/train share 2 images, 0 patients" in told.out
-    assert "  mine3 copy3 0\n" in told.out
-    assert "  1 images not compared: of_one_colour" in told.out
-    assert told.err.startswith(f"medvl: {pair[0]} and {pair[1]} share 2 pairs of images and 0 patients")
+    printed = capsys.readouterr()
+    assert "mine/train and yours/train share 2 images, 0 patients" in printed.out
+    assert "  mine3 copy3 0\n" in printed.out
+    assert "  1 images not compared: of_one_colour" in printed.out
+    assert printed.err.startswith(f"medvl: {pair[0]} and {pair[1]} share 2 pairs of images and 0 patients")
 
 
-def test_the_command_is_content_where_nothing_is_shared(
+def test_verify_against_passes_without_overlap(
     tmp_path: Path, films: list[np.ndarray], deid: Deidentifier, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = write_folder(tmp_path, "mine", {"a": films[0]}, deid)
@@ -211,16 +211,16 @@ def test_the_command_is_content_where_nothing_is_shared(
     assert "share 0 images, 0 patients" in capsys.readouterr().out
 
 
-def test_shared_patients_fail_and_other_salts_are_said(
+def test_verify_against_fails_on_shared_patients_and_prints_other_salts(
     tmp_path: Path, films: list[np.ndarray], deid: Deidentifier, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = write_folder(tmp_path, "mine", {"a": films[0]}, deid, people="article ")
     yours = write_folder(tmp_path, "yours", {"a": films[1]}, deid, people="article ")
     with pytest.raises(SystemExit, match="1"):
         cli.main(["verify", str(mine), "--against", str(yours)])
-    told = capsys.readouterr()
-    assert "share 0 images, 1 patients" in told.out
-    assert "share 0 pairs of images and 1 patients" in told.err
+    printed = capsys.readouterr()
+    assert "share 0 images, 1 patients" in printed.out
+    assert "share 0 pairs of images and 1 patients" in printed.err
     others = write_folder(
         tmp_path, "others", {"a": films[1]}, Deidentifier(b"another salt, as long"), people="article "
     )
@@ -232,8 +232,8 @@ def test_shared_patients_fail_and_other_salts_are_said(
 
 
 @pytest.mark.real
-def test_slices_that_are_known_to_be_in_vqa_rad(real_data: Path) -> None:
-    """All 19 are found, 2 of them cropped in one of the corpora, and no image that is another one by eye."""
+def test_slices_known_to_be_in_vqa_rad_match(real_data: Path) -> None:
+    """All 19 match, 2 of them cropped in one corpus; no other match is a different image on inspection."""
     rows = [json.loads(line) for line in (real_data / "medpix/captions.jsonl").read_text().splitlines()]
     known = {row["id"] for row in rows if row["also_in_vqa_rad"]}
     files = {row["id"]: real_data / "medpix" / row["image"] for row in rows[::4]}
@@ -241,16 +241,16 @@ def test_slices_that_are_known_to_be_in_vqa_rad(real_data: Path) -> None:
     slices = hashed_files(files)
     questions = hashed_files({path.stem: path for path in (real_data / "vqa_rad/images").iterdir()})
     pairs = shared_images(slices, questions)
-    found = {pair.key for pair in pairs}
+    matched = {pair.key for pair in pairs}
     assert len(known) == 19
-    assert known <= found
+    assert known <= matched
     same_by_eye = {"MPX2028_synpic34053", "MPX1792_synpic24221", "MPX2518_synpic39512"}
-    assert found - known <= same_by_eye
+    assert matched - known <= same_by_eye
     radiographs = hashed_files({path.name: path for path in list((real_data / "cxr/images").rglob("*.jpg"))[:300]})
     assert shared_images(radiographs, questions) == []
 
 
 def hashed_files(paths: dict[str, Path]) -> HashedImages:
     bits = {key: perceptual_hash(decode_image(path.read_bytes())) for key, path in paths.items()}
-    found = {key: value for key, value in bits.items() if value is not None}
-    return HashedImages(tuple(found), np.stack(list(found.values())), Counter())
+    hashed = {key: value for key, value in bits.items() if value is not None}
+    return HashedImages(tuple(hashed), np.stack(list(hashed.values())), Counter())

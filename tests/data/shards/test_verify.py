@@ -1,9 +1,10 @@
-"""`medvl verify`: every kind of damage is found, and shared patients are."""
+"""`medvl verify`: detection of damage and of shared patients."""
 
 import json
 from pathlib import Path
 
 import pytest
+from helpers.errors import raises
 from helpers.shard_plans import OPTIONS, make_plan, reseal
 
 from medvl.cli import main as cli
@@ -21,7 +22,7 @@ def folder(tmp_path: Path, deid: Deidentifier) -> Path:
     return tmp_path / "out/train"
 
 
-def test_a_sound_folder_has_no_problems(folder: Path) -> None:
+def test_intact_folder_has_no_problems(folder: Path) -> None:
     assert verify_folder(folder, decode=True).problems == ()
 
 
@@ -33,13 +34,13 @@ def flip_byte(path: Path, position: int) -> None:
 
 @pytest.mark.fault("F11")
 @pytest.mark.parametrize("position", [0, 600, 5000])
-def test_a_flipped_byte_is_found_by_its_hash(folder: Path, position: int) -> None:
+def test_flipped_byte_changes_the_hash(folder: Path, position: int) -> None:
     flip_byte(folder / "lab-train-000001.tar", position)
     (problem,) = verify_folder(folder).problems
     assert problem.startswith("lab-train-000001.tar: sha256 differs from the manifest")
 
 
-def test_missing_and_strange_files_are_found(folder: Path) -> None:
+def test_missing_and_unlisted_files_are_reported(folder: Path) -> None:
     (folder / "lab-train-000001.tar").unlink()
     (folder / "lab-train-000009.tar").touch()
     assert verify_folder(folder).problems == (
@@ -49,17 +50,17 @@ def test_missing_and_strange_files_are_found(folder: Path) -> None:
 
 
 @pytest.mark.fault("F11")
-def test_damage_under_a_true_hash_is_found_too(folder: Path) -> None:
+def test_damage_with_a_matching_hash_is_reported(folder: Path) -> None:
     tar = folder / "lab-train-000000.tar"
     index = Index.read(tar.with_suffix(".index"))
-    flip_byte(tar, int(index.meta[2][0]) + 3)  # inside a sample's JSON
+    flip_byte(tar, int(index.meta[2][0]) + 3)  # within a sample's JSON
     reseal(folder, 0)
     (problem,) = verify_folder(folder).problems
     assert "key002.json" in problem
     flip_byte(tar, int(index.meta[2][0]) + 3)
     data = bytearray(tar.read_bytes())
     start, size = (int(number) for number in index.image[1])
-    data[start : start + size] = bytes(size)  # an image of zeros
+    data[start : start + size] = bytes(size)  # all bytes of an image are zero
     tar.write_bytes(data)
     reseal(folder, 0)
     assert verify_folder(folder).problems == ()
@@ -67,7 +68,7 @@ def test_damage_under_a_true_hash_is_found_too(folder: Path) -> None:
     assert "key001.png" in problem
 
 
-def test_an_index_of_another_tar_is_found(folder: Path) -> None:
+def test_index_of_another_tar_is_reported(folder: Path) -> None:
     (folder / "lab-train-000000.index").write_bytes((folder / "lab-train-000001.index").read_bytes())
     reseal(folder, 0)
     problems = verify_folder(folder).problems
@@ -86,32 +87,32 @@ def test_an_index_of_another_tar_is_found(folder: Path) -> None:
         ("corpus", "other", "another key, corpus or split"),
     ],
 )
-def test_a_manifest_that_does_not_add_up_is_found(folder: Path, field: str, value: object, message: str) -> None:
+def test_wrong_manifest_is_reported(folder: Path, field: str, value: object, message: str) -> None:
     content = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(content | {field: value}))
     assert any(message in problem for problem in verify_folder(folder).problems)
 
 
 @pytest.mark.fault("S11")
-def test_shared_patients_and_other_salts_are_refused(folder: Path) -> None:
+def test_check_against_refuses_shared_patients_and_other_salts(folder: Path) -> None:
     manifest = Manifest.read(folder)
-    with pytest.raises(SplitError, match="share 6 patients"):
+    with raises(SplitError, "leak", names="6 patients"):
         check_against(manifest, manifest)
     content = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(content | {"salt": "other"}))
-    with pytest.raises(SplitError, match="different salts"):
+    with raises(SplitError, "mismatch", "salt"):
         check_against(manifest, Manifest.read(folder))
     (folder / "manifest.json").write_text(json.dumps(content | {"patients": ["someone else"]}))
     check_against(manifest, Manifest.read(folder))
 
 
-def test_counts_are_compared_with_the_cards(folder: Path) -> None:
+def test_compare_counts_reports_differences(folder: Path) -> None:
     manifests = {"train": Manifest.read(folder)}
     assert compare_counts(manifests, {"images": 12, "train": 12}) == {}
     assert compare_counts(manifests, {"images": 100, "valid": 1}) == {"images": (12, 100), "valid": (0, 1)}
 
 
-def test_the_command_says_what_it_found(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_command_prints_the_result(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["verify", str(folder.parent), "--decode"])
     assert "lab/train: 12 samples of 6 patients in 3 shards, 0 left out: sound" in capsys.readouterr().out
     flip_byte(folder / "lab-train-000001.tar", 700)
