@@ -186,6 +186,8 @@ class TextFeatures:
     tokens_BTD: Tensor
     mask_BT: Tensor
     """bool, True on real tokens: whoever pools `tokens_BTD` must use it."""
+    attention_BT: Tensor | None = None
+    """Attention of the last layer from the first token to all tokens, averaged over heads; None unless requested."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -48,6 +48,37 @@ def test_states_equal_those_of_transformers(name: str, extra: dict[str, Any]) ->
             torch.testing.assert_close(ours[mask_BT], theirs[mask_BT], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("bert", {}), ("roberta", {}), ("bioalbert", {"embedding_size": 16, "num_hidden_groups": 2})],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_first_token_attention_equals_that_of_transformers(name: str, extra: dict[str, Any], packed: bool) -> None:
+    encoder = make_encoder(name, **extra)
+    ids_BT, mask_BT = batch()
+    ids_BT = ids_BT.masked_fill(~mask_BT, encoder.pad_id)
+    encoder.pack(packed)
+    attention_BT = encoder(ids_BT, mask_BT, output_attention=True).attention_BT
+    encoder.backbone.set_attn_implementation("eager")
+    output = encoder.backbone(input_ids=ids_BT, attention_mask=mask_BT.long(), output_attentions=True)
+    expected_BT = output.attentions[-1][:, :, 0].mean(dim=1)
+    torch.testing.assert_close(attention_BT, expected_BT, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(attention_BT.sum(dim=1), torch.ones(3))
+
+
+def test_first_token_attention_is_computed_on_request_only() -> None:
+    encoder = make_encoder()
+    ids_BT, mask_BT = batch((9, 0, 7))
+    assert encoder(ids_BT, mask_BT).attention_BT is None
+    attention_BT = encoder(ids_BT, mask_BT, output_attention=True).attention_BT
+    assert (attention_BT[1] == 0).all()
+    (attention_BT * torch.rand_like(attention_BT)).sum().backward()
+    assert encoder.backbone.encoder.layer[-1].attention.self.key.weight.grad.abs().sum() > 0
+    static = create_text_encoder("static", vocab_size=60, dimension=8)
+    with raises(ConfigError, "unsupported"):
+        static(torch.ones(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.bool), output_attention=True)
+
+
 @pytest.mark.parametrize("model_type", ["distilbert", "electra"])
 def test_other_transformers_encoders_ignore_padding(model_type: str) -> None:
     sizes = {"vocab_size": 100, "max_position_embeddings": 24}

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from medvl.encoders.base import group_by_depth
@@ -49,6 +50,10 @@ class TextAdapter(abc.ABC):
     def encode_packed(self, net: Any, hidden_1ND: Tensor, packing: Packing) -> Sequence[Tensor]:
         """Return all states (1, N, D) of the real tokens of a batch, each of which attends to its own text."""
         raise _unsupported(net, "packed texts")
+
+    def first_token_attention(self, net: Any, hidden_BTD: Tensor, mask_BT: Tensor) -> Tensor:
+        """Return the last layer's attention from the first token, averaged over heads, (B, T), given its input."""
+        raise _unsupported(net, "attention weights")
 
     @abc.abstractmethod
     def layers(self, net: Any) -> list[list[str]]:
@@ -111,6 +116,17 @@ class BertAdapter(TextAdapter):
             states.append(layer(states[-1], None, packing=packing))
         return states
 
+    def first_token_attention(self, net: Any, hidden_BTD: Tensor, mask_BT: Tensor) -> Tensor:
+        """Return softmax(q k^T / sqrt(d)) of one query, recomputed, because fused attention returns no weights."""
+        attention = self._last_attention(net)
+        query_B1hd, key_BThd = (
+            projection(states_BTD).unflatten(2, (attention.num_attention_heads, -1))
+            for projection, states_BTD in ((attention.query, hidden_BTD[:, :1]), (attention.key, hidden_BTD))
+        )
+        scores_BhT = (query_B1hd.float() * key_BThd.float()).sum(dim=3).transpose(1, 2) * attention.scaling
+        weights_BhT = scores_BhT.masked_fill(~mask_BT[:, None], torch.finfo(torch.float32).min).softmax(dim=2)
+        return weights_BhT.mean(dim=1).masked_fill(~mask_BT, 0.0)
+
     def layers(self, net: Any) -> list[list[str]]:
         """Return the parameters of the embeddings and of each layer."""
         count = len(net.encoder.layer)
@@ -120,6 +136,9 @@ class BertAdapter(TextAdapter):
     def _layers_in_order(self, net: Any) -> Sequence[nn.Module]:
         layers: Sequence[nn.Module] = net.encoder.layer
         return layers
+
+    def _last_attention(self, net: Any) -> Any:
+        return net.encoder.layer[-1].attention.self
 
 
 class AlbertAdapter(BertAdapter):
@@ -148,6 +167,12 @@ class AlbertAdapter(BertAdapter):
     def _layers_in_order(self, net: Any) -> Sequence[nn.Module]:
         total, groups = net.config.num_hidden_layers, net.encoder.albert_layer_groups
         return [groups[index * len(groups) // total] for index in range(total)]
+
+    def _last_attention(self, net: Any) -> Any:
+        layers = net.encoder.albert_layer_groups[-1].albert_layers
+        if len(layers) > 1:  # the input of the last one is not among the states
+            raise _unsupported(net, "attention weights with inner_group_num above 1")
+        return layers[0].attention
 
 
 class FullModelAdapter(TextAdapter):

@@ -97,18 +97,22 @@ class TextEncoder(Encoder):
             self._adapter.prepare_packing(self.backbone)
         self._is_packing = enabled
 
-    def forward(self, ids_BT: Tensor, mask_BT: Tensor) -> TextFeatures:
+    def forward(self, ids_BT: Tensor, mask_BT: Tensor, *, output_attention: bool = False) -> TextFeatures:
         """Encode a batch of texts.
 
         Args:
             ids_BT: int64 token ids, padded on the right.
             mask_BT: bool (or 0 and 1), True on real tokens. A text without tokens gives zeros.
+            output_attention: compute `attention_BT`, the last layer's attention from the first token to all tokens,
+                averaged over heads, without dropout, zero behind the mask.
 
         Returns:
-            `tokens_BTD`, the combination of `layers`, zero behind the mask; `pooled_BD`; and the mask as bool.
+            `tokens_BTD`, the combination of `layers`, zero behind the mask; `pooled_BD`; the mask as bool; and
+            `attention_BT` if requested.
 
         Raises:
-            ConfigError: "too_large" if a text is longer than `max_tokens`, "mismatch" if the shapes differ.
+            ConfigError: "too_large" if a text is longer than `max_tokens`, "mismatch" if the shapes differ,
+                "unsupported" for the attention of a backbone that is not BERT-like.
         """
         mask_BT = mask_BT.bool()
         hidden_BTD = self.embed(ids_BT, mask_BT)
@@ -117,7 +121,13 @@ class TextEncoder(Encoder):
             states = self._adapter.encode_packed(self.backbone, packing.pack(hidden_BTD)[None], packing)
             combined_BTD = packing.unpack(self._combine_layers(states)[0])
         else:
-            combined_BTD = self._combine_layers(self.encode(hidden_BTD, mask_BT))
+            packing, states = None, self.encode(hidden_BTD, mask_BT)
+            combined_BTD = self._combine_layers(states)
+        attention_BT = None
+        if output_attention:
+            last_BTD = states[-2 if self.num_layers else -1]
+            last_BTD = last_BTD if packing is None else packing.unpack(last_BTD[0])
+            attention_BT = self._adapter.first_token_attention(self.backbone, last_BTD, mask_BT)
         tokens_BTD = combined_BTD[:, : mask_BT.shape[1]].masked_fill(~mask_BT[:, :, None], 0.0)
         if self.pool == "eos" and self._adapter.pools_last_position:
             pooled_BD = combined_BTD[:, -1]
@@ -125,7 +135,7 @@ class TextEncoder(Encoder):
             pooled_BD = self._pool_tokens(tokens_BTD, mask_BT)
         if self.projection is not None:
             pooled_BD = self.projection(pooled_BD)
-        return TextFeatures(pooled_BD=pooled_BD, tokens_BTD=tokens_BTD, mask_BT=mask_BT)
+        return TextFeatures(pooled_BD=pooled_BD, tokens_BTD=tokens_BTD, mask_BT=mask_BT, attention_BT=attention_BT)
 
     def embed(self, ids_BT: Tensor, mask_BT: Tensor, **positions: Tensor) -> Tensor:
         """Return the backbone's embeddings (B, T, D) of tokens, positions and types, the input of its first layer.
