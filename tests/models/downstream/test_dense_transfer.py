@@ -1,4 +1,4 @@
-"""From shards with boxes and masks to a trained decoder, to numbers, a page and the commands that make them."""
+"""Dense tasks end to end: shards with boxes and masks, training, metrics, pages and commands."""
 
 import dataclasses
 import json
@@ -127,10 +127,10 @@ def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return best
 
 
-# The data
+# Data
 
 
-def test_batches_carry_the_boxes_of_their_images_and_leave_out_where_nobody_looked(shards: Path) -> None:
+def test_batches_have_boxes_and_omit_images_without_annotations(shards: Path) -> None:
     model = model_of(Detector)
     opened = open_marks(data_of(shards), model, "boxes", batch=6)
     source = ShardSource(shards / "train")
@@ -153,7 +153,7 @@ def test_batches_carry_the_boxes_of_their_images_and_leave_out_where_nobody_look
     assert (opened.train.global_batch, opened.train.steps_per_epoch) == (6, 5)
 
 
-def test_a_fraction_is_that_of_the_probe(shards: Path) -> None:
+def test_fraction_equals_that_of_the_linear_probe(shards: Path) -> None:
     source = ShardSource(shards / "train")
     samples = [source.sample(place) for place in range(len(source))]
     opened = open_marks(data_of(shards, fraction=0.25, draw=3), model_of(Segmenter), "masks", batch=2)
@@ -164,7 +164,7 @@ def test_a_fraction_is_that_of_the_probe(shards: Path) -> None:
     assert keys <= wanted
 
 
-def test_what_cannot_be_opened_is_named(shards: Path, tmp_path: Path) -> None:
+def test_errors_of_data(shards: Path, tmp_path: Path) -> None:
     assert data_of(shards).names("boxes") == data_of(shards).names("masks") == ("Mass",)
     with pytest.raises(ConfigError, match="has no boxes of Nodule: it has Mass"):
         data_of(shards, labels=("Nodule",)).names("boxes")
@@ -177,14 +177,14 @@ def test_what_cannot_be_opened_is_named(shards: Path, tmp_path: Path) -> None:
         open_marks(same, model_of(Detector), "boxes", batch=4)
 
 
-# What it reaches, and how it is judged
+# Training and evaluation
 
 
 def loader_of(shards: Path, split: str, model: Any) -> Any:
     return open_for_evaluation(ShardSource(shards / split), model.transform, batch=5, workers=0)
 
 
-def test_a_detector_finds_the_squares_and_is_judged_on_all_images(shards: Path, trained: dict[str, Path]) -> None:
+def test_detector_finds_squares_and_is_evaluated_on_all_images(shards: Path, trained: dict[str, Path]) -> None:
     model = load(trained["boxes"])
     assert isinstance(model, Detector)
     test, valid = loader_of(shards, "test", model), loader_of(shards, "validate", model)
@@ -210,13 +210,13 @@ def test_a_detector_finds_the_squares_and_is_judged_on_all_images(shards: Path, 
     lines = list(result.predictions())
     assert len(lines) == len(looked)
     assert all(0 <= box["x"] <= 2 * SIDE and box["width"] >= 0 for line in lines for box in line["boxes"])
-    told = DetectionEval(test)(model)
-    assert told["detection/ap_rsna"] == pytest.approx(row.value)
+    metrics = DetectionEval(test)(model)
+    assert metrics["detection/ap_rsna"] == pytest.approx(row.value)
     with raises(SplitError, "leak"):
         box_detection(model, test, valid_loader=test)
 
 
-def test_a_segmenter_marks_the_squares_under_either_rule(shards: Path, trained: dict[str, Path]) -> None:
+def test_segmenter_marks_squares_under_both_rules(shards: Path, trained: dict[str, Path]) -> None:
     model = load(trained["masks"])
     assert isinstance(model, Segmenter)
     test, valid = loader_of(shards, "test", model), loader_of(shards, "validate", model)
@@ -243,17 +243,17 @@ def test_a_segmenter_marks_the_squares_under_either_rule(shards: Path, trained: 
         mask_segmentation(model, test, valid_loader=test)
 
 
-def test_pages_show_what_was_found(shards: Path, trained: dict[str, Path], tmp_path: Path) -> None:
-    found, marked = load(trained["boxes"]), load(trained["masks"])
-    assert isinstance(found, Detector)
-    assert isinstance(marked, Segmenter)
-    test = loader_of(shards, "test", found)
+def test_pages_show_results(shards: Path, trained: dict[str, Path], tmp_path: Path) -> None:
+    detector, segmenter = load(trained["boxes"]), load(trained["masks"])
+    assert isinstance(detector, Detector)
+    assert isinstance(segmenter, Segmenter)
+    test = loader_of(shards, "test", detector)
     for result, write in (
         (
-            box_detection(found, test, valid_loader=loader_of(shards, "validate", found), resamples=20),
+            box_detection(detector, test, valid_loader=loader_of(shards, "validate", detector), resamples=20),
             write_detection_page,
         ),
-        (mask_segmentation(marked, test, resamples=20, keep_maps=2), write_segmentation_page),
+        (mask_segmentation(segmenter, test, resamples=20, keep_maps=2), write_segmentation_page),
     ):
         page = write(
             result, tmp_path / "page.html", model="ours", data="squares", pixels=test.source.pixels
@@ -265,7 +265,7 @@ def test_pages_show_what_was_found(shards: Path, trained: dict[str, Path], tmp_p
         assert "data:image/jpeg" not in bare
 
 
-def test_the_commands_write_results_and_a_page(
+def test_commands_write_results_and_a_page(
     shards: Path, trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = [
@@ -296,8 +296,8 @@ def test_the_commands_write_results_and_a_page(
     assert "patient" in capsys.readouterr().err
 
 
-def test_several_labels_have_a_mean() -> None:
-    """Two labels, found by a model that knows the truth of the first and says nothing of the second."""
+def test_several_labels_have_a_macro_mean() -> None:
+    """With a model that is right for the first of two labels and predicts nothing for the second."""
     samples = [
         Sample(
             key=f"k{n}",
@@ -340,10 +340,10 @@ def test_several_labels_have_a_mean() -> None:
         box_detection(model, loader)
 
 
-# The recipe
+# Recipe
 
 
-def test_the_recipe_makes_a_run_of_either_task(shards: Path, tmp_path: Path) -> None:
+def test_recipe_runs_both_tasks(shards: Path, tmp_path: Path) -> None:
     start = tmp_path / "start"
     start.mkdir()
     save(model_of(Segmenter), start)
@@ -364,6 +364,6 @@ def test_the_recipe_makes_a_run_of_either_task(shards: Path, tmp_path: Path) -> 
         assert run.model.config.labels == ("Mass",)
         result = run.train()
         assert result.best_metric in result.metrics
-        told = json.loads((result.last / "config.json").read_text())["run"]
-        assert told["settings"]["task"] == recipe.task
-        assert told["data"]["train"]["fraction"] == 0.5
+        run = json.loads((result.last / "config.json").read_text())["run"]
+        assert run["settings"]["task"] == recipe.task
+        assert run["data"]["train"]["fraction"] == 0.5

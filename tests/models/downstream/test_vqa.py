@@ -1,4 +1,4 @@
-"""Questions from shards to judged answers: the source, the model over answers, and accuracy while training."""
+"""VQA: the question source, the model on any fusion-encoder, and accuracy during training."""
 
 from pathlib import Path
 from typing import Any
@@ -46,32 +46,32 @@ def loader_of(source: QuestionSource, model: VQA, **changes: Any) -> Any:
     return open_loader(source, tokenizer=model.tokenizer, **{**settings, **changes})
 
 
-def test_each_question_is_an_item_with_its_image(folder: Path) -> None:
+def test_source_yields_one_sample_per_question(folder: Path) -> None:
     train, test = source_of(folder, "train"), source_of(folder, "test")
     assert (len(train), len(test)) == (6, 2)
-    asked = [test.sample(place) for place in range(2)]
-    assert [sample.sections for sample in asked] == [
+    samples = [test.sample(place) for place in range(2)]
+    assert [sample.sections for sample in samples] == [
         {"question": "Is there fluid?"},
         {"question": "Where is the mass?"},
     ]
-    assert [dict(sample.labels) for sample in asked] == [{"no": 1}, {"right lung": 1}]
-    assert len({sample.key for sample in asked}) == 2
-    assert len({sample.patient for sample in asked}) == 1
+    assert [dict(sample.labels) for sample in samples] == [{"no": 1}, {"right lung": 1}]
+    assert len({sample.key for sample in samples}) == 2
+    assert len({sample.patient for sample in samples}) == 1
     np.testing.assert_array_equal(test.pixels(0), test.source.pixels(test.questions[0].image))
     assert train.fingerprint != test.fingerprint
 
 
-def test_an_answer_outside_the_vocabulary_has_no_label_and_stays(folder: Path) -> None:
+def test_question_with_an_unknown_answer_stays_without_a_label(folder: Path) -> None:
     source = source_of(folder, "test", ("yes", "2"))
     assert [dict(source.sample(place).labels) for place in range(len(source))] == [{}, {}]
 
 
-def test_a_split_without_questions_is_named(folder: Path) -> None:
+def test_split_without_questions_is_rejected(folder: Path) -> None:
     with pytest.raises(CorpusError, match="no question has the split 'validate'; found test, train"):
         source_of(folder, "validate")
 
 
-def test_questions_about_one_image_share_it_and_are_answered_as_alone(folder: Path) -> None:
+def test_shared_images_do_not_change_answers(folder: Path) -> None:
     model, source = tiny_vqa().eval(), source_of(folder, "train")
     (batch,) = loader_of(source, model, batch=8)
     images = len(set(source.image_keys))
@@ -88,7 +88,7 @@ def test_questions_about_one_image_share_it_and_are_answered_as_alone(folder: Pa
     torch.testing.assert_close(together_BV, alone_BV, rtol=1e-4, atol=1e-5)
 
 
-def test_an_image_is_read_once_for_the_questions_that_follow_one_another(folder: Path, monkeypatch: Any) -> None:
+def test_image_is_read_once_for_consecutive_questions(folder: Path, monkeypatch: Any) -> None:
     source, read = source_of(folder, "train"), []
     pixels = source.pixels
     monkeypatch.setattr(source, "pixels", lambda *place: read.append(place) or pixels(*place))
@@ -97,7 +97,7 @@ def test_an_image_is_read_once_for_the_questions_that_follow_one_another(folder:
 
 
 @pytest.mark.parametrize("together", [2, 3])
-def test_training_keeps_questions_of_an_image_together_and_loses_none(folder: Path, together: int) -> None:
+def test_training_keeps_all_questions_of_an_image_together(folder: Path, together: int) -> None:
     source = source_of(folder, "train")
     image_of = {source.key(place): source.image_keys[place] for place in range(len(source))}
     crop = ConVIRTAugmentation.weak(32)
@@ -118,19 +118,19 @@ def test_training_keeps_questions_of_an_image_together_and_loses_none(folder: Pa
     assert apart.image_of_B is None
 
 
-def test_a_position_among_questions_that_are_together_is_no_position_among_others(folder: Path) -> None:
+def test_loader_state_with_another_together_is_rejected(folder: Path) -> None:
     source = source_of(folder, "train")
     loader = loader_of(source, tiny_vqa(), batch=2, train=True, together=2)
     with pytest.raises(ConfigError, match="another together"):
         loader_of(source, tiny_vqa(), batch=2, train=True).load_state_dict(loader.state_dict())
 
 
-def test_only_what_shares_images_can_be_kept_together(folder: Path) -> None:
+def test_together_needs_a_source_with_shared_images(folder: Path) -> None:
     with pytest.raises(ConfigError, match="got 2"):
         loader_of(ShardSource(folder), tiny_vqa(), batch=2, train=True, together=2)
 
 
-def test_the_loader_hands_out_questions_and_answers(folder: Path) -> None:
+def test_loader_yields_questions_and_answers(folder: Path) -> None:
     model = tiny_vqa()
     (batch,) = loader_of(source_of(folder, "train"), model, batch=8, workers=1)
     row = batch.texts.index("Is the heart enlarged?")
@@ -140,7 +140,7 @@ def test_the_loader_hands_out_questions_and_answers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_every_fusion_encoder_answers_and_learns(name: str) -> None:
+def test_every_fusion_encoder_answers_and_gets_gradients(name: str) -> None:
     tokenizer = tiny_tokenizer()
     model = VQA.on(tiny_model(name, tokenizer), ANSWERS)
     batch = make_batch(tokenizer, labels_BL=torch.eye(6, len(ANSWERS)).masked_fill(torch.eye(6, 4) == 0, torch.nan))
@@ -153,16 +153,16 @@ def test_every_fusion_encoder_answers_and_learns(name: str) -> None:
     assert all("head" in key or ".momentum." in key for key in frozen if name != "medvill")
 
 
-def test_padding_and_order_change_no_answer() -> None:
+def test_padding_and_row_order_do_not_change_answers() -> None:
     tokenizer = tiny_tokenizer()
     model = tiny_vqa().eval()
     batch = make_batch(tokenizer)
     with torch.no_grad():
-        whole = model.answer_logits(batch)
-        turned = model.answer_logits(make_batch(tokenizer, texts=TEXTS))
+        logits_BV = model.answer_logits(batch)
+        reordered = model.answer_logits(make_batch(tokenizer, texts=TEXTS))
         alone = [model.answer_logits(_row(batch, row)) for row in range(len(batch))]
-    torch.testing.assert_close(turned, whole)
-    torch.testing.assert_close(torch.cat(alone), whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(reordered, logits_BV)
+    torch.testing.assert_close(torch.cat(alone), logits_BV, rtol=1e-4, atol=1e-5)
 
 
 def _row(batch: Any, row: int) -> Any:
@@ -177,22 +177,22 @@ def _row(batch: Any, row: int) -> Any:
     )
 
 
-def test_a_checkpoint_comes_back_with_its_answers(tmp_path: Path) -> None:
+def test_loaded_checkpoint_gives_the_same_answers(tmp_path: Path) -> None:
     model = tiny_vqa().eval()
     save(model, tmp_path)
-    again = medvl.load(tmp_path)
-    assert isinstance(again, VQA)
-    assert again.config == model.config
+    loaded = medvl.load(tmp_path)
+    assert isinstance(loaded, VQA)
+    assert loaded.config == model.config
     image_BCHW = make_batch(tiny_tokenizer()).image_BCHW[:2]
-    asked = ["Is there fluid?", "Where is the mass?"]
-    assert again.answer(image_BCHW, asked) == model.answer(image_BCHW, asked)
-    assert set(again.answer(image_BCHW, asked)) <= set(ANSWERS)
+    questions = ["Is there fluid?", "Where is the mass?"]
+    assert loaded.answer(image_BCHW, questions) == model.answer(image_BCHW, questions)
+    assert set(loaded.answer(image_BCHW, questions)) <= set(ANSWERS)
     with raises(ConfigError, "mismatch", "questions"):
-        again.answer(image_BCHW, asked[:1])
+        loaded.answer(image_BCHW, questions[:1])
 
 
-def test_it_starts_from_either_family(tmp_path: Path) -> None:
-    """A dual-encoder's towers under a fresh fusion-encoder; a fusion-encoder whole; a VQA model without its head."""
+def test_create_vqa_starts_from_every_kind_of_checkpoint(tmp_path: Path) -> None:
+    """The towers of a dual-encoder, a whole fusion-encoder, and a VQA model whose head is replaced."""
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
     dual = medvl.create_model(
@@ -200,25 +200,25 @@ def test_it_starts_from_either_family(tmp_path: Path) -> None:
         projection_dim=8, tokenizer=tokenizer,
     )  # fmt: skip
     sizes = DualStreamConfig(image_arguments={}, width=24, layers=2, heads=2, intermediate=48, image_positions=True)
-    starts = {"dual": dual, "whole": tiny_model("single_stream", tokenizer), "answers": tiny_vqa(("a", "b"))}
+    starts = {"dual": dual, "fusion": tiny_model("single_stream", tokenizer), "answers": tiny_vqa(("a", "b"))}
     for name, model in starts.items():
         (tmp_path / name).mkdir()
         save(model, tmp_path / name)
-    made = {name: create_vqa(tmp_path / name, ANSWERS, fusion=sizes) for name in starts}
+    models = {name: create_vqa(tmp_path / name, ANSWERS, fusion=sizes) for name in starts}
     image_BCHW = make_batch(tokenizer).image_BCHW
     with torch.no_grad():
-        theirs = dual.eval().image_encoder(image_BCHW).pooled_BD
-        ours = made["dual"].eval().fusion_model.image_encoder(image_BCHW).pooled_BD
-    torch.testing.assert_close(ours, theirs)
-    assert made["whole"].fusion_model.name == "single_stream"
-    assert made["answers"].config.answers == ANSWERS
+        expected = dual.eval().image_encoder(image_BCHW).pooled_BD
+        pooled = models["dual"].eval().fusion_model.image_encoder(image_BCHW).pooled_BD
+    torch.testing.assert_close(pooled, expected)
+    assert models["fusion"].fusion_model.name == "single_stream"
+    assert models["answers"].config.answers == ANSWERS
 
 
-def test_answers_are_judged_and_counted_while_training(folder: Path) -> None:
+def test_accuracy_is_measured_during_training(folder: Path) -> None:
     vocabulary = read_answer_vocabulary(folder)
     assert set(vocabulary.answers) == {"yes", "2", "right lung", "none"}
     model = tiny_vqa(vocabulary.answers)
-    with torch.no_grad():  # says "right lung", whatever is asked
+    with torch.no_grad():  # always answers "right lung"
         model.answer_head[-1].weight.zero_()
         model.answer_head[-1].bias.copy_(torch.tensor([float(a == "right lung") for a in vocabulary.answers]))
     loader = loader_of(source_of(folder, "test", vocabulary.answers), model)
@@ -230,7 +230,7 @@ def test_answers_are_judged_and_counted_while_training(folder: Path) -> None:
     assert result.results.row("accuracy", "overall").value == 0.5
 
 
-def test_learning_rates_of_the_three_parts() -> None:
+def test_parameter_groups_have_three_learning_rates() -> None:
     model = tiny_vqa()
     rates = {group["name"].split(":")[0]: group["lr"] for group in model.parameter_groups(1e-5, 0.01)}
     assert rates["image_encoder"] == pytest.approx(1e-5)
@@ -238,7 +238,7 @@ def test_learning_rates_of_the_three_parts() -> None:
     assert rates["answer_head"] == pytest.approx(5e-4)
 
 
-def test_training_data_is_opened_and_checked(folder: Path) -> None:
+def test_training_data_is_opened_and_validated(folder: Path) -> None:
     model = tiny_vqa()
     image = EvalTransform(size=64)
     config = QuestionConfig(train=folder, valid=folder, valid_split="test", image=image, workers=0)

@@ -1,4 +1,4 @@
-"""Where a fusion-encoder looks: attention maps of every system against weights worked out one by one."""
+"""Attention maps of every fusion-encoder against weights computed one by one."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ LAST = {
     "albef": "fusion.1.cross_attention",
     "medvill": "text_encoder.backbone.encoder.layer.1.attention.self",
 }
-"""The attention that a map is of."""
+"""The module whose attention is mapped."""
 
 
 @pytest.fixture(scope="module")
@@ -29,12 +29,12 @@ def tokenizer() -> Any:
     return tiny_tokenizer()
 
 
-def lively(name: str, tokenizer: Any, **settings: Any) -> Any:
+def random_model(name: str, tokenizer: Any, **settings: Any) -> Any:
     return shaken(tiny_model(name, tokenizer, **settings)).eval()
 
 
 def rows(batch: Batch, chosen: slice) -> Batch:
-    """Some samples of a batch, padded to the longest text among them."""
+    """Select samples of a batch, padded to the longest text among them."""
     length = int(batch.mask_BT[chosen].sum(dim=1).max())
     return dataclasses.replace(
         batch,
@@ -47,15 +47,15 @@ def rows(batch: Batch, chosen: slice) -> Batch:
     )
 
 
-def watched(model: Any, name: str, batch: Batch) -> tuple[Any, Tensor, Tensor, Tensor]:
-    """The last attention's module, and the states, context and mask (B, Q, K) that the forward pass gives it."""
+def last_attention(model: Any, name: str, batch: Batch) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """Return the last attention module, and its states, context and mask (B, Q, K) in the forward pass."""
     module, seen = model.get_submodule(LAST[name]), []
     hook = module.register_forward_pre_hook(lambda *given: seen.append(given[1:]), with_kwargs=True)
     with torch.no_grad():
         model.features(batch)
     hook.remove()
     ((inputs, named),) = seen
-    if name == "medvill":  # transformers' own
+    if name == "medvill":  # a module of transformers
         return module, inputs[0], inputs[0], named["attention_mask"][:, 0]
     states_BQD, context_BKD, mask = inputs
     full_BQK = torch.ones(*states_BQD.shape[:2], context_BKD.shape[1], dtype=torch.bool)
@@ -77,13 +77,13 @@ def naive_weights(query_BQD: Tensor, key_BKD: Tensor, heads: int, mask_BQK: Tens
 
 
 def expected_maps(model: Any, name: str, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(pooled_BP, words_BP) from what the forward pass computes."""
-    module, states_BQD, context_BKD, mask_BQK = watched(model, name, batch)
+    """(pooled_BP, words_BP) from the inputs of the last attention."""
+    module, states_BQD, context_BKD, mask_BQK = last_attention(model, name, batch)
     heads = module.heads if isinstance(module, Attention) else module.num_attention_heads
     with torch.no_grad():
         weights = naive_weights(module.query(states_BQD), module.key(context_BKD), heads, mask_BQK)
     cells = {"medvill": slice(1, 5), "single_stream": slice(1, 17)}.get(name, slice(1, None))
-    first = {"medvill": 5, "single_stream": 17}.get(name, 0)  # where the text's first token stands, or would
+    first = {"medvill": 5, "single_stream": 17}.get(name, 0)  # position of the text's first token
     words = []
     for row, length in enumerate(batch.mask_BT.sum(dim=1).tolist()):
         words.append(weights[row, first + 1 : first + length - 1].mean(dim=0)[cells])
@@ -91,8 +91,8 @@ def expected_maps(model: Any, name: str, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_maps_are_the_weights_that_the_forward_pass_attends_with(name: str, tokenizer: Any) -> None:
-    model, batch = lively(name, tokenizer), make_batch(tokenizer)
+def test_maps_equal_the_attention_of_the_forward_pass(name: str, tokenizer: Any) -> None:
+    model, batch = random_model(name, tokenizer), make_batch(tokenizer)
     pooled_BP, words_BP = expected_maps(model, name, batch)
     maps = question_attention(model, batch)
     torch.testing.assert_close(maps.pooled_BP, pooled_BP, rtol=1e-4, atol=1e-6)
@@ -101,7 +101,7 @@ def test_maps_are_the_weights_that_the_forward_pass_attends_with(name: str, toke
 
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_shapes_and_sums(name: str, tokenizer: Any) -> None:
-    maps = question_attention(lively(name, tokenizer), make_batch(tokenizer))
+    maps = question_attention(random_model(name, tokenizer), make_batch(tokenizer))
     grid = (2, 2) if name == "medvill" else (4, 4)
     assert maps.grid == grid
     for map_BP in (maps.pooled_BP, maps.words_BP):
@@ -115,21 +115,21 @@ def test_shapes_and_sums(name: str, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_neither_padding_nor_neighbours_change_a_map(name: str, tokenizer: Any) -> None:
-    model, batch = lively(name, tokenizer), make_batch(tokenizer)
-    whole = question_attention(model, batch)
+def test_padding_and_other_samples_do_not_change_maps(name: str, tokenizer: Any) -> None:
+    model, batch = random_model(name, tokenizer), make_batch(tokenizer)
+    expected_maps_of_all = question_attention(model, batch)
     alone = [question_attention(model, rows(batch, slice(row, row + 1))) for row in range(len(batch))]
     other_BT = torch.where(batch.mask_BT, batch.ids_BT, batch.ids_BT.max())
     noisy = question_attention(model, dataclasses.replace(batch, ids_BT=other_BT))
     for field in ("pooled_BP", "words_BP"):
-        expected = getattr(whole, field)
+        expected = getattr(expected_maps_of_all, field)
         torch.testing.assert_close(torch.cat([getattr(one, field) for one in alone]), expected, rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(getattr(noisy, field), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_a_sample_without_an_image_or_words_looks_nowhere(name: str, tokenizer: Any) -> None:
-    model = lively(name, tokenizer)
+def test_sample_without_an_image_or_text_has_zero_maps(name: str, tokenizer: Any) -> None:
+    model = random_model(name, tokenizer)
     batch = make_batch(tokenizer, has_image_B=flags(1, 0, 1, 1, 0, 1), has_text_B=flags(1, 1, 0, 1, 1, 1))
     maps = question_attention(model, batch)
     assert not maps.pooled_BP[[1, 4]].any()
@@ -144,17 +144,17 @@ def test_a_sample_without_an_image_or_words_looks_nowhere(name: str, tokenizer: 
     assert not nothing.words_BP.any()
 
 
-def test_a_question_of_no_words_looks_nowhere(tokenizer: Any) -> None:
+def test_question_without_words_has_zero_word_maps(tokenizer: Any) -> None:
     batch = make_batch(tokenizer, size=2, texts=("", "No pneumothorax."), has_text_B=None)
     assert batch.mask_BT.sum(dim=1)[0] == 2
-    maps = question_attention(lively("dual_stream", tokenizer), batch)
+    maps = question_attention(random_model("dual_stream", tokenizer), batch)
     assert maps.pooled_BP[0].sum() > 0.01
     assert not maps.words_BP[0].any()
     assert maps.words_BP[1].any()
 
 
-def test_regions_have_no_grid_and_padded_ones_get_nothing(tokenizer: Any) -> None:
-    model = lively("dual_stream", tokenizer, image_encoder="regions:12", image_arguments={})
+def test_regions_have_no_grid_and_padding_gets_zero(tokenizer: Any) -> None:
+    model = random_model("dual_stream", tokenizer, image_encoder="regions:12", image_arguments={})
     regions_BPD = torch.randn(6, 5, 12, generator=torch.Generator().manual_seed(0))
     regions_BPD[2, 3:] = 0
     maps = question_attention(model, make_batch(tokenizer, regions_BPD=regions_BPD))
@@ -164,14 +164,14 @@ def test_regions_have_no_grid_and_padded_ones_get_nothing(tokenizer: Any) -> Non
     assert (maps.pooled_BP[2, :3] > 0).all()
 
 
-def test_words_that_may_not_see_the_image_do_not(tokenizer: Any) -> None:
-    model = lively("single_stream", tokenizer, attention="non_cross")
+def test_masked_words_have_zero_maps(tokenizer: Any) -> None:
+    model = random_model("single_stream", tokenizer, attention="non_cross")
     assert not question_attention(model, make_batch(tokenizer)).words_BP.any()
 
 
-def test_a_map_follows_what_the_words_look_for(tokenizer: Any) -> None:
-    """One cell's key is made to fit every query: all attention goes there."""
-    model, batch = lively("dual_stream", tokenizer), make_batch(tokenizer)
+def test_map_points_to_the_matching_cell(tokenizer: Any) -> None:
+    """One cell's key matches every query and gets all attention."""
+    model, batch = random_model("dual_stream", tokenizer), make_batch(tokenizer)
     layer = model.get_submodule(LAST["dual_stream"])
     wanted = 6
     layer.query.register_forward_hook(lambda *_: torch.full((6, batch.ids_BT.shape[1], 24), 4.0))
@@ -184,9 +184,9 @@ def test_a_map_follows_what_the_words_look_for(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
-def test_nothing_is_kept_when_nobody_asks(name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward pass computes no map, and looking leaves the model as it was."""
-    model, batch = lively(name, tokenizer), make_batch(tokenizer)
+def test_forward_pass_computes_no_maps(name: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And computing maps does not change the model."""
+    model, batch = random_model(name, tokenizer), make_batch(tokenizer)
     with torch.no_grad():
         before = model.features(batch).pooled_BD
         question_attention(model, batch)
@@ -196,14 +196,14 @@ def test_nothing_is_kept_when_nobody_asks(name: str, tokenizer: Any, monkeypatch
     assert torch.equal(before, after)
 
 
-def test_a_model_in_training_is_refused(tokenizer: Any) -> None:
+def test_training_mode_is_rejected(tokenizer: Any) -> None:
     model = tiny_model("medvill", tokenizer).train()
     with raises(ConfigError, "conflict"):
         question_attention(model, make_batch(tokenizer))
 
 
-def test_the_grid_is_that_of_the_images_given(tokenizer: Any) -> None:
-    model = lively("dual_stream", tokenizer, image_encoder="resnet_tiny", image_arguments={})
+def test_grid_follows_the_image_size(tokenizer: Any) -> None:
+    model = random_model("dual_stream", tokenizer, image_encoder="resnet_tiny", image_arguments={})
     cells = {}
     for side in (SIDE, 2 * SIDE):
         image_BCHW = torch.zeros(6, 1, side, SIDE, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Every way to answer, on every fusion-encoder: what learns, what is said, and that it survives its checkpoint."""
+"""Every answer head on every fusion-encoder: gradients, answers and checkpoints."""
 
 import dataclasses
 import math
@@ -43,26 +43,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rad_shards(tmp_path_factory.mktemp("vqa"))
 
 
-def answering(name: str, head: Head, tokenizer: Tokenizer, answers: tuple[str, ...] = ANSWERS, **settings: Any) -> VQA:
+def vqa_model(name: str, head: Head, tokenizer: Tokenizer, answers: tuple[str, ...] = ANSWERS, **settings: Any) -> VQA:
     return VQA.on(tiny_model(name, tokenizer, **settings), answers, head=head, decoder=DECODER)
 
 
-def asked(tokenizer: Tokenizer, size: int = 6) -> Batch:
-    """Question i has answer i modulo four; each text comes with one answer."""
+def answered_batch(tokenizer: Tokenizer, size: int = 6) -> Batch:
+    """Return questions of which number i has answer i modulo four; equal texts have equal answers."""
     target_BV = torch.eye(len(ANSWERS)).repeat(2, 1)[:size]
     return make_batch(tokenizer, size, labels_BL=target_BV.masked_fill(target_BV == 0, torch.nan))
 
 
-def test_all_heads_are_known() -> None:
+def test_heads_are_listed_and_unknown_ones_rejected() -> None:
     assert get_args(Head) == HEADS
     with raises(ConfigError, "unknown_name", "head"):
         VQAConfig(fusion="m3ae", answers=ANSWERS, head=cast(Any, "guess"))
 
 
 @pytest.mark.parametrize(("name", "head"), PAIRS)
-def test_what_should_learn_has_a_gradient_and_the_rest_is_frozen(name: str, head: Head, tokenizer: Tokenizer) -> None:
-    model = answering(name, head, tokenizer)
-    batch = asked(tokenizer)
+def test_trainable_parameters_get_gradients_and_the_rest_is_frozen(name: str, head: Head, tokenizer: Tokenizer) -> None:
+    model = vqa_model(name, head, tokenizer)
+    batch = answered_batch(tokenizer)
     loss = model(batch)
     loss.total.backward()
     still = [key for key, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
@@ -74,20 +74,20 @@ def test_what_should_learn_has_a_gradient_and_the_rest_is_frozen(name: str, head
 
 
 @pytest.mark.parametrize(("name", "head"), PAIRS)
-def test_losses_start_where_nothing_is_known(name: str, head: Head, tokenizer: Tokenizer) -> None:
-    batch = asked(tokenizer, 4)
+def test_losses_start_at_their_expectations(name: str, head: Head, tokenizer: Tokenizer) -> None:
+    batch = answered_batch(tokenizer, 4)
     if head in DECODERS:
         words = sum(int(tokenizer([answer])[1].sum()) - 1 for answer in ANSWERS)
         expected = words / 4 * math.log(tokenizer.vocab_size)
     else:
         expected = len(ANSWERS) * math.log(2)
-    assert answering(name, head, tokenizer)(batch).total.item() == pytest.approx(expected, rel=0.2)
+    assert vqa_model(name, head, tokenizer)(batch).total.item() == pytest.approx(expected, rel=0.2)
 
 
 @pytest.mark.parametrize(("name", "head"), [("albef", "ranking"), ("dual_stream", "ranking"), ("medvill", "product")])
-def test_a_handful_of_questions_is_learnt_and_answered(name: str, head: Head, tokenizer: Tokenizer) -> None:
+def test_head_overfits_a_few_questions(name: str, head: Head, tokenizer: Tokenizer) -> None:
     torch.manual_seed(0)
-    model, batch = answering(name, head, tokenizer).eval(), asked(tokenizer, 4)  # without dropout
+    model, batch = vqa_model(name, head, tokenizer).eval(), answered_batch(tokenizer, 4)  # without dropout
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 5e-3)
     for _ in range(50):
         optimizer.zero_grad()
@@ -102,16 +102,16 @@ def test_a_handful_of_questions_is_learnt_and_answered(name: str, head: Head, to
 
 
 @pytest.mark.parametrize(("name", "head"), PAIRS)
-def test_neither_padding_nor_neighbours_change_an_answer(name: str, head: Head, tokenizer: Tokenizer) -> None:
-    model = shaken(answering(name, head, tokenizer)).eval()
+def test_padding_and_other_samples_do_not_change_answers(name: str, head: Head, tokenizer: Tokenizer) -> None:
+    model = shaken(vqa_model(name, head, tokenizer)).eval()
     batch = make_batch(tokenizer, 4)
     with torch.no_grad():
-        whole, scores_BV = model.predict(batch), model.answer_logits(batch)
-        turned = model.predict(_rows(batch, [2, 0, 3, 1]))
+        expected, scores_BV = model.predict(batch), model.answer_logits(batch)
+        reordered = model.predict(_rows(batch, [2, 0, 3, 1]))
         alone = [_rows(batch, [row], int(batch.mask_BT[row].sum())) for row in range(4)]
-        apart, scores = [model.predict(one) for one in alone], torch.cat([model.answer_logits(one) for one in alone])
-    assert turned.answers == [whole.answers[row] for row in (2, 0, 3, 1)]
-    assert [said.answers[0] for said in apart] == whole.answers
+        single, scores = [model.predict(one) for one in alone], torch.cat([model.answer_logits(one) for one in alone])
+    assert reordered.answers == [expected.answers[row] for row in (2, 0, 3, 1)]
+    assert [prediction.answers[0] for prediction in single] == expected.answers
     torch.testing.assert_close(scores, scores_BV, rtol=1e-4, atol=2e-3)
 
 
@@ -129,45 +129,45 @@ def _rows(batch: Batch, rows: list[int], tokens: int | None = None) -> Batch:
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_a_checkpoint_answers_as_the_model_did(head: Head, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    model = shaken(answering("medvill", head, tokenizer)).eval()
+def test_loaded_checkpoint_gives_the_same_answers(head: Head, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = shaken(vqa_model("medvill", head, tokenizer)).eval()
     save(model, tmp_path)
-    again = medvl.load(tmp_path)
-    assert isinstance(again, VQA)
-    assert again.config == model.config
+    loaded = medvl.load(tmp_path)
+    assert isinstance(loaded, VQA)
+    assert loaded.config == model.config
     batch = make_batch(tokenizer)
     with torch.no_grad():
-        ours, theirs = model.predict(batch), again.predict(batch)
-    assert ours.answers == theirs.answers
-    torch.testing.assert_close(ours.score_B, theirs.score_B, rtol=0, atol=0)
-    assert again.answer(batch.image_BCHW, TEXTS[:2] * 3) == model.answer(batch.image_BCHW, TEXTS[:2] * 3)
+        predictions, loaded_predictions = model.predict(batch), loaded.predict(batch)
+    assert predictions.answers == loaded_predictions.answers
+    torch.testing.assert_close(predictions.score_B, loaded_predictions.score_B, rtol=0, atol=0)
+    assert loaded.answer(batch.image_BCHW, TEXTS[:2] * 3) == model.answer(batch.image_BCHW, TEXTS[:2] * 3)
     start = {"fusion": DualStreamConfig(), "decoder": DECODER}
-    other = create_vqa(tmp_path, ("a", "b", "c"), head="ranking", **start)  # the head is replaced, whatever it was
+    other = create_vqa(tmp_path, ("a", "b", "c"), head="ranking", **start)  # replaces any head
     assert (other.config.head, len(other.answer_logits(batch)[0])) == ("ranking", 3)
 
 
-def test_a_decoder_starts_on_a_dual_encoder_as_well(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_decoder_starts_from_a_dual_encoder(tokenizer: Tokenizer, tmp_path: Path) -> None:
     dual = medvl.create_model(
         "convirt", image_encoder="resnet_tiny", text_encoder="tiny_bert", image_size=64, frozen_text_layers=0,
         projection_dim=8, tokenizer=tokenizer,
     )  # fmt: skip
     save(dual, tmp_path)
     sizes = DualStreamConfig(image_arguments={}, width=192, layers=1, heads=2, intermediate=48, image_positions=True)
-    made = create_vqa(tmp_path, ANSWERS, fusion=sizes, head="generation", decoder=DECODER)
-    table: Any = made.fusion_model.text_encoder.backbone.embeddings.word_embeddings
-    decoder: Any = made.answer_head.decoder
+    model = create_vqa(tmp_path, ANSWERS, fusion=sizes, head="generation", decoder=DECODER)
+    table: Any = model.fusion_model.text_encoder.backbone.embeddings.word_embeddings
+    decoder: Any = model.answer_head.decoder
     assert torch.equal(decoder.words.weight, table.weight), "the decoder starts from the words that ConVIRT has learnt"
 
 
-# MedViLL's own head
+# MedViLL's head
 
 
-def test_the_product_is_of_the_tokens_around_the_image(tokenizer: Tokenizer) -> None:
-    model = shaken(answering("medvill", "product", tokenizer)).eval()
+def test_product_uses_the_tokens_around_the_image(tokenizer: Tokenizer) -> None:
+    model = shaken(vqa_model("medvill", "product", tokenizer)).eval()
     fusion, batch = model.fusion_model, make_batch(tokenizer, 3)
     inner, _, outer = model.answer_head
     with torch.no_grad():
-        found = model.answer_logits(batch)
+        logits_BV = model.answer_logits(batch)
         for row in range(3):
             one = _rows(batch, [row])
             image, text = fusion.image_tokens(one.image_BCHW), fusion.text_tokens(one.ids_BT, one.mask_BT)
@@ -176,25 +176,25 @@ def test_the_product_is_of_the_tokens_around_the_image(tokenizer: Tokenizer) -> 
             sequence_SD = torch.cat([fused.image.states_BND, fused.text.states_BND], dim=1)[0]  # CLS cells SEP text SEP
             product_D = sequence_SD[0] * sequence_SD[1 + cells]
             expected = (product_D @ inner.weight.T + inner.bias).clamp(min=0) @ outer.weight.T + outer.bias
-            torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(logits_BV[row], expected, rtol=1e-4, atol=1e-4)
     assert inner.weight.shape == (64, 32)
 
 
-def test_the_first_answer_can_be_given(tokenizer: Tokenizer) -> None:
-    """The released code leaves answer 0 out when it is asked, and trains it all the same."""
-    model = answering("medvill", "product", tokenizer).eval()
+def test_product_head_can_give_the_first_answer(tokenizer: Tokenizer) -> None:
+    """The released code trains answer 0 but never gives it."""
+    model = vqa_model("medvill", "product", tokenizer).eval()
     with torch.no_grad():
         last: Any = model.answer_head[-1]
         last.bias.copy_(torch.tensor([9.0, 0, 0, 0]))
     assert model.predict(make_batch(tokenizer)).answers == ["yes"] * 6
 
 
-def test_other_systems_have_no_token_behind_the_image(tokenizer: Tokenizer) -> None:
+def test_product_head_rejects_other_systems(tokenizer: Tokenizer) -> None:
     with raises(ConfigError, "unsupported", "head", names="m3ae"):
-        answering("m3ae", "product", tokenizer)
+        vqa_model("m3ae", "product", tokenizer)
 
 
-# Judged
+# Evaluation
 
 
 def loader_of(folder: Path, model: VQA) -> Any:
@@ -204,10 +204,10 @@ def loader_of(folder: Path, model: VQA) -> Any:
 
 
 @pytest.mark.parametrize("head", DECODERS)
-def test_decoders_are_judged_as_classifiers_are(head: Head, folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_evaluation_accepts_every_head(head: Head, folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     answers = read_answer_vocabulary(folder).answers
     assert "no" not in answers, "an answer of the test questions has come into the vocabulary"
-    model = answering("dual_stream", head, tokenizer, answers)
+    model = vqa_model("dual_stream", head, tokenizer, answers)
     loader = loader_of(folder, model)
     numbers = AnswerEval(loader)(model)
     assert set(numbers) == {"vqa/accuracy", "vqa/closed", "vqa/open"}
@@ -223,10 +223,10 @@ def test_decoders_are_judged_as_classifiers_are(head: Head, folder: Path, tokeni
     assert read_results(tmp_path / "out").row("accuracy", "overall").value == numbers["vqa/accuracy"]
 
 
-def test_an_answer_that_no_vocabulary_has_can_be_written_and_is_right(
+def test_written_answer_outside_the_vocabulary_can_be_right(
     folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = answering("dual_stream", "generation", tokenizer, ("yes", "2"))
+    model = vqa_model("dual_stream", "generation", tokenizer, ("yes", "2"))
     loader = loader_of(folder, model)
     monkeypatch.setattr(
         model, "predict", lambda batch: AnswerPredictions(["Right lung"] * len(batch), torch.ones(len(batch)))
@@ -235,8 +235,8 @@ def test_an_answer_that_no_vocabulary_has_can_be_written_and_is_right(
 
 
 @pytest.mark.parametrize("head", ["classifier", *DECODERS])
-def test_a_broken_model_is_no_answer(head: Head, folder: Path, tokenizer: Tokenizer) -> None:
-    model = answering("dual_stream", head, tokenizer)
+def test_nan_scores_are_rejected(head: Head, folder: Path, tokenizer: Tokenizer) -> None:
+    model = vqa_model("dual_stream", head, tokenizer)
     with torch.no_grad():
         for parameter in model.answer_head.parameters():
             parameter.fill_(torch.nan)

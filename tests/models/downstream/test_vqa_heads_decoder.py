@@ -1,4 +1,4 @@
-"""The decoder of answers against plain loops: what an answer is worth, which answers are considered, what is written."""
+"""The answer decoder against plain loops: scores of answers, shortlists and written answers."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ from medvl.models.text_decoding import Decoding, search
 from medvl.schema import Batch
 
 ANSWERS = ("no", "left effusion", "left", "right lower lobe", "clear lungs", "left lower lobe", "enlarged heart", "yes")
-"""Of one to three words and more pieces; three begin alike."""
+"""Answers of one to three words and more pieces; three have the same first word."""
 DECODER = DecoderConfig(layers=2, heads=2, intermediate=64, dropout=0.0, max_tokens=16, beams=1)
 SYSTEMS = sorted(TINY)
 
@@ -32,7 +32,7 @@ def tokenizer() -> Tokenizer:
 
 
 def decoding_vqa(name: str, tokenizer: Tokenizer, head: Head = "ranking", **changes: Any) -> VQA:
-    """Weights far from those at the start, where every answer would be worth the same."""
+    """Return a model with random weights; initially all answers have nearly equal scores."""
     decoder = dataclasses.replace(DECODER, **changes)
     model = shaken(VQA.on(tiny_model(name, tokenizer), ANSWERS, head=head, decoder=decoder))
     assert isinstance(model, VQA)
@@ -45,23 +45,23 @@ def decoder_head(model: VQA) -> DecoderHead:
 
 
 def read_CD(model: VQA, fused: Fused, row: int) -> Tensor:
-    """What the answer to one question is read from, without padding."""
+    """Return the states that the decoder reads for one question, without padding."""
     parts = [fused.text] if isinstance(model.fusion_model, ALBEF) else [fused.text, fused.image]
     return torch.cat([part.states_BND[row][part.real_BN()[row]] for part in parts])
 
 
-def attend(attention: Any, queries_QD: Tensor, keys_KD: Tensor, seen_QK: Tensor) -> Tensor:
-    """One head after the other."""
+def attend(attention: Any, queries_QD: Tensor, keys_KD: Tensor, mask_QK: Tensor) -> Tensor:
+    """Attend with one head after the other."""
     projected = attention.query(queries_QD), attention.key(keys_KD), attention.value(keys_KD)
     attended = []
     for query_Qd, key_Kd, value_Kd in zip(*(part.chunk(attention.heads, dim=1) for part in projected), strict=True):
         scores_QK = query_Qd @ key_Kd.T / math.sqrt(query_Qd.shape[1])
-        attended.append(scores_QK.masked_fill(~seen_QK, -math.inf).softmax(dim=1) @ value_Kd)
+        attended.append(scores_QK.masked_fill(~mask_QK, -math.inf).softmax(dim=1) @ value_Kd)
     return attention.norm(queries_QD + attention.out(torch.cat(attended, dim=1)))
 
 
 def next_words(head: DecoderHead, context_CD: Tensor, ids: list[int]) -> Tensor:
-    """(T, V): log-probabilities of the word behind each of these, the whole answer so far at once, nothing kept."""
+    """(T, V): log-probabilities of the word after each of these ids, without a cache."""
     decoder: Any = head.decoder
     ids_T = torch.tensor(ids)
     states_TD = decoder.norm(decoder.words(ids_T) + decoder.positions.weight[: len(ids)])
@@ -75,7 +75,7 @@ def next_words(head: DecoderHead, context_CD: Tensor, ids: list[int]) -> Tensor:
 
 
 def naive_words(model: VQA, context_CD: Tensor, answer: str) -> list[Tensor]:
-    """Log-probability of every word of an answer and of its end."""
+    """Return the log-probability of every word of an answer and of its closing token."""
     assert model.tokenizer is not None
     ids = model.tokenizer([answer])[0][0].tolist()
     log_TV = next_words(decoder_head(model), context_CD, ids[:-1])
@@ -88,7 +88,7 @@ def naive_scores(model: VQA, batch: Batch, first_word: str = "once") -> Tensor:
     for row in range(len(batch)):
         words = [naive_words(model, read_CD(model, fused, row), answer) for answer in ANSWERS]
         likelihoods = [torch.stack(log).sum() for log in words]
-        if first_word == "twice":  # ALBEF: log p(first word), and beside it minus the whole answer's cross-entropy
+        if first_word == "twice":  # ALBEF: log p(first word) minus the cross-entropy of the answer
             likelihoods = [torch.cat([log[0].exp().log()[None], torch.stack(log)]).sum() for log in words]
         rows.append(torch.stack(likelihoods))
     return torch.stack(rows)
@@ -96,17 +96,17 @@ def naive_scores(model: VQA, batch: Batch, first_word: str = "once") -> Tensor:
 
 @pytest.mark.parametrize("first_word", ["once", "twice"])
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_an_answer_is_worth_the_log_likelihood_of_its_words(name: str, first_word: str, tokenizer: Tokenizer) -> None:
+def test_score_is_the_log_likelihood_of_the_words(name: str, first_word: str, tokenizer: Tokenizer) -> None:
     model, batch = decoding_vqa(name, tokenizer, first_word=first_word), make_batch(tokenizer, 5)
     with torch.no_grad():
-        expected, found = naive_scores(model, batch, first_word), model.answer_logits(batch)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+        expected, scores = naive_scores(model, batch, first_word), model.answer_logits(batch)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-3)
     assert expected.std(dim=0).min() > 1e-3, "every question has the same scores: nothing is tested"
 
 
-def test_counting_the_first_word_twice_changes_answers(tokenizer: Tokenizer) -> None:
-    """What the published score prefers is not what is likelier: the two must not be mistaken for each other."""
+def test_first_word_twice_changes_answers(tokenizer: Tokenizer) -> None:
+    """The published score does not rank by likelihood."""
     batch = make_batch(tokenizer, 4)
     with torch.no_grad():
         once, twice = (
@@ -117,33 +117,33 @@ def test_counting_the_first_word_twice_changes_answers(tokenizer: Tokenizer) -> 
 
 
 @pytest.mark.parametrize("shortlist", [1, 3, 7])
-def test_the_shortlist_is_of_the_likeliest_first_words(shortlist: int, tokenizer: Tokenizer) -> None:
+def test_shortlist_has_the_likeliest_first_words(shortlist: int, tokenizer: Tokenizer) -> None:
     model, batch = decoding_vqa("dual_stream", tokenizer, shortlist=shortlist), make_batch(tokenizer, 5)
     with torch.no_grad():
-        found, whole = model.answer_logits(batch), naive_scores(model, batch)
+        scores, expected = model.answer_logits(batch), naive_scores(model, batch)
         fused = model.fusion_model.features(batch)
         for row in range(len(batch)):
             first_V = [float(naive_words(model, read_CD(model, fused, row), answer)[0]) for answer in ANSWERS]
-            ranked = sorted(range(len(ANSWERS)), key=lambda place: -first_V[place])  # equal ones in their order
-            assert sorted(found[row].isfinite().nonzero()[:, 0].tolist()) == sorted(ranked[:shortlist])
-    finite = found.isfinite()
-    torch.testing.assert_close(found[finite], whole[finite], rtol=1e-4, atol=1e-3)
+            ranked = sorted(range(len(ANSWERS)), key=lambda place: -first_V[place])  # stable
+            assert sorted(scores[row].isfinite().nonzero()[:, 0].tolist()) == sorted(ranked[:shortlist])
+    finite = scores.isfinite()
+    torch.testing.assert_close(scores[finite], expected[finite], rtol=1e-4, atol=1e-3)
     predictions = model.predict(batch)
-    assert predictions.answers == [ANSWERS[place] for place in found.argmax(dim=1).tolist()]
-    torch.testing.assert_close(predictions.score_B, found.amax(dim=1).exp())
+    assert predictions.answers == [ANSWERS[place] for place in scores.argmax(dim=1).tolist()]
+    torch.testing.assert_close(predictions.score_B, scores.amax(dim=1).exp())
 
 
-def test_a_ranking_pass_in_parts_changes_no_number(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_ranking_changes_no_score(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = decoding_vqa("m3ae", tokenizer), make_batch(tokenizer, 5)
     with torch.no_grad():
-        whole = model.answer_logits(batch)
+        expected = model.answer_logits(batch)
         monkeypatch.setattr("medvl.models.downstream.vqa.heads._ANSWERS_AT_ONCE", 3)
         monkeypatch.setattr("medvl.models.downstream.vqa.heads._WORDS_AT_ONCE", 4)
-        torch.testing.assert_close(model.answer_logits(batch), whole, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(model.answer_logits(batch), expected, rtol=1e-5, atol=1e-4)
 
 
-def test_questions_are_encoded_once_whatever_the_number_of_answers(tokenizer: Tokenizer) -> None:
-    """ALBEF's ranking repeats a question's states for each of 128 answers; here its keys and values serve all."""
+def test_questions_are_encoded_once_for_all_answers(tokenizer: Tokenizer) -> None:
+    """ALBEF's code repeats a question's states for each of 128 answers; here all share its keys and values."""
     model, batch = decoding_vqa("albef", tokenizer), make_batch(tokenizer, 5)
     rows: list[int] = []
     layers: Any = decoder_head(model).decoder.layers
@@ -156,31 +156,31 @@ def test_questions_are_encoded_once_whatever_the_number_of_answers(tokenizer: To
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_the_loss_is_the_weighted_cross_entropy_of_every_word(name: str, tokenizer: Tokenizer) -> None:
-    """Several answers a question, each by its score; a question without one counts in the mean."""
+def test_loss_is_the_weighted_cross_entropy_of_every_word(name: str, tokenizer: Tokenizer) -> None:
+    """With several weighted answers for a question; a question without answers counts in the mean."""
     model = decoding_vqa(name, tokenizer)
     target_BV = torch.tensor(
         [[0, 1, 0, 0, 0, 0, 0, 0], [0.3, 0, 0, 1, 0, 0.6, 0, 0], [0] * 8, [0, 0, 0, 0, 0, 0, 0, 1]]
     )
     batch = make_batch(tokenizer, 4, labels_BL=target_BV.masked_fill(target_BV == 0, torch.nan))
     leaves = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    found = model(batch).total
-    mine = torch.autograd.grad(found, leaves, allow_unused=True)
+    scores = model(batch).total
+    gradients = torch.autograd.grad(scores, leaves, allow_unused=True)
     fused = model.fusion_model.features(batch)
     expected = torch.zeros(())
     for row, place in target_BV.nonzero().tolist():
         for log in naive_words(model, read_CD(model, fused, row), ANSWERS[place]):
             expected = expected - target_BV[row, place] * log
     expected = expected / len(batch)
-    theirs = torch.autograd.grad(expected, leaves, allow_unused=True)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    for ours, reference in zip(mine, theirs, strict=True):
-        assert (ours is None) == (reference is None)
-        if ours is not None:
-            torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-4 * float(reference.abs().max()) + 1e-5)
+    expected_gradients = torch.autograd.grad(expected, leaves, allow_unused=True)
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+    for gradient, reference in zip(gradients, expected_gradients, strict=True):
+        assert (gradient is None) == (reference is None)
+        if gradient is not None:
+            torch.testing.assert_close(gradient, reference, rtol=1e-3, atol=1e-4 * float(reference.abs().max()) + 1e-5)
 
 
-def test_a_batch_without_a_known_answer_teaches_nothing(tokenizer: Tokenizer) -> None:
+def test_batch_without_known_answers_has_zero_loss(tokenizer: Tokenizer) -> None:
     model = decoding_vqa("dual_stream", tokenizer)
     loss = model(make_batch(tokenizer, 3, labels_BL=torch.full((3, len(ANSWERS)), torch.nan))).total
     assert loss.item() == 0
@@ -192,7 +192,7 @@ def test_a_batch_without_a_known_answer_teaches_nothing(tokenizer: Tokenizer) ->
 
 
 def naive_greedy(model: VQA, context_CD: Tensor) -> tuple[list[int], float]:
-    """(ids, log-probability), one question, everything computed anew for every word."""
+    """Return (ids, log-probability) of one question, without a cache."""
     head, tokenizer = decoder_head(model), model.tokenizer
     assert tokenizer is not None
     assert tokenizer.unk_id is not None
@@ -211,7 +211,7 @@ def naive_greedy(model: VQA, context_CD: Tensor) -> tuple[list[int], float]:
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_kept_keys_and_values_change_no_word(name: str, tokenizer: Tokenizer) -> None:
+def test_cache_changes_no_word(name: str, tokenizer: Tokenizer) -> None:
     model, batch = decoding_vqa(name, tokenizer, "generation", max_tokens=9), make_batch(tokenizer, 5)
     with torch.no_grad():
         fused = model.fusion_model.features(batch)
@@ -225,7 +225,7 @@ def test_kept_keys_and_values_change_no_word(name: str, tokenizer: Tokenizer) ->
 
 
 class WithoutMemory:
-    """The same decoder as a `NextToken` that keeps nothing: for the beam search."""
+    """The same decoder as a `NextToken` without a cache, for beam search."""
 
     def __init__(self, head: DecoderHead, contexts: list[Tensor], cls_id: int) -> None:
         self.head, self.contexts = head, contexts
@@ -243,7 +243,7 @@ class WithoutMemory:
         return self.first()
 
 
-def test_beams_keep_their_own_answers_and_share_the_question(tokenizer: Tokenizer) -> None:
+def test_beams_share_the_question_cache(tokenizer: Tokenizer) -> None:
     model, batch = (
         decoding_vqa("single_stream", tokenizer, "generation", max_tokens=7, beams=3),
         make_batch(tokenizer, 5),
@@ -266,8 +266,8 @@ def test_beams_keep_their_own_answers_and_share_the_question(tokenizer: Tokenize
     assert predictions.answers != greedy.answers
 
 
-def test_a_written_answer_of_the_vocabulary_is_given_as_it_stands_there(tokenizer: Tokenizer) -> None:
-    """A tokenizer's text is not its input: `3.4 cm` comes back as `3. 4 cm`, and would be judged wrong."""
+def test_written_answer_is_mapped_to_the_vocabulary(tokenizer: Tokenizer) -> None:
+    """Decoding does not restore the text: `3.4 cm` becomes `3. 4 cm`, which would count as wrong."""
     words = train_wordpiece([*TEXTS, "3.4 cm", "yes"], vocab_size=200, min_frequency=1)
     model = VQA.on(tiny_model("dual_stream", words), ("yes", "3.4 cm"), head="generation", decoder=DECODER)
     head = decoder_head(model)
@@ -281,19 +281,19 @@ def test_a_written_answer_of_the_vocabulary_is_given_as_it_stands_there(tokenize
     assert model.eval().predict(batch).answers == ["3.4 cm"] * 2
 
 
-# Where it starts
+# Initialisation
 
 
-def test_on_albef_it_starts_from_the_fusion_encoder(tokenizer: Tokenizer) -> None:
+def test_decoder_starts_from_the_fusion_encoder_of_albef(tokenizer: Tokenizer) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     model = tiny_model("albef", tokenizer, text_arguments=sizes, layers=3)
     assert isinstance(model, ALBEF)
     head = decoder_head(VQA.on(model, ANSWERS, head="ranking", decoder=DECODER))
     for layer, fused in zip(head.decoder.layers, model.fusion[-2:], strict=True):
-        ours, theirs = layer.state_dict(), fused.state_dict()
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-        assert all(tensor.data_ptr() != theirs[name].data_ptr() for name, tensor in ours.items())
+        copied, source = layer.state_dict(), fused.state_dict()
+        assert copied.keys() == source.keys()
+        assert all(torch.equal(copied[name], source[name]) for name in copied)
+        assert all(tensor.data_ptr() != source[name].data_ptr() for name, tensor in copied.items())
     table: Any = model.text_encoder.backbone.embeddings
     assert torch.equal(head.decoder.words.weight, table.word_embeddings.weight)
     known_TD = table.position_embeddings.weight[:15] + table.token_type_embeddings.weight[0]
@@ -303,8 +303,8 @@ def test_on_albef_it_starts_from_the_fusion_encoder(tokenizer: Tokenizer) -> Non
         VQA.on(model, ANSWERS, head="ranking", decoder=dataclasses.replace(DECODER, layers=4))
 
 
-def test_it_reads_the_image_unless_the_fusion_encoder_leaves_it_as_it_is(tokenizer: Tokenizer) -> None:
-    """ALBEF's decoder reads the question's states alone, which have seen the image."""
+def test_decoder_reads_image_states_except_on_albef(tokenizer: Tokenizer) -> None:
+    """ALBEF's decoder reads only the question's states, which have attended to the image."""
     for name in SYSTEMS:
         model, batch = decoding_vqa(name, tokenizer), make_batch(tokenizer, 3)
         head = decoder_head(model)
@@ -315,7 +315,7 @@ def test_it_reads_the_image_unless_the_fusion_encoder_leaves_it_as_it_is(tokeniz
         assert same == (name == "albef")
 
 
-def test_long_answers_are_cut_and_known_by_what_is_left(tokenizer: Tokenizer) -> None:
+def test_long_answers_are_cut(tokenizer: Tokenizer) -> None:
     answers = ("the heart is mildly enlarged and the lungs are clear", "yes", "the heart is small")
     model = VQA.on(
         tiny_model("dual_stream", tokenizer),
@@ -332,7 +332,7 @@ def test_long_answers_are_cut_and_known_by_what_is_left(tokenizer: Tokenizer) ->
     torch.testing.assert_close(scores_BV[:, 0], scores_BV[:, 2])
 
 
-def test_a_decoder_that_cannot_be_is_named(tokenizer: Tokenizer) -> None:
+def test_invalid_decoder_settings_are_rejected(tokenizer: Tokenizer) -> None:
     model = tiny_model("dual_stream", tokenizer)
     with raises(ConfigError, "conflict", "decoder.heads"):
         VQA.on(model, ANSWERS, head="ranking", decoder=dataclasses.replace(DECODER, heads=5))

@@ -1,6 +1,6 @@
-"""Fusion-encoders on two ranks: DDP averages what each rank alone would have found, whatever its samples lack.
+"""Fusion-encoders on two ranks: DDP averages the gradients of both, also with missing modalities.
 
-Run by torchrun it is one rank: `test_fusion_ranks.py FOLDER` writes what the rank found to `FOLDER/RANK.pt`.
+Under torchrun this file is one rank: `test_fusion_ranks.py FOLDER` writes the rank's gradients to `FOLDER/RANK.pt`.
 """
 
 import os
@@ -19,8 +19,8 @@ from medvl.models.fusion_encoders.base import FusionModel
 from medvl.schema import Batch
 
 SYSTEMS = ("m3ae", "medvill", "single_stream", "dual_stream")
-CASES = ("whole", "without text", "without images")
-"""What rank 1 has; rank 0 always has whole pairs."""
+CASES = ("complete", "without text", "without images")
+"""Samples of rank 1; rank 0 always has complete pairs."""
 
 
 def model_of(name: str) -> FusionModel:
@@ -33,14 +33,14 @@ def model_of(name: str) -> FusionModel:
 
 def batch_of(rank: int, case: str) -> Batch:
     tokenizer = tiny_tokenizer()
-    if rank == 0 or case == "whole":
+    if rank == 0 or case == "complete":
         return make_batch(tokenizer, size=4 + 2 * rank)
     nothing = flags(*[0] * 6)
     return make_batch(tokenizer, **{"has_text_B" if case == "without text" else "has_image_B": nothing})
 
 
 def loss_of(module: torch.nn.Module, rank: int, case: str) -> Tensor:
-    torch.manual_seed(10 + rank)  # the draws of this rank
+    torch.manual_seed(10 + rank)  # random numbers of this rank
     total: Tensor = module(batch_of(rank, case)).total
     return total
 
@@ -50,8 +50,8 @@ def gradients(model: FusionModel) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
-    """Gradients after DDP's average, by system and case, of each rank."""
+def rank_gradients(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
+    """Return the averaged gradients of each rank, by system and case."""
     folder = tmp_path_factory.mktemp("fusion-ranks")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, folder]
     ended = subprocess.run(
@@ -68,8 +68,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_two_ranks_average_what_each_would_find_alone(
-    name: str, case: str, found: list[dict[str, dict[str, Tensor]]]
+def test_ddp_averages_the_gradients_of_both_ranks(
+    name: str, case: str, rank_gradients: list[dict[str, dict[str, Tensor]]]
 ) -> None:
     expected: dict[str, Tensor] = {}
     for rank in (0, 1):
@@ -77,15 +77,15 @@ def test_two_ranks_average_what_each_would_find_alone(
         loss_of(model, rank, case).backward()
         for key, gradient in gradients(model).items():
             expected[key] = expected.get(key, torch.zeros_like(gradient)) + gradient / 2
-    for of_rank in found:
-        averaged = of_rank[f"{name} {case}"]
+    for by_case in rank_gradients:
+        averaged = by_case[f"{name} {case}"]
         assert averaged.keys() == expected.keys()
         for key, gradient in expected.items():
             torch.testing.assert_close(averaged[key], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, k=key: k + text)
 
 
 def check(folder: Path) -> None:
-    """One rank: every system and case under DDP, as the trainer wraps them."""
+    """Run every system and case under DDP on one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -93,7 +93,7 @@ def check(folder: Path) -> None:
     for name in SYSTEMS:
         for case in CASES:
             model = model_of(name)
-            wrapped = DistributedDataParallel(model)  # it must live until the backward pass has ended
+            wrapped = DistributedDataParallel(model)  # must exist until the end of the backward pass
             loss_of(wrapped, rank, case).backward()
             results[f"{name} {case}"] = gradients(model)
     torch.save(results, folder / f"{rank}.pt")

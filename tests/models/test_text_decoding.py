@@ -1,4 +1,4 @@
-"""The search for a text against plain Python, on tables of next tokens."""
+"""Text decoding against plain Python loops, on tables of next-token logits."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ END, PAD, NEVER = 1, 0, (0, 2)
 
 
 class Bigrams:
-    """Next tokens from a table of the last one alone, another table for every sample."""
+    """Next-token logits from a table over the last token, with another table for every sample."""
 
     def __init__(self, batch: int, vocabulary: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -31,10 +31,10 @@ class Bigrams:
         return self.logits_BVV[self.sample_R, ids_R]
 
 
-def spelled_out(logits_VV: Tensor, decoding: Decoding, longest: int) -> tuple[list[int], float, bool]:
-    """(tokens, score, ended) of one sample: lists of Python numbers, one hypothesis after the other."""
+def naive_search(logits_VV: Tensor, decoding: Decoding, longest: int) -> tuple[list[int], float, bool]:
+    """Return (tokens, score, ended) of one sample by loops over hypotheses."""
 
-    def worth(hypothesis: tuple[list[int], float]) -> float:
+    def score_of(hypothesis: tuple[list[int], float]) -> float:
         tokens, total = hypothesis
         return total / ((5 + len(tokens)) / 6) ** decoding.length_penalty
 
@@ -50,34 +50,34 @@ def spelled_out(logits_VV: Tensor, decoding: Decoding, longest: int) -> tuple[li
                 continue
             row = logs[tokens[-1] if tokens else PAD]
             grown += [([*tokens, token], total + float(row[token])) for token in range(len(row))]
-        hypotheses = sorted(grown, key=worth, reverse=True)[: decoding.beams]
+        hypotheses = sorted(grown, key=score_of, reverse=True)[: decoding.beams]
     tokens, total = hypotheses[0]
     ended = tokens[-1] == END
-    return tokens[: len(tokens) - ended], worth((tokens, total)), ended
+    return tokens[: len(tokens) - ended], score_of((tokens, total)), ended
 
 
-def find(model: Bigrams, decoding: Decoding, longest: int) -> Generated:
+def decode(model: Bigrams, decoding: Decoding, longest: int) -> Generated:
     return search(model, decoding, max_tokens=longest, end_id=END, pad_id=PAD, never=NEVER)
 
 
 @pytest.mark.parametrize("beams", [1, 2, 5])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.5])
-def test_the_search_is_the_plain_one(beams: int, penalty: float) -> None:
+def test_beam_search_equals_the_plain_loop(beams: int, penalty: float) -> None:
     decoding = Decoding(beams=beams, length_penalty=penalty)
     model = Bigrams(batch=20, vocabulary=7, seed=beams)
-    found = find(model, decoding, longest=6)
-    assert 0 < int(found.ended_B.sum()) < 20
+    generated = decode(model, decoding, longest=6)
+    assert 0 < int(generated.ended_B.sum()) < 20
     for row in range(20):
-        tokens, score, ended = spelled_out(model.logits_BVV[row], decoding, 6)
-        assert found.ids_BT[row][found.mask_BT[row]].tolist() == tokens
-        assert (found.ids_BT[row][~found.mask_BT[row]] == PAD).all()
-        assert float(found.score_B[row]) == pytest.approx(score, abs=1e-4)
-        assert bool(found.ended_B[row]) is ended
-    assert not torch.isin(found.ids_BT[found.mask_BT], torch.tensor([END, *NEVER])).any()
+        tokens, score, ended = naive_search(model.logits_BVV[row], decoding, 6)
+        assert generated.ids_BT[row][generated.mask_BT[row]].tolist() == tokens
+        assert (generated.ids_BT[row][~generated.mask_BT[row]] == PAD).all()
+        assert float(generated.score_B[row]) == pytest.approx(score, abs=1e-4)
+        assert bool(generated.ended_B[row]) is ended
+    assert not torch.isin(generated.ids_BT[generated.mask_BT], torch.tensor([END, *NEVER])).any()
 
 
-def test_one_beam_is_greedy_whatever_the_penalty_and_more_find_better() -> None:
-    greedy = find(Bigrams(40, 7, 3), Decoding(), longest=8)
+def test_one_beam_is_greedy_and_more_beams_score_higher() -> None:
+    greedy = decode(Bigrams(40, 7, 3), Decoding(), longest=8)
     for row, logits_VV in enumerate(Bigrams(40, 7, 3).logits_BVV):
         tokens, last = [], PAD
         for _ in range(8):
@@ -88,15 +88,15 @@ def test_one_beam_is_greedy_whatever_the_penalty_and_more_find_better() -> None:
             if last == END:
                 break
         assert [token for token in tokens if token != END] == greedy.ids_BT[row][greedy.mask_BT[row]].tolist()
-    penalised = find(Bigrams(40, 7, 3), Decoding(length_penalty=3.0), longest=8)
+    penalised = decode(Bigrams(40, 7, 3), Decoding(length_penalty=3.0), longest=8)
     assert torch.equal(penalised.ids_BT, greedy.ids_BT)
-    wide = find(Bigrams(40, 7, 3), Decoding(beams=4), longest=8)
+    wide = decode(Bigrams(40, 7, 3), Decoding(beams=4), longest=8)
     assert float(wide.score_B.mean()) > float(greedy.score_B.mean())
 
 
-def test_a_penalty_lengthens_texts() -> None:
+def test_length_penalty_lengthens_texts() -> None:
     lengths = [
-        int(find(Bigrams(60, 7, 5), Decoding(beams=4, length_penalty=penalty), longest=10).mask_BT.sum())
+        int(decode(Bigrams(60, 7, 5), Decoding(beams=4, length_penalty=penalty), longest=10).mask_BT.sum())
         for penalty in (0.0, 1.0, 3.0)
     ]
     assert lengths == sorted(lengths)
@@ -109,18 +109,19 @@ def test_decoding_rejects_values_out_of_range(field: str, value: Any) -> None:
         Decoding(**{field: value})
 
 
-def test_draws_are_as_frequent_as_they_are_likely() -> None:
+def test_samples_follow_the_distribution() -> None:
     model = Bigrams(batch=2, vocabulary=5, seed=3)
     draws, longest = 20_000, 2
-    found = find(model, Decoding(samples=draws), longest=longest)
-    assert found.ids_BT.shape == (2 * draws, longest)
+    generated = decode(model, Decoding(samples=draws), longest=longest)
+    assert generated.ids_BT.shape == (2 * draws, longest)
     logs_BVV = model.logits_BVV.clone()
     logs_BVV[:, :, list(NEVER)] = -math.inf
     chance_BVV = logs_BVV.softmax(dim=2)
     for sample in range(2):
         own = slice(sample * draws, (sample + 1) * draws)
         texts = [
-            tuple(ids_T[mask_T].tolist()) for ids_T, mask_T in zip(found.ids_BT[own], found.mask_BT[own], strict=True)
+            tuple(ids_T[mask_T].tolist())
+            for ids_T, mask_T in zip(generated.ids_BT[own], generated.mask_BT[own], strict=True)
         ]
         for first in (3, 4):
             expected = float(chance_BVV[sample, PAD, first] * chance_BVV[sample, first, END])
@@ -130,18 +131,18 @@ def test_draws_are_as_frequent_as_they_are_likely() -> None:
         assert texts.count(()) / draws == pytest.approx(float(chance_BVV[sample, PAD, END]), abs=0.015)
 
 
-def test_draws_are_those_of_their_seed_and_know_what_they_were_worth() -> None:
-    first, again, other = (
-        find(Bigrams(batch=3, vocabulary=7, seed=1), Decoding(samples=4, seed=seed), longest=5) for seed in (5, 5, 6)
+def test_samples_follow_their_seed_and_have_their_log_probability() -> None:
+    first, repeated, other = (
+        decode(Bigrams(batch=3, vocabulary=7, seed=1), Decoding(samples=4, seed=seed), longest=5) for seed in (5, 5, 6)
     )
-    assert torch.equal(first.ids_BT, again.ids_BT)
+    assert torch.equal(first.ids_BT, repeated.ids_BT)
     assert first.ids_BT.shape != other.ids_BT.shape or not torch.equal(first.ids_BT, other.ids_BT)
     logs_BVV = Bigrams(batch=3, vocabulary=7, seed=1).logits_BVV.index_fill(2, torch.tensor(NEVER), -math.inf)
     logs_BVV = logs_BVV.log_softmax(dim=2)
     for row, (ids_T, mask_T, ended) in enumerate(zip(first.ids_BT, first.mask_BT, first.ended_B, strict=True)):
         tokens = [PAD, *ids_T[mask_T].tolist(), *[END] * int(ended)]
-        worth = sum(float(logs_BVV[row // 4, a, b]) for a, b in itertools.pairwise(tokens))
-        assert float(first.score_B[row]) == pytest.approx(worth, rel=1e-4)
+        score = sum(float(logs_BVV[row // 4, a, b]) for a, b in itertools.pairwise(tokens))
+        assert float(first.score_B[row]) == pytest.approx(score, rel=1e-4)
 
 
 def test_sampling_excludes_beams_and_length_penalty() -> None:

@@ -1,4 +1,4 @@
-"""Writing: the search against plain loops, MedViLL's kept keys and values against none, and what it learns to write."""
+"""Report writing by MedViLL: its cache against none, beam search, and the report objective."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ def tokenizer() -> Tokenizer:
 
 
 def writer(tokenizer: Tokenizer, attention: Attention = "seq2seq", **settings: object) -> MedViLL:
-    """Weights far from those at the start, where every text would be the same."""
+    """Return a model with random weights; initially all texts are equal."""
     model = tiny_model(
         "medvill",
         tokenizer,
@@ -44,7 +44,7 @@ def writer(tokenizer: Tokenizer, attention: Attention = "seq2seq", **settings: o
 
 
 def without_cache(model: MedViLL, image: Tensor, longest: int, has_image: bool = True) -> list[int]:
-    """Greedy, one image at a time, the whole sequence through BERT's modules at every step."""
+    """Decode greedily, one image at a time, with the full sequence through BERT's modules at every step."""
     bert, tokenizer = model.text_encoder.backbone, model.tokenizer
     assert tokenizer is not None
     assert tokenizer.mask_id is not None
@@ -59,8 +59,8 @@ def without_cache(model: MedViLL, image: Tensor, longest: int, has_image: bool =
         places = torch.tensor([0, *range(count), 0, *range(len(ids))])
         types = torch.tensor([0] * (count + 2) + [1] * len(ids))
         hidden = bert.embeddings(inputs_embeds=vectors[None], position_ids=places[None], token_type_ids=types[None])
-        whole = torch.ones(1, count + 2, dtype=torch.bool), torch.ones(1, len(ids), dtype=torch.bool)
-        additive = (~attention_mask("seq2seq", *whole)[:, None]).float() * torch.finfo(torch.float32).min
+        full_masks = torch.ones(1, count + 2, dtype=torch.bool), torch.ones(1, len(ids), dtype=torch.bool)
+        additive = (~attention_mask("seq2seq", *full_masks)[:, None]).float() * torch.finfo(torch.float32).min
         for layer in bert.encoder.layer:
             hidden = layer(hidden, additive)
         scores_V = model.mlm_head(hidden[0, -1:], words.weight)[0]
@@ -72,12 +72,12 @@ def without_cache(model: MedViLL, image: Tensor, longest: int, has_image: bool =
     return written
 
 
-def rows(found: Generated) -> list[list[int]]:
-    return [ids[mask].tolist() for ids, mask in zip(found.ids_BT, found.mask_BT, strict=True)]
+def rows(generated: Generated) -> list[list[int]]:
+    return [ids[mask].tolist() for ids, mask in zip(generated.ids_BT, generated.mask_BT, strict=True)]
 
 
 @pytest.mark.parametrize("attention", ["seq2seq", "bar", "mixed"])
-def test_kept_keys_and_values_change_no_word(attention: Attention, tokenizer: Tokenizer) -> None:
+def test_cache_changes_no_word(attention: Attention, tokenizer: Tokenizer) -> None:
     model, batch = writer(tokenizer, attention), make_batch(tokenizer, 6)
     with torch.no_grad():
         expected = [without_cache(model, image, 12) for image in batch.image_BCHW]
@@ -87,7 +87,7 @@ def test_kept_keys_and_values_change_no_word(attention: Attention, tokenizer: To
     assert alone == expected
 
 
-def test_an_image_that_is_not_there_is_not_looked_at(tokenizer: Tokenizer) -> None:
+def test_placeholder_image_is_ignored(tokenizer: Tokenizer) -> None:
     model, batch = writer(tokenizer), make_batch(tokenizer, 3)
     has_image_B = torch.tensor([True, False, True])
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_an_image_that_is_not_there_is_not_looked_at(tokenizer: Tokenizer) -> No
 
 
 class WithoutCache:
-    """The same model as a `NextToken` that keeps nothing: for the beam search."""
+    """The same model as a `NextToken` without a cache, for beam search."""
 
     def __init__(self, model: MedViLL, image: Tensor) -> None:
         self.model, self.written_RT = model, torch.empty(len(image), 0, dtype=torch.int64)
@@ -113,7 +113,7 @@ class WithoutCache:
         ids_RT = torch.cat(
             [tokenizer.cls_id * column, self.written_RT, tokenizer.mask_id * column, tokenizer.sep_id * column], dim=1
         )
-        text = self.model.text_tokens(ids_RT, torch.ones_like(ids_RT, dtype=torch.bool))  # its SEP closes the block
+        text = self.model.text_tokens(ids_RT, torch.ones_like(ids_RT, dtype=torch.bool))  # the SEP closes the block
         fused = self.model.fuse(text, self.image)
         return self.model.score_words(fused.text.states_BND[:, -2])
 
@@ -124,7 +124,7 @@ class WithoutCache:
 
 
 @pytest.mark.parametrize("decoding", [Decoding(beams=3), Decoding(beams=4, length_penalty=1.0)])
-def test_beams_keep_their_own_keys_and_values(decoding: Decoding, tokenizer: Tokenizer) -> None:
+def test_beams_use_their_own_cache(decoding: Decoding, tokenizer: Tokenizer) -> None:
     model, batch = writer(tokenizer), make_batch(tokenizer, 5)
     assert tokenizer.unk_id is not None
     assert tokenizer.mask_id is not None
@@ -133,33 +133,33 @@ def test_beams_keep_their_own_keys_and_values(decoding: Decoding, tokenizer: Tok
         WithoutCache(model, batch.image_BCHW), decoding,
         max_tokens=9, end_id=tokenizer.sep_id, pad_id=tokenizer.pad_id, never=never,
     )  # fmt: skip
-    found = model.generate(batch.image_BCHW, decoding=dataclasses.replace(decoding, max_tokens=9))
-    assert rows(found) == rows(expected)
-    torch.testing.assert_close(found.score_B, expected.score_B, rtol=1e-4, atol=1e-3)
-    assert rows(found) != rows(model.generate(batch.image_BCHW, decoding=Decoding(max_tokens=9)))
+    generated = model.generate(batch.image_BCHW, decoding=dataclasses.replace(decoding, max_tokens=9))
+    assert rows(generated) == rows(expected)
+    torch.testing.assert_close(generated.score_B, expected.score_B, rtol=1e-4, atol=1e-3)
+    assert rows(generated) != rows(model.generate(batch.image_BCHW, decoding=Decoding(max_tokens=9)))
 
 
-def test_a_step_computes_two_tokens_and_the_image_once(tokenizer: Tokenizer) -> None:
+def test_step_computes_two_tokens_and_the_image_once(tokenizer: Tokenizer) -> None:
     model, batch = writer(tokenizer), make_batch(tokenizer, 2)
     computed: list[int] = []
     model.text_encoder.backbone.encoder.layer[0].register_forward_hook(
         lambda module, given, states: computed.append(given[0].shape[1])
     )
     with torch.no_grad():
-        model.mlm_head.bias[tokenizer.sep_id] = -1e4  # never ends
-    found = model.generate(batch.image_BCHW, decoding=Decoding(max_tokens=7))
+        model.mlm_head.bias[tokenizer.sep_id] = -1e4  # never closes
+    generated = model.generate(batch.image_BCHW, decoding=Decoding(max_tokens=7))
     assert computed == [18, 1, *[2] * 6]  # 16 cells between CLS and SEP
-    assert not found.ended_B.any()
-    assert found.mask_BT.sum(dim=1).tolist() == [7, 7]
+    assert not generated.ended_B.any()
+    assert generated.mask_BT.sum(dim=1).tolist() == [7, 7]
 
 
-def test_what_ends_at_once_is_empty(tokenizer: Tokenizer) -> None:
+def test_text_that_closes_at_once_is_empty(tokenizer: Tokenizer) -> None:
     model, batch = writer(tokenizer), make_batch(tokenizer, 2)
     with torch.no_grad():
         model.mlm_head.bias[tokenizer.sep_id] = 1e4
-    found = model.generate(batch.image_BCHW)
-    assert found.ids_BT.shape == (2, 0)
-    assert found.ended_B.all()
+    generated = model.generate(batch.image_BCHW)
+    assert generated.ids_BT.shape == (2, 0)
+    assert generated.ended_B.all()
 
 
 @pytest.mark.parametrize("attention", ["bidirectional", "non_cross"])
@@ -186,7 +186,7 @@ def test_generation_errors(tokenizer: Tokenizer) -> None:
 
 
 def shades(tokenizer: Tokenizer) -> Batch:
-    """Four images that a glance tells apart, each with a text of its own."""
+    """Return four clearly different images, each with its own text."""
     batch = make_batch(tokenizer, 4)
     image_BCHW = torch.zeros_like(batch.image_BCHW)
     for row, (top, left) in enumerate([(0, 0), (0, 32), (32, 0), (32, 32)]):
@@ -194,8 +194,8 @@ def shades(tokenizer: Tokenizer) -> Batch:
     return dataclasses.replace(batch, image_BCHW=image_BCHW)
 
 
-def test_it_learns_to_write_and_where_to_stop(tokenizer: Tokenizer) -> None:
-    """Whole reports from pixels alone, after a few hundred steps of the report objective."""
+def test_report_objective_learns_texts_and_their_end(tokenizer: Tokenizer) -> None:
+    """Complete reports from pixels only, after a few hundred steps."""
     model = tiny_model(
         "medvill", tokenizer, attention="seq2seq", objective="report", mlm_probability=0.4,
         text_arguments={"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
@@ -211,16 +211,16 @@ def test_it_learns_to_write_and_where_to_stop(tokenizer: Tokenizer) -> None:
         optimizer.step()
     model.eval()
     for decoding in (Decoding(), Decoding(beams=3)):
-        found = model.generate(batch.image_BCHW, decoding=decoding)
-        assert found.ended_B.all()
+        generated = model.generate(batch.image_BCHW, decoding=decoding)
+        assert generated.ended_B.all()
         expected = [tokenizer.decode(ids) for ids in batch.ids_BT]
-        assert [tokenizer.decode(ids) for ids in rows(found)] == expected
+        assert [tokenizer.decode(ids) for ids in rows(generated)] == expected
     other = model.generate(batch.image_BCHW.flip(0))
     assert [tokenizer.decode(ids) for ids in rows(other)] == expected[::-1]
 
 
-def test_the_report_objective_is_words_beside_their_own_images(tokenizer: Tokenizer) -> None:
-    """By hand from `features`' parts; the image block's SEP is never the hidden one."""
+def test_report_objective_equals_mlm_with_matching_images(tokenizer: Tokenizer) -> None:
+    """Computed from the parts of `features`; the SEP of the image block is never masked."""
     model = tiny_model("medvill", tokenizer, attention="seq2seq", objective="report", mlm_probability=0.9).eval()
     assert isinstance(model, MedViLL)
     batch = make_batch(tokenizer, 4)
@@ -236,7 +236,7 @@ def test_the_report_objective_is_words_beside_their_own_images(tokenizer: Tokeni
     behind_BT = torch.cat([masked.ids_BT, sep], dim=1).masked_fill(
         ~torch.cat([batch.mask_BT, batch.mask_BT[:, :1]], 1), 0
     )
-    text = model.text_tokens(behind_BT, torch.ones_like(behind_BT, dtype=torch.bool))  # SEP last: it closes the block
+    text = model.text_tokens(behind_BT, torch.ones_like(behind_BT, dtype=torch.bool))  # the SEP closes the block
     fused = model.fuse(text, model.image_tokens(batch.image_BCHW))
     scores_BTV = model.score_words(fused.text.states_BND[:, :-1])
     mlm = torch.nn.functional.cross_entropy(scores_BTV.flatten(0, 1), masked.labels_BT[:, 1:].flatten())
@@ -249,7 +249,7 @@ def test_the_report_objective_is_words_beside_their_own_images(tokenizer: Tokeni
     assert lazy == []
 
 
-def test_pretraining_never_hides_the_end_and_reports_do(tokenizer: Tokenizer) -> None:
+def test_closing_token_is_masked_in_the_report_objective_only(tokenizer: Tokenizer) -> None:
     batch = make_batch(tokenizer, 4)
     end_B = batch.mask_BT.sum(dim=1) - 1
     for objective, rate in (("pretraining", 0.0), ("report", 0.5)):
@@ -262,8 +262,8 @@ def test_pretraining_never_hides_the_end_and_reports_do(tokenizer: Tokenizer) ->
         assert (others < 0).all()
 
 
-def test_the_end_of_a_text_is_never_part_of_a_word(tokenizer: Tokenizer) -> None:
-    """Whole words: the end is hidden as often as a word, and alone as well as with others."""
+def test_closing_token_is_not_part_of_a_word(tokenizer: Tokenizer) -> None:
+    """With whole words it is masked as often as a word, alone or with others."""
     batch = make_batch(tokenizer, 4)
     masking = TextMasking(tokenizer, rate=0.4, mask_end=True)
     row_B, end_B = torch.arange(4), batch.mask_BT.sum(dim=1) - 1
@@ -277,30 +277,28 @@ def test_the_end_of_a_text_is_never_part_of_a_word(tokenizer: Tokenizer) -> None
                 assert hidden_BT[row][words_BT[row] == word].unique().numel() == 1
     share_2N = torch.stack(together, dim=1).float().flatten(1)
     assert share_2N.mean(dim=1).tolist() == pytest.approx([0.4, 0.4], abs=0.06)
-    assert float(torch.corrcoef(share_2N)[0, 1]) == pytest.approx(
-        0, abs=0.2
-    )  # a text in which nothing was chosen gets one
+    assert float(torch.corrcoef(share_2N)[0, 1]) == pytest.approx(0, abs=0.2)  # every text gets at least one mask
 
 
-def test_a_report_model_answers_questions_with_all_it_needs(tokenizer: Tokenizer) -> None:
+def test_report_model_can_start_vqa(tokenizer: Tokenizer) -> None:
     model = VQA.on(tiny_model("medvill", tokenizer, objective="report"), ("yes", "no"))
     frozen = {name.split(".")[1] for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {"itm_head", "mlm_head"}
 
 
-def test_no_reference_reaches_the_words(tokenizer: Tokenizer) -> None:
-    """The reference is no argument; a batch's text and labels are never read, and a checkpoint carries none."""
+def test_reference_texts_are_never_read(tokenizer: Tokenizer) -> None:
+    """The reference is not an argument, and nothing is stored from earlier batches."""
     model = writer(tokenizer)
     batch = make_batch(tokenizer, 4)
     before = model.generate(batch.image_BCHW)
-    model.features(make_batch(tokenizer, 4, texts=TEXTS[::-1]))  # nothing is remembered of what was encoded
+    model.features(make_batch(tokenizer, 4, texts=TEXTS[::-1]))  # must leave no state
     assert torch.equal(model.generate(batch.image_BCHW).ids_BT, before.ids_BT)
 
 
-def test_a_checkpoint_writes_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_loaded_checkpoint_writes_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = writer(tokenizer, objective="report")
     save(model, tmp_path)
-    again = medvl.load(tmp_path)
-    assert isinstance(again, MedViLL)
+    loaded = medvl.load(tmp_path)
+    assert isinstance(loaded, MedViLL)
     image_BCHW = make_batch(tokenizer, 4).image_BCHW
-    assert rows(again.generate(image_BCHW)) == rows(model.generate(image_BCHW))
+    assert rows(loaded.generate(image_BCHW)) == rows(model.generate(image_BCHW))
