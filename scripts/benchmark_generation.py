@@ -4,9 +4,10 @@
     python scripts/benchmark_generation.py --seconds --size tiny
     python scripts/benchmark_generation.py --seconds --device cuda --batch 32
 
-Both forms generate the same words (tests/models/fusion_encoders/test_report_writing.py). FLOPs are counted for one image, a
-multiplication and an addition as two; the published size has 256 cells of an image at 512 pixels. The form without a
-cache is the released one: image block, words and a mask token through BERT at every step, the image encoder once.
+Both forms generate the same words (tests/models/fusion_encoders/test_report_writing.py). FLOPs are counted by torch for
+one image, a multiplication and an addition as two; the published size has 256 cells of an image at 512 pixels. The form
+without a cache is the released one: image block, words and a mask token through BERT at every step, the image encoder
+once.
 """
 
 import argparse

@@ -40,7 +40,7 @@ class DenseConfig(SystemConfig):
     width: int = 128
     """Channels of the decoder."""
     doublings: int = 2
-    """How often the decoder doubles the encoder's grid: 7 x 7 cells become 28 x 28."""
+    """Number of times that the decoder doubles the encoder's grid: 7 x 7 cells become 28 x 28."""
     frozen_encoder: bool = True
     """Train the decoder only, with the encoder in eval mode."""
     head_lr_mult: float = 1.0

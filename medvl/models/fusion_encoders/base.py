@@ -56,7 +56,7 @@ class FusionModel(TwoTowers):
         """Return the losses of `objectives`.
 
         Where samples lack an image or a text, unused parameters get zero gradients, so that DDP does not hang on a rank
-        whose whole batch lacks one.
+        on which all samples lack one.
         """
         corruption = self.corrupt(batch)
         losses = self.losses(self.predict(batch, corruption), corruption)
@@ -156,7 +156,7 @@ class FusionModel(TwoTowers):
 
     @functools.cached_property
     def masking(self) -> TextMasking:
-        """How words are masked in pretraining.
+        """Masking of words in pretraining.
 
         Raises ConfigError when the model has no tokenizer, or a vocabulary without a mask token.
         """

@@ -24,7 +24,7 @@ class FusionConfig(SystemConfig):
     text_arguments: Arguments = dataclasses.field(default_factory=dict)
     image_size: int = 288
     fit: Literal["crop", "pad", "squash"] = "crop"
-    """How an image is made square for inference (`medvl.data.transforms.image.EvalTransform`)."""
+    """Method that makes an image square for inference (`medvl.data.transforms.image.EvalTransform`)."""
     mlm_probability: float = 0.15
     """Share of words (or tokens, if `whole_words` is off) that are masked."""
     whole_words: bool = True

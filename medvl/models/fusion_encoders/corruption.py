@@ -62,5 +62,5 @@ def same_rows(batch: Batch, *groups_B: Tensor) -> Tensor:
 
 
 def pairs_of_rows(pairs: MatchingPairs, row_N: Tensor) -> MatchingPairs:
-    """Convert pairs sampled among some rows of a batch to rows of the whole batch."""
+    """Convert pairs sampled among some rows of a batch to rows of the batch."""
     return MatchingPairs(row_N[pairs.image_N], row_N[pairs.text_N], pairs.matched_N)

@@ -94,7 +94,7 @@ class Objective(abc.ABC, Generic[E, C, P]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Corruption:
-    """What every objective sampled for one batch."""
+    """Corruption of one batch by all objectives."""
 
     parts: Mapping[str, Any]
     """Objective name -> what its `corrupt` returned."""
@@ -270,7 +270,7 @@ class PatchPredictions(NamedTuple):
     true_BPC: Tensor
     """The encoder's input: normalised, not standardised per patch."""
     masked_BP: Tensor
-    """bool: the patches that the prediction was made without."""
+    """bool: the removed patches."""
 
 
 class PatchModel(Protocol):

@@ -15,7 +15,7 @@ by a trained decoder (ALBEF, M2I2, MUMC, BLIP). "generation": the text that the 
 (MISS)."""
 HEADS: tuple[Head, ...] = ("classifier", "product", "ranking", "generation")
 FirstWord = Literal["once", "twice"]
-"""How often an answer's first word counts in its log-likelihood."""
+"""Number of times that an answer's first word counts in its log-likelihood."""
 FIRST_WORD: tuple[FirstWord, ...] = ("once", "twice")
 
 

@@ -31,10 +31,10 @@ class Memory(NamedTuple):
     """Cached keys and values of a decoder, layer by layer."""
 
     read: tuple[KeysValues, ...]
-    """Of the questions: B rows, whatever the number of answers."""
+    """Keys and values of the questions: B rows, for any number of answers."""
     read_mask_B1C: Tensor | None
     written: tuple[KeysValues, ...] | None
-    """Of the answers so far: R rows. None: nothing is written."""
+    """Keys and values of the answers so far: R rows. None: nothing is written."""
 
     def rows(self, index_R: Tensor) -> "Memory":
         """Select answers by index; each must stay with its question."""
