@@ -6,7 +6,7 @@
 
 The published pretraining step runs three forward passes; published retrieval encodes both sides of every pair. Both
 forms give equal losses and gradients (tests/models/fusion_encoders/test_fusion_m3ae.py), and equal scores and ranks
-(tests/eval/retrieval/test_eval_rerank.py). FLOPs are counted by torch for the forward pass, a multiplication and an
+(tests/eval/retrieval/test_rerank.py). FLOPs are counted by torch for the forward pass, a multiplication and an
 addition as two; the published size has 288-pixel images and 64 tokens, of which 15% are masked.
 """
 

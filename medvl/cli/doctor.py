@@ -1,4 +1,4 @@
-"""`medvl doctor`: how fast a recipe is here, and what limits it."""
+"""`medvl doctor`: training speed of a recipe on this machine, and its bottleneck."""
 
 import argparse
 import dataclasses
@@ -16,9 +16,9 @@ from medvl.train.recipe_cli import choose
 
 
 def doctor(arguments: Sequence[str]) -> str:
-    """Measure a recipe part by part, and name what limits it.
+    """Measure the training speed of a recipe and find its bottleneck.
 
-    Raises ConfigError where the file is no recipe, and what its data and model raise.
+    Raises ConfigError if the file is no recipe, and the errors of its data and model.
     """
     options = _parser().parse_args(arguments)
     recipe, settings = load_recipe(options.recipe, options.settings)
@@ -27,34 +27,39 @@ def doctor(arguments: Sequence[str]) -> str:
     from medvl.train.doctor.examine import examine
 
     logging.getLogger("medvl").setLevel(logging.WARNING)
-    found = examine(run, options.seconds)
+    examination = examine(run, options.seconds)
     if options.json is not None:
-        told = {**dataclasses.asdict(found), "mfu": found.mfu, "limit": limit(found), "advice": advice(found, settings)}
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
-    return describe(found, settings)
+        measured = {**dataclasses.asdict(examination), "mfu": examination.mfu}
+        diagnosis = {"limit": limit(examination), "advice": advice(examination, settings)}
+        options.json.write_text(json.dumps(measured | diagnosis, indent=1) + "\n")
+    return describe(examination, settings)
 
 
 def load_recipe(path: Path, arguments: Sequence[str]) -> tuple[ModuleType, Any]:
-    """The module of a recipe's file, and its settings from the rest of a command line.
+    """Import the module of a recipe, and parse its settings from the arguments.
 
-    Raises ConfigError where the file is missing or is no recipe.
+    Raises ConfigError if the file is missing or is no recipe.
     """
     spec = spec_from_file_location(f"recipe_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is no Python file: name that of a recipe, such as recipes/convirt_mimic.py")
+        raise ConfigError(
+            f"{path} is no Python file; give a recipe such as recipes/convirt_mimic.py", "not_found", field="recipe"
+        )
     module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclasses are looked up
+    sys.modules[spec.name] = module  # dataclasses resolve their annotations there
     spec.loader.exec_module(module)
     if not (hasattr(module, "PRESETS") and hasattr(module, "prepare")):
-        raise ConfigError(f"{path} is no recipe: it defines no PRESETS and prepare")
+        raise ConfigError(f"{path} is no recipe: it does not define PRESETS and prepare", "malformed", field="recipe")
     return module, choose(module.PRESETS, list(arguments), description=module.__doc__)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="medvl doctor", description="Measure a recipe, and name what limits it.")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each of about six measurements (default 10)")
-    parser.add_argument("--json", type=Path, help="file for the figures")
-    parser.add_argument("recipe", type=Path, help="its file, such as recipes/convirt_mimic.py")
+    parser = argparse.ArgumentParser(prog="medvl doctor", description="Measure a recipe and find its bottleneck.")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="seconds of each of about six measurements (default 10)"
+    )
+    parser.add_argument("--json", type=Path, help="output file of the measurements")
+    parser.add_argument("recipe", type=Path, help="file of the recipe, such as recipes/convirt_mimic.py")
     parser.add_argument(
         "settings", nargs=argparse.REMAINDER, help="preset and options of the recipe: tiny --data.train DIR"
     )

@@ -107,7 +107,7 @@ def test_a_wrong_command_line_ends_with_status_2_and_names_the_option(
 
 
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert line(["shard"], capsys) == "there is no command 'shard'"
+    assert "'shard'" in line(["shard"], capsys)
 
 
 def test_a_root_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -267,7 +267,7 @@ def test_shards_and_merge_commands(tmp_path: Path, capsys: pytest.CaptureFixture
     cli.main(["merge", str(tmp_path / "out"), *folders])
     assert "verified" in capsys.readouterr().out
     cli.main(["verify", str(tmp_path / "out")])
-    assert capsys.readouterr().out.count("sound") == 3
+    assert capsys.readouterr().out.count("intact") == 3
     cli.main([*shared, "--out", str(tmp_path / "whole")])
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     ended = subprocess.run([sys.executable, "-m", "medvl", "merge", str(tmp_path / "x"), folders[0]],

@@ -225,7 +225,7 @@ def test_verify_against_fails_on_shared_patients_and_prints_other_salts(
         tmp_path, "others", {"a": films[1]}, Deidentifier(b"another salt, as long"), people="article "
     )
     cli.main(["verify", str(mine), "--against", str(others)])
-    assert "share 0 images, patients unknown (hashed with different salts)" in capsys.readouterr().out
+    assert "share 0 images, unknown patients (hashed with different salts)" in capsys.readouterr().out
 
 
 # Real data

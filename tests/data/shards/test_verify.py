@@ -114,7 +114,7 @@ def test_compare_counts_reports_differences(folder: Path) -> None:
 
 def test_verify_command_prints_the_result(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["verify", str(folder.parent), "--decode"])
-    assert "lab/train: 12 samples of 6 patients in 3 shards, 0 left out: sound" in capsys.readouterr().out
+    assert "lab/train: 12 samples of 6 patients in 3 shards, 0 left out: intact" in capsys.readouterr().out
     flip_byte(folder / "lab-train-000001.tar", 700)
     with pytest.raises(SystemExit, match="1"):
         cli.main(["verify", str(folder)])
