@@ -1,0 +1,38 @@
+"""The notebooks of the documentation run from top to bottom in an empty folder."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path: Path, tmp_path: Path) -> None:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) >= 4
+    (tmp_path / "notebook.py").write_text("\n\n".join(code), encoding="utf-8")
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    run = subprocess.run(
+        [sys.executable, "notebook.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths, "MPLBACKEND": "Agg", "MEDVL_SALT_FILE": str(tmp_path / "salt")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+
+
+def test_four_notebooks_are_on_the_site() -> None:
+    navigation = (ROOT / "docs/mkdocs.yml").read_text(encoding="utf-8")
+    assert [path.stem for path in NOTEBOOKS] == ["encoders", "own_data", "vqa", "zero_shot"]
+    assert all(f"notebooks/{path.name}" in navigation for path in NOTEBOOKS)
