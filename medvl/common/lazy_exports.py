@@ -1,28 +1,36 @@
 """Public names of a package, imported on first use."""
 
+import ast
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
-def lazy_exports(
-    package: str, names: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package whose public names are imported on first use.
 
-    The package repeats the imports under `if TYPE_CHECKING`, so that type checkers see them.
+    The names are those that its `__init__.py` imports under `if TYPE_CHECKING`: type checkers and Python read one list.
 
     Args:
         package: the package's `__name__`.
-        names: module that defines them -> public names; a module relative to the package may begin with a dot.
+        file: the package's `__file__`.
     """
-    module_of = {name: module for module, listed in names.items() for name in listed}
+    module_of: dict[str, str] = {}
+    for block in ast.parse(Path(file).read_text(encoding="utf-8")).body:
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
+            for node in block.body:
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    module_of |= {alias.name: node.module for alias in node.names}
 
     def getattr_(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(module_of[name], package), name)
+        module = module_of[name]
+        value = importlib.import_module(f"{package}.{name}" if module == package else module)
+        if module != package:
+            value = getattr(value, name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -20,19 +20,11 @@ if TYPE_CHECKING:
     from medvl.export.exporters.hugging_face import export_hugging_face as export_hugging_face
     from medvl.export.exporters.onnx import export_onnx as export_onnx
     from medvl.export.exporters.open_clip import export_open_clip as export_open_clip
-    from medvl.export.importers.import_checkpoint import Imported as Imported
-    from medvl.export.importers.import_checkpoint import import_checkpoint as import_checkpoint
-    from medvl.export.importers.import_checkpoint import load_encoder as load_encoder
+    from medvl.export.importers.import_checkpoint import (
+        Imported as Imported,
+        import_checkpoint as import_checkpoint,
+        load_encoder as load_encoder,
+    )
     from medvl.export.importers.registry import list_importers as list_importers
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        ".exporters.common": ["Exported"],
-        ".exporters.hugging_face": ["export_hugging_face"],
-        ".exporters.onnx": ["export_onnx"],
-        ".exporters.open_clip": ["export_open_clip"],
-        ".importers.import_checkpoint": ["Imported", "import_checkpoint", "load_encoder"],
-        ".importers.registry": ["list_importers"],
-    },
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -14,60 +14,29 @@ from typing import TYPE_CHECKING
 from medvl.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from medvl.phantom.language.reports import Report as Report
-    from medvl.phantom.language.reports import compose_report as compose_report
+    from medvl.phantom.language.reports import Report as Report, compose_report as compose_report
     from medvl.phantom.language.vqa import vqa_images as vqa_images
     from medvl.phantom.layouts.chexpert import write_chexpert as write_chexpert
     from medvl.phantom.layouts.dicom_writer import dicom_bytes as dicom_bytes
     from medvl.phantom.layouts.medicat import write_medicat as write_medicat
-    from medvl.phantom.layouts.mimic_cxr import write_mimic_cxr as write_mimic_cxr
-    from medvl.phantom.layouts.mimic_cxr import write_mimic_cxr_jpg as write_mimic_cxr_jpg
+    from medvl.phantom.layouts.mimic_cxr import (
+        write_mimic_cxr as write_mimic_cxr,
+        write_mimic_cxr_jpg as write_mimic_cxr_jpg,
+    )
     from medvl.phantom.layouts.ms_cxr import write_ms_cxr as write_ms_cxr
     from medvl.phantom.layouts.roco import write_roco as write_roco
     from medvl.phantom.layouts.rsna import write_rsna as write_rsna
     from medvl.phantom.layouts.siim import write_siim as write_siim
-    from medvl.phantom.layouts.vqa_rad_slake import write_slake as write_slake
-    from medvl.phantom.layouts.vqa_rad_slake import write_vqa_rad as write_vqa_rad
+    from medvl.phantom.layouts.vqa_rad_slake import write_slake as write_slake, write_vqa_rad as write_vqa_rad
     from medvl.phantom.layouts.writer import split_of as split_of
     from medvl.phantom.population.finding_sites import Part as Part
     from medvl.phantom.population.findings import Finding as Finding
-    from medvl.phantom.population.slices import Slice as Slice
-    from medvl.phantom.population.slices import sample_slice as sample_slice
-    from medvl.phantom.population.world import Patient as Patient
-    from medvl.phantom.population.world import Study as Study
-    from medvl.phantom.population.world import View as View
-    from medvl.phantom.population.world import World as World
+    from medvl.phantom.population.slices import Slice as Slice, sample_slice as sample_slice
+    from medvl.phantom.population.world import Patient as Patient, Study as Study, View as View, World as World
     from medvl.phantom.rendering.contact_sheet import contact_sheet as contact_sheet
     from medvl.phantom.rendering.ct_mr_slices import draw_slice as draw_slice
     from medvl.phantom.rendering.draw import draw as draw
     from medvl.phantom.rendering.encode import encode_jpeg as encode_jpeg
-    from medvl.phantom.rendering.ground_truth import Box as Box
-    from medvl.phantom.rendering.ground_truth import boxes as boxes
-    from medvl.phantom.rendering.ground_truth import masks as masks
+    from medvl.phantom.rendering.ground_truth import Box as Box, boxes as boxes, masks as masks
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        ".language.reports": ["Report", "compose_report"],
-        ".language.vqa": ["vqa_images"],
-        ".layouts.chexpert": ["write_chexpert"],
-        ".layouts.medicat": ["write_medicat"],
-        ".layouts.mimic_cxr": ["write_mimic_cxr", "write_mimic_cxr_jpg"],
-        ".layouts.ms_cxr": ["write_ms_cxr"],
-        ".layouts.roco": ["write_roco"],
-        ".layouts.rsna": ["write_rsna"],
-        ".layouts.siim": ["write_siim"],
-        ".layouts.vqa_rad_slake": ["write_slake", "write_vqa_rad"],
-        ".layouts.writer": ["split_of"],
-        ".population.finding_sites": ["Part"],
-        ".population.findings": ["Finding"],
-        ".population.world": ["Patient", "Study", "View", "World"],
-        ".rendering.contact_sheet": ["contact_sheet"],
-        ".population.slices": ["Slice", "sample_slice"],
-        ".rendering.ct_mr_slices": ["draw_slice"],
-        ".rendering.encode": ["encode_jpeg"],
-        ".layouts.dicom_writer": ["dicom_bytes"],
-        ".rendering.draw": ["draw"],
-        ".rendering.ground_truth": ["Box", "boxes", "masks"],
-    },
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -13,31 +13,19 @@ from typing import TYPE_CHECKING
 from medvl.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from medvl.common.config_io import from_dict as from_dict
-    from medvl.common.config_io import to_dict as to_dict
+    from medvl.common.config_io import from_dict as from_dict, to_dict as to_dict
     from medvl.common.seeding import seeded as seeded
-    from medvl.train.config import Constant as Constant
-    from medvl.train.config import Cosine as Cosine
-    from medvl.train.config import Linear as Linear
-    from medvl.train.config import OptimConfig as OptimConfig
-    from medvl.train.config import Plateau as Plateau
-    from medvl.train.config import TrainConfig as TrainConfig
-    from medvl.train.loop.trainer import TrainResult as TrainResult
-    from medvl.train.loop.trainer import train as train
+    from medvl.train.config import (
+        Constant as Constant,
+        Cosine as Cosine,
+        Linear as Linear,
+        OptimConfig as OptimConfig,
+        Plateau as Plateau,
+        TrainConfig as TrainConfig,
+    )
+    from medvl.train.loop.trainer import TrainResult as TrainResult, train as train
     from medvl.train.parallel.distributed import rank_and_world as rank_and_world
     from medvl.train.recipe_cli import choose as choose
-    from medvl.train.run import Run as Run
-    from medvl.train.run import pretraining as pretraining
+    from medvl.train.run import Run as Run, pretraining as pretraining
 
-__getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {
-        "medvl.common.config_io": ["from_dict", "to_dict"],
-        "medvl.common.seeding": ["seeded"],
-        ".config": ["Constant", "Cosine", "Linear", "OptimConfig", "Plateau", "TrainConfig"],
-        ".loop.trainer": ["TrainResult", "train"],
-        ".parallel.distributed": ["rank_and_world"],
-        ".recipe_cli": ["choose"],
-        ".run": ["Run", "pretraining"],
-    },
-)
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

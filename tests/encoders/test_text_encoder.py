@@ -9,8 +9,7 @@ import pytest
 import torch
 from helpers.errors import raises
 from helpers.tiny_towers import TINY_BERT
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from medvl.encoders import create_text_encoder, list_text_encoders

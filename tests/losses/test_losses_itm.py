@@ -6,8 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.loss_checks import check_precision, check_zero_with_gradient, compare
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from medvl import losses

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import train_fakes as fakes
-from helpers import train_ranks as ranks
+from helpers import train_fakes as fakes, train_ranks as ranks
 
 from medvl.train.fault_tolerance import checkpoint
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import train_fakes as fakes
-from helpers import train_ranks as ranks
+from helpers import train_fakes as fakes, train_ranks as ranks
 from helpers.train_ranks import CONTRASTIVE, COUNTS, pairs, rows, weigh
 
 from medvl.train.fault_tolerance import checkpoint

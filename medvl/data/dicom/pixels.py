@@ -13,6 +13,7 @@ from pydicom.encaps import encapsulate, get_frame, parse_basic_offsets, parse_fr
 from pydicom.pixels import get_decoder
 from pydicom.uid import (
     HTJ2K,
+    JPEG2000 as JPEG2000Lossy,
     UID,
     HTJ2KLossless,
     HTJ2KLosslessRPCL,
@@ -25,7 +26,6 @@ from pydicom.uid import (
     JPEGLSNearLossless,
     RLELossless,
 )
-from pydicom.uid import JPEG2000 as JPEG2000Lossy
 
 from medvl.data.dicom.codestream import (
     Codestream,

@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
-from tokenizers import Tokenizer as Backend
+from tokenizers import Regex, Tokenizer as Backend, decoders, models, normalizers, pre_tokenizers, processors
 
 from medvl.common.hub import fetch
 from medvl.errors import ConfigError, WeightsError

@@ -9,8 +9,7 @@ All information is in tables indexed by id, so ids can be on any device.
 from collections.abc import Sequence
 
 import torch
-from tokenizers import Tokenizer as Backend
-from tokenizers import models
+from tokenizers import Tokenizer as Backend, models
 from torch import Tensor
 
 from medvl.data.tokenizer.wordpiece_trainer import CONTINUED

@@ -14,8 +14,7 @@ from helpers.errors import raises
 from helpers.mimic_files import textured
 
 from medvl.cli import main as cli
-from medvl.data.convert import merge, pipeline
-from medvl.data.convert import plan as plan_module
+from medvl.data.convert import merge, pipeline, plan as plan_module
 from medvl.data.convert.conversion import Conversion
 from medvl.data.convert.merge import merge_parts
 from medvl.data.convert.note import ShardNote

@@ -9,8 +9,7 @@ import pytest
 from helpers.dicom_builder import image_dataset, write_dataset
 from helpers.errors import raises
 from helpers.mimic_files import textured
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from medvl.cli import main as cli
 from medvl.data.annotations.boxes import read_box

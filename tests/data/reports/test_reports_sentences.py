@@ -1,8 +1,7 @@
 """Sentence splitting and laterality on hand-written cases."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from medvl.data.reports.laterality import swap_laterality
 from medvl.data.reports.sentences import split_sentences

@@ -15,8 +15,7 @@ import tokenizers
 import torch
 from helpers.errors import raises
 from helpers.vocabularies import write_byte_level
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
 from medvl.errors import ConfigError, WeightsError

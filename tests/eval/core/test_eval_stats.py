@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 from helpers.errors import raises
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from sklearn import metrics as reference
 
 import medvl.eval

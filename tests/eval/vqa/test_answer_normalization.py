@@ -1,8 +1,7 @@
 """medvl's answer normalizer and those of published systems."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import medvl
 from medvl.eval import normalize_answer
