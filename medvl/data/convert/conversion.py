@@ -6,16 +6,14 @@ A resumed run compares it with its own, and `medvl merge` compares that of all p
 import dataclasses
 import importlib.metadata
 import json
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from medvl.common.files import write_atomic
 from medvl.data.convert.options import ShardOptions, select_part
-from medvl.data.convert.plan import ShardPlan, shard_name
+from medvl.data.convert.plan import ShardPlan, count_by_split, shard_name
 from medvl.data.convert.private_folder import PrivateFolder
-from medvl.data.corpora.common.tables import Plan
 from medvl.errors import ConfigError, ShardError
 
 _PACKAGES = ("medvl", "numpy", "opencv-python-headless", "pillow", "pydicom", "simplejpeg")
@@ -44,23 +42,18 @@ class Conversion:
     packages: Mapping[str, str]
 
     @classmethod
-    def from_plan(
-        cls, plan: Plan, shard_plan: ShardPlan, options: ShardOptions, salt: str, part: str | None
-    ) -> "Conversion":
-        """Return the identity of a plan; `shard_plan` covers the whole corpus."""
-        planned = Counter[str]()
-        for shard in shard_plan.shards:
-            planned[shard.split] += len(shard)
+    def from_plan(cls, plan: ShardPlan, options: ShardOptions, salt: str, part: str | None) -> "Conversion":
+        """Return the identity of a plan, which covers the whole corpus."""
         return cls(
             corpus=plan.corpus,
             salt=salt,
-            records=shard_plan.fingerprint(),
+            records=plan.fingerprint(),
             options=dataclasses.asdict(options),
             part=part,
             label_names=plan.label_names,
             excluded=_nonzero(plan.excluded),
             corpus_warnings=_nonzero(plan.warnings),
-            planned=dict(planned),
+            planned=dict(count_by_split(plan.shards)),
             packages={name: importlib.metadata.version(name) for name in _PACKAGES},
         )
 

@@ -33,7 +33,7 @@ from medvl.data.convert.manifests import build_manifests, write_manifests
 from medvl.data.convert.memory_limit import WORKER_BYTES, limit_memory, memory_limited
 from medvl.data.convert.note import ShardNote
 from medvl.data.convert.options import ShardOptions, ShardRun, select_part
-from medvl.data.convert.plan import PlannedShard, ShardPlan
+from medvl.data.convert.plan import PlannedShard, ShardPlan, count_by_split
 from medvl.data.convert.private_folder import PrivateFolder
 from medvl.data.convert.record import convert_records
 from medvl.data.convert.writer import write_shard
@@ -77,14 +77,12 @@ def write_shards(
     options = options or ShardOptions()
     private = PrivateFolder(run.out)
     shard_plan = ShardPlan(plan, options.samples_per_shard)
-    conversion = Conversion.from_plan(plan, shard_plan, options, deid.fingerprint, run.part)
+    conversion = Conversion.from_plan(shard_plan, options, deid.fingerprint, run.part)
     conversion.claim(run.out, private)
     shards = select_part(shard_plan.shards, run.part)
     stored = [private.read_note(run.out / shard.split, shard.name) for shard in shards]
     notes = {note.name: note for note in stored if note is not None}
-    planned = Counter[str]()
-    for shard in shards:
-        planned[shard.split] += len(shard)
+    planned = count_by_split(shards)
     budget = int(run.max_skipped if run.max_skipped >= 1 else run.max_skipped * planned.total())
     try:
         with closing(_convert(shard_plan, shards, notes, run, options)) as converted:

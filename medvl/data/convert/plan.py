@@ -4,7 +4,8 @@ import dataclasses
 import hashlib
 import heapq
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -34,6 +35,14 @@ class PlannedShard:
         return len(self.positions_N)
 
 
+def count_by_split(shards: Iterable[PlannedShard]) -> Counter[str]:
+    """Return the number of planned images of each split."""
+    planned = Counter[str]()
+    for shard in shards:
+        planned[shard.split] += len(shard)
+    return planned
+
+
 class ShardPlan:
     """All shards of a corpus. Memory holds the order only; records are read back when their shard is converted.
 
@@ -44,6 +53,8 @@ class ShardPlan:
     """
 
     def __init__(self, plan: Plan, samples_per_shard: int) -> None:
+        self.corpus, self.label_names = plan.corpus, plan.label_names
+        self.excluded, self.warnings = plan.excluded, plan.warnings
         self._records = plan.records
         self.shards = tuple(
             PlannedShard(shard_name(plan.corpus, split, number), split, order_N[start : start + samples_per_shard])

@@ -1,5 +1,6 @@
 """Conversion of records: read report and image, encode both as the members of a shard."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -8,10 +9,12 @@ import numpy as np
 from medvl.data.convert.note import ShardNote
 from medvl.data.convert.options import ShardOptions
 from medvl.data.corpora.common.tables import Record, read_record
+from medvl.data.dicom.reader import DicomHeader
 from medvl.data.images.codecs import encode_jpeg, encode_png, resize_short_side
 from medvl.data.images.read import read_pixels
 from medvl.data.shards.format import sample_to_json
 from medvl.errors import DicomError, ImageError, ReportError
+from medvl.schema import Sample
 
 
 class EncodedSample(NamedTuple):
@@ -46,7 +49,8 @@ def _convert(record: Record, options: ShardOptions, note: ShardNote) -> EncodedS
         if not any(sample.sections.values()) and not options.keep_textless:
             note.excluded["no_text"] += 1
             return None
-        pixels, sample = read_pixels(sample, color=options.color, warnings=note.warnings)
+        pixels, header = read_pixels(sample.image, color=options.color, warnings=note.warnings)
+        sample = sample if header is None else _fill_in(sample, header)
         image = _encode(pixels, options)
     except (DicomError, ImageError) as error:
         note.skipped.append((key, error.code, str(error)))
@@ -61,6 +65,16 @@ def _convert(record: Record, options: ShardOptions, note: ShardNote) -> EncodedS
         note.patients.append(sample.patient)
         return EncodedSample(key, options.image_format, image, sample_to_json(sample))
     return None
+
+
+def _fill_in(sample: Sample, header: DicomHeader) -> Sample:
+    """Return `sample` with missing fields filled in from the allow-listed header fields."""
+    return dataclasses.replace(
+        sample,
+        view=sample.view or header.view_position,
+        sex=sample.sex or (header.patient_sex if header.patient_sex in ("F", "M") else None),
+        age=sample.age if sample.age is not None else header.patient_age,
+    )
 
 
 def _encode(pixels: np.ndarray, options: ShardOptions) -> bytes:

@@ -132,7 +132,7 @@ class ItemMaker:
 class Collate:
     """Stack items into a batch and tokenize their texts, padded to the longest text of the batch.
 
-    Raises ConfigError where sentences are needed and `tokenizer` is no `Tokenizer`.
+    Raises ConfigError where sentences are needed and `tokenizer` is not a `Tokenizer`.
     """
 
     def __init__(self, tokenizer: Tokenize, inputs: Inputs | None = None) -> None:

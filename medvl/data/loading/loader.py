@@ -225,7 +225,7 @@ def open_loader(
         inputs: optional parts of the batches, `System.inputs`; None: no optional parts.
 
     Raises:
-        ConfigError: the batch is not divisible by the ranks, or larger than the data; the source cannot give an input.
+        ConfigError: the batch is not divisible by the ranks, or larger than the data; the source lacks an input.
         BudgetError, ShardError: while iterating, when too many samples, or all of a batch, are unreadable.
         LoaderError: while iterating, when a worker process died or hangs.
     """
@@ -252,14 +252,14 @@ def _check_inputs(inputs: Inputs, source: Source, image_keys: Sequence[str] | No
         raise ConfigError("the system needs labels and the source has none; use other data", "missing", field="labels")
     if inputs.prior_image and not isinstance(source, HasPriors):
         raise ConfigError(
-            "the system needs previous images and the source does not know them; use other data",
+            "the system needs previous images and the source has none; use other data",
             "unsupported",
             field="prior_image",
         )
     if image_keys is not None and (inputs.second_image or inputs.prior_image):
         field = "second_image" if inputs.second_image else "prior_image"
         raise ConfigError(
-            f"{field} cannot be made where samples share an image; use other data", "conflict", field=field
+            f"{field} is not supported where samples share an image; use other data", "conflict", field=field
         )
 
 

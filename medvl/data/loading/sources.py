@@ -27,7 +27,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class HasPriors(Protocol):
-    """A source that knows the previous image of a patient."""
+    """A source with the previous image of each sample's patient."""
 
     def prior(self, position: int) -> int | None:
         """Return the position of the previous image of the sample at `position`; None where there is none."""
@@ -51,4 +51,4 @@ class FileSource:
 
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
         """Return uint8 (H, W), or (H, W, 3) with `color`. Raises DicomError, ImageError or FileNotFoundError."""
-        return read_pixels(self.samples[position], color=color)[0]
+        return read_pixels(self.samples[position].image, color=color)[0]

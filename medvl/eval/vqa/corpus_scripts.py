@@ -84,4 +84,4 @@ def run_script(options: argparse.Namespace, read: Read) -> str:
 def _pixels(samples: Sequence[Sample]) -> Pixels:
     """Return a function that reads the image of a question from the files of the corpus."""
     sample_of = {question.id: sample for sample in samples for question in questions_of(sample)}
-    return lambda question_id: read_pixels(sample_of[question_id], color=True)[0]
+    return lambda question_id: read_pixels(sample_of[question_id].image, color=True)[0]

@@ -107,7 +107,7 @@ def test_dead_or_hung_worker_raises_without_deadlock(fault: Callable[[], object]
     deadline = time.monotonic() + 60
     while multiprocessing.active_children() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not multiprocessing.active_children(), "a worker is left behind"
+    assert not multiprocessing.active_children(), "a worker is still running"
 
 
 @pytest.mark.fault("F6")
@@ -248,7 +248,7 @@ def test_damaged_shards_are_refused_or_skipped_and_verify_reports_them(kind: str
         return
     loader = opened(folder, batch=13, train=False, max_skipped=13)
     seen = Counter(key for batch in loader for key in batch.keys)
-    assert max(seen.values()) == 1, "no sample twice"
+    assert max(seen.values()) == 1, "no sample is repeated"
     assert seen.total() + loader.skipped.total() == COUNT, "every sample is counted"
     assert seen.total() >= COUNT - 5, "the other shards are read"
     if KINDS[kind] == "skipped":

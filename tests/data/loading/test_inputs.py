@@ -51,7 +51,7 @@ class MemorySource:
 
 
 class OrderedSource(MemorySource):
-    """The same images in the order in which they were taken."""
+    """The same images as a series in time."""
 
     def prior(self, position: int) -> int | None:
         return position - 1 if position else None
@@ -151,21 +151,21 @@ def test_the_prior_image_is_that_of_the_source(tokenizer: Tokenizer) -> None:
 
 
 def test_inputs_are_the_same_on_any_ranks_and_after_a_resume(tokenizer: Tokenizer) -> None:
-    whole = list(open_it(tokenizer))
-    for batch, again in zip(whole, open_it(tokenizer, workers=1), strict=True):
+    full = list(open_it(tokenizer))
+    for batch, again in zip(full, open_it(tokenizer, workers=1), strict=True):
         assert_equal(again, batch)
     ranks = [list(open_it(tokenizer, rank=rank, world=2)) for rank in (0, 1)]
-    for batch, *shares in zip(whole, *ranks, strict=True):
+    for batch, *shares in zip(full, *ranks, strict=True):
         for name in ("image_BCHW", "second_image_BCHW", "prior_image_BCHW", "has_prior_B"):
             assert torch.equal(torch.cat([getattr(share, name) for share in shares]), getattr(batch, name)), name
     first = open_it(tokenizer)
     next(iter(first))
     resumed = open_it(tokenizer)
     resumed.load_state_dict(first.state_dict())
-    for batch, again in zip(whole[1:], resumed, strict=True):
+    for batch, again in zip(full[1:], resumed, strict=True):
         assert_equal(again, batch)
     second_epoch = next(iter(resumed))
-    assert not torch.equal(second_epoch.second_image_BCHW, whole[0].second_image_BCHW)
+    assert not torch.equal(second_epoch.second_image_BCHW, full[0].second_image_BCHW)
 
 
 def test_inputs_that_the_source_cannot_give_are_refused(tokenizer: Tokenizer) -> None:

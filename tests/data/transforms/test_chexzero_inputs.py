@@ -1,4 +1,4 @@
-"""What CheXzero is given: its text where a report has no impression, its images as its code prepares them."""
+"""Inputs of CheXzero: the text of a report without an impression, and the image preprocessing of its code."""
 
 import numpy as np
 import pytest
@@ -30,35 +30,35 @@ def rng() -> np.random.Generator:
     ("missing", "expected"),
     [("other_sections", "Small left effusion."), ("literal", "NO IMPRESSION"), ("no_text", "")],
 )
-def test_a_missing_impression_has_a_policy_by_name(missing: str, expected: str) -> None:
+def test_missing_impression_follows_the_policy(missing: str, expected: str) -> None:
     policy = WholeText(sections=("impression",), missing=missing)
     assert policy({"findings": "Small left effusion."}, rng()) == expected
     assert policy({"findings": "Small left effusion.", "impression": "Effusion."}, rng()) == "Effusion."
 
 
-def test_what_is_missing_is_all_of_the_wanted_sections() -> None:
+def test_policy_applies_only_if_all_sections_are_missing() -> None:
     policy = WholeText(missing="literal")
     assert policy({"impression": "Effusion."}, rng()) == "Effusion."
     assert policy({"caption": "An axial CT."}, rng()) == "NO FINDINGS"
 
 
-def test_the_other_sections_stand_in_by_default() -> None:
+def test_other_sections_are_the_default() -> None:
     assert WholeText(sections=("impression",))({"caption": "An axial CT."}, rng()) == "An axial CT."
 
 
-def test_an_unknown_policy_is_named() -> None:
+def test_unknown_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="missing must be one of other_sections, literal, no_text, got 'nan'"):
         WholeText(missing="nan")
 
 
-def test_the_text_is_the_last_impression_up_to_the_recommendation() -> None:
+def test_last_impression_without_recommendation_is_used() -> None:
     policy = WholeText(sections=("impression",), missing="literal")
     assert policy(parse_report(REPORT).sections, rng()) == "Left effusion, unchanged."
 
 
 @pytest.mark.parametrize("shape", [(320, 400), (500, 320), (320, 320), (64, 90)])
-def test_images_are_stored_at_320_and_read_at_224(shape: tuple[int, int]) -> None:
-    """A square of 320 on black, then bicubic: torch's tensors, to which CheXzero's code applies its resize."""
+def test_image_is_resized_to_320_then_to_224(shape: tuple[int, int]) -> None:
+    """Padded to a square of 320, then bicubic as in CheXzero's code, compared with torch."""
     image_HW = np.kron(
         rng().integers(0, 256, (shape[0] // 4, shape[1] // 4), dtype=np.uint8), np.ones((4, 4), np.uint8)
     )
@@ -70,9 +70,9 @@ def test_images_are_stored_at_320_and_read_at_224(shape: tuple[int, int]) -> Non
     assert read_HWC.shape == (224, 224, 1)
     assert read_HWC.dtype == np.uint8
     difference = np.abs(read_HWC[:, :, 0] - expected.numpy())
-    assert difference.max() <= 1  # whole grey levels
+    assert difference.max() <= 1  # rounding to grey levels
 
 
-def test_a_stored_size_is_checked() -> None:
+def test_stored_size_out_of_range_is_refused() -> None:
     with pytest.raises(ConfigError, match="image size must be between"):
         EvalTransform(stored_size=8)
