@@ -1,4 +1,4 @@
-"""The nouns of medvl. Read this first.
+"""Data classes that all of medvl shares. Read this first.
 
 A corpus yields `Sample`s; shards store them; the loader makes `Batch`es; encoders turn those into `ImageFeatures` and
 `TextFeatures`; a model turns a batch into `Losses`. This module imports nothing of medvl, and torch only for types.
@@ -42,7 +42,7 @@ FINDINGS = (
 """The 14 CheXpert labels, in the alphabetical order of the MIMIC-CXR tables."""
 
 COMPETITION_FINDINGS = ("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Pleural Effusion")
-"""The five on which the CheXpert competition is judged."""
+"""The five labels of the CheXpert competition."""
 
 POSITIVE, NEGATIVE, UNCERTAIN = 1, 0, -1
 """Label values. A finding that a report does not mention has no entry at all (NaN in an array)."""
@@ -52,8 +52,8 @@ POSITIVE, NEGATIVE, UNCERTAIN = 1, 0, -1
 class Sample:
     """One image with its text, de-identified.
 
-    `image` says where the pixels are while a corpus is being converted; it is never written. Everything else goes
-    into `{key}.json` of a shard as it stands.
+    `image` is the image file while a corpus is being converted and is never written. All other fields are written to
+    `{key}.json` of a shard.
     """
 
     key: str
@@ -61,7 +61,7 @@ class Sample:
     corpus: str
     split: str
     patient: str
-    """Salted hash of the patient id (of the article id for literature figures): what splits are disjoint by."""
+    """Salted hash of the patient id (of the article id for literature figures); splits are disjoint by it."""
     study: str
     """Salted hash of the study id: images of one study share their report."""
     image: Path | None = None
@@ -70,13 +70,13 @@ class Sample:
     labels: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Label name -> 1, 0 or -1 (uncertain). A label that is not mentioned is absent."""
     view: str | None = None
-    """PA, AP, LATERAL, ... as the corpus says it, or None."""
+    """PA, AP, LATERAL, ... as in the corpus, or None."""
     sex: str | None = None
     """F, M or None."""
     age: int | None = None
-    """Years, 90 standing for 90 and above."""
+    """Age in years; 90 means 90 and above."""
     extra: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """What only some corpora have (modality, plane, licence, boxes, questions): JSON values only."""
+    """Fields of some corpora only (modality, plane, licence, boxes, questions); JSON values only."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ class Inputs:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Batch:
-    """What the loader yields and `model(batch)` takes."""
+    """A batch as loaders yield it and models take it."""
 
     keys: list[str]
     image_BCHW: Tensor
@@ -111,18 +111,18 @@ class Batch:
     texts: list[str]
     """The texts behind `ids_BT`."""
     studies: list[str] | None = None
-    """`Sample.study` of each row: rows of one study share their report. None: nobody knows."""
+    """`Sample.study` of each row: rows of one study share their report. None: unknown."""
     image_of_B: Tensor | None = None
-    """int64: which of the images in `image_BCHW`, that are then fewer than the rows, is each row's. None: each row has
-    its own. Questions about one image share it, so that it is decoded and encoded once."""
+    """int64: index of each row's image in `image_BCHW`, which then has fewer images than the batch has rows. None: one
+    image per row. Questions about one image share it, so that it is decoded and encoded once."""
     has_image_B: Tensor | None = None
     """bool: False where a sample has no image and its pixels are a placeholder. None: every sample has one. With
-    `image_of_B`, of the images."""
+    `image_of_B`, one value per image."""
     has_text_B: Tensor | None = None
     """bool: False where a sample has no text, whatever its tokens are. None: every sample has one."""
     regions_BPD: Tensor | None = None
-    """float32: features of regions that a detector computed beforehand, for models that take them in place of pixels,
-    the geometry of each region's box behind its features; a row of zeros is padding."""
+    """float32: precomputed region features of a detector, each followed by the geometry of its box, for models that
+    take them in place of pixels; a row of zeros is padding."""
 
     second_image_BCHW: Tensor | None = None
     """uint8: another random augmentation of the same images (`Inputs.second_image`)."""
@@ -169,7 +169,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageFeatures:
-    """What an `ImageEncoder` returns."""
+    """Output of an `ImageEncoder`."""
 
     pooled_BD: Tensor
     patches_BPD: Tensor | None
@@ -180,12 +180,12 @@ class ImageFeatures:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextFeatures:
-    """What a `TextEncoder` returns."""
+    """Output of a `TextEncoder`."""
 
     pooled_BD: Tensor
     tokens_BTD: Tensor
     mask_BT: Tensor
-    """bool, True on real tokens: whoever pools `tokens_BTD` must use it."""
+    """bool, True on real tokens; needed for pooling `tokens_BTD`."""
     attention_BT: Tensor | None = None
     """Attention of the last layer from the first token to all tokens, averaged over heads; None unless requested."""
 
@@ -211,7 +211,7 @@ class Embeddings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Losses:
-    """What `model(batch)` returns: the scalar to minimise and the scalars it is made of."""
+    """Output of `model(batch)`: the scalar to minimise and its terms."""
 
     total: Tensor
     terms: Mapping[str, Tensor]

@@ -1,14 +1,14 @@
-"""Contrastive losses a block of rows at a time: the same value and gradient, and never the whole matrix of logits.
+"""Contrastive losses in blocks of rows: the same value and gradient without the full matrix of logits.
 
     loss = info_nce(scale * image_BE, text_BE, image_weight=0.5)
     loss = pairwise_sigmoid(scale * image_BE, text_BE, bias)
 
-The scale is multiplied into one side beforehand, so its gradient is autograd's. A matrix that fits into one block is
-computed in the plain form, which the others must equal. A block is one of a few matrices of its size that exist at a
-time; what stays from the forward pass to the backward pass is no larger than the embeddings.
+The scale is multiplied into one side beforehand, so that autograd computes its gradient. A matrix that fits into one
+block is computed in the plain form, which the blocks must equal. Only a few matrices of a block's size exist at a time;
+tensors kept for the backward pass are no larger than the embeddings.
 
-On a GPU the passes over a block are fused by torch.compile, and the operands of its products may be rounded to 16
-bits; sums, logits and everything else stay in float32.
+On a GPU, torch.compile fuses the passes over a block, and the operands of its products may be rounded to 16 bits; sums,
+logits and everything else stay in float32.
 
 B pairs, R rows of a block, E shared embedding dim.
 """
@@ -28,7 +28,7 @@ from medvl.losses.positives import same_pairs
 from medvl.losses.precision import full_precision
 
 _CPU_BLOCK_BYTES, _GPU_BLOCK_BYTES = 2**24, 2**29
-"""Of one block of logits. A CPU is fastest while a few blocks fit into its caches; a GPU wants large products."""
+"""Memory of one block of logits: a few blocks fit into a CPU's caches; a GPU is faster with large products."""
 
 
 def info_nce(
@@ -40,19 +40,18 @@ def info_nce(
     block_rows: int | None = None,
     products: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Cross-entropy of both directions over logits `image_BE @ text_BE.T`, a scalar.
+    """Return the cross-entropy of both directions over logits `image_BE @ text_BE.T`, a scalar.
 
-    A block's rows are complete, so their log-sum-exp is known at once; that of the columns is carried along with its
-    running maximum. The backward pass computes each block again, takes the softmax of both directions less the targets
-    in one matrix, and multiplies that with either side: four products where the plain form has three, for none of its
-    passes over (B, B) in memory.
+    The log-sum-exp of a block's complete rows is computed at once, that of the columns with a running maximum. The
+    backward pass recomputes each block, puts the softmax of both directions less the targets into one matrix, and
+    multiplies it with either side: four products instead of three, without passes over (B, B) in memory.
 
     Args:
         image_BE, text_BE: float32, one of them times the scale.
-        image_weight: share of the image-to-text direction; the other has the rest.
-        groups: (B,) each, int64: a row's target is spread evenly over all that agree with it in any of them.
-        block_rows: R; by default as many as a block's memory allows.
-        products: dtype of the operands of a block's products. In 16 bits gradients are off by the rounding of single
+        image_weight: weight of the image-to-text direction; the other has 1 - image_weight.
+        groups: (B,) each, int64: a row's target is uniform over all rows that agree with it in any of them.
+        block_rows: R; None: as many as the memory of a block allows.
+        products: dtype of the operands of a block's products. In 16 bits gradients have the rounding error of single
             numbers: 4e-3 for bfloat16, 5e-4 for float16.
     """
     rows = block_rows or _rows_of_a_block(image_BE)
@@ -71,20 +70,20 @@ def pairwise_sigmoid(
     block_rows: int | None = None,
     products: torch.dtype = torch.float32,
 ) -> Tensor:
-    """-log sigmoid of every pair's logit, times -1 unless the two belong together; summed, over B. A scalar.
+    """Return -log sigmoid of every pair's logit, negated for negatives, summed and divided by B; a scalar.
 
-    No block needs another one, so the gradient is there after the forward pass, where one is wanted.
+    Blocks are independent, so the gradient, if needed, is computed in the forward pass.
 
     Args:
         image_BE, text_BE: float32, one of them times the scale.
         bias: added to all logits.
-        groups: (B,) each, int64: rows that agree in any of them belong together, too.
+        groups: (B,) each, int64: rows that agree in any of them are positives, too.
         block_rows, products: as in `info_nce`.
     """
     bias = torch.as_tensor(bias, dtype=image_BE.dtype, device=image_BE.device)
     rows = block_rows or _rows_of_a_block(image_BE)
     if rows >= len(image_BE):
-        signed_BB = _turn(image_BE @ text_BE.T + bias, groups, slice(0, len(image_BE)))
+        signed_BB = _negate_positives(image_BE @ text_BE.T + bias, groups, slice(0, len(image_BE)))
         return -F.logsigmoid(-signed_BB).sum() / len(image_BE)
     loss: Tensor = _PairwiseSigmoid.apply(image_BE, text_BE, bias, groups, rows, products, torch.is_grad_enabled())
     return loss
@@ -102,7 +101,7 @@ def _blocks(batch: int, rows: int) -> Iterator[slice]:
 def _plain_info_nce(image_BE: Tensor, text_BE: Tensor, image_weight: float, groups: Sequence[Tensor]) -> Tensor:
     logits_BB = image_BE @ text_BE.T
     if groups:
-        # Who belongs to whom is symmetric, so a column's target is the row of the same number.
+        # The groups are symmetric, so the target of a column is that of the row with the same number.
         target = F.normalize(same_pairs(*groups).to(logits_BB.dtype), p=1.0, dim=1)
     else:
         target = torch.arange(len(logits_BB), device=logits_BB.device)
@@ -111,8 +110,8 @@ def _plain_info_nce(image_BE: Tensor, text_BE: Tensor, image_weight: float, grou
     return image_weight * image_to_text + (1 - image_weight) * text_to_image
 
 
-class _Own:
-    """The logits of those that belong together, averaged over each row's and each column's."""
+class _PositiveLogits:
+    """Mean logits of the positives of each row and of each column."""
 
     def __init__(self, image_BE: Tensor, groups: Sequence[Tensor]) -> None:
         self._groups = groups
@@ -120,7 +119,7 @@ class _Own:
         self._count_B = image_BE.new_ones(len(image_BE))
 
     def add(self, logits_RB: Tensor, block: slice) -> None:
-        """Of one block."""
+        """Add one block."""
         if not self._groups:
             own_R = logits_RB.diagonal(block.start)
             self._row_B[block], self._column_B[block] = own_R, own_R
@@ -131,7 +130,7 @@ class _Own:
         self._column_B += own_RB.sum(dim=0)
 
     def means(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of rows, of columns, and how many there are in either."""
+        """Return the means of rows and of columns, and the number of positives of each."""
         return self._row_B / self._count_B, self._column_B / self._count_B, self._count_B
 
 
@@ -146,7 +145,7 @@ class _Products:
         return _multiply(self._image_BE[block], self._text_BE.T)
 
     def add_gradients(self, slope_RB: Tensor, block: slice, image_BE: Tensor | None, text_BE: Tensor | None) -> None:
-        """What a block's slopes, in the products' dtype, add to the gradient of either side where it is wanted."""
+        """Add the gradient of a block, from its slopes in the products' dtype, to that of either side if needed."""
         if image_BE is not None:
             image_BE[block] = _multiply(slope_RB, self._text_BE)
         if text_BE is not None and self.dtype == torch.float32:
@@ -156,21 +155,21 @@ class _Products:
 
 
 def _multiply(left: Tensor, right: Tensor) -> Tensor:
-    """float32, whatever the operands are; a CPU has no such product of 16 bits, and takes them as float32."""
+    """Return the product in float32; on a CPU, 16-bit operands are converted first."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 
 def _gather_columns(logits_RB: Tensor, highest_B: Tensor, sum_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-sum-exp of a block's rows; of the columns so far the largest logit, and the sum of exponentials under it."""
+    """Return the log-sum-exp of a block's rows, and the running maximum and sum of exponentials of the columns."""
     higher_B = torch.maximum(highest_B, logits_RB.amax(dim=0))
     sum_B = sum_B * (highest_B - higher_B).exp_() + (logits_RB - higher_B).exp_().sum(dim=0)
     return logits_RB.logsumexp(dim=1), higher_B, sum_B
 
 
 def _softmaxes(logits_RB: Tensor, row_R: Tensor, column_B: Tensor, dtype: torch.dtype) -> Tensor:
-    """Both directions' softmax of a block, in one matrix."""
+    """Return the sum of both directions' softmax of a block."""
     both_RB = (logits_RB - row_R[:, None]).exp_()
     both_RB += (logits_RB - column_B).exp_()
     return both_RB.to(dtype)
@@ -183,12 +182,12 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _can_fuse() -> bool:
-    """Whether there is Triton, and the C compiler that it calls."""
+    """Return whether Triton and a C compiler, which it calls, are installed."""
     return importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("gcc", "clang", "cc")))
 
 
-def _best(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
-    """One kernel for all of a function's passes over a block, where the tensor's device has a compiler for them."""
+def _fused_if_possible(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
+    """Return the function compiled into one kernel, where the tensor's device has a compiler."""
     return _fused(function) if tensor.is_cuda and _can_fuse() else function
 
 
@@ -203,8 +202,12 @@ class _InfoNCE(torch.autograd.Function):
         rows: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        batch, products, gather = len(image_BE), _Products(image_BE, text_BE, dtype), _best(_gather_columns, image_BE)
-        row_lse_B, own = image_BE.new_empty(batch), _Own(image_BE, groups)
+        batch, products, gather = (
+            len(image_BE),
+            _Products(image_BE, text_BE, dtype),
+            _fused_if_possible(_gather_columns, image_BE),
+        )
+        row_lse_B, own = image_BE.new_empty(batch), _PositiveLogits(image_BE, groups)
         highest_B, sum_B = image_BE.new_full((batch,), -torch.inf), image_BE.new_zeros(batch)
         for block in _blocks(batch, rows):
             logits_RB = products.logits(block)
@@ -224,14 +227,13 @@ class _InfoNCE(torch.autograd.Function):
         weight, (wants_image, wants_text) = ctx.image_weight, ctx.needs_input_grad[:2]
         image_grad_BE = torch.empty_like(image_BE) if wants_image else None
         text_grad_BE = torch.zeros_like(text_BE) if wants_text else None
-        # Each direction's weight goes into its log-sum-exp: exp(x - lse + ln w) is w times the softmax.
+        # The weight of a direction goes into its log-sum-exp: exp(x - lse + ln w) is w times the softmax.
         row_B, column_B = row_lse_B - _log(weight), column_lse_B - _log(1 - weight)
-        products, softmaxes = _Products(image_BE, text_BE, ctx.dtype), _best(_softmaxes, image_BE)
+        products, softmaxes = _Products(image_BE, text_BE, ctx.dtype), _fused_if_possible(_softmaxes, image_BE)
         with full_precision(image_BE):
             for block in _blocks(len(image_BE), ctx.rows):
                 logits_RB = products.logits(block)
-                # Less the targets before anything is rounded or multiplied: a pair that is well aligned has a slope
-                # near 0, and two numbers near each other.
+                # Subtract the targets before rounding: for a well aligned pair, two close numbers are subtracted.
                 if groups:
                     slope_RB = softmaxes(logits_RB, row_B[block], column_B, torch.float32)
                     target_RB = weight / count_B[block, None] + (1 - weight) / count_B
@@ -258,19 +260,19 @@ class _PairwiseSigmoid(torch.autograd.Function):
         groups: Sequence[Tensor],
         rows: int,
         dtype: torch.dtype,
-        learns: bool,
+        needs_gradient: bool,
     ) -> Tensor:
         total, bias_grad = image_BE.new_zeros(()), torch.zeros_like(bias)
-        wants_image, wants_text, _ = (learns and wanted for wanted in ctx.needs_input_grad[:3])
+        wants_image, wants_text, _ = (needs_gradient and wanted for wanted in ctx.needs_input_grad[:3])
         image_grad_BE = torch.empty_like(image_BE) if wants_image else None
         text_grad_BE = torch.zeros_like(text_BE) if wants_text else None
         products = _Products(image_BE, text_BE, dtype)
         for block in _blocks(len(image_BE), rows):
-            signed_RB = _turn(products.logits(block).add_(bias), groups, block)
+            signed_RB = _negate_positives(products.logits(block).add_(bias), groups, block)
             total -= F.logsigmoid(-signed_RB).sum()
-            if not learns:
+            if not needs_gradient:
                 continue
-            slope_RB = _turn(signed_RB.sigmoid_(), groups, block)
+            slope_RB = _negate_positives(signed_RB.sigmoid_(), groups, block)
             bias_grad += slope_RB.sum()
             products.add_gradients(slope_RB.to(dtype), block, image_grad_BE, text_grad_BE)
         ctx.grads, ctx.batch = (image_grad_BE, text_grad_BE, bias_grad), len(image_BE)
@@ -283,8 +285,8 @@ class _PairwiseSigmoid(torch.autograd.Function):
         return *(None if grad is None else grad * share for grad in ctx.grads), None, None, None, None, None
 
 
-def _turn(values_RB: Tensor, groups: Sequence[Tensor], block: slice) -> Tensor:
-    """The sign changed of all that belong together."""
+def _negate_positives(values_RB: Tensor, groups: Sequence[Tensor], block: slice) -> Tensor:
+    """Return the logits with the sign of positives changed."""
     if not groups:
         own_R = torch.arange(len(values_RB), device=values_RB.device)
         return values_RB.index_put((own_R, own_R + block.start), -values_RB.diagonal(block.start))
@@ -292,8 +294,8 @@ def _turn(values_RB: Tensor, groups: Sequence[Tensor], block: slice) -> Tensor:
 
 
 def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():  # the backward pass is one that should have a gradient itself
-        raise RuntimeError("a contrastive loss in blocks has no second derivative: take a batch of one block")
+    if torch.is_grad_enabled():  # the caller wants a gradient of the backward pass
+        raise RuntimeError("a contrastive loss in blocks has no second derivative; use a batch that fits in one block")
 
 
 def _log(share: float) -> float:

@@ -1,4 +1,4 @@
-"""Classification of findings: many labels an image, some of them unknown. B images, L labels."""
+"""Classification of findings: several labels per image, some of them unknown. B images, L labels."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,10 +10,10 @@ def multilabel_bce(logits_BL: Tensor, target_BL: Tensor) -> Tensor:
     """Binary cross-entropy, averaged over the labels that are known.
 
     Args:
-        logits_BL: a row an image, a column a label.
-        target_BL: 1 or 0; NaN where a label is unknown, which takes no part, whatever its logit.
+        logits_BL: one row per image, one column per label.
+        target_BL: 1 or 0; NaN where a label is unknown, which is ignored whatever its logit.
 
-    Returns a scalar, ln 2 for logits of zero; 0, with a gradient of zeros, where nothing is known. Raises ValueError on
+    Returns a scalar, ln 2 for logits of zero; 0 with a zero gradient where no label is known. Raises ValueError on
     unequal shapes.
     """
     if logits_BL.ndim != 2 or logits_BL.shape != target_BL.shape:

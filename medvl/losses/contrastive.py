@@ -1,14 +1,13 @@
 """Contrastive losses of dual-encoders.
 
-Row i of `image_BE` and row i of `text_BE` belong together; all other rows are negatives. In a run of several ranks the
-caller gathers first (`medvl.losses.gather.gather`), so these functions never know of ranks.
+Row i of `image_BE` and row i of `text_BE` are a pair; all other rows are negatives. In a run of several ranks the
+caller gathers first (`medvl.losses.gather.gather`); these functions do not communicate.
 
-Where the matrix of all pairs' logits would be large, it is computed a block at a time (`medvl.losses.blockwise`): the
-same value and gradient, in memory that grows with B and not with its square.
+A large matrix of logits is computed in blocks (`medvl.losses.blockwise`): the same value and gradient, in memory that
+grows with B and not with its square.
 
-Reports repeat, and the images of a study share one: with `groups`, rows that agree in any of them (see
-`medvl.losses.positives`) are not negatives of each other but positives. None of the papers does so, and it is off
-without.
+Reports repeat, and the images of a study share one: with `groups` (`medvl.losses.positives`), rows that agree in any of
+them are positives of each other. None of the papers does so; it is off by default.
 """
 
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ def convirt(
     `image_weight` (the paper's lambda) is the share of the image-to-text direction. Rows need not have unit length.
     Log-softmax keeps the loss finite at any temperature, where a ratio of exponentials overflows below about 0.02.
 
-    `groups`, (B,) each: a row's target is then even over all rows that agree with it in any of them.
+    `groups`, (B,) each: a row's target is then uniform over all rows that agree with it in any of them.
 
     Returns a scalar; with random embeddings it is near ln B. Raises ValueError on unequal shapes, a temperature of
     zero or below, or a weight outside [0, 1].
@@ -53,8 +52,8 @@ def convirt(
 def clip(image_BE: Tensor, text_BE: Tensor, logit_scale: Tensor | float, *, groups: Sequence[Tensor] = ()) -> Tensor:
     """Symmetric InfoNCE with a learned scale (Radford et al., arXiv 2103.00020, figure 3).
 
-    The embeddings are L2-normalised by the caller; `logit_scale` multiplies the similarities, so it is the exponential
-    of the parameter that models store. `groups` as for `convirt`. Returns a scalar. Raises ValueError on unequal
+    The caller normalises the embeddings; `logit_scale` multiplies the similarities: the exponential of the parameter
+    that models store. `groups` as for `convirt`. Returns a scalar. Raises ValueError on unequal
     shapes.
     """
     _check_pairs(image_BE, text_BE, groups)
@@ -73,8 +72,8 @@ def siglip(
 ) -> Tensor:
     """Pairwise sigmoid loss (Zhai et al., arXiv 2303.15343, section 3.2): summed over all B x B pairs, divided by B.
 
-    The embeddings are L2-normalised by the caller. `groups`, (B,) each: rows that agree in any of them count as
-    matching, each for itself. Returns a scalar. Raises ValueError on unequal shapes.
+    The caller normalises the embeddings. `groups`, (B,) each: rows that agree in any of them are positives.
+    Returns a scalar. Raises ValueError on unequal shapes.
     """
     _check_pairs(image_BE, text_BE, groups)
     products = product_dtype(image_BE)
@@ -89,7 +88,7 @@ def _check_pairs(image_BE: Tensor, text_BE: Tensor, groups: Sequence[Tensor]) ->
             f"image and text embeddings must both be (B, E), got {tuple(image_BE.shape)} and {tuple(text_BE.shape)}"
         )
     if len(image_BE) == 0:
-        raise ValueError("a contrastive loss needs at least one pair, got an empty batch")
+        raise ValueError("expected at least one pair, got an empty batch")
     if any(group_B.shape != image_BE.shape[:1] for group_B in groups):
         raise ValueError(
             f"groups must be ({len(image_BE)},) each, as many as pairs: got {[tuple(g.shape) for g in groups]}"

@@ -1,4 +1,4 @@
-"""Boxes and masks: the focal loss, generalised overlap, and soft Dice with cross-entropy.
+"""Losses of boxes and masks: focal loss, generalised IoU, soft Dice and cross-entropy.
 
 Shape letters: B images, P cells, L labels; h, w cells of a grid.
 """
@@ -19,20 +19,20 @@ def detection(
     alpha: float = 0.25,
     gamma: float = 2.0,
 ) -> tuple[Tensor, Tensor]:
-    """What cells say of labels and of places: (focal loss, generalised overlap), each over the cells that have a box.
+    """Return (focal loss, generalised IoU loss) of cells against boxes, each over the number of cells with a box.
 
-    The focal loss of all cells and labels (Lin et al., arXiv 1708.02002, equation 5: alpha for ones, 1 - alpha for
-    zeros) in sum, and 1 - GIoU (Rezatofighi et al., arXiv 1902.09630) of the cells with a box in sum; both divided by
-    the number of those cells, or 1 where there is none.
+    The first is the focal loss summed over all cells and labels (Lin et al., arXiv 1708.02002, equation 5: alpha for
+    ones, 1 - alpha for zeros), the second 1 - GIoU (Rezatofighi et al., arXiv 1902.09630) summed over the cells with a
+    box; both are divided by the number of those cells, or by 1 where there is none.
 
     Args:
-        logits_BPL: a column a label.
-        box_BP4, true_BP4: left, top, right and bottom edges. The true ones of cells without a box are not looked at.
+        logits_BPL: one column per label.
+        box_BP4, true_BP4: left, top, right and bottom edges. The true ones of cells without a box are ignored.
         label_BPL: 1 or 0.
-        inner_BP: bool, the cells that have a box.
-        alpha, gamma: of the focal loss.
+        inner_BP: bool, True on cells with a box.
+        alpha, gamma: parameters of the focal loss.
 
-    Returns two scalars; with no box at all the second one is 0, with a gradient of zeros.
+    Returns two scalars; without any box the second one is 0 with a zero gradient.
     """
     from torchvision.ops import generalized_box_iou_loss, sigmoid_focal_loss
 
@@ -44,15 +44,15 @@ def detection(
 
 
 def bce_dice(logits_BLhw: Tensor, share_BLhw: Tensor, *, smoothing: float = 1.0) -> tuple[Tensor, Tensor]:
-    """What cells say of masks: (cross-entropy, soft Dice loss).
+    """Return (cross-entropy, soft Dice loss) of cells against masks.
 
-    The binary cross-entropy averaged over all cells; and 1 - (2 sum(p s) + e) / (sum(p) + sum(s) + e), the sums over
-    the cells of one label in one image, averaged over labels and images (Milletari et al., arXiv 1606.04797, without
-    the squares). With e, an image without a mask has a loss of 0 once nothing is marked, and not 0 / 0.
+    The first is the binary cross-entropy averaged over all cells, the second 1 - (2 sum(p s) + e) / (sum(p) + sum(s) +
+    e), with sums over the cells of one label in one image, averaged over labels and images (Milletari et al., arXiv
+    1606.04797, without the squares). With e, an image without a mask has a loss of 0 where nothing is predicted.
 
     Args:
-        logits_BLhw: a plane a label.
-        share_BLhw: how much of each cell lies in the mask, 0 to 1.
+        logits_BLhw: one plane per label.
+        share_BLhw: fraction of each cell that is covered by the mask, 0 to 1.
         smoothing: e, in cells.
 
     Returns two scalars. Raises ValueError on unequal shapes.

@@ -1,9 +1,9 @@
-"""Rows of all ranks, with gradient: what gives a contrastive loss the negatives of the whole global batch.
+"""All-gather of rows with gradient, for contrastive losses with the negatives of the global batch.
 
-Every rank gathers every rank's rows and computes the same loss over all of them. The backward pass sums what all ranks
-ask of a row and hands it to the rank that owns it. Each rank then holds W times its share of the gradient (W ranks),
-and DDP's average over ranks makes the parameter gradients those of one process with the whole batch; a parameter of
-the loss itself, such as a learned temperature, has the same gradient everywhere and the average leaves it alone.
+Every rank gathers the rows of all ranks and computes the same loss over them. The backward pass sums the gradients of a
+row over all ranks and returns the sum to the rank that owns it. Each rank then has W times its share of the gradient (W
+ranks), and DDP's average over ranks gives the parameter gradients of one process with the global batch. A parameter of
+the loss itself, such as a learned temperature, has the same gradient everywhere, which the average does not change.
 
 Letters: B rows of this rank, N rows of all ranks in rank order, E embedding dim, T tokens, Q tokens of all rows.
 """
@@ -26,7 +26,7 @@ _host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 @contextlib.contextmanager
 def no_gather() -> Iterator[None]:
-    """Within this context `gather` is the identity: ranks may then run different numbers of batches (validation)."""
+    """Make `gather` the identity in this context, so that ranks may run different numbers of batches (validation)."""
     token = _local_only.set(True)
     try:
         yield
@@ -35,11 +35,11 @@ def no_gather() -> Iterator[None]:
 
 
 def gather(x_BE: Tensor) -> Tensor:
-    """The rows of all ranks in rank order, (N, E), differentiable; any trailing shape that all ranks share.
+    """Return the rows of all ranks in rank order, (N, E) or with any other trailing shape; differentiable.
 
-    Ranks may hold different numbers of rows, none included; the counts travel through a host (gloo) group, so the
-    device is not waited for. Without an initialised process group, on one rank, and within `no_gather()` the input
-    itself comes back. All ranks must call it equally often.
+    Ranks may have different numbers of rows, also none; the counts are exchanged through a host (gloo) group, so that
+    the device is not waited for. Without an initialised process group, on one rank, and within `no_gather()`, return
+    the input itself. All ranks must call it equally often.
 
     Raises ValueError where trailing shapes differ between ranks.
     """
@@ -49,10 +49,10 @@ def gather(x_BE: Tensor) -> Tensor:
 
 
 def gather_padded(x_BTE: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Sequences of all ranks in rank order, (N, T, E), and their mask (N, T); differentiable.
+    """Return the sequences of all ranks in rank order, (N, T, E), and their mask (N, T); differentiable.
 
-    Ranks may pad to different lengths: what is padded does not travel, and comes back as zeros, to the longest sequence
-    of all. The mask is True on the first tokens of every row. Where `gather` gives its input back, so does this.
+    Ranks may pad to different lengths: padding is not sent, and the result is padded with zeros to the longest sequence
+    of all. The mask must be True on the first tokens of every row. Where `gather` returns its input, so does this.
 
     Raises ValueError where E differs between ranks.
     """
@@ -73,9 +73,9 @@ def rows_by_rank(rows: int) -> list[int]:
 
 
 def host_group() -> Any:
-    """The process group for small host-side exchanges: the default group where it speaks gloo, else one of its own.
+    """Return the process group for small exchanges on the host: the default group if it has gloo, else a new one.
 
-    A collective call at its first use: all ranks must come here together.
+    The first call is collective: all ranks must make it.
     """
     world = dist.group.WORLD
     if "cpu:gloo" in dist.get_backend_config(world):
@@ -90,18 +90,18 @@ def _is_alone() -> bool:
 
 
 def _row_counts(x_BE: Tensor) -> list[int]:
-    """Rows on every rank, in rank order."""
+    """Return the number of rows of every rank, in rank order."""
     if not 1 <= x_BE.ndim <= _MAX_DIMS:
-        raise ValueError(f"gather takes tensors of 1 to {_MAX_DIMS} dimensions, got {x_BE.ndim}")
+        raise ValueError(f"expected a tensor of 1 to {_MAX_DIMS} dimensions, got {x_BE.ndim}")
     shape = torch.tensor([*x_BE.shape, *[-1] * (_MAX_DIMS - x_BE.ndim)])
     shapes = [torch.empty_like(shape) for _ in range(dist.get_world_size())]
     dist.all_gather(shapes, shape, group=host_group())
     for rank, other in enumerate(shapes):
         if not torch.equal(other[1:], shape[1:]):
-            theirs = tuple(size for size in other.tolist() if size >= 0)
+            other_shape = tuple(size for size in other.tolist() if size >= 0)
             raise ValueError(
-                f"gather needs equal shapes but for the first dimension: rank {dist.get_rank()} has "
-                f"{tuple(x_BE.shape)}, rank {rank} has {theirs}"
+                f"gather needs equal shapes except for the first dimension: rank {dist.get_rank()} has "
+                f"{tuple(x_BE.shape)}, rank {rank} has {other_shape}"
             )
     return [int(other[0]) for other in shapes]
 
@@ -112,7 +112,7 @@ class _Gather(torch.autograd.Function):
         ctx.counts = counts
         longest = max(counts)
         padded = x_BE.contiguous()
-        if len(x_BE) < longest:  # collectives want equal shapes; the padding is cut off again below
+        if len(x_BE) < longest:  # collectives need equal shapes; the padding is removed below
             padded = x_BE.new_zeros(longest, *x_BE.shape[1:])
             padded[: len(x_BE)] = x_BE
         blocks = [torch.empty_like(padded) for _ in counts]
@@ -121,7 +121,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # A copy: all_reduce works in place, and autograd may still hold the original.
+        # Copy: all_reduce works in place, and autograd may still use the original.
         grad_NE = grads[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad_NE)
         return grad_NE.split(ctx.counts)[dist.get_rank()], None

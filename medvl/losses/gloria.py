@@ -1,12 +1,13 @@
-"""GLoRIA's comparison of words with image regions, and the loss over it (Huang et al., ICCV 2021, section 3.3).
+"""GLoRIA's similarity of words and image regions, and its local loss (Huang et al., ICCV 2021, section 3.3).
 
     similarity_NM = gloria_similarity(regions_NPE, words_MWE, word_mask_MW)        # every image with every text
     image_to_text, text_to_image = gloria_local(regions_BPE, words_BWE, word_mask_BW)
 
-Every text is compared with every image: N * M * W * P numbers, several times over. So texts come in chunks of a
-budget, sorted by length, each as wide as its longest text; where they would leave too much for the backward pass, it
-computes them again, one at a time. With no more than E regions, an attended context is never formed: its product with
-the word is the attended scores, and its norm comes of the regions' products with each other, which all texts share.
+Comparing every text with every image takes several tensors of N * M * W * P numbers. Texts are therefore processed in
+chunks of limited memory, sorted by length, each padded to its longest text; where all chunks would keep too much for
+the backward pass, they are recomputed one at a time. With at most E regions, attended contexts are not formed: their
+products with the words follow from the attended scores, and their norms from the Gram matrix of the regions, which all
+texts share.
 
 Shape letters: N images, M texts, B pairs, P regions, W words, E shared embedding, Q words of all texts of a chunk.
 """
@@ -23,11 +24,11 @@ from medvl.losses.precision import full_precision
 WordPool = Literal["sum", "mean", "max"]
 
 _CHUNK_BYTES, _CHUNK_TENSORS = 2**30, 8
-"""For one chunk, forward and backward: as many tensors of N * P * Q numbers are held at once."""
+"""Memory of one chunk, and how many tensors of N * P * Q numbers forward and backward hold at once."""
 _KEPT_BYTES, _KEPT_TENSORS = 2**31, 4
-"""For what the backward pass needs of all chunks; where it is more, chunks are computed again."""
+"""Memory that all chunks may keep for the backward pass before they are recomputed, and their tensors per chunk."""
 _EPS = 1e-16
-"""The least squared norm, and the square of the least product of two norms: nothing divides by zero."""
+"""Lower bound of squared norms and of the square of a product of two norms, against division by zero."""
 
 
 def gloria_local(
@@ -41,24 +42,24 @@ def gloria_local(
     pool: WordPool = "sum",
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Both directions of the contrast between images and texts by their regions and words (equations 2 to 7).
+    """Return the local contrastive loss of both directions, from regions and words (equations 2 to 7).
 
-    Row i of the regions and row i of the words belong together. What stands behind the mask changes nothing, not even
-    if it is not finite. A pair whose text has no word is left out, its image as well; with no pair left, both losses
-    are 0 with a gradient of zeros.
+    Row i of the regions and row i of the words are a pair. Padding is ignored, even if it is not finite. A pair whose
+    text has no word is left out, with its image; without any pair left, both losses are 0 with a zero gradient.
 
     Args:
-        regions_BPE, words_BWE: not normalised: their length is how sharp the attention is.
+        regions_BPE, words_BWE: not normalised; their norms set how sharp the attention is.
         word_mask_BW: bool, True on real words.
-        temp1, temp2, temp3: of the attention over regions, the pooling of words, and the contrast; they multiply.
+        temp1, temp2, temp3: temperatures of the attention over regions, the pooling of words, and the contrastive
+            loss; they multiply.
         pool, chunk: as in `gloria_similarity`.
 
     Returns:
-        (image to text, text to image), scalars, which GLoRIA sums. Near ln B each for embeddings that know nothing of
-        each other, where the texts have equally many words.
+        (image to text, text to image), scalars, which GLoRIA sums. Near ln B each for unrelated embeddings of texts
+        with equally many words.
 
     Raises:
-        ValueError: shapes that do not belong together, no pair, or a temperature of zero or below.
+        ValueError: inconsistent shapes, no pair, or a temperature of zero or below.
     """
     if len(regions_BPE) != len(words_BWE) or len(regions_BPE) == 0:
         raise ValueError(f"gloria_local needs pairs, got {len(regions_BPE)} images and {len(words_BWE)} texts")
@@ -69,10 +70,10 @@ def gloria_local(
 
 
 def gloria_contrast(similarity_BB: Tensor, has_words_B: Tensor, temp3: float = 10.0) -> tuple[Tensor, Tensor]:
-    """`gloria_local` from similarities: a rank compares its own images with the texts of all, and gathers the rows.
+    """Return `gloria_local` from similarities, for ranks that compare their own images and gather the rows.
 
     Args:
-        similarity_BB: of `gloria_similarity`, images in rows.
+        similarity_BB: result of `gloria_similarity`, images in rows.
         has_words_B: bool; pairs without words are left out.
         temp3: multiplies the similarities.
 
@@ -81,11 +82,11 @@ def gloria_contrast(similarity_BB: Tensor, has_words_B: Tensor, temp3: float = 1
     if temp3 <= 0:
         raise ValueError(f"temp3 must be above 0, got {temp3}")
     if similarity_BB.ndim != 2 or similarity_BB.shape[0] != similarity_BB.shape[1]:
-        raise ValueError(f"a contrast of pairs needs (B, B) similarities, got {tuple(similarity_BB.shape)}")
+        raise ValueError(f"expected similarities (B, B), got {tuple(similarity_BB.shape)}")
     logits_BB = temp3 * similarity_BB.float()
     row_B = torch.arange(len(logits_BB), device=logits_BB.device)
     target_B = row_B.masked_fill(~has_words_B, -100)
-    # Not minus infinity: with no pair left, a softmax over nothing else would not be a number.
+    # Not minus infinity: without any pair left, the softmax would be NaN.
     lowest = torch.finfo(logits_BB.dtype).min
     count = has_words_B.sum().clamp(min=1)
 
@@ -106,34 +107,34 @@ def gloria_similarity(
     pool: WordPool = "sum",
     chunk: int | None = None,
 ) -> Tensor:
-    """(N, M) float32: how well the words of each text are found among the regions of each image (equations 2 to 6).
+    """Return (N, M) float32: the similarity of the regions of each image and the words of each text (equations 2 to 6).
 
-    Each region shares itself out among the words, by a softmax over their products; each word then attends to the
-    regions by a softmax over temp1 times its shares, and r is its cosine with what it attends to. Words are pooled:
+    Each region is distributed over the words by a softmax over their products; each word then attends to the regions by
+    a softmax over temp1 times its shares, and r is its cosine with the attended context. Words are pooled:
 
-    * "sum": ln of the sum over words of exp(temp2 * r), what GLoRIA is trained with;
-    * "mean": the same with the mean, its other option: a long text has no advantage;
-    * "max": temp2 times the largest r, what its zero-shot code takes.
+    * "sum": ln of the sum over words of exp(temp2 * r), as GLoRIA is trained;
+    * "mean": the same with the mean, its other option, which gives long texts no advantage;
+    * "max": temp2 times the largest r, as in its zero-shot code.
 
-    A text without any word has -temp2, the least that a word can have. Differentiable; `chunk` is how many texts are
-    compared at a time, by default as many as fit in 1 GiB, and changes nothing but time and memory.
+    A text without words has -temp2, the minimum for a word. Differentiable; `chunk` is the number of texts compared at
+    a time, by default as many as fit in 1 GiB, and affects only time and memory.
 
-    Raises ValueError on shapes that do not belong together, a temperature of zero or below, or another pool.
+    Raises ValueError on inconsistent shapes, a temperature of zero or below, or an unknown pool.
     """
     _check(regions_NPE, words_MWE, word_mask_MW, temp1, temp2, pool)
     word_mask_MW = word_mask_MW.bool()
-    if not word_mask_MW.shape[1]:  # room for one, which nobody has
+    if not word_mask_MW.shape[1]:  # one padding word
         words_MWE, word_mask_MW = F.pad(words_MWE, (0, 0, 0, 1)), F.pad(word_mask_MW, (0, 1))
     place_W = torch.arange(1, word_mask_MW.shape[1] + 1, device=word_mask_MW.device)
     length_M = (word_mask_MW * place_W).amax(dim=1)
     order_M = length_M.argsort(descending=True)
-    lengths = length_M[order_M].clamp(min=1).tolist()  # the one wait for the device
+    lengths = length_M[order_M].clamp(min=1).tolist()  # the only wait for the device
     images, regions = regions_NPE.shape[:2]
-    a_word = 4 * images * regions
-    again = torch.is_grad_enabled() and _KEPT_TENSORS * a_word * sum(lengths) > _KEPT_BYTES
+    word_bytes = 4 * images * regions
+    recompute = torch.is_grad_enabled() and _KEPT_TENSORS * word_bytes * sum(lengths) > _KEPT_BYTES
     with full_precision(regions_NPE):
         regions_NPE = regions_NPE.float()
-        # Padding may hold anything: here it becomes zeros.
+        # Padding may not be finite: set it to zero.
         words_MWE = words_MWE.float().masked_fill(~word_mask_MW[:, :, None], 0.0)[order_M]
         mask_MW = word_mask_MW[order_M]
         gram_NPP = regions_NPE @ regions_NPE.transpose(1, 2) if regions <= regions_NPE.shape[2] else None
@@ -141,10 +142,10 @@ def gloria_similarity(
         start = 0
         while start < len(lengths):
             width = lengths[start]
-            step = chunk or max(1, _CHUNK_BYTES // max(1, _CHUNK_TENSORS * a_word * width))
+            step = chunk or max(1, _CHUNK_BYTES // max(1, _CHUNK_TENSORS * word_bytes * width))
             taken = slice(start, start + step)
             inputs = regions_NPE, gram_NPP, words_MWE[taken, :width], mask_MW[taken, :width], temp1, temp2, pool
-            columns.append(_again(*inputs) if again else _compare(*inputs))
+            columns.append(_recomputed(*inputs) if recompute else _compare(*inputs))
             start += step
         if not columns:
             return regions_NPE.new_zeros(images, 0)
@@ -152,10 +153,10 @@ def gloria_similarity(
 
 
 def gloria_attention(regions_BPE: Tensor, words_BWE: Tensor, word_mask_BW: Tensor, temp1: float = 4.0) -> Tensor:
-    """(B, W, P) float32: where each word of text i looks in image i (equations 2 and 3); 0 for padding.
+    """Return (B, W, P) float32: the attention of each word of text i over image i (equations 2 and 3); 0 for padding.
 
-    The attention of a word sums to 1 over the regions. Raises ValueError on shapes that do not belong together, or a
-    temperature of zero or below.
+    The attention of a word sums to 1 over the regions. Raises ValueError on inconsistent shapes, or a temperature of
+    zero or below.
     """
     _check(regions_BPE, words_BWE, word_mask_BW, temp1=temp1)
     word_mask_BW = word_mask_BW.bool()
@@ -166,9 +167,9 @@ def gloria_attention(regions_BPE: Tensor, words_BWE: Tensor, word_mask_BW: Tenso
 
 
 def _attend(scores: Tensor, mask: Tensor, temp1: float) -> Tensor:
-    """Attention over the regions (second dimension) of words (last dimension, where the mask is)."""
+    """Return the attention of words (last dimension, as the mask) over regions (second dimension)."""
     mask = mask.clone()
-    mask[..., 0] |= ~mask.any(dim=-1)  # a text without words attends with its padding: no softmax over nothing
+    mask[..., 0] |= ~mask.any(dim=-1)  # a text without words uses its padding: no softmax over nothing
     shares = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
     return (temp1 * shares).softmax(dim=1)
 
@@ -182,7 +183,7 @@ def _compare(
     temp2: float,
     pool: WordPool,
 ) -> Tensor:
-    """similarity_NM of one chunk of texts; without the regions' products, attended contexts are formed."""
+    """Return similarity_NM of one chunk of texts; without the Gram matrix, attended contexts are formed."""
     scores_NPQ = F.linear(regions_NPE, words_MWE.flatten(0, 1))
     attention_NPQ = _attend(scores_NPQ.unflatten(2, mask_MW.shape), mask_MW, temp1).flatten(2)
     product_NQ = (attention_NPQ * scores_NPQ).sum(dim=1)
@@ -197,7 +198,7 @@ def _compare(
 
 
 class _Quadratic(torch.autograd.Function):
-    """x^T G x of every column x, for symmetric G: its gradient 2 G x is there already, which autograd cannot know."""
+    """x^T G x of every column x, for symmetric G; keeps G x, so that the gradient 2 G x needs no product."""
 
     @staticmethod
     def forward(ctx: Any, x_NPQ: Tensor, gram_NPP: Tensor) -> Tensor:
@@ -212,14 +213,14 @@ class _Quadratic(torch.autograd.Function):
         return 2 * grad_N1Q * product_NPQ, (grad_N1Q * x_NPQ) @ x_NPQ.transpose(1, 2)
 
 
-def _again(*inputs: Any) -> Tensor:
-    """`_compare`, of which nothing but the result is kept until the backward pass computes it again."""
+def _recomputed(*inputs: Any) -> Tensor:
+    """Return `_compare`, whose intermediate results are recomputed in the backward pass."""
     similarity_NM: Tensor = checkpoint(_compare, *inputs, use_reentrant=False, preserve_rng_state=False)
     return similarity_NM
 
 
 def _pool(scaled_NMW: Tensor, mask_MW: Tensor, temp2: float, pool: WordPool) -> Tensor:
-    """Words to texts."""
+    """Pool the matches of words to those of texts."""
     masked_NMW = scaled_NMW.masked_fill(~mask_MW, torch.finfo(scaled_NMW.dtype).min)
     pooled_NM = masked_NMW.amax(dim=2) if pool == "max" else masked_NMW.logsumexp(dim=2)
     if pool == "mean":
@@ -238,7 +239,7 @@ def _check(
     if min(temp1, temp2) <= 0:
         raise ValueError(f"temperatures must be above 0, got temp1 {temp1} and temp2 {temp2}")
     if pool not in get_args(WordPool):
-        raise ValueError(f"pool is {pool!r}: known are {', '.join(get_args(WordPool))}")
+        raise ValueError(f"pool must be one of {', '.join(get_args(WordPool))}, got {pool!r}")
     fits = regions_NPE.ndim == words_MWE.ndim == 3 and regions_NPE.shape[2] == words_MWE.shape[2]
     if not fits or regions_NPE.shape[1] == 0 or words_MWE.shape[:2] != word_mask_MW.shape:
         raise ValueError(

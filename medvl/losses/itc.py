@@ -1,4 +1,4 @@
-"""Contrastive learning against a moving average of the model: a queue of past embeddings, and soft labels.
+"""Contrastive loss against a moving average of the model, with a queue of past embeddings and soft targets.
 
     keys = queue.keys(image_momentum_BE, text_momentum_BE, names_B)            # computed without gradient
     loss = itc(image_BE, text_BE, keys.image_NE, keys.text_NE, temperature, alpha, keys.positive_BN)
@@ -34,18 +34,16 @@ def itc(
     Embeddings are L2-normalised by the caller. With alpha 0 and the batch's own embeddings as keys, it is `clip`.
 
     Args:
-        image_BE, text_BE: of the model.
-        image_keys_NE, text_keys_NE: of the moving average: first this batch, row for row, then the queue. The
-            teacher's targets come of them without gradient; as keys they are as differentiable as they come.
-        temperature: divides all similarities, the teacher's too. See `clamp_temperature_`.
+        image_BE, text_BE: embeddings of the model.
+        image_keys_NE, text_keys_NE: embeddings of the moving average: first this batch, row for row, then the queue.
+            The teacher's targets are computed from them without gradient; as keys they keep their gradient.
+        temperature: divides all similarities, also the teacher's. See `clamp_temperature_`.
         alpha: weight of the teacher, 0 at the start of training: see `ramped_alpha`.
-        positive_BN: bool, which keys belong to a row besides its own; the one-hot target is shared evenly among them.
-            Default: key i for row i alone. Without it, a queue longer than a corpus makes negatives of a
-            pair's own past embeddings.
+        positive_BN: bool, keys that are positives of a row besides its own; the one-hot target is divided evenly among
+            them. None: key i for row i alone; a pair's own past embeddings in the queue are then negatives.
 
-    Returns a scalar, near ln N for embeddings that know nothing of each other; 0, with a gradient of zeros, for no
-    pair. Raises ValueError on shapes that do not belong together, a temperature that is a number of zero or below, or
-    an alpha outside [0, 1].
+    Returns a scalar, near ln N for unrelated embeddings; 0 with a zero gradient for no pair. Raises
+    ValueError on inconsistent shapes, a temperature of zero or below, or an alpha outside [0, 1].
     """
     check_share("alpha", alpha)
     if isinstance(temperature, int | float) and temperature <= 0:
@@ -64,14 +62,14 @@ def itc(
 
 
 def ramped_alpha(step: int, ramp_steps: int, alpha: float = 0.4) -> float:
-    """The teacher's weight: from 0 in a line to `alpha` at `ramp_steps` (one epoch in ALBEF and M2I2, two in MUMC)."""
+    """Return the teacher's weight: linear from 0 to `alpha` at `ramp_steps` (ALBEF, M2I2: one epoch; MUMC: two)."""
     return alpha * min(1.0, step / ramp_steps) if ramp_steps > 0 else alpha
 
 
 def clamp_temperature_(temperature: Tensor, low: float = 0.001, high: float = 0.5) -> None:
-    """Bring a learned temperature back into ALBEF's range, in place, before it is used.
+    """Clamp a learned temperature to ALBEF's range, in place, before it is used.
 
-    A clamp inside the loss would have no gradient outside the range: the parameter could never come back.
+    A clamp inside the loss has no gradient outside the range, so the parameter could not return.
     """
     with torch.no_grad():
         temperature.clamp_(low, high)
@@ -79,29 +77,29 @@ def clamp_temperature_(temperature: Tensor, low: float = 0.001, high: float = 0.
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Keys:
-    """What the rows of a batch are compared with."""
+    """Keys that the rows of a batch are compared with."""
 
     image_NE: Tensor
     text_NE: Tensor
     positive_BN: Tensor
-    """bool, True where row i and key j have one name."""
+    """bool, True where row i and key j have the same name."""
 
 
 class MomentumQueue(nn.Module):
     """The latest `size` pairs of embeddings of the moving average, over all ranks, oldest overwritten first.
 
-    It begins empty: no random vectors stand in for pairs that have not been seen. Its buffers are part of the
-    checkpoint. Any batch size goes; it need not divide the size.
+    It starts empty, without random vectors. Its buffers are part of the checkpoint. The batch size need not divide the
+    size of the queue.
 
     Args:
-        size: most pairs held; 65,536 in ALBEF, 57,600 in BLIP.
+        size: capacity in pairs; 65,536 in ALBEF, 57,600 in BLIP.
         dim: E.
 
     Raises ValueError on a negative size or a dim below 1.
     """
 
     same_on_all_ranks: ClassVar[bool] = True
-    """Its buffers need not be taken from rank 0 before each step (`medvl.train.parallel.distributed.distribute`)."""
+    """Buffers are equal on all ranks: `medvl.train.parallel.distributed.distribute` need not broadcast them."""
 
     image_QE: Tensor
     text_QE: Tensor
@@ -111,7 +109,7 @@ class MomentumQueue(nn.Module):
     def __init__(self, size: int, dim: int) -> None:
         super().__init__()
         if size < 0 or dim < 1:
-            raise ValueError(f"a queue of {size} embeddings of {dim} numbers cannot be made")
+            raise ValueError(f"expected a size of 0 or above and a dim of 1 or above, got {size} and {dim}")
         self.size = size
         self.register_buffer("image_QE", torch.zeros(size, dim))
         self.register_buffer("text_QE", torch.zeros(size, dim))
@@ -122,9 +120,9 @@ class MomentumQueue(nn.Module):
         return min(int(self.seen), self.size)
 
     def keys(self, image_BE: Tensor, text_BE: Tensor, names_B: Tensor) -> Keys:
-        """This batch's momentum embeddings, then the queue's; a copy, which `enqueue` leaves alone.
+        """Return this batch's momentum embeddings, then the queue's, as a copy that `enqueue` does not change.
 
-        `names_B`, int64, is what tells that two pairs are one: `name_ids` of studies, or of sample keys.
+        `names_B`, int64, identify pairs: `name_ids` of studies, or of sample keys.
         """
         held = len(self)
         names_N = torch.cat([names_B, self.names_Q[:held]])

@@ -1,12 +1,12 @@
-"""Image-text matching: does this text belong to this image? With the two ways to choose pairs that do not match.
+"""Image-text matching loss, and two ways to choose pairs that do not match.
 
     same_BB = same_pairs(text_ids(batch.ids_BT, batch.mask_BT), name_ids(studies))
     pairs = random_pairs(same_BB, generator)                     # half of the rows keep their image
-    pairs = hard_pairs(similarity_BB / temperature, same_BB, generator)     # B positives, 2 B look-alikes
+    pairs = hard_pairs(similarity_BB / temperature, same_BB, generator)     # B positives, 2 B hard negatives
     logits_N2 = head(fuse(image_states_BPD[pairs.image_N], text_states_BTD[pairs.text_N]))
     loss = itm(logits_N2, pairs.matched_N)
 
-Negatives come from the batch, so nothing is decoded or encoded for them, and a row of `same_BB` is never drawn from.
+Negatives come from the batch, so nothing is decoded or encoded for them. Rows that `same_BB` marks are never drawn.
 
 B rows of a batch, N pairs.
 """
@@ -22,7 +22,7 @@ from medvl.losses.precision import full_precision
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MatchingPairs:
-    """Which image goes with which text, and whether they match."""
+    """Image and text of each pair, and whether they match."""
 
     image_N: Tensor
     """int64, rows of the batch."""
@@ -39,11 +39,11 @@ def itm(logits_B2: Tensor, matched_B: Tensor) -> Tensor:
     """Mean cross-entropy of "no match" (column 0) against "match" (column 1) (UNITER, arXiv 1909.11740, section 3.2).
 
     Args:
-        logits_B2: a row a pair.
+        logits_B2: one row per pair.
         matched_B: bool or 0 and 1.
 
-    Returns a scalar, near ln 2 for a head that knows nothing; 0, with a gradient of zeros, for no pair at all.
-    Raises ValueError on shapes that do not belong together.
+    Returns a scalar, near ln 2 for an untrained head; 0 with a zero gradient for no pair. Raises ValueError on
+    inconsistent shapes.
     """
     if logits_B2.ndim != 2 or logits_B2.shape[1] != 2 or matched_B.shape != logits_B2.shape[:1]:
         raise ValueError(
@@ -54,15 +54,15 @@ def itm(logits_B2: Tensor, matched_B: Tensor) -> Tensor:
 
 
 def random_pairs(same_BB: Tensor, generator: torch.Generator) -> MatchingPairs:
-    """Every text once: floor(B / 2) of them, at random places, with their own image, the others with a wrong one.
+    """Pair every text once: floor(B / 2) of them, at random rows, with their own image, the others with a wrong one.
 
-    The scheme of METER and M3AE, whose negative may be the positive; here it is drawn evenly from the rows that
-    `same_BB` allows. A row that is the same as all others cannot be a negative and keeps its image; where more than
-    half of the rows are like that, fewer than half are negatives.
+    This is the scheme of METER and M3AE, where a negative may be the positive; here negatives are drawn uniformly from
+    the rows that `same_BB` allows. A row that is the same as all others keeps its image; where these are more than half
+    of the rows, fewer than half are negatives.
 
     Args:
         same_BB: bool, True where two rows belong together (`medvl.losses.positives.same_pairs`).
-        generator: of the CPU or of the device. A CPU generator gives the same pairs on every device.
+        generator: on the CPU or on the device. A CPU generator gives the same pairs on every device.
 
     Raises ValueError unless `same_BB` is square.
     """
@@ -78,19 +78,19 @@ def random_pairs(same_BB: Tensor, generator: torch.Generator) -> MatchingPairs:
 
 
 def hard_pairs(similarity_BB: Tensor, same_BB: Tensor, generator: torch.Generator) -> MatchingPairs:
-    """B positives, then each text with an image that looks like its own, then each image with such a text.
+    """Return B positives, then each text with a hard negative image, then each image with a hard negative text.
 
     A negative is drawn with the probability that the contrastive softmax gives it among the rows that are allowed
-    (ALBEF, arXiv 2107.07651, section 3.2). ALBEF zeroes the diagonal of the softmax and draws from what is left,
-    which fails where the diagonal had everything; here the draw is made in log space, where nothing is ever zero.
-    A row that allows no negative has none: N is 3 B, less those.
+    (ALBEF, arXiv 2107.07651, section 3.2). ALBEF zeroes the diagonal of the softmax and draws from the rest, which
+    fails where the diagonal has all of the mass; here the draw is made in log space. A row that allows no negative has
+    none: N is 3 B less those.
 
     Args:
-        similarity_BB: logits, temperature applied, images down and texts across; no gradient is taken.
+        similarity_BB: logits, temperature applied, images in rows and texts in columns; no gradient is taken.
         same_BB: bool, True where two rows belong together (`medvl.losses.positives.same_pairs`).
-        generator: of the CPU or of the device.
+        generator: on the CPU or on the device.
 
-    Raises ValueError unless both are square and of one size.
+    Raises ValueError unless both are square and of equal size.
     """
     allowed_BB = _allowed(same_BB)
     if similarity_BB.shape != same_BB.shape:
@@ -112,10 +112,10 @@ def _allowed(same_BB: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _draw(logits_BB: Tensor, allowed_BB: Tensor, generator: torch.Generator) -> Tensor:
-    """(B,) int64: one multinomial draw a row from the softmax over what is allowed; any row where nothing is.
+    """Return (B,) int64: one multinomial draw per row from the softmax over allowed columns; any where none is.
 
-    Gumbel's way: the largest of logit - log(exponential noise). Non-finite logits, of a step whose loss will be thrown
-    away, must not stop the device, as they would in `torch.multinomial`.
+    Gumbel trick: the argmax of logit - log(exponential noise). Unlike in `torch.multinomial`, non-finite logits of a
+    step that will be skipped do not raise an error on the device.
     """
     if len(logits_BB) == 0:
         return torch.zeros(0, dtype=torch.int64, device=logits_BB.device)

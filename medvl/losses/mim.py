@@ -1,11 +1,11 @@
-"""Masked image modelling: give back the pixels of patches that were taken out.
+"""Masked image modelling: prediction of the pixels of masked patches.
 
     mask = mask_patches(len(image_BCHW), patches=324, ratio=0.75, generator=generator, device=image_BCHW.device)
-    visible_BKD = encode(mask.keep(tokens_BPD))                       # only these patches are computed
+    visible_BKD = encode(mask.keep(tokens_BPD))                       # only these patches are encoded
     predicted_BPD = decode(mask.restore(visible_BKD, mask_token_D))
     loss = mim(predicted_BPD, standardize(patchify(image_BCHW, 16)), mask.masked_BP)
 
-B images, P patches, K kept patches; D, of patches, the pixels of one: patch * patch * C.
+B images, P patches, K kept patches; D, for patches, the numbers of one: patch * patch * C.
 """
 
 import dataclasses
@@ -18,21 +18,21 @@ from medvl.losses.precision import full_precision
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PatchMask:
-    """Which patches of each image are kept, as many for each."""
+    """Kept and masked patches of each image, equally many in each."""
 
     kept_BK: Tensor
     """int64, positions of the kept patches, ascending."""
     restore_BP: Tensor
-    """int64: where patch p stands among the kept ones followed by the masked ones."""
+    """int64: index of patch p in the kept ones followed by the masked ones."""
     masked_BP: Tensor
-    """bool, True on patches that were taken out."""
+    """bool, True on masked patches."""
 
     def keep(self, x_BPD: Tensor) -> Tensor:
-        """(B, K, D): the kept patches. Positions must have been embedded before."""
+        """Return (B, K, D): the kept patches. Add position embeddings before."""
         return x_BPD.gather(1, self.kept_BK[:, :, None].expand(-1, -1, x_BPD.shape[2]))
 
     def restore(self, x_BKD: Tensor, filler_D: Tensor) -> Tensor:
-        """(B, P, D): the kept patches back in their places, with the filler (the mask token) in all others."""
+        """Return (B, P, D): the kept patches in their places, and the filler (the mask token) in all others."""
         batch, kept, dim = x_BKD.shape
         missing = self.restore_BP.shape[1] - kept
         full_BPD = torch.cat([x_BKD, filler_D.to(x_BKD.dtype).expand(batch, missing, dim)], dim=1)
@@ -42,19 +42,19 @@ class PatchMask:
 def mask_patches(
     batch: int, patches: int, ratio: float, generator: torch.Generator, device: torch.device | str = "cpu"
 ) -> PatchMask:
-    """Take out `round(ratio * patches)` patches of each image, evenly at random (MAE, arXiv 2111.06377, section 3).
+    """Mask `round(ratio * patches)` patches of each image, uniformly at random (MAE, arXiv 2111.06377, section 3).
 
     Args:
         batch, patches: B and P.
-        ratio: share taken out; 0.75 in MAE and M3AE.
-        generator: of the CPU or of the device. A CPU generator gives the same mask on every device.
-        device: of the result.
+        ratio: share to mask; 0.75 in MAE and M3AE.
+        generator: on the CPU or on the device. A CPU generator gives the same mask on every device.
+        device: device of the result.
 
     Raises ValueError when the ratio is outside [0, 1) or would leave no patch.
     """
     kept = patches - round(ratio * patches)
     if not 0 <= ratio < 1 or kept < 1:
-        raise ValueError(f"masking {ratio} of {patches} patches leaves none, or is no share within [0, 1)")
+        raise ValueError(f"expected a ratio within [0, 1) that keeps a patch, got {ratio} of {patches} patches")
     noise_BP = torch.rand(batch, patches, generator=generator, device=generator.device).to(device)
     order_BP = noise_BP.argsort(dim=1, stable=True)
     kept_BK, taken_BM = order_BP[:, :kept].sort(dim=1).values, order_BP[:, kept:].sort(dim=1).values
@@ -63,9 +63,9 @@ def mask_patches(
 
 
 def patchify(image_BCHW: Tensor, patch: int) -> Tensor:
-    """(B, P, D): patches row by row, the pixels of each in the order (row, column, channel).
+    """Return (B, P, D): patches row by row, the pixels of each in the order (row, column, channel).
 
-    Raises ValueError when the sides are no multiples of `patch`, in pixels.
+    Raises ValueError unless height and width are multiples of `patch`, in pixels.
     """
     batch, channels, height, width = image_BCHW.shape
     if height % patch or width % patch:
@@ -76,9 +76,9 @@ def patchify(image_BCHW: Tensor, patch: int) -> Tensor:
 
 
 def unpatchify(patches_BPD: Tensor, patch: int, grid: tuple[int, int]) -> Tensor:
-    """(B, C, H, W): the image of `patchify`, C following from D. `grid` is (rows, columns) of patches.
+    """Return (B, C, H, W): the inverse of `patchify`. `grid` is (rows, columns) of patches; C follows from D.
 
-    Raises ValueError when grid and patch do not fit P and D.
+    Raises ValueError where grid and patch do not fit P and D.
     """
     (batch, patches, dim), (rows, columns) = patches_BPD.shape, grid
     if rows * columns != patches or dim % patch**2:
@@ -88,19 +88,19 @@ def unpatchify(patches_BPD: Tensor, patch: int, grid: tuple[int, int]) -> Tensor
 
 
 def blank(image_BCHW: Tensor, masked_BP: Tensor, patch: int) -> Tensor:
-    """The image with zeros in the masked patches: the mean, where its pixels are normalised.
+    """Return the image with zeros, the mean of normalised pixels, in the masked patches.
 
-    For encoders that cannot leave patches out (SimMIM, Xie et al., arXiv 2111.09886, hides pixels likewise). Raises
-    ValueError when the sides are no multiples of `patch`, in pixels.
+    For encoders that cannot drop patches, as in SimMIM (Xie et al., arXiv 2111.09886). Raises ValueError unless height
+    and width are multiples of `patch`, in pixels.
     """
     grid = (image_BCHW.shape[2] // patch, image_BCHW.shape[3] // patch)
     return unpatchify(patchify(image_BCHW, patch).masked_fill(masked_BP[:, :, None], 0.0), patch, grid)
 
 
 def standardize(patches_BPD: Tensor, eps: float = 1e-6) -> Tensor:
-    """Each patch less its mean, over the root of its unbiased variance + eps (MAE's `norm_pix`). float32, no gradient.
+    """Standardise each patch by its mean and unbiased variance + eps (MAE's `norm_pix`); float32, no gradient.
 
-    An even patch, such as the border of a film, becomes zeros. Raises ValueError when a patch is one number only.
+    A constant patch, such as the border of a film, becomes zeros. Raises ValueError for patches of one number.
     """
     if patches_BPD.shape[-1] < 2:
         raise ValueError("a patch of one number has no variance: take larger patches")
@@ -113,12 +113,12 @@ def mim(predicted_BPD: Tensor, target_BPD: Tensor, masked_BP: Tensor) -> Tensor:
     """Squared error, averaged over the pixels of a patch, then over all masked patches of the batch (MAE, section 3).
 
     Args:
-        predicted_BPD: all patches; what stands at visible ones is never read.
+        predicted_BPD: all patches; visible ones are ignored.
         target_BPD: `standardize(patchify(image))`, or plain `patchify(image)` for methods that predict raw pixels.
-        masked_BP: bool. Rows of samples without an image are False throughout.
+        masked_BP: bool; all False for samples without an image.
 
-    Returns a scalar: (D - 1) / D for a decoder that says zero and standardised targets, less the share of even
-    patches; 0, with a gradient of zeros, where nothing is masked. Raises ValueError on unequal shapes.
+    Returns a scalar: (D - 1) / D for predictions of zero and standardised targets, less the share of constant patches;
+    0 with a zero gradient where nothing is masked. Raises ValueError on unequal shapes.
     """
     if predicted_BPD.shape != target_BPD.shape or masked_BP.shape != predicted_BPD.shape[:-1]:
         raise ValueError(

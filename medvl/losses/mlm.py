@@ -1,7 +1,7 @@
-"""Masked language modelling: cross-entropy at the tokens that were hidden.
+"""Masked language modelling: cross-entropy at the masked tokens.
 
-The vocabulary head costs more than a fusion layer, and 85 % of its rows would be thrown away, so models run it on the
-masked positions only:
+The vocabulary head costs more than a fusion layer, and 85 % of its rows are not needed, so models run it on the masked
+positions only:
 
     index_N = masked_positions(labels_BT)
     logits_NV = head(states_BTD.flatten(0, 1)[index_N])
@@ -16,7 +16,7 @@ from torch import Tensor
 from medvl.losses.precision import check_share, full_precision
 
 IGNORED = -100
-"""Label of a position that was not masked; what torch's own cross-entropy leaves out."""
+"""Label of a position that is not masked; torch's cross-entropy ignores it by default."""
 
 
 def mlm(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
@@ -26,25 +26,25 @@ def mlm(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
 
     Args:
         logits_BTV: scores of all positions, or (N, V) of the masked ones.
-        labels_BT: int64, the hidden ids, -100 elsewhere; or (N,).
+        labels_BT: int64, the masked ids, -100 elsewhere; or (N,).
 
-    Returns a scalar, near ln V for a head that knows nothing; 0, with a gradient of zeros, where nothing is masked.
-    Raises ValueError on shapes that do not belong together.
+    Returns a scalar, near ln V for an untrained head; 0 with a zero gradient where nothing is masked. Raises
+    ValueError on inconsistent shapes.
     """
     return _hard(*_masked_only(logits_BTV, labels_BT))
 
 
 def mlm_distilled(logits_BTV: Tensor, labels_BT: Tensor, teacher_BTV: Tensor, alpha: float = 0.4) -> Tensor:
-    """(1 - alpha) cross-entropy with the hidden ids + alpha with the teacher's distribution over the vocabulary.
+    """(1 - alpha) cross-entropy with the masked ids + alpha with the teacher's distribution over the vocabulary.
 
-    The momentum distillation of ALBEF (Li et al., arXiv 2107.07651, equation 7). The teacher, a moving average of the
+    Momentum distillation of ALBEF (Li et al., arXiv 2107.07651, equation 7). The teacher, a moving average of the
     model, reads the same masked text; no gradient reaches it. Shapes, result and errors as for `mlm`; ValueError also
     on an alpha outside [0, 1].
     """
     check_share("alpha", alpha)
     if teacher_BTV.shape != logits_BTV.shape:
         raise ValueError(
-            f"student and teacher logits must have one shape, got {tuple(logits_BTV.shape)} and "
+            f"student and teacher logits must have equal shapes, got {tuple(logits_BTV.shape)} and "
             f"{tuple(teacher_BTV.shape)}"
         )
     logits_NV, labels_N = _masked_only(logits_BTV, labels_BT)
@@ -56,7 +56,7 @@ def mlm_distilled(logits_BTV: Tensor, labels_BT: Tensor, teacher_BTV: Tensor, al
 
 
 def masked_positions(labels_BT: Tensor) -> Tensor:
-    """(N,) int64: where the labels are not -100, as positions in the flattened (B * T) batch, in order."""
+    """Return (N,) int64: the positions of labels other than -100 in the flattened (B * T) batch, in order."""
     return (labels_BT.flatten() != IGNORED).nonzero().squeeze(1)
 
 
@@ -66,10 +66,10 @@ def _hard(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
 
 
 def _masked_only(logits_BTV: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of the masked positions: only these are ever copied to float32."""
+    """Return logits and labels of the masked positions: only these are copied to float32."""
     if labels_BT.ndim == 0 or logits_BTV.shape[:-1] != labels_BT.shape:
         raise ValueError(
-            f"logits must be labels with a vocabulary dim behind, got {tuple(logits_BTV.shape)} and "
+            f"logits must have the shape of the labels and a last dimension V, got {tuple(logits_BTV.shape)} and "
             f"{tuple(labels_BT.shape)}"
         )
     index_N = masked_positions(labels_BT)

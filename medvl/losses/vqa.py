@@ -1,6 +1,6 @@
-"""Answering: as classification over a vocabulary with soft targets, or word by word.
+"""Losses of answers: classification over a vocabulary with soft targets, or word by word.
 
-V answers of a vocabulary, or words of a tokenizer's; N words of all answers of a batch; B questions.
+V answers of a vocabulary, or tokens of a tokenizer; N words of all answers of a batch; B questions.
 """
 
 import torch.nn.functional as F
@@ -12,13 +12,12 @@ from medvl.losses.precision import full_precision
 def vqa_bce(logits_BV: Tensor, target_BV: Tensor) -> Tensor:
     """Binary cross-entropy of every answer, summed over the vocabulary and averaged over the questions.
 
-    The mean over all cells times V, as METER and M3AE train VQA (after bottom-up attention, arXiv 1707.07998, section
-    3.3): without the factor the gradient would fall with the size of the vocabulary.
+    This is the mean over all entries times V, as METER and M3AE train VQA (after bottom-up attention, arXiv 1707.07998,
+    section 3.3): without the factor the gradient would shrink with the size of the vocabulary.
 
     Args:
-        logits_BV: a row a question, a column an answer.
-        target_BV: how right each answer is, within [0, 1]; a row of zeros is a question whose answer is not in the
-            vocabulary.
+        logits_BV: one row per question, one column per answer.
+        target_BV: score of each answer, within [0, 1]; all zeros where no answer is in the vocabulary.
 
     Returns a scalar, V ln 2 for logits of zero. Raises ValueError on unequal shapes.
     """
@@ -35,17 +34,17 @@ def vqa_bce(logits_BV: Tensor, target_BV: Tensor) -> Tensor:
 def answer_words(logits_NV: Tensor, ids_N: Tensor, weight_N: Tensor, questions: int) -> Tensor:
     """Cross-entropy of every word, weighted by its answer's score, summed over the words and averaged over questions.
 
-    As ALBEF trains its answer decoder (Li et al., arXiv 2107.07651, section 5): a question's answers weigh by their
-    scores, and a long answer more than a short one, as the likelihood that ranks them later has it.
+    As in ALBEF's answer decoder (Li et al., arXiv 2107.07651, section 5): answers are weighted by their scores, and
+    long answers weigh more than short ones, as in the likelihood that ranks them at inference.
 
     Args:
-        logits_NV: scores of the next word at every place in front of a word, the closing token among the words.
-        ids_N: int64, the words that stand there.
-        weight_N: how right the answer is that the word belongs to, within [0, 1].
-        questions: B, those without a single answer among them.
+        logits_NV: scores of each word from the words before it, the closing token included.
+        ids_N: int64, the correct words.
+        weight_N: score of the answer that each word belongs to, within [0, 1].
+        questions: B, including questions without an answer.
 
-    Returns a scalar, near words of a question times ln V for a decoder that knows nothing; 0, with a gradient of zeros,
-    where there is no word. Raises ValueError on shapes that do not belong together.
+    Returns a scalar, near the number of words per question times ln V for an untrained decoder; 0 with a zero gradient
+    where there is no word. Raises ValueError on inconsistent shapes.
     """
     if weight_N.shape != ids_N.shape:
         raise ValueError(f"each word needs a weight: {len(ids_N)} words and {len(weight_N)} weights")
@@ -53,9 +52,9 @@ def answer_words(logits_NV: Tensor, ids_N: Tensor, weight_N: Tensor, questions: 
 
 
 def word_log_probability(logits_NV: Tensor, ids_N: Tensor) -> Tensor:
-    """(N,) float32: the logarithm of each word's probability among all V.
+    """Return (N,) float32: the log-probability of each word among all V.
 
-    Raises ValueError on shapes that do not belong together.
+    Raises ValueError on inconsistent shapes.
     """
     if logits_NV.ndim != 2 or ids_N.shape != logits_NV.shape[:1]:
         raise ValueError(

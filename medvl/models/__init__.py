@@ -1,4 +1,4 @@
-"""Published systems, one file each, on the shared encoders; and how a model is made, saved and loaded."""
+"""Published systems, one file each, on the shared encoders; creation, saving and loading of models."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""A model on disk: `config.json`, `model.safetensors` and its tokenizer. Weights never need pickle."""
+"""Checkpoints of models: `config.json`, `model.safetensors` and the tokenizer. Weights never need pickle."""
 
 import json
 from collections.abc import Mapping
@@ -20,12 +20,12 @@ from medvl.models.registry import system
 
 CONFIG, WEIGHTS, TOKENIZER, TRAIN_MANIFEST = "config.json", "model.safetensors", "tokenizer", "train_manifest.json"
 TRAIN_STATE = "train_state"
-"""Folder of a checkpoint that a model does not need: the run's own state."""
+"""Folder of a checkpoint with the state of the training run, which a model does not need."""
 _FORMAT = 2
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar")
 _SHOWN = 4
 _TOWERS = ("image_encoder", "text_encoder")
-"""What systems of all families have, under these names."""
+"""Submodules that all pretrained systems have."""
 
 
 def save(model: System, folder: Path, run: Mapping[str, Any] | None = None) -> None:
@@ -55,9 +55,9 @@ def save(model: System, folder: Path, run: Mapping[str, Any] | None = None) -> N
 
 
 def load(folder: Path | str) -> System:
-    """The model of a checkpoint directory, in eval mode, with `.tokenizer` and `.transform`.
+    """Load the model of a checkpoint directory, in eval mode, with `.tokenizer` and `.transform`.
 
-    Raises CheckpointError when the folder is no whole checkpoint, a file is not as training wrote it, or a weight is
+    Raises CheckpointError when the checkpoint is incomplete, a file differs from what training wrote, or a weight is
     missing, unexpected or of another shape; a file that needs pickle is refused.
     """
     folder = _check_folder(Path(folder))
@@ -68,7 +68,8 @@ def load(folder: Path | str) -> System:
         cls = system(described["name"])
         config: Any = from_dict(cls.Config, described["settings"])
     except (ConfigError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{folder / CONFIG} does not describe a model that this medvl has: {error}") from error
+        reason = f"{folder / CONFIG} does not describe a model of this version of medvl: {error}"
+        raise CheckpointError(reason, getattr(error, "code", "malformed")) from error
     has_tokenizer = (folder / TOKENIZER).is_dir()
     tokenizer = load_tokenizer(folder / TOKENIZER, max_tokens=config.max_tokens) if has_tokenizer else None
     model = cls.build(config, pretrained=False, tokenizer=tokenizer)
@@ -77,7 +78,7 @@ def load(folder: Path | str) -> System:
 
 
 def train_manifest(folder: Path | str) -> Manifest | None:
-    """The manifest of what a checkpoint was trained on, if it tells. Raises ShardError when it is damaged."""
+    """Return the manifest of a checkpoint's training data; None without one. Raises ShardError when it is damaged."""
     path = Path(folder) / TRAIN_MANIFEST
     return Manifest.read(path.parent, path.name) if path.is_file() else None
 
@@ -90,9 +91,9 @@ def load_weights(model: nn.Module, folder: Path | str) -> None:
 
 
 def load_towers(model: TwoTowers, folder: Path | str) -> None:
-    """Give a model the image encoder and the text encoder of a checkpoint of any other system; nothing else changes.
+    """Load the image encoder and the text encoder of a checkpoint of any system into a model, and nothing else.
 
-    Raises CheckpointError when the folder is no whole checkpoint, its encoders are others, or its vocabulary is.
+    Raises CheckpointError when the checkpoint is incomplete, or its encoders or vocabulary differ from the model's.
     """
     folder = _check_start(model, folder)
     tensors = _read_weights(folder)
@@ -107,7 +108,7 @@ def load_towers(model: TwoTowers, folder: Path | str) -> None:
 
 
 def warm_start(model: TwoTowers, folder: Path | str) -> None:
-    """Give a model all weights of a checkpoint of its own system, or the encoders of another system's.
+    """Load all weights of a checkpoint of the same system into a model, or the encoders of another system's.
 
     Raises CheckpointError as `load_weights` and `load_towers` do.
     """
@@ -119,17 +120,19 @@ def warm_start(model: TwoTowers, folder: Path | str) -> None:
 
 
 def _check_start(model: TwoTowers, folder: Path | str) -> Path:
-    """A whole checkpoint whose vocabulary, where both have one, is the model's."""
+    """Return the folder of a complete checkpoint with the model's vocabulary. Raises CheckpointError otherwise."""
     folder = _check_folder(Path(folder))
     if (folder / MARKER).is_file():
         check_marker(folder, but=TRAIN_STATE)
-    if model.tokenizer is not None and (folder / TOKENIZER).is_dir():
-        theirs = load_tokenizer(folder / TOKENIZER)
-        if theirs.vocabulary != model.tokenizer.vocabulary:
-            raise CheckpointError(
-                f"the text encoder of {folder} was trained with another vocabulary: create the model with "
-                f"tokenizer={str(folder / TOKENIZER)!r}"
-            )
+    mine = None if model.tokenizer is None else model.tokenizer.vocabulary
+    folder_has_one = (folder / TOKENIZER).is_dir()
+    if mine is not None and folder_has_one and load_tokenizer(folder / TOKENIZER).vocabulary != mine:
+        raise CheckpointError(
+            f"the text encoder of {folder} was trained with another vocabulary: create the model with "
+            f"tokenizer={str(folder / TOKENIZER)!r}",
+            "mismatch",
+            field="tokenizer",
+        )
     return folder
 
 
@@ -138,36 +141,38 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: {folder} is not a whole checkpoint") from None
+        raise CheckpointError(f"{path} is missing: {folder} is not a complete checkpoint", "not_found") from None
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is no whole safetensors file ({error}): it is damaged or something else"
+            f"{path} is not a complete safetensors file ({error}): it is damaged or another format", "malformed"
         ) from None
     return tensors
 
 
 def _check_fit(module: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Every tensor of the module, of its shape, and no other one."""
+    """Raise CheckpointError unless the tensors have exactly the names and shapes of the module's."""
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    differences = [f"missing {name}" for name in expected if name not in found]
-    differences += [f"unexpected {name}" for name in found if name not in expected]
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    differences = [f"missing {name}" for name in expected if name not in shapes]
+    differences += [f"unexpected {name}" for name in shapes if name not in expected]
     for name, shape in expected.items():
-        if found.get(name, shape) != shape:
-            differences.append(f"{name} is {found[name]}, not {shape}")
+        if shapes.get(name, shape) != shape:
+            differences.append(f"{name}: expected {shape}, got {shapes[name]}")
     if differences:
         more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-        raise CheckpointError(f"{source} does not fit the model: {'; '.join(differences[:_SHOWN])}{more}")
+        reason = f"{source} does not fit the model: {'; '.join(differences[:_SHOWN])}{more}"
+        raise CheckpointError(reason, "mismatch")
 
 
 def _check_folder(folder: Path) -> Path:
     if folder.is_file():
         kind = "it may need pickle, which can run foreign code" if folder.suffix in _PICKLES else "it is a file"
         raise CheckpointError(
-            f"{folder} is not loaded: {kind}. medvl loads a folder with {CONFIG} and {WEIGHTS}, as training writes it."
+            f"{folder} is not loaded: {kind}; give a folder with {CONFIG} and {WEIGHTS}, as training writes it",
+            "unsupported",
         )
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} does not exist")
+        raise CheckpointError(f"{folder} does not exist", "not_found")
     return folder
 
 
@@ -176,11 +181,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: {folder} is not a checkpoint of medvl") from None
+        raise CheckpointError(f"{path} is missing: {folder} is not a checkpoint of medvl", "not_found") from None
     except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}): it is damaged") from error
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}): it is damaged", "malformed") from error
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
-        raise CheckpointError(f"{path} is no configuration of a medvl model", "malformed")
+        raise CheckpointError(f"{path} is not the configuration of a medvl model", "malformed")
     if config.get("format") != _FORMAT:
         raise CheckpointError(
             f"{path}: expected format {_FORMAT}, got {config.get('format')}; train or import the model again", "version"

@@ -1,6 +1,6 @@
-"""From a grid of regions to the pixels of the image that it was made of, for every way to make an image square.
+"""Heat maps over the regions of a model's input, resized to the pixels of the original image.
 
-    map_KHW = on_image(map_Khw, transform.box(height, width), height, width)    # NaN where the model saw nothing
+    map_KHW = on_image(map_Khw, transform.box(height, width), height, width)    # NaN outside the box
 
 h, w cells of the grid; H, W pixels of the image; K maps.
 """
@@ -12,26 +12,26 @@ from medvl.data.transforms.image import Box
 
 
 def on_image(map_Khw: Tensor, box: Box, height: int, width: int) -> Tensor:
-    """(K, H, W) float32: the values of a grid at the centers of an image's pixels.
+    """Return (K, H, W) float32: the values of a grid, interpolated at the centers of the image's pixels.
 
-    Linear between the centers of the cells, which divide the box evenly; from the last center to the edge of the box
-    the value stays. What lies outside of the box was cut off before the model saw it: it is NaN, and no number.
+    Interpolation is linear between the centers of the cells, which divide the box evenly, and constant from the last
+    center to the edge of the box. Pixels outside of the box, which the model did not get, are NaN.
 
     Args:
         map_Khw: row-major values over the cells of a model's square input.
         box: the part of the image that the input shows, `EvalTransform.box(height, width)`.
-        height, width: of the image.
+        height, width: size of the image in pixels.
     """
-    down_Hh = _shares(height, box.top, box.height, map_Khw.shape[1], map_Khw.device)
-    across_Ww = _shares(width, box.left, box.width, map_Khw.shape[2], map_Khw.device)
+    down_Hh = _weights(height, box.top, box.height, map_Khw.shape[1], map_Khw.device)
+    across_Ww = _weights(width, box.left, box.width, map_Khw.shape[2], map_Khw.device)
     return down_Hh @ map_Khw.float() @ across_Ww.T
 
 
-def _shares(pixels: int, start: float, length: float, cells: int, device: torch.device) -> Tensor:
-    """(pixels, cells): what each cell gives to each pixel, in sum 1; rows of NaN outside."""
+def _weights(pixels: int, start: float, length: float, cells: int, device: torch.device) -> Tensor:
+    """Return (pixels, cells): the weight of each cell for each pixel; rows sum to 1, and are NaN outside of the box."""
     place_H = (torch.arange(pixels, device=device, dtype=torch.float64) + 0.5 - start) / length
     center_H = (place_H * cells - 0.5).clamp(0, cells - 1)
     cell_h = torch.arange(cells, device=device, dtype=torch.float64)
-    shares_Hh = (1 - (center_H[:, None] - cell_h).abs()).clamp(min=0)
+    weight_Hh = (1 - (center_H[:, None] - cell_h).abs()).clamp(min=0)
     outside_H = (place_H < 0) | (place_H > 1)
-    return shares_Hh.masked_fill(outside_H[:, None], torch.nan).float()
+    return weight_Hh.masked_fill(outside_H[:, None], torch.nan).float()

@@ -191,7 +191,7 @@ def test_the_queue_takes_no_graph_and_goes_into_a_checkpoint() -> None:
         (lambda: losses.itc(*example(3, 2), temperature=0), "temperature"),
         (lambda: losses.itc(*example(3, 2), temperature=0.1, alpha=1.5), "alpha must be within"),
         (lambda: losses.itc(*example(3, 2), 0.1, 0.4, torch.ones(3, 3).bool()), "positive_BN must be \\(3, 5\\)"),
-        (lambda: MomentumQueue(-1, 4), "cannot be made"),
+        (lambda: MomentumQueue(-1, 4), "expected a size of 0"),
         (lambda: MomentumQueue(4, 4).enqueue(units(2), units(3), torch.arange(2)), "are no pairs"),
     ],
 )

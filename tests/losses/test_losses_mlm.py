@@ -159,9 +159,9 @@ def test_function_and_module_of_one_name_are_both_there() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: losses.mlm(torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.int64)), "vocabulary dim behind"),
-        (lambda: losses.mlm(torch.zeros(5), torch.tensor(1)), "vocabulary dim behind"),
-        (lambda: losses.mlm_distilled(torch.zeros(2, 5), torch.zeros(2).long(), torch.zeros(2, 6)), "one shape"),
+        (lambda: losses.mlm(torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.int64)), "last dimension V"),
+        (lambda: losses.mlm(torch.zeros(5), torch.tensor(1)), "last dimension V"),
+        (lambda: losses.mlm_distilled(torch.zeros(2, 5), torch.zeros(2).long(), torch.zeros(2, 6)), "equal shapes"),
         (
             lambda: losses.mlm_distilled(torch.zeros(2, 5), torch.zeros(2).long(), torch.zeros(2, 5), 1.5),
             "alpha must be within",

@@ -174,11 +174,11 @@ def replace_weights(folder: Path, change: dict[str, Any]) -> None:
     ("damage", "message"),
     [
         (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is missing"),
-        (lambda f: os.truncate(f / "model.safetensors", 100), "no whole safetensors file"),
-        (lambda f: torch.save({"a": 1}, f / "model.safetensors"), "no whole safetensors file"),
+        (lambda f: os.truncate(f / "model.safetensors", 100), "not a complete safetensors file"),
+        (lambda f: torch.save({"a": 1}, f / "model.safetensors"), "not a complete safetensors file"),
         (lambda f: (f / "config.json").unlink(), "not a checkpoint of medvl"),
         (lambda f: (f / "config.json").write_text("{"), "cannot be read"),
-        (lambda f: (f / "config.json").write_text("[]"), "no configuration of a medvl model"),
+        (lambda f: (f / "config.json").write_text("[]"), "not the configuration of a medvl model"),
         (
             lambda f: (f / "config.json").write_text('{"format": 1, "model": {"name": "gloria"}}'),
             "expected format 2, got 1",
@@ -191,7 +191,7 @@ def replace_weights(folder: Path, change: dict[str, Any]) -> None:
         (lambda f: replace_weights(f, {"extra": torch.zeros(1)}), "unexpected extra"),
         (
             lambda f: replace_weights(f, {"text_head.2.bias": torch.zeros(5)}),
-            r"text_head.2.bias is \(5,\), not \(32,\)",
+            r"text_head.2.bias: expected \(32,\), got \(5,\)",
         ),
     ],
 )
@@ -216,7 +216,7 @@ def test_a_pickle_posing_as_a_checkpoint_is_refused_and_not_run(tmp_path: Path) 
     (tmp_path / "folder/config.json").write_text(
         json.dumps({"format": 2, "model": {"name": "convirt", "settings": {**TINY, "vocab_size": 50}}})
     )
-    with pytest.raises(CheckpointError, match="no whole safetensors file"):
+    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
         medvl.load(tmp_path / "folder")
     assert not (tmp_path / "executed").exists()
     with pytest.raises(CheckpointError, match="does not exist"):

@@ -1,1 +1,1 @@
-"""Dual-encoders, one file a system."""
+"""Dual-encoders, one file per system."""

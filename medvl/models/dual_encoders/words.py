@@ -1,4 +1,4 @@
-"""Words as sums of their sub-words: what text encoders give token by token, word by word.
+"""Word features as sums of their sub-words' token features.
 
     slot_BT = word_slots(tokenizer, ids_BT, mask_BT)
     words_BWD, mask_BW = sum_by_slot(features.tokens_BTD, slot_BT, most_slots(slot_BT))
@@ -13,7 +13,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 
 
 def word_slots(tokenizer: Tokenizer, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """(B, T) int64: 0 for the token that every text begins with, from 1 for its words; -1 for its last and padding."""
+    """Return (B, T) int64: 0 for the text's first token, from 1 for its words, -1 for its last token and padding."""
     slot_BT = tokenizer.word_ids(ids_BT, mask_BT)
     slot_BT = torch.where(slot_BT >= 0, slot_BT + 1, slot_BT)
     slot_BT[:, 0] = torch.where(mask_BT[:, 0], 0, -1)
@@ -21,14 +21,14 @@ def word_slots(tokenizer: Tokenizer, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def most_slots(slot_BT: Tensor) -> int:
-    """W: what the text of the most words needs. Waits for the device."""
+    """Return W, the number of slots of the longest text. Waits for the device."""
     return int(slot_BT.max()) + 1
 
 
 def sum_by_slot(tokens_BTD: Tensor, slot_BT: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """(words_BWD, mask_BW): the sum of the tokens of each slot, in float32; W is `width`, of `most_slots`.
+    """Return (words_BWD, mask_BW): the sum of the tokens of each slot, in float32; W is `width`, from `most_slots`.
 
-    Slots of a text are numbered from 0 without a gap; tokens at -1 count nowhere.
+    Slots of a text are numbered from 0 without a gap; tokens at -1 are ignored.
     """
     count_B = slot_BT.amax(dim=1) + 1
     place_BTD = torch.where(slot_BT >= 0, slot_BT, width)[:, :, None].expand_as(tokens_BTD)
