@@ -41,8 +41,7 @@ def plan(root: Path, deid: Deidentifier, *, frontal_only: bool = False, split: s
     splits = (split,) if split else tuple(name for name in SPLITS if (root / f"{name}.csv").is_file())
     if not splits:
         raise CorpusError(
-            f"{root} contains none of train.csv, valid.csv, test.csv: name the folder of the release itself",
-            "not_found",
+            f"{root} contains no train.csv, valid.csv or test.csv: is it the root of the release?", "not_found"
         )
     excluded: Counter[str] = Counter()
     records = Records()

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, check_share, open_text
+from medvl.data.corpora.common.tables import Plan, Record, check_share, malformed, open_text
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import hash_split
 from medvl.errors import CorpusError
@@ -85,8 +85,6 @@ def _read_list(path: Path, deid: Deidentifier) -> Iterator[tuple[str, str, dict[
             words = line.split()
             image, label, source = " ".join(words[1:-2]), *words[-2:]
             if len(words) < 4 or label not in _CLASSES or not _FILE.fullmatch(image):
-                raise CorpusError(
-                    f"{path}, line {number}: expected a patient, an image file, a class and a source", "malformed"
-                )
+                raise malformed(f"{path}, line {number}", "expected a patient, an image file, a class and a source")
             name = words[0] if _UUID.fullmatch(words[0]) else f"{source} {words[0]}"
             yield image, deid.patient(name), dict(_CLASSES[label])

@@ -8,10 +8,9 @@ from typing import Any
 
 from medvl.data.corpora.common.figures import figure_sections, read_references
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, find_file, read_json_lines
+from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, read_json_lines
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
-from medvl.errors import CorpusError
 from medvl.schema import Sample
 
 NAME = "medicat"
@@ -55,11 +54,8 @@ def plan(
     for number, row in read_json_lines(table, _FIELDS):
         article, file = _text(row, "pdf_hash"), _text(row, "fig_uri")
         if not _HASH.fullmatch(article) or not _URI.fullmatch(file):
-            raise CorpusError(
-                f"{table}, line {number}: expected pdf_hash (40 hexadecimal digits) and fig_uri (a file name like "
-                "3-Figure1-1.png)",
-                "malformed",
-                field="fig_uri",
+            raise malformed(
+                f"{table}, line {number}", "expected a hash in pdf_hash and a file name in fig_uri", "fig_uri"
             )
         if (article, file) in seen:
             warnings["duplicate_line"] += 1

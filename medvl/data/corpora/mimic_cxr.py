@@ -12,6 +12,7 @@ from medvl.data.corpora.common.tables import (
     check_choice,
     find_file,
     find_suffix,
+    malformed,
     parse_findings,
     read_table,
 )
@@ -102,7 +103,7 @@ def _check_folders(root: Path, reports: Path) -> None:
 def _folder(table: Path, dicom_id: str, subject: str, study: str) -> Path:
     """Return a study's folder in the release. Raises CorpusError when an id is not safe as part of a path."""
     if not all(map(_ID.fullmatch, (dicom_id, subject, study))):
-        raise CorpusError(f"{table}: expected dicom_id, subject_id and study_id like 10000032", "malformed")
+        raise malformed(table, "expected dicom_id, subject_id and study_id like 10000032")
     return Path("files", f"p{subject[:2]}", f"p{subject}", f"s{study}")
 
 
@@ -117,11 +118,7 @@ def _read_splits(root: Path) -> dict[str, str]:
     splits = {}
     for row in read_table(path, ("dicom_id", "split")):
         if row["split"] not in known:
-            raise CorpusError(
-                f"{path}: expected one of {', '.join(SPLITS)} for split, got {row['split']!r}",
-                "malformed",
-                field="split",
-            )
+            raise malformed(path, f"expected one of {', '.join(SPLITS)} for split, got {row['split']!r}", "split")
         splits[row["dicom_id"]] = known[row["split"]]
     return splits
 

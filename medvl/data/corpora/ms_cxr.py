@@ -8,9 +8,8 @@ from typing import Literal, get_args
 from medvl.data.annotations.boxes import Box, read_box, region_fields
 from medvl.data.annotations.phrases import Phrase
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, check_choice, find_file, find_suffix, read_table
+from medvl.data.corpora.common.tables import Plan, Record, check_choice, find_file, find_suffix, malformed, read_table
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.errors import CorpusError
 from medvl.schema import Sample
 
 NAME = "ms-cxr"
@@ -61,11 +60,7 @@ def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, splits: 
     for name, rows in by_image.items():
         match = _PATH.fullmatch(name)
         if match is None or any(row["dicom_id"] != match[3] for row in rows):
-            raise CorpusError(
-                f"{table}: expected a path below files/ that ends with the row's dicom_id, as in MIMIC-CXR-JPG",
-                "malformed",
-                field="path",
-            )
+            raise malformed(table, "expected a path below files/ that ends with the dicom_id of its row", "path")
         suffix = suffix or find_suffix(images / name, (".jpg", ".dcm"))
         subject, study, image = match.groups()
         size = _image_size(rows, table)
@@ -90,10 +85,8 @@ def _phrases(rows: list[dict[str, str]], size: tuple[int, int], table: Path) -> 
     for row in rows:
         label, text = row["category_name"], " ".join(row["label_text"].split())
         if label not in LABELS or not text:
-            raise CorpusError(
-                f"{table}: expected a label_text and one of {', '.join(LABELS)} for category_name",
-                "malformed",
-                field="category_name" if text else "label_text",
+            raise malformed(
+                table, f"expected a text and one of {', '.join(LABELS)}", "category_name" if text else "label_text"
             )
         box = read_box(label, [row[name] for name in ("x", "y", "w", "h")], size, table)
         boxes.setdefault((label, text), []).append(box)
@@ -105,11 +98,7 @@ def _image_size(rows: list[dict[str, str]], table: Path) -> tuple[int, int]:
     sizes = {(row["image_width"], row["image_height"]) for row in rows}
     width, height = rows[0]["image_width"], rows[0]["image_height"]
     if len(sizes) != 1 or not (width.isdigit() and height.isdigit()):
-        raise CorpusError(
-            f"{table}: expected whole numbers for image_width and image_height, the same in all rows of an image",
-            "malformed",
-            field="image_width",
-        )
+        raise malformed(table, "expected whole numbers, the same in all rows of an image", "image_width")
     return int(width), int(height)
 
 
@@ -117,9 +106,5 @@ def _split(rows: list[dict[str, str]], table: Path) -> str:
     splits = {_SPLITS.get(row["split"]) for row in rows}
     split = splits.pop()
     if splits or split is None:
-        raise CorpusError(
-            f"{table}: expected one of {', '.join(_SPLITS)} for split, the same in all rows of an image",
-            "malformed",
-            field="split",
-        )
+        raise malformed(table, f"expected one of {', '.join(_SPLITS)}, the same in all rows of an image", "split")
     return split

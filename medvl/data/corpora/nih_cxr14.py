@@ -9,10 +9,18 @@ from pathlib import Path
 
 from medvl.data.annotations.boxes import Box, read_box, region_fields
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, check_columns, check_share, find_file, open_text, read_table
+from medvl.data.corpora.common.tables import (
+    Plan,
+    Record,
+    check_columns,
+    check_share,
+    find_file,
+    malformed,
+    open_text,
+    read_table,
+)
 from medvl.data.privacy.deidentify import Deidentifier, cap_age
 from medvl.data.splits import hash_split
-from medvl.errors import CorpusError
 from medvl.schema import Sample
 
 NAME = "nih-cxr14"
@@ -72,10 +80,8 @@ def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.125) -> Pl
         name = row["Image Index"]
         match = _IMAGE.fullmatch(name)
         if match is None or match[1].lstrip("0") != row["Patient ID"].lstrip("0"):
-            raise CorpusError(
-                f"{table}: expected an Image Index of the row's Patient ID, like 00000013_005.png",
-                "malformed",
-                field="Image Index",
+            raise malformed(
+                table, "expected a file name like 00000013_005.png with the Patient ID of the row", "Image Index"
             )
         if name not in official:
             excluded["in_no_official_list"] += 1
@@ -103,11 +109,7 @@ def _labels(text: str, table: Path) -> dict[str, int]:
     findings = {_RENAMED.get(word, word) for word in text.split("|")}
     unknown = findings - set(LABELS)
     if unknown:
-        raise CorpusError(
-            f"{table}: unknown finding {min(unknown)!r} in Finding Labels; known are {', '.join(LABELS)}",
-            "malformed",
-            field="Finding Labels",
-        )
+        raise malformed(table, f"unknown finding {min(unknown)!r}; known are {', '.join(LABELS)}", "Finding Labels")
     return {label: int(label in findings) for label in LABELS}
 
 
@@ -131,7 +133,7 @@ def _read_lists(root: Path) -> dict[str, str]:
         with open_text(path) as file:
             names = file.read().split()
         if any(not _IMAGE.fullmatch(name) or official.setdefault(name, split) != split for name in names):
-            raise CorpusError(f"{path}: a line is not an image name, or is also in the other list", "malformed")
+            raise malformed(path, "a line is not an image name, or is also in the other list")
     return official
 
 
@@ -146,7 +148,7 @@ def _read_boxes(path: Path) -> dict[str, list[Box]]:
         for image, label, *fields in rows:
             name = _RENAMED.get(label, label)
             if name not in LABELS or not _IMAGE.fullmatch(image):
-                raise CorpusError(f"{path}: expected an image name and one of the findings in each row", "malformed")
+                raise malformed(path, "expected an image name and one of the findings in each row")
             boxes.setdefault(image, []).append(read_box(name, fields[:4], _SIZE, path))
     return boxes
 

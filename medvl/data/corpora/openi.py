@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, read_table
+from medvl.data.corpora.common.tables import Plan, Record, malformed, read_table
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.reports.openi_xml import iter_openi_reports
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
@@ -95,8 +95,6 @@ def _read_projections(path: Path) -> dict[tuple[str, ...], str]:
     views = {}
     for row in read_table(path, ("filename", "projection")):
         if row["projection"] not in _VIEWS:
-            raise CorpusError(
-                f"{path}: expected one of {', '.join(_VIEWS)} for projection", "malformed", field="projection"
-            )
+            raise malformed(path, f"expected one of {', '.join(_VIEWS)} for projection", "projection")
         views[_image_id(row["filename"])] = _VIEWS[row["projection"]]
     return views

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from medvl.data.corpora.common.figures import SplitRule, apply_split_rule, figure_sections, read_references
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, find_file, open_text, read_json_lines, read_table
+from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, open_text, read_json_lines, read_table
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
@@ -160,7 +160,7 @@ def _read_v2(root: Path, warnings: Counter[str]) -> Iterator[_Figure]:
         rows = ((row["ID"], row["Caption"]) for row in read_table(table, ("ID", "Caption")))
         for figure, caption in _first_captions(rows, warnings).items():
             if not _ID_V2.fullmatch(figure):
-                raise CorpusError(f"{table}: expected an ID like ROCOv2_2023_train_000001", "malformed", field="ID")
+                raise malformed(table, "expected an ID like ROCOv2_2023_train_000001", "ID")
             yield _Figure(
                 id=figure,
                 split=split,
@@ -227,7 +227,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, list[str]]]:
                 if not figure and not any(fields):
                     continue
                 if not _ID.fullmatch(figure):
-                    raise CorpusError(f"{path}, line {number}: expected an id like ROCO_00001 first", "malformed")
+                    raise malformed(f"{path}, line {number}", "expected an id like ROCO_00001 first")
                 yield figure, fields
         except UnicodeDecodeError:
             raise CorpusError(f"{path} is not UTF-8 text: download it again", "malformed") from None

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from medvl.data.annotations.boxes import Box, read_box, region_fields
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, check_choice, find_file, read_table
+from medvl.data.corpora.common.tables import Plan, Record, check_choice, find_file, malformed, read_table
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import check_fractions, hash_split
 from medvl.errors import CorpusError
@@ -84,11 +84,8 @@ def _read_classes(table: Path) -> dict[str, str]:
     for row in read_table(table, ("patientId", "class")):
         image, name = row["patientId"], row["class"]
         if not _ID.fullmatch(image) or name not in _CLASSES or classes.setdefault(image, name) != name:
-            raise CorpusError(
-                f"{table}: expected an image id and one of {', '.join(_CLASSES)}, the same in all rows of an image",
-                "malformed",
-                field="class" if _ID.fullmatch(image) else "patientId",
-            )
+            field = "class" if _ID.fullmatch(image) else "patientId"
+            raise malformed(table, f"expected an image id and its class, one of {', '.join(_CLASSES)}", field)
     return classes
 
 
@@ -98,11 +95,7 @@ def _read_boxes(table: Path, classes: Mapping[str, str]) -> dict[str, list[Box]]
     for row in read_table(table, ("patientId", *_BOX, "Target")):
         image, target = row["patientId"], row["Target"]
         if target not in ("0", "1") or (classes.get(image) == "Lung Opacity") != (target == "1"):
-            raise CorpusError(
-                f"{table}: expected Target 1 for images of the class Lung Opacity and 0 for others",
-                "malformed",
-                field="Target",
-            )
+            raise malformed(table, "expected Target 1 for images of the class Lung Opacity and 0 for others", "Target")
         image_boxes = boxes.setdefault(image, [])
         if target == "1":
             image_boxes.append(read_box("Pneumonia", [row[name] for name in _BOX], _SIZE, table))
@@ -130,5 +123,5 @@ def _read_mapping(root: Path) -> dict[str, str]:
             f"{path} is not RSNA's list of subset_img_id and img_id ({type(error).__name__})", "malformed"
         ) from error
     if not all(matches.values()):
-        raise CorpusError(f"{path}: expected an img_id like 00000001_000.png", "malformed", field="img_id")
+        raise malformed(path, "expected an img_id like 00000001_000.png", "img_id")
     return {image: match[1] for image, match in matches.items() if match}

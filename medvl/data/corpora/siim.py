@@ -8,7 +8,7 @@ from pathlib import Path
 from medvl.data.annotations.boxes import region_fields
 from medvl.data.annotations.mask_rle import EMPTY, decode_runs
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, find_file, read_table
+from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, read_table
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import check_fractions, hash_split
 from medvl.errors import CorpusError
@@ -67,11 +67,8 @@ def _read_masks(table: Path) -> dict[str, list[str]]:
         # stage 1 has a blank before the column names
         cells = {name.strip(): value.strip() for name, value in row.items()}
         if "EncodedPixels" not in cells or not _UID.fullmatch(cells["ImageId"]):
-            raise CorpusError(
-                f"{table}: expected a column EncodedPixels, and an ImageId of digits and dots in each row",
-                "malformed",
-                field="ImageId" if "EncodedPixels" in cells else "EncodedPixels",
-            )
+            field = "ImageId" if "EncodedPixels" in cells else "EncodedPixels"
+            raise malformed(table, "expected an ImageId of digits and dots, and a column EncodedPixels", field)
         runs = masks.setdefault(cells["ImageId"], [])
         text = cells["EncodedPixels"]
         if text == EMPTY or text in runs:  # stage 1 repeats some rows

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, check_columns, read_json_lines, read_table
+from medvl.data.corpora.common.tables import Plan, Record, check_columns, malformed, read_json_lines, read_table
 from medvl.data.privacy.deidentify import Deidentifier, cap_age
 from medvl.data.reports.sections import parse_report
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
@@ -130,7 +130,7 @@ class _RowReader:
         image_text, patient_text = _text(row[columns.image_column]), _text(row[columns.patient_column])
         if not image_text or not patient_text:
             field = columns.patient_column if image_text else columns.image_column
-            raise self._error(number, f"{field} is empty", "missing", field)
+            raise CorpusError(f"{self.table}, row {number}: {field} is empty", "missing", field=field)
         study_text = (_text(row[columns.study_column]) if columns.study_column else "") or image_text
         patient = self.deid.patient(patient_text)
         return Sample(
@@ -152,7 +152,9 @@ class _RowReader:
         path = (self.root / text).resolve()
         if not path.is_relative_to(self.root):
             column = self.columns.image_column
-            raise self._error(number, f"{column} is outside the image root: set --image-root", "malformed", column)
+            raise malformed(
+                f"{self.table}, row {number}", f"{column} is outside the image root: set --image-root", column
+            )
         return path
 
     def _split(self, number: int, row: Mapping[str, Any], patient: str) -> str:
@@ -161,7 +163,9 @@ class _RowReader:
         split = _text(row[self.columns.split_column])
         if not split.replace("-", "").replace("_", "").isalnum():
             column = self.columns.split_column
-            raise self._error(number, f"{column} must be a plain word, as it names a folder", "malformed", column)
+            raise malformed(
+                f"{self.table}, row {number}", f"{column} must be a plain word, as it names a folder", column
+            )
         return split
 
     def _sections(self, row: Mapping[str, Any]) -> dict[str, str]:
@@ -181,7 +185,7 @@ class _RowReader:
             text = _text(row[column])
             if text:
                 if text not in ("1", "0", "-1", "1.0", "0.0", "-1.0"):
-                    raise self._error(number, f"{column} must be 1, 0, -1 or empty", "malformed", column)
+                    raise malformed(f"{self.table}, row {number}", f"{column} must be 1, 0, -1 or empty", column)
                 labels[column] = int(float(text))
         for column, words in self.labels.by_category.items():
             value = _text(row[column])
@@ -191,9 +195,6 @@ class _RowReader:
             listed = {tag for column in self.columns.tags_column for tag in _list(row[column])}
             labels.update({tag: int(tag in listed) for tag in self.labels.tags})
         return labels
-
-    def _error(self, number: int, message: str, code: str, field: str) -> CorpusError:
-        return CorpusError(f"{self.table}, row {number}: {message}", code, field=field)
 
 
 def _collect_labels(rows: Iterable[Mapping[str, Any]], columns: TableColumns, table: Path) -> _Labels:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from medvl.data.annotations.questions import Question
 from medvl.data.corpora.common.questions import check_image_name, clean_text, infer_answer_type, plan_questions
-from medvl.data.corpora.common.tables import Plan, open_text
+from medvl.data.corpora.common.tables import Plan, malformed, open_text
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
 
@@ -73,7 +73,7 @@ def _test_rows(root: Path) -> Iterator[tuple[Path, str, str, str, str]]:
     for path in sorted(root.rglob(_REFERENCE)):
         for image, category, question, answer in _read_lines(path, 4):
             if category not in CATEGORIES:
-                raise CorpusError(f"{path}: expected one of {', '.join(CATEGORIES)} for the category", "malformed")
+                raise malformed(path, f"expected one of {', '.join(CATEGORIES)} for the category")
             yield path, image, category, question, answer
 
 
@@ -83,7 +83,7 @@ def _read_lines(path: Path, fields: int) -> Iterator[list[str]]:
             for number, line in enumerate(file, 1):
                 parts = [clean_text(part) for part in line.split("|", fields - 1)]
                 if line.strip() and len(parts) != fields:
-                    raise CorpusError(f"{path}, line {number}: expected {fields} fields, got {len(parts)}", "malformed")
+                    raise malformed(f"{path}, line {number}", f"expected {fields} fields, got {len(parts)}")
                 if line.strip():
                     yield parts
     except UnicodeDecodeError:

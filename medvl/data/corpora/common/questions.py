@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from medvl.data.annotations.questions import MIXED, AnswerType, Question
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, open_text
+from medvl.data.corpora.common.tables import Plan, Record, malformed, open_text
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
 from medvl.schema import Sample
@@ -41,9 +41,7 @@ def plan_questions(
     ids = Counter(question.id for _, question in questions)
     repeated = [name for name, count in ids.items() if count > 1]
     if repeated:
-        raise CorpusError(
-            f"{corpus}: {len(repeated)} question ids occur more than once, the first is {min(repeated)}", "malformed"
-        )
+        raise malformed(corpus, f"{len(repeated)} question ids occur more than once, the first is {min(repeated)}")
     warnings.update(_count_repeats(questions))
     by_image: dict[str, list[Question]] = {}
     for image, question in questions:
@@ -94,7 +92,7 @@ def read_rows(path: Path, required: Sequence[str]) -> list[dict[str, Any]]:
 def check_rows(path: Path, rows: object, required: Sequence[str]) -> list[dict[str, Any]]:
     """Return `rows` as a list of objects with the required fields. Raises CorpusError naming the first wrong row."""
     if not isinstance(rows, list) or not rows:
-        raise CorpusError(f"{path}: expected a non-empty list of questions", "malformed")
+        raise malformed(path, "expected a non-empty list of questions")
     for number, row in enumerate(rows, 1):
         missing = [name for name in required if not isinstance(row, dict) or name not in row]
         if missing:
@@ -112,7 +110,7 @@ def parse_answer_type(value: object, path: Path) -> AnswerType:
     """Return the answer type of a field that is CLOSED or OPEN. Raises CorpusError on any other value."""
     answer_type = _ANSWER_TYPES.get(clean_text(value).upper())
     if answer_type is None:
-        raise CorpusError(f"{path}: expected CLOSED or OPEN for answer_type", "malformed", field="answer_type")
+        raise malformed(path, "expected CLOSED or OPEN for answer_type", "answer_type")
     return answer_type
 
 
@@ -125,5 +123,5 @@ def check_image_name(path: Path, name: str) -> str:
     """Return an image name of a table. Raises CorpusError when it points outside the folder of images."""
     parts = Path(name).parts
     if not parts or ".." in parts or Path(name).is_absolute():
-        raise CorpusError(f"{path}: an image name points outside the folder of images", "malformed")
+        raise malformed(path, "an image name points outside the folder of images")
     return name

@@ -151,6 +151,11 @@ def find_suffix(image: Path, suffixes: Sequence[str]) -> str | None:
     return next((suffix for suffix in suffixes if image.with_suffix(suffix).is_file()), None)
 
 
+def malformed(where: object, message: str, field: str | None = None) -> CorpusError:
+    """Return an error about a file (or a line of it) that does not match the data card."""
+    return CorpusError(f"{where}: {message}", "malformed", field=field)
+
+
 def check_choice(value: str, choices: Sequence[str], field: str) -> None:
     """Raise ConfigError when an option is none of its choices."""
     if value not in choices:
@@ -174,6 +179,6 @@ def parse_findings(row: Mapping[str, str], path: Path) -> dict[str, int]:
         if not value:
             continue
         if value not in _LABEL_VALUES:
-            raise CorpusError(f"{path}: expected 1, 0, -1 or blank for {name}, got {value!r}", "malformed", field=name)
+            raise malformed(path, f"expected 1, 0, -1 or blank for {name}, got {value!r}", name)
         labels[name] = _LABEL_VALUES[value]
     return labels
