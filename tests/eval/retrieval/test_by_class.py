@@ -1,4 +1,4 @@
-"""Retrieval by class rereadst a naive search, and candidate lists: published, sampled, read and refused."""
+"""Retrieval by class against a naive search, and candidate lists: published, sampled, read and refused."""
 
 import dataclasses
 import json
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.errors import raises
-from helpers.eval_fakes import WIDTH, FakeLoader, FakeModel, make_source, text_vector
+from helpers.eval_fakes import FakeLoader, FakeModel, make_source, text_vector
+from helpers.retrieval_images import noisy_images, unit_images
 
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError, EvaluationError
@@ -27,27 +28,16 @@ def labelled(count: int = 60, seed: int = 0) -> np.ndarray:
 
 def loader_of(labels_NL: np.ndarray, noise: float = 60, texts: list[str] | None = None, **settings) -> FakeLoader:
     """Return images whose embeddings are the vector of their class's name plus noise."""
-    rng = np.random.default_rng(1)
     source = make_source(labels_NL, NAMES, **settings)
-    source.images = [
-        np.clip(128 + 100 * text_vector(NAMES[int(np.nanargmax(row))]) + noise * rng.normal(size=WIDTH), 0, 255).astype(
-            np.uint8
-        )[None]
-        for row in labels_NL
-    ]
+    source.images = noisy_images([NAMES[int(np.nanargmax(row))] for row in labels_NL], noise, seed=1)
     return FakeLoader(source, texts=texts)
-
-
-def unit_images(loader: FakeLoader) -> np.ndarray:
-    images = np.stack([image[0].astype(np.float64) - 128 for image in loader.source.images])
-    return images / np.linalg.norm(images, axis=1, keepdims=True)
 
 
 # The metric
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
-def test_precision_equals_a_naive_search_with_ties_rereadst_the_query(k: int) -> None:
+def test_precision_equals_a_naive_search_with_ties_against_the_query(k: int) -> None:
     rng = np.random.default_rng(k)
     similarity_QN = np.round(rng.normal(size=(12, 9)), 0)  # many ties
     relevant_NL = (rng.random((9, 3)) < 0.4).astype(float)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.errors import raises
-from helpers.eval_fakes import WIDTH, FakeLoader, FakeModel, make_source, text_vector
+from helpers.eval_fakes import FakeLoader, FakeModel, make_source, text_vector
+from helpers.retrieval_images import noisy_images
 
 from medvl.errors import EvaluationError
 from medvl.eval import RetrievalEval, image_text_retrieval
@@ -18,12 +19,8 @@ TEXTS = [f"report {index % 20}" for index in range(50)]
 
 def loader_of(texts: list[str], noise: float, batch: int = 7) -> FakeLoader:
     """Return images whose embeddings are their text's vector plus noise."""
-    rng = np.random.default_rng(0)
     source = make_source(np.zeros((len(texts), 0)), ())
-    source.images = [
-        np.clip(128 + 100 * text_vector(text) + noise * rng.normal(size=WIDTH), 0, 255).astype(np.uint8)[None]
-        for text in texts
-    ]
+    source.images = noisy_images(texts, noise)
     return FakeLoader(source, batch, texts)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.eval_fakes import WIDTH, FakeLoader, FakeModel, make_source, text_vector
+from helpers.eval_fakes import FakeLoader, FakeModel, make_source, text_vector
+from helpers.retrieval_images import noisy_images, unit_images
 from PIL import Image
 
 from medvl.eval import write_retrieval_page
@@ -21,12 +22,8 @@ TEXTS = [f"report <{index % 12}>" for index in range(30)]
 
 
 def loader_of(noise: float) -> FakeLoader:
-    rng = np.random.default_rng(0)
     source = make_source(np.zeros((len(TEXTS), 0)), ())
-    source.images = [
-        np.clip(128 + 100 * text_vector(text) + noise * rng.normal(size=WIDTH), 0, 255).astype(np.uint8)[None]
-        for text in TEXTS
-    ]
+    source.images = noisy_images(TEXTS, noise)
     return FakeLoader(source, texts=TEXTS)
 
 
@@ -41,13 +38,8 @@ def examples(result: RetrievalResult) -> RetrievalExamples:
     return result.examples
 
 
-def unit_images() -> np.ndarray:
-    images = np.stack([image[0].astype(np.float64) - 128 for image in loader_of(60).source.images])
-    return images / np.linalg.norm(images, axis=1, keepdims=True)
-
-
 def test_examples_equal_a_naive_search(result: RetrievalResult, examples: RetrievalExamples) -> None:
-    similarity = unit_images() @ np.stack([text_vector(text) for text in examples.texts]).T
+    similarity = unit_images(loader_of(60)) @ np.stack([text_vector(text) for text in examples.texts]).T
     assert len(examples.image_queries) == len(examples.text_queries) == 2
     for query in examples.image_queries:
         assert list(query.candidates) == np.argsort(-similarity[query.query])[:6].tolist()
