@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 import medvl
 from medvl.data import ShardSource
 from medvl.errors import MedvlError
-from medvl.eval import VQAData
+from medvl.eval import VQAData, question_data
 from medvl.eval.core.bootstrap import bootstrap  # internal: intervals of a mean over questions
-from medvl.eval.vqa.predict import question_data  # internal: questions in the order of the predictions
 from medvl.models import create_model, save
 from medvl.train import seeded
 

@@ -1,11 +1,11 @@
-"""Evaluators: what a checkpoint is worth, with intervals.
+"""Evaluation of models: metrics with bootstrap intervals, results.json, tables and HTML pages.
 
     scores, labels, policy -> metric rows -> results.json, a table, a page
 
-`stats` and `metrics` hold the numbers, `policies` what uncertain and missing labels mean, `prompts` the sentences;
-`zeroshot`, `retrieval`, `vqa` and `generation` are protocols on top of them; `results` and `page` write down what they
-find.
-Everything is imported on first use: the statistics need numpy only.
+`core` has metrics, bootstrap and results, `html` the pages. Each task has its own package with the protocol in the
+docstring of its evaluator: `zero_shot_classification`, `classification`, `probing`, `retrieval`, `grounding`, `dense`
+(detection and segmentation), `vqa` and `report_generation`; `compare` compares results of several models.
+Submodules are imported on first use: the statistics need numpy only.
 """
 
 from typing import TYPE_CHECKING
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     )
     from medvl.eval.report_generation.generate import ReportEval as ReportEval, generate_reports as generate_reports
     from medvl.eval.retrieval.by_class import class_retrieval as class_retrieval, image_retrieval as image_retrieval
+    from medvl.eval.retrieval.by_class_page import write_class_retrieval_page as write_class_retrieval_page
     from medvl.eval.retrieval.candidate_lists import RetrievalList as RetrievalList
     from medvl.eval.retrieval.image_text import (
         RetrievalEval as RetrievalEval,
@@ -57,11 +58,14 @@ if TYPE_CHECKING:
     from medvl.eval.vqa.answer_normalization import normalize_answer as normalize_answer
     from medvl.eval.vqa.answer_vocabulary import AnswerVocabulary as AnswerVocabulary
     from medvl.eval.vqa.evaluate import evaluate_answers as evaluate_answers
+    from medvl.eval.vqa.page import write_vqa_page as write_vqa_page
     from medvl.eval.vqa.predict import (
         AnswerEval as AnswerEval,
         answer_questions as answer_questions,
+        question_data as question_data,
         read_answer_vocabulary as read_answer_vocabulary,
     )
+    from medvl.eval.vqa.predictions import Prediction as Prediction, read_predictions as read_predictions
     from medvl.eval.vqa.protocol import VQAProtocol as VQAProtocol, get_protocol as get_protocol
     from medvl.eval.vqa.question_set import VQAData as VQAData
     from medvl.eval.zero_shot_classification.evaluate import ZeroShotEval as ZeroShotEval, zero_shot as zero_shot
