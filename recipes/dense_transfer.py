@@ -8,8 +8,8 @@
         --valid shards/siim/validate
 
 `--init-from` is a checkpoint of any system with an image encoder, or the name of an encoder with published weights.
-The encoder is frozen and in eval mode, so that what is measured is what its grid of patches holds. `--data.fraction`
-takes a share of the training patients, `--data.draw` says which. Training stops early by the validation patients.
+The encoder is frozen and in eval mode, so that the features of its patch grid are measured. `--data.fraction` selects
+a fraction of the training patients by the seed `--data.fraction-seed`. Early stopping uses the validation patients.
 
 GLoRIA, MGCA and LoVT put a YOLOv3 and a U-Net on a ResNet-50's stages, whose first layers then see fine detail that a
 Transformer's tokens never had. Ours and not theirs: one decoder for every encoder, on one grid of patches
@@ -117,7 +117,7 @@ def prepare(recipe: Recipe) -> "Run":
     from medvl.eval import DetectionEval, SegmentationEval
     from medvl.models import Detector, Segmenter, create_dense
     from medvl.train import Run, seeded
-    from medvl.train.tasks.dense import open_marks
+    from medvl.train.tasks.dense import open_dense
 
     detects = recipe.task == "detection"
     kind: Literal["boxes", "masks"] = "boxes" if detects else "masks"
@@ -133,7 +133,7 @@ def prepare(recipe: Recipe) -> "Run":
             frozen_encoder=recipe.frozen_encoder,
             head_lr_mult=recipe.head_lr_mult,
         )
-    opened = open_marks(recipe.data, model, kind, recipe.train.micro_batch)
+    opened = open_dense(recipe.data, model, kind, recipe.train.micro_batch)
     run = Run(recipe="dense_transfer", settings=recipe, model=model, data=opened)
     return run.with_evaluator(DetectionEval if detects else SegmentationEval)
 

@@ -1,13 +1,13 @@
 """A classifier of findings on a pretrained image encoder: linear probe or fine-tuning, at a fraction of the labels.
 
     torchrun recipes/linear_probe.py --init-from runs/convirt-mimic/best         # the encoder frozen, one linear layer
-    torchrun recipes/linear_probe.py finetune --init-from runs/convirt-mimic/best --data.fraction 0.01 --data.draw 3
+    torchrun recipes/linear_probe.py finetune --init-from runs/convirt-mimic/best --data.fraction 0.01
     torchrun recipes/linear_probe.py tiny                                    # the quickstart's ConVIRT, two CPU cores
     medvl eval classify --checkpoint runs/linear-probe/best --data shards/chexpert/test --valid shards/chexpert/valid
 
 `--init-from` is a checkpoint of any system with an image encoder, or the name of an encoder with published weights.
 Training stops early by the mean AUROC of the validation patients, and `best` is the step that had the highest.
-`--data.fraction` takes the labels of a share of the training patients, `--data.draw` says which ones.
+`--data.fraction` takes the labels of a share of the training patients, `--data.fraction-seed` says which ones.
 
 Preset `paper`: linear classification on CheXpert with MGCA's settings (batch 48, 5e-4, weight decay 1e-6), the encoder
 frozen and in eval mode. Preset `finetune`: everything is trained, the encoder at a fifth of the head's rate. Ours and
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from medvl.data import ConVIRTAugmentation, EvalTransform
 from medvl.train.config import OptimConfig, Plateau, TrainConfig
 from medvl.train.recipe_cli import launch
-from medvl.train.tasks.classification import LabelConfig
+from medvl.train.tasks.classification import ClassificationDataConfig
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -42,7 +42,7 @@ class Recipe:
     """What a label of -1 counts as."""
     missing: Literal["ignore", "negative"] = "negative"
     """What an absent label counts as."""
-    data: LabelConfig
+    data: ClassificationDataConfig
     optim: OptimConfig
     train: TrainConfig
 
@@ -50,7 +50,7 @@ class Recipe:
 paper = Recipe(
     init_from=Path("runs/convirt-mimic/best"),
     frozen_encoder=True,
-    data=LabelConfig(
+    data=ClassificationDataConfig(
         train=Path("shards/chexpert/train"),
         valid=Path("shards/chexpert/valid"),
         labels=("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Pleural Effusion"),
@@ -78,7 +78,7 @@ finetune = dataclasses.replace(
 tiny = dataclasses.replace(
     paper,
     init_from=Path("quickstart/convirt/best"),
-    data=LabelConfig(
+    data=ClassificationDataConfig(
         train=Path("quickstart/shards/train"),
         valid=Path("quickstart/shards/validate"),
         image=EvalTransform(size=112, fit="squash"),
@@ -104,7 +104,7 @@ def prepare(recipe: Recipe) -> "Run":
     from medvl.eval import ClassifyEval, LabelPolicy
     from medvl.models import create_classifier
     from medvl.train import Run, seeded
-    from medvl.train.tasks.classification import open_labels
+    from medvl.train.tasks.classification import open_classification
 
     policy = LabelPolicy(uncertain=recipe.uncertain, missing=recipe.missing)
     with seeded(recipe.train.seed):
@@ -114,7 +114,7 @@ def prepare(recipe: Recipe) -> "Run":
             frozen_encoder=recipe.frozen_encoder,
             head_lr_mult=recipe.head_lr_mult,
         )
-    opened = open_labels(recipe.data, model, policy.apply, recipe.train.micro_batch)
+    opened = open_classification(recipe.data, model, policy.apply, recipe.train.micro_batch)
     run = Run(recipe="linear_probe", settings=recipe, model=model, data=opened)
     return run.with_evaluator(lambda images: ClassifyEval(images, policy=policy))
 

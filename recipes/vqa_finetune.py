@@ -22,7 +22,7 @@ from medvl.data import ConVIRTAugmentation, EvalTransform
 from medvl.models import DecoderConfig, DualStreamConfig
 from medvl.train.config import Cosine, Linear, OptimConfig, TrainConfig
 from medvl.train.recipe_cli import launch
-from medvl.train.tasks.vqa import QuestionConfig
+from medvl.train.tasks.vqa import VQADataConfig
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -44,7 +44,7 @@ class Recipe:
     """Learning rate of the head, as a multiple of the encoders'; None is the published one of that head."""
     protocol: str = "medvl"
     """How answers are compared, and whose answers make up the vocabulary."""
-    data: QuestionConfig
+    data: VQADataConfig
     optim: OptimConfig
     train: TrainConfig
 
@@ -52,7 +52,7 @@ class Recipe:
 paper = Recipe(
     init_from=Path("runs/m3ae/best"),
     fusion=DualStreamConfig(),
-    data=QuestionConfig(
+    data=VQADataConfig(
         train=Path("shards/vqa-rad/train"),
         valid=Path("shards/vqa-rad/validate"),
         image=EvalTransform(size=384),
@@ -75,7 +75,7 @@ tiny = Recipe(
     ),
     decoder=DecoderConfig(layers=2, heads=3, intermediate=768),
     head_lr_mult=4.0,
-    data=QuestionConfig(
+    data=VQADataConfig(
         train=Path("quickstart/vqa/train"),
         valid=Path("quickstart/vqa-valid/test"),
         valid_split="test",
@@ -111,7 +111,7 @@ def prepare(recipe: Recipe) -> "Run":
     from medvl.eval import AnswerEval, get_protocol, read_answer_vocabulary
     from medvl.models import create_vqa
     from medvl.train import Run, seeded
-    from medvl.train.tasks.vqa import open_questions
+    from medvl.train.tasks.vqa import open_vqa
 
     answers = read_answer_vocabulary(recipe.data.train, recipe.protocol).answers
     normalize = get_protocol(recipe.protocol).normalize
@@ -124,7 +124,7 @@ def prepare(recipe: Recipe) -> "Run":
             decoder=recipe.decoder,
             head_lr_mult=recipe.head_lr_mult,
         )
-    opened = open_questions(recipe.data, model, answers, normalize, recipe.train.micro_batch)
+    opened = open_vqa(recipe.data, model, answers, normalize, recipe.train.micro_batch)
     run = Run(recipe="vqa_finetune", settings=recipe, model=model, data=opened)
     return run.with_evaluator(lambda images: AnswerEval(images, recipe.protocol))
 

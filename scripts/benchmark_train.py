@@ -56,6 +56,7 @@ from medvl.train.optim.optimizer import build_optimizer
 from medvl.train.optim.precision import Precision
 from medvl.train.parallel.batches import BatchStream
 from medvl.train.parallel.distributed import RankInfo, join
+from medvl.train.parallel.model import DDPModel
 from medvl.train.parallel.prefetch import side_stream
 from medvl.train.tasks.pretraining import DataConfig, open_data
 
@@ -186,7 +187,8 @@ class Medvl:
             self.model.compile()
         self.optimizer = build_optimizer(self.model, settings.optim)
         self.precision = Precision(settings.train.precision, world.device)
-        self.step = Step(self.model, self.optimizer, self.precision, world, seed=0, clip_norm=None, channels_last=False)
+        parallel = DDPModel(self.model, world)
+        self.step = Step(parallel, self.optimizer, self.precision, seed=0, clip_norm=None, channels_last=False)
         self.batches, self._number = BatchStream(run.data.train, 1, side_stream(world.device, channels_last=False)), 0
 
     def bare(self, batch: Batch) -> None:
@@ -194,7 +196,7 @@ class Medvl:
         with self.precision.autocast():
             loss = self.model(batch).total
         self.precision.backward(loss)
-        self.precision.update(self.optimizer)
+        self.precision.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
 
     def epoch(self, steps: int) -> Iterator[int]:

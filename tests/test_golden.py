@@ -25,6 +25,7 @@ from medvl.train.loop.step import Step
 from medvl.train.optim.optimizer import build_optimizer
 from medvl.train.optim.precision import Precision
 from medvl.train.parallel.distributed import RankInfo
+from medvl.train.parallel.model import DDPModel
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden_curves.json"
@@ -72,7 +73,7 @@ def curves(recipe: str, precision: Literal["fp32", "bf16"] = "fp32") -> dict[str
     world = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
     optimizer = build_optimizer(model, settings.optim)
     options: dict[str, Any] = {"seed": 0, "clip_norm": 1.0, "channels_last": False}
-    step = Step(model, optimizer, Precision(precision, world.device), world, **options)
+    step = Step(DDPModel(model, world), optimizer, Precision(precision, world.device), **options)
     found: dict[str, list[float]] = {}
     for number, batch in enumerate(batches(settings.model, tokenizer), start=1):
         (losses,) = step(number, 1e-4, [batch], 1).losses

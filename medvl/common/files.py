@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whatever kills the process that writes them."""
+"""Atomic writes, hashes, and the marker of a complete checkpoint."""
 
 import errno
 import hashlib
@@ -9,35 +9,37 @@ from pathlib import Path
 from medvl.errors import CheckpointError
 
 MARKER = "complete.json"
-"""The file of a checkpoint that is written last: size and sha256 of all others."""
+"""File of a checkpoint that is written last: size and sha256 of all others."""
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file."""
+    """Return the hex digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_marker(folder: Path, *, but: str | None = None) -> None:
-    """Compare the files of a checkpoint with its marker, all or all but those in one folder of it.
+def check_marker(folder: Path, *, exclude: str | None = None) -> None:
+    """Compare the files of a checkpoint with its marker, optionally without those of one subfolder.
 
-    Raises CheckpointError that names the first file which is not as it was written.
+    Raises CheckpointError that names the first file that differs.
     """
     marker = folder / MARKER
     try:
         recorded = json.loads(marker.read_text())["files"]
         for name, entry in recorded.items():
             path = folder / name
-            if but is not None and name.startswith(f"{but}/"):
+            if exclude is not None and name.startswith(f"{exclude}/"):
                 continue
             if not path.is_file() or path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
-                raise CheckpointError(f"{path} is not as it was written: the checkpoint is damaged")
+                raise CheckpointError(f"{path} differs from {MARKER}: the checkpoint is damaged", "mismatch")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{marker} cannot be read ({type(error).__name__}): the checkpoint is damaged") from error
+        raise CheckpointError(
+            f"{marker} cannot be read ({type(error).__name__}): the checkpoint is damaged", "malformed"
+        ) from error
 
 
 def fsync(path: Path) -> None:
-    """Flush a file, or a folder's list of names, to the disk."""
+    """Flush a file, or the directory entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -49,7 +51,7 @@ def fsync(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: str | bytes) -> Path:
-    """Write a file under a temporary name, flush it to the disk and rename it: old or new, never half. Its path."""
+    """Write a file under a temporary name, flush and rename it, so that it is never partial; return its path."""
     temporary = path.with_name(f".{path.name}.partial")
     data = content.encode() if isinstance(content, str) else content
     try:

@@ -1,4 +1,4 @@
-"""Files that survive a kill, a full disk and a second run: write aside, flush, rename; and a lock on a run's folder."""
+"""Atomic folders and links, and a lock on a run folder."""
 
 import contextlib
 import errno
@@ -17,28 +17,28 @@ from medvl.common.files import fsync
 from medvl.errors import TrainingError
 
 _locked_here: set[Path] = set()
-"""Record locks do not hold against another run of the same process, so those are kept here."""
+"""Folders locked by this process: record locks do not exclude a second lock of the same process."""
 
 
 def fsync_tree(folder: Path) -> None:
-    """Flush every file and folder in a folder, and the folder itself."""
+    """Flush all files and folders below a folder, and the folder itself, to the disk."""
     for path in folder.rglob("*"):
         fsync(path)
     fsync(folder)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file of JSON, flushed. Raises ValueError on NaN and infinity: JSON has none."""
+    """Write and flush a JSON file. Raises ValueError on NaN and infinity."""
     path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
     fsync(path)
 
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the name `path` when the context ends well and is discarded when it does not.
+    """Yield a temporary folder that is renamed to `path` on success and removed on an error.
 
-    Whoever is killed leaves at most a folder with a name that begins with a dot. An older folder of that name is
-    replaced: it is out of the way for the time between two renames, and what stands there afterwards is whole.
+    A killed process leaves at most a folder whose name begins with a dot. An existing folder is replaced; it is absent
+    between two renames only.
     """
     aside = path.with_name(f".{path.name}.new")
     shutil.rmtree(aside, ignore_errors=True)
@@ -57,8 +57,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def wait_for(path: Path, seconds: float = 30.0) -> None:
-    """Return once a path is seen. A network file system may show a new name, or one of another machine, some seconds
-    late; what asks for it by its name meanwhile would take it for missing.
+    """Wait until a path exists: network file systems may show a new name some seconds late.
 
     Raises FileNotFoundError after `seconds`.
     """
@@ -68,11 +67,11 @@ def wait_for(path: Path, seconds: float = 30.0) -> None:
             raise FileNotFoundError(errno.ENOENT, f"not seen for {seconds:.0f} s after it was written", str(path))
         time.sleep(0.05)
         with contextlib.suppress(OSError):
-            list(path.parent.iterdir())  # makes the client ask the server again
+            list(path.parent.iterdir())  # makes the client query the server again
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder so that no half of it is ever seen under its name."""
+    """Remove a folder; it is renamed first, so that it is never partial under its name."""
     trash = folder.with_name(f".{folder.name}.trash")
     shutil.rmtree(trash, ignore_errors=True)
     folder.replace(trash)
@@ -81,7 +80,7 @@ def discard(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed runs left of `new_folder` and `discard`; what cannot be removed stays for the next sweep."""
+    """Remove leftovers of `new_folder` and `discard` from killed runs; failures are left for the next sweep."""
     for pattern in (".*.new", ".*.trash"):
         for leftover in folder.glob(pattern):
             if leftover.is_dir() and not leftover.is_symlink():
@@ -91,7 +90,7 @@ def sweep(folder: Path) -> None:
 
 
 def point(link: Path, folder: Path) -> None:
-    """Make `link` a name for a folder, at once: a relative symbolic link.
+    """Make `link` a relative symbolic link to a folder, atomically.
 
     On a file system without symbolic links it becomes a folder with hard links to (or copies of) the same files.
     """
@@ -115,20 +114,20 @@ def point(link: Path, folder: Path) -> None:
 
 
 class RunLock:
-    """Keeps a second run out of a run's folder for as long as this process lives.
+    """Lock that excludes a second run from a run folder while this process runs.
 
-    A record lock of the system on `.lock`: it goes with the process, however that ends, and its children (the loader's
-    workers) do not inherit it. So a lock is never stale, and a run that was killed can be started again at once.
+    It is a record lock of the operating system on `.lock`. It is released when the process ends, however that happens,
+    and child processes (the loader's workers) do not inherit it, so a lock is never stale.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir.resolve() / ".lock"
 
     def __enter__(self) -> Self:
-        """Raises TrainingError when another run holds the folder."""
+        """Lock the folder. Raises TrainingError where another run holds the lock."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path in _locked_here:
-            raise TrainingError(self._refusal("this process"))
+            raise self._in_use("this process")
         self._file = self._path.open("a+")
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -138,9 +137,11 @@ class RunLock:
             self._file.close()
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise TrainingError(
-                    f"{self._path} cannot be locked ({error.strerror}): use a run_dir on a file system with locks"
+                    f"{self._path} cannot be locked ({error.strerror}); use a run_dir on a file system with locks",
+                    "unreadable",
+                    field="run_dir",
                 ) from error
-            raise TrainingError(self._refusal(owner)) from None
+            raise self._in_use(owner) from None
         _locked_here.add(self._path)
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -153,8 +154,9 @@ class RunLock:
         _locked_here.discard(self._path)
         self._file.close()
 
-    def _refusal(self, owner: str) -> str:
-        return f"{self._path.parent} is in use by {owner}: wait for it, or choose another run_dir"
+    def _in_use(self, owner: str) -> TrainingError:
+        message = f"{self._path.parent} is in use by {owner}; wait for it, or choose another run_dir"
+        return TrainingError(message, "in_use", field="run_dir")
 
 
 def _link_or_copy(source: str, destination: str) -> None:

@@ -1,12 +1,12 @@
-"""Lets torchvision be imported beside a CPU-only torch.
+"""Workaround to import torchvision beside a CPU-only torch.
 
 The torchvision wheel on the package index is built for CUDA. Beside a CPU build of torch its compiled extension does
 not load, and the import then fails where Python code registers a fake kernel for `torchvision::nms`, an operator that
-the extension should have declared. timm, open_clip and transformers import torchvision, so they fail with it.
+the extension declares. timm, open_clip and transformers import torchvision, so they fail with it.
 
-`install()` puts a finder in front of the import system that acts only when `torchvision` itself is imported and only
-after that one failure: it declares the two missing operator schemas and runs the module again. Where torchvision
-loads natively it does nothing. Still missing afterwards: `torchvision.io` codecs, `nms` and `deform_conv2d`.
+`install()` adds an import finder that acts only when `torchvision` itself is imported and only after that failure: it
+declares the two missing operator schemas and runs the module again. Where torchvision loads natively it does nothing.
+Still missing afterwards: `torchvision.io` codecs, `nms` and `deform_conv2d`.
 """
 
 import importlib.abc
@@ -25,7 +25,7 @@ _SCHEMAS = (
 class _Loader(importlib.abc.Loader):
     def __init__(self, native: importlib.abc.Loader) -> None:
         self.native = native
-        self.library: object | None = None  # the declared schemas live as long as this object
+        self.library: object | None = None  # declared schemas are removed with this object
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self.native.create_module(spec)
@@ -63,6 +63,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Put the finder in front, once. Costs nothing until torchvision is imported."""
+    """Install the finder once. It costs nothing until torchvision is imported."""
     if "torchvision" not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

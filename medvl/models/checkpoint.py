@@ -62,7 +62,7 @@ def load(folder: Path | str) -> System:
     """
     folder = _check_folder(Path(folder))
     if (folder / MARKER).is_file():  # training writes it, `save` alone does not
-        check_marker(folder, but=TRAIN_STATE)
+        check_marker(folder, exclude=TRAIN_STATE)
     described = _read_config(folder)["model"]
     try:
         cls = system(described["name"])
@@ -123,7 +123,7 @@ def _check_start(model: TwoTowers, folder: Path | str) -> Path:
     """Return the folder of a complete checkpoint with the model's vocabulary. Raises CheckpointError otherwise."""
     folder = _check_folder(Path(folder))
     if (folder / MARKER).is_file():
-        check_marker(folder, but=TRAIN_STATE)
+        check_marker(folder, exclude=TRAIN_STATE)
     mine = None if model.tokenizer is None else model.tokenizer.vocabulary
     folder_has_one = (folder / TOKENIZER).is_dir()
     if mine is not None and folder_has_one and load_tokenizer(folder / TOKENIZER).vocabulary != mine:

@@ -1,11 +1,16 @@
-"""Training: one loop for every model, exact to resume, hard to kill.
+"""Training: one loop for every model, exactly resumable, on one device or many.
 
     from medvl.train import TrainConfig, OptimConfig, Plateau, train
 
     train(model, train_loader, optim=OptimConfig(...), config=TrainConfig(...), valid_loader=valid_loader)
 
-Read `loop.py` first, then `step.py`; each other file is one concern of theirs. The configs and `choose`, which reads
-the command line, come without torch.
+Start reading at `loop/trainer.py`, then `loop/step.py`. The configs, the data settings and `choose`, which reads a
+recipe's command line, are imported without torch.
+
+    config.py          settings of a run             run.py, recipe_cli.py   a recipe as a run and as a program
+    tasks/             data settings and loaders     loop/                   step, validation, records, state
+    optim/             optimiser, schedule, formats  parallel/               ranks, DDP, FSDP, transfer of batches
+    fault_tolerance/   checkpoints, bad values       doctor/                 measurements of a run's speed
 """
 
 from typing import TYPE_CHECKING
@@ -21,11 +26,23 @@ if TYPE_CHECKING:
         Linear as Linear,
         OptimConfig as OptimConfig,
         Plateau as Plateau,
+        Schedule as Schedule,
         TrainConfig as TrainConfig,
     )
+    from medvl.train.doctor.examine import Examination as Examination, examine as examine
     from medvl.train.loop.trainer import TrainResult as TrainResult, train as train
+    from medvl.train.loop.validate import Evaluator as Evaluator
+    from medvl.train.parallel.batches import TrainLoader as TrainLoader
     from medvl.train.parallel.distributed import rank_and_world as rank_and_world
-    from medvl.train.recipe_cli import choose as choose
+    from medvl.train.recipe_cli import choose as choose, launch as launch
     from medvl.train.run import Run as Run, pretraining as pretraining
+    from medvl.train.tasks.classification import (
+        ClassificationDataConfig as ClassificationDataConfig,
+        open_classification as open_classification,
+    )
+    from medvl.train.tasks.common import DataLoaders as DataLoaders
+    from medvl.train.tasks.dense import DenseDataConfig as DenseDataConfig, open_dense as open_dense
+    from medvl.train.tasks.pretraining import DataConfig as DataConfig, open_data as open_data
+    from medvl.train.tasks.vqa import VQADataConfig as VQADataConfig, open_vqa as open_vqa
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,4 +1,4 @@
-"""What every recipe comes to: a model, its data and its judges, ready to be trained, or measured (`doctor.py`)."""
+"""A complete run of a recipe: model, data and evaluators, ready to train or to examine (`medvl.train.doctor`)."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -14,11 +14,12 @@ from medvl.models.base import TwoTowers
 from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.loop.trainer import TrainResult, train
 from medvl.train.loop.validate import Evaluator
-from medvl.train.tasks.pretraining import DataConfig, DataLoaders, open_data
+from medvl.train.tasks.common import DataLoaders, LoaderConfig
+from medvl.train.tasks.pretraining import DataConfig, open_data
 
 
 class Settings(Protocol):
-    """What all recipes have among their settings."""
+    """Settings that all recipes have."""
 
     @property
     def optim(self) -> OptimConfig:
@@ -26,49 +27,49 @@ class Settings(Protocol):
 
     @property
     def train(self) -> TrainConfig:
-        """How the run goes."""
+        """Length, batch, precision and the like."""
 
     @property
-    def data(self) -> Any:
-        """Where the samples come from, and how many `workers` read them."""
+    def data(self) -> LoaderConfig:
+        """Folders of shards and loaders."""
 
 
-class Pretraining(Settings, Protocol):
-    """What recipes that train a system on images and texts have besides."""
+class PretrainingSettings(Settings, Protocol):
+    """Settings of recipes that train a system on images and texts."""
 
     @property
     def model(self) -> Any:
-        """The configuration of a system."""
+        """Configuration of a system."""
 
     @property
     def pretrained(self) -> bool:
-        """Start the encoders from their published weights."""
+        """Whether the encoders start from their published weights."""
 
     @property
     def data(self) -> DataConfig:
-        """Where the samples come from."""
+        """Shards, text and augmentation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that is ready to begin."""
+    """A run that is ready to start."""
 
     recipe: str
-    """Its name, for the checkpoints."""
+    """Name of the recipe, for the checkpoints."""
     settings: Settings
-    """Those of the recipe, all of which the checkpoints hold."""
+    """Settings of the recipe, for the checkpoints."""
     model: nn.Module
     data: DataLoaders
     evals: Sequence[Evaluator] = ()
 
-    def with_evaluator(self, make: Callable[[Any], Evaluator]) -> "Run":
-        """With one more evaluator, which `make` makes for the validation images; without such images as it is."""
+    def with_evaluator(self, create: Callable[[Any], Evaluator]) -> "Run":
+        """Return the run with one more evaluator, `create(validation images)`; unchanged without validation data."""
         if self.data.valid_images is None:
             return self
-        return dataclasses.replace(self, evals=(*self.evals, make(self.data.valid_images)))
+        return dataclasses.replace(self, evals=(*self.evals, create(self.data.valid_images)))
 
     def train(self) -> TrainResult:
-        """Train, or go on with what was interrupted; raises as `medvl.train.train` does."""
+        """Train, or resume an interrupted run; raises as `medvl.train.train` does."""
         return train(
             self.model,
             self.data.train,
@@ -76,17 +77,17 @@ class Run:
             evals=self.evals,
             optim=self.settings.optim,
             config=self.settings.train,
-            run={"recipe": self.recipe, "settings": self._own_settings(), **self.data.described},
+            run={"recipe": self.recipe, "settings": self._recipe_settings(), **self.data.described},
         )
 
-    def _own_settings(self) -> dict[str, Any]:
-        """Return the settings of the recipe that a checkpoint does not hold elsewhere (model, optim, train)."""
+    def _recipe_settings(self) -> dict[str, Any]:
+        """Return the settings that a checkpoint does not hold elsewhere: all but model, optim and train."""
         settings = to_dict(self.settings)
         return {name: value for name, value in settings.items() if name not in ("model", "optim", "train")}
 
 
-def pretraining(recipe: str, settings: Pretraining, start: Path | None = None) -> Run:
-    """The run of a system from its configuration, or from the checkpoint that `start` names.
+def pretraining(recipe: str, settings: PretrainingSettings, start: Path | None = None) -> Run:
+    """Create the run of a system from its configuration, optionally from the weights of the checkpoint `start`.
 
     Raises what `create_model`, `warm_start` and `open_data` raise.
     """
@@ -94,5 +95,5 @@ def pretraining(recipe: str, settings: Pretraining, start: Path | None = None) -
         model = create_model(settings.model, pretrained=settings.pretrained, tokenizer=settings.data.tokenizer)
     if start is not None:
         warm_start(cast(TwoTowers, model), start)
-    opened = open_data(settings.data, model, settings.train.micro_batch)
-    return Run(recipe=recipe, settings=settings, model=model, data=opened)
+    data = open_data(settings.data, model, settings.train.micro_batch)
+    return Run(recipe=recipe, settings=settings, model=model, data=data)

@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,9 +16,15 @@ from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.schema import Batch, Losses
 from medvl.train import OptimConfig, TrainConfig
+from medvl.train.loop.step import Step
+from medvl.train.optim.optimizer import build_optimizer
+from medvl.train.optim.precision import Precision
+from medvl.train.parallel.distributed import RankInfo
+from medvl.train.parallel.model import DDPModel, ParallelModel
 
 train = _train.train
 
+ONE_RANK = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
 SIZE = 6
 """Width and height of the images."""
 
@@ -155,6 +161,20 @@ def config(run_dir: Path, **changes: Any) -> TrainConfig:
 
 def optim(**changes: Any) -> OptimConfig:
     return OptimConfig(**{"lr": 1e-2, **changes})
+
+
+def step_of(
+    model: nn.Module | ParallelModel,
+    config: OptimConfig | None = None,
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+    ranks: RankInfo = ONE_RANK,
+    **options: Any,
+) -> Step:
+    """The step of a model, as training builds it."""
+    parallel = model if isinstance(model, ParallelModel) else DDPModel(model, ranks)
+    config = config or optim()
+    options = {"seed": 0, "clip_norm": config.clip_norm, "channels_last": False, **options}
+    return Step(parallel, build_optimizer(parallel.trained, config), Precision(precision, ranks.device), **options)
 
 
 def weights(run_dir: Path, name: str = "last") -> dict[str, Tensor]:

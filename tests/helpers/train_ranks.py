@@ -215,18 +215,18 @@ def check_lock(folder: Path) -> Any:
 
 def check_validate(folder: Path) -> Any:
     """The validation loss of a fresh model, from this rank's share of the batches."""
-    with join("cpu") as world:
-        return validate(world)
+    with join("cpu") as ranks:
+        return validate(ranks)
 
 
-def validate(world: RankInfo) -> dict[str, float]:
+def validate(ranks: RankInfo) -> dict[str, float]:
     model = fakes.TwoTowers()
     with evaluating(model):
         return validation_loss(
             model,
-            fakes.valid_batches(world.rank, world.size),
-            world=world,
-            precision=Precision("fp32", world.device),
+            fakes.valid_batches(ranks.rank, ranks.size),
+            ranks=ranks,
+            precision=Precision("fp32", ranks.device),
             seed=0,
             place=lambda batch: batch,
         )

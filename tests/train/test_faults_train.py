@@ -310,13 +310,15 @@ def test_a_resumed_run_finds_the_same_spikes(tmp_path: Path) -> None:
 
 def test_a_loss_is_compared_with_the_median_once_there_are_enough() -> None:
     spikes = LossSpikeDetector(10.0)
-    assert not any(spikes.judge(loss) for loss in [1.0] * (LossSpikeDetector.FEWEST - 1) + [1000.0]), "too few to tell"
-    assert not spikes.judge(10.0)
-    assert spikes.judge(10.1)
-    assert spikes.judge(1e9)
+    assert not any(spikes.observe(loss) for loss in [1.0] * (LossSpikeDetector.FEWEST - 1) + [1000.0]), (
+        "too few to tell"
+    )
+    assert not spikes.observe(10.0)
+    assert spikes.observe(10.1)
+    assert spikes.observe(1e9)
     again = LossSpikeDetector(10.0, spikes.state_dict())
     assert len(again.state_dict()) == LossSpikeDetector.FEWEST + 1
-    assert again.judge(10.1)
+    assert again.observe(10.1)
 
 
 NO_MEMORY = [

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import train_fakes as fakes
+from helpers.errors import raises
 from helpers.train_fakes import FakeLoader, TwoTowers, TwoTowersConfig, records, train, weights
 from safetensors.torch import load_file
 
@@ -166,37 +167,39 @@ def test_resume_from_another_runs_checkpoint(undisturbed: Path, tmp_path: Path) 
 
 def test_resume_from_an_older_checkpoint_of_the_same_run_is_refused(tmp_path: Path) -> None:
     run(tmp_path, checkpoint_every=1, keep_last=3)
-    with pytest.raises(CheckpointError, match="is not the newest checkpoint of"):
+    with raises(CheckpointError, "conflict", "resume"):
         run(tmp_path, resume=str(tmp_path / "checkpoints" / f"step-{LAST_STEP - 1:08d}"))
 
 
 def test_resume_never_refuses_a_used_folder(undisturbed: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="resume is 'never'"):
+    with raises(CheckpointError, "exists", "resume"):
         run(undisturbed, resume="never")
     assert run(tmp_path, resume="never").step == LAST_STEP
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("changes", "field", "values"),
     [
-        ({"seed": 7}, r"train\.seed is 0 there and 7 here"),
-        ({"accumulate": 1, "global_batch": 4}, r"train\.global_batch is 12 there and 4 here; train\.accumulate is 3"),
-        ({"precision": "bf16"}, r"train\.precision is 'fp32' there and 'bf16' here"),
-        ({"epochs": 4}, r"train\.total_steps is 6 there and 8 here"),
-        ({"schedule": Cosine(warmup_steps=1)}, r"optim\.schedule\.warmup_steps is 2 there and 1 here"),
-        ({"schedule": Constant()}, r"optim\.schedule\.kind is 'Cosine' there and 'Constant' here"),
-        ({"loader": FakeLoader(20, 4, data="d1")}, "does not go with this data: .* another fingerprint"),
+        ({"seed": 7}, "train.seed", "was 0 and is 7"),
+        ({"accumulate": 1, "global_batch": 4}, "train.global_batch", "train.accumulate was 3 and is 1"),
+        ({"precision": "bf16"}, "train.precision", "was 'fp32' and is 'bf16'"),
+        ({"epochs": 4}, "train.total_steps", "was 6 and is 8"),
+        ({"schedule": Cosine(warmup_steps=1)}, "optim.schedule.warmup_steps", "was 2 and is 1"),
+        ({"schedule": Constant()}, "optim.schedule.kind", "was 'Cosine' and is 'Constant'"),
+        ({"loader": FakeLoader(20, 4, data="d1")}, None, "another fingerprint"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(changes: dict[str, Any], text: str, undisturbed: Path) -> None:
+def test_resume_refuses_a_checkpoint_of_another_run(
+    changes: dict[str, Any], field: str | None, values: str, undisturbed: Path
+) -> None:
     before = weights(undisturbed)
-    with pytest.raises(CheckpointError, match=text):
+    with raises(CheckpointError, "mismatch", field, names=values):
         run(undisturbed, **changes)
     assert torch.equal(weights(undisturbed)["image.weight"], before["image.weight"])
 
 
 def test_a_checkpoint_of_another_model_is_refused(undisturbed: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"model\.settings\.width is 8 there and 9 here"):
+    with raises(CheckpointError, "mismatch", "model.settings.width"):
         train(
             TwoTowers(TwoTowersConfig(dropout=0.3, norm=True, width=9)),
             FakeLoader(20, 4),
@@ -210,7 +213,7 @@ def test_a_checkpoint_of_another_model_is_refused(undisturbed: Path) -> None:
 def test_the_second_run_of_a_folder_is_refused_while_the_first_one_lives(tmp_path: Path) -> None:
     from medvl.errors import TrainingError
 
-    with RunLock(tmp_path), pytest.raises(TrainingError, match="is in use by this process"):
+    with RunLock(tmp_path), raises(TrainingError, "in_use", "run_dir"):
         run(tmp_path)
     assert run(tmp_path).step == LAST_STEP
 

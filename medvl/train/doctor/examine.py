@@ -1,7 +1,7 @@
-"""How fast a run is, and what keeps it from being faster: `medvl doctor RECIPE`.
+"""Measurement of a run's speed and of what limits it: `medvl doctor RECIPE`.
 
-Every part of the training is measured on its own and then all of them together, with the run's own model, data, step
-and settings. The weights are not touched (the learning rate is zero) and nothing is left in the run's folder.
+Each part of the training is measured on its own, then all together, with the run's model, data, step and settings. The
+learning rate is zero, so the weights do not change, and nothing is left in the run folder.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from medvl.common.seeding import caller_keeps_generators
+from medvl.common.seeding import preserve_generators
 from medvl.data.loading.loader import Loader
 from medvl.data.loading.profile import Stages, time_stages
 from medvl.errors import ConfigError
 from medvl.schema import Batch
 from medvl.train.doctor.timers import (
-    flops_of_a_sample,
+    flops_per_sample,
     matmul_flops,
     peak_memory,
     seconds_each,
@@ -30,125 +30,123 @@ from medvl.train.doctor.timers import (
     synchronize,
 )
 from medvl.train.loop.trainer import Training
-from medvl.train.parallel.distributed import join, machine_settings
+from medvl.train.parallel.distributed import cpu_cores, join, machine_settings
 from medvl.train.run import Run
 
-_KEPT = 4
-"""Updates whose batches stay on the device, for the steps that wait for no data."""
-_AHEAD = 4
-"""Batches that a worker of the loader has ready at most."""
-_WARM = 2
+_KEPT_UPDATES = 4
+"""Updates whose batches are kept on the device to measure the step alone."""
+_PREFETCHED = 4
+"""Maximum number of batches that a worker of the loader prefetches."""
+_WARM_UP = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What was measured. A pair is an image with its text, or a question, or its labels: a sample of the run."""
+    """Measurements of a run. A pair is a sample of the run: an image with its text, question or labels."""
 
     device: str
     precision: str
     cores: int
-    """CPU cores that the process may use."""
+    """CPU cores available to the process."""
     threads: int
-    """Of them, those that torch uses."""
+    """CPU threads of torch."""
     workers: int
-    """Processes that read ahead."""
+    """Prefetching processes."""
     pairs: int
-    """Of one update."""
+    """Pairs of one update."""
     parameters: int
-    gflop_a_pair: float
-    """Forward and backward."""
+    gflop_per_pair: float
+    """Operations of forward and backward pass."""
     ceiling_tflops: float
-    """Of a large matrix product, measured, in the run's precision."""
+    """Measured rate of a large matrix product in the run's precision."""
     model_rate: float
-    """Pairs a second of the step alone, its inputs on the device."""
+    """Pairs per second of the step alone, with inputs on the device."""
     loader_rate: float
-    """Pairs a second of the loader alone."""
+    """Pairs per second of the loader alone."""
     rate: float
-    """Pairs a second of the run."""
+    """Pairs per second of the run."""
     wait_share: float
-    """Of the run's time, spent waiting for the loader."""
+    """Fraction of the run's time spent waiting for the loader."""
     transfer_seconds: float
-    """To bring the batches of one update to the device."""
+    """Time to copy the batches of one update to the device."""
     real_tokens: float
-    """Share of the token positions that are no padding."""
+    """Fraction of token positions that are not padding."""
     first_batch_seconds: float
-    """Until the loader gave its first batch: starting its workers."""
+    """Time until the first batch, including the start of the workers."""
     first_step_seconds: float
-    """Of the first step, with whatever is compiled, tuned and allocated in it."""
+    """Time of the first step, including compilation, tuning and allocation."""
     checkpoint_seconds: float
-    """For which a checkpoint stops the run."""
+    """Time for which a checkpoint stops the run."""
     peak_gb: float
-    """Memory at most, in 1e9 bytes: allocated on a GPU, resident on a CPU."""
+    """Peak memory in 1e9 bytes: allocated on a GPU, resident on a CPU."""
     memory_gb: float | None
-    """Of the GPU."""
+    """Memory of the GPU in 1e9 bytes; None on a CPU."""
     stages: Stages | None
-    """None for a loader that streams."""
+    """Times of the loader's stages; None for a streaming loader."""
 
     @property
     def mfu(self) -> float:
-        """Share of the measured ceiling that the step alone reaches."""
-        return self.model_rate * self.gflop_a_pair / 1e3 / self.ceiling_tflops
+        """Fraction of the measured ceiling that the step alone reaches."""
+        return self.model_rate * self.gflop_per_pair / 1e3 / self.ceiling_tflops
 
     @property
     def efficiency(self) -> float:
-        """The run's rate as a share of what the slower of loader and step allows."""
+        """Rate of the run divided by the rate of the slower of loader and step."""
         return self.rate / min(self.model_rate, self.loader_rate)
 
 
 def examine(run: Run, seconds: float = 10.0) -> Examination:
-    """Measure a run for about six times so many seconds, on one rank.
-
-    Raises ConfigError under torchrun with several ranks, and what opening the data raises.
-    """
+    """Measure a run on one rank for about six times `seconds`. Raises ConfigError under torchrun with several ranks."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ConfigError("the doctor examines one rank: start it without torchrun")
+        raise ConfigError("the doctor examines one rank; start it without torchrun", "unsupported")
     settings = run.settings.train
     with contextlib.ExitStack() as stack:
-        world = stack.enter_context(join(settings.device))
-        stack.enter_context(machine_settings(world, settings.num_threads, settings.deterministic, settings.precision))
-        stack.enter_context(caller_keeps_generators(world.device))
+        ranks = stack.enter_context(join(settings.device))
+        stack.enter_context(machine_settings(ranks, settings.num_threads, settings.deterministic, settings.precision))
+        stack.enter_context(preserve_generators(ranks.device))
         config = dataclasses.replace(
             settings,
-            run_dir=stack.enter_context(_folder(settings.run_dir)),
+            run_dir=stack.enter_context(_temporary_folder(settings.run_dir)),
             resume="never",
             tensorboard=False,
             wandb=None,
         )
-        training = Training(run.model, run.data.train, world, run.settings.optim, config, None, (), {})
-        stack.callback(training.journal.close)
+        training = Training(run.model, run.data.train, ranks, run.settings.optim, config)
+        stack.callback(training.logger.close)
         return _measure(training, run, run.settings.data.workers, seconds)
 
 
 @contextlib.contextmanager
-def _folder(run_dir: Path) -> Iterator[Path]:
-    """A folder on the disk that the run would write to, gone in the end."""
-    home = next(parent for parent in run_dir.absolute().parents if parent.is_dir())
-    with tempfile.TemporaryDirectory(dir=home, prefix=".medvl-doctor-") as folder:
+def _temporary_folder(run_dir: Path) -> Iterator[Path]:
+    """Yield a temporary folder on the disk of the run folder."""
+    parent = next(parent for parent in run_dir.absolute().parents if parent.is_dir())
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".medvl-doctor-") as folder:
         yield Path(folder)
 
 
 def _measure(training: Training, run: Run, workers: int, seconds: float) -> Examination:
-    device, config, numbers = training.world.device, training.config, itertools.count()
-    side, training.feed.side = training.feed.side, None  # each part by itself: no batch is sent ahead
+    stream, device, config = training.state.stream, training.state.ranks.device, training.config
+    numbers = itertools.count()
+    side, stream.side = stream.side, None  # no prefetching while the parts are measured one by one
     started = time.perf_counter()
-    updates = [list(training.feed.take(next(numbers)))]
+    updates = [list(stream.take(next(numbers)))]
     first_batch = (time.perf_counter() - started) / len(updates[0])
-    kept = min(_KEPT, training.feed.steps_per_epoch)
-    updates += [list(training.feed.take(next(numbers))) for _ in range(1, kept)]
+    kept = min(_KEPT_UPDATES, stream.steps_per_epoch)
+    updates += [list(stream.take(next(numbers))) for _ in range(1, kept)]
     step = _measure_step(training, updates, seconds)
-    ahead = -(-_AHEAD * workers // config.accumulate)
-    loader_rate = _loader_rate(training, numbers, ahead, seconds)
-    training.feed.side = side
+    prefetched = -(-_PREFETCHED * workers // config.accumulate)
+    loader_rate = _loader_rate(training, numbers, prefetched, seconds)
+    stream.side = side
     rate, wait_share = _rate(training, numbers, seconds)
     loader, on_gpu = run.data.train, device.type == "cuda"
     return Examination(
         device=torch.cuda.get_device_name(device) if on_gpu else "CPU",
         precision=config.precision,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=cpu_cores(),
         threads=torch.get_num_threads(),
         workers=workers,
         pairs=sum(map(len, updates[0])),
-        parameters=sum(parameter.numel() for parameter in training.model.parameters()),
+        parameters=sum(parameter.numel() for parameter in training.state.model.whole.parameters()),
         loader_rate=loader_rate,
         rate=rate,
         wait_share=wait_share,
@@ -162,10 +160,10 @@ def _measure(training: Training, run: Run, workers: int, seconds: float) -> Exam
 
 
 def _measure_step(training: Training, updates: Sequence[list[Batch]], seconds: float) -> dict[str, float]:
-    """The step alone on batches that are on the device already, and how long it took to bring them there."""
-    device, precision = training.world.device, training.state.precision
+    """Measure the step alone on batches that are on the device, and the time to copy them there."""
+    device, precision = training.state.ranks.device, training.state.precision
     placed = [[training.step.place(batch) for batch in batches] for batches in updates]
-    flops = flops_of_a_sample(training.model, placed[0][0], precision)
+    flops = flops_per_sample(training.state.model.whole, placed[0][0], precision)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -174,10 +172,10 @@ def _measure_step(training: Training, updates: Sequence[list[Batch]], seconds: f
         training.step(number, 0.0, batches, len(batches))
 
     first = seconds_of(lambda: step(0), device)
-    seconds_each(step, device, 0, least=len(placed))  # every length of text once
+    seconds_each(step, device, 0, least=len(placed))  # one pass over all text lengths
     pairs = sum(map(len, (batch for batches in placed for batch in batches))) / len(placed)
     return {
-        "gflop_a_pair": flops / 1e9,
+        "gflop_per_pair": flops / 1e9,
         "first_step_seconds": first,
         "model_rate": pairs / seconds_each(step, device, seconds, least=len(placed)),
         "peak_gb": peak_memory(device) / 1e9,
@@ -188,36 +186,36 @@ def _measure_step(training: Training, updates: Sequence[list[Batch]], seconds: f
     }
 
 
-def _loader_rate(training: Training, numbers: Iterator[int], ahead: int, seconds: float) -> float:
-    """Pairs a second of the loader alone, once the updates that it has read ahead are used up."""
-    for _ in range(ahead):
-        _ = list(training.feed.take(next(numbers)))
+def _loader_rate(training: Training, numbers: Iterator[int], prefetched: int, seconds: float) -> float:
+    """Return pairs per second of the loader alone, after its prefetched updates are consumed."""
+    for _ in range(prefetched):
+        _ = list(training.state.stream.take(next(numbers)))
     pairs, started = 0, time.perf_counter()
     while not pairs or time.perf_counter() - started < seconds:
-        pairs += sum(map(len, training.feed.take(next(numbers))))
+        pairs += sum(map(len, training.state.stream.take(next(numbers))))
     return pairs / (time.perf_counter() - started)
 
 
 def _rate(training: Training, numbers: Iterator[int], seconds: float) -> tuple[float, float]:
-    """Pairs a second of the run as it is, and the share of the time that it waited for the loader."""
-    feed, device = training.feed, training.world.device
+    """Return pairs per second of the run, and the fraction of time that it waited for the loader."""
+    stream, device = training.state.stream, training.state.ranks.device
 
     def update() -> int:
         number = next(numbers)
-        return training.step(number, 0.0, feed.take(number), feed.micro_batches(number)).pairs
+        return training.step(number, 0.0, stream.take(number), stream.micro_batches(number)).pairs
 
-    for _ in range(_WARM):
+    for _ in range(_WARM_UP):
         update()
     synchronize(device)
-    pairs, started, waited = 0, time.perf_counter(), feed.wait_seconds
+    pairs, started, waited = 0, time.perf_counter(), stream.wait_seconds
     while not pairs or time.perf_counter() - started < seconds:
         pairs += update()
     synchronize(device)
     elapsed = time.perf_counter() - started
-    return pairs / elapsed, (feed.wait_seconds - waited) / elapsed
+    return pairs / elapsed, (stream.wait_seconds - waited) / elapsed
 
 
 def _real_tokens(masks: Sequence[Tensor]) -> float:
-    """1.0 where nothing is padded, and where there is no text."""
+    """Return the fraction of real tokens; 1.0 without padding or without text."""
     positions = sum(mask_BT.numel() for mask_BT in masks)
     return sum(int(mask_BT.sum()) for mask_BT in masks) / positions if positions else 1.0

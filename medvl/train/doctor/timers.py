@@ -1,4 +1,4 @@
-"""Clocks and counters for speed: each a small function of what it measures."""
+"""Timers and counters of operations and memory."""
 
 import dataclasses
 import resource
@@ -16,19 +16,19 @@ from medvl.schema import Batch
 from medvl.train.optim.precision import Precision
 
 _COUNTED = 8
-"""Samples whose operations are counted: enough, since all but the matrix of a contrastive loss grows with the batch."""
+"""Samples whose operations are counted: all but the similarity matrix of a contrastive loss grows with the batch."""
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_each(function: Callable[[int], object], device: torch.device, seconds: float, least: int = 3) -> float:
-    """Mean time of `function(0)`, `function(1)`, ... called for so many seconds, and at least so many times.
+    """Return the mean time of `function(0)`, `function(1)`, ..., called for `seconds` and at least `least` times.
 
-    The device is waited for at the start and at the end only, so that calls overlap as they do in a run.
+    The device is synchronised at the start and the end only, so that calls overlap as in a run.
     """
     synchronize(device)
     started, calls = time.perf_counter(), 0
@@ -40,7 +40,7 @@ def seconds_each(function: Callable[[int], object], device: torch.device, second
 
 
 def seconds_of(function: Callable[[], object], device: torch.device) -> float:
-    """Time of one call, with what the device does for it."""
+    """Return the time of one call, including its work on the device."""
     synchronize(device)
     started = time.perf_counter()
     function()
@@ -49,16 +49,16 @@ def seconds_of(function: Callable[[], object], device: torch.device) -> float:
 
 
 def matmul_flops(device: torch.device, precision: Precision, seconds: float = 1.0) -> float:
-    """Operations a second of a large matrix product in the precision of the run: a ceiling that can be reached.
+    """Return the operations per second of a large matrix product in the precision of the run: a reachable ceiling.
 
-    8,192 squared on a GPU, 1,536 on a CPU; the best of the products that fit into the time, as other programs may have
-    a part of the machine.
+    The matrices are 8,192 squared on a GPU and 1,536 squared on a CPU. The fastest product within `seconds` counts,
+    because other programs may use the machine.
     """
     size = 8192 if device.type == "cuda" else 1536
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, generator=generator) for _ in range(2))
     with precision.autocast():
-        left, right = (left @ right).mul(1 / size), right  # in the dtype that a product of the run has
+        left, right = (left @ right).mul(1 / size), right  # converts to the dtype of products in the run
         right = right.to(left.dtype)
         out = left @ right
         best, until = float("inf"), time.perf_counter() + seconds
@@ -67,12 +67,11 @@ def matmul_flops(device: torch.device, precision: Precision, seconds: float = 1.
     return 2 * size**3 / best
 
 
-def flops_of_a_sample(model: nn.Module, batch: Batch, precision: Precision) -> float:
-    """Operations of forward and backward a sample, multiply and add as two, counted by torch on a few of the batch.
+def flops_per_sample(model: nn.Module, batch: Batch, precision: Precision) -> float:
+    """Return the operations per sample of forward and backward pass, multiply and add as two, as counted by torch.
 
-    Attention is counted in its plain form, without what a fused kernel computes twice; what is not a product of
-    matrices or a convolution counts nothing. The model is called as it is before compilation, and its gradients are
-    left empty.
+    Only matrix products and convolutions count. Attention is counted in its unfused form, without the recomputation of
+    a fused kernel. The model is called uncompiled, and its gradients are cleared afterwards.
     """
     few = first_rows(batch, _COUNTED)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -85,7 +84,7 @@ def flops_of_a_sample(model: nn.Module, batch: Batch, precision: Precision) -> f
 
 
 def first_rows(batch: Batch, count: int) -> Batch:
-    """The first samples of a batch; all of one in which samples share images."""
+    """Return the first samples of a batch; the complete batch where samples share images."""
     if batch.image_of_B is not None:
         return batch
     size = len(batch)
@@ -98,7 +97,7 @@ def first_rows(batch: Batch, count: int) -> Batch:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes at most so far: allocated on a GPU, resident on a CPU."""
+    """Return the peak memory so far in bytes: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,1 +1,1 @@
-"""Checkpoints, non-finite updates and errors with advice."""
+"""Checkpoints, protection from non-finite values, signals, and errors with advice."""

@@ -3,12 +3,12 @@
     run_dir/
       checkpoints/step-00001200/     config.json, model.safetensors, tokenizer/    (the model: `medvl.load` reads it)
                                      train_state/state.json, optimizer.safetensors (the run)
-                                     complete.json                                 (sha256 and size of every file)
+                                     complete.json                                 (size and sha256 of every file)
       last -> checkpoints/step-00001200
       best -> checkpoints/step-00000900
 
-A checkpoint is written under another name, flushed and renamed, its marker last. So whatever happens there is the old
-one or the new one, and one that was damaged afterwards is found out by its hashes. Nothing in it needs pickle.
+A checkpoint is written under a temporary name, its marker last, flushed and renamed: after a kill there is the old one
+or the new one. Later damage is detected by the hashes. Nothing in it needs pickle.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ from medvl.common import folders
 from medvl.common.files import MARKER, check_marker, sha256
 from medvl.data.loading.worker_errors import worker_error
 from medvl.errors import CheckpointError
+from medvl.models import checkpoint as model_checkpoint
 
 _log = logging.getLogger(__name__)
 
@@ -38,25 +39,23 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 class ModelFiles(Protocol):
-    """How a model is written and read: `medvl.models`, or what a test puts in its place."""
+    """Interface of reading and writing a model: `medvl.models.checkpoint`, or a replacement in tests."""
 
     def save(self, model: Any, folder: Path, run: Mapping[str, Any]) -> None:
         """Write the model into an existing folder."""
 
     def load_weights(self, model: Any, folder: Path) -> None:
-        """Load them strictly. Raises CheckpointError where they do not fit."""
+        """Load the weights strictly. Raises CheckpointError where they do not fit."""
 
 
 def model_files() -> ModelFiles:
-    """The one place where training meets the models' own format."""
-    from medvl.models import checkpoint
-
-    return checkpoint
+    """Return the functions that read and write models."""
+    return model_checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saved:
-    """The part of a checkpoint that is the run's."""
+    """Training state of a checkpoint."""
 
     folder: Path
     state: Mapping[str, Any]
@@ -64,30 +63,33 @@ class Saved:
 
 
 def verify(folder: Path) -> None:
-    """Prove a checkpoint by its marker: every file there, of its size and hash, and no weights that are a pickle.
+    """Compare a checkpoint with its marker: every file with its size and hash; refuse weights that are a pickle.
 
-    Raises CheckpointError that names the first file which is not as it was written.
+    Raises CheckpointError that names the first file that differs.
     """
+    if not folder.exists():
+        raise CheckpointError(f"{folder} does not exist", "not_found")
     if not folder.is_dir():
-        kind = "a file: checkpoints are folders, and pickled ones are not loaded" if folder.exists() else "not there"
-        raise CheckpointError(f"{folder} is {kind}")
+        raise CheckpointError(f"{folder} is a file; checkpoints are folders, and pickles are not loaded", "wrong_type")
     if not (folder / MARKER).is_file():
-        raise CheckpointError(f"{folder} has no {MARKER}: it is no whole checkpoint of a medvl run")
+        raise CheckpointError(f"{folder} has no {MARKER}: it is not a complete checkpoint of a medvl run", "missing")
     check_marker(folder)
     for path in folder.rglob("*.safetensors"):
         _refuse_pickle(path)
 
 
 def read(folder: Path) -> Saved:
-    """The run's state of a checkpoint; call `verify` first.
+    """Read the training state of a checkpoint; call `verify` first.
 
-    Raises CheckpointError where the files are no JSON or no safetensors, or of a format that this medvl has not.
+    Raises CheckpointError where a file is damaged or has another format version.
     """
     try:
         state = json.loads((folder / STATE).read_text())
         optimizer = load_file(folder / OPTIMIZER)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{folder} has no readable train_state ({type(error).__name__}: {error})") from error
+        raise CheckpointError(
+            f"{folder}: train_state cannot be read ({type(error).__name__}: {error})", "malformed"
+        ) from error
     if state.get("format") != FORMAT:
         raise CheckpointError(
             f"{folder / STATE}: expected format {FORMAT}, got {state.get('format')}; start a new run", "version"
@@ -96,20 +98,20 @@ def read(folder: Path) -> Saved:
 
 
 class Checkpoints:
-    """The checkpoints of one run folder; only rank 0 writes."""
+    """Checkpoints of one run folder; only rank 0 writes."""
 
     def __init__(self, run_dir: Path, keep_last: int) -> None:
         self.folder = run_dir / "checkpoints"
         self._run_dir, self._keep_last = run_dir, keep_last
         self.failures = 0
-        """Saves and clean-ups that failed."""
+        """Number of failed saves and clean-ups."""
 
     def save(
         self, model: nn.Module, run: Mapping[str, Any], state: Mapping[str, Any], optimizer: Mapping[str, Tensor]
     ) -> Path:
-        """Write the checkpoint of `state["step"]`, make it `last`, and `best` where the state says that it is.
+        """Write the checkpoint of `state["step"]`; link it as `last`, and as `best` if `state["best"]` has its step.
 
-        Raises what the disk or the model's own format raises; the checkpoints that are there stay as they are.
+        Raises errors of the disk and of the model's format; existing checkpoints are not changed.
         """
         folder = self.folder / f"step-{state['step']:08d}"
         with folders.new_folder(folder) as aside:
@@ -127,32 +129,32 @@ class Checkpoints:
     def attempt(
         self, model: nn.Module, run: Mapping[str, Any], state: Mapping[str, Any], optimizer: Mapping[str, Tensor]
     ) -> Path | None:
-        """`save`, but a failure is logged and counted, and None comes back: a full disk must not end a run."""
+        """Save; log and count a failure and return None instead of raising: a full disk must not end a run."""
         try:
             return self.save(model, run, state, optimizer)
-        except Exception as error:  # safetensors and tokenizers have error types of their own for a full disk
+        except Exception as error:  # safetensors and tokenizers raise their own types on a full disk
             if isinstance(error, RuntimeError) and worker_error(error) is not None:
-                raise  # a loader's worker died just now: no failure of the disk
+                raise  # a loader's worker died meanwhile; the disk is not the cause
             self.failures += 1
             _log.warning(
-                "the checkpoint of step %d could not be saved (%s: %s); training goes on, the one before stays, and "
-                "saving is tried again",
+                "the checkpoint of step %d could not be saved (%s: %s); training continues with the previous one, and "
+                "saving is retried",
                 *(state["step"], type(error).__name__, error),
             )
             return None
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint folder, sound or not, newest first."""
+        """Return the steps with a checkpoint folder, valid or not, newest first."""
         return sorted((step for step, _ in self._folders()), reverse=True)
 
     def at(self, step: int | None) -> Path | None:
-        """The checkpoint of a step, if it is there."""
-        return next((folder for found, folder in self._folders() if found == step), None)
+        """Return the checkpoint folder of a step, or None."""
+        return next((folder for number, folder in self._folders() if number == step), None)
 
     def newest(self) -> Path | None:
-        """The newest sound checkpoint, or None where there is none at all; damaged ones are put aside.
+        """Return the newest valid checkpoint, or None without any; rename damaged ones.
 
-        Raises CheckpointError where there are checkpoints and all of them are damaged: starting over would hide that.
+        Raises CheckpointError where all checkpoints are damaged: starting over would hide that.
         """
         folders.sweep(self.folder)
         folders.sweep(self._run_dir)
@@ -162,29 +164,27 @@ class Checkpoints:
             try:
                 verify(folder)
             except CheckpointError as error:
-                _log.warning("%s; falling back to the checkpoint before it", error)
+                _log.warning("%s; using the previous checkpoint", error)
                 damaged.append((folder, str(error)))
                 continue
             for broken, _ in damaged:
-                self._put_aside(broken)
+                self._rename_damaged(broken)
             return folder
         if damaged:
             raise CheckpointError(
-                f"none of the {len(damaged)} checkpoints in {self.folder} is sound (newest: {damaged[0][1]}): "
-                "restore one, or choose another run_dir to start over"
+                f"all {len(damaged)} checkpoints in {self.folder} are damaged (newest: {damaged[0][1]}); restore one, "
+                "or choose another run_dir to start over",
+                "malformed",
             )
         return None
 
     def best(self) -> Path | None:
-        """What the name `best` stands for."""
+        """Return the checkpoint that `best` links to, or None."""
         link = self._run_dir / "best"
         return link.resolve() if link.exists() else None
 
     def point(self, last: Path, best_step: int | None) -> None:
-        """Let the names `last` and `best` stand for these checkpoints.
-
-        A best one that could not be saved leaves `best` to the one before it.
-        """
+        """Link `last` and `best` to these checkpoints. If the best one could not be saved, `best` is not changed."""
         folders.point(self._run_dir / "last", last)
         best, link = self.at(best_step), self._run_dir / "best"
         if best is not None:
@@ -199,7 +199,7 @@ class Checkpoints:
                 yield int(match[1]), folder
 
     def _prune(self) -> None:
-        """Remove all but the newest `keep_last` and the best; what cannot be removed is tried again next time."""
+        """Remove all but the newest `keep_last` and the best; failures are retried at the next save."""
         folders.sweep(self.folder)
         best = self.best()
         for step in self.steps()[self._keep_last :]:
@@ -210,10 +210,10 @@ class Checkpoints:
                 folders.discard(folder)
             except OSError as error:
                 self.failures += 1
-                _log.warning("%s could not be removed (%s); tried again at the next save", folder, error)
+                _log.warning("%s could not be removed (%s); retried at the next save", folder, error)
 
-    def _put_aside(self, folder: Path) -> None:
-        """A damaged checkpoint stays for whoever wants to look at it, under a name that is no checkpoint's."""
+    def _rename_damaged(self, folder: Path) -> None:
+        """Keep a damaged checkpoint for inspection, under a name that is not taken for a checkpoint."""
         aside = folder.with_name(f"damaged-{folder.name}")
         try:
             if aside.exists():
@@ -221,11 +221,11 @@ class Checkpoints:
             folder.rename(aside)
         except OSError as error:
             self.failures += 1
-            _log.warning("%s could not be put aside (%s)", folder, error)
+            _log.warning("%s could not be renamed (%s)", folder, error)
 
 
 def _inventory(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and hash of every file in a folder, by its path in it."""
+    """Return size and sha256 of every file in a folder, by relative path."""
     return {
         path.relative_to(folder).as_posix(): {"sha256": sha256(path), "bytes": path.stat().st_size}
         for path in sorted(folder.rglob("*"))
@@ -234,9 +234,9 @@ def _inventory(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _refuse_pickle(path: Path) -> None:
-    """A safetensors file begins with the length of its header (8 bytes) and a brace; zips and pickles do not."""
+    """Raise CheckpointError unless the file begins as safetensors do: the header's length (8 bytes) and a brace."""
     with path.open("rb") as file:
         head = file.read(9)
     if head[8:9] != b"{":
-        kind = "a pickle" if head[:1] == b"\x80" or head[:2] == b"PK" else "something else"
-        raise CheckpointError(f"{path} is {kind} under the name of safetensors: it is not loaded")
+        kind = "a pickle" if head[:1] == b"\x80" or head[:2] == b"PK" else "another format"
+        raise CheckpointError(f"{path} is {kind} with the suffix of safetensors; it is not loaded", "malformed")

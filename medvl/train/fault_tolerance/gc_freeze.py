@@ -1,4 +1,4 @@
-"""Python's collector of cyclic garbage, kept from stalling steps."""
+"""Python's garbage collector, kept from stalling steps."""
 
 import contextlib
 import gc
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def garbage_is_new() -> Iterator[None]:
-    """Within this context the collector passes over all objects that there were at its start.
+def freeze_existing_objects() -> Iterator[None]:
+    """Freeze existing objects so that full collections skip them.
 
-    A full collection looks at every object of the process, libraries and model included, whenever it likes: on each
-    rank at another step, for which all the others wait. Of what a run makes itself there is little, so that the
-    collector may go on; and worker processes, forked meanwhile, write to fewer of the pages that they share.
+    A full collection visits every object of the process, libraries and model included, at another step on each rank,
+    and all other ranks wait for it. The run itself creates few objects, so collection can stay enabled. Forked worker
+    processes also write to fewer shared pages.
     """
     gc.freeze()
     try:

@@ -1,4 +1,4 @@
-"""What a run says about itself: `metrics.jsonl`, TensorBoard, Weights & Biases, a progress bar or lines of log."""
+"""Logging of a run: `metrics.jsonl`, TensorBoard, Weights & Biases, a progress bar or log lines."""
 
 import contextlib
 import json
@@ -20,13 +20,13 @@ _log = logging.getLogger(__name__)
 
 
 class RunLogger:
-    """The records of a run. Only rank 0 has one that writes.
+    """Writer of a run's records; it writes on rank 0 only.
 
-    A record is one line of JSON with its `kind` ("train", "valid", "skip") and `step`; what depends on the clock stands
-    under `timing`. On resume the records after the resumed step are taken out, so that the file is in the end the one
-    of a run that was never interrupted (but for `timing`).
+    A record is one line of JSON with its `kind` ("train", "valid", "skip", "rollback") and `step`; values that depend
+    on the clock are under `timing`. On resume the records after the resumed step are removed, so that the final file
+    equals that of an uninterrupted run except for `timing`.
 
-    A disk that refuses records does not end a run: they are kept and written when there is room again.
+    A full disk does not end a run: records are buffered and written when there is space again.
     """
 
     def __init__(self, config: TrainConfig, *, step: int, total_steps: int, active: bool) -> None:
@@ -40,9 +40,9 @@ class RunLogger:
         if config.wandb is not None:
             self._wandb = _start_wandb(config.wandb, config.run_dir)
         path = config.run_dir / "metrics.jsonl"
-        forget_after(path, step)
-        self._file = _Lines(path)
-        if config.tensorboard and step < total_steps:  # else each start of a finished run leaves an empty file
+        remove_records_after(path, step)
+        self._file = _BufferedLines(path)
+        if config.tensorboard and step < total_steps:  # a finished run that is started again needs no empty file
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=step + 1)
@@ -52,7 +52,7 @@ class RunLogger:
     def record(
         self, kind: str, step: int, values: Mapping[str, Any], timing: Mapping[str, float] | None = None
     ) -> None:
-        """Write one record. Numbers that JSON has not (NaN, infinity) become null."""
+        """Write one record. NaN and infinity, which JSON lacks, become null."""
         if self._file is None:
             return
         row = {"kind": kind, "step": step, **values, **({"timing": dict(timing)} if timing else {})}
@@ -68,12 +68,12 @@ class RunLogger:
             self._wandb.log({"step": step, **scalars})
 
     def advance(self) -> None:
-        """One step is done: moves the bar."""
+        """Advance the progress bar by one step."""
         if self._bar is not None:
             self._bar.update()
 
-    def tell(self, step: int, values: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """Say how training goes: beside the bar on a terminal, else as a line of log."""
+    def log_progress(self, step: int, values: Mapping[str, float], timing: Mapping[str, float]) -> None:
+        """Show the progress: beside the bar on a terminal, else as a log line."""
         if self._file is None:
             return
         parts = [f"loss {values['loss']:.4f}"] if "loss" in values else []
@@ -89,16 +89,16 @@ class RunLogger:
             _log.info("step %d of %d: %s, ETA %s", step, self._total, ", ".join(parts), left)
 
     def flush(self) -> None:
-        """Bring the records to the disk: before a checkpoint that comes after them."""
+        """Flush the records to the disk, before a checkpoint that follows them."""
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
-        """End the record."""
-        for part, end in ((self._file, "close"), (self._tensorboard, "close"), (self._wandb, "finish")):
-            if part is not None:
-                with contextlib.suppress(OSError):  # TensorBoard's writer raises once more what it met before
-                    getattr(part, end)()
+        """Close all files and the bar."""
+        for writer, close in ((self._file, "close"), (self._tensorboard, "close"), (self._wandb, "finish")):
+            if writer is not None:
+                with contextlib.suppress(OSError):  # TensorBoard's writer raises its earlier error again
+                    getattr(writer, close)()
         if self._bar is not None:
             self._bar.close()
 
@@ -108,51 +108,51 @@ class RunLogger:
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
         except OSError as error:
-            _log.warning("TensorBoard's file cannot be written (%s): it ends here, metrics.jsonl has all", error)
+            _log.warning("the TensorBoard file cannot be written (%s); metrics.jsonl has all records", error)
             self._tensorboard = None
 
 
-class _Lines:
-    """A file that lines are added to. Those that the disk refuses are kept, and written before the next ones."""
+class _BufferedLines:
+    """File to which lines are appended. Lines that cannot be written are buffered and written before the next ones."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("ab", buffering=0)
-        self._waiting = b""
-        self._refused = False
+        self._buffer = b""
+        self._failing = False
 
     def add(self, line: str) -> None:
-        """Write a line, or keep it."""
-        self._waiting += line.encode() + b"\n"
+        """Write a line, or buffer it."""
+        self._buffer += line.encode() + b"\n"
         self._write()
 
     def flush(self) -> None:
-        """Bring the lines to the disk, as far as it takes them."""
+        """Flush the lines to the disk as far as possible."""
         self._write()
         with contextlib.suppress(OSError):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """The last chance of lines that are kept."""
+        """Write buffered lines and close."""
         self._write()
         self._file.close()
-        if self._waiting:
-            _log.warning("%s lacks its last %d records", self._path, self._waiting.count(b"\n"))
+        if self._buffer:
+            _log.warning("the last %d records could not be written to %s", self._buffer.count(b"\n"), self._path)
 
     def _write(self) -> None:
         try:
-            while self._waiting:
-                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            while self._buffer:
+                self._buffer = self._buffer[self._file.write(self._buffer) :]
         except OSError as error:
-            if not self._refused:
-                _log.warning("%s cannot be written (%s): training goes on, it is tried again", self._path, error)
-            self._refused = True
+            if not self._failing:
+                _log.warning("%s cannot be written (%s); training continues and writing is retried", self._path, error)
+            self._failing = True
         else:
-            self._refused = False
+            self._failing = False
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Take the records after a step out of a file of records, and a last line that was cut off."""
+def remove_records_after(path: Path, step: int) -> None:
+    """Remove the records after a step from a file, and a truncated last line."""
     if not path.exists():
         return
     kept = []
@@ -170,12 +170,12 @@ def forget_after(path: Path, step: int) -> None:
 
 @contextlib.contextmanager
 def console(active: bool) -> Iterator[None]:
-    """Let medvl's log lines appear on stderr for the time of a run, unless the caller has set up logging already."""
+    """Show medvl's log lines on stderr during a run, unless the caller has configured logging."""
     logger = logging.getLogger("medvl")
     if not active or logger.hasHandlers():
         yield
         return
-    handler = _BesideTheBar()
+    handler = _TqdmHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     level = logger.level
     logger.addHandler(handler)
@@ -187,23 +187,25 @@ def console(active: bool) -> Iterator[None]:
         logger.setLevel(level)
 
 
-class _BesideTheBar(logging.Handler):
-    """Lines above a progress bar instead of through it."""
+class _TqdmHandler(logging.Handler):
+    """Handler that writes log lines above the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
 
 
 def _start_wandb(project: str, run_dir: Path) -> Any:
-    """A run of Weights & Biases that goes on where this run folder's last one ended."""
+    """Start a run of Weights & Biases, or continue the one of this run folder."""
     try:
         import wandb
     except ModuleNotFoundError:
-        raise ConfigError("wandb is set, but it is not installed: pip install 'medvl[wandb]'") from None
-    name = run_dir / "wandb-id"
-    if not name.exists():
-        name.write_text(uuid.uuid4().hex)
-    return wandb.init(project=project, id=name.read_text(), name=run_dir.name, dir=run_dir, resume="allow")
+        raise ConfigError(
+            "wandb is set, but not installed; pip install 'medvl[wandb]'", "missing", field="wandb"
+        ) from None
+    id_file = run_dir / "wandb-id"
+    if not id_file.exists():
+        id_file.write_text(uuid.uuid4().hex)
+    return wandb.init(project=project, id=id_file.read_text(), name=run_dir.name, dir=run_dir, resume="allow")
 
 
 def _finite(value: Any) -> Any:

@@ -1,8 +1,7 @@
-"""What the settings of a run ask of its model before the first step."""
+"""Preparation of a model for training: device, memory format, packing, checkpointing, compilation, parallelism."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,15 +11,13 @@ from medvl.encoders.base import Encoder
 from medvl.errors import ConfigError
 from medvl.train.config import TrainConfig
 from medvl.train.parallel.distributed import RankInfo
-
-if TYPE_CHECKING:
-    from medvl.train.parallel.fsdp import FSDPModel
+from medvl.train.parallel.model import DDPModel, ParallelModel
 
 
 def prepare(model: nn.Module, config: TrainConfig, device: torch.device) -> None:
-    """Take the model to its device and into train mode, and set how it computes.
+    """Move the model to its device, switch to train mode, and apply the settings of its computation.
 
-    Raises ConfigError where `packed_text` or `checkpoint_activations` is nothing for this model.
+    Raises ConfigError where `packed_text` or `checkpoint_activations` does not apply to this model.
     """
     model.to(device)
     if config.channels_last:
@@ -35,35 +32,38 @@ def prepare(model: nn.Module, config: TrainConfig, device: torch.device) -> None
         model.compile()
 
 
-def prepare_ranks(model: nn.Module, config: TrainConfig, world: RankInfo) -> "FSDPModel | None":
-    """`prepare` the model, and cut its weights over the ranks where the settings ask for that and there are several.
+def parallelize(model: nn.Module, config: TrainConfig, ranks: RankInfo) -> ParallelModel:
+    """Prepare the model, and wrap it for the ranks: sharded where the settings say so and there are several.
 
-    Raises ConfigError as `prepare` does, and where `shard_weights` is nothing for this model.
+    Raises ConfigError as `prepare` does, and where `shard_weights` does not apply to this model.
     """
-    if not config.shard_weights or world.size == 1:
-        prepare(model, config, world.device)
-        return None
-    from medvl.train.parallel.fsdp import FSDPModel  # torch's half of it takes seconds to import
+    if not config.shard_weights or ranks.size == 1:
+        prepare(model, config, ranks.device)
+        return DDPModel(model, ranks, config.find_unused_parameters)
+    from medvl.train.parallel.fsdp import FSDPModel  # torch's part of it takes seconds to import
 
-    # What is to be cut does not fit on the device, and must be contiguous.
+    # The complete model may not fit on the device, and sharding needs contiguous weights.
     prepare(model, dataclasses.replace(config, channels_last=False), torch.device("cpu"))
-    return FSDPModel(model, world)
+    return FSDPModel(model, ranks)
 
 
 def _pack(encoders: Sequence[TextEncoder]) -> None:
     if not encoders:
-        raise ConfigError("packed_text: the model has no text encoder, leave it unset")
+        raise ConfigError("the model has no text encoder; leave packed_text unset", "unsupported", field="packed_text")
     for encoder in encoders:
         encoder.pack()
 
 
 def _checkpoint(encoders: Sequence[Encoder]) -> None:
-    """All encoders that can be; a CNN beside a Transformer stays as it is."""
-    refused = []
+    """Checkpoint the activations of all encoders that support it; a CNN beside a Transformer is left unchanged."""
+    refusals = []
     for encoder in encoders:
         try:
             checkpoint_activations(encoder)
         except ConfigError as error:
-            refused.append(str(error))
-    if len(refused) == len(encoders):
-        raise ConfigError(f"checkpoint_activations: {'; '.join(refused) or 'the model has no encoder'}, leave it unset")
+            refusals.append(str(error))
+    if len(refusals) == len(encoders):
+        reasons = "; ".join(refusals) or "the model has no encoder"
+        raise ConfigError(
+            f"{reasons}; leave checkpoint_activations unset", "unsupported", field="checkpoint_activations"
+        )

@@ -1,12 +1,11 @@
-"""Everything of a run that a checkpoint must hold, and whether a checkpoint is one of this run."""
+"""Everything of a run that a checkpoint holds, and the check that a checkpoint belongs to the same run."""
 
-import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,53 +17,82 @@ from medvl.train.config import OptimConfig, Plateau, TrainConfig
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.checkpoint import Saved
 from medvl.train.fault_tolerance.nonfinite import LossSpikeDetector
-from medvl.train.loop.meters import Tracker, Window
-from medvl.train.optim.optimizer import load_optimizer_tensors, optimizer_tensors
+from medvl.train.loop.meters import BestTracker, LossMeter
+from medvl.train.optim.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 from medvl.train.optim.precision import Precision
 from medvl.train.optim.schedule import LearningRate
 from medvl.train.parallel.batches import BatchStream
 from medvl.train.parallel.distributed import RankInfo
-
-if TYPE_CHECKING:
-    from medvl.train.parallel.fsdp import FSDPModel
+from medvl.train.parallel.model import ParallelModel
 
 _log = logging.getLogger(__name__)
 
-_DECIDES = ("seed", "global_batch", "accumulate", "grad_cache", "precision")
-"""Settings of the training that decide its weights whatever the others are."""
+_IDENTITY_FIELDS = ("seed", "global_batch", "accumulate", "grad_cache", "precision")
+"""Fields of `TrainConfig` that always determine the weights."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class TrainState:
-    """What changes as a run goes on. No generator states: the steps' randomness follows from their number."""
+    """State of a run. It has no generator states: the random numbers of a step follow from its number."""
 
-    model: nn.Module
+    model: ParallelModel
+    stream: BatchStream
     optimizer: torch.optim.Optimizer
     precision: Precision
-    feed: BatchStream
     rate: LearningRate
-    tracker: Tracker
-    window: Window
-    world: RankInfo
+    tracker: BestTracker
+    meter: LossMeter
     identity: Mapping[str, Any]
-    spikes: LossSpikeDetector | None = None
-    shards: "FSDPModel | None" = None
-    """Of a sharded run: its model is then a copy in host memory, what is trained are the shards."""
+    """Settings that determine the weights, see `identity`."""
+    spikes: LossSpikeDetector | None
     step: int = 0
-    """Updates done or skipped."""
+    """Updates made or skipped."""
     skipped: int = 0
-    """Updates skipped because they were not finite, or their loss a spike."""
+    """Updates skipped because of non-finite values or a loss spike."""
     streak: int = 0
-    """Of these, how many in a row the last ones are."""
+    """Number of the last updates that were skipped in a row."""
     rollbacks: int = 0
-    """Times that the weights went back to an earlier checkpoint."""
+    """Rollbacks of the weights to an earlier checkpoint."""
     overflows: int = 0
-    """Updates skipped while fp16's loss scale was searched for."""
+    """Updates skipped while fp16's loss scale was too large."""
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Of the last validation."""
+    """Metrics of the last validation."""
+
+    @classmethod
+    def create(cls, model: ParallelModel, stream: BatchStream, optim: OptimConfig, config: TrainConfig) -> Self:
+        """Create the state of a run before its first step."""
+        limits = [config.steps, config.epochs and config.epochs * stream.steps_per_epoch]
+        total_steps = min(limit for limit in limits if limit is not None)
+        rate = LearningRate(optim, total_steps, config.best_mode)
+        return cls(
+            model=model,
+            stream=stream,
+            optimizer=build_optimizer(model.trained, optim),
+            precision=Precision(config.precision, model.ranks.device),
+            rate=rate,
+            tracker=BestTracker(mode=config.best_mode, patience=config.early_stop_patience),
+            meter=LossMeter(model.ranks),
+            identity=identity(model.whole, optim, config, rate),
+            spikes=None if config.spike_factor is None else LossSpikeDetector(config.spike_factor),
+        )
+
+    @property
+    def ranks(self) -> RankInfo:
+        """This process among the ranks."""
+        return self.model.ranks
+
+    @property
+    def total_steps(self) -> int:
+        """Updates until the end of the run."""
+        return self.rate.total_steps
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the run is over: all steps made, or stopped early."""
+        return self.step >= self.total_steps or self.tracker.exhausted
 
     def state_dict(self) -> dict[str, Any]:
-        """The part that JSON holds. A call of all ranks."""
+        """Return the JSON part of the state. Collective call."""
         return {
             "step": self.step,
             "skipped": self.skipped,
@@ -75,80 +103,57 @@ class TrainState:
             "metrics": {name: value if value == value else None for name, value in self.metrics.items()},
             "schedule": self.rate.state_dict(),
             "scaler": self.precision.state_dict(),
-            "loader": self.feed.state_dict(),
+            "loader": self.stream.state_dict(),
             "best": self.tracker.state_dict(),
-            "window": self.window.state_dict(),
+            "window": self.meter.state_dict(),
             "identity": self.identity,
-            "world_size": self.world.size,
+            "world_size": self.ranks.size,
         }
 
-    @property
-    def trained(self) -> nn.Module:
-        """The model whose parameters the optimiser has."""
-        return self.model if self.shards is None else self.shards.module
-
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[nn.Module]:
-        """The model with the weights of now, on the device within this context. A call of all ranks."""
-        if self.shards is None:
-            yield self.model
-        else:
-            with self.shards.on_device():
-                yield self.model
-
-    def gather(self) -> None:
-        """The model gets the weights of now, if it has not. A call of all ranks."""
-        if self.shards is not None:
-            self.shards.gather()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The optimiser's part; of a sharded run on rank 0 only, but a call of all ranks."""
-        tensors = optimizer_tensors(self.optimizer, self.trained)
-        return tensors if self.shards is None else self.shards.full_state(tensors)
+    def optimizer_tensors(self) -> Mapping[str, Tensor]:
+        """Return the complete optimiser state, with sharded weights on rank 0 only. Collective call."""
+        return self.model.full_state(optimizer_tensors(self.optimizer, self.model.trained))
 
     def restore(self, saved: Saved) -> None:
-        """Go on from a checkpoint: model, optimiser and all else.
+        """Restore everything from a checkpoint.
 
-        Raises CheckpointError where it is the checkpoint of another run, naming what differs.
+        Raises CheckpointError where it belongs to another run (naming the differences) or to other data.
         """
         check_identity(saved, self.identity)
         state = saved.state
-        if state["world_size"] != self.world.size:
+        if state["world_size"] != self.ranks.size:
             _log.warning(
-                "the checkpoint is of a run on %d ranks, this one has %d: the batches are the same, but sums are "
+                "the checkpoint was written on %d ranks, this run has %d: the batches are the same, but sums are "
                 "rounded in another order, so the weights will not be equal bit for bit",
-                *(state["world_size"], self.world.size),
+                *(state["world_size"], self.ranks.size),
             )
         try:
-            self.feed.loader.load_state_dict(state["loader"])
+            self.stream.loader.load_state_dict(state["loader"])
         except ConfigError as error:
-            raise CheckpointError(f"{saved.folder} does not go with this data: {error}") from error
+            raise CheckpointError(f"{saved.folder} does not match this data: {error}", "mismatch") from error
         self.restore_weights(saved)
         self.rate.load_state_dict(state["schedule"])
         self.tracker.load_state_dict(state["best"])
-        self.window.load_state_dict(state["window"])
-        self.step, self.skipped, self.overflows = state["step"], state["skipped"], state["overflows"]
-        self.streak, self.rollbacks = state.get("streak", 0), state.get("rollbacks", 0)  # unknown to older checkpoints
+        self.meter.load_state_dict(state["window"])
+        for name in ("step", "skipped", "overflows", "streak", "rollbacks"):
+            setattr(self, name, state[name])
         if self.spikes is not None:
             self.spikes.load_state_dict(state["spikes"])
         self.metrics = {name: float("nan") if value is None else value for name, value in state["metrics"].items()}
 
     def restore_weights(self, saved: Saved) -> None:
-        """Model and optimiser of a checkpoint; the run's position stays what it is."""
-        checkpoint.model_files().load_weights(self.model, saved.folder)
-        tensors = saved.optimizer
-        if self.shards is not None:
-            self.shards.place()
-            tensors = self.shards.own_parts(tensors)
-        load_optimizer_tensors(self.optimizer, self.trained, tensors)
+        """Restore model and optimiser from a checkpoint; the position in the data stays as it is."""
+        checkpoint.model_files().load_weights(self.model.whole, saved.folder)
+        self.model.load_from_whole()
+        load_optimizer_tensors(self.optimizer, self.model.trained, self.model.local_state(saved.optimizer))
         self.precision.load_state_dict(saved.state["scaler"])
 
 
 def identity(model: nn.Module, optim: OptimConfig, config: TrainConfig, rate: LearningRate) -> dict[str, Any]:
-    """What decides the weights besides the data, as JSON values: a run may only go on where all of it is the same.
+    """Return the settings besides the data that determine the weights; a run resumes only where all are the same.
 
-    How often a run logs, saves or on how many ranks it runs is not in it; its length only where the learning rate
-    follows from it, and validation only where it drives the learning rate.
+    Not part of it: logging, saving and the number of ranks. The length of the run is part of it only where the learning
+    rate depends on it, and validation only where it controls the learning rate.
     """
     settings = getattr(model, "config", None)
     described: dict[str, Any] = {
@@ -157,14 +162,14 @@ def identity(model: nn.Module, optim: OptimConfig, config: TrainConfig, rate: Le
             "settings": to_dict(settings) if dataclasses.is_dataclass(settings) else None,
         },
         "optim": to_dict(optim),
-        "train": {name: getattr(config, name) for name in _DECIDES},
+        "train": {name: getattr(config, name) for name in _IDENTITY_FIELDS},
         "randomness": RULE,
     }
     if config.spike_factor is not None:
         described["train"]["spike_factor"] = config.spike_factor
-    if config.packed_text:  # dropout draws for other places
+    if config.packed_text:  # dropout draws numbers for other positions
         described["train"]["packed_text"] = True
-    if rate.needs_total:
+    if rate.depends_on_length:
         described["train"]["total_steps"] = rate.total_steps
     if isinstance(optim.schedule, Plateau):
         described["train"] |= {name: getattr(config, name) for name in ("validate_every", "best_metric", "best_mode")}
@@ -172,29 +177,35 @@ def identity(model: nn.Module, optim: OptimConfig, config: TrainConfig, rate: Le
 
 
 def check_identity(saved: Saved, expected: Mapping[str, Any]) -> None:
-    """Raises CheckpointError naming every setting in which a checkpoint's run is another one than this."""
+    """Raise CheckpointError naming every setting that differs between a checkpoint's run and this one."""
     rows = differences(saved.state.get("identity", {}), expected)
     if rows:
-        listed = "; ".join(f"{path} is {old!r} there and {new!r} here" for path, old, new in rows)
+        listed = "; ".join(f"{path} was {old!r} and is {new!r}" for path, old, new in rows)
         raise CheckpointError(
-            f"{saved.folder} is of another run: {listed}. Use the same settings to go on with it, or another run_dir"
+            f"{saved.folder} belongs to another run: {listed}; use the same settings to resume it, or another run_dir",
+            "mismatch",
+            field=rows[0][0],
         )
 
 
 def resume_path(resume: str, own: Path | None, run_dir: Path) -> Path | None:
-    """The checkpoint to start from, given the run folder's newest sound one.
+    """Return the checkpoint to start from, given the newest valid one of the run folder.
 
-    A folder's own checkpoints come first: the command that started a run from another one's checkpoint goes on with
-    the run when it is given again. Raises CheckpointError where `resume` forbids what is there.
+    The folder's own checkpoint takes precedence: a command that starts from another run's checkpoint resumes its own
+    run when it is repeated. Raises CheckpointError where `resume` conflicts with the folder.
     """
     if resume == "never" and own is not None:
-        raise CheckpointError(f"{run_dir} holds checkpoints and resume is 'never': choose another run_dir")
+        raise CheckpointError(
+            f"{run_dir} holds checkpoints and resume is 'never'; choose another run_dir", "exists", field="resume"
+        )
     if resume in ("auto", "never"):
         return own
     chosen = Path(resume).resolve()
     if own is not None and chosen != own.resolve() and own.resolve().parent == chosen.parent:
         raise CheckpointError(
-            f"{resume} is not the newest checkpoint of {run_dir}: remove the newer ones to go back to it, "
-            "or start from it in another run_dir"
+            f"{resume} is not the newest checkpoint of {run_dir}; remove the newer ones to resume from it, or start "
+            "from it in another run_dir",
+            "conflict",
+            field="resume",
         )
     return own or chosen

@@ -1,14 +1,11 @@
 """One update of the weights."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from medvl.common.seeding import derive, reseed
 from medvl.schema import Batch, Losses
@@ -16,143 +13,126 @@ from medvl.train.fault_tolerance.nonfinite import BufferGuard, LossSpikeDetector
 from medvl.train.optim.grad_cache import GradCache
 from medvl.train.optim.optimizer import set_lr, trainable
 from medvl.train.optim.precision import Precision
-from medvl.train.parallel.distributed import RankInfo, average_gradients
+from medvl.train.parallel.distributed import average_gradients
+from medvl.train.parallel.model import ParallelModel
 from medvl.train.parallel.prefetch import place
-
-if TYPE_CHECKING:
-    from medvl.train.parallel.fsdp import FSDPModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What an update was. Tensors stay on the device: nothing here has been waited for but `finite`."""
+    """Result of an update. Tensors stay on the device: the step waits for the finite check only."""
 
     losses: list[Losses]
-    """Of each micro-batch, detached."""
+    """Detached losses of each micro-batch."""
     grad_norm: Tensor
-    """Before clipping, over all ranks."""
+    """Norm before clipping, over all ranks."""
     keys: list[list[str]]
     """Sample keys of each micro-batch of this rank."""
     updated: bool
-    """Whether the weights were: not where loss or gradient was not finite, or the loss a spike."""
+    """Whether the weights were updated: not after a non-finite loss or gradient, or a loss spike."""
     spike: bool = False
-    """Finite, but far above the losses before it."""
+    """Whether the loss was finite, but far above the losses before it."""
     scale_search: bool = False
-    """Not finite because fp16's loss scale was still too large, which is no fault of the data."""
+    """Whether the update was skipped because fp16's loss scale was too large, which is no fault of the data."""
 
     @property
     def pairs(self) -> int:
         """Pairs of this rank."""
         return sum(map(len, self.keys))
 
-    def suspects(self) -> list[str]:
-        """Keys of this rank's micro-batches whose loss was not finite."""
-        broken = [
-            keys for keys, losses in zip(self.keys, self.losses, strict=True) if not bool(losses.total.isfinite())
-        ]
-        return [key for keys in broken for key in keys]
+    def nonfinite_keys(self) -> list[str]:
+        """Return the keys of this rank's micro-batches whose loss was not finite."""
+        pairs = zip(self.keys, self.losses, strict=True)
+        return [key for keys, losses in pairs if not bool(losses.total.isfinite()) for key in keys]
 
 
 class Step:
-    """Forward, backward, check, update."""
+    """Forward pass, backward pass, finite check and update.
+
+    Args:
+        model: the model on its ranks.
+        optimizer, precision: see `medvl.train.optim`.
+        seed: seed of everything random in the steps.
+        clip_norm, channels_last, grad_cache: as in `OptimConfig` and `TrainConfig`.
+        spikes: detector of loss spikes; None accepts every finite loss.
+    """
 
     def __init__(
         self,
-        module: nn.Module,
+        model: ParallelModel,
         optimizer: torch.optim.Optimizer,
         precision: Precision,
-        world: RankInfo,
         *,
         seed: int,
         clip_norm: float | None,
         channels_last: bool,
         grad_cache: int | None = None,
         spikes: LossSpikeDetector | None = None,
-        shards: "FSDPModel | None" = None,
     ) -> None:
-        self.module, self.optimizer, self.precision, self.world = module, optimizer, precision, world
-        self._spikes, self._shards = spikes, shards
-        self._seed, self._clip_norm, self._channels_last = seed, clip_norm, channels_last
+        self.model, self.optimizer, self.precision = model, optimizer, precision
+        self._spikes, self._seed = spikes, seed
+        self._clip_norm, self._channels_last = clip_norm, channels_last
         self._parameters = trainable(optimizer)
-        model = module.module if isinstance(module, DistributedDataParallel) else module
-        self._cache = None if grad_cache is None else GradCache(model, grad_cache, precision)
-        self._buffers = BufferGuard(module)
+        self._cache = None if grad_cache is None else GradCache(model.trained, grad_cache, precision)
+        self._buffers = BufferGuard(model.trained)
 
     def __call__(self, step: int, lr: float, batches: Iterable[Batch], count: int) -> StepResult:
-        """Update number `step` with the rate `lr` from `count` micro-batches, whose losses are averaged.
+        """Make update number `step` with the rate `lr` from `count` micro-batches, whose losses are averaged.
 
-        A loss or gradient that is not finite, on any rank and in any micro-batch, leaves weights, optimiser and buffers
-        as they were, and so does a spike. All ranks decide alike because they look at the gradient after its reduction,
-        and at the mean of all their losses.
+        After a loss or gradient that is not finite, on any rank and in any micro-batch, and after a loss spike, the
+        weights, optimiser and buffers stay as they were. All ranks take the same decision, because they take it from
+        the gradient after its reduction and from the mean of all losses.
         """
-        self._buffers.take()
-        if self._shards is not None:
-            self._shards.share_buffers()
+        self._buffers.save()
+        self.model.before_step(step)
         losses, keys = [], []
         for micro, batch in enumerate(batches):
-            if self._shards is not None:
-                self._shards.check(batch)
-            draw = functools.partial(self._draw, step, micro, self.world.rank)
-            if self._cache is None:
-                draw()
-                with self._reduction(on=micro == count - 1):
-                    with self.precision.autocast():
-                        loss = self.module(self.place(batch))
-                    self.precision.backward(propagate_nonfinite(loss.total) / count)
-            else:
-                loss = self._cache(self.place(batch), count, draw)
-            losses.append(_detached(loss))
+            self.model.check(batch)
+            losses.append(self._accumulate(step, micro, batch, count))
             keys.append(batch.keys)
-        if self._cache is not None:
-            average_gradients(self._parameters, self.world)  # of many backward passes: DDP would average after one
+        if self._cache is not None:  # it has many backward passes, and DDP would average the gradients after the first
+            average_gradients(self._parameters, self.model.ranks)
         self.precision.unscale(self.optimizer)
-        grad_norm = self._clip()
+        grad_norm = self.model.clip(self._parameters, self._clip_norm)
         finite = bool(grad_norm.isfinite())  # the step's only wait for the device
-        spike = finite and self._spikes is not None and self._spikes.judge(self._mean(losses))
-        searching = False
-        if finite and not spike:
+        spike = finite and self._spikes is not None and self._spikes.observe(self._mean(losses))
+        updated, scale_search = finite and not spike, False
+        if updated:
             set_lr(self.optimizer, lr)
-            self.precision.update(self.optimizer)
+            self.precision.step(self.optimizer)
+            self.model.after_step(step)
         else:
-            broken = not all(bool(loss.total.isfinite()) for loss in losses)
-            searching = not spike and self.precision.skip() and not self.world.any(broken)
+            nonfinite_loss = not all(bool(loss.total.isfinite()) for loss in losses)
+            scale_search = not spike and self.precision.skip_step() and not self.model.ranks.any(nonfinite_loss)
             self._buffers.restore()
         self.optimizer.zero_grad(set_to_none=True)
-        made = {"updated": finite and not spike, "spike": spike, "scale_search": searching}
-        return StepResult(losses=losses, grad_norm=grad_norm, keys=keys, **made)
+        return StepResult(
+            losses=losses, grad_norm=grad_norm, keys=keys, updated=updated, spike=spike, scale_search=scale_search
+        )
 
     def place(self, batch: Batch) -> Batch:
-        """The batch on this rank's device, in the model's memory format, if it is not there yet."""
-        return place(batch, self.world.device, self._channels_last)
+        """Return the batch on this rank's device, in the model's memory format."""
+        return place(batch, self.model.ranks.device, self._channels_last)
 
-    def _draw(self, *position: int) -> None:
-        """Seed the generators for what comes next, wherever the run has been before."""
-        reseed(derive(self._seed, "step", *position), self.world.device)
+    def _accumulate(self, step: int, micro: int, batch: Batch, count: int) -> Losses:
+        """Add the gradients of a micro-batch; return its detached losses."""
+        seed = functools.partial(self._reseed, step, micro, self.model.ranks.rank)
+        if self._cache is not None:
+            loss = self._cache(self.place(batch), count, seed)
+        else:
+            seed()
+            with self.model.reduction(on=micro == count - 1):  # gradients are reduced in the last micro-batch only
+                with self.precision.autocast():
+                    loss = self.model.forward(self.place(batch))
+                self.precision.backward(propagate_nonfinite(loss.total) / count)
+        terms = {name: term.detach() for name, term in loss.terms.items()}
+        return Losses(total=loss.total.detach(), terms=terms)
 
-    def _reduction(self, on: bool) -> contextlib.AbstractContextManager[None]:
-        """Gradients are reduced in the last micro-batch only."""
-        if self._shards is not None:
-            return self._shards.reduction(on)
-        if on or not isinstance(self.module, DistributedDataParallel):
-            return contextlib.nullcontext()
-        return self.module.no_sync()
+    def _reseed(self, *position: int) -> None:
+        """Seed the generators from the position in the run, so that a resumed run draws the same numbers."""
+        reseed(derive(self._seed, "step", *position), self.model.ranks.device)
 
     def _mean(self, losses: list[Losses]) -> float:
-        """Of the update's losses, over micro-batches and ranks."""
-        mine = float(torch.stack([loss.total for loss in losses]).double().mean())
-        return sum(self.world.exchange(mine)) / self.world.size
-
-    def _clip(self) -> Tensor:
-        """Norm of the gradient over all parameters, before it is scaled down to `clip_norm`."""
-        if self._shards is not None:
-            return self._shards.clip(self._parameters, self._clip_norm)
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if self._clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
-        return norm
-
-
-def _detached(losses: Losses) -> Losses:
-    terms = {name: term.detach() for name, term in losses.terms.items()}
-    return Losses(total=losses.total.detach(), terms=terms)
+        """Return the mean loss of the update over micro-batches and ranks."""
+        local = float(torch.stack([loss.total for loss in losses]).double().mean())
+        return sum(self.model.ranks.exchange(local)) / self.model.ranks.size

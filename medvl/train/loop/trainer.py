@@ -1,13 +1,13 @@
-"""The loop, for every model alike.
+"""The training loop, for every model.
 
     step:     micro-batches -> losses -> gradients -> finite? -> clip -> update      (step.py)
-    record:   every `log_every` steps
-    validate: loss and evaluators -> best? plateau? early stop?
-    save:     atomically; on SIGTERM too, then the process ends with status 0
+    record:   every `log_every` steps                                                (logger.py, meters.py)
+    validate: loss and evaluators -> best? plateau? early stop?                      (validate.py)
+    save:     atomically; after SIGTERM too, then the process exits with status 0    (fault_tolerance/checkpoint.py)
 
-What a resumed run needs to end with the same bits as an undisturbed one: the same code, settings, data and number of
-ranks, on the same kind of CPU with the same number of threads. (On three ranks and more DDP sums its first step's
-gradients in another order than the later ones', so there "the same" means to rounding.)
+A resumed run ends with the same bits as an uninterrupted one under these conditions: the same code, settings, data and
+number of ranks, on the same kind of CPU with the same number of threads. (On three ranks and more, DDP sums the first
+step's gradients in another order than later ones, so there the weights are equal up to rounding.)
 """
 
 import contextlib
@@ -25,28 +25,25 @@ from torch import nn
 
 from medvl.common.config_io import nearest, to_dict
 from medvl.common.folders import RunLock, wait_for
-from medvl.common.seeding import caller_keeps_generators
+from medvl.common.seeding import preserve_generators
 from medvl.errors import CheckpointError, ConfigError, TrainingError
 from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch
 from medvl.train.config import Interval, OptimConfig, Plateau, TrainConfig
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.fault_tolerance.checkpoint import Checkpoints
-from medvl.train.fault_tolerance.error_advice import explained
-from medvl.train.fault_tolerance.gc_freeze import garbage_is_new
-from medvl.train.fault_tolerance.nonfinite import LossSpikeDetector, StopSignals
+from medvl.train.fault_tolerance.error_advice import with_advice
+from medvl.train.fault_tolerance.gc_freeze import freeze_existing_objects
+from medvl.train.fault_tolerance.signals import StopSignals
 from medvl.train.loop.logger import RunLogger, console
-from medvl.train.loop.meters import Speed, Tracker, Window
-from medvl.train.loop.prepare import prepare_ranks
+from medvl.train.loop.meters import SpeedMeter
+from medvl.train.loop.prepare import parallelize
 from medvl.train.loop.rollback import RollbackPolicy
-from medvl.train.loop.state import TrainState, identity, resume_path
+from medvl.train.loop.state import TrainState, resume_path
 from medvl.train.loop.step import Step, StepResult
-from medvl.train.loop.validate import Evaluator, run_evaluators, share_buffers, validation_loss
-from medvl.train.optim.optimizer import build_optimizer
-from medvl.train.optim.precision import Precision
-from medvl.train.optim.schedule import LearningRate
+from medvl.train.loop.validate import Evaluator, run_evaluators, validation_loss
 from medvl.train.parallel.batches import BatchStream, TrainLoader
-from medvl.train.parallel.distributed import RankInfo, distribute, join, machine_settings
+from medvl.train.parallel.distributed import RankInfo, join, machine_settings
 from medvl.train.parallel.prefetch import side_stream
 
 _log = logging.getLogger(__name__)
@@ -54,26 +51,26 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """How a run ended."""
+    """Result of a finished run."""
 
     step: int
     stopped: Literal["finished", "early_stop"]
     metrics: Mapping[str, float]
-    """Of the last validation."""
+    """Metrics of the last validation."""
     best_step: int | None
     best_metric: str
     best_value: float | None
-    """Of `best_metric`."""
+    """Best value of `best_metric`."""
     skipped: int
-    """Updates left out because they were not finite, or their loss a spike."""
+    """Updates skipped because of non-finite values or a loss spike."""
     save_failures: int
     last: Path
-    """The checkpoint of the last step."""
+    """Checkpoint of the last step."""
     best: Path | None
-    """The best one that could be saved; None where nothing was validated."""
+    """Best checkpoint that could be saved; None without validation."""
 
     def __str__(self) -> str:
-        """In one line, for the end of a recipe."""
+        """Return a summary in one line."""
         best = "" if self.best is None else f"; best {self.best_metric} {self.best_value}: {self.best}"
         return f"{self.stopped} after step {self.step}{best}"
 
@@ -88,166 +85,170 @@ def train(
     evals: Sequence[Evaluator] = (),
     run: Mapping[str, Any] | None = None,
 ) -> TrainResult:
-    """Train a model, or go on with a run that was interrupted: the same call does both.
+    """Train a model, or resume an interrupted run: the same call does both.
 
-    Under torchrun each rank makes this call with its own loaders. The run owns torch's generators while it lasts and
-    leaves them as they were.
+    Under torchrun each rank makes this call with its own loaders. The run seeds torch's generators and restores them at
+    the end.
 
     Args:
-        model: `model(batch) -> Losses`; on the CPU or already on its device.
+        model: `model(batch) -> Losses`; on the CPU or on its device.
         train_loader: batches of `config.micro_batch` pairs over all ranks.
         optim: optimiser and learning rate.
-        config: everything else; `run_dir` must be seen by all ranks.
+        config: everything else; all ranks must have access to `run_dir`.
         valid_loader: this rank's share of the validation batches, numbers r, r + W, r + 2 W, ... for rank r of W.
-        evals: functions of the model in eval mode; called on rank 0 only, the other ranks wait as long as it takes.
-        run: what `config.json` of each checkpoint should tell besides the settings of the training: recipe, data.
+        evals: functions of the model in eval mode; called on rank 0 only, while the other ranks wait.
+        run: JSON values for `config.json` of each checkpoint, besides the settings given here: recipe, data.
 
     Raises:
-        ConfigError: settings that do not go together.
-        CheckpointError: the checkpoint to go on from is damaged or of another run, or the last one cannot be saved.
-        TrainingError: `run_dir` is in use, more updates left out than `nonfinite_budget`, no memory for a batch.
-        LoaderError: a loader's worker process died or hangs.
-        SystemExit: with status 0, after SIGTERM or the first SIGINT and the checkpoint that follows it.
+        ConfigError: settings that exclude each other or do not apply to the model.
+        CheckpointError: the checkpoint to resume is damaged or of another run, or the last one cannot be saved.
+        TrainingError: `run_dir` is in use, `nonfinite_budget` is exceeded, or a batch does not fit into memory.
+        LoaderError: a worker process of a loader died or hangs.
+        SystemExit: with status 0, after SIGTERM or the first SIGINT, once a checkpoint is saved.
     """
     _check(train_loader, optim, config, validates=valid_loader is not None or bool(evals))
     with contextlib.ExitStack() as stack:
-        world = stack.enter_context(join(config.device))
-        stack.enter_context(machine_settings(world, config.num_threads, config.deterministic, config.precision))
-        stack.enter_context(caller_keeps_generators(world.device))
-        stack.enter_context(console(world.is_main))
-        stop = stack.enter_context(StopSignals())
-        world.on_main(functools.partial(_lock, stack, config.run_dir))
-        training = Training(model, train_loader, world, optim, config, valid_loader, evals, run or {})
-        stack.callback(training.journal.close)
-        stack.enter_context(garbage_is_new())
-        with explained(world, config):
-            stopped = training.until_the_end(stop)
+        ranks = stack.enter_context(join(config.device))
+        stack.enter_context(machine_settings(ranks, config.num_threads, config.deterministic, config.precision))
+        stack.enter_context(preserve_generators(ranks.device))
+        stack.enter_context(console(ranks.is_main))
+        signals = stack.enter_context(StopSignals())
+        ranks.on_main(functools.partial(_lock, stack, config.run_dir))
+        training = Training(model, train_loader, ranks, optim, config, valid_loader, evals, run)
+        stack.callback(training.logger.close)
+        stack.enter_context(freeze_existing_objects())
+        with with_advice(ranks, config):
+            stopped = training.run(signals)
         if stopped == "signal":
             raise SystemExit(0)
         return training.result(stopped)
 
 
 class Training:
-    """The parts of a run, put together. `train` is how it is used; `medvl.train.doctor.examine` measures the parts."""
+    """The parts of a run. Use `train`; `medvl.train.doctor.examine` measures the parts one by one.
+
+    Attributes:
+        state: everything that a checkpoint holds, with the model, its ranks and the stream of batches.
+        step: the update.
+        logger, speed: records and their timing.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         train_loader: TrainLoader,
-        world: RankInfo,
+        ranks: RankInfo,
         optim: OptimConfig,
         config: TrainConfig,
-        valid_loader: Iterable[Batch] | None,
-        evals: Sequence[Evaluator],
-        run: Mapping[str, Any],
+        valid_loader: Iterable[Batch] | None = None,
+        evals: Sequence[Evaluator] = (),
+        run: Mapping[str, Any] | None = None,
     ) -> None:
-        self.model, self.world, self.config = model, world, config
-        self.valid_loader, self.evals = valid_loader, evals
-        self.run = {**run, "train": to_dict(config), "optim": to_dict(optim), "versions": _versions()}
-        self.shards = prepare_ranks(model, config, world)
-        self.feed = BatchStream(train_loader, config.accumulate, side_stream(world.device, config.channels_last))
-        limits = [config.steps, config.epochs and config.epochs * self.feed.steps_per_epoch]
-        self.total_steps = min(limit for limit in limits if limit is not None)
-        self.state = self._first_state(optim)
-        self.checkpoints = Checkpoints(config.run_dir, config.keep_last)
-        self.last_saved: int | None = None
-        self.save_owed = False
+        self.config, self._valid_loader, self._evals = config, valid_loader, evals
+        self._run_info = {**(run or {}), "train": to_dict(config), "optim": to_dict(optim), "versions": _versions()}
+        parallel = parallelize(model, config, ranks)
+        stream = BatchStream(train_loader, config.accumulate, side_stream(ranks.device, config.channels_last))
+        self.state = TrainState.create(parallel, stream, optim, config)
+        self._checkpoints = Checkpoints(config.run_dir, config.keep_last)
+        self._last_saved: int | None = None
+        self._save_pending = False
         self._resume()
         self.step = Step(
-            distribute(model, world, config.find_unused_parameters) if self.shards is None else self.shards.module,
+            parallel,
             self.state.optimizer,
             self.state.precision,
-            world,
             seed=config.seed,
             clip_norm=optim.clip_norm,
             channels_last=config.channels_last,
             grad_cache=config.grad_cache,
             spikes=self.state.spikes,
-            shards=self.shards,
         )
-        self.journal = RunLogger(config, step=self.state.step, total_steps=self.total_steps, active=world.is_main)
-        self.rescue = RollbackPolicy(self.state, config, self.journal, self.checkpoints)
-        self.speed = Speed(world)
+        self.logger = RunLogger(config, step=self.state.step, total_steps=self.state.total_steps, active=ranks.is_main)
+        self._rollback = RollbackPolicy(self.state, config, self.logger, self._checkpoints)
+        self.speed = SpeedMeter(ranks)
 
-    def until_the_end(self, stop: StopSignals) -> Literal["finished", "early_stop", "signal"]:
-        """Steps until the run is over, or asked to stop."""
+    def run(self, signals: StopSignals) -> Literal["finished", "early_stop", "signal"]:
+        """Make steps until the run is over or a signal arrives."""
         state = self.state
-        if self.last_saved is None:
-            self.save(must=True)  # what cannot be saved at all should be known now, not after the first epoch
-        while state.step < self.total_steps and not state.tracker.exhausted:
-            step = state.step
-            batches, count = self.feed.take(step), self.feed.micro_batches(step)
-            outcome = self.step(step, state.rate.at(step), batches, count)
-            state.step += 1
-            went_back = self._account(outcome, step)
+        if self._last_saved is None:
+            self.save(must=True)  # reveals problems with saving now instead of after the first epoch
+        while not state.exhausted:
+            rolled_back = self._update()
             if self._due(self.config.log_every):
                 self._record()
             if self._due(self.config.validate_every):
                 self._validate()
-            ends = state.step == self.total_steps or state.tracker.exhausted
-            stopping = self.world.any(stop.requested is not None)
-            owed = self.save_owed and self._due(self.config.log_every)
+            stopping = state.ranks.any(signals.requested is not None)
+            must_save = stopping or state.exhausted
+            retry = self._save_pending and self._due(self.config.log_every)
             is_best = state.tracker.best_step == state.step
-            if ends or stopping or owed or is_best or went_back or self._due(self.config.checkpoint_every):
-                self.save(must=ends or stopping)
+            if must_save or retry or is_best or rolled_back or self._due(self.config.checkpoint_every):
+                self.save(must=must_save)
             if stopping:
-                _log.info("stopped by %s after step %d: the checkpoint is saved", stop.requested, state.step)
+                _log.info("stopped by %s after step %d, checkpoint saved", signals.requested, state.step)
                 return "signal"
-        return "early_stop" if state.step < self.total_steps else "finished"
+        return "early_stop" if state.step < state.total_steps else "finished"
 
     def result(self, stopped: Literal["finished", "early_stop"]) -> TrainResult:
-        """How it went."""
-        tracker = self.state.tracker
-        last = self.checkpoints.at(self.state.step)
+        """Return the result of the finished run."""
+        state = self.state
+        last = self._checkpoints.at(state.step)
         if last is None:
-            raise CheckpointError(f"the checkpoint of step {self.state.step} is not in {self.checkpoints.folder}")
+            raise CheckpointError(
+                f"the checkpoint of step {state.step} is missing from {self._checkpoints.folder}", "not_found"
+            )
         return TrainResult(
-            step=self.state.step,
+            step=state.step,
             stopped=stopped,
-            metrics=self.state.metrics,
-            best_step=tracker.best_step,
+            metrics=state.metrics,
+            best_step=state.tracker.best_step,
             best_metric=self.config.best_metric,
-            best_value=tracker.best,
-            skipped=self.state.skipped,
-            save_failures=self.world.from_main(self.checkpoints.failures),
+            best_value=state.tracker.best,
+            skipped=state.skipped,
+            save_failures=state.ranks.from_main(self._checkpoints.failures),
             last=last,
-            best=self.checkpoints.best(),
+            best=self._checkpoints.best(),
         )
 
-    def _first_state(self, optim: OptimConfig) -> TrainState:
-        config, world = self.config, self.world
-        rate = LearningRate(schedule=optim.schedule, lr=optim.lr, total_steps=self.total_steps, mode=config.best_mode)
-        trained = self.model if self.shards is None else self.shards.module
-        return TrainState(
-            model=self.model,
-            optimizer=build_optimizer(trained, optim),
-            precision=Precision(config.precision, world.device),
-            feed=self.feed,
-            rate=rate,
-            tracker=Tracker(mode=config.best_mode, patience=config.early_stop_patience),
-            window=Window(world),
-            world=world,
-            identity=identity(self.model, optim, config, rate),
-            spikes=None if config.spike_factor is None else LossSpikeDetector(config.spike_factor),
-            shards=self.shards,
-        )
+    def save(self, must: bool) -> None:
+        """Save a checkpoint of this step unless it exists.
+
+        With `must` a failed save raises; otherwise it is retried at the next record.
+        """
+        state = self.state
+        if self._last_saved == state.step:
+            return
+        started = time.perf_counter()
+        state.model.gather()
+        values, tensors = state.state_dict(), state.optimizer_tensors()
+
+        def write() -> bool:
+            self.logger.flush()
+            save = self._checkpoints.save if must else self._checkpoints.attempt
+            return save(state.model.whole, self._run_info, values, tensors) is not None
+
+        self._save_pending = not state.ranks.on_main(write)
+        if not self._save_pending:
+            self._last_saved = state.step
+        self.speed.pause(time.perf_counter() - started)
 
     def _resume(self) -> None:
-        """Go to the checkpoint that this run continues, if there is one; rank 0 decides which."""
-        found = self.world.on_main(self._find_checkpoint)
-        self._agree()
-        if found is None:
+        """Restore the checkpoint that this run continues, if there is one; rank 0 chooses it."""
+        state = self.state
+        path = state.ranks.on_main(self._find_checkpoint)
+        self._check_ranks_agree()
+        if path is None:
             return
-        folder = Path(found)
+        folder = Path(path)
         wait_for(folder)
-        self.state.restore(checkpoint.read(folder))
-        if folder.resolve().parent == self.checkpoints.folder.resolve():
-            self.last_saved = self.state.step
-            self.world.on_main(lambda: self.checkpoints.point(folder, self.state.tracker.best_step))
-        _log.info("going on from %s", folder)
+        state.restore(checkpoint.read(folder))
+        if folder.resolve().parent == self._checkpoints.folder.resolve():
+            self._last_saved = state.step
+            state.ranks.on_main(lambda: self._checkpoints.point(folder, state.tracker.best_step))
+        _log.info("resuming from %s", folder)
 
     def _find_checkpoint(self) -> str | None:
-        own = self.checkpoints.newest()
+        own = self._checkpoints.newest()
         chosen = resume_path(self.config.resume, own, self.config.run_dir)
         if chosen is None:
             return None
@@ -255,117 +256,124 @@ class Training:
             checkpoint.verify(chosen)
         return str(chosen)
 
-    def _agree(self) -> None:
-        """Raises TrainingError where the ranks are not about to do the same."""
-        mine = {"settings": self.state.identity, "batches": self.feed.loader.steps_per_epoch, "steps": self.total_steps}
-        for rank, theirs in enumerate(self.world.exchange(mine)):
-            if theirs != mine:
-                differing = [name for name in mine if theirs[name] != mine[name]]
+    def _check_ranks_agree(self) -> None:
+        """Raise TrainingError where the ranks have other settings or another number of steps."""
+        state = self.state
+        own = {
+            "settings": state.identity,
+            "batches": state.stream.loader.steps_per_epoch,
+            "steps": state.total_steps,
+        }
+        for rank, other in enumerate(state.ranks.exchange(own)):
+            if other != own:
+                names = [name for name in own if other[name] != own[name]]
                 raise TrainingError(
-                    f"ranks {self.world.rank} and {rank} differ in {', '.join(differing)}: "
-                    "start all with the same command and data"
+                    f"ranks {state.ranks.rank} and {rank} differ in {', '.join(names)}; start all ranks with the same "
+                    "command and data",
+                    "mismatch",
                 )
 
-    def _account(self, outcome: StepResult, step: int) -> bool:
-        """Count an update, or one that was skipped; True where the weights went back to an earlier checkpoint."""
-        self.journal.advance()
-        self.speed.add(outcome.pairs)
-        if outcome.updated:
+    def _update(self) -> bool:
+        """Make and count one update; return whether the weights were rolled back."""
+        state, step = self.state, self.state.step
+        batches, count = state.stream.take(step), state.stream.micro_batches(step)
+        result = self.step(step, state.rate.at(step), batches, count)
+        state.step += 1
+        self.logger.advance()
+        self.speed.add(result.pairs)
+        return self._count(result, step)
+
+    def _count(self, result: StepResult, step: int) -> bool:
+        if result.updated:
             self.state.streak = 0
-            self.state.window.add(outcome)
+            self.state.meter.add(result)
             return False
-        if outcome.scale_search:
+        if result.scale_search:
             self.state.overflows += 1
             return False
-        return self.rescue(outcome, step)
+        return self._rollback(result, step)
 
     def _record(self) -> None:
         state = self.state
-        timing = self.speed.read(self.feed.wait_seconds, self.total_steps - state.step)
+        timing = self.speed.read(state.stream.wait_seconds, state.total_steps - state.step)
         values = {
-            "epoch": state.step / self.feed.steps_per_epoch,
-            **state.window.read(),
+            "epoch": state.step / state.stream.steps_per_epoch,
+            **state.meter.read(),
             "lr": state.rate.at(state.step - 1),
             "skipped": state.skipped,
             "overflows": state.overflows,
         }
-        if self.world.device.type == "cuda":
+        if state.ranks.device.type == "cuda":
             timing["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 2**30
-        self.journal.record("train", state.step, values, timing)
-        self.journal.tell(state.step, values, timing)
+        self.logger.record("train", state.step, values, timing)
+        self.logger.log_progress(state.step, values, timing)
 
     def _validate(self) -> None:
-        """Validation loss and evaluators; the metric that counts goes to the tracker and the learning rate."""
-        if self.valid_loader is None and not self.evals:
+        """Compute the validation loss and the evaluators' metrics; update the best metric and the learning rate."""
+        if self._valid_loader is None and not self._evals:
             return
         started = time.perf_counter()
-        share_buffers(self.state.trained, self.world)
-        results: dict[str, float] = {}
-        with self.state.whole() as model, evaluating(model):
-            if self.valid_loader is not None:
-                results = validation_loss(
-                    model,
-                    self.valid_loader,
-                    world=self.world,
-                    precision=self.state.precision,
-                    seed=self.config.seed,
-                    place=self.step.place,
-                )
-            found = self.world.on_main(lambda: run_evaluators(model, self.evals))
-        results |= found
-        metric = self.config.best_metric
-        if metric not in results:
-            raise ConfigError(f"no validation gives best_metric {metric!r}: {nearest(metric, results)}")
         state = self.state
-        state.metrics = results
-        better = state.tracker.observe(state.step, results[metric])
-        lowered = state.rate.observe(results[metric])
-        self.journal.record("valid", state.step, results)
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
-        notes = ["the best so far"] * better + ["the learning rate is lowered"] * lowered
+        state.metrics = self._validation_metrics()
+        metric = self.config.best_metric
+        if metric not in state.metrics:
+            raise ConfigError(
+                f"no validation returns the metric {metric!r}: {nearest(metric, state.metrics)}",
+                "unknown_name",
+                field="best_metric",
+            )
+        better = state.tracker.observe(state.step, state.metrics[metric])
+        lowered = state.rate.observe(state.metrics[metric])
+        self.logger.record("valid", state.step, state.metrics)
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in state.metrics.items())
+        notes = ["best so far"] * better + ["learning rate lowered"] * lowered
         _log.info("validation after step %d: %s%s", state.step, shown, f" ({', '.join(notes)})" if notes else "")
         self.speed.pause(time.perf_counter() - started)
 
-    def save(self, must: bool) -> None:
-        """Save this step, unless it is saved. A failure is only then an error when there is no later chance."""
-        if self.last_saved == self.state.step:
-            return
-        started = time.perf_counter()
-        self.state.gather()
-        state, tensors = self.state.state_dict(), self.state.tensors()
-
-        def write() -> bool:
-            self.journal.flush()
-            save = self.checkpoints.save if must else self.checkpoints.attempt
-            return save(self.model, self.run, state, tensors) is not None
-
-        self.save_owed = not self.world.on_main(write)
-        if not self.save_owed:
-            self.last_saved = self.state.step
-        self.speed.pause(time.perf_counter() - started)
+    def _validation_metrics(self) -> dict[str, float]:
+        state = self.state
+        losses: dict[str, float] = {}
+        with state.model.evaluation() as model, evaluating(model):
+            if self._valid_loader is not None:
+                losses = validation_loss(
+                    model,
+                    self._valid_loader,
+                    ranks=state.ranks,
+                    precision=state.precision,
+                    seed=self.config.seed,
+                    place=self.step.place,
+                )
+            metrics: dict[str, float] = state.ranks.on_main(lambda: run_evaluators(model, self._evals))
+        return losses | metrics
 
     def _due(self, interval: Interval) -> bool:
-        """Whether something that is done every so often is to be done after this step. Always after the last one."""
-        every = self.feed.steps_per_epoch if interval == "epoch" else interval
-        return self.state.step % every == 0 or self.state.step == self.total_steps
+        """Return whether this step ends an interval. The last step of a run ends all of them."""
+        every = self.state.stream.steps_per_epoch if interval == "epoch" else interval
+        return self.state.step % every == 0 or self.state.step == self.state.total_steps
 
 
 def _lock(stack: contextlib.ExitStack, run_dir: Path) -> None:
-    """Keep other runs out of the folder until the stack is left."""
+    """Keep other runs out of the folder until the stack is closed."""
     stack.enter_context(RunLock(run_dir))
 
 
 def _check(loader: TrainLoader, optim: OptimConfig, config: TrainConfig, validates: bool) -> None:
     if loader.global_batch != config.micro_batch:
         raise ConfigError(
-            f"the train loader gives {loader.global_batch} pairs over all ranks, but global_batch "
-            f"{config.global_batch} in {config.accumulate} micro-batches asks for {config.micro_batch}: "
-            "open it with TrainConfig.micro_batch"
+            f"expected {config.micro_batch} pairs per batch of the train loader (global_batch {config.global_batch} in "
+            f"{config.accumulate} micro-batches), got {loader.global_batch}; open it with TrainConfig.micro_batch",
+            "mismatch",
+            field="global_batch",
         )
-    if not validates and isinstance(optim.schedule, Plateau):
-        raise ConfigError("a Plateau schedule follows a validation metric: give train() a valid_loader or evals")
-    if not validates and config.early_stop_patience is not None:
-        raise ConfigError("early_stop_patience follows a validation metric: give train() a valid_loader or evals")
+    needs_metric = {
+        "schedule": isinstance(optim.schedule, Plateau),
+        "early_stop_patience": config.early_stop_patience is not None,
+    }
+    for field, needed in needs_metric.items():
+        if needed and not validates:
+            raise ConfigError(
+                f"{field} depends on a validation metric; give train() a valid_loader or evals", "conflict", field=field
+            )
 
 
 def _versions() -> dict[str, str]:

@@ -1,11 +1,11 @@
 """Large contrastive batches in the memory of small ones (GradCache: Gao et al., arXiv 2101.06983, section 3.2).
 
-    encode every part, without a graph           embeddings of the whole batch
-    the loss over all of them, backward          a gradient for every embedding, and for the temperature
-    encode every part again, with a graph        and go on backward from its embeddings' gradients
+    encode every part, without a graph           embeddings of the complete batch
+    loss over all of them, backward              a gradient for every embedding, and for the temperature
+    encode every part again, with a graph        backward from its embeddings' gradients
 
-The gradient is that of the whole batch at once, but for the order of sums. Both times a part draws the same (dropout).
-Batch norm is the exception: it takes the statistics of a part, as it does under any other splitting of a batch.
+The gradient equals that of the complete batch up to the order of sums. A part draws the same random numbers (dropout)
+both times. Batch norm is the exception: it uses the statistics of a part, as under any other splitting of a batch.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from medvl.train.optim.precision import Precision
 
 
 class GradCache:
-    """Forward and backward of a batch in parts.
+    """Forward and backward pass of a batch in parts.
 
-    The gradients are this rank's: they are not averaged over the ranks yet (`medvl.train.parallel.distributed`).
+    The gradients are those of this rank, before averaging (`medvl.train.parallel.distributed.average_gradients`).
 
     Args:
-        model: one whose loss asks nothing of a batch but its embeddings.
-        part: pairs that are encoded at a time, at most.
+        model: a contrastive dual-encoder, whose loss depends on the embeddings of a batch only.
+        part: maximum number of pairs encoded at a time.
         precision: as for the step.
 
     Raises ConfigError for any other model.
@@ -39,45 +39,47 @@ class GradCache:
     def __init__(self, model: nn.Module, part: int, precision: Precision) -> None:
         if not isinstance(model, ContrastiveEncoder):
             raise ConfigError(
-                f"grad_cache is for models whose loss asks nothing of a batch but its embeddings (ConVIRT, CLIP and "
-                f"its kin, GLoRIA): {getattr(model, 'name', type(model).__name__)} is none, leave it unset"
+                "grad_cache needs a contrastive dual-encoder, whose loss depends on the embeddings only (ConVIRT, "
+                f"CLIP, GLoRIA, ...), got {getattr(model, 'name', type(model).__name__)}; leave it unset",
+                "unsupported",
+                field="grad_cache",
             )
         self._model, self._part, self._precision = model, part, precision
         self._buffers = BufferGuard(model)
 
-    def __call__(self, batch: Batch, count: int, draw: Callable[[int], None]) -> Losses:
-        """The losses of the batch; adds the gradient of their total over `count` to the parameters'.
+    def __call__(self, batch: Batch, count: int, seed_part: Callable[[int], None]) -> Losses:
+        """Add the gradient of the total loss divided by `count` to the parameters; return the losses.
 
-        `draw` seeds the generators for a part, given its number.
+        `seed_part` seeds the generators for a part, given its number.
         """
         parts = list(_split(batch, self._part))
         with torch.no_grad():
-            self._buffers.take()
-            encoded = [self._encode(part, number, draw) for number, part in enumerate(parts)]
-            self._buffers.restore()  # running statistics count a batch once: in the second pass
+            self._buffers.save()
+            encoded = [self._encode(part, number, seed_part) for number, part in enumerate(parts)]
+            self._buffers.restore()  # so that running statistics are updated by the second pass only
         leaves = [[tensor.requires_grad_() for tensor in pairs.tensors()] for pairs in encoded]
         with self._precision.autocast():
             losses = self._model.pair_losses(Pairs.cat(encoded))
         self._precision.backward(propagate_nonfinite(losses.total) / count)
         for number, (part, cached) in enumerate(zip(parts, leaves, strict=True)):
-            again = self._encode(part, number, draw).tensors()
-            # A frozen tower's embeddings have no graph, and a level of weight 0 no gradient.
-            joints = [
-                (end, leaf.grad)
-                for end, leaf in zip(again, cached, strict=True)
-                if end.requires_grad and leaf.grad is not None
+            embeddings = self._encode(part, number, seed_part).tensors()
+            # Embeddings of a frozen encoder have no graph, and a level of weight 0 has no gradient.
+            pairs = [
+                (embedding, leaf.grad)
+                for embedding, leaf in zip(embeddings, cached, strict=True)
+                if embedding.requires_grad and leaf.grad is not None
             ]
-            torch.autograd.backward([end for end, _ in joints], [gradient for _, gradient in joints])
+            torch.autograd.backward([embedding for embedding, _ in pairs], [gradient for _, gradient in pairs])
         return losses
 
-    def _encode(self, part: Batch, number: int, draw: Callable[[int], None]) -> Pairs:
-        draw(number)
+    def _encode(self, part: Batch, number: int, seed_part: Callable[[int], None]) -> Pairs:
+        seed_part(number)
         with self._precision.autocast():
             return self._model.encode_pairs(part)
 
 
 def _split(batch: Batch, size: int) -> Iterator[Batch]:
-    """Rows of a batch in as few parts as there must be, and as even: batch norm dislikes a part of one."""
+    """Yield the rows of a batch in as few and as even parts as possible: batch norm fails on a part of one row."""
     columns = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     parts = -(-len(batch) // size)
     for number in range(parts):

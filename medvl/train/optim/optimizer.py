@@ -1,4 +1,7 @@
-"""Parameter groups, the optimiser, and its state by parameter name."""
+"""Parameter groups, the optimiser, and its state by parameter name.
+
+`OptimConfig` is read here and in `medvl.train.optim.schedule`; nothing is passed back.
+"""
 
 import functools
 import inspect
@@ -13,36 +16,40 @@ from medvl.errors import CheckpointError, ConfigError, TrainingError
 from medvl.train.config import OptimConfig
 
 _SEPARATOR = "::"
-"""Between a parameter's name and the name of its state, in the keys of `optimizer_tensors`."""
+"""Separator of parameter name and state name in the keys of `optimizer_tensors`."""
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
-    """Groups of the trainable parameters with their `lr` and `weight_decay`.
+    """Return groups of the trainable parameters with their `lr` and `weight_decay`.
 
-    A model that has `parameter_groups(lr, weight_decay)` decides itself, and so does one that takes `layer_decay` too;
-    for all others it is `medvl.encoders.parameter_groups`: no decay on biases, norms and scalars.
+    A model's own `parameter_groups(lr, weight_decay)`, which may also accept `layer_decay`, takes precedence over
+    `medvl.encoders.parameter_groups`: no decay on biases, norms and scalars.
 
     Raises TrainingError where nothing is trainable, ConfigError where `layer_decay` is set and the model's own groups
-    know of none.
+    do not accept it.
     """
     own = getattr(model, "parameter_groups", None)
     make: Callable[..., list[dict[str, Any]]] = own or functools.partial(encoders.parameter_groups, model)
     options: dict[str, float] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.layer_decay is not None:
         if "layer_decay" not in inspect.signature(make).parameters:
-            raise ConfigError(f"{type(model).__name__} makes its own groups without layers: leave layer_decay unset")
+            raise ConfigError(
+                f"{type(model).__name__} has parameter groups without layers; leave layer_decay unset",
+                "unsupported",
+                field="layer_decay",
+            )
         options["layer_decay"] = config.layer_decay
     groups = [dict(group, params=list(group["params"])) for group in make(**options)]
     groups = [group for group in groups if group["params"]]
     if not groups:
-        raise TrainingError(f"{type(model).__name__} has no trainable parameter: everything is frozen")
+        raise TrainingError(f"{type(model).__name__} has no trainable parameter; unfreeze a part of it", "empty")
     return groups
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimiser over `parameter_groups`; fused on a GPU. Each group's `lr_scale` is its rate as a share of `lr`.
+    """Build the optimiser over `parameter_groups`; fused on a GPU. A group's `lr_scale` is its rate divided by `lr`.
 
-    Of a sharded model a group becomes two: one kernel takes parameters that are all cut, or all whole.
+    A group of a sharded model is split in two, because a fused kernel takes only parameters of one kind.
     """
     groups = [part for group in parameter_groups(model, config) for part in _by_kind(group)]
     for group in groups:
@@ -55,25 +62,25 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group its share of the base rate."""
+    """Set every group's rate to `lr` times its `lr_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
 
 
 def parameter_name(key: str) -> str:
-    """Whose state a tensor of `optimizer_tensors` is."""
+    """Return the parameter name in a key of `optimizer_tensors`."""
     return key.rpartition(_SEPARATOR)[0]
 
 
 def trainable(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The parameters that the optimiser updates."""
+    """Return the parameters that the optimiser updates."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """The optimiser's state as `parameter name::state name` -> tensor: momenta and step counts, nothing to unpickle.
+    """Return the optimiser's state as `parameter name::state name` -> tensor: moments and step counts.
 
-    Rates and decays are not in it: they follow from the config and the schedule.
+    Rates and decays are not part of it: they follow from the config and the schedule.
     """
     tensors = {}
     for parameter, name in _names(model, optimizer).items():
@@ -84,23 +91,24 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give the optimiser the state that `optimizer_tensors` wrote.
-
-    Raises CheckpointError where it is the state of other parameters or of another optimiser.
-    """
+    """Load what `optimizer_tensors` returned. Raises CheckpointError where it belongs to other parameters."""
     indices = {name: index for index, name in enumerate(_names(model, optimizer).values())}
     shapes = {name: parameter.shape for parameter, name in _names(model, optimizer).items()}
     state: dict[int, dict[str, Tensor]] = {}
     for full_name, tensor in tensors.items():
         name, _, key = full_name.rpartition(_SEPARATOR)
         if name not in indices:
-            raise CheckpointError(f"the optimiser state is of a parameter {name!r} that this run does not train")
+            raise CheckpointError(
+                f"the optimiser state has a parameter {name!r} that this run does not train", "mismatch", field=name
+            )
         if tensor.ndim and tensor.shape != shapes[name]:
             raise CheckpointError(
-                f"the optimiser state of {name!r} has shape {tuple(tensor.shape)}, the parameter {tuple(shapes[name])}"
+                f"the optimiser state of {name!r} has shape {tuple(tensor.shape)}, the parameter {tuple(shapes[name])}",
+                "mismatch",
+                field=name,
             )
         state.setdefault(indices[name], {})[key] = tensor
-    # load_state_dict takes each tensor to its parameter's device and dtype, but for the step counts, which stay put.
+    # load_state_dict moves each tensor to its parameter's device and dtype, except the step counts.
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -112,6 +120,6 @@ def _by_kind(group: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
-    """Name of each parameter of the optimiser, in its order."""
+    """Return the name of each parameter of the optimiser, in its order."""
     by_parameter = {parameter: name for name, parameter in model.named_parameters()}
     return {parameter: by_parameter[parameter] for parameter in trainable(optimizer)}

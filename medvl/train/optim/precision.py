@@ -1,4 +1,4 @@
-"""Number formats of the step: float32, or a 16-bit autocast; weights and optimiser stay in float32."""
+"""Number formats of the step: float32 or 16-bit autocast; weights and optimiser stay in float32."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -11,11 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _LOWEST_SCALE = 1.0
-"""fp16 lowers its loss scale on overflow. At this scale an overflow is the model's fault, not the scale's."""
+"""fp16 lowers its loss scale on overflow. At this scale an overflow is caused by the model."""
 
 
 class Precision:
-    """Autocast, and for fp16 the loss scale that keeps small gradients from vanishing."""
+    """Autocast, and for fp16 a loss scale that keeps small gradients from vanishing."""
 
     def __init__(self, kind: Literal["fp32", "bf16", "fp16"], device: torch.device) -> None:
         self.kind, self.device = kind, device
@@ -23,10 +23,10 @@ class Precision:
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
-        """Within this context operations that bear it run in 16 bits.
+        """Run operations of this context in 16 bits where autocast allows it.
 
-        On a CPU attention is then computed in its plain form: the backward pass of torch's fused one takes four times
-        as long in 16 bits (49 tokens, torch 2.13).
+        On a CPU, attention then uses torch's unfused form: the fused backward pass takes four times as long in 16 bits
+        (49 tokens, torch 2.13).
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._attention())
@@ -35,8 +35,8 @@ class Precision:
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of the loss, scaled for fp16."""
-        with self._attention():  # that of layers which are computed again
+        """Compute the gradients of the loss, scaled for fp16."""
+        with self._attention():  # for layers that are recomputed
             self.scaler.scale(loss).backward()
 
     def _attention(self) -> contextlib.AbstractContextManager[None]:
@@ -44,25 +44,25 @@ class Precision:
         return sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the scale out of the gradients, before they are measured and clipped."""
+        """Divide the gradients by the scale, before their norm is computed and clipped."""
         self.scaler.unscale_(optimizer)
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimiser's step."""
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the optimiser's step."""
         self.scaler.step(optimizer)
         self.scaler.update()
 
-    def skip(self) -> bool:
-        """After gradients that were not finite: lower the scale. True where its being too large may be the cause."""
+    def skip_step(self) -> bool:
+        """Lower the scale after non-finite gradients; return whether a too large scale may be their cause."""
         searching = self.kind == "fp16" and self.scaler.get_scale() > _LOWEST_SCALE
         self.scaler.update()
         return searching
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values; empty but for fp16."""
+        """Return the scale's state as JSON values; empty except for fp16."""
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         if state:
             self.scaler.load_state_dict(dict(state))

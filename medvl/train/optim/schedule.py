@@ -1,80 +1,83 @@
-"""The learning rate of each step.
+"""Learning rate of each step.
 
-Closed forms of the step's number, so that nothing has to be replayed to resume; only `Plateau` remembers something.
+The rates are closed forms of the step number, so a resumed run replays nothing; only `Plateau` has state.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from medvl.train.config import Constant, Cosine, Linear, Plateau, Schedule
+from medvl.train.config import Constant, Cosine, Linear, OptimConfig, Plateau
 
 
-@dataclasses.dataclass(kw_only=True)
 class LearningRate:
-    """The base learning rate over a run of `total_steps`. Steps count from 0."""
+    """Base learning rate over a run. Steps count from 0.
 
-    schedule: Schedule
-    lr: float
-    total_steps: int
-    mode: Literal["min", "max"] = "min"
-    """Of the metric that `observe` is given."""
-    plateaus: int = 0
-    """Times that `Plateau` has lowered the rate."""
-    best: float | None = None
-    bad: int = 0
-    """Validations since the best one, or since the rate was last lowered."""
+    Args:
+        optim: `lr` and `schedule`.
+        total_steps: updates of the run.
+        mode: whether a smaller or a larger metric is better in `observe`.
+    """
+
+    def __init__(self, optim: OptimConfig, total_steps: int, mode: Literal["min", "max"] = "min") -> None:
+        self._lr, self._schedule, self._mode = optim.lr, optim.schedule, mode
+        self.total_steps = total_steps
+        self.plateaus = 0
+        """Times that `Plateau` has lowered the rate."""
+        self.best: float | None = None
+        self.bad = 0
+        """Validations since the best one, or since the rate was last lowered."""
 
     @property
-    def needs_total(self) -> bool:
-        """Whether a run of another length would have other rates from the start."""
-        return isinstance(self.schedule, (Linear, Cosine))
+    def depends_on_length(self) -> bool:
+        """Whether a run of another length has other rates from the start."""
+        return isinstance(self._schedule, (Linear, Cosine))
 
     def at(self, step: int) -> float:
-        """The rate of update number `step`; a decaying one would reach `min_lr` at number `total_steps`."""
-        warmup = self.schedule.warmup_steps
+        """Return the rate of update number `step`; a decaying rate would reach `min_lr` at number `total_steps`."""
+        warmup = self._schedule.warmup_steps
         if step < warmup:
             return self._after_warmup(0.0) * (step + 1) / warmup
         return self._after_warmup((step - warmup) / max(self.total_steps - warmup, 1))
 
     def observe(self, value: float) -> bool:
-        """Take the metric of a validation into account; True where that lowers the rate. A NaN is no improvement.
+        """Record the metric of a validation; return whether the rate was lowered. A NaN counts as no improvement.
 
-        The rule of torch's ReduceLROnPlateau with a relative threshold.
+        The rule is that of torch's ReduceLROnPlateau with a relative threshold.
         """
-        if not isinstance(self.schedule, Plateau):
+        if not isinstance(self._schedule, Plateau):
             return False
         if math.isfinite(value) and (self.best is None or self._improves(value, self.best)):
             self.best, self.bad = value, 0
             return False
         self.bad += 1
-        if self.bad <= self.schedule.patience:
+        if self.bad <= self._schedule.patience:
             return False
         self.plateaus, self.bad = self.plateaus + 1, 0
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return the state as JSON values."""
         return {"plateaus": self.plateaus, "best": self.best, "bad": self.bad}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         self.plateaus, self.best, self.bad = state["plateaus"], state["best"], state["bad"]
 
     def _after_warmup(self, progress: float) -> float:
-        """The rate at a share of the way from the end of the warm-up to the end of the run."""
-        match self.schedule:
+        """Return the rate at a fraction of the way from the end of the warm-up to the end of the run."""
+        lr = self._lr
+        match self._schedule:
             case Constant():
-                return self.lr
+                return lr
             case Linear(min_lr=low):
-                return low + (self.lr - low) * (1 - progress)
+                return low + (lr - low) * (1 - progress)
             case Cosine(min_lr=low):
-                return low + (self.lr - low) * (1 + math.cos(math.pi * progress)) / 2
+                return low + (lr - low) * (1 + math.cos(math.pi * progress)) / 2
             case Plateau(factor=factor, min_lr=low):
-                return max(self.lr * factor**self.plateaus, low)
+                return max(lr * factor**self.plateaus, low)
 
     def _improves(self, value: float, best: float) -> bool:
-        threshold = self.schedule.threshold if isinstance(self.schedule, Plateau) else 0.0
+        threshold = self._schedule.threshold if isinstance(self._schedule, Plateau) else 0.0
         margin = threshold * abs(best)
-        return value < best - margin if self.mode == "min" else value > best + margin
+        return value < best - margin if self._mode == "min" else value > best + margin

@@ -1,1 +1,1 @@
-"""Several processes and devices."""
+"""Training on several ranks and transfer of batches to the device."""

@@ -1,12 +1,12 @@
-"""Weights cut over the ranks, for models that do not fit (FSDP: Zhao et al., arXiv 2304.11277; torch's `fully_shard`).
+"""Weights sharded over the ranks, for models that do not fit (FSDP: Zhao et al., arXiv 2304.11277; `fully_shard`).
 
-    on each of W ranks     1/W of weights, gradients and optimiser state; of one block at a time the whole weights
-    in each host's memory  the whole model, as it was given to `train`: it is what is judged and saved
+    on each of W devices   1/W of weights, gradients and optimiser state; the complete weights of one block at a time
+    in each host's memory  the complete model, as given to `train`: it is evaluated and saved
 
-So a checkpoint is the same whether a run was sharded or not, on however many ranks, and evaluators meet a plain model.
-The whole one is on the device while it is judged: 4 bytes a parameter, where training would take 16 without shards.
+So a checkpoint does not depend on sharding or the number of ranks, and evaluators get a plain model. The complete model
+is on the device during evaluation: 4 bytes per parameter, where unsharded training takes 16.
 
-Scalars, such as a temperature, are not cut: every rank has them, and their gradients are averaged as DDP averages them.
+Scalars, such as a temperature, are not sharded: every rank has them, and their gradients are averaged as in DDP.
 """
 
 import collections
@@ -28,162 +28,172 @@ from medvl.errors import ConfigError, TrainingError
 from medvl.schema import Batch, Losses
 from medvl.train.optim.optimizer import parameter_name
 from medvl.train.parallel.distributed import RankInfo, average_gradients, broadcast, shared_buffers
+from medvl.train.parallel.model import ParallelModel
 
 _SHOWN_KEYS = 8
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
 
-class FSDPModel:
-    """This rank's part of a model, and the whole model in host memory.
+class FSDPModel(ParallelModel):
+    """A model with its weights sharded over the ranks, and the complete model in host memory.
 
-    Rank 0's weights and buffers become everyone's, as with DDP. Methods are calls of all ranks, but for `check`,
-    `place` and `own_parts`.
-
-    Attributes:
-        whole: the model that was given. Training leaves it behind; `gather` brings it up to date.
-        module: the model that is trained, its parameters cut along their first dimension.
+    Rank 0's weights and buffers are copied to all ranks at the start. `trained` is a copy of `whole` with parameters
+    sharded along their first dimension; training leaves `whole` behind until `gather`.
 
     Args:
         whole: a model on the CPU, set up for training.
-        world: two ranks or more.
+        ranks: two ranks or more.
 
-    Raises ConfigError for a model that changes its weights in its forward pass, where most of them are not.
+    Raises ConfigError for a model that changes its weights in its forward pass, where most of them are absent.
     """
 
-    def __init__(self, whole: nn.Module, world: RankInfo) -> None:
+    def __init__(self, whole: nn.Module, ranks: RankInfo) -> None:
         if any(isinstance(module, AveragedModel) for module in whole.modules()):
+            name = getattr(whole, "name", type(whole).__name__)
             raise ConfigError(
-                f"shard_weights: {getattr(whole, 'name', type(whole).__name__)} moves an average of its weights in its "
-                "forward pass, where a rank has parts of them only: leave it unset"
+                f"{name} updates a moving average of its weights in its forward pass, where a rank has only parts of "
+                "them; leave shard_weights unset",
+                "unsupported",
+                field="shard_weights",
             )
-        _losses_are_a_tree()
-        self.whole, self._world = whole, world
+        _register_losses()
         for tensor in (*whole.parameters(), *whole.buffers()):
-            broadcast([tensor], world.hosts)
-        self.module, self._scalars = _twin(whole, world.device)
-        mesh = init_device_mesh(world.device.type, (world.size,))
-        for module in (*repeated_blocks(self.module), self.module):
+            broadcast([tensor], ranks.hosts)
+        trained, self._scalars = _copy_to_shard(whole, ranks.device)
+        mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+        for module in (*repeated_blocks(trained), trained):
             fully_shard(module, mesh=mesh, ignored_params=set(self._scalars))
-        assert isinstance(self.module, FSDPModule)
-        # What a rank's samples do not speak to has no gradient there (no masked word, say): a zero, then.
-        self.module.set_reduce_scatter_unused_params(True)
+        assert isinstance(trained, FSDPModule)
+        # Parameters that a rank's samples do not use (no masked word, say) get zero gradients, so that no rank hangs.
+        trained.set_reduce_scatter_unused_params(True)
+        self._fsdp: FSDPModule = trained
+        super().__init__(whole, trained, ranks)
+
+    def forward(self, batch: Batch) -> Losses:
+        """Return the losses of this rank's batch."""
+        losses: Losses = self.trained(batch)
+        return losses
 
     def check(self, batch: Batch) -> None:
-        """Raises TrainingError where no sample of this rank has an image, or none a text.
+        """Raise TrainingError where no sample of this rank has an image, or none has a text.
 
-        The model would then leave out an encoder here while other ranks wait for this one's share of its weights.
+        The model would skip an encoder on this rank while other ranks wait for its shard of the weights.
         """
-        for what, has_B in (("an image", batch.has_image_B), ("a text", batch.has_text_B)):
+        for part, has_B in (("an image", batch.has_image_B), ("a text", batch.has_text_B)):
             if has_B is not None and not has_B.any():
                 raise TrainingError(
-                    f"shard_weights: none of the {len(batch)} samples of rank {self._world.rank} has {what} "
-                    f"({', '.join(batch.keys[:_SHOWN_KEYS])}): the ranks would wait for each other. Take larger "
-                    "batches, leave such samples out of the data, or leave it unset"
+                    f"none of the {len(batch)} samples of rank {self.ranks.rank} has {part} "
+                    f"({', '.join(batch.keys[:_SHOWN_KEYS])}), and sharded ranks would wait for each other; use larger "
+                    "batches, leave such samples out of the data, or leave shard_weights unset",
+                    "empty",
+                    field="shard_weights",
                 )
 
-    def share_buffers(self) -> None:
-        """Rank 0's running statistics become those of all ranks, as DDP has it before each update."""
-        broadcast(shared_buffers(self.module))
+    def before_step(self, step: int) -> None:
+        """Broadcast rank 0's running statistics, as DDP does before each update, and call the model's hook."""
+        broadcast(shared_buffers(self.trained))
+        super().before_step(step)
 
     @contextlib.contextmanager
     def reduction(self, on: bool) -> Iterator[None]:
-        """Whether the gradients of a backward pass within this context are averaged, or kept for the next one's."""
-        assert isinstance(self.module, FSDPModule)
-        self.module.set_requires_gradient_sync(on)
+        """Average the gradients of a backward pass in this context, or keep them for the next one."""
+        self._fsdp.set_requires_gradient_sync(on)
         yield
         if on:
-            average_gradients(self._scalars, self._world)
+            average_gradients(self._scalars, self.ranks)
 
     def clip(self, parameters: Sequence[nn.Parameter], clip_norm: float | None) -> Tensor:
-        """Norm of the gradient over all parameters, before it is scaled down to `clip_norm`; the same on all ranks."""
+        """Scale gradients down to `clip_norm`; return their norm before that, over all parameters and ranks."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        parts = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
+        shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
         scalars = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-        square = torch.nn.utils.get_total_norm(parts).to(self._world.device).square()
+        square = torch.nn.utils.get_total_norm(shards).to(self.ranks.device).square()
         dist.all_reduce(square)
         norm = (square + torch.nn.utils.get_total_norm(scalars).to(square.device).square()).sqrt()
-        if clip_norm is not None:  # as torch.nn.utils.clip_grads_with_norm_ does, which takes no mixture of kinds
-            torch._foreach_mul_([*parts, *scalars], (clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        if clip_norm is not None:  # torch.nn.utils.clip_grads_with_norm_ does not accept DTensors beside tensors
+            torch._foreach_mul_([*shards, *scalars], (clip_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    @torch.no_grad()
-    def gather(self) -> None:
-        """The whole model gets the weights and buffers of now."""
-        for parameter, part in zip(self.whole.parameters(), self.module.parameters(), strict=True):
-            parameter.copy_(_full(part))
-        for buffer, own in zip(self.whole.buffers(), self.module.buffers(), strict=True):
-            buffer.copy_(own)
-
-    @torch.no_grad()
-    def place(self) -> None:
-        """Each rank takes its part of the whole model, which is the same on all of them."""
-        for parameter, part in zip(self.whole.parameters(), self.module.parameters(), strict=True):
-            _local(part).copy_(_local(_cut_like(parameter, part)))
-        for buffer, own in zip(self.whole.buffers(), self.module.buffers(), strict=True):
-            own.copy_(buffer)
-
     @contextlib.contextmanager
-    def on_device(self) -> Iterator[None]:
-        """The whole model has the weights of now, and is on the device within this context."""
+    def evaluation(self) -> Iterator[nn.Module]:
+        """Return a context with the complete model, current, on the device."""
+        broadcast(list(self.trained.buffers()))
         self.gather()
-        self.whole.to(self._world.device)
+        self.whole.to(self.ranks.device)
         try:
-            yield
+            yield self.whole
         finally:
             self.whole.to("cpu")
 
-    def full_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors of what `optimizer_tensors` gives, on rank 0 and in host memory; nothing on the other ranks."""
-        found = {}
-        for name, tensor in tensors.items():
-            full = _full(tensor)  # one after the other: no more than one of them is whole on the device
-            if self._world.is_main:
-                found[name] = full.cpu()
-        return found
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Copy the current weights and buffers into the complete model."""
+        for parameter, shard in zip(self.whole.parameters(), self.trained.parameters(), strict=True):
+            parameter.copy_(_full(shard))
+        for buffer, own in zip(self.whole.buffers(), self.trained.buffers(), strict=True):
+            buffer.copy_(own)
 
-    def own_parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of each tensor of an optimiser's whole state; what fits no parameter stays as it is."""
-        parameters = dict(self.module.named_parameters())
-        found = {}
+    @torch.no_grad()
+    def load_from_whole(self) -> None:
+        """Copy this rank's shards and the buffers from the complete model, which is the same on all ranks."""
+        for parameter, shard in zip(self.whole.parameters(), self.trained.parameters(), strict=True):
+            _local(shard).copy_(_local(_shard_like(parameter, shard)))
+        for buffer, own in zip(self.whole.buffers(), self.trained.buffers(), strict=True):
+            own.copy_(buffer)
+
+    def full_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return complete tensors of an optimiser's state in host memory on rank 0; an empty dict on other ranks."""
+        complete = {}
+        for name, tensor in tensors.items():
+            full = _full(tensor)  # one after the other, so that the device holds a single complete tensor
+            if self.ranks.is_main:
+                complete[name] = full.cpu()
+        return complete
+
+    def local_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return this rank's shard of each tensor; tensors that match no parameter are returned as they are."""
+        parameters = dict(self.trained.named_parameters())
+        local = {}
         for name, tensor in tensors.items():
             parameter = parameters.get(parameter_name(name))
             fits = parameter is not None and parameter.shape == tensor.shape
-            found[name] = _cut_like(tensor, parameter) if fits else tensor
-        return found
+            local[name] = _shard_like(tensor, parameter) if fits else tensor
+        return local
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that a network is a row of: members of a list or sequence, several there of one class.
+    """Return the repeated blocks of a network: members of a container with several modules of the same class.
 
-    Transformer layers and residual blocks, for which `fully_shard` gathers weights one after the other. Of blocks
-    within blocks (the stages of a CNN) it is the innermost; what has no modules of its own, such as a linear layer,
-    is no block.
+    These are Transformer layers and residual blocks; `fully_shard` gathers the weights of one at a time. Of nested
+    blocks (the stages of a CNN) the innermost are taken. Modules without children are no blocks.
     """
-    found: dict[nn.Module, None] = {}  # an ordered set
+    blocks: dict[nn.Module, None] = {}  # an ordered set
     for container in model.modules():
         if not isinstance(container, _CONTAINERS):
             continue
         kinds = collections.Counter(map(type, container.children()))
-        found |= {child: None for child in container.children() if kinds[type(child)] > 1 and any(child.children())}
-    with_parameters = [block for block in found if any(True for _ in block.parameters())]
-    return [block for block in with_parameters if not any(inner in found for inner in list(block.modules())[1:])]
+        blocks |= {child: None for child in container.children() if kinds[type(child)] > 1 and any(child.children())}
+    with_parameters = [block for block in blocks if any(True for _ in block.parameters())]
+    return [block for block in with_parameters if not any(inner in blocks for inner in list(block.modules())[1:])]
 
 
-def _twin(whole: nn.Module, device: torch.device) -> tuple[nn.Module, list[nn.Parameter]]:
-    """A copy of a model and its scalars, which are on the device. Its other parameters share the memory of the model's
-    own until they are cut, so that nothing is there twice."""
-    twins, scalars = {}, []
+def _copy_to_shard(whole: nn.Module, device: torch.device) -> tuple[nn.Module, list[nn.Parameter]]:
+    """Return a copy of a model, and its scalars, which are on the device.
+
+    The other parameters share memory with `whole` until they are sharded, so that nothing is held twice.
+    """
+    copies, scalars = {}, []
     for parameter in whole.parameters():
         data = parameter.detach().contiguous() if parameter.ndim else parameter.detach().to(device, copy=True)
-        twins[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        copies[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
         if not parameter.ndim:
-            scalars.append(twins[id(parameter)])
-    return copy.deepcopy(whole, twins), scalars
+            scalars.append(copies[id(parameter)])
+    return copy.deepcopy(whole, copies), scalars
 
 
 @functools.cache
-def _losses_are_a_tree() -> None:
-    """Let `fully_shard` find the tensors of what a model returns: its backward pass begins at them."""
+def _register_losses() -> None:
+    """Register `Losses` as a pytree, so that `fully_shard` finds the tensors at which the backward pass begins."""
     register_dataclass(Losses)
 
 
@@ -195,8 +205,8 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _cut_like(tensor: Tensor, parameter: Tensor | None) -> Tensor:
-    """The tensor, cut as the parameter is; every rank has it, so nothing is sent."""
+def _shard_like(tensor: Tensor, parameter: Tensor | None) -> Tensor:
+    """Shard a tensor as the parameter is sharded. Every rank has it already, so nothing is sent."""
     if not isinstance(parameter, DTensor):
         return tensor
     return distribute_tensor(tensor.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)

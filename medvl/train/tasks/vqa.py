@@ -1,103 +1,64 @@
-"""A fine-tuning recipe's data: which shards, whose questions, and loaders opened for this rank."""
+"""Data settings and loaders for visual question answering."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from medvl.data.shards.format import MANIFEST
-from medvl.data.shards.source import ShardSource
-from medvl.data.shards.verify import check_against
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
-from medvl.train.tasks.pretraining import DataLoaders, describe
+from medvl.train.tasks.common import DataLoaders, LoaderConfig, describe, open_split, open_train, open_valid
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class QuestionConfig:
-    """Where the questions come from."""
+class VQADataConfig(LoaderConfig):
+    """Shards with questions, and the augmentation of their images."""
 
     train: Path
     """Folder of shards with questions."""
     train_split: str = "train"
-    """Of the questions; in a corpus that splits questions and not images, both splits lie in one folder."""
-    valid: Path | None
-    """Folder of shards for validation; None validates nothing."""
+    """Split of the questions; in a corpus that splits questions instead of images, one folder has both splits."""
     valid_split: str = "validate"
     image: ConVIRTAugmentation | EvalTransform
-    """Of the training images; validation takes the model's own transform. A flip would leave "left" and "right" of
-    the answers behind: keep it off."""
-    workers: int = 8
-    """Processes of each rank that read ahead. They change nothing but the speed."""
-    valid_batch: int = 128
-    max_skipped: float = 0.001
-    """Budget of questions whose image cannot be read: below 1 a share, else a number."""
+    """Transform of the training images, without flips, because answers name sides; validation uses the model's own."""
     together: int = 1
-    """Questions about one image that follow one another in training. They share it and its crop, and it is encoded
+    """Number of questions about one image in succession in training. They share its crop, and the image is encoded
     once: 4 take about half the time of 1."""
-    seed: int = 0
-    """Of the order of the questions, and of the augmentation."""
 
     def __post_init__(self) -> None:
         if self.image.flip != "off":
-            raise ConfigError(f"image.flip is {self.image.flip!r}: answers name sides, so it must be off")
-
-    def check(self, how: str) -> None:
-        """Raises ConfigError when a folder is missing. `how` names the commands that make them."""
-        wanted = [("data.train", self.train), ("data.valid", self.valid)]
-        missing = [f"{name} {path}" for name, path in wanted if path is not None and not (path / MANIFEST).is_file()]
-        if missing:
-            raise ConfigError(f"not there: {', '.join(missing)}\n{how}")
+            raise ConfigError(
+                f"expected image.flip 'off', because answers name sides, got {self.image.flip!r}",
+                "conflict",
+                field="image.flip",
+            )
 
 
-def open_questions(
-    data: QuestionConfig, model: Any, answers: Sequence[str], normalize: Callable[[str], str], batch: int
+def open_vqa(
+    data: VQADataConfig, model: Any, answers: Sequence[str], normalize: Callable[[str], str], batch: int
 ) -> DataLoaders:
-    """Open the loaders of a fine-tuning recipe for this rank; `answers` are the columns of the labels.
+    """Open the loaders of a VQA run for this rank; `answers` are the columns of the labels.
 
-    Raises ShardError when a folder is damaged, CorpusError when it has no question of the split, SplitError when two
-    folders share a patient, ConfigError when the batch does not fit the ranks or the model has no tokenizer.
+    Raises ShardError where a folder is damaged, CorpusError where it has no question of the split, SplitError where
+    two folders share a patient, ConfigError where the batch does not fit the ranks or the model has no tokenizer.
     """
-    from medvl.data.loading.loader import open_loader
     from medvl.data.loading.vqa_source import QuestionSource
-    from medvl.train.parallel.distributed import rank_and_world
 
     if model.tokenizer is None:
-        raise ConfigError("the model has no tokenizer: start from a checkpoint that has one, or name a folder of one")
-    rank, world = rank_and_world()
-    common: dict[str, Any] = {
-        "tokenizer": model.tokenizer,
-        "text": WholeText(sections=("question",)),
-        "seed": data.seed,
-        "max_skipped": data.max_skipped,
-    }
-    shards = ShardSource(data.train)
-    source = QuestionSource(shards, data.train_split, answers, normalize)
-    train = open_loader(
-        source,
-        batch=batch,
-        train=True,
-        image=data.image,
-        rank=rank,
-        world=world,
-        workers=data.workers,
-        together=data.together,
-        **common,
-    )
-    described = {
-        "data": {"train": describe(shards.manifest)},
-        "train_manifest": dataclasses.asdict(shards.manifest),
-    }
-    if data.valid is None:
-        return DataLoaders(train, None, None, described)
-    held_out = ShardSource(data.valid)
-    if held_out.fingerprint != shards.fingerprint:  # one folder for both is a corpus that splits questions
-        check_against(shards.manifest, held_out.manifest)
-    described["data"]["valid"] = describe(held_out.manifest)
-    questions = QuestionSource(held_out, data.valid_split, answers, normalize)
-    common |= {"batch": data.valid_batch, "image": model.transform, "train": False}
-    few = min(data.workers, 2)
-    loss_loader = open_loader(questions, rank=rank, world=world, workers=few, **common)
-    eval_loader = open_loader(questions, workers=few if rank == 0 else 0, **common)
-    return DataLoaders(train, loss_loader, eval_loader, described)
+        raise ConfigError(
+            "the model has no tokenizer; start from a checkpoint with one, or set data.tokenizer",
+            "missing",
+            field="tokenizer",
+        )
+    options: dict[str, Any] = {"tokenizer": model.tokenizer, "text": WholeText(sections=("question",))}
+    train, valid = open_split(data, one_folder=True)
+    questions = QuestionSource(train, data.train_split, answers, normalize)
+    loader = open_train(data, questions, batch, image=data.image, together=data.together, **options)
+    described = describe(train.manifest, None if valid is None else valid.manifest)
+    if valid is None:
+        return DataLoaders(loader, None, None, described)
+    held_out = QuestionSource(valid, data.valid_split, answers, normalize)
+    options["image"] = model.transform
+    losses = open_valid(data, held_out, **options)
+    return DataLoaders(loader, losses, open_valid(data, held_out, shared=False, **options), described)

@@ -26,7 +26,7 @@ from medvl.models import Classifier, ClassifierConfig, create_classifier
 from medvl.models.checkpoint import load, save
 from medvl.schema import Batch
 from medvl.train import OptimConfig, TrainConfig, train
-from medvl.train.tasks.classification import LabelConfig, open_labels
+from medvl.train.tasks.classification import ClassificationDataConfig, open_classification
 
 BRIGHT = EvalTransform(size=32, fit="squash")
 
@@ -164,16 +164,18 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_shards(tmp_path_factory.mktemp("labels"))
 
 
-def data_of(shards: Path, **settings: Any) -> LabelConfig:
-    return LabelConfig(train=shards / "train", valid=shards / "validate", image=BRIGHT, workers=0, **settings)
+def data_of(shards: Path, **settings: Any) -> ClassificationDataConfig:
+    return ClassificationDataConfig(
+        train=shards / "train", valid=shards / "validate", image=BRIGHT, workers=0, **settings
+    )
 
 
 def test_training_stops_early_and_keeps_the_best_step(shards, tmp_path):
     policy = LabelPolicy()
-    data = data_of(shards, fraction=0.5, draw=3)
+    data = data_of(shards, fraction=0.5, fraction_seed=3)
     assert data.names() == NAMES
     model = create_classifier_of(data)
-    opened = open_labels(data, model, policy.apply, batch=4)
+    opened = open_classification(data, model, policy.apply, batch=4)
     assert opened.described["data"]["train"]["images"] == 16
     config = TrainConfig(
         run_dir=tmp_path, epochs=50, global_batch=4, best_metric="classify/auroc/Edema", best_mode="max",
@@ -207,7 +209,7 @@ def test_training_stops_early_and_keeps_the_best_step(shards, tmp_path):
         classify(best, loader, valid_loader=loader)
 
 
-def create_classifier_of(data: LabelConfig) -> Classifier:
+def create_classifier_of(data: ClassificationDataConfig) -> Classifier:
     torch.manual_seed(0)
     return Classifier.on(create_image_encoder("resnet_tiny", image_size=32), data.names(), BRIGHT, frozen_encoder=True)
 
@@ -215,8 +217,8 @@ def create_classifier_of(data: LabelConfig) -> Classifier:
 def test_fractions_equal_those_of_the_linear_probe(shards):
     source = ShardSource(shards / "train")
     patients = [source.sample(place).patient for place in range(len(source))]
-    data = data_of(shards, fraction=0.25, draw=7)
-    opened = open_labels(data, create_classifier_of(data), LabelPolicy().apply, batch=4)
+    data = data_of(shards, fraction=0.25, fraction_seed=7)
+    opened = open_classification(data, create_classifier_of(data), LabelPolicy().apply, batch=4)
     wanted = {source.sample(int(place)).key for place in label_fraction(patients, 0.25, 7)}
     assert {key for batch in opened.train for key in batch.keys} == wanted
 
@@ -230,7 +232,7 @@ def test_errors_of_data_and_evaluation(shards, tmp_path):
         data_of(tmp_path).check("make it")
     same = dataclasses.replace(data_of(shards), valid=shards / "train")
     with pytest.raises(SplitError):
-        open_labels(same, classifier(), LabelPolicy().apply, batch=4)
+        open_classification(same, classifier(), LabelPolicy().apply, batch=4)
     stranger = FileSource(make_source(np.eye(2), ("Mass", "Nodule")).samples, ("Mass", "Nodule"))
     loader = open_loader(stranger, batch=2, image=BRIGHT, text=WholeText(), tokenizer=no_text, train=False)
     with raises(EvaluationError, "mismatch", "labels"):

@@ -42,7 +42,7 @@ from medvl.eval.dense.detection import detect_images
 from medvl.models import Detector, Segmenter, load, save
 from medvl.schema import Sample
 from medvl.train import Constant, OptimConfig, TrainConfig, train
-from medvl.train.tasks.dense import DenseDataConfig, open_marks
+from medvl.train.tasks.dense import DenseDataConfig, open_dense
 
 SIDE = 64
 SQUASH = EvalTransform(size=SIDE, fit="squash")
@@ -109,7 +109,7 @@ def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         ("masks", Segmenter, SegmentationEval, "segmentation/dice_masked"),
     ):
         model = model_of(cls)
-        opened = open_marks(data_of(shards), model, kind, batch=8)
+        opened = open_dense(data_of(shards), model, kind, batch=8)
         result = train(
             model,
             opened.train,
@@ -132,7 +132,7 @@ def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 def test_batches_have_boxes_and_omit_images_without_annotations(shards: Path) -> None:
     model = model_of(Detector)
-    opened = open_marks(data_of(shards), model, "boxes", batch=6)
+    opened = open_dense(data_of(shards), model, "boxes", batch=6)
     source = ShardSource(shards / "train")
     samples = {source.sample(place).key: source.sample(place) for place in range(len(source))}
     seen = []
@@ -156,7 +156,7 @@ def test_batches_have_boxes_and_omit_images_without_annotations(shards: Path) ->
 def test_fraction_equals_that_of_the_linear_probe(shards: Path) -> None:
     source = ShardSource(shards / "train")
     samples = [source.sample(place) for place in range(len(source))]
-    opened = open_marks(data_of(shards, fraction=0.25, draw=3), model_of(Segmenter), "masks", batch=2)
+    opened = open_dense(data_of(shards, fraction=0.25, fraction_seed=3), model_of(Segmenter), "masks", batch=2)
     taken = label_fraction([sample.patient for sample in samples], 0.25, 3)
     wanted = {samples[place].key for place in taken if "masks" in samples[place].extra}
     assert opened.described["data"]["train"]["images"] == len(wanted)
@@ -174,7 +174,7 @@ def test_errors_of_data(shards: Path, tmp_path: Path) -> None:
         data_of(tmp_path).check("make it")
     same = dataclasses.replace(data_of(shards), valid=shards / "train")
     with pytest.raises(SplitError):
-        open_marks(same, model_of(Detector), "boxes", batch=4)
+        open_dense(same, model_of(Detector), "boxes", batch=4)
 
 
 # Training and evaluation

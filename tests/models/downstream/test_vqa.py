@@ -22,7 +22,7 @@ from medvl.eval.vqa.predict import question_data
 from medvl.models import VQA, create_vqa, save
 from medvl.models.downstream.vqa.config import VQAConfig
 from medvl.models.fusion_encoders.streams import DualStreamConfig
-from medvl.train.tasks.vqa import QuestionConfig, open_questions
+from medvl.train.tasks.vqa import VQADataConfig, open_vqa
 
 ANSWERS = ("yes", "no", "2", "right lung")
 
@@ -241,15 +241,15 @@ def test_parameter_groups_have_three_learning_rates() -> None:
 def test_training_data_is_opened_and_validated(folder: Path) -> None:
     model = tiny_vqa()
     image = EvalTransform(size=64)
-    config = QuestionConfig(train=folder, valid=folder, valid_split="test", image=image, workers=0)
-    opened = open_questions(config, model, ANSWERS, normalize_answer, 3)
+    config = VQADataConfig(train=folder, valid=folder, valid_split="test", image=image, workers=0)
+    opened = open_vqa(config, model, ANSWERS, normalize_answer, 3)
     assert opened.train.steps_per_epoch == 2
     assert opened.valid_images is not None
     assert sum(len(batch) for batch in opened.valid_images) == 2
     with pytest.raises(ConfigError, match=r"not there: data\.valid nowhere\nmake it"):
-        QuestionConfig(train=folder, valid=Path("nowhere"), image=image).check("make it")
+        VQADataConfig(train=folder, valid=Path("nowhere"), image=image).check("make it")
     with pytest.raises(ConfigError, match=r"image\.flip is 'swap_text': answers name sides"):
-        QuestionConfig(train=folder, valid=None, image=ConVIRTAugmentation(size=64))
+        VQADataConfig(train=folder, valid=None, image=ConVIRTAugmentation(size=64))
 
 
 @pytest.mark.parametrize("answers", [(), ("yes",), ("yes", "yes")])

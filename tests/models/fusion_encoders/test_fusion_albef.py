@@ -261,13 +261,14 @@ import dataclasses, json, sys
 import torch, torch.distributed as dist
 from helpers.fusion_samples import make_batch, tiny_tokenizer
 from helpers.albef_ranks import make, quiet, two_steps
-from medvl.train.parallel.distributed import RankInfo, distribute
+from medvl.train.parallel.distributed import RankInfo
+from medvl.train.parallel.model import DDPModel
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 model = make(tiny_tokenizer(), dropout=0.0, text_arguments=quiet())
 world = RankInfo(rank=rank, size=2, local_size=2, device=torch.device("cpu"))
-module = distribute(model, world, False)
+module = DDPModel(model, world).ddp
 ignored = sorted(module.parameters_to_ignore)
 results = two_steps(model, module, rank, 2)
 queue = {name: buffer.tolist() for name, buffer in model.itc_head.queue.named_buffers()}

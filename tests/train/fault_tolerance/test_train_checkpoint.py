@@ -122,7 +122,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
             config=fakes.config(tmp_path / "run", checkpoint_every=2, keep_last=3),
         )
     assert len(loader.handed_out) == 2  # from step 6 to 8
-    assert "falling back to the checkpoint before it" in caplog.text
+    assert "using the previous checkpoint" in caplog.text
     assert name == "complete.json" or name in caplog.text  # a marker may be damaged so that it accuses another file
     assert torch.equal(fakes.weights(tmp_path / "run")["image.weight"], undisturbed["image.weight"])
     assert (tmp_path / "run" / "checkpoints" / "damaged-step-00000008").is_dir()
@@ -146,29 +146,29 @@ def test_no_sound_checkpoint_among_some_is_an_error_not_a_new_start(tmp_path: Pa
     run(tmp_path, epochs=1, keep_last=2)
     for folder in (tmp_path / "checkpoints").glob("step-*"):
         flip(folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match="none of the 2 checkpoints .* is sound"):
+    with raises(CheckpointError, "malformed"):
         run(tmp_path)
 
 
 @pytest.mark.fault("S1")
 @pytest.mark.parametrize(
-    ("content", "text"),
+    ("content", "kind"),
     [
-        (pickle.dumps({"a": 1}), "is a pickle under the name of safetensors"),
-        (b"PK\x03\x04 a torch.save file", "is a pickle under the name of safetensors"),
-        (b"\x08\x00\x00\x00\x00\x00\x00\x00nonsense", "is something else under the name of safetensors"),
+        (pickle.dumps({"a": 1}), "is a pickle"),
+        (b"PK\x03\x04 a torch.save file", "is a pickle"),
+        (b"\x08\x00\x00\x00\x00\x00\x00\x00nonsense", "is another format"),
     ],
 )
-def test_a_pickle_with_a_proper_marker_is_refused(content: bytes, text: str, tmp_path: Path) -> None:
-    """Not damage: somebody made a checkpoint whose hashes are right and whose weights want unpickling."""
+def test_a_pickle_with_a_proper_marker_is_refused(content: bytes, kind: str, tmp_path: Path) -> None:
+    """A checkpoint with correct hashes whose weights need unpickling."""
     folder = run(tmp_path / "run").last
     (folder / "model.safetensors").write_bytes(content)
     marker = json.loads((folder / "complete.json").read_text())
     marker["files"]["model.safetensors"] = {"sha256": sha256(folder / "model.safetensors"), "bytes": len(content)}
     (folder / "complete.json").write_text(json.dumps(marker))
-    with pytest.raises(CheckpointError, match=text):
+    with raises(CheckpointError, "malformed", names=kind):
         verify(folder)
-    with pytest.raises(CheckpointError, match=text):
+    with raises(CheckpointError, "malformed", names=kind):
         run(tmp_path / "other", resume=str(folder))
 
 
@@ -176,15 +176,15 @@ def test_a_pickle_with_a_proper_marker_is_refused(content: bytes, text: str, tmp
 def test_a_pickled_file_given_to_resume_from_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.save({"a": torch.ones(1)}, path)
-    with pytest.raises(CheckpointError, match="is a file: checkpoints are folders, and pickled ones are not loaded"):
+    with raises(CheckpointError, "wrong_type"):
         run(tmp_path / "run", resume=str(path))
 
 
 def test_a_folder_that_is_not_there_or_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not there"):
+    with raises(CheckpointError, "not_found"):
         run(tmp_path / "run", resume=str(tmp_path / "nowhere"))
     (tmp_path / "folder").mkdir()
-    with pytest.raises(CheckpointError, match=r"has no complete\.json"):
+    with raises(CheckpointError, "missing"):
         run(tmp_path / "run", resume=str(tmp_path / "folder"))
 
 
@@ -347,7 +347,7 @@ def test_a_lock_holds_against_another_process_and_dies_with_it(tmp_path: Path) -
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(TrainingError, match=rf"in use by process {other.pid} on .*: wait for it, or choose"):
+        with raises(TrainingError, "in_use", "run_dir"):
             folders.RunLock(tmp_path).__enter__()
         other.kill()
     with folders.RunLock(tmp_path):
@@ -373,7 +373,7 @@ def test_optimizer_state_goes_by_parameter_name() -> None:
         assert restored.keys() == tensors.keys()
         assert all(torch.equal(restored[name], tensors[name]) for name in tensors)
     assert "image.weight::momentum_buffer" in tensors
-    with pytest.raises(CheckpointError, match="parameter 'other' that this run does not train"):
+    with raises(CheckpointError, "mismatch", "other"):
         load_optimizer_tensors(again, fresh, {"other::exp_avg": torch.zeros(1)})
-    with pytest.raises(CheckpointError, match=r"'image.bias' has shape \(3,\), the parameter \(8,\)"):
+    with raises(CheckpointError, "mismatch", "image.bias"):
         load_optimizer_tensors(again, fresh, {"image.bias::momentum_buffer": torch.zeros(3)})

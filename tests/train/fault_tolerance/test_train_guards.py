@@ -11,19 +11,17 @@ from typing import Any
 import pytest
 import torch
 from helpers import train_fakes as fakes
+from helpers.errors import raises
 from helpers.train_fakes import FakeLoader, TwoTowers, TwoTowersConfig, make_batch, records, train
 from torch import nn
 
 from medvl.errors import TrainingError
 from medvl.schema import Batch, Losses
 from medvl.train.fault_tolerance import checkpoint
-from medvl.train.fault_tolerance.nonfinite import BufferGuard, StopSignals, propagate_nonfinite
+from medvl.train.fault_tolerance.nonfinite import BufferGuard, propagate_nonfinite
+from medvl.train.fault_tolerance.signals import StopSignals
 from medvl.train.loop.step import Step
-from medvl.train.optim.optimizer import build_optimizer
-from medvl.train.optim.precision import Precision
-from medvl.train.parallel.distributed import RankInfo
 
-WORLD = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
 BAD = "s3"
 
 
@@ -70,16 +68,7 @@ WAYS = ["loss nan", "loss inf, gradient finite", "gradient nan", "gradient inf",
 
 
 def step_of(model: nn.Module, precision: str = "fp32", clip_norm: float | None = None) -> Step:
-    optimizer = build_optimizer(model, fakes.optim(optimizer="sgd", momentum=0.9))
-    return Step(
-        model,
-        optimizer,
-        Precision(precision, WORLD.device),
-        WORLD,
-        seed=0,
-        clip_norm=clip_norm,
-        channels_last=False,
-    )
+    return fakes.step_of(model, fakes.optim(optimizer="sgd", momentum=0.9, clip_norm=clip_norm), precision)
 
 
 @pytest.mark.fault("F14")
@@ -91,12 +80,12 @@ def test_no_weight_buffer_or_momentum_changes_in_a_bad_step(how: str, clip_norm:
     assert step(0, 0.1, [make_batch([0, 1])], 1).updated
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     momentum = step.optimizer.state[model.image.weight]["momentum_buffer"].clone()
-    outcome = step(1, 0.1, [make_batch([4, 5]), make_batch([2, 3])], 2)  # the bad one is the second micro-batch
-    assert not outcome.updated
+    result = step(1, 0.1, [make_batch([4, 5]), make_batch([2, 3])], 2)  # the bad one is the second micro-batch
+    assert not result.updated
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(step.optimizer.state[model.image.weight]["momentum_buffer"], momentum)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert outcome.suspects() == ([] if how.startswith("gradient") else ["s2", "s3"])
+    assert result.nonfinite_keys() == ([] if how.startswith("gradient") else ["s2", "s3"])
     assert step(2, 0.1, [make_batch([6, 7])], 1).updated
     assert not torch.equal(model.image.weight, before["image.weight"])
 
@@ -116,7 +105,7 @@ def test_buffers_of_any_type_come_back() -> None:
     module.register_buffer("count", torch.tensor(4))
     module.register_buffer("seen", torch.tensor([True, False]))
     guard = BufferGuard(module)
-    guard.take()
+    guard.save()
     module.queue.fill_(torch.nan)
     module.count += 1
     module.seen.logical_not_()
@@ -133,7 +122,7 @@ def test_skipped_updates_are_counted_named_and_recorded(tmp_path: Path, caplog: 
     skips = records(tmp_path, "skip")
     assert len(skips) == 2
     assert all(BAD in row["keys"] and len(row["keys"]) == 4 for row in skips)
-    assert caplog.text.count("loss or gradient is not finite, the update is left out; samples: ") == 2
+    assert caplog.text.count("non-finite loss or gradient, update skipped; samples: ") == 2
     assert BAD in caplog.text
     assert [row["skipped"] for row in records(tmp_path, "train")] == [1, 2]
     assert all(row["loss"] > 0 for row in records(tmp_path, "train"))  # means over the updates that were made
@@ -142,7 +131,7 @@ def test_skipped_updates_are_counted_named_and_recorded(tmp_path: Path, caplog: 
 
 @pytest.mark.fault("F14")
 def test_more_than_the_budget_fails_and_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"2 updates had a loss .* nonfinite_budget is 1; .*s3") as raised:
+    with raises(TrainingError, "nonfinite", "nonfinite_budget") as raised:
         train(
             Sick("gradient inf"),
             FakeLoader(16, 4),
@@ -163,7 +152,7 @@ def test_the_budget_counts_over_interruptions(tmp_path: Path) -> None:
 
     assert run(1).skipped == 1
     assert run(2).skipped == 2
-    with pytest.raises(TrainingError, match="3 updates"):
+    with raises(TrainingError, "nonfinite", "nonfinite_budget"):
         run(3)
 
 
@@ -201,7 +190,7 @@ class _Steep(torch.autograd.Function):
 
 
 def test_fp16_with_a_broken_loss_does_count(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="nonfinite_budget is 0"):
+    with raises(TrainingError, "nonfinite", "nonfinite_budget"):
         train(
             Sick("loss nan"),
             FakeLoader(16, 4),
@@ -220,7 +209,7 @@ def test_the_first_signal_is_a_request(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_second_signal_ends_the_process_at_once(number: signal.Signals) -> None:
     code = (
-        "import os, sys; from medvl.train.fault_tolerance.nonfinite import StopSignals\n"
+        "import os, sys; from medvl.train.fault_tolerance.signals import StopSignals\n"
         "number = int(sys.argv[1])\n"
         "with StopSignals() as stop:\n"
         "    os.kill(os.getpid(), number); print(stop.requested, flush=True)\n"

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import train_fakes as fakes
+from helpers.errors import raises
+from helpers.train_fakes import ONE_RANK
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,8 +22,8 @@ from medvl.train.loop.prepare import prepare
 from medvl.train.loop.step import Step
 from medvl.train.optim.precision import Precision
 from medvl.train.parallel.distributed import RankInfo, machine_settings
+from medvl.train.parallel.model import DDPModel
 
-WORLD = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
 VIT = {"layers": 2, "width": 64, "patch_size": 8}
 TEXT = {"num_hidden_layers": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 TOWERS = {"image_encoder": "open_clip:ViT-B-32", "image_arguments": VIT, "image_size": 32, "projection_dim": 16}
@@ -52,7 +54,7 @@ def step_of(model: nn.Module) -> Step:
     """With the fused optimiser of a GPU, which keeps its step counts beside its moments."""
     optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "lr_scale": 1.0}], lr=1e-3, fused=True)
     options = {"seed": 0, "clip_norm": 1.0, "channels_last": True}
-    return Step(model, optimizer, Precision("fp32", WORLD.device), WORLD, **options)
+    return Step(DDPModel(model, ONE_RANK), optimizer, Precision("fp32", ONE_RANK.device), **options)
 
 
 class Waits(TorchDispatchMode):
@@ -85,8 +87,8 @@ def test_a_step_waits_once_for_its_verdict(packed: bool, patch_dropout: float, e
     step = step_of(model)
     step(0, 1e-3, [make_batch()], 1)
     with Waits() as waits:
-        outcome = step(1, 1e-3, [make_batch()], 1)
-    assert outcome.updated
+        result = step(1, 1e-3, [make_batch()], 1)
+    assert result.updated
     assert waits.seen == expected
 
 
@@ -101,7 +103,7 @@ def test_a_compiled_model_makes_the_same_steps_and_few_graphs(packed: bool, monk
     plain, compiled = clip(), clip()
     for model, compile in ((plain, False), (compiled, True)):
         options = {"compile": compile, "packed_text": packed, "channels_last": False}
-        prepare(model, fakes.config(Path("unused"), **options), WORLD.device)
+        prepare(model, fakes.config(Path("unused"), **options), ONE_RANK.device)
     step, compiled_step = step_of(plain), step_of(compiled)
     counts = []
     for number, longest in enumerate((7, 6, 5, 4)):
@@ -171,7 +173,7 @@ def test_a_run_that_spares_computes_what_a_plain_one_does(tmp_path: Path) -> Non
     weights = []
     for settings in ({}, {"packed_text": True, "checkpoint_activations": True}):
         model = clip()
-        prepare(model, fakes.config(tmp_path, **settings), WORLD.device)
+        prepare(model, fakes.config(tmp_path, **settings), ONE_RANK.device)
         assert model.training
         step = step_of(model)
         for number in range(2):
@@ -181,10 +183,10 @@ def test_a_run_that_spares_computes_what_a_plain_one_does(tmp_path: Path) -> Non
 
 
 def test_settings_that_are_nothing_for_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="packed_text: the model has no text encoder, leave it unset"):
-        prepare(fakes.Regression(), fakes.config(tmp_path, packed_text=True), WORLD.device)
-    with pytest.raises(ConfigError, match="checkpoint_activations: the model has no encoder, leave it unset"):
-        prepare(fakes.Regression(), fakes.config(tmp_path, checkpoint_activations=True), WORLD.device)
+    with raises(ConfigError, "unsupported", "packed_text"):
+        prepare(fakes.Regression(), fakes.config(tmp_path, packed_text=True), ONE_RANK.device)
+    with raises(ConfigError, "unsupported", "checkpoint_activations"):
+        prepare(fakes.Regression(), fakes.config(tmp_path, checkpoint_activations=True), ONE_RANK.device)
 
 
 class Watching(fakes.Regression):
@@ -241,7 +243,7 @@ def test_a_gpu_multiplies_and_convolves_as_the_run_allows(
         return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
 
     before = settings()
-    world = RankInfo(rank=0, size=1, local_size=1, device=torch.device(device))
-    with machine_settings(world, None, deterministic, precision):
+    ranks = RankInfo(rank=0, size=1, local_size=1, device=torch.device(device))
+    with machine_settings(ranks, None, deterministic, precision):
         assert settings() == during
     assert settings() == before == ("highest", False)

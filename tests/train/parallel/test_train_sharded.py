@@ -30,11 +30,10 @@ from medvl.schema import Batch, Losses
 from medvl.train import TrainResult, rank_and_world
 from medvl.train.config import TrainConfig
 from medvl.train.fault_tolerance import checkpoint
-from medvl.train.loop.step import Step
-from medvl.train.optim.optimizer import build_optimizer, trainable
-from medvl.train.optim.precision import Precision
+from medvl.train.optim.optimizer import trainable
 from medvl.train.parallel.distributed import RankInfo, join, shared_buffers
 from medvl.train.parallel.fsdp import FSDPModel, repeated_blocks
+from medvl.train.parallel.model import DDPModel
 
 SAMPLES, MICRO = 24, 8
 """Three micro-batches an epoch: an update of two and one of one."""
@@ -164,52 +163,46 @@ def bytes_of(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-def check_bytes(world: RankInfo) -> Any:
+def check_bytes(ranks: RankInfo) -> Any:
     """Of parameters and of the optimiser's state, here and in all."""
-    shards = FSDPModel(medvill().train(), world)
-    optimizer = build_optimizer(shards.module, fakes.optim())
-    options: dict[str, Any] = {"seed": 0, "clip_norm": None, "channels_last": False, "shards": shards}
-    step = Step(shards.module, optimizer, Precision("fp32", world.device), world, **options)
-    positions = [4 * world.rank + number for number in range(4)]
+    model = FSDPModel(medvill().train(), ranks)
+    step = fakes.step_of(model, ranks=ranks)
+    positions = [4 * ranks.rank + number for number in range(4)]
     assert step(0, 1e-3, [reports(positions, 0)], 1).updated
-    moments = [value for state in optimizer.state.values() for value in state.values()]
+    moments = [value for state in step.optimizer.state.values() for value in state.values()]
     return {
-        "parameters": bytes_of(trainable(optimizer)),
-        "all_parameters": bytes_of(list(shards.whole.parameters())),
+        "parameters": bytes_of(trainable(step.optimizer)),
+        "all_parameters": bytes_of(list(model.whole.parameters())),
         "optimizer": bytes_of(moments),
     }
 
 
-def check_refusals(world: RankInfo) -> Any:
+def check_refusals(ranks: RankInfo) -> Any:
     """What a model, and a batch, is told."""
     found = {}
     try:
-        FSDPModel(tiny_model("albef", tiny_tokenizer()), world)
+        FSDPModel(tiny_model("albef", tiny_tokenizer()), ranks)
     except ConfigError as error:
         found["average"] = str(error)
-    shards = FSDPModel(medvill(), world)
+    model = FSDPModel(medvill(), ranks)
     batch = reports([0, 1], 0)
     batch.has_image_B, batch.has_text_B = torch.tensor([True, False]), torch.tensor([False, False])
     try:
-        shards.check(batch)
+        model.check(batch)
     except TrainingError as error:
         found["batch"] = str(error)
     return found
 
 
-def check_lacking(world: RankInfo) -> Any:
+def check_lacking(ranks: RankInfo) -> Any:
     """Gradient norms of a batch that lacks a text on rank 1, without shards and with."""
     norms = []
     for sharded in (False, True):
         model = medvill().train()
-        shards = FSDPModel(model, world) if sharded else None
-        module = nn.parallel.DistributedDataParallel(model) if shards is None else shards.module
-        optimizer = build_optimizer(model if shards is None else shards.module, fakes.optim())
-        options: dict[str, Any] = {"seed": 0, "clip_norm": None, "channels_last": False, "shards": shards}
+        step = fakes.step_of(FSDPModel(model, ranks) if sharded else DDPModel(model, ranks), ranks=ranks)
         batch = reports([0, 1, 2, 3], 0)
-        if world.rank == 1:
+        if ranks.rank == 1:
             batch.has_text_B = torch.tensor([True, False, True, True])
-        step = Step(module, optimizer, Precision("fp32", world.device), world, **options)
         norms.append(float(step(0, 1e-3, [batch], 1).grad_norm))
     return norms
 
@@ -233,8 +226,8 @@ def main(folder: Path) -> None:
     saved = fakes.weights(folder / "undisturbed")
     found: dict[str, Any] = {"sick": check_sick(folder)}
     found["kept"] = all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
-    with join("cpu") as world:
-        found |= {"bytes": check_bytes(world), "refusals": check_refusals(world), "lacking": check_lacking(world)}
+    with join("cpu") as ranks:
+        found |= {"bytes": check_bytes(ranks), "refusals": check_refusals(ranks), "lacking": check_lacking(ranks)}
     (folder / f"{rank_and_world()[0]}.json").write_text(json.dumps(found))
 
 

@@ -37,25 +37,25 @@ class Watched(SideStream):
         return super().receive(batch)
 
 
-def steps_of(feed: BatchStream, steps: range) -> list[tuple[list[list[str]], dict[str, Any]]]:
+def steps_of(stream: BatchStream, steps: range) -> list[tuple[list[list[str]], dict[str, Any]]]:
     """The keys that each step takes, and the position after it."""
-    return [([batch.keys for batch in feed.take(step)], feed.state_dict()) for step in steps]
+    return [([batch.keys for batch in stream.take(step)], stream.state_dict()) for step in steps]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 def test_steps_take_the_same_batches_and_stand_at_the_same_place(accumulate: int) -> None:
     plain, ahead = fakes.FakeLoader(20, 4), fakes.FakeLoader(20, 4)
-    feed = BatchStream(ahead, accumulate, Watched())
-    steps = range(2 * feed.steps_per_epoch)
-    assert steps_of(feed, steps) == steps_of(BatchStream(plain, accumulate), steps)
+    stream = BatchStream(ahead, accumulate, Watched())
+    steps = range(2 * stream.steps_per_epoch)
+    assert steps_of(stream, steps) == steps_of(BatchStream(plain, accumulate), steps)
     assert ahead.handed_out == plain.handed_out  # nothing beyond the end of the epoch
 
 
 def test_one_batch_is_ahead_and_none_beyond_the_end_of_an_epoch() -> None:
     loader, side = fakes.FakeLoader(20, 4), Watched()
-    feed = BatchStream(loader, 1, side)
+    stream = BatchStream(loader, 1, side)
     for step, ahead in enumerate([2, 3, 4, 5, 5, 7, 8, 9, 10, 10]):
-        ((key, *_),) = [batch.keys for batch in feed.take(step)]
+        ((key, *_),) = [batch.keys for batch in stream.take(step)]
         assert len(loader.handed_out) == ahead
         assert step % 5 == 0 or ("receive", key) in side.seen
     assert [kind for kind, _ in side.seen] == ["send", "receive"] * 8
@@ -75,8 +75,8 @@ def test_the_next_batch_is_sent_when_the_step_asks_for_more_and_not_before() -> 
 @pytest.mark.parametrize("taken", range(1, 7))
 def test_a_resumed_feed_goes_on_after_the_last_batch_taken(taken: int) -> None:
     whole = steps_of(BatchStream(fakes.FakeLoader(20, 4), 1), range(10))
-    feed = BatchStream(fakes.FakeLoader(20, 4), 1, Watched())
-    position = steps_of(feed, range(taken))[-1][1]
+    stream = BatchStream(fakes.FakeLoader(20, 4), 1, Watched())
+    position = steps_of(stream, range(taken))[-1][1]
     loader = fakes.FakeLoader(20, 4)
     loader.load_state_dict(position)
     assert steps_of(BatchStream(loader, 1, Watched()), range(taken, 10)) == whole[taken:]

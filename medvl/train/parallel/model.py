@@ -1,0 +1,144 @@
+"""A model on one or more ranks: DDP and FSDP behind one small class."""
+
+import abc
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from medvl.models.base import System
+from medvl.schema import Batch, Losses
+from medvl.train.parallel.distributed import RankInfo, broadcast, unshared_buffers
+
+
+class ParallelModel(abc.ABC):
+    """A model whose training is spread over the ranks. Methods are collective calls except where noted.
+
+    Attributes:
+        whole: the model as given to `train`; it is evaluated, saved, and loaded from checkpoints.
+        trained: the model whose parameters the optimiser updates; it is `whole` unless weights are sharded.
+        ranks: this process among the ranks.
+    """
+
+    def __init__(self, whole: nn.Module, trained: nn.Module, ranks: RankInfo) -> None:
+        self.whole, self.trained, self.ranks = whole, trained, ranks
+
+    @abc.abstractmethod
+    def forward(self, batch: Batch) -> Losses:
+        """Return the losses of this rank's batch."""
+
+    @abc.abstractmethod
+    def reduction(self, on: bool) -> contextlib.AbstractContextManager[None]:
+        """Average the gradients of a backward pass over the ranks, or keep them on this rank for the next pass."""
+
+    @abc.abstractmethod
+    def clip(self, parameters: Sequence[nn.Parameter], clip_norm: float | None) -> Tensor:
+        """Scale gradients down to `clip_norm`; return their norm before that, over all parameters and ranks."""
+
+    @abc.abstractmethod
+    def evaluation(self) -> contextlib.AbstractContextManager[nn.Module]:
+        """Return a context with `whole` on the device, its weights and buffers current and equal on all ranks."""
+
+    @abc.abstractmethod
+    def gather(self) -> None:
+        """Bring the weights and buffers of `whole` up to date before it is saved."""
+
+    @abc.abstractmethod
+    def load_from_whole(self) -> None:
+        """Copy the weights and buffers of `whole` into `trained`. Not collective."""
+
+    @abc.abstractmethod
+    def full_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return complete tensors of an optimiser's state, at least on rank 0."""
+
+    @abc.abstractmethod
+    def local_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return this rank's part of an optimiser's complete state. Not collective."""
+
+    @abc.abstractmethod
+    def check(self, batch: Batch) -> None:
+        """Raise TrainingError for a batch that this kind of parallelism cannot process. Not collective."""
+
+    def before_step(self, step: int) -> None:
+        """Call the model's `before_step`."""
+        self._call_hook("before_step", step)
+
+    def after_step(self, step: int) -> None:
+        """Call the model's `after_step`."""
+        self._call_hook("after_step", step)
+
+    @torch.no_grad()
+    def _call_hook(self, name: str, step: int) -> None:
+        if isinstance(self.trained, System):  # a plain module has no hooks
+            getattr(self.trained, name)(step)
+
+
+class DDPModel(ParallelModel):
+    """A model with all weights on every rank: in DDP on several ranks, by itself on one.
+
+    Rank 0's weights and buffers are copied to all ranks at the start. DDP broadcasts rank 0's buffers before each step,
+    so the running statistics in a checkpoint are those of every rank; see `unshared_buffers` for the exception.
+
+    Attributes:
+        ddp: the `DistributedDataParallel` wrapper; None on one rank.
+
+    Args:
+        model: a model on its device, set up for training.
+        ranks: this process among the ranks.
+        find_unused_parameters: as in `DistributedDataParallel`.
+    """
+
+    def __init__(self, model: nn.Module, ranks: RankInfo, find_unused_parameters: bool = False) -> None:
+        super().__init__(model, model, ranks)
+        self.ddp: DistributedDataParallel | None = None
+        if ranks.size > 1:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, unshared_buffers(model))
+            self.ddp = DistributedDataParallel(
+                model,
+                device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
+                find_unused_parameters=find_unused_parameters,
+                gradient_as_bucket_view=True,
+            )
+
+    def forward(self, batch: Batch) -> Losses:
+        """Return the losses of this rank's batch."""
+        losses: Losses = (self.ddp or self.trained)(batch)
+        return losses
+
+    def check(self, batch: Batch) -> None:
+        """Do nothing: every batch can be processed."""
+
+    def reduction(self, on: bool) -> contextlib.AbstractContextManager[None]:
+        """Let DDP average the gradients, or not."""
+        return contextlib.nullcontext() if on or self.ddp is None else self.ddp.no_sync()
+
+    def clip(self, parameters: Sequence[nn.Parameter], clip_norm: float | None) -> Tensor:
+        """Clip as `torch.nn.utils.clip_grad_norm_` does; return the norm before."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+        return norm
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[nn.Module]:
+        """Give all ranks rank 0's buffers, which are those that a checkpoint holds."""
+        if self.ranks.size > 1:
+            broadcast(list(self.whole.buffers()))
+        yield self.whole
+
+    def gather(self) -> None:
+        """Do nothing: `whole` is the trained model."""
+
+    def load_from_whole(self) -> None:
+        """Do nothing: `whole` is the trained model."""
+
+    def full_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors: each rank has the complete state."""
+        return tensors
+
+    def local_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors: each rank has the complete state."""
+        return tensors

@@ -1,0 +1,123 @@
+"""Data settings and loaders shared by all training tasks."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medvl.data.shards.format import MANIFEST, Manifest
+from medvl.data.shards.verify import check_against
+from medvl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from medvl.data.loading.loader import Loader
+    from medvl.data.shards.source import ShardSource
+
+_VALID_WORKERS = 2
+"""Maximum workers of a validation loader: it reads little, and its workers stay alive beside those of training."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderConfig:
+    """Folders of shards and settings of their loaders."""
+
+    train: str | Path
+    """Folder of shards for training."""
+    valid: Path | None
+    """Folder of shards for validation, of other patients; None disables validation."""
+    workers: int = 8
+    """Prefetching processes per rank. They affect nothing but the speed."""
+    valid_batch: int = 128
+    """Samples of a validation batch; for contrastive losses also the pool of negatives."""
+    max_skipped: float = 0.001
+    """Budget of unreadable samples: below 1 a fraction, else a number."""
+    seed: int = 0
+    """Seed of the order of the samples and of their augmentation."""
+
+    def check(self, advice: str) -> None:
+        """Raise ConfigError where a folder is missing. `advice` names the commands that create them."""
+        missing = [(name, path) for name, path, file in self.inputs() if not (path / file).is_file()]
+        if missing:
+            listed = ", ".join(f"data.{name} {path}" for name, path in missing)
+            raise ConfigError(f"missing: {listed}\n{advice}", "not_found", field=f"data.{missing[0][0]}")
+
+    def inputs(self) -> Iterator[tuple[str, Path, str]]:
+        """Yield (field, folder, file that it must contain) of the local folders that the run reads."""
+        yield "train", Path(self.train), MANIFEST
+        if self.valid is not None:
+            yield "valid", self.valid, MANIFEST
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DataLoaders:
+    """Loaders of a run, opened for this rank."""
+
+    train: Any
+    """This rank's training batches."""
+    valid: Any | None
+    """This rank's share of the validation batches."""
+    valid_images: Any | None
+    """All validation images, for evaluators that run on one rank."""
+    described: dict[str, Any]
+    """Entries for checkpoints: `data`, and `train_manifest` with the patients of the training data."""
+
+
+def open_split(data: LoaderConfig, *, one_folder: bool = False) -> "tuple[ShardSource, ShardSource | None]":
+    """Open the shards of training and validation; the second is None without validation.
+
+    Args:
+        data: the folders.
+        one_folder: allow the same shards for both, for a corpus that splits questions instead of images.
+
+    Raises ShardError where a folder is damaged, SplitError where the two share a patient.
+    """
+    from medvl.data.shards.source import ShardSource
+
+    train = ShardSource(data.train)
+    if data.valid is None:
+        return train, None
+    valid = ShardSource(data.valid)
+    if not (one_folder and train.fingerprint == valid.fingerprint):
+        check_against(train.manifest, valid.manifest)
+    return train, valid
+
+
+def open_train(data: LoaderConfig, source: Any, batch: int, **options: Any) -> "Loader":
+    """Open this rank's loader of training batches; `batch` counts the samples over all ranks."""
+    from medvl.data.loading.loader import open_loader
+    from medvl.train.parallel.distributed import rank_and_world
+
+    rank, world = rank_and_world()
+    options = {"seed": data.seed, "max_skipped": data.max_skipped, **options}
+    return open_loader(source, batch=batch, train=True, rank=rank, world=world, workers=data.workers, **options)
+
+
+def open_valid(data: LoaderConfig, source: Any, *, shared: bool = True, **options: Any) -> "Loader":
+    """Open a validation loader: this rank's share of the batches, or with `shared=False` all of them on each rank."""
+    from medvl.data.loading.loader import open_loader
+    from medvl.train.parallel.distributed import rank_and_world
+
+    rank, world = rank_and_world()
+    workers = min(data.workers, _VALID_WORKERS)
+    options = {"seed": data.seed, "max_skipped": data.max_skipped, "batch": data.valid_batch, **options}
+    if shared:
+        return open_loader(source, train=False, rank=rank, world=world, workers=workers, **options)
+    return open_loader(source, train=False, workers=workers if rank == 0 else 0, **options)  # used on rank 0 only
+
+
+def describe(train: Manifest, valid: Manifest | None, **options: Any) -> dict[str, Any]:
+    """Return the entries of `DataLoaders.described`; `options` describe the selection of training samples."""
+    data: dict[str, Mapping[str, Any]] = {"train": _summary(train) | options}
+    if valid is not None:
+        data["valid"] = _summary(valid)
+    return {"data": data, "train_manifest": dataclasses.asdict(train)}
+
+
+def _summary(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "corpus": manifest.corpus,
+        "split": manifest.split,
+        "samples": manifest.samples,
+        "patients": len(manifest.patients),
+        "fingerprint": manifest.fingerprint,
+    }
