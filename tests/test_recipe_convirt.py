@@ -36,7 +36,7 @@ def test_without_data_it_names_the_commands_at_once(preset: list[str], missing: 
     assert done.returncode == 1
     assert done.stdout == "imported:\n"
     first, *rest = done.stderr.strip().splitlines()
-    assert first.startswith(f"error: not there: {missing}")
+    assert first.startswith(f"error: not found: {missing}")
     commands = [line.strip() for line in rest if line.startswith("    ")]
     assert [command.split()[:2] for command in commands] == [
         ["medvl", "shards"],

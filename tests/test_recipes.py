@@ -56,7 +56,7 @@ def test_without_data_it_names_the_commands_that_make_it(recipe: Path, preset: l
     )
     assert ended.returncode == 1
     assert ended.stdout.splitlines()[-1] == "imported:"  # nothing heavy: it ends in a second
-    assert ended.stderr.startswith("error: not there: data.train ")
+    assert ended.stderr.startswith("error: not found: data.train ")
     for command in ("medvl shards ", "bash scripts/quickstart.sh"):
         assert command in ended.stderr
     assert "Traceback" not in ended.stderr

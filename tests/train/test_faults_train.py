@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import train_fakes as fakes
+from helpers.errors import raises
 from helpers.train_child import Dying
 from helpers.train_fakes import FakeLoader, TwoTowers, records, train
 
@@ -64,13 +65,13 @@ def test_records_that_a_full_disk_refuses_are_written_when_there_is_room(
         train(TwoTowers(), FakeLoader(32, 4), optim=fakes.optim(), config=fakes.config(tmp_path / name, log_every=1))
 
     run("whole")
-    opened = logger._Lines.__init__
+    opened = logger._BufferedLines.__init__
 
-    def on_a_full_disk(self: logger._Lines, path: Path) -> None:
+    def on_a_full_disk(self: logger._BufferedLines, path: Path) -> None:
         opened(self, path)
         self._file = Refusing(self._file, range(4, 9))
 
-    monkeypatch.setattr(logger._Lines, "__init__", on_a_full_disk)
+    monkeypatch.setattr(logger._BufferedLines, "__init__", on_a_full_disk)
     run("full")
     assert records(tmp_path / "full") == records(tmp_path / "whole")
     assert len(records(tmp_path / "full")) == 16
@@ -79,13 +80,13 @@ def test_records_that_a_full_disk_refuses_are_written_when_there_is_room(
 
 @pytest.mark.fault("F2")
 def test_records_that_are_never_written_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    """/dev/full is a disk that is."""
-    lines = logger._Lines(Path("/dev/full"))
+    """/dev/full refuses every write."""
+    lines = logger._BufferedLines(Path("/dev/full"))
     for number in range(3):
         lines.add(str(number))
     lines.flush()
     lines.close()
-    assert "/dev/full lacks its last 3 records" in caplog.text
+    assert "the last 3 records could not be written to /dev/full" in caplog.text
 
 
 @pytest.mark.fault("F2")
@@ -101,7 +102,7 @@ def test_tensorboard_on_a_full_disk_does_not_end_a_run(
     monkeypatch.setattr(SummaryWriter, "add_scalar", refuse)
     config = fakes.config(tmp_path, log_every=1, tensorboard=True)
     assert train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=config).step == 8
-    assert caplog.text.count("TensorBoard's file cannot be written") == 1
+    assert caplog.text.count("TensorBoard file cannot be written") == 1
 
 
 FULL = """
@@ -183,7 +184,7 @@ def test_a_dead_worker_ends_a_run_with_advice_and_it_can_be_continued(tmp_path: 
         check=False,
     )
     assert ended.returncode == 1
-    assert re.search(r"LoaderError: .*worker process died .*with fewer --data.workers", ended.stderr)
+    assert re.search(r"LoaderError: .*worker.* with fewer --data.workers", ended.stderr)
     checkpoint.verify(killed / "last")
     run("killed")
     run("whole")
@@ -234,7 +235,7 @@ def test_weights_gone_astray_go_back_to_a_checkpoint_and_the_data_go_on(
 @pytest.mark.fault("F14")
 def test_rollbacks_have_a_budget(tmp_path: Path) -> None:
     config = fakes.config(tmp_path, epochs=1, checkpoint_every=2, rollbacks=0, nonfinite_budget=5)
-    with pytest.raises(TrainingError, match="6 updates had"):
+    with raises(TrainingError, "nonfinite", "nonfinite_budget"):
         train(Astray(), FakeLoader(64, 4), optim=fakes.optim(), config=config)
     assert not records(tmp_path, "rollback")
 
@@ -253,7 +254,7 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(tmp_path: Path, caplog: pytest
     assert train(Astray(), loader, optim=fakes.optim(), config=config).step == 16
     (back,) = records(tmp_path, "rollback")
     assert back["checkpoint"] < loader.damaged.name
-    assert "it is not gone back to" in caplog.text
+    assert "not used for the rollback" in caplog.text
 
 
 class Spiky(TwoTowers):
@@ -288,7 +289,7 @@ def test_the_update_of_a_spike_is_left_out_and_its_samples_named(tmp_path: Path)
 @pytest.mark.fault("F15")
 def test_spikes_pass_where_nobody_asked_and_have_the_budget_of_other_skips(tmp_path: Path) -> None:
     assert spiky_run(tmp_path / "free", spike_factor=None).skipped == 0
-    with pytest.raises(TrainingError, match=r"nonfinite_budget is 1; the last was step"):
+    with raises(TrainingError, "nonfinite", "nonfinite_budget"):
         spiky_run(tmp_path / "budget", nonfinite_budget=1)
 
 
@@ -336,7 +337,7 @@ def test_running_out_of_memory_ends_with_settings_that_need_less(error: Exceptio
             raise error
 
     config = fakes.config(tmp_path, global_batch=8, accumulate=2)
-    with pytest.raises(TrainingError, match="ran out of memory on the CPU with 4 pairs a rank") as raised:
+    with raises(TrainingError, "too_large", "global_batch") as raised:
         train(Large(), FakeLoader(16, 4), optim=fakes.optim(), config=config)
     assert "set train.accumulate to 4" in str(raised.value)
     assert "train.grad_cache to 2" in str(raised.value)
@@ -351,7 +352,7 @@ def test_the_allocator_really_says_so(tmp_path: Path) -> None:
             torch.empty(1 << 52)
             return super().forward(batch)
 
-    with pytest.raises(TrainingError, match="ran out of memory"):
+    with raises(TrainingError, "too_large", "global_batch"):
         train(Large(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path))
 
 

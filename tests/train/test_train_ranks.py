@@ -143,15 +143,15 @@ def test_a_full_disk_of_rank_0_does_not_part_the_ranks(folder: Path) -> None:
 
 def test_ranks_with_other_settings_hear_of_each_other(folder: Path) -> None:
     first, second = found(folder, "disagree")
-    assert first == "ranks 0 and 1 differ in settings: start all with the same command and data"
-    assert second == "ranks 1 and 0 differ in settings: start all with the same command and data"
+    assert first == "ranks 0 and 1 differ in settings; start all ranks with the same command and data"
+    assert second == "ranks 1 and 0 differ in settings; start all ranks with the same command and data"
 
 
 @pytest.mark.fault("F19")
 def test_a_lock_of_rank_0_stops_all_ranks(folder: Path) -> None:
     first, second = found(folder, "lock")
     assert "is in use by this process" in first
-    assert second.startswith("rank 0 cannot go on: TrainingError: ")
+    assert second.startswith("rank 0 failed: TrainingError: ")
     assert "is in use by" in second
 
 
@@ -190,6 +190,6 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_says_so(tmp_path: Path) 
     assert ended.returncode == 0, ended.stderr
     for result in found(tmp_path, "more_ranks"):
         assert result["step"] == 12
-        assert "a run on 1 ranks, this one has 2: the batches are the same" in result["warnings"][0]
+        assert "was written on 1 ranks, this run has 2: the batches are the same" in result["warnings"][0]
     for name, tensor in fakes.weights(tmp_path / "whole").items():
         torch.testing.assert_close(fakes.weights(tmp_path / "one")[name], tensor, rtol=1e-4, atol=1e-5)

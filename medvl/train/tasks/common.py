@@ -39,7 +39,7 @@ class LoaderConfig:
         missing = [(name, path) for name, path, file in self.inputs() if not (path / file).is_file()]
         if missing:
             listed = ", ".join(f"data.{name} {path}" for name, path in missing)
-            raise ConfigError(f"missing: {listed}\n{advice}", "not_found", field=f"data.{missing[0][0]}")
+            raise ConfigError(f"not found: {listed}\n{advice}", "not_found", field=f"data.{missing[0][0]}")
 
     def inputs(self) -> Iterator[tuple[str, Path, str]]:
         """Yield (field, folder, file that it must contain) of the local folders that the run reads."""

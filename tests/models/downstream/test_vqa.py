@@ -246,9 +246,9 @@ def test_training_data_is_opened_and_validated(folder: Path) -> None:
     assert opened.train.steps_per_epoch == 2
     assert opened.valid_images is not None
     assert sum(len(batch) for batch in opened.valid_images) == 2
-    with pytest.raises(ConfigError, match=r"not there: data\.valid nowhere\nmake it"):
+    with raises(ConfigError, "not_found", "data.valid", names="nowhere\nmake it"):
         VQADataConfig(train=folder, valid=Path("nowhere"), image=image).check("make it")
-    with pytest.raises(ConfigError, match=r"image\.flip is 'swap_text': answers name sides"):
+    with raises(ConfigError, "conflict", "image.flip"):
         VQADataConfig(train=folder, valid=None, image=ConVIRTAugmentation(size=64))
 
 
