@@ -163,9 +163,9 @@ def test_the_patches_of_a_step_follow_from_its_number() -> None:
 
 
 def test_patch_dropout_is_refused_where_it_means_nothing() -> None:
-    with pytest.raises(ConfigError, match=r"patch_dropout is 1.0: it must be 0 or above and below 1"):
+    with pytest.raises(ConfigError, match="patch_dropout must be"):
         clip(patch_dropout=1.0)
-    with pytest.raises(ConfigError, match="but resnet_tiny needs all patches: take a vision Transformer, or 0"):
+    with pytest.raises(ConfigError, match="resnet_tiny"):
         clip(image_encoder="resnet_tiny", image_arguments={}, patch_dropout=0.5)
 
 
@@ -221,7 +221,7 @@ def test_attention_dropout_is_the_encoders_own_until_it_is_set(name: str) -> Non
     assert shares() == {0.1}
     assert shares(attention_dropout=0.0) == {0.0}
     assert shares(attention_dropout=0.25) == {0.25}
-    with pytest.raises(ConfigError, match="attention_dropout is 1.0: it must be 0 or above and below 1"):
+    with raises(ConfigError, "out_of_range", "attention_dropout"):
         medvl.create_model(name, **towers, attention_dropout=1.0)
 
 
