@@ -58,12 +58,7 @@ def freeze_layers(
 
 
 def parameter_groups(
-    module: nn.Module,
-    lr: float,
-    weight_decay: float,
-    *,
-    layer_decay: float = 1.0,
-    decay_embeddings: bool = True,
+    module: nn.Module, lr: float, weight_decay: float, *, layer_decay: float = 1.0, decay_embeddings: bool = True
 ) -> list[dict[str, Any]]:
     """Return parameter groups for a torch optimiser, with every trainable parameter in exactly one.
 

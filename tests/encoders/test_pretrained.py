@@ -159,23 +159,23 @@ def test_clip_file_fills_both_encoders(tmp_path: Path, projection: bool) -> None
     torch.manual_seed(4)
     vision = {"layers": 2, "width": 64, "patch_size": 32, "image_size": 224}
     text = {"layers": 2, "width": 64, "heads": 1, "vocab_size": 60, "context_length": 77}
-    whole = open_clip.CLIP(512, vision, text, quick_gelu=True).eval()
-    file = dict(whole.state_dict()) | {"input_resolution": torch.tensor(224)}
+    clip = open_clip.CLIP(512, vision, text, quick_gelu=True).eval()
+    file = dict(clip.state_dict()) | {"input_resolution": torch.tensor(224)}
     path = write(file, tmp_path / "clip.pt")
     image = torch.randn(2, 3, 224, 224)
     encoder = image_encoder("clip_vit_b32", pretrained=path, projection=projection, width=64, layers=2)
     pooled_BD = encoder(image).pooled_BD
-    expected = whole.encode_image(image)
+    expected = clip.encode_image(image)
     torch.testing.assert_close(
-        pooled_BD if projection else pooled_BD @ whole.visual.proj, expected, rtol=1e-4, atol=1e-4
+        pooled_BD if projection else pooled_BD @ clip.visual.proj, expected, rtol=1e-4, atol=1e-4
     )
     sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1, "vocab_size": 60}
     tower = create_text_encoder("clip_text", pretrained=path, projection=projection, **sizes).eval()
     ids = torch.randint(1, 50, (2, 77))
     ids[:, 10] = 59
     short = tower(ids[:, :11], torch.ones(2, 11, dtype=torch.bool)).pooled_BD
-    projected = short if projection else short @ whole.text_projection
-    torch.testing.assert_close(projected, whole.encode_text(ids), rtol=1e-4, atol=1e-4)
+    projected = short if projection else short @ clip.text_projection
+    torch.testing.assert_close(projected, clip.encode_text(ids), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("projection", [True, False])

@@ -191,11 +191,7 @@ def _text_fields(name: str) -> Any:
 
 
 def build_static(vocab_size: int, pad_id: int, arguments: Mapping[str, Any]) -> TextBackbone:
-    """Build a table of word vectors.
-
-    Raises:
-        ConfigError: "unknown_name" for an argument other than `dimension`.
-    """
+    """Build a table of word vectors. Raises ConfigError: "unknown_name" for an argument other than `dimension`."""
     _check_fields("static", arguments, ["dimension"])
     dimension = int(arguments["dimension"])
     return TextBackbone(

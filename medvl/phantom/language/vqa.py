@@ -110,12 +110,7 @@ def _radiograph(number: int, view: View) -> VQAImage:
         for finding in view.findings:
             questions += _finding_questions(rng, finding)
     return VQAImage(
-        number=number,
-        organ="chest",
-        modality="X-ray",
-        plane=plane,
-        source=view,
-        questions=tuple(questions),
+        number=number, organ="chest", modality="X-ray", plane=plane, source=view, questions=tuple(questions)
     )
 
 
@@ -123,12 +118,7 @@ def _slice(number: int, part: Slice) -> VQAImage:
     rng = generator(*part.key, _STREAM)
     questions = [*_image_questions(rng, part.organ, part.modality, "axial"), *_mass_questions(rng, part)]
     return VQAImage(
-        number=number,
-        organ=part.organ,
-        modality=part.modality,
-        plane="axial",
-        source=part,
-        questions=tuple(questions),
+        number=number, organ=part.organ, modality=part.modality, plane="axial", source=part, questions=tuple(questions)
     )
 
 

@@ -29,11 +29,7 @@ def square_frontal_views(patient: Patient) -> Iterator[tuple[Study, View]]:
 
 
 def challenge_options(corpus: str, patients: int, seed: int, size: int) -> Options:
-    """Return the options of a challenge: one labelled split, no reports.
-
-    Raises:
-        ConfigError: "out_of_range".
-    """
+    """Return the options of a challenge: one labelled split, no reports. Raises ConfigError: "out_of_range"."""
     return Options(corpus=corpus, patients=patients, seed=seed, size=size, split=(1.0, 0.0, 0.0), reports=False)
 
 

@@ -23,19 +23,8 @@ def write_medicat(
 
     An article is the case report of one patient. No figure has sub-figures, so sub-figure annotations only reject.
 
-    Args:
-        out: an empty or absent folder, or a finished or partial corpus with the same options.
-        patients: number of articles, with five figures on average.
-        seed: seed of the world.
-        size: pixels of the longer side of every image.
-        workers: number of processes; None for one per core. The output does not depend on it.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ConfigError: "out_of_range" for an option.
-        CorpusError: "exists" if `out` contains anything else.
+    `patients` is the number of articles, with five figures on average; the other arguments and the errors are those of
+    `write_mimic_cxr`. Returns the folder.
     """
     options = Options(corpus="medicat", patients=patients, seed=seed, size=size, split=(1.0, 0.0, 0.0), reports=True)
     return write_release(Path(out), options, _write_patient, {TABLE: None, SUBCAPTIONS: None}, workers)

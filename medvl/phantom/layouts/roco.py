@@ -48,20 +48,8 @@ def write_roco(
     An article is the case report of one patient, and all its figures are in one split. The sentences that refer to a
     figure are in `roco_references/`, in MedICaT's format.
 
-    Args:
-        out: an empty or absent folder, or a finished or partial corpus with the same options.
-        patients: number of articles, with five figures on average.
-        seed: seed of the world.
-        size: pixels of the longer side of every image.
-        split: shares of articles in train, validation and test.
-        workers: number of processes; None for one per core. The output does not depend on it.
-
-    Returns:
-        The folder that contains `data/`.
-
-    Raises:
-        ConfigError: "out_of_range" for an option.
-        CorpusError: "exists" if `out` contains anything else.
+    `patients` is the number of articles, with five figures on average; the other arguments and the errors are those of
+    `write_mimic_cxr`. Returns the folder that contains `data/`.
     """
     options = Options(corpus="roco", patients=patients, seed=seed, size=size, split=split, reports=True)
     tables: dict[str, tuple[str, ...] | None] = {}

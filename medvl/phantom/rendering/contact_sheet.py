@@ -21,12 +21,7 @@ _YELLOW, _WHITE = (0, 220, 255), (235, 235, 235)
 
 
 def contact_sheet(
-    world: World,
-    out_png: Path | str,
-    *,
-    labels: Sequence[str] = RENDERED_LABELS,
-    tile: int = 320,
-    mark: bool = False,
+    world: World, out_png: Path | str, *, labels: Sequence[str] = RENDERED_LABELS, tile: int = 320, mark: bool = False
 ) -> Path:
     """Write a PNG with one row per finding: normal, mild, moderate, severe, and severe in lateral view.
 
