@@ -19,9 +19,10 @@ import medvl
 from medvl import losses
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import ConfigError
+from medvl.eval.core.embeddings import concatenate
 from medvl.eval.retrieval.similarity import Similarity, take
 from medvl.eval.zero_shot_classification.prompts import load_prompts
-from medvl.eval.zero_shot_classification.scores import PromptScorer, concatenate
+from medvl.eval.zero_shot_classification.scores import PromptScorer
 from medvl.losses.gloria import gloria_attention, gloria_similarity
 from medvl.models import GLoRIAConfig, load_towers, save
 from medvl.models.dual_encoders.gloria import GLoRIA
