@@ -100,7 +100,7 @@ class DicomLimits:
     """Compressed size of a frame."""
 
 
-class Coding(NamedTuple):
+class Encoding(NamedTuple):
     """Encoding of elements."""
 
     implicit: bool
@@ -112,7 +112,7 @@ class Coding(NamedTuple):
         return "<" if self.little else ">"
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Location of an element's value in the file."""
 
     vr: str
@@ -132,9 +132,9 @@ class BoundedStream(io.BufferedIOBase):
         self._position = file.seek(0)
         self._reads_left = 2 * limits.elements  # a header and a value, or the two halves of a long header
         self._bytes_left = 0
-        self.allow(8 * limits.value_bytes)
+        self.limit_reads(8 * limits.value_bytes)
 
-    def allow(self, size: int) -> None:
+    def limit_reads(self, size: int) -> None:
         """Set the number of bytes that may be read from now on."""
         self._bytes_left = size
 
@@ -172,34 +172,34 @@ class BoundedStream(io.BufferedIOBase):
 class Elements:
     """The elements of a dataset that are in `Tag`. Values are read on demand."""
 
-    def __init__(self, stream: BoundedStream, coding: Coding, places: dict[int, Place]) -> None:
+    def __init__(self, stream: BoundedStream, encoding: Encoding, locations: dict[int, Location]) -> None:
         self._stream = stream
-        self._places = places
-        self.coding = coding
+        self._locations = locations
+        self.encoding = encoding
 
     def vr(self, tag: int) -> str | None:
         """Return the value representation: "" with implicit VR, None when the element is absent."""
-        return self._places[tag].vr if tag in self._places else None
+        return self._locations[tag].vr if tag in self._locations else None
 
     def raw(self, tag: int) -> bytes | None:
         """Return the stored value; None when it is absent or empty."""
-        place = self._places.get(tag)
-        if place is None or not place.length:
+        location = self._locations.get(tag)
+        if location is None or not location.length:
             return None
-        if place.length > self._stream.limits.value_bytes:
+        if location.length > self._stream.limits.value_bytes:
             raise DicomError(
-                f"element ({tag >> 16:04X},{tag & 0xFFFF:04X}) has {place.length} bytes, over DicomLimits.value_bytes",
+                f"element ({tag >> 16:04X},{tag & 0xFFFF:04X}) has {location.length} bytes, over the limit value_bytes",
                 "too_large",
                 field="value_bytes",
             )
-        self._stream.seek(place.offset)
-        return self._stream.read_exactly(place.length)
+        self._stream.seek(location.offset)
+        return self._stream.read_exactly(location.length)
 
     def words(self, tag: int, *, signed: bool = False) -> list[int]:
         """Return 16-bit integers (US, SS)."""
         data = self.raw(tag) or b""
         count = len(data) // 2
-        return list(struct.unpack(f"{self.coding.endian}{count}{'h' if signed else 'H'}", data[: 2 * count]))
+        return list(struct.unpack(f"{self.encoding.endian}{count}{'h' if signed else 'H'}", data[: 2 * count]))
 
     def word(self, tag: int, *, signed: bool = False) -> int | None:
         """Return the first of `words`, or None."""
@@ -216,7 +216,7 @@ class Elements:
         if vr in ("FD", "FL"):
             width, letter = (8, "d") if vr == "FD" else (4, "f")
             count = len(data) // width
-            return list(struct.unpack(f"{self.coding.endian}{count}{letter}", data[: width * count]))
+            return list(struct.unpack(f"{self.encoding.endian}{count}{letter}", data[: width * count]))
         try:
             return [float(part.strip(b" \0")) for part in data.split(b"\\")]
         except ValueError:
@@ -224,22 +224,22 @@ class Elements:
 
     def item(self, tag: int, index: int = 0) -> "Elements | None":
         """Return item `index` of a sequence, or None."""
-        place = self._places.get(tag)
-        if place is None:
+        location = self._locations.get(tag)
+        if location is None:
             return None
-        coding = _item_coding(place, self.coding)
-        for number, (offset, length) in enumerate(_items(self._stream, coding, place, depth=1)):
+        encoding = _item_encoding(location, self.encoding)
+        for number, (offset, length) in enumerate(_items(self._stream, encoding, location, depth=1)):
             if number == index:
                 self._stream.seek(offset)
-                return Elements(self._stream, coding, _walk(self._stream, coding, length, depth=1).places)
+                return Elements(self._stream, encoding, _walk(self._stream, encoding, length, depth=1).locations)
         return None
 
 
-class Walk(NamedTuple):
+class WalkResult(NamedTuple):
     """Locations of a dataset's known elements, and of the pixel data that ended the walk."""
 
-    places: dict[int, Place]
-    pixels: tuple[str, Place] | None
+    locations: dict[int, Location]
+    pixels: tuple[str, Location] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ class DicomFile:
     stream: BoundedStream
     elements: Elements
     transfer_syntax: str | None
-    pixels: tuple[str, Place] | None
+    pixels: tuple[str, Location] | None
     """(PixelData or one of its floating-point forms, location)."""
 
 
@@ -271,9 +271,9 @@ def open_dicom(file: BinaryIO, limits: DicomLimits) -> DicomFile:
     syntax = _read_transfer_syntax(stream)
     if syntax == DEFLATED:
         stream = _inflate(stream)
-    coding = _coding(stream, syntax)
-    places, pixels = _walk(stream, coding, UNDEFINED, depth=0)
-    return DicomFile(stream, Elements(stream, coding, places), syntax, pixels)
+    encoding = _encoding_of(stream, syntax)
+    locations, pixels = _walk(stream, encoding, UNDEFINED, depth=0)
+    return DicomFile(stream, Elements(stream, encoding, locations), syntax, pixels)
 
 
 def _read_transfer_syntax(stream: BoundedStream) -> str | None:
@@ -281,11 +281,11 @@ def _read_transfer_syntax(stream: BoundedStream) -> str | None:
     start, syntax = stream.tell(), None
     while len(head := stream.read(8)) == 8 and head[:2] == b"\x02\0":
         stream.seek(start)
-        tag, place = _read_header(stream, Coding(implicit=False, little=True))
+        tag, location = _read_header(stream, Encoding(implicit=False, little=True))
         if tag == Tag.TRANSFER_SYNTAX:
-            syntax = stream.read_exactly(min(place.length, 64)).strip(b" \0").decode("ascii", "replace")
-        _check_inside(stream, place)
-        start = stream.seek(place.offset + place.length)
+            syntax = stream.read_exactly(min(location.length, 64)).strip(b" \0").decode("ascii", "replace")
+        _check_inside(stream, location)
+        start = stream.seek(location.offset + location.length)
     stream.seek(start)
     return syntax
 
@@ -293,7 +293,7 @@ def _read_transfer_syntax(stream: BoundedStream) -> str | None:
 def _inflate(stream: BoundedStream) -> BoundedStream:
     """Return the rest of a deflated file, inflated in steps so that a zip bomb stops at the limit."""
     limit = stream.limits.inflated_bytes
-    stream.allow(limit)  # deflated data are at most a few bytes longer than inflated data
+    stream.limit_reads(limit)  # deflated data are at most a few bytes longer than inflated data
     inflater, inflated = zlib.decompressobj(-zlib.MAX_WBITS), io.BytesIO()
     while not inflater.eof:
         packed = inflater.unconsumed_tail or stream.read(1 << 16)
@@ -308,7 +308,7 @@ def _inflate(stream: BoundedStream) -> BoundedStream:
     return BoundedStream(inflated, stream.limits)
 
 
-def _coding(stream: BoundedStream, syntax: str | None) -> Coding:
+def _encoding_of(stream: BoundedStream, syntax: str | None) -> Encoding:
     """Return the encoding of the transfer syntax, corrected by the first element.
 
     Without a transfer syntax, the first group number determines the byte order.
@@ -319,65 +319,65 @@ def _coding(stream: BoundedStream, syntax: str | None) -> Coding:
     little = syntax != EXPLICIT_BIG if syntax else head[:1] != b"\0"
     if syntax in ("1.2.840.113619.5.2", "1.3.46.670589.33.1.4.1"):
         raise DicomError("private transfer syntaxes are not supported", "unsupported")
-    return Coding(implicit=head[4:6] not in _LONG_VRS | _SHORT_VRS, little=little)
+    return Encoding(implicit=head[4:6] not in _LONG_VRS | _SHORT_VRS, little=little)
 
 
-def _walk(stream: BoundedStream, coding: Coding, length: int, depth: int) -> Walk:
+def _walk(stream: BoundedStream, encoding: Encoding, length: int, depth: int) -> WalkResult:
     """Parse the elements in the next `length` bytes or, if undefined, to the end of the item or file."""
     end = stream.size if length == UNDEFINED else stream.tell() + length
-    places: dict[int, Place] = {}
+    locations: dict[int, Location] = {}
     while end - stream.tell() >= 8:
-        tag, place = _read_header(stream, coding)
+        tag, location = _read_header(stream, encoding)
         if tag == _ITEM_END:
             break
         if tag in _PIXELS and depth == 0:
-            return Walk(places, (_PIXELS[tag], place))
+            return WalkResult(locations, (_PIXELS[tag], location))
         if tag in _KNOWN_TAGS:
-            places[tag] = place
-        _skip_value(stream, coding, place, depth)
-    return Walk(places, None)
+            locations[tag] = location
+        _skip_value(stream, encoding, location, depth)
+    return WalkResult(locations, None)
 
 
-def _read_header(stream: BoundedStream, coding: Coding) -> tuple[int, Place]:
+def _read_header(stream: BoundedStream, encoding: Encoding) -> tuple[int, Location]:
     """Read a tag and the location of its value, and move to the value."""
     head = stream.read_exactly(8)
-    group, element = struct.unpack(f"{coding.endian}HH", head[:4])
+    group, element = struct.unpack(f"{encoding.endian}HH", head[:4])
     tag, vr = group << 16 | element, head[4:6]
     if (
-        coding.implicit or group == 0xFFFE or not (vr.isalpha() and vr.isupper())
+        encoding.implicit or group == 0xFFFE or not (vr.isalpha() and vr.isupper())
     ):  # some writers use implicit VR within sequences
-        return tag, Place("", stream.tell(), struct.unpack(f"{coding.endian}L", head[4:])[0])
+        return tag, Location("", stream.tell(), struct.unpack(f"{encoding.endian}L", head[4:])[0])
     if vr in _LONG_VRS:
-        length = struct.unpack(f"{coding.endian}L", stream.read_exactly(4))[0]
+        length = struct.unpack(f"{encoding.endian}L", stream.read_exactly(4))[0]
     else:
-        length = struct.unpack(f"{coding.endian}H", head[6:])[0]
-    return tag, Place(vr.decode(), stream.tell(), length)
+        length = struct.unpack(f"{encoding.endian}H", head[6:])[0]
+    return tag, Location(vr.decode(), stream.tell(), length)
 
 
-def _skip_value(stream: BoundedStream, coding: Coding, place: Place, depth: int) -> None:
-    if place.length == UNDEFINED:
-        for _ in _items(stream, _item_coding(place, coding), place, depth + 1):
+def _skip_value(stream: BoundedStream, encoding: Encoding, location: Location, depth: int) -> None:
+    if location.length == UNDEFINED:
+        for _ in _items(stream, _item_encoding(location, encoding), location, depth + 1):
             pass
     else:
-        _check_inside(stream, place)
-        stream.seek(place.offset + place.length)
+        _check_inside(stream, location)
+        stream.seek(location.offset + location.length)
 
 
-def _item_coding(place: Place, coding: Coding) -> Coding:
+def _item_encoding(location: Location, encoding: Encoding) -> Encoding:
     """Return the encoding of a sequence's items: implicit for sequences of unknown VR (PS3.5, 6.2.2)."""
-    return Coding(implicit=True, little=True) if place.vr == "UN" else coding
+    return Encoding(implicit=True, little=True) if location.vr == "UN" else encoding
 
 
-def _items(stream: BoundedStream, coding: Coding, place: Place, depth: int) -> Iterator[tuple[int, int]]:
+def _items(stream: BoundedStream, encoding: Encoding, location: Location, depth: int) -> Iterator[tuple[int, int]]:
     """Yield (offset, length) of a sequence's items, then move behind it. Callers may move the stream."""
     if depth > _MAX_DEPTH:
         raise DicomError(f"sequences nest more than {_MAX_DEPTH} deep", "malformed")
-    _check_inside(stream, place)
-    end = stream.size if place.length == UNDEFINED else place.offset + place.length
-    offset = place.offset
+    _check_inside(stream, location)
+    end = stream.size if location.length == UNDEFINED else location.offset + location.length
+    offset = location.offset
     while end - offset >= 8:
         stream.seek(offset)
-        tag, item = _read_header(stream, coding)
+        tag, item = _read_header(stream, encoding)
         if tag == _SEQUENCE_END:
             return
         if tag != _ITEM:
@@ -385,15 +385,15 @@ def _items(stream: BoundedStream, coding: Coding, place: Place, depth: int) -> I
         yield item.offset, item.length
         stream.seek(item.offset)
         if item.length == UNDEFINED:
-            _walk(stream, coding, UNDEFINED, depth)
+            _walk(stream, encoding, UNDEFINED, depth)
         else:
             _check_inside(stream, item)
             stream.seek(item.offset + item.length)
         offset = stream.tell()
-    if place.length == UNDEFINED:
+    if location.length == UNDEFINED:
         raise DicomError("the file ends within a sequence: copy it again", "truncated")
 
 
-def _check_inside(stream: BoundedStream, place: Place) -> None:
-    if place.length != UNDEFINED and place.offset + place.length > stream.size:
+def _check_inside(stream: BoundedStream, location: Location) -> None:
+    if location.length != UNDEFINED and location.offset + location.length > stream.size:
         raise DicomError(_TRUNCATED_HEADER, "truncated")

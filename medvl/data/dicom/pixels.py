@@ -43,7 +43,7 @@ from medvl.data.dicom.parser import (
     DicomFile,
     DicomLimits,
     Elements,
-    Place,
+    Location,
     Tag,
 )
 from medvl.errors import DicomError
@@ -88,7 +88,7 @@ class PixelLayout:
         """
         if file.pixels is None:
             raise DicomError("the file has no pixel data (a report, a plan, a directory, a waveform)", "no_pixels")
-        keyword, place = file.pixels
+        keyword, location = file.pixels
         elements = file.elements
         rows, columns = elements.word(Tag.ROWS), elements.word(Tag.COLUMNS)
         samples = elements.word(Tag.SAMPLES) or 1
@@ -111,7 +111,7 @@ class PixelLayout:
         high_bit = elements.word(Tag.HIGH_BIT)
         layout = cls(
             keyword=keyword,
-            vr=place.vr or "OW",
+            vr=location.vr or "OW",
             rows=rows,
             columns=columns,
             frames=_frames(elements),
@@ -197,16 +197,16 @@ def decode_frame(file: DicomFile, layout: PixelLayout, index: int) -> Frame:
     """
     if file.pixels is None:
         raise DicomError("the file has no pixel data", "no_pixels")
-    _, place = file.pixels
+    _, location = file.pixels
     syntax, photometric = file.transfer_syntax, layout.photometric
     if syntax in _NATIVE:
-        samples = _decode_native(file, layout, place, index)
+        samples = _decode_native(file, layout, location, index)
     elif layout.is_float:
         raise DicomError("compressed floating-point pixel data are not supported", "unsupported")
     elif syntax == _DEFLATED_FRAMES:
-        samples = _decode_deflated(file, layout, place, index)
+        samples = _decode_deflated(file, layout, location, index)
     elif syntax in (RLELossless, *_JPEG, *_JPEG_LS, *_JPEG_2000):
-        samples, photometric = _decode_compressed(file, layout, place, index)
+        samples, photometric = _decode_compressed(file, layout, location, index)
     else:
         raise DicomError("unsupported transfer syntax", "unsupported")
     space: Literal["grey", "palette", "rgb", "luma"] = "grey"
@@ -219,27 +219,27 @@ def decode_frame(file: DicomFile, layout: PixelLayout, index: int) -> Frame:
     return Frame(samples, space, exact=syntax in (*_JPEG_LS, *_JPEG_2000))
 
 
-def _decode_native(file: DicomFile, layout: PixelLayout, place: Place, index: int) -> np.ndarray:
+def _decode_native(file: DicomFile, layout: PixelLayout, location: Location, index: int) -> np.ndarray:
     expected = math.ceil(layout.frame_bits * layout.frames / 8)
-    if place.length == UNDEFINED:
+    if location.length == UNDEFINED:
         raise DicomError("the pixel data are compressed, but the transfer syntax is uncompressed", "malformed")
-    available = min(place.length, file.stream.size - place.offset)
+    available = min(location.length, file.stream.size - location.offset)
     if available < expected:
         raise DicomError(f"expected {expected} bytes of pixel data, got {available}", "truncated")
     start, bit = divmod(index * layout.frame_bits, 8)
-    swapped = layout.bits_allocated == 8 and layout.vr == "OW" and not file.elements.coding.little
+    swapped = layout.bits_allocated == 8 and layout.vr == "OW" and not file.elements.encoding.little
     odd = start % 2 if swapped else 0  # bytes written as big-endian words are swapped in pairs
-    file.stream.seek(place.offset + start - odd)
+    file.stream.seek(location.offset + start - odd)
     size = math.ceil((bit + layout.frame_bits) / 8) + odd
-    file.stream.allow(size + 1)
+    file.stream.limit_reads(size + 1)
     data = file.stream.read(size + (size % 2 if swapped else 0))
     if swapped:
         data = np.frombuffer(data, "u2", len(data) // 2).byteswap().tobytes()[odd:]
-    return _unpack(data, layout, file.elements.coding.endian, bit)
+    return _unpack(data, layout, file.elements.encoding.endian, bit)
 
 
-def _decode_deflated(file: DicomFile, layout: PixelLayout, place: Place, index: int) -> np.ndarray:
-    packed = _read_frame(file, layout, place, index)
+def _decode_deflated(file: DicomFile, layout: PixelLayout, location: Location, index: int) -> np.ndarray:
+    packed = _read_frame(file, layout, location, index)
     expected = math.ceil(layout.frame_bits / 8)
     try:
         data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, expected)
@@ -265,10 +265,10 @@ def _unpack(data: bytes, layout: PixelLayout, endian: str, bit: int) -> np.ndarr
     return np.moveaxis(samples.reshape(3, *shape), 0, -1) if layout.planar else samples.reshape(*shape, 3)
 
 
-def _decode_compressed(file: DicomFile, layout: PixelLayout, place: Place, index: int) -> tuple[np.ndarray, str]:
+def _decode_compressed(file: DicomFile, layout: PixelLayout, location: Location, index: int) -> tuple[np.ndarray, str]:
     """Return the samples and the photometric interpretation after decoding."""
     syntax = UID(file.transfer_syntax or "")
-    frame = _read_frame(file, layout, place, index)
+    frame = _read_frame(file, layout, location, index)
     if syntax == RLELossless:
         if layout.bits_allocated == 1:
             raise DicomError("run-length encoded single bits are not supported", "unsupported")
@@ -338,16 +338,16 @@ def _check_codestream(header: Codestream, layout: PixelLayout) -> None:
         )
 
 
-def _read_frame(file: DicomFile, layout: PixelLayout, place: Place, index: int) -> bytes:
+def _read_frame(file: DicomFile, layout: PixelLayout, location: Location, index: int) -> bytes:
     """Read the bytes of a compressed frame."""
     stream, limits = file.stream, file.stream.limits
     offsets, lengths = file.elements.raw(Tag.FRAME_OFFSETS), file.elements.raw(Tag.FRAME_LENGTHS)
     tables = (offsets, lengths) if offsets and lengths else None
-    stream.allow(_encoded_limit(limits))
-    stream.seek(place.offset + 4)
+    stream.limit_reads(_encoded_limit(limits))
+    stream.seek(location.offset + 4)
     if int.from_bytes(stream.read_exactly(4), "little") > 4 * limits.frames:
         raise DicomError("the table of frame offsets is over DicomLimits.frames", "too_large", field="frames")
-    stream.seek(place.offset)
+    stream.seek(location.offset)
     try:
         parse_basic_offsets(stream)
         _, fragments = parse_fragments(stream)
@@ -355,7 +355,7 @@ def _read_frame(file: DicomFile, layout: PixelLayout, place: Place, index: int) 
             stream.seek(fragments[-1] + 4)
             if fragments[-1] + 8 + int.from_bytes(stream.read_exactly(4), "little") > stream.size:
                 raise DicomError("the file ends within its compressed pixel data: copy it again", "truncated")
-        stream.seek(place.offset)
+        stream.seek(location.offset)
         return get_frame(stream, index, number_of_frames=layout.frames, extended_offsets=tables)
     except (ValueError, struct.error):
         raise DicomError("the compressed pixel data are not complete fragments", "malformed") from None

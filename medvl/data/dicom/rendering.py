@@ -163,7 +163,7 @@ def _entries(elements: Elements, tag: Tag, count: int) -> np.ndarray:
     """Read the entries of a table as words or, where there are too few for that, as bytes."""
     data = elements.raw(tag) or b""
     if len(data) >= 2 * count:
-        return np.frombuffer(data, f"{elements.coding.endian}u2", count)
+        return np.frombuffer(data, f"{elements.encoding.endian}u2", count)
     if len(data) >= count:
         return np.frombuffer(data, np.uint8, count)
     raise DicomError("a look-up table has fewer entries than its descriptor claims", "malformed")
@@ -183,7 +183,7 @@ def _palette(elements: Elements) -> Table:
             tables.append(_entries(elements, plain, count))
         else:
             width = 1 if bits == 8 else 2
-            words = np.frombuffer(data, f"{elements.coding.endian}u{width}", len(data) // width).tolist()
+            words = np.frombuffer(data, f"{elements.encoding.endian}u{width}", len(data) // width).tolist()
             tables.append(np.array(_expand_segments(words, width, count)))
     white = 255 if bits <= 8 and max(table.max() for table in tables) <= 255 else 65535
     return Table(first, np.stack(tables, axis=-1) @ _LUMA / white)

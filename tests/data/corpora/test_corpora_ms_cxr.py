@@ -212,5 +212,5 @@ def test_held_out_patients_are_excluded_and_counted(
     assert not {*manifest["patients"]} & {*held_out_patients}
     capsys.readouterr()
     plan = mimic_cxr.plan(mimic_root, Deidentifier(b"fedcba9876543210"))
-    with pytest.raises(SplitError, match="salt"):
+    with raises(SplitError, "mismatch", "salt"):
         hold_out(plan, [held_out / "test"], Deidentifier(b"fedcba9876543210"))
