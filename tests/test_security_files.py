@@ -91,8 +91,10 @@ def test_hostile_tar_members_are_refused_before_reading(kind: str) -> None:
     stream = io.BytesIO(header("fine.json", 2) + padded(b"{}") + data)
     members = tar_reader.read_members(stream, "a.tar")
     assert next(members).name == "fine.json"
-    with pytest.raises(ShardError, match=r"^a\.tar: (a member|damaged tar header)"):
+    with pytest.raises(ShardError) as caught:
         list(members)
+    assert caught.value.code in ("malformed", "unsupported")
+    assert str(caught.value).startswith("a.tar: ")
     assert stream.tell() <= 4 * 512, "its content was read"
 
 
@@ -169,12 +171,12 @@ WEIGHTS: dict[str, bytes] = {
 def test_hostile_safetensors_are_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(WEIGHTS[kind])
-    with pytest.raises(WeightsError, match="cannot be read as safetensors"):
+    with raises(WeightsError, "malformed"):
         read_tensors(path)
     (tmp_path / "train_state").mkdir()
     (tmp_path / checkpoint.STATE).write_text('{"format": 2}')
     path.rename(tmp_path / checkpoint.OPTIMIZER)
-    with pytest.raises(CheckpointError, match="no readable train_state"):
+    with raises(CheckpointError, "malformed"):
         checkpoint.read(tmp_path)
 
 
@@ -417,9 +419,9 @@ def test_no_socket_is_opened_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    with pytest.raises(WeightsError, match="HF_HUB_OFFLINE is set"):
+    with raises(WeightsError, "not_found", names="HF_HUB_OFFLINE"):
         hub.fetch("owner/name", "model.safetensors", "0" * 40)
-    with pytest.raises(WeightsError, match="HF_HUB_OFFLINE is set"):
+    with raises(WeightsError, "not_found", names="HF_HUB_OFFLINE"):
         create_image_encoder("resnet18", pretrained=True)
     create_image_encoder("resnet_tiny")
 

@@ -26,6 +26,7 @@ from contextlib import closing
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
+import cv2
 from tqdm import tqdm
 
 from medvl.data.convert.conversion import Conversion
@@ -192,8 +193,6 @@ _counter: "Synchronized[int] | None" = None
 
 
 def _start_worker(counter: "Synchronized[int]") -> None:
-    import cv2
-
     global _counter
     _counter = counter
     cv2.setNumThreads(0)  # one process per core already

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.errors import raises
 from helpers.shard_plans import OPTIONS, contents, make_plan
 
 from medvl.data.convert import pipeline
@@ -97,7 +98,7 @@ def test_full_temporary_folder_raises(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    with pytest.raises(CorpusError, match=r"cannot hold the plan .* \(No space left on device\).*\$TMPDIR"):
+    with raises(CorpusError, "unreadable", names="No space left on device"):
         Records()
 
 
