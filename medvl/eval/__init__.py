@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         bootstrap_metric as bootstrap_metric,
     )
     from medvl.eval.core.metrics import choose_threshold as choose_threshold
+    from medvl.eval.core.open import load_ensemble as load_ensemble, open_for_evaluation as open_for_evaluation
     from medvl.eval.core.results import (
         MetricRow as MetricRow,
         Results as Results,

@@ -52,7 +52,7 @@ def test_help_lists_every_command(arguments: list[str], capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_help_shows_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([*name.split(), "--help"])
     assert caught.value.code == 0
@@ -61,7 +61,7 @@ def test_every_command_explains_its_options(name: str, capsys: pytest.CaptureFix
     assert "(default: " in out
 
 
-def test_help_comes_without_the_heavy_libraries() -> None:
+def test_help_does_not_import_heavy_libraries() -> None:
     code = (
         "import sys; from medvl.cli import main as cli; cli.main(['--help']);"
         "print([name for name in ('torch', 'transformers', 'timm', 'pydicom', 'albumentations') if name in sys.modules])"
@@ -79,7 +79,7 @@ def test_help_comes_without_the_heavy_libraries() -> None:
         ("prompts", "*classes", "chexpert_classes"),
     ],
 )
-def test_list_names_what_there_is(kind: str, match: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_command_filters_names(kind: str, match: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["list", kind, "--match", match])
     assert expected in capsys.readouterr().out.splitlines()
     cli.main(["list", kind, "--match", "nothing-of-this-name"])
@@ -97,7 +97,7 @@ def test_list_names_what_there_is(kind: str, match: str, expected: str, capsys: 
         (["phantom", "mimic-cxr", "--out", "a", "--patients", "many"], "--patients"),
     ],
 )
-def test_a_wrong_command_line_ends_with_status_2_and_names_the_option(
+def test_invalid_command_line_exits_with_status_2(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, text = ends(arguments, capsys)
@@ -106,11 +106,11 @@ def test_a_wrong_command_line_ends_with_status_2_and_names_the_option(
     assert "Traceback" not in text
 
 
-def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'shard'" in line(["shard"], capsys)
 
 
-def test_a_root_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_folders_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nowhere, out = str(tmp_path / "nowhere"), ["--out", str(tmp_path / "out")]
     for corpus in ("mimic-cxr", "chexpert"):
         assert nowhere in line(["shards", corpus, "--root", nowhere, *out], capsys)
@@ -123,7 +123,7 @@ def test_a_root_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_column_is_named(mimic_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_column_is_reported(mimic_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = mimic_root / "mimic-cxr-2.0.0-chexpert.csv.gz"
     write_csv_gz(table, ["subject_id", "study_id", *FINDINGS[1:]], [])
     told = line(["shards", "mimic-cxr", "--root", str(mimic_root), "--out", str(tmp_path / "out")], capsys)
@@ -136,7 +136,7 @@ def test_a_missing_column_is_named(mimic_root: Path, tmp_path: Path, capsys: pyt
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_with_anything_else_is_left_alone(
+def test_nonempty_output_folder_is_not_modified(
     mimic_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "thesis"
@@ -156,18 +156,20 @@ def test_a_folder_with_anything_else_is_left_alone(
         (["--workers", "0"], "expected workers of 1 or more, got 0"),
     ],
 )
-def test_a_value_out_of_range_is_named(option: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_value_out_of_range_is_reported(option: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert told in line(["shards", "mimic-cxr", "--root", "a", "--out", "b", *option], capsys)
 
 
 @pytest.mark.parametrize("option", [["--where", "source"], ["--splits", "train"], ["--splits", "train=most"]])
-def test_pairs_must_be_pairs(option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_name_value_pairs_are_reported(
+    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["shards", "table", "--table", str(tmp_path / "rows.csv"), "--out", str(tmp_path / "out")]
     columns = ["--image-column", "image", "--patient-column", "patient"]
     assert f"{option[0]} as NAME=" in line([*command, *columns, *option], capsys)
 
 
-def test_a_full_disk_and_a_forbidden_folder_end_in_one_line(
+def test_full_disk_and_invalid_folder_are_reported_in_one_line(
     mimic_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shards = tmp_path / "shards"

@@ -52,7 +52,7 @@ def compared(*folders: Path, **settings: Any) -> Comparison:
     return compare(runs, **settings)
 
 
-def test_a_paired_difference_is_that_of_a_plain_loop_over_the_same_draws(home: Path) -> None:
+def test_paired_difference_matches_loop(home: Path) -> None:
     found = compared(home / "first", home / "second", resamples=60, seed=3)
     row = found.differences[0]["auroc/Edema"]
     first, second = judged(0, patients=16).images, judged(1, patients=16).images
@@ -71,7 +71,7 @@ def test_a_paired_difference_is_that_of_a_plain_loop_over_the_same_draws(home: P
     assert found.notes == ()
 
 
-def test_pairing_sees_what_two_intervals_hide(tmp_path: Path) -> None:
+def test_paired_interval_excludes_zero_where_separate_intervals_overlap(tmp_path: Path) -> None:
     """One run is better by a hundredth on every phrase, and phrases differ far more than that."""
     rng = np.random.default_rng(0)
     hard = rng.random(60)
@@ -104,7 +104,7 @@ def write_grounding(folder: Path, cnr_N: np.ndarray, *, named: bool = True, **se
     return results
 
 
-def test_runs_on_other_data_are_refused_unless_that_is_wanted(tmp_path: Path) -> None:
+def test_compare_rejects_other_inputs_without_force(tmp_path: Path) -> None:
     write_grounding(tmp_path / "a", np.ones(4))
     write_grounding(tmp_path / "b", np.ones(4), inputs={"checkpoint": "b", "manifest": "0" * 64})
     with raises(EvaluationError, "mismatch", "runs", names="manifest"):
@@ -115,13 +115,13 @@ def test_runs_on_other_data_are_refused_unless_that_is_wanted(tmp_path: Path) ->
         compared(tmp_path / "a", tmp_path / "c")
 
 
-def test_settings_that_differ_are_told_and_those_that_do_not_matter_are_not(tmp_path: Path) -> None:
+def test_compare_notes_differing_settings(tmp_path: Path) -> None:
     write_grounding(tmp_path / "a", np.ones(4))
     write_grounding(tmp_path / "b", np.ones(4), config={"maps": "attention", "resamples": 7})
     assert compared(tmp_path / "a", tmp_path / "b").notes == ("maps: similarity (a), attention (b)",)
 
 
-def test_other_items_are_not_paired_and_unnamed_patients_are_told(tmp_path: Path) -> None:
+def test_compare_notes_unpaired_items_and_missing_patients(tmp_path: Path) -> None:
     write_grounding(tmp_path / "a", np.arange(4.0))
     write_grounding(tmp_path / "b", np.arange(6.0))
     found = compared(tmp_path / "a", tmp_path / "b")
@@ -134,7 +134,7 @@ def test_other_items_are_not_paired_and_unnamed_patients_are_told(tmp_path: Path
     assert "predictions without patients" in compared(tmp_path / "c", tmp_path / "d").notes[0]
 
 
-def test_predictions_must_be_those_of_their_results(tmp_path: Path) -> None:
+def test_read_items_rejects_predictions_of_other_results(tmp_path: Path) -> None:
     results = write_grounding(tmp_path / "a", np.ones(4))
     other = write_grounding(tmp_path / "b", np.zeros(4))
     path = tmp_path / "a" / "predictions.jsonl"
@@ -151,7 +151,7 @@ def test_predictions_must_be_those_of_their_results(tmp_path: Path) -> None:
     assert read_items(tmp_path / "a", dataclasses.replace(results, protocol="image_retrieval")) is None
 
 
-def test_ranks_of_images_give_the_rows_of_their_direction(tmp_path: Path) -> None:
+def test_read_items_gives_image_to_text_metrics(tmp_path: Path) -> None:
     source = make_source(np.zeros((12, 1)), ["Edema"])
     loader = FakeLoader(source, texts=[f"text {number // 2}" for number in range(12)])
     result = image_text_retrieval(FakeModel(), loader, resamples=20)
@@ -166,7 +166,7 @@ def test_ranks_of_images_give_the_rows_of_their_direction(tmp_path: Path) -> Non
 # Finding and naming runs
 
 
-def test_runs_are_found_from_any_of_their_folders_and_called_by_what_tells_them_apart(home: Path) -> None:
+def test_find_runs_accepts_any_folder_of_a_run(home: Path) -> None:
     (home / "first" / "best").mkdir(exist_ok=True)
     places = [home / "first" / "best", home / "second" / "eval" / "zero_shot" / "results.json"]
     runs = find_runs(places)["zero_shot"]
@@ -185,7 +185,7 @@ def test_runs_are_found_from_any_of_their_folders_and_called_by_what_tells_them_
         (["/r/a"], ["a"]),
     ],
 )
-def test_names_are_short_and_not_the_same(paths: list[str], names: list[str]) -> None:
+def test_short_names_are_unique(paths: list[str], names: list[str]) -> None:
     found = short_names([Path(path) for path in paths])
     assert len(set(found)) == len(found)
     assert found == names
@@ -194,7 +194,7 @@ def test_names_are_short_and_not_the_same(paths: list[str], names: list[str]) ->
 # What is written
 
 
-def test_the_report_has_values_differences_and_arrows_for_what_is_certain(tmp_path: Path) -> None:
+def test_comparison_shows_values_differences_and_arrows(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for name, better in (("a", 0.0), ("b", 0.1), ("c", -0.2)):
         write_grounding(tmp_path / name, rng.random(60) * 0.01 + 0.5 + better)
@@ -212,7 +212,7 @@ def test_the_report_has_values_differences_and_arrows_for_what_is_certain(tmp_pa
         assert word in html
 
 
-def test_rows_that_only_one_run_has_stand_beside_a_dash(tmp_path: Path) -> None:
+def test_comparison_shows_dash_for_missing_rows(tmp_path: Path) -> None:
     write_grounding(tmp_path / "a", np.ones(4))
     extra = MetricRow(metric="miou", target="overall", value=0.5, n=4)
     own = read_results(tmp_path / "a")
@@ -225,9 +225,7 @@ def test_rows_that_only_one_run_has_stand_beside_a_dash(tmp_path: Path) -> None:
     assert "maps: attention (a)" in write_comparison([told], tmp_path / "told")[1].read_text()
 
 
-def test_the_command_prints_a_table_and_says_where_the_page_is(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_compare_command_prints_table_and_paths(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "report"
     cli.main(["compare", str(home / "first"), str(home / "second"), "--out", str(out), "--resamples", "20"])
     printed = capsys.readouterr().out

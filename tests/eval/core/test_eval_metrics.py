@@ -28,7 +28,7 @@ def sample(n: int = 200, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return probability_N, labels_N
 
 
-def test_decisions_equal_scikit_learn_in_every_resample():
+def test_decision_metrics_match_scikit_learn():
     probability_N, labels_N = sample()
     predicted_N = probability_N >= 0.6
     (counts_NR,) = bootstrap.resample_counts(200, 25, seed=1)
@@ -39,14 +39,14 @@ def test_decisions_equal_scikit_learn_in_every_resample():
         assert values_K == pytest.approx(expected)
 
 
-def test_constant_decisions_have_no_correlation_and_one_class_has_no_metrics():
+def test_decision_metrics_of_constant_decisions_and_single_class():
     constant = DecisionColumn(np.array([True, True]), np.array([1.0, 0.0])).metrics_RK(np.ones((2, 1)))[0]
     assert dict(zip(DECISION_METRICS, constant, strict=True))["mcc"] == 0
     single = DecisionColumn(np.array([True, False]), np.array([1.0, 1.0])).metrics_RK(np.ones((2, 1)))
     assert np.isnan(single).all()
 
 
-def test_calibration_metrics_equal_their_formulas_in_every_resample():
+def test_calibration_metrics_match_formulas():
     probability_N, labels_N = sample()
     (counts_NR,) = bootstrap.resample_counts(200, 20, seed=1)
     values_RK = ProbabilityColumn(probability_N, labels_N, bins=15).metrics_RK(counts_NR)
@@ -62,13 +62,13 @@ def test_calibration_metrics_equal_their_formulas_in_every_resample():
         assert values_K == pytest.approx([expected[name] for name in CALIBRATION_METRICS])
 
 
-def test_calibration_refuses_scores_that_are_no_probabilities():
+def test_calibration_rejects_scores_outside_unit_interval():
     with raises(EvaluationError, "out_of_range", "scores"):
         ProbabilityColumn(np.array([0.2, 1.2]), np.array([0.0, 1.0]))
 
 
 @pytest.mark.parametrize("rule", ["f1", "mcc", "youden"])
-def test_the_chosen_threshold_is_the_best_of_all(rule):
+def test_choose_threshold_maximises_rule(rule):
     scores_N, labels_N = sample(80, seed=4)
     known_N = ~np.isnan(labels_N)
     referee = REFEREES[{"youden": "balanced_accuracy"}.get(rule, rule)]
@@ -78,7 +78,7 @@ def test_the_chosen_threshold_is_the_best_of_all(rule):
     assert referee(truth, scores >= threshold) == pytest.approx(best)
 
 
-def test_thresholds_lie_between_scores_and_the_highest_of_equals_wins():
+def test_choose_threshold_returns_highest_midpoint():
     assert choose_threshold([0.1, 0.4, 0.8, 0.9], [0, 0, 1, 1]) == pytest.approx(0.6)
     assert choose_threshold([0.2, 0.4, 0.6, 0.8], [0, 1, 0, 1], "mcc") == pytest.approx(0.7)
     assert choose_threshold([0.5, 0.5, 0.5], [0, 1, 1]) == 0.5  # only the decision that all are positive is possible
@@ -86,7 +86,7 @@ def test_thresholds_lie_between_scores_and_the_highest_of_equals_wins():
     assert choose_threshold([low, 0.5], [0, 1]) == 0.5  # adjacent floats
 
 
-def test_a_threshold_needs_both_classes_a_known_rule_and_clean_labels():
+def test_choose_threshold_rejects_unknown_rule_and_uncertain_labels():
     assert np.isnan(choose_threshold([0.1, 0.2], [1, 1]))
     assert np.isnan(choose_threshold([0.1, 0.2], [np.nan, 0]))
     with raises(EvaluationError, "unknown_name", "threshold_rule"):
@@ -95,7 +95,7 @@ def test_a_threshold_needs_both_classes_a_known_rule_and_clean_labels():
         choose_threshold([0.1, 0.2], [-1, 1])
 
 
-def test_the_roc_curve_equals_scikit_learn_and_lies_in_its_band():
+def test_roc_curve_matches_scikit_learn_within_band():
     scores_N, labels_N = sample(300, seed=2)
     known_N = ~np.isnan(labels_N)
     curve = curves.roc_curve(scores_N, labels_N, resamples=200)
@@ -108,7 +108,7 @@ def test_the_roc_curve_equals_scikit_learn_and_lies_in_its_band():
     assert (curve.high_G - curve.low_G).max() > 0.05
 
 
-def test_the_roc_band_is_that_of_a_plain_loop():
+def test_roc_band_matches_loop():
     scores_N, labels_N = sample(60, seed=3)
     labels_N = np.nan_to_num(labels_N)
     curve = curves.roc_curve(scores_N, labels_N, resamples=30, seed=9, grid_points=11)
@@ -120,7 +120,7 @@ def test_the_roc_band_is_that_of_a_plain_loop():
     np.testing.assert_allclose(curve.high_G, np.percentile(heights_RG, 97.5, axis=0))
 
 
-def test_a_roc_curve_over_many_thresholds_keeps_its_corners():
+def test_roc_curve_with_many_thresholds_keeps_corners():
     rng = np.random.default_rng(0)
     labels_N = (rng.random(3000) < 0.5).astype(float)
     curve = curves.roc_curve(rng.normal(size=3000) + labels_N, labels_N, resamples=5)
@@ -129,11 +129,11 @@ def test_a_roc_curve_over_many_thresholds_keeps_its_corners():
     assert curve.high_G[-1] == 1
 
 
-def test_no_roc_curve_of_one_class():
+def test_roc_curve_of_single_class_is_none():
     assert curves.roc_curve(np.array([0.1, 0.2]), np.array([1.0, np.nan])) is None
 
 
-def test_calibration_bins_hold_every_item_once():
+def test_calibration_bins_contain_every_item_once():
     probability_N, labels_N = sample(500)
     known_N = ~np.isnan(labels_N)
     bins = curves.calibration_bins(probability_N, labels_N)
@@ -145,13 +145,13 @@ def test_calibration_bins_hold_every_item_once():
     assert ((bins.low_Q < bins.observed_Q) & (bins.observed_Q < bins.high_Q)).all()
 
 
-def test_equal_probabilities_share_one_bin():
+def test_calibration_bins_merge_equal_probabilities():
     bins = curves.calibration_bins(np.full(20, 0.4), np.repeat([0.0, 1.0], 10))
     assert bins.count_Q.tolist() == [20]
     assert bins.observed_Q.tolist() == [0.5]
 
 
-def test_wilson_interval_of_a_known_case():
+def test_wilson_interval_matches_known_value():
     """Newcombe (1998), table I: 81 of 263 gives 0.2553 to 0.3662; 0 of 20 gives 0 to 0.1611."""
     low, high = curves.wilson_interval(np.array([81 / 263, 0.0]), np.array([263.0, 20.0]))
     assert low == pytest.approx([0.2553, 0.0], abs=1e-4)

@@ -36,7 +36,7 @@ def make_results(**changes) -> Results:
     return dataclasses.replace(results, **changes)
 
 
-def test_results_come_back_as_they_were_written(tmp_path):
+def test_results_round_trip(tmp_path):
     (path,) = write_results(make_results(), tmp_path / "new" / "folder")
     for given in (path, path.parent, str(path)):
         back = read_results(given)
@@ -48,7 +48,7 @@ def test_results_come_back_as_they_were_written(tmp_path):
         assert back.packages["torch"]
 
 
-def test_the_file_is_strict_json_with_named_rows(tmp_path):
+def test_results_file_is_strict_json(tmp_path):
     (path,) = write_results(make_results(), tmp_path)
     data = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert data["results_version"] == 1
@@ -57,7 +57,7 @@ def test_the_file_is_strict_json_with_named_rows(tmp_path):
     assert data["metrics"][1]["value"] is None
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path):
+def test_failed_write_keeps_old_file_without_leftovers(tmp_path):
     write_results(make_results(), tmp_path)
     before = (tmp_path / "results.json").read_bytes()
     with pytest.raises(TypeError):
@@ -73,7 +73,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
-def test_a_failed_rename_removes_its_temporary_file(tmp_path):
+def test_failed_rename_removes_temporary_file(tmp_path):
     (tmp_path / "results.json").mkdir()
     with pytest.raises(OSError, match=r"results\.json"):
         write_results(make_results(), tmp_path)
@@ -94,27 +94,27 @@ def test_a_failed_rename_removes_its_temporary_file(tmp_path):
         ),
     ],
 )
-def test_foreign_files_are_refused_by_name(tmp_path, text, code, cause):
+def test_read_results_rejects_invalid_files(tmp_path, text, code, cause):
     (tmp_path / "results.json").write_text(text)
     with raises(EvaluationError, code, names=cause) as caught:
         read_results(tmp_path)
     assert "results.json" in str(caught.value)
 
 
-def test_missing_files_are_named(tmp_path):
+def test_missing_files_raise_not_found(tmp_path):
     with raises(EvaluationError, "not_found", names="results.json"):
         read_results(tmp_path)
     with raises(EvaluationError, "not_found", "checkpoint", names="model.safetensors"):
         checkpoint_sha256(tmp_path)
 
 
-def test_the_hash_of_a_checkpoint_is_that_of_its_weights(tmp_path):
+def test_checkpoint_hash_is_hash_of_weights(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     expected = hashlib.sha256(b"weights").hexdigest()
     assert checkpoint_sha256(tmp_path) == checkpoint_sha256(tmp_path / "model.safetensors") == expected
 
 
-def test_the_table_is_aligned_and_leaves_out_what_is_not_there():
+def test_format_table_aligns_columns_and_omits_empty_ones():
     assert format_table(ROWS) == "\n".join(
         [
             "                  n  positive                 auroc     f1         median rank",
@@ -126,7 +126,7 @@ def test_the_table_is_aligned_and_leaves_out_what_is_not_there():
     assert format_table(ROWS[2:3]).splitlines()[0].split() == ["n", "auroc"]
 
 
-def test_metrics_that_do_not_fit_stand_in_a_table_beneath():
+def test_format_table_wraps_wide_tables():
     first, second = format_table(ROWS, width=60).split("\n\n")
     assert first.splitlines()[0].split() == ["n", "positive", "auroc", "f1"]
     assert second.splitlines()[0].split() == ["n", "positive", "median", "rank"]
@@ -135,12 +135,12 @@ def test_metrics_that_do_not_fit_stand_in_a_table_beneath():
     assert len(format_table(ROWS, width=1).split("\n\n")) == 3
 
 
-def test_unknown_rows_are_named():
+def test_results_row_rejects_unknown_name():
     with raises(EvaluationError, "not_found", names="auroc/Edema (sex: M)"):
         make_results().row("auroc", "Edema", "sex: M")
 
 
-def test_means_and_medians_equal_a_plain_loop():
+def test_means_and_medians_match_loop():
     rng = np.random.default_rng(0)
     values_NK = rng.integers(0, 9, (40, 2)).astype(float)
     values_NK[:5, 1] = np.nan

@@ -14,7 +14,7 @@ from medvl.eval.core import bootstrap
 RESAMPLES = 60
 
 
-def test_every_public_name_is_there():
+def test_public_names_exist():
     for name in medvl.eval.__all__:
         assert callable(getattr(medvl.eval, name)), name
         assert name in dir(medvl.eval)
@@ -35,7 +35,7 @@ def tied_scores(n: int, labels: int, seed: int = 0) -> tuple[np.ndarray, np.ndar
     ("metric", "referee"),
     [("auroc_R", reference.roc_auc_score), ("average_precision_R", reference.average_precision_score)],
 )
-def test_every_resample_equals_scikit_learn_on_the_same_draw(metric, referee):
+def test_each_resample_matches_scikit_learn(metric, referee):
     scores_NL, labels_NL = tied_scores(120, 4)
     indices_RN = bootstrap.bootstrap_indices(120, RESAMPLES, seed=3)
     (counts_NR,) = bootstrap.resample_counts(120, RESAMPLES, seed=3)
@@ -54,7 +54,7 @@ def test_every_resample_equals_scikit_learn_on_the_same_draw(metric, referee):
         (bootstrap_average_precision, reference.average_precision_score),
     ],
 )
-def test_values_and_percentiles_equal_a_plain_loop(ours, referee):
+def test_values_and_percentiles_match_loop(ours, referee):
     scores_NL, labels_NL = tied_scores(90, 3)
     value_L, low_L, high_L = ours(scores_NL, labels_NL, resamples=RESAMPLES, seed=5)
     indices_RN = bootstrap.bootstrap_indices(90, RESAMPLES, seed=5)
@@ -74,7 +74,7 @@ def test_values_and_percentiles_equal_a_plain_loop(ours, referee):
         st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 3.0]), st.sampled_from([0.0, 1.0, np.nan])), min_size=2, max_size=30
     )
 )
-def test_any_small_column_equals_scikit_learn(rows):
+def test_small_columns_match_scikit_learn(rows):
     scores_N, labels_N = np.array(rows).T
     known_N = ~np.isnan(labels_N)
     auroc_L, low_L, high_L = bootstrap_auroc(scores_N[:, None], labels_N[:, None], resamples=20)
@@ -85,7 +85,7 @@ def test_any_small_column_equals_scikit_learn(rows):
         assert np.isnan(low_L[0]) or 0 <= low_L[0] <= high_L[0] <= 1
 
 
-def test_blocks_of_resamples_change_nothing(monkeypatch):
+def test_chunk_size_does_not_change_resamples(monkeypatch):
     scores_NL, labels_NL = tied_scores(70, 3)
     whole = bootstrap_auroc(scores_NL, labels_NL, resamples=50, seed=1)
     monkeypatch.setattr(bootstrap, "_CHUNK_ELEMENTS", 500)  # 7 resamples at a time
@@ -93,7 +93,7 @@ def test_blocks_of_resamples_change_nothing(monkeypatch):
     np.testing.assert_array_equal(bootstrap_auroc(scores_NL, labels_NL, resamples=50, seed=1), whole)
 
 
-def test_the_seed_decides_the_interval_and_not_the_value():
+def test_seed_changes_interval_but_not_value():
     scores_NL, labels_NL = tied_scores(100, 3)
     value_L, low_L, _ = bootstrap_auroc(scores_NL, labels_NL, resamples=50, seed=0)
     np.testing.assert_array_equal(bootstrap_auroc(scores_NL, labels_NL, resamples=50, seed=0)[1], low_L)
@@ -102,7 +102,7 @@ def test_the_seed_decides_the_interval_and_not_the_value():
     assert (other[1] != low_L).all()
 
 
-def test_the_interval_covers_the_true_auroc_about_95_times_in_100():
+def test_interval_covers_true_auroc_in_95_percent():
     """Two unit normals one apart: AUROC = Phi(1 / sqrt 2) = 0.76025."""
     rng = np.random.default_rng(0)
     labels_N1 = np.repeat([0.0, 1.0], 60)[:, None]
@@ -114,7 +114,7 @@ def test_the_interval_covers_the_true_auroc_about_95_times_in_100():
 
 
 @pytest.mark.parametrize("resamples", [1, 2, 3, 20, 39])
-def test_low_is_never_above_high_for_few_resamples(resamples):
+def test_low_is_at_most_high_for_few_resamples(resamples):
     """CheXzero's index rule gives low > high below 40 resamples."""
     values_R1 = np.random.default_rng(resamples).random((resamples, 1))
     low_K, high_K = bootstrap.percentile_interval(values_R1)
@@ -123,13 +123,13 @@ def test_low_is_never_above_high_for_few_resamples(resamples):
         assert low_K[0] < np.median(values_R1) < high_K[0]
 
 
-def test_no_resamples_give_values_without_intervals():
+def test_zero_resamples_give_nan_intervals():
     auroc_L, low_L, high_L = bootstrap_auroc(np.array([[0.0], [1.0]]), np.array([[0.0], [1.0]]), resamples=0)
     assert auroc_L[0] == 1.0
     assert np.isnan([low_L, high_L]).all()
 
 
-def test_one_class_or_no_label_at_all_is_not_a_number_without_a_warning(recwarn):
+def test_single_class_or_unlabelled_columns_give_nan_without_warning(recwarn):
     labels_NL = np.array([[1, 0, np.nan, 1], [1, 0, np.nan, 0], [1, 0, np.nan, np.nan]], float)
     auroc_L, low_L, _ = bootstrap_auroc(np.arange(12.0).reshape(3, 4), labels_NL, resamples=10)
     assert np.isnan(auroc_L[:3]).all()
@@ -138,7 +138,7 @@ def test_one_class_or_no_label_at_all_is_not_a_number_without_a_warning(recwarn)
     assert not recwarn.list
 
 
-def test_resamples_without_a_class_are_left_out_and_too_many_void_the_interval():
+def test_resamples_without_both_classes_are_left_out():
     nan = np.nan
     values_RK = np.array([[0.1, nan], [0.3, nan], [nan, nan], [0.2, 0.5]])
     low_K, high_K = bootstrap.percentile_interval(values_RK)
@@ -146,7 +146,7 @@ def test_resamples_without_a_class_are_left_out_and_too_many_void_the_interval()
     assert np.isnan([low_K[1], high_K[1]]).all()
 
 
-def test_groups_are_drawn_whole():
+def test_groups_are_resampled_with_all_items():
     groups = ["b", "a", "b", "c", "a", "b"]
     for counts_NR in bootstrap.resample_counts(6, 40, seed=0, groups=groups):
         np.testing.assert_array_equal(counts_NR[0], counts_NR[2])
@@ -155,7 +155,7 @@ def test_groups_are_drawn_whole():
         np.testing.assert_array_equal(counts_NR[0] + counts_NR[1] + counts_NR[3], 3)
 
 
-def test_copies_of_each_image_do_not_narrow_the_interval_when_patients_are_drawn():
+def test_duplicated_images_do_not_narrow_patient_intervals():
     rng = np.random.default_rng(0)
     labels_N1 = (rng.random((60, 1)) < 0.5).astype(float)
     scores_N1 = rng.normal(size=(60, 1)) + labels_N1
@@ -167,13 +167,13 @@ def test_copies_of_each_image_do_not_narrow_the_interval_when_patients_are_drawn
     assert (by_image[2] - by_image[1]) < 0.6 * (single[2] - single[1])
 
 
-def test_a_mean_over_labels_uses_the_labels_that_are_defined():
+def test_mean_over_labels_skips_undefined_labels():
     nan = np.nan
     values_RL = np.array([[0.5, 0.7, nan], [nan, nan, nan], [0.1, 0.2, 0.6]])
     np.testing.assert_allclose(bootstrap.mean_over_labels(values_RL), [0.6, nan, 0.3])
 
 
-def test_any_function_of_rows_is_resampled_by_the_same_draws():
+def test_bootstrap_metric_uses_same_resamples():
     values_N = np.random.default_rng(0).normal(size=50)
     median_K, low_K, high_K = bootstrap_metric(np.median, values_N, resamples=40, seed=7)
     loop = [np.median(values_N[drawn_N]) for drawn_N in bootstrap.bootstrap_indices(50, 40, seed=7)]
@@ -195,12 +195,12 @@ def test_any_function_of_rows_is_resampled_by_the_same_draws():
         (np.zeros((0, 3)), np.zeros((0, 3)), "mismatch", "scores"),
     ],
 )
-def test_scores_and_labels_that_cannot_be_judged(scores, labels, code, field):
+def test_bootstrap_auroc_rejects_invalid_scores_and_labels(scores, labels, code, field):
     with raises(EvaluationError, code, field):
         bootstrap_auroc(scores, labels)
 
 
-def test_sizes_that_cannot_be_resampled():
+def test_bootstrap_rejects_invalid_sizes():
     with raises(EvaluationError, "out_of_range", "resamples"):
         bootstrap_auroc([[0.0], [1.0]], [[0.0], [1.0]], resamples=-1)
     with raises(EvaluationError, "mismatch", "groups"):

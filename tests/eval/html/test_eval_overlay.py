@@ -13,7 +13,7 @@ WHOLE = Box(0, 0, 40, 40)
 
 @pytest.mark.parametrize("fit", FITS)
 @pytest.mark.parametrize(("height", "width"), SHAPES)
-def test_a_cell_has_its_value_at_its_center_and_nothing_lies_outside(height, width, fit):
+def test_to_pixels_keeps_cell_centers_and_zero_outside_box(height, width, fit):
     map_hw = np.random.default_rng(0).random((2, 5))
     box = EvalTransform(size=64, fit=fit).box(height, width)
     spread_HW = to_pixels(map_hw, box, height, width)
@@ -35,18 +35,18 @@ def test_a_cell_has_its_value_at_its_center_and_nothing_lies_outside(height, wid
     assert set(np.round(even, 9).ravel().tolist()) <= {0.0, 1.0}
 
 
-def test_bilinear_between_two_cells():
+def test_to_pixels_interpolates_bilinearly():
     line = to_pixels(np.array([[0.0, 1.0]]), Box(0, 0, 8, 8), 8, 8)[0]
     np.testing.assert_allclose(line, [0, 0, 0.125, 0.375, 0.625, 0.875, 1, 1])
 
 
-def test_peak_is_in_units_of_the_mean():
+def test_peak_ratio_is_maximum_over_mean():
     assert peak_ratio(np.array([[1.0, 3.0]])) == 1.5
     assert peak_ratio(np.zeros((2, 2))) == 0
 
 
 @pytest.mark.parametrize("pixels", [np.full((60, 100), 90, np.uint8), np.full((60, 100, 3), 90, np.uint8)])
-def test_heat_lies_on_the_hot_cell_and_what_was_cropped_is_dark(pixels):
+def test_draw_map_colors_maximum_and_darkens_cropped_area(pixels):
     map_hw = np.full((6, 6), 0.01)
     map_hw[1, 4] = 0.5
     before = pixels.copy()
@@ -61,7 +61,7 @@ def test_heat_lies_on_the_hot_cell_and_what_was_cropped_is_dark(pixels):
     assert (drawn[:, 81:] < 40).all()
 
 
-def test_an_even_map_is_not_made_to_point_anywhere():
+def test_draw_map_leaves_flat_map_pale():
     pixels = np.full((40, 40), 120, np.uint8)
     assert (draw_map(pixels, np.full((4, 4), 1 / 16), WHOLE) == 120).all()
     assert (draw_map(pixels, np.zeros((4, 4)), WHOLE) == 120).all()

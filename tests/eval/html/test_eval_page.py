@@ -49,7 +49,7 @@ def page(result, tmp_path_factory) -> Path:
     return write_zero_shot_page(result, path, model="ConVIRT", data="Fake test", date="2026-01-31", pixels=noise)
 
 
-def test_the_page_says_what_was_evaluated_and_what_came_out(result, page):
+def test_page_shows_inputs_and_results(result, page):
     text = read(page).text
     joined = "\n".join(text)
     for expected in ("Zero-shot findings: ConVIRT", "Fake test, 60 images of 60 patients", "2026-01-31"):
@@ -65,7 +65,7 @@ def test_the_page_says_what_was_evaluated_and_what_came_out(result, page):
     assert "sex: F" in text
 
 
-def test_the_page_loads_nothing_and_runs_nothing(page):
+def test_page_loads_no_resources_and_no_scripts(page):
     reader = read(page)
     assert not {tag for tag, _ in reader.tags} & {"script", "link", "iframe", "object", "form", "base"}
     for _, attributes in reader.tags:
@@ -78,7 +78,7 @@ def test_the_page_loads_nothing_and_runs_nothing(page):
     assert policy.startswith("default-src 'none'; img-src data:")
 
 
-def test_every_picture_is_an_image_with_a_description(page):
+def test_pictures_have_alternative_text(page):
     images = [attributes for tag, attributes in read(page).tags if tag == "img"]
     plots = [image for image in images if image["src"].startswith("data:image/png")]
     thumbnails = [image for image in images if image["src"].startswith("data:image/jpeg")]
@@ -94,7 +94,7 @@ def test_every_picture_is_an_image_with_a_description(page):
             assert image["alt"].startswith("image p-")
 
 
-def test_the_surest_images_are_those_with_the_extreme_scores(result, page):
+def test_gallery_shows_images_with_extreme_scores(result, page):
     text = read(page).text
     scores, labels = result.images.scores_NL[:, 0], result.images.labels_NL[:, 0]
     assert result.images.names[0] == "Edema"
@@ -107,7 +107,7 @@ def test_the_surest_images_are_those_with_the_extreme_scores(result, page):
 
 
 @pytest.mark.fault("S14")
-def test_hostile_names_are_text(result, tmp_path):
+def test_page_escapes_text(result, tmp_path):
     hostile = "<script>alert('x')</script><img src=x onerror=alert(1)>&"
     path = write_zero_shot_page(result, tmp_path / "page.html", model=hostile, data='"><b>', date=hostile)
     reader = read(path)
@@ -122,7 +122,7 @@ def test_hostile_names_are_text(result, tmp_path):
     assert "img" not in {tag for tag, _ in reader.tags}
 
 
-def test_images_that_cannot_be_read_again_are_left_out(result, tmp_path, caplog):
+def test_page_omits_unreadable_images(result, tmp_path, caplog):
     def broken(position: int) -> np.ndarray:
         if position % 2:
             raise ImageError("damaged", "truncated")
@@ -134,7 +134,7 @@ def test_images_that_cannot_be_read_again_are_left_out(result, tmp_path, caplog)
     assert "is left out of the page: it could not be read" in caplog.text
 
 
-def test_what_was_not_measured_is_not_shown(source, tmp_path):
+def test_page_omits_missing_metrics(source, tmp_path):
     prompts = dataclasses.replace(load_prompts("chexpert_ensemble"), scoring="margin").select(NAMES)
     result = zero_shot(FakeModel(), FakeLoader(source), prompts, resamples=0, smallest_subgroup=1000)
     path = write_zero_shot_page(result, tmp_path / "page.html", model="m", data="d")
@@ -144,14 +144,14 @@ def test_what_was_not_measured_is_not_shown(source, tmp_path):
     assert "none (no validation images)" in text
 
 
-def test_the_same_result_makes_the_same_page(result, page, tmp_path):
+def test_page_is_deterministic(result, page, tmp_path):
     again = write_zero_shot_page(
         result, tmp_path / "page.html", model="ConVIRT", data="Fake test", date="2026-01-31", pixels=noise
     )
     assert again.read_bytes() == page.read_bytes()
 
 
-def test_plots_leave_the_global_plotting_state_alone():
+def test_plots_do_not_use_global_matplotlib_state():
     code = (
         "import sys; from medvl.eval import write_zero_shot_page; assert 'matplotlib' not in sys.modules\n"
         "import numpy as np; from medvl.eval.html import plots\n"
@@ -166,7 +166,7 @@ def test_statistics_import_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_every_page_tells_inputs_intervals_and_protocol_alike():
+def test_header_facts_list_inputs_intervals_and_protocol():
     results = Results(
         protocol="p",
         protocol_version=3,

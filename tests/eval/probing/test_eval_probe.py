@@ -56,7 +56,7 @@ def sets() -> tuple[FeatureTable, FeatureTable, FeatureTable]:
 
 
 @pytest.mark.parametrize("penalty", [1e-3, 0.1])
-def test_the_solution_is_that_of_scikit_learn_label_by_label(penalty):
+def test_fit_logistic_matches_scikit_learn(penalty):
     data = table(150, 3, "a")
     x_ND, y_NL = Standardizer.fit(data.x_ND)(data.x_ND), data.labels_NL.copy()
     y_NL[:40, 1] = np.nan
@@ -73,7 +73,7 @@ def test_the_solution_is_that_of_scikit_learn_label_by_label(penalty):
         )
 
 
-def test_a_path_ends_where_single_fits_end():
+def test_fit_path_matches_single_fits():
     data = table(100, 4, "a")
     x_ND = Standardizer.fit(data.x_ND)(data.x_ND)
     path = fit_path(x_ND, data.labels_NL, (1e-3, 1.0, 1e-1))
@@ -83,7 +83,7 @@ def test_a_path_ends_where_single_fits_end():
         torch.testing.assert_close(probe.weight_LD, single.weight_LD, atol=5e-3, rtol=0)
 
 
-def test_a_label_of_one_class_is_left_at_a_half_and_disturbs_no_other():
+def test_single_class_label_gets_probability_one_half():
     data = table(100, 5, "a")
     x_ND, y_NL = Standardizer.fit(data.x_ND)(data.x_ND), data.labels_NL.copy()
     alone = fit_logistic(x_ND, y_NL[:, :1], 0.01)
@@ -94,7 +94,7 @@ def test_a_label_of_one_class_is_left_at_a_half_and_disturbs_no_other():
     torch.testing.assert_close(probe.weight_LD[:1], alone.weight_LD, atol=5e-3, rtol=0)
 
 
-def test_features_that_never_vary_are_switched_off():
+def test_standardizer_zeros_constant_features():
     x_ND = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 0.0, 1e-3]) + 7
     z_ND = Standardizer.fit(x_ND)(x_ND)
     assert (z_ND[:, 1] == 0).all()
@@ -104,7 +104,7 @@ def test_features_that_never_vary_are_switched_off():
 # Draws
 
 
-def test_draws_are_nested_by_patient_and_seeded():
+def test_label_fractions_are_nested_by_patient():
     patients = [f"p{number % 40}" for number in range(100)]
     small, large = label_fraction(patients, 0.1, 3), label_fraction(patients, 0.5, 3)
     assert set(small.tolist()) < set(large.tolist())
@@ -120,7 +120,7 @@ def test_draws_are_nested_by_patient_and_seeded():
             label_fraction(patients, fraction, 0)
 
 
-def test_a_subset_is_its_source_at_those_positions():
+def test_subset_matches_source():
     source = make_source(np.zeros((9, 3)), NAMES)
     part = Subset(source, [7, 2])
     assert [part.sample(place).key for place in range(len(part))] == [source.sample(place).key for place in (7, 2)]
@@ -132,7 +132,7 @@ def test_a_subset_is_its_source_at_those_positions():
 # The protocol
 
 
-def test_rows_are_means_over_draws_and_their_deviation(sets):
+def test_probe_rows_are_mean_and_deviation_over_runs(sets):
     train, valid, test = sets
     result = linear_probe(train, valid, test, fractions=(0.05, 1.0), seeds=3, resamples=20)
     draws = result.results.details["runs"]
@@ -162,13 +162,13 @@ def test_rows_are_means_over_draws_and_their_deviation(sets):
     assert "auroc@5%" in result.table()
 
 
-def test_noise_reads_nothing():
+def test_probe_of_noise_is_at_chance():
     train, valid, test = (table(n, seed, f"noise{seed}", signal=0) for seed, n in enumerate((400, 120, 160)))
     row = linear_probe(train, valid, test, fractions=(1.0,), resamples=50).results.row("auroc@100%", "macro")
     assert row.low < 0.5 < row.high
 
 
-def test_the_penalty_and_the_thresholds_are_those_of_the_validation_images(sets):
+def test_penalty_and_thresholds_are_chosen_on_validation_images(sets):
     train, valid, test = sets
     result = linear_probe(train, valid, test, fractions=(0.1,), seeds=1, resamples=0)
     relabelled = dataclasses.replace(test, labels_NL=1 - test.labels_NL)
@@ -178,7 +178,7 @@ def test_the_penalty_and_the_thresholds_are_those_of_the_validation_images(sets)
     np.testing.assert_array_equal(result.images.scores_NL, other.images.scores_NL)
 
 
-def test_a_score_does_not_depend_on_the_other_test_images(sets):
+def test_probe_scores_do_not_depend_on_other_images(sets):
     train, valid, test = sets
     whole = linear_probe(train, valid, test, fractions=(1.0,), resamples=0)
     few = dataclasses.replace(
@@ -192,7 +192,7 @@ def test_a_score_does_not_depend_on_the_other_test_images(sets):
     np.testing.assert_allclose(part.images.scores_NL, whole.images.scores_NL[:40], rtol=1e-12)
 
 
-def test_labels_are_settled_by_the_policy(sets):
+def test_probe_applies_label_policy(sets):
     train, valid, test = sets
     labels_NL = test.labels_NL.copy()
     labels_NL[:10, 0] = -1
@@ -206,7 +206,7 @@ def test_labels_are_settled_by_the_policy(sets):
     assert ones.results.config["policy"]["uncertain"] == "ones"
 
 
-def test_a_draw_without_positives_scores_as_one_who_knows_nothing(sets):
+def test_run_without_positives_has_chance_auroc(sets):
     train, valid, test = sets
     labels_NL = train.labels_NL.copy()
     labels_NL[:, 1] = 0
@@ -215,7 +215,7 @@ def test_a_draw_without_positives_scores_as_one_who_knows_nothing(sets):
     assert result.results.details["runs"][0]["one_class_only"] == ["Fracture"]
 
 
-def test_what_cannot_be_judged_is_refused(sets):
+def test_linear_probe_rejects_invalid_inputs(sets):
     train, valid, test = sets
     with pytest.raises(SplitError, match="the linear probe: splits share patients: 60 in both"):
         linear_probe(train, valid, valid)
@@ -227,7 +227,7 @@ def test_what_cannot_be_judged_is_refused(sets):
         linear_probe(train, dataclasses.replace(valid, labels_NL=np.zeros((120, 3))), test)
 
 
-def test_the_page_has_every_fraction(sets, tmp_path):
+def test_probe_page_shows_every_fraction(sets, tmp_path):
     result = linear_probe(*sets, fractions=(0.1, 1.0), seeds=2, resamples=20)
     page = write_probe_page(result, tmp_path / "index.html", model="nobody's", data="noise").read_text()
     for text in ("AUROC, 10%", "AUROC, 100%", "SD over runs", "Gaps between subgroups", "Calibration and decisions"):
@@ -258,7 +258,7 @@ def source(tmp_path: Path) -> FileSource:
     return FileSource([dataclasses.replace(s, image=tmp_path / f"{s.key}.png") for s in samples], NAMES)
 
 
-def test_features_are_encoded_once_for_an_encoder_its_images_and_its_transform(encoder, source, tmp_path, monkeypatch):
+def test_feature_cache_depends_on_encoder_images_and_transform(encoder, source, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     (tmp_path / f"{source.samples[4].key}.png").write_bytes(b"")
     encoder.module.eval()
@@ -290,7 +290,7 @@ def test_features_are_encoded_once_for_an_encoder_its_images_and_its_transform(e
         encode_features(encoder, loader_of(encoder, source), cache=cache)
 
 
-def test_encoding_leaves_the_encoder_as_it_was(encoder, source):
+def test_encode_features_keeps_encoder_state(encoder, source):
     encoder.module.train()
     before = {name: tensor.clone() for name, tensor in encoder.module.state_dict().items()}
     encode_features(encoder, loader_of(encoder, source))
@@ -299,7 +299,7 @@ def test_encoding_leaves_the_encoder_as_it_was(encoder, source):
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
 
 
-def test_the_baseline_is_the_same_encoder_with_other_weights():
+def test_random_encoder_has_same_architecture_with_other_weights():
     torch.manual_seed(0)
     settings = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "frozen_text_layers": 0}
     model = medvl.create_model("convirt", projection_dim=8, vocab_size=50, **settings)
@@ -314,7 +314,7 @@ def test_the_baseline_is_the_same_encoder_with_other_weights():
     assert random.name == "convirt, random weights"
 
 
-def test_features_that_are_not_finite_are_refused(source):
+def test_encode_features_rejects_nonfinite_features(source):
     encoder = ProbedEncoder.from_name("resnet_tiny", image_size=32)
     with torch.no_grad():
         next(encoder.module.parameters()).fill_(torch.nan)

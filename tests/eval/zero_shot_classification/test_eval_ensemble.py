@@ -46,7 +46,7 @@ def source() -> FakeSource:
 
 
 @pytest.mark.parametrize("name", ["chexpert_pairs", "chexpert_classes", "chexpert_ensemble"])
-def test_an_ensemble_averages_scores_and_not_embeddings(name: str, source: FakeSource) -> None:
+def test_ensemble_averages_scores(name: str, source: FakeSource) -> None:
     prompts = [load_prompts(name)]
     members = [Turned(shift) for shift in (0, 3, 5)]
     found = predict(members, FakeLoader(source), prompts)
@@ -57,7 +57,7 @@ def test_an_ensemble_averages_scores_and_not_embeddings(name: str, source: FakeS
     assert all(member.training for member in members)
 
 
-def test_each_member_encodes_an_image_once(source: FakeSource) -> None:
+def test_ensemble_members_encode_each_image_once(source: FakeSource) -> None:
     """For both sides of every pair of sentences, and for every prompt set."""
     members = [Turned(shift) for shift in (0, 3)]
     sets = [load_prompts("chexpert_pairs"), load_prompts("chexpert_classes")]
@@ -65,7 +65,7 @@ def test_each_member_encodes_an_image_once(source: FakeSource) -> None:
     assert [member.images_encoded for member in members] == [COUNT, COUNT]
 
 
-def test_an_ensemble_of_one_is_that_one(source: FakeSource) -> None:
+def test_ensemble_of_one_equals_single_model(source: FakeSource) -> None:
     alone = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=5)
     listed = zero_shot([FakeModel()], FakeLoader(source), "chexpert_pairs", resamples=5)
     assert listed.table() == alone.table()
@@ -74,7 +74,7 @@ def test_an_ensemble_of_one_is_that_one(source: FakeSource) -> None:
         predict([], FakeLoader(source), [load_prompts("chexpert_pairs")])
 
 
-def test_the_results_name_every_member(source: FakeSource, tmp_path: Path) -> None:
+def test_ensemble_results_record_hash_of_every_member(source: FakeSource, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("a", "b")]
     for file in files:
         file.write_text(file.name)
@@ -108,14 +108,14 @@ def checkpoint(folder: Path, seed: int, size: int = 32) -> Path:
     return folder
 
 
-def test_checkpoints_that_look_at_images_otherwise_are_refused(tmp_path: Path) -> None:
+def test_load_ensemble_rejects_different_transforms(tmp_path: Path) -> None:
     folders = [checkpoint(tmp_path / "a", 0), checkpoint(tmp_path / "b", 1), checkpoint(tmp_path / "c", 2, size=64)]
     assert len(load_ensemble(folders[:2], "cpu")) == 2
     with raises(ConfigError, "mismatch", "checkpoint"):
         load_ensemble(folders, "cpu")
 
 
-def test_the_command_takes_several_checkpoints(tmp_path: Path, deid: Deidentifier) -> None:
+def test_zero_shot_command_accepts_several_checkpoints(tmp_path: Path, deid: Deidentifier) -> None:
     write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
     data = tmp_path / "out/train"
     sides = {"positive": ["This number is even."], "negative": ["This number is odd."]}

@@ -24,14 +24,14 @@ class Published(FakeModel):
         return similarity_NM * torch.arange(1, similarity_NM.shape[1] + 1) - 7
 
 
-def test_five_phrases_a_class_were_drawn() -> None:
+def test_gloria_prompts_have_five_phrases_per_class() -> None:
     classes = load_prompts(PUBLISHED).classes
     assert tuple(classes) == COMPETITION_FINDINGS
     assert all(len(set(sides.positive)) == 5 and not sides.negative for sides in classes.values())
 
 
 @torch.no_grad()
-def test_scores_are_the_best_phrase_standardised_over_the_images() -> None:
+def test_gloria_scores_are_standardised_maxima_over_phrases() -> None:
     source = make_source(np.eye(5)[np.arange(40) % 5], COMPETITION_FINDINGS)
     model, prompts = Published(), load_prompts(PUBLISHED)
     found_NL = predict(model, FakeLoader(source), [prompts]).scores_NL[0]
@@ -44,7 +44,7 @@ def test_scores_are_the_best_phrase_standardised_over_the_images() -> None:
     np.testing.assert_allclose(found_NL, expected_NL.numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_the_protocol_is_in_the_results_and_classes_compete() -> None:
+def test_gloria_scoring_is_recorded_and_gives_top1_accuracy() -> None:
     source = make_source(np.eye(5)[np.arange(40) % 5], COMPETITION_FINDINGS)
     results = zero_shot(Published(), FakeLoader(source), PUBLISHED, resamples=5).results
     assert results.config["prompts"]["scoring"] == "gloria_published"
@@ -53,7 +53,7 @@ def test_the_protocol_is_in_the_results_and_classes_compete() -> None:
     assert "brier" not in metrics  # a standardised score is no probability
 
 
-def test_a_model_without_it_and_a_single_image_are_refused() -> None:
+def test_gloria_scoring_rejects_other_models_and_single_images() -> None:
     source = make_source(np.eye(5)[np.arange(10) % 5], COMPETITION_FINDINGS)
     with raises(EvaluationError, "unsupported", "prompts"):
         predict(FakeModel(), FakeLoader(source), [load_prompts(PUBLISHED)])

@@ -54,12 +54,12 @@ def written(folder: Path, data: object) -> Path:
     return path
 
 
-def test_our_sets_are_listed_and_load_by_name():
+def test_built_in_prompt_sets_load_by_name():
     assert set(OURS) <= set(list_prompts())
     assert [load_prompts(name).name for name in list_prompts()] == list_prompts()
 
 
-def test_chexzero_s_template_is_the_published_one_but_for_no_finding():
+def test_chexzero_template_matches_published_prompts():
     """ "no No Finding" is what turned that label round."""
     template = load_prompts("chexzero_template")
     assert sorted({*template.classes, "No Finding"}) == sorted(FINDINGS)
@@ -69,7 +69,7 @@ def test_chexzero_s_template_is_the_published_one_but_for_no_finding():
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_every_finding_has_its_own_sentences(name):
+def test_prompt_sentences_are_distinct_per_finding(name):
     prompt_set = load_prompts(name)
     assert sorted(prompt_set.classes) == sorted(FINDINGS)
     assert prompt_set.sha256 == hashlib.sha256((prompts._FOLDER / f"{name}.json").read_bytes()).hexdigest()
@@ -82,7 +82,7 @@ def test_every_finding_has_its_own_sentences(name):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_finding_is_affirmed_by_its_positives_and_denied_by_its_negatives(name):
+def test_labeler_agrees_with_positive_and_negative_prompts(name):
     for finding, sides in load_prompts(name).classes.items():
         denied, affirmed = (
             (sides.positive, sides.negative) if finding == "No Finding" else (sides.negative, sides.positive)
@@ -95,7 +95,7 @@ def test_a_finding_is_affirmed_by_its_positives_and_denied_by_its_negatives(name
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_no_finding_is_positive_for_a_normal_study(name):
+def test_no_finding_prompts_describe_normal_study(name):
     """CheXzero's template turned this label round: AUROC 0.07."""
     sides = load_prompts(name).classes["No Finding"]
     for sentence in sides.positive:
@@ -106,7 +106,7 @@ def test_no_finding_is_positive_for_a_normal_study(name):
         assert not re.search(r"\bno\b", sentence, re.IGNORECASE)
 
 
-def test_a_selection_keeps_order_and_hash_and_names_what_is_missing():
+def test_select_keeps_order_and_rejects_unknown_classes():
     whole = load_prompts("chexpert_classes")
     five = whole.select(COMPETITION_FINDINGS)
     assert tuple(five.classes) == COMPETITION_FINDINGS
@@ -117,7 +117,7 @@ def test_a_selection_keeps_order_and_hash_and_names_what_is_missing():
         whole.select(["Edema"])
 
 
-def test_texts_are_distinct_and_in_order(tmp_path):
+def test_texts_are_distinct_and_ordered(tmp_path):
     shared = {
         "A": {"positive": ["one", "two"], "negative": ["none"]},
         "B": {"positive": ["two"], "negative": ["none", "three"]},
@@ -127,7 +127,7 @@ def test_texts_are_distinct_and_in_order(tmp_path):
     assert not prompt_set.gives_probabilities
 
 
-def test_a_users_file_loads_by_path(tmp_path):
+def test_prompt_file_loads_by_path(tmp_path):
     path = written(tmp_path, valid_file())
     for given in (path, str(path)):
         prompt_set = load_prompts(given)
@@ -161,12 +161,12 @@ NEGATIVE = {"positive": ["yes"], "negative": ["no"]}
         (valid_file(scoring="margin", classes={}), "malformed", "classes", ""),
     ],
 )
-def test_wrong_files_are_named(tmp_path, data, code, field, names):
+def test_load_prompts_rejects_invalid_files(tmp_path, data, code, field, names):
     with raises(EvaluationError, code, field, names=names) as caught:
         load_prompts(written(tmp_path, data))
     assert "mine.json" in str(caught.value)
 
 
-def test_unknown_names_list_the_known_ones():
+def test_load_prompts_lists_known_names():
     with raises(EvaluationError, "unknown_name", "prompts", names="chexpert_classes, chexpert_ens"):
         load_prompts("chexpert")

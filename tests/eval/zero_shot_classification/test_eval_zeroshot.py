@@ -28,7 +28,7 @@ def source() -> FakeSource:
     return make_source(random_labels(), FINDINGS)
 
 
-def test_scores_are_the_written_formula():
+def test_pair_softmax_matches_formula():
     """CheXzero: softmax over the two raw cosines of "positive" and "negative"."""
     prompts = load_prompts("chexpert_pairs")
     pixels_BW = np.random.default_rng(0).integers(0, 256, (5, 16), dtype=np.uint8)
@@ -54,7 +54,7 @@ def images() -> Embeddings:
     return Embeddings(torch.nn.functional.normalize(torch.randn(6, 16, generator=generator), dim=1))
 
 
-def test_every_ensemble_is_its_formula(images):
+def test_prompt_pooling_matches_formulas(images):
     base = load_prompts("chexpert_ensemble").select(["Edema", "Support Devices"])
     for ensemble in ("similarity_mean", "similarity_max", "embedding_mean"):
         prompts = dataclasses.replace(base, ensemble=ensemble, scoring="margin")
@@ -71,7 +71,7 @@ def test_every_ensemble_is_its_formula(images):
             np.testing.assert_allclose(score(prompts, images)[:, column], pooled[0] - pooled[1], atol=1e-6)
 
 
-def test_classes_compete_in_a_softmax(images):
+def test_class_softmax_matches_formula(images):
     prompts = load_prompts("chexpert_classes").select(COMPETITION_FINDINGS)
     means = np.stack(
         [
@@ -84,14 +84,14 @@ def test_classes_compete_in_a_softmax(images):
     np.testing.assert_allclose(score(prompts, images), expected, atol=1e-5)
 
 
-def test_the_temperature_moves_probabilities_and_not_the_ranking(images):
+def test_temperature_changes_probabilities_but_not_ranking(images):
     prompts = load_prompts("chexpert_pairs")
     raw, sharp = score(prompts, images), score(dataclasses.replace(prompts, temperature=0.05), images)
     np.testing.assert_array_equal(np.argsort(raw, axis=0), np.argsort(sharp, axis=0))
     assert np.abs(sharp - 0.5).max() > 2 * np.abs(raw - 0.5).max()
 
 
-def test_averaged_embeddings_need_a_model_without_a_local_term():
+def test_embedding_mean_rejects_models_with_local_similarity():
     class Local(FakeModel):
         def embed_texts(self, texts):
             return Embeddings(super().embed_texts(texts).global_NE, torch.zeros(len(texts), 3, 16))
@@ -101,7 +101,7 @@ def test_averaged_embeddings_need_a_model_without_a_local_term():
         PromptScorer(Local(), prompts)
 
 
-def test_images_are_encoded_once_for_all_prompts_and_every_image_counts(source):
+def test_predict_encodes_each_image_once(source):
     model = FakeModel()
     sets = [load_prompts("chexpert_pairs"), load_prompts("chexpert_ensemble")]
     predictions = predict(model, FakeLoader(source), sets)
@@ -112,7 +112,7 @@ def test_images_are_encoded_once_for_all_prompts_and_every_image_counts(source):
     assert model.head.training
 
 
-def test_a_score_does_not_depend_on_the_other_images(source):
+def test_scores_do_not_depend_on_other_images(source):
     prompts = [load_prompts("chexpert_classes")]
     whole = predict(FakeModel(), FakeLoader(source), prompts)
     few = FakeSource(source.samples[40:43], source.images[40:43], FINDINGS)
@@ -120,7 +120,7 @@ def test_a_score_does_not_depend_on_the_other_images(source):
     np.testing.assert_allclose(alone.scores_NL[0], whole.scores_NL[0][40:43], rtol=1e-5)
 
 
-def test_rows_equal_scikit_learn(source):
+def test_zero_shot_rows_match_scikit_learn(source):
     result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=20, bootstrap_unit="image", seed=4)
     scores_NL, labels_NL, results = result.images.scores_NL, result.images.labels_NL, result.results
     for index, name in enumerate(result.images.names):
@@ -145,7 +145,7 @@ def test_rows_equal_scikit_learn(source):
         assert (row.low, row.high) == pytest.approx(tuple(np.percentile(loop, (2.5, 97.5))))
 
 
-def test_by_default_patients_are_drawn(source):
+def test_patients_are_resampled_by_default(source):
     source = make_source(random_labels(), FINDINGS, patients=12)
     by_patient = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=30)
     by_image = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=30, bootstrap_unit="image")
@@ -157,7 +157,7 @@ def test_by_default_patients_are_drawn(source):
     assert one.low != other.low
 
 
-def test_thresholds_come_from_validation_images_only(source):
+def test_thresholds_are_chosen_on_validation_images(source):
     valid = make_source(random_labels(80, seed=5), FINDINGS, seed=6, prefix="v")
     result = zero_shot(
         FakeModel(),
@@ -183,13 +183,13 @@ def test_thresholds_come_from_validation_images_only(source):
     assert result.results.config["threshold_rule"] == "mcc"
 
 
-def test_without_validation_images_there_are_no_decisions(source):
+def test_no_decision_metrics_without_validation_images(source):
     result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=0)
     assert {row.metric for row in result.results.rows} == {"auroc", "average_precision", "brier", "ece", "auroc_gap"}
     assert result.thresholds is None
 
 
-def test_a_finding_that_validation_images_lack_has_no_decisions(source):
+def test_no_decision_metrics_for_findings_missing_in_validation(source):
     labels_NL = random_labels(80, seed=5)
     labels_NL[:, FINDINGS.index("Fracture")] = 0
     valid = FakeLoader(make_source(labels_NL, FINDINGS, prefix="v"))
@@ -204,13 +204,13 @@ def test_a_finding_that_validation_images_lack_has_no_decisions(source):
     assert "f1" not in {row.metric for row in result.results.rows}
 
 
-def test_patients_in_both_sets_are_refused(source):
+def test_zero_shot_rejects_shared_patients(source):
     valid = make_source(random_labels(30), FINDINGS)
     with raises(SplitError, "leak", names="30 patients"):
         zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", valid_loader=FakeLoader(valid))
 
 
-def test_uncertain_labels_are_left_out_and_accounted_for(source):
+def test_uncertain_labels_are_left_out_and_counted(source):
     labels_NL = random_labels()
     labels_NL[:10, FINDINGS.index("Edema")] = -1
     labels_NL[10:15, FINDINGS.index("Edema")] = np.nan
@@ -227,7 +227,7 @@ def test_uncertain_labels_are_left_out_and_accounted_for(source):
     assert ones.results.config["policy"]["uncertain"] == "ones"
 
 
-def test_a_finding_with_one_class_is_reported_without_a_value_and_not_averaged(source):
+def test_single_class_finding_has_no_value_and_is_not_averaged(source):
     labels_NL = random_labels()
     labels_NL[:, FINDINGS.index("Fracture")] = 0
     result = zero_shot(FakeModel(), FakeLoader(make_source(labels_NL, FINDINGS)), "chexpert_pairs", resamples=5)
@@ -238,7 +238,7 @@ def test_a_finding_with_one_class_is_reported_without_a_value_and_not_averaged(s
     assert result.results.row("auroc", "macro").value == pytest.approx(np.mean(others))
 
 
-def test_the_competition_mean_needs_all_five():
+def test_competition_mean_needs_all_five_findings():
     labels_NL = random_labels()
     labels_NL[:, FINDINGS.index("Edema")] = 0
     result = zero_shot(FakeModel(), FakeLoader(make_source(labels_NL, FINDINGS)), "chexpert_pairs", resamples=0)
@@ -246,7 +246,7 @@ def test_the_competition_mean_needs_all_five():
         result.results.row("auroc", "macro_competition")
 
 
-def test_subgroups_are_judged_on_their_own_images_and_averaged_over_common_labels(source):
+def test_subgroup_means_use_common_labels(source):
     result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=5, smallest_subgroup=10)
     women = np.array([sample.sex == "F" for sample in source.samples])
     column = result.images.names.index("Edema")
@@ -263,7 +263,7 @@ def test_subgroups_are_judged_on_their_own_images_and_averaged_over_common_label
     assert result.results.row("auroc", "macro", "sex: F").value == pytest.approx(np.mean(values))
 
 
-def test_gaps_are_the_best_group_less_the_worst_on_the_same_draws(source):
+def test_gaps_match_loop_over_same_resamples(source):
     result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=20, seed=4, bootstrap_unit="image")
     rows = {(row.metric, row.target, row.subgroup): row for row in result.results.rows}
     gaps = [row for row in result.results.rows if row.metric == "auroc_gap"]
@@ -287,7 +287,7 @@ def test_gaps_are_the_best_group_less_the_worst_on_the_same_draws(source):
     np.testing.assert_allclose((edema.low, edema.high), np.quantile(loop, (0.025, 0.975)), atol=1e-12)
 
 
-def test_small_subgroups_have_rows_without_values(source):
+def test_small_subgroups_have_no_values(source):
     labels_NL = random_labels()
     edema = FINDINGS.index("Edema")
     labels_NL[::2, edema] = 0
@@ -300,7 +300,7 @@ def test_small_subgroups_have_rows_without_values(source):
     assert "Edema" not in result.results.details["labels_in_subgroup_mean"]["sex"]
 
 
-def test_one_of_many_accuracy_over_images_with_one_class():
+def test_top1_accuracy_uses_images_of_one_class():
     labels_NL = np.eye(3)[np.arange(90) % 3]
     labels_NL[:20, 0] = 1  # images 1, 2, 4, 5, ... have two classes now
     source = make_source(labels_NL, ("Edema", "Fracture", "Pneumonia"))
@@ -318,7 +318,7 @@ def test_one_of_many_accuracy_over_images_with_one_class():
     assert (row.low, row.high) == pytest.approx(tuple(np.percentile(loop, (2.5, 97.5))))
 
 
-def test_classes_without_a_label_column_are_named():
+def test_zero_shot_lists_classes_without_labels():
     source = make_source(random_labels()[:, :2], ("Edema", "Fracture"))
     result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=0)
     assert result.images.names == ("Edema", "Fracture")
@@ -327,7 +327,7 @@ def test_classes_without_a_label_column_are_named():
         zero_shot(FakeModel(), FakeLoader(make_source(random_labels()[:, :2], ("CT", "MR"))), "chexpert_pairs")
 
 
-def test_labels_of_one_class_only_cannot_be_judged():
+def test_zero_shot_rejects_labels_of_single_class():
     source = make_source(np.zeros((5, 2)), ("Edema", "Fracture"))
     with raises(EvaluationError, "empty", "labels", names="Edema, Fracture"):
         zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs")
@@ -343,7 +343,7 @@ def test_unreadable_images_are_counted(source):
     assert again.results.details["unreadable"] == {"shard_damaged": 2}
 
 
-def test_a_dropped_batch_and_a_repeated_image_are_errors(source):
+def test_full_pass_rejects_missing_and_repeated_images(source):
     class Dropping(FakeLoader):
         def __iter__(self):
             batches = list(super().__iter__())
@@ -361,19 +361,19 @@ def test_a_dropped_batch_and_a_repeated_image_are_errors(source):
         zero_shot(FakeModel(), Repeating(source), "chexpert_pairs")
 
 
-def test_scores_that_are_not_finite_are_counted(source):
+def test_nonfinite_scores_are_rejected(source):
     model = FakeModel()
     model.scale.data.fill_(float("nan"))
     with raises(EvaluationError, "nonfinite", names="120 of 120"):
         zero_shot(model, FakeLoader(source), "chexpert_pairs")
 
 
-def test_an_unknown_draw_is_named(source):
+def test_zero_shot_rejects_unknown_bootstrap_unit(source):
     with raises(EvaluationError, "unknown_name", "bootstrap_unit"):
         zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", bootstrap_unit="study")
 
 
-def test_autocast_is_for_the_encoder_and_the_cosines_stay_in_full_precision(source):
+def test_autocast_applies_to_encoder_only(source):
     types = []
 
     class Watching(FakeModel):
@@ -389,7 +389,7 @@ def test_autocast_is_for_the_encoder_and_the_cosines_stay_in_full_precision(sour
     assert set(types) == {("image", True), ("similarity", False)}
 
 
-def test_the_numbers_during_training_are_those_of_the_protocol(source):
+def test_zero_shot_eval_matches_protocol(source):
     numbers = ZeroShotEval(FakeLoader(source), "chexpert_pairs")(FakeModel())
     results = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=0).results
     assert numbers["zero_shot/auroc_macro"] == results.row("auroc", "macro").value
@@ -398,12 +398,12 @@ def test_the_numbers_during_training_are_those_of_the_protocol(source):
     assert len(numbers) == 16
 
 
-def test_data_without_the_labels_is_refused_before_training():
+def test_zero_shot_eval_rejects_data_without_labels():
     with raises(EvaluationError, "mismatch", "prompts"):
         ZeroShotEval(FakeLoader(make_source(random_labels()[:, :2], ("CT", "MR"))), "chexpert_pairs")
 
 
-def test_the_same_evaluation_writes_the_same_bytes(source, tmp_path):
+def test_results_files_are_deterministic(source, tmp_path):
     written = []
     for folder in (tmp_path / "a", tmp_path / "b"):
         result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=10)
