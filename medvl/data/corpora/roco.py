@@ -221,16 +221,13 @@ def _read_terms(path: Path) -> dict[str, list[str]]:
 def _read_lines(path: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield (id, other fields) of a tab-separated table, with surrounding white space removed."""
     with open_text(path) as file:
-        try:
-            for number, line in enumerate(file, start=1):
-                figure, *fields = (field.strip() for field in line.split("\t"))
-                if not figure and not any(fields):
-                    continue
-                if not _ID.fullmatch(figure):
-                    raise malformed(f"{path}, line {number}", "expected an id like ROCO_00001 first")
-                yield figure, fields
-        except UnicodeDecodeError:
-            raise CorpusError(f"{path} is not UTF-8 text: download it again", "malformed") from None
+        for number, line in enumerate(file, start=1):
+            figure, *fields = (field.strip() for field in line.split("\t"))
+            if not figure and not any(fields):
+                continue
+            if not _ID.fullmatch(figure):
+                raise malformed(f"{path}, line {number}", "expected an id like ROCO_00001 first")
+            yield figure, fields
 
 
 def _read_references(folder: Path | None) -> dict[str, list[str]]:

@@ -78,16 +78,13 @@ def _test_rows(root: Path) -> Iterator[tuple[Path, str, str, str, str]]:
 
 
 def _read_lines(path: Path, fields: int) -> Iterator[list[str]]:
-    try:
-        with open_text(path) as file:
-            for number, line in enumerate(file, 1):
-                parts = [clean_text(part) for part in line.split("|", fields - 1)]
-                if line.strip() and len(parts) != fields:
-                    raise malformed(f"{path}, line {number}", f"expected {fields} fields, got {len(parts)}")
-                if line.strip():
-                    yield parts
-    except UnicodeDecodeError:
-        raise CorpusError(f"{path} is not UTF-8 text: copy it again", "malformed") from None
+    with open_text(path) as file:
+        for number, line in enumerate(file, 1):
+            parts = [clean_text(part) for part in line.split("|", fields - 1)]
+            if line.strip() and len(parts) != fields:
+                raise malformed(f"{path}, line {number}", f"expected {fields} fields, got {len(parts)}")
+            if line.strip():
+                yield parts
 
 
 def _image_folder(root: Path, split: str) -> Path:

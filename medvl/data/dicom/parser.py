@@ -343,9 +343,8 @@ def _read_header(stream: BoundedStream, encoding: Encoding) -> tuple[int, Locati
     head = stream.read_exactly(8)
     group, element = struct.unpack(f"{encoding.endian}HH", head[:4])
     tag, vr = group << 16 | element, head[4:6]
-    if (
-        encoding.implicit or group == 0xFFFE or not (vr.isalpha() and vr.isupper())
-    ):  # some writers use implicit VR within sequences
+    # Some writers use implicit VR within sequences, so the VR is checked too.
+    if encoding.implicit or group == 0xFFFE or not (vr.isalpha() and vr.isupper()):
         return tag, Location("", stream.tell(), struct.unpack(f"{encoding.endian}L", head[4:])[0])
     if vr in _LONG_VRS:
         length = struct.unpack(f"{encoding.endian}L", stream.read_exactly(4))[0]

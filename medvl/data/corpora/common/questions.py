@@ -82,7 +82,7 @@ def read_rows(path: Path, required: Sequence[str]) -> list[dict[str, Any]]:
     try:
         with open_text(path) as file:
             rows = json.load(file)
-    except (UnicodeDecodeError, ValueError) as error:
+    except ValueError as error:
         raise CorpusError(
             f"{path} cannot be read as JSON ({type(error).__name__}): copy it again", "malformed"
         ) from None

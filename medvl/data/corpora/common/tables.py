@@ -85,7 +85,7 @@ def read_table(path: Path, required: Iterable[str]) -> Iterator[dict[str, str]]:
                         f"{path}, line {reader.line_num}: expected as many fields as the header has", "malformed"
                     )
                 yield row
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, csv.Error) as error:
+    except (EOFError, gzip.BadGzipFile, csv.Error) as error:
         raise CorpusError(
             f"{path} cannot be read as a CSV table ({type(error).__name__}): copy it again", "malformed"
         ) from error
@@ -112,13 +112,15 @@ def read_json_lines(path: Path, required: Sequence[str]) -> Iterator[tuple[int, 
 
 @contextlib.contextmanager
 def open_text(path: Path) -> Iterator[TextIO]:
-    """Open a text file in UTF-8, gzipped or not. Raises CorpusError when it does not exist."""
+    """Open a text file, gzipped or not. Raises CorpusError when it does not exist or is not UTF-8."""
     opener: Callable[..., TextIO] = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
             yield file
     except FileNotFoundError:
         raise CorpusError(f"{path} does not exist", "not_found") from None
+    except UnicodeDecodeError:
+        raise CorpusError(f"{path} is not UTF-8 text: copy it again", "malformed") from None
 
 
 def check_columns(path: Path, columns: Sequence[str], required: Sequence[str]) -> None:
