@@ -27,7 +27,7 @@ def retrieval(shared: EvalOptions, *, rerank: Path | None = None, shortlist: int
     from medvl.eval.core.publish import default_folder, publish
     from medvl.eval.core.results import format_table
     from medvl.eval.retrieval.image_text import image_text_retrieval
-    from medvl.eval.retrieval.rerank import Shortlister, reranked_retrieval
+    from medvl.eval.retrieval.rerank import ShortlistModel, reranked_retrieval
     from medvl.models import DualEncoder, FusionModel
 
     checkpoint, read = shared.checkpoint, functools.partial(
@@ -43,15 +43,22 @@ def retrieval(shared: EvalOptions, *, rerank: Path | None = None, shortlist: int
             model, loader, resamples=shared.resamples, checkpoint=checkpoint, examples=_EXAMPLES
         )
     else:
-        by = None if rerank.resolve() == checkpoint.resolve() else Shortlister(model, loader, checkpoint)
-        fusion = model if by is None else load_model(rerank, shared.device)
+        shortlist_model = (
+            None if rerank.resolve() == checkpoint.resolve() else ShortlistModel(model, loader, checkpoint)
+        )
+        fusion = model if shortlist_model is None else load_model(rerank, shared.device)
         if not isinstance(fusion, FusionModel):
             raise unsupported_model(rerank, fusion, "give the checkpoint of a fusion-encoder", field="rerank")
-        if by is not None:
+        if shortlist_model is not None:
             source = open_source(shared.data, [rerank])
             loader = read(source, fusion.transform, fusion.tokenizer)
         result = reranked_retrieval(
-            fusion, loader, shortlist=shortlist, by=by, resamples=shared.resamples, checkpoint=rerank
+            fusion,
+            loader,
+            shortlist=shortlist,
+            shortlist_model=shortlist_model,
+            resamples=shared.resamples,
+            checkpoint=rerank,
         )
     paths = publish(
         result.results,

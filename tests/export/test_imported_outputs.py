@@ -14,7 +14,7 @@ from torch import Tensor
 import medvl
 from medvl.errors import WeightsError
 from medvl.export import import_checkpoint
-from medvl.export.importers.import_checkpoint import fit
+from medvl.export.importers.import_checkpoint import match_checkpoint
 from medvl.export.importers.registry import find_importer
 
 Tensors = dict[str, Tensor]
@@ -466,4 +466,4 @@ def test_medvill_import_checks_that_stored_copies_are_equal(tmp_path: Path) -> N
         imported(file, "medvill", tmp_path)
     del file["enc.txt_embeddings.LayerNorm.weight"]
     with raises(WeightsError, "mismatch", names="missing enc.txt_embeddings.LayerNorm.weight"):
-        fit(file, find_importer("medvill"), "file")
+        match_checkpoint(file, find_importer("medvill"), "file")

@@ -9,7 +9,7 @@ from helpers.published import LISTS, meta_tensors, shapes_of
 from torch import Tensor
 
 from medvl.errors import ConfigError, WeightsError
-from medvl.export.importers.import_checkpoint import fit
+from medvl.export.importers.import_checkpoint import match_checkpoint
 from medvl.export.importers.registry import NOT_IMPORTED, find_importer, list_importers, matching_importers
 
 SYSTEMS = {
@@ -20,7 +20,7 @@ SYSTEMS = {
 
 def fitted(tensors: dict[str, Tensor], name: str) -> Any:
     with torch.device("meta"):
-        return fit(tensors, find_importer(name), "file")
+        return match_checkpoint(tensors, find_importer(name), "file")
 
 
 def import_error(tensors: dict[str, Tensor], name: str) -> str:
@@ -160,7 +160,7 @@ def test_open_clip_models_are_imported_by_name() -> None:
     with torch.device("meta"):
         for name, bias in (("ViT-B-16-SigLIP", True), ("RN50-quickgelu", False), ("ViT-B-32", False)):
             state = open_clip.create_model(name, device="meta").state_dict()
-            model, mapped, _ = fit(state, find_importer(f"open_clip:{name}"), "file")
+            model, mapped, _ = match_checkpoint(state, find_importer(f"open_clip:{name}"), "file")
             assert set(mapped.tensors) == set(model.state_dict())
             assert ("logit_bias" in mapped.tensors) == bias
             assert model.name == ("siglip" if bias else "clip")

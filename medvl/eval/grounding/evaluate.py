@@ -54,20 +54,20 @@ class GroundedPhrase:
     position: int
     """Index of its image in the loader's source."""
     sample: Sample
-    number: int
+    phrase_index: int
     """Index of the phrase among those of its image."""
     phrase: Phrase
-    numbers: dict[str, float]
+    metrics: dict[str, float]
     """Values of `MapRules.metrics` by name; NaN where one is not defined."""
-    share: float
+    box_share: float
     """Share of the image's pixels inside the boxes."""
-    unseen: float
+    unseen_share: float
     """Share of the image's pixels outside of the model's crop."""
 
     def as_json(self) -> dict[str, Any]:
         """Return one line of the predictions file, without the text of the phrase."""
-        names = {"key": self.sample.key, "phrase": self.number, "patient": self.sample.patient}
-        return {**names, "label": self.phrase.label, **self.numbers}
+        names = {"key": self.sample.key, "phrase": self.phrase_index, "patient": self.sample.patient}
+        return {**names, "label": self.phrase.label, **self.metrics}
 
 
 _KeptMaps = dict[tuple[int, int], NDArray[np.float32]]
@@ -80,7 +80,7 @@ class GroundingResult:
     results: Results
     items: tuple[GroundedPhrase, ...]
     maps: _KeptMaps
-    """(position, number) -> map (H, W), for random items (`keep_maps`)."""
+    """(position, phrase index) -> map (H, W), for random items (`keep_maps`)."""
 
     def predictions(self) -> Iterator[dict[str, Any]]:
         """Yield one mapping per item for `write_results`."""
@@ -147,7 +147,7 @@ class _Query(NamedTuple):
 
     position: int
     sample: Sample
-    number: int
+    phrase_index: int
     phrase: Phrase
 
 
@@ -160,10 +160,10 @@ def _queries(loader: Loader) -> dict[str, list[_Query]]:
 
 
 def _random_items(queries: Mapping[str, Sequence[_Query]], count: int, seed: int) -> set[tuple[int, int]]:
-    """Return (position, number) of `count` random items of each finding."""
+    """Return (position, phrase index) of `count` random items of each finding."""
     by_label: dict[str, list[tuple[int, int]]] = {}
     for query in itertools.chain.from_iterable(queries.values()):
-        by_label.setdefault(query.phrase.label, []).append((query.position, query.number))
+        by_label.setdefault(query.phrase.label, []).append((query.position, query.phrase_index))
     rng = np.random.default_rng(seed)
     chosen = [(items, rng.permutation(len(items))[:count]) for _, items in sorted(by_label.items())]
     return {items[index] for items, indices in chosen for index in indices.tolist()}
@@ -189,8 +189,8 @@ class _Grounding:
             for batch in batches:
                 for item, map_HW in self._items(batch):
                     items.append(item)
-                    if (item.position, item.number) in keep:
-                        kept[item.position, item.number] = map_HW
+                    if (item.position, item.phrase_index) in keep:
+                        kept[item.position, item.phrase_index] = map_HW
         if not items:
             raise EvaluationError(
                 "no sample has phrases or boxes: use annotated shards (`medvl shards ms-cxr`)", "empty"
@@ -222,9 +222,9 @@ class _Grounding:
             inside_HW = region_mask(stored_boxes(query.phrase, query.sample, size), *size)
             item = GroundedPhrase(
                 **query._asdict(),
-                numbers=dict(map_metrics(map_HW, inside_HW, self.rules)),
-                share=float(inside_HW.mean()),
-                unseen=float(np.isnan(map_HW).mean()),
+                metrics=dict(map_metrics(map_HW, inside_HW, self.rules)),
+                box_share=float(inside_HW.mean()),
+                unseen_share=float(np.isnan(map_HW).mean()),
             )
             yield item, map_HW
 
@@ -256,7 +256,7 @@ def grounding_rows(
     """Return every metric overall, as the mean over findings, and for each finding."""
     labels = [item.phrase.label for item in items]
     groups = [
-        label_mean_metrics(metric, np.array([item.numbers[metric] for item in items]), labels)
+        label_mean_metrics(metric, np.array([item.metrics[metric] for item in items]), labels)
         for metric in rules.metrics
     ]
     patients = [item.sample.patient for item in items]
@@ -282,16 +282,16 @@ def label_mean_metrics(metric: str, value_N: Array, labels: Sequence[str]) -> Me
 def _details(items: Sequence[GroundedPhrase], batches: FullPass) -> dict[str, Any]:
     """Return counts of what was evaluated and left out, the mean share outside of crops, and chance by finding."""
     images = {item.sample.key for item in items}
-    shares: dict[str, list[float]] = {"overall": [item.share for item in items]}
+    shares: dict[str, list[float]] = {"overall": [item.box_share for item in items]}
     for item in items:
-        shares.setdefault(item.phrase.label, []).append(item.share)
+        shares.setdefault(item.phrase.label, []).append(item.box_share)
     return {
         "images": len(images),
         "patients": len({item.sample.patient for item in items}),
         "phrases": len(items),
         "images_without_phrase": len(batches.keys) - len(images),
         "unreadable": batches.unreadable,
-        "without_value": sum(math.isnan(item.numbers["pointing_game"]) for item in items),
-        "unseen": float(np.mean([item.unseen for item in items])),
+        "without_value": sum(math.isnan(item.metrics["pointing_game"]) for item in items),
+        "unseen": float(np.mean([item.unseen_share for item in items])),
         "chance": {label: float(np.mean(values)) for label, values in sorted(shares.items())},
     }

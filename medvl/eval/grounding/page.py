@@ -146,11 +146,13 @@ def _thresholds(result: GroundingResult) -> Table:
 def _pictures(result: GroundingResult, pixels: Callable[[int], NDArray[np.uint8]]) -> Pictures:
     by_label: dict[str, list[GroundedPhrase]] = {}
     for item in result.items:
-        if (item.position, item.number) in result.maps:
+        if (item.position, item.phrase_index) in result.maps:
             by_label.setdefault(item.phrase.label, []).append(item)
     strips = []
     for label, items in sorted(by_label.items()):
-        pictures = [_picture(item, result.maps[item.position, item.number], pixels(item.position)) for item in items]
+        pictures = [
+            _picture(item, result.maps[item.position, item.phrase_index], pixels(item.position)) for item in items
+        ]
         count = result.results.row("cnr", label).n
         strips.append(Strip(title=label, note=f"{len(items)} of {count:,}, random", pictures=pictures))
     return Pictures(
@@ -162,10 +164,10 @@ def _pictures(result: GroundingResult, pixels: Callable[[int], NDArray[np.uint8]
 
 
 def _picture(item: GroundedPhrase, map_HW: NDArray[np.float32], pixels: NDArray[np.uint8]) -> Picture:
-    numbers = item.numbers
-    pointing = numbers["pointing_game"]
+    values = item.metrics
+    pointing = values["pointing_game"]
     hit = "left out" if np.isnan(pointing) else f"maximum inside: {_share(pointing)}"
-    text = f"{hit}, CNR {numbers['signed_cnr']:+.2f}, IoU {numbers['miou']:.2f}"
+    text = f"{hit}, CNR {values['signed_cnr']:+.2f}, IoU {values['miou']:.2f}"
     drawn_HWC = draw_grounding(pixels, map_HW, stored_boxes(item.phrase, item.sample, map_HW.shape))
     return Picture(
         source=thumbnail_uri(drawn_HWC, _SIDE),

@@ -52,7 +52,7 @@ _PAIRS = 128
 """Pairs fused at a time."""
 
 
-class Shortlister(NamedTuple):
+class ShortlistModel(NamedTuple):
     """A dual-encoder of another checkpoint, which makes the shortlists."""
 
     model: Model
@@ -87,7 +87,7 @@ def reranked_retrieval(
     loader: Loader,
     *,
     shortlist: int = 256,
-    by: Shortlister | None = None,
+    shortlist_model: ShortlistModel | None = None,
     ks: Sequence[int] = (1, 5, 10),
     resamples: int = 1000,
     seed: int = 0,
@@ -102,7 +102,7 @@ def reranked_retrieval(
         model: scores pairs.
         loader: every sample once, prepared for `model`.
         shortlist: K, 256 in ALBEF.
-        by: the dual-encoder that makes the shortlists; None if `model` is also a dual-encoder.
+        shortlist_model: the dual-encoder that makes the shortlists; None if `model` is also a dual-encoder.
         ks, resamples, seed: as for `image_text_retrieval`.
         autocast: dtype of encoders and fusion-encoder; similarities and scores stay in float32.
         checkpoint: of `model`; its hash goes into the results.
@@ -114,13 +114,19 @@ def reranked_retrieval(
     check_ks(ks)
     if shortlist < 1:
         raise EvaluationError(f"expected a shortlist of 1 or more, got {shortlist}", "out_of_range", field="shortlist")
-    if by is None and not isinstance(model, ComparesTokens):
+    if shortlist_model is None and not isinstance(model, ComparesTokens):
         raise EvaluationError(
-            f"{model.name} is not a dual-encoder: give one that makes the shortlists", "missing", field="by"
+            f"{model.name} is not a dual-encoder: give one that makes the shortlists",
+            "missing",
+            field="shortlist_model",
         )
     inputs = input_hashes(checkpoint, manifest=loader)
-    inputs["shortlist_checkpoint"] = None if by is None or by.checkpoint is None else checkpoint_sha256(by.checkpoint)
-    gallery, before, after = _rank(model, loader, shortlist, by, autocast)
+    inputs["shortlist_checkpoint"] = (
+        None
+        if shortlist_model is None or shortlist_model.checkpoint is None
+        else checkpoint_sha256(shortlist_model.checkpoint)
+    )
+    gallery, before, after = _rank(model, loader, shortlist, shortlist_model, autocast)
     on_shortlist = [float((rank <= shortlist).mean()) for rank in before]
     details = {
         **gallery.counts,
@@ -128,7 +134,7 @@ def reranked_retrieval(
         "dual_encoder_alone": {row.name: row.value for row in rank_rows(gallery, before, ks, 0, seed)},
         "positive_on_shortlist": dict(zip(("image_to_text", "text_to_image"), on_shortlist, strict=True)),
     }
-    config = {"ks": list(ks), "shortlist": shortlist, "own_shortlist": by is None, "resamples": resamples}
+    config = {"ks": list(ks), "shortlist": shortlist, "own_shortlist": shortlist_model is None, "resamples": resamples}
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
@@ -141,14 +147,18 @@ def reranked_retrieval(
 
 
 def _rank(
-    model: FusionModel, loader: Loader, shortlist: int, by: Shortlister | None, autocast: torch.dtype | None
+    model: FusionModel,
+    loader: Loader,
+    shortlist: int,
+    shortlist_model: ShortlistModel | None,
+    autocast: torch.dtype | None,
 ) -> tuple[Gallery, Ranks, Ranks]:
     """Return the gallery, the ranks of the dual-encoder alone, and the ranks after matching."""
     with evaluating(model):
         with torch.autocast(model.device.type, dtype=autocast, enabled=autocast is not None):
             encoded, gallery = _encode(model, loader)
-            own = _own_embeddings(model, encoded) if by is None else None
-        dual_encoder, images, texts = own or _other_embeddings(by, gallery, autocast)
+            own = _own_embeddings(model, encoded) if shortlist_model is None else None
+        dual_encoder, images, texts = own or _other_embeddings(shortlist_model, gallery, autocast)
         before = retrieval_ranks(dual_encoder, images, texts, gallery.text_of_N)
         similarity_NM = Similarity(dual_encoder, images, texts).matrix()
 
@@ -256,17 +266,17 @@ def _own_embeddings(model: FusionModel, encoded: Encoded) -> tuple[ComparesToken
 
 
 def _other_embeddings(
-    by: Shortlister | None, gallery: Gallery, autocast: torch.dtype | None
+    shortlist_model: ShortlistModel | None, gallery: Gallery, autocast: torch.dtype | None
 ) -> tuple[Model, Embeddings, Embeddings]:
     """Return the other dual-encoder and its embeddings of the same images and texts."""
-    assert by is not None, "checked by reranked_retrieval"
-    with evaluating(by.model):
-        images, keys, _ = encode_images(by.model, by.loader, autocast)
+    assert shortlist_model is not None, "checked by reranked_retrieval"
+    with evaluating(shortlist_model.model):
+        images, keys, _ = encode_images(shortlist_model.model, shortlist_model.loader, autocast)
         if tuple(keys[index] for index in gallery.index_N.tolist() if index < len(keys)) != gallery.keys:
             raise EvaluationError(
                 "the dual-encoder's loader gives other images: open both loaders on the same data", "mismatch"
             )
-        return by.model, take(images, gallery.index_N), embed_texts(by.model, gallery.texts)
+        return shortlist_model.model, take(images, gallery.index_N), embed_texts(shortlist_model.model, gallery.texts)
 
 
 def _concatenate(parts: Sequence[Tokens]) -> Tokens:

@@ -18,7 +18,7 @@ from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, crea
 from medvl.errors import CheckpointError, ConfigError, WeightsError
 from medvl.export.importers.encoders_from_shapes import Encoders, build_encoders
 from medvl.export.importers.importer import Importer
-from medvl.export.importers.key_map import Mapped, to_medvl
+from medvl.export.importers.key_map import MappedTensors, to_medvl
 from medvl.export.importers.registry import find_importer, matching_importers
 from medvl.export.importers.torch_reader import read_checkpoint
 from medvl.models import checkpoint, create_model
@@ -73,7 +73,7 @@ def import_checkpoint(
     """
     importer, path = find_importer(system), Path(file)
     checkpoint = read_checkpoint(path, importer.parts)
-    model, mapped, zeros = fit(checkpoint.tensors, importer, str(path), tokenizer)
+    model, mapped, zeros = match_checkpoint(checkpoint.tensors, importer, str(path), tokenizer)
     state = model.state_dict()
     with torch.no_grad():
         for name, tensor in mapped.tensors.items():
@@ -96,9 +96,9 @@ def import_checkpoint(
     return imported
 
 
-def fit(
+def match_checkpoint(
     tensors: Mapping[str, Tensor], importer: Importer, source: str, tokenizer: Tokenizer | Path | str | None = None
-) -> tuple[System | Encoders, Mapped, dict[str, str]]:
+) -> tuple[System | Encoders, MappedTensors, dict[str, str]]:
     """Return the model (random weights), the file's tensors by its names, and the tensors to zero with the reason.
 
     All names and shapes are compared. Works on the meta device.
@@ -127,7 +127,7 @@ def fit(
     return model, mapped, zeros
 
 
-def _build(importer: Importer, mapped: Mapped, tokenizer: Tokenizer | Path | str | None) -> System | Encoders:
+def _build(importer: Importer, mapped: MappedTensors, tokenizer: Tokenizer | Path | str | None) -> System | Encoders:
     if importer.system is None:
         if tokenizer is not None:
             raise ConfigError(

@@ -64,7 +64,7 @@ def same(source: str, copy_of: str) -> KeyRule:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Mapped:
+class MappedTensors:
     """A file's tensors after a table was applied."""
 
     tensors: Mapping[str, Tensor]
@@ -82,7 +82,7 @@ class Mapped:
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
 
-def to_medvl(tensors: Mapping[str, Tensor], table: Sequence[KeyRule]) -> Mapped:
+def to_medvl(tensors: Mapping[str, Tensor], table: Sequence[KeyRule]) -> MappedTensors:
     """Rename a file's tensors to medvl's names.
 
     The `module.` prefix of a parallel wrapper is removed, and `gamma` and `beta` of layer norms (old conversions from
@@ -115,7 +115,7 @@ def to_medvl(tensors: Mapping[str, Tensor], table: Sequence[KeyRule]) -> Mapped:
         else:
             joined[name] = _join([group[part][1] for part in expected])
     sources = {name: [key for key, _ in group.values()] for name, group in pieces.items()}
-    return Mapped(tensors=joined, sources=sources, left_out=left_out, problems=problems)
+    return MappedTensors(tensors=joined, sources=sources, left_out=left_out, problems=problems)
 
 
 def to_published(tensors: Mapping[str, Tensor], table: Sequence[KeyRule]) -> tuple[dict[str, Tensor], list[str]]:

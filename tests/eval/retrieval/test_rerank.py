@@ -23,7 +23,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import reranked_retrieval
 from medvl.eval.retrieval import rerank
-from medvl.eval.retrieval.rerank import Shortlister, reranked_ranks
+from medvl.eval.retrieval.rerank import ShortlistModel, reranked_ranks
 from medvl.models.checkpoint import save
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.schema import Batch
@@ -137,7 +137,9 @@ def test_another_dual_encoder_makes_the_shortlists(tokenizer: Tokenizer, name: s
     model = tiny_model(name, tokenizer).eval()
     nn.init.normal_(model.itm_head.weight, generator=torch.Generator().manual_seed(5))
     fake = FakeModel().eval()
-    result = reranked_retrieval(model, NoiseLoader(), shortlist=3, by=Shortlister(fake, RowLoader()), resamples=0)
+    result = reranked_retrieval(
+        model, NoiseLoader(), shortlist=3, shortlist_model=ShortlistModel(fake, RowLoader()), resamples=0
+    )
     text_of, score_NM = uncached(model, NoiseLoader())
     texts = list(dict.fromkeys(text for text in RowLoader().texts if text))
     with torch.no_grad():
@@ -219,14 +221,14 @@ def test_perfect_matcher_ranks_listed_positives_first(tokenizer: Tokenizer) -> N
 
 def test_invalid_models_and_settings_are_refused(tokenizer: Tokenizer) -> None:
     fusion, albef = tiny_model("dual_stream", tokenizer), tiny_model("albef", tokenizer)
-    with raises(EvaluationError, "missing", "by", names="dual_stream"):
+    with raises(EvaluationError, "missing", "shortlist_model", names="dual_stream"):
         reranked_retrieval(fusion, NoiseLoader())
     with raises(EvaluationError, "out_of_range", "shortlist"):
         reranked_retrieval(albef, NoiseLoader(), shortlist=0)
     other = RowLoader()
     other.source.samples = other.source.samples[::-1]
     with raises(EvaluationError, "mismatch"):
-        reranked_retrieval(fusion, NoiseLoader(), by=Shortlister(FakeModel(), other))
+        reranked_retrieval(fusion, NoiseLoader(), shortlist_model=ShortlistModel(FakeModel(), other))
     with torch.no_grad():
         albef.itm_head.bias.fill_(torch.nan)
     with raises(EvaluationError, "nonfinite"):
