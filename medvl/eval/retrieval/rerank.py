@@ -115,17 +115,11 @@ def reranked_retrieval(
     if shortlist < 1:
         raise EvaluationError(f"expected a shortlist of 1 or more, got {shortlist}", "out_of_range", field="shortlist")
     if shortlist_model is None and not isinstance(model, ComparesTokens):
-        raise EvaluationError(
-            f"{model.name} is not a dual-encoder: give one that makes the shortlists",
-            "missing",
-            field="shortlist_model",
-        )
+        message = f"{model.name} is not a dual-encoder: give one that makes the shortlists"
+        raise EvaluationError(message, "missing", field="shortlist_model")
     inputs = input_hashes(checkpoint, manifest=loader)
-    inputs["shortlist_checkpoint"] = (
-        None
-        if shortlist_model is None or shortlist_model.checkpoint is None
-        else checkpoint_sha256(shortlist_model.checkpoint)
-    )
+    other = None if shortlist_model is None else shortlist_model.checkpoint
+    inputs["shortlist_checkpoint"] = None if other is None else checkpoint_sha256(other)
     gallery, before, after = _rank(model, loader, shortlist, shortlist_model, autocast)
     on_shortlist = [float((rank <= shortlist).mean()) for rank in before]
     details = {
