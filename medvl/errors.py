@@ -75,15 +75,15 @@ class CorpusError(MedvlError):
 
 
 class SplitError(MedvlError):
-    """A patient (or an article) stands in more than one split, or two manifests that must be disjoint are not."""
+    """A patient (or an article) is in more than one split, or two manifests share patients."""
 
 
 class ShardError(MedvlError):
-    """A shard, its index or its manifest is missing, damaged, or does not belong with the others."""
+    """A shard, its index or its manifest is missing or damaged, or belongs to another conversion."""
 
 
 class LoaderError(MedvlError):
-    """A loader's worker process died, or has given nothing for too long."""
+    """A loader's worker process died, or returned nothing within the timeout."""
 
 
 class BudgetError(MedvlError):
@@ -91,7 +91,7 @@ class BudgetError(MedvlError):
 
 
 class ConfigError(MedvlError):
-    """A setting is unknown, out of range, or does not go with another one."""
+    """A setting is unknown, out of range, or in conflict with another one."""
 
 
 class CheckpointError(MedvlError):
@@ -99,12 +99,12 @@ class CheckpointError(MedvlError):
 
 
 class WeightsError(MedvlError):
-    """Pretrained weights cannot be had or do not fit: the text names the first differing keys."""
+    """Pretrained weights are not available, or do not fit the model; the message names the first differing keys."""
 
 
 class TrainingError(MedvlError):
-    """Training cannot go on: non-finite losses over budget, ranks that disagree, a lock held by another run."""
+    """Training cannot continue: non-finite losses over budget, ranks that disagree, a folder locked by another run."""
 
 
 class EvaluationError(MedvlError):
-    """An evaluator was given labels, scores or prompts that it cannot judge."""
+    """Labels, scores or prompts cannot be evaluated."""

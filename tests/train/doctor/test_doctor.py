@@ -196,7 +196,7 @@ def loader(tmp_path_factory: pytest.TempPathFactory) -> Loader:
 
 def test_each_stage_is_timed_for_what_it_does(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     samples, read, now = loader.samples, set[int](), [0.0]
-    decode, transform, row, collate = samples.source.pixels, samples.maker.transform, samples.maker.row, loader.collate
+    decode, transform, row, collate = samples.source.pixels, samples.maker.views, samples.maker.row, loader.collate
 
     def pixels(position: int, color: bool = False) -> np.ndarray:
         now[0] += 0.003 if position in read else 0.023
@@ -212,7 +212,7 @@ def test_each_stage_is_timed_for_what_it_does(loader: Loader, monkeypatch: pytes
 
     monkeypatch.setattr(profile, "perf_counter", lambda: now[0])
     monkeypatch.setattr(samples.source, "pixels", pixels)
-    monkeypatch.setattr(samples.maker, "transform", slow(transform, 0.006))
+    monkeypatch.setattr(samples.maker, "views", slow(transform, 0.006))
     monkeypatch.setattr(samples.maker, "row", slow(row, 0.009))
     monkeypatch.setattr(loader, "collate", slow(collate, 0.008))
     found = time_stages(loader, batch=4, batches=1)
