@@ -1,4 +1,4 @@
-"""What the tests of CLIP's kin run under torchrun: the loss and the gradients of each saved model, on the ranks' shares.
+"""Losses and gradients of saved CLIP models on two ranks.
 
 torchrun --standalone --nproc-per-node 2 clip_ranks.py FOLDER...
 """
@@ -21,7 +21,7 @@ BATCH, FOUND = "batch.safetensors", "found.safetensors"
 
 
 def whole_batch(folder: Path, rows: slice = slice(None)) -> Batch:
-    """The batch that lies in a folder, or some rows of it. One text is missing."""
+    """Return the batch of a folder, or some rows of it. One text is missing."""
     parts = {name: tensor[rows] for name, tensor in safetensors.torch.load_file(folder / BATCH).items()}
     size = len(parts["ids"])
     return Batch(
@@ -36,7 +36,7 @@ def whole_batch(folder: Path, rows: slice = slice(None)) -> Batch:
 
 
 def step(model: torch.nn.Module, module: torch.nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Loss and gradients of the model, run as `module`."""
+    """Return loss and gradients of the model, called as `module`."""
     loss = module(batch).total
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}

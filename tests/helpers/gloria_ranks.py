@@ -1,4 +1,4 @@
-"""A small GLoRIA and its data; and what the test of two ranks runs under torchrun.
+"""A small GLoRIA and its data, and the script that two ranks run.
 
 torchrun --standalone --nproc-per-node 2 gloria_ranks.py FOLDER
 """
@@ -26,12 +26,12 @@ FIRST_RANK = 3
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """Of so few pieces that words fall apart."""
+    """Return a tokenizer with so small a vocabulary that words are split."""
     return train_wordpiece(TEXTS, vocab_size=45, min_frequency=1)
 
 
 def tiny_model(tokenizer: Tokenizer | str | None, **settings: Any) -> GLoRIA:
-    """Both levels in small: 64 pixels, stretched to 96, and 6 x 6 regions."""
+    """Return a small model: 64 pixels, stretched to 96, and 6 x 6 regions."""
     torch.manual_seed(0)
     towers = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "projection_dim": 24}
     sizes = {"image_size": 64, "margin": 0, "encoder_size": 96}
@@ -41,7 +41,7 @@ def tiny_model(tokenizer: Tokenizer | str | None, **settings: Any) -> GLoRIA:
 
 
 def make_batch(tokenizer: Tokenizer | None, rows: list[int] | None = None) -> Batch:
-    """Seven pairs, or some of them; each image is another, and its text does not depend on the company."""
+    """Return seven pairs or some of them; a pair does not depend on the others."""
     assert tokenizer is not None
     rows = list(range(7)) if rows is None else rows
     texts = [([*RAGGED, "A left pneumothorax is large."][row] or "Clear.") for row in rows]
@@ -58,20 +58,20 @@ def make_batch(tokenizer: Tokenizer | None, rows: list[int] | None = None) -> Ba
 
 
 def sequences() -> tuple[Tensor, Tensor]:
-    """Seven of other lengths, the longest on rank 1; zeros behind the mask."""
+    """Return seven sequences of different lengths, the longest on rank 1, padded with zeros."""
     mask_BT = torch.arange(6) < torch.tensor([2, 4, 0, 6, 1, 3, 3])[:, None]
     x_BTE = torch.randn(7, 6, 5, generator=torch.Generator().manual_seed(2))
     return x_BTE * mask_BT[:, :, None], mask_BT
 
 
 def main(folder: Path) -> None:
-    """The loss and the gradients of a model in eval mode, after DDP's average; and the sequences of both ranks."""
+    """Write losses and gradients of a model in eval mode, after DDP's average, and the gathered sequences."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     mine = slice(0, FIRST_RANK) if rank == 0 else slice(FIRST_RANK, 7)
     model = medvl.load(folder)
-    parallel = DistributedDataParallel(model)  # by name: its hooks live as long as it does
+    parallel = DistributedDataParallel(model)  # by name: its hooks must outlive the forward pass
     found = parallel(make_batch(model.tokenizer, list(range(7))[mine]))
     found.total.backward()
     tensors = {f"loss/{name}": term.detach() for name, term in {"total": found.total, **found.terms}.items()}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def compare(ours: Callable[..., Tensor], naive: Callable[..., Tensor], inputs: list[Tensor]) -> None:
-    """Same value and same gradient of every input: ours in float32, the naive form in float64."""
+    """Compare value and gradients with a naive form in float64."""
     mine = [tensor.clone().requires_grad_() for tensor in inputs]
     reference = [tensor.double().requires_grad_() for tensor in inputs]
     value, expected = ours(*mine), naive(*reference)
@@ -22,7 +22,7 @@ def compare(ours: Callable[..., Tensor], naive: Callable[..., Tensor], inputs: l
 
 
 def check_zero_with_gradient(loss: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """Nothing to learn from: exactly 0, no NaN, and zeros as gradients, so that no rank waits for one."""
+    """Check that a loss without data is exactly 0 with zero gradients, so that DDP does not hang."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     value = loss(*leaves)
     assert value.item() == 0
@@ -33,7 +33,7 @@ def check_zero_with_gradient(loss: Callable[..., Tensor], *inputs: Tensor) -> No
 
 
 def check_precision(loss: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """Autocast changes nothing, and 16-bit inputs are computed on in float32."""
+    """Check that autocast has no effect and that 16-bit inputs are computed in float32."""
     plain = loss(*inputs)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(loss(*inputs), plain, rtol=0, atol=0)

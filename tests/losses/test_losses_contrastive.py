@@ -1,4 +1,4 @@
-"""Contrastive losses against their papers' formulas written out one pair at a time, in value and in gradient."""
+"""Contrastive losses against the papers' formulas in plain loops, in value and gradient."""
 
 import math
 
@@ -15,7 +15,7 @@ def cosine(a_E: Tensor, b_E: Tensor) -> Tensor:
 
 
 def naive_convirt(image_BE: Tensor, text_BE: Tensor, temperature: float, image_weight: float) -> Tensor:
-    """Equations 2 to 4 of arXiv 2010.00747, with their ratio of exponentials."""
+    """Return equations 2 to 4 of arXiv 2010.00747, with their ratio of exponentials."""
     total = image_BE.new_zeros(())
     for i in range(len(image_BE)):
         pair = torch.exp(cosine(image_BE[i], text_BE[i]) / temperature)
@@ -54,7 +54,7 @@ def pairs(batch: int, dim: int = 16, unit: bool = False) -> tuple[Tensor, Tensor
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 32])
 @pytest.mark.parametrize(("temperature", "weight"), [(0.1, 0.75), (0.07, 0.5), (1.0, 0.0), (0.5, 1.0)])
-def test_convirt_is_the_papers_formula(batch: int, temperature: float, weight: float) -> None:
+def test_convirt_equals_the_paper(batch: int, temperature: float, weight: float) -> None:
     compare(
         lambda image, text: losses.convirt(image, text, temperature, weight),
         lambda image, text: naive_convirt(image, text, temperature, weight),
@@ -62,13 +62,13 @@ def test_convirt_is_the_papers_formula(batch: int, temperature: float, weight: f
     )
 
 
-def test_convirt_defaults_are_published() -> None:
+def test_convirt_has_the_published_defaults() -> None:
     image_BE, text_BE = pairs(9)
     torch.testing.assert_close(losses.convirt(image_BE, text_BE), losses.convirt(image_BE, text_BE, 0.1, 0.75))
 
 
 def test_convirt_weights_the_image_to_text_direction() -> None:
-    """Swapping the modalities swaps the directions."""
+    """Swapping images and texts swaps the directions."""
     image_BE, text_BE = pairs(6)
     torch.testing.assert_close(
         losses.convirt(image_BE, text_BE, 0.1, 0.75), losses.convirt(text_BE, image_BE, 0.1, 0.25)
@@ -79,12 +79,12 @@ def test_convirt_weights_the_image_to_text_direction() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 32])
-def test_clip_is_the_papers_formula(batch: int) -> None:
+def test_clip_equals_the_paper(batch: int) -> None:
     compare(losses.clip, naive_clip, [*pairs(batch, unit=True), torch.tensor(14.3)])
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 32])
-def test_siglip_is_the_papers_formula(batch: int) -> None:
+def test_siglip_equals_the_paper(batch: int) -> None:
     compare(losses.siglip, naive_siglip, [*pairs(batch, unit=True), torch.tensor(10.0), torch.tensor(-10.0)])
 
 
@@ -110,8 +110,8 @@ def test_losses_stay_finite_at_temperature_one_hundredth(aligned: bool) -> None:
 
 
 @pytest.mark.parametrize("batch", [8, 64])
-def test_losses_start_at_their_expectation(batch: int) -> None:
-    """With embeddings that know nothing of each other: ln B, and for the sigmoid B pairs at softplus of +-bias."""
+def test_losses_of_random_embeddings_have_their_expected_value(batch: int) -> None:
+    """It is ln B, and for the sigmoid softplus of +-bias for the B pairs of each row."""
     image_BE, text_BE = pairs(batch, dim=4096, unit=True)
     assert losses.convirt(image_BE, text_BE, temperature=1.0).item() == pytest.approx(math.log(batch), rel=0.01)
     assert losses.clip(image_BE, text_BE, 1.0).item() == pytest.approx(math.log(batch), rel=0.01)
@@ -120,7 +120,7 @@ def test_losses_start_at_their_expectation(batch: int) -> None:
 
 
 @pytest.mark.fault("N4")
-def test_autocast_does_not_reach_inside() -> None:
+def test_losses_ignore_autocast() -> None:
     image_BE, text_BE = pairs(32, unit=True)
     for loss in (losses.convirt, lambda i, t: losses.clip(i, t, 14.3), lambda i, t: losses.siglip(i, t, 10.0, -10.0)):
         plain = loss(image_BE, text_BE)
@@ -129,7 +129,7 @@ def test_autocast_does_not_reach_inside() -> None:
         assert loss(image_BE.bfloat16(), text_BE.bfloat16()).dtype == torch.float32
 
 
-def test_pairs_may_come_in_any_order() -> None:
+def test_losses_do_not_depend_on_the_order_of_pairs() -> None:
     image_BE, text_BE = pairs(12)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(losses.convirt(image_BE, text_BE), losses.convirt(image_BE[order], text_BE[order]))
@@ -144,6 +144,6 @@ def test_pairs_may_come_in_any_order() -> None:
         ((torch.zeros(2, 3), torch.zeros(2, 3), 0.1, 1.5), "image_weight"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: tuple, message: str) -> None:
+def test_losses_reject_invalid_arguments(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         losses.convirt(*arguments)

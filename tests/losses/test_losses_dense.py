@@ -1,4 +1,4 @@
-"""Losses of boxes and masks against their formulas written out, in value and gradient."""
+"""Losses of boxes and masks against their formulas in plain loops, in value and gradient."""
 
 import math
 
@@ -41,7 +41,7 @@ def case(inner: bool = True) -> tuple[Tensor, ...]:
     return logits, boxes, (torch.rand(2, 6, 3) < 0.3).float(), true, (torch.rand(2, 6) < 0.5) & inner
 
 
-def test_boxes_are_those_of_the_formulas() -> None:
+def test_detection_equals_the_formulas() -> None:
     logits, boxes, *rest = case()
     found, expected = losses.detection(logits, boxes, *rest), naive_boxes(logits, boxes, *rest)
     for ours, theirs in zip(found, expected, strict=True):
@@ -51,7 +51,7 @@ def test_boxes_are_those_of_the_formulas() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_without_a_box_places_cost_nothing_and_have_a_gradient_of_zeros() -> None:
+def test_detection_without_boxes_has_a_zero_box_loss_and_gradient() -> None:
     logits, boxes, labels, true, inner = case(inner=False)
     focal, place = losses.detection(logits, boxes, labels * 0, true.fill_(math.nan), inner)
     assert place == 0
@@ -72,7 +72,7 @@ def naive_masks(logits: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
     return entropy / planes, dice / planes
 
 
-def test_masks_are_those_of_the_formulas() -> None:
+def test_bce_dice_equals_the_formulas() -> None:
     torch.manual_seed(1)
     logits = torch.randn(3, 2, 4, 5, requires_grad=True)
     shares = torch.rand(3, 2, 4, 5)
@@ -85,7 +85,7 @@ def test_masks_are_those_of_the_formulas() -> None:
     )
 
 
-def test_an_empty_mask_that_is_left_empty_costs_nothing() -> None:
+def test_dice_of_an_empty_mask_and_an_empty_prediction_is_zero() -> None:
     entropy, dice = losses.bce_dice(torch.full((1, 1, 8, 8), -30.0), torch.zeros(1, 1, 8, 8))
     assert entropy < 1e-6
     assert dice < 1e-6
@@ -93,7 +93,7 @@ def test_an_empty_mask_that_is_left_empty_costs_nothing() -> None:
     assert marked == pytest.approx(1 - 1 / 65)
 
 
-def test_they_are_computed_in_full_precision() -> None:
+def test_dense_losses_compute_in_float32() -> None:
     logits, boxes, *rest = case()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = losses.detection(logits.bfloat16(), boxes, *rest)
@@ -101,6 +101,6 @@ def test_they_are_computed_in_full_precision() -> None:
     assert {loss.dtype for loss in (*found, *masks)} == {torch.float32}
 
 
-def test_shapes_must_agree() -> None:
+def test_bce_dice_rejects_unequal_shapes() -> None:
     with pytest.raises(ValueError, match="one shape"):
         losses.bce_dice(torch.zeros(1, 1, 4, 4), torch.zeros(1, 2, 4, 4))

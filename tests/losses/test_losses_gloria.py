@@ -1,4 +1,4 @@
-"""GLoRIA's local loss against the paper's equations written out pair by pair, in value and in gradient."""
+"""GLoRIA's local loss against the paper's equations in plain loops, in value and gradient."""
 
 import math
 from typing import Any
@@ -14,11 +14,11 @@ from medvl.losses import gloria
 from medvl.losses.gloria import WordPool, gloria_attention, gloria_contrast, gloria_similarity
 
 LENGTHS = [3, 7, 1, 5, 7, 2]
-"""Words of the texts: ragged, and two alike."""
+"""Words of the texts: unequal numbers, two equal texts."""
 
 
 def naive_attention(regions_PE: Tensor, words_WE: Tensor, temp1: float) -> Tensor:
-    """(W, P), equations 2 and 3: each region's share of every word, then each word's softmax over the regions."""
+    """Return (W, P) by equations 2 and 3: each region's softmax over words, then each word's softmax over regions."""
     rows = []
     for t in range(len(words_WE)):
         shares = []
@@ -31,7 +31,7 @@ def naive_attention(regions_PE: Tensor, words_WE: Tensor, temp1: float) -> Tenso
 
 
 def naive_similarity(regions_PE: Tensor, words_WE: Tensor, temp1: float, temp2: float, pool: WordPool) -> Tensor:
-    """Equations 4 to 6 for one image and one text, which has no padding."""
+    """Return equations 4 to 6 for one image and one text without padding."""
     matches = []
     for weights_P, word_E in zip(naive_attention(regions_PE, words_WE, temp1), words_WE, strict=True):
         context_E = sum(weight * region_E for weight, region_E in zip(weights_P, regions_PE, strict=True))
@@ -58,7 +58,7 @@ def naive_similarities(
 
 
 def naive_contrast(similarity_BB: Tensor, temp3: float = 10.0) -> Tensor:
-    """Equation 7 in both directions, with its ratio of exponentials, summed."""
+    """Return the sum of both directions of equation 7, with its ratio of exponentials."""
     exponential_BB = torch.exp(temp3 * (similarity_BB - similarity_BB.max()))
     total = similarity_BB.new_zeros(())
     for i in range(len(similarity_BB)):
@@ -68,7 +68,7 @@ def naive_contrast(similarity_BB: Tensor, temp3: float = 10.0) -> Tensor:
 
 
 def pairs(lengths: list[int], regions: int = 9, dim: int = 16, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Regions, words whose padding is anything, and the mask."""
+    """Return regions, words with random padding, and their mask."""
     generator = torch.Generator().manual_seed(seed)
     regions_BPE = torch.randn(len(lengths), regions, dim, generator=generator) / 2
     words_BWE = torch.randn(len(lengths), max(*lengths, 1), dim, generator=generator)
@@ -76,13 +76,13 @@ def pairs(lengths: list[int], regions: int = 9, dim: int = 16, seed: int = 0) ->
 
 
 def both(*arguments: Any, **options: Any) -> Tensor:
-    """Both directions, summed as GLoRIA does."""
+    """Return the sum of both directions, as in GLoRIA."""
     image_to_text, text_to_image = losses.gloria_local(*arguments, **options)
     return image_to_text + text_to_image
 
 
 def with_gradients(inputs: tuple[Tensor, Tensor, Tensor], **options: Any) -> list[Tensor]:
-    """The loss and what it asks of regions and words."""
+    """Return the loss and its gradients for regions and words."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs[:2]]
     value = both(*leaves, inputs[2], **options)
     return [value.detach(), *torch.autograd.grad(value, leaves)]
@@ -90,7 +90,7 @@ def with_gradients(inputs: tuple[Tensor, Tensor, Tensor], **options: Any) -> lis
 
 @pytest.mark.fault("N1")
 @pytest.mark.parametrize("regions", [9, 24], ids=["by gram", "by context"])  # of 16 dimensions
-def test_it_is_the_papers_double_loop(regions: int) -> None:
+def test_gloria_local_equals_the_paper(regions: int) -> None:
     regions_BPE, words_BWE, mask_BW = pairs(LENGTHS, regions)
     compare(
         lambda region, word: both(region, word, mask_BW),
@@ -102,7 +102,7 @@ def test_it_is_the_papers_double_loop(regions: int) -> None:
 @pytest.mark.fault("N1")
 @pytest.mark.parametrize("regions", [9, 24], ids=["by gram", "by context"])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
-def test_chunks_change_nothing(regions: int, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_do_not_change_the_loss(regions: int, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = pairs(LENGTHS, regions)
     whole = with_gradients(inputs)
     if again:
@@ -113,7 +113,7 @@ def test_chunks_change_nothing(regions: int, again: bool, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("temps", [(4.0, 5.0, 10.0), (1.0, 1.0, 1.0), (9.0, 2.0, 20.0)])
-def test_all_three_temperatures_are_where_the_paper_has_them(temps: tuple[float, float, float]) -> None:
+def test_temperatures_are_applied_as_in_the_paper(temps: tuple[float, float, float]) -> None:
     temp1, temp2, temp3 = temps
     regions_BPE, words_BWE, mask_BW = pairs([4, 2, 6])
     compare(
@@ -129,7 +129,7 @@ def test_all_three_temperatures_are_where_the_paper_has_them(temps: tuple[float,
 
 
 @pytest.mark.parametrize("pool", ["sum", "mean", "max"])
-def test_other_images_and_texts_than_pairs_are_compared(pool: WordPool) -> None:
+def test_similarity_compares_any_images_with_any_texts(pool: WordPool) -> None:
     regions_NPE = pairs([1, 1, 1, 1])[0]
     _, words_MWE, mask_MW = pairs(LENGTHS, seed=1)
     weight_NM = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
@@ -142,8 +142,8 @@ def test_other_images_and_texts_than_pairs_are_compared(pool: WordPool) -> None:
     assert gloria_similarity(regions_NPE[:0], words_MWE, mask_MW).shape == (0, 6)
 
 
-def test_memory_decides_how_many_texts_are_compared_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of short texts hold more of them, and a budget that nothing fits still takes one by one."""
+def test_chunk_size_follows_the_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of short texts hold more texts; with too small a budget a chunk holds one."""
     regions_BPE, words_BWE, mask_BW = pairs(LENGTHS)
     seen: list[tuple[int, ...]] = []
     compute = gloria._compare
@@ -162,8 +162,8 @@ def test_memory_decides_how_many_texts_are_compared_at_a_time(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("garbage", [1e4, torch.inf, torch.nan])
-def test_padding_never_changes_a_value(garbage: float) -> None:
-    """GLoRIA's zero-shot code attends to it, which lifts a text's score of -2.6 to 0."""
+def test_padding_does_not_change_the_loss(garbage: float) -> None:
+    """GLoRIA's zero-shot code attends to padding, which raises a text's score from -2.6 to 0."""
     regions_BPE, words_BWE, mask_BW = pairs(LENGTHS)
     clean = gloria_similarity(regions_BPE, words_BWE, mask_BW)
     longer_BWE = F.pad(words_BWE, (0, 0, 0, 5)).masked_fill(~F.pad(mask_BW, (0, 5))[:, :, None], garbage)
@@ -179,7 +179,7 @@ def test_padding_never_changes_a_value(garbage: float) -> None:
         torch.testing.assert_close(alone[:, 0], clean[:, i], rtol=1e-5, atol=1e-6)
 
 
-def test_words_may_be_anywhere_in_the_mask() -> None:
+def test_masks_may_have_gaps() -> None:
     regions_BPE, words_BWE, mask_BW = pairs(LENGTHS)
     mask_BW[1, [0, 3]] = False
     found = gloria_similarity(regions_BPE, words_BWE, mask_BW)[:, 1]
@@ -204,19 +204,19 @@ def test_a_text_without_words_is_left_out() -> None:
     )
 
 
-def test_no_word_at_all() -> None:
+def test_loss_without_any_word_is_zero() -> None:
     regions_BPE, words_BWE, mask_BW = pairs([0, 0])
     check_zero_with_gradient(lambda region, word: both(region, word, mask_BW), regions_BPE, words_BWE)
     none_MWE, none_MW = words_BWE[:, :0], mask_BW[:, :0]
     assert gloria_similarity(regions_BPE, none_MWE, none_MW).tolist() == [[-5.0, -5.0], [-5.0, -5.0]]
 
 
-def test_a_single_pair_has_nothing_to_be_told_from() -> None:
+def test_loss_of_a_single_pair_is_zero() -> None:
     regions_BPE, words_BWE, mask_BW = pairs([4])
     assert [loss.item() for loss in losses.gloria_local(regions_BPE, words_BWE, mask_BW)] == [0, 0]
 
 
-def test_vectors_of_zeros_have_a_gradient_that_is_finite() -> None:
+def test_zero_vectors_have_a_finite_gradient() -> None:
     regions_BPE, words_BWE, mask_BW = pairs([2, 3])
     regions_BPE[0] = 0
     words_BWE[1, 0] = 0
@@ -225,7 +225,7 @@ def test_vectors_of_zeros_have_a_gradient_that_is_finite() -> None:
     assert all(leaf.grad is not None and leaf.grad.isfinite().all() for leaf in leaves)
 
 
-def test_scores_far_beyond_what_an_exponential_holds() -> None:
+def test_large_scores_stay_finite() -> None:
     regions_BPE, words_BWE, mask_BW = pairs(LENGTHS)
     leaves = [(30 * regions_BPE).requires_grad_(), (30 * words_BWE).requires_grad_()]
     total = both(*leaves, mask_BW)
@@ -234,22 +234,22 @@ def test_scores_far_beyond_what_an_exponential_holds() -> None:
     assert all(leaf.grad is not None and leaf.grad.isfinite().all() for leaf in leaves)
 
 
-def test_it_starts_near_ln_b() -> None:
-    """With embeddings that know nothing of each other, and equally many words in every text."""
+def test_loss_of_random_embeddings_is_near_ln_b() -> None:
+    """With unrelated embeddings and equally many words in every text."""
     batch = 32
     regions_BPE, words_BWE, mask_BW = pairs([20] * batch, regions=49, dim=256)
     for loss in losses.gloria_local(regions_BPE, words_BWE, mask_BW):
         assert loss.item() == pytest.approx(math.log(batch), abs=0.4)
 
 
-def test_the_first_loss_is_of_images_that_look_for_their_text() -> None:
+def test_the_first_loss_is_image_to_text() -> None:
     similarity_BB = torch.tensor([[1.0, 0.0], [3.0, 2.0]])
     image_to_text, text_to_image = gloria_contrast(similarity_BB, torch.ones(2, dtype=torch.bool), 1.0)
     assert image_to_text.item() == pytest.approx((math.log1p(math.exp(-1)) + math.log1p(math.exp(1))) / 2)
     assert text_to_image.item() == pytest.approx((math.log1p(math.exp(2)) + math.log1p(math.exp(-2))) / 2)
 
 
-def test_attention_is_that_of_the_similarity() -> None:
+def test_attention_equals_that_of_the_similarity() -> None:
     regions_BPE, words_BWE, mask_BW = pairs(LENGTHS)
     attention_BWP = gloria_attention(regions_BPE, words_BWE, mask_BW)
     for i, length in enumerate(LENGTHS):
@@ -259,8 +259,8 @@ def test_attention_is_that_of_the_similarity() -> None:
     torch.testing.assert_close(attention_BWP.sum(dim=2), mask_BW.float())
 
 
-def test_autocast_does_not_reach_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor what the backward pass computes again."""
+def test_gloria_local_ignores_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the backward pass recomputes."""
     inputs = pairs(LENGTHS)
     check_precision(lambda region, word: both(region, word, inputs[2]), *inputs[:2])
     plain = with_gradients(inputs)
@@ -286,7 +286,7 @@ def test_autocast_does_not_reach_inside(monkeypatch: pytest.MonkeyPatch) -> None
         ({"pool": "median"}, "one of sum, mean, max"),
     ],
 )
-def test_wrong_arguments_are_refused(change: dict, message: str) -> None:
+def test_gloria_local_rejects_invalid_arguments(change: dict, message: str) -> None:
     arguments = {
         "regions_BPE": torch.zeros(2, 5, 8),
         "words_BWE": torch.zeros(2, 4, 8),

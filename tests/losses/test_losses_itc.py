@@ -1,4 +1,4 @@
-"""Contrastive learning with a momentum queue: against ALBEF's formula pair by pair, and against CLIP where it is CLIP."""
+"""Contrastive loss with a momentum queue against ALBEF's formula in plain loops, and against CLIP."""
 
 import math
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def naive_itc(
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize(("batch", "held"), [(1, 0), (1, 5), (4, 0), (4, 9)])
-def test_itc_is_the_papers_formula(batch: int, held: int, alpha: float) -> None:
+def test_itc_equals_the_paper(batch: int, held: int, alpha: float) -> None:
     own = [{i} for i in range(batch)]
     compare(
         lambda i, t, ki, kt, temperature: losses.itc(i, t, ki, kt, temperature, alpha),
@@ -68,8 +68,8 @@ def test_positives_share_the_target() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 32])
-def test_without_teacher_and_queue_it_is_clip(batch: int) -> None:
-    """In value, and in gradient where the batch's own embeddings are the keys."""
+def test_itc_without_teacher_and_queue_equals_clip(batch: int) -> None:
+    """In value, and in gradient if the batch's own embeddings are the keys."""
     queue = MomentumQueue(64, DIM)
 
     def ours(image_BE: Tensor, text_BE: Tensor) -> Tensor:
@@ -83,14 +83,14 @@ def test_without_teacher_and_queue_it_is_clip(batch: int) -> None:
 
 
 @pytest.mark.parametrize(("batch", "held"), [(32, 0), (32, 480), (8, 2040)])
-def test_itc_starts_at_ln_of_batch_and_queue(batch: int, held: int) -> None:
+def test_itc_of_random_embeddings_is_near_ln_n(batch: int, held: int) -> None:
     tensors = [units(rows, seed, 1024) for seed, rows in enumerate((batch, batch, batch + held, batch + held))]
     assert losses.itc(*tensors, temperature=1.0).item() == pytest.approx(math.log(batch + held), rel=0.01)
     assert losses.itc(*tensors, temperature=1.0, alpha=0).item() == pytest.approx(math.log(batch + held), rel=0.01)
 
 
 def test_no_gradient_reaches_the_teacher() -> None:
-    """Targets are numbers: the keys' gradient is that of the student's logits alone."""
+    """Targets are constants: keys get the gradient of the student's logits only."""
     image_BE, text_BE, image_NE, text_NE = example(3, 2)
     keys = image_NE.requires_grad_()
     losses.itc(image_BE, text_BE, keys, text_NE, 0.1, alpha=1.0).backward()
@@ -101,7 +101,7 @@ def test_no_gradient_reaches_the_teacher() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.001, 0.5])
-def test_finite_at_both_ends_of_the_temperature(temperature: float) -> None:
+def test_itc_is_finite_at_both_ends_of_the_temperature(temperature: float) -> None:
     image_BE, *rest = example(8, 8)
     image_BE.requires_grad_()
     value = losses.itc(image_BE, *rest, temperature=torch.tensor(temperature))
@@ -111,15 +111,15 @@ def test_finite_at_both_ends_of_the_temperature(temperature: float) -> None:
     assert torch.isfinite(image_BE.grad).all()
 
 
-def test_no_pair_at_all() -> None:
+def test_itc_without_pairs_is_zero() -> None:
     check_zero_with_gradient(lambda i, t: losses.itc(i, t, units(5), units(5), 0.07), units(0), units(0))
 
 
-def test_autocast_does_not_reach_inside() -> None:
+def test_itc_ignores_autocast() -> None:
     check_precision(lambda *tensors: losses.itc(*tensors, temperature=0.07), *example(8, 16))
 
 
-def test_temperature_comes_back_and_learns() -> None:
+def test_clamped_temperature_keeps_its_gradient() -> None:
     for start, expected in ((0.9, 0.5), (-0.2, 0.001), (0.07, 0.07)):
         temperature = torch.nn.Parameter(torch.tensor(start))
         clamp_temperature_(temperature)
@@ -129,7 +129,7 @@ def test_temperature_comes_back_and_learns() -> None:
         assert temperature.grad.abs() > 0
 
 
-def test_alpha_grows_over_its_ramp() -> None:
+def test_alpha_grows_linearly_over_the_ramp() -> None:
     assert [ramped_alpha(step, 4) for step in (0, 1, 2, 4, 9)] == pytest.approx([0, 0.1, 0.2, 0.4, 0.4])
     assert ramped_alpha(0, 0, 0.3) == 0.3
 
@@ -151,7 +151,7 @@ def test_the_queue_holds_the_latest_pairs(size: int, batches: list[int]) -> None
     assert torch.equal(keys.image_NE[:2], units(2))
 
 
-def test_the_batch_comes_first_and_names_tell_pairs() -> None:
+def test_keys_start_with_the_batch_and_positives_have_equal_names() -> None:
     queue = MomentumQueue(8, DIM)
     queue.enqueue(units(3), units(3, 1), torch.tensor([7, 8, 9]))
     keys = queue.keys(units(2, 2), units(2, 3), torch.tensor([8, 5]))
@@ -159,7 +159,7 @@ def test_the_batch_comes_first_and_names_tell_pairs() -> None:
     torch.testing.assert_close(keys.text_NE, torch.cat([units(2, 3), units(3, 1)]))
 
 
-def test_the_queue_may_move_on_before_the_backward_pass() -> None:
+def test_enqueue_does_not_change_keys_before_the_backward_pass() -> None:
     queue = MomentumQueue(4, DIM)
     queue.enqueue(units(4), units(4, 1), torch.arange(4))
     image_BE = units(2, 2).requires_grad_()
@@ -170,7 +170,7 @@ def test_the_queue_may_move_on_before_the_backward_pass() -> None:
     torch.testing.assert_close(torch.autograd.grad(loss, image_BE)[0], expected, rtol=0, atol=0)
 
 
-def test_the_queue_takes_no_graph_and_goes_into_a_checkpoint() -> None:
+def test_the_queue_keeps_no_graph_and_is_part_of_the_state_dict() -> None:
     queue, copy = MomentumQueue(4, DIM), MomentumQueue(4, DIM)
     queue.enqueue(units(3).requires_grad_(), units(3, 1).bfloat16(), torch.arange(3))
     assert not any(buffer.requires_grad for buffer in queue.buffers())
@@ -195,6 +195,6 @@ def test_the_queue_takes_no_graph_and_goes_into_a_checkpoint() -> None:
         (lambda: MomentumQueue(4, 4).enqueue(units(2), units(3), torch.arange(2)), "are no pairs"),
     ],
 )
-def test_wrong_arguments_are_refused(call: Callable[[], object], message: str) -> None:
+def test_itc_rejects_invalid_arguments(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

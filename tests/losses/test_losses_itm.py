@@ -1,4 +1,4 @@
-"""Image-text matching: the loss against its formula, and the pairs that it is trained on against what they promise."""
+"""Image-text matching: the loss against its formula, and the selection of pairs."""
 
 import math
 from collections.abc import Callable
@@ -30,27 +30,27 @@ def naive_itm(logits_B2: Tensor, matched_B: Tensor) -> Tensor:
 
 
 def check_pairs(pairs: MatchingPairs, same_BB: Tensor) -> None:
-    """Positives are rows with themselves; no negative is of two rows that belong together."""
+    """Check that positives are rows with themselves, and that no negative is marked as the same."""
     assert len(pairs) == len(pairs.image_N) == len(pairs.text_N)
     assert torch.equal(pairs.image_N[pairs.matched_N], pairs.text_N[pairs.matched_N])
     assert not same_BB[pairs.image_N, pairs.text_N][~pairs.matched_N].any()
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 32])
-def test_itm_is_two_way_cross_entropy(batch: int) -> None:
+def test_itm_equals_two_way_cross_entropy(batch: int) -> None:
     logits_B2 = 2 * torch.randn(batch, 2, generator=seeded(batch))
     matched_B = torch.rand(batch, generator=seeded(batch + 1)) < 0.5
     compare(lambda x: losses.itm(x, matched_B), lambda x: naive_itm(x, matched_B), [logits_B2])
     assert torch.equal(losses.itm(logits_B2, matched_B), losses.itm(logits_B2, matched_B.long()))
 
 
-def test_column_one_says_match() -> None:
+def test_column_one_is_the_match() -> None:
     logits_B2 = torch.tensor([[-10.0, 10.0]])
     assert losses.itm(logits_B2, torch.tensor([True])) < 1e-6
     assert losses.itm(logits_B2, torch.tensor([False])) > 10
 
 
-def test_itm_starts_at_ln_2() -> None:
+def test_itm_of_zero_logits_is_ln_2() -> None:
     head = torch.nn.Linear(1536, 2)
     torch.nn.init.normal_(head.weight, std=0.02, generator=seeded())
     torch.nn.init.zeros_(head.bias)
@@ -60,11 +60,11 @@ def test_itm_starts_at_ln_2() -> None:
     assert losses.itm(torch.zeros(8, 2), torch.arange(8) < 4).item() == pytest.approx(math.log(2))
 
 
-def test_no_pair_at_all() -> None:
+def test_itm_without_pairs_is_zero() -> None:
     check_zero_with_gradient(lambda x: losses.itm(x, torch.zeros(0, dtype=torch.bool)), torch.zeros(0, 2))
 
 
-def test_autocast_does_not_reach_inside() -> None:
+def test_itm_ignores_autocast() -> None:
     matched_B = torch.arange(16) % 2 == 0
     check_precision(lambda x: losses.itm(x, matched_B), torch.randn(16, 2, generator=seeded()))
 
@@ -78,7 +78,7 @@ def test_half_of_the_texts_keep_their_image(batch: int) -> None:
         assert int(pairs.matched_N.sum()) == batch // 2
 
 
-def test_positives_and_wrong_images_are_drawn_evenly() -> None:
+def test_positives_and_negatives_are_drawn_uniformly() -> None:
     batch, draws = 6, 6000
     same_BB = only_self(batch)
     same_BB[0, 1] = same_BB[1, 0] = True
@@ -94,7 +94,7 @@ def test_positives_and_wrong_images_are_drawn_evenly() -> None:
 
 
 def test_rows_without_a_negative_stay_positive() -> None:
-    """All rows of one study have none; where fewer than half have one, all of these are negatives."""
+    """Rows of one study have no negative; if fewer than half of the rows have one, all of these are negatives."""
     for seed in range(20):
         assert random_pairs(torch.ones(4, 4, dtype=torch.bool), seeded(seed)).matched_N.all()
         same_BB = same_pairs(torch.tensor([0, 0, 0, 0, 0, 1]))
@@ -123,7 +123,7 @@ def test_no_negative_is_a_positive(groups: list[int], seed: int) -> None:
     assert pairs.matched_N[: len(groups)].all()
 
 
-def test_hard_negatives_are_drawn_by_the_softmax_without_the_excluded() -> None:
+def test_hard_negatives_follow_the_softmax_over_allowed_rows() -> None:
     batch, draws = 5, 8000
     same_BB = only_self(batch)
     same_BB[0, 3] = same_BB[3, 0] = True
@@ -142,7 +142,7 @@ def test_hard_negatives_are_drawn_by_the_softmax_without_the_excluded() -> None:
     torch.testing.assert_close(images_BB / draws, expected_images_BB, rtol=0, atol=0.025)
 
 
-def test_each_row_is_three_pairs() -> None:
+def test_each_row_gives_three_pairs() -> None:
     pairs = hard_pairs(torch.zeros(4, 4), only_self(4), seeded())
     check_pairs(pairs, only_self(4))
     assert len(pairs) == 12
@@ -150,8 +150,8 @@ def test_each_row_is_three_pairs() -> None:
     assert pairs.text_N[4:8].tolist() == pairs.image_N[8:].tolist() == [0, 1, 2, 3]
 
 
-def test_a_saturated_row_still_prefers_the_likest() -> None:
-    """Softmax puts all of a row on its diagonal, so that zeroing it leaves a row of zeros, which multinomial refuses."""
+def test_a_saturated_row_prefers_the_most_similar_negative() -> None:
+    """The softmax is 1 on the diagonal, so zeroing it leaves zeros, which `torch.multinomial` rejects."""
     similarity_BB = torch.tensor([[0.0, -500.0, -1000.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     zeroed_BB = similarity_BB.softmax(1).fill_diagonal_(0)
     with pytest.raises(RuntimeError):
@@ -162,7 +162,7 @@ def test_a_saturated_row_still_prefers_the_likest() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_broken_step_draws_all_the_same(value: float) -> None:
+def test_non_finite_similarities_are_drawn_without_an_error(value: float) -> None:
     pairs = hard_pairs(torch.full((4, 4), value), only_self(4), seeded())
     check_pairs(pairs, only_self(4))
 
@@ -174,7 +174,7 @@ def test_rows_that_are_all_the_same_have_no_hard_negative() -> None:
         assert len(pairs) == len(same_BB)
 
 
-def test_no_gradient_and_no_16_bit_goes_through_the_choice() -> None:
+def test_drawing_uses_float32_and_no_gradient() -> None:
     similarity_BB = torch.randn(6, 6, generator=seeded()).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         pairs = hard_pairs(similarity_BB, only_self(6), seeded(1))
@@ -182,13 +182,13 @@ def test_no_gradient_and_no_16_bit_goes_through_the_choice() -> None:
     assert torch.equal(pairs.text_N, hard_pairs(similarity_BB, only_self(6), seeded(1)).text_N)
 
 
-def test_the_generator_decides() -> None:
+def test_pairs_depend_on_the_generator_only() -> None:
     for draw in (lambda g: random_pairs(only_self(64), g), lambda g: hard_pairs(torch.zeros(64, 64), only_self(64), g)):
         assert torch.equal(draw(seeded(3)).image_N, draw(seeded(3)).image_N)
         assert not torch.equal(draw(seeded(3)).image_N, draw(seeded(4)).image_N)
 
 
-def test_texts_are_equal_as_the_model_sees_them() -> None:
+def test_text_ids_compare_tokens_without_padding() -> None:
     ids_BT = torch.tensor([[2, 7, 3, 0, 0], [2, 8, 3, 0, 0], [2, 7, 3, 9, 9], [2, 7, 3, 9, 9]])
     mask_BT = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
     group_B = text_ids(ids_BT, mask_BT)
@@ -197,7 +197,7 @@ def test_texts_are_equal_as_the_model_sees_them() -> None:
     assert text_ids(ids_BT[:0], mask_BT[:0]).shape == (0,)
 
 
-def test_names_are_equal_everywhere() -> None:
+def test_name_ids_are_stable() -> None:
     ids_B = name_ids(["s1", "s2", "s1"])
     assert ids_B[0] == ids_B[2] != ids_B[1]
     assert ids_B.dtype == torch.int64
@@ -223,6 +223,6 @@ def test_same_pairs_joins_groups() -> None:
         (lambda: same_pairs(torch.zeros(2), torch.zeros(3)), "one length"),
     ],
 )
-def test_wrong_arguments_are_refused(call: Callable[[], object], message: str) -> None:
+def test_itm_rejects_invalid_arguments(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

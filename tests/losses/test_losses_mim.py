@@ -37,7 +37,7 @@ def example(batch: int = 3, ratio: float = 0.75) -> tuple[Tensor, Tensor, Tensor
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_patches_are_in_order_row_column_channel(channels: int) -> None:
+def test_patchify_orders_pixels_by_row_column_channel(channels: int) -> None:
     image_BCHW = random_image(2, channels, 8, 12)
     patches_BPD = patchify(image_BCHW, 4)
     assert patches_BPD.shape == (2, 6, 16 * channels)
@@ -50,13 +50,13 @@ def test_patches_are_in_order_row_column_channel(channels: int) -> None:
 
 @pytest.mark.parametrize(("height", "width", "patch"), [(8, 8, 8), (8, 12, 4), (30, 20, 5), (3, 2, 1)])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_unpatchify_is_the_way_back(height: int, width: int, patch: int, channels: int) -> None:
+def test_unpatchify_inverts_patchify(height: int, width: int, patch: int, channels: int) -> None:
     image_BCHW = random_image(2, channels, height, width)
     back_BCHW = unpatchify(patchify(image_BCHW, patch), patch, (height // patch, width // patch))
     assert torch.equal(back_BCHW, image_BCHW)
 
 
-def test_target_is_standardised_with_the_unbiased_variance() -> None:
+def test_targets_are_standardised_with_the_unbiased_variance() -> None:
     patches_BPD = 3 * patchify(random_image(2, 3, 8, 8), 4) + 5
     for ours_D, patch_D in zip(standardize(patches_BPD).flatten(0, 1), patches_BPD.flatten(0, 1), strict=True):
         pixels = patch_D.double().numpy()
@@ -64,13 +64,13 @@ def test_target_is_standardised_with_the_unbiased_variance() -> None:
         np.testing.assert_allclose(ours_D.numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_even_patch_is_zero() -> None:
-    """Films have black borders: dividing by their deviation would be 0/0."""
+def test_a_constant_patch_becomes_zeros() -> None:
+    """Films have black borders, whose standard deviation is 0."""
     assert not standardize(torch.full((1, 2, 48), 0.7310)).abs().gt(1e-3).any()
     assert not standardize(torch.zeros(1, 2, 48)).any()
 
 
-def test_target_has_no_gradient() -> None:
+def test_targets_have_no_gradient() -> None:
     assert not standardize(patchify(random_image(1, 3, 8, 8).requires_grad_(), 4)).requires_grad
 
 
@@ -84,7 +84,7 @@ def test_mim_is_the_mean_over_pixels_then_over_masked_patches(ratio: float) -> N
     )
 
 
-def test_images_weigh_by_their_masked_patches_and_absent_ones_nothing() -> None:
+def test_images_are_weighted_by_their_masked_patches() -> None:
     predicted_BPD, target_BPD, _ = example()
     masked_BP = torch.zeros(3, 24, dtype=torch.bool)
     masked_BP[0, :5] = masked_BP[1, :1] = True  # the third sample has no image
@@ -99,7 +99,7 @@ def test_images_weigh_by_their_masked_patches_and_absent_ones_nothing() -> None:
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("patch", [2, 16])
-def test_mim_starts_at_d_minus_one_over_d(channels: int, patch: int) -> None:
+def test_mim_of_zero_predictions_is_d_minus_1_over_d(channels: int, patch: int) -> None:
     target_BPD = standardize(patchify(random_image(4, channels, 64, 64), patch))
     dim = patch * patch * channels
     masked_BP = mask_patches(4, target_BPD.shape[1], 0.75, seeded()).masked_BP
@@ -107,13 +107,13 @@ def test_mim_starts_at_d_minus_one_over_d(channels: int, patch: int) -> None:
     assert loss.item() == pytest.approx((dim - 1) / dim, rel=1e-4)
 
 
-def test_nothing_masked() -> None:
+def test_mim_without_masked_patches_is_zero() -> None:
     predicted_BPD, target_BPD, masked_BP = example()
     check_zero_with_gradient(lambda x: losses.mim(x, target_BPD, torch.zeros_like(masked_BP)), predicted_BPD)
     check_zero_with_gradient(lambda x: losses.mim(x, target_BPD[:0], masked_BP[:0]), predicted_BPD[:0])
 
 
-def test_autocast_does_not_reach_inside() -> None:
+def test_mim_ignores_autocast() -> None:
     predicted_BPD, target_BPD, masked_BP = example()
     check_precision(lambda x: losses.mim(x, target_BPD, masked_BP), predicted_BPD)
     image_BCHW = random_image(1, 3, 8, 8)
@@ -126,7 +126,7 @@ def mask(batch: int = 4, patches: int = 324, ratio: float = 0.75, seed: int = 0)
     return mask_patches(batch, patches, ratio, seeded(seed))
 
 
-def test_a_fixed_share_of_each_image_is_masked() -> None:
+def test_mask_patches_masks_a_fixed_share_of_each_image() -> None:
     drawn = mask()
     assert drawn.kept_BK.shape == (4, 81)
     assert drawn.masked_BP.sum(1).tolist() == [243] * 4
@@ -135,7 +135,7 @@ def test_a_fixed_share_of_each_image_is_masked() -> None:
     assert not mask(ratio=0.0).masked_BP.any()
 
 
-def test_kept_restored_and_masked_agree() -> None:
+def test_kept_restored_and_masked_patches_agree() -> None:
     drawn = mask(patches=20)
     tokens_BPD = torch.randn(4, 20, 8, generator=seeded(1))
     filler_D = torch.full((8,), 7.0)
@@ -146,7 +146,7 @@ def test_kept_restored_and_masked_agree() -> None:
     assert torch.equal(restored_BPD, torch.where(drawn.masked_BP[:, :, None], filler_D, tokens_BPD))
 
 
-def test_restoring_passes_gradients_on() -> None:
+def test_restore_is_differentiable() -> None:
     drawn = mask(batch=2, patches=8)
     tokens_BPD, filler_D = torch.randn(2, 8, 3).requires_grad_(), torch.zeros(3).requires_grad_()
     drawn.restore(drawn.keep(tokens_BPD), filler_D).sum().backward()
@@ -161,7 +161,7 @@ def test_every_patch_is_masked_equally_often() -> None:
     torch.testing.assert_close(share_P, torch.full((12,), 0.75), rtol=0, atol=0.02)
 
 
-def test_the_generator_decides() -> None:
+def test_masks_depend_on_the_generator_only() -> None:
     assert torch.equal(mask().masked_BP, mask().masked_BP)
     assert not torch.equal(mask().masked_BP, mask(seed=1).masked_BP)
     assert len({tuple(row) for row in mask().kept_BK.tolist()}) == 4  # each image its own
@@ -187,6 +187,6 @@ def test_the_generator_decides() -> None:
         ),
     ],
 )
-def test_wrong_arguments_are_refused(call: Callable[[], object], message: str) -> None:
+def test_mim_rejects_invalid_arguments(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

@@ -1,4 +1,4 @@
-"""Masked language modelling: value and gradient against the sum written out, and what it does with nothing to do."""
+"""Masked language modelling: value and gradient against plain sums, and batches without masked tokens."""
 
 import math
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def test_masked_positions_are_in_order() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
-def test_distilled_mlm_is_the_papers_formula(alpha: float) -> None:
+def test_mlm_distilled_equals_the_paper(alpha: float) -> None:
     logits_BTV, labels_BT = example()
     teacher_BTV, _ = example(seed=1)
     compare(
@@ -97,7 +97,7 @@ def test_no_gradient_reaches_the_teacher() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [1000, 30522])
-def test_mlm_starts_at_ln_v(vocabulary: int) -> None:
+def test_mlm_of_zero_logits_is_ln_v(vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(0)
     head = torch.nn.Linear(64, vocabulary)
     torch.nn.init.normal_(head.weight, std=0.02, generator=generator)
@@ -107,7 +107,7 @@ def test_mlm_starts_at_ln_v(vocabulary: int) -> None:
     assert loss.item() == pytest.approx(math.log(vocabulary), rel=0.01)
 
 
-def test_zero_masked_tokens() -> None:
+def test_mlm_without_masked_tokens_is_zero() -> None:
     logits_BTV, labels_BT = example()
     nothing_BT = torch.full_like(labels_BT, IGNORED)
     check_zero_with_gradient(lambda x: losses.mlm(x, nothing_BT), logits_BTV)
@@ -115,13 +115,13 @@ def test_zero_masked_tokens() -> None:
     check_zero_with_gradient(lambda x: losses.mlm_distilled(x, nothing_BT, logits_BTV), logits_BTV)
 
 
-def test_zero_masked_tokens_give_the_head_a_gradient() -> None:
+def test_mlm_without_masked_tokens_gives_the_head_a_gradient() -> None:
     head = torch.nn.Linear(16, VOCABULARY)
     losses.mlm(head(torch.zeros(0, 16)), torch.zeros(0, dtype=torch.int64)).backward()
     assert not head.weight.grad.any()
 
 
-def test_what_is_not_masked_is_never_read() -> None:
+def test_positions_without_a_mask_are_ignored() -> None:
     logits_BTV, labels_BT = example()
     ruined_BTV = logits_BTV.clone()
     ruined_BTV[labels_BT == IGNORED] = torch.nan
@@ -137,17 +137,17 @@ def test_large_logits_stay_finite() -> None:
     assert torch.isfinite(losses.mlm(1e4 * logits_BTV, labels_BT))
 
 
-def test_autocast_does_not_reach_inside() -> None:
+def test_mlm_ignores_autocast() -> None:
     logits_BTV, labels_BT = example()
     check_precision(lambda x: losses.mlm(x, labels_BT), logits_BTV)
     check_precision(lambda x, y: losses.mlm_distilled(x, labels_BT, y), logits_BTV, example(seed=1)[0])
 
 
-def test_masking_and_loss_agree_on_what_is_left_out() -> None:
+def test_masking_and_loss_use_the_same_ignored_label() -> None:
     assert mlm_masking.IGNORED == IGNORED
 
 
-def test_function_and_module_of_one_name_are_both_there() -> None:
+def test_function_and_module_of_the_same_name_are_both_importable() -> None:
     import medvl.losses.itm
     import medvl.losses.mim
     import medvl.losses.mlm
@@ -168,6 +168,6 @@ def test_function_and_module_of_one_name_are_both_there() -> None:
         ),
     ],
 )
-def test_wrong_arguments_are_refused(call: Callable[[], object], message: str) -> None:
+def test_mlm_rejects_invalid_arguments(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

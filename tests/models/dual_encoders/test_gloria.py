@@ -1,4 +1,4 @@
-"""GLoRIA as published: words, regions, its losses and similarities, maps in pixels, and two ranks as one."""
+"""GLoRIA as published: words, regions, losses, similarities, attention maps, and training on two ranks."""
 
 import dataclasses
 import math
@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from helpers import gloria_ranks
+from helpers.errors import raises
 from helpers.gloria_ranks import RAGGED, TEXTS, make_batch, tiny_model, tiny_tokenizer
 from torch import Tensor
 
@@ -41,7 +42,7 @@ def model(tokenizer: Tokenizer) -> GLoRIA:
 
 
 def naive_words(model: GLoRIA, text: str) -> Tensor:
-    """(W, E): the published loop over tokens, one text at a time: pieces with ## join the word before them."""
+    """Return (W, E) by the published loop over the tokens of one text: sub-words with ## belong to the word before."""
     assert model.tokenizer is not None
     ids_BT, mask_BT = model.tokenizer([text])
     tokens_TD = model.text_encoder(ids_BT, mask_BT).tokens_BTD[0]
@@ -57,7 +58,7 @@ def naive_words(model: GLoRIA, text: str) -> Tensor:
     return model.word_head(torch.stack(words))
 
 
-def test_gloria_is_published_by_default() -> None:
+def test_gloria_has_the_published_defaults() -> None:
     config = GLoRIAConfig()
     assert (config.image_encoder, config.text_encoder) == ("resnet50", "bioclinicalbert")
     assert (config.image_size, config.fit, config.margin, config.encoder_size) == (224, "pad", 16, 299)
@@ -78,7 +79,7 @@ def test_gloria_is_published_by_default() -> None:
     assert model.image_encoder.mean == model.image_encoder.std == (0.5, 0.5, 0.5)
 
 
-def test_words_are_the_sums_of_their_pieces(model: GLoRIA) -> None:
+def test_words_are_sums_of_their_sub_words(model: GLoRIA) -> None:
     model.eval()
     embedded = model.embed_texts(RAGGED)
     assert embedded.local_NPE is not None
@@ -90,8 +91,8 @@ def test_words_are_the_sums_of_their_pieces(model: GLoRIA) -> None:
     assert max(embedded.mask_NP.sum(dim=1)) == embedded.mask_NP.shape[1]
 
 
-def test_the_vector_of_a_text_has_the_direction_of_the_mean_over_its_slots(model: GLoRIA, tokenizer: Tokenizer) -> None:
-    """The published mean runs over 97 slots, words, [CLS], [SEP] and zeros: a cosine does not see by what it divides."""
+def test_the_text_vector_has_the_direction_of_the_mean_over_slots(model: GLoRIA, tokenizer: Tokenizer) -> None:
+    """The published mean is over 97 slots: words, [CLS], [SEP] and zeros; a cosine does not depend on the divisor."""
     model.eval()
     for text in RAGGED:
         ids_BT, mask_BT = tokenizer([text])
@@ -124,7 +125,7 @@ def test_the_first_token_has_slot_0_and_the_last_none(tokenizer: Tokenizer) -> N
     assert not words_BWD[0].any()
 
 
-def test_regions_are_of_the_earlier_stage_at_the_size_inside(model: GLoRIA) -> None:
+def test_regions_come_from_the_earlier_stage_at_the_encoder_size(model: GLoRIA) -> None:
     model.eval()
     batch = make_batch(model.tokenizer)
     pixels = (batch.image_BCHW.float() / 255 - 0.5) / 0.5
@@ -140,7 +141,7 @@ def test_regions_are_of_the_earlier_stage_at_the_size_inside(model: GLoRIA) -> N
 
 
 @pytest.mark.parametrize("change", [{}, {"temp1": 2.0, "temp2": 3.0, "temp3": 7.0, "word_pool": "mean"}], ids=str)
-def test_the_losses_are_the_published_ones(tokenizer: Tokenizer, change: dict[str, Any]) -> None:
+def test_losses_equal_the_published_ones(tokenizer: Tokenizer, change: dict[str, Any]) -> None:
     weights = {"local_weight": 0.5, "global_weight": 2.0} if change else {}
     model = tiny_model(tokenizer, **change, **weights).eval()
     config, batch = model.config, make_batch(tokenizer)
@@ -162,7 +163,7 @@ def test_the_losses_are_the_published_ones(tokenizer: Tokenizer, change: dict[st
 
 
 def test_the_global_loss_starts_near_its_expectation(model: GLoRIA) -> None:
-    """Of the local one, tests/losses/test_losses_gloria.py tells: here texts of more words begin with an advantage."""
+    """The local loss does not: texts of more words have an advantage (tests/losses/test_losses_gloria.py)."""
     found = model.eval()(make_batch(model.tokenizer))
     assert found.terms["global"].item() == pytest.approx(2 * math.log(7), abs=1.0)
 
@@ -174,7 +175,7 @@ def test_every_parameter_has_a_gradient(model: GLoRIA) -> None:
         assert parameter.grad.abs().sum() > 0, name
 
 
-def test_a_few_steps_on_one_batch_learn_it(model: GLoRIA) -> None:
+def test_the_loss_falls_on_one_batch(model: GLoRIA) -> None:
     model.train()
     batch = make_batch(model.tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -204,7 +205,7 @@ def test_samples_without_image_or_text_are_left_out(model: GLoRIA) -> None:
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 
-def test_padding_and_company_change_nothing(model: GLoRIA) -> None:
+def test_similarity_does_not_depend_on_padding_or_the_batch(model: GLoRIA) -> None:
     model.eval()
     batch = make_batch(model.tokenizer)
     images = model.embed_images(batch.image_BCHW)
@@ -214,8 +215,8 @@ def test_padding_and_company_change_nothing(model: GLoRIA) -> None:
     torch.testing.assert_close(model.similarity(batch.image_BCHW[2:3], RAGGED), together[2:3], rtol=1e-4, atol=1e-5)
 
 
-def test_similarity_is_that_of_training(model: GLoRIA) -> None:
-    """Its softmax at a temperature of half of 1 / temp3 is the product of both of training."""
+def test_similarity_equals_that_of_training(model: GLoRIA) -> None:
+    """It is the mean of cosine and local similarity, without temp3."""
     model.eval()
     batch = make_batch(model.tokenizer)
     images, texts = model.embed_images(batch.image_BCHW), model.embed_texts(RAGGED)
@@ -232,7 +233,7 @@ def locals_of(images: Embeddings, texts: Embeddings, first: int = 0) -> tuple[Te
 
 
 def test_the_published_similarity_differs_from_training_in_two_ways(model: GLoRIA) -> None:
-    """The best word stands for the text, and [CLS] is none of its words. The third, padding, is not repeated."""
+    """Only the best word counts, and [CLS] is not a word. Its attention to padding is not reproduced."""
     model.eval()
     images = model.embed_images(make_batch(model.tokenizer).image_BCHW)
     texts = model.embed_texts(RAGGED)
@@ -244,8 +245,8 @@ def test_the_published_similarity_differs_from_training_in_two_ways(model: GLoRI
     assert model.published_similarity(images, [""]).isfinite().all()  # a text of no word but [CLS]
 
 
-def test_prompts_of_any_length_are_read(model: GLoRIA) -> None:
-    """Published code counts characters for words, and ends at this prompt, which has more than 96 of them."""
+def test_prompts_of_any_length_are_encoded(model: GLoRIA) -> None:
+    """The published code counts characters as words and fails on this prompt of more than 96 characters."""
     model.eval()
     long = "mildly enlarged cardiac silhouette, likely left ventricular enlargement. other chambers are less prominent"
     images = model.embed_images(make_batch(model.tokenizer).image_BCHW)
@@ -253,8 +254,8 @@ def test_prompts_of_any_length_are_read(model: GLoRIA) -> None:
     assert model.embed_texts([long]).mask_NP.sum() == 1 + 13 + 2  # [CLS], the words, a comma and a full stop
 
 
-def test_embeddings_go_through_the_chunks_of_the_evaluators(model: GLoRIA) -> None:
-    """Encoded once in parts of other lengths, put together, and compared in blocks."""
+def test_evaluators_compare_embeddings_in_chunks(model: GLoRIA) -> None:
+    """Embeddings of parts with different lengths are concatenated and compared in blocks."""
     model.eval()
     batch = make_batch(model.tokenizer)
     texts = concatenate([model.embed_texts(RAGGED[:2]), model.embed_texts(RAGGED[2:])])
@@ -275,7 +276,7 @@ def test_embeddings_go_through_the_chunks_of_the_evaluators(model: GLoRIA) -> No
     assert ((scores_NL > 0) & (scores_NL < 1)).all()
 
 
-def test_maps_are_in_the_pixels_of_the_original(tokenizer: Tokenizer) -> None:
+def test_attention_maps_are_in_pixels_of_the_original(tokenizer: Tokenizer) -> None:
     model = tiny_model(tokenizer, fit="crop").eval()
     batch = make_batch(tokenizer, [0, 1, 2, 3])
     sizes = [(200, 100), (100, 300), (64, 64), (65, 64)]
@@ -300,11 +301,11 @@ def test_maps_are_in_the_pixels_of_the_original(tokenizer: Tokenizer) -> None:
     assert (peak // 64 * 6 // 64, peak % 64 * 6 // 64) == (cell // 6, cell % 6)
     (own,) = model.attention_maps(batch.image_BCHW[2:3], batch.texts[2:3])
     torch.testing.assert_close(own, maps[2], rtol=1e-4, atol=1e-6)
-    with pytest.raises(ConfigError, match="4 images and 3 texts"):
+    with raises(ConfigError, "mismatch", "texts"):
         model.attention_maps(batch.image_BCHW, batch.texts[:3])
 
 
-def test_a_saved_model_is_the_same_model(model: GLoRIA, tmp_path: Path) -> None:
+def test_a_loaded_model_equals_the_saved_one(model: GLoRIA, tmp_path: Path) -> None:
     model.eval()
     save(model, tmp_path)
     loaded = medvl.load(tmp_path)
@@ -314,7 +315,7 @@ def test_a_saved_model_is_the_same_model(model: GLoRIA, tmp_path: Path) -> None:
     assert torch.equal(loaded.similarity(batch.image_BCHW, TEXTS), model.similarity(batch.image_BCHW, TEXTS))
 
 
-def test_words_alone_are_those_behind_the_first_token(model: GLoRIA, tokenizer: Tokenizer) -> None:
+def test_text_token_false_leaves_out_the_first_token(model: GLoRIA, tokenizer: Tokenizer) -> None:
     alone = tiny_model(tokenizer, text_token=False)
     alone.load_state_dict(model.state_dict())
     model.eval(), alone.eval()
@@ -334,8 +335,8 @@ def test_words_alone_are_those_behind_the_first_token(model: GLoRIA, tokenizer: 
     assert losses_of.terms["local"].isfinite()
 
 
-def test_a_length_for_all_regions_and_words_leaves_room_for_attention(tokenizer: Tokenizer) -> None:
-    """Where words are long, one of them has every region to itself, and regions are attended alike."""
+def test_local_feature_norm_keeps_attention_from_saturating(tokenizer: Tokenizer) -> None:
+    """Without it and with large norms, one word gets every region and attention is uniform."""
     batch = make_batch(tokenizer, [0, 1, 2])
     spread = {}
     for length in (None, 3.0):
@@ -352,11 +353,11 @@ def test_a_length_for_all_regions_and_words_leaves_room_for_attention(tokenizer:
         assert (lengths_NP == pytest.approx(3.0, rel=1e-4)) is (length is not None)
     assert spread[3.0].min() > 0
     assert (spread[None] == 0).any()
-    with pytest.raises(ConfigError, match="local_feature_norm must be above 0"):
+    with raises(ConfigError, "out_of_range", "local_feature_norm"):
         GLoRIAConfig(local_feature_norm=0.0)
 
 
-def test_its_towers_go_into_other_systems_and_theirs_into_it(model: GLoRIA, tmp_path: Path) -> None:
+def test_encoders_are_exchanged_with_other_systems(model: GLoRIA, tmp_path: Path) -> None:
     towers = {name: getattr(model.config, name) for name in ("image_encoder", "text_encoder", "image_size")}
     other = medvl.create_model("convirt", tokenizer=model.tokenizer, frozen_text_layers=0, **towers)
     save(other, tmp_path)
@@ -376,7 +377,7 @@ def test_its_towers_go_into_other_systems_and_theirs_into_it(model: GLoRIA, tmp_
     ],
     ids=["vision Transformer", "DenseNet", "CLIP's text"],
 )
-def test_any_encoder_goes_in(tokenizer: Tokenizer, towers: dict[str, Any]) -> None:
+def test_gloria_takes_encoders_of_any_library(tokenizer: Tokenizer, towers: dict[str, Any]) -> None:
     model = tiny_model(towers.pop("tokenizer", tokenizer), **towers).eval()
     side = model.config.image_size
     image_BCHW = torch.randint(0, 256, (2, 1, side, side), dtype=torch.uint8)
@@ -385,22 +386,22 @@ def test_any_encoder_goes_in(tokenizer: Tokenizer, towers: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "code", "field"),
     [
-        ({"temp2": 0.0}, "temp2 must be above 0"),
-        ({"word_pool": "max"}, "word_pool: expected one of 'sum', 'mean', got 'max'"),
-        ({"local_weight": 0.0, "global_weight": 0.0}, "global_weight must be"),
-        ({"text_layers": 0}, "text_layers must be"),
-        ({"patch_level": -9}, "levels of local features"),
-        ({"text_layers": 9}, "has states 0"),
+        ({"temp2": 0.0}, "out_of_range", "temp2"),
+        ({"word_pool": "max"}, "unknown_name", "word_pool"),
+        ({"local_weight": 0.0, "global_weight": 0.0}, "out_of_range", "global_weight"),
+        ({"text_layers": 0}, "out_of_range", "text_layers"),
+        ({"patch_level": -9}, "out_of_range", "patch_level"),
+        ({"text_layers": 9}, "out_of_range", "layers"),
     ],
 )
-def test_wrong_settings_are_named(tokenizer: Tokenizer, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_invalid_settings_are_rejected(tokenizer: Tokenizer, settings: dict[str, Any], code: str, field: str) -> None:
+    with raises(ConfigError, code, field):
         tiny_model(tokenizer, **settings)
 
 
-def test_without_a_tokenizer_there_are_no_words() -> None:
+def test_words_need_a_tokenizer() -> None:
     model = tiny_model(None, vocab_size=300)
     ids_BT = torch.ones(2, 4, dtype=torch.long)
     assert model.encode_text(ids_BT, ids_BT.bool()).shape == (2, 24)
@@ -412,15 +413,15 @@ def test_without_a_tokenizer_there_are_no_words() -> None:
         labels_BL=torch.zeros(2, 0),
         texts=["", ""],
     )
-    with pytest.raises(ConfigError, match="cannot find words in token ids"):
+    with raises(ConfigError, "missing", "tokenizer"):
         model(batch)
-    with pytest.raises(ConfigError, match="own embed_images"):
+    with raises(ConfigError, "missing"):
         model.similarity(Embeddings(torch.zeros(2, 24)), Embeddings(torch.zeros(2, 24)))
 
 
 @pytest.mark.fault("N1")
-def test_two_ranks_take_the_step_of_one(model: GLoRIA, tmp_path: Path) -> None:
-    """Loss and gradients of the global batch: uneven ranks, texts of other lengths on each; and of sequences alone."""
+def test_two_ranks_compute_the_gradients_of_one(model: GLoRIA, tmp_path: Path) -> None:
+    """Loss and gradients equal those of the global batch, with unequal ranks and text lengths; so does gather_padded."""
     save(model, tmp_path)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ended = subprocess.run(

@@ -26,25 +26,25 @@ def logits() -> Tensor:
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 
 
-def test_value_and_gradient_are_those_of_the_formula() -> None:
+def test_multilabel_bce_equals_the_formula() -> None:
     compare(lambda x: losses.multilabel_bce(x, TARGET_BL), lambda x: naive(x, TARGET_BL), [logits()])
 
 
-def test_it_begins_at_ln_2_and_nothing_known_is_zero() -> None:
+def test_multilabel_bce_starts_at_ln_2_and_is_zero_without_known_labels() -> None:
     assert losses.multilabel_bce(torch.zeros(4, 3), TARGET_BL).item() == pytest.approx(math.log(2))
     check_zero_with_gradient(lambda x: losses.multilabel_bce(x, torch.full((4, 3), torch.nan)), logits())
 
 
-def test_an_unknown_label_takes_no_part_whatever_its_logit() -> None:
+def test_unknown_labels_are_ignored_whatever_their_logit() -> None:
     wild = torch.where(TARGET_BL.isnan(), torch.tensor(torch.inf), logits()).requires_grad_()
     loss = losses.multilabel_bce(wild, TARGET_BL)
     torch.testing.assert_close(loss, losses.multilabel_bce(logits(), TARGET_BL))
 
 
-def test_half_precision_is_computed_in_float32() -> None:
+def test_multilabel_bce_computes_in_float32() -> None:
     check_precision(lambda x: losses.multilabel_bce(x, TARGET_BL), logits())
 
 
-def test_shapes_that_do_not_fit_are_named() -> None:
+def test_multilabel_bce_rejects_unequal_shapes() -> None:
     with pytest.raises(ValueError, match=r"labels need logits and targets of one shape \(B, L\), got \(4, 3\)"):
         losses.multilabel_bce(logits(), TARGET_BL[:, :2])

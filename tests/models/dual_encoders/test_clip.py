@@ -1,4 +1,4 @@
-"""CLIP, CheXzero and SigLIP: open_clip's own numbers with the same weights, the published settings, a strict start."""
+"""CLIP, CheXzero and SigLIP: outputs equal to open_clip's, published settings, and strict loading of weights."""
 
 import math
 import subprocess
@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 from helpers import clip_ranks
+from helpers.errors import raises
 from torch import Tensor
 
 import medvl
@@ -52,7 +53,7 @@ def tokenizer() -> Tokenizer:
 
 
 def reference_of(image: dict[str, Any], text: dict[str, Any], embed_dim: int, **options: Any) -> Any:
-    """A small random model of open_clip, its parameters moved away from zeros and ones."""
+    """Return a small random model of open_clip, its parameters moved away from zeros and ones."""
     import open_clip
 
     torch.manual_seed(3)
@@ -70,7 +71,7 @@ def write(model: Any, path: Path) -> Path:
 
 
 def arguments(image: dict[str, Any], text: dict[str, Any], embed_dim: int) -> dict[str, Any]:
-    """The same model in our settings: some sizes are settings of their own, and depth goes by Hugging Face's name."""
+    """Return the same model as settings of medvl, where the depth has Hugging Face's name."""
     text = {key: value for key, value in text.items() if key not in ("vocab_size", "layers")}
     return {
         "image_encoder": "open_clip:custom",
@@ -87,7 +88,7 @@ def pixels(side: int, count: int = 4) -> Tensor:
 
 
 def full_ids(tokenizer: Tokenizer, length: int = 77, pad: int = 0) -> Tensor:
-    """As open_clip takes texts: padded to the full length."""
+    """Return token ids as open_clip takes them, padded to the full length."""
     ids_BT, mask_BT = tokenizer(TEXTS)
     padded = torch.full((len(TEXTS), length), pad)
     padded[:, : ids_BT.shape[1]] = ids_BT.masked_fill(~mask_BT, pad)
@@ -95,8 +96,8 @@ def full_ids(tokenizer: Tokenizer, length: int = 77, pad: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", TOWERS)
-def test_any_model_of_open_clip_gives_its_own_numbers(kind: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Both embeddings and the loss, from a file of the whole model."""
+def test_models_of_open_clip_give_equal_outputs(kind: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Embeddings and loss are equal after loading the file of the whole model."""
     import open_clip
 
     image, text = TOWERS[kind]
@@ -124,8 +125,10 @@ def test_any_model_of_open_clip_gives_its_own_numbers(kind: str, tokenizer: Toke
 
 
 @pytest.mark.parametrize(("pool", "head"), [("cls_last_hidden_state_pooler", "mlp"), ("mean_pooler", "linear")])
-def test_a_hugging_face_text_tower_of_open_clip(pool: str, head: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """As BiomedCLIP has it: a BERT, and a head over it that is in the file too."""
+def test_open_clip_models_with_a_hugging_face_text_encoder_give_equal_outputs(
+    pool: str, head: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """As in BiomedCLIP: a BERT with a head, which is in the same file."""
     import transformers
 
     folder = tmp_path / "bert"
@@ -180,7 +183,7 @@ def make_batch(tokenizer: Tokenizer, size: int = 6, **fields: Any) -> Batch:
     )
 
 
-def test_the_published_settings() -> None:
+def test_configs_have_the_published_defaults() -> None:
     clip, chexzero, siglip = CLIPConfig(), CheXzeroConfig(), SigLIPConfig()
     assert (clip.image_encoder, clip.text_encoder, clip.max_tokens) == ("clip_vit_b32", "clip_text", 77)
     assert (clip.temperature, clip.max_scale, clip.projection_dim) == (0.07, 100.0, 512)
@@ -191,7 +194,7 @@ def test_the_published_settings() -> None:
 
 
 def published_file(path: Path, **scalars: Tensor) -> tuple[Any, Path]:
-    """OpenAI's layout, the text tower at the top; CheXzero's files are the same."""
+    """Write a file in OpenAI's layout, with the text encoder at the top level, as CheXzero's files."""
     import open_clip
 
     torch.manual_seed(4)
@@ -208,8 +211,8 @@ SMALL_CLIP: dict[str, Any] = {
 }
 
 
-def test_chexzero_starts_from_clip_by_path_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both towers, both projections and the scale; grey goes to three channels under the corpus' own statistics."""
+def test_chexzero_loads_clip_weights_by_path_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoders, projections and scale are loaded; grey images are normalised by the corpus' statistics."""
     whole, path = published_file(tmp_path / "model.safetensors")
     model = medvl.create_model("chexzero", pretrained=True, weights=str(path), **SMALL_CLIP).eval()
     assert isinstance(model, CLIP)
@@ -229,20 +232,20 @@ def test_chexzero_starts_from_clip_by_path_and_by_name(tmp_path: Path, monkeypat
     ).eval()
     assert torch.equal(spelt.encode_text(TEXTS), model.encode_text(TEXTS))  # with CLIP's vocabulary
 
-    asked: list[tuple[str, str]] = []
+    requests: list[tuple[str, str]] = []
 
     def fetch(hub_id: str, filename: str, revision: str | None, **pins: Any) -> Path:
-        asked.append((hub_id, filename))
+        requests.append((hub_id, filename))
         return path
 
     monkeypatch.setattr("medvl.encoders.pretrained.fetch", fetch)
     named = medvl.create_model("chexzero", pretrained=True, **SMALL_CLIP).eval()
-    assert set(asked) == {("timm/vit_base_patch32_clip_224.openai", "open_clip_model.safetensors")}
+    assert set(requests) == {("timm/vit_base_patch32_clip_224.openai", "open_clip_model.safetensors")}
     for name, tensor in model.state_dict().items():
         assert torch.equal(named.state_dict()[name], tensor), name
 
 
-def test_towers_of_two_origins_have_no_common_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoders_of_two_sources_keep_the_initial_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, path = published_file(tmp_path / "model.safetensors")
     bert = medvl.encoders.create_text_encoder("bert", **BERT)
     safetensors.torch.save_file(bert.state_dict(), tmp_path / "bert.safetensors")
@@ -258,7 +261,7 @@ def test_towers_of_two_origins_have_no_common_scale(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "difference"),
     [
         ({"visual.proj": None}, "1 missing: proj"),
         ({"text_projection": None}, "1 missing: projection.matrix"),
@@ -268,18 +271,18 @@ def test_towers_of_two_origins_have_no_common_scale(tmp_path: Path, monkeypatch:
         ({"logit_scale": None}, "has no logit_scale"),
     ],
 )
-def test_a_wrong_file_is_refused_with_the_first_differences(
-    change: dict[str, Tensor | None], told: str, tmp_path: Path
+def test_weights_that_do_not_fit_are_rejected_with_the_first_differences(
+    change: dict[str, Tensor | None], difference: str, tmp_path: Path
 ) -> None:
     _, path = published_file(tmp_path / "model.safetensors")
     tensors = safetensors.torch.load_file(path) | change
     safetensors.torch.save_file({key: tensor for key, tensor in tensors.items() if tensor is not None}, path)
-    with pytest.raises(WeightsError, match=rf"model.safetensors.*{told}"):
+    with pytest.raises(WeightsError, match=rf"model.safetensors.*{difference}"):
         medvl.create_model("chexzero", pretrained=True, weights=str(path), **SMALL_CLIP)
 
 
-def test_siglip_takes_a_scale_only_with_its_bias(tmp_path: Path) -> None:
-    """A softmax leaves the bias free, so CLIP's scale is no start for a sigmoid."""
+def test_siglip_loads_a_scale_only_with_its_bias(tmp_path: Path) -> None:
+    """A softmax does not depend on the bias, so CLIP's scale does not fit a sigmoid."""
     clip = {"image_encoder": "clip_vit_b32", "text_encoder": "clip_text", "max_tokens": 77, "pretrained": True}
     _, path = published_file(tmp_path / "clip.safetensors")
     model: Any = medvl.create_model("siglip", weights=str(path), **clip, **SMALL_CLIP)
@@ -301,7 +304,7 @@ def test_every_parameter_gets_a_gradient(name: str, tokenizer: Tokenizer) -> Non
         assert parameter.grad.abs().sum() > 0, parameter_name
 
 
-def test_the_losses_are_the_published_ones_at_their_start(tokenizer: Tokenizer) -> None:
+def test_losses_equal_the_published_ones(tokenizer: Tokenizer) -> None:
     batch = make_batch(tokenizer, 8)
     for name, scalars in (("clip", (1 / 0.07,)), ("siglip", (10.0, -10.0))):
         model = small(name, tokenizer, **arguments(VIT, TEXT, 512)).eval()
@@ -315,13 +318,13 @@ def test_the_losses_are_the_published_ones_at_their_start(tokenizer: Tokenizer) 
 
 
 def test_the_temperature_is_learned_and_clamped(tokenizer: Tokenizer) -> None:
-    """Before the step, in place: at the clamp it still has a gradient, which can bring it back."""
+    """The clamp is in place and before the step, so that the scale keeps its gradient."""
     batch = make_batch(tokenizer)
     model = small("clip", tokenizer)
     with torch.no_grad():
         model.logit_scale.fill_(7.0)
     model.eval()(batch)
-    assert model.logit_scale.item() == 7.0  # what is judged is not changed
+    assert model.logit_scale.item() == 7.0  # not clamped in eval mode
     model.train()(batch).total.backward()
     assert model.logit_scale.item() == pytest.approx(math.log(100))
     assert model.logit_scale.grad.abs() > 0
@@ -349,7 +352,7 @@ def test_a_sample_without_a_text_is_left_out(name: str, tokenizer: Tokenizer) ->
 
 
 @pytest.mark.parametrize("name", ["clip", "chexzero", "siglip"])
-def test_a_saved_model_is_the_same_model(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_loaded_model_equals_the_saved_one(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = small(name, tokenizer, image_mean=(0.5,), image_std=(0.25,)).eval()
     with torch.no_grad():
         model.logit_scale.fill_(3.0)
@@ -364,21 +367,21 @@ def test_a_saved_model_is_the_same_model(name: str, tokenizer: Tokenizer, tmp_pa
     assert "logit_scale" in loaded.state_dict()
 
 
-def test_towers_that_do_not_go_together_are_named(tokenizer: Tokenizer) -> None:
+def test_incompatible_settings_are_rejected(tokenizer: Tokenizer) -> None:
     arguments_ = arguments(VIT, TEXT, 32)
     other = arguments_ | {"text_arguments": arguments_["text_arguments"] | {"embed_dim": 16}}
-    with pytest.raises(ConfigError, match=r"has 32 dimensions and that of open_clip:custom 16: take encoders of one"):
+    with raises(ConfigError, "mismatch", "text_encoder"):
         medvl.create_model("clip", **other)
-    with pytest.raises(ConfigError, match="image_arguments cannot set image_size"):
+    with raises(ConfigError, "conflict", "image_arguments", names="image_size"):
         medvl.create_model("clip", image_arguments={"image_size": 64})
-    with pytest.raises(ConfigError, match="temperature must be above 0"):
+    with raises(ConfigError, "out_of_range", "temperature"):
         CLIPConfig(temperature=0)
-    with pytest.raises(ConfigError, match=r"max_scale must be None or at least 14.2857"):
+    with raises(ConfigError, "out_of_range", "max_scale"):
         CLIPConfig(max_scale=10)
 
 
-def test_plain_towers_get_a_head_each(tokenizer: Tokenizer) -> None:
-    """From any library: a ResNet and a BERT, of which neither was published with a projection."""
+def test_encoders_without_projections_get_heads(tokenizer: Tokenizer) -> None:
+    """A ResNet and a BERT have no projection of their own."""
     model = small(
         "clip",
         tokenizer,
@@ -396,8 +399,8 @@ def test_plain_towers_get_a_head_each(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_take_the_step_of_one(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Loss and gradients of the global batch, uneven, one text missing; of the learned temperature and bias too."""
+def test_two_ranks_compute_the_gradients_of_one(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Loss and gradients, also of scale and bias, equal those of the global batch with unequal ranks and a missing text."""
     folders = [tmp_path / name for name in ("chexzero", "siglip")]
     batch = make_batch(tokenizer, sum(clip_ranks.COUNTS))
     for folder in folders:

@@ -1,4 +1,4 @@
-"""Losses in blocks against their plain form, and shared positives against sums written out a pair at a time."""
+"""Losses in blocks against their plain form, and shared positives against plain loops."""
 
 import functools
 import math
@@ -27,14 +27,14 @@ def units(rows: int = BATCH, seed: int = 0, dim: int = 12) -> Tensor:
 
 
 def positives(groups: Sequence[Tensor]) -> list[list[int]]:
-    """Of every row, itself among them."""
+    """Return the positives of every row, itself included."""
     return [
         [k for k in range(BATCH) if k == i or any(group_B[i] == group_B[k] for group_B in groups)] for i in range(BATCH)
     ]
 
 
 def naive_info_nce(image_BE: Tensor, text_BE: Tensor, weight: float, groups: Sequence[Tensor]) -> Tensor:
-    """-log softmax of a row's positives, averaged over them; rows and columns in turn."""
+    """Return the mean -log softmax of each row's positives, for rows and columns."""
     total = image_BE.new_zeros(())
     for i, own in enumerate(positives(groups)):
         to_texts = torch.stack([image_BE[i] @ text_E for text_E in text_BE]).log_softmax(0)
@@ -57,8 +57,8 @@ def naive_sigmoid(image_BE: Tensor, text_BE: Tensor, bias: Tensor, groups: Seque
 @pytest.mark.parametrize("rows", [1, 4, 8, BATCH])
 @pytest.mark.parametrize("weight", [0.75, 0.0, 1.0])
 @pytest.mark.parametrize("name", GROUPS)
-def test_info_nce_is_the_formula(name: str, weight: float, rows: int) -> None:
-    """In one block (the plain form), and in blocks of which the last is smaller."""
+def test_info_nce_equals_the_formula(name: str, weight: float, rows: int) -> None:
+    """In one block (the plain form), and in several blocks with a smaller last one."""
     groups = GROUPS[name]
     compare(
         lambda scale, image, text: info_nce(scale * image, text, weight, groups, block_rows=rows),
@@ -69,7 +69,7 @@ def test_info_nce_is_the_formula(name: str, weight: float, rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 4, 8, BATCH])
 @pytest.mark.parametrize("name", GROUPS)
-def test_pairwise_sigmoid_is_the_formula(name: str, rows: int) -> None:
+def test_pairwise_sigmoid_equals_the_formula(name: str, rows: int) -> None:
     groups = GROUPS[name]
     compare(
         lambda scale, image, text, bias: pairwise_sigmoid(scale * image, text, bias, groups, block_rows=rows),
@@ -87,7 +87,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("name", GROUPS)
-def test_a_loss_goes_over_to_blocks_where_its_matrix_is_large(
+def test_a_large_matrix_is_computed_in_blocks(
     name: str, loss: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def found() -> list[Tensor]:
@@ -107,7 +107,7 @@ def test_a_loss_goes_over_to_blocks_where_its_matrix_is_large(
 @pytest.mark.parametrize("scale", [1.0, 100.0, 3000.0])
 @pytest.mark.parametrize("aligned", [True, False])
 def test_blocks_stay_exact_at_any_temperature(scale: float, aligned: bool) -> None:
-    """3000 is far beyond what a float32 can exponentiate; aligned pairs have a loss and a gradient of nearly nothing."""
+    """exp(3000) overflows float32; aligned pairs have a loss and gradient near 0."""
     image_BE = units(33)
     inputs = [image_BE, image_BE.clone() if aligned else units(33, 1)]
 
@@ -138,7 +138,7 @@ def test_either_side_may_be_frozen(learned: str) -> None:
     torch.testing.assert_close(gradient(4), gradient(BATCH))
 
 
-def test_without_gradients_there_are_none() -> None:
+def test_blocks_without_gradients_compute_none() -> None:
     assert not info_nce(units(), units(seed=1), 0.5, block_rows=4).requires_grad
     with torch.no_grad():
         value = pairwise_sigmoid(units().requires_grad_(), units(seed=1), -1.0, block_rows=4)
@@ -163,7 +163,7 @@ def test_blocks_are_computed_in_float32_under_autocast(
     assert loss(image_BE.bfloat16(), text_BE.bfloat16()).dtype == torch.float32
 
 
-def test_what_is_not_finite_is_not_hidden() -> None:
+def test_non_finite_inputs_give_a_non_finite_loss() -> None:
     image_BE = units()
     image_BE[5, 0] = torch.nan
     for rows in (4, BATCH):
@@ -171,8 +171,8 @@ def test_what_is_not_finite_is_not_hidden() -> None:
         assert pairwise_sigmoid(image_BE, units(seed=1), -1.0, block_rows=rows).isnan()
 
 
-def test_nothing_as_large_as_the_matrix_is_kept() -> None:
-    """From the forward to the backward pass: the embeddings and a few numbers a row."""
+def test_blocks_keep_nothing_as_large_as_the_matrix() -> None:
+    """The backward pass needs the embeddings and a few numbers per row."""
     kept: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -184,8 +184,8 @@ def test_nothing_as_large_as_the_matrix_is_kept() -> None:
     assert max(kept) == 200 * 12
 
 
-def test_a_second_derivative_in_blocks_is_refused() -> None:
-    """The plain form has one; what the blocks would give is not it."""
+def test_a_second_derivative_in_blocks_is_rejected() -> None:
+    """The plain form has one; the blocks would compute a wrong one."""
     for loss in (
         lambda x: info_nce(x, units(), 0.5, block_rows=4),
         lambda x: pairwise_sigmoid(x, x, 0.0, block_rows=4),
@@ -195,8 +195,8 @@ def test_a_second_derivative_in_blocks_is_refused() -> None:
             torch.autograd.grad(loss(image_BE), image_BE, create_graph=True)
 
 
-def test_shared_positives_take_the_floor_down() -> None:
-    """Two images with one text: as negatives they hold the loss above ln 2 for their rows, however well they fit."""
+def test_shared_positives_lower_the_minimum_loss() -> None:
+    """Two images with one text: as negatives of each other, their rows have a loss of at least ln 2."""
     image_BE = torch.eye(3)[[0, 0, 1]]
     assert losses.clip(image_BE, image_BE, 100.0).item() == pytest.approx(2 / 3 * math.log(2), rel=1e-5)
     one, other = torch.tensor([1, 1, 2]), torch.tensor([4, 5, 6])
@@ -211,13 +211,13 @@ def test_shared_positives_take_the_floor_down() -> None:
     assert torch.equal(losses.clip(image_BE, image_BE, 9.0, groups=[other]), losses.clip(image_BE, image_BE, 9.0))
 
 
-def test_groups_of_another_length_are_refused() -> None:
+def test_groups_of_another_length_are_rejected() -> None:
     for loss in LOSSES.values():
         with pytest.raises(ValueError, match=r"groups must be \(9,\) each, as many as pairs: got \[\(9,\), \(8,\)\]"):
             loss(units(), units(), groups=[STUDIES, STUDIES[:8]])
 
 
-def test_rows_of_same_pairs_and_texts_named_alike_in_every_batch() -> None:
+def test_same_pairs_of_rows_and_text_ids_across_batches() -> None:
     assert torch.equal(same_pairs(STUDIES, TEXTS, rows=slice(2, 5)), same_pairs(STUDIES, TEXTS)[2:5])
     ids_BT = torch.randint(0, 1000, (4, 30), generator=torch.Generator().manual_seed(0))
     mask_BT = torch.arange(30) < torch.tensor([30, 7, 1, 20])[:, None]
@@ -233,7 +233,7 @@ def test_rows_of_same_pairs_and_texts_named_alike_in_every_batch() -> None:
 @pytest.mark.parametrize(("dtype", "apart"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("noise", [0.02, 1.0])
 @pytest.mark.parametrize("name", ["own", "study"])
-def test_products_of_16_bits_round_operands_only(name: str, noise: float, dtype: torch.dtype, apart: float) -> None:
+def test_16_bit_products_round_operands_only(name: str, noise: float, dtype: torch.dtype, apart: float) -> None:
     """With little noise every pair is well aligned: slopes that are rounded before their targets are taken off would
     have gradients off by a third."""
     image_BE, other_BE, groups = units(64, 0, 32), units(64, 1, 32), ()
@@ -256,8 +256,8 @@ def test_products_of_16_bits_round_operands_only(name: str, noise: float, dtype:
 
 @pytest.mark.fault("N3")
 @pytest.mark.parametrize("name", GROUPS)
-def test_passes_over_a_block_can_be_compiled_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU does. The backend that runs eagerly keeps the test short."""
+def test_passes_over_a_block_can_be_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; the eager backend keeps the test short."""
     torch.compiler.reset()
     compiled = functools.cache(functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
 
@@ -273,7 +273,7 @@ def test_passes_over_a_block_can_be_compiled_whole(name: str, monkeypatch: pytes
 
 
 def test_the_products_of_a_loss_are_float32_on_a_cpu() -> None:
-    """Autocast or not; a GPU's autocast decides for tensors of the GPU only."""
+    """With or without autocast; the GPU's autocast applies to tensors on the GPU only."""
     with torch.autocast("cpu", torch.bfloat16):
         assert product_dtype(units()) is torch.float32
     assert product_dtype(units()) is torch.float32

@@ -1,4 +1,4 @@
-"""Answering as classification: the loss against its formula."""
+"""Losses of answers against their formulas."""
 
 import math
 
@@ -25,23 +25,23 @@ def random_case(batch: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("batch", "size"), [(1, 2), (5, 3), (8, 30)])
-def test_it_is_binary_cross_entropy_summed_over_answers(batch: int, size: int) -> None:
+def test_vqa_bce_is_binary_cross_entropy_summed_over_answers(batch: int, size: int) -> None:
     logits_BV, target_BV = random_case(batch, size)
     compare(lambda x: losses.vqa_bce(x, target_BV), lambda x: naive(x, target_BV), [logits_BV])
 
 
-def test_it_starts_at_ln_two_an_answer() -> None:
+def test_vqa_bce_of_zero_logits_is_ln_2_per_answer() -> None:
     assert losses.vqa_bce(torch.zeros(4, 450), torch.zeros(4, 450)).item() == pytest.approx(450 * math.log(2), rel=1e-5)
 
 
-def test_precision_and_nothing_to_learn_from() -> None:
+def test_vqa_bce_computes_in_float32_and_is_zero_without_questions() -> None:
     logits_BV, target_BV = random_case(4, 6)
     check_precision(lambda x: losses.vqa_bce(x, target_BV), logits_BV)
     check_zero_with_gradient(lambda x: losses.vqa_bce(x, torch.zeros(0, 6)), torch.zeros(0, 6))
     assert losses.vqa_bce(torch.full((1, 2), 1e4), torch.tensor([[1.0, 0.0]])).isfinite()
 
 
-def test_shapes_must_agree() -> None:
+def test_vqa_bce_rejects_unequal_shapes() -> None:
     with pytest.raises(ValueError, match=r"one shape \(B, V\), got \(2, 3\) and \(2, 4\)"):
         losses.vqa_bce(torch.zeros(2, 3), torch.zeros(2, 4))
 
@@ -62,7 +62,7 @@ def words_case(words: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("words", "size", "questions"), [(1, 2, 1), (9, 5, 4), (3, 40, 6)])
-def test_words_are_weighted_and_averaged_over_questions(words: int, size: int, questions: int) -> None:
+def test_answer_words_are_weighted_and_averaged_over_questions(words: int, size: int, questions: int) -> None:
     logits_NV, ids_N, weight_N = words_case(words, size)
     compare(
         lambda x: losses.answer_words(x, ids_N, weight_N, questions),
@@ -71,7 +71,7 @@ def test_words_are_weighted_and_averaged_over_questions(words: int, size: int, q
     )
 
 
-def test_a_word_starts_at_ln_v_and_no_words_at_nothing() -> None:
+def test_answer_words_start_at_ln_v_and_are_zero_without_words() -> None:
     _, ids_N, _ = words_case(6, 300)
     start = losses.answer_words(torch.zeros(6, 300), ids_N, torch.ones(6), 2)
     assert start.item() == pytest.approx(3 * math.log(300), rel=1e-5)
@@ -79,12 +79,12 @@ def test_a_word_starts_at_ln_v_and_no_words_at_nothing() -> None:
     check_zero_with_gradient(lambda x: losses.answer_words(x, nothing, torch.zeros(0), 3), torch.zeros(0, 300))
 
 
-def test_words_are_computed_on_in_float32() -> None:
+def test_answer_words_compute_in_float32() -> None:
     logits_NV, ids_N, weight_N = words_case(5, 8)
     check_precision(lambda x: losses.answer_words(x, ids_N, weight_N, 2), logits_NV)
 
 
-def test_words_have_logits_and_weights_of_their_own() -> None:
+def test_answer_words_reject_unequal_lengths() -> None:
     with pytest.raises(ValueError, match=r"logits \(N, V\) and ids \(N,\), got \(2, 3\) and \(3,\)"):
         losses.answer_words(torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64), torch.ones(3), 1)
     with pytest.raises(ValueError, match="each word needs a weight: 2 words and 3 weights"):

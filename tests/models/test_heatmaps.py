@@ -1,4 +1,4 @@
-"""Maps over a grid brought to the pixels of an image, for every way to make it square."""
+"""Heat maps resized to the pixels of an image, for every way to make it square."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from medvl.data.transforms.image import Box, EvalTransform
 from medvl.models.heatmaps import on_image
 
 
-def test_cells_have_their_values_at_their_centers_and_between_them_it_is_linear() -> None:
+def test_on_image_is_linear_between_cell_centers() -> None:
     map_Khw = torch.tensor([[[0.0, 4.0], [2.0, 6.0]]])
     map_KHW = on_image(map_Khw, Box(0, 0, 8, 8), 8, 8)
     along_first_row = [0.0, 0.0, 0.5, 1.5, 2.5, 3.5, 4.0, 4.0]  # centers at 2 and 6, and flat beyond them
@@ -17,7 +17,7 @@ def test_cells_have_their_values_at_their_centers_and_between_them_it_is_linear(
     assert map_KHW.shape == (1, 8, 8)
 
 
-def test_it_is_the_librarys_interpolation_where_the_whole_image_was_seen() -> None:
+def test_on_image_equals_torch_interpolation_for_the_whole_image() -> None:
     map_Khw = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0))
     expected = torch.nn.functional.interpolate(map_Khw[None], (40, 33), mode="bilinear", align_corners=False)[0]
     torch.testing.assert_close(on_image(map_Khw, Box(0, 0, 40, 33), 40, 33), expected, rtol=1e-5, atol=1e-5)
@@ -35,8 +35,8 @@ def test_it_is_the_librarys_interpolation_where_the_whole_image_was_seen() -> No
     ],
     ids=str,
 )
-def test_a_spot_in_the_image_comes_back_to_its_place(shape: tuple[int, int], transform: EvalTransform) -> None:
-    """The model's input itself is the grid: what is bright in it must be bright where the image is."""
+def test_a_bright_spot_is_mapped_back_to_its_place(shape: tuple[int, int], transform: EvalTransform) -> None:
+    """With the model's input as the grid, a spot that is bright in it must be bright at its place in the image."""
     height, width = shape
     spot = round(0.4 * height), round(0.55 * width)
     image_HW = np.zeros(shape, np.uint8)
@@ -50,7 +50,7 @@ def test_a_spot_in_the_image_comes_back_to_its_place(shape: tuple[int, int], tra
     assert map_HW[spot] > 200
 
 
-def test_what_the_model_did_not_see_is_not_a_number() -> None:
+def test_pixels_that_were_cut_off_are_nan() -> None:
     cropped = EvalTransform(size=50, fit="crop")
     map_HW = on_image(torch.ones(1, 7, 7), cropped.box(100, 200), 100, 200)[0]
     assert map_HW[:, 50:150].eq(1).all()
