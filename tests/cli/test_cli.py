@@ -1,4 +1,4 @@
-"""The `medvl` command: helps, lists, and says in one line what is wrong with a command or its data."""
+"""The `medvl` command: help texts, lists, and one-line error messages."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ COMMANDS = (
 
 
 def ends(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Status and error text of a command that must not succeed."""
+    """Return status and error output of a command that must fail."""
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     assert isinstance(caught.value.code, int)
@@ -34,21 +34,21 @@ def ends(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
 
 
 def line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line in which a command says what is wrong with its input."""
+    """Return the one-line error message of a command."""
     status, text = ends(arguments, capsys)
     assert status == 1
-    (told,) = text.splitlines()
-    assert told.startswith("medvl: ")
-    return told.removeprefix("medvl: ")
+    (message,) = text.splitlines()
+    assert message.startswith("medvl: ")
+    return message.removeprefix("medvl: ")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
 def test_help_lists_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(arguments)
     lines = capsys.readouterr().out.splitlines()
-    listed = {name: text for text in lines for name in COMMANDS if text.startswith(f"  {name} ")}
-    assert set(listed) == set(COMMANDS)
-    assert all(text.endswith(".") for text in listed.values())
+    summaries = {name: text for text in lines for name in COMMANDS if text.startswith(f"  {name} ")}
+    assert set(summaries) == set(COMMANDS)
+    assert all(text.endswith(".") for text in summaries.values())
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -87,7 +87,7 @@ def test_list_command_filters_names(kind: str, match: str, expected: str, capsys
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["list"], "image-encoders"),
         (["list", "sausages"], "invalid choice 'sausages'"),
@@ -98,11 +98,11 @@ def test_list_command_filters_names(kind: str, match: str, expected: str, capsys
     ],
 )
 def test_invalid_command_line_exits_with_status_2(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, text = ends(arguments, capsys)
     assert status == 2
-    assert told in text
+    assert message in text
     assert "Traceback" not in text
 
 
@@ -115,8 +115,8 @@ def test_missing_folders_are_reported(tmp_path: Path, capsys: pytest.CaptureFixt
     for corpus in ("mimic-cxr", "chexpert"):
         assert nowhere in line(["shards", corpus, "--root", nowhere, *out], capsys)
     columns = ["--image-column", "image", "--patient-column", "patient"]
-    told = line(["shards", "table", "--table", f"{nowhere}.csv", *columns, *out], capsys)
-    assert f"{nowhere}.csv" in told
+    message = line(["shards", "table", "--table", f"{nowhere}.csv", *columns, *out], capsys)
+    assert f"{nowhere}.csv" in message
     for command in (["verify", nowhere], ["vocab", nowhere, str(tmp_path / "out")]):
         assert nowhere in line(command, capsys)
     assert nowhere in line(["eval", "zero-shot", "--checkpoint", nowhere, "--data", nowhere], capsys)
@@ -126,13 +126,13 @@ def test_missing_folders_are_reported(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_missing_column_is_reported(mimic_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = mimic_root / "mimic-cxr-2.0.0-chexpert.csv.gz"
     write_csv_gz(table, ["subject_id", "study_id", *FINDINGS[1:]], [])
-    told = line(["shards", "mimic-cxr", "--root", str(mimic_root), "--out", str(tmp_path / "out")], capsys)
-    assert told.startswith(f"{table} lacks the column {FINDINGS[0]}")
+    message = line(["shards", "mimic-cxr", "--root", str(mimic_root), "--out", str(tmp_path / "out")], capsys)
+    assert message.startswith(f"{table} lacks the column {FINDINGS[0]}")
     rows = tmp_path / "rows.csv"
     rows.write_text("image,subject\na.png,p1\n")
     columns = ["--image-column", "image", "--patient-column", "patient"]
-    told = line(["shards", "table", "--table", str(rows), *columns, "--out", str(tmp_path / "out")], capsys)
-    assert "lacks the column patient; it has image, subject" in told
+    message = line(["shards", "table", "--table", str(rows), *columns, "--out", str(tmp_path / "out")], capsys)
+    assert "lacks the column patient; it has image, subject" in message
     assert not (tmp_path / "out").exists()
 
 
@@ -148,7 +148,7 @@ def test_nonempty_output_folder_is_not_modified(
 
 
 @pytest.mark.parametrize(
-    ("option", "told"),
+    ("option", "message"),
     [
         (["--quality", "0"], "expected quality from 1 to 100"),
         (["--short-side", "3"], "expected short_side from 16 to 8192, got 3"),
@@ -156,8 +156,8 @@ def test_nonempty_output_folder_is_not_modified(
         (["--workers", "0"], "expected workers of 1 or more, got 0"),
     ],
 )
-def test_value_out_of_range_is_reported(option: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told in line(["shards", "mimic-cxr", "--root", "a", "--out", "b", *option], capsys)
+def test_value_out_of_range_is_reported(option: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in line(["shards", "mimic-cxr", "--root", "a", "--out", "b", *option], capsys)
 
 
 @pytest.mark.parametrize("option", [["--where", "source"], ["--splits", "train"], ["--splits", "train=most"]])
@@ -187,6 +187,6 @@ def test_full_disk_and_invalid_folder_are_reported_in_one_line(
         command = ["vocab", str(shards / "train"), str(tmp_path / "vocab"), "--min-frequency", "1"]
         assert line(command, capsys).endswith("No space left on device")
     (tmp_path / "file").touch()
-    beneath = tmp_path / "file" / "below"
-    told = line(["vocab", str(shards / "train"), str(beneath), "--min-frequency", "1"], capsys)
-    assert told == f"{beneath}: Not a directory"
+    below_file = tmp_path / "file" / "below"
+    message = line(["vocab", str(shards / "train"), str(below_file), "--min-frequency", "1"], capsys)
+    assert message == f"{below_file}: Not a directory"

@@ -1,4 +1,4 @@
-"""A model, a source and a loader small enough to compute by hand, for the tests of the evaluators."""
+"""Small fake model, source and loader for the tests of evaluators."""
 
 import hashlib
 from collections import Counter
@@ -13,18 +13,18 @@ from medvl.errors import ShardError
 from medvl.schema import Batch, Embeddings, Sample
 
 WIDTH = 16
-"""Of the shared space, and of the one-row images."""
+"""Width of the embeddings and of the one-row images."""
 
 
 def text_vector(text: str) -> np.ndarray:
-    """A unit vector that only the text decides."""
+    """Return a unit vector that depends on the text only."""
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     vector = np.random.default_rng(seed).normal(size=WIDTH)
     return (vector / np.linalg.norm(vector)).astype(np.float32)
 
 
 class FakeModel(nn.Module):
-    """Embeds an image of one row as its pixels minus 128, and a text by its hash. Counts what it encodes."""
+    """Fake dual-encoder: an image of one row is embedded as its pixels minus 128, a text by its hash."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class FakeModel(nn.Module):
 
 
 class FakeSource:
-    """Samples with their pixels in memory."""
+    """Source of samples and pixels in memory."""
 
     fingerprint = "f" * 64
 
@@ -69,7 +69,7 @@ class FakeSource:
 
 
 class FakeLoader:
-    """Batches in order, the last one short; what is damaged is skipped and counted."""
+    """Loader of batches in order; damaged samples are skipped and counted."""
 
     def __init__(self, source: FakeSource, batch: int = 7, texts: Sequence[str] | None = None) -> None:
         self.source, self.batch = source, batch
@@ -98,7 +98,7 @@ class FakeLoader:
 def make_source(
     labels_NL: np.ndarray, names: Sequence[str], *, seed: int = 0, patients: int | None = None, prefix: str = "p"
 ) -> FakeSource:
-    """One-row images of noise with these labels (NaN: not mentioned); every `patients`-th image is one patient's."""
+    """Return one-row noise images with these labels (NaN: missing); image i belongs to patient i % `patients`."""
     rng = np.random.default_rng(seed)
     count = len(labels_NL)
     views = ("PA", "AP", "LATERAL")

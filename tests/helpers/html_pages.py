@@ -1,11 +1,11 @@
-"""Reads the HTML pages that evaluations write."""
+"""Parser of the HTML pages of evaluations."""
 
 from html.parser import HTMLParser
 from pathlib import Path
 
 
 class Reader(HTMLParser):
-    """Checks that tags are balanced; collects tags, attributes and text."""
+    """HTML parser that checks for balanced tags and collects tags, attributes and text."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Uncertain and missing labels: every rule on a table small enough to read."""
+"""Label policies: every rule on a small table."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_policy_fills_labels_implied_by_no_finding():
     labels_NL = LabelPolicy(missing="ignore").resolve(TABLE, NAMES).labels_NL
     expected = [
         [1, 0, NAN, 0, NAN],  # atelectasis: not a normal study
-        [NAN, NAN, NAN, NAN, 1],  # a device alone, or an uncertain pathology, says nothing
+        [NAN, NAN, NAN, NAN, 1],  # a device or an uncertain pathology implies nothing
         [0, 0, 0, 1, 1],  # normal: no pathology, and the device stays
         [NAN, NAN, NAN, NAN, NAN],
         [0, 1, 0, 1, 0],

@@ -1,4 +1,4 @@
-"""Runs side by side: what may be compared, paired differences against a loop written out, the report's files."""
+"""Comparison of runs: compatibility checks, paired differences compared with a loop, output files."""
 
 import dataclasses
 import json
@@ -28,8 +28,8 @@ from medvl.eval.zero_shot_classification.evaluate import ZeroShotResult
 NAMES = ("Edema", "Fracture")
 
 
-def judged(seed: int, patients: int | None = None) -> ZeroShotResult:
-    """A zero-shot evaluation of 40 images by a model that knows as much as the seed says: nothing."""
+def evaluated(seed: int, patients: int | None = None) -> ZeroShotResult:
+    """Return a zero-shot evaluation of 40 random images."""
     rng = np.random.default_rng(0)
     source = make_source((rng.random((40, 2)) < 0.5).astype(float), NAMES, patients=patients)
     pixels = np.random.default_rng(seed)
@@ -39,10 +39,10 @@ def judged(seed: int, patients: int | None = None) -> ZeroShotResult:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two training runs with a zero-shot evaluation each, of 16 patients."""
+    """Folder of two training runs with a zero-shot evaluation of 16 patients each."""
     folder = tmp_path_factory.mktemp("runs")
     for number, name in enumerate(("first", "second")):
-        result = judged(number, patients=16)
+        result = evaluated(number, patients=16)
         write_results(result.results, folder / name / "eval" / "zero_shot", result.predictions())
     return folder
 
@@ -53,9 +53,9 @@ def compared(*folders: Path, **settings: Any) -> Comparison:
 
 
 def test_paired_difference_matches_loop(home: Path) -> None:
-    found = compared(home / "first", home / "second", resamples=60, seed=3)
-    row = found.differences[0]["auroc/Edema"]
-    first, second = judged(0, patients=16).images, judged(1, patients=16).images
+    comparison = compared(home / "first", home / "second", resamples=60, seed=3)
+    row = comparison.differences[0]["auroc/Edema"]
+    first, second = evaluated(0, patients=16).images, evaluated(1, patients=16).images
     order = np.argsort([sample.key for sample in first.samples])
     labels_N = first.labels_NL[order, 0]
     scores = [images.scores_NL[order, list(images.names).index("Edema")] for images in (first, second)]
@@ -67,12 +67,12 @@ def test_paired_difference_matches_loop(home: Path) -> None:
             values.append(both[1] - both[0])
     assert row.value == pytest.approx(roc_auc_score(labels_N, scores[1]) - roc_auc_score(labels_N, scores[0]))
     assert (row.low, row.high) == pytest.approx(tuple(np.quantile(values, [0.025, 0.975])))
-    assert {"auroc/macro", "average_precision/macro"} <= set(found.differences[0])
-    assert found.notes == ()
+    assert {"auroc/macro", "average_precision/macro"} <= set(comparison.differences[0])
+    assert comparison.notes == ()
 
 
 def test_paired_interval_excludes_zero_where_separate_intervals_overlap(tmp_path: Path) -> None:
-    """One run is better by a hundredth on every phrase, and phrases differ far more than that."""
+    """One run is better by 0.01 on every phrase, and the variation between phrases is much larger."""
     rng = np.random.default_rng(0)
     hard = rng.random(60)
     for name, better in (("a", 0.0), ("b", 0.01)):
@@ -124,9 +124,9 @@ def test_compare_notes_differing_settings(tmp_path: Path) -> None:
 def test_compare_notes_unpaired_items_and_missing_patients(tmp_path: Path) -> None:
     write_grounding(tmp_path / "a", np.arange(4.0))
     write_grounding(tmp_path / "b", np.arange(6.0))
-    found = compared(tmp_path / "a", tmp_path / "b")
-    assert found.differences == ({},)
-    assert found.notes == ("b is not paired with a: their predictions are for different items",)
+    comparison = compared(tmp_path / "a", tmp_path / "b")
+    assert comparison.differences == ({},)
+    assert comparison.notes == ("b is not paired with a: their predictions are for different items",)
     (tmp_path / "b" / "predictions.jsonl").unlink()
     assert "has no predictions" in compared(tmp_path / "a", tmp_path / "b").notes[0]
     for name in ("c", "d"):
@@ -186,9 +186,9 @@ def test_find_runs_accepts_any_folder_of_a_run(home: Path) -> None:
     ],
 )
 def test_short_names_are_unique(paths: list[str], names: list[str]) -> None:
-    found = short_names([Path(path) for path in paths])
-    assert len(set(found)) == len(found)
-    assert found == names
+    shortened = short_names([Path(path) for path in paths])
+    assert len(set(shortened)) == len(shortened)
+    assert shortened == names
 
 
 # What is written
@@ -198,10 +198,10 @@ def test_comparison_shows_values_differences_and_arrows(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for name, better in (("a", 0.0), ("b", 0.1), ("c", -0.2)):
         write_grounding(tmp_path / name, rng.random(60) * 0.01 + 0.5 + better)
-    found = compared(tmp_path / "a", tmp_path / "b", tmp_path / "c", resamples=100)
-    told = format_comparison(found)
-    assert "b difference" in told
-    paths = write_comparison([found], tmp_path / "out", date="2026-01-01")
+    comparison = compared(tmp_path / "a", tmp_path / "b", tmp_path / "c", resamples=100)
+    text = format_comparison(comparison)
+    assert "b difference" in text
+    paths = write_comparison([comparison], tmp_path / "out", date="2026-01-01")
     content: list[Mapping[str, Any]] = json.loads(paths[0].read_text())
     row = content[0]["rows"][0]
     assert row["name"] == "cnr/overall"
@@ -217,12 +217,12 @@ def test_comparison_shows_dash_for_missing_rows(tmp_path: Path) -> None:
     extra = MetricRow(metric="miou", target="overall", value=0.5, n=4)
     own = read_results(tmp_path / "a")
     b = Run("b", tmp_path / "a", dataclasses.replace(own, rows=(*own.rows, extra)))
-    found = compare([Run("a", tmp_path / "a", own), b], resamples=10)
-    assert found.rows[-1] == "miou/overall"
-    assert found.as_json()["rows"][-1]["values"][0] is None
-    assert "–" in write_comparison([found], tmp_path / "out")[1].read_text()
-    told = dataclasses.replace(found, notes=("maps: attention (a), similarity (b)",))
-    assert "maps: attention (a)" in write_comparison([told], tmp_path / "told")[1].read_text()
+    comparison = compare([Run("a", tmp_path / "a", own), b], resamples=10)
+    assert comparison.rows[-1] == "miou/overall"
+    assert comparison.as_json()["rows"][-1]["values"][0] is None
+    assert "–" in write_comparison([comparison], tmp_path / "out")[1].read_text()
+    noted = dataclasses.replace(comparison, notes=("maps: attention (a), similarity (b)",))
+    assert "maps: attention (a)" in write_comparison([noted], tmp_path / "noted")[1].read_text()
 
 
 def test_compare_command_prints_table_and_paths(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

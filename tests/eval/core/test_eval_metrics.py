@@ -1,4 +1,4 @@
-"""Decisions, calibration and curves against scikit-learn and plain formulas."""
+"""Decision metrics, calibration and curves compared with scikit-learn and with formulas."""
 
 import numpy as np
 import pytest
@@ -152,7 +152,7 @@ def test_calibration_bins_merge_equal_probabilities():
 
 
 def test_wilson_interval_matches_known_value():
-    """Newcombe (1998), table I: 81 of 263 gives 0.2553 to 0.3662; 0 of 20 gives 0 to 0.1611."""
+    """Compare with Newcombe (1998), table I: 81 of 263 gives 0.2553 to 0.3662; 0 of 20 gives 0 to 0.1611."""
     low, high = curves.wilson_interval(np.array([81 / 263, 0.0]), np.array([263.0, 20.0]))
     assert low == pytest.approx([0.2553, 0.0], abs=1e-4)
     assert high == pytest.approx([0.3662, 0.1611], abs=1e-4)

@@ -1,4 +1,4 @@
-"""Results on disk and in the terminal."""
+"""Result files and text tables."""
 
 import dataclasses
 import hashlib

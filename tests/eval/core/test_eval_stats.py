@@ -1,4 +1,4 @@
-"""Bootstrap intervals against scikit-learn, resample by resample, and against their rules."""
+"""Bootstrap intervals compared with scikit-learn per resample, and their rules."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_public_names_exist():
 
 
 def tied_scores(n: int, labels: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Scores with many ties, labels with NaN in 10 % of the places."""
+    """Return scores with many ties, and labels of which 10 % are NaN."""
     rng = np.random.default_rng(seed)
     labels_NL = (rng.random((n, labels)) < np.linspace(0.1, 0.6, labels)).astype(float)
     scores_NL = np.round(rng.normal(size=(n, labels)) + labels_NL, 1)
@@ -87,10 +87,10 @@ def test_small_columns_match_scikit_learn(rows):
 
 def test_chunk_size_does_not_change_resamples(monkeypatch):
     scores_NL, labels_NL = tied_scores(70, 3)
-    whole = bootstrap_auroc(scores_NL, labels_NL, resamples=50, seed=1)
+    expected = bootstrap_auroc(scores_NL, labels_NL, resamples=50, seed=1)
     monkeypatch.setattr(bootstrap, "_CHUNK_ELEMENTS", 500)  # 7 resamples at a time
     assert len(list(bootstrap.resample_counts(70, 50, seed=1))) == 8
-    np.testing.assert_array_equal(bootstrap_auroc(scores_NL, labels_NL, resamples=50, seed=1), whole)
+    np.testing.assert_array_equal(bootstrap_auroc(scores_NL, labels_NL, resamples=50, seed=1), expected)
 
 
 def test_seed_changes_interval_but_not_value():
@@ -103,7 +103,7 @@ def test_seed_changes_interval_but_not_value():
 
 
 def test_interval_covers_true_auroc_in_95_percent():
-    """Two unit normals one apart: AUROC = Phi(1 / sqrt 2) = 0.76025."""
+    """Compare with two unit normals at distance 1: AUROC = Phi(1 / sqrt 2) = 0.76025."""
     rng = np.random.default_rng(0)
     labels_N1 = np.repeat([0.0, 1.0], 60)[:, None]
     covered = 0

@@ -1,4 +1,4 @@
-"""Maps drawn over images: where a cell lies in the original, what was cropped away, and what color says."""
+"""Heatmap overlays: positions of cells, cropped areas and colors."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The HTML page: whole, escaped, self-contained, and true to the results."""
+"""HTML pages: complete, escaped, self-contained and equal to the results."""
 
 import base64
 import dataclasses
@@ -28,7 +28,7 @@ NAMES = ("Edema", "Fracture", "Pneumonia")
 @pytest.fixture(scope="module")
 def source():
     labels_NL = (np.random.default_rng(0).random((60, 3)) < 0.4).astype(float)
-    labels_NL[:, 1] = 0  # Fracture cannot be judged
+    labels_NL[:, 1] = 0  # Fracture has a single class
     return make_source(labels_NL, NAMES)
 
 
@@ -175,8 +175,8 @@ def test_header_facts_list_inputs_intervals_and_protocol():
         inputs={"checkpoint": "ab" * 32, "manifest": None},
         packages={"medvl": "1.2"},
     )
-    told = header_facts(results, model="m", data="d", date="today", units="texts", extra=[("Maps", "cosine")])
-    assert told == [
+    facts = header_facts(results, model="m", data="d", date="today", units="texts", extra=[("Maps", "cosine")])
+    assert facts == [
         ("Date", "today"),
         ("Checkpoint", f"m (sha256 {'ab' * 6})"),
         ("Data", "d"),

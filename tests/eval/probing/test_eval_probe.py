@@ -1,5 +1,4 @@
-"""The linear probe: its solver against scikit-learn, its draws, its cache, and what it reads off features that it can
-and cannot learn from."""
+"""Linear probe: solver compared with scikit-learn, label fractions, feature cache and evaluation."""
 
 import dataclasses
 import json
@@ -29,7 +28,7 @@ NAMES = ("Edema", "Fracture", "Cardiomegaly")
 
 
 def table(count: int, seed: int, prefix: str, labels_NL: np.ndarray | None = None, signal: float = 1.0) -> FeatureTable:
-    """Features of noise, of which the first three lean towards the labels; two images a patient."""
+    """Return noise features of which the first three correlate with the labels, with two images per patient."""
     rng = np.random.default_rng(seed)
     if labels_NL is None:
         labels_NL = (rng.random((count, 3)) < [0.3, 0.5, 0.2]).astype(float)
@@ -152,10 +151,10 @@ def test_probe_rows_are_mean_and_deviation_over_runs(sets):
         assert row.value == pytest.approx(np.mean([value[label] for value in values]), abs=2e-3)
         assert spread.value == pytest.approx(np.std([value[label] for value in values], ddof=1), abs=2e-3)
         assert row.low <= row.value <= row.high
-    whole = result.results.row("auroc@100%", "macro")
-    assert whole.value == result.results.row("auroc", "macro").value
-    assert whole.value > result.results.row("auroc@5%", "macro").value
-    assert whole.value > 0.7
+    full = result.results.row("auroc@100%", "macro")
+    assert full.value == result.results.row("auroc", "macro").value
+    assert full.value > result.results.row("auroc@5%", "macro").value
+    assert full.value > 0.7
     metrics = {row.metric for row in result.results.rows}
     assert {"ece", "brier", "f1", "mcc", "auroc_gap", "average_precision@5%"} <= metrics
     assert "auroc_sd@100%" not in metrics
@@ -180,7 +179,7 @@ def test_penalty_and_thresholds_are_chosen_on_validation_images(sets):
 
 def test_probe_scores_do_not_depend_on_other_images(sets):
     train, valid, test = sets
-    whole = linear_probe(train, valid, test, fractions=(1.0,), resamples=0)
+    full = linear_probe(train, valid, test, fractions=(1.0,), resamples=0)
     few = dataclasses.replace(
         test,
         x_ND=test.x_ND[:40],
@@ -189,7 +188,7 @@ def test_probe_scores_do_not_depend_on_other_images(sets):
         positions=test.positions[:40],
     )
     part = linear_probe(train, valid, few, fractions=(1.0,), resamples=0)
-    np.testing.assert_allclose(part.images.scores_NL, whole.images.scores_NL[:40], rtol=1e-12)
+    np.testing.assert_allclose(part.images.scores_NL, full.images.scores_NL[:40], rtol=1e-12)
 
 
 def test_probe_applies_label_policy(sets):
@@ -229,7 +228,7 @@ def test_linear_probe_rejects_invalid_inputs(sets):
 
 def test_probe_page_shows_every_fraction(sets, tmp_path):
     result = linear_probe(*sets, fractions=(0.1, 1.0), seeds=2, resamples=20)
-    page = write_probe_page(result, tmp_path / "index.html", model="nobody's", data="noise").read_text()
+    page = write_probe_page(result, tmp_path / "index.html", model="random", data="noise").read_text()
     for text in ("AUROC, 10%", "AUROC, 100%", "SD over runs", "Gaps between subgroups", "Calibration and decisions"):
         assert text in page
 

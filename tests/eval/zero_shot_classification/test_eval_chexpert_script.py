@@ -1,4 +1,4 @@
-"""`scripts/zeroshot_chexpert.py` from the command line, on a CheXpert tree of noise."""
+"""`scripts/zeroshot_chexpert.py` from the command line, on a CheXpert folder of noise images."""
 
 import csv
 import dataclasses
@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "zeroshot_chexpert.py"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A release with a valid and a test split of noise, and the checkpoint of a model that knows nothing."""
+    """Folder with a release of noise images (valid and test) and the checkpoint of an untrained model."""
     folder = tmp_path_factory.mktemp("chexpert")
     rng = np.random.default_rng(0)
     for split, first, count in (("valid", 1, 30), ("test", 100, 40)):

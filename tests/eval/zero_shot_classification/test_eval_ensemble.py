@@ -1,4 +1,4 @@
-"""Several checkpoints as one: their scores averaged, image by image, and every member named."""
+"""Ensembles of checkpoints: averaged scores and recorded members."""
 
 import functools
 import json
@@ -29,7 +29,7 @@ COUNT = 40
 
 
 class Turned(FakeModel):
-    """The same model, looking at the pixels in another order."""
+    """Fake model that reads the pixels in another order."""
 
     def __init__(self, shift: int) -> None:
         super().__init__()
@@ -49,16 +49,16 @@ def source() -> FakeSource:
 def test_ensemble_averages_scores(name: str, source: FakeSource) -> None:
     prompts = [load_prompts(name)]
     members = [Turned(shift) for shift in (0, 3, 5)]
-    found = predict(members, FakeLoader(source), prompts)
+    predictions = predict(members, FakeLoader(source), prompts)
     alone = [predict(member, FakeLoader(source), prompts).scores_NL[0] for member in members]
-    np.testing.assert_allclose(found.scores_NL[0], np.mean(alone, axis=0), rtol=1e-12)
+    np.testing.assert_allclose(predictions.scores_NL[0], np.mean(alone, axis=0), rtol=1e-12)
     assert np.abs(alone[0] - alone[1]).max() > 0.001
-    assert found.keys == tuple(sample.key for sample in source.samples)
+    assert predictions.keys == tuple(sample.key for sample in source.samples)
     assert all(member.training for member in members)
 
 
 def test_ensemble_members_encode_each_image_once(source: FakeSource) -> None:
-    """For both sides of every pair of sentences, and for every prompt set."""
+    """Images are encoded once for all prompt sets."""
     members = [Turned(shift) for shift in (0, 3)]
     sets = [load_prompts("chexpert_pairs"), load_prompts("chexpert_classes")]
     predict(members, FakeLoader(source), sets)
@@ -67,9 +67,9 @@ def test_ensemble_members_encode_each_image_once(source: FakeSource) -> None:
 
 def test_ensemble_of_one_equals_single_model(source: FakeSource) -> None:
     alone = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", resamples=5)
-    listed = zero_shot([FakeModel()], FakeLoader(source), "chexpert_pairs", resamples=5)
-    assert listed.table() == alone.table()
-    assert listed.results.config == alone.results.config
+    ensemble = zero_shot([FakeModel()], FakeLoader(source), "chexpert_pairs", resamples=5)
+    assert ensemble.table() == alone.table()
+    assert ensemble.results.config == alone.results.config
     with raises(EvaluationError, "empty", "model"):
         predict([], FakeLoader(source), [load_prompts("chexpert_pairs")])
 

@@ -1,4 +1,4 @@
-"""GLoRIA's published zero-shot protocol, by its name: its phrases, its draw, its similarity, its standardised scores."""
+"""GLoRIA's published zero-shot scoring: phrases, similarity and standardised scores."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ PUBLISHED = "gloria_published"
 
 
 class Published(FakeModel):
-    """A dual-encoder with a second similarity, of another scale a text."""
+    """Fake dual-encoder with a second similarity that is scaled per text."""
 
     def published_similarity(self, images: Embeddings, texts: Embeddings) -> Tensor:
         similarity_NM: Tensor = self.similarity(images, texts)

@@ -1,4 +1,4 @@
-"""Prompt files: ours are complete and say what they should; anybody's are checked and named when wrong."""
+"""Prompt files: content of the built-in sets, and validation of user files."""
 
 import hashlib
 import json
@@ -60,7 +60,7 @@ def test_built_in_prompt_sets_load_by_name():
 
 
 def test_chexzero_template_matches_published_prompts():
-    """ "no No Finding" is what turned that label round."""
+    """The published "no No Finding" prompt inverts the label, so ours differs."""
     template = load_prompts("chexzero_template")
     assert sorted({*template.classes, "No Finding"}) == sorted(FINDINGS)
     assert (template.scoring, template.temperature) == ("pair_softmax", 1.0)
@@ -96,7 +96,7 @@ def test_labeler_agrees_with_positive_and_negative_prompts(name):
 
 @pytest.mark.parametrize("name", OURS)
 def test_no_finding_prompts_describe_normal_study(name):
-    """CheXzero's template turned this label round: AUROC 0.07."""
+    """CheXzero's template inverts this label: AUROC 0.07."""
     sides = load_prompts(name).classes["No Finding"]
     for sentence in sides.positive:
         assert re.search(r"\b(normal|clear|unremarkable|no)\b", sentence, re.IGNORECASE)
@@ -107,14 +107,14 @@ def test_no_finding_prompts_describe_normal_study(name):
 
 
 def test_select_keeps_order_and_rejects_unknown_classes():
-    whole = load_prompts("chexpert_classes")
-    five = whole.select(COMPETITION_FINDINGS)
+    full_set = load_prompts("chexpert_classes")
+    five = full_set.select(COMPETITION_FINDINGS)
     assert tuple(five.classes) == COMPETITION_FINDINGS
-    assert five.sha256 == whole.sha256
+    assert five.sha256 == full_set.sha256
     with raises(EvaluationError, "unknown_name", names="Hernia"):
-        whole.select(["Edema", "Hernia"])
+        full_set.select(["Edema", "Hernia"])
     with raises(EvaluationError, "malformed", "classes"):
-        whole.select(["Edema"])
+        full_set.select(["Edema"])
 
 
 def test_texts_are_distinct_and_ordered(tmp_path):

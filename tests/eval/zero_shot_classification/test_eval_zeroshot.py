@@ -1,4 +1,4 @@
-"""The zero-shot protocol on a model that can be computed by hand."""
+"""Zero-shot protocol on a small fake model."""
 
 import dataclasses
 import json
@@ -114,10 +114,10 @@ def test_predict_encodes_each_image_once(source):
 
 def test_scores_do_not_depend_on_other_images(source):
     prompts = [load_prompts("chexpert_classes")]
-    whole = predict(FakeModel(), FakeLoader(source), prompts)
+    full = predict(FakeModel(), FakeLoader(source), prompts)
     few = FakeSource(source.samples[40:43], source.images[40:43], FINDINGS)
     alone = predict(FakeModel(), FakeLoader(few, batch=1), prompts)
-    np.testing.assert_allclose(alone.scores_NL[0], whole.scores_NL[0][40:43], rtol=1e-5)
+    np.testing.assert_allclose(alone.scores_NL[0], full.scores_NL[0][40:43], rtol=1e-5)
 
 
 def test_zero_shot_rows_match_scikit_learn(source):
@@ -198,8 +198,8 @@ def test_no_decision_metrics_for_findings_missing_in_validation(source):
     with raises(EvaluationError, "not_found", names="f1/Fracture"):
         result.results.row("f1", "Fracture")
     assert result.results.row("f1", "Edema").n == COUNT
-    nobody = FakeLoader(make_source(np.zeros((9, 14)), FINDINGS, prefix="v"))
-    result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", valid_loader=nobody, resamples=0)
+    empty_loader = FakeLoader(make_source(np.zeros((9, 14)), FINDINGS, prefix="v"))
+    result = zero_shot(FakeModel(), FakeLoader(source), "chexpert_pairs", valid_loader=empty_loader, resamples=0)
     assert np.isnan(list(result.thresholds.values())).all()
     assert "f1" not in {row.metric for row in result.results.rows}
 
@@ -307,12 +307,12 @@ def test_top1_accuracy_uses_images_of_one_class():
     prompts = load_prompts("chexpert_classes").select(source.label_names)
     result = zero_shot(FakeModel(), FakeLoader(source), prompts, resamples=10, bootstrap_unit="image", seed=2)
     single = labels_NL.sum(axis=1) == 1
-    truth, said = labels_NL[single].argmax(axis=1), result.images.scores_NL[single].argmax(axis=1)
+    truth, predicted = labels_NL[single].argmax(axis=1), result.images.scores_NL[single].argmax(axis=1)
     row = result.results.row("top1_accuracy", "one class")
-    assert row.value == pytest.approx((truth == said).mean())
+    assert row.value == pytest.approx((truth == predicted).mean())
     assert row.n == single.sum()
     balanced = result.results.row("top1_balanced_accuracy", "one class")
-    assert balanced.value == pytest.approx(reference.balanced_accuracy_score(truth, said))
+    assert balanced.value == pytest.approx(reference.balanced_accuracy_score(truth, predicted))
     everything = result.images.scores_NL.argmax(axis=1) == labels_NL.argmax(axis=1)
     loop = [everything[drawn][single[drawn]].mean() for drawn in bootstrap_indices(90, 10, seed=2)]
     assert (row.low, row.high) == pytest.approx(tuple(np.percentile(loop, (2.5, 97.5))))
