@@ -231,7 +231,9 @@ def test_export_command_writes_a_folder_once(tmp_path: Path, capsys: pytest.Capt
     checkpoint.save(chexzero(), tmp_path / "run")
     cli.main(["export", str(tmp_path / "run"), "--to", "open_clip"])
     output = capsys.readouterr().out
-    assert output.startswith(f"Wrote {tmp_path / 'run-open_clip'}\n  image embedding: differs from medvl's by at most ")
+    assert output.startswith(
+        f"Wrote {tmp_path / 'run-open_clip'}\n  image embedding: maximum relative difference from medvl "
+    )
     with pytest.raises(SystemExit):
         cli.main(["export", str(tmp_path / "run"), "--to", "open_clip"])
     assert "run-open_clip exists" in capsys.readouterr().err

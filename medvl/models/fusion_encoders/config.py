@@ -9,7 +9,7 @@ from medvl.models.base import SystemConfig
 from medvl.models.config_checks import check_choice, check_positive, check_range
 from medvl.models.fusion_encoders.layers.attention_masks import ATTENTIONS
 
-Arguments = Mapping[str, int | float]
+Arguments = Mapping[str, int | float | tuple[int, ...]]
 """Arguments of an encoder's constructor, by its library's names: `{"layers": 11}`, `{"num_hidden_layers": 3}`."""
 
 
