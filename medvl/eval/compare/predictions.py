@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from medvl.errors import EvaluationError
-from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, median_metric, ranking_metrics
+from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics, mean_metrics, median_metric, ranking_metrics
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
-from medvl.eval.grounding.evaluate import label_mean_metrics
 from medvl.schema import COMPETITION_FINDINGS
 
 Line = Mapping[str, Any]

@@ -216,3 +216,19 @@ def label_row(metric: str, target: str, labels_N: Array, subgroup: str = "") -> 
 def _count_labelled(labels_NL: Array) -> int:
     """Return the number of images with at least one label."""
     return int((~np.isnan(labels_NL).all(axis=1)).sum())
+
+
+def label_mean_metrics(metric: str, value_N: Array, labels: Sequence[str]) -> MetricGroup:
+    """Return the mean over items ("overall"), over the labels' means ("macro"), and of each label, ignoring NaN."""
+    names = sorted(set(labels))
+    of_label_NL = np.array(labels)[:, None] == np.array(names)
+    values_NK = np.concatenate([value_N[:, None], np.where(of_label_NL, value_N[:, None], np.nan)], axis=1)
+    means = mean_metrics(metric, values_NK, ["overall", *names])
+    overall, *of_labels = means.rows
+
+    def statistic(counts_NR: Array) -> Array:
+        values_RK = means.statistic(counts_NR)
+        macro_R1 = mean_over_labels(values_RK[:, 1:])[:, None]
+        return np.concatenate([values_RK[:, :1], macro_R1, values_RK[:, 1:]], axis=1)
+
+    return MetricGroup([overall, dataclasses.replace(overall, target="macro"), *of_labels], statistic)

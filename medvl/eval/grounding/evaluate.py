@@ -29,11 +29,9 @@ from numpy.typing import NDArray
 from medvl.data.annotations.phrases import Phrase, phrases_of, published_size
 from medvl.data.transforms.image import Box
 from medvl.errors import EvaluationError
-from medvl.eval.core.bootstrap import mean_over_labels
 from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader
-from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure
-from medvl.eval.core.metrics import Array
+from medvl.eval.core.metric_rows import MetricRow, label_mean_metrics, measure
 from medvl.eval.core.results import Results
 from medvl.eval.grounding.heatmaps import Maps, choose_maps, phrase_maps
 from medvl.eval.grounding.metrics import MapRules, map_metrics, region_mask
@@ -261,22 +259,6 @@ def grounding_rows(
     ]
     patients = [item.sample.patient for item in items]
     return measure(groups, len(items), resamples=resamples, seed=seed, groups=patients)
-
-
-def label_mean_metrics(metric: str, value_N: Array, labels: Sequence[str]) -> MetricGroup:
-    """Return the mean over items ("overall"), over the labels' means ("macro"), and of each label, ignoring NaN."""
-    names = sorted(set(labels))
-    of_label_NL = np.array(labels)[:, None] == np.array(names)
-    values_NK = np.concatenate([value_N[:, None], np.where(of_label_NL, value_N[:, None], np.nan)], axis=1)
-    means = mean_metrics(metric, values_NK, ["overall", *names])
-    overall, *of_labels = means.rows
-
-    def statistic(counts_NR: Array) -> Array:
-        values_RK = means.statistic(counts_NR)
-        macro_R1 = mean_over_labels(values_RK[:, 1:])[:, None]
-        return np.concatenate([values_RK[:, :1], macro_R1, values_RK[:, 1:]], axis=1)
-
-    return MetricGroup([overall, dataclasses.replace(overall, target="macro"), *of_labels], statistic)
 
 
 def _details(items: Sequence[GroundedPhrase], batches: FullPass) -> dict[str, Any]:
