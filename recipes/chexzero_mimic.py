@@ -1,23 +1,23 @@
 """CheXzero on MIMIC-CXR (Tiu et al., Nature Biomedical Engineering 2022, doi 10.1038/s41551-022-00936-9).
 
     torchrun --nproc-per-node 8 recipes/chexzero_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/chexzero_mimic.py tiny           # the phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/chexzero_mimic.py tiny           # phantom corpus of scripts/quickstart.sh, two CPU cores
     torchrun recipes/chexzero_mimic.py tiny --help    # every setting
 
-The paper averages ten runs, of batch 64 and 128 and a rate of 5e-5, 1e-4 and 2e-4. Each is this recipe with other
-flags (--train.run-dir, --train.global-batch, --optim.lr, --data.seed), and they are judged together:
+The paper averages ten runs with batches of 64 and 128 and rates of 5e-5, 1e-4 and 2e-4. Each is this recipe with other
+flags (--train.run-dir, --train.global-batch, --optim.lr, --data.seed), and they are evaluated together:
 
     medvl eval zero-shot --checkpoint RUN_1/best RUN_2/best ... --prompts chexzero_template --data DIR/test
     python scripts/zeroshot_chexpert.py --checkpoint RUN_1/best RUN_2/best ... --prompts chexzero_template --root DIR
 
 Preset `paper`: OpenAI's CLIP ViT-B/32 from the hub on first use, impressions ("NO IMPRESSION" where a report has
-none), no augmentation, plain SGD. Ours and not theirs: bf16 autocast; the scale is kept below CLIP's 100; the best
-checkpoint is chosen on MIMIC-CXR's validation split, theirs on CheXpert's. Their notebook's ensemble has, on the 500
-test images of CheXpert, a mean AUROC of the five competition findings of 0.889 (a figure of ours needs the data).
+none), no augmentation, plain SGD. Differences from the paper: bf16 autocast; the scale is limited to CLIP's 100; the
+best checkpoint is selected on MIMIC-CXR's validation split instead of CheXpert's. The ensemble of the authors' notebook
+has a mean AUROC of the five competition findings of 0.889 on the 500 test images of CheXpert.
 
-Preset `tiny`: a small CLIP from scratch. A vision Transformer learns next to nothing from 5,000 images, so the image
-tower is ConVIRT's small ResNet; the text tower is CLIP's causal Transformer, read at its last token; AdamW under a
-cosine for SGD; the loss, its learned temperature and the text policy are CheXzero's.
+Preset `tiny`: a small CLIP from scratch. A vision Transformer learns little from 5,000 images, so the image encoder is
+ConVIRT's small ResNet; the text encoder is CLIP's causal Transformer with the last token as output; AdamW with a cosine
+schedule instead of SGD; the loss, its learned temperature and the text policy are CheXzero's.
 """
 
 import dataclasses
@@ -25,10 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medvl.data import ConVIRTAugmentation, EvalTransform, WholeText
-from medvl.models.dual_encoders.chexzero import CheXzeroConfig
-from medvl.train.config import Cosine, OptimConfig, TrainConfig
-from medvl.train.recipe_cli import launch
-from medvl.train.tasks.pretraining import DataConfig
+from medvl.models import CheXzeroConfig
+from medvl.train import Cosine, DataConfig, OptimConfig, TrainConfig, launch
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -45,7 +43,7 @@ class Recipe:
     optim: OptimConfig
     train: TrainConfig
     prompts: str | None = "chexzero_template"
-    """Of the zero-shot evaluation during training; None for a corpus without labels."""
+    """Prompt set of the zero-shot evaluation during training; None for a corpus without labels."""
 
 
 paper = Recipe(
@@ -111,12 +109,12 @@ MAKE_DATA = """Make the shards first. From MIMIC-CXR on disk:
     medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr --short-side 320
 and then
     torchrun recipes/chexzero_mimic.py --data.train shards/mimic-cxr/train --data.valid shards/mimic-cxr/validate
-From nothing, for a try on the phantom corpus:
+Without any data, on the phantom corpus:
     bash scripts/quickstart.sh"""
 
 
 def prepare(recipe: Recipe) -> "Run":
-    """Model, data, and what judges it meanwhile."""
+    """Create the model, the loaders and the evaluator."""
     recipe.data.check(MAKE_DATA)
     from medvl.eval import ZeroShotEval
     from medvl.train import pretraining

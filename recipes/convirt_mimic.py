@@ -1,18 +1,18 @@
 """ConVIRT on MIMIC-CXR (Zhang et al., arXiv 2010.00747, MLHC 2022).
 
     torchrun --nproc-per-node 8 recipes/convirt_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/convirt_mimic.py tiny            # the phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/convirt_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
     torchrun recipes/convirt_mimic.py tiny --help     # every setting
 
-Preset `paper`: the paper's settings as far as it tells them, and for the rest those of LoVT's re-implementation.
-ImageNet's ResNet-50 and Bio_ClinicalBERT come from the hub on first use. Ours and not theirs: bf16 autocast, and an
-epoch is a pass over the training set (theirs has 5,000 steps). The authors' weights were never released, and neither
-was a zero-shot figure on CheXpert; a figure of ours needs the credentialed data.
+Preset `paper`: the settings of the paper where it gives them, else those of LoVT's re-implementation. ImageNet's
+ResNet-50 and Bio_ClinicalBERT are downloaded from the hub on first use. Differences from the paper: bf16 autocast, and
+an epoch is a pass over the training set (5,000 steps in the paper). The authors released neither weights nor a
+zero-shot result on CheXpert; results of this recipe need the credentialed data.
 
-Preset `tiny`: a ResNet-10 and a three-layer BERT from scratch, whole impressions for single sentences, a weaker
-augmentation without the flip, AdamW under a cosine for Adam on a plateau. `bash scripts/quickstart.sh` trains it in
-some five minutes on two cores. It printed, for held-out phantom patients, a mean AUROC of the five competition
-findings of 0.894 [0.880, 0.907].
+Preset `tiny`: a ResNet-10 and a three-layer BERT from scratch, complete impressions instead of single sentences, a
+weaker augmentation without the flip, and AdamW with a cosine schedule instead of Adam on a plateau.
+`bash scripts/quickstart.sh` trains it in about five minutes on two cores. For held-out phantom patients the mean AUROC
+of the five competition findings was 0.894 [0.880, 0.907].
 """
 
 import dataclasses
@@ -20,10 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medvl.data import ConVIRTAugmentation, RandomSentence, WholeText
-from medvl.models.dual_encoders.convirt import ConVIRTConfig
-from medvl.train.config import Cosine, OptimConfig, Plateau, TrainConfig
-from medvl.train.recipe_cli import launch
-from medvl.train.tasks.pretraining import DataConfig
+from medvl.models import ConVIRTConfig
+from medvl.train import Cosine, DataConfig, OptimConfig, Plateau, TrainConfig, launch
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -40,7 +38,7 @@ class Recipe:
     optim: OptimConfig
     train: TrainConfig
     prompts: str | None = "chexpert_ensemble"
-    """Of the zero-shot evaluation during training; None for a corpus without labels."""
+    """Prompt set of the zero-shot evaluation during training; None for a corpus without labels."""
 
 
 paper = Recipe(
@@ -62,8 +60,8 @@ paper = Recipe(
         early_stop_patience=15,
     ),
 )
-# Encoders from scratch and some 5,000 pairs: whole impressions say more a step than single sentences, and a strong
-# augmentation would hide what there is to learn.
+# With encoders from scratch and about 5,000 pairs, complete impressions carry more information per step than single
+# sentences, and a strong augmentation would slow down learning.
 tiny = Recipe(
     model=ConVIRTConfig(
         image_encoder="resnet_tiny",
@@ -103,12 +101,12 @@ MAKE_DATA = """Make the shards first. From MIMIC-CXR on disk:
     medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr
 and then
     torchrun recipes/convirt_mimic.py --data.train shards/mimic-cxr/train --data.valid shards/mimic-cxr/validate
-From nothing, for a try on the phantom corpus:
+Without any data, on the phantom corpus:
     bash scripts/quickstart.sh"""
 
 
 def prepare(recipe: Recipe) -> "Run":
-    """Model, data, and what judges it meanwhile."""
+    """Create the model, the loaders and the evaluator."""
     recipe.data.check(MAKE_DATA)
     from medvl.eval import ZeroShotEval
     from medvl.train import pretraining

@@ -12,7 +12,7 @@ The encoder is frozen and in eval mode, so that the features of its patch grid a
 a fraction of the training patients by the seed `--data.fraction-seed`. Early stopping uses the validation patients.
 
 GLoRIA, MGCA and LoVT put a YOLOv3 and a U-Net on a ResNet-50's stages, whose first layers then see fine detail that a
-Transformer's tokens never had. Ours and not theirs: one decoder for every encoder, on one grid of patches
+Transformer's tokens never had. Differences from them: one decoder for every encoder, on one grid of patches
 (`--patch-level -2` takes a finer one, `--size` larger images), anchor-free boxes, no augmentation. Its numbers compare
 encoders under one protocol; they are not to be laid beside theirs.
 
@@ -24,9 +24,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from medvl.train.config import Cosine, OptimConfig, TrainConfig
-from medvl.train.recipe_cli import launch
-from medvl.train.tasks.dense import DenseDataConfig
+from medvl.train import Cosine, DenseDataConfig, OptimConfig, TrainConfig, launch
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -105,19 +103,18 @@ MAKE_DATA = """Make the shards first, of RSNA for boxes and of SIIM for masks:
     medvl shards siim --root SIIM --out shards/siim
 and then, on the encoder of a checkpoint,
     torchrun recipes/dense_transfer.py --init-from runs/convirt-mimic/best
-From nothing, for a try on the phantom corpus:
+Without any data, on the phantom corpus:
     bash scripts/quickstart.sh
     medvl phantom rsna --out phantom-rsna --patients 500 --size 320
     medvl shards rsna --root phantom-rsna --out quickstart/rsna --short-side 224"""
 
 
 def prepare(recipe: Recipe) -> "Run":
-    """Model, data, and what judges it meanwhile."""
+    """Create the model, the loaders and the evaluator."""
     recipe.data.check(MAKE_DATA)
     from medvl.eval import DetectionEval, SegmentationEval
     from medvl.models import Detector, Segmenter, create_dense
-    from medvl.train import Run, seeded
-    from medvl.train.tasks.dense import open_dense
+    from medvl.train import Run, open_dense, seeded
 
     detects = recipe.task == "detection"
     kind: Literal["boxes", "masks"] = "boxes" if detects else "masks"

@@ -1,21 +1,20 @@
 """GLoRIA on CheXpert and its reports (Huang et al., ICCV 2021).
 
     torchrun --nproc-per-node 8 recipes/gloria_chexpert.py --data.train DIR/train --data.valid DIR/valid
-    torchrun recipes/gloria_chexpert.py tiny            # the phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/gloria_chexpert.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
     torchrun recipes/gloria_chexpert.py tiny --help     # every setting
 
 Preset `paper`: the settings of the authors' configuration for CheXpert. ImageNet's ResNet-50 and Bio_ClinicalBERT come
-from the hub on first use. Ours and not theirs: bf16 autocast for fp16, negatives from all ranks, punctuation is read.
+from the hub on first use. Differences: bf16 autocast for fp16, negatives from all ranks, punctuation is read.
 CheXpert's own release has no reports: its impressions are a table of CheXpert Plus, whose images are CheXpert's.
 Published: F1 of about .61 in zero-shot classification of CheXpert 5x200, from a draw of images that was not listed; a
 figure of ours needs the credentialed data. The authors' protocol is `medvl eval zero-shot --prompts gloria_published`.
 
-Preset `tiny` goes on for 12 epochs from the towers of `recipes/convirt_mimic.py tiny`, which stand for ImageNet's
-ResNet and for Bio_ClinicalBERT, with its text and augmentation; 112 pixels stretched to 144, 9 x 9 regions of them, and
-the last two layers of three.
-At these sizes the published attention stays even over the image: the text's first token keeps every region. Here words
-alone share regions out, words and regions have one length, and temp1 is ten times the paper's. AdamW under a cosine
-stands for Adam on a plateau.
+Preset `tiny`: 12 epochs from the encoders of `recipes/convirt_mimic.py tiny` instead of ImageNet's ResNet and
+Bio_ClinicalBERT, with its text and augmentation; images of 112 pixels resized to 144, 9 x 9 regions, and the last two
+of three text layers. At these sizes the published attention stays uniform over the image, because the first token of
+the text attends to every region. So this token is left out, words and regions are normalised to one length, and temp1
+is ten times the paper's. AdamW with a cosine schedule instead of Adam on a plateau.
 """
 
 import dataclasses
@@ -23,10 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medvl.data import ConVIRTAugmentation, RandomCrop, RandomSentence, WholeText
-from medvl.models.dual_encoders.gloria import GLoRIAConfig
-from medvl.train.config import Cosine, OptimConfig, Plateau, TrainConfig
-from medvl.train.recipe_cli import launch
-from medvl.train.tasks.pretraining import DataConfig
+from medvl.models import GLoRIAConfig
+from medvl.train import Cosine, DataConfig, OptimConfig, Plateau, TrainConfig, launch
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -40,13 +37,12 @@ class Recipe:
     pretrained: bool
     """Start both encoders from their published weights."""
     init_from: Path | None = None
-    """Checkpoint of a GLoRIA, all of which is taken, or of another system whose image and text encoder are taken;
-    None takes none."""
+    """Checkpoint to start from: all weights of a GLoRIA, or the image and text encoder of another system."""
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
     prompts: str | None = "chexpert_ensemble"
-    """Of the zero-shot evaluation during training; None for a corpus without labels."""
+    """Prompt set of the zero-shot evaluation during training; None for a corpus without labels."""
 
 
 paper = Recipe(
@@ -121,12 +117,12 @@ MAKE_DATA = """Make the shards first. From a table of images, impressions and la
         --text-column section_impression --split-column split --label-column ... --out shards/chexpert-plus
 and then
     torchrun recipes/gloria_chexpert.py --data.train shards/chexpert-plus/train --data.valid shards/chexpert-plus/valid
-From nothing, for a try on the phantom corpus:
+Without any data, on the phantom corpus:
     bash scripts/quickstart.sh"""
 
 
 def prepare(recipe: Recipe) -> "Run":
-    """Model, data, and what judges it meanwhile."""
+    """Create the model, the loaders and the evaluator."""
     recipe.data.check(MAKE_DATA)
     from medvl.eval import ZeroShotEval
     from medvl.train import pretraining

@@ -6,12 +6,12 @@
     medvl eval classify --checkpoint runs/linear-probe/best --data shards/chexpert/test --valid shards/chexpert/valid
 
 `--init-from` is a checkpoint of any system with an image encoder, or the name of an encoder with published weights.
-Training stops early by the mean AUROC of the validation patients, and `best` is the step that had the highest.
-`--data.fraction` takes the labels of a share of the training patients, `--data.fraction-seed` says which ones.
+Early stopping and `best` use the mean AUROC of the validation patients. `--data.fraction` selects a fraction of the
+training patients by the seed `--data.fraction-seed`.
 
 Preset `paper`: linear classification on CheXpert with MGCA's settings (batch 48, 5e-4, weight decay 1e-6), the encoder
-frozen and in eval mode. Preset `finetune`: everything is trained, the encoder at a fifth of the head's rate. Ours and
-not theirs: the linear layer begins at zero, AdamW, and a policy for uncertain labels that is named (`--uncertain`).
+frozen and in eval mode. Preset `finetune`: everything is trained, the encoder at a fifth of the head's rate. It
+differs in: the linear layer begins at zero, AdamW, and a policy for uncertain labels that is named (`--uncertain`).
 For probes alone, `medvl eval probe` solves the same problem to its optimum, for all fractions and draws at once.
 """
 
@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from medvl.data import ConVIRTAugmentation, EvalTransform
-from medvl.train.config import OptimConfig, Plateau, TrainConfig
-from medvl.train.recipe_cli import launch
-from medvl.train.tasks.classification import ClassificationDataConfig
+from medvl.train import ClassificationDataConfig, OptimConfig, Plateau, TrainConfig, launch
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -39,9 +37,9 @@ class Recipe:
     head_lr_mult: float = 1.0
     """Learning rate of the linear layer, as a multiple of the encoder's."""
     uncertain: Literal["ignore", "zeros", "ones", "per_class"] = "ignore"
-    """What a label of -1 counts as."""
+    """Treatment of uncertain labels (-1)."""
     missing: Literal["ignore", "negative"] = "negative"
-    """What an absent label counts as."""
+    """Treatment of missing labels."""
     data: ClassificationDataConfig
     optim: OptimConfig
     train: TrainConfig
@@ -94,17 +92,16 @@ MAKE_DATA = """Make the shards first. From CheXpert, RSNA, SIIM, NIH ChestX-ray1
     medvl shards chexpert --root CheXpert-v1.0-small --out shards/chexpert
 and then, on the encoder of a checkpoint,
     torchrun recipes/linear_probe.py --init-from runs/convirt-mimic/best
-From nothing, for a try on the phantom corpus:
+Without any data, on the phantom corpus:
     bash scripts/quickstart.sh"""
 
 
 def prepare(recipe: Recipe) -> "Run":
-    """Labels, model, data, and what judges it meanwhile."""
+    """Create the model, the loaders and the evaluator."""
     recipe.data.check(MAKE_DATA)
     from medvl.eval import ClassifyEval, LabelPolicy
     from medvl.models import create_classifier
-    from medvl.train import Run, seeded
-    from medvl.train.tasks.classification import open_classification
+    from medvl.train import Run, open_classification, seeded
 
     policy = LabelPolicy(uncertain=recipe.uncertain, missing=recipe.missing)
     with seeded(recipe.train.seed):

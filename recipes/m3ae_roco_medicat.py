@@ -3,17 +3,17 @@
     torchrun --nproc-per-node 8 recipes/m3ae_roco_medicat.py
     torchrun recipes/m3ae_roco_medicat.py tiny            # within scripts/quickstart_vqa.sh: phantom, two CPU cores
     torchrun recipes/m3ae_roco_medicat.py tiny --help     # every setting
-    torchrun recipes/vqa_finetune.py --init-from runs/m3ae/best     # then it answers questions
+    torchrun recipes/vqa_finetune.py --init-from runs/m3ae/best     # fine-tune for VQA
 
 Preset `paper`: CLIP's ViT-B/16 without its last block, RoBERTa-base, six co-attention layers a stream; 100,000 steps of
 256 pairs at 288 pixels, 1e-5 for the encoders and five times that for the rest, warmed up for a tenth and then linear.
-A figure is one item with one of its texts drawn, where the paper makes an item of every pair; the checkpoint is chosen
-by the validation loss, where the paper adds up accuracies and a loss.
+Differences from the paper: a figure is one sample with one of its texts selected at random, instead of one sample per
+pair; the checkpoint is selected by the validation loss, instead of a sum of accuracies and a loss.
 
-Preset `tiny`: the ResNet-10 and the three-layer BERT of a ConVIRT on the same figures, which stands for the CLIP and
-the RoBERTa that the paper starts from (`bash scripts/quickstart_vqa.sh` trains it first). A vision Transformer learns
-next to nothing from so few images; hidden patches are cells of the ResNet's grid. In so few steps twice the paper's
-share of words is masked, and cells get positions on the way into the fusion-encoder. README.md has what VQA reaches.
+Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of a ConVIRT on the same figures instead of CLIP and
+RoBERTa (`bash scripts/quickstart_vqa.sh` trains it first). A vision Transformer learns little from so few images, so
+masked patches are cells of the ResNet's grid, with positions at the input of the fusion-encoder. Because there are few
+steps, twice the paper's fraction of words is masked.
 """
 
 import dataclasses
@@ -22,9 +22,7 @@ from typing import TYPE_CHECKING
 
 from medvl.data import EvalTransform, RandomSection
 from medvl.models import M3AEConfig
-from medvl.train.config import Cosine, Linear, OptimConfig, TrainConfig
-from medvl.train.recipe_cli import launch
-from medvl.train.tasks.pretraining import DataConfig
+from medvl.train import Cosine, DataConfig, Linear, OptimConfig, TrainConfig, launch
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -38,8 +36,7 @@ class Recipe:
     pretrained: bool
     """Start both encoders from their published weights."""
     init_from: Path | None = None
-    """Checkpoint of an M3AE, all of which is taken, or of another system whose image and text encoder are taken;
-    None takes none."""
+    """Checkpoint to start from: all weights of a M3AE, or the image and text encoder of another system."""
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
@@ -118,12 +115,12 @@ PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = """Make the shards first. From ROCO and MedICaT on disk:
     medvl shards roco --root ROCO --out shards/roco
     medvl shards medicat --root MEDICAT --out shards/medicat
-From nothing, on the phantom (bash scripts/quickstart.sh sets medvl up):
+Without any data, on the phantom corpus (bash scripts/quickstart.sh sets medvl up):
     bash scripts/quickstart_vqa.sh"""
 
 
 def prepare(recipe: Recipe) -> "Run":
-    """Model and data."""
+    """Create the model and the loaders."""
     recipe.data.check(MAKE_DATA)
     from medvl.train import pretraining
 

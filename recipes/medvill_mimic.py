@@ -1,23 +1,23 @@
 """MedViLL on MIMIC-CXR (Moon et al., arXiv 2105.11333, JBHI 2022).
 
     torchrun --nproc-per-node 8 recipes/medvill_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/medvill_mimic.py tiny            # the phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/medvill_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
     torchrun recipes/medvill_mimic.py tiny --help     # every setting
-    torchrun recipes/vqa_finetune.py --init-from runs/medvill-mimic/best     # then it answers questions
-    torchrun recipes/medvill_mimic.py paper-report                       # or learns to write reports
+    torchrun recipes/vqa_finetune.py --init-from runs/medvill-mimic/best     # fine-tune for VQA
+    torchrun recipes/medvill_mimic.py paper-report                       # or for report generation
     medvl eval report-generation --checkpoint runs/medvill-report/best --data DIR/test
 
 Preset `paper`: BERT-base over 180 cells of a ResNet-50 at 512 pixels and the report, masked words and image-text
 matching from one pass, the bidirectional-autoregressive mask; AdamW at 1e-5, 50 epochs, batch 128. Its shards are of
-the AP views: `medvl shards mimic-cxr --views AP --short-side 512`. The paper crops 0.8 to 1.1 of the image; no crop
-is larger than the image here.
+the AP views: `medvl shards mimic-cxr --views AP --short-side 512`. The paper crops 0.8 to 1.1 of the image; here a
+crop is never larger than the image.
 
-Preset `tiny`: the ResNet-10 and the three-layer BERT of the quickstart's ConVIRT, where the paper starts from
-ImageNet's ResNet and Google's BERT.
+Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of the quickstart's ConVIRT instead of ImageNet's
+ResNet and Google's BERT.
 
-Presets `paper-report` and `tiny-report`: the model that one of the above has trained goes on with the
-sequence-to-sequence mask and masked words alone, 3e-5. The paper masks 0.15 of the words and never more than three of
-a text; `tiny-report` masks more of fewer texts.
+Presets `paper-report` and `tiny-report`: training of a model above continues with the sequence-to-sequence mask and
+masked words only, at 3e-5. The paper masks 0.15 of the words and at most three per text; `tiny-report` has fewer texts
+and masks more of each.
 """
 
 import dataclasses
@@ -26,9 +26,7 @@ from typing import TYPE_CHECKING
 
 from medvl.data import ConVIRTAugmentation, WholeText
 from medvl.models import MedViLLConfig
-from medvl.train.config import Constant, Cosine, OptimConfig, TrainConfig
-from medvl.train.recipe_cli import launch
-from medvl.train.tasks.pretraining import DataConfig
+from medvl.train import Constant, Cosine, DataConfig, OptimConfig, TrainConfig, launch
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -42,8 +40,7 @@ class Recipe:
     pretrained: bool
     """Start both encoders from their published weights."""
     init_from: Path | None = None
-    """Checkpoint of a MedViLL, all of which is taken, or of another system whose image and text encoder are taken;
-    None takes none."""
+    """Checkpoint to start from: all weights of a MedViLL, or the image and text encoder of another system."""
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
@@ -114,12 +111,12 @@ PRESETS = {"paper": paper, "tiny": tiny, "paper-report": paper_report, "tiny-rep
 
 MAKE_DATA = """Make the shards first. From MIMIC-CXR on disk:
     medvl shards mimic-cxr --root MIMIC-CXR --views AP --short-side 512 --out shards/mimic-cxr-ap
-From nothing, for a try on the phantom corpus:
+Without any data, on the phantom corpus:
     bash scripts/quickstart.sh"""
 
 
 def prepare(recipe: Recipe) -> "Run":
-    """Model and data."""
+    """Create the model and the loaders."""
     recipe.data.check(MAKE_DATA)
     from medvl.train import pretraining
 

@@ -1,14 +1,13 @@
 """SigLIP's sigmoid loss on MIMIC-CXR (Zhai et al., arXiv 2303.15343, ICCV 2023).
 
     torchrun --nproc-per-node 8 recipes/siglip_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/siglip_mimic.py tiny             # the phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/siglip_mimic.py tiny             # phantom corpus of scripts/quickstart.sh, two CPU cores
     torchrun recipes/siglip_mimic.py tiny --help      # every setting
 
-Preset `paper`: CheXzero's towers (OpenAI's CLIP ViT-B/32, from the hub on first use), images and impressions, so that
-the two recipes compare the losses. The paper trained on pictures of the web: its are the loss, the scale and the bias
-at the start, Adam's second beta of 0.95, and no weight decay on towers that are trained already. Ours are the rate,
-the batch and the length; no figure of this run was ever published. The authors' own model is, with the weights and the
-tokenizer that its repository holds,
+Preset `paper`: CheXzero's encoders (OpenAI's CLIP ViT-B/32, from the hub on first use), images and impressions, so that
+the two recipes compare the losses. The paper trained on web images. From the paper: the loss, the initial scale and
+bias, Adam's second beta of 0.95, and no weight decay on pretrained encoders. Chosen here: rate, batch and length; no
+result of this setting was published. The authors' own model, with the weights and the tokenizer of its repository, is
 
     ... --model.image-encoder open_clip:ViT-B-16-SigLIP --model.text-encoder open_clip:ViT-B-16-SigLIP
         --model.weights OWNER/NAME@COMMIT --data.tokenizer FOLDER --model.max-tokens 64
@@ -21,11 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medvl.data import ConVIRTAugmentation, EvalTransform, WholeText
-from medvl.models.dual_encoders.chexzero import CheXzeroConfig
-from medvl.models.dual_encoders.siglip import SigLIPConfig
-from medvl.train.config import Cosine, OptimConfig, TrainConfig
-from medvl.train.recipe_cli import launch
-from medvl.train.tasks.pretraining import DataConfig
+from medvl.models import CheXzeroConfig, SigLIPConfig
+from medvl.train import Cosine, DataConfig, OptimConfig, TrainConfig, launch
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -42,7 +38,7 @@ class Recipe:
     optim: OptimConfig
     train: TrainConfig
     prompts: str | None = "chexzero_template"
-    """Of the zero-shot evaluation during training; None for a corpus without labels."""
+    """Prompt set of the zero-shot evaluation during training; None for a corpus without labels."""
 
 
 _CHEXZERO = CheXzeroConfig()
@@ -75,7 +71,7 @@ paper = Recipe(
         best_mode="max",
     ),
 )
-# The bias stands for how rare pairs are: -10 is about the logarithm of one in the paper's 32,768, and one in 64 is -4.
+# The bias reflects how rare pairs are: -10 is about log(1 / 32,768), the paper's batch, and -4 about log(1 / 64).
 tiny = Recipe(
     model=SigLIPConfig(
         image_encoder="resnet_tiny",
@@ -115,12 +111,12 @@ MAKE_DATA = """Make the shards first. From MIMIC-CXR on disk:
     medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr --short-side 320
 and then
     torchrun recipes/siglip_mimic.py --data.train shards/mimic-cxr/train --data.valid shards/mimic-cxr/validate
-From nothing, for a try on the phantom corpus:
+Without any data, on the phantom corpus:
     bash scripts/quickstart.sh"""
 
 
 def prepare(recipe: Recipe) -> "Run":
-    """Model, data, and what judges it meanwhile."""
+    """Create the model, the loaders and the evaluator."""
     recipe.data.check(MAKE_DATA)
     from medvl.eval import ZeroShotEval
     from medvl.train import pretraining

@@ -5,9 +5,9 @@
     torchrun recipes/vqa_finetune.py tiny           # the phantom, from the quickstart's ConVIRT, two CPU cores
     torchrun recipes/vqa_finetune.py tiny --help    # every setting
 
-A fusion-encoder's checkpoint is taken whole. Of a dual-encoder's the towers are taken, under a fresh fusion-encoder
-of the sizes in `fusion`. Answers are those of the training questions (protocol `medvl`); `--protocol` names another
-one, such as a published system's, whose vocabulary may hold the test's answers.
+All weights of a fusion-encoder's checkpoint are used; of a dual-encoder's, the image and text encoder, with a new
+fusion-encoder of the sizes in `fusion`. The answers are those of the training questions (protocol `medvl`);
+`--protocol` selects another one, such as a published system's, whose vocabulary may include the test's answers.
 
 Preset `paper`: M3AE on VQA-RAD (Chen et al., arXiv 2209.07098): batch 64, 50 epochs, 5e-6 under a linear schedule
 with a warm-up of a tenth, heads at 50 and the fusion-encoder at 5 times that rate. Its released code chooses the
@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from medvl.data import ConVIRTAugmentation, EvalTransform
 from medvl.models import DecoderConfig, DualStreamConfig
-from medvl.train.config import Cosine, Linear, OptimConfig, TrainConfig
-from medvl.train.recipe_cli import launch
-from medvl.train.tasks.vqa import VQADataConfig
+from medvl.train import Cosine, Linear, OptimConfig, TrainConfig, VQADataConfig, launch
 
 if TYPE_CHECKING:
     from medvl.train import Run
@@ -35,15 +33,15 @@ class Recipe:
     init_from: Path
     """Checkpoint to start from."""
     fusion: DualStreamConfig
-    """Sizes of a fresh fusion-encoder, where `init_from` is a dual-encoder; its encoders are those of it."""
+    """Sizes of a new fusion-encoder, used where `init_from` is a dual-encoder."""
     head: Literal["classifier", "product", "ranking", "generation"] = "classifier"
     """Or product (MedViLL's own), ranking or generation (a decoder of answers)."""
     decoder: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
-    """Of the heads ranking and generation."""
+    """Sizes of the decoder for the heads ranking and generation."""
     head_lr_mult: float | None = None
     """Learning rate of the head, as a multiple of the encoders'; None is the published one of that head."""
     protocol: str = "medvl"
-    """How answers are compared, and whose answers make up the vocabulary."""
+    """Comparison of answers, and the questions whose answers are the vocabulary."""
     data: VQADataConfig
     optim: OptimConfig
     train: TrainConfig
@@ -101,17 +99,16 @@ PRESETS = {"paper": paper, "tiny": tiny}
 
 MAKE_DATA = """Make the shards first. From VQA-RAD on disk:
     medvl shards vqa-rad --root VQA-RAD --split image-disjoint --out shards/vqa-rad
-From nothing, for a try on the phantom corpus (bash scripts/quickstart.sh first):
+Without any data, on the phantom corpus (bash scripts/quickstart.sh first):
     bash scripts/quickstart_vqa.sh"""
 
 
 def prepare(recipe: Recipe) -> "Run":
-    """Answers, model, data, and what judges it meanwhile."""
+    """Create the model, the loaders and the evaluator."""
     recipe.data.check(MAKE_DATA)
     from medvl.eval import AnswerEval, get_protocol, read_answer_vocabulary
     from medvl.models import create_vqa
-    from medvl.train import Run, seeded
-    from medvl.train.tasks.vqa import open_vqa
+    from medvl.train import Run, open_vqa, seeded
 
     answers = read_answer_vocabulary(recipe.data.train, recipe.protocol).answers
     normalize = get_protocol(recipe.protocol).normalize

@@ -71,7 +71,7 @@ def test_what_two_ranks_began_one_process_ends(folder: Path, tmp_path: Path, cap
     with caplog.at_level(logging.WARNING, logger="medvl"):
         result = ranks.training(run_dir, norm=True, epochs=4, log_every=1, checkpoint_every=1, keep_last=20)
     assert result.step == 12
-    assert "a run on 2 ranks, this one has 1" in caplog.text
+    assert "was written on 2 ranks, this run has 1" in caplog.text
     for name, tensor in fakes.weights(folder / "whole").items():
         if name.startswith("norm"):
             continue  # batch norm sees a rank's half of a batch there and the whole here

@@ -185,7 +185,7 @@ class Training:
             if must_save or retry or is_best or rolled_back or self._due(self.config.checkpoint_every):
                 self.save(must=must_save)
             if stopping:
-                _log.info("stopped by %s after step %d, checkpoint saved", signals.requested, state.step)
+                _log.info("stopped by %s after step %d: checkpoint saved", signals.requested, state.step)
                 return "signal"
         return "early_stop" if state.step < state.total_steps else "finished"
 
