@@ -1,4 +1,4 @@
-"""One rank of two is killed: torchrun starts both again, and the curve is that of a run that was left alone."""
+"""Restart by torchrun after one of two ranks is killed: the curve equals that of an uninterrupted run."""
 
 import json
 import logging
@@ -45,7 +45,7 @@ def found(folder: Path) -> list[dict]:
 
 
 @pytest.mark.fault("F5")
-def test_a_killed_rank_costs_no_bit_of_the_curve(folder: Path) -> None:
+def test_restart_after_a_killed_rank_is_exact(folder: Path) -> None:
     assert [rank["life"] for rank in found(folder)] == [1, 1], "nobody was killed"
     assert fakes.records(folder / "killed") == fakes.records(folder / "whole")
     assert len(fakes.records(folder / "whole", "train")) == 12
@@ -53,7 +53,7 @@ def test_a_killed_rank_costs_no_bit_of_the_curve(folder: Path) -> None:
 
 
 @pytest.mark.fault("F15")
-def test_a_spike_on_one_rank_is_left_out_by_both(folder: Path) -> None:
+def test_spike_on_one_rank_is_skipped_on_both(folder: Path) -> None:
     first, second = found(folder)
     assert first["skipped"] == second["skipped"] == 1
     assert first["weights"] == second["weights"]
@@ -63,7 +63,7 @@ def test_a_spike_on_one_rank_is_left_out_by_both(folder: Path) -> None:
 
 @pytest.mark.fault("F9")
 @pytest.mark.fault("F10")
-def test_what_two_ranks_began_one_process_ends(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoint_of_two_ranks_resumes_on_one(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """DDP's checkpoint without DDP, from the middle of an epoch."""
     run_dir = tmp_path / "one"
     (run_dir / "checkpoints").mkdir(parents=True)

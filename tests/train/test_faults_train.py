@@ -1,4 +1,4 @@
-"""Faults that a run survives or names: a full disk, spikes, weights gone astray, no memory, names that appear late."""
+"""Faults in a run: full disk, loss spikes, diverged weights, lack of memory, late file names."""
 
 import errno
 import json
@@ -58,7 +58,7 @@ class Refusing:
 
 
 @pytest.mark.fault("F2")
-def test_records_that_a_full_disk_refuses_are_written_when_there_is_room(
+def test_buffered_records_are_written_when_the_disk_has_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def run(name: str) -> None:
@@ -79,7 +79,7 @@ def test_records_that_a_full_disk_refuses_are_written_when_there_is_room(
 
 
 @pytest.mark.fault("F2")
-def test_records_that_are_never_written_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_records_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     """/dev/full refuses every write."""
     lines = logger._BufferedLines(Path("/dev/full"))
     for number in range(3):
@@ -127,7 +127,7 @@ print(result.step, result.save_failures)
 
 
 @pytest.mark.fault("F2")
-def test_a_run_goes_on_while_the_system_refuses_to_let_files_grow(tmp_path: Path) -> None:
+def test_run_continues_at_the_file_size_limit(tmp_path: Path) -> None:
     """As the kernel does it, in the middle of a file: a limit of the process stands for the disk's."""
     ended = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)],
@@ -147,7 +147,7 @@ def test_a_run_goes_on_while_the_system_refuses_to_let_files_grow(tmp_path: Path
 
 
 @pytest.mark.fault("F6")
-def test_a_connection_that_breaks_off_is_a_worker_that_died() -> None:
+def test_broken_connection_is_a_dead_worker() -> None:
     for error in (ConnectionResetError(104, "Connection reset by peer"), EOFError()):
         assert "died" in str(worker_error(error))
     assert worker_error(ConnectionResetError("Caught ConnectionResetError in DataLoader worker process 0.")) is None
@@ -168,7 +168,7 @@ fakes.train(fakes.TwoTowers(), Dying(2), optim=fakes.optim(), config=config)
 
 
 @pytest.mark.fault("F6")
-def test_a_dead_worker_ends_a_run_with_advice_and_it_can_be_continued(tmp_path: Path) -> None:
+def test_dead_worker_ends_a_run_with_advice_and_resume_is_exact(tmp_path: Path) -> None:
     """The run that loses its workers is a process of its own: torch raises in whatever line the signal finds."""
 
     def run(name: str) -> Any:
@@ -208,9 +208,7 @@ def order(loader: FakeLoader) -> list[str]:
 
 
 @pytest.mark.fault("F14")
-def test_weights_gone_astray_go_back_to_a_checkpoint_and_the_data_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_diverged_weights_are_rolled_back_while_data_continue(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loader = FakeLoader(64, 4)
     plain = FakeLoader(64, 4)
     config = fakes.config(tmp_path / "run", epochs=1, checkpoint_every=2, keep_last=9, log_every=1)
@@ -233,7 +231,7 @@ def test_weights_gone_astray_go_back_to_a_checkpoint_and_the_data_go_on(
 
 
 @pytest.mark.fault("F14")
-def test_rollbacks_have_a_budget(tmp_path: Path) -> None:
+def test_rollbacks_are_limited(tmp_path: Path) -> None:
     config = fakes.config(tmp_path, epochs=1, checkpoint_every=2, rollbacks=0, nonfinite_budget=5)
     with raises(TrainingError, "nonfinite", "nonfinite_budget"):
         train(Astray(), FakeLoader(64, 4), optim=fakes.optim(), config=config)
@@ -241,7 +239,7 @@ def test_rollbacks_have_a_budget(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F14")
-def test_a_damaged_checkpoint_is_not_gone_back_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rollback_skips_damaged_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Damaging(FakeLoader):
         def change(self, batch: Batch) -> Batch:
             if LATE in batch.keys:
@@ -274,7 +272,7 @@ def spiky_run(run_dir: Path, loader: FakeLoader | None = None, **changes: Any) -
 
 
 @pytest.mark.fault("F15")
-def test_the_update_of_a_spike_is_left_out_and_its_samples_named(tmp_path: Path) -> None:
+def test_spike_update_is_skipped_and_its_samples_logged(tmp_path: Path) -> None:
     loader = FakeLoader(64, 4)
     result = spiky_run(tmp_path, loader)
     expected = [
@@ -287,14 +285,14 @@ def test_the_update_of_a_spike_is_left_out_and_its_samples_named(tmp_path: Path)
 
 
 @pytest.mark.fault("F15")
-def test_spikes_pass_where_nobody_asked_and_have_the_budget_of_other_skips(tmp_path: Path) -> None:
+def test_spikes_are_accepted_by_default_and_count_for_the_budget(tmp_path: Path) -> None:
     assert spiky_run(tmp_path / "free", spike_factor=None).skipped == 0
     with raises(TrainingError, "nonfinite", "nonfinite_budget"):
         spiky_run(tmp_path / "budget", nonfinite_budget=1)
 
 
 @pytest.mark.fault("F15")
-def test_a_resumed_run_finds_the_same_spikes(tmp_path: Path) -> None:
+def test_resumed_run_detects_the_same_spikes(tmp_path: Path) -> None:
     class Cut(FakeLoader):
         def change(self, batch: Batch) -> Batch:
             if self.epoch == 1 and self.position == 3:
@@ -309,7 +307,7 @@ def test_a_resumed_run_finds_the_same_spikes(tmp_path: Path) -> None:
     assert fakes.weights_hash(tmp_path / "cut") == fakes.weights_hash(tmp_path / "whole")
 
 
-def test_a_loss_is_compared_with_the_median_once_there_are_enough() -> None:
+def test_spike_detector_needs_enough_losses() -> None:
     spikes = LossSpikeDetector(10.0)
     assert not any(spikes.observe(loss) for loss in [1.0] * (LossSpikeDetector.FEWEST - 1) + [1000.0]), (
         "too few to tell"
@@ -331,7 +329,7 @@ NO_MEMORY = [
 
 @pytest.mark.fault("F16")
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
-def test_running_out_of_memory_ends_with_settings_that_need_less(error: Exception, tmp_path: Path) -> None:
+def test_out_of_memory_ends_with_advice(error: Exception, tmp_path: Path) -> None:
     class Large(TwoTowers):
         def forward(self, batch: Batch) -> Losses:
             raise error
@@ -346,7 +344,7 @@ def test_running_out_of_memory_ends_with_settings_that_need_less(error: Exceptio
 
 
 @pytest.mark.fault("F16")
-def test_the_allocator_really_says_so(tmp_path: Path) -> None:
+def test_allocator_message_is_recognised(tmp_path: Path) -> None:
     class Large(TwoTowers):
         def forward(self, batch: Batch) -> Losses:
             torch.empty(1 << 52)
@@ -356,7 +354,7 @@ def test_the_allocator_really_says_so(tmp_path: Path) -> None:
         train(Large(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path))
 
 
-def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
+def test_with_advice_keeps_other_errors(tmp_path: Path) -> None:
     class Broken(TwoTowers):
         def forward(self, batch: Batch) -> Losses:
             raise RuntimeError("shapes do not fit")
@@ -366,7 +364,7 @@ def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F20")
-def test_a_folder_whose_new_name_is_seen_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_handles_a_late_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As NFS may show it to the very process that renamed it."""
     now = Path.replace
     late: list[str] = []
@@ -405,14 +403,14 @@ def test_a_folder_whose_new_name_is_seen_late(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.fault("F20")
-def test_a_name_that_never_appears_is_an_error(tmp_path: Path) -> None:
+def test_wait_for_raises_for_a_missing_name(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="not seen for 0 s"):
         folders.wait_for(tmp_path / "never", seconds=0.1)
 
 
 @pytest.mark.fault("F10")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_run_moves_between_gpu_and_cpu(tmp_path: Path) -> None:
+def test_run_resumes_on_another_device(tmp_path: Path) -> None:
     class Cut(FakeLoader):
         def change(self, batch: Batch) -> Batch:
             if self.position == self.cut:
@@ -435,9 +433,7 @@ def test_a_run_moves_between_gpu_and_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F4")
-def test_sigterm_while_a_checkpoint_is_written_still_ends_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_during_a_save_ends_cleanly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Path] = []
 
     class Told(fakes.FakeModelFiles):
@@ -455,7 +451,7 @@ def test_sigterm_while_a_checkpoint_is_written_still_ends_in_order(
 
 
 @pytest.mark.fault("F17")
-def test_the_clock_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that jumps years ahead and back: the same weights, and no time below zero in the records."""
     train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path / "one"))
     real = time.time

@@ -1,4 +1,4 @@
-"""Configs: ranges checked, JSON there and back, the command line."""
+"""Configs: ranges, JSON round trip, command line."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def test_json_round_trip_keeps_every_value_and_type(schedule: object) -> None:
     assert isinstance(again.optim.betas, tuple)
 
 
-def test_an_integer_is_read_as_a_float_where_a_float_is_wanted() -> None:
+def test_from_dict_converts_integers_to_floats() -> None:
     lr = from_dict(OptimConfig, {"lr": 1}).lr
     assert lr == 1.0
     assert isinstance(lr, float)
@@ -126,7 +126,7 @@ def test_train_config_refuses_invalid_values(fields: dict[str, object], code: st
         TrainConfig(**{"run_dir": Path("runs/x"), "global_batch": 8, **fields})
 
 
-def test_micro_batch_is_the_loaders_share_of_an_update() -> None:
+def test_micro_batch_is_the_global_batch_divided_by_accumulate() -> None:
     assert TrainConfig(run_dir=Path("r"), steps=1, global_batch=32, accumulate=4).micro_batch == 8
 
 
@@ -135,7 +135,7 @@ def test_differences_names_changed_added_and_removed_leaves() -> None:
     assert differences(old, new) == [("a.c", 2, 4), ("d", 3, None), ("e", None, 5)]
 
 
-def test_command_line_chooses_and_changes_a_preset() -> None:
+def test_command_line_selects_and_changes_a_preset() -> None:
     assert choose(PRESETS, []) == PAPER
     assert choose(PRESETS, ["tiny"]) == TINY
     changed = choose(PRESETS, ["tiny", "--optim.lr", "3e-4", "--data.train", "elsewhere", "--train.seed", "5"])
@@ -156,7 +156,7 @@ def test_command_line_chooses_and_changes_a_preset() -> None:
         (["--train.run-dir"], "--train.run-dir"),
     ],
 )
-def test_a_wrong_command_line_ends_with_status_2_and_names_the_flag(
+def test_wrong_command_line_exits_with_status_2_and_names_the_flag(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -165,7 +165,7 @@ def test_a_wrong_command_line_ends_with_status_2_and_names_the_flag(
     assert text in capsys.readouterr().err
 
 
-def test_the_flags_of_training_are_these() -> None:
+def test_train_config_flags_are_stable() -> None:
     """A flag is a promise to everyone who has it in a script: adding or renaming one is decided here."""
     assert [field.name for field in dataclasses.fields(TrainConfig)] == [
         *("run_dir", "epochs", "steps", "global_batch", "accumulate", "grad_cache", "seed"),
@@ -180,7 +180,7 @@ def test_the_flags_of_training_are_these() -> None:
     ]
 
 
-def test_configs_and_command_line_come_without_torch() -> None:
+def test_configs_and_command_line_do_not_import_torch() -> None:
     code = (
         "import sys; from medvl.train import TrainConfig, OptimConfig, choose, to_dict; print('torch' in sys.modules)"
     )

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment, the same command again: the weights of the run that was left alone, bit for bit."""
+"""SIGKILL at any moment: the resumed run ends with the weights of an uninterrupted one, bit for bit."""
 
 import os
 import random
@@ -20,7 +20,7 @@ def child(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.fault("F1")
-def test_killed_at_a_random_step_and_started_again(tmp_path: Path) -> None:
+def test_resume_after_a_kill_at_a_random_step_is_exact(tmp_path: Path) -> None:
     seed = time.time_ns()
     at = random.Random(seed).randrange(1, 15)
     assert child("step", tmp_path / "whole").returncode == 0
@@ -34,9 +34,7 @@ def test_killed_at_a_random_step_and_started_again(tmp_path: Path) -> None:
 
 @pytest.mark.fault("F4")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_process_group_ends_a_run_with_loader_workers_in_order(
-    number: signal.Signals, tmp_path: Path
-) -> None:
+def test_signal_to_the_process_group_ends_a_run_with_workers_cleanly(number: signal.Signals, tmp_path: Path) -> None:
     """As Ctrl-C in a terminal and torchrun send it. Workers in the same group would die of it, and the run with them."""
     command = [sys.executable, CHILD, "workers", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
@@ -56,7 +54,7 @@ def test_a_signal_to_the_process_group_ends_a_run_with_loader_workers_in_order(
 
 @pytest.mark.fault("F1")
 @pytest.mark.slow
-def test_killed_before_every_operation_on_files(tmp_path: Path) -> None:
+def test_resume_after_a_kill_before_any_file_operation_is_exact(tmp_path: Path) -> None:
     ended = child("writes", tmp_path)
     assert ended.returncode == 0, ended.stderr
     _, killed, _, same = ended.stdout.split()

@@ -1,4 +1,4 @@
-"""Two ranks: the gather, DDP, and whole runs, against one process."""
+"""Two ranks against one process: gather, DDP and complete runs."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("name", "counts"), [("uneven", COUNTS), ("even", (4, 4)), ("empty", (0, 8))])
-def test_gather_has_the_value_and_the_gradient_of_one_process(name: str, counts: tuple[int, int], folder: Path) -> None:
+def test_gather_equals_one_process_in_value_and_gradient(name: str, counts: tuple[int, int], folder: Path) -> None:
     whole = rows().requires_grad_()
     weigh(whole).backward()
     assert whole.grad is not None
@@ -63,7 +63,7 @@ def test_gather_has_the_value_and_the_gradient_of_one_process(name: str, counts:
         torch.testing.assert_close(grad, expected, rtol=1e-6, atol=1e-12)
 
 
-def test_gather_of_flags_numbers_and_regions_and_its_refusals(folder: Path) -> None:
+def test_gather_of_other_dtypes_and_shapes(folder: Path) -> None:
     for rank, result in enumerate(found(folder, "gather")):
         assert result["flags"] == [False, True, True]
         assert result["numbers"] == [10, 11]
@@ -74,7 +74,7 @@ def test_gather_of_flags_numbers_and_regions_and_its_refusals(folder: Path) -> N
 
 @pytest.mark.fault("N1")
 @pytest.mark.parametrize("name", CONTRASTIVE)
-def test_contrastive_losses_are_those_of_one_process(name: str, folder: Path) -> None:
+def test_contrastive_losses_equal_those_of_one_process(name: str, folder: Path) -> None:
     """In value and gradient, from uneven batches; at temperature 0.01 too, and finite there."""
     image_NE, text_NE = (tensor.requires_grad_() for tensor in pairs())
     value = CONTRASTIVE[name](image_NE, text_NE)
@@ -90,7 +90,7 @@ def test_contrastive_losses_are_those_of_one_process(name: str, folder: Path) ->
             torch.testing.assert_close(torch.tensor(result[name][part]), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_parameter_gradients_after_ddp_are_those_of_one_process(folder: Path) -> None:
+def test_ddp_gradients_equal_those_of_one_process(folder: Path) -> None:
     model = fakes.TwoTowers()
     losses = model(fakes.make_batch(list(range(sum(COUNTS)))))
     losses.total.backward()
@@ -102,7 +102,7 @@ def test_parameter_gradients_after_ddp_are_those_of_one_process(folder: Path) ->
             torch.testing.assert_close(grad, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_a_run_on_two_ranks_is_the_run_on_one(folder: Path, tmp_path: Path) -> None:
+def test_run_on_two_ranks_equals_run_on_one(folder: Path, tmp_path: Path) -> None:
     loader = fakes.FakeLoader(20, 4)
 
     def evaluator(model: torch.nn.Module) -> dict[str, float]:
@@ -124,7 +124,7 @@ def test_a_run_on_two_ranks_is_the_run_on_one(folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.fault("F14")
-def test_a_loss_that_is_infinite_on_one_rank_is_skipped_by_both(folder: Path) -> None:
+def test_infinite_loss_on_one_rank_is_skipped_on_both(folder: Path) -> None:
     first, second = found(folder, "nan")
     assert first["skipped"] == second["skipped"] == 1
     assert first["weights"] == second["weights"]
@@ -134,21 +134,21 @@ def test_a_loss_that_is_infinite_on_one_rank_is_skipped_by_both(folder: Path) ->
 
 
 @pytest.mark.fault("F2")
-def test_a_full_disk_of_rank_0_does_not_part_the_ranks(folder: Path) -> None:
+def test_full_disk_on_rank_0_keeps_ranks_in_step(folder: Path) -> None:
     first, second = found(folder, "disk")
     assert first["step"] == second["step"] == 6
     assert first["failures"] == second["failures"] == 2
     assert second["saves"] == 0
 
 
-def test_ranks_with_other_settings_hear_of_each_other(folder: Path) -> None:
+def test_ranks_with_different_settings_are_refused(folder: Path) -> None:
     first, second = found(folder, "disagree")
     assert first == "ranks 0 and 1 differ in settings; start all ranks with the same command and data"
     assert second == "ranks 1 and 0 differ in settings; start all ranks with the same command and data"
 
 
 @pytest.mark.fault("F19")
-def test_a_lock_of_rank_0_stops_all_ranks(folder: Path) -> None:
+def test_locked_folder_stops_all_ranks(folder: Path) -> None:
     first, second = found(folder, "lock")
     assert "is in use by this process" in first
     assert second.startswith("rank 0 failed: TrainingError: ")
@@ -157,7 +157,7 @@ def test_a_lock_of_rank_0_stops_all_ranks(folder: Path) -> None:
 
 @pytest.mark.fault("F4")
 @pytest.mark.slow
-def test_a_signal_to_one_rank_stops_both_and_the_resumed_run_is_the_same(folder: Path, tmp_path: Path) -> None:
+def test_signal_to_one_rank_stops_both_and_resume_is_exact(folder: Path, tmp_path: Path) -> None:
     stopped = torchrun(tmp_path, "signal")
     assert stopped.returncode == 0, stopped.stderr
     assert not list(tmp_path.glob("signal-*.json"))  # train did not return, on either rank
@@ -169,14 +169,14 @@ def test_a_signal_to_one_rank_stops_both_and_the_resumed_run_is_the_same(folder:
     assert fakes.records(tmp_path / "resume") == fakes.records(folder / "whole")
 
 
-def test_the_validation_loss_is_the_same_to_the_last_bit_on_any_number_of_ranks(folder: Path) -> None:
+def test_validation_loss_is_exact_on_any_number_of_ranks(folder: Path) -> None:
     with join("cpu") as world:
         alone = ranks.validate(world)
     assert found(folder, "validate") == [alone, alone]
 
 
 @pytest.mark.fault("F9")
-def test_a_run_goes_on_with_another_number_of_ranks_and_says_so(tmp_path: Path) -> None:
+def test_resume_on_another_number_of_ranks_warns(tmp_path: Path) -> None:
     class Stop(fakes.FakeLoader):
         def change(self, batch: Any) -> Any:
             if (self.epoch, self.position) == (1, 4):

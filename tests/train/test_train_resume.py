@@ -1,4 +1,4 @@
-"""Interrupt anywhere, start again, and the weights are those of the run that was left alone, bit for bit."""
+"""Resume: an interrupted run ends with the weights of an uninterrupted one, bit for bit."""
 
 import logging
 import os
@@ -72,7 +72,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.fault("F17")
-def test_two_runs_are_equal_bit_for_bit(undisturbed: Path, tmp_path: Path) -> None:
+def test_repeated_runs_are_equal_bit_for_bit(undisturbed: Path, tmp_path: Path) -> None:
     run(tmp_path)
     assert_same_run(undisturbed, tmp_path)
     assert len(records(undisturbed, "train")) == 3
@@ -80,14 +80,14 @@ def test_two_runs_are_equal_bit_for_bit(undisturbed: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.fault("F17")
-def test_another_seed_gives_other_weights(undisturbed: Path, tmp_path: Path) -> None:
+def test_seed_changes_the_weights(undisturbed: Path, tmp_path: Path) -> None:
     run(tmp_path, seed=1)
     assert not torch.equal(weights(tmp_path)["image.weight"], weights(undisturbed)["image.weight"])
 
 
 @pytest.mark.fault("F4")
 @pytest.mark.parametrize("at", [0, 1, 4, 5, 8, 11, 13], ids=lambda at: f"micro-batch {at}")
-def test_sigterm_saves_exits_with_0_and_the_resumed_run_is_the_same(at: int, undisturbed: Path, tmp_path: Path) -> None:
+def test_sigterm_saves_and_exits_with_0_and_resume_is_exact(at: int, undisturbed: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         run(tmp_path, StopAt(at))
     assert ended.value.code == 0
@@ -101,7 +101,7 @@ def test_sigterm_saves_exits_with_0_and_the_resumed_run_is_the_same(at: int, und
 
 @pytest.mark.fault("F7")
 @pytest.mark.parametrize("step", range(LAST_STEP))
-def test_a_run_cut_off_after_any_step_resumes_to_the_same_bits(step: int, undisturbed: Path, tmp_path: Path) -> None:
+def test_resume_after_any_step_is_exact(step: int, undisturbed: Path, tmp_path: Path) -> None:
     class Cut(FakeLoader):
         def change(self, batch: Batch) -> Batch:
             if self.epoch * 2 + (self.position - 1) // 3 == step:
@@ -116,7 +116,7 @@ def test_a_run_cut_off_after_any_step_resumes_to_the_same_bits(step: int, undist
 
 
 @pytest.mark.fault("F7")
-def test_resume_with_plateau_and_adam(tmp_path: Path) -> None:
+def test_resume_with_plateau_and_adam_is_exact(tmp_path: Path) -> None:
     """The rate, and the count of validations without improvement, come back: here the rate falls after each one."""
 
     def go(name: str, loader: FakeLoader | None = None) -> None:
@@ -136,7 +136,7 @@ def test_resume_with_plateau_and_adam(tmp_path: Path) -> None:
     assert records(tmp_path / "whole", "train")[-1]["lr"] < 1e-2
 
 
-def test_a_finished_run_given_again_does_nothing(undisturbed: Path) -> None:
+def test_finished_run_started_again_does_nothing(undisturbed: Path) -> None:
     before = weights(undisturbed)
     loader = FakeLoader(20, 4)
     result = run(undisturbed, loader)
@@ -146,7 +146,7 @@ def test_a_finished_run_given_again_does_nothing(undisturbed: Path) -> None:
     assert torch.equal(weights(undisturbed)["image.weight"], before["image.weight"])
 
 
-def test_a_longer_run_goes_on_where_the_rate_does_not_depend_on_the_length(tmp_path: Path) -> None:
+def test_run_can_be_extended_with_a_constant_rate(tmp_path: Path) -> None:
     run(tmp_path / "whole", schedule=Constant(), epochs=4)
     run(tmp_path / "longer", schedule=Constant(), epochs=2)
     assert run(tmp_path / "longer", schedule=Constant(), epochs=4).step == 8
@@ -165,7 +165,7 @@ def test_resume_from_another_runs_checkpoint(undisturbed: Path, tmp_path: Path) 
     assert torch.equal(weights(tmp_path / "second")["image.weight"], weights(undisturbed)["image.weight"])
 
 
-def test_resume_from_an_older_checkpoint_of_the_same_run_is_refused(tmp_path: Path) -> None:
+def test_resume_refuses_an_older_checkpoint_of_the_same_run(tmp_path: Path) -> None:
     run(tmp_path, checkpoint_every=1, keep_last=3)
     with raises(CheckpointError, "conflict", "resume"):
         run(tmp_path, resume=str(tmp_path / "checkpoints" / f"step-{LAST_STEP - 1:08d}"))
@@ -198,7 +198,7 @@ def test_resume_refuses_a_checkpoint_of_another_run(
     assert torch.equal(weights(undisturbed)["image.weight"], before["image.weight"])
 
 
-def test_a_checkpoint_of_another_model_is_refused(undisturbed: Path) -> None:
+def test_resume_refuses_a_checkpoint_of_another_model(undisturbed: Path) -> None:
     with raises(CheckpointError, "mismatch", "model.settings.width"):
         train(
             TwoTowers(TwoTowersConfig(dropout=0.3, norm=True, width=9)),
@@ -210,7 +210,7 @@ def test_a_checkpoint_of_another_model_is_refused(undisturbed: Path) -> None:
 
 
 @pytest.mark.fault("F19")
-def test_the_second_run_of_a_folder_is_refused_while_the_first_one_lives(tmp_path: Path) -> None:
+def test_second_run_in_a_locked_folder_is_refused(tmp_path: Path) -> None:
     from medvl.errors import TrainingError
 
     with RunLock(tmp_path), raises(TrainingError, "in_use", "run_dir"):
@@ -218,7 +218,7 @@ def test_the_second_run_of_a_folder_is_refused_while_the_first_one_lives(tmp_pat
     assert run(tmp_path).step == LAST_STEP
 
 
-def test_records_beyond_the_resumed_step_and_half_a_line_are_taken_out(undisturbed: Path, tmp_path: Path) -> None:
+def test_resume_removes_later_records_and_a_truncated_line(undisturbed: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         run(tmp_path, StopAt(6))
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -227,7 +227,7 @@ def test_records_beyond_the_resumed_step_and_half_a_line_are_taken_out(undisturb
     assert records(tmp_path) == records(undisturbed)
 
 
-def test_generators_and_handlers_are_the_callers_again(tmp_path: Path) -> None:
+def test_run_restores_generators_and_signal_handlers(tmp_path: Path) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -239,7 +239,7 @@ def test_generators_and_handlers_are_the_callers_again(tmp_path: Path) -> None:
     assert torch.get_num_threads() == threads
 
 
-def test_logging_is_left_alone_where_it_is_set_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_uses_configured_logging(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="medvl"):
         run(tmp_path)
     lines = [record.getMessage() for record in caplog.records]

@@ -1,4 +1,4 @@
-"""The doctor: figures that mean what they say, a limit that follows from them, and nothing left behind."""
+"""The doctor: measurements, limit and advice, and no changes to the run."""
 
 import dataclasses
 import time
@@ -92,7 +92,7 @@ STARVED = {"loader_rate": 900.0, "rate": 880.0, "wait_share": 0.6}
         ({"device": "CPU", "memory_gb": None, "rate": 2690.0, "cores": 8}, "compute"),
     ],
 )
-def test_the_limit_follows_from_the_figures(changes: dict[str, Any], part: str) -> None:
+def test_limit_follows_from_the_measurements(changes: dict[str, Any], part: str) -> None:
     assert limit(found(**changes)) == part
 
 
@@ -116,16 +116,14 @@ def test_the_limit_follows_from_the_figures(changes: dict[str, Any], part: str) 
         ({"device": "CPU", "memory_gb": None, "rate": 2690.0, "cores": 8}, {}, []),
     ],
 )
-def test_the_advice_names_options(
-    changes: dict[str, Any], train: dict[str, Any], words: list[str], tmp_path: Path
-) -> None:
+def test_advice_names_options(changes: dict[str, Any], train: dict[str, Any], words: list[str], tmp_path: Path) -> None:
     told = advice(found(**changes), settings(tmp_path, **train))
     assert len(told) == len(words)
     for line, word in zip(told, words, strict=True):
         assert word in line
 
 
-def test_the_table_says_everything(tmp_path: Path) -> None:
+def test_table_lists_all_measurements(tmp_path: Path) -> None:
     text = describe(found(), settings(tmp_path, precision="bf16", channels_last=True, compile=True))
     for value in ("2700.0 pairs/s", "5000.0 images/s", "2600.0 pairs/s, 0.96 of the slower", "1.0% of the time",
                   "31.6% of a measured 770 TFLOP/s", "100.00 GB (GPU memory)", "90% of the positions", "1.0 s, 50.0 s",
@@ -149,7 +147,7 @@ class Products(nn.Module):
         return Losses.sum(both=self.linear(image_BD).sum() + attended.sum())
 
 
-def test_operations_are_those_of_the_formula() -> None:
+def test_flops_equal_the_formula() -> None:
     """A product counts 2 n m k; its backward pass twice that, or once where its input wants no gradient."""
     model = Products()
     linear, attention = 2 * 36 * 5, 2 * (2 * 7 * 7 * 4)
@@ -158,7 +156,7 @@ def test_operations_are_those_of_the_formula() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_first_rows_are_a_batch() -> None:
+def test_first_rows_form_a_batch() -> None:
     batch = fakes.make_batch([3, 4, 5])
     few = first_rows(batch, 2)
     assert (few.keys, len(few.texts), few.studies) == (["s3", "s4"], 2, None)
@@ -168,7 +166,7 @@ def test_the_first_rows_are_a_batch() -> None:
     assert first_rows(shared, 2) is shared
 
 
-def test_clocks_count_calls_and_seconds() -> None:
+def test_timers_count_calls_and_seconds() -> None:
     calls = Counter[int]()
 
     def nap(number: int) -> None:
@@ -194,7 +192,7 @@ def loader(tmp_path_factory: pytest.TempPathFactory) -> Loader:
     )  # fmt: skip
 
 
-def test_each_stage_is_timed_for_what_it_does(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_loader_stage_is_timed(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     samples, read, now = loader.samples, set[int](), [0.0]
     decode, transform, row, collate = samples.source.pixels, samples.maker.views, samples.maker.row, loader.collate
 
@@ -223,7 +221,7 @@ def test_each_stage_is_timed_for_what_it_does(loader: Loader, monkeypatch: pytes
     assert found.total == pytest.approx(0.040)
 
 
-def test_samples_that_cannot_be_read_are_left_out(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_timing_skips_unreadable_samples(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     def damaged(*_: Any) -> np.ndarray:
         raise ImageError("the JPEG is truncated", "truncated")
 
@@ -233,7 +231,7 @@ def test_samples_that_cannot_be_read_are_left_out(loader: Loader, monkeypatch: p
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_run_is_measured_and_left_as_it_was(tmp_path: Path, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examination_leaves_the_run_unchanged(tmp_path: Path, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
     model = fakes.TwoTowers()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -253,7 +251,7 @@ def test_a_run_is_measured_and_left_as_it_was(tmp_path: Path, accumulate: int, m
     assert (found.memory_gb, found.stages) == (None, None)
 
 
-def test_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_refuses_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     run = Run(recipe="fake", settings=settings(tmp_path), model=nn.Linear(1, 1), data=DataLoaders(None, None, None, {}))
     with raises(ConfigError, "unsupported"):
@@ -272,7 +270,7 @@ def test_every_recipe_can_be_examined(path: Path, tmp_path: Path, monkeypatch: p
         doctor([str(path), "tiny"])
 
 
-def test_what_is_no_recipe_is_refused(tmp_path: Path) -> None:
+def test_doctor_refuses_files_that_are_no_recipe(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no Python file"):
         load_recipe(tmp_path / "none.py", [])
     with pytest.raises(ConfigError, match="is no Python file"):
@@ -282,7 +280,7 @@ def test_what_is_no_recipe_is_refused(tmp_path: Path) -> None:
         load_recipe(tmp_path / "other.py", [])
 
 
-def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_doctor_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["doctor", "--help"])
     assert ended.value.code == 0

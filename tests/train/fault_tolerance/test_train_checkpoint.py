@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, found out when damaged, kept by the rules, and never a pickle."""
+"""Checkpoints: atomic writes, detection of damage, removal of old ones, refusal of pickles."""
 
 import errno
 import json
@@ -65,7 +65,7 @@ def pickled(path: Path) -> None:
     path.write_bytes(pickle.dumps({"weights": [1.0]}))
 
 
-def test_a_checkpoint_holds_model_and_run_and_proves_itself(tmp_path: Path) -> None:
+def test_checkpoint_holds_model_and_run_and_verifies(tmp_path: Path) -> None:
     result = run(tmp_path)
     names = sorted(path.relative_to(result.last).as_posix() for path in result.last.rglob("*") if path.is_file())
     state = ["train_state/optimizer.safetensors", "train_state/state.json"]
@@ -87,7 +87,7 @@ def test_last_is_a_relative_link_that_moves_with_the_folder(tmp_path: Path) -> N
     verify(tmp_path / "moved" / "last")
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_newest_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
     values = iter([3.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0, 8.0])
     result = train(
         TwoTowers(),
@@ -107,7 +107,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
 @pytest.mark.fault("F3")
 @pytest.mark.parametrize("damage", [truncate, flip, empty, pickled, Path.unlink], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ["model.safetensors", "train_state/state.json", "complete.json"])
-def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
+def test_damaged_newest_checkpoint_falls_back_to_the_previous_one(
     name: str, damage: Callable[[Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     undisturbed = fakes.weights(run(tmp_path / "whole").last.parent.parent)
@@ -129,7 +129,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
 
 
 @pytest.mark.fault("F1")
-def test_a_half_written_checkpoint_is_none(tmp_path: Path) -> None:
+def test_partial_checkpoint_is_ignored(tmp_path: Path) -> None:
     run(tmp_path, epochs=1)
     half = tmp_path / "checkpoints" / ".step-00000008.new"
     half.mkdir()
@@ -142,7 +142,7 @@ def test_a_half_written_checkpoint_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F3")
-def test_no_sound_checkpoint_among_some_is_an_error_not_a_new_start(tmp_path: Path) -> None:
+def test_only_damaged_checkpoints_are_an_error(tmp_path: Path) -> None:
     run(tmp_path, epochs=1, keep_last=2)
     for folder in (tmp_path / "checkpoints").glob("step-*"):
         flip(folder / "model.safetensors")
@@ -159,7 +159,7 @@ def test_no_sound_checkpoint_among_some_is_an_error_not_a_new_start(tmp_path: Pa
         (b"\x08\x00\x00\x00\x00\x00\x00\x00nonsense", "is another format"),
     ],
 )
-def test_a_pickle_with_a_proper_marker_is_refused(content: bytes, kind: str, tmp_path: Path) -> None:
+def test_pickle_with_a_valid_marker_is_refused(content: bytes, kind: str, tmp_path: Path) -> None:
     """A checkpoint with correct hashes whose weights need unpickling."""
     folder = run(tmp_path / "run").last
     (folder / "model.safetensors").write_bytes(content)
@@ -173,14 +173,14 @@ def test_a_pickle_with_a_proper_marker_is_refused(content: bytes, kind: str, tmp
 
 
 @pytest.mark.fault("S1")
-def test_a_pickled_file_given_to_resume_from_is_refused(tmp_path: Path) -> None:
+def test_resume_refuses_a_pickled_file(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.save({"a": torch.ones(1)}, path)
     with raises(CheckpointError, "wrong_type"):
         run(tmp_path / "run", resume=str(path))
 
 
-def test_a_folder_that_is_not_there_or_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_resume_refuses_missing_folders_and_other_folders(tmp_path: Path) -> None:
     with raises(CheckpointError, "not_found"):
         run(tmp_path / "run", resume=str(tmp_path / "nowhere"))
     (tmp_path / "folder").mkdir()
@@ -215,7 +215,7 @@ NO_SPACE = [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I
 
 @pytest.mark.fault("F2")
 @pytest.mark.parametrize("error", NO_SPACE, ids=["OSError", "SafetensorError"])
-def test_a_full_disk_does_not_end_a_run_and_saving_is_tried_again(
+def test_full_disk_does_not_end_a_run_and_saving_is_retried(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = run(tmp_path / "whole")
@@ -249,9 +249,7 @@ def test_a_full_disk_does_not_end_a_run_and_saving_is_tried_again(
 
 @pytest.mark.fault("F2")
 @pytest.mark.parametrize("failing", [{0}, {4}], ids=["first", "last"])
-def test_the_first_and_the_last_save_must_succeed(
-    failing: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_and_last_save_must_succeed(failing: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FullDisk(failing, NO_SPACE[0])
     monkeypatch.setattr(checkpoint, "model_files", lambda: disk)
     with pytest.raises(OSError, match="No space left"):
@@ -260,7 +258,7 @@ def test_the_first_and_the_last_save_must_succeed(
 
 
 @pytest.mark.fault("F2")
-def test_a_failing_flush_leaves_the_checkpoints_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_flush_leaves_checkpoints_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, epochs=1)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if "checkpoints" in path.parts}
     checkpoints = Checkpoints(tmp_path, keep_last=3)
@@ -277,9 +275,7 @@ def test_a_failing_flush_leaves_the_checkpoints_as_they_are(tmp_path: Path, monk
 
 
 @pytest.mark.fault("F2")
-def test_a_best_that_could_not_be_saved_leaves_best_to_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_save_of_the_best_keeps_the_previous_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FullDisk({2}, NO_SPACE[0])  # saves: step 0, the best of step 1, then the best of step 2
     monkeypatch.setattr(checkpoint, "model_files", lambda: disk)
     values = iter([3.0, 1.0, 2.0, 4.0])
@@ -297,7 +293,7 @@ def test_a_best_that_could_not_be_saved_leaves_best_to_the_one_before(
     verify(tmp_path / "best")
 
 
-def test_a_removal_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_removal_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = [True]
     discard = folders.discard
 
@@ -338,7 +334,7 @@ def test_without_symbolic_links_last_is_a_folder_of_hard_links(tmp_path: Path, m
 
 
 @pytest.mark.fault("F19")
-def test_a_lock_holds_against_another_process_and_dies_with_it(tmp_path: Path) -> None:
+def test_lock_excludes_another_process_and_ends_with_it(tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from medvl.common.folders import RunLock\n"
         "with RunLock(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
@@ -354,7 +350,7 @@ def test_a_lock_holds_against_another_process_and_dies_with_it(tmp_path: Path) -
         pass
 
 
-def test_optimizer_state_goes_by_parameter_name() -> None:
+def test_optimizer_state_is_stored_by_parameter_name() -> None:
     def trained(optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = TwoTowers()
         built = build_optimizer(model, fakes.optim(optimizer=optimizer, weight_decay=0.1))

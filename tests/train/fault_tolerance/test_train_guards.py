@@ -1,4 +1,4 @@
-"""Non-finite values never reach the model; bad samples are named, counted and budgeted; signals end a run in order."""
+"""Non-finite values, skipped updates and their budget, and signals."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def step_of(model: nn.Module, precision: str = "fp32", clip_norm: float | None =
 @pytest.mark.fault("F14")
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 @pytest.mark.parametrize("how", WAYS)
-def test_no_weight_buffer_or_momentum_changes_in_a_bad_step(how: str, clip_norm: float | None) -> None:
+def test_non_finite_step_changes_no_weight_buffer_or_momentum(how: str, clip_norm: float | None) -> None:
     model = Sick(how)
     step = step_of(model, clip_norm=clip_norm)
     assert step(0, 0.1, [make_batch([0, 1])], 1).updated
@@ -90,7 +90,7 @@ def test_no_weight_buffer_or_momentum_changes_in_a_bad_step(how: str, clip_norm:
     assert not torch.equal(model.image.weight, before["image.weight"])
 
 
-def test_a_finite_loss_is_not_changed_by_the_guard() -> None:
+def test_propagate_nonfinite_keeps_finite_losses() -> None:
     loss = torch.tensor(3.7, requires_grad=True)
     guarded = propagate_nonfinite(loss)
     guarded.backward()
@@ -99,7 +99,7 @@ def test_a_finite_loss_is_not_changed_by_the_guard() -> None:
     assert loss.grad.item() == 1.0
 
 
-def test_buffers_of_any_type_come_back() -> None:
+def test_buffer_guard_restores_any_dtype() -> None:
     module = nn.Module()
     module.register_buffer("queue", torch.arange(6.0).reshape(2, 3))
     module.register_buffer("count", torch.tensor(4))
@@ -116,7 +116,7 @@ def test_buffers_of_any_type_come_back() -> None:
 
 
 @pytest.mark.fault("F14")
-def test_skipped_updates_are_counted_named_and_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_skipped_updates_are_counted_logged_and_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     result = train(Sick("loss nan"), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path, log_every=4))
     assert (result.step, result.skipped) == (8, 2)  # once an epoch
     skips = records(tmp_path, "skip")
@@ -130,7 +130,7 @@ def test_skipped_updates_are_counted_named_and_recorded(tmp_path: Path, caplog: 
 
 
 @pytest.mark.fault("F14")
-def test_more_than_the_budget_fails_and_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
+def test_exceeded_budget_fails_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     with raises(TrainingError, "nonfinite", "nonfinite_budget") as raised:
         train(
             Sick("gradient inf"),
@@ -145,7 +145,7 @@ def test_more_than_the_budget_fails_and_leaves_the_last_good_checkpoint(tmp_path
 
 
 @pytest.mark.fault("F14")
-def test_the_budget_counts_over_interruptions(tmp_path: Path) -> None:
+def test_budget_counts_across_interruptions(tmp_path: Path) -> None:
     def run(epochs: int) -> Any:
         settings = fakes.config(tmp_path, epochs=epochs, nonfinite_budget=2)
         return train(Sick("loss nan"), FakeLoader(16, 4), optim=fakes.optim(), config=settings)
@@ -156,7 +156,7 @@ def test_the_budget_counts_over_interruptions(tmp_path: Path) -> None:
         run(3)
 
 
-def test_fp16_searches_its_scale_without_touching_the_budget(tmp_path: Path) -> None:
+def test_fp16_scale_search_does_not_use_the_budget(tmp_path: Path) -> None:
     """At the scale it starts with, this loss overflows in 16 bits: that is the search, not the data."""
 
     class Large(TwoTowers):
@@ -189,7 +189,7 @@ class _Steep(torch.autograd.Function):
         return torch.where(grads[0] > 4096, torch.inf, grads[0])
 
 
-def test_fp16_with_a_broken_loss_does_count(tmp_path: Path) -> None:
+def test_fp16_non_finite_loss_uses_the_budget(tmp_path: Path) -> None:
     with raises(TrainingError, "nonfinite", "nonfinite_budget"):
         train(
             Sick("loss nan"),
@@ -199,7 +199,7 @@ def test_fp16_with_a_broken_loss_does_count(tmp_path: Path) -> None:
         )
 
 
-def test_the_first_signal_is_a_request(capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_signal_requests_a_stop(capsys: pytest.CaptureFixture[str]) -> None:
     with StopSignals() as stop:
         assert stop.requested is None
         os.kill(os.getpid(), signal.SIGINT)
@@ -207,7 +207,7 @@ def test_the_first_signal_is_a_request(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_second_signal_ends_the_process_at_once(number: signal.Signals) -> None:
+def test_second_signal_ends_the_process(number: signal.Signals) -> None:
     code = (
         "import os, sys; from medvl.train.fault_tolerance.signals import StopSignals\n"
         "number = int(sys.argv[1])\n"

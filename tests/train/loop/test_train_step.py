@@ -1,4 +1,4 @@
-"""The step and its parts against plain PyTorch: accumulation, clipping, groups, rates, precision, seeds."""
+"""The step against plain PyTorch: accumulation, clipping, groups, rates, precision, seeds."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ from medvl.train.parallel.batches import BatchStream
 
 
 @pytest.mark.fault("N2")
-def test_accumulation_of_a_mean_loss_is_the_big_batch() -> None:
+def test_accumulation_of_a_mean_loss_equals_the_large_batch() -> None:
     big, small = Regression(), Regression()
     whole = step_of(big, fakes.optim())(0, 1e-2, [make_batch(list(range(12)))], 1)
     parts = [make_batch(list(range(start, start + 4))) for start in (0, 4, 8)]
@@ -32,7 +32,7 @@ def test_accumulation_of_a_mean_loss_is_the_big_batch() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
-def test_a_step_is_the_plain_optimisers_step(optimizer: str) -> None:
+def test_step_equals_the_plain_optimiser(optimizer: str) -> None:
     config = OptimConfig(optimizer=optimizer, lr=0.03, weight_decay=0.1, momentum=0.7, betas=(0.8, 0.95), eps=1e-6)
     ours, plain = Regression(), Regression()
     step = step_of(ours, config)
@@ -52,7 +52,7 @@ def test_a_step_is_the_plain_optimisers_step(optimizer: str) -> None:
     torch.testing.assert_close(ours.linear.bias, plain.linear.bias, rtol=0, atol=0)
 
 
-def test_clipping_scales_the_gradient_to_the_norm_and_reports_the_norm_before() -> None:
+def test_clipping_scales_the_gradient_and_returns_the_norm_before() -> None:
     model = Regression()
     before = model.linear.weight.detach().clone(), model.linear.bias.detach().clone()
     result = step_of(model, fakes.optim(optimizer="sgd", momentum=0.0, clip_norm=0.05))(
@@ -63,7 +63,7 @@ def test_clipping_scales_the_gradient_to_the_norm_and_reports_the_norm_before() 
     assert moved.norm().item() == pytest.approx(0.05, rel=1e-4)
 
 
-def test_dropout_depends_on_seed_step_and_micro_batch_and_on_nothing_else() -> None:
+def test_dropout_depends_on_seed_step_and_micro_batch_only() -> None:
     def losses(seed: int, step: int, noise: int) -> list[float]:
         torch.manual_seed(noise)
         model = TwoTowers(TwoTowersConfig(dropout=0.5))
@@ -82,7 +82,7 @@ def test_derived_seeds_do_not_collide() -> None:
     assert len({derive(seed, "step", *place) for seed, *place in places}) == len(places)
 
 
-def test_models_made_in_a_seeded_context_are_equal_and_the_generator_is_untouched() -> None:
+def test_seeded_gives_equal_models_and_restores_the_generator() -> None:
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
@@ -143,7 +143,7 @@ class Towers(nn.Module):
         self.position = nn.Parameter(torch.zeros(1, 3, 2))
 
 
-def test_decay_spares_biases_norms_and_scalars_and_frozen_parameters_are_left_out() -> None:
+def test_parameter_groups_exclude_norms_from_decay_and_skip_frozen_parameters() -> None:
     model = Towers()
     groups = parameter_groups(model, OptimConfig(lr=1e-3, weight_decay=0.2))
     decayed, spared = sorted(groups, key=lambda group: -group["weight_decay"])
@@ -155,7 +155,7 @@ def test_decay_spares_biases_norms_and_scalars_and_frozen_parameters_are_left_ou
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.2, 0.0)
 
 
-def test_a_models_own_groups_and_their_rates_are_kept_by_the_schedule() -> None:
+def test_schedule_keeps_the_rates_of_a_models_own_groups() -> None:
     class Own(Towers):
         def parameter_groups(self, lr: float, weight_decay: float, layer_decay: float = 1.0) -> list[dict[str, object]]:
             return [
@@ -177,7 +177,7 @@ def test_a_models_own_groups_and_their_rates_are_kept_by_the_schedule() -> None:
         build_optimizer(Plain(), OptimConfig(layer_decay=0.5))
 
 
-def test_a_model_with_nothing_to_train_is_refused() -> None:
+def test_build_optimizer_refuses_a_frozen_model() -> None:
     with raises(TrainingError, "empty"):
         build_optimizer(nn.Linear(2, 2).requires_grad_(False), OptimConfig())
 
@@ -187,7 +187,7 @@ def rates(schedule: object, total: int) -> list[float]:
     return [rate.at(step) for step in range(total)]
 
 
-def test_schedules_are_their_closed_forms() -> None:
+def test_schedules_equal_their_closed_forms() -> None:
     assert rates(Constant(), 3) == [0.4] * 3
     assert rates(Constant(warmup_steps=2), 4) == pytest.approx([0.2, 0.4, 0.4, 0.4])
     assert rates(Linear(min_lr=0.1), 4) == pytest.approx([0.4, 0.325, 0.25, 0.175])
@@ -197,7 +197,7 @@ def test_schedules_are_their_closed_forms() -> None:
     assert rates(Cosine(warmup_steps=4), 3) == pytest.approx([0.1, 0.2, 0.3])
 
 
-def test_cosine_is_torchs() -> None:
+def test_cosine_equals_torch() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=0.01)
@@ -211,7 +211,7 @@ def test_cosine_is_torchs() -> None:
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("patience", [0, 2])
-def test_plateau_is_torchs(mode: str, patience: int) -> None:
+def test_plateau_equals_torch(mode: str, patience: int) -> None:
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
     reference = torch.optim.lr_scheduler.ReduceLROnPlateau(
@@ -226,7 +226,7 @@ def test_plateau_is_torchs(mode: str, patience: int) -> None:
     assert rate.at(0) == 0.01
 
 
-def test_plateau_takes_nan_for_no_improvement_and_comes_back_from_its_state() -> None:
+def test_plateau_counts_nan_as_no_improvement_and_restores_its_state() -> None:
     rate = LearningRate(OptimConfig(lr=1.0, schedule=Plateau(patience=1)), 1)
     assert [rate.observe(value) for value in (math.nan, 2.0, math.nan)] == [False, False, False]
     again = LearningRate(OptimConfig(lr=1.0, schedule=Plateau(patience=1)), 1)
@@ -235,7 +235,7 @@ def test_plateau_takes_nan_for_no_improvement_and_comes_back_from_its_state() ->
     assert again.at(0) == 0.5
 
 
-def test_feed_cuts_epochs_into_updates_and_never_mixes_two_epochs() -> None:
+def test_stream_groups_micro_batches_within_epochs() -> None:
     loader = FakeLoader(20, 4)
     stream = BatchStream(loader, accumulate=3)
     assert stream.steps_per_epoch == 2
@@ -246,7 +246,7 @@ def test_feed_cuts_epochs_into_updates_and_never_mixes_two_epochs() -> None:
     assert sorted(key for keys in loader.handed_out[:5] for key in keys) == sorted(f"s{i}" for i in range(20))
 
 
-def test_a_loader_that_breaks_its_promise_is_named() -> None:
+def test_stream_refuses_a_loader_with_another_number_of_batches() -> None:
     class Short(FakeLoader):
         @property
         def steps_per_epoch(self) -> int:

@@ -1,4 +1,4 @@
-"""What makes a step fast without changing it: nothing is waited for, padding and patches are left out, memory spared."""
+"""Speed of a step: no waits, compilation, packing, patch dropout, activation checkpointing."""
 
 import gc
 from pathlib import Path
@@ -79,7 +79,7 @@ class Waits(TorchDispatchMode):
         (True, 0.5, ["nonzero", "_local_scalar_dense"]),
     ],
 )
-def test_a_step_waits_once_for_its_verdict(packed: bool, patch_dropout: float, expected: list[str]) -> None:
+def test_step_synchronises_once(packed: bool, patch_dropout: float, expected: list[str]) -> None:
     """Whether the gradient is finite decides about the update. Packed texts ask for their lengths before anything."""
     model = clip(patch_dropout=patch_dropout).train()
     if packed:
@@ -94,7 +94,7 @@ def test_a_step_waits_once_for_its_verdict(packed: bool, patch_dropout: float, e
 
 @pytest.mark.fault("N3")
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_compiled_model_makes_the_same_steps_and_few_graphs(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_model_makes_the_same_steps_with_few_graphs(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The backend that runs eagerly keeps the test short. The second length of text makes graphs for all that follow."""
     graphs = CompileCounter()
     compile_module = nn.Module.compile
@@ -124,7 +124,7 @@ def kept_patches(model: ContrastiveEncoder) -> list[Tensor]:
     return seen
 
 
-def test_patches_are_left_out_in_training_only() -> None:
+def test_patches_are_dropped_in_training_only() -> None:
     model, plain, batch = clip(patch_dropout=0.75), clip(), make_batch()
     model.load_state_dict(plain.state_dict())
     seen = kept_patches(model)
@@ -140,7 +140,7 @@ def test_patches_are_left_out_in_training_only() -> None:
     assert not torch.equal(trained, plain.encode_image(batch.image_BCHW))
 
 
-def test_every_patch_is_kept_as_often() -> None:
+def test_patches_are_dropped_uniformly() -> None:
     model, image_BCHW = clip(patch_dropout=0.5).train(), make_batch().image_BCHW
     torch.manual_seed(0)
     seen = [model._draw_patches(image_BCHW) for _ in range(100)]
@@ -149,7 +149,7 @@ def test_every_patch_is_kept_as_often() -> None:
     assert (count_P - 200).abs().max() < 50  # five standard deviations of a binomial of 400 draws
 
 
-def test_the_patches_of_a_step_follow_from_its_number() -> None:
+def test_dropped_patches_follow_from_the_step_number() -> None:
     """So a run that was interrupted leaves out what it would have left out."""
     whole, resumed = clip(patch_dropout=0.5).train(), clip(patch_dropout=0.5).train()
     seen, seen_again = kept_patches(whole), kept_patches(resumed)
@@ -162,14 +162,14 @@ def test_the_patches_of_a_step_follow_from_its_number() -> None:
     assert not torch.equal(seen[1], seen[2])
 
 
-def test_patch_dropout_is_refused_where_it_means_nothing() -> None:
+def test_patch_dropout_refuses_unsupported_encoders() -> None:
     with pytest.raises(ConfigError, match="patch_dropout must be"):
         clip(patch_dropout=1.0)
     with pytest.raises(ConfigError, match="resnet_tiny"):
         clip(image_encoder="resnet_tiny", image_arguments={}, patch_dropout=0.5)
 
 
-def test_a_run_that_spares_computes_what_a_plain_one_does(tmp_path: Path) -> None:
+def test_packing_and_checkpointing_keep_the_values(tmp_path: Path) -> None:
     weights = []
     for settings in ({}, {"packed_text": True, "checkpoint_activations": True}):
         model = clip()
@@ -182,7 +182,7 @@ def test_a_run_that_spares_computes_what_a_plain_one_does(tmp_path: Path) -> Non
     torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-4)
 
 
-def test_settings_that_are_nothing_for_a_model(tmp_path: Path) -> None:
+def test_prepare_refuses_settings_that_do_not_apply(tmp_path: Path) -> None:
     with raises(ConfigError, "unsupported", "packed_text"):
         prepare(fakes.Regression(), fakes.config(tmp_path, packed_text=True), ONE_RANK.device)
     with raises(ConfigError, "unsupported", "checkpoint_activations"):
@@ -201,7 +201,7 @@ class Watching(fakes.Regression):
         return super().forward(batch)
 
 
-def test_the_collector_passes_over_what_was_there_before_the_run(tmp_path: Path, monkeypatch: Any) -> None:
+def test_garbage_collector_skips_objects_from_before_the_run(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
     model = Watching()
     fakes.train(model, fakes.FakeLoader(12, 4), optim=fakes.optim(), config=fakes.config(tmp_path, epochs=1))
@@ -211,7 +211,7 @@ def test_the_collector_passes_over_what_was_there_before_the_run(tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["convirt", "gloria"])
-def test_attention_dropout_is_the_encoders_own_until_it_is_set(name: str) -> None:
+def test_attention_dropout_defaults_to_the_encoder(name: str) -> None:
     towers: dict[str, Any] = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "frozen_text_layers": 0}
 
     def shares(**settings: Any) -> set[float]:
@@ -234,7 +234,7 @@ def test_attention_dropout_is_the_encoders_own_until_it_is_set(name: str) -> Non
         ("cpu", "bf16", False, ("highest", False)),
     ],
 )
-def test_a_gpu_multiplies_and_convolves_as_the_run_allows(
+def test_machine_settings_set_gpu_precision_and_benchmarking(
     device: str, precision: str, deterministic: bool, during: tuple[str, bool]
 ) -> None:
     """TensorFloat32 beside 16 bits, cuDNN's trials unless results are to be repeatable; afterwards as it was."""

@@ -1,4 +1,4 @@
-"""Validation, best and early stopping, and the records that a run leaves."""
+"""Validation, best checkpoint, early stopping, and records."""
 
 import json
 import logging
@@ -78,7 +78,7 @@ def test_validation_loss_is_the_mean_over_samples() -> None:
     assert found["loss"] == pytest.approx(found["loss/image_to_text"] + found["loss/text_to_image"])
 
 
-def test_validation_draws_the_same_masks_each_time_and_leaves_modes_and_gradients_alone() -> None:
+def test_validation_is_deterministic_and_restores_modes() -> None:
     class Masking(TwoTowers):
         def forward(self, batch: Batch) -> Losses:
             assert not self.training
@@ -94,7 +94,7 @@ def test_validation_draws_the_same_masks_each_time_and_leaves_modes_and_gradient
     assert not model.norm.training
 
 
-def test_a_non_finite_validation_loss_is_nan_and_never_the_best() -> None:
+def test_non_finite_validation_loss_is_nan_and_never_best() -> None:
     class Broken(nn.Module):
         def forward(self, batch: Batch) -> Losses:
             return Losses.sum(broken=torch.tensor(torch.inf))
@@ -127,7 +127,7 @@ def test_early_stopping_ends_the_run_saves_it_and_stays_ended(tmp_path: Path) ->
     assert (again.stopped, again.step, again.metrics) == ("early_stop", 3, {"auroc": 0.7})
 
 
-def test_a_metric_that_nothing_gives_is_named(tmp_path: Path) -> None:
+def test_unknown_best_metric_is_refused(tmp_path: Path) -> None:
     with raises(ConfigError, "unknown_name", "best_metric"):
         run(tmp_path, iter([0.5]), best_metric="aurok")
 
@@ -143,19 +143,19 @@ def test_two_evaluators_with_one_name_are_refused(tmp_path: Path) -> None:
         )
 
 
-def test_what_follows_a_metric_needs_a_validation(tmp_path: Path) -> None:
+def test_plateau_and_early_stopping_need_a_validation(tmp_path: Path) -> None:
     with raises(ConfigError, "conflict", "schedule"):
         train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(schedule=Plateau()), config=fakes.config(tmp_path))
     with raises(ConfigError, "conflict", "early_stop_patience"):
         train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path, early_stop_patience=1))
 
 
-def test_a_loader_of_another_batch_is_refused(tmp_path: Path) -> None:
+def test_loader_with_another_batch_size_is_refused(tmp_path: Path) -> None:
     with raises(ConfigError, "mismatch", "global_batch"):
         train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path, accumulate=2))
 
 
-def test_validation_and_records_come_when_they_are_due(tmp_path: Path) -> None:
+def test_validation_and_records_follow_their_intervals(tmp_path: Path) -> None:
     train(
         TwoTowers(),
         FakeLoader(20, 4),
@@ -170,7 +170,7 @@ def test_validation_and_records_come_when_they_are_due(tmp_path: Path) -> None:
     assert {0, 6, 10} <= set(kept) <= {0, 6, 10} | best
 
 
-def test_a_record_is_the_mean_since_the_one_before(tmp_path: Path) -> None:
+def test_record_is_the_mean_since_the_previous_one(tmp_path: Path) -> None:
     settings = {"optim": fakes.optim(), "valid_loader": None}
     train(TwoTowers(), FakeLoader(24, 4), config=fakes.config(tmp_path / "each", epochs=1, log_every=1), **settings)
     train(TwoTowers(), FakeLoader(24, 4), config=fakes.config(tmp_path / "three", epochs=1, log_every=3), **settings)
@@ -184,7 +184,7 @@ def test_a_record_is_the_mean_since_the_one_before(tmp_path: Path) -> None:
     assert 0 <= timing["wait_share"] <= 1
 
 
-def test_terms_that_change_between_steps_are_refused() -> None:
+def test_loss_meter_refuses_changing_terms() -> None:
     def result(**terms: float) -> StepResult:
         losses = Losses.sum(**{name: torch.tensor(value) for name, value in terms.items()})
         return StepResult(losses=[losses], grad_norm=torch.tensor(1.0), keys=[["a"]], updated=True)
@@ -212,13 +212,13 @@ def test_tensorboard_holds_the_scalars(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("valid/loss")] == [4, 8]
 
 
-def test_wandb_that_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wandb_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with raises(ConfigError, "missing", "wandb"):
         train(TwoTowers(), FakeLoader(16, 4), optim=fakes.optim(), config=fakes.config(tmp_path, wandb="project"))
 
 
-def test_wandb_gets_the_records_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_receives_the_records_under_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class FakeWandb:
         def __init__(self) -> None:
             self.ids: list[str] = []
@@ -250,21 +250,21 @@ def test_wandb_gets_the_records_under_one_id(tmp_path: Path, monkeypatch: pytest
     assert "train/loss" in fake.logged[0]
 
 
-def test_numbers_that_json_has_not_become_null(tmp_path: Path) -> None:
+def test_nan_and_infinity_become_null(tmp_path: Path) -> None:
     journal = RunLogger(fakes.config(tmp_path), step=0, total_steps=1, active=True)
     journal.record("train", 1, {"loss": math.nan, "nested": {"a": math.inf}})
     journal.close()
     assert records(tmp_path) == [{"kind": "train", "step": 1, "loss": None, "nested": {"a": None}}]
 
 
-def test_forgetting_keeps_what_came_before(tmp_path: Path) -> None:
+def test_remove_records_after_keeps_earlier_records(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\nnonsense\n{"step": 3}\n{"step": 2')
     remove_records_after(path, 2)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_lines_appear_on_stderr_where_nobody_has_set_up_logging(
+def test_console_logs_to_stderr_without_configured_logging(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logger = logging.getLogger("medvl")

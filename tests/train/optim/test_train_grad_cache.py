@@ -1,4 +1,4 @@
-"""A large batch in parts has the gradient of the batch at once, for every contrastive system, and on two ranks.
+"""GradCache: gradients in parts equal those of the complete batch, for every contrastive system and on two ranks.
 
 Run by torchrun it is one rank: `test_train_grad_cache.py FOLDER` writes the weights after a step to `FOLDER/RANK.pt`.
 """
@@ -55,7 +55,7 @@ def cached(model: nn.Module, part: int, batch: Batch, kind: Any = "fp32", count:
 @pytest.mark.fault("N2")
 @pytest.mark.parametrize("part", [1, 3, PAIRS])
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_the_gradient_is_that_of_the_batch_at_once(name: str, part: int) -> None:
+def test_grad_cache_gradient_equals_that_of_the_complete_batch(name: str, part: int) -> None:
     """Of the learned temperature and bias too; with soft targets, a missing image, texts of other lengths."""
     model, batch = SYSTEMS[name]().eval(), make_batch(name)
     expected = model(batch)
@@ -69,7 +69,7 @@ def test_the_gradient_is_that_of_the_batch_at_once(name: str, part: int) -> None
     assert_same(gradients(model), at_once)
 
 
-def test_both_passes_drop_the_same() -> None:
+def test_grad_cache_passes_use_the_same_dropout() -> None:
     """Against one graph over all parts, each drawn with its own seed."""
     model, batch = clip(), make_batch()
     parts = []
@@ -87,7 +87,7 @@ def test_both_passes_drop_the_same() -> None:
     assert not torch.allclose(gradients(model)[name], expected[name], rtol=1e-2)
 
 
-def test_only_a_part_has_a_graph_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grad_cache_builds_the_graph_of_one_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model = clip()
     seen: list[tuple[int, bool]] = []
     encode = model.encode_pairs
@@ -101,7 +101,7 @@ def test_only_a_part_has_a_graph_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert seen == [(2, False), (2, False), (3, False), (2, True), (2, True), (3, True)]
 
 
-def test_running_statistics_count_a_batch_once() -> None:
+def test_grad_cache_updates_running_statistics_once() -> None:
     """Batch norm's statistics are those of the parts, each seen once."""
     model, once = convirt(), convirt()
     cached(model, 4, make_batch("convirt"))
@@ -116,7 +116,7 @@ def test_running_statistics_count_a_batch_once() -> None:
     assert expected[counts[0]] == 2
 
 
-def test_a_frozen_tower_has_no_gradient() -> None:
+def test_grad_cache_leaves_a_frozen_encoder_without_gradient() -> None:
     model, batch = clip().eval(), make_batch()
     model.image_encoder.requires_grad_(False)
     model.image_head.requires_grad_(False)
@@ -128,7 +128,7 @@ def test_a_frozen_tower_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_16_bits_and_the_loss_scale(kind: Any) -> None:
+def test_grad_cache_supports_16_bits_and_loss_scaling(kind: Any) -> None:
     model, batch = clip().eval(), make_batch()
     precision = Precision(kind, fakes.ONE_RANK.device)
     with precision.autocast():
@@ -146,7 +146,7 @@ def step_of(model: nn.Module, part: int | None, ranks: RankInfo = fakes.ONE_RANK
     return fakes.step_of(model, sgd, ranks=ranks, grad_cache=part)
 
 
-def test_accumulation_goes_over_batches_in_parts() -> None:
+def test_grad_cache_accumulates_over_micro_batches() -> None:
     weights = []
     for part in (None, 2):
         model = clip().eval()
@@ -157,7 +157,7 @@ def test_accumulation_goes_over_batches_in_parts() -> None:
     assert_same(*weights)
 
 
-def test_what_is_not_finite_changes_nothing() -> None:
+def test_grad_cache_skips_non_finite_losses() -> None:
     model = convirt()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     encode = model.encode_text
@@ -168,7 +168,7 @@ def test_what_is_not_finite_changes_nothing() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_other_models_and_compiling_are_refused(tmp_path: Path) -> None:
+def test_grad_cache_refuses_other_models_and_compilation(tmp_path: Path) -> None:
     with raises(ConfigError, "unsupported", "grad_cache"):
         step_of(fakes.TwoTowers(), 2)
     with raises(ConfigError, "conflict", "grad_cache"):
@@ -177,7 +177,7 @@ def test_other_models_and_compiling_are_refused(tmp_path: Path) -> None:
         TrainConfig(run_dir=tmp_path, steps=1, global_batch=4, grad_cache=0)
 
 
-def test_the_setting_reaches_the_steps_and_is_part_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grad_cache_setting_is_used_and_part_of_the_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
     sizes: list[int] = []
 
@@ -194,7 +194,7 @@ def test_the_setting_reaches_the_steps_and_is_part_of_the_run(tmp_path: Path, mo
         run(grad_cache=2, epochs=2)
 
 
-def test_positives_of_a_batch_are_numbered_alike_in_every_part_of_it() -> None:
+def test_positive_groups_are_numbered_consistently_across_parts() -> None:
     whole = groups_of(make_batch(), "either")
     parts = [groups_of(make_batch(rows=rows), "either") for rows in (slice(0, 3), slice(3, 7))]
     for study_or_text, first, second in zip(whole, *parts, strict=True):
@@ -223,7 +223,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 
 @pytest.mark.fault("N2")
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_two_ranks_take_the_step_of_one(name: str, found: list[dict[str, dict[str, Tensor]]]) -> None:
+def test_grad_cache_on_two_ranks_equals_one(name: str, found: list[dict[str, dict[str, Tensor]]]) -> None:
     """Uneven ranks, of one part and of three, against one process without parts."""
     model = SYSTEMS[name]().eval()
     step_of(model, None)(0, 1.0, [make_batch(name)], 1)

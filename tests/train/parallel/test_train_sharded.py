@@ -1,4 +1,4 @@
-"""Sharded runs are the runs that they are without shards: two ranks against DDP, and across checkpoints.
+"""FSDP: sharded runs on two ranks equal DDP runs, also across checkpoints.
 
 Run by torchrun it is one rank: `test_train_sharded.py FOLDER` trains into folders of FOLDER, and writes what the rank
 found to `FOLDER/RANK.json`.
@@ -274,7 +274,7 @@ def assert_same_run(ours: Path, theirs: Path, near: float = 1e-4) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_sharded_run_is_the_run_under_ddp(name: str, folder: Path) -> None:
+def test_sharded_run_equals_the_ddp_run(name: str, folder: Path) -> None:
     """With accumulation, clipping, weight decay, running statistics, a frozen layer, a tied head, validation."""
     assert_same_run(folder / f"{name} sharded", folder / f"{name} ddp")
     (_, *rest) = fakes.records(folder / f"{name} sharded", "train")
@@ -282,34 +282,34 @@ def test_a_sharded_run_is_the_run_under_ddp(name: str, folder: Path) -> None:
     assert all(row["grad_norm"] > CLIP for row in rest)  # so clipping was put to the test
 
 
-def test_packed_text_recomputed_layers_and_16_bits_go_with_shards(folder: Path) -> None:
+def test_sharding_works_with_packed_text_checkpointing_and_16_bits(folder: Path) -> None:
     assert_same_run(folder / "options sharded", folder / "options ddp", near=2e-3)
 
 
 @pytest.mark.parametrize("name", ["sharded, then ddp", "sharded, then alone", "alone, then sharded", "undisturbed"])
-def test_a_run_goes_on_with_shards_or_without_them_on_any_number_of_ranks(name: str, folder: Path) -> None:
+def test_resume_with_or_without_shards_on_any_number_of_ranks(name: str, folder: Path) -> None:
     assert_same_run(folder / name, folder / "alone")
 
 
-def test_a_sharded_run_that_was_interrupted_has_the_bits_of_one_that_was_not(folder: Path) -> None:
+def test_resume_of_a_sharded_run_is_exact(folder: Path) -> None:
     interrupted, undisturbed = folder / "sharded, then sharded", folder / "undisturbed"
     assert fakes.weights_hash(interrupted) == fakes.weights_hash(undisturbed)
     assert fakes.records(interrupted) == fakes.records(undisturbed)
 
 
-def test_the_model_that_was_given_has_the_weights_in_the_end(folder: Path) -> None:
+def test_sharded_run_returns_the_weights_in_the_given_model(folder: Path) -> None:
     assert found(folder, "kept") == [True, True]
 
 
 @pytest.mark.fault("F14")
-def test_a_loss_that_is_infinite_on_one_rank_is_skipped_by_both(folder: Path) -> None:
+def test_infinite_loss_on_one_rank_is_skipped_on_both(folder: Path) -> None:
     first, second = found(folder, "sick")
     assert first["skipped"] == second["skipped"] == 1
     assert first == second
     assert torch.tensor(first["weights"]).isfinite().all()
 
 
-def test_each_rank_holds_half_of_the_parameters_and_of_the_optimizer_state(folder: Path) -> None:
+def test_each_of_two_ranks_holds_half_of_the_state(folder: Path) -> None:
     """To a row of each matrix; the scalars and step counts of Adam are on both."""
     parts = found(folder, "bytes")
     for part in parts:
@@ -318,12 +318,12 @@ def test_each_rank_holds_half_of_the_parameters_and_of_the_optimizer_state(folde
     assert sum(part["parameters"] for part in parts) == pytest.approx(parts[0]["all_parameters"], rel=1e-3)
 
 
-def test_a_text_that_is_missing_on_one_rank_keeps_nobody_waiting(folder: Path) -> None:
+def test_missing_text_on_one_rank_does_not_block_the_others(folder: Path) -> None:
     for without, sharded in found(folder, "lacking"):
         assert sharded == pytest.approx(without, rel=1e-5)
 
 
-def test_models_and_batches_that_cannot_be_sharded_are_refused(folder: Path) -> None:
+def test_sharding_refuses_unsupported_models_and_batches(folder: Path) -> None:
     for refused in found(folder, "refusals"):
         assert refused == {"average": ["unsupported", "shard_weights"], "batch": ["empty", "shard_weights", True]}
 
@@ -344,7 +344,7 @@ def test_train_config_refuses_settings_that_cannot_be_sharded(field: str, value:
         ("medvill", ["image_encoder.backbone.stages.", "text_encoder.backbone.encoder.layer."]),
     ],
 )
-def test_blocks_are_layers_and_residual_blocks_once_each(name: str, expected: list[str]) -> None:
+def test_repeated_blocks_are_layers_and_residual_blocks(name: str, expected: list[str]) -> None:
     model = MODELS[name][0]()
     names = {module: path for path, module in model.named_modules()}
     blocks = [names[block] for block in repeated_blocks(model)]
@@ -353,7 +353,7 @@ def test_blocks_are_layers_and_residual_blocks_once_each(name: str, expected: li
     assert not any(block.startswith(f"{other}.") for block in blocks for other in blocks)
 
 
-def test_what_is_the_same_on_all_ranks_by_itself_is_not_sent() -> None:
+def test_shared_buffers_exclude_momentum_queues() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), MomentumQueue(size=4, dim=2))
     assert [id(buffer) for buffer in shared_buffers(model)] == [id(buffer) for buffer in model[0].buffers()]
 

@@ -1,4 +1,4 @@
-"""A batch ahead of the steps: the same batches in the same order, and a position that counts what steps have taken.
+"""Prefetching: the same batches in the same order, and a position that ignores the prefetched batch.
 
 On a CPU the side stream is no stream, so this is the logic of being ahead. That copies overlap with computation, and
 that the two streams wait for each other, only a GPU can show.
@@ -43,7 +43,7 @@ def steps_of(stream: BatchStream, steps: range) -> list[tuple[list[list[str]], d
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
-def test_steps_take_the_same_batches_and_stand_at_the_same_place(accumulate: int) -> None:
+def test_prefetching_keeps_batches_and_position(accumulate: int) -> None:
     plain, ahead = fakes.FakeLoader(20, 4), fakes.FakeLoader(20, 4)
     stream = BatchStream(ahead, accumulate, Watched())
     steps = range(2 * stream.steps_per_epoch)
@@ -51,7 +51,7 @@ def test_steps_take_the_same_batches_and_stand_at_the_same_place(accumulate: int
     assert ahead.handed_out == plain.handed_out  # nothing beyond the end of the epoch
 
 
-def test_one_batch_is_ahead_and_none_beyond_the_end_of_an_epoch() -> None:
+def test_prefetching_stops_at_the_end_of_an_epoch() -> None:
     loader, side = fakes.FakeLoader(20, 4), Watched()
     stream = BatchStream(loader, 1, side)
     for step, ahead in enumerate([2, 3, 4, 5, 5, 7, 8, 9, 10, 10]):
@@ -61,7 +61,7 @@ def test_one_batch_is_ahead_and_none_beyond_the_end_of_an_epoch() -> None:
     assert [kind for kind, _ in side.seen] == ["send", "receive"] * 8
 
 
-def test_the_next_batch_is_sent_when_the_step_asks_for_more_and_not_before() -> None:
+def test_next_batch_is_sent_when_the_step_requests_it() -> None:
     side = Watched()
     batches = BatchStream(fakes.FakeLoader(20, 4), 2, side).take(0)
     next(batches)
@@ -73,7 +73,7 @@ def test_the_next_batch_is_sent_when_the_step_asks_for_more_and_not_before() -> 
 
 
 @pytest.mark.parametrize("taken", range(1, 7))
-def test_a_resumed_feed_goes_on_after_the_last_batch_taken(taken: int) -> None:
+def test_resumed_stream_continues_after_the_last_batch_taken(taken: int) -> None:
     whole = steps_of(BatchStream(fakes.FakeLoader(20, 4), 1), range(10))
     stream = BatchStream(fakes.FakeLoader(20, 4), 1, Watched())
     position = steps_of(stream, range(taken))[-1][1]
@@ -82,7 +82,7 @@ def test_a_resumed_feed_goes_on_after_the_last_batch_taken(taken: int) -> None:
     assert steps_of(BatchStream(loader, 1, Watched()), range(taken, 10)) == whole[taken:]
 
 
-def test_a_run_with_a_batch_ahead_is_the_run_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_prefetching_equals_run_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupted in the middle of an epoch, too, with a batch on its way."""
     monkeypatch.setattr(checkpoint, "model_files", fakes.FakeModelFiles)
 
@@ -111,7 +111,7 @@ def test_a_run_with_a_batch_ahead_is_the_run_without(tmp_path: Path, monkeypatch
         assert states[0] == states[1]
 
 
-def test_placing_a_batch_again_copies_nothing() -> None:
+def test_placing_a_placed_batch_copies_nothing() -> None:
     batch = fakes.make_batch([0, 1])
     batch.image_BCHW = batch.image_BCHW.expand(-1, 3, -1, -1)
     once = place(batch, CPU, channels_last=True)
@@ -121,12 +121,12 @@ def test_placing_a_batch_again_copies_nothing() -> None:
     assert torch.equal(again.image_BCHW, batch.image_BCHW)
 
 
-def test_a_cpu_has_no_side_stream() -> None:
+def test_cpu_has_no_side_stream() -> None:
     assert side_stream(CPU, channels_last=False) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_batch_that_comes_beside_a_busy_gpu_is_whole() -> None:
+def test_batch_copied_to_a_busy_gpu_is_complete() -> None:
     device = torch.device("cuda")
     side, busy = SideStream(device, channels_last=True), torch.randn(4096, 4096, device=device)
     sums: list[Tensor] = []

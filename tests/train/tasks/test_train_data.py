@@ -1,4 +1,4 @@
-"""A recipe's data: folders that must be there, patients that must not be shared, the same batches for any ranks."""
+"""Data of a pretraining run: missing folders, shared patients, the same batches on any number of ranks."""
 
 import dataclasses
 from pathlib import Path
@@ -74,7 +74,7 @@ def opened_on(rank: int, world: int, data: DataConfig, model: Any, monkeypatch: 
 
 @pytest.mark.fault("F9")
 @pytest.mark.parametrize(("world", "workers"), [(2, 0), (2, 1), (4, 0)])
-def test_ranks_see_together_the_batches_of_one(
+def test_ranks_together_read_the_batches_of_one_process(
     world: int, workers: int, shards: Path, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys, pixels after augmentation and drawn sentences, over two epochs."""
@@ -94,7 +94,7 @@ def test_ranks_see_together_the_batches_of_one(
         assert [batch.keys for batch in part.valid_images] == held_out
 
 
-def test_what_is_missing_is_named_with_the_advice(shards: Path, tmp_path: Path) -> None:
+def test_check_names_missing_folders_with_advice(shards: Path, tmp_path: Path) -> None:
     config(shards).check("make it")
     config(shards, train="s3://bucket/train", valid=None).check("make it")
     with raises(ConfigError, "not_found", "data.train"):
@@ -104,12 +104,12 @@ def test_what_is_missing_is_named_with_the_advice(shards: Path, tmp_path: Path) 
 
 
 @pytest.mark.fault("S11")
-def test_a_patient_in_training_and_validation_is_refused(shards: Path, model: Any) -> None:
+def test_open_data_refuses_a_shared_patient(shards: Path, model: Any) -> None:
     with raises(SplitError, "leak"):
         open_data(config(shards, valid=shards / "train"), model, micro_batch=4)
 
 
-def test_a_damaged_folder_and_a_model_without_tokenizer_are_refused(shards: Path, model: Any, tmp_path: Path) -> None:
+def test_open_data_refuses_damaged_shards_and_a_missing_tokenizer(shards: Path, model: Any, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{")
     with raises(ShardError, "malformed"):
         open_data(config(shards, train=str(tmp_path)), model, micro_batch=4)
@@ -118,7 +118,7 @@ def test_a_damaged_folder_and_a_model_without_tokenizer_are_refused(shards: Path
         open_data(config(shards), bare, micro_batch=4)
 
 
-def test_a_checkpoint_is_told_of_its_patients(shards: Path, model: Any) -> None:
+def test_described_holds_the_training_patients(shards: Path, model: Any) -> None:
     opened = open_data(config(shards), model, micro_batch=4)
     assert opened.described["train_manifest"]["patients"] == tuple(sorted(f"patient{number}" for number in range(8)))
     assert opened.described["data"]["train"]["samples"] == 16
