@@ -129,7 +129,7 @@ def _publish(
     from medvl.eval.core.publish import publish
     from medvl.eval.vqa.page import write_vqa_page
 
-    positions = {asked.question.id: asked.image for asked in questions_in_split(shards, split)}
+    positions = {entry.question.id: entry.image for entry in questions_in_split(shards, split)}
 
     def write_page(path: Path, *, model: str, data: str, date: str) -> Path:  # the result names its data itself
         return write_vqa_page(
