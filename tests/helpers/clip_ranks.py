@@ -17,7 +17,7 @@ from medvl.schema import Batch
 
 COUNTS = (4, 3)
 """Rows of the two ranks."""
-BATCH, FOUND = "batch.safetensors", "found.safetensors"
+BATCH, RESULTS = "batch.safetensors", "results.safetensors"
 
 
 def whole_batch(folder: Path, rows: slice = slice(None)) -> Batch:
@@ -50,7 +50,7 @@ if __name__ == "__main__":
     mine = slice(0, COUNTS[0]) if rank == 0 else slice(COUNTS[0], sum(COUNTS))
     for folder in map(Path, sys.argv[1:]):
         loaded = medvl.load(folder)
-        found = step(loaded, DistributedDataParallel(loaded), whole_batch(folder, mine))
+        actual = step(loaded, DistributedDataParallel(loaded), whole_batch(folder, mine))
         if rank == 0:
-            safetensors.torch.save_file(found, folder / FOUND)
+            safetensors.torch.save_file(actual, folder / RESULTS)
     dist.destroy_process_group()

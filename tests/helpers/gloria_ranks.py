@@ -72,15 +72,15 @@ def main(folder: Path) -> None:
     mine = slice(0, FIRST_RANK) if rank == 0 else slice(FIRST_RANK, 7)
     model = medvl.load(folder)
     parallel = DistributedDataParallel(model)  # by name: its hooks must outlive the forward pass
-    found = parallel(make_batch(model.tokenizer, list(range(7))[mine]))
-    found.total.backward()
-    tensors = {f"loss/{name}": term.detach() for name, term in {"total": found.total, **found.terms}.items()}
+    actual = parallel(make_batch(model.tokenizer, list(range(7))[mine]))
+    actual.total.backward()
+    tensors = {f"loss/{name}": term.detach() for name, term in {"total": actual.total, **actual.terms}.items()}
     tensors |= {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     x_BTE, mask_BT = sequences()
     longest = int(mask_BT[mine].sum(dim=1).max())
     garbage_BTE = x_BTE.masked_fill(~mask_BT[:, :, None], torch.nan)[mine, :longest]
     tensors["padded"], tensors["mask"] = gather_padded(garbage_BTE, mask_BT[mine, :longest])
-    safetensors.torch.save_file(tensors, folder / f"found-{rank}.st")
+    safetensors.torch.save_file(tensors, folder / f"actual-{rank}.st")
     dist.destroy_process_group()
 
 

@@ -90,16 +90,16 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 def test_a_large_matrix_is_computed_in_blocks(
     name: str, loss: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def found() -> list[Tensor]:
+    def actual() -> list[Tensor]:
         leaves = [2 * units().requires_grad_(), units(seed=1).requires_grad_()]
         value = loss(*leaves, groups=GROUPS[name])
         return [value.detach(), *torch.autograd.grad(value, leaves)]
 
     calls: list[int] = []
-    plain, blocks = found(), blockwise._blocks
+    plain, blocks = actual(), blockwise._blocks
     monkeypatch.setattr(blockwise, "_CPU_BLOCK_BYTES", 4 * BATCH * 2)
     monkeypatch.setattr(blockwise, "_blocks", lambda batch, rows: calls.append(rows) or blocks(batch, rows))
-    for ours, expected in zip(found(), plain, strict=True):
+    for ours, expected in zip(actual(), plain, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     assert set(calls) == {2}
 
@@ -247,8 +247,8 @@ def test_16_bit_products_round_operands_only(name: str, noise: float, dtype: tor
         return [value.detach(), *torch.autograd.grad(value, sides)]
 
     for loss, more in ((info_nce, 0.75), (pairwise_sigmoid, -5.0)):
-        found, expected = gradients(loss, dtype, more), gradients(loss, torch.float32, more)
-        for mine, exact in zip(found, expected, strict=True):
+        actual, expected = gradients(loss, dtype, more), gradients(loss, torch.float32, more)
+        for mine, exact in zip(actual, expected, strict=True):
             assert mine.dtype == torch.float32
             assert (mine - exact).norm() < apart * exact.norm()
             assert not torch.equal(mine, exact)

@@ -43,10 +43,10 @@ def case(inner: bool = True) -> tuple[Tensor, ...]:
 
 def test_detection_equals_the_formulas() -> None:
     logits, boxes, *rest = case()
-    found, expected = losses.detection(logits, boxes, *rest), naive_boxes(logits, boxes, *rest)
-    for ours, theirs in zip(found, expected, strict=True):
+    actual, expected = losses.detection(logits, boxes, *rest), naive_boxes(logits, boxes, *rest)
+    for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
-    ours = torch.autograd.grad(sum(found), (logits, boxes))
+    ours = torch.autograd.grad(sum(actual), (logits, boxes))
     theirs = torch.autograd.grad(sum(expected), (logits, boxes))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
@@ -77,11 +77,11 @@ def test_bce_dice_equals_the_formulas() -> None:
     logits = torch.randn(3, 2, 4, 5, requires_grad=True)
     shares = torch.rand(3, 2, 4, 5)
     shares[0] = 0
-    found, expected = losses.bce_dice(logits, shares), naive_masks(logits, shares)
-    for ours, theirs in zip(found, expected, strict=True):
+    actual, expected = losses.bce_dice(logits, shares), naive_masks(logits, shares)
+    for ours, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(
-        torch.autograd.grad(sum(found), logits), torch.autograd.grad(sum(expected), logits), rtol=1e-4, atol=1e-6
+        torch.autograd.grad(sum(actual), logits), torch.autograd.grad(sum(expected), logits), rtol=1e-4, atol=1e-6
     )
 
 
@@ -96,9 +96,9 @@ def test_dice_of_an_empty_mask_and_an_empty_prediction_is_zero() -> None:
 def test_dense_losses_compute_in_float32() -> None:
     logits, boxes, *rest = case()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = losses.detection(logits.bfloat16(), boxes, *rest)
+        actual = losses.detection(logits.bfloat16(), boxes, *rest)
         masks = losses.bce_dice(logits[None].bfloat16(), torch.zeros(1, *logits.shape))
-    assert {loss.dtype for loss in (*found, *masks)} == {torch.float32}
+    assert {loss.dtype for loss in (*actual, *masks)} == {torch.float32}
 
 
 def test_bce_dice_rejects_unequal_shapes() -> None:

@@ -168,9 +168,9 @@ def test_padding_does_not_change_the_loss(garbage: float) -> None:
     clean = gloria_similarity(regions_BPE, words_BWE, mask_BW)
     longer_BWE = F.pad(words_BWE, (0, 0, 0, 5)).masked_fill(~F.pad(mask_BW, (0, 5))[:, :, None], garbage)
     longer_BWE.requires_grad_()
-    found = gloria_similarity(regions_BPE, longer_BWE, F.pad(mask_BW, (0, 5)))
-    torch.testing.assert_close(found, clean, rtol=0, atol=0)
-    found.square().sum().backward()
+    actual = gloria_similarity(regions_BPE, longer_BWE, F.pad(mask_BW, (0, 5)))
+    torch.testing.assert_close(actual, clean, rtol=0, atol=0)
+    actual.square().sum().backward()
     assert longer_BWE.grad is not None
     assert longer_BWE.grad.isfinite().all()
     assert not longer_BWE.grad[~F.pad(mask_BW, (0, 5))].any()
@@ -182,10 +182,10 @@ def test_padding_does_not_change_the_loss(garbage: float) -> None:
 def test_masks_may_have_gaps() -> None:
     regions_BPE, words_BWE, mask_BW = pairs(LENGTHS)
     mask_BW[1, [0, 3]] = False
-    found = gloria_similarity(regions_BPE, words_BWE, mask_BW)[:, 1]
+    actual = gloria_similarity(regions_BPE, words_BWE, mask_BW)[:, 1]
     kept_1WE = words_BWE[1:2, mask_BW[1]]
     expected = gloria_similarity(regions_BPE, kept_1WE, torch.ones(1, 5, dtype=torch.bool))[:, 0]
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_text_without_words_is_left_out() -> None:

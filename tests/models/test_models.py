@@ -281,19 +281,19 @@ def test_two_ranks_compute_the_gradients_of_one(model: ConVIRT, tokenizer: Token
         loss = parallel(batch).total
         loss.backward()
         if dist.get_rank() == 0:
-            found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"loss": loss.detach()}
-            safetensors.torch.save_file(found, folder + "/found.st")
+            actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"loss": loss.detach()}
+            safetensors.torch.save_file(actual, folder + "/actual.st")
         dist.destroy_process_group()
     """)
     (tmp_path / "child.py").write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     subprocess.run([*command, str(tmp_path / "child.py"), str(tmp_path)], check=True, capture_output=True, timeout=120)
-    found = safetensors.torch.load_file(tmp_path / "found.st")
+    actual = safetensors.torch.load_file(tmp_path / "actual.st")
     alone = medvl.load(tmp_path)
     loss = alone(batch).total
     loss.backward()
-    torch.testing.assert_close(found.pop("loss"), loss.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(actual.pop("loss"), loss.detach(), rtol=1e-6, atol=1e-6)
     expected = {name: parameter.grad for name, parameter in alone.named_parameters() if parameter.grad is not None}
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)

@@ -309,12 +309,12 @@ def test_losses_equal_the_published_ones(tokenizer: Tokenizer) -> None:
     for name, scalars in (("clip", (1 / 0.07,)), ("siglip", (10.0, -10.0))):
         model = small(name, tokenizer, **arguments(VIT, TEXT, 512)).eval()
         image_BE, text_BE = model.encode_image(batch.image_BCHW), model.encode_text(batch.ids_BT, batch.mask_BT)
-        found = model(batch)
+        actual = model(batch)
         loss: Any = getattr(losses, name)
-        torch.testing.assert_close(found.total, loss(image_BE, text_BE, *scalars))
-        assert set(found.terms) == {"contrastive"}
+        torch.testing.assert_close(actual.total, loss(image_BE, text_BE, *scalars))
+        assert set(actual.terms) == {"contrastive"}
         if name == "clip":
-            assert found.total.item() == pytest.approx(math.log(8), abs=0.3)
+            assert actual.total.item() == pytest.approx(math.log(8), abs=0.3)
 
 
 def test_the_temperature_is_learned_and_clamped(tokenizer: Tokenizer) -> None:
@@ -415,8 +415,8 @@ def test_two_ranks_compute_the_gradients_of_one(tokenizer: Tokenizer, tmp_path: 
     for folder in folders:
         alone = medvl.load(folder)
         expected = clip_ranks.step(alone, alone, clip_ranks.whole_batch(folder))
-        found = safetensors.torch.load_file(folder / clip_ranks.FOUND)
-        assert found.keys() == expected.keys()
+        actual = safetensors.torch.load_file(folder / clip_ranks.RESULTS)
+        assert actual.keys() == expected.keys()
         assert expected["logit_scale"].abs() > 0
-        for name, tensor in found.items():
+        for name, tensor in actual.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=f"{folder.name}: {name}")

@@ -83,9 +83,9 @@ def test_a_rank_without_pairs_changes_nothing(tmp_path: Path) -> None:
                 "loss": losses.total.detach(),
             }
             for key, tensor in expected.items():
-                found = results.pop(f"{name}/one/{key}")
+                actual = results.pop(f"{name}/one/{key}")
                 near = {"rtol": 1e-4, "atol": 1e-6 + 1e-5 * tensor.abs().max().item()}
-                torch.testing.assert_close(found, tensor, **near, msg=lambda text, n=f"{name} {key}": f"{n}: {text}")
+                torch.testing.assert_close(actual, tensor, **near, msg=lambda text, n=f"{name} {key}": f"{n}: {text}")
                 assert not results.pop(f"{name}/none/{key}").any(), key
         gathered = {key: results.pop(f"pairs/{key}") for key in flat(sample_pairs(slice(None)))}
         for key, tensor in flat(sample_pairs(slice(None))).items():
@@ -177,7 +177,7 @@ def test_grad_cache_takes_any_side(monkeypatch: pytest.MonkeyPatch) -> None:
     model.zero_grad(set_to_none=True)
     cache = GradCache(model, 2, Precision("fp32", torch.device("cpu")))
     cache(batch, 1, lambda part: None)
-    found = gradients(model)
-    assert found.keys() == expected.keys()
+    actual = gradients(model)
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6 + 1e-5 * tensor.abs().max().item())
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=1e-6 + 1e-5 * tensor.abs().max().item())

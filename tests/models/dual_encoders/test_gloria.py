@@ -145,7 +145,7 @@ def test_losses_equal_the_published_ones(tokenizer: Tokenizer, change: dict[str,
     weights = {"local_weight": 0.5, "global_weight": 2.0} if change else {}
     model = tiny_model(tokenizer, **change, **weights).eval()
     config, batch = model.config, make_batch(tokenizer)
-    found = model(batch)
+    actual = model(batch)
     images, texts = model.embed_images(batch.image_BCHW), model.embed_texts(batch.texts)
     local = sum(
         losses.gloria_local(
@@ -156,16 +156,16 @@ def test_losses_equal_the_published_ones(tokenizer: Tokenizer, change: dict[str,
     logits_BB = config.temp3 * images.global_NE @ texts.global_NE.T
     target_B = torch.arange(len(batch))
     whole = F.cross_entropy(logits_BB, target_B) + F.cross_entropy(logits_BB.T, target_B)
-    assert list(found.terms) == ["local", "global"]
-    torch.testing.assert_close(found.terms["local"], local)
-    torch.testing.assert_close(found.terms["global"], whole)
-    torch.testing.assert_close(found.total, config.local_weight * local + config.global_weight * whole)
+    assert list(actual.terms) == ["local", "global"]
+    torch.testing.assert_close(actual.terms["local"], local)
+    torch.testing.assert_close(actual.terms["global"], whole)
+    torch.testing.assert_close(actual.total, config.local_weight * local + config.global_weight * whole)
 
 
 def test_the_global_loss_starts_near_its_expectation(model: GLoRIA) -> None:
     """The local loss does not: texts of more words have an advantage (tests/losses/test_losses_gloria.py)."""
-    found = model.eval()(make_batch(model.tokenizer))
-    assert found.terms["global"].item() == pytest.approx(2 * math.log(7), abs=1.0)
+    actual = model.eval()(make_batch(model.tokenizer))
+    assert actual.terms["global"].item() == pytest.approx(2 * math.log(7), abs=1.0)
 
 
 def test_every_parameter_has_a_gradient(model: GLoRIA) -> None:
@@ -181,11 +181,11 @@ def test_the_loss_falls_on_one_batch(model: GLoRIA) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     seen = []
     for _ in range(12):
-        found = model(batch)
+        actual = model(batch)
         optimizer.zero_grad()
-        found.total.backward()
+        actual.total.backward()
         optimizer.step()
-        seen.append({name: term.item() for name, term in found.terms.items()})
+        seen.append({name: term.item() for name, term in actual.terms.items()})
     assert seen[-1]["local"] < 0.7 * seen[0]["local"]
     assert seen[-1]["global"] < 0.8 * seen[0]["global"]
 
@@ -239,9 +239,9 @@ def test_the_published_similarity_differs_from_training_in_two_ways(model: GLoRI
     texts = model.embed_texts(RAGGED)
     cosine_NM = images.global_NE @ texts.global_NE.T
     local_NM = gloria_similarity(*locals_of(images, texts, first=1), pool="max")
-    found = model.published_similarity(images, texts)
-    torch.testing.assert_close(found, (cosine_NM + local_NM) / 2)
-    assert not torch.allclose(found, model.similarity(images, texts), atol=0.1)
+    actual = model.published_similarity(images, texts)
+    torch.testing.assert_close(actual, (cosine_NM + local_NM) / 2)
+    assert not torch.allclose(actual, model.similarity(images, texts), atol=0.1)
     assert model.published_similarity(images, [""]).isfinite().all()  # a text of no word but [CLS]
 
 
@@ -287,9 +287,9 @@ def test_attention_maps_are_in_pixels_of_the_original(tokenizer: Tokenizer) -> N
     assert not maps[2].isnan().any()
     images, texts = model.embed_images(batch.image_BCHW), model.embed_texts(batch.texts)
     attention_BWP = gloria_attention(*locals_of(images, texts))
-    found, mask_BW = model.word_attention(batch.image_BCHW, batch.texts)
-    torch.testing.assert_close(found.flatten(2), attention_BWP[:, 1:])
-    assert found.shape[2:] == (6, 6)
+    actual, mask_BW = model.word_attention(batch.image_BCHW, batch.texts)
+    torch.testing.assert_close(actual.flatten(2), attention_BWP[:, 1:])
+    assert actual.shape[2:] == (6, 6)
     assert mask_BW.sum(dim=1).tolist() == [len(naive_words(model, text)) - 1 for text in batch.texts]
     (regions_PE, words_WE), count = (each.local_NPE[2] for each in (images, texts)), int(mask_BW[2].sum())
     words = [(words_WE[word], attention_BWP[2, word]) for word in range(1, 1 + count)]
@@ -428,11 +428,11 @@ def test_two_ranks_compute_the_gradients_of_one(model: GLoRIA, tmp_path: Path) -
         [*command, gloria_ranks.__file__, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    found = [safetensors.torch.load_file(tmp_path / f"found-{rank}.st") for rank in (0, 1)]
+    actual = [safetensors.torch.load_file(tmp_path / f"actual-{rank}.st") for rank in (0, 1)]
     alone = medvl.load(tmp_path)
     expected = alone(make_batch(alone.tokenizer))
     expected.total.backward()
-    for of_rank in found:
+    for of_rank in actual:
         for name, term in {"total": expected.total, **expected.terms}.items():
             torch.testing.assert_close(of_rank.pop(f"loss/{name}"), term.detach(), rtol=1e-5, atol=1e-6)
         padded, mask = of_rank.pop("padded"), of_rank.pop("mask")
