@@ -1,4 +1,4 @@
-"""Two ranks under torchrun, one of which is killed in its first life: torchrun starts both again.
+"""Two ranks under torchrun, one of which is killed: torchrun restarts both.
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 1 fault_ranks.py FOLDER
 """
@@ -22,14 +22,14 @@ class KilledOnce(fakes.FakeLoader):
     """Kills rank 1 in the middle of the second epoch's second update."""
 
     def change(self, batch: Batch) -> Batch:
-        first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if first_life and self.rank == 1 and (self.epoch, self.position) == (1, 4):
+        first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if first_start and self.rank == 1 and (self.epoch, self.position) == (1, 4):
             os.kill(os.getpid(), signal.SIGKILL)
         return batch
 
 
 class SpikyRank(fakes.TwoTowers):
-    """The loss of one batch is a spike on rank 1 only."""
+    """Model with a loss spike on one batch on rank 1."""
 
     calls = 0
 
@@ -41,7 +41,7 @@ class SpikyRank(fakes.TwoTowers):
 
 
 def main(folder: Path) -> None:
-    """The killed run to its end, the same run left alone, and one with a spike on one rank."""
+    """Finish the killed run, an uninterrupted one, and one with a spike on one rank."""
     rank, world = rank_and_world()
     options = {"norm": True, "epochs": 4, "log_every": 1, "checkpoint_every": 1, "keep_last": 20}
     training(folder / "killed", KilledOnce(20, 4, rank, world), **options)
@@ -49,7 +49,7 @@ def main(folder: Path) -> None:
     spiky = SpikyRank()
     result = training(folder / "spike", model=spiky, epochs=10, spike_factor=10.0)
     found = {
-        "life": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+        "restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
         "skipped": result.skipped,
         "weights": spiky.image.weight.tolist(),
     }
@@ -59,4 +59,4 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     checkpoint.model_files = fakes.FakeModelFiles
-    main(Path(sys.argv[1]))  # train itself joins the ranks, each time anew
+    main(Path(sys.argv[1]))  # train itself joins the ranks

@@ -96,7 +96,7 @@ def make_batch(positions: list[int], epoch: int = 0) -> Batch:
 
 
 class FakeLoader:
-    """The loader's contract in forty lines: global batches of a permutation by epoch, each rank its part."""
+    """Minimal loader: global batches of a permutation per epoch, of which each rank gets its part."""
 
     def __init__(self, samples: int, global_batch: int, rank: int = 0, world: int = 1, data: str = "d0") -> None:
         self.samples, self.global_batch, self.rank, self.world, self.data = samples, global_batch, rank, world, data
@@ -119,7 +119,7 @@ class FakeLoader:
         self.epoch, self.position = self.epoch + 1, 0
 
     def change(self, batch: Batch) -> Batch:
-        """For tests that want bad batches."""
+        """Return the batch; tests override this to change it."""
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class FakeLoader:
 
 
 class FakeModelFiles:
-    """What `medvl.models.checkpoint` does, for any module."""
+    """Replacement of `medvl.models.checkpoint` for any module."""
 
     def save(self, model: nn.Module, folder: Path, run: Mapping[str, Any]) -> None:
         (folder / "config.json").write_text(json.dumps({"format": 2, "run": run}))
@@ -170,7 +170,7 @@ def step_of(
     ranks: RankInfo = ONE_RANK,
     **options: Any,
 ) -> Step:
-    """The step of a model, as training builds it."""
+    """Return the step of a model as training builds it."""
     parallel = model if isinstance(model, ParallelModel) else DDPModel(model, ranks)
     config = config or optim()
     options = {"seed": 0, "clip_norm": config.clip_norm, "channels_last": False, **options}
@@ -178,7 +178,7 @@ def step_of(
 
 
 def weights(run_dir: Path, name: str = "last") -> dict[str, Tensor]:
-    """The saved weights of a run."""
+    """Return the saved weights of a run."""
     return load_file(run_dir / name / "model.safetensors")
 
 
@@ -187,7 +187,7 @@ def weights_hash(run_dir: Path) -> str:
 
 
 def records(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what depends on the clock."""
+    """Return the records of metrics.jsonl without their timing."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         row.pop("timing", None)

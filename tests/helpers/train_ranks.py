@@ -1,4 +1,4 @@
-"""What tests of several ranks run under torchrun: each check writes what it found to `FOLDER/NAME-RANK.json`.
+"""Checks on several ranks under torchrun: each writes its result to `FOLDER/NAME-RANK.json`.
 
 torchrun --standalone --nproc-per-node 2 train_ranks.py FOLDER NAME...
 """
@@ -40,12 +40,12 @@ def rows(total: int = sum(COUNTS), width: int = 4) -> torch.Tensor:
 
 
 def weigh(x_NE: torch.Tensor) -> torch.Tensor:
-    """A loss that ties every row to every other."""
+    """Return a loss in which every row depends on every other."""
     return (x_NE @ x_NE.T).softmax(dim=1).square().sum()
 
 
 def check_gather(folder: Path) -> Any:
-    """Values and gradients of `gather`, as the owner of the rows sees them."""
+    """Return values and gradients of `gather` on the rank that owns the rows."""
     rank, _ = rank_and_world()
     found: dict[str, Any] = {}
     for name, counts in {"uneven": COUNTS, "even": (4, 4), "empty": (0, 8)}.items():
@@ -67,7 +67,7 @@ def check_gather(folder: Path) -> Any:
 
 
 def check_ddp(folder: Path) -> Any:
-    """Gradients of a contrastive loss with a learned temperature, after DDP's average, from uneven batches."""
+    """Return DDP's gradients of a contrastive loss with a learned temperature, from uneven batches."""
     rank, _ = rank_and_world()
     model = fakes.TwoTowers()
     wrapped = DistributedDataParallel(model)
@@ -110,7 +110,7 @@ CONTRASTIVE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def check_losses(folder: Path) -> Any:
-    """Each contrastive loss over the pairs of both ranks, and its gradient at this rank's own."""
+    """Return each contrastive loss over the pairs of both ranks, and its gradients at this rank's pairs."""
     rank, _ = rank_and_world()
     found = {}
     for name, loss in CONTRASTIVE.items():
@@ -124,7 +124,7 @@ def check_losses(folder: Path) -> Any:
 
 
 def training(folder: Path, loader: fakes.FakeLoader | None = None, **changes: Any) -> Any:
-    """Ten steps with accumulation and validation on however many ranks there are."""
+    """Train ten steps with accumulation and validation on all ranks."""
     rank, world = rank_and_world()
     model = changes.pop("model", None) or fakes.TwoTowers(fakes.TwoTowersConfig(norm=changes.pop("norm", False)))
     settings = {"global_batch": 8, "accumulate": 2, "validate_every": 2, **changes}
@@ -154,10 +154,10 @@ def check_train(folder: Path) -> Any:
 
 
 def check_nan(folder: Path) -> Any:
-    """One rank's loss is infinite in one step, with a finite gradient: all ranks must leave that step out."""
+    """Train with an infinite loss (and a finite gradient) on one rank in one step, which all ranks must skip."""
     rank, _ = rank_and_world()
 
-    class Sick(fakes.TwoTowers):
+    class InfiniteLoss(fakes.TwoTowers):
         calls = 0
 
         def forward(self, batch: Batch) -> Losses:
@@ -166,13 +166,13 @@ def check_nan(folder: Path) -> Any:
             bad = rank == 1 and self.training and self.calls == 5
             return Losses(total=found.total + torch.inf if bad else found.total, terms=found.terms)
 
-    model = Sick()
+    model = InfiniteLoss()
     result = training(folder / "nan", model=model)
     return {"skipped": result.skipped, "weights": model.image.weight.tolist()}
 
 
 def check_disk(folder: Path) -> Any:
-    """Rank 0's disk is full for a while; the other rank has none to fill."""
+    """Train while rank 0's disk is full for some of the saves."""
     saves = [0]
 
     class Full(fakes.FakeModelFiles):
@@ -199,7 +199,7 @@ def check_disagree(folder: Path) -> Any:
 
 
 def check_lock(folder: Path) -> Any:
-    """Another process holds the folder: every rank hears of it."""
+    """Return the error of each rank when another process holds the lock."""
     from medvl.common.folders import _locked_here
 
     path = (folder / "lock").resolve() / ".lock"
@@ -214,7 +214,7 @@ def check_lock(folder: Path) -> Any:
 
 
 def check_validate(folder: Path) -> Any:
-    """The validation loss of a fresh model, from this rank's share of the batches."""
+    """Return the validation loss of a new model, from this rank's share of the batches."""
     with join("cpu") as ranks:
         return validate(ranks)
 
@@ -237,7 +237,7 @@ def check_resume(folder: Path) -> Any:
 
 
 def check_more_ranks(folder: Path) -> Any:
-    """Go on with what one rank began; the warnings come back."""
+    """Resume the run of one rank; return its warnings."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -251,16 +251,16 @@ def check_whole(folder: Path) -> Any:
 
 
 def check_signal(folder: Path) -> Any:
-    """Only rank 1 is told to stop, in the middle of a step; both must end after the same step, with status 0."""
+    """Send SIGTERM to rank 1 only, within a step; both ranks must stop after the same step with status 0."""
     rank, world = rank_and_world()
 
-    class Told(fakes.FakeLoader):
+    class SignalledLoader(fakes.FakeLoader):
         def change(self, batch: Batch) -> Batch:
             if rank == 1 and (self.epoch, self.position) == (1, 2):
                 os.kill(os.getpid(), signal.SIGTERM)
             return batch
 
-    training(folder / "resume", Told(20, 4, rank, world), norm=True, epochs=4)
+    training(folder / "resume", SignalledLoader(20, 4, rank, world), norm=True, epochs=4)
     raise AssertionError("train returned after SIGTERM")
 
 

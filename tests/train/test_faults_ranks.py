@@ -46,7 +46,7 @@ def found(folder: Path) -> list[dict]:
 
 @pytest.mark.fault("F5")
 def test_restart_after_a_killed_rank_is_exact(folder: Path) -> None:
-    assert [rank["life"] for rank in found(folder)] == [1, 1], "nobody was killed"
+    assert [rank["restarts"] for rank in found(folder)] == [1, 1], "nobody was killed"
     assert fakes.records(folder / "killed") == fakes.records(folder / "whole")
     assert len(fakes.records(folder / "whole", "train")) == 12
     assert fakes.weights_hash(folder / "killed") == fakes.weights_hash(folder / "whole")

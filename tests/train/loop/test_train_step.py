@@ -11,7 +11,10 @@ from helpers.train_fakes import FakeLoader, Regression, TwoTowers, TwoTowersConf
 from torch import nn
 
 from medvl.common.seeding import derive
+from medvl.data import EvalTransform
 from medvl.errors import ConfigError, TrainingError
+from medvl.models import System
+from medvl.schema import Batch, Losses
 from medvl.train import Constant, Cosine, Linear, OptimConfig, Plateau, seeded
 from medvl.train.optim.optimizer import build_optimizer, parameter_groups, set_lr
 from medvl.train.optim.schedule import LearningRate
@@ -267,3 +270,39 @@ def test_stream_refuses_a_loader_with_another_number_of_batches() -> None:
         [list(stream.take(step)) for step in range(6)]
     with raises(TrainingError, "empty"):
         BatchStream(FakeLoader(3, 4), accumulate=1)
+
+
+class SystemWithHooks(System):
+    """A regression that records the calls of its hooks."""
+
+    def __init__(self) -> None:
+        super().__init__(None, transform=EvalTransform(size=16), tokenizer=None)
+        self.regression = Regression()
+        self.calls: list[tuple[str, int]] = []
+
+    @classmethod
+    def build(cls, config: object, *, pretrained: bool, tokenizer: object) -> "SystemWithHooks":
+        return cls()
+
+    def forward(self, batch: Batch) -> Losses:
+        self.calls.append(("forward", len(batch)))
+        losses = self.regression(batch)
+        return Losses.sum(loss=losses.total * (math.inf if batch.keys == ["s9"] else 1.0))
+
+    def before_step(self, step: int) -> None:
+        self.calls.append(("before", step))
+
+    def after_step(self, step: int) -> None:
+        assert not torch.is_grad_enabled()
+        self.calls.append(("after", step))
+
+
+def test_step_calls_the_hooks_of_a_system_but_not_after_a_skipped_update() -> None:
+    model = SystemWithHooks()
+    step = step_of(model)
+    assert step(4, 1e-2, [make_batch([0, 1]), make_batch([2])], 2).updated
+    assert not step(5, 1e-2, [make_batch([9])], 1).updated
+    assert model.calls == [
+        *[("before", 4), ("forward", 2), ("forward", 1), ("after", 4)],
+        *[("before", 5), ("forward", 1)],
+    ]
