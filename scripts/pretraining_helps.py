@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 import medvl
 from medvl.data import ShardSource
 from medvl.errors import MedvlError
-from medvl.eval import VQAData, question_data
-from medvl.eval.core.bootstrap import bootstrap  # internal: intervals of a mean over questions
+from medvl.eval import VQAData, bootstrap, question_data
 from medvl.models import create_model, save
 from medvl.train import seeded
 

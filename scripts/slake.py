@@ -11,9 +11,10 @@ and "answer". `--published-protocols` also evaluates them by the protocols of pu
 import argparse
 from collections.abc import Iterable
 
+from vqa_corpora import parser_of, run_script
+
 from medvl.data import Deidentifier
 from medvl.data.corpora import slake
-from medvl.eval.vqa.corpus_scripts import parser_of, run_script
 from medvl.schema import Sample
 
 

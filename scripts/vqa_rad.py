@@ -13,9 +13,10 @@ listed with its flaw: such numbers are comparable only to numbers of the same pr
 import argparse
 from collections.abc import Iterable
 
+from vqa_corpora import parser_of, run_script
+
 from medvl.data import Deidentifier
 from medvl.data.corpora import vqa_rad
-from medvl.eval.vqa.corpus_scripts import parser_of, run_script
 from medvl.schema import Sample
 
 

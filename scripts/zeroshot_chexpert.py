@@ -31,7 +31,7 @@ from medvl.eval import (
     write_zero_shot_page,
     zero_shot,
 )
-from medvl.models.checkpoint import train_manifest
+from medvl.models import train_manifest
 from medvl.schema import FINDINGS
 
 

@@ -68,6 +68,7 @@ def curves(recipe: str, precision: Literal["fp32", "bf16"] = "fp32") -> dict[str
     """Every term of the loss at some of the steps, at a constant rate."""
     settings = runpy.run_path(str(ROOT / "recipes" / f"{recipe}.py"))["PRESETS"]["tiny"]
     tokenizer = train_wordpiece(TEXTS, vocab_size=200, min_frequency=1)
+    torch.manual_seed(0)  # vectors, such as biases of heads, keep what they were created with
     model = create_model(settings.model, tokenizer=tokenizer).train()
     start(model)
     world = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from medvl.eval.classification.evaluate import ClassifyEval as ClassifyEval, classify as classify
     from medvl.eval.classification.label_policy import LabelPolicy as LabelPolicy
     from medvl.eval.core.bootstrap import (
+        bootstrap as bootstrap,
         bootstrap_auroc as bootstrap_auroc,
         bootstrap_average_precision as bootstrap_average_precision,
         bootstrap_metric as bootstrap_metric,
@@ -67,7 +68,8 @@ if TYPE_CHECKING:
         read_answer_vocabulary as read_answer_vocabulary,
     )
     from medvl.eval.vqa.predictions import Prediction as Prediction, read_predictions as read_predictions
-    from medvl.eval.vqa.protocol import VQAProtocol as VQAProtocol, get_protocol as get_protocol
+    from medvl.eval.vqa.protocol import PROTOCOLS as PROTOCOLS, VQAProtocol as VQAProtocol, get_protocol as get_protocol
+    from medvl.eval.vqa.published_protocols import published_protocols_table as published_protocols_table
     from medvl.eval.vqa.question_set import VQAData as VQAData
     from medvl.eval.zero_shot_classification.evaluate import ZeroShotEval as ZeroShotEval, zero_shot as zero_shot
     from medvl.eval.zero_shot_classification.page import write_zero_shot_page as write_zero_shot_page

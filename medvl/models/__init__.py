@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         load_towers as load_towers,
         load_weights as load_weights,
         save as save,
+        train_manifest as train_manifest,
         warm_start as warm_start,
     )
     from medvl.models.downstream.classifier import (

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from medvl import encoders
 from medvl.errors import CheckpointError, ConfigError, TrainingError
 from medvl.train.config import OptimConfig
+from medvl.train.parallel.model import STATE_SEPARATOR
 
-_SEPARATOR = "::"
 """Separator of parameter name and state name in the keys of `optimizer_tensors`."""
 
 
@@ -67,11 +67,6 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_scale"]
 
 
-def parameter_name(key: str) -> str:
-    """Return the parameter name in a key of `optimizer_tensors`."""
-    return key.rpartition(_SEPARATOR)[0]
-
-
 def trainable(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     """Return the parameters that the optimiser updates."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -86,7 +81,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
     for parameter, name in _names(model, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:  # SGD without momentum
-                tensors[f"{name}{_SEPARATOR}{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+                tensors[f"{name}{STATE_SEPARATOR}{key}"] = value if isinstance(value, Tensor) else torch.tensor(value)
     return tensors
 
 
@@ -96,7 +91,7 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
     shapes = {name: parameter.shape for parameter, name in _names(model, optimizer).items()}
     state: dict[int, dict[str, Tensor]] = {}
     for full_name, tensor in tensors.items():
-        name, _, key = full_name.rpartition(_SEPARATOR)
+        name, _, key = full_name.rpartition(STATE_SEPARATOR)
         if name not in indices:
             raise CheckpointError(
                 f"the optimiser state has a parameter {name!r} that this run does not train", "mismatch", field=name

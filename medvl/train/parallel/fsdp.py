@@ -26,9 +26,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from medvl.errors import ConfigError, TrainingError
 from medvl.schema import Batch, Losses
-from medvl.train.optim.optimizer import parameter_name
 from medvl.train.parallel.distributed import RankInfo, average_gradients, broadcast, shared_buffers
-from medvl.train.parallel.model import ParallelModel
+from medvl.train.parallel.model import ParallelModel, parameter_name
 
 _SHOWN_KEYS = 8
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)

@@ -12,6 +12,9 @@ from medvl.models.base import System
 from medvl.schema import Batch, Losses
 from medvl.train.parallel.distributed import RankInfo, broadcast, unshared_buffers
 
+STATE_SEPARATOR = "::"
+"""Between the name of a parameter and that of its optimiser state, in keys of a checkpoint."""
+
 
 class ParallelModel(abc.ABC):
     """A model whose training is spread over the ranks. Methods are collective calls except where noted.
@@ -142,3 +145,8 @@ class DDPModel(ParallelModel):
     def local_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the tensors: each rank has the complete state."""
         return tensors
+
+
+def parameter_name(key: str) -> str:
+    """Return the parameter name in a key of `optimizer_tensors`."""
+    return key.rpartition(STATE_SEPARATOR)[0]

@@ -15,6 +15,7 @@ import torch
 from helpers.errors import raises
 from helpers.fusion_samples import tiny_model, tiny_tokenizer
 from helpers.html_pages import Reader, read
+from helpers.script_modules import load_script
 from helpers.vqa_corpora import rad_row, write_image
 
 from medvl.cli import main as cli
@@ -30,7 +31,6 @@ from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, ImageError
 from medvl.eval import VQAData, evaluate_answers, normalize_answer
 from medvl.eval.core.open import open_for_evaluation
-from medvl.eval.vqa.corpus_scripts import report
 from medvl.eval.vqa.evaluate import VQAResult
 from medvl.eval.vqa.examples import choose_examples
 from medvl.eval.vqa.explain import explain
@@ -389,7 +389,7 @@ def test_vqa_command_writes_the_page(home: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_scripts_write_the_page_with_images_of_the_corpus(home: Path, tmp_path: Path, deid: Deidentifier) -> None:
-    from medvl.eval.vqa.corpus_scripts import _pixels
+    scripts = load_script("vqa_corpora")
 
     samples = list(vqa_rad.plan(home, deid).iter_samples())
     answers = tmp_path / "answers.jsonl"
@@ -397,7 +397,7 @@ def test_scripts_write_the_page_with_images_of_the_corpus(home: Path, tmp_path: 
     options = argparse.Namespace(
         predictions=answers, protocol="medvl", part="test", resamples=5, published_protocols=False, out=tmp_path / "out"
     )
-    output = report(VQAData.from_samples(samples), options, _pixels(samples))
+    output = scripts.report(VQAData.from_samples(samples), options, scripts._pixels(samples))
     assert output.endswith("index.html")
     reader = read(tmp_path / "out" / "index.html")
     assert sum(image["alt"].startswith("image of question") for image in images(reader)) == 4 + 6

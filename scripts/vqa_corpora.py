@@ -1,25 +1,29 @@
 """Shared parts of the scripts that evaluate predictions on VQA corpora: options, evaluation, output."""
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from medvl.common.files import sha256
-from medvl.data.annotations.questions import questions_of
-from medvl.data.images.read import read_pixels
-from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
+import numpy as np
+from numpy.typing import NDArray
+
+from medvl.data import Deidentifier, default_salt_file, questions_of, read_pixels
 from medvl.errors import MedvlError
-from medvl.eval.core.results import write_results
-from medvl.eval.vqa.evaluate import evaluate_answers
-from medvl.eval.vqa.examples import Pixels
-from medvl.eval.vqa.page import write_vqa_page
-from medvl.eval.vqa.predictions import read_predictions
-from medvl.eval.vqa.protocol import PROTOCOL, PROTOCOLS
-from medvl.eval.vqa.published_protocols import published_protocols_table
-from medvl.eval.vqa.question_set import VQAData
+from medvl.eval import (
+    PROTOCOLS,
+    VQAData,
+    evaluate_answers,
+    published_protocols_table,
+    read_predictions,
+    write_results,
+    write_vqa_page,
+)
 from medvl.schema import Sample
 
+Pixels = Callable[[str], NDArray[np.uint8]]
+"""Question id -> its image."""
 Read = Callable[[argparse.Namespace, Deidentifier], Iterable[Sample]]
 """(options, deidentifier) -> samples of the corpus."""
 
@@ -30,7 +34,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--root", type=Path, required=True, help="folder of the questions and the images")
     parser.add_argument("--part", default="test", help="split of the evaluated questions (default: test)")
     parser.add_argument("--predictions", type=Path, help="JSON lines with id and answer; default: baselines only")
-    parser.add_argument("--protocol", choices=list(PROTOCOLS), default=PROTOCOL, help=f"default: {PROTOCOL}")
+    parser.add_argument("--protocol", choices=list(PROTOCOLS), default="medvl", help="default: medvl")
     parser.add_argument(
         "--published-protocols", action="store_true", help="also evaluate by the protocols of published numbers"
     )
@@ -47,13 +51,14 @@ def report(data: VQAData, options: argparse.Namespace, pixels: Pixels | None = N
     Raises EvaluationError.
     """
     predictions = None if options.predictions is None else read_predictions(options.predictions)
+    digest = None if options.predictions is None else hashlib.sha256(options.predictions.read_bytes()).hexdigest()
     result = evaluate_answers(
         data,
         predictions,
         protocol=options.protocol,
         split=options.part,
         resamples=options.resamples,
-        inputs={"predictions": None if options.predictions is None else sha256(options.predictions)},
+        inputs={"predictions": digest},
     )
     details, size = result.results.details, result.results.config["vocabulary_size"]
     texts = [
