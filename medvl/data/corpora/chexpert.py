@@ -40,9 +40,7 @@ def plan(root: Path, deid: Deidentifier, *, frontal_only: bool = False, split: s
         check_choice(split, SPLITS, "split")
     splits = (split,) if split else tuple(name for name in SPLITS if (root / f"{name}.csv").is_file())
     if not splits:
-        raise CorpusError(
-            f"{root} contains no train.csv, valid.csv or test.csv: is it the root of the release?", "not_found"
-        )
+        raise CorpusError(f"{root} lacks train.csv, valid.csv or test.csv: is it the release's root?", "not_found")
     excluded: Counter[str] = Counter()
     records = Records()
     for name in splits:

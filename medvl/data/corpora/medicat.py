@@ -25,11 +25,7 @@ _HASH, _URI = re.compile(r"[0-9a-f]{40}"), re.compile(r"[\w .()+-]{1,120}\.(?:pn
 
 
 def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    radiology_only: bool = False,
-    fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
+    root: Path, deid: Deidentifier, *, radiology_only: bool = False, fractions: Mapping[str, float] = DEFAULT_FRACTIONS
 ) -> Plan:
     """Plan the samples of MedICaT from its tables; no image is opened.
 
@@ -54,9 +50,7 @@ def plan(
     for number, row in read_json_lines(table, _FIELDS):
         article, file = _text(row, "pdf_hash"), _text(row, "fig_uri")
         if not _HASH.fullmatch(article) or not _URI.fullmatch(file):
-            raise malformed(
-                f"{table}, line {number}", "expected a hash in pdf_hash and a file name in fig_uri", "fig_uri"
-            )
+            raise malformed(f"{table}, line {number}", "expected a hash and a file name in fig_uri", "fig_uri")
         if (article, file) in seen:
             warnings["duplicate_line"] += 1
             continue

@@ -89,15 +89,10 @@ def plan(
 
 def _check_folders(root: Path, reports: Path) -> None:
     if not root.is_dir():
-        raise CorpusError(
-            f"{root} is not a folder: --root must be the folder of the release", "not_found", field="root"
-        )
+        raise CorpusError(f"{root} is not a folder: set --root to the release", "not_found", field="root")
     if not (reports / "files").is_dir():
-        raise CorpusError(
-            f"{reports} has no folder files/: --reports must be the folder with the files/ tree of the reports",
-            "not_found",
-            field="reports",
-        )
+        message = f"{reports} has no files/: set --reports to the folder with the files/ tree of the reports"
+        raise CorpusError(message, "not_found", field="reports")
 
 
 def _folder(table: Path, dicom_id: str, subject: str, study: str) -> Path:

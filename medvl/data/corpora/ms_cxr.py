@@ -15,15 +15,9 @@ from medvl.schema import Sample
 NAME = "ms-cxr"
 TABLES = ("MS_CXR_Local_Alignment_v1.1.0.csv", "MS_CXR_Local_Alignment_v1.0.0.csv")
 LABELS = (
-    "Atelectasis",
-    "Cardiomegaly",
-    "Consolidation",
-    "Edema",
-    "Lung Opacity",
-    "Pleural Effusion",
-    "Pneumonia",
+    "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Lung Opacity", "Pleural Effusion", "Pneumonia",
     "Pneumothorax",
-)
+)  # fmt: skip
 
 Splits = Literal["test", "release"]
 
@@ -85,9 +79,8 @@ def _phrases(rows: list[dict[str, str]], size: tuple[int, int], table: Path) -> 
     for row in rows:
         label, text = row["category_name"], " ".join(row["label_text"].split())
         if label not in LABELS or not text:
-            raise malformed(
-                table, f"expected a text and one of {', '.join(LABELS)}", "category_name" if text else "label_text"
-            )
+            field = "category_name" if text else "label_text"
+            raise malformed(table, f"expected a text and one of {', '.join(LABELS)}", field)
         box = read_box(label, [row[name] for name in ("x", "y", "w", "h")], size, table)
         boxes.setdefault((label, text), []).append(box)
     return [Phrase(label=label, text=text, boxes=tuple(group)) for (label, text), group in boxes.items()]

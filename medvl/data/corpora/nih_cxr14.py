@@ -27,22 +27,9 @@ NAME = "nih-cxr14"
 COUNTS: Mapping[str, int] = {"images": 112_120, "test": 25_596}
 """Counts of the full release, which `medvl verify --full` compares with."""
 LABELS = (
-    "Atelectasis",
-    "Cardiomegaly",
-    "Consolidation",
-    "Edema",
-    "Emphysema",
-    "Fibrosis",
-    "Hernia",
-    "Infiltration",
-    "Mass",
-    "No Finding",
-    "Nodule",
-    "Pleural Effusion",
-    "Pleural Thickening",
-    "Pneumonia",
-    "Pneumothorax",
-)
+    "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Emphysema", "Fibrosis", "Hernia", "Infiltration", "Mass",
+    "No Finding", "Nodule", "Pleural Effusion", "Pleural Thickening", "Pneumonia", "Pneumothorax",
+)  # fmt: skip
 
 _RENAMED = {"Effusion": "Pleural Effusion", "Pleural_Thickening": "Pleural Thickening", "Infiltrate": "Infiltration"}
 """Release name -> label name here: the CheXpert name where the finding is the same."""
@@ -80,9 +67,7 @@ def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.125) -> Pl
         name = row["Image Index"]
         match = _IMAGE.fullmatch(name)
         if match is None or match[1].lstrip("0") != row["Patient ID"].lstrip("0"):
-            raise malformed(
-                table, "expected a file name like 00000013_005.png with the Patient ID of the row", "Image Index"
-            )
+            raise malformed(table, "expected a name like 00000013_005.png with the Patient ID", "Image Index")
         if name not in official:
             excluded["in_no_official_list"] += 1
             continue

@@ -25,11 +25,7 @@ _NAME = re.compile(r"(?:CXR)?(\d+)_(?:\d+_)?(IM-[\d-]+)(?:\.dcm)?(?:\.png)?")
 
 
 def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    images: Path | None = None,
-    fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
+    root: Path, deid: Deidentifier, *, images: Path | None = None, fractions: Mapping[str, float] = DEFAULT_FRACTIONS
 ) -> Plan:
     """Plan the samples of Open-i from its reports; no image is opened.
 

@@ -57,11 +57,8 @@ def plan(
     root, warnings = Path(root), Counter[str]()
     if any((root / f"{split}_captions.csv").is_file() for split in SPLITS_V2):
         if references is not None or non_radiology:
-            raise ConfigError(
-                f"{root} is ROCOv2, which has neither references nor non-radiology figures",
-                "unsupported",
-                field="references" if references is not None else "non_radiology",
-            )
+            field = "references" if references is not None else "non_radiology"
+            raise ConfigError(f"ROCOv2 ({root}) has no references or non-radiology figures", "unsupported", field=field)
         return apply_split_rule(_plan(NAME_V2, _read_v2(root, warnings), deid, warnings), splits, SPLITS_V2)
     base = root / "data" if (root / "data").is_dir() else root
     name = NAME_OTHERS if non_radiology else NAME
@@ -120,10 +117,8 @@ def _plan(name: str, figures: Iterable[_Figure], deid: Deidentifier, warnings: C
 def _read_v1(base: Path, kind: str, references: Path | None, warnings: Counter[str]) -> Iterator[_Figure]:
     folders = {split: base / split / kind for split in SPLITS if (base / split / kind).is_dir()}
     if not folders:
-        raise CorpusError(
-            f"{base} contains none of {', '.join(f'{split}/{kind}' for split in SPLITS)}: see the data card",
-            "not_found",
-        )
+        folders = ", ".join(f"{split}/{kind}" for split in SPLITS)
+        raise CorpusError(f"{base} contains none of {folders}: see the data card", "not_found")
     sentences = _read_references(references)
     for split, folder in folders.items():
         sources = _read_sources(folder)
@@ -236,11 +231,8 @@ def _read_references(folder: Path | None) -> dict[str, list[str]]:
         return {}
     paths = [folder / name for name in _REFERENCES if (folder / name).is_file()]
     if not paths:
-        raise CorpusError(
-            f"{folder} contains none of {', '.join(_REFERENCES)}: expected MedICaT's folder roco_references",
-            "not_found",
-            field="references",
-        )
+        message = f"{folder} contains none of {', '.join(_REFERENCES)}: expected MedICaT's roco_references"
+        raise CorpusError(message, "not_found", field="references")
     sentences: dict[str, list[str]] = {}
     for path in paths:
         for number, row in read_json_lines(path, ("roco_image_id", "gorc_references")):

@@ -33,11 +33,7 @@ _BOX = ("x", "y", "width", "height")
 
 
 def plan(
-    root: Path,
-    deid: Deidentifier,
-    *,
-    patients: Patients = "mapping",
-    fractions: Mapping[str, float] = FRACTIONS,
+    root: Path, deid: Deidentifier, *, patients: Patients = "mapping", fractions: Mapping[str, float] = FRACTIONS
 ) -> Plan:
     """Plan the samples of the RSNA challenge from its tables; no image is opened.
 
@@ -100,9 +96,7 @@ def _read_boxes(table: Path, classes: Mapping[str, str]) -> dict[str, list[Box]]
         if target == "1":
             image_boxes.append(read_box("Pneumonia", [row[name] for name in _BOX], _SIZE, table))
     if len(boxes) != len(classes):
-        raise CorpusError(
-            f"{table} has {len(boxes)} images, the table of classes {len(classes)}: download both again", "mismatch"
-        )
+        raise CorpusError(f"{table} and the table of classes have different images: download both again", "mismatch")
     return boxes
 
 
@@ -113,15 +107,12 @@ def _read_mapping(root: Path) -> dict[str, str]:
         rows = json.loads(path.read_text(encoding="utf-8"))
         matches = {row["subset_img_id"]: _NIH.fullmatch(row["img_id"]) for row in rows}
     except FileNotFoundError:
-        raise CorpusError(
-            f"{path} does not exist; it says which images are of the same patient. Download it from RSNA's page of the "
-            "challenge (see the data card), or use --patients image, which lets splits share patients",
-            "not_found",
-        ) from None
+        advice = (
+            "download it from RSNA's page (see the data card), or use --patients image, where splits may share patients"
+        )
+        raise CorpusError(f"{path}, the images of each patient, does not exist: {advice}", "not_found") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise CorpusError(
-            f"{path} is not RSNA's list of subset_img_id and img_id ({type(error).__name__})", "malformed"
-        ) from error
+        raise malformed(path, f"expected a list of subset_img_id and img_id ({type(error).__name__})") from error
     if not all(matches.values()):
         raise malformed(path, "expected an img_id like 00000001_000.png", "img_id")
     return {image: match[1] for image, match in matches.items() if match}

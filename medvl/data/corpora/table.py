@@ -148,13 +148,13 @@ class _RowReader:
             extra={column: _plain(row[column]) for column in columns.extra_column if _text(row[column])},
         )
 
+    def _malformed(self, number: int, column: str, message: str) -> CorpusError:
+        return malformed(f"{self.table}, row {number}", f"{column} {message}", column)
+
     def _image(self, number: int, text: str) -> Path:
         path = (self.root / text).resolve()
         if not path.is_relative_to(self.root):
-            column = self.columns.image_column
-            raise malformed(
-                f"{self.table}, row {number}", f"{column} is outside the image root: set --image-root", column
-            )
+            raise self._malformed(number, self.columns.image_column, "is outside the image root: set --image-root")
         return path
 
     def _split(self, number: int, row: Mapping[str, Any], patient: str) -> str:
@@ -162,10 +162,7 @@ class _RowReader:
             return hash_split(patient, self.fractions)
         split = _text(row[self.columns.split_column])
         if not split.replace("-", "").replace("_", "").isalnum():
-            column = self.columns.split_column
-            raise malformed(
-                f"{self.table}, row {number}", f"{column} must be a plain word, as it names a folder", column
-            )
+            raise self._malformed(number, self.columns.split_column, "must be a plain word, as it names a folder")
         return split
 
     def _sections(self, row: Mapping[str, Any]) -> dict[str, str]:
@@ -185,7 +182,7 @@ class _RowReader:
             text = _text(row[column])
             if text:
                 if text not in ("1", "0", "-1", "1.0", "0.0", "-1.0"):
-                    raise malformed(f"{self.table}, row {number}", f"{column} must be 1, 0, -1 or empty", column)
+                    raise self._malformed(number, column, "must be 1, 0, -1 or empty")
                 labels[column] = int(float(text))
         for column, words in self.labels.by_category.items():
             value = _text(row[column])
@@ -208,11 +205,10 @@ def _collect_labels(rows: Iterable[Mapping[str, Any]], columns: TableColumns, ta
     by_category = {column: tuple(sorted(words - {""})) for column, words in categories.items()}
     for column, values in by_category.items():
         if len(values) > _MAX_CATEGORIES:
-            raise CorpusError(
-                f"{table}: {column} has {len(values)} different values; a category column may have {_MAX_CATEGORIES}",
-                "too_large",
-                field=column,
+            message = (
+                f"{table}: {column} has {len(values)} different values, over the limit of {_MAX_CATEGORIES}"
             )
+            raise CorpusError(message, "too_large", field=column)
     tags = tuple(sorted(listed))
     labels = _Labels(columns.label_column, by_category, tags)
     if len(set(labels.names)) != len(labels.names):

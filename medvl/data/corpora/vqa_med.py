@@ -53,10 +53,7 @@ def plan(root: Path, deid: Deidentifier) -> Plan:
             warnings.update({"several_answers": 1} if "#" in answer else {}, no_answer=int(not answer))
             questions.append((name, question))
     if not questions:
-        raise CorpusError(
-            f"{root} contains neither C1_Modality_train.txt and the like nor {_REFERENCE}: see the data card",
-            "not_found",
-        )
+        raise CorpusError(f"{root} lacks C1_Modality_train.txt or {_REFERENCE}: see the data card", "not_found")
     return plan_questions(NAME, deid, images, questions, +warnings)
 
 
@@ -91,7 +88,5 @@ def _image_folder(root: Path, split: str) -> Path:
     """Return the folder of a split's images; its capitalisation differs between archives."""
     folders = [path for path in sorted(root.rglob("*_[iI]mages")) if path.name.lower() == _FOLDERS[split]]
     if not folders:
-        raise CorpusError(
-            f"{root} contains no folder {_FOLDERS[split]}: unpack the images next to the questions", "not_found"
-        )
+        raise CorpusError(f"{root} lacks {_FOLDERS[split]}: unpack the images next to the questions", "not_found")
     return folders[0]

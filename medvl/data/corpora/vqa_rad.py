@@ -56,9 +56,7 @@ def plan(root: Path, deid: Deidentifier, *, split: Split = "official") -> Plan:
     warnings: Counter[str] = Counter()
     folder = next((root / name for name in _FOLDERS if (root / name).is_dir()), None)
     if folder is None:
-        raise CorpusError(
-            f"{root} contains no folder {' or '.join(_FOLDERS)}: is it the root of the release?", "not_found"
-        )
+        raise CorpusError(f"{root} lacks {' or '.join(_FOLDERS)}: is it the root of the release?", "not_found")
     questions = []
     for path, part in _question_files(root):
         for row in read_rows(path, _FIELDS):
@@ -76,15 +74,11 @@ def _question_files(root: Path) -> list[tuple[Path, str | None]]:
     public, parts = root / _PUBLIC, [(root / _TRAIN, "train"), (root / _TEST, "test")]
     present = [path for path, _ in parts if path.is_file()]
     if public.is_file() and present:
-        raise CorpusError(
-            f"{root} contains both {_PUBLIC} and {present[0].name}: keep one form of the release", "conflict"
-        )
+        raise CorpusError(f"{root} contains {_PUBLIC} and {present[0].name}: keep one of the forms", "conflict")
     if public.is_file():
         return [(public, None)]
     if len(present) < len(parts):
-        raise CorpusError(
-            f"{root} contains neither {_PUBLIC} nor both of {_TRAIN} and {_TEST}: see the data card", "not_found"
-        )
+        raise CorpusError(f"{root} lacks {_PUBLIC}, or {_TRAIN} and {_TEST}: see the data card", "not_found")
     return [*parts]
 
 

@@ -187,11 +187,8 @@ class Elements:
         if location is None or not location.length:
             return None
         if location.length > self._stream.limits.value_bytes:
-            raise DicomError(
-                f"element ({tag >> 16:04X},{tag & 0xFFFF:04X}) has {location.length} bytes, over the limit value_bytes",
-                "too_large",
-                field="value_bytes",
-            )
+            message = f"element ({tag >> 16:04X},{tag & 0xFFFF:04X}) has {location.length} bytes, over the limit"
+            raise DicomError(message, "too_large", field="value_bytes")
         self._stream.seek(location.offset)
         return self._stream.read_exactly(location.length)
 
@@ -260,9 +257,7 @@ def open_dicom(file: BinaryIO, limits: DicomLimits) -> DicomFile:
     """
     stream = BoundedStream(file, limits)
     if stream.size > limits.file_bytes:
-        raise DicomError(
-            f"the file has {stream.size} bytes, over DicomLimits.file_bytes", "too_large", field="file_bytes"
-        )
+        raise DicomError(f"the file has {stream.size} bytes, over the limit", "too_large", field="file_bytes")
     if stream.read(132)[128:] != b"DICM":  # without preamble, elements start at byte 0
         stream.seek(0)
         if stream.read(2) not in (b"\x02\0", b"\x08\0", b"\0\x08"):

@@ -128,18 +128,12 @@ class PixelLayout:
 
     def _check_limits(self, limits: DicomLimits) -> None:
         if self.frames > limits.frames:
-            raise DicomError(
-                f"the header claims {self.frames} frames, over the limit of {limits.frames}",
-                "too_large",
-                field="frames",
-            )
+            message = f"the header claims {self.frames} frames, over the limit of {limits.frames}"
+            raise DicomError(message, "too_large", field="frames")
         if math.ceil(self.frame_bits / 8) > limits.frame_bytes:
-            raise DicomError(
-                f"a frame of {self.rows} x {self.columns} x {self.samples} samples of {self.bits_allocated} bits "
-                f"is over the limit of {limits.frame_bytes} bytes (DicomLimits.frame_bytes)",
-                "too_large",
-                field="frame_bytes",
-            )
+            size = f"{self.rows} x {self.columns} x {self.samples} samples of {self.bits_allocated} bits"
+            message = f"a frame of {size} is over the limit of {limits.frame_bytes} bytes"
+            raise DicomError(message, "too_large", field="frame_bytes")
 
     @property
     def frame_bits(self) -> int:
@@ -286,10 +280,8 @@ def _decode_compressed(file: DicomFile, layout: PixelLayout, location: Location,
     if syntax in (JPEGLossless, JPEGLosslessSV1) and header.samples == 1:
         return _decode(syntax, "gdcm", strip_metadata(frame), layout)
     if "pylibjpeg" not in get_decoder(syntax).available_plugins:
-        raise DicomError(
-            f'no installed codec decodes {header.precision}-bit {syntax.name}: pip install "medvl[gpl-codecs]"',
-            "no_codec",
-        )
+        message = f'no codec decodes {header.precision}-bit {syntax.name}: pip install "medvl[gpl-codecs]"'
+        raise DicomError(message, "no_codec")
     return _decode(syntax, "pylibjpeg", frame, layout)
 
 
@@ -324,18 +316,13 @@ def _decode(syntax: UID, plugin: str, frame: bytes, layout: PixelLayout) -> tupl
 
 def _check_codestream(header: Codestream, layout: PixelLayout) -> None:
     if (header.rows, header.columns, header.samples) != (layout.rows, layout.columns, layout.samples):
-        raise DicomError(
-            f"the compressed image claims {header.rows} x {header.columns} x {header.samples} samples, the header "
-            f"{layout.rows} x {layout.columns} x {layout.samples}",
-            "malformed",
-        )
+        sizes = [f"{part.rows} x {part.columns} x {part.samples}" for part in (header, layout)]
+        raise DicomError(f"the compressed image claims {sizes[0]} samples, the header {sizes[1]}", "malformed")
     if header.parts > _MAX_PARTS:
         raise DicomError("the compressed image has too many tiles or code blocks", "too_large")
     if header.precision > layout.bits_allocated:
-        raise DicomError(
-            f"the compressed image has {header.precision} bits, the header allocates {layout.bits_allocated}",
-            "malformed",
-        )
+        bits = f"{header.precision} bits, the header allocates {layout.bits_allocated}"
+        raise DicomError(f"the compressed image has {bits}", "malformed")
 
 
 def _read_frame(file: DicomFile, layout: PixelLayout, location: Location, index: int) -> bytes:

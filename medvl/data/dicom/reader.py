@@ -130,9 +130,7 @@ def _read(file: DicomFile, bits: int, frame: int | None) -> DicomImage:
         raise DicomError(f"the file has {layout.frames} frames: select one with `frame`", "multi_frame", field="frame")
     index = frame or 0
     if index >= layout.frames:
-        raise DicomError(
-            f"frame {index} is out of range: the file has {layout.frames} frames", "multi_frame", field="frame"
-        )
+        raise DicomError(f"frame must be below {layout.frames}, got {index}", "multi_frame", field="frame")
     header, display = _header(file, layout), Display.from_elements(file.elements, layout, index)
     pixels_HW, shading = render(decode_frame(file, layout, index), display, layout, bits)
     return DicomImage(pixels_HW, header, shading)

@@ -38,11 +38,8 @@ class Deidentifier:
 
     def __post_init__(self) -> None:
         if not _MIN_SALT_BYTES <= len(self.salt) <= _MAX_SALT_BYTES:
-            raise ConfigError(
-                f"expected a salt of {_MIN_SALT_BYTES} to {_MAX_SALT_BYTES} bytes, got {len(self.salt)}",
-                "out_of_range",
-                field="salt",
-            )
+            expected = f"{_MIN_SALT_BYTES} to {_MAX_SALT_BYTES} bytes"
+            raise ConfigError(f"salt must have {expected}, got {len(self.salt)}", "out_of_range", field="salt")
 
     @classmethod
     def from_file(cls, path: Path | str, *, create: bool = False) -> "Deidentifier":
@@ -60,11 +57,8 @@ class Deidentifier:
             text = path.read_text(encoding="ascii").strip()
             return cls(bytes.fromhex(text))
         except FileNotFoundError:
-            raise ConfigError(
-                f"the salt file {path} does not exist: give the one that this data was hashed with "
-                "(MEDVL_SALT_FILE), or let the first conversion create one",
-                "not_found",
-            ) from None
+            advice = "set MEDVL_SALT_FILE to the salt of this data, or let the first conversion create one"
+            raise ConfigError(f"the salt file {path} does not exist: {advice}", "not_found") from None
         except OSError as error:
             raise ConfigError(f"the salt file {path} cannot be read ({error.strerror})", "unreadable") from None
         except ValueError:  # from bytes.fromhex and the decoder, whose messages quote the salt
@@ -120,9 +114,8 @@ def _create_salt(path: Path) -> None:
         finally:
             Path(partial).unlink()
     except OSError as error:
-        raise ConfigError(
-            f"the salt file {path} cannot be created ({error.strerror}): set MEDVL_SALT_FILE", "unreadable"
-        ) from None
+        message = f"the salt file {path} cannot be created ({error.strerror}): set MEDVL_SALT_FILE"
+        raise ConfigError(message, "unreadable") from None
 
 
 _AGE = re.compile(r"(\d{1,3}(?:\.\d+)?)\s*([DWMY]?)", re.IGNORECASE)
@@ -164,12 +157,8 @@ _NUMBER = re.compile(r"(?<![\w.])(?:MRN\W{0,3}\d{4,}|\d{6,})(?!\w|\.\d)", re.IGN
 _DOCTOR = re.compile(r"\b(?:Drs?|Doctor|Prof)\.?\s+(?!XXXX\b)[A-Z][A-Za-z'-]+")
 
 _SCREENS: dict[str, re.Pattern[str]] = {
-    "email": _EMAIL,
-    "date": _DATE,
-    "phone": _PHONE,
-    "number": _NUMBER,
-    "doctor": _DOCTOR,
-}
+    "email": _EMAIL, "date": _DATE, "phone": _PHONE, "number": _NUMBER, "doctor": _DOCTOR,
+}  # fmt: skip
 
 _IDENTITY = re.compile(
     r"\b(?:patient(?: name| id.*)?$|name\b|m\.?r\.?n\b|record (?:number|no)\b|d\.?o\.?b\b|birth|accession|account|ssn\b"

@@ -22,12 +22,7 @@ MENTIONS: dict[str, Table] = {
         "cardiac enlargement",
     ),
     "Consolidation": ("consolidat*",),
-    "Edema": (
-        "o?edema",
-        "(?:vascular|pulmonary|venous) congestion",
-        "(?:heart|cardiac) failure",
-        "chf",
-    ),
+    "Edema": ("o?edema", "(?:vascular|pulmonary|venous) congestion", "(?:heart|cardiac) failure", "chf"),
     "Enlarged Cardiomediastinum": (
         "(?:cardio)?mediastin* .. (?:widen*|enlarg*|prominen*)",
         "(?:widen*|enlarg*|prominen*) .. (?:cardio)?mediastin*",
@@ -40,11 +35,7 @@ MENTIONS: dict[str, Table] = {
         "(?:neoplas*|carcinoma|tumou?rs?|metastas[ei]s)",
     ),
     "Lung Opacity": ("opaci*", "infiltrat*", "air ?space", "air-space"),
-    "Pleural Effusion": (
-        "(?<!pericardial )effusions?",
-        "pleural fluid",
-        "(?:hydro|hemo)(?:pneumo)?thorax",
-    ),
+    "Pleural Effusion": ("(?<!pericardial )effusions?", "pleural fluid", "(?:hydro|hemo)(?:pneumo)?thorax"),
     "Pleural Other": (
         "pleural .. (?:thickening|scar*|plaques?|caps?|reaction|calcifications?)",
         "pleural-parenchymal scar*",
@@ -73,13 +64,7 @@ NORMAL: tuple[tuple[Table, Table], ...] = (
             "(?<!limits of )normal .. (?:heart|cardiac silhouette|cardiac size)",
         ),
     ),
-    (
-        ("Enlarged Cardiomediastinum",),
-        (
-            "mediastin* .. (?:normal|unremarkable)",
-            "normal .. mediastin*",
-        ),
-    ),
+    (("Enlarged Cardiomediastinum",), ("mediastin* .. (?:normal|unremarkable)", "normal .. mediastin*")),
     (
         ("Cardiomegaly", "Enlarged Cardiomediastinum"),
         (
@@ -91,10 +76,7 @@ NORMAL: tuple[tuple[Table, Table], ...] = (
     ),
     (("Lung Opacity",), ("lungs .. clear", "clear lungs", "lungs? fields? .. clear", "lung* .. clear")),
     (("Pleural Effusion",), ("(?:costophrenic|cp) (?:angles?|sulci|sulcus) .. (?:sharp|clear)",)),
-    (
-        ("Fracture",),
-        ("(?:osseous|bony|skeletal) .. intact", "bones? .. intact"),
-    ),
+    (("Fracture",), ("(?:osseous|bony|skeletal) .. intact", "bones? .. intact")),
 )
 """(findings, phrases for their absence that do not name them)."""
 
@@ -107,18 +89,9 @@ PSEUDO_CUES: Table = (
 """Phrases that look like a cue but are none: "no change in", "no line to suggest"."""
 
 NEGATIVE_BEFORE: Table = (
-    "no",
-    "not",
-    "nor",
-    "neither",
-    "without",
-    "negative for",
-    "free of",
-    "clear of",
-    "(?:absence|resolution|removal|clearing) of",
-    "resolved",
-    "rather than",
-)
+    "no", "not", "nor", "neither", "without", "negative for", "free of", "clear of",
+    "(?:absence|resolution|removal|clearing) of", "resolved", "rather than",
+)  # fmt: skip
 """Cues that negate the following phrases."""
 
 NEGATIVE_AFTER: Table = (
@@ -130,18 +103,13 @@ NEGATIVE_AFTER: Table = (
 """Cues that negate the preceding phrase."""
 
 UNCERTAIN_BEFORE: Table = (
-    "(?:may|might|could|would) .. (?:represent*|reflect*|be|indicate*|relate*)",
-    "(?:may|might|could)",
-    "(?:possible|possibly|possibility of|potential|potentially)",
-    "(?:questionable|question of|equivocal)",
+    "(?:may|might|could|would) .. (?:represent*|reflect*|be|indicate*|relate*)", "(?:may|might|could)",
+    "(?:possible|possibly|possibility of|potential|potentially)", "(?:questionable|question of|equivocal)",
     "(?:probable|probably|likely)",
-    "(?:suspicious|suspicion|suspected|suspect|concerning|concern|worrisome) (?:for|of)",
-    "(?:suspected|suspect)",
-    "suggest*",
-    "(?:cannot|can not|not|difficult to|to) (?:entirely |completely |fully )?(?:exclude|rule out)",
-    "(?:correlat*|evaluat*|assess*) .. for",
-    "question",
-)
+    "(?:suspicious|suspicion|suspected|suspect|concerning|concern|worrisome) (?:for|of)", "(?:suspected|suspect)",
+    "suggest*", "(?:cannot|can not|not|difficult to|to) (?:entirely |completely |fully )?(?:exclude|rule out)",
+    "(?:correlat*|evaluat*|assess*) .. for", "question",
+)  # fmt: skip
 """Cues that make the following phrases uncertain."""
 
 UNCERTAIN_AFTER: Table = (
@@ -157,17 +125,9 @@ UNCERTAIN_AROUND: Table = ("(?:versus|vs)",)
 """Cues that make phrases on both sides uncertain."""
 
 CLAUSE_ENDS: Table = (
-    "but",
-    "however",
-    "although",
-    "though",
-    "except",
-    "aside from",
-    "apart from",
-    "other than",
-    "and (?:there|the|a|an)",
-    "with the exception of",
-)
+    "but", "however", "although", "though", "except", "aside from", "apart from", "other than",
+    "and (?:there|the|a|an)", "with the exception of",
+)  # fmt: skip
 """Words that end the scope of a cue, as semicolons and colons do."""
 
 ITEM_OPENERS: Table = (

@@ -91,9 +91,8 @@ def _parse(data: bytes, where: str) -> OpeniReport:
         root = ElementTree.fromstring(data, ElementTree.XMLParser(target=_PlainTreeBuilder()))
         return _report(root)
     except ElementTree.ParseError as error:
-        raise CorpusError(
-            f"{where} is not well-formed XML (line {error.position[0]}): download it again", "malformed"
-        ) from None
+        message = f"{where}, line {error.position[0]}: not well-formed XML: download it again"
+        raise CorpusError(message, "malformed") from None
     except CorpusError as error:
         raise error.prefixed(f"{where} is not an Open-i report: ") from None
     except (ValueError, LookupError):
@@ -154,20 +153,15 @@ def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
                 if member.isdir():
                     continue
                 if not member.isfile() or name.is_absolute() or ".." in name.parts:
-                    raise CorpusError(
-                        f"{path} contains a link or a path outside it: not NLMCXR_reports.tgz", "malformed"
-                    )
+                    raise CorpusError(f"{path} contains a link or an outside path: not NLMCXR_reports.tgz", "malformed")
                 if member.size > MAX_XML_BYTES:
-                    raise CorpusError(
-                        f"{path} contains a file of {member.size} bytes: not NLMCXR_reports.tgz", "too_large"
-                    )
+                    raise CorpusError(f"{path} has a file of {member.size} bytes: not NLMCXR_reports.tgz", "too_large")
                 file = archive.extractfile(member)
                 if name.suffix == ".xml" and file is not None:
                     yield name.name, file.read()
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, OSError) as error:
-        raise CorpusError(
-            f"{path} is not a complete .tgz archive ({type(error).__name__}): download it again", "malformed"
-        ) from error
+        message = f"{path} is not a complete .tgz archive ({type(error).__name__}): download it again"
+        raise CorpusError(message, "malformed") from error
 
 
 class _Bounded(io.BufferedIOBase):

@@ -36,12 +36,9 @@ _CLIP_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 _CLIP_MERGES = 49152 - 256 - 2
 
 _SPECIAL = {
-    "pad": ("[PAD]", "<pad>"),
-    "unk": ("[UNK]", "<unk>"),
-    "cls": ("[CLS]", "<s>"),
-    "sep": ("[SEP]", "</s>"),
+    "pad": ("[PAD]", "<pad>"), "unk": ("[UNK]", "<unk>"), "cls": ("[CLS]", "<s>"), "sep": ("[SEP]", "</s>"),
     "mask": ("[MASK]", "<mask>"),
-}
+}  # fmt: skip
 """Role -> names of its token without a configuration."""
 _OTHER_NAMES = {"cls": "bos", "sep": "eos"}
 """Role -> its name in configurations of vocabularies other than BERT's."""
@@ -86,9 +83,7 @@ def read_hub_tokenizer(hub_id: str, revision: str | None, lowercase: bool | None
 
 def _read(files: Mapping[str, Path], where: str, lowercase: bool | None, source: str) -> LoadedTokenizer:
     if lowercase is not None and MODEL_FILE in files:
-        raise ConfigError(
-            f"lowercase cannot be set for {where}, whose {MODEL_FILE} defines it", "conflict", field="lowercase"
-        )
+        raise ConfigError(f"lowercase of {where} is defined by its {MODEL_FILE}", "conflict", field="lowercase")
     try:
         config: dict[str, Any] = json.loads(_text(files[CONFIG_FILE])) if CONFIG_FILE in files else {}
         backend = _backend(files, config, lowercase)
@@ -97,17 +92,12 @@ def _read(files: Mapping[str, Path], where: str, lowercase: bool | None, source:
     except Exception as error:  # the backend raises bare Exception on a file that it cannot use
         raise ConfigError(f"the tokenizer of {where} cannot be read: {error}", "malformed") from error
     if backend is None:
-        raise ConfigError(
-            f"{where} has no tokenizer: expected {MODEL_FILE}, {VOCABULARY_FILE} or {' and '.join(_BPE_FILES)}",
-            "not_found",
-        )
+        expected = f"{MODEL_FILE}, {VOCABULARY_FILE} or {' and '.join(_BPE_FILES)}"
+        raise ConfigError(f"{where} has no tokenizer: expected {expected}", "not_found")
     longest, cleaning = config.get("model_max_length"), config.get("medvl_text")
     if cleaning not in (None, *get_args(Cleaning)):
-        raise ConfigError(
-            f"{where}: expected one of {', '.join(get_args(Cleaning))} for medvl_text, got {cleaning!r}",
-            "unknown_name",
-            field="medvl_text",
-        )
+        message = f"{where}: medvl_text must be one of {', '.join(get_args(Cleaning))}, got {cleaning!r}"
+        raise ConfigError(message, "unknown_name", field="medvl_text")
     return LoadedTokenizer(
         backend=backend,
         special={role: _special(backend, role, config) for role in _SPECIAL},

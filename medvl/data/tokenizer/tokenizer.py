@@ -61,11 +61,7 @@ class Tokenizer:
     def __init__(self, loaded: LoadedTokenizer, *, max_tokens: int | None = None) -> None:
         longest = max_tokens or loaded.max_tokens or DEFAULT_TOKENS
         if longest < 3:
-            raise ConfigError(
-                f"max_tokens must be at least 3 (a first token, a last one, and one between), got {longest}",
-                "out_of_range",
-                field="max_tokens",
-            )
+            raise ConfigError(f"max_tokens must be at least 3, got {longest}", "out_of_range", field="max_tokens")
         self._loaded = loaded
         self._backend = loaded.backend
         self._backend.no_padding()
@@ -135,11 +131,8 @@ class Tokenizer:
         Raises ConfigError for a tokenizer that cleans its texts (CLIP, SigLIP), which shifts their characters.
         """
         if self._loaded.cleaning is not None:
-            raise ConfigError(
-                f"the tokenizer of {self.source} cleans texts, so it cannot locate sentences in tokens; use another",
-                "unsupported",
-                field="sentences",
-            )
+            message = f"the tokenizer of {self.source} cleans texts, so it cannot locate sentences; use another"
+            raise ConfigError(message, "unsupported", field="sentences")
         rows = []
         for text, of_text in zip(texts, spans, strict=True):
             offsets = self._backend.encode(text).offsets  # (0, 0) for special tokens
@@ -209,15 +202,10 @@ def load_tokenizer(
     elif revision is not None:
         loaded, revision = read_hub_tokenizer(str(source), revision, lowercase), None
     else:
-        raise ConfigError(
-            f"{source} is not a folder; for a hub repository also give its revision, a commit of 40 digits",
-            "not_found",
-            field="revision",
-        )
+        message = f"{source} is not a folder; for a hub repository also give its revision, a commit of 40 digits"
+        raise ConfigError(message, "not_found", field="revision")
     if revision is not None:
-        raise ConfigError(
-            f"revision is for hub repositories only, and {source} is not one", "conflict", field="revision"
-        )
+        raise ConfigError(f"{source} is not a hub repository and has no revision", "conflict", field="revision")
     if cleaning is not None:
         loaded = dataclasses.replace(loaded, cleaning=cleaning)
     return Tokenizer(loaded, max_tokens=max_tokens)

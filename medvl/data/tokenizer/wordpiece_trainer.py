@@ -30,11 +30,8 @@ def learn_pieces(words: Mapping[str, int], size: int, min_frequency: int) -> lis
     counted = sorted(words.items())
     characters = _characters(counted, min_frequency)
     if len(characters) > size:
-        raise ConfigError(
-            f"vocab_size leaves {size} pieces, fewer than the {len(characters)} different characters of the texts",
-            "out_of_range",
-            field="vocab_size",
-        )
+        message = f"vocab_size leaves {size} pieces, fewer than the {len(characters)} characters of the texts"
+        raise ConfigError(message, "out_of_range", field="vocab_size")
     pieces_seen = set(characters)
     spelled = [(_spell(word), count) for word, count in counted]
     merger = _Merger([word for word in spelled if pieces_seen.issuperset(word[0])], min_frequency)

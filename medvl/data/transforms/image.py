@@ -75,11 +75,8 @@ class EvalTransform:
         if self.stored_size is not None:
             _check_size(self.stored_size)
         if not 0 <= self.margin <= self.size:
-            raise ConfigError(
-                f"margin must be between 0 and the size of {self.size}, got {self.margin}",
-                "out_of_range",
-                field="margin",
-            )
+            message = f"margin must be between 0 and the size of {self.size}, got {self.margin}"
+            raise ConfigError(message, "out_of_range", field="margin")
 
     @property
     def flip(self) -> Flip:
@@ -149,11 +146,8 @@ class RandomCrop:
     def __post_init__(self) -> None:
         _check_size(self.size)
         if self.padded_size < self.size:
-            raise ConfigError(
-                f"padded_size must be at least the size of {self.size}, got {self.padded_size}",
-                "out_of_range",
-                field="padded_size",
-            )
+            message = f"padded_size must be at least the size of {self.size}, got {self.padded_size}"
+            raise ConfigError(message, "out_of_range", field="padded_size")
 
     @property
     def flip(self) -> Flip:

@@ -56,11 +56,8 @@ class TextMasking:
         if not 0 < rate < 1:
             raise ConfigError(f"the masking rate must be between 0 and 1, got {rate}", "out_of_range", field="rate")
         if tokenizer.mask_id is None:
-            raise ConfigError(
-                f"the vocabulary of {tokenizer.source} has no mask token: use an encoder with a WordPiece or RoBERTa "
-                "vocabulary",
-                "unsupported",
-            )
+            message = f"{tokenizer.source} has no mask token: use a WordPiece or RoBERTa vocabulary"
+            raise ConfigError(message, "unsupported")
         self.rate, self.whole_words, self.mask_end = rate, whole_words, mask_end
         self._tokenizer, self.mask_id = tokenizer, tokenizer.mask_id
         roles = (tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.unk_id, tokenizer.mask_id)

@@ -62,11 +62,8 @@ class WholeText:
 
     def __post_init__(self) -> None:
         if self.missing not in get_args(Missing):
-            raise ConfigError(
-                f"missing must be one of {', '.join(get_args(Missing))}, got {self.missing!r}",
-                "unknown_name",
-                field="missing",
-            )
+            message = f"missing must be one of {', '.join(get_args(Missing))}, got {self.missing!r}"
+            raise ConfigError(message, "unknown_name", field="missing")
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
         if self.missing == "other_sections" or any(sections.get(name) for name in self.sections):

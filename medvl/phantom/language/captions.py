@@ -46,27 +46,27 @@ NOUN_PHRASES: dict[str, dict[str, tuple[str, ...]]] = {
             "{severity} cardiomegaly",
             "a {severity_adverb} enlarged [heart|cardiac silhouette]",
             "{severity} enlargement of the [heart|cardiac silhouette]",
-        ),
+        )
     },
     "Consolidation": {
         "any": (
             "{severity} consolidation of the {where}",
             "{where} consolidation[| with air bronchograms]",
             "confluent airspace opacification of the {where}",
-        ),
+        )
     },
     "Edema": {
         "any": (
             "{severity} pulmonary edema",
             "[bilateral|diffuse] perihilar opacities consistent with {severity} pulmonary edema",
             "signs of {severity} pulmonary edema",
-        ),
+        )
     },
     "Enlarged Cardiomediastinum": {
         "any": (
             "{severity} widening of the [mediastinum|superior mediastinum]",
             "a {severity_adverb} widened mediastinum",
-        ),
+        )
     },
     "Fracture": {
         "rib": ("a [|displaced ]fracture of the {where}",),
@@ -79,7 +79,7 @@ NOUN_PHRASES: dict[str, dict[str, tuple[str, ...]]] = {
         "several": ("[multiple|{count}] pulmonary nodules, the largest of {cm} cm",),
     },
     "Lung Opacity": {
-        "any": ("a [hazy|ill-defined|vague] opacity in the {where}", "{severity} ground-glass opacity in the {where}"),
+        "any": ("a [hazy|ill-defined|vague] opacity in the {where}", "{severity} ground-glass opacity in the {where}")
     },
     "Pleural Effusion": {
         "one": ("a {size} {side} pleural effusion", "a {size} {side}-sided pleural effusion"),
@@ -91,7 +91,7 @@ NOUN_PHRASES: dict[str, dict[str, tuple[str, ...]]] = {
         "plaque": ("calcified {side} pleural plaques",),
     },
     "Pneumonia": {
-        "any": ("{where} pneumonia", "patchy opacities in the {where} [consistent with|suggestive of] pneumonia"),
+        "any": ("{where} pneumonia", "patchy opacities in the {where} [consistent with|suggestive of] pneumonia")
     },
     "Pneumothorax": {
         "any": ("a {size} {side} pneumothorax", "a {size} {side}-sided pneumothorax"),

@@ -5,11 +5,7 @@ amount, {side} right, left or bilateral, {where} the place as a noun ("left lowe
 adjective ("left basilar"), {cm} a length, {count} a number word.
 """
 
-SEVERITY_WORDS = {
-    "mild": "[mild|mild|minimal]",
-    "moderate": "[moderate|moderate]",
-    "severe": "[severe|marked]",
-}
+SEVERITY_WORDS = {"mild": "[mild|mild|minimal]", "moderate": "[moderate|moderate]", "severe": "[severe|marked]"}
 SEVERITY_ADVERBS = {"mild": "[mildly|slightly]", "moderate": "moderately", "severe": "[severely|markedly]"}
 SIZE_WORDS = {
     "mild": "[small|tiny|trace|minimal]",
@@ -43,7 +39,7 @@ PRESENT: dict[str, dict[str, Templates]] = {
             "{severity} enlargement of the [cardiac silhouette|heart] is [seen|present|noted].",
             "Heart size is {severity_adverb} [enlarged|increased].",
             "The cardiac silhouette [shows|demonstrates] {severity} enlargement.",
-        ),
+        )
     },
     "Consolidation": {
         "any": (
@@ -53,7 +49,7 @@ PRESENT: dict[str, dict[str, Templates]] = {
             "Airspace consolidation in the {where}[| with air bronchograms].",
             "The {where} [shows|demonstrates] {severity} consolidation.",
             "Confluent opacity in the {where} [represents|is consistent with] consolidation.",
-        ),
+        )
     },
     "Edema": {
         "any": (
@@ -64,7 +60,7 @@ PRESENT: dict[str, dict[str, Templates]] = {
             "[Bilateral|Diffuse] interstitial opacities with Kerley B lines [reflect|represent] {severity} edema.",
             "Indistinct pulmonary vasculature [is consistent with|indicates] {severity} edema.",
             "Findings of {severity} pulmonary edema[| are present].",
-        ),
+        )
     },
     "Enlarged Cardiomediastinum": {
         "any": (
@@ -72,7 +68,7 @@ PRESENT: dict[str, dict[str, Templates]] = {
             "The mediastinum is {severity_adverb} widened.",
             "The [mediastinal contour|cardiomediastinal contour] is {severity_adverb} [enlarged|widened].",
             "Prominent [tortuous|ectatic] aorta with {severity} mediastinal widening.",
-        ),
+        )
     },
     "Fracture": {
         "rib": (
@@ -113,7 +109,7 @@ PRESENT: dict[str, dict[str, Templates]] = {
             "Hazy opacification of the {where}.",
             "Increased opacity [projects over|is seen in] the {where}.",
             "{severity} ground-glass opacity in the {where}.",
-        ),
+        )
     },
     "Pleural Effusion": {
         "one": (
@@ -150,7 +146,7 @@ PRESENT: dict[str, dict[str, Templates]] = {
             "Patchy opacities in the {where} [are consistent with|compatible with|in keeping with] pneumonia.",
             "Findings [are compatible with|are consistent with|indicate] pneumonia in the {where}.",
             "Multifocal airspace opacities in the {where} [represent|consistent with] pneumonia.",
-        ),
+        )
     },
     "Pneumothorax": {
         "any": (
@@ -283,10 +279,7 @@ ABSENT: tuple[tuple[tuple[str, ...], Templates], ...] = (
         ),
     ),
     (("Edema", "Pneumonia"), ("No [evidence of |]pulmonary edema or pneumonia.", "There is no pneumonia or edema.")),
-    (
-        ("Pneumonia",),
-        ("No [evidence of |][acute |]pneumonia.", "There is no radiographic evidence of pneumonia."),
-    ),
+    (("Pneumonia",), ("No [evidence of |][acute |]pneumonia.", "There is no radiographic evidence of pneumonia.")),
     (
         ("Pleural Effusion",),
         (
@@ -359,18 +352,10 @@ CHANGES: dict[str, Templates] = {
 RESOLVED = "[Previously seen|Prior] {name} [has resolved|is no longer seen]."
 
 NAMES = {
-    "Atelectasis": "atelectasis",
-    "Cardiomegaly": "cardiomegaly",
-    "Consolidation": "consolidation",
-    "Edema": "pulmonary edema",
-    "Enlarged Cardiomediastinum": "mediastinal widening",
-    "Fracture": "fracture",
-    "Lung Lesion": "lung nodule",
-    "Lung Opacity": "lung opacity",
-    "Pleural Effusion": "pleural effusion",
-    "Pleural Other": "pleural thickening",
-    "Pneumonia": "pneumonia",
-    "Pneumothorax": "pneumothorax",
+    "Atelectasis": "atelectasis", "Cardiomegaly": "cardiomegaly", "Consolidation": "consolidation",
+    "Edema": "pulmonary edema", "Enlarged Cardiomediastinum": "mediastinal widening", "Fracture": "fracture",
+    "Lung Lesion": "lung nodule", "Lung Opacity": "lung opacity", "Pleural Effusion": "pleural effusion",
+    "Pleural Other": "pleural thickening", "Pneumonia": "pneumonia", "Pneumothorax": "pneumothorax",
     "Support Devices": "support devices",
-}
+}  # fmt: skip
 """Label -> its name within a sentence or a question."""

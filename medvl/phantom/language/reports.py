@@ -27,20 +27,9 @@ from medvl.schema import FINDINGS, NEGATIVE, POSITIVE, UNCERTAIN
 
 _STREAM = 99  # separates the random numbers of the report from those of the views
 _ORDER = (
-    "Support Devices",
-    "Edema",
-    "Consolidation",
-    "Pneumonia",
-    "Atelectasis",
-    "Lung Opacity",
-    "Lung Lesion",
-    "Pleural Effusion",
-    "Pneumothorax",
-    "Pleural Other",
-    "Cardiomegaly",
-    "Enlarged Cardiomediastinum",
-    "Fracture",
-)
+    "Support Devices", "Edema", "Consolidation", "Pneumonia", "Atelectasis", "Lung Opacity", "Lung Lesion",
+    "Pleural Effusion", "Pneumothorax", "Pleural Other", "Cardiomegaly", "Enlarged Cardiomediastinum", "Fracture",
+)  # fmt: skip
 _TITLE = " " * 33 + "FINAL REPORT"
 _RULE = " " + "_" * 78
 

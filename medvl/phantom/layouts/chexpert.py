@@ -11,21 +11,9 @@ from medvl.phantom.rendering.encode import encode_jpeg
 FOLDER = "CheXpert-v1.0-small"
 SPLITS = ("train", "valid", "test")
 LABELS = (
-    "No Finding",
-    "Enlarged Cardiomediastinum",
-    "Cardiomegaly",
-    "Lung Opacity",
-    "Lung Lesion",
-    "Edema",
-    "Consolidation",
-    "Pneumonia",
-    "Atelectasis",
-    "Pneumothorax",
-    "Pleural Effusion",
-    "Pleural Other",
-    "Fracture",
-    "Support Devices",
-)
+    "No Finding", "Enlarged Cardiomediastinum", "Cardiomegaly", "Lung Opacity", "Lung Lesion", "Edema", "Consolidation",
+    "Pneumonia", "Atelectasis", "Pneumothorax", "Pleural Effusion", "Pleural Other", "Fracture", "Support Devices",
+)  # fmt: skip
 """Labels in CheXpert's order, which differs from that of MIMIC-CXR."""
 _HEADER = ("Path", "Sex", "Age", "Frontal/Lateral", "AP/PA", *LABELS)
 

@@ -25,12 +25,9 @@ from medvl.phantom.seeds import generator
 _STREAM = 96
 _DIGITAL, _COMPUTED = UID("1.2.840.10008.5.1.4.1.1.1.1"), UID("1.2.840.10008.5.1.4.1.1.1")  # DX for presentation, CR
 _SYNTAXES = {
-    ExplicitVRLittleEndian: 0.62,
-    ImplicitVRLittleEndian: 0.08,
-    RLELossless: 0.10,
-    JPEG2000Lossless: 0.10,
+    ExplicitVRLittleEndian: 0.62, ImplicitVRLittleEndian: 0.08, RLELossless: 0.10, JPEG2000Lossless: 0.10,
     JPEGLSLossless: 0.10,
-}
+}  # fmt: skip
 _SURNAMES = ("Ashgrove", "Brambleby", "Corncrake", "Dunmallow", "Eskwater", "Fernhollow", "Gorseley", "Hazelrigg")
 _GIVEN = {"F": ("Alma", "Beatrix", "Clementine", "Dorothea"), "M": ("Ambrose", "Barnaby", "Cornelius", "Digby")}
 _VIEW_CODES = {

@@ -38,10 +38,7 @@ _TABLES = {
     _CHEXPERT: ("subject_id", "study_id", *FINDINGS),
     _NEGBIO: ("subject_id", "study_id", *FINDINGS),
 }
-_LISTS = {
-    _RECORDS: ("subject_id", "study_id", "dicom_id", "path"),
-    _STUDIES: ("subject_id", "study_id", "path"),
-}
+_LISTS = {_RECORDS: ("subject_id", "study_id", "dicom_id", "path"), _STUDIES: ("subject_id", "study_id", "path")}
 
 
 def write_mimic_cxr(

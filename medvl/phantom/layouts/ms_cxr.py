@@ -14,15 +14,9 @@ from medvl.phantom.seeds import generator
 
 TABLE = "MS_CXR_Local_Alignment_v1.1.0.csv"
 LABELS = (
-    "Atelectasis",
-    "Cardiomegaly",
-    "Consolidation",
-    "Edema",
-    "Lung Opacity",
-    "Pleural Effusion",
-    "Pneumonia",
+    "Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Lung Opacity", "Pleural Effusion", "Pneumonia",
     "Pneumothorax",
-)
+)  # fmt: skip
 """Labels with phrases in MS-CXR."""
 _HEADER = (
     "dicom_id", "category_name", "label_text", "path", "x", "y", "w", "h", "image_width", "image_height", "split"

@@ -22,15 +22,9 @@ _MAX_FIGURES = 4 * MAX_STUDIES + 1  # figures of one article
 _FILM = "C1306645"  # plain radiography
 _SLICES = {"CT": "C0040405", "MRI": "C0024485"}
 _CUIS = {
-    "Atelectasis": "C0004144",
-    "Cardiomegaly": "C0018800",
-    "Consolidation": "C0521530",
-    "Edema": "C0034063",
-    "Fracture": "C0016658",
-    "Pleural Effusion": "C0032227",
-    "Pneumonia": "C0032285",
-    "Pneumothorax": "C0032326",
-}
+    "Atelectasis": "C0004144", "Cardiomegaly": "C0018800", "Consolidation": "C0521530", "Edema": "C0034063",
+    "Fracture": "C0016658", "Pleural Effusion": "C0032227", "Pneumonia": "C0032285", "Pneumothorax": "C0032326",
+}  # fmt: skip
 _STOP_WORDS = {"and", "the", "with", "for", "view", "showing", "shows", "chest"}
 
 

@@ -16,26 +16,14 @@ CANDIDATES = "phantom_questions.csv"
 _COLUMNS = ("image", "split", "question", "answer", "answer_type", "kind", "organ", "modality")
 _SPLITS = ("train", "validate", "test")
 _RAD_KINDS = {
-    "modality": "MODALITY",
-    "plane": "PLANE",
-    "organ": "ORGAN",
-    "presence": "PRES",
-    "laterality": "POS",
-    "severity": "ATTRIB",
-    "count": "COUNT",
-    "size": "SIZE",
-}
+    "modality": "MODALITY", "plane": "PLANE", "organ": "ORGAN", "presence": "PRES", "laterality": "POS",
+    "severity": "ATTRIB", "count": "COUNT", "size": "SIZE",
+}  # fmt: skip
 _RAD_ORGANS = {"head": "HEAD", "chest": "CHEST", "abdomen": "ABD"}
 _SLAKE_KINDS = {
-    "modality": "Modality",
-    "plane": "Plane",
-    "organ": "Organ",
-    "presence": "Abnormality",
-    "laterality": "Position",
-    "severity": "Abnormality",
-    "count": "Quantity",
-    "size": "Size",
-}
+    "modality": "Modality", "plane": "Plane", "organ": "Organ", "presence": "Abnormality", "laterality": "Position",
+    "severity": "Abnormality", "count": "Quantity", "size": "Size",
+}  # fmt: skip
 _SLAKE_ORGANS = {"head": "Brain", "chest": "Lung", "abdomen": "Abdomen"}
 
 Candidate = Mapping[str, str]

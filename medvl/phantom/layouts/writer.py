@@ -222,17 +222,11 @@ def _is_finished(root: Path, options: Options) -> bool:
     try:
         existing = json.loads((root / OPTIONS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise CorpusError(
-            f"{root} is not empty and was not written by this command (no {OPTIONS_FILE}): {advice}",
-            "exists",
-            field="out",
-        ) from None
+        message = f"{root} is not empty and has no {OPTIONS_FILE} of this command: {advice}"
+        raise CorpusError(message, "exists", field="out") from None
     expected = options.as_json()
     differing = [name for name in expected if not isinstance(existing, dict) or existing.get(name) != expected[name]]
     if differing:
-        raise CorpusError(
-            f"{root} contains a phantom corpus with another {', another '.join(differing)}: {advice}",
-            "exists",
-            field="out",
-        )
+        message = f"{root} contains a phantom corpus with another {', another '.join(differing)}: {advice}"
+        raise CorpusError(message, "exists", field="out")
     return existing.get("finished") is True

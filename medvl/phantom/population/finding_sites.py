@@ -30,13 +30,10 @@ class Part:
 
 
 LOBES = {
-    "right upper lobe": (0.50, 0.30, 0.45, 0.20),
-    "right middle lobe": (0.36, 0.66, 0.22, 0.13),
-    "right lower lobe": (0.52, 0.76, 0.76, 0.29),
-    "left upper lobe": (0.52, 0.30, 0.45, 0.12),
-    "lingula": (0.52, 0.64, 0.22, 0.06),
-    "left lower lobe": (0.50, 0.76, 0.76, 0.20),
-}
+    "right upper lobe": (0.50, 0.30, 0.45, 0.20), "right middle lobe": (0.36, 0.66, 0.22, 0.13),
+    "right lower lobe": (0.52, 0.76, 0.76, 0.29), "left upper lobe": (0.52, 0.30, 0.45, 0.12),
+    "lingula": (0.52, 0.64, 0.22, 0.06), "left lower lobe": (0.50, 0.76, 0.76, 0.20),
+}  # fmt: skip
 """Lobe -> s, t and d of its centre, and its share of lobar disease."""
 
 
@@ -182,13 +179,9 @@ def _pleural(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
 
 def _devices(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
     probabilities = {
-        "endotracheal tube": 0.28,
-        "enteric tube": 0.30,
-        "central line": 0.45,
-        "pacemaker": 0.24,
-        "chest tube": 0.14,
+        "endotracheal tube": 0.28, "enteric tube": 0.30, "central line": 0.45, "pacemaker": 0.24, "chest tube": 0.14,
         "sternotomy wires": 0.25,
-    }
+    }  # fmt: skip
     kinds = [kind for kind, probability in probabilities.items() if rng.random() < probability]
     parts = []
     for kind in kinds or ["central line"]:
@@ -203,18 +196,9 @@ MIDLINE_DEVICES = ("endotracheal tube", "enteric tube", "sternotomy wires")
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 
 PART_SAMPLERS: dict[str, Callable[[np.random.Generator, float], tuple[Part, ...]]] = {
-    "Atelectasis": _atelectasis,
-    "Cardiomegaly": _central,
-    "Consolidation": _lobar,
-    "Edema": _edema,
-    "Enlarged Cardiomediastinum": _central,
-    "Fracture": _fracture,
-    "Lung Lesion": _lesion,
-    "Lung Opacity": _hazy,
-    "Pleural Effusion": _effusion,
-    "Pleural Other": _pleural,
-    "Pneumonia": _patchy,
-    "Pneumothorax": _pneumothorax,
+    "Atelectasis": _atelectasis, "Cardiomegaly": _central, "Consolidation": _lobar, "Edema": _edema,
+    "Enlarged Cardiomediastinum": _central, "Fracture": _fracture, "Lung Lesion": _lesion, "Lung Opacity": _hazy,
+    "Pleural Effusion": _effusion, "Pleural Other": _pleural, "Pneumonia": _patchy, "Pneumothorax": _pneumothorax,
     "Support Devices": _devices,
-}
+}  # fmt: skip
 """Label -> function of (generator, extent) that samples its parts."""

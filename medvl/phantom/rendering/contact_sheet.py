@@ -40,11 +40,8 @@ def contact_sheet(
     """
     unknown = [label for label in labels if label not in PART_SAMPLERS]
     if unknown or not labels:
-        raise ConfigError(
-            f"labels must be among {', '.join(RENDERED_LABELS)}; got {', '.join(unknown) or 'none'}",
-            "unknown_name",
-            field="labels",
-        )
+        message = f"labels must be among {', '.join(RENDERED_LABELS)}; got {', '.join(unknown) or 'none'}"
+        raise ConfigError(message, "unknown_name", field="labels")
     rows = []
     for number, label in enumerate(labels):
         views = _row(world, number, label)

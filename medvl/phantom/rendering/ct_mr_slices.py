@@ -17,19 +17,10 @@ from medvl.phantom.rendering.noise import random_crop, white_noise
 from medvl.phantom.seeds import generator
 
 _TISSUES = {
-    "air": (0.0, 0.02),
-    "lung": (0.09, 0.05),
-    "fat": (0.30, 0.62),
-    "fluid": (0.40, 0.96),
-    "muscle": (0.52, 0.36),
-    "brain": (0.50, 0.52),
-    "liver": (0.58, 0.42),
-    "spleen": (0.60, 0.60),
-    "kidney": (0.66, 0.70),
-    "blood": (0.63, 0.12),
-    "bone": (1.0, 0.07),
-    "mass": (0.86, 0.90),
-}
+    "air": (0.0, 0.02), "lung": (0.09, 0.05), "fat": (0.30, 0.62), "fluid": (0.40, 0.96), "muscle": (0.52, 0.36),
+    "brain": (0.50, 0.52), "liver": (0.58, 0.42), "spleen": (0.60, 0.60), "kidney": (0.66, 0.70), "blood": (0.63, 0.12),
+    "bone": (1.0, 0.07), "mass": (0.86, 0.90),
+}  # fmt: skip
 """Brightness in CT and in T2-weighted MR."""
 Region = tuple[str, float, float, float, float]
 """Tissue, centre x and y, radii."""

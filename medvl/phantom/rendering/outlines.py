@@ -15,13 +15,9 @@ from medvl.phantom.population.lateral_anatomy import LateralLung
 Lung = FrontalLung | LateralLung
 
 _FISSURES = {
-    "right upper lobe": (0.0, 0.50),
-    "right middle lobe": (0.50, 0.92),
-    "right lower lobe": (0.42, 1.0),
-    "left upper lobe": (0.0, 0.56),
-    "lingula": (0.42, 0.90),
-    "left lower lobe": (0.42, 1.0),
-}
+    "right upper lobe": (0.0, 0.50), "right middle lobe": (0.50, 0.92), "right lower lobe": (0.42, 1.0),
+    "left upper lobe": (0.0, 0.56), "lingula": (0.42, 0.90), "left lower lobe": (0.42, 1.0),
+}  # fmt: skip
 """Lobe -> its range of t."""
 
 

@@ -80,13 +80,11 @@ def apply_split_rule(plan: Plan, rule: SplitRule, order: Sequence[str]) -> Plan:
             owner[article] = max(first, split, key=order.index)
     misplaced = Counter(owner[r.sample.patient] for r in plan.records if owner[r.sample.patient] != r.sample.split)
     if shared and rule == "official":
-        raise SplitError(
-            f"{plan.corpus}: {len(shared)} articles have figures in more than one published split. --splits repaired "
-            f"leaves out {misplaced.total()} of {len(plan.records)} figures and keeps the held-out splits complete; "
-            "--splits by-article makes new splits",
-            "leak",
-            field="splits",
+        message = (
+            f"{plan.corpus}: {len(shared)} articles have figures in several published splits. --splits repaired leaves "
+            f"out {misplaced.total()} of {len(plan.records)} figures; --splits by-article makes new splits"
         )
+        raise SplitError(message, "leak", field="splits")
     excluded = plan.excluded + Counter({f"article_in_{split}": count for split, count in misplaced.items()})
     records = Records(record for record in plan.records if owner[record.sample.patient] == record.sample.split)
     return dataclasses.replace(plan, records=records, excluded=excluded)

@@ -33,9 +33,7 @@ def read_plain_pickle(path: Path) -> Any:
     except FileNotFoundError:
         raise CorpusError(f"{path} does not exist", "not_found") from None
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
-        raise CorpusError(
-            f"{path} is not a complete pickle ({type(error).__name__}): copy it again", "malformed"
-        ) from None
+        raise CorpusError(f"{path} is damaged ({type(error).__name__}): copy it again", "malformed") from None
 
 
 class PickleReader:
@@ -74,11 +72,8 @@ class PickleReader:
 
     def handle_opcode(self, name: str, argument: Any) -> None:
         """Raise CorpusError: the instruction does not build plain data."""
-        raise CorpusError(
-            f"{self.path} contains more than lists, dictionaries, texts and numbers ({name}) and is not read, because "
-            "a pickle can run any program. Get the file from its publisher, or as JSON",
-            "unsupported",
-        )
+        advice = "a pickle can run any program. Get the file from its publisher, or as JSON"
+        raise CorpusError(f"{self.path} is not read, as it contains {name}: {advice}", "unsupported")
 
     def pop_to_mark(self) -> list[Any]:
         """Remove and return the items above the last mark, and remove the mark."""

@@ -83,9 +83,7 @@ def read_rows(path: Path, required: Sequence[str]) -> list[dict[str, Any]]:
         with open_text(path) as file:
             rows = json.load(file)
     except ValueError as error:
-        raise CorpusError(
-            f"{path} cannot be read as JSON ({type(error).__name__}): copy it again", "malformed"
-        ) from None
+        raise malformed(path, f"not readable as JSON ({type(error).__name__}): copy it again") from None
     return check_rows(path, rows, required)
 
 

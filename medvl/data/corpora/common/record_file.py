@@ -74,11 +74,9 @@ def _storage_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CorpusError(
-            f"{tempfile.gettempdir()} cannot hold the plan of the corpus ({error.strerror}): free some space there, or "
-            "set $TMPDIR to another folder",
-            "unreadable",
-        ) from error
+        advice = "free some space there, or set $TMPDIR to another folder"
+        folder = tempfile.gettempdir()
+        raise CorpusError(f"{folder} cannot hold the plan ({error.strerror}): {advice}", "unreadable") from error
 
 
 def _to_json(record: Record) -> bytes:

@@ -81,14 +81,10 @@ def read_table(path: Path, required: Iterable[str]) -> Iterator[dict[str, str]]:
             check_columns(path, reader.fieldnames or (), required)
             for row in reader:
                 if None in row or None in row.values():
-                    raise CorpusError(
-                        f"{path}, line {reader.line_num}: expected as many fields as the header has", "malformed"
-                    )
+                    raise malformed(f"{path}, line {reader.line_num}", "expected as many fields as in the header")
                 yield row
     except (EOFError, gzip.BadGzipFile, csv.Error) as error:
-        raise CorpusError(
-            f"{path} cannot be read as a CSV table ({type(error).__name__}): copy it again", "malformed"
-        ) from error
+        raise malformed(path, f"not readable as a CSV table ({type(error).__name__}): copy it again") from error
 
 
 def read_json_lines(path: Path, required: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -127,12 +123,8 @@ def check_columns(path: Path, columns: Sequence[str], required: Sequence[str]) -
     """Raise CorpusError that names the missing and the present columns when a required one is missing."""
     missing = [name for name in required if name not in columns]
     if missing:
-        raise CorpusError(
-            f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; it has "
-            f"{', '.join(columns)}",
-            "missing",
-            field=missing[0],
-        )
+        message = f"{path} lacks the columns {', '.join(missing)}; it has {', '.join(columns)}"
+        raise CorpusError(message, "missing", field=missing[0])
 
 
 def find_file(root: Path, *names: str) -> Path:
@@ -140,9 +132,8 @@ def find_file(root: Path, *names: str) -> Path:
     for name in names:
         if (root / name).is_file():
             return root / name
-    raise CorpusError(
-        f"{root} contains none of {', '.join(names)}: is it the root of the release? See the data card.", "not_found"
-    )
+    advice = "is it the root of the release? See the data card."
+    raise CorpusError(f"{root} contains none of {', '.join(names)}: {advice}", "not_found")
 
 
 def find_suffix(image: Path, suffixes: Sequence[str]) -> str | None:
