@@ -8,8 +8,7 @@ from medvl.errors import ConfigError
 def generator(seed: int, *key: int) -> np.random.Generator:
     """Return the random generator for a key in the world of `seed`; different keys give independent numbers.
 
-    Raises:
-        ConfigError: "out_of_range" if the seed is negative.
+    Raises ConfigError ("out_of_range") if the seed is negative.
     """
     if seed < 0:
         raise ConfigError(f"seed must be 0 or more, got {seed}", "out_of_range", field="seed")

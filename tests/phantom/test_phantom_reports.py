@@ -153,9 +153,9 @@ def test_templates_give_complete_sentences():
 
 
 def test_all_findings_except_devices_can_be_negated():
-    labels_of = {labels for labels, _ in lexicon.ABSENT}
+    labels_of = set(lexicon.ABSENT)
     assert {label for labels in labels_of for label in labels} == set(RENDERED_LABELS) - {"Support Devices"}
-    for labels, templates in lexicon.ABSENT:
+    for labels, templates in lexicon.ABSENT.items():
         sentence = absent_sentence(generator(0), labels, templates)
         assert set(sentence.mentions.values()) == {0}
 

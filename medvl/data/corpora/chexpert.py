@@ -31,9 +31,8 @@ def plan(root: Path, deid: Deidentifier, *, frontal_only: bool = False, split: s
         frontal_only: leave out lateral views.
         split: "train", "valid" or "test"; default all whose table exists.
 
-    Raises:
-        CorpusError: a table or column is missing, or a value does not match the data card.
-        ConfigError: the split is unknown.
+    Raises CorpusError when a table or column is missing, or a value does not match the data card; ConfigError when the
+    split is unknown.
     """
     root = Path(root)
     if split is not None:

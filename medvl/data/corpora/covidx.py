@@ -40,9 +40,8 @@ def plan(root: Path, deid: Deidentifier, *, version: str | None = None, validate
         validate_share: share of the training list's patients that are used for validation, by hash, where there is
             no validation list.
 
-    Raises:
-        CorpusError: a list is missing, or a line does not match the data card.
-        ConfigError: the share is not between 0 and 1.
+    Raises CorpusError when a list is missing, or a line does not match the data card; ConfigError when the share is not
+    between 0 and 1.
     """
     root = Path(root)
     check_share(validate_share, "validate_share")

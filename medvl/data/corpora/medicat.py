@@ -36,9 +36,8 @@ def plan(
         radiology_only: leave out figures that the release's own classifier does not count as radiology.
         fractions: fractions of the splits, by article; the release has no splits.
 
-    Raises:
-        CorpusError: a table is missing or does not match the data card.
-        ConfigError: the fractions do not sum to one.
+    Raises CorpusError when a table is missing or does not match the data card; ConfigError when the fractions do not
+    sum to one.
     """
     root = Path(root)
     check_fractions(fractions)

@@ -5,17 +5,9 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from medvl.data.corpora.common import tables
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import (
-    Plan,
-    Record,
-    check_choice,
-    find_file,
-    find_suffix,
-    malformed,
-    parse_findings,
-    read_table,
-)
+from medvl.data.corpora.common.tables import Plan, Record, malformed
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
 from medvl.schema import FINDINGS, Sample
@@ -48,20 +40,20 @@ def plan(
         views: keep only these values of ViewPosition ("PA", "AP", "LATERAL", ...); empty keeps all.
         split: split to read; default all three.
 
-    Raises:
-        CorpusError: a table or column is missing, or a value does not match the data card.
-        ConfigError: the split or the labeler is unknown.
+    Raises CorpusError when a table or column is missing, or a value does not match the data card; ConfigError when the
+    split or the labeler is unknown.
     """
     root, reports = Path(root), Path(reports or root)
     _check_folders(root, reports)
     if split is not None:
-        check_choice(split, SPLITS, "split")
+        tables.check_choice(split, SPLITS, "split")
     labels = _read_labels(root, labeler)
     splits = _read_splits(root)
     excluded: Counter[str] = Counter()
     records = Records()
     suffix: str | None = None
-    for row in read_table(table := _table(root, "metadata"), ("dicom_id", "subject_id", "study_id", "ViewPosition")):
+    table = _table(root, "metadata")
+    for row in tables.read_table(table, ("dicom_id", "subject_id", "study_id", "ViewPosition")):
         dicom_id, subject, study = row["dicom_id"], row["subject_id"], row["study_id"]
         if dicom_id not in splits:
             excluded["not_in_split_table"] += 1
@@ -72,7 +64,7 @@ def plan(
             excluded["view"] += 1
             continue
         folder = _folder(table, dicom_id, subject, study)
-        suffix = suffix or find_suffix(root / folder / dicom_id, (".dcm", ".jpg"))
+        suffix = suffix or tables.find_suffix(root / folder / dicom_id, (".dcm", ".jpg"))
         sample = Sample(
             key=deid.image(dicom_id),
             corpus=NAME,
@@ -104,14 +96,14 @@ def _folder(table: Path, dicom_id: str, subject: str, study: str) -> Path:
 
 def _table(root: Path, kind: str) -> Path:
     names = [f"mimic-cxr-{release}-{kind}.csv{suffix}" for release in _RELEASES for suffix in (".gz", "")]
-    return find_file(root, *names)
+    return tables.find_file(root, *names)
 
 
 def _read_splits(root: Path) -> dict[str, str]:
     path = _table(root, "split")
     known = {name: name for name in SPLITS}  # one string object per split instead of one per image
     splits = {}
-    for row in read_table(path, ("dicom_id", "split")):
+    for row in tables.read_table(path, ("dicom_id", "split")):
         if row["split"] not in known:
             raise malformed(path, f"expected one of {', '.join(SPLITS)} for split, got {row['split']!r}", "split")
         splits[row["dicom_id"]] = known[row["split"]]
@@ -119,9 +111,9 @@ def _read_splits(root: Path) -> dict[str, str]:
 
 
 def _read_labels(root: Path, labeler: str) -> dict[str, Mapping[str, int]]:
-    check_choice(labeler, ("chexpert", "negbio"), "labeler")
+    tables.check_choice(labeler, ("chexpert", "negbio"), "labeler")
     path = _table(root, labeler)
     labels: dict[str, Mapping[str, int]] = {}
-    for row in read_table(path, ("study_id", *FINDINGS)):
-        labels[row["study_id"]] = parse_findings(row, path)
+    for row in tables.read_table(path, ("study_id", *FINDINGS)):
+        labels[row["study_id"]] = tables.parse_findings(row, path)
     return labels

@@ -39,9 +39,8 @@ def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, splits: 
         images: folder with the `files/` tree of MIMIC-CXR-JPG or MIMIC-CXR; default `root`.
         splits: "test" uses all images for testing, as published results do; "release" uses the table's split column.
 
-    Raises:
-        CorpusError: the table is missing, or a value does not match the data card.
-        ConfigError: an option is unknown.
+    Raises CorpusError when the table is missing, or a value does not match the data card; ConfigError when an option is
+    unknown.
     """
     root, images = Path(root), Path(images or root)
     check_choice(splits, get_args(Splits), "splits")

@@ -8,17 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from medvl.data.annotations.boxes import Box, read_box, region_fields
+from medvl.data.corpora.common import tables
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import (
-    Plan,
-    Record,
-    check_columns,
-    check_share,
-    find_file,
-    malformed,
-    open_text,
-    read_table,
-)
+from medvl.data.corpora.common.tables import Plan, Record, malformed
 from medvl.data.privacy.deidentify import Deidentifier, cap_age
 from medvl.data.splits import hash_split
 from medvl.schema import Sample
@@ -50,20 +42,19 @@ def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.125) -> Pl
         deid: hashes patients and images.
         validate_share: share of the patients of the official `train_val_list.txt` used for validation, by hash.
 
-    Raises:
-        CorpusError: a table or list is missing, or a value does not match the data card.
-        ConfigError: the share is not between 0 and 1.
+    Raises CorpusError when a table or list is missing, or a value does not match the data card; ConfigError when the
+    share is not between 0 and 1.
     """
     root = Path(root)
-    check_share(validate_share, "validate_share")
+    tables.check_share(validate_share, "validate_share")
     shares = {"train": 1 - validate_share, "validate": validate_share}
-    table = find_file(root, *_TABLES)
+    table = tables.find_file(root, *_TABLES)
     official = _read_lists(root)
     boxes = _read_boxes(root / "BBox_List_2017.csv")
     folders = _image_folders(root)
     excluded, warnings = Counter[str](), Counter[str]()
     records = Records()
-    for row in read_table(table, _COLUMNS):
+    for row in tables.read_table(table, _COLUMNS):
         name = row["Image Index"]
         match = _IMAGE.fullmatch(name)
         if match is None or match[1].lstrip("0") != row["Patient ID"].lstrip("0"):
@@ -115,7 +106,7 @@ def _read_lists(root: Path) -> dict[str, str]:
     official: dict[str, str] = {}
     for split in ("train_val", "test"):
         path = root / f"{split}_list.txt"
-        with open_text(path) as file:
+        with tables.open_text(path) as file:
             names = file.read().split()
         if any(not _IMAGE.fullmatch(name) or official.setdefault(name, split) != split for name in names):
             raise malformed(path, "a line is not an image name, or is also in the other list")
@@ -127,9 +118,9 @@ def _read_boxes(path: Path) -> dict[str, list[Box]]:
     boxes: dict[str, list[Box]] = {}
     if not path.is_file():
         return boxes
-    with open_text(path) as file:
+    with tables.open_text(path) as file:
         rows = csv.reader(file)
-        check_columns(path, next(rows, []), ("Image Index", "Finding Label", "Bbox [x"))
+        tables.check_columns(path, next(rows, []), ("Image Index", "Finding Label", "Bbox [x"))
         for image, label, *fields in rows:
             name = _RENAMED.get(label, label)
             if name not in LABELS or not _IMAGE.fullmatch(image):

@@ -36,9 +36,7 @@ def plan(
             (1_IM-0001-3001.dcm.png) are recognised too.
         fractions: fractions of the splits; the collection has no splits.
 
-    Raises:
-        CorpusError: there is no report, or one is damaged.
-        ConfigError: the fractions do not sum to one.
+    Raises CorpusError when there is no report, or one is damaged; ConfigError when the fractions do not sum to one.
     """
     root = Path(root)
     images = Path(images) if images is not None else root / _IMAGES

@@ -6,15 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from medvl.data.annotations.questions import Question
+from medvl.data.corpora.common import questions as vqa
 from medvl.data.corpora.common.pickle_reader import read_plain_pickle
-from medvl.data.corpora.common.questions import (
-    check_image_name,
-    check_rows,
-    clean_text,
-    infer_answer_type,
-    plan_questions,
-    read_rows,
-)
 from medvl.data.corpora.common.tables import Plan, find_file
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
@@ -38,8 +31,7 @@ def plan(root: Path, deid: Deidentifier) -> Plan:
         root: folder with `images/` and `qas/`.
         deid: hashes the image names.
 
-    Raises:
-        CorpusError: a file or field is missing, or a pickle contains more than plain data.
+    Raises CorpusError when a file or field is missing, or a pickle contains more than plain data.
     """
     root = Path(root)
     warnings: Counter[str] = Counter()
@@ -53,32 +45,32 @@ def plan(root: Path, deid: Deidentifier) -> Plan:
                 warnings["duplicate"] += 1
                 continue
             warnings.update(no_answer=int(not answer))
-            images[image] = root / "images" / part / f"{check_image_name(path, image)}.jpg"
+            images[image] = root / "images" / part / f"{vqa.check_image_name(path, image)}.jpg"
             question = Question(
                 id=f"{split}-{number}",  # only one of the two forms has question_id; both have the same order
                 question=text,
                 answer=answer,
-                answer_type=infer_answer_type(answer),
+                answer_type=vqa.infer_answer_type(answer),
                 kind=text.split()[0].lower() if text else "",  # the authors' types: what, where, is, how, ...
                 split=split,
             )
             questions[image, text, answer] = image, question
-    return plan_questions(NAME, deid, images, list(questions.values()), +warnings)
+    return vqa.plan_questions(NAME, deid, images, list(questions.values()), +warnings)
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     required = ("sent", "label", "img_id") if path.stem.endswith("_vqa") else ("image", "question", "answer")
     if path.suffix == ".json":
-        return read_rows(path, required)
-    return check_rows(path, read_plain_pickle(path), required)
+        return vqa.read_rows(path, required)
+    return vqa.check_rows(path, read_plain_pickle(path), required)
 
 
 def _parse_row(path: Path, row: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return image, question and answer of a row in either form."""
     if "sent" not in row:
-        return clean_text(row["image"]), clean_text(row["question"]), clean_text(row["answer"])
+        return vqa.clean_text(row["image"]), vqa.clean_text(row["question"]), vqa.clean_text(row["answer"])
     label = row["label"]
     if not isinstance(label, dict):
         raise CorpusError(f"{path}: expected a mapping of answers to scores for label", "wrong_type", field="label")
     answer = max(label, key=label.__getitem__) if label else ""
-    return clean_text(row["img_id"]), clean_text(row["sent"]), clean_text(answer)
+    return vqa.clean_text(row["img_id"]), vqa.clean_text(row["sent"]), vqa.clean_text(answer)

@@ -16,9 +16,7 @@ from medvl.schema import Sample
 NAME, NAME_OTHERS, NAME_V2 = "roco", "roco-non-radiology", "rocov2"
 SPLITS, SPLITS_V2 = ("train", "validation", "test"), ("train", "valid", "test")
 COUNTS: Mapping[str, Mapping[str, int]] = {
-    NAME: {"images": 81_807},
-    NAME_OTHERS: {"images": 6_118},
-    NAME_V2: {"images": 79_789},
+    name: {"images": count} for name, count in ((NAME, 81_807), (NAME_OTHERS, 6_118), (NAME_V2, 79_789))
 }
 """Corpus name -> rows of the published tables of all splits, which `medvl verify --full` compares with."""
 
@@ -49,10 +47,8 @@ def plan(
         non_radiology: read the out-of-class figures (drawings, photographs) instead of radiology (ROCO only).
         splits: rule for articles with figures in several published splits; see `apply_split_rule`.
 
-    Raises:
-        CorpusError: a table is missing or does not match the data card.
-        SplitError: `splits` is "official" and an article is in two splits.
-        ConfigError: an option is unknown, or not supported by ROCOv2.
+    Raises CorpusError when a table is missing or does not match the data card; SplitError when `splits` is "official"
+    and an article is in two splits; ConfigError when an option is unknown, or not supported by ROCOv2.
     """
     root, warnings = Path(root), Counter[str]()
     if any((root / f"{split}_captions.csv").is_file() for split in SPLITS_V2):
@@ -117,8 +113,8 @@ def _plan(name: str, figures: Iterable[_Figure], deid: Deidentifier, warnings: C
 def _read_v1(base: Path, kind: str, references: Path | None, warnings: Counter[str]) -> Iterator[_Figure]:
     folders = {split: base / split / kind for split in SPLITS if (base / split / kind).is_dir()}
     if not folders:
-        folders = ", ".join(f"{split}/{kind}" for split in SPLITS)
-        raise CorpusError(f"{base} contains none of {folders}: see the data card", "not_found")
+        names = ", ".join(f"{split}/{kind}" for split in SPLITS)
+        raise CorpusError(f"{base} contains none of {names}: see the data card", "not_found")
     sentences = _read_references(references)
     for split, folder in folders.items():
         sources = _read_sources(folder)
@@ -149,9 +145,8 @@ def _read_v2(root: Path, warnings: Counter[str]) -> Iterator[_Figure]:
         folders = (f"{split}_images/{split}", f"{split}_images", split)
         images = root / next((name for name in folders if (root / name).is_dir()), split)
         concepts = root / f"{split}_concepts.csv"
-        cuis = (
-            {r["ID"]: r["CUIs"].split(";") for r in read_table(concepts, ("ID", "CUIs"))} if concepts.is_file() else {}
-        )
+        concept_rows = read_table(concepts, ("ID", "CUIs")) if concepts.is_file() else ()
+        cuis = {row["ID"]: row["CUIs"].split(";") for row in concept_rows}
         rows = ((row["ID"], row["Caption"]) for row in read_table(table, ("ID", "Caption")))
         for figure, caption in _first_captions(rows, warnings).items():
             if not _ID_V2.fullmatch(figure):

@@ -44,9 +44,8 @@ def plan(
             as a patient, as published splits do, so that splits share patients.
         fractions: fractions of the splits.
 
-    Raises:
-        CorpusError: a table is missing, or a value does not match the data card.
-        ConfigError: an option is unknown or the fractions do not sum to one.
+    Raises CorpusError when a table is missing, or a value does not match the data card; ConfigError when an option is
+    unknown or the fractions do not sum to one.
     """
     root = Path(root)
     check_choice(patients, get_args(Patients), "patients")
@@ -107,9 +106,7 @@ def _read_mapping(root: Path) -> dict[str, str]:
         rows = json.loads(path.read_text(encoding="utf-8"))
         matches = {row["subset_img_id"]: _NIH.fullmatch(row["img_id"]) for row in rows}
     except FileNotFoundError:
-        advice = (
-            "download it from RSNA's page (see the data card), or use --patients image, where splits may share patients"
-        )
+        advice = "download it from RSNA's page (see the data card), or let splits share patients: --patients image"
         raise CorpusError(f"{path}, the images of each patient, does not exist: {advice}", "not_found") from None
     except (ValueError, KeyError, TypeError) as error:
         raise malformed(path, f"expected a list of subset_img_id and img_id ({type(error).__name__})") from error

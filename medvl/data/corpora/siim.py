@@ -34,9 +34,8 @@ def plan(root: Path, deid: Deidentifier, *, fractions: Mapping[str, float] = FRA
         deid: hashes the images. The release has no patient ids, so each image counts as a patient.
         fractions: fractions of the splits.
 
-    Raises:
-        CorpusError: the table is missing, or a value does not match the data card.
-        ConfigError: the fractions do not sum to one.
+    Raises CorpusError when the table is missing, or a value does not match the data card; ConfigError when the
+    fractions do not sum to one.
     """
     root = Path(root)
     check_fractions(fractions)

@@ -5,13 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from medvl.data.annotations.questions import Question
-from medvl.data.corpora.common.questions import (
-    check_image_name,
-    clean_text,
-    parse_answer_type,
-    plan_questions,
-    read_rows,
-)
+from medvl.data.corpora.common import questions as vqa
 from medvl.data.corpora.common.tables import Plan, check_choice, find_file
 from medvl.data.privacy.deidentify import Deidentifier
 
@@ -34,9 +28,8 @@ def plan(root: Path, deid: Deidentifier, *, language: str = "en") -> Plan:
         deid: hashes the image names.
         language: "en" or "zh"; questions in the other one are left out and counted.
 
-    Raises:
-        CorpusError: a file or field is missing, or a value does not match the data card.
-        ConfigError: the language is unknown.
+    Raises CorpusError when a file or field is missing, or a value does not match the data card; ConfigError when the
+    language is unknown.
     """
     root = Path(root)
     check_choice(language, LANGUAGES, "language")
@@ -44,24 +37,24 @@ def plan(root: Path, deid: Deidentifier, *, language: str = "en") -> Plan:
     questions, extra = [], {}
     for split, names in _FILES.items():
         path = find_file(root, *names)
-        for row in read_rows(path, _FIELDS):
-            if clean_text(row["q_lang"]) != language:
+        for row in vqa.read_rows(path, _FIELDS):
+            if vqa.clean_text(row["q_lang"]) != language:
                 warnings["other_language"] += 1
                 continue
-            image = check_image_name(path, clean_text(row["img_name"]))
+            image = vqa.check_image_name(path, vqa.clean_text(row["img_name"]))
             question = Question(
-                id=clean_text(row["qid"]),
-                question=clean_text(row["question"]),
-                answer=clean_text(row["answer"]),
-                answer_type=parse_answer_type(row["answer_type"], path),
-                kind=clean_text(row["content_type"]),
-                organ=clean_text(row["location"]),
+                id=vqa.clean_text(row["qid"]),
+                question=vqa.clean_text(row["question"]),
+                answer=vqa.clean_text(row["answer"]),
+                answer_type=vqa.parse_answer_type(row["answer_type"], path),
+                kind=vqa.clean_text(row["content_type"]),
+                organ=vqa.clean_text(row["location"]),
                 split=split,
-                phrasing=clean_text(row.get("base_type")),
+                phrasing=vqa.clean_text(row.get("base_type")),
             )
             if not question.answer:
                 warnings["no_answer"] += 1
             questions.append((image, question))
-            extra[image] = {"modality": clean_text(row["modality"])}
+            extra[image] = {"modality": vqa.clean_text(row["modality"])}
     images = {image: root / "imgs" / image for image, _ in questions}
-    return plan_questions(NAME, deid, images, questions, warnings, extra)
+    return vqa.plan_questions(NAME, deid, images, questions, warnings, extra)

@@ -75,9 +75,8 @@ def plan(
         fractions: fractions of the splits, when the table has no split column.
         parse_reports: split each text into its sections (FINDINGS, IMPRESSION, ...).
 
-    Raises:
-        CorpusError: the table cannot be read, lacks a column, or has an invalid value (the message names the row).
-        ConfigError: the split fractions do not sum to one.
+    Raises CorpusError when the table cannot be read, lacks a column, or has an invalid value (the message names the
+    row); ConfigError when the split fractions do not sum to one.
     """
     table, where = Path(table), dict(where or {})
     root = Path(image_root) if image_root is not None else table.parent
@@ -205,9 +204,7 @@ def _collect_labels(rows: Iterable[Mapping[str, Any]], columns: TableColumns, ta
     by_category = {column: tuple(sorted(words - {""})) for column, words in categories.items()}
     for column, values in by_category.items():
         if len(values) > _MAX_CATEGORIES:
-            message = (
-                f"{table}: {column} has {len(values)} different values, over the limit of {_MAX_CATEGORIES}"
-            )
+            message = f"{table}: {column} has {len(values)} different values, over the limit of {_MAX_CATEGORIES}"
             raise CorpusError(message, "too_large", field=column)
     tags = tuple(sorted(listed))
     labels = _Labels(columns.label_column, by_category, tags)

@@ -27,8 +27,7 @@ def plan(root: Path, deid: Deidentifier) -> Plan:
         root: folder with the unpacked archives at any depth; splits whose files are missing are skipped.
         deid: hashes the image names.
 
-    Raises:
-        CorpusError: there is no split, a folder of images is missing, or a line has the wrong number of fields.
+    Raises CorpusError when there is no split, a folder of images is missing, or a line has the wrong number of fields.
     """
     root = Path(root)
     warnings: Counter[str] = Counter()

@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from medvl.data.annotations.questions import Question
-from medvl.data.corpora.common.questions import (
-    check_image_name,
-    clean_text,
-    parse_answer_type,
-    plan_questions,
-    read_rows,
-)
+from medvl.data.corpora.common import questions as vqa
 from medvl.data.corpora.common.tables import Plan, check_choice
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import hash_split
@@ -46,10 +40,8 @@ def plan(root: Path, deid: Deidentifier, *, split: Split = "official") -> Plan:
         split: "official" is the release's split of the *questions*: each test image is also in train, so samples have
             the split `mixed` and each question has its own. "image-disjoint" is a hash of the image name.
 
-    Raises:
-        CorpusError: a file or field is missing, both forms of the release are present, or a value does not match the
-            data card.
-        ConfigError: the split is unknown.
+    Raises CorpusError when a file or field is missing, both forms of the release are present, or a value does not match
+    the data card; ConfigError when the split is unknown.
     """
     root = Path(root)
     check_choice(split, SPLITS, "split")
@@ -59,14 +51,15 @@ def plan(root: Path, deid: Deidentifier, *, split: Split = "official") -> Plan:
         raise CorpusError(f"{root} lacks {' or '.join(_FOLDERS)}: is it the root of the release?", "not_found")
     questions = []
     for path, part in _question_files(root):
-        for row in read_rows(path, _FIELDS):
-            image = check_image_name(path, clean_text(row["image_name"]))
+        for row in vqa.read_rows(path, _FIELDS):
+            image = vqa.check_image_name(path, vqa.clean_text(row["image_name"]))
             question = _question(path, row, part, warnings)
             if split == "image-disjoint":
                 question = dataclasses.replace(question, split=hash_split(image, IMAGE_DISJOINT))
             questions.append((image, question))
     images = {image: folder / image for image, _ in questions}
-    return plan_questions(NAME, deid, images, questions, +warnings, {image: {"split_id": split} for image in images})
+    extra = {image: {"split_id": split} for image in images}
+    return vqa.plan_questions(NAME, deid, images, questions, +warnings, extra)
 
 
 def _question_files(root: Path) -> list[tuple[Path, str | None]]:
@@ -83,9 +76,9 @@ def _question_files(root: Path) -> list[tuple[Path, str | None]]:
 
 
 def _question(path: Path, row: Mapping[str, Any], part: str | None, warnings: Counter[str]) -> Question:
-    answer_type = parse_answer_type(row["answer_type"], path)
-    phrasing = clean_text(row["phrase_type"])
-    text, answer = clean_text(row["question"]), clean_text(row["answer"])
+    answer_type = vqa.parse_answer_type(row["answer_type"], path)
+    phrasing = vqa.clean_text(row["phrase_type"])
+    text, answer = vqa.clean_text(row["question"]), vqa.clean_text(row["answer"])
     kinds = _kinds(row["question_type"])
     warnings.update(
         qid_text=isinstance(row["qid"], str),
@@ -94,15 +87,15 @@ def _question(path: Path, row: Mapping[str, Any], part: str | None, warnings: Co
         question_suffix=_SUFFIX.search(text) is not None,
         broken_character=_BROKEN in text,
         no_answer=not answer,
-        question_type_misspelt=kinds != clean_text(row["question_type"]),
+        question_type_misspelt=kinds != vqa.clean_text(row["question_type"]),
     )
     return Question(
-        id=clean_text(row["qid"]),
+        id=vqa.clean_text(row["qid"]),
         question=_SUFFIX.sub("", text).replace(_BROKEN, "'"),
         answer=answer,
         answer_type=answer_type,
         kind=kinds,
-        organ=clean_text(row["image_organ"]).upper(),
+        organ=vqa.clean_text(row["image_organ"]).upper(),
         split=part or ("test" if phrasing.startswith("test") else "train"),
         phrasing=phrasing.removeprefix("test_"),
     )
@@ -110,5 +103,5 @@ def _question(path: Path, row: Mapping[str, Any], part: str | None, warnings: Co
 
 def _kinds(value: object) -> str:
     """Return the question types of a row with corrected spelling, in alphabetical order."""
-    names = {name.strip().upper() for name in clean_text(value).split(",")} - {""}
+    names = {name.strip().upper() for name in vqa.clean_text(value).split(",")} - {""}
     return ", ".join(sorted(_KINDS.get(name, name) for name in names))

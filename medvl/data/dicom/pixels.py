@@ -9,31 +9,13 @@ from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
+from pydicom import uid
 from pydicom.encaps import encapsulate, get_frame, parse_basic_offsets, parse_fragments
 from pydicom.pixels import get_decoder
-from pydicom.uid import (
-    HTJ2K,
-    JPEG2000 as JPEG2000Lossy,
-    UID,
-    HTJ2KLossless,
-    HTJ2KLosslessRPCL,
-    JPEG2000Lossless,
-    JPEGBaseline8Bit,
-    JPEGExtended12Bit,
-    JPEGLossless,
-    JPEGLosslessSV1,
-    JPEGLSLossless,
-    JPEGLSNearLossless,
-    RLELossless,
-)
+from pydicom.uid import UID
 
-from medvl.data.dicom.codestream import (
-    Codestream,
-    check_rle_header,
-    read_jpeg2000_header,
-    read_jpeg_header,
-    strip_metadata,
-)
+from medvl.data.dicom import codestream
+from medvl.data.dicom.codestream import Codestream
 from medvl.data.dicom.parser import (
     DEFLATED,
     EXPLICIT_BIG,
@@ -50,9 +32,9 @@ from medvl.errors import DicomError
 
 _DEFLATED_FRAMES = "1.2.840.10008.1.2.8.1"
 _NATIVE = (None, IMPLICIT_LITTLE, EXPLICIT_LITTLE, EXPLICIT_BIG, DEFLATED)
-_JPEG = (JPEGBaseline8Bit, JPEGExtended12Bit, JPEGLossless, JPEGLosslessSV1)
-_JPEG_LS = (JPEGLSLossless, JPEGLSNearLossless)
-_JPEG_2000 = (JPEG2000Lossless, JPEG2000Lossy, HTJ2K, HTJ2KLossless, HTJ2KLosslessRPCL)
+_JPEG = (uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit, uid.JPEGLossless, uid.JPEGLosslessSV1)
+_JPEG_LS = (uid.JPEGLSLossless, uid.JPEGLSNearLossless)
+_JPEG_2000 = (uid.JPEG2000Lossless, uid.JPEG2000, uid.HTJ2K, uid.HTJ2KLossless, uid.HTJ2KLosslessRPCL)
 
 _MAX_PARTS = 1 << 18  # at the usual 64 x 64 samples, of an image of a gigapixel
 
@@ -100,11 +82,8 @@ class PixelLayout:
         if samples not in (1, 3) or allocated not in widths or photometric not in PHOTOMETRIC:
             raise DicomError("unsupported combination of samples, bits and photometric interpretation", "unsupported")
         color = photometric == "RGB" or photometric.startswith("YBR")
-        if (
-            (samples == 3) != color
-            or (photometric == "YBR_FULL_422" and columns % 2)
-            or (color and keyword != "PixelData")
-        ):
+        odd = photometric == "YBR_FULL_422" and columns % 2 == 1
+        if odd or (samples == 3) != color or (color and keyword != "PixelData"):
             raise DicomError("the photometric interpretation does not match the samples", "malformed")
         stored = elements.word(Tag.BITS_STORED) or allocated
         stored = stored if stored <= allocated else allocated
@@ -199,7 +178,7 @@ def decode_frame(file: DicomFile, layout: PixelLayout, index: int) -> Frame:
         raise DicomError("compressed floating-point pixel data are not supported", "unsupported")
     elif syntax == _DEFLATED_FRAMES:
         samples = _decode_deflated(file, layout, location, index)
-    elif syntax in (RLELossless, *_JPEG, *_JPEG_LS, *_JPEG_2000):
+    elif syntax in (uid.RLELossless, *_JPEG, *_JPEG_LS, *_JPEG_2000):
         samples, photometric = _decode_compressed(file, layout, location, index)
     else:
         raise DicomError("unsupported transfer syntax", "unsupported")
@@ -263,22 +242,22 @@ def _decode_compressed(file: DicomFile, layout: PixelLayout, location: Location,
     """Return the samples and the photometric interpretation after decoding."""
     syntax = UID(file.transfer_syntax or "")
     frame = _read_frame(file, layout, location, index)
-    if syntax == RLELossless:
+    if syntax == uid.RLELossless:
         if layout.bits_allocated == 1:
             raise DicomError("run-length encoded single bits are not supported", "unsupported")
-        check_rle_header(frame, layout.samples * layout.bits_allocated // 8)
+        codestream.check_rle_header(frame, layout.samples * layout.bits_allocated // 8)
         return _decode(syntax, "pylibjpeg", frame, layout)  # pydicom's own decoder does not limit its output
     if syntax in _JPEG_2000:
-        _check_codestream(read_jpeg2000_header(frame), layout)
+        _check_codestream(codestream.read_jpeg2000_header(frame), layout)
         return _decode(syntax, "pylibjpeg", frame, layout)
-    header = read_jpeg_header(frame)
+    header = codestream.read_jpeg_header(frame)
     _check_codestream(header, layout)
     if syntax in _JPEG_LS:
         return _decode(syntax, "pyjpegls", frame, layout)
     if header.precision == 8:
         return _decode_jpeg_8(syntax, frame, layout, header)
-    if syntax in (JPEGLossless, JPEGLosslessSV1) and header.samples == 1:
-        return _decode(syntax, "gdcm", strip_metadata(frame), layout)
+    if syntax in (uid.JPEGLossless, uid.JPEGLosslessSV1) and header.samples == 1:
+        return _decode(syntax, "gdcm", codestream.strip_metadata(frame), layout)
     if "pylibjpeg" not in get_decoder(syntax).available_plugins:
         message = f'no codec decodes {header.precision}-bit {syntax.name}: pip install "medvl[gpl-codecs]"'
         raise DicomError(message, "no_codec")
@@ -304,9 +283,8 @@ def _decode(syntax: UID, plugin: str, frame: bytes, layout: PixelLayout) -> tupl
     """Decode a compressed frame with one of pydicom's plugins."""
     capsule = encapsulate([frame], has_bot=False)
     try:
-        samples, properties = get_decoder(syntax).as_array(
-            capsule, index=0, raw=True, decoding_plugin=plugin, **layout.options
-        )
+        decoder = get_decoder(syntax)
+        samples, properties = decoder.as_array(capsule, index=0, raw=True, decoding_plugin=plugin, **layout.options)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # codecs may raise anything, and panics of Rust are not Exceptions

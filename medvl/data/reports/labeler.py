@@ -68,9 +68,8 @@ def label_report(text: str) -> dict[str, int]:
 
 def find_mentions(text: str) -> list[Mention]:
     """Return all mentions of findings, sentence by sentence; No Finding has none."""
-    return [
-        mention for sentence in split_sentences(text) for mention in _mentions_in(" ".join(sentence.lower().split()))
-    ]
+    sentences = (" ".join(sentence.lower().split()) for sentence in split_sentences(text))
+    return [mention for sentence in sentences for mention in _mentions_in(sentence)]
 
 
 def _mentions_in(sentence: str) -> Iterator[Mention]:
@@ -82,7 +81,7 @@ def _mentions_in(sentence: str) -> Iterator[Mention]:
             value = POSITIVE if cue is None else cue.value
             words = "" if cue is None else sentence[cue.start : cue.end]
             yield Mention(finding, value, sentence, match[0], words)
-    for findings, table in tables.NORMAL:
+    for findings, table in tables.NORMAL.items():
         normal = _pattern(table, _NO_NOT).search(sentence)
         if normal is not None:
             yield from (Mention(finding, NEGATIVE, sentence, normal[0], normal[0]) for finding in findings)
@@ -114,11 +113,8 @@ class _Cues:
         later = [cue for cue in self.after if cue.start >= phrase.end and self._reaches_back(phrase.end, cue.start)]
         if later:
             return min(later, key=lambda cue: cue.start)
-        earlier = [
-            cue
-            for cue in self.before
-            if cue.end <= phrase.start and not self._clause_ends_between(cue.end, phrase.start)
-        ]
+        start = phrase.start
+        earlier = [cue for cue in self.before if cue.end <= start and not self._clause_ends_between(cue.end, start)]
         return max(earlier, key=lambda cue: cue.start, default=None)
 
     def _clause_ends_between(self, start: int, end: int) -> bool:

@@ -55,30 +55,24 @@ MENTIONS: dict[str, Table] = {
 }
 """Finding -> its phrases."""
 
-NORMAL: tuple[tuple[Table, Table], ...] = (
-    (
-        ("Cardiomegaly",),
-        (
-            "(?:heart|cardiac silhouette|cardiac size|cardiac shadow|cardiac contour) .. "
-            "(?<!limits )(?<!limits of )(?:normal|unremarkable)",
-            "(?<!limits of )normal .. (?:heart|cardiac silhouette|cardiac size)",
-        ),
+NORMAL: dict[Table, Table] = {
+    ("Cardiomegaly",): (
+        "(?:heart|cardiac silhouette|cardiac size|cardiac shadow|cardiac contour) .. "
+        "(?<!limits )(?<!limits of )(?:normal|unremarkable)",
+        "(?<!limits of )normal .. (?:heart|cardiac silhouette|cardiac size)",
     ),
-    (("Enlarged Cardiomediastinum",), ("mediastin* .. (?:normal|unremarkable)", "normal .. mediastin*")),
-    (
-        ("Cardiomegaly", "Enlarged Cardiomediastinum"),
-        (
-            "cardiomediastin* .. (?:normal|unremarkable)",
-            "cardiac, mediastin* .. (?:normal|unremarkable)",
-            "(?:cardiac|heart) .. mediastin* .. (?:normal|unremarkable)",
-            "normal .. cardiomediastin*",
-        ),
+    ("Enlarged Cardiomediastinum",): ("mediastin* .. (?:normal|unremarkable)", "normal .. mediastin*"),
+    ("Cardiomegaly", "Enlarged Cardiomediastinum"): (
+        "cardiomediastin* .. (?:normal|unremarkable)",
+        "cardiac, mediastin* .. (?:normal|unremarkable)",
+        "(?:cardiac|heart) .. mediastin* .. (?:normal|unremarkable)",
+        "normal .. cardiomediastin*",
     ),
-    (("Lung Opacity",), ("lungs .. clear", "clear lungs", "lungs? fields? .. clear", "lung* .. clear")),
-    (("Pleural Effusion",), ("(?:costophrenic|cp) (?:angles?|sulci|sulcus) .. (?:sharp|clear)",)),
-    (("Fracture",), ("(?:osseous|bony|skeletal) .. intact", "bones? .. intact")),
-)
-"""(findings, phrases for their absence that do not name them)."""
+    ("Lung Opacity",): ("lungs .. clear", "clear lungs", "lungs? fields? .. clear", "lung* .. clear"),
+    ("Pleural Effusion",): ("(?:costophrenic|cp) (?:angles?|sulci|sulcus) .. (?:sharp|clear)",),
+    ("Fracture",): ("(?:osseous|bony|skeletal) .. intact", "bones? .. intact"),
+}
+"""Findings -> phrases for their absence that do not name them."""
 
 PSEUDO_CUES: Table = (
     "(?:no|without|not) .. (?:changed?|progression|improvement|increase)(?: in| of)?",

@@ -21,20 +21,7 @@ import torch
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from torch import Tensor
 
-from medvl.data.tokenizer.files import (
-    CLIP,
-    CONFIG_FILE,
-    MODEL_FILE,
-    VOCABULARY_FILE,
-    Cleaning,
-    LoadedTokenizer,
-    build_clip_tokenizer,
-    build_wordpiece,
-    byte_characters,
-    clean_text,
-    read_hub_tokenizer,
-    read_local_tokenizer,
-)
+from medvl.data.tokenizer import files
 from medvl.data.tokenizer.word_boundaries import WordBoundaries
 from medvl.data.tokenizer.wordpiece_trainer import learn_pieces
 from medvl.errors import ConfigError
@@ -58,7 +45,7 @@ class Tokenizer:
         source: origin of the vocabulary.
     """
 
-    def __init__(self, loaded: LoadedTokenizer, *, max_tokens: int | None = None) -> None:
+    def __init__(self, loaded: files.LoadedTokenizer, *, max_tokens: int | None = None) -> None:
         longest = max_tokens or loaded.max_tokens or DEFAULT_TOKENS
         if longest < 3:
             raise ConfigError(f"max_tokens must be at least 3, got {longest}", "out_of_range", field="max_tokens")
@@ -90,7 +77,7 @@ class Tokenizer:
         """
         if isinstance(texts, str):
             raise ConfigError("expected a list of texts, got a single text", "wrong_type", field="texts")
-        encoded = [self._backend.encode(clean_text(text, self._loaded.cleaning)).ids for text in texts]
+        encoded = [self._backend.encode(files.clean_text(text, self._loaded.cleaning)).ids for text in texts]
         width = max(map(len, encoded), default=0)
         padded = [ids + [self.pad_id] * (width - len(ids)) for ids in encoded]
         ids_BT = torch.tensor(padded, dtype=torch.int64).view(len(encoded), width)
@@ -100,13 +87,12 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         """Return the text of a sequence of ids without special tokens; case and spacing may have changed."""
         numbers = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-        if self._loaded.cleaning != CLIP:
+        if self._loaded.cleaning != files.CLIP:
             text: str = self._backend.decode(numbers, skip_special_tokens=True)
             return text
-        tokens = [
-            self._backend.id_to_token(number) or "" for number in numbers if number not in (self.cls_id, self.sep_id)
-        ]
-        bytes_of = {character: byte for byte, character in byte_characters().items()}
+        ends = (self.cls_id, self.sep_id)
+        tokens = [self._backend.id_to_token(number) or "" for number in numbers if number not in ends]
+        bytes_of = {character: byte for byte, character in files.byte_characters().items()}
         words = "".join(tokens).replace("</w>", " ")
         raw = b"".join(b" " if character == " " else bytes([bytes_of[character]]) for character in words)
         return raw.decode("utf-8", errors="replace").strip()
@@ -150,7 +136,7 @@ class Tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         self._backend.no_truncation()  # the maximum length is stored in the configuration
         try:
-            self._backend.save(str(folder / MODEL_FILE))
+            self._backend.save(str(folder / files.MODEL_FILE))
         finally:
             self._backend.enable_truncation(self.max_tokens)
         config = {
@@ -160,10 +146,10 @@ class Tokenizer:
             **({"medvl_text": self._loaded.cleaning} if self._loaded.cleaning else {}),
             **{f"{role}_token": token for role, token in self._loaded.special.items() if token is not None},
         }
-        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / files.CONFIG_FILE).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         if isinstance(self._backend.model, models.WordPiece):
             tokens = sorted(self.vocabulary.items(), key=lambda item: item[1])
-            (folder / VOCABULARY_FILE).write_text("".join(f"{token}\n" for token, _ in tokens), encoding="utf-8")
+            (folder / files.VOCABULARY_FILE).write_text("".join(f"{token}\n" for token, _ in tokens), encoding="utf-8")
 
     def _id(self, token: str) -> int:
         number: int | None = self._backend.token_to_id(token)
@@ -178,7 +164,7 @@ def load_tokenizer(
     revision: str | None = None,
     max_tokens: int | None = None,
     lowercase: bool | None = None,
-    cleaning: Cleaning | None = None,
+    cleaning: files.Cleaning | None = None,
 ) -> Tokenizer:
     """Load a tokenizer from a folder or the hub, or CLIP's.
 
@@ -195,12 +181,12 @@ def load_tokenizer(
         ConfigError: the folder has no tokenizer, a file is damaged, or a setting does not match the source.
         WeightsError: the repository cannot be fetched, or the revision is not a commit.
     """
-    if str(source) == CLIP:
-        loaded = build_clip_tokenizer()
+    if str(source) == files.CLIP:
+        loaded = files.build_clip_tokenizer()
     elif Path(source).is_dir():
-        loaded = read_local_tokenizer(Path(source), lowercase)
+        loaded = files.read_local_tokenizer(Path(source), lowercase)
     elif revision is not None:
-        loaded, revision = read_hub_tokenizer(str(source), revision, lowercase), None
+        loaded, revision = files.read_hub_tokenizer(str(source), revision, lowercase), None
     else:
         message = f"{source} is not a folder; for a hub repository also give its revision, a commit of 40 digits"
         raise ConfigError(message, "not_found", field="revision")
@@ -233,11 +219,11 @@ def train_wordpiece(
     reserved = [*_SPECIAL_TOKENS, MASKED_OUT]
     pieces = learn_pieces(words, vocab_size - len(reserved), min_frequency)
     vocabulary = {token: index for index, token in enumerate([*reserved, *pieces])}
-    backend = build_wordpiece(vocabulary, lowercase=True)
+    backend = files.build_wordpiece(vocabulary, lowercase=True)
     backend.add_tokens([AddedToken(MASKED_OUT, normalized=False)])
     special = dict(zip(("pad", "unk", "cls", "sep", "mask"), _SPECIAL_TOKENS, strict=True))
     source = f"WordPiece of {len(vocabulary)} from {count} texts"
-    return Tokenizer(LoadedTokenizer(backend=backend, special=special, max_tokens=max_tokens, source=source))
+    return Tokenizer(files.LoadedTokenizer(backend=backend, special=special, max_tokens=max_tokens, source=source))
 
 
 def _count_words(texts: Iterable[str]) -> tuple[Mapping[str, int], int]:

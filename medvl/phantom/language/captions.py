@@ -149,7 +149,8 @@ def compose_caption(rng: np.random.Generator, study: Study, view: View) -> str:
         shown[0] += f" {pick(rng, _MARKS)}"
     slots = {"view": _view_name(rng, view), "person": _person(study), "day": str(rng.integers(2, 15))}
     caption = realize(rng, CAPTIONS if shown else NORMAL_CAPTIONS, {**slots, "shown": _enumerate_phrases(shown)})
-    absent = [templates for labels, templates in lexicon.ABSENT if not any(study.labels[label] for label in labels)]
+    negations = lexicon.ABSENT.items()
+    absent = [templates for labels, templates in negations if not any(study.labels[label] for label in labels)]
     if absent and rng.random() < 0.12:
         caption += " " + realize(rng, absent[int(rng.integers(len(absent)))])
     return caption

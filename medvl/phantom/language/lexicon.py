@@ -243,87 +243,57 @@ HEDGED: dict[str, Templates] = {
 }
 """Label -> hedged sentences about an absent finding."""
 
-ABSENT: tuple[tuple[tuple[str, ...], Templates], ...] = (
-    (
-        ("Pleural Effusion", "Pneumothorax"),
-        (
-            "There is no pleural effusion or pneumothorax.",
-            "No pleural effusion or pneumothorax[| is seen| is identified].",
-            "The pleural surfaces are clear without effusion or pneumothorax.",
-        ),
+ABSENT: dict[tuple[str, ...], Templates] = {
+    ("Pleural Effusion", "Pneumothorax"): (
+        "There is no pleural effusion or pneumothorax.",
+        "No pleural effusion or pneumothorax[| is seen| is identified].",
+        "The pleural surfaces are clear without effusion or pneumothorax.",
     ),
-    (
-        ("Consolidation", "Pleural Effusion", "Pneumothorax"),
-        (
-            "There is no [focal |]consolidation, [pleural effusion|effusion], or pneumothorax.",
-            "No focal consolidation, [pleural effusion|effusion], or pneumothorax[| is seen].",
-            "No evidence of consolidation, effusion, or pneumothorax.",
-        ),
+    ("Consolidation", "Pleural Effusion", "Pneumothorax"): (
+        "There is no [focal |]consolidation, [pleural effusion|effusion], or pneumothorax.",
+        "No focal consolidation, [pleural effusion|effusion], or pneumothorax[| is seen].",
+        "No evidence of consolidation, effusion, or pneumothorax.",
     ),
-    (
-        ("Consolidation",),
-        ("There is no [focal |]consolidation.", "No [focal |]consolidation[| is seen| is identified]."),
+    ("Consolidation",): ("There is no [focal |]consolidation.", "No [focal |]consolidation[| is seen| is identified]."),
+    ("Lung Opacity",): (
+        "[The lungs are|Lungs are|Both lungs are] [clear|well expanded and clear].",
+        "The lungs are well-aerated and clear.",
     ),
-    (
-        ("Lung Opacity",),
-        (
-            "[The lungs are|Lungs are|Both lungs are] [clear|well expanded and clear].",
-            "The lungs are well-aerated and clear.",
-        ),
+    ("Edema",): (
+        "There is no [pulmonary edema|evidence of pulmonary edema|overt edema].",
+        "No [overt |]pulmonary edema[| is seen].",
     ),
-    (
-        ("Edema",),
-        (
-            "There is no [pulmonary edema|evidence of pulmonary edema|overt edema].",
-            "No [overt |]pulmonary edema[| is seen].",
-        ),
+    ("Edema", "Pneumonia"): ("No [evidence of |]pulmonary edema or pneumonia.", "There is no pneumonia or edema."),
+    ("Pneumonia",): ("No [evidence of |][acute |]pneumonia.", "There is no radiographic evidence of pneumonia."),
+    ("Pleural Effusion",): (
+        "There is no [large |]pleural effusion.",
+        "No pleural effusion[| is seen].",
+        "The costophrenic angles are [sharp|clear].",
     ),
-    (("Edema", "Pneumonia"), ("No [evidence of |]pulmonary edema or pneumonia.", "There is no pneumonia or edema.")),
-    (("Pneumonia",), ("No [evidence of |][acute |]pneumonia.", "There is no radiographic evidence of pneumonia.")),
-    (
-        ("Pleural Effusion",),
-        (
-            "There is no [large |]pleural effusion.",
-            "No pleural effusion[| is seen].",
-            "The costophrenic angles are [sharp|clear].",
-        ),
+    ("Pneumothorax",): ("There is no [evidence of |]pneumothorax.", "No pneumothorax[| is seen]."),
+    ("Atelectasis",): ("There is no [significant |]atelectasis.", "No atelectasis."),
+    ("Cardiomegaly",): (
+        "[The heart|Heart size|The cardiac silhouette] is [normal|within normal limits|not enlarged].",
+        "No cardiomegaly.",
     ),
-    (("Pneumothorax",), ("There is no [evidence of |]pneumothorax.", "No pneumothorax[| is seen].")),
-    (("Atelectasis",), ("There is no [significant |]atelectasis.", "No atelectasis.")),
-    (
-        ("Cardiomegaly",),
-        (
-            "[The heart|Heart size|The cardiac silhouette] is [normal|within normal limits|not enlarged].",
-            "No cardiomegaly.",
-        ),
+    ("Cardiomegaly", "Enlarged Cardiomediastinum"): (
+        "[The cardiomediastinal silhouette|Cardiomediastinal silhouette|The cardiomediastinal contour] is "
+        "[normal|within normal limits|unremarkable].",
+        "Heart size and mediastinal contours are [normal|within normal limits|unremarkable].",
+        "The cardiac, mediastinal and hilar contours are [normal|unremarkable].",
     ),
-    (
-        ("Cardiomegaly", "Enlarged Cardiomediastinum"),
-        (
-            "[The cardiomediastinal silhouette|Cardiomediastinal silhouette|The cardiomediastinal contour] is "
-            "[normal|within normal limits|unremarkable].",
-            "Heart size and mediastinal contours are [normal|within normal limits|unremarkable].",
-            "The cardiac, mediastinal and hilar contours are [normal|unremarkable].",
-        ),
+    ("Enlarged Cardiomediastinum",): (
+        "[The m|M]ediastinal contours are [normal|unremarkable].",
+        "The mediastinum is [not widened|normal in width].",
     ),
-    (
-        ("Enlarged Cardiomediastinum",),
-        (
-            "[The m|M]ediastinal contours are [normal|unremarkable].",
-            "The mediastinum is [not widened|normal in width].",
-        ),
+    ("Fracture",): (
+        "No [acute |displaced |]rib fracture[| is identified].",
+        "[The osseous structures|The bony structures|Imaged bones] are intact.",
     ),
-    (
-        ("Fracture",),
-        (
-            "No [acute |displaced |]rib fracture[| is identified].",
-            "[The osseous structures|The bony structures|Imaged bones] are intact.",
-        ),
-    ),
-    (("Lung Lesion",), ("No [suspicious |]pulmonary nodule or mass.",)),
-    (("Pleural Other",), ("No pleural thickening.", "There is no pleural thickening or calcification.")),
-)
-"""(labels, sentences that negate all of them)."""
+    ("Lung Lesion",): ("No [suspicious |]pulmonary nodule or mass.",),
+    ("Pleural Other",): ("No pleural thickening.", "There is no pleural thickening or calcification."),
+}
+"""Labels -> sentences that negate all of them."""
 
 NORMAL = (
     "No acute cardiopulmonary [process|abnormality|disease|findings].",

@@ -155,8 +155,9 @@ def _negative_sentences(
     sentences, covered = [], set(excluded)
     if study.labels["Lung Opacity"]:
         covered.add("Pneumonia")  # the cause of an opacity remains open
-    for i in rng.permutation(len(lexicon.ABSENT)):
-        labels, templates = lexicon.ABSENT[i]
+    negations = list(lexicon.ABSENT.items())
+    for i in rng.permutation(len(negations)):
+        labels, templates = negations[i]
         is_true = not any(study.labels[label] for label in labels)
         if is_true and not covered.intersection(labels) and rng.random() < share:
             sentences.append(absent_sentence(rng, labels, templates))

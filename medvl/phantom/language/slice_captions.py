@@ -42,15 +42,14 @@ def compose_slice_references(rng: np.random.Generator, part: Slice, number: int)
     """Return the sentences of the article that refer to figure `number`; none or one."""
     if rng.random() < 0.5:
         return []
-    return [
-        realize(rng, _REFERENCES, {**_slots(rng, part), "figure": pick(rng, [f"Figure {number}", f"Fig. {number}"])})
-    ]
+    slots = _slots(rng, part)
+    slots["figure"] = pick(rng, [f"Figure {number}", f"Fig. {number}"])
+    return [realize(rng, _REFERENCES, slots)]
 
 
 def _slots(rng: np.random.Generator, part: Slice) -> dict[str, str]:
-    facts = {"cm": f"{part.diameter:g}", "side": part.side}
     return {
         "name": pick(rng, _NAMES[part.modality]).format(organ=part.organ),
-        "shown": pick(rng, _MASSES[len(part.masses)]).format(**facts),
+        "shown": pick(rng, _MASSES[len(part.masses)]).format(cm=f"{part.diameter:g}", side=part.side),
         "day": str(rng.integers(2, 15)),
     }

@@ -32,22 +32,9 @@ def write_chexpert(
     Labels of the training table come from the reports (1, 0, -1 or blank); those of valid and test are the ground truth
     (1 or 0), like the radiologists' labels of the real release. There is no text.
 
-    Args:
-        out: parent folder of `CheXpert-v1.0-small`. A finished corpus with the same options is not changed, a partial
-            one is completed.
-        patients: number of patients, with 2.3 studies and 3.7 images on average.
-        seed: seed of the world.
-        size: pixels of the longer side of every image; 390 for most images of the real small release.
-        split: shares of the patients in train, valid and test.
-        workers: number of processes; None for one per core. The output does not depend on it. With
-            more than one, a script must call this below `if __name__ == "__main__":`.
-
-    Returns:
-        The folder `CheXpert-v1.0-small`.
-
-    Raises:
-        ConfigError: "out_of_range" for an option.
-        CorpusError: "exists" if the folder contains anything else.
+    `out` is the parent folder of `CheXpert-v1.0-small`; `size` is 390 for most images of the real small release;
+    `split` has the shares of patients in train, valid and test. The other arguments and the errors are those of
+    `write_mimic_cxr`. Returns the folder `CheXpert-v1.0-small`.
     """
     options = Options(corpus="chexpert", patients=patients, seed=seed, size=size, split=split, reports=False)
     columns = {f"{name}.csv": _HEADER for name in SPLITS}

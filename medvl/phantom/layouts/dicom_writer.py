@@ -8,15 +8,9 @@ import io
 
 import numpy as np
 from numpy.typing import NDArray
+from pydicom import uid
 from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
-from pydicom.uid import (
-    UID,
-    ExplicitVRLittleEndian,
-    ImplicitVRLittleEndian,
-    JPEG2000Lossless,
-    JPEGLSLossless,
-    RLELossless,
-)
+from pydicom.uid import UID
 
 from medvl.phantom.population.world import Patient, Study, View
 from medvl.phantom.rendering.film import WHITE
@@ -25,8 +19,8 @@ from medvl.phantom.seeds import generator
 _STREAM = 96
 _DIGITAL, _COMPUTED = UID("1.2.840.10008.5.1.4.1.1.1.1"), UID("1.2.840.10008.5.1.4.1.1.1")  # DX for presentation, CR
 _SYNTAXES = {
-    ExplicitVRLittleEndian: 0.62, ImplicitVRLittleEndian: 0.08, RLELossless: 0.10, JPEG2000Lossless: 0.10,
-    JPEGLSLossless: 0.10,
+    uid.ExplicitVRLittleEndian: 0.62, uid.ImplicitVRLittleEndian: 0.08, uid.RLELossless: 0.10,
+    uid.JPEG2000Lossless: 0.10, uid.JPEGLSLossless: 0.10,
 }  # fmt: skip
 _SURNAMES = ("Ashgrove", "Brambleby", "Corncrake", "Dunmallow", "Eskwater", "Fernhollow", "Gorseley", "Hazelrigg")
 _GIVEN = {"F": ("Alma", "Beatrix", "Clementine", "Dorothea"), "M": ("Ambrose", "Barnaby", "Cornelius", "Digby")}
@@ -99,9 +93,8 @@ def dicom_bytes(patient: Patient, study: Study, view: View, image_HW: NDArray[np
     encoding = encoding_of(view)
     rng = generator(*view.key, _STREAM + 1)
     meta = FileMetaDataset()
-    meta.TransferSyntaxUID = (
-        ImplicitVRLittleEndian if encoding.syntax == ImplicitVRLittleEndian else ExplicitVRLittleEndian
-    )
+    implicit, explicit = uid.ImplicitVRLittleEndian, uid.ExplicitVRLittleEndian
+    meta.TransferSyntaxUID = implicit if encoding.syntax == implicit else explicit
     dataset = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
     _describe(dataset, patient, study, view, rng)
     _add_pixels(dataset, image_HW, encoding, view)

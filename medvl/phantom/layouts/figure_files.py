@@ -10,15 +10,9 @@ from medvl.phantom.rendering.encode import encode_jpeg, encode_png
 
 
 def figure_bytes(figure: Figure, size: int, suffix: str) -> bytes | None:
-    """Return the content of a figure's file.
+    """Return the content of a figure's file (".jpg" or ".png") with `size` pixels on the longer side.
 
-    Args:
-        figure: the figure.
-        size: pixels of the longer side.
-        suffix: ".jpg" or ".png".
-
-    Returns:
-        The content, empty for an empty file; None for a missing one.
+    It is empty for an empty file, and None for a missing one.
     """
     if figure.file != "intact":
         return b"" if figure.file == "empty" else None

@@ -1,5 +1,6 @@
 """The phantom corpus in the layouts of MIMIC-CXR 2.0.0 (DICOM) and MIMIC-CXR-JPG 2.0.0."""
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -59,18 +60,15 @@ def write_mimic_cxr(
         seed: seed of the world.
         size: pixels of the longer side of every image.
         split: shares of patients in train, validate and test.
-        workers: number of processes; None for one per core. The output does not depend on it. With
-            more than one, a script must call this below `if __name__ == "__main__":`.
+        workers: number of processes; None for one per core. The output does not depend on it. With more than one, a
+            script must call this below `if __name__ == "__main__":`.
 
-    Returns:
-        The folder.
-
-    Raises:
-        ConfigError: "out_of_range" for an option.
-        CorpusError: "exists" if `out` contains anything else.
+    Returns the folder. Raises ConfigError ("out_of_range") for an option, and CorpusError ("exists") if `out` contains
+    anything else.
     """
     options = Options(corpus="mimic-cxr", patients=patients, seed=seed, size=size, split=split, reports=True)
-    return write_release(Path(out), options, _write_dicom_patient, {**_TABLES, **_LISTS}, workers)
+    write_patient = functools.partial(_write_patient, suffix=".dcm")
+    return write_release(Path(out), options, write_patient, {**_TABLES, **_LISTS}, workers)
 
 
 def write_mimic_cxr_jpg(
@@ -89,15 +87,7 @@ def write_mimic_cxr_jpg(
     of `write_mimic_cxr`.
     """
     options = Options(corpus="mimic-cxr-jpg", patients=patients, seed=seed, size=size, split=split, reports=reports)
-    return write_release(Path(out), options, _write_jpg_patient, _TABLES, workers)
-
-
-def _write_dicom_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
-    return _write_patient(root, patient, options, ".dcm")
-
-
-def _write_jpg_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
-    return _write_patient(root, patient, options, ".jpg")
+    return write_release(Path(out), options, functools.partial(_write_patient, suffix=".jpg"), _TABLES, workers)
 
 
 def _write_patient(root: Path, patient: Patient, options: Options, suffix: str) -> PatientRows:

@@ -39,20 +39,8 @@ def write_ms_cxr(
     There is one frontal image of each study that has one of the findings. A phrase asserts a finding in the words of
     the phantom's reports, and its boxes are those of all parts of the finding. Mild findings are included.
 
-    Args:
-        out: an empty or absent folder, or a finished or partial corpus with the same options.
-        patients: number of patients, with about four phrases on average.
-        seed: seed of the world.
-        size: pixels of the longer side of every image.
-        split: shares of patients in train, val and test of the table's column.
-        workers: number of processes; None for one per core. The output does not depend on it.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ConfigError: "out_of_range" for an option.
-        CorpusError: "exists" if `out` contains anything else.
+    Each patient has about four phrases on average. `split` has the shares of patients in train, val and test of the
+    table's column. The other arguments and the errors are those of `write_mimic_cxr`. Returns the folder.
     """
     options = Options(corpus="ms-cxr", patients=patients, seed=seed, size=size, split=split, reports=False)
     return write_release(Path(out), options, _write_patient, {TABLE: _HEADER}, workers)

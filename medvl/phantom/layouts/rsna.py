@@ -4,13 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from medvl.phantom.layouts.kaggle import (
-    REFERENCE_SIZE,
-    challenge_options,
-    image_uid_hex,
-    square_frontal_views,
-    write_image,
-)
+from medvl.phantom.layouts import kaggle
+from medvl.phantom.layouts.kaggle import REFERENCE_SIZE
 from medvl.phantom.layouts.writer import Options, PatientRows, write_release
 from medvl.phantom.population.world import Patient, Study, View
 from medvl.phantom.rendering.ground_truth import boxes
@@ -31,31 +26,20 @@ def write_rsna(
     There is one frontal image of each study, with a box around every part of a consolidation or pneumonia, in pixels of
     an image of 1024 x 1024. About 70% of the images have no box.
 
-    Args:
-        out: an empty or absent folder, or a finished or partial corpus with the same options.
-        patients: number of patients, with 2.3 images on average.
-        seed: seed of the world.
-        size: height and width of the images in pixels; 1024 in the real release.
-        workers: number of processes; None for one per core. The output does not depend on it.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ConfigError: "out_of_range" for an option.
-        CorpusError: "exists" if `out` contains anything else.
+    Each patient has 2.3 images on average. `size` is the height and width of the images in pixels, 1024 in the real
+    release. The other arguments and the errors are those of `write_mimic_cxr`. Returns the folder.
     """
-    options = challenge_options("rsna", patients, seed, size)
+    options = kaggle.challenge_options("rsna", patients, seed, size)
     return write_release(Path(out), options, _write_patient, {**_COLUMNS, MAPPING: None}, workers)
 
 
 def _write_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
     tables: dict[str, list[list[object]]] = {LABELS: [], CLASSES: []}
     mapping, truth = [], []
-    for number, (study, view) in enumerate(square_frontal_views(patient)):
+    for number, (study, view) in enumerate(kaggle.square_frontal_views(patient)):
         name = _image_id(view)
         path = Path(IMAGES, f"{name}.dcm")
-        truth.append(write_image(root, path, name, patient, study, view, options.size))
+        truth.append(kaggle.write_image(root, path, name, patient, study, view, options.size))
         view_boxes = _boxes(view)
         targets: list[list[object]] = [[*box, 1] for box in view_boxes] or [["", "", "", "", 0]]
         tables[LABELS] += [[name, *target] for target in targets]
@@ -76,10 +60,8 @@ def _json_lines(rows: Sequence[Mapping[str, str]], *, first: bool, last: bool) -
 
 def _boxes(view: View) -> list[tuple[int, int, int, int]]:
     """Return the distinct boxes; a consolidation that is a pneumonia has two labels."""
-    candidates = [
-        (box.x, box.y, box.width, box.height) for box in boxes(view, REFERENCE_SIZE) if box.label in BOXED_LABELS
-    ]
-    return list(dict.fromkeys(candidates))
+    boxed = [box for box in boxes(view, REFERENCE_SIZE) if box.label in BOXED_LABELS]
+    return list(dict.fromkeys((box.x, box.y, box.width, box.height) for box in boxed))
 
 
 def _class(study: Study, boxed: bool) -> str:
@@ -90,5 +72,5 @@ def _class(study: Study, boxed: bool) -> str:
 
 def _image_id(view: View) -> str:
     """Return the image name of the release: a UUID, which it calls a patient."""
-    digits = iter(image_uid_hex(view))
+    digits = iter(kaggle.image_uid_hex(view))
     return "-".join("".join(next(digits) for _ in range(length)) for length in _PIECES)

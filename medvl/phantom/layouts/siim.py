@@ -26,19 +26,8 @@ def write_siim(
     There is one frontal image of each study with a pneumothorax, and of a quarter of the others, whose mask is "-1".
     Masks refer to images of 1024 x 1024 pixels.
 
-    Args:
-        out: an empty or absent folder, or a finished or partial corpus with the same options.
-        patients: number of patients; there is one image per 1.4 patients.
-        seed: seed of the world.
-        size: height and width of the images in pixels; 1024 in the real release.
-        workers: number of processes; None for one per core. The output does not depend on it.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ConfigError: "out_of_range" for an option.
-        CorpusError: "exists" if `out` contains anything else.
+    There is one image per 1.4 patients. `size` is the height and width of the images in pixels, 1024 in the real
+    release. The other arguments and the errors are those of `write_mimic_cxr`. Returns the folder.
     """
     options = challenge_options("siim", patients, seed, size)
     return write_release(Path(out), options, _write_patient, {TABLE: ("ImageId", "EncodedPixels")}, workers)

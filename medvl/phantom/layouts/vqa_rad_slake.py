@@ -1,11 +1,12 @@
 """The phantom's questions in the layouts of VQA-RAD (as MEVF split it) and of SLAKE."""
 
 import csv
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from medvl.phantom.language.vqa import VQAImage, balanced_rows, vqa_images
+from medvl.phantom.language.vqa import balanced_rows, vqa_images
 from medvl.phantom.layouts.writer import Options, PatientRows, write_file, write_release
 from medvl.phantom.population.world import Patient
 from medvl.phantom.rendering.draw import draw_image
@@ -43,24 +44,13 @@ def write_vqa_rad(
 
     Unlike in the real release, train and test share no image and no patient.
 
-    Args:
-        out: an empty or absent folder, or a finished or partial corpus with the same options.
-        patients: number of patients, with two to three images and about 18 questions each.
-        seed: seed of the world.
-        size: pixels of the longer side of every image.
-        split: shares of patients in train, validation and test; the layout has no validation split, so the first two
-            are in `trainset.json`.
-        workers: number of processes; None for one per core. The output does not depend on it.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ConfigError: "out_of_range" for an option.
-        CorpusError: "exists" if `out` contains anything else.
+    Each patient has two to three images and about 18 questions. `split` has the shares of patients in train, validation
+    and test; the layout has no validation split, so the first two are in `trainset.json`. The other arguments and the
+    errors are those of `write_mimic_cxr`. Returns the folder.
     """
     options = Options(corpus="vqa-rad", patients=patients, seed=seed, size=size, split=split, reports=False)
-    root = write_release(Path(out), options, _write_rad_patient, {CANDIDATES: _COLUMNS}, workers)
+    write_patient = functools.partial(_write_patient, path_format="images/synpic{}.jpg")
+    root = write_release(Path(out), options, write_patient, {CANDIDATES: _COLUMNS}, workers)
     kept = _balanced(root, lambda row: "test" if row["split"] == "test" else "train")
     numbered = [(row, number) for number, row in enumerate(kept, 1)]
     for name, splits in (("trainset.json", ("train", "validate")), ("testset.json", ("test",))):
@@ -83,7 +73,8 @@ def write_slake(
     `write_vqa_rad`.
     """
     options = Options(corpus="slake", patients=patients, seed=seed, size=size, split=split, reports=False)
-    root = write_release(Path(out), options, _write_slake_patient, {CANDIDATES: _COLUMNS}, workers)
+    write_patient = functools.partial(_write_patient, path_format="imgs/xmlab{}/source.jpg")
+    root = write_release(Path(out), options, write_patient, {CANDIDATES: _COLUMNS}, workers)
     numbered = list(enumerate(_balanced(root, lambda row: row["split"])))
     for name in _SPLITS:
         rows = [_slake_row(row, number) for number, row in numbered if row["split"] == name]
@@ -91,27 +82,18 @@ def write_slake(
     return root
 
 
-def _write_rad_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
-    return _write_patient(root, patient, options, lambda image: f"images/synpic{image.number}.jpg")
-
-
-def _write_slake_patient(root: Path, patient: Patient, options: Options) -> PatientRows:
-    return _write_patient(root, patient, options, lambda image: f"imgs/xmlab{image.number}/source.jpg")
-
-
-def _write_patient(root: Path, patient: Patient, options: Options, path_of: Callable[[VQAImage], str]) -> PatientRows:
+def _write_patient(root: Path, patient: Patient, options: Options, path_format: str) -> PatientRows:
     split = _SPLITS[options.split_index(patient.index)]
     rows: list[list[object]] = []
     truth = []
     for image in vqa_images(patient):
-        path = path_of(image)
+        path = path_format.format(image.number)
         if not (root / path).exists():
             write_file(root / path, encode_jpeg(draw_image(image.source, options.size)))
         for question in image.questions:
             kind = "CLOSED" if question.closed else "OPEN"
-            rows.append(
-                [path, split, question.question, question.answer, kind, question.kind, image.organ, image.modality]
-            )
+            facts = (kind, question.kind, image.organ, image.modality)
+            rows.append([path, split, question.question, question.answer, *facts])
         truth.append({"path": path, "split": split, "subject_id": patient.subject_id, "organ": image.organ,
                       "modality": image.modality, "plane": image.plane})  # fmt: skip
     return PatientRows(patient.index, {CANDIDATES: rows}, truth)

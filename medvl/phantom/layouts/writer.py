@@ -101,24 +101,20 @@ def write_release(
     """Write all patients, then the tables, and return `root`. A finished release with the same options is not changed.
 
     Args:
-        root: an empty or absent folder, or a finished or partial release with the same options.
-        options: options of the release.
+        root: an empty or absent folder, or a finished or partial release with the same `options`.
         write_patient: function that writes the files of one patient below `root`; at module level, to be picklable.
         columns: file name of each table -> its header; None for a file of lines, whose rows are one text each.
         workers: number of processes; None for one per core.
 
-    Raises:
-        ConfigError: "out_of_range" for `workers`.
-        CorpusError: "exists" if `root` contains anything else.
+    Raises ConfigError ("out_of_range") for `workers`, and CorpusError ("exists") if `root` contains anything else.
     """
     if workers is not None and workers < 1:
         raise ConfigError(f"workers must be 1 or more, got {workers}", "out_of_range", field="workers")
     if _is_finished(root, options):
         return root
     _write_options(root, options, finished=False)
-    patient_rows = sorted(
-        _run(root, options, write_patient, workers or os.cpu_count() or 1), key=lambda rows: rows.order
-    )
+    results = _run(root, options, write_patient, workers or os.cpu_count() or 1)
+    patient_rows = sorted(results, key=lambda rows: rows.order)
     for name, header in columns.items():
         body = [row for rows in patient_rows for row in rows.tables.get(name, ())]
         write_file(root / name, _table_bytes(name, header, body))
@@ -210,11 +206,7 @@ def _write_options(root: Path, options: Options, finished: bool) -> None:
 
 
 def _is_finished(root: Path, options: Options) -> bool:
-    """Return whether `root` contains this release in finished form.
-
-    Raises:
-        CorpusError: "exists" if it contains anything else.
-    """
+    """Return whether `root` contains this release in finished form. Raises CorpusError if it contains anything else."""
     temporary = f"{OPTIONS_FILE}.partial"  # the only file after an immediate interruption
     if not root.exists() or (root.is_dir() and all(path.name == temporary for path in root.iterdir())):
         return False

@@ -48,9 +48,8 @@ def frontal_device(chest: Chest, part: Part) -> Device:
         return _pacemaker(chest, part)
     if part.kind == "chest tube":
         lung = FrontalLung(chest, part.side)
-        path = lung.point(
-            np.array([1.12, 0.93, 0.86, 0.7, 0.45]), np.array([0.74, 0.66, 0.45, 0.2, 0.1 + 0.1 * part.t])
-        )
+        t = np.array([0.74, 0.66, 0.45, 0.2, 0.1 + 0.1 * part.t])
+        path = lung.point(np.array([1.12, 0.93, 0.86, 0.7, 0.45]), t)
         return Device(lines=(spline(path),), width=0.85, brightness=42, hollow=True)
     levels = np.linspace(-4.5, 6.5, 5 + int(2 * part.t))
     rings = tuple(_closed(ellipse((0.15 * side, y), (0.75, 0.42), -35 * (-1) ** i, 14)) for i, y in enumerate(levels))

@@ -172,9 +172,8 @@ def _pleural(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:
     kind = str(rng.choice(["thickening", "apical cap", "plaque"], p=[0.4, 0.3, 0.3]))
     place = {"thickening": "lateral chest wall", "apical cap": "apex", "plaque": "hemidiaphragm"}[kind]
     sides = _two_sided(rng, _sides(rng, 0.35, 0.3), extent)
-    return tuple(
-        Part(kind=kind, side=side, zone=f"{side} {place}", extent=share, seed=_seed(rng)) for side, share in sides
-    )
+    zones = [(side, share, f"{side} {place}") for side, share in sides]
+    return tuple(Part(kind=kind, side=side, zone=zone, extent=share, seed=_seed(rng)) for side, share, zone in zones)
 
 
 def _devices(rng: np.random.Generator, extent: float) -> tuple[Part, ...]:

@@ -148,52 +148,28 @@ def heart_outline(chest: Chest) -> Points:
     top = 0.3 - 9.0 * max(0.0, chest.heart_ratio - 0.5)  # an enlarged heart is also taller
     height = floor - top
     lift = 0.6 * chest.heart_tilt
-    control = np.array(
-        [
-            [-0.55 * right, top + 0.08 * height],
-            [-0.86 * right, top + 0.30 * height],
-            [-1.00 * right, top + 0.60 * height],
-            [-0.86 * right, top + 0.88 * height],
-            [-0.30 * right, top + 1.00 * height],
-            [0.45 * left, top + 1.00 * height],
-            [0.86 * left, top + 0.95 * height - lift],
-            [1.00 * left, top + 0.80 * height - lift],
-            [0.90 * left, top + 0.56 * height - 0.5 * lift],
-            [0.68 * left, top + 0.30 * height],
-            [0.47 * left, top + 0.10 * height],
-            [0.38 * left, top - 0.06 * height],
-            [0.05 * left, top - 0.12 * height],
-        ]
-    )
+    control = np.array([
+        [-0.55 * right, top + 0.08 * height], [-0.86 * right, top + 0.30 * height],
+        [-1.00 * right, top + 0.60 * height], [-0.86 * right, top + 0.88 * height],
+        [-0.30 * right, top + 1.00 * height], [0.45 * left, top + 1.00 * height],
+        [0.86 * left, top + 0.95 * height - lift], [1.00 * left, top + 0.80 * height - lift],
+        [0.90 * left, top + 0.56 * height - 0.5 * lift], [0.68 * left, top + 0.30 * height],
+        [0.47 * left, top + 0.10 * height], [0.38 * left, top - 0.06 * height], [0.05 * left, top - 0.12 * height],
+    ])  # fmt: skip
     return spline(control, closed=True) + np.array([chest.shift, 0.0])
 
 
 def mediastinum_outline(chest: Chest) -> Points:
     """Return the outline of the mediastinum above the heart, with the aortic knob, (N, 2)."""
     m, knob = chest.mediastinum, chest.knob
-    control = np.array(
-        [
-            [-0.75 * m, -17.0],
-            [-0.80 * m, -11.0],
-            [-0.98 * m, -7.0],
-            [-1.00 * m, -2.0],
-            [-1.00 * m, 2.5],
-            [0.0, 5.0],
-            [1.05 * m, 3.0],
-            [1.12 * m, 0.8],
-            [0.92 * m, -0.9],
-            [0.85 * m + 0.55 * knob, -2.0],
-            [0.80 * m + 0.85 * knob, -3.4],
-            [0.80 * m + 0.45 * knob, -4.7],
-            [0.85 * m, -6.2],
-            [0.80 * m, -11.0],
-            [0.75 * m, -17.0],
-        ]
-    )
-    shifted = control + np.stack(
-        [chest.shift * np.clip((control[:, 1] + 17) / 12, 0, 1), np.zeros(len(control))], axis=1
-    )
-    return spline(shifted, closed=True)
+    control = np.array([
+        [-0.75 * m, -17.0], [-0.80 * m, -11.0], [-0.98 * m, -7.0], [-1.00 * m, -2.0], [-1.00 * m, 2.5], [0.0, 5.0],
+        [1.05 * m, 3.0], [1.12 * m, 0.8], [0.92 * m, -0.9], [0.85 * m + 0.55 * knob, -2.0],
+        [0.80 * m + 0.85 * knob, -3.4], [0.80 * m + 0.45 * knob, -4.7], [0.85 * m, -6.2], [0.80 * m, -11.0],
+        [0.75 * m, -17.0],
+    ])  # fmt: skip
+    control[:, 0] += chest.shift * np.clip((control[:, 1] + 17) / 12, 0, 1)
+    return spline(control, closed=True)
 
 
 def airways(chest: Chest) -> tuple[Points, list[Points]]:
@@ -253,34 +229,19 @@ def scapula(chest: Chest, side: str) -> Points:
     """Return the outline of the scapula, mostly beside the lung, (N, 2)."""
     reach = chest.half_width
     control = [
-        [0.86 * reach, -10.6],
-        [1.22 * reach, -9.8],
-        [1.16 * reach, -7.2],
-        [1.00 * reach, 0.5],
-        [0.93 * reach, -1.0],
-    ]
+        [0.86 * reach, -10.6], [1.22 * reach, -9.8], [1.16 * reach, -7.2], [1.00 * reach, 0.5], [0.93 * reach, -1.0],
+    ]  # fmt: skip
     return spline(np.array(control) * [sign(side), 1.0], closed=True, samples=5)
 
 
 def torso(chest: Chest) -> Points:
     """Return the outline of neck, shoulders and trunk, (N, 2)."""
     side = chest.half_width + chest.wall
-    control = np.array(
-        [
-            [4.9, -27.0],
-            [5.0, -19.0],
-            [6.6, -15.4],
-            [0.72 * side, -13.9],
-            [1.06 * side, -12.2],
-            [1.28 * side, -8.5],
-            [1.24 * side, -4.5],
-            [1.04 * side, -0.5],
-            [1.0 * side, 5.0],
-            [0.985 * side, 12.0],
-            [0.98 * side, 18.0],
-            [1.02 * side, 30.0],
-        ]
-    )
+    control = np.array([
+        [4.9, -27.0], [5.0, -19.0], [6.6, -15.4], [0.72 * side, -13.9], [1.06 * side, -12.2], [1.28 * side, -8.5],
+        [1.24 * side, -4.5], [1.04 * side, -0.5], [1.0 * side, 5.0], [0.985 * side, 12.0], [0.98 * side, 18.0],
+        [1.02 * side, 30.0],
+    ])  # fmt: skip
     half = spline(control)
     return np.concatenate([half, (half * [-1.0, 1.0])[::-1]])
 
@@ -288,18 +249,11 @@ def torso(chest: Chest) -> Points:
 def arm(chest: Chest, side: str, spread: float) -> Points:
     """Return the outline of the upper arm, (N, 2); `spread` moves it outwards."""
     base = chest.half_width + chest.wall
-    control = np.array(
-        [
-            [0.80 * base, -12.0],
-            [1.20 * base, -11.6],
-            [1.42 * base + 0.3 * spread, -7.0],
-            [1.50 * base + 0.8 * spread, 2.0],
-            [1.52 * base + 1.3 * spread, 16.0],
-            [1.16 * base + 1.3 * spread, 16.0],
-            [1.10 * base + 0.8 * spread, 4.0],
-            [1.02 * base, -3.5],
-        ]
-    )
+    control = np.array([
+        [0.80 * base, -12.0], [1.20 * base, -11.6], [1.42 * base + 0.3 * spread, -7.0],
+        [1.50 * base + 0.8 * spread, 2.0], [1.52 * base + 1.3 * spread, 16.0], [1.16 * base + 1.3 * spread, 16.0],
+        [1.10 * base + 0.8 * spread, 4.0], [1.02 * base, -3.5],
+    ])  # fmt: skip
     return spline(control * [sign(side), 1.0], closed=True)
 
 

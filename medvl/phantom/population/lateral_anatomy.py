@@ -66,18 +66,12 @@ def lateral_heart(chest: Chest) -> Points:
     reach = 7.6 * grow + 0.12 * (chest.depth - 15)
     height = (floor - 0.4) * min(1.1, 0.55 + 0.45 * grow)
     top = floor - height
-    control = np.array(
-        [
-            [front + 0.3, floor - 0.3],
-            [front - 0.1, floor - 0.45 * height],
-            [front + 0.20 * reach, floor - 0.78 * height],
-            [front + 0.46 * reach, top + 0.02 * height],
-            [front + 0.76 * reach, top + 0.12 * height],
-            [front + 0.98 * reach, top + 0.42 * height],
-            [front + 0.97 * reach, top + 0.72 * height],
-            [front + 0.80 * reach, floor],
-        ]
-    )
+    control = np.array([
+        [front + 0.3, floor - 0.3], [front - 0.1, floor - 0.45 * height], [front + 0.20 * reach, floor - 0.78 * height],
+        [front + 0.46 * reach, top + 0.02 * height], [front + 0.76 * reach, top + 0.12 * height],
+        [front + 0.98 * reach, top + 0.42 * height], [front + 0.97 * reach, top + 0.72 * height],
+        [front + 0.80 * reach, floor],
+    ])  # fmt: skip
     return spline(control, closed=True)
 
 
@@ -132,23 +126,10 @@ def body_side(chest: Chest) -> Points:
     back = chest.depth / 2 + 5.6 + 0.6 * chest.wall
     breast = 0.62 * chest.breast
     control = [
-        [-5.0, -28.0],
-        [-4.4, -17.0],
-        [0.66 * front, -10.5],
-        [0.92 * front, -5.0],
-        [front - 0.35 * breast, 1.0],
-        [front - breast, 6.0],
-        [front - 0.25 * breast, 10.5],
-        [front + 0.2, 16.0],
-        [front, 30.0],
-        [back - 1.6, 30.0],
-        [back - 1.0, 14.0],
-        [back, 3.0],
-        [back - 0.7, -6.0],
-        [back - 2.8, -13.0],
-        [7.5, -19.0],
-        [6.0, -28.0],
-    ]
+        [-5.0, -28.0], [-4.4, -17.0], [0.66 * front, -10.5], [0.92 * front, -5.0], [front - 0.35 * breast, 1.0],
+        [front - breast, 6.0], [front - 0.25 * breast, 10.5], [front + 0.2, 16.0], [front, 30.0], [back - 1.6, 30.0],
+        [back - 1.0, 14.0], [back, 3.0], [back - 0.7, -6.0], [back - 2.8, -13.0], [7.5, -19.0], [6.0, -28.0],
+    ]  # fmt: skip
     return spline(control)
 
 

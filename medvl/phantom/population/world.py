@@ -102,11 +102,7 @@ class World:
         self._offset = int(generator(seed).integers(10**7))
 
     def patient(self, index: int) -> Patient:
-        """Return the patient with this index.
-
-        Raises:
-            ConfigError: "out_of_range" unless the index is in [0, 1,250,000).
-        """
+        """Return the patient with this index in [0, 1,250,000). Raises ConfigError ("out_of_range") otherwise."""
         if not 0 <= index < MAX_PATIENTS:
             raise ConfigError(f"index must be in [0, {MAX_PATIENTS}), got {index}", "out_of_range", field="index")
         rng = generator(self.seed, index)
@@ -142,12 +138,11 @@ class World:
         chronic: tuple[Finding, ...],
         prior: tuple[Finding, ...] | None,
     ) -> Study:
-        rng = generator(self.seed, *number)
-        findings = sample_findings(rng, profile, chronic)
         key = (self.seed, *number)
-        views = tuple(
-            sample_view((*key, i), position, chest, findings) for i, position in enumerate(_positions(rng, findings))
-        )
+        rng = generator(*key)
+        findings = sample_findings(rng, profile, chronic)
+        positions = enumerate(_positions(rng, findings))
+        views = tuple(sample_view((*key, i), position, chest, findings) for i, position in positions)
         return Study(
             study_id=5 * 10**7 + ((number[0] * MAX_STUDIES + number[1]) * _STEP + self._offset) % 10**7,
             taken=day + datetime.timedelta(milliseconds=int(rng.integers(24 * 3600 * 1000))),

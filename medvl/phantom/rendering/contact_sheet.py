@@ -27,16 +27,10 @@ def contact_sheet(
 
     Args:
         world: population of the patients.
-        out_png: path of the file.
-        labels: findings to show, in this order.
+        out_png: path of the file, which is returned.
+        labels: findings to show, in this order. Raises ConfigError ("unknown_name") for unknown ones.
         tile: pixels of the longer side of each image.
         mark: draw the ground truth boxes.
-
-    Returns:
-        The path of the file.
-
-    Raises:
-        ConfigError: "unknown_name" for `labels`.
     """
     unknown = [label for label in labels if label not in PART_SAMPLERS]
     if unknown or not labels:

@@ -21,10 +21,7 @@ _MIN_PIXELS_PER_CM = 10.0  # smaller images are drawn at this resolution and red
 def draw(view: View, size: int = 512) -> NDArray[np.uint16]:
     """Draw a view as a 12-bit image (H, W), 0 to 4095, dense tissue bright, the longer side `size` pixels.
 
-    Sizes of one view differ only in their noise.
-
-    Raises:
-        ConfigError: "out_of_range" for a size below 16.
+    Sizes of one view differ only in their noise. Raises ConfigError ("out_of_range") for a size below 16.
     """
     if size < 16:
         raise ConfigError(f"size must be 16 pixels or more, got {size}", "out_of_range", field="size")

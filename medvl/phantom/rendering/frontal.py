@@ -4,24 +4,8 @@ import cv2
 import numpy as np
 
 from medvl.phantom.geometry import Points, Surface, ellipse
-from medvl.phantom.population.frontal_anatomy import (
-    SIDES,
-    Chest,
-    FrontalLung,
-    airways,
-    anterior_ribs,
-    arm,
-    breast,
-    clavicle,
-    heart_outline,
-    hilum,
-    mediastinum_outline,
-    posterior_ribs,
-    scapula,
-    sign,
-    torso,
-    vertebrae,
-)
+from medvl.phantom.population import frontal_anatomy as anatomy
+from medvl.phantom.population.frontal_anatomy import SIDES, Chest, FrontalLung, sign
 from medvl.phantom.rendering.scene import Scene
 from medvl.phantom.rendering.vessels import grow_tree, stroke_tree, vessel_directions
 
@@ -34,12 +18,8 @@ def frontal_scene(
 ) -> Scene:
     """Draw everything except findings.
 
-    Args:
-        chest: the chest in the pose of the view.
-        surface: the surface to draw on.
-        rng: generator of the vessels.
-        arms: spread of the arms; 1 is beside the trunk.
-        broken: fractured bones, which replace the intact ones.
+    `rng` generates the vessels, `arms` is the spread of the arms (1 is beside the trunk), and the lines of `broken`
+    bones replace the intact ones.
     """
     lungs = [FrontalLung(chest, side) for side in SIDES]
     scene = Scene(surface, [lung.outline() for lung in lungs])
@@ -48,39 +28,40 @@ def frontal_scene(
     _bones(scene, chest, broken)
     _spine(scene, chest)
     for side in SIDES:
-        stroke_tree(surface, scene.detail, grow_tree(rng, hilum(chest, side), vessel_directions(side)), chest.markings)
+        tree = grow_tree(rng, anatomy.hilum(chest, side), vessel_directions(side))
+        stroke_tree(surface, scene.detail, tree, chest.markings)
     return scene
 
 
 def _soft_tissue(scene: Scene, chest: Chest, arms: float) -> None:
     coarse = scene.coarse
     x, y = coarse.grid
-    body = coarse.soft([torso(chest)], 0.45)
+    body = coarse.soft([anatomy.torso(chest)], 0.45)
     deep = coarse.blur(body, 2.2)
     thick = 0.66 + 0.03 * chest.wall
     scene.soft += thick * body * (0.25 + 0.75 * deep)
-    limbs = coarse.soft([arm(chest, side, arms) for side in SIDES], 0.4)
+    limbs = coarse.soft([anatomy.arm(chest, side, arms) for side in SIDES], 0.4)
     scene.soft += 0.55 * limbs * (1 - 0.7 * body)
     belly = np.clip((y - (chest.dome_right - 1.0)) / 4.0, 0, 1)
     middle = np.exp(-np.square(np.square(x / (0.95 * chest.half_width))))
     scene.soft += 0.62 * body * belly * (0.35 + 0.65 * middle)
     scene.soft += 0.20 * body * np.exp(-np.square(x / 3.6))  # spine, muscles of the back, sternum
-    scene.soft += 0.16 * coarse.soft([mediastinum_outline(chest)], 0.7)
+    scene.soft += 0.16 * coarse.soft([anatomy.mediastinum_outline(chest)], 0.7)
     gas = ellipse((0.42 * chest.half_width, chest.dome_left + 2.4), (2.3, 1.3), -12)
     scene.soft -= 0.26 * coarse.soft([gas], 0.35)  # gas in the stomach
-    hila = [ellipse(hilum(chest, side), (1.0, 2.3), -14 * sign(side)) for side in SIDES]
+    hila = [ellipse(anatomy.hilum(chest, side), (1.0, 2.3), -14 * sign(side)) for side in SIDES]
     scene.air *= 1 - 0.30 * coarse.soft(hila, 0.6)
     if chest.breast:
-        outlines = [breast(chest, side) for side in SIDES]
+        outlines = [anatomy.breast(chest, side) for side in SIDES]
         fade = np.clip((y - outlines[0][:, 1].min()) / (1.3 * chest.breast), 0, 1)
         scene.soft += 0.24 * coarse.soft(outlines, 0.22) * fade
 
 
 def _heart(scene: Scene, chest: Chest) -> None:
     surface, coarse = scene.surface, scene.coarse
-    heart = heart_outline(chest)
+    heart = anatomy.heart_outline(chest)
     scene.soft += 0.26 * coarse.soft([heart], 1.2)
-    organs = surface.fill([mediastinum_outline(chest)], 190)
+    organs = surface.fill([anatomy.mediastinum_outline(chest)], 190)
     surface.fill([heart], 255, organs)
     _, y = coarse.grid
     below = np.clip((y - min(chest.dome_right, chest.dome_left)) / 3.0, 0, 1)  # the liver is as dense there
@@ -88,7 +69,7 @@ def _heart(scene: Scene, chest: Chest) -> None:
     cv2.multiply(organs, surface.enlarge(1 - below - above), dst=organs, dtype=cv2.CV_8U)
     scene.add(organs, 0.33)
     scene.reduce_lung(organs, 0.66)
-    trachea, bronchi = airways(chest)
+    trachea, bronchi = anatomy.airways(chest)
     lumen = coarse.stroke([trachea], 1.7)
     coarse.stroke(bronchi, 1.1, 190, lumen)
     scene.soft -= 0.24 * coarse.blur(lumen.astype(np.float32) / 255, 0.16)
@@ -98,7 +79,7 @@ def _bones(scene: Scene, chest: Chest, broken: FracturedBones) -> None:
     surface = scene.surface
     front, rear = surface.blank(), surface.blank()
     for side in SIDES:
-        ribs, near = posterior_ribs(chest, side), anterior_ribs(chest, side)
+        ribs, near = anatomy.posterior_ribs(chest, side), anatomy.anterior_ribs(chest, side)
         intact = ribs[[(side, i) not in broken for i in range(len(ribs))]]
         pieces = [line for (bone_side, i), lines in broken.items() if bone_side == side and i >= 0 for line in lines]
         for width, value in ((1.0, 255), (0.7, 160)):
@@ -110,7 +91,7 @@ def _bones(scene: Scene, chest: Chest, broken: FracturedBones) -> None:
     scene.add(rear, 0.16)
     girdle = surface.blank()
     for side in SIDES:
-        blade, collar = scapula(chest, side), broken.get((side, -1), (clavicle(chest, side),))
+        blade, collar = anatomy.scapula(chest, side), broken.get((side, -1), (anatomy.clavicle(chest, side),))
         surface.fill([blade], 40, girdle)
         surface.stroke([np.concatenate([blade, blade[:1]])], 0.35, 85, girdle)
         head = np.array([sign(side) * 1.20 * (chest.half_width + chest.wall), -9.3])
@@ -126,7 +107,7 @@ def _bones(scene: Scene, chest: Chest, broken: FracturedBones) -> None:
 def _spine(scene: Scene, chest: Chest) -> None:
     surface = scene.surface
     spine = surface.blank()
-    centers = vertebrae(chest)
+    centers = anatomy.vertebrae(chest)
     square = np.array(
         [[-1.65, -1.0], [0.0, -0.93], [1.65, -1.0], [1.5, 0.0], [1.65, 1.0], [0, 0.93], [-1.65, 1.0], [-1.5, 0]]
     )

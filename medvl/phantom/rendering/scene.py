@@ -50,14 +50,9 @@ class Scene:
         cv2.subtract(self.lung, cv2.convertScaleAbs(organs, alpha=share), dst=self.lung)
 
     def add_opacity(self, outlines: Sequence[Points], strength: float, blur: float, mottle: float, seed: int) -> None:
-        """Reduce the air inside the outlines.
+        """Reduce the air inside the outlines by the share `strength`.
 
-        Args:
-            outlines: outlines in centimetres.
-            strength: share of the air that is removed.
-            blur: softness of the edges in centimetres.
-            mottle: unevenness from 0 (uniform) to 1 (with holes).
-            seed: seed of the unevenness.
+        `blur` is the softness of the edges in centimetres, `mottle` the unevenness from 0 (uniform) to 1 (with holes).
         """
         opacity_HW = self.coarse.soft(outlines, blur)
         if mottle:

@@ -62,9 +62,8 @@ def apply_split_rule(plan: Plan, rule: SplitRule, order: Sequence[str]) -> Plan:
             hash of the article.
         order: names of the published splits, training splits first.
 
-    Raises:
-        SplitError: `rule` is "official" and an article is in two splits.
-        ConfigError: `rule` is none of the three.
+    Raises SplitError when `rule` is "official" and an article is in two splits; ConfigError when `rule` is none of the
+    three.
     """
     check_choice(rule, get_args(SplitRule), "splits")
     if rule == "by-article":

@@ -35,8 +35,7 @@ def plan_questions(
         warnings: counts of repairs and omissions; counts of repeated questions are added.
         extra: image name -> further fields of the sample's `extra`.
 
-    Raises:
-        CorpusError: two questions have the same id.
+    Raises CorpusError when two questions have the same id.
     """
     ids = Counter(question.id for _, question in questions)
     repeated = [name for name, count in ids.items() if count > 1]
