@@ -95,12 +95,7 @@ def _from_checkpoint(
         raise unsupported_model(checkpoint, model, "fine-tune it with recipes/vqa_finetune.py")
     source = QuestionSource(shards, split, model.config.answers, rules.normalize)
     loader = open_for_evaluation(
-        source,
-        model.transform,
-        model.tokenizer,
-        batch=shared.batch,
-        workers=shared.workers,
-        sections=("question",),
+        source, model.transform, model.tokenizer, batch=shared.batch, workers=shared.workers, sections=("question",)
     )
     return _Answers(
         predictions=answer_questions(model, cast("QuestionLoader", loader)),

@@ -194,10 +194,5 @@ def evaluate_scores(
         rows=rows,
         config={**config, "ece_bins": ECE_BINS},
         inputs=inputs,
-        details={
-            **test.counts,
-            "thresholds": thresholds,
-            "labels_in_subgroup_mean": labels_in_mean,
-            **(details or {}),
-        },
+        details={**test.counts, "thresholds": thresholds, "labels_in_subgroup_mean": labels_in_mean, **(details or {})},
     )

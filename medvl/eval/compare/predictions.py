@@ -88,8 +88,7 @@ def _check(items: Items, results: Results, path: Path) -> None:
         known = expected.get(name, value)
         if not math.isclose(known, value, abs_tol=_TOLERANCE) and not (math.isnan(known) and math.isnan(value)):
             raise EvaluationError(
-                f"{path} gives {value:.6f} for {name}, but results.json has {known:.6f}; evaluate again",
-                "mismatch",
+                f"{path} gives {value:.6f} for {name}, but results.json has {known:.6f}; evaluate again", "mismatch"
             )
 
 

@@ -39,8 +39,7 @@ class FullPass:
         duplicates = yielded - len(set(self.keys))
         if duplicates:
             raise EvaluationError(
-                f"expected every image once, got {duplicates} again; open the loader with train=False",
-                "mismatch",
+                f"expected every image once, got {duplicates} again; open the loader with train=False", "mismatch"
             )
         if yielded + skipped != expected:
             raise EvaluationError(

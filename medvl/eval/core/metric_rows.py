@@ -13,13 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.eval.core.bootstrap import Statistic, bootstrap, mean_over_labels, ranked_columns
-from medvl.eval.core.metrics import (
-    CALIBRATION_METRICS,
-    DECISION_METRICS,
-    Array,
-    DecisionColumn,
-    ProbabilityColumn,
-)
+from medvl.eval.core.metrics import CALIBRATION_METRICS, DECISION_METRICS, Array, DecisionColumn, ProbabilityColumn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

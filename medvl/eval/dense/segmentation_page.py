@@ -18,12 +18,7 @@ from medvl.eval.dense.page import (
 from medvl.eval.dense.segmentation import SegmentationResult, SegmentedImage
 from medvl.eval.html.page import Picture, Pictures, Strip, thumbnail_uri
 
-_NAMES = {
-    "dice": "Dice",
-    "iou": "IoU",
-    "dice_masked": "Dice, masked images",
-    "left_empty": "Normal, empty prediction",
-}
+_NAMES = {"dice": "Dice", "iou": "IoU", "dice_masked": "Dice, masked images", "left_empty": "Normal, empty prediction"}
 _EMPTY = {
     "one_if_both_empty": "1 if the prediction is empty, else 0 (all images are evaluated)",
     "skip_empty": "left out, whatever the prediction",

@@ -13,13 +13,7 @@ def headline(title: str, row: MetricRow) -> tuple[str, str, str]:
 
 
 def header_facts(
-    results: Results,
-    *,
-    model: str,
-    data: str,
-    date: str | None,
-    units: str,
-    extra: Sequence[tuple[str, str]] = (),
+    results: Results, *, model: str, data: str, date: str | None, units: str, extra: Sequence[tuple[str, str]] = ()
 ) -> list[tuple[str, str]]:
     """Return (name, value) pairs on what was evaluated and how, for `Page.facts`.
 

@@ -226,11 +226,7 @@ def _fit(data: _Data, fraction: float, number: int, penalties: Sequence[float]) 
 
 
 def _fingerprints(train: FeatureTable, valid: FeatureTable, test: FeatureTable) -> dict[str, str | None]:
-    return {
-        "manifest": test.fingerprint,
-        "train_manifest": train.fingerprint,
-        "validation_manifest": valid.fingerprint,
-    }
+    return {"manifest": test.fingerprint, "train_manifest": train.fingerprint, "validation_manifest": valid.fingerprint}
 
 
 def _with_scores(run: ProbeRun, data: _Data, scored: Mapping[str, ScoredImages]) -> tuple[ScoredImages, ScoredImages]:

@@ -111,11 +111,7 @@ def image_retrieval(
     number = {patient: index for index, patient in enumerate(dict.fromkeys(patients))}
     patient_N = torch.tensor([number[patient] for patient in patients])
     precision = _precisions(
-        images.global_NE,
-        images.global_NE,
-        relevant_NL,
-        ks,
-        excluded=lambda rows: patient_N[rows, None] == patient_N,
+        images.global_NE, images.global_NE, relevant_NL, ks, excluded=lambda rows: patient_N[rows, None] == patient_N
     )
     kept = [names[index] for index in used]
     groups = _metric_groups(precision, relevant_NL, kept, "")
@@ -228,11 +224,7 @@ def _image_queries(
 
 
 def _text_queries(
-    model: Model,
-    images: Embeddings,
-    retrieval_list: RetrievalList,
-    position: Mapping[str, int],
-    ks: Sequence[int],
+    model: Model, images: Embeddings, retrieval_list: RetrievalList, position: Mapping[str, int], ks: Sequence[int]
 ) -> Iterator[_Direction]:
     candidates, queries, classes = retrieval_list.candidates, retrieval_list.text_queries, retrieval_list.classes
     if queries:

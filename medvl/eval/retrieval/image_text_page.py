@@ -69,10 +69,7 @@ def write_retrieval_page(
     if result.examples is not None:
         sections.append(_plots(result, result.examples, labels))
         if pixels is not None:
-            sections += [
-                _image_cards(result, result.examples, pixels),
-                _text_strips(result, result.examples, pixels),
-            ]
+            sections += [_image_cards(result, result.examples, pixels), _text_strips(result, result.examples, pixels)]
     extra = [("Equal texts", "one text, with several images")]
     page = Page(
         title=f"Image-text retrieval: {model}",

@@ -163,11 +163,7 @@ def _rank(
 
 
 def reranked_ranks(
-    similarity_NM: Tensor,
-    text_of_N: Tensor,
-    shortlist: int,
-    before: Ranks,
-    score: Callable[[Tensor, Tensor], Tensor],
+    similarity_NM: Tensor, text_of_N: Tensor, shortlist: int, before: Ranks, score: Callable[[Tensor, Tensor], Tensor]
 ) -> Ranks:
     """Return the ranks as the protocol defines them.
 

@@ -59,10 +59,7 @@ def hugging_face_swin(source: str) -> list[KeyRule]:
         keep(f"{source}embeddings.patch_embeddings.projection.*", f"{IMAGE}patch_embed.proj.*"),
         keep(f"{source}embeddings.norm.*", f"{IMAGE}patch_embed.norm.*"),
         drop(f"{block}.attention.self.relative_position_index", "computed from the window size"),
-        keep(
-            f"{block}.attention.self.relative_position_bias_table",
-            f"{target}.attn.relative_position_bias_table",
-        ),
+        keep(f"{block}.attention.self.relative_position_bias_table", f"{target}.attn.relative_position_bias_table"),
         *(
             keep(f"{block}.attention.self.{name}.*", f"{target}.attn.qkv.*", part=(index, 3))
             for index, name in enumerate(("query", "key", "value"))

@@ -10,11 +10,7 @@ from medvl.models.fusion_encoders.m3ae import M3AEConfig
 from medvl.models.fusion_encoders.medvill import MedViLLConfig
 
 _CLIP_LEFTOVER = "a remainder of CLIP's text encoder, never used"
-_MLM_HEAD = {
-    "transform.dense.*": "dense.*",
-    "transform.LayerNorm.*": "norm.*",
-    "bias": "bias",
-}
+_MLM_HEAD = {"transform.dense.*": "dense.*", "transform.LayerNorm.*": "norm.*", "bias": "bias"}
 
 
 def _bert_attention(source: str, target: str) -> list[KeyRule]:
