@@ -42,9 +42,8 @@ def load_recipe(path: Path, arguments: Sequence[str]) -> tuple[ModuleType, Any]:
     """
     spec = spec_from_file_location(f"recipe_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(
-            f"{path} is no Python file; give a recipe such as recipes/convirt_mimic.py", "not_found", field="recipe"
-        )
+        message = f"{path} is no Python file; give a recipe such as recipes/convirt_mimic.py"
+        raise ConfigError(message, "not_found", field="recipe")
     module = module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses resolve their annotations there
     spec.loader.exec_module(module)

@@ -92,11 +92,8 @@ def _open_encoder(options: EncoderOptions, test: Path, device: str) -> "ProbedEn
         probed = ProbedEncoder.from_name(encoder, pretrained=options.pretrained, image_size=options.image_size)
         probed.module.to(resolve_device(device))
         return probed
-    raise ConfigError(
-        "expected --checkpoint (with --random-encoder for the baseline) or --encoder; give exactly one",
-        "conflict",
-        field="checkpoint",
-    )
+    message = "expected --checkpoint (with --random-encoder for the baseline) or --encoder; give exactly one"
+    raise ConfigError(message, "conflict", field="checkpoint")
 
 
 def _default_folder(options: EncoderOptions) -> Path:

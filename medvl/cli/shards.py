@@ -222,9 +222,8 @@ def split_fractions(items: tuple[str, ...]) -> dict[str, float]:
     try:
         return {name: float(value) for name, value in _pairs(items, "--splits").items()}
     except ValueError:
-        raise ConfigError(
-            f"expected --splits as NAME=FRACTION, got {' '.join(items)}", "malformed", field="splits"
-        ) from None
+        message = f"expected --splits as NAME=FRACTION, got {' '.join(items)}"
+        raise ConfigError(message, "malformed", field="splits") from None
 
 
 def _summary(split: str, manifest: "Manifest") -> str:

@@ -92,12 +92,11 @@ def _compare_folders(folder: Path, against: Path) -> None:
             print(f"  {count} images not compared: {reason}")
         images, patients = images + len(overlap.images), patients + len(shared or ())
     if images or patients:
-        raise SplitError(
+        message = (
             f"{folder} and {against} share {images} pairs of images and {patients} patients, so that neither is held "
-            "out from the other",
-            "leak",
-            field="against",
+            "out from the other"
         )
+        raise SplitError(message, "leak", field="against")
 
 
 def _split_folders(folder: Path) -> list[Path]:

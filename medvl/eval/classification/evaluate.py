@@ -118,12 +118,11 @@ def score_labels(model: ClassifierModel, loader: Loader, policy: LabelPolicy) ->
     source = loader.source
     names = tuple(name for name in model.config.labels if name in source.label_names)
     if not names:
-        raise EvaluationError(
+        message = (
             f"expected labels in common, got {', '.join(model.config.labels)} of the classifier and "
-            f"{', '.join(source.label_names) or 'none'} of the data",
-            "mismatch",
-            field="labels",
+            f"{', '.join(source.label_names) or 'none'} of the data"
         )
+        raise EvaluationError(message, "mismatch", field="labels")
     batches = FullPass(loader)
     parts, tables = [], []
     with evaluating(model):

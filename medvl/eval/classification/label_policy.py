@@ -63,9 +63,8 @@ class LabelPolicy:
         for field, allowed in (("no_finding", NoFinding), ("uncertain", Uncertain), ("missing", Missing)):
             value, names = getattr(self, field), get_args(allowed)
             if value not in names:
-                raise EvaluationError(
-                    f"expected {field} to be one of {', '.join(names)}, got {value!r}", "unknown_name", field=field
-                )
+                message = f"expected {field} to be one of {', '.join(names)}, got {value!r}"
+                raise EvaluationError(message, "unknown_name", field=field)
 
     @property
     def name(self) -> str:
@@ -86,16 +85,12 @@ class LabelPolicy:
         """
         table_NL = np.array(labels_NL, dtype=np.float64)  # a copy
         if table_NL.ndim != 2 or table_NL.shape[1] != len(names):
-            raise EvaluationError(
-                f"expected one column for each of {len(names)} names, got shape {table_NL.shape}",
-                "mismatch",
-                field="labels",
-            )
+            message = f"expected one column for each of {len(names)} names, got shape {table_NL.shape}"
+            raise EvaluationError(message, "mismatch", field="labels")
         missing_NL, uncertain_NL = np.isnan(table_NL), table_NL == UNCERTAIN
         if not (missing_NL | uncertain_NL | (table_NL == POSITIVE) | (table_NL == NEGATIVE)).all():
-            raise EvaluationError(
-                "expected labels of 1, 0, -1 (uncertain) or NaN (missing)", "out_of_range", field="labels"
-            )
+            message = "expected labels of 1, 0, -1 (uncertain) or NaN (missing)"
+            raise EvaluationError(message, "out_of_range", field="labels")
 
         resolved_NL, contradictions = table_NL.copy(), 0
         if NO_FINDING in names:

@@ -55,12 +55,11 @@ class ScoredImages:
     def means(self) -> dict[str, list[str]]:
         """Name of each mean -> its classes. Raises `EvaluationError` if no class can be evaluated."""
         if not self.evaluable:
-            raise EvaluationError(
+            message = (
                 f"expected positive and negative images of a class, got none for {', '.join(self.names)} under this "
-                "label policy",
-                "empty",
-                field="labels",
+                "label policy"
             )
+            raise EvaluationError(message, "empty", field="labels")
         means = {"macro": self.evaluable}
         if set(COMPETITION_FINDINGS) <= set(self.evaluable):
             means["macro_competition"] = list(COMPETITION_FINDINGS)
@@ -107,11 +106,8 @@ class ClassificationResult:
 def check_bootstrap_unit(unit: str) -> None:
     """Raise `EvaluationError` unless `unit` names a bootstrap unit."""
     if unit not in get_args(BootstrapUnit):
-        raise EvaluationError(
-            f"expected bootstrap_unit to be one of {', '.join(get_args(BootstrapUnit))}, got {unit!r}",
-            "unknown_name",
-            field="bootstrap_unit",
-        )
+        message = f"expected bootstrap_unit to be one of {', '.join(get_args(BootstrapUnit))}, got {unit!r}"
+        raise EvaluationError(message, "unknown_name", field="bootstrap_unit")
 
 
 def image_counts(

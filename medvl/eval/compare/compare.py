@@ -134,11 +134,8 @@ def compare(runs: Sequence[Run], *, force: bool = False, resamples: int = 1000, 
         raise EvaluationError("expected at least one run, got none", "empty", field="runs")
     notes = _disagreements(runs)
     if notes and not force:
-        raise EvaluationError(
-            f"these runs cannot be compared: {'; '.join(notes)}; evaluate them on the same inputs, or use --force",
-            "mismatch",
-            field="runs",
-        )
+        message = f"these runs cannot be compared: {'; '.join(notes)}; evaluate them on the same inputs, or use --force"
+        raise EvaluationError(message, "mismatch", field="runs")
     notes += _settings(runs)
     items = [read_items(run.folder, run.results) for run in runs]
     differences: list[Mapping[str, MetricRow]] = []

@@ -71,9 +71,8 @@ def read_items(folder: Path, results: Results) -> Items | None:
         groups = tuple(line[reader.group] for line in lines) if all(reader.group in line for line in lines) else None
         items = Items(names, groups, tuple(reader.metric_groups(lines)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EvaluationError(
-            f"{path} is not a predictions file of {results.protocol} ({type(error).__name__})", "malformed"
-        ) from error
+        message = f"{path} is not a predictions file of {results.protocol} ({type(error).__name__})"
+        raise EvaluationError(message, "malformed") from error
     if not names or len(set(names)) != len(names):
         raise EvaluationError(f"expected each item once in {path}, got none or duplicates; evaluate again", "malformed")
     _check(items, results, path)
@@ -87,9 +86,8 @@ def _check(items: Items, results: Results, path: Path) -> None:
     for name, value in values:
         known = expected.get(name, value)
         if not math.isclose(known, value, abs_tol=_TOLERANCE) and not (math.isnan(known) and math.isnan(value)):
-            raise EvaluationError(
-                f"{path} gives {value:.6f} for {name}, but results.json has {known:.6f}; evaluate again", "mismatch"
-            )
+            message = f"{path} gives {value:.6f} for {name}, but results.json has {known:.6f}; evaluate again"
+            raise EvaluationError(message, "mismatch")
 
 
 def _ranking(lines: Sequence[Line]) -> list[MetricGroup]:

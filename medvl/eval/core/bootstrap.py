@@ -103,9 +103,8 @@ def _index_chunks(n: int, resamples: int, seed: int, widest: int = 0) -> Iterato
 
 def _group_numbers(groups: Sequence[Hashable], n: int) -> NDArray[np.int64]:
     if len(groups) != n:
-        raise EvaluationError(
-            f"expected one group per item, got {len(groups)} for {n} items", "mismatch", field="groups"
-        )
+        message = f"expected one group per item, got {len(groups)} for {n} items"
+        raise EvaluationError(message, "mismatch", field="groups")
     numbers: dict[Hashable, int] = {}
     return np.array([numbers.setdefault(group, len(numbers)) for group in groups])
 

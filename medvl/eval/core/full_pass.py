@@ -38,9 +38,8 @@ class FullPass:
         yielded, skipped = len(self.keys), sum(self.unreadable.values())
         duplicates = yielded - len(set(self.keys))
         if duplicates:
-            raise EvaluationError(
-                f"expected every image once, got {duplicates} again; open the loader with train=False", "mismatch"
-            )
+            message = f"expected every image once, got {duplicates} again; open the loader with train=False"
+            raise EvaluationError(message, "mismatch")
         if yielded + skipped != expected:
             raise EvaluationError(
                 f"expected {expected} images, got {yielded} and {skipped} skipped; "

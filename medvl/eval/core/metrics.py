@@ -28,25 +28,18 @@ def check_scores(scores_NL: ArrayLike, labels_NL: ArrayLike) -> tuple[Array, Arr
     """
     scores, labels = np.asarray(scores_NL, dtype=np.float64), np.asarray(labels_NL, dtype=np.float64)
     if scores.ndim != 2 or scores.shape != labels.shape or scores.size == 0:
-        raise EvaluationError(
+        message = (
             f"expected scores and labels of the same non-empty shape (images, labels), got {scores.shape} and "
-            f"{labels.shape}",
-            "mismatch",
-            field="scores",
+            f"{labels.shape}"
         )
+        raise EvaluationError(message, "mismatch", field="scores")
     if not np.isfinite(scores).all():
         bad = int((~np.isfinite(scores)).sum())
-        raise EvaluationError(
-            f"expected finite scores, got {bad} of {scores.size} that are not; check the model's outputs",
-            "nonfinite",
-            field="scores",
-        )
+        message = f"expected finite scores, got {bad} of {scores.size} that are not; check the model's outputs"
+        raise EvaluationError(message, "nonfinite", field="scores")
     if not np.isin(labels[~np.isnan(labels)], (0.0, 1.0)).all():
-        raise EvaluationError(
-            "expected labels of 1, 0 or NaN; apply a LabelPolicy to uncertain (-1) labels first",
-            "out_of_range",
-            field="labels",
-        )
+        message = "expected labels of 1, 0 or NaN; apply a LabelPolicy to uncertain (-1) labels first"
+        raise EvaluationError(message, "out_of_range", field="labels")
     return scores, labels
 
 
@@ -170,11 +163,8 @@ def choose_threshold(scores: ArrayLike, labels: ArrayLike, rule: Literal["f1", "
     """
     metrics = {"f1": "f1", "mcc": "mcc", "youden": "balanced_accuracy"}
     if rule not in metrics:
-        raise EvaluationError(
-            f"expected threshold_rule to be one of {', '.join(metrics)}, got {rule!r}",
-            "unknown_name",
-            field="threshold_rule",
-        )
+        message = f"expected threshold_rule to be one of {', '.join(metrics)}, got {rule!r}"
+        raise EvaluationError(message, "unknown_name", field="threshold_rule")
     scores_NL, labels_NL = check_scores(np.atleast_2d(scores).T, np.atleast_2d(labels).T)
     scores_N, labels_N = scores_NL[:, 0], labels_NL[:, 0]
     known = ~np.isnan(labels_N)

@@ -47,12 +47,11 @@ def load_ensemble(checkpoints: Sequence[Path], device: str = "auto") -> list[Dua
             raise unsupported_model(checkpoint, model, "give the checkpoint of a dual-encoder")
         models.append(model)
         if model.transform != models[0].transform:
-            raise ConfigError(
+            message = (
                 f"expected one image transform in an ensemble, got {model.transform} of {checkpoint} and "
-                f"{models[0].transform} of {checkpoints[0]}; evaluate them separately",
-                "mismatch",
-                field="checkpoint",
+                f"{models[0].transform} of {checkpoints[0]}; evaluate them separately"
             )
+            raise ConfigError(message, "mismatch", field="checkpoint")
     return models
 
 

@@ -104,9 +104,8 @@ def read_results(path: str | Path) -> Results:
         data = json.loads(path.read_text(encoding="utf-8"))
         version = data["results_version"]
         if version != RESULTS_VERSION:
-            raise EvaluationError(
-                f"expected version {RESULTS_VERSION} of the results format, got {version} in {path}", "version"
-            )
+            message = f"expected version {RESULTS_VERSION} of the results format, got {version} in {path}"
+            raise EvaluationError(message, "version")
         return Results(
             protocol=data["protocol"]["name"],
             protocol_version=data["protocol"]["version"],
@@ -114,9 +113,8 @@ def read_results(path: str | Path) -> Results:
             **{field: data[field] for field in ("config", "inputs", "details", "packages")},
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EvaluationError(
-            f"{path} is not a results file of medvl ({type(error).__name__}: {error})", "malformed"
-        ) from error
+        message = f"{path} is not a results file of medvl ({type(error).__name__}: {error})"
+        raise EvaluationError(message, "malformed") from error
 
 
 def _read_row(row: dict[str, Any]) -> MetricRow:
@@ -133,11 +131,8 @@ def checkpoint_sha256(checkpoint: str | Path) -> str:
     path = Path(checkpoint)
     path = path / "model.safetensors" if path.is_dir() else path
     if not path.is_file():
-        raise EvaluationError(
-            f"{path} does not exist; give a checkpoint directory with model.safetensors",
-            "not_found",
-            field="checkpoint",
-        )
+        message = f"{path} does not exist; give a checkpoint directory with model.safetensors"
+        raise EvaluationError(message, "not_found", field="checkpoint")
     return sha256(path)
 
 

@@ -107,11 +107,8 @@ def iou(areas: MaskAreas, empty: EmptyRule = "one_if_both_empty") -> Array:
 
 def _ratio(above_NT: Array, below_NT: Array, areas: MaskAreas, empty: EmptyRule) -> Array:
     if empty not in get_args(EmptyRule):
-        raise EvaluationError(
-            f"expected empty to be one of {', '.join(get_args(EmptyRule))}, got {empty!r}",
-            "unknown_name",
-            field="empty",
-        )
+        message = f"expected empty to be one of {', '.join(get_args(EmptyRule))}, got {empty!r}"
+        raise EvaluationError(message, "unknown_name", field="empty")
     ratio_NT = np.where(below_NT > 0, above_NT / np.where(below_NT > 0, below_NT, 1), 1.0)
     if empty == "skip_empty":
         return np.where(areas.truth_N[:, None] > 0, ratio_NT, np.nan)

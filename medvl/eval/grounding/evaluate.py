@@ -116,9 +116,8 @@ def phrase_grounding(
     rules = rules or MapRules()
     kind = choose_maps(model, maps)
     if kind == "attention" and smoothing:
-        raise EvaluationError(
-            "smoothing applies to similarity maps: use maps='similarity' or smoothing=0", "conflict", field="smoothing"
-        )
+        message = "smoothing applies to similarity maps: use maps='similarity' or smoothing=0"
+        raise EvaluationError(message, "conflict", field="smoothing")
     inputs = input_hashes(checkpoint, manifest=loader)
     grounding = _Grounding(model, loader, _queries(loader), kind, smoothing, rules)
     items, kept, details = grounding.run(_random_items(grounding.queries, keep_maps, seed))
@@ -190,9 +189,8 @@ class _Grounding:
                     if (item.position, item.phrase_index) in keep:
                         kept[item.position, item.phrase_index] = map_HW
         if not items:
-            raise EvaluationError(
-                "no sample has phrases or boxes: use annotated shards (`medvl shards ms-cxr`)", "empty"
-            )
+            message = "no sample has phrases or boxes: use annotated shards (`medvl shards ms-cxr`)"
+            raise EvaluationError(message, "empty")
         return items, kept, _details(items, batches)
 
     def _items(self, batch: Batch) -> Iterator[tuple[GroundedPhrase, NDArray[np.float32]]]:

@@ -40,13 +40,11 @@ def choose_maps(model: DualEncoder, maps: Maps | None) -> Maps:
     if maps is None:
         return "attention" if has_attention else "similarity"
     if maps not in get_args(Maps):
-        raise EvaluationError(
-            f"expected one of {', '.join(get_args(Maps))}, got {maps!r}", "unknown_name", field="maps"
-        )
+        message = f"expected one of {', '.join(get_args(Maps))}, got {maps!r}"
+        raise EvaluationError(message, "unknown_name", field="maps")
     if maps == "attention" and not has_attention:
-        raise EvaluationError(
-            f"{model.name} has no attention of words to regions: use maps='similarity'", "unsupported", field="maps"
-        )
+        message = f"{model.name} has no attention of words to regions: use maps='similarity'"
+        raise EvaluationError(message, "unsupported", field="maps")
     return maps
 
 
@@ -112,9 +110,8 @@ def embed_patches(model: DualEncoder, image_BCHW: Tensor) -> tuple[Tensor, Size]
     encoder = model.image_encoder
     features = encoder(image_BCHW)
     if features.patches_BPD is None or features.grid is None:
-        raise EvaluationError(
-            f"{encoder.name} has no grid of patches, which grounding requires: use another image encoder", "unsupported"
-        )
+        message = f"{encoder.name} has no grid of patches, which grounding requires: use another image encoder"
+        raise EvaluationError(message, "unsupported")
     if encoder.patch_dim == encoder.feature_dim:
         return model.image_head(features.patches_BPD), features.grid
     projection = getattr(encoder.backbone, "proj", None)

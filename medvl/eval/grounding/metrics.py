@@ -41,15 +41,11 @@ class MapRules:
     def __post_init__(self) -> None:
         for name, value, known in (("unseen", self.unseen, Unseen), ("scale", self.scale, Scale)):
             if value not in get_args(known):
-                raise EvaluationError(
-                    f"expected one of {', '.join(get_args(known))}, got {value!r}", "unknown_name", field=name
-                )
+                message = f"expected one of {', '.join(get_args(known))}, got {value!r}"
+                raise EvaluationError(message, "unknown_name", field=name)
         if not self.thresholds or len(set(self.thresholds)) != len(self.thresholds):
-            raise EvaluationError(
-                f"expected one or more distinct thresholds, got {list(self.thresholds)}",
-                "out_of_range",
-                field="thresholds",
-            )
+            message = f"expected one or more distinct thresholds, got {list(self.thresholds)}"
+            raise EvaluationError(message, "out_of_range", field="thresholds")
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -73,9 +69,8 @@ def map_metrics(map_HW: NDArray[np.floating], inside_HW: NDArray[np.bool_], rule
     """
     seen_HW = np.isfinite(map_HW)
     if map_HW.shape != inside_HW.shape or not inside_HW.any() or not seen_HW.any():
-        raise EvaluationError(
-            f"expected a map and a nonempty region of one size, got {map_HW.shape} and {inside_HW.shape}", "mismatch"
-        )
+        message = f"expected a map and a nonempty region of one size, got {map_HW.shape} and {inside_HW.shape}"
+        raise EvaluationError(message, "mismatch")
     if rules.unseen == "drop":
         value_P, inside_P = map_HW[seen_HW].astype(np.float64), inside_HW[seen_HW]
     else:

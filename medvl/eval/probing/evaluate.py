@@ -161,9 +161,8 @@ def _prepare(
     check_disjoint({"train": train.patients, "validation": valid.patients, "test": test.patients}, "the linear probe")
     names = tuple(name for name in test.label_names if name in train.label_names and name in valid.label_names)
     if not names:
-        raise EvaluationError(
-            "expected labels in common to training, validation and test data, got none", "mismatch", field="labels"
-        )
+        message = "expected labels in common to training, validation and test data, got none"
+        raise EvaluationError(message, "mismatch", field="labels")
     scored = {}
     for part, table in (("train", train), ("valid", valid), ("test", test)):
         resolved = policy.resolve(table.labels_NL, table.label_names)
@@ -239,11 +238,8 @@ def _with_scores(run: ProbeRun, data: _Data, scored: Mapping[str, ScoredImages])
 def _mean_auroc(probe: LinearProbe, data: _Data) -> float:
     auroc_L, _, _ = bootstrap_auroc(probe.probability_NL(data.valid_x_ND), data.valid_y_NL, resamples=0)
     if np.isnan(auroc_L).all():
-        raise EvaluationError(
-            "expected validation images with positives and negatives of a label to select the penalty, got none",
-            "empty",
-            field="valid",
-        )
+        message = "expected validation images with positives and negatives of a label to select the penalty, got none"
+        raise EvaluationError(message, "empty", field="valid")
     return float(np.nanmean(auroc_L))
 
 

@@ -63,9 +63,8 @@ def generate_reports(
         ConfigError: the model has no tokenizer.
     """
     if model.tokenizer is None:
-        raise ConfigError(
-            "report generation needs a tokenizer: create_model(..., tokenizer=FOLDER)", "missing", field="tokenizer"
-        )
+        message = "report generation needs a tokenizer: create_model(..., tokenizer=FOLDER)"
+        raise ConfigError(message, "missing", field="tokenizer")
     device = next(model.parameters()).device
     texts_by_key: dict[str, tuple[str, bool]] = {}
     with evaluating(model):

@@ -54,9 +54,8 @@ class RetrievalList:
         for part in (self.candidates, self.image_queries, self.text_queries):
             unknown = {name for _, classes in part for name in classes} - set(self.classes)
             if unknown or any(not classes for _, classes in part):
-                raise EvaluationError(
-                    f"the list {self.name!r} has items without a class of {', '.join(self.classes)}", "unknown_name"
-                )
+                message = f"the list {self.name!r} has items without a class of {', '.join(self.classes)}"
+                raise EvaluationError(message, "unknown_name")
             if len({name for name, _ in part}) != len(part):
                 raise EvaluationError(f"the list {self.name!r} has an item twice: remove one", "conflict")
         if not self.candidates:
@@ -87,13 +86,11 @@ class RetrievalList:
             parts = {name: _items(content[name]) for name in ("candidates", "image_queries", "text_queries")}
             return cls(name=content["name"], classes=tuple(content["classes"]), **parts)
         except FileNotFoundError:
-            raise EvaluationError(
-                f"{path} does not exist: create it with `medvl eval make-retrieval-list`", "not_found"
-            ) from None
+            message = f"{path} does not exist: create it with `medvl eval make-retrieval-list`"
+            raise EvaluationError(message, "not_found") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise EvaluationError(
-                f"{path} is not a list of candidates and queries ({type(error).__name__})", "malformed"
-            ) from error
+            message = f"{path} is not a list of candidates and queries ({type(error).__name__})"
+            raise EvaluationError(message, "malformed") from error
 
 
 def _items(rows: Sequence[Any]) -> tuple[Item, ...]:
@@ -124,9 +121,8 @@ def sample_list(
     short = {label: len(of_label) for label, of_label in keys.items() if len(of_label) < per_class}
     if short or not classes:
         counts = ", ".join(f"{label} {count}" for label, count in short.items()) or "no class"
-        raise EvaluationError(
-            f"expected {per_class} images with exactly one class, got fewer: {counts}", "empty", field="per_class"
-        )
+        message = f"expected {per_class} images with exactly one class, got fewer: {counts}"
+        raise EvaluationError(message, "empty", field="per_class")
     candidates = [
         (key, (label,)) for label, of_label in keys.items() for key in sorted(of_label, key=_order(seed))[:per_class]
     ]
@@ -183,9 +179,6 @@ def _rows(path: Path, required: Sequence[str]) -> list[Mapping[str, str]]:
 
 def _class_name(name: str, folder: Path) -> str:
     if name not in CHEXPERT_8X200:
-        raise CorpusError(
-            f"{folder / 'query.csv'}: Variable has {name!r}, expected one of the eight classes",
-            "unknown_name",
-            field="Variable",
-        )
+        message = f"{folder / 'query.csv'}: Variable has {name!r}, expected one of the eight classes"
+        raise CorpusError(message, "unknown_name", field="Variable")
     return name

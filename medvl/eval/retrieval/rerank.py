@@ -188,9 +188,8 @@ def reranked_ranks(
     pair_Q = torch.cat([pair_NK.flatten(), pair_MK.flatten()]).unique()
     score_Q = score(pair_Q // texts, pair_Q % texts)
     if not score_Q.isfinite().all():
-        raise EvaluationError(
-            "the model's match scores are not finite: check its weights, or disable autocast", "nonfinite"
-        )
+        message = "the model's match scores are not finite: check its weights, or disable autocast"
+        raise EvaluationError(message, "nonfinite")
     sides = []
     for pair, rank in ((pair_NK, before[0]), (pair_MK, before[1])):
         positive = positive_NM.flatten()[pair]
@@ -263,9 +262,8 @@ def _other_embeddings(
     with evaluating(shortlist_model.model):
         images, keys, _ = encode_images(shortlist_model.model, shortlist_model.loader, autocast)
         if tuple(keys[index] for index in gallery.index_N.tolist() if index < len(keys)) != gallery.keys:
-            raise EvaluationError(
-                "the dual-encoder's loader gives other images: open both loaders on the same data", "mismatch"
-            )
+            message = "the dual-encoder's loader gives other images: open both loaders on the same data"
+            raise EvaluationError(message, "mismatch")
         return shortlist_model.model, take(images, gallery.index_N), embed_texts(shortlist_model.model, gallery.texts)
 
 

@@ -92,7 +92,6 @@ NORMALIZERS: Mapping[str, Normalizer] = {
 def get_normalizer(name: str) -> Normalizer:
     """Return the normalizer of that name. Raises `EvaluationError` if there is none."""
     if name not in NORMALIZERS:
-        raise EvaluationError(
-            f"no normalizer {name!r}: choose one of {', '.join(NORMALIZERS)}", "unknown_name", field="normalizer"
-        )
+        message = f"no normalizer {name!r}: choose one of {', '.join(NORMALIZERS)}"
+        raise EvaluationError(message, "unknown_name", field="normalizer")
     return NORMALIZERS[name]

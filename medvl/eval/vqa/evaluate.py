@@ -146,10 +146,8 @@ def _check_ids(predictions: Predictions | None, data: VQAData) -> None:
     known = {question.id for question in data.questions}
     unknown = [name for name in predictions or () if name not in known]
     if unknown:
-        raise EvaluationError(
-            f"{len(unknown)} predictions have question ids that are not in {data.name}, first {min(unknown)}",
-            "mismatch",
-        )
+        message = f"{len(unknown)} predictions have question ids that are not in {data.name}, first {min(unknown)}"
+        raise EvaluationError(message, "mismatch")
 
 
 def _credits(evaluated: VQAData, predictions: Predictions, protocol: VQAProtocol) -> NDArray[np.float64]:

@@ -44,9 +44,8 @@ def read_predictions(path: str | Path) -> dict[str, Prediction]:
             row = json.loads(line)
             name, answer = str(row["id"]), row["answer"]
         except (ValueError, KeyError, TypeError) as error:
-            raise EvaluationError(
-                f"{path}, line {number}: expected an object with id and answer", "malformed"
-            ) from error
+            message = f"{path}, line {number}: expected an object with id and answer"
+            raise EvaluationError(message, "malformed") from error
         if not isinstance(answer, str):
             raise EvaluationError(f"{path}, line {number}: answer must be a string", "wrong_type", field="answer")
         if name in predictions:
@@ -64,10 +63,8 @@ def predictions_from_scores(
     """
     scores = np.asarray(scores_NV, dtype=np.float64)
     if scores.shape != (len(ids), len(vocabulary)):
-        raise EvaluationError(
-            f"expected scores of shape {(len(ids), len(vocabulary))} (questions, answers), got {scores.shape}",
-            "mismatch",
-        )
+        message = f"expected scores of shape {(len(ids), len(vocabulary))} (questions, answers), got {scores.shape}"
+        raise EvaluationError(message, "mismatch")
     if np.isnan(scores).any():
         raise EvaluationError("a score is NaN: check the model's weights", "nonfinite")
     best_N = scores.argmax(axis=1)

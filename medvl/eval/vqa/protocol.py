@@ -56,12 +56,11 @@ class VQAProtocol:
             return self.normalize(question.answer) in ("yes", "no")
         if self.closed == "predicted":
             if predicted_type not in ("closed", "open"):
-                raise EvaluationError(
+                message = (
                     f"protocol {self.name} uses predicted answer types: expected closed or open for question "
-                    f"{question.id}, got {predicted_type!r}",
-                    "missing",
-                    field="answer_type",
+                    f"{question.id}, got {predicted_type!r}"
                 )
+                raise EvaluationError(message, "missing", field="answer_type")
             return predicted_type == "closed"
         return question.answer_type == "closed"
 
@@ -138,7 +137,6 @@ PUBLISHED_PROTOCOLS = tuple(protocol.name for protocol in _ALL if protocol.flaw)
 def get_protocol(name: str) -> VQAProtocol:
     """Return the protocol of that name. Raises `EvaluationError` if there is none."""
     if name not in PROTOCOLS:
-        raise EvaluationError(
-            f"no VQA protocol {name!r}: choose one of {', '.join(PROTOCOLS)}", "unknown_name", field="protocol"
-        )
+        message = f"no VQA protocol {name!r}: choose one of {', '.join(PROTOCOLS)}"
+        raise EvaluationError(message, "unknown_name", field="protocol")
     return PROTOCOLS[name]

@@ -46,9 +46,8 @@ class QuestionOnly:
 
     def __init__(self, questions: Sequence[str], answers: Sequence[int], classes: int, *, penalty: float = 1.0) -> None:
         if not questions or len(questions) != len(answers) or not 0 <= min(answers) <= max(answers) < classes:
-            raise EvaluationError(
-                "a question-only model needs questions, each with an answer of the vocabulary", "mismatch"
-            )
+            message = "a question-only model needs questions, each with an answer of the vocabulary"
+            raise EvaluationError(message, "mismatch")
         row_of: dict[str, int] = {}
         rows_N = torch.tensor([row_of.setdefault(question, len(row_of)) for question in questions])
         self._index = {name: i for i, name in enumerate(sorted({f for text in row_of for f in features_of(text)}))}

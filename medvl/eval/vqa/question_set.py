@@ -48,11 +48,8 @@ class VQAData:
         kept = [index for index, question in enumerate(self.questions) if question.split in splits]
         if not kept:
             known = sorted({question.split for question in self.questions})
-            raise EvaluationError(
-                f"{self.name} has no question in {' or '.join(splits)}: its splits are {', '.join(known)}",
-                "empty",
-                field="split",
-            )
+            message = f"{self.name} has no question in {' or '.join(splits)}: its splits are {', '.join(known)}"
+            raise EvaluationError(message, "empty", field="split")
         return self.choose(kept)
 
     def choose(self, indices: Sequence[int]) -> "VQAData":

@@ -130,15 +130,13 @@ def _checkpoint_hashes(checkpoint: str | Path | Sequence[str | Path] | None, mod
         return []
     paths = [checkpoint] if isinstance(checkpoint, str | Path) else checkpoint
     if len(paths) != models:
-        raise EvaluationError(
-            f"expected one checkpoint per model, got {len(paths)} for {models} models", "mismatch", field="checkpoint"
-        )
+        message = f"expected one checkpoint per model, got {len(paths)} for {models} models"
+        raise EvaluationError(message, "mismatch", field="checkpoint")
     hashes = [checkpoint_sha256(path) for path in paths]
     for path, sha256 in zip(paths, hashes, strict=True):
         if hashes.count(sha256) > 1:
-            raise EvaluationError(
-                f"expected different weights in an ensemble, got those of {path} twice", "conflict", field="checkpoint"
-            )
+            message = f"expected different weights in an ensemble, got those of {path} twice"
+            raise EvaluationError(message, "conflict", field="checkpoint")
     return hashes
 
 
@@ -179,12 +177,11 @@ def score_images(
 def _common_classes(prompts: PromptSet, source: Source) -> tuple[str, ...]:
     names = tuple(name for name in prompts.classes if name in source.label_names)
     if not names:
-        raise EvaluationError(
+        message = (
             f"expected classes in common, got {', '.join(prompts.classes)} of prompt set {prompts.name!r} and "
-            f"{', '.join(source.label_names) or 'none'} of the data",
-            "mismatch",
-            field="prompts",
+            f"{', '.join(source.label_names) or 'none'} of the data"
         )
+        raise EvaluationError(message, "mismatch", field="prompts")
     return names
 
 

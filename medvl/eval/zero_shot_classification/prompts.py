@@ -70,11 +70,8 @@ class PromptSet:
         """Return the set with only these classes, in this order. Raises `EvaluationError` naming unknown ones."""
         unknown = [name for name in names if name not in self.classes]
         if unknown:
-            raise EvaluationError(
-                f"prompt set {self.name!r} has no class {', '.join(unknown)}; it has {', '.join(self.classes)}",
-                "unknown_name",
-                field="names",
-            )
+            message = f"prompt set {self.name!r} has no class {', '.join(unknown)}; it has {', '.join(self.classes)}"
+            raise EvaluationError(message, "unknown_name", field="names")
         selected = dataclasses.replace(self, classes={name: self.classes[name] for name in names})
         _check_classes(self.name, selected)
         return selected
@@ -140,9 +137,8 @@ def _parse(data: Any, where: str, sha256: str) -> PromptSet:
     for field, allowed in (("scoring", Scoring), ("ensemble", Ensemble)):
         if data[field] not in get_args(allowed):
             names = ", ".join(get_args(allowed))
-            raise _malformed(
-                f"{where}: expected {field} to be one of {names}, got {data[field]!r}", field, "unknown_name"
-            )
+            message = f"{where}: expected {field} to be one of {names}, got {data[field]!r}"
+            raise _malformed(message, field, "unknown_name")
     if not 0 < data["temperature"] < float("inf"):
         raise _malformed(f"{where}: expected temperature > 0, got {data['temperature']}", "temperature", "out_of_range")
     classes = {name: _parse_class(prompts, f"{where}: class {name!r}") for name, prompts in data["classes"].items()}
@@ -179,9 +175,8 @@ def _check_classes(where: str, prompts: PromptSet) -> None:
         return
     without = [name for name, sides in prompts.classes.items() if not sides.negative]
     if without or not prompts.classes:
-        raise _malformed(
-            f"{where}: {prompts.scoring} needs negative sentences of each class; see {without[:3]}", "classes"
-        )
+        message = f"{where}: {prompts.scoring} needs negative sentences of each class; see {without[:3]}"
+        raise _malformed(message, "classes")
 
 
 def _malformed(message: str, field: str, code: str = "malformed") -> EvaluationError:

@@ -157,12 +157,11 @@ class PromptScorer:
     def _average_embeddings(self) -> None:
         """Replace the sentences by one normalised mean per class and side."""
         if self.texts.local_NPE is not None:
-            raise EvaluationError(
+            message = (
                 f"prompt set {self.prompts.name!r} averages embeddings, which a model with local similarity does "
-                "not support; use the ensemble similarity_mean",
-                "unsupported",
-                field="ensemble",
+                "not support; use the ensemble similarity_mean"
             )
+            raise EvaluationError(message, "unsupported", field="ensemble")
         sides = [*self._positive, *self._negative]
         means = [self.texts.global_NE[columns.to(self.texts.global_NE.device)].mean(dim=0) for columns in sides]
         self.texts = Embeddings(F.normalize(torch.stack(means), dim=1))
@@ -176,10 +175,9 @@ def _similarity(model: Model, prompts: PromptSet) -> Callable[[Embeddings, Embed
         return model.similarity
     published: Callable[[Embeddings, Embeddings], Tensor] | None = getattr(model, "published_similarity", None)
     if published is None:
-        raise EvaluationError(
+        message = (
             f"prompt set {prompts.name!r} needs GLoRIA's published similarity, which this model does not have; use "
-            "another prompt set",
-            "unsupported",
-            field="prompts",
+            "another prompt set"
         )
+        raise EvaluationError(message, "unsupported", field="prompts")
     return published

@@ -56,15 +56,12 @@ def difference(name: str, actual: Tensor, expected: Tensor) -> float:
         CheckpointError: the shapes differ, or the difference is above `TOLERANCE`.
     """
     if actual.shape != expected.shape:
-        raise CheckpointError(
-            f"expected {name} of shape {tuple(expected.shape)}, got {tuple(actual.shape)}", "mismatch"
-        )
+        message = f"expected {name} of shape {tuple(expected.shape)}, got {tuple(actual.shape)}"
+        raise CheckpointError(message, "mismatch")
     largest = float((actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-12))
     if not largest <= TOLERANCE:
-        raise CheckpointError(
-            f"{name} differs by {largest:.1e} of its largest value: this model cannot be exported to this format",
-            "mismatch",
-        )
+        message = f"{name} differs by {largest:.1e} of its largest value: this model cannot be exported to this format"
+        raise CheckpointError(message, "mismatch")
     return largest
 
 

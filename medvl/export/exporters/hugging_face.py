@@ -49,10 +49,8 @@ def export_hugging_face(model: System, out: Path | str) -> Exported:
         CheckpointError: transformers' outputs differ.
     """
     if not isinstance(model, TwoTowers) or not isinstance(model.image_encoder, ImageEncoder):
-        raise ConfigError(
-            f"{model.name} does not have an image and a text encoder: export the system that it was made from",
-            "unsupported",
-        )
+        message = f"{model.name} does not have an image and a text encoder: export the system that it was made from"
+        raise ConfigError(message, "unsupported")
     model.eval()
     with new_folder(Path(out)) as folder, torch.no_grad():
         clip = _is_plain_clip_model(model)
@@ -101,9 +99,8 @@ def _load_tensors(net: Any, tensors: Mapping[str, Tensor], table: Sequence[KeyRu
     shapes = [key for key, tensor in renamed.items() if key in state and state[key].shape != tensor.shape]
     differing = [*unknown, *(key for key in renamed if key not in state), *missing, *shapes]
     if differing:
-        raise ConfigError(
-            f"{type(net).__name__} of transformers does not compute what {name} does: {differing[0]}", "unsupported"
-        )
+        message = f"{type(net).__name__} of transformers does not compute what {name} does: {differing[0]}"
+        raise ConfigError(message, "unsupported")
     net.load_state_dict(renamed)
 
 
@@ -139,12 +136,11 @@ def _image_class(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
     }
     kind = f"{type(encoder.backbone).__module__}.{type(encoder.backbone).__name__}"
     if kind not in builders:
-        raise ConfigError(
+        message = (
             f"transformers has no class that computes {encoder.name} ({kind}): expected one of "
-            f"{', '.join(builders)}; the ONNX export takes any",
-            "unsupported",
-            field="image_encoder",
+            f"{', '.join(builders)}; the ONNX export takes any"
         )
+        raise ConfigError(message, "unsupported", field="image_encoder")
     return builders[kind](encoder)
 
 
@@ -197,9 +193,8 @@ def _write_text(encoder: TextEncoder, folder: Path) -> dict[str, float]:
     net: Any = encoder.backbone
     if not isinstance(net, transformers.PreTrainedModel):
         if not _is_plain_clip(net, "TextTransformer"):
-            raise ConfigError(
-                f"transformers has no class for the text encoder {encoder.name}", "unsupported", field="text_encoder"
-            )
+            message = f"transformers has no class for the text encoder {encoder.name}"
+            raise ConfigError(message, "unsupported", field="text_encoder")
         net = transformers.CLIPTextModel(transformers.CLIPTextConfig(**_clip_text_fields(encoder, _HIGHEST_ID_IS_END)))
         table = hugging_face_clip_text("text_model." if hasattr(net, "text_model") else "")
         tensors = {f"text_encoder.backbone.{name}": tensor for name, tensor in encoder.backbone.state_dict().items()}
@@ -269,11 +264,8 @@ def _write_clip(model: Any, folder: Path) -> dict[str, float]:
 def _clip_vision_fields(encoder: ImageEncoder) -> dict[str, Any]:
     net: Any = encoder.backbone
     if not _is_plain_clip(net, "VisionTransformer") or encoder.image_size[0] != encoder.image_size[1]:
-        raise ConfigError(
-            f"transformers' CLIP takes square images and a plain vision Transformer, got {encoder.name}",
-            "unsupported",
-            field="image_encoder",
-        )
+        message = f"transformers' CLIP takes square images and a plain vision Transformer, got {encoder.name}"
+        raise ConfigError(message, "unsupported", field="image_encoder")
     return {
         **_clip_sizes(net.transformer),
         "image_size": encoder.image_size[0],

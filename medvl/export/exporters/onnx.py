@@ -75,10 +75,8 @@ def export_onnx(model: System, out: Path | str) -> Exported:
     if lacking:
         raise ConfigError(f"{' and '.join(lacking)} is not installed: pip install 'medvl[onnx]'", "missing")
     if not isinstance(model, TwoTowers) or not isinstance(model.image_encoder, ImageEncoder):
-        raise ConfigError(
-            f"{model.name} does not have an image and a text encoder: export the system that it was made from",
-            "unsupported",
-        )
+        message = f"{model.name} does not have an image and a text encoder: export the system that it was made from"
+        raise ConfigError(message, "unsupported")
     model.eval()
     encoder = model.image_encoder
     generator = torch.Generator().manual_seed(0)

@@ -54,17 +54,15 @@ def export_open_clip(model: System, out: Path | str) -> Exported:
     import safetensors.torch
 
     if not isinstance(model, CLIP):
-        raise ConfigError(
-            f"open_clip does not support {model.name}: export clip, chexzero or siglip", "unsupported", field="model"
-        )
+        message = f"open_clip does not support {model.name}: export clip, chexzero or siglip"
+        raise ConfigError(message, "unsupported", field="model")
     out = Path(out)
     model.eval()
     vision, text = _vision(model), _text(model)
     flags = {tower.quick_gelu for tower in (vision, text)} - {None}
     if len(flags) > 1:
-        raise ConfigError(
-            "only one encoder has CLIP's quick GELU: open_clip has a single setting for both", "unsupported"
-        )
+        message = "only one encoder has CLIP's quick GELU: open_clip has a single setting for both"
+        raise ConfigError(message, "unsupported")
     config: dict[str, Any] = {
         "embed_dim": _width(model.image_head, model.image_encoder.feature_dim),
         "vision_cfg": dict(vision.fields),
@@ -107,12 +105,11 @@ def _vision(model: CLIP) -> _Tower:
         return _Tower(fields=fields, tensors=tensors, quick_gelu=bool(base.get("quick_gelu")))
     name = _timm_name(encoder)
     if name is None or arguments or not isinstance(model.image_head, nn.Linear):
-        raise ConfigError(
+        message = (
             f"open_clip cannot build {encoder.name} with {arguments or 'these settings'}: it supports its own image "
-            "encoders, and timm's by name, without arguments, under a linear head",
-            "unsupported",
-            field="image_encoder",
+            "encoders, and timm's by name, without arguments, under a linear head"
         )
+        raise ConfigError(message, "unsupported", field="image_encoder")
     fields = {"timm_model_name": name, "timm_pool": "", "timm_proj": "linear", "image_size": size}
     head = {"visual.head.proj.weight": model.image_head.weight}
     return _Tower(fields=fields, tensors={**_prefixed(encoder.backbone, "visual.trunk."), **head})
@@ -121,11 +118,8 @@ def _vision(model: CLIP) -> _Tower:
 def _text(model: CLIP) -> _Tower:
     encoder = model.text_encoder
     if encoder.layers != (-1,):
-        raise ConfigError(
-            f"open_clip reads the last layer of a text encoder, got a combination of {encoder.layers}",
-            "unsupported",
-            field="text_arguments",
-        )
+        message = f"open_clip reads the last layer of a text encoder, got a combination of {encoder.layers}"
+        raise ConfigError(message, "unsupported", field="text_arguments")
     return _clip_text(model, encoder) if _is_open_clip(encoder) else _bert(model, encoder)
 
 
@@ -142,11 +136,8 @@ def _clip_text(model: CLIP, encoder: TextEncoder) -> _Tower:
         "pad_id": encoder.pad_id,
     }
     if encoder.pool != "eos":
-        raise ConfigError(
-            f"open_clip's text encoders pool by the end token, got pool={encoder.pool!r}",
-            "unsupported",
-            field="text_pool",
-        )
+        message = f"open_clip's text encoders pool by the end token, got pool={encoder.pool!r}"
+        raise ConfigError(message, "unsupported", field="text_pool")
     if net.vocab_size != _CLIP_IDS and fields.get("pool_type") != "last" and model.tokenizer is not None:
         fields |= {"pool_type": "eos", "eos_id": model.tokenizer.sep_id}  # CLIP's default is the highest id
     tensors = _prefixed(net, "text.")
@@ -162,15 +153,11 @@ def _bert(model: CLIP, encoder: TextEncoder) -> _Tower:
     head = encoder.projection if encoder.projection is not None else model.text_head
     linear = isinstance(head, nn.Linear) and head.bias is None
     if not linear and not isinstance(head, nn.Sequential):
-        raise ConfigError(
-            f"open_clip supports a linear head and CLIP's MLP over {encoder.name}, got another head", "unsupported"
-        )
+        message = f"open_clip supports a linear head and CLIP's MLP over {encoder.name}, got another head"
+        raise ConfigError(message, "unsupported")
     if encoder.pool not in _BERT_POOLS:  # open_clip's maximum includes the padding: a mistake in its mask
-        raise ConfigError(
-            f"open_clip pools a BERT by {' or '.join(_BERT_POOLS)}, got {encoder.pool}",
-            "unsupported",
-            field="text_pool",
-        )
+        message = f"open_clip pools a BERT by {' or '.join(_BERT_POOLS)}, got {encoder.pool}"
+        raise ConfigError(message, "unsupported", field="text_pool")
     fields = {
         "context_length": model.config.max_tokens,
         "vocab_size": encoder.vocab_size,

@@ -117,11 +117,8 @@ def open_clip_importer(model: str) -> Importer:
     fields = open_clip.get_model_config(model)
     if fields is None:
         near = difflib.get_close_matches(model, open_clip.list_models(), n=3)
-        raise ConfigError(
-            f"open_clip has no model {model!r}: did you mean {', '.join(near) or 'another'}?",
-            "unknown_name",
-            field="system",
-        )
+        message = f"open_clip has no model {model!r}: did you mean {', '.join(near) or 'another'}?"
+        raise ConfigError(message, "unknown_name", field="system")
     text = fields.get("text_cfg", {})
     name, size = f"open_clip:{model}", fields["vision_cfg"].get("image_size", 224)
 

@@ -130,9 +130,8 @@ def match_checkpoint(
 def _build(importer: Importer, mapped: MappedTensors, tokenizer: Tokenizer | Path | str | None) -> System | Encoders:
     if importer.system is None:
         if tokenizer is not None:
-            raise ConfigError(
-                f"{importer.name} is imported as encoders: they take no tokenizer", "conflict", field="tokenizer"
-            )
+            message = f"{importer.name} is imported as encoders: they take no tokenizer"
+            raise ConfigError(message, "conflict", field="tokenizer")
         return build_encoders(mapped.shapes, importer.image, importer.text)
     config = importer.system(mapped.shapes)
     if tokenizer is None and importer.tokenizer is not None:
@@ -188,10 +187,8 @@ def load_encoder(folder: Path | str) -> ImageEncoder | TextEncoder:
         description = json.loads(path.read_bytes())
         kind, arguments = description["kind"], dict(description["arguments"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}): give a folder written by import_checkpoint",
-            "not_found" if isinstance(error, FileNotFoundError) else "malformed",
-        ) from None
+        message = f"{path} cannot be read ({type(error).__name__}): give a folder written by import_checkpoint"
+        raise CheckpointError(message, "not_found" if isinstance(error, FileNotFoundError) else "malformed") from None
     if kind == "image":
         return create_image_encoder(**arguments, pretrained=Path(folder)).eval()
     return create_text_encoder(**arguments, pretrained=Path(folder)).eval()

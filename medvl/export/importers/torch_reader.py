@@ -94,9 +94,8 @@ def read_checkpoint(path: Path, parts: Sequence[str] = ()) -> Checkpoint:
     except CorpusError as error:
         raise WeightsError(str(error), error.code, field=error.field) from None
     except _DAMAGE_ERRORS as error:
-        raise WeightsError(
-            f"{path} is not a complete torch checkpoint ({type(error).__name__}): copy it again", "malformed"
-        ) from None
+        message = f"{path} is not a complete torch checkpoint ({type(error).__name__}): copy it again"
+        raise WeightsError(message, "malformed") from None
 
 
 def _is_archive(path: Path) -> bool:
@@ -117,10 +116,8 @@ def _read_archive(archive: zipfile.ZipFile, path: Path, parts: Sequence[str]) ->
         raise WeightsError(f"{path} is a TorchScript archive, which holds code: give a state dict", "unsupported")
     order = f"{root}byteorder"
     if order in names and archive.read(order) != sys.byteorder.encode():
-        raise WeightsError(
-            f"{path} was written on a machine of another byte order: save it again on a machine like this",
-            "unsupported",
-        )
+        message = f"{path} was written on a machine of another byte order: save it again on a machine like this"
+        raise WeightsError(message, "unsupported")
     if archive.getinfo(f"{root}data.pkl").file_size > _LONGEST_PICKLE:
         raise WeightsError(f"{path} has a pickle of over {_LONGEST_PICKLE} bytes: it is not a checkpoint", "too_large")
     reader = _CheckpointReader(path)
@@ -141,9 +138,8 @@ def _state_dict(content: Any, path: Path, parts: Sequence[str]) -> dict[str, "_A
             if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
                 state = state[wrapper]
     if not isinstance(state, dict) or not state or not all(isinstance(key, str) for key in state):
-        raise WeightsError(
-            f"{path} holds no state dict, neither at its top nor under {', '.join(_WRAPPERS)}", "mismatch"
-        )
+        message = f"{path} holds no state dict, neither at its top nor under {', '.join(_WRAPPERS)}"
+        raise WeightsError(message, "mismatch")
     others = [key for key, value in state.items() if not isinstance(value, _Address)]
     if others:
         raise WeightsError(f"{path} holds no state dict: {others[0]!r} is not a tensor", "mismatch")
@@ -216,9 +212,8 @@ class _CheckpointReader(PickleReader):
             self.pop_to_mark()
             self.stack.append(_Blank())
         else:
-            raise WeightsError(
-                f"{self.path} holds an instruction that no torch checkpoint needs ({name})", "unsupported"
-            )
+            message = f"{self.path} holds an instruction that no torch checkpoint needs ({name})"
+            raise WeightsError(message, "unsupported")
 
     def _push_global(self, argument: str) -> None:
         module, _, name = argument.partition(" ")
@@ -282,8 +277,7 @@ class _Store:
             entry = self._archive.getinfo(self._folder + storage.key)
             expected = storage.numel * storage.dtype.itemsize
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != expected:
-                raise WeightsError(
-                    f"{self._path} is damaged: storage {storage.key} does not have {expected} bytes", "malformed"
-                )
+                message = f"{self._path} is damaged: storage {storage.key} does not have {expected} bytes"
+                raise WeightsError(message, "malformed")
             self._storages[storage.key] = torch.frombuffer(bytearray(self._archive.read(entry)), dtype=storage.dtype)
         return self._storages[storage.key]
