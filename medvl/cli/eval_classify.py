@@ -3,7 +3,7 @@
 import functools
 from pathlib import Path
 
-from medvl.cli.eval_common import EvalOptions, LabelOptions, print_results
+from medvl.cli.eval_common import EvalOptions, LabelOptions, open_evaluation, publish_result
 
 
 def classify(shared: EvalOptions, label: LabelOptions, *, valid: Path | None = None) -> None:
@@ -15,15 +15,10 @@ def classify(shared: EvalOptions, label: LabelOptions, *, valid: Path | None = N
     from medvl.data.shards.source import ShardSource
     from medvl.eval.classification import evaluate
     from medvl.eval.classification.page import write_classification_page
-    from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
-    from medvl.eval.core.publish import default_folder, publish
     from medvl.models import Classifier
 
-    model = load_model(shared.checkpoint, shared.device)
-    if not isinstance(model, Classifier):
-        raise unsupported_model(shared.checkpoint, model, "train a classifier on it with recipes/linear_probe.py")
-    read = functools.partial(open_for_evaluation, transform=model.transform, batch=shared.batch, workers=shared.workers)
-    source = open_source(shared.data, [shared.checkpoint])
+    checkpoint, advice = shared.checkpoint, "train a classifier on it with recipes/linear_probe.py"
+    model, source, read = open_evaluation(shared, Classifier, advice)
     result = evaluate.classify(
         model,
         read(source),
@@ -31,14 +26,8 @@ def classify(shared: EvalOptions, label: LabelOptions, *, valid: Path | None = N
         policy=label.policy(),
         threshold_rule=label.threshold_rule,
         resamples=shared.resamples,
-        checkpoint=shared.checkpoint,
+        checkpoint=checkpoint,
     )
-    paths = publish(
-        result.results,
-        shared.out or default_folder(shared.checkpoint, "classify"),
-        predictions=result.predictions(),
-        write_page=functools.partial(write_classification_page, result, pixels=source.pixels),
-        model=f"{model.name} ({shared.checkpoint})",
-        manifest=source.manifest,
-    )
-    print_results(result.table(), paths)
+    page = functools.partial(write_classification_page, result, pixels=source.pixels)
+    folder = shared.folder(checkpoint, "classify")
+    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, result.table())

@@ -1,12 +1,30 @@
 """Options shared by the `medvl eval` commands, and their printed output."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    from medvl.data.loading.loader import Loader
+    from medvl.data.shards.format import Manifest
+    from medvl.data.shards.source import ShardSource
     from medvl.eval.classification.label_policy import LabelPolicy
+    from medvl.eval.core.publish import WritePage
+    from medvl.eval.core.results import Results
+    from medvl.models.base import System
+
+SystemT = TypeVar("SystemT", bound="System")
+
+
+class EvaluationResult(Protocol):
+    """Result of an evaluation: metric rows and predictions."""
+
+    @property
+    def results(self) -> "Results": ...
+
+    def predictions(self) -> Iterable[Mapping[str, Any]]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +41,12 @@ class RunOptions:
     """loader processes"""
     device: str = "auto"
     """auto, cpu or cuda"""
+
+    def folder(self, checkpoint: Path, task: str) -> Path:
+        """Return the output folder."""
+        from medvl.eval.core.publish import default_folder
+
+        return self.out or default_folder(checkpoint, task)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,3 +88,40 @@ class LabelOptions:
 def print_results(table: str, paths: Sequence[Path]) -> None:
     """Print the table of results and the paths of the files written."""
     print(table, "", *paths, sep="\n")
+
+
+def open_evaluation(
+    shared: EvalOptions, kind: type[SystemT], advice: str, *, text: bool = False
+) -> "tuple[SystemT, ShardSource, Callable[..., Loader]]":
+    """Return the model, the shards, and a function that opens a loader of shards for the model.
+
+    Raises ConfigError with `advice` if the checkpoint is no `kind`; `text` tokenizes texts for the model.
+    """
+    from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
+
+    model = load_model(shared.checkpoint, shared.device)
+    if not isinstance(model, kind):
+        raise unsupported_model(shared.checkpoint, model, advice)
+    read = functools.partial(open_for_evaluation, transform=model.transform, batch=shared.batch, workers=shared.workers)
+    if text:
+        read = functools.partial(read, tokenizer=model.tokenizer)
+    return model, open_source(shared.data, [shared.checkpoint]), read
+
+
+def publish_result(
+    result: EvaluationResult,
+    folder: Path,
+    write_page: "WritePage | None",
+    model: str,
+    manifest: "Manifest",
+    table: str | None = None,
+) -> None:
+    """Write the files of an evaluation; print the table (default: of all rows) and the paths."""
+    from medvl.eval.core.publish import publish
+    from medvl.eval.core.results import format_table
+
+    predictions = result.predictions()
+    paths = publish(
+        result.results, folder, predictions=predictions, write_page=write_page, model=model, manifest=manifest
+    )
+    print_results(format_table(result.results.rows) if table is None else table, paths)

@@ -2,14 +2,11 @@
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from medvl.cli.eval_common import SmallBatchOptions, print_results
+from medvl.cli.eval_common import SmallBatchOptions, open_evaluation, publish_result
 
-if TYPE_CHECKING:
-    from medvl.data.loading.loader import Loader
-    from medvl.data.shards.source import ShardSource
-    from medvl.models.base import System
+_ADVICE = "train a {} on its image encoder with recipes/dense_transfer.py --init-from {} --task {}"
 
 
 def detection(shared: SmallBatchOptions, *, valid: Path | None = None, examples: int = 6) -> None:
@@ -22,29 +19,20 @@ def detection(shared: SmallBatchOptions, *, valid: Path | None = None, examples:
             score.
         examples: images with boxes on the page, and as many without.
     """
-    from medvl.eval.core.open import load_model
-    from medvl.eval.core.publish import default_folder, publish
-    from medvl.eval.core.results import format_table
+    from medvl.data.shards.source import ShardSource
     from medvl.eval.dense.detection import box_detection
     from medvl.eval.dense.detection_page import write_detection_page
     from medvl.models import Detector
 
-    model = load_model(shared.checkpoint, shared.device)
-    if not isinstance(model, Detector):
-        raise _other_model(shared.checkpoint, model, "detection", "detector")
-    source, loader, valid_loader = _open(model, shared, valid)
+    checkpoint = shared.checkpoint
+    model, source, read = open_evaluation(shared, Detector, _ADVICE.format("detector", checkpoint, "detection"))
+    valid_loader = None if valid is None else read(ShardSource(valid))
     result = box_detection(
-        model, loader, valid_loader=valid_loader, resamples=shared.resamples, checkpoint=shared.checkpoint
+        model, read(source), valid_loader=valid_loader, resamples=shared.resamples, checkpoint=checkpoint
     )
-    paths = publish(
-        result.results,
-        shared.out or default_folder(shared.checkpoint, "detection"),
-        predictions=result.predictions(),
-        write_page=functools.partial(write_detection_page, result, pixels=source.pixels, examples=examples),
-        model=f"{model.name} ({shared.checkpoint})",
-        manifest=source.manifest,
-    )
-    print_results(format_table(result.results.rows), paths)
+    page = functools.partial(write_detection_page, result, pixels=source.pixels, examples=examples)
+    folder = shared.folder(checkpoint, "detection")
+    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest)
 
 
 def segmentation(
@@ -65,51 +53,23 @@ def segmentation(
         side: longer side of the images in which masks are compared; default that of the published images.
         examples: images with a mask on the page, and as many without.
     """
-    from medvl.eval.core.open import load_model
-    from medvl.eval.core.publish import default_folder, publish
-    from medvl.eval.core.results import format_table
+    from medvl.data.shards.source import ShardSource
     from medvl.eval.dense.segmentation import mask_segmentation
     from medvl.eval.dense.segmentation_page import write_segmentation_page
     from medvl.models import Segmenter
 
-    model = load_model(shared.checkpoint, shared.device)
-    if not isinstance(model, Segmenter):
-        raise _other_model(shared.checkpoint, model, "segmentation", "segmenter")
-    source, loader, valid_loader = _open(model, shared, valid)
+    checkpoint = shared.checkpoint
+    model, source, read = open_evaluation(shared, Segmenter, _ADVICE.format("segmenter", checkpoint, "segmentation"))
     result = mask_segmentation(
         model,
-        loader,
-        valid_loader=valid_loader,
+        read(source),
+        valid_loader=None if valid is None else read(ShardSource(valid)),
         empty=empty,
         side=side,
         resamples=shared.resamples,
         keep_maps=examples,
-        checkpoint=shared.checkpoint,
+        checkpoint=checkpoint,
     )
-    paths = publish(
-        result.results,
-        shared.out or default_folder(shared.checkpoint, "segmentation"),
-        predictions=result.predictions(),
-        write_page=functools.partial(write_segmentation_page, result, pixels=source.pixels),
-        model=f"{model.name} ({shared.checkpoint})",
-        manifest=source.manifest,
-    )
-    print_results(format_table(result.results.rows), paths)
-
-
-def _other_model(checkpoint: Path, model: "System", task: str, wanted: str) -> Exception:
-    from medvl.eval.core.open import unsupported_model
-
-    recipe = f"recipes/dense_transfer.py --init-from {checkpoint} --task {task}"
-    return unsupported_model(checkpoint, model, f"train a {wanted} on its image encoder with {recipe}")
-
-
-def _open(
-    model: "System", shared: SmallBatchOptions, valid: Path | None
-) -> "tuple[ShardSource, Loader, Loader | None]":
-    from medvl.data.shards.source import ShardSource
-    from medvl.eval.core.open import open_for_evaluation, open_source
-
-    read = functools.partial(open_for_evaluation, transform=model.transform, batch=shared.batch, workers=shared.workers)
-    source = open_source(shared.data, [shared.checkpoint])
-    return source, read(source), None if valid is None else read(ShardSource(valid))
+    page = functools.partial(write_segmentation_page, result, pixels=source.pixels)
+    folder = shared.folder(checkpoint, "segmentation")
+    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest)

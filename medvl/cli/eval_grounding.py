@@ -3,7 +3,7 @@
 import functools
 from typing import Literal
 
-from medvl.cli.eval_common import SmallBatchOptions, print_results
+from medvl.cli.eval_common import SmallBatchOptions, open_evaluation, publish_result
 
 
 def grounding(
@@ -26,34 +26,25 @@ def grounding(
         smoothing: Gaussian smoothing of similarity maps, in cells of the grid.
         examples: images on the page for each finding.
     """
-    from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
-    from medvl.eval.core.publish import default_folder, publish
     from medvl.eval.core.results import format_table
     from medvl.eval.grounding.evaluate import phrase_grounding
     from medvl.eval.grounding.metrics import MapRules
     from medvl.eval.grounding.page import write_grounding_page
     from medvl.models import DualEncoder
 
-    model = load_model(shared.checkpoint, shared.device)
-    if not isinstance(model, DualEncoder):
-        raise unsupported_model(shared.checkpoint, model, "give the checkpoint of a dual-encoder")
-    source = open_source(shared.data, [shared.checkpoint])
+    checkpoint = shared.checkpoint
+    model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True)
     result = phrase_grounding(
         model,
-        open_for_evaluation(source, model.transform, model.tokenizer, batch=shared.batch, workers=shared.workers),
+        read(source),
         maps=maps,
         rules=MapRules(unseen=unseen, scale=scale),
         smoothing=smoothing,
         resamples=shared.resamples,
         keep_maps=examples,
-        checkpoint=shared.checkpoint,
+        checkpoint=checkpoint,
     )
-    paths = publish(
-        result.results,
-        shared.out or default_folder(shared.checkpoint, "grounding"),
-        predictions=result.predictions(),
-        write_page=functools.partial(write_grounding_page, result, pixels=source.pixels),
-        model=f"{model.name} ({shared.checkpoint})",
-        manifest=source.manifest,
-    )
-    print_results(format_table([row for row in result.results.rows if not row.metric.startswith("iou@")]), paths)
+    page = functools.partial(write_grounding_page, result, pixels=source.pixels)
+    table = format_table([row for row in result.results.rows if not row.metric.startswith("iou@")])
+    folder = shared.folder(checkpoint, "grounding")
+    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, table)

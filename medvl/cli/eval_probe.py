@@ -5,7 +5,7 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medvl.cli.eval_common import LabelOptions, RunOptions, print_results
+from medvl.cli.eval_common import LabelOptions, RunOptions, publish_result
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ def probe(
         cache: folder of cached features; default `features` beside the output folder.
     """
     from medvl.eval.core.open import open_source
-    from medvl.eval.core.publish import publish
     from medvl.eval.probing.evaluate import linear_probe
     from medvl.eval.probing.page import write_probe_page
 
@@ -68,15 +67,8 @@ def probe(
         inputs=_hashes(image, probed),
     )
     source = open_source(test)
-    paths = publish(
-        result.results,
-        folder,
-        predictions=result.predictions(),
-        write_page=functools.partial(write_probe_page, result, pixels=source.pixels),
-        model=probed.name,
-        manifest=source.manifest,
-    )
-    print_results(result.table(), paths)
+    page = functools.partial(write_probe_page, result, pixels=source.pixels)
+    publish_result(result, folder, page, probed.name, source.manifest, result.table())
 
 
 def _open_encoder(options: EncoderOptions, test: Path, device: str) -> "ProbedEncoder":

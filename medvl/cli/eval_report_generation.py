@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from medvl.cli.eval_common import SmallBatchOptions, print_results
+from medvl.cli.eval_common import SmallBatchOptions, publish_result
 
 
 def report_generation(
@@ -33,7 +33,6 @@ def report_generation(
     """
     from medvl.eval.core.full_pass import input_hashes
     from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
-    from medvl.eval.core.publish import default_folder, publish
     from medvl.eval.report_generation.evaluate import evaluate_reports
     from medvl.eval.report_generation.generate import ReportGenerator, generate_reports
     from medvl.models.text_decoding import Decoding
@@ -53,11 +52,5 @@ def report_generation(
         inputs=input_hashes(shared.checkpoint, manifest=loader),
         details={"without_reference": len(source) - len(reports), "unreadable": dict(loader.skipped)},
     )
-    paths = publish(
-        result.results,
-        shared.out or default_folder(shared.checkpoint, "report_generation"),
-        predictions=result.predictions(),
-        model=model.name,
-        manifest=source.manifest,
-    )
-    print_results(result.table(), paths)
+    folder = shared.folder(shared.checkpoint, "report_generation")
+    publish_result(result, folder, None, model.name, source.manifest, result.table())

@@ -4,7 +4,7 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medvl.cli.eval_common import EvalOptions, print_results
+from medvl.cli.eval_common import EvalOptions, open_evaluation, publish_result
 
 if TYPE_CHECKING:
     from medvl.data.shards.source import ShardSource
@@ -23,52 +23,32 @@ def retrieval(shared: EvalOptions, *, rerank: Path | None = None, shortlist: int
             model is both.
         shortlist: candidates per query that are re-ranked.
     """
-    from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
-    from medvl.eval.core.publish import default_folder, publish
-    from medvl.eval.core.results import format_table
+    from medvl.eval.core.open import load_model, open_source, unsupported_model
     from medvl.eval.retrieval.image_text import image_text_retrieval
     from medvl.eval.retrieval.rerank import ShortlistModel, reranked_retrieval
     from medvl.models import DualEncoder, FusionModel
 
-    checkpoint, read = shared.checkpoint, functools.partial(
-        open_for_evaluation, batch=shared.batch, workers=shared.workers
-    )  # fmt: skip
-    model = load_model(checkpoint, shared.device)
-    if not isinstance(model, DualEncoder):
-        raise unsupported_model(checkpoint, model, "give the checkpoint of a dual-encoder, and --rerank")
-    source = open_source(shared.data, [checkpoint])
-    loader = read(source, model.transform, model.tokenizer)
+    checkpoint, resamples = shared.checkpoint, shared.resamples
+    advice = "give the checkpoint of a dual-encoder, and --rerank"
+    model, source, read = open_evaluation(shared, DualEncoder, advice, text=True)
+    loader = read(source)
     if rerank is None:
-        result = image_text_retrieval(
-            model, loader, resamples=shared.resamples, checkpoint=checkpoint, examples=_EXAMPLES
-        )
+        result = image_text_retrieval(model, loader, resamples=resamples, checkpoint=checkpoint, examples=_EXAMPLES)
     else:
-        shortlist_model = (
-            None if rerank.resolve() == checkpoint.resolve() else ShortlistModel(model, loader, checkpoint)
-        )
-        fusion = model if shortlist_model is None else load_model(rerank, shared.device)
+        same = rerank.resolve() == checkpoint.resolve()
+        shortlist_model = None if same else ShortlistModel(model, loader, checkpoint)
+        fusion = model if same else load_model(rerank, shared.device)
         if not isinstance(fusion, FusionModel):
             raise unsupported_model(rerank, fusion, "give the checkpoint of a fusion-encoder", field="rerank")
-        if shortlist_model is not None:
+        if not same:
             source = open_source(shared.data, [rerank])
-            loader = read(source, fusion.transform, fusion.tokenizer)
+            loader = read(source, transform=fusion.transform, tokenizer=fusion.tokenizer)
         result = reranked_retrieval(
-            fusion,
-            loader,
-            shortlist=shortlist,
-            shortlist_model=shortlist_model,
-            resamples=shared.resamples,
-            checkpoint=rerank,
+            fusion, loader, shortlist=shortlist, shortlist_model=shortlist_model, resamples=resamples, checkpoint=rerank
         )
-    paths = publish(
-        result.results,
-        shared.out or default_folder(rerank or checkpoint, "retrieval"),
-        predictions=result.predictions(),
-        write_page=None if result.examples is None else _page(result, source),
-        model=f"{model.name} ({checkpoint})",
-        manifest=source.manifest,
-    )
-    print_results(format_table(result.results.rows), paths)
+    page = None if result.examples is None else _page(result, source)
+    folder = shared.folder(rerank or checkpoint, "retrieval")
+    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest)
 
 
 def _page(result: "RetrievalResult", source: "ShardSource") -> "WritePage":

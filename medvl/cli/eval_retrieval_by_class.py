@@ -3,7 +3,7 @@
 import functools
 from pathlib import Path
 
-from medvl.cli.eval_common import EvalOptions, print_results
+from medvl.cli.eval_common import EvalOptions, open_evaluation, print_results
 from medvl.errors import ConfigError
 
 
@@ -19,8 +19,7 @@ def class_retrieval(shared: EvalOptions, *, candidates: Path | None = None, ks: 
         ks: numbers of nearest candidates.
     """
     from medvl.data.loading.subset import Subset
-    from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
-    from medvl.eval.core.publish import default_folder, publish
+    from medvl.eval.core.publish import publish
     from medvl.eval.core.results import format_table
     from medvl.eval.retrieval import by_class
     from medvl.eval.retrieval.by_class_page import write_class_retrieval_page
@@ -28,17 +27,7 @@ def class_retrieval(shared: EvalOptions, *, candidates: Path | None = None, ks: 
     from medvl.models import DualEncoder
 
     fixed = None if candidates is None else RetrievalList.read(candidates)
-    model = load_model(shared.checkpoint, shared.device)
-    if not isinstance(model, DualEncoder):
-        raise unsupported_model(shared.checkpoint, model, "give the checkpoint of a dual-encoder")
-    source = open_source(shared.data, [shared.checkpoint])
-    read = functools.partial(
-        open_for_evaluation,
-        transform=model.transform,
-        tokenizer=model.tokenizer,
-        batch=shared.batch,
-        workers=shared.workers,
-    )
+    model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True)
     resamples, checkpoint = shared.resamples, shared.checkpoint
     if fixed is None:
         results = by_class.image_retrieval(model, read(source), ks=ks, resamples=resamples, checkpoint=checkpoint)
@@ -50,9 +39,9 @@ def class_retrieval(shared: EvalOptions, *, candidates: Path | None = None, ks: 
         )
     paths = publish(
         results,
-        shared.out or default_folder(shared.checkpoint, results.protocol),
+        shared.folder(checkpoint, results.protocol),
         write_page=functools.partial(write_class_retrieval_page, results),
-        model=f"{model.name} ({shared.checkpoint})",
+        model=f"{model.name} ({checkpoint})",
         manifest=source.manifest,
     )
     print_results(format_table(results.rows), paths)

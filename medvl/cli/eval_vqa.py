@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from medvl.cli.eval_common import RunOptions, print_results
+from medvl.cli.eval_common import RunOptions, publish_result
 from medvl.common.files import sha256
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
     from medvl.data.shards.source import ShardSource
+    from medvl.eval.core.publish import WritePage
     from medvl.eval.vqa.evaluate import VQAResult
     from medvl.eval.vqa.examples import Explain
     from medvl.eval.vqa.predict import QuestionLoader
@@ -43,7 +44,6 @@ def vqa(
         examples: correct and wrong answers on the page, per closed and open question type.
     """
     from medvl.data.shards.source import ShardSource
-    from medvl.eval.core.publish import default_folder
     from medvl.eval.vqa.evaluate import evaluate_answers
     from medvl.eval.vqa.predict import question_data
     from medvl.eval.vqa.protocol import get_protocol
@@ -64,8 +64,8 @@ def vqa(
         resamples=shared.resamples,
         inputs=answers.inputs,
     )
-    folder = shared.out or default_folder(answers.path, "vqa")
-    print_results(result.table(), _publish(result, folder, answers, shards, split, examples))
+    page = _page(result, answers, shards, split, examples)
+    publish_result(result, shared.folder(answers.path, "vqa"), page, answers.name, shards.manifest, result.table())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,31 +117,20 @@ def _from_file(predictions: Path) -> _Answers:
     )
 
 
-def _publish(
-    result: "VQAResult", folder: Path, answers: _Answers, shards: "ShardSource", split: str, examples: int
-) -> list[Path]:
+def _page(result: "VQAResult", answers: _Answers, shards: "ShardSource", split: str, examples: int) -> "WritePage":
     from medvl.data.loading.vqa_source import questions_in_split
-    from medvl.eval.core.publish import publish
     from medvl.eval.vqa.page import write_vqa_page
 
     positions = {entry.question.id: entry.image for entry in questions_in_split(shards, split)}
+    write = functools.partial(
+        write_vqa_page,
+        result,
+        pixels=lambda name: shards.pixels(positions[name], color=True),
+        explain=answers.explain,
+        examples=examples,
+    )
 
     def write_page(path: Path, *, model: str, data: str, date: str) -> Path:  # the result names its data itself
-        return write_vqa_page(
-            result,
-            path,
-            model=model,
-            date=date,
-            pixels=lambda name: shards.pixels(positions[name], color=True),
-            explain=answers.explain,
-            examples=examples,
-        )
+        return write(path, model=model, date=date)
 
-    return publish(
-        result.results,
-        folder,
-        predictions=result.predictions(),
-        write_page=write_page,
-        model=answers.name,
-        manifest=shards.manifest,
-    )
+    return write_page

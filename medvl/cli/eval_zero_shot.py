@@ -3,7 +3,7 @@
 import functools
 from pathlib import Path
 
-from medvl.cli.eval_common import LabelOptions, RunOptions, print_results
+from medvl.cli.eval_common import LabelOptions, RunOptions, publish_result
 
 
 def zero_shot(
@@ -24,7 +24,6 @@ def zero_shot(
         prompts: name of a prompt set (`medvl list prompts`) or path of a JSON file.
     """
     from medvl.eval.core.open import load_ensemble, open_for_evaluation, open_source
-    from medvl.eval.core.publish import default_folder, publish
     from medvl.eval.zero_shot_classification import evaluate
     from medvl.eval.zero_shot_classification.page import write_zero_shot_page
 
@@ -47,13 +46,7 @@ def zero_shot(
         resamples=shared.resamples,
         checkpoint=checkpoint,
     )
-    task = "zero_shot" if len(models) == 1 else "zero_shot_ensemble"
-    paths = publish(
-        result.results,
-        shared.out or default_folder(checkpoint[0], task),
-        predictions=result.predictions(),
-        write_page=functools.partial(write_zero_shot_page, result, pixels=source.pixels),
-        model=f"{models[0].name} ({', '.join(map(str, checkpoint))})",
-        manifest=source.manifest,
-    )
-    print_results(result.table(), paths)
+    folder = shared.folder(checkpoint[0], "zero_shot" if len(models) == 1 else "zero_shot_ensemble")
+    page = functools.partial(write_zero_shot_page, result, pixels=source.pixels)
+    name = f"{models[0].name} ({', '.join(map(str, checkpoint))})"
+    publish_result(result, folder, page, name, source.manifest, result.table())

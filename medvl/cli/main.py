@@ -54,19 +54,7 @@ def list_everything(kind: Literal["models", "image-encoders", "text-encoders", "
 
 
 _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
-    "phantom": {
-        "mimic-cxr": phantom.mimic_cxr,
-        "mimic-cxr-jpg": phantom.mimic_cxr_jpg,
-        "ms-cxr": phantom.ms_cxr,
-        "chexpert": phantom.chexpert,
-        "rsna": phantom.rsna,
-        "siim": phantom.siim,
-        "roco": phantom.roco,
-        "medicat": phantom.medicat,
-        "vqa-rad": phantom.vqa_rad,
-        "slake": phantom.slake,
-        "contact-sheet": phantom.contact_sheet,
-    },
+    "phantom": phantom.COMMANDS,
     "shards": {
         "mimic-cxr": shards.mimic_cxr,
         "chexpert": shards.chexpert,

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,137 +19,35 @@ class PhantomOptions:
     """processes; default one per core"""
 
 
-MIMIC_CXR = PhantomOptions()
-CHEXPERT = PhantomOptions(size=320, seed=1)
-ROCO = PhantomOptions(seed=10)
-MEDICAT = PhantomOptions(seed=11)
-VQA_RAD = PhantomOptions(seed=20)
-SLAKE = PhantomOptions(seed=21)
-MS_CXR = PhantomOptions(patients=100, seed=30)
-RSNA = PhantomOptions(size=1024, seed=40)
-SIIM = PhantomOptions(size=1024, seed=41)
-
-
-def mimic_cxr(out: Path, options: PhantomOptions = MIMIC_CXR) -> str:
-    """Write the phantom world as MIMIC-CXR 2.0.0: DICOM files, reports and tables.
+def _command(
+    layout: str, summary: str, following: str, *, out: str = "output folder", **options: int
+) -> Callable[..., str]:
+    """Return the command that writes one layout.
 
     Args:
-        out: output folder.
-        options: size and seed of the corpus.
+        layout: suffix of the function of `medvl.phantom`.
+        summary: the corpus, for the help.
+        following: the next command to print; {out} is replaced by the output folder.
+        out: help of the output folder.
+        options: default options.
     """
-    from medvl.phantom import write_mimic_cxr
+    defaults = PhantomOptions(**options)
+    note = "; each patient is an article with one or more figures" if layout in ("roco", "medicat") else ""
 
-    return _write(write_mimic_cxr, out, options, "mimic-cxr")
+    def write(out: Path, options: PhantomOptions = defaults) -> str:
+        from medvl import phantom
 
+        getattr(phantom, f"write_{layout}")(out, **dataclasses.asdict(options))
+        return f"Wrote {out}. Next: {following.format(out=out)}"
 
-def mimic_cxr_jpg(out: Path, options: PhantomOptions = MIMIC_CXR) -> str:
-    """Write the phantom world as MIMIC-CXR-JPG 2.0.0, with the reports beside the images.
+    write.__name__ = layout
+    write.__doc__ = f"""Write the phantom world as {summary}.
 
     Args:
-        out: output folder.
-        options: size and seed of the corpus.
+        out: {out}.
+        options: size and seed of the corpus{note}.
     """
-    from medvl.phantom import write_mimic_cxr_jpg
-
-    return _write(write_mimic_cxr_jpg, out, options, "mimic-cxr")
-
-
-def chexpert(out: Path, options: PhantomOptions = CHEXPERT) -> str:
-    """Write the phantom world as CheXpert-v1.0-small.
-
-    Args:
-        out: output folder, in which CheXpert-v1.0-small/ is created.
-        options: size and seed of the corpus.
-    """
-    from medvl.phantom import write_chexpert
-
-    write_chexpert(out, **dataclasses.asdict(options))
-    root = out / "CheXpert-v1.0-small"
-    return f"Wrote {root}. Next: python scripts/zeroshot_chexpert.py --checkpoint RUN --root {root}"
-
-
-def ms_cxr(out: Path, options: PhantomOptions = MS_CXR) -> str:
-    """Write the phantom world as MS-CXR: phrases with boxes, and the images beside the table.
-
-    Args:
-        out: output folder.
-        options: size and seed of the corpus.
-    """
-    from medvl.phantom import write_ms_cxr
-
-    return _write(write_ms_cxr, out, options, "ms-cxr")
-
-
-def rsna(out: Path, options: PhantomOptions = RSNA) -> str:
-    """Write the phantom world as the RSNA pneumonia challenge: images with boxes of opacities.
-
-    Args:
-        out: output folder.
-        options: size and seed of the corpus.
-    """
-    from medvl.phantom import write_rsna
-
-    return _write(write_rsna, out, options, "rsna")
-
-
-def siim(out: Path, options: PhantomOptions = SIIM) -> str:
-    """Write the phantom world as the SIIM-ACR pneumothorax challenge: images with masks.
-
-    Args:
-        out: output folder.
-        options: size and seed of the corpus.
-    """
-    from medvl.phantom import write_siim
-
-    return _write(write_siim, out, options, "siim")
-
-
-def roco(out: Path, options: PhantomOptions = ROCO) -> str:
-    """Write the phantom world as ROCO: figures of case reports with captions and references to them.
-
-    Args:
-        out: output folder, in which data/ and roco_references/ are created.
-        options: size and seed of the corpus; each patient is an article with one or more figures.
-    """
-    from medvl.phantom import write_roco
-
-    return _write(write_roco, out, options, "roco", f" --references {out / 'roco_references'}")
-
-
-def medicat(out: Path, options: PhantomOptions = MEDICAT) -> str:
-    """Write the phantom world as MedICaT: figures of case reports with captions and references to them.
-
-    Args:
-        out: output folder of the table of figures and figures/.
-        options: size and seed of the corpus; each patient is an article with one or more figures.
-    """
-    from medvl.phantom import write_medicat
-
-    return _write(write_medicat, out, options, "medicat", " --radiology-only")
-
-
-def vqa_rad(out: Path, options: PhantomOptions = VQA_RAD) -> str:
-    """Write the phantom world as VQA-RAD: radiographs, CT and MR slices, and questions that need the image.
-
-    Args:
-        out: output folder of trainset.json, testset.json and images/.
-        options: size and seed of the corpus.
-    """
-    from medvl.phantom import write_vqa_rad
-
-    return _write(write_vqa_rad, out, options, "vqa-rad")
-
-
-def slake(out: Path, options: PhantomOptions = SLAKE) -> str:
-    """Write the phantom world as SLAKE, with English questions.
-
-    Args:
-        out: output folder of train.json, validate.json, test.json and imgs/.
-        options: size and seed of the corpus.
-    """
-    from medvl.phantom import write_slake
-
-    return _write(write_slake, out, options, "slake")
+    return write
 
 
 def contact_sheet(out: Path, *, seed: int = 0) -> str:
@@ -166,7 +63,53 @@ def contact_sheet(out: Path, *, seed: int = 0) -> str:
     return f"Wrote {out}"
 
 
-def _write(write: Callable[..., Any], out: Path, options: PhantomOptions, corpus: str, arguments: str = "") -> str:
-    """Write a corpus, and return the command that converts it."""
-    write(out, **dataclasses.asdict(options))
-    return f"Wrote {out}. Next: medvl shards {corpus} --root {out}{arguments} --out {out}-shards"
+def _shards(corpus: str, arguments: str = "") -> str:
+    return f"medvl shards {corpus} --root {{out}}{arguments} --out {{out}}-shards"
+
+
+_FIGURES = "figures of case reports with captions and references to them"
+_VQA_RAD = "VQA-RAD: radiographs, CT and MR slices, and questions that need the image"
+_CHEXPERT = "python scripts/zeroshot_chexpert.py --checkpoint RUN --root {out}/CheXpert-v1.0-small"
+_JPG = "MIMIC-CXR-JPG 2.0.0, with the reports beside the images"
+
+COMMANDS: dict[str, Callable[..., str]] = {
+    "mimic-cxr": _command("mimic_cxr", "MIMIC-CXR 2.0.0: DICOM files, reports and tables", _shards("mimic-cxr")),
+    "mimic-cxr-jpg": _command("mimic_cxr_jpg", _JPG, _shards("mimic-cxr")),
+    "ms-cxr": _command(
+        "ms_cxr", "MS-CXR: phrases with boxes, images beside the table", _shards("ms-cxr"), patients=100, seed=30
+    ),
+    "chexpert": _command(
+        "chexpert", "CheXpert-v1.0-small", _CHEXPERT, out="folder for CheXpert-v1.0-small/", size=320, seed=1
+    ),
+    "rsna": _command(
+        "rsna", "the RSNA pneumonia challenge: images with boxes of opacities", _shards("rsna"), size=1024, seed=40
+    ),
+    "siim": _command(
+        "siim", "the SIIM-ACR pneumothorax challenge: images with masks", _shards("siim"), size=1024, seed=41
+    ),
+    "roco": _command(
+        "roco",
+        f"ROCO: {_FIGURES}",
+        _shards("roco", " --references {out}/roco_references"),
+        out="output folder of data/ and roco_references/",
+        seed=10,
+    ),
+    "medicat": _command(
+        "medicat",
+        f"MedICaT: {_FIGURES}",
+        _shards("medicat", " --radiology-only"),
+        out="output folder of the table of figures and figures/",
+        seed=11,
+    ),
+    "vqa-rad": _command(
+        "vqa_rad", _VQA_RAD, _shards("vqa-rad"), out="output folder of trainset.json, testset.json and images/", seed=20
+    ),
+    "slake": _command(
+        "slake",
+        "SLAKE, with English questions",
+        _shards("slake"),
+        out="output folder of train.json, validate.json, test.json and imgs/",
+        seed=21,
+    ),
+    "contact-sheet": contact_sheet,
+}

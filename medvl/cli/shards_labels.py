@@ -31,8 +31,9 @@ def rsna(
     from medvl.data.corpora import rsna as corpus
 
     deid = deidentifier(run.salt_file)
-    plan = corpus.plan(root, deid, patients=patients, fractions=split_fractions(splits))
-    return convert(plan, deid, run, _textless(options))
+    return convert(
+        corpus.plan(root, deid, patients=patients, fractions=split_fractions(splits)), deid, run, _textless(options)
+    )
 
 
 def siim(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, splits: tuple[str, ...] = _FRACTIONS) -> str:
@@ -47,8 +48,7 @@ def siim(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, splits
     from medvl.data.corpora import siim as corpus
 
     deid = deidentifier(run.salt_file)
-    plan = corpus.plan(root, deid, fractions=split_fractions(splits))
-    return convert(plan, deid, run, _textless(options))
+    return convert(corpus.plan(root, deid, fractions=split_fractions(splits)), deid, run, _textless(options))
 
 
 def ms_cxr(
@@ -72,8 +72,7 @@ def ms_cxr(
     from medvl.data.corpora import ms_cxr as corpus
 
     deid = deidentifier(run.salt_file)
-    plan = corpus.plan(root, deid, images=images, splits=splits)
-    return convert(plan, deid, run, _textless(options))
+    return convert(corpus.plan(root, deid, images=images, splits=splits), deid, run, _textless(options))
 
 
 def nih_cxr14(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, validate_share: float = 0.125) -> str:
@@ -88,8 +87,7 @@ def nih_cxr14(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, v
     from medvl.data.corpora import nih_cxr14 as corpus
 
     deid = deidentifier(run.salt_file)
-    plan = corpus.plan(root, deid, validate_share=validate_share)
-    return convert(plan, deid, run, _textless(options))
+    return convert(corpus.plan(root, deid, validate_share=validate_share), deid, run, _textless(options))
 
 
 def covidx(
@@ -112,8 +110,9 @@ def covidx(
     from medvl.data.corpora import covidx as corpus
 
     deid = deidentifier(run.salt_file)
-    plan = corpus.plan(root, deid, version=version, validate_share=validate_share)
-    return convert(plan, deid, run, _textless(options))
+    return convert(
+        corpus.plan(root, deid, version=version, validate_share=validate_share), deid, run, _textless(options)
+    )
 
 
 def _textless(options: ShardOptions) -> ShardOptions:

@@ -20,19 +20,9 @@ import torch
 from torch import Tensor
 
 from medvl.errors import EvaluationError
+from medvl.eval.classification import scored_images as scoring
 from medvl.eval.classification.label_policy import LabelPolicy
-from medvl.eval.classification.scored_images import (
-    BootstrapUnit,
-    ClassificationResult,
-    ScoredImages,
-    ThresholdRule,
-    check_bootstrap_unit,
-    choose_thresholds,
-    decision_groups,
-    evaluate_scores,
-    image_counts,
-    ranking_groups,
-)
+from medvl.eval.classification.scored_images import BootstrapUnit, ClassificationResult, ScoredImages, ThresholdRule
 from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import measure
@@ -88,16 +78,16 @@ def classify(
         EvaluationError: no label can be evaluated, the loader is incomplete, or scores are not finite.
         SplitError: test and validation images share patients.
     """
-    check_bootstrap_unit(bootstrap_unit)
+    scoring.check_bootstrap_unit(bootstrap_unit)
     policy = policy or LabelPolicy()
     inputs = input_hashes(checkpoint, manifest=loader, validation_manifest=valid_loader)
     test = score_labels(model, loader, policy)
     thresholds = None
     if valid_loader is not None:
-        thresholds = choose_thresholds(score_labels(model, valid_loader, policy), test, threshold_rule)
-    results = evaluate_scores(
+        thresholds = scoring.choose_thresholds(score_labels(model, valid_loader, policy), test, threshold_rule)
+    results = scoring.evaluate_scores(
         test,
-        ranking_groups(test) + decision_groups(test, thresholds, probabilities=True),
+        scoring.ranking_groups(test) + scoring.decision_groups(test, thresholds, probabilities=True),
         thresholds=thresholds,
         protocol=(PROTOCOL, PROTOCOL_VERSION),
         config={
@@ -142,7 +132,7 @@ def score_labels(model: ClassifierModel, loader: Loader, policy: LabelPolicy) ->
         labels_NL=resolved.labels_NL[:, [source.label_names.index(name) for name in names]],
         samples=samples,
         positions=positions,
-        counts=image_counts(samples, batches.unreadable, resolved, names),
+        counts=scoring.image_counts(samples, batches.unreadable, resolved, names),
     )
 
 
@@ -159,7 +149,7 @@ class ClassifyEval:
     def __call__(self, model: ClassifierModel) -> dict[str, float]:
         """Return the metrics of the current model. Raises `EvaluationError` as `classify` does."""
         images = score_labels(model, self.loader, self.policy)
-        rows = measure(ranking_groups(images)[:1], len(images.samples), resamples=0)
+        rows = measure(scoring.ranking_groups(images)[:1], len(images.samples), resamples=0)
         values = {row.target: row.value for row in rows if not np.isnan(row.value)}
         return {
             f"classify/auroc{'_' if name.startswith('macro') else '/'}{name}": value for name, value in values.items()

@@ -80,8 +80,7 @@ class LabelPolicy:
             labels_NL: label table.
             names: name of each column.
 
-        Raises:
-            EvaluationError: a label has another value, or names and columns do not match.
+        Raises EvaluationError if a label has another value, or names and columns do not match.
         """
         table_NL = np.array(labels_NL, dtype=np.float64)  # a copy
         if table_NL.ndim != 2 or table_NL.shape[1] != len(names):

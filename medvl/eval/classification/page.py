@@ -1,11 +1,10 @@
 """Page of a classifier: tables, curves, subgroups, and images with extreme scores."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from medvl.errors import MedvlError
 from medvl.eval.classification.scored_images import ClassificationResult
@@ -13,21 +12,8 @@ from medvl.eval.core.curves import calibration_bins, roc_curve
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.metrics import CALIBRATION_METRICS, DECISION_METRICS, ECE_BINS
 from medvl.eval.core.results import format_value
-from medvl.eval.html import plots
+from medvl.eval.html import page as html, plots
 from medvl.eval.html.header import header_facts, headline
-from medvl.eval.html.page import (
-    Cell,
-    Page,
-    Picture,
-    Pictures,
-    Section,
-    Strip,
-    Table,
-    metric_cell,
-    png_uri,
-    thumbnail_uri,
-    write_page,
-)
 
 _log = logging.getLogger(__name__)
 
@@ -52,11 +38,9 @@ LIMITS = (
 )
 
 
-def sections(
-    result: ClassificationResult, pixels: Callable[[int], NDArray[np.uint8]] | None, examples: int
-) -> list[Section]:
+def sections(result: ClassificationResult, pixels: html.Pixels | None, examples: int) -> list[html.Section]:
     """Return tables, curves and, with `pixels`, galleries with `examples` images of each kind per finding."""
-    parts: list[Section] = [_findings_table(result), *_decisions(result), _plots(result), *_subgroups(result)]
+    parts: list[html.Section] = [_findings_table(result), *_decisions(result), _plots(result), *_subgroups(result)]
     if pixels is not None:
         parts.append(_gallery(result, pixels, examples))
     return parts
@@ -69,11 +53,11 @@ def write_classification_page(
     model: str,
     data: str,
     date: str | None = None,
-    pixels: Callable[[int], NDArray[np.uint8]] | None = None,
+    pixels: html.Pixels | None = None,
     examples: int = 3,
 ) -> Path:
     """Write the page of a classifier as one HTML file and return its path; arguments as in `write_zero_shot_page`."""
-    page = Page(
+    page = html.Page(
         title=f"Classification: {model}",
         subtitle=subtitle(result, data),
         headlines=headlines(result),
@@ -81,7 +65,7 @@ def write_classification_page(
         sections=sections(result, pixels, examples),
         limits=LIMITS,
     )
-    return write_page(page, path)
+    return html.write_page(page, path)
 
 
 def subtitle(result: ClassificationResult, data: str) -> str:
@@ -139,10 +123,10 @@ def _targets(result: ClassificationResult, metric: str) -> dict[str, str]:
     return {**means, **{name: name for name in result.images.names if (metric, name, "") in rows}}
 
 
-def _findings_table(result: ClassificationResult) -> Table:
+def _findings_table(result: ClassificationResult) -> html.Table:
     rows, counts = _rows(result), result.results.details["labels"]
     targets = _targets(result, "auroc")
-    lines: list[list[Cell | str]] = []
+    lines: list[list[html.Cell | str]] = []
     for target, label in targets.items():
         auroc = rows["auroc", target, ""]
         prevalence = auroc.n_positive / auroc.n if auroc.n_positive is not None and auroc.n else None
@@ -154,9 +138,9 @@ def _findings_table(result: ClassificationResult) -> Table:
                 f"{auroc.n:,}",
                 f"{counts[target]['left_out']:,}",
             ]
-        precision = metric_cell(rows["average_precision", target, ""], reference=prevalence, bar=True)
-        lines.append([label, metric_cell(auroc, reference=0.5, bar=True), precision, *sizes])
-    return Table(
+        precision = html.metric_cell(rows["average_precision", target, ""], reference=prevalence, bar=True)
+        lines.append([label, html.metric_cell(auroc, reference=0.5, bar=True), precision, *sizes])
+    return html.Table(
         title="Findings",
         columns=["", "AUROC", "Average precision", "Positive", "Prevalence", "Evaluated", "Left out"],
         rows=lines,
@@ -166,7 +150,7 @@ def _findings_table(result: ClassificationResult) -> Table:
     )
 
 
-def _decisions(result: ClassificationResult) -> list[Table]:
+def _decisions(result: ClassificationResult) -> list[html.Table]:
     """Return the table of calibration and yes/no metrics, if there are any."""
     rows = _rows(result)
     metrics = [metric for metric in (*CALIBRATION_METRICS, *DECISION_METRICS) if (metric, "macro", "") in rows]
@@ -174,13 +158,13 @@ def _decisions(result: ClassificationResult) -> list[Table]:
         return []
     thresholds = result.thresholds or {}
     decided = result.thresholds is not None
-    lines: list[list[Cell | str]] = []
+    lines: list[list[html.Cell | str]] = []
     for target, label in _targets(result, metrics[0]).items():
         threshold = thresholds.get(target, float("nan"))
         shown = [] if not decided else ["" if np.isnan(threshold) else f"{threshold:.3f}"]
-        lines.append([label, *shown, *(metric_cell(rows.get((metric, target, ""))) for metric in metrics)])
+        lines.append([label, *shown, *(html.metric_cell(rows.get((metric, target, ""))) for metric in metrics)])
     return [
-        Table(
+        html.Table(
             title="Calibration and decisions" if decided else "Calibration",
             columns=["", *(["Threshold"] if decided else []), *(_METRIC_NAMES[metric] for metric in metrics)],
             rows=lines,
@@ -191,7 +175,7 @@ def _decisions(result: ClassificationResult) -> list[Table]:
     ]
 
 
-def _plots(result: ClassificationResult) -> Pictures:
+def _plots(result: ClassificationResult) -> html.Pictures:
     images, config = result.images, result.results.config
     rows, strips = _rows(result), []
     for index, name in enumerate(images.names):
@@ -207,10 +191,11 @@ def _plots(result: ClassificationResult) -> Pictures:
         if result.gives_probabilities:
             images_by_title["calibration"] = plots.calibration_plot(calibration_bins(scores_N, labels_N))
         pictures = [
-            Picture(source=png_uri(png), alternative=f"{name}: {title}") for title, png in images_by_title.items()
+            html.Picture(source=html.png_uri(png), alternative=f"{name}: {title}")
+            for title, png in images_by_title.items()
         ]
-        strips.append(Strip(title=name, note=f"AUROC {format_value(rows['auroc', name, ''])}", pictures=pictures))
-    return Pictures(
+        strips.append(html.Strip(title=name, note=f"AUROC {format_value(rows['auroc', name, ''])}", pictures=pictures))
+    return html.Pictures(
         title="Curves",
         strips=strips,
         caption="ROC curve with pointwise 95% band; normalised histograms of the scores of positive and negative "
@@ -218,18 +203,18 @@ def _plots(result: ClassificationResult) -> Pictures:
     )
 
 
-def _subgroups(result: ClassificationResult) -> list[Table]:
+def _subgroups(result: ClassificationResult) -> list[html.Table]:
     rows = _rows(result)
     groups = list(dict.fromkeys(row.subgroup for row in result.results.rows if row.subgroup and row.metric == "auroc"))
     if not groups:
         return []
-    lines: list[list[Cell | str]] = []
+    lines: list[list[html.Cell | str]] = []
     for target, label in {"macro": "Mean", **{name: name for name in result.images.names}}.items():
         cells = [rows.get(("auroc", target, group)) for group in groups]
         if any(cells):
-            lines.append([label, *(metric_cell(row) for row in cells)])
+            lines.append([label, *(html.metric_cell(row) for row in cells)])
     return [
-        Table(
+        html.Table(
             title="Subgroups",
             columns=["AUROC", *groups],
             rows=lines,
@@ -241,16 +226,16 @@ def _subgroups(result: ClassificationResult) -> list[Table]:
     ]
 
 
-def _gaps(result: ClassificationResult) -> list[Table]:
+def _gaps(result: ClassificationResult) -> list[html.Table]:
     gaps = [row for row in result.results.rows if row.metric == "auroc_gap"]
     if not gaps:
         return []
     order = sorted(gaps, key=lambda row: row.target != "macro")
-    lines: list[Sequence[Cell | str]] = [
-        ["Mean" if row.target == "macro" else row.target, row.subgroup, metric_cell(row)] for row in order
+    lines: list[Sequence[html.Cell | str]] = [
+        ["Mean" if row.target == "macro" else row.target, row.subgroup, html.metric_cell(row)] for row in order
     ]
     return [
-        Table(
+        html.Table(
             title="Gaps between subgroups",
             columns=["", "Best - worst", "AUROC"],
             rows=lines,
@@ -261,7 +246,7 @@ def _gaps(result: ClassificationResult) -> list[Table]:
     ]
 
 
-def _gallery(result: ClassificationResult, pixels: Callable[[int], NDArray[np.uint8]], examples: int) -> Pictures:
+def _gallery(result: ClassificationResult, pixels: html.Pixels, examples: int) -> html.Pictures:
     images, strips = result.images, []
     for index, name in enumerate(images.names):
         if name not in images.evaluable:
@@ -276,8 +261,8 @@ def _gallery(result: ClassificationResult, pixels: Callable[[int], NDArray[np.ui
         }
         for kind, rows_N in kinds.items():
             pictures = [_thumbnail(result, int(row), index, pixels) for row in rows_N]
-            strips.append(Strip(title=name, note=kind, pictures=[picture for picture in pictures if picture]))
-    return Pictures(
+            strips.append(html.Strip(title=name, note=kind, pictures=[picture for picture in pictures if picture]))
+    return html.Pictures(
         title="Images",
         kind="thumbnails",
         strips=strips,
@@ -286,9 +271,7 @@ def _gallery(result: ClassificationResult, pixels: Callable[[int], NDArray[np.ui
     )
 
 
-def _thumbnail(
-    result: ClassificationResult, row: int, label: int, pixels: Callable[[int], NDArray[np.uint8]]
-) -> Picture | None:
+def _thumbnail(result: ClassificationResult, row: int, label: int, pixels: html.Pixels) -> html.Picture | None:
     sample, images = result.images.samples[row], result.images
     try:
         image = pixels(images.positions[row])
@@ -298,4 +281,4 @@ def _thumbnail(
     value = "positive" if images.labels_NL[row, label] == 1 else "negative"
     view = f", {sample.view}" if sample.view else ""
     lines = (f"{images.scores_NL[row, label]:.3f}, {value}", f"{sample.key[:16]}{view}")
-    return Picture(source=thumbnail_uri(image), alternative=f"image {sample.key}", lines=lines)
+    return html.Picture(source=html.thumbnail_uri(image), alternative=f"image {sample.key}", lines=lines)

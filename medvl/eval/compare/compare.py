@@ -26,8 +26,7 @@ from medvl.eval.core.results import Results, read_results
 
 _RUN_INPUTS = frozenset({"checkpoint", "predictions", "vocabulary"})
 """Inputs that may differ between runs; all others must agree."""
-_IGNORED_SETTINGS = frozenset({"resamples", "seed", "autocast"})
-"""Settings that do not change values beyond rounding."""
+_IGNORED_SETTINGS = frozenset({"resamples", "seed", "autocast"})  # settings that do not change values beyond rounding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

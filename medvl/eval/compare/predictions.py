@@ -22,8 +22,7 @@ from medvl.eval.core.results import Results
 from medvl.schema import COMPETITION_FINDINGS
 
 Line = Mapping[str, Any]
-_TOLERANCE = 1e-6
-"""Largest difference between a row of results.json and the same row from its predictions."""
+_TOLERANCE = 1e-6  # largest difference between a row of results.json and the same row from its predictions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,10 +46,8 @@ class Items:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Reader:
-    item: tuple[str, ...]
-    """Fields that identify an item."""
-    group: str
-    """Field of the bootstrap group."""
+    item: tuple[str, ...]  # fields that identify an item
+    group: str  # field of the bootstrap group
     metric_groups: Callable[[Sequence[Line]], list[MetricGroup]]
 
 

@@ -59,8 +59,7 @@ def bootstrap(
         groups: group (patient) of each item, to resample groups instead of items.
         level: confidence level.
 
-    Raises:
-        EvaluationError: `n`, `resamples`, `level` or the number of groups is out of range.
+    Raises EvaluationError if `n`, `resamples`, `level` or the number of groups is out of range.
     """
     if n < 1 or resamples < 0 or not 0 < level < 1:
         raise EvaluationError(

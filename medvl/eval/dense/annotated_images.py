@@ -56,8 +56,7 @@ def evaluate_images(
         kind: the annotation that is needed; images without it are left out and counted.
         evaluate: function from a batch of annotated images and these images to one result per image.
 
-    Raises:
-        EvaluationError: there is no annotated image, or the loader does not give every sample once.
+    Raises EvaluationError if there is no annotated image, or the loader does not give every sample once.
     """
     samples = samples_by_key(loader.source)
     batches = FullPass(loader)

@@ -187,8 +187,7 @@ def choose_score_threshold(matched: MatchedDetections, candidates: int = 200) ->
     Candidates are observed scores, spread evenly over their ranks; the highest of equally good ones is returned. NaN
     if there is no box or no detection.
 
-    Raises:
-        EvaluationError: there are fewer than two candidates.
+    Raises EvaluationError if there are fewer than two candidates.
     """
     if candidates < 2:
         raise EvaluationError(f"expected two or more candidates, got {candidates}", "out_of_range", field="candidates")

@@ -30,15 +30,9 @@ from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
+from medvl.eval.dense import box_metrics
 from medvl.eval.dense.annotated_images import AnnotatedImage, DenseModel, evaluate_images, headline_target, with_macro
-from medvl.eval.dense.box_metrics import (
-    AveragePrecision,
-    ImageDetections,
-    MatchedDetections,
-    challenge_scores,
-    choose_score_threshold,
-    match_boxes,
-)
+from medvl.eval.dense.box_metrics import AveragePrecision, ImageDetections, MatchedDetections
 from medvl.schema import Batch
 
 PROTOCOL, PROTOCOL_VERSION = "detection", 1
@@ -117,7 +111,9 @@ def box_detection(
     if valid_loader is not None:
         valid, _ = detect_images(model, valid_loader)
         check_disjoint_patients((i.sample.patient for i in valid), (i.sample.patient for i in images))
-        thresholds = {label: choose_score_threshold(one) for label, one in match_by_label(valid, labels).items()}
+        thresholds = {
+            label: box_metrics.choose_score_threshold(one) for label, one in match_by_label(valid, labels).items()
+        }
         groups += threshold_groups(matched, thresholds)
     patients = [image.sample.patient for image in images]
     results = Results(
@@ -161,7 +157,10 @@ def _detections(output_K5: Array, truth_N5: Array) -> ImageDetections:
 
 def match_by_label(images: Sequence[DetectedImage], labels: Sequence[str]) -> dict[str, MatchedDetections]:
     """Match the detections of each label with its boxes."""
-    return {label: match_boxes([image.detections[index] for image in images]) for index, label in enumerate(labels)}
+    return {
+        label: box_metrics.match_boxes([image.detections[index] for image in images])
+        for index, label in enumerate(labels)
+    }
 
 
 def precision_group(matched: Mapping[str, MatchedDetections]) -> MetricGroup:
@@ -200,7 +199,7 @@ def threshold_groups(matched: Mapping[str, MatchedDetections], thresholds: Mappi
     used = {label: one for label, one in matched.items() if not np.isnan(thresholds[label])}
     if not used:
         return []
-    scores_NL = np.stack([challenge_scores(one, thresholds[label]) for label, one in used.items()], axis=1)
+    scores_NL = np.stack([box_metrics.challenge_scores(one, thresholds[label]) for label, one in used.items()], axis=1)
     detected_NL = np.stack([(one.scores_ND >= thresholds[label]).any(axis=1) for label, one in used.items()], axis=1)
     boxed_NL = np.stack([one.boxes_N > 0 for one in used.values()], axis=1)
     return [

@@ -8,19 +8,10 @@ from numpy.typing import NDArray
 
 from medvl.data.annotations.phrases import published_size
 from medvl.eval.dense.detection import DetectedImage, DetectionResult
-from medvl.eval.dense.page import (
-    PREDICTION_COLOR,
-    SIDE,
-    TRUTH_COLOR,
-    Pixels,
-    dense_facts,
-    resize_to_picture,
-    write_dense_page,
-)
-from medvl.eval.html.page import Picture, Pictures, Strip, thumbnail_uri
+from medvl.eval.dense.page import PREDICTION_COLOR, SIDE, TRUTH_COLOR, dense_facts, resize_to_picture, write_dense_page
+from medvl.eval.html.page import Picture, Pictures, Pixels, Strip, thumbnail_uri
 
-_SHOWN_WITHOUT_THRESHOLD = 3
-"""Detections drawn per image and label if there is no score threshold."""
+_SHOWN_WITHOUT_THRESHOLD = 3  # detections drawn per image and label if there is no score threshold
 _NAMES = {
     "ap_rsna": "mAP, IoU 0.40–0.75",
     "ap_coco": "mAP, IoU 0.50–0.95",

@@ -68,8 +68,7 @@ class MaskThreshold:
 def mask_areas(map_HW: NDArray[np.floating], truth_HW: NDArray[np.bool_], thresholds: Sequence[float]) -> MaskAreas:
     """Return the areas of one image (N = 1). NaN pixels (outside of the model's crop) are in no mask.
 
-    Raises:
-        EvaluationError: the sizes differ, or the map is all NaN or has infinite values.
+    Raises EvaluationError if the sizes differ, or the map is all NaN or has infinite values.
     """
     if map_HW.shape != truth_HW.shape:
         raise EvaluationError(f"expected a map of shape {truth_HW.shape}, got {map_HW.shape}", "mismatch")

@@ -1,6 +1,6 @@
 """Shared parts of the detection and segmentation pages."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +11,6 @@ from medvl.eval.dense.annotated_images import headline_target
 from medvl.eval.html.header import header_facts, headline
 from medvl.eval.html.page import Cell, Page, Pictures, Section, Table, metric_cell, write_page
 
-Pixels = Callable[[int], NDArray[np.uint8]]
-"""Position in the source -> stored image."""
 SIDE = 384
 """Longer side of a picture, in pixels."""
 TRUTH_COLOR, PREDICTION_COLOR = (34, 211, 238), (251, 146, 60)

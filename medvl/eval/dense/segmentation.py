@@ -30,19 +30,9 @@ from medvl.eval.core.full_pass import check_disjoint_patients, input_hashes, sam
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure
 from medvl.eval.core.results import Results
+from medvl.eval.dense import mask_metrics
 from medvl.eval.dense.annotated_images import AnnotatedImage, DenseModel, evaluate_images, headline_target, with_macro
-from medvl.eval.dense.mask_metrics import (
-    THRESHOLDS,
-    EmptyRule,
-    MaskAreas,
-    MaskThreshold,
-    choose_mask_threshold,
-    dice,
-    iou,
-    left_empty,
-    mask_areas,
-    stack,
-)
+from medvl.eval.dense.mask_metrics import THRESHOLDS, EmptyRule, MaskAreas, MaskThreshold, dice
 from medvl.schema import Batch
 
 PROTOCOL, PROTOCOL_VERSION = "segmentation", 1
@@ -171,7 +161,7 @@ def segment_images(
         for image, tensor, size in zip(images, model.maps(batch, sizes), sizes, strict=True):
             map_LHW, stride = tensor.cpu().numpy(), -(-max(size) // _STORED_SIDE)
             areas = [
-                mask_areas(map_HW, mask_at(image.sample, label, size), THRESHOLDS)
+                mask_metrics.mask_areas(map_HW, mask_at(image.sample, label, size), THRESHOLDS)
                 for label, map_HW in zip(labels, map_LHW, strict=True)
             ]
             yield SegmentedImage(
@@ -188,9 +178,9 @@ def mask_groups(areas: Mapping[str, MaskAreas], empty: EmptyRule) -> list[Metric
     """Return "dice", "iou", "dice_masked" and "left_empty" of every label, each with its mean over labels."""
     columns = {
         "dice": [dice(one, empty) for one in areas.values()],
-        "iou": [iou(one, empty) for one in areas.values()],
+        "iou": [mask_metrics.iou(one, empty) for one in areas.values()],
         "dice_masked": [dice(one, "skip_empty") for one in areas.values()],
-        "left_empty": [left_empty(one) for one in areas.values()],
+        "left_empty": [mask_metrics.left_empty(one) for one in areas.values()],
     }
     return [
         with_macro(mean_metrics(metric, np.concatenate(values, axis=1), list(areas)))
@@ -200,7 +190,7 @@ def mask_groups(areas: Mapping[str, MaskAreas], empty: EmptyRule) -> list[Metric
 
 def _choose_thresholds(areas: Mapping[str, MaskAreas], empty: EmptyRule) -> dict[str, MaskThreshold]:
     """Return the best threshold of each label; the default one if the rule leaves no image of a label."""
-    chosen = {label: choose_mask_threshold(one, THRESHOLDS, empty) for label, one in areas.items()}
+    chosen = {label: mask_metrics.choose_mask_threshold(one, THRESHOLDS, empty) for label, one in areas.items()}
     return {label: _DEFAULT_THRESHOLD if np.isnan(one.threshold) else one for label, one in chosen.items()}
 
 
@@ -225,7 +215,7 @@ def _empty_prediction_dice(areas: MaskAreas, empty: EmptyRule) -> float:
 
 
 def _by_label(images: Sequence[SegmentedImage], labels: Sequence[str]) -> dict[str, MaskAreas]:
-    return {label: stack([image.areas[index] for image in images]) for index, label in enumerate(labels)}
+    return {label: mask_metrics.stack([image.areas[index] for image in images]) for index, label in enumerate(labels)}
 
 
 def _at(areas: MaskAreas, threshold: MaskThreshold) -> MaskAreas:

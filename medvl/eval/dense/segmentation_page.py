@@ -6,17 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.data.loading.dense_targets import mask_at
-from medvl.eval.dense.page import (
-    PREDICTION_COLOR,
-    SIDE,
-    TRUTH_COLOR,
-    Pixels,
-    dense_facts,
-    resize_to_picture,
-    write_dense_page,
-)
+from medvl.eval.dense.page import PREDICTION_COLOR, SIDE, TRUTH_COLOR, dense_facts, resize_to_picture, write_dense_page
 from medvl.eval.dense.segmentation import SegmentationResult, SegmentedImage
-from medvl.eval.html.page import Picture, Pictures, Strip, thumbnail_uri
+from medvl.eval.html.page import Picture, Pictures, Pixels, Strip, thumbnail_uri
 
 _NAMES = {"dice": "Dice", "iou": "IoU", "dice_masked": "Dice, masked images", "left_empty": "Normal, empty prediction"}
 _EMPTY = {

@@ -68,8 +68,7 @@ def phrase_maps(
         maps: "attention" or "similarity".
         smoothing: standard deviation, in cells of the grid, of a Gaussian over similarity maps (BioViL: 1.5).
 
-    Raises:
-        EvaluationError: the model's patches cannot be compared with texts.
+    Raises EvaluationError if the model's patches cannot be compared with texts.
     """
     if maps == "attention":
         assert isinstance(model, HasAttentionMaps)
@@ -100,8 +99,7 @@ def embed_patches(model: DualEncoder, image_BCHW: Tensor) -> tuple[Tensor, Size]
     These are the regions that the model compares with texts. If it has none, the encoder's last grid is projected like
     the pooled vector: by the model's head, after the encoder's own projection if there is one.
 
-    Raises:
-        EvaluationError: the encoder has no grid, or its patches do not fit the projection.
+    Raises EvaluationError if the encoder has no grid, or its patches do not fit the projection.
     """
     local_BPE = model.embed_images(image_BCHW).local_NPE
     if local_BPE is not None:

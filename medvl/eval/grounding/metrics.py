@@ -24,8 +24,7 @@ Scale = Literal["unit", "signed", "none"]
 _TIE_TOLERANCE = 1e-6
 """Pixels within this share of the map's range below its maximum count as maximal, to be robust to rounding."""
 
-_MIN_NOISE = 1e-6
-"""Minimum noise as a share of the contrast, so that the CNR of a map with two values is finite."""
+_MIN_NOISE = 1e-6  # minimum noise as a share of the contrast, so that the CNR of a map with two values is finite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +63,7 @@ def map_metrics(map_HW: NDArray[np.floating], inside_HW: NDArray[np.bool_], rule
     * "iou@t": IoU of the boxes and the pixels at or above t, after scaling; "miou" is their mean over thresholds. It is
       0 for a constant map.
 
-    Raises:
-        EvaluationError: the sizes differ, no pixel is inside, or the map is all NaN.
+    Raises EvaluationError if the sizes differ, no pixel is inside, or the map is all NaN.
     """
     seen_HW = np.isfinite(map_HW)
     if map_HW.shape != inside_HW.shape or not inside_HW.any() or not seen_HW.any():

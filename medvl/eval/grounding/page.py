@@ -1,6 +1,6 @@
 """HTML page of a grounding evaluation: metrics of every finding, and maps drawn on images with their boxes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,27 +8,14 @@ from numpy.typing import NDArray
 
 from medvl.data.transforms.image import Box
 from medvl.eval.grounding.evaluate import GroundedPhrase, GroundingResult, stored_boxes
+from medvl.eval.html import page as html
 from medvl.eval.html.header import header_facts, headline
 from medvl.eval.html.overlay import draw_map
-from medvl.eval.html.page import (
-    Cell,
-    Page,
-    Picture,
-    Pictures,
-    Section,
-    Strip,
-    Table,
-    metric_cell,
-    thumbnail_uri,
-    write_page,
-)
 
 _NAMES = {"pointing_game": "Pointing game", "miou": "Mean IoU", "cnr": "CNR", "signed_cnr": "Signed CNR"}
 _TARGETS = {"overall": "All phrases", "macro": "Mean over findings"}
-_SIDE = 384
-"""Longer side of a picture, in pixels."""
-_UNSEEN = 0.35
-"""Brightness of pixels outside of the model's crop."""
+_SIDE = 384  # longer side of a picture, in pixels
+_UNSEEN = 0.35  # brightness of pixels outside of the model's crop
 _BOX = (34, 211, 238)
 LIMITS = (
     "A research evaluation, not for clinical use: a high value inside a box shows that this region matches the phrase, "
@@ -46,7 +33,7 @@ def write_grounding_page(
     model: str,
     data: str,
     date: str | None = None,
-    pixels: Callable[[int], NDArray[np.uint8]] | None = None,
+    pixels: html.Pixels | None = None,
 ) -> Path:
     """Write the page as one HTML file and return its path.
 
@@ -58,10 +45,10 @@ def write_grounding_page(
         pixels: position -> image, such as `loader.source.pixels`; None for a page without images.
     """
     results, details = result.results, result.results.details
-    sections: list[Section] = [_table(result), _thresholds(result)]
+    sections: list[html.Section] = [_table(result), _thresholds(result)]
     if pixels is not None and result.maps:
         sections.append(_pictures(result, pixels))
-    page = Page(
+    page = html.Page(
         title=f"Phrase grounding: {model}",
         subtitle=f"{data}: {details['phrases']:,} phrases about {details['images']:,} images of "
         f"{details['patients']:,} patients",
@@ -72,7 +59,7 @@ def write_grounding_page(
         sections=sections,
         limits=LIMITS,
     )
-    return write_page(page, path)
+    return html.write_page(page, path)
 
 
 def _facts(result: GroundingResult) -> list[tuple[str, str]]:
@@ -99,24 +86,24 @@ def _targets(result: GroundingResult) -> list[str]:
     return [row.target for row in result.results.rows if row.metric == "cnr"]
 
 
-def _table(result: GroundingResult) -> Table:
+def _table(result: GroundingResult) -> html.Table:
     chance = result.results.details["chance"]
     chance = {**chance, "macro": float(np.mean([value for name, value in chance.items() if name != "overall"]))}
-    lines: list[Sequence[Cell | str]] = []
+    lines: list[Sequence[html.Cell | str]] = []
     for target in _targets(result):
         rows = {metric: result.results.row(metric, target) for metric in _NAMES}
         lines.append(
             [
                 _TARGETS.get(target, target),
-                metric_cell(rows["pointing_game"], reference=chance[target], bar=True),
-                metric_cell(rows["miou"], bar=True),
-                metric_cell(rows["cnr"]),
-                metric_cell(rows["signed_cnr"]),
+                html.metric_cell(rows["pointing_game"], reference=chance[target], bar=True),
+                html.metric_cell(rows["miou"], bar=True),
+                html.metric_cell(rows["cnr"]),
+                html.metric_cell(rows["signed_cnr"]),
                 f"{chance[target]:.3f}",
                 f"{rows['cnr'].n:,}",
             ]
         )
-    return Table(
+    return html.Table(
         title="By finding",
         columns=["", *_NAMES.values(), "Box share", "Phrases"],
         rows=lines,
@@ -128,13 +115,13 @@ def _table(result: GroundingResult) -> Table:
     )
 
 
-def _thresholds(result: GroundingResult) -> Table:
+def _thresholds(result: GroundingResult) -> html.Table:
     metrics = [f"iou@{threshold:g}" for threshold in result.results.config["thresholds"]]
-    lines: list[Sequence[Cell | str]] = [
-        [_TARGETS.get(target, target), *(metric_cell(result.results.row(metric, target)) for metric in metrics)]
+    lines: list[Sequence[html.Cell | str]] = [
+        [_TARGETS.get(target, target), *(html.metric_cell(result.results.row(metric, target)) for metric in metrics)]
         for target in _targets(result)
     ]
-    return Table(
+    return html.Table(
         title="Overlap by threshold",
         columns=["", *(f"IoU at {metric.removeprefix('iou@')}" for metric in metrics)],
         rows=lines,
@@ -143,7 +130,7 @@ def _thresholds(result: GroundingResult) -> Table:
     )
 
 
-def _pictures(result: GroundingResult, pixels: Callable[[int], NDArray[np.uint8]]) -> Pictures:
+def _pictures(result: GroundingResult, pixels: html.Pixels) -> html.Pictures:
     by_label: dict[str, list[GroundedPhrase]] = {}
     for item in result.items:
         if (item.position, item.phrase_index) in result.maps:
@@ -154,8 +141,8 @@ def _pictures(result: GroundingResult, pixels: Callable[[int], NDArray[np.uint8]
             _picture(item, result.maps[item.position, item.phrase_index], pixels(item.position)) for item in items
         ]
         count = result.results.row("cnr", label).n
-        strips.append(Strip(title=label, note=f"{len(items)} of {count:,}, random", pictures=pictures))
-    return Pictures(
+        strips.append(html.Strip(title=label, note=f"{len(items)} of {count:,}, random", pictures=pictures))
+    return html.Pictures(
         title="Heatmaps of phrases",
         strips=strips,
         caption="Color starts at the mean of a map and is full at its maximum; the boxes are those of the data set. "
@@ -163,14 +150,14 @@ def _pictures(result: GroundingResult, pixels: Callable[[int], NDArray[np.uint8]
     )
 
 
-def _picture(item: GroundedPhrase, map_HW: NDArray[np.float32], pixels: NDArray[np.uint8]) -> Picture:
+def _picture(item: GroundedPhrase, map_HW: NDArray[np.float32], pixels: NDArray[np.uint8]) -> html.Picture:
     values = item.metrics
     pointing = values["pointing_game"]
     hit = "left out" if np.isnan(pointing) else f"maximum inside: {_share(pointing)}"
     text = f"{hit}, CNR {values['signed_cnr']:+.2f}, IoU {values['miou']:.2f}"
     drawn_HWC = draw_grounding(pixels, map_HW, stored_boxes(item.phrase, item.sample, map_HW.shape))
-    return Picture(
-        source=thumbnail_uri(drawn_HWC, _SIDE),
+    return html.Picture(
+        source=html.thumbnail_uri(drawn_HWC, _SIDE),
         alternative=f"map of a phrase about {item.phrase.label}, with its boxes",
         lines=[item.phrase.text, text],
     )

@@ -10,12 +10,9 @@ from numpy.typing import NDArray
 from medvl.data.transforms.image import Box
 from medvl.models.heatmaps import on_image
 
-_OUTSIDE_BRIGHTNESS = 0.35
-"""Brightness of pixels outside the model's input."""
-_OPACITY = 0.62
-"""Overlay opacity at the maximum."""
-_FULL_COLOR_PEAK = 2.0
-"""Lowest peak, in units of the mean, that is drawn in full color; flatter maps stay pale."""
+_OUTSIDE_BRIGHTNESS = 0.35  # brightness of pixels outside the model's input
+_OPACITY = 0.62  # overlay opacity at the maximum
+_FULL_COLOR_PEAK = 2.0  # lowest peak, in units of the mean, that is drawn in full color; flatter maps stay pale
 
 
 def to_pixels(map_hw: NDArray[np.floating], box: Box, height: int, width: int) -> NDArray[np.float64]:

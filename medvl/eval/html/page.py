@@ -7,7 +7,7 @@ loading anything. All text is escaped. Evaluators list sections (tables, plots, 
 import base64
 import dataclasses
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,8 @@ from medvl.common.files import write_atomic
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.results import format_value
 
+Pixels = Callable[[int], NDArray[np.uint8]]
+"""Position in the source -> stored image."""
 _TEMPLATES = Path(__file__).parent / "templates"
 
 

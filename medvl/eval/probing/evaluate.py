@@ -28,19 +28,9 @@ from torch import Tensor
 from medvl.data.loading.subset import label_fraction
 from medvl.data.splits import check_disjoint
 from medvl.errors import EvaluationError
+from medvl.eval.classification import scored_images as scoring
 from medvl.eval.classification.label_policy import LabelPolicy
-from medvl.eval.classification.scored_images import (
-    BootstrapUnit,
-    ClassificationResult,
-    ScoredImages,
-    ThresholdRule,
-    check_bootstrap_unit,
-    choose_thresholds,
-    decision_groups,
-    evaluate_scores,
-    image_counts,
-    ranking_groups,
-)
+from medvl.eval.classification.scored_images import BootstrapUnit, ClassificationResult, ScoredImages, ThresholdRule
 from medvl.eval.core.bootstrap import bootstrap_auroc
 from medvl.eval.core.metric_rows import MetricGroup, ranking_metrics
 from medvl.eval.core.metrics import Array
@@ -123,7 +113,7 @@ def linear_probe(
         EvaluationError: no label can be evaluated, or fractions, seeds or penalties are empty or out of range.
         SplitError: two of the sets share a patient.
     """
-    check_bootstrap_unit(bootstrap_unit)
+    scoring.check_bootstrap_unit(bootstrap_unit)
     policy = policy or LabelPolicy()
     config = {
         "fractions": sorted(fractions),
@@ -140,9 +130,9 @@ def linear_probe(
     runs = _fit_all(data, fractions, seeds, penalties)
     main = next(run for run in runs if run.fraction == max(fractions))
     images, on_valid = _with_scores(main, data, scored)
-    thresholds = choose_thresholds(on_valid, images, threshold_rule)
-    groups = ranking_groups(images) + decision_groups(images, thresholds, probabilities=True)
-    results = evaluate_scores(
+    thresholds = scoring.choose_thresholds(on_valid, images, threshold_rule)
+    groups = scoring.ranking_groups(images) + scoring.decision_groups(images, thresholds, probabilities=True)
+    results = scoring.evaluate_scores(
         images,
         groups + _fraction_metrics(runs, images),
         thresholds=thresholds,
@@ -172,7 +162,7 @@ def _prepare(
             labels_NL=resolved.labels_NL[:, [table.label_names.index(name) for name in names]],
             samples=table.samples,
             positions=table.positions,
-            counts=image_counts(table.samples, table.unreadable, resolved, names),
+            counts=scoring.image_counts(table.samples, table.unreadable, resolved, names),
         )
     standardize = Standardizer.fit(train.x_ND)
     data = _Data(

@@ -104,8 +104,7 @@ def encode_features(encoder: ProbedEncoder, loader: Loader, *, cache: Path | Non
         loader: loader with `encoder.transform`, opened for evaluation.
         cache: folder of cached features; None for no cache.
 
-    Raises:
-        EvaluationError: the loader does not yield every sample once, or a feature is not finite.
+    Raises EvaluationError if the loader does not yield every sample once, or a feature is not finite.
     """
     source = loader.source
     description = _describe(encoder, source)

@@ -1,14 +1,13 @@
 """Page of a linear probe: AUROC by fraction of the labels, and the sections of every classifier."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from medvl.eval.classification.page import LIMITS, facts, sections, subtitle
 from medvl.eval.html.header import headline
-from medvl.eval.html.page import Cell, Page, Table, metric_cell, write_page
+from medvl.eval.html.page import Cell, Page, Pixels, Table, metric_cell, write_page
 from medvl.eval.probing.evaluate import ProbeResult, suffix
 
 
@@ -19,7 +18,7 @@ def write_probe_page(
     model: str,
     data: str,
     date: str | None = None,
-    pixels: Callable[[int], NDArray[np.uint8]] | None = None,
+    pixels: Pixels | None = None,
     examples: int = 3,
 ) -> Path:
     """Write the page as one HTML file and return its path; arguments as in `write_zero_shot_page`."""

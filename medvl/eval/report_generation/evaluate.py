@@ -84,8 +84,7 @@ def evaluate_reports(
         resamples, seed: of the bootstrap.
         config, inputs, details: further entries of the results.
 
-    Raises:
-        EvaluationError: there is no report, or a reference is empty.
+    Raises EvaluationError if there is no report, or a reference is empty.
     """
     if not reports:
         raise EvaluationError("expected reports, got none: use samples with reference texts", "empty")

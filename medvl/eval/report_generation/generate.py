@@ -59,8 +59,7 @@ def generate_reports(
         sections: sections of the reference, joined; all sections of a sample that has none of these.
         decoding: greedy by default. Of several samples per image one is selected (`consensus.mbr_select`).
 
-    Raises:
-        ConfigError: the model has no tokenizer.
+    Raises ConfigError if the model has no tokenizer.
     """
     if model.tokenizer is None:
         message = "report generation needs a tokenizer: create_model(..., tokenizer=FOLDER)"

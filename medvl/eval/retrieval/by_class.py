@@ -148,8 +148,7 @@ def class_retrieval(
         resamples, seed: of the bootstrap.
         checkpoint: its hash goes into the results.
 
-    Raises:
-        EvaluationError: an image of the list is missing, or there are fewer than k candidates.
+    Raises EvaluationError if an image of the list is missing, or there are fewer than k candidates.
     """
     check_ks(ks)
     inputs = input_hashes(checkpoint, manifest=loader)
@@ -194,12 +193,9 @@ class _Direction:
     """Queries of one kind with their precision."""
 
     name: str
-    precision: dict[int, Array]
-    """k -> (Q, L)."""
-    relevant_QL: Array
-    """1.0 if a query has a class."""
-    units: Sequence[Hashable]
-    """Bootstrap unit of each query."""
+    precision: dict[int, Array]  # k -> (Q, L)
+    relevant_QL: Array  # 1.0 if a query has a class
+    units: Sequence[Hashable]  # bootstrap unit of each query
 
 
 def _image_queries(

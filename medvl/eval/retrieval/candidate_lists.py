@@ -110,8 +110,7 @@ def sample_list(
     An image belongs to a class if its label is 1 and none of the other classes is 1 or uncertain. Of these, the first
     `per_class` are taken in the order of a hash of (seed, key).
 
-    Raises:
-        EvaluationError: a class has too few images.
+    Raises EvaluationError if a class has too few images.
     """
     keys: dict[str, list[str]] = {name: [] for name in classes}
     for position in range(len(source)):
@@ -147,8 +146,7 @@ def read_chexpert_8x200(root: Path, deid: Deidentifier) -> RetrievalList:
         root: holds `image-retrieval/candidate.csv` and `query.csv`, and `text-retrieval/query.csv`.
         deid: the deidentifier of the CheXpert shards.
 
-    Raises:
-        CorpusError: a table is missing or differs from the published one.
+    Raises CorpusError if a table is missing or differs from the published one.
     """
     images, texts = root / "image-retrieval", root / "text-retrieval"
     candidates = [

@@ -16,8 +16,7 @@ from medvl.eval.retrieval.similarity import Similarity, take
 from medvl.schema import Embeddings
 
 _NEAREST = 6
-_POINTS = 1500
-"""Maximum number of images, and of texts, in the plot of embeddings."""
+_POINTS = 1500  # maximum number of images, and of texts, in the plot of embeddings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

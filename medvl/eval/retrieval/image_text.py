@@ -183,8 +183,7 @@ def retrieval_ranks(model: SupportsSimilarity, images: Embeddings, texts: Embedd
         images, texts: embeddings.
         text_of_N: index of each image's text; every text must have an image.
 
-    Raises:
-        EvaluationError: a similarity is not finite.
+    Raises EvaluationError if a similarity is not finite.
     """
     similarity = Similarity(model, images, texts)
     image_rank_N, positive_N = torch.empty_like(text_of_N), torch.empty(len(text_of_N))

@@ -7,34 +7,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.eval.core.metrics import Array
-from medvl.eval.html import plots
+from medvl.eval.html import page as html, plots
 from medvl.eval.html.header import header_facts, headline
-from medvl.eval.html.page import (
-    Card,
-    Cards,
-    Cell,
-    Choice,
-    Deck,
-    Page,
-    Picture,
-    Pictures,
-    Section,
-    Strip,
-    Table,
-    metric_cell,
-    png_uri,
-    thumbnail_uri,
-    write_page,
-)
 from medvl.eval.retrieval.examples import NearestCandidates, RetrievalExamples
 from medvl.eval.retrieval.image_text import RetrievalResult
 
 _DIRECTIONS = {"image_to_text": "Image to text", "text_to_image": "Text to image"}
-_MAX_CHARACTERS = 140
-"""Maximum length of a displayed text."""
+_MAX_CHARACTERS = 140  # maximum length of a displayed text
 _FINDINGS = 2
-_MIN_IMAGES = 5
-"""Minimum number of images with, and without, a finding that colors the embeddings."""
+_MIN_IMAGES = 5  # minimum number of images with, and without, a finding that colors the embeddings
 LIMITS = (
     "A research evaluation, not for clinical use: a retrieved text may say the same as the image's own text in other "
     "words, and is still counted as wrong.",
@@ -65,13 +46,13 @@ def write_retrieval_page(
         labels: key -> labels, which color the embeddings.
     """
     details = result.results.details
-    sections: list[Section] = [_table(result)]
+    sections: list[html.Section] = [_table(result)]
     if result.examples is not None:
         sections.append(_plots(result, result.examples, labels))
         if pixels is not None:
             sections += [_image_cards(result, result.examples, pixels), _text_strips(result, result.examples, pixels)]
     extra = [("Equal texts", "one text, with several images")]
-    page = Page(
+    page = html.Page(
         title=f"Image-text retrieval: {model}",
         subtitle=f"{data}: {details['images']:,} images and {details['texts']:,} distinct texts",
         headlines=[_headline(result, direction) for direction in _DIRECTIONS],
@@ -79,7 +60,7 @@ def write_retrieval_page(
         sections=sections,
         limits=LIMITS,
     )
-    return write_page(page, path)
+    return html.write_page(page, path)
 
 
 def _middle_metric(result: RetrievalResult) -> str:
@@ -92,15 +73,15 @@ def _headline(result: RetrievalResult, direction: str) -> tuple[str, str, str]:
     return headline(f"{metric}, {_DIRECTIONS[direction].lower()}", result.results.row(metric, direction))
 
 
-def _table(result: RetrievalResult) -> Table:
+def _table(result: RetrievalResult) -> html.Table:
     chance: Mapping[str, float] = result.results.details["chance"]
     recalls = [f"recall@{k}" for k in result.results.config["ks"]]
-    lines: list[Sequence[Cell | str]] = []
+    lines: list[Sequence[html.Cell | str]] = []
     for direction, title in _DIRECTIONS.items():
         rows = {metric: result.results.row(metric, direction) for metric in (*recalls, "median_rank")}
-        cells = [metric_cell(rows[each], reference=chance[f"{each}/{direction}"], bar=True) for each in recalls]
-        lines.append([title, *cells, metric_cell(rows["median_rank"]), f"{rows['median_rank'].n:,}"])
-    return Table(
+        cells = [html.metric_cell(rows[each], reference=chance[f"{each}/{direction}"], bar=True) for each in recalls]
+        lines.append([title, *cells, html.metric_cell(rows["median_rank"]), f"{rows['median_rank'].n:,}"])
+    return html.Table(
         title="Recall",
         columns=["", *(metric.capitalize() for metric in recalls), "Median rank", "Queries"],
         rows=lines,
@@ -111,10 +92,10 @@ def _table(result: RetrievalResult) -> Table:
 
 def _plots(
     result: RetrievalResult, examples: RetrievalExamples, labels: Callable[[str], Mapping[str, int]] | None
-) -> Pictures:
+) -> html.Pictures:
     count = len(examples.similarity_KK)
-    matrix = Picture(
-        source=png_uri(plots.matrix_plot(examples.similarity_KK, "text", "image")),
+    matrix = html.Picture(
+        source=html.png_uri(plots.matrix_plot(examples.similarity_KK, "text", "image")),
         alternative=f"similarities of {count} images with their texts",
         lines=["Similarities", f"{count} random images, each with its own text on the diagonal"],
     )
@@ -125,18 +106,20 @@ def _plots(
         sides = {"without": examples.image_N2[positive_N == 0], "with": examples.image_N2[positive_N == 1]}
         colors = {"without": plots.NEGATIVE_COLOR, "with": plots.POSITIVE_COLOR}
         pictures.append(_plane(name, sides, colors, examples))
-    return Pictures(
+    return html.Pictures(
         title="Similarities and embeddings",
-        strips=[Strip(title="", pictures=pictures)],
+        strips=[html.Strip(title="", pictures=pictures)],
         caption="First two principal components of image and text embeddings together (PCA). Images and texts are "
         "often in separate regions (the modality gap), and retrieval compares them across the gap.",
     )
 
 
-def _plane(name: str, sides: Mapping[str, Array], colors: Mapping[str, str], examples: RetrievalExamples) -> Picture:
+def _plane(
+    name: str, sides: Mapping[str, Array], colors: Mapping[str, str], examples: RetrievalExamples
+) -> html.Picture:
     axes = tuple(f"component {n} ({share:.0%})" for n, share in enumerate(examples.explained_variance, 1))
     plot = plots.points_plot(sides, colors, axes)
-    return Picture(source=png_uri(plot), alternative=f"embeddings in a plane: {name}", lines=[name])
+    return html.Picture(source=html.png_uri(plot), alternative=f"embeddings in a plane: {name}", lines=[name])
 
 
 def _finding_colors(
@@ -155,18 +138,20 @@ def _finding_colors(
 
 def _image_cards(
     result: RetrievalResult, examples: RetrievalExamples, pixels: Callable[[str], NDArray[np.uint8]]
-) -> Cards:
+) -> html.Cards:
     # most similarities are cosines; those of GLoRIA can exceed 1
     full = max(1.0, *(value for query in examples.image_queries for value in query.similarities))
 
-    def card(query: NearestCandidates) -> Card:
+    def card(query: NearestCandidates) -> html.Card:
         own, rank = int(examples.text_of_N[query.query]), int(result.image_rank_N[query.query])
         choices = [
-            Choice(text=_short(examples.texts[text]), score=value, right=text == own, full=full)
+            html.Choice(text=_short(examples.texts[text]), score=value, right=text == own, full=full)
             for text, value in zip(query.candidates, query.similarities, strict=True)
         ]
-        picture = Picture(source=thumbnail_uri(pixels(result.keys[query.query]), 256), alternative="the image")
-        return Card(
+        picture = html.Picture(
+            source=html.thumbnail_uri(pixels(result.keys[query.query]), 256), alternative="the image"
+        )
+        return html.Card(
             title=f"Its own text is {_ordinal(rank)} of {len(examples.texts):,}",
             pictures=[picture],
             choices=choices,
@@ -176,14 +161,14 @@ def _image_cards(
 
     hits = [int(examples.text_of_N[query.query]) in query.candidates for query in examples.image_queries]
     decks = [
-        Deck(
+        html.Deck(
             title=title,
             good=good,
             cards=[card(query) for query, hit in zip(examples.image_queries, hits, strict=True) if hit == good],
         )
         for title, good in (("Own text among the first", True), ("Own text not among the first", False))
     ]
-    return Cards(
+    return html.Cards(
         title="Texts retrieved by images",
         decks=[deck for deck in decks if deck.cards],
         caption="Random images, with the nearest texts of the gallery and their similarities.",
@@ -192,14 +177,14 @@ def _image_cards(
 
 def _text_strips(
     result: RetrievalResult, examples: RetrievalExamples, pixels: Callable[[str], NDArray[np.uint8]]
-) -> Pictures:
-    def picture(image: int, similarity: float, text: int) -> Picture:
+) -> html.Pictures:
+    def picture(image: int, similarity: float, text: int) -> html.Picture:
         own = "✓ its own" if int(examples.text_of_N[image]) == text else "of another text"
-        source = thumbnail_uri(pixels(result.keys[image]))
-        return Picture(source=source, alternative="a retrieved image", lines=[own, f"{similarity:.2f}"])
+        source = html.thumbnail_uri(pixels(result.keys[image]))
+        return html.Picture(source=source, alternative="a retrieved image", lines=[own, f"{similarity:.2f}"])
 
     strips = [
-        Strip(
+        html.Strip(
             title=_short(examples.texts[query.query]),
             note=f"own image {_ordinal(int(result.text_rank_M[query.query]))} of {len(examples.text_of_N):,}",
             pictures=[
@@ -209,7 +194,7 @@ def _text_strips(
         )
         for query in examples.text_queries
     ]
-    return Pictures(
+    return html.Pictures(
         title="Images retrieved by texts",
         kind="thumbnails",
         strips=strips,

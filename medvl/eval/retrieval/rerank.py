@@ -29,15 +29,8 @@ from medvl.eval.core.embeddings import embed_texts
 from medvl.eval.core.full_pass import FullPass, input_hashes
 from medvl.eval.core.interfaces import Loader, Model
 from medvl.eval.core.results import Results, checkpoint_sha256
-from medvl.eval.retrieval.image_text import (
-    Gallery,
-    Ranks,
-    RetrievalResult,
-    chance_recalls,
-    check_ks,
-    rank_rows,
-    retrieval_ranks,
-)
+from medvl.eval.retrieval import image_text
+from medvl.eval.retrieval.image_text import Gallery, Ranks, RetrievalResult
 from medvl.eval.retrieval.similarity import Similarity, encode_images, normalized_texts, take
 from medvl.models.eval_mode import evaluating
 from medvl.models.fusion_encoders.base import FusionModel
@@ -46,10 +39,8 @@ from medvl.schema import Embeddings
 
 PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval_reranked", 1
 
-_TEXTS = 256
-"""Texts encoded at a time."""
-_PAIRS = 128
-"""Pairs fused at a time."""
+_TEXTS = 256  # texts encoded at a time
+_PAIRS = 128  # pairs fused at a time
 
 
 class ShortlistModel(NamedTuple):
@@ -111,7 +102,7 @@ def reranked_retrieval(
         EvaluationError: a loader does not give every sample once, the two loaders differ, there are fewer than two
             distinct texts, a score is not finite, or no model makes shortlists.
     """
-    check_ks(ks)
+    image_text.check_ks(ks)
     if shortlist < 1:
         raise EvaluationError(f"expected a shortlist of 1 or more, got {shortlist}", "out_of_range", field="shortlist")
     if shortlist_model is None and not isinstance(model, ComparesTokens):
@@ -124,15 +115,15 @@ def reranked_retrieval(
     on_shortlist = [float((rank <= shortlist).mean()) for rank in before]
     details = {
         **gallery.counts,
-        "chance": chance_recalls(gallery, ks),
-        "dual_encoder_alone": {row.name: row.value for row in rank_rows(gallery, before, ks, 0, seed)},
+        "chance": image_text.chance_recalls(gallery, ks),
+        "dual_encoder_alone": {row.name: row.value for row in image_text.rank_rows(gallery, before, ks, 0, seed)},
         "positive_on_shortlist": dict(zip(("image_to_text", "text_to_image"), on_shortlist, strict=True)),
     }
     config = {"ks": list(ks), "shortlist": shortlist, "own_shortlist": shortlist_model is None, "resamples": resamples}
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
-        rows=rank_rows(gallery, after, ks, resamples, seed),
+        rows=image_text.rank_rows(gallery, after, ks, resamples, seed),
         config={**config, "seed": seed, "autocast": autocast and str(autocast)},
         inputs=inputs,
         details=details,
@@ -153,7 +144,7 @@ def _rank(
             encoded, gallery = _encode(model, loader)
             own = _own_embeddings(model, encoded) if shortlist_model is None else None
         dual_encoder, images, texts = own or _other_embeddings(shortlist_model, gallery, autocast)
-        before = retrieval_ranks(dual_encoder, images, texts, gallery.text_of_N)
+        before = image_text.retrieval_ranks(dual_encoder, images, texts, gallery.text_of_N)
         similarity_NM = Similarity(dual_encoder, images, texts).matrix()
 
         def score(image_Q: Tensor, text_Q: Tensor) -> Tensor:
@@ -174,8 +165,7 @@ def reranked_ranks(
         before: ranks of the dual-encoder alone.
         score: function from indices (image_Q, text_Q) to the scores of these pairs; called once.
 
-    Raises:
-        EvaluationError: a score is not finite.
+    Raises EvaluationError if a score is not finite.
     """
     images, texts = similarity_NM.shape
     positive_NM = text_of_N[:, None] == torch.arange(texts)

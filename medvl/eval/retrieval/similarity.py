@@ -13,8 +13,7 @@ from medvl.eval.core.embeddings import concatenate, encode_batch
 from medvl.eval.core.interfaces import Model, SupportsSimilarity
 from medvl.schema import Batch, Embeddings
 
-_CHUNK = 256
-"""Images and texts compared at a time; bounds the memory of models with a local similarity."""
+_CHUNK = 256  # images and texts compared at a time; bounds the memory of models with a local similarity
 _CACHED_ELEMENTS = 64_000_000
 """Up to this size (256 MB) similarity_NM is computed once and cached; larger ones are recomputed in each pass."""
 

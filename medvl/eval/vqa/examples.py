@@ -20,8 +20,7 @@ Pixels = Callable[[str], NDArray[np.uint8]]
 """Question id -> its image (H, W) or (H, W, 3)."""
 Explain = Callable[[Collection[str]], Mapping[str, Explanation]]
 """Question ids -> explanation of each question that can be explained."""
-_SIZE = 300
-"""Longer side of the images of a card, in pixels; they are displayed at about half of it."""
+_SIZE = 300  # longer side of the images of a card, in pixels; they are displayed at about half of it
 _HEATMAP_CAPTION = (
     " Heatmaps show the attention to the image in the last fusion layer: of the pooled token, and of the question's "
     "words. Color starts at the mean over the cells and is full at the peak, or at twice the mean if the peak is "

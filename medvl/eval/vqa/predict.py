@@ -45,9 +45,7 @@ class QuestionLoader(Protocol):
 def read_answer_vocabulary(folder: Path | str, protocol: str = PROTOCOL) -> AnswerVocabulary:
     """Build the answer vocabulary of a protocol from a folder of shards.
 
-    Raises:
-        ShardError: the folder is damaged.
-        EvaluationError: the protocol's splits have no questions there.
+    Raises ShardError if the folder is damaged, and EvaluationError if the protocol's splits have no questions there.
     """
     return AnswerVocabulary.build(question_data([ShardSource(folder)]).questions, get_protocol(protocol))
 

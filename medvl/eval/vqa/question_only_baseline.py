@@ -40,8 +40,7 @@ class QuestionOnly:
         classes: size of the vocabulary, V.
         penalty: strength of the regularization.
 
-    Raises:
-        EvaluationError: there are no questions, or an index is outside of the vocabulary.
+    Raises EvaluationError if there are no questions, or an index is outside of the vocabulary.
     """
 
     def __init__(self, questions: Sequence[str], answers: Sequence[int], classes: int, *, penalty: float = 1.0) -> None:

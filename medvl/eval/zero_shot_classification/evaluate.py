@@ -28,19 +28,9 @@ import numpy as np
 import torch
 
 from medvl.errors import EvaluationError
+from medvl.eval.classification import scored_images as scoring
 from medvl.eval.classification.label_policy import LabelPolicy
-from medvl.eval.classification.scored_images import (
-    BootstrapUnit,
-    ClassificationResult,
-    ScoredImages,
-    ThresholdRule,
-    check_bootstrap_unit,
-    choose_thresholds,
-    decision_groups,
-    evaluate_scores,
-    image_counts,
-    ranking_groups,
-)
+from medvl.eval.classification.scored_images import BootstrapUnit, ClassificationResult, ScoredImages, ThresholdRule
 from medvl.eval.core.full_pass import input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader, Model, Source
 from medvl.eval.core.metric_rows import MetricGroup, measure, top1_metrics
@@ -96,7 +86,7 @@ def zero_shot(
         EvaluationError: no class can be evaluated, images are missing, or scores are not finite.
         SplitError: test and validation images share patients.
     """
-    check_bootstrap_unit(bootstrap_unit)
+    scoring.check_bootstrap_unit(bootstrap_unit)
     prompts = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
     policy = policy or LabelPolicy()
     members = _checkpoint_hashes(checkpoint, len(model) if isinstance(model, Sequence) else 1)
@@ -105,8 +95,8 @@ def zero_shot(
     thresholds = None
     if valid_loader is not None:
         valid = score_images(model, valid_loader, prompts, policy, autocast)
-        thresholds = choose_thresholds(valid, test, threshold_rule)
-    results = evaluate_scores(
+        thresholds = scoring.choose_thresholds(valid, test, threshold_rule)
+    results = scoring.evaluate_scores(
         test,
         _metric_groups(test, prompts, thresholds),
         thresholds=thresholds,
@@ -162,7 +152,7 @@ def score_images(
     resolved = policy.resolve(predictions.labels_NL, predictions.label_names)
     by_key = samples_by_key(source)
     positions, samples = zip(*(by_key[key] for key in predictions.keys), strict=True)
-    counts = image_counts(samples, predictions.unreadable, resolved, names)
+    counts = scoring.image_counts(samples, predictions.unreadable, resolved, names)
     counts["classes_without_labels"] = [name for name in prompts.classes if name not in names]
     return ScoredImages(
         names=names,
@@ -187,8 +177,8 @@ def _common_classes(prompts: PromptSet, source: Source) -> tuple[str, ...]:
 
 def _metric_groups(test: ScoredImages, prompts: PromptSet, thresholds: Mapping[str, float] | None) -> list[MetricGroup]:
     """Return all metrics except those of subgroups."""
-    groups = ranking_groups(test)
-    groups += decision_groups(test, thresholds, probabilities=prompts.gives_probabilities)
+    groups = scoring.ranking_groups(test)
+    groups += scoring.decision_groups(test, thresholds, probabilities=prompts.gives_probabilities)
     if prompts.scoring in COMPETING:
         groups.append(top1_metrics(test.scores_NL, test.labels_NL))
     return groups

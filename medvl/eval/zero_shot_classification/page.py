@@ -1,14 +1,10 @@
 """Page of a zero-shot evaluation: tables, curves, subgroups, and images with extreme scores."""
 
-from collections.abc import Callable
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from medvl.eval.classification.page import LIMITS, facts, headlines, sections, subtitle
 from medvl.eval.html.header import hashed
-from medvl.eval.html.page import Page, write_page
+from medvl.eval.html.page import Page, Pixels, write_page
 from medvl.eval.zero_shot_classification.evaluate import ZeroShotResult
 
 
@@ -19,7 +15,7 @@ def write_zero_shot_page(
     model: str,
     data: str,
     date: str | None = None,
-    pixels: Callable[[int], NDArray[np.uint8]] | None = None,
+    pixels: Pixels | None = None,
     examples: int = 3,
 ) -> Path:
     """Write the page as one HTML file and return its path.

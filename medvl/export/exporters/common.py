@@ -52,8 +52,7 @@ def random_ids(encoder: TextEncoder, end_id: int | None, batch: int = 2) -> Tens
 def difference(name: str, actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference over the largest expected value.
 
-    Raises:
-        CheckpointError: the shapes differ, or the difference is above `TOLERANCE`.
+    Raises CheckpointError if the shapes differ, or the difference is above `TOLERANCE`.
     """
     if actual.shape != expected.shape:
         message = f"expected {name} of shape {tuple(expected.shape)}, got {tuple(actual.shape)}"

@@ -17,14 +17,8 @@ from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.text.projections import MatrixHead
 from medvl.errors import ConfigError
 from medvl.export.exporters.common import Exported, difference, random_ids, random_pixels, write_card
-from medvl.export.importers.backbones import (
-    IMAGE,
-    TEXT_PROJECTION,
-    hugging_face_clip_image,
-    hugging_face_clip_text,
-    hugging_face_resnet,
-    hugging_face_vit,
-)
+from medvl.export.importers import backbones
+from medvl.export.importers.backbones import IMAGE, TEXT_PROJECTION
 from medvl.export.importers.key_map import KeyRule, keep, to_published
 from medvl.models.base import System, TwoTowers
 from medvl.models.dual_encoders.clip import CLIP
@@ -158,7 +152,7 @@ def _resnet(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
         depths=[len(stage) for stage in stages],
         layer_type="bottleneck" if hasattr(stages[0][0], "conv3") else "basic",
     )
-    return transformers.ResNetModel(config), hugging_face_resnet("")
+    return transformers.ResNetModel(config), backbones.hugging_face_resnet("")
 
 
 def _vision_transformer(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
@@ -177,14 +171,14 @@ def _vision_transformer(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
         layer_norm_eps=net.norm.eps,
         hidden_act="gelu",
     )
-    return transformers.ViTModel(config, add_pooling_layer=False), hugging_face_vit("")
+    return transformers.ViTModel(config, add_pooling_layer=False), backbones.hugging_face_vit("")
 
 
 def _clip_vision(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
     import transformers
 
     net = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**_clip_vision_fields(encoder)))
-    return net, hugging_face_clip_image("vision_model." if hasattr(net, "vision_model") else "")
+    return net, backbones.hugging_face_clip_image("vision_model." if hasattr(net, "vision_model") else "")
 
 
 def _write_text(encoder: TextEncoder, folder: Path) -> dict[str, float]:
@@ -196,7 +190,7 @@ def _write_text(encoder: TextEncoder, folder: Path) -> dict[str, float]:
             message = f"transformers has no class for the text encoder {encoder.name}"
             raise ConfigError(message, "unsupported", field="text_encoder")
         net = transformers.CLIPTextModel(transformers.CLIPTextConfig(**_clip_text_fields(encoder, _HIGHEST_ID_IS_END)))
-        table = hugging_face_clip_text("text_model." if hasattr(net, "text_model") else "")
+        table = backbones.hugging_face_clip_text("text_model." if hasattr(net, "text_model") else "")
         tensors = {f"text_encoder.backbone.{name}": tensor for name, tensor in encoder.backbone.state_dict().items()}
         _load_tensors(net, tensors, table, encoder.name)
     net.save_pretrained(folder)
@@ -243,8 +237,8 @@ def _write_clip(model: Any, folder: Path) -> dict[str, float]:
     )
     net = transformers.CLIPModel(config)
     table = [
-        *hugging_face_clip_image("vision_model."),
-        *hugging_face_clip_text("text_model."),
+        *backbones.hugging_face_clip_image("vision_model."),
+        *backbones.hugging_face_clip_text("text_model."),
         keep("visual_projection.weight", f"{IMAGE}proj", change="transpose"),
         keep("text_projection.weight", f"{TEXT_PROJECTION}matrix", change="transpose"),
         keep("logit_scale", "logit_scale"),

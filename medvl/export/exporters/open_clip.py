@@ -29,11 +29,9 @@ _START_BIAS = -10.0  # its value is overwritten: setting it makes open_clip crea
 class _Tower:
     """The image or text half of open_clip's model."""
 
-    fields: Mapping[str, Any]
-    """Fields of its configuration."""
+    fields: Mapping[str, Any]  # fields of its configuration
     tensors: Mapping[str, Tensor]
-    quick_gelu: bool | None = None
-    """None if it makes no difference."""
+    quick_gelu: bool | None = None  # none if it makes no difference
 
 
 def export_open_clip(model: System, out: Path | str) -> Exported:
@@ -223,9 +221,7 @@ def _preprocessing(model: CLIP) -> dict[str, Any]:
 def _compare(model: CLIP, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """Build the model with open_clip and compare the embeddings.
 
-    Raises:
-        ConfigError: the tensors do not fit.
-        CheckpointError: the embeddings differ.
+    Raises ConfigError if the tensors do not fit, and CheckpointError if the embeddings differ.
     """
     import open_clip
 

@@ -6,16 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from medvl.errors import ConfigError
-from medvl.export.importers.backbones import (
-    TEXT,
-    TEXT_PROJECTION,
-    bert,
-    clip_image,
-    clip_text,
-    hugging_face_swin,
-    resnet,
-    sequential_resnet,
-)
+from medvl.export.importers import backbones
+from medvl.export.importers.backbones import TEXT, TEXT_PROJECTION, bert, resnet, sequential_resnet
 from medvl.export.importers.encoders_from_shapes import Options, image_arguments, text_arguments
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import KeyRule, Shapes, drop, keep
@@ -29,9 +21,9 @@ _SIZES = ("input_resolution", "context_length", "vocab_size")
 _MEDCLIP_LAYERS = (1, 2, -1)
 
 _OPEN_CLIP: tuple[KeyRule, ...] = (
-    *clip_image("visual."),
-    *clip_text("text."),
-    *clip_text(""),
+    *backbones.clip_image("visual."),
+    *backbones.clip_text("text."),
+    *backbones.clip_text(""),
     keep("logit_scale", "logit_scale", change="scalar"),
     keep("logit_bias", "logit_bias", change="scalar"),
     *(drop(name, "a size, not a parameter") for name in _SIZES),
@@ -109,8 +101,7 @@ def _convirt_pytorch(shapes: Shapes) -> ConVIRTConfig:
 def open_clip_importer(model: str) -> Importer:
     """Return the importer of an open_clip model whose image and text encoder are both open_clip's own.
 
-    Raises:
-        ConfigError: open_clip has no such model.
+    Raises ConfigError if open_clip has no such model.
     """
     import open_clip
 
@@ -184,7 +175,7 @@ IMPORTERS = (
         title="BiomedCLIP (Zhang et al. 2023): ViT-B/16, PubMedBERT",
         source="mlfoundations/open_clip @ 89fb801",
         table=(
-            *clip_image("visual."),
+            *backbones.clip_image("visual."),
             *bert("text.transformer."),
             keep("text.proj.**", f"{TEXT_PROJECTION}**"),
             keep("logit_scale", "logit_scale", change="scalar"),
@@ -198,7 +189,7 @@ IMPORTERS = (
         table=(
             keep("vision_model.model.fc.weight", "image_head.weight"),
             keep("vision_model.projection_head.weight", "image_head.weight"),
-            *hugging_face_swin("vision_model.model."),
+            *backbones.hugging_face_swin("vision_model.model."),
             *resnet("vision_model.model."),
             *bert("text_model.model."),
             keep("text_model.projection_head.weight", "text_head.weight"),

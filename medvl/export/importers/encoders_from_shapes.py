@@ -41,8 +41,7 @@ def build_encoders(shapes: Shapes, image: Options | None, text: Options | None) 
         shapes: of the tensors, by medvl's names.
         image, text: arguments that the shapes do not determine; None if the file has no such encoder.
 
-    Raises:
-        WeightsError: the architecture is not known.
+    Raises WeightsError if the architecture is not known.
     """
     image_encoder = None if image is None else create_image_encoder(**image_arguments(shapes, image))
     if text is None:

@@ -1,17 +1,8 @@
 """Key tables of systems that medvl does not have: only their encoders are imported."""
 
 from medvl.encoders.presets import IMAGENET_MEAN, IMAGENET_STD
-from medvl.export.importers.backbones import (
-    TEXT,
-    TEXT_PROJECTION,
-    bert,
-    clip_image,
-    hugging_face_swin,
-    resnet,
-    sequential_resnet,
-    vision_transformer,
-    vocabulary_head,
-)
+from medvl.export.importers import backbones
+from medvl.export.importers.backbones import TEXT, TEXT_PROJECTION, bert, resnet, sequential_resnet
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import ZeroTensor, drop, keep, same
 
@@ -31,7 +22,7 @@ _BIOVIL_RESNET = (
     drop("projector.**", _HEAD),
 )
 _METER_TOWERS = (
-    *clip_image("vision_encoder.visual."),
+    *backbones.clip_image("vision_encoder.visual."),
     drop("vision_encoder.positional_embedding", _CLIP_LEFTOVER),
     drop("vision_encoder.token_embedding.weight", _CLIP_LEFTOVER),
     drop("vision_encoder.ln_final.*", _CLIP_LEFTOVER),
@@ -91,7 +82,7 @@ IMPORTERS = (
         table=(
             *bert("bert."),
             keep("cls_projection_head.**", f"{TEXT_PROJECTION}**"),
-            *vocabulary_head("cls.predictions."),
+            *backbones.vocabulary_head("cls.predictions."),
         ),
     ),
     Importer(
@@ -101,7 +92,7 @@ IMPORTERS = (
         image=_HALF,
         text={"name": "bioclinicalbert"},
         table=(
-            *vision_transformer("img_encoder_q.model."),
+            *backbones.vision_transformer("img_encoder_q.model."),
             *resnet("img_encoder_q.model."),
             drop("text_encoder_q.model.encoder.layer.*.crossattention.**", "cross-attention, unused for text alone"),
             *bert("text_encoder_q.model."),
@@ -124,7 +115,7 @@ IMPORTERS = (
         text={"name": "bioclinicalbert", "pool": "eos"},
         table=(
             *resnet("image_encoder.resnet."),
-            *hugging_face_swin("image_encoder.image_encoder."),
+            *backbones.hugging_face_swin("image_encoder.image_encoder."),
             *bert("text_encoder.text_encoder."),
             drop("image_projection.**", _HEAD),
             drop("text_projection.**", _HEAD),
@@ -224,9 +215,9 @@ IMPORTERS = (
         image={},
         text={"name": "bert"},
         table=(
-            *vision_transformer(""),
+            *backbones.vision_transformer(""),
             *bert("bert_encoder.model.bert."),
-            *vocabulary_head("bert_encoder.model.cls."),
+            *backbones.vocabulary_head("bert_encoder.model.cls."),
             drop("bert_mlp.*", "the connection from the image to masked words, for pretraining"),
             drop("mask_token", "the placeholder for masked patches, for pretraining"),
             drop("decoder_**", "the decoder of pixels, for pretraining"),
@@ -243,7 +234,7 @@ IMPORTERS = (
             *resnet("encoder."),
             *bert("lm_model.bert."),
             keep("lm_model.cls_projection_head.**", f"{TEXT_PROJECTION}**"),
-            *vocabulary_head("lm_model.cls.predictions."),
+            *backbones.vocabulary_head("lm_model.cls.predictions."),
             drop("proj_*.**", _HEAD),
         ),
         note=_STATISTICS,

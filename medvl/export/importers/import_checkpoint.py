@@ -178,9 +178,7 @@ def load_encoder(folder: Path | str) -> ImageEncoder | TextEncoder:
 
     The same as `create_image_encoder(**arguments, pretrained=folder)` with the arguments of its `encoder.json`.
 
-    Raises:
-        CheckpointError: the folder holds no encoder.
-        WeightsError: its weights are missing or do not fit.
+    Raises CheckpointError if the folder holds no encoder, and WeightsError if its weights are missing or do not fit.
     """
     path = Path(folder) / ENCODER
     try:

@@ -80,8 +80,7 @@ def read_checkpoint(path: Path, parts: Sequence[str] = ()) -> Checkpoint:
         path: of the file.
         parts: names of several state dicts that the file holds side by side; their keys are then `part/key`.
 
-    Raises:
-        WeightsError: the file is missing or damaged, holds no state dict, or holds unexpected objects.
+    Raises WeightsError if the file is missing or damaged, holds no state dict, or holds unexpected objects.
     """
     if not path.is_file():
         kind = "is a folder: give the file in it that holds the weights" if path.is_dir() else "does not exist"
