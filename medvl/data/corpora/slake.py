@@ -19,9 +19,7 @@ _FIELDS = ("qid", "img_name", "question", "answer", "q_lang", "location", "modal
 
 
 def plan(root: Path, deid: Deidentifier, *, language: str = "en") -> Plan:
-    """Plan the samples of SLAKE with their questions in one language; no image is opened.
-
-    The release splits by image.
+    """Plan the samples of SLAKE with their questions in one language; no image is opened. It splits by image.
 
     Args:
         root: folder with `train.json`, `validate.json` (or `validation.json`), `test.json` and `imgs/`.

@@ -55,10 +55,7 @@ def read_jpeg_header(frame: bytes) -> Codestream:
 
 
 def strip_metadata(frame: bytes) -> bytes:
-    """Return the JPEG without application segments and comments, which grey images do not need.
-
-    GDCM aborts the process on some malformed ones.
-    """
+    """Return the JPEG without application segments and comments; GDCM aborts the process on some malformed ones."""
     kept = [b"\xff\xd8"]
     for marker, start, end in _segments(frame):
         if marker == _START_OF_SCAN:
@@ -89,10 +86,7 @@ def _segments(frame: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def read_jpeg2000_header(frame: bytes) -> Codestream:
-    """Read the size in the SIZ marker of a JPEG 2000 codestream, bare or in a JP2 file.
-
-    Raises DicomError when it is damaged or its components are subsampled.
-    """
+    """Read the size in the SIZ marker of a JPEG 2000, bare or in a JP2. Raises DicomError if damaged or subsampled."""
     start = frame.find(b"\xff\x4f\xff\x51", 0, 1 << 16)
     siz = frame[start + 4 : start + 42]
     if start < 0 or len(siz) < 38:

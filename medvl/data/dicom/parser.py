@@ -304,10 +304,7 @@ def _inflate(stream: BoundedStream) -> BoundedStream:
 
 
 def _encoding_of(stream: BoundedStream, syntax: str | None) -> Encoding:
-    """Return the encoding of the transfer syntax, corrected by the first element.
-
-    Without a transfer syntax, the first group number determines the byte order.
-    """
+    """Return the encoding of the transfer syntax (else of the first group number), corrected by the first element."""
     start = stream.tell()
     head = stream.read(6)
     stream.seek(start)

@@ -67,13 +67,9 @@ class Tokenizer:
         self._words = WordBoundaries(self._backend, self.vocab_size, sorted(special))
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Encode texts.
+        """Encode texts; an empty text becomes its first and last token.
 
-        Args:
-            texts: any number; an empty text becomes its first and last token.
-
-        Returns:
-            ids_BT, int64, padded on the right to the longest of these texts; mask_BT, bool, True on real tokens.
+        Returns ids_BT, int64, padded on the right to the longest of the texts, and mask_BT, bool, True on real tokens.
         """
         if isinstance(texts, str):
             raise ConfigError("expected a list of texts, got a single text", "wrong_type", field="texts")
@@ -110,10 +106,7 @@ class Tokenizer:
     def sentence_ids(self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
         """Return (B, T) int64: which span of its text each token lies in, -1 for none; T as in the encoded texts.
 
-        Args:
-            texts: as they are encoded.
-            spans: of each text, (start, end) in characters, in order: `medvl.data.reports.sentences.sentence_spans`.
-
+        `spans` has the (start, end) in characters of each text, from `medvl.data.reports.sentences.sentence_spans`.
         Raises ConfigError for a tokenizer that cleans its texts (CLIP, SigLIP), which shifts their characters.
         """
         if self._loaded.cleaning is not None:

@@ -21,13 +21,7 @@ _LETTER, _DIGIT, _OTHER, _BREAK, _JOINS = range(5)
 
 
 class WordBoundaries:
-    """Word boundary tables for the vocabulary of a tokenizer.
-
-    Args:
-        backend: the tokenizer.
-        vocab_size: number of ids.
-        special: ids outside the text: padding, first and last token.
-    """
+    """Word boundary tables for a tokenizer's vocabulary; `special` ids (padding, first, last) are outside the text."""
 
     def __init__(self, backend: Backend, vocab_size: int, special: Sequence[int]) -> None:
         tokens = [backend.id_to_token(index) or "" for index in range(vocab_size)]
@@ -76,10 +70,7 @@ def _look_up(table_V: Tensor, ids_BT: Tensor) -> Tensor:
 
 
 def _kind(character: str) -> int:
-    """Return the class of a character in the splitting pattern of byte-level BPE; non-ASCII bytes count as letters.
-
-    A space belongs to the following word, also where the vocabulary has no piece with both.
-    """
+    """Return the class of a character in byte-level BPE's splitting pattern; a space belongs to the following word."""
     if character == _BYTE_SPACE:
         return _JOINS
     if character in _LINE_BREAKS:

@@ -19,13 +19,8 @@ CONTINUED = "##"
 def learn_pieces(words: Mapping[str, int], size: int, min_frequency: int) -> list[str]:
     """Return up to `size` pieces: the characters in alphabetical order, then merged pieces in the order of merging.
 
-    Args:
-        words: word -> frequency.
-        size: maximum number of pieces.
-        min_frequency: least frequency of characters and pairs.
-
-    Raises:
-        ConfigError: there are more than `size` different characters.
+    `words` has the frequency of each word, and `min_frequency` is the least frequency of characters and pairs. Raises
+    ConfigError when there are more than `size` different characters.
     """
     counted = sorted(words.items())
     characters = _characters(counted, min_frequency)

@@ -88,14 +88,7 @@ class EvalTransform:
         return self._apply
 
     def __call__(self, image: np.ndarray) -> np.ndarray:
-        """Prepare one image for a model.
-
-        Args:
-            image: uint8 grey (H, W) or RGB (H, W, 3).
-
-        Returns:
-            uint8 (1 or 3, size, size).
-        """
+        """Prepare one image, uint8 grey (H, W) or RGB (H, W, 3), for a model: return uint8 (1 or 3, size, size)."""
         square_HWC = self._apply(image, np.random.default_rng(0)).image_HWC
         return np.ascontiguousarray(square_HWC.transpose(2, 0, 1))
 
@@ -193,30 +186,17 @@ class ConVIRTAugmentation:
     def weak(cls, size: int) -> Self:
         """Return a variant without flips and with about a quarter of the strength, for small encoders and data sets."""
         return cls(
-            size=size,
-            flip="off",
-            area=(0.7, 1.0),
-            rotation=5,
-            translation=0.05,
-            brightness=0.2,
-            contrast=0.2,
+            size=size, flip="off", area=(0.7, 1.0), rotation=5, translation=0.05, brightness=0.2, contrast=0.2,
             blur_sigma=(0.1, 0.5),
-        )
+        )  # fmt: skip
 
     @classmethod
     def crop(cls, size: int, area: tuple[float, float]) -> Self:
         """Return a variant with the random crop only."""
         return cls(
-            size=size,
-            flip="off",
-            area=area,
-            rotation=0,
-            translation=0,
-            scale=(1.0, 1.0),
-            brightness=0,
-            contrast=0,
+            size=size, flip="off", area=area, rotation=0, translation=0, scale=(1.0, 1.0), brightness=0, contrast=0,
             blur_sigma=(0.1, 0.1),
-        )
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
         _check_size(self.size)

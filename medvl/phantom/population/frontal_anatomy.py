@@ -105,10 +105,7 @@ _DOME_INNER = 7.0 * np.clip(0.5 - _DOME, 0, 1) ** 2
 
 
 class FrontalLung:
-    """Frontal projection of a lung, with coordinates s and t.
-
-    s runs from the midline (0) to the side (1), t from the apex (0) to the costophrenic angle (1).
-    """
+    """Frontal projection of a lung; s runs from midline (0) to side (1), t from apex (0) to costophrenic angle (1)."""
 
     def __init__(self, chest: Chest, side: str) -> None:
         self.chest, self.side, self.sign = chest, side, sign(side)

@@ -8,14 +8,10 @@ from medvl.phantom.population.frontal_anatomy import Chest, sign
 
 
 def pose_chest(chest: Chest, position: str, breath: float, findings: Iterable[Finding]) -> Chest:
-    """Return the chest in the pose of a view.
+    """Return the chest, given at rest, in the pose of a view, with the shape changed by the findings.
 
-    Args:
-        chest: the chest at rest.
-        position: PA, AP or LATERAL. In AP views the heart is farther from the detector and magnified, and the patient
-            inhales less.
-        breath: centimetres by which breathing lowers the diaphragms.
-        findings: findings that change the shape.
+    In AP views the heart is farther from the detector and magnified, and the patient inhales less. `breath` is the
+    number of centimetres by which breathing lowers the diaphragms.
     """
     if position == "AP":
         chest = dataclasses.replace(chest, heart_ratio=1.06 * chest.heart_ratio)

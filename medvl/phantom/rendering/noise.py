@@ -36,10 +36,7 @@ def fractal_noise_uint8() -> Canvas:
 
 
 def random_crop(field_HW: Image, shape_HW: tuple[int, int], rng: np.random.Generator, zoom: float = 1.0) -> Image:
-    """Return a random crop of a field, resized to `shape_HW`; one pixel of the field becomes `zoom` pixels.
-
-    The crop is limited to the size of the field.
-    """
+    """Return a random crop (at most the whole field), resized to `shape_HW`; a pixel of it becomes `zoom` pixels."""
     height, width = (min(_SIDE, max(2, round(side / zoom))) for side in shape_HW)
     top, left = int(rng.random() * (_SIDE - height + 1)), int(rng.random() * (_SIDE - width + 1))
     crop = field_HW[top : top + height, left : left + width]

@@ -23,10 +23,7 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def read_plain_pickle(path: Path) -> Any:
-    """Read the lists, dictionaries, tuples, texts and numbers of a pickle.
-
-    Raises CorpusError when the file does not exist, is truncated, or contains objects, functions or bytes.
-    """
+    """Read a pickle of plain data. Raises CorpusError if it is missing, damaged, or has objects, functions or bytes."""
     try:
         data = path.read_bytes()
         return PickleReader(path).read(data)

@@ -48,10 +48,7 @@ class Plan:
 
 
 def read_record(record: Record, warnings: Counter[str]) -> Sample:
-    """Return the sample of a record with its report's sections, and count warnings about its text.
-
-    Raises ReportError when the report file cannot be read as text.
-    """
+    """Return a record's sample with its report read, and count text warnings. Raises ReportError if it is not text."""
     sample = record.sample
     if record.report is not None:
         report = read_report(record.report)
@@ -70,10 +67,7 @@ def read_record(record: Record, warnings: Counter[str]) -> Sample:
 
 
 def read_table(path: Path, required: Iterable[str]) -> Iterator[dict[str, str]]:
-    """Yield the rows of a CSV file, gzipped or not, as dictionaries.
-
-    Raises CorpusError when the file is missing, is not CSV in UTF-8, or lacks a required column.
-    """
+    """Yield the rows of a CSV file or `.gz`. Raises CorpusError if it is missing, damaged or lacks a column."""
     required = tuple(required)
     try:
         with open_text(path) as file:
@@ -137,10 +131,7 @@ def find_file(root: Path, *names: str) -> Path:
 
 
 def find_suffix(image: Path, suffixes: Sequence[str]) -> str | None:
-    """Return the first suffix with which `image` exists, or None.
-
-    All images of a release have the same suffix: testing until the first success is enough.
-    """
+    """Return the first suffix with which `image` exists, or None; all images of a release have the same one."""
     return next((suffix for suffix in suffixes if image.with_suffix(suffix).is_file()), None)
 
 
@@ -162,10 +153,7 @@ def check_share(value: float, field: str) -> None:
 
 
 def parse_findings(row: Mapping[str, str], path: Path) -> dict[str, int]:
-    """Return the labels (1, 0, -1) of the 14 CheXpert findings in a table row; blank cells are left out.
-
-    Raises CorpusError on any other value.
-    """
+    """Return label -> 1, 0 or -1 of a row's CheXpert findings, without blanks. Raises CorpusError on other values."""
     labels = {}
     for name in FINDINGS:
         value = row[name].strip()
