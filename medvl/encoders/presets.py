@@ -85,310 +85,224 @@ class TextPreset:
         return None if self.weights is None else self.weights.revision
 
 
-def _bert(vocab_size: int, **differences: Any) -> Mapping[str, Any]:
-    """Return the configuration of BERT-base, with `differences`."""
-    base = {
-        "vocab_size": vocab_size,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "intermediate_size": 3072,
-        "max_position_embeddings": 512,
-        "type_vocab_size": 2,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-12,
-        "hidden_dropout_prob": 0.1,
-        "attention_probs_dropout_prob": 0.1,
-        "pad_token_id": 0,
-    }
-    return MappingProxyType(base | differences)
+def _frozen(**arguments: Any) -> Mapping[str, Any]:
+    return MappingProxyType(arguments)
 
 
-_CASED, _UNCASED, _PUBMED, _SCIVOCAB, _LINKBERT = 28996, 30522, 30522, 31090, 28895
+def _transformer(vocab_size: int, **differences: Any) -> Mapping[str, Any]:
+    """Return the Hugging Face configuration of BERT-base, with `differences`."""
+    sizes = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+    inputs = {"vocab_size": vocab_size, "max_position_embeddings": 512, "type_vocab_size": 2, "pad_token_id": 0}
+    dropout = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    return _frozen(**(sizes | inputs | dropout | {"hidden_act": "gelu", "layer_norm_eps": 1e-12} | differences))
+
+
+def _weights(hub_id: str, revision: str, sha256: str | None = None, filename: str = "model.safetensors") -> Weights:
+    return Weights(hub_id=hub_id, revision=revision, sha256=sha256, filename=filename)
+
+
+def _image(model: str, weights: Weights | None, licence: str, note: str = "", **fields: Any) -> ImagePreset:
+    return ImagePreset(model=model, weights=weights, licence=licence, note=note, **fields)
+
+
+def _clip_image(model: str, weights: Weights, note: str = "", **fields: Any) -> ImagePreset:
+    """Return a preset of open_clip under the MIT licence with the normalisation of CLIP."""
+    return _image(f"open_clip:{model}", weights, "MIT", note, mean=CLIP_MEAN, std=CLIP_STD, **fields)
+
+
+def _bert(
+    vocab_size: int, weights: Weights | None, licence: str, note: str = "", projection: str | None = None, **sizes: Any
+) -> TextPreset:
+    """Return a preset of a BERT whose configuration differs from BERT-base in `sizes`."""
+    arguments = _transformer(vocab_size, **sizes)
+    return TextPreset(
+        model="hf:bert", weights=weights, licence=licence, arguments=arguments, projection=projection, note=note
+    )
 
 
 def _bin(hub_id: str, revision: str) -> Weights:
-    return Weights(hub_id=hub_id, revision=revision, filename="pytorch_model.bin")
+    return _weights(hub_id, revision, filename="pytorch_model.bin")
 
 
-_CLIP_B32 = Weights(
-    hub_id="timm/vit_base_patch32_clip_224.openai",
-    revision="a6f597a30f7b82c51704746581f9a4e41421e878",
-    filename="open_clip_model.safetensors",
-    sha256="e6d1bd7789aa45192b3bf90570a789b478bae1b74ebcce7eddd908e83a2b7c31",
+_CASED, _UNCASED, _PUBMED, _SCIVOCAB, _LINKBERT = 28996, 30522, 30522, 31090, 28895
+_SCRATCH, _NO_LICENCE = "none: trained from scratch", "not stated by the repository"
+
+_CLIP_B32 = _weights(
+    "timm/vit_base_patch32_clip_224.openai",
+    "a6f597a30f7b82c51704746581f9a4e41421e878",
+    "e6d1bd7789aa45192b3bf90570a789b478bae1b74ebcce7eddd908e83a2b7c31",
+    "open_clip_model.safetensors",
 )
-_BIOMEDCLIP = Weights(
-    hub_id="microsoft/BiomedCLIP-PubMedBERT_256-vit_base_patch16_224",
-    revision="9f341de24bfb00180f1b847274256e9b65a3a32e",
-    filename="open_clip_pytorch_model.bin",
-    sha256="52cc993c5c5ff962bd0c60931874bc001e7e9b41666a385530f4a036294576be",
+_CLIP_B16 = _weights(
+    "timm/vit_base_patch16_clip_224.openai",
+    "977e3dd0ec55ab8da155f2fbeb6b5f54948b6e3d",
+    "4b8699299b1e8997753c64b052ba32031449d5d853f55a039148560ee02b820f",
+    "open_clip_model.safetensors",
 )
+_BIOMEDCLIP = _weights(
+    "microsoft/BiomedCLIP-PubMedBERT_256-vit_base_patch16_224",
+    "9f341de24bfb00180f1b847274256e9b65a3a32e",
+    "52cc993c5c5ff962bd0c60931874bc001e7e9b41666a385530f4a036294576be",
+    "open_clip_pytorch_model.bin",
+)
+_RESNET50 = _weights(
+    "timm/resnet50.tv_in1k",
+    "78f3ecfdb38e06d9b8397f662e7ab8fee96026fa",
+    "5d061a3c593d795bfe682d9b152bafbcf550579873492def3515b46db1189888",
+)
+_RESNET18 = _weights(
+    "timm/resnet18.tv_in1k",
+    "bbd144b3e5565108aad885f145491d11bc6ce807",
+    "694f673df6520a3158624e8a89af086f59923ee4cd7436fe5bc3bc71d295ad81",
+)
+_DENSENET121 = _weights(
+    "timm/densenet121.tv_in1k",
+    "d42603aa2960ebf044e46628536b6f0edf7c0c6b",
+    "c894c6d9caa317a8ca1942986dee7a16a86c77734a4d691d2abe05389cfef358",
+)
+_VIT_B16 = _weights(
+    "timm/vit_base_patch16_224.augreg2_in21k_ft_in1k",
+    "063c6c38a5d8510b2e57df480445e94b231dad2c",
+    "32aa17d6e17b43500f531d5f6dc9bc93e56ed8841b8a75682e1bb295d722405b",
+)
+_SWIN_TINY = _weights(
+    "timm/swin_tiny_patch4_window7_224.ms_in1k",
+    "4cc3a7275b50b53a7bec45f32c236ebe64227cff",
+    "fb01861f793143135fa0d6cd97b1631e4b33eaa3ee162bbea9e62de1c76ebac1",
+)
+_RAD_DINO = Weights(
+    hub_id="microsoft/rad-dino",
+    revision="2ec9ca0e7a73c23aded999b844acd2f07c7e46b9",
+    filename="backbone_compatible.safetensors",
+    ignored_keys=("mask_token",),
+)
+_BERT = _weights("google-bert/bert-base-uncased", "86b5e0934494bd15c9632b12f734a8a67f723594")
+_BIO_CLINICAL_BERT = _bin("emilyalsentzer/Bio_ClinicalBERT", "d5892b39a4adaed74b92212a44081509db72f87b")
+_BIOBERT = _bin("dmis-lab/biobert-v1.1", "551ca18efd7f052c8dfa0b01c94c2a8e68bc5488")
+_PUBMEDBERT = _bin(
+    "microsoft/BiomedNLP-BiomedBERT-base-uncased-abstract-fulltext", "e1354b7a3a09615f6aba48dfad4b7a613eef7062"
+)
+_BLUEBERT = _bin("bionlp/bluebert_pubmed_mimic_uncased_L-12_H-768_A-12", "c656dbe1fc4d6c7771d93bcaff21b2e7984f64c8")
+_SCIBERT = _bin("allenai/scibert_scivocab_uncased", "24f92d32b1bfb0bcaf9ab193ff3ad01e87732fc1")
+_CXR_BERT = _bin("microsoft/BiomedVLP-CXR-BERT-specialized", "f1cc2c6b7fac60f3724037746a129a5baf194dbc")
+_RADBERT = _bin("StanfordAIMI/RadBERT", "c8f97547ff6dd96debf4e50022d9679219e6987b")
+_BIOLINKBERT = _bin("michiyasunaga/BioLinkBERT-base", "b71f5d70f063d1c8f1124070ce86f1ee463ca1fe")
+_ROBERTA = _weights("FacebookAI/roberta-base", "e2da8e2f811d1448a5b465c236feacd80ffbac7b")
 
-IMAGE_PRESETS: Mapping[str, ImagePreset] = MappingProxyType(
-    {
-        "resnet50": ImagePreset(
-            model="timm:resnet50",
-            weights=Weights(
-                hub_id="timm/resnet50.tv_in1k",
-                revision="78f3ecfdb38e06d9b8397f662e7ab8fee96026fa",
-                sha256="5d061a3c593d795bfe682d9b152bafbcf550579873492def3515b46db1189888",
-            ),
-            licence="BSD-3-Clause",
-            note="torchvision's IMAGENET1K_V1 weights: ConVIRT, GLoRIA, BioViL, MedCLIP start from these",
-        ),
-        "resnet18": ImagePreset(
-            model="timm:resnet18",
-            weights=Weights(
-                hub_id="timm/resnet18.tv_in1k",
-                revision="bbd144b3e5565108aad885f145491d11bc6ce807",
-                sha256="694f673df6520a3158624e8a89af086f59923ee4cd7436fe5bc3bc71d295ad81",
-            ),
-            licence="BSD-3-Clause",
-            note="torchvision's IMAGENET1K_V1 weights",
-        ),
-        "resnet_tiny": ImagePreset(
-            model="timm:resnetv2_18",
-            weights=None,
-            licence="none: trained from scratch",
-            image_size=128,
-            arguments=MappingProxyType({"layers": (1, 1, 1, 1), "channels": (32, 64, 128, 256), "stem_chs": 32}),
-            note="a pre-activation ResNet-10 of half width, for training from scratch on a CPU at 112 to 160 pixels",
-        ),
-        "densenet121": ImagePreset(
-            model="timm:densenet121",
-            weights=Weights(
-                hub_id="timm/densenet121.tv_in1k",
-                revision="d42603aa2960ebf044e46628536b6f0edf7c0c6b",
-                sha256="c894c6d9caa317a8ca1942986dee7a16a86c77734a4d691d2abe05389cfef358",
-            ),
-            licence="Apache-2.0",
-            note="torchvision's IMAGENET1K_V1 weights",
-        ),
-        "vit_b16": ImagePreset(
-            model="timm:vit_base_patch16_224",
-            weights=Weights(
-                hub_id="timm/vit_base_patch16_224.augreg2_in21k_ft_in1k",
-                revision="063c6c38a5d8510b2e57df480445e94b231dad2c",
-                sha256="32aa17d6e17b43500f531d5f6dc9bc93e56ed8841b8a75682e1bb295d722405b",
-            ),
-            licence="Apache-2.0",
-            mean=(0.5, 0.5, 0.5),
-            std=(0.5, 0.5, 0.5),
-        ),
-        "swin_tiny": ImagePreset(
-            model="timm:swin_tiny_patch4_window7_224",
-            weights=Weights(
-                hub_id="timm/swin_tiny_patch4_window7_224.ms_in1k",
-                revision="4cc3a7275b50b53a7bec45f32c236ebe64227cff",
-                sha256="fb01861f793143135fa0d6cd97b1631e4b33eaa3ee162bbea9e62de1c76ebac1",
-            ),
-            licence="MIT",
-        ),
-        "clip_vit_b32": ImagePreset(
-            model="open_clip:ViT-B-32-quickgelu",
-            weights=_CLIP_B32,
-            licence="MIT",
-            mean=CLIP_MEAN,
-            std=CLIP_STD,
-            note="OpenAI's CLIP: initial weights of CheXzero",
-        ),
-        "clip_vit_b16": ImagePreset(
-            model="open_clip:ViT-B-16-quickgelu",
-            weights=Weights(
-                hub_id="timm/vit_base_patch16_clip_224.openai",
-                revision="977e3dd0ec55ab8da155f2fbeb6b5f54948b6e3d",
-                filename="open_clip_model.safetensors",
-                sha256="4b8699299b1e8997753c64b052ba32031449d5d853f55a039148560ee02b820f",
-            ),
-            licence="MIT",
-            mean=CLIP_MEAN,
-            std=CLIP_STD,
-            note="OpenAI's CLIP; M3AE uses its first 11 blocks: layers=11",
-        ),
-        "biomedclip": ImagePreset(
-            model="open_clip:custom",
-            weights=_BIOMEDCLIP,
-            licence="MIT",
-            mean=CLIP_MEAN,
-            std=CLIP_STD,
-            arguments=MappingProxyType(
-                {
-                    "embed_dim": 512,
-                    "timm_model_name": "vit_base_patch16_224",
-                    "timm_pool": "",
-                    "timm_proj": "linear",
-                    "image_size": 224,
-                }
-            ),
-        ),
-        "rad_dino": ImagePreset(
-            model="timm:vit_base_patch14_dinov2",
-            weights=Weights(
-                hub_id="microsoft/rad-dino",
-                revision="2ec9ca0e7a73c23aded999b844acd2f07c7e46b9",
-                filename="backbone_compatible.safetensors",
-                ignored_keys=("mask_token",),
-            ),
-            licence="MIT",
-            image_size=518,
-            mean=(0.5307, 0.5307, 0.5307),
-            std=(0.2583, 0.2583, 0.2583),
-        ),
-    }
+_TINY_RESNET_SIZES = _frozen(layers=(1, 1, 1, 1), channels=(32, 64, 128, 256), stem_chs=32)
+_BIOMEDCLIP_SIZES = _frozen(
+    embed_dim=512, timm_model_name="vit_base_patch16_224", timm_pool="", timm_proj="linear", image_size=224
+)
+_TINY_BERT_SIZES = _frozen(
+    hidden_size=192, num_hidden_layers=3, num_attention_heads=3, intermediate_size=768, max_position_embeddings=256
 )
 
-TEXT_PRESETS: Mapping[str, TextPreset] = MappingProxyType(
-    {
-        "bert": TextPreset(
-            model="hf:bert",
-            arguments=_bert(_UNCASED),
-            weights=Weights(
-                hub_id="google-bert/bert-base-uncased", revision="86b5e0934494bd15c9632b12f734a8a67f723594"
-            ),
-            licence="Apache-2.0",
+IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
+    resnet50=_image(
+        "timm:resnet50",
+        _RESNET50,
+        "BSD-3-Clause",
+        "torchvision's IMAGENET1K_V1 weights: ConVIRT, GLoRIA, BioViL, MedCLIP start from these",
+    ),
+    resnet18=_image("timm:resnet18", _RESNET18, "BSD-3-Clause", "torchvision's IMAGENET1K_V1 weights"),
+    resnet_tiny=_image(
+        "timm:resnetv2_18",
+        None,
+        _SCRATCH,
+        "a pre-activation ResNet-10 of half width, for training from scratch on a CPU at 112 to 160 pixels",
+        image_size=128,
+        arguments=_TINY_RESNET_SIZES,
+    ),
+    densenet121=_image("timm:densenet121", _DENSENET121, "Apache-2.0", "torchvision's IMAGENET1K_V1 weights"),
+    vit_b16=_image("timm:vit_base_patch16_224", _VIT_B16, "Apache-2.0", mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
+    swin_tiny=_image("timm:swin_tiny_patch4_window7_224", _SWIN_TINY, "MIT"),
+    clip_vit_b32=_clip_image("ViT-B-32-quickgelu", _CLIP_B32, "OpenAI's CLIP: initial weights of CheXzero"),
+    clip_vit_b16=_clip_image(
+        "ViT-B-16-quickgelu", _CLIP_B16, "OpenAI's CLIP; M3AE uses its first 11 blocks: layers=11"
+    ),
+    biomedclip=_clip_image(OPEN_CLIP_CUSTOM, _BIOMEDCLIP, arguments=_BIOMEDCLIP_SIZES),
+    rad_dino=_image(
+        "timm:vit_base_patch14_dinov2",
+        _RAD_DINO,
+        "MIT",
+        image_size=518,
+        mean=(0.5307, 0.5307, 0.5307),
+        std=(0.2583, 0.2583, 0.2583),
+    ),
+)
+
+TEXT_PRESETS: Mapping[str, TextPreset] = _frozen(
+    bert=_bert(_UNCASED, _BERT, "Apache-2.0"),
+    clinicalbert=_bert(
+        _CASED,
+        None,
+        "MIT",
+        "Alsentzer et al. 2019, BERT-base trained on all MIMIC notes (bert_pretrain_all_notes_150000); its "
+        "authors publish it outside the hub (github.com/EmilyAlsentzer/clinicalBERT): give the local folder",
+    ),
+    bioclinicalbert=_bert(
+        _CASED,
+        _BIO_CLINICAL_BERT,
+        "MIT",
+        "ConVIRT, GLoRIA, LoVT, MedCLIP, MGCA, CXR-CLIP. A cased vocabulary, but the repository does not say "
+        "so, and the Hugging Face tokenizer that all of them used lower-cases",
+    ),
+    biobert=_bert(_CASED, _BIOBERT, _NO_LICENCE),
+    pubmedbert=_bert(_PUBMED, _PUBMEDBERT, "MIT"),
+    bluebert=_bert(_UNCASED, _BLUEBERT, "CC0-1.0"),
+    scibert=_bert(_SCIVOCAB, _SCIBERT, "Apache-2.0"),
+    bioalbert=TextPreset(
+        model="hf:albert",
+        arguments=_transformer(
+            30000,
+            embedding_size=128,
+            hidden_act="gelu_new",
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
         ),
-        "clinicalbert": TextPreset(
-            model="hf:bert",
-            arguments=_bert(_CASED),
-            weights=None,
-            licence="MIT",
-            note="Alsentzer et al. 2019, BERT-base trained on all MIMIC notes (bert_pretrain_all_notes_150000); its "
-            "authors publish it outside the hub (github.com/EmilyAlsentzer/clinicalBERT): give the local folder",
+        weights=None,
+        licence=_NO_LICENCE,
+        note="Naseem et al. 2021, ALBERT-base trained on PubMed; its authors publish TensorFlow checkpoints "
+        "outside the hub (github.com/usmaann/BioALBERT): convert one and give the local folder",
+    ),
+    cxrbert=_bert(
+        _UNCASED,
+        _CXR_BERT,
+        "MIT",
+        "BioViL's text model: a plain BERT with a vocabulary of its own; the repository's code is not needed",
+        "cxrbert",
+        hidden_dropout_prob=0.25,
+        attention_probs_dropout_prob=0.25,
+    ),
+    radbert=_bert(_CASED, _RADBERT, "MIT"),
+    biolinkbert=_bert(_LINKBERT, _BIOLINKBERT, "Apache-2.0"),
+    roberta=TextPreset(
+        model="hf:roberta",
+        arguments=_transformer(
+            50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5, pad_token_id=1
         ),
-        "bioclinicalbert": TextPreset(
-            model="hf:bert",
-            arguments=_bert(_CASED),
-            weights=_bin("emilyalsentzer/Bio_ClinicalBERT", "d5892b39a4adaed74b92212a44081509db72f87b"),
-            licence="MIT",
-            note="ConVIRT, GLoRIA, LoVT, MedCLIP, MGCA, CXR-CLIP. A cased vocabulary, but the repository does not say "
-            "so, and the Hugging Face tokenizer that all of them used lower-cases",
-        ),
-        "biobert": TextPreset(
-            model="hf:bert",
-            arguments=_bert(_CASED),
-            weights=_bin("dmis-lab/biobert-v1.1", "551ca18efd7f052c8dfa0b01c94c2a8e68bc5488"),
-            licence="not stated by the repository",
-        ),
-        "pubmedbert": TextPreset(
-            model="hf:bert",
-            arguments=_bert(_PUBMED),
-            weights=_bin(
-                "microsoft/BiomedNLP-BiomedBERT-base-uncased-abstract-fulltext",
-                "e1354b7a3a09615f6aba48dfad4b7a613eef7062",
-            ),
-            licence="MIT",
-        ),
-        "bluebert": TextPreset(
-            model="hf:bert",
-            arguments=_bert(_UNCASED),
-            weights=_bin(
-                "bionlp/bluebert_pubmed_mimic_uncased_L-12_H-768_A-12", "c656dbe1fc4d6c7771d93bcaff21b2e7984f64c8"
-            ),
-            licence="CC0-1.0",
-        ),
-        "scibert": TextPreset(
-            model="hf:bert",
-            arguments=_bert(_SCIVOCAB),
-            weights=_bin("allenai/scibert_scivocab_uncased", "24f92d32b1bfb0bcaf9ab193ff3ad01e87732fc1"),
-            licence="Apache-2.0",
-        ),
-        "bioalbert": TextPreset(
-            model="hf:albert",
-            arguments=MappingProxyType(
-                {
-                    "vocab_size": 30000,
-                    "embedding_size": 128,
-                    "hidden_size": 768,
-                    "num_hidden_layers": 12,
-                    "num_attention_heads": 12,
-                    "intermediate_size": 3072,
-                    "max_position_embeddings": 512,
-                    "type_vocab_size": 2,
-                    "hidden_act": "gelu_new",
-                    "layer_norm_eps": 1e-12,
-                    "hidden_dropout_prob": 0.0,
-                    "attention_probs_dropout_prob": 0.0,
-                    "pad_token_id": 0,
-                }
-            ),
-            weights=None,
-            licence="not stated by the repository",
-            note="Naseem et al. 2021, ALBERT-base trained on PubMed; its authors publish TensorFlow checkpoints "
-            "outside the hub (github.com/usmaann/BioALBERT): convert one and give the local folder",
-        ),
-        "cxrbert": TextPreset(
-            model="hf:bert",
-            arguments=_bert(_UNCASED, hidden_dropout_prob=0.25, attention_probs_dropout_prob=0.25),
-            weights=_bin("microsoft/BiomedVLP-CXR-BERT-specialized", "f1cc2c6b7fac60f3724037746a129a5baf194dbc"),
-            licence="MIT",
-            projection="cxrbert",
-            note="BioViL's text model: a plain BERT with a vocabulary of its own; the repository's code is not needed",
-        ),
-        "radbert": TextPreset(
-            model="hf:bert",
-            arguments=_bert(_CASED),
-            weights=_bin("StanfordAIMI/RadBERT", "c8f97547ff6dd96debf4e50022d9679219e6987b"),
-            licence="MIT",
-        ),
-        "biolinkbert": TextPreset(
-            model="hf:bert",
-            arguments=_bert(_LINKBERT),
-            weights=_bin("michiyasunaga/BioLinkBERT-base", "b71f5d70f063d1c8f1124070ce86f1ee463ca1fe"),
-            licence="Apache-2.0",
-        ),
-        "roberta": TextPreset(
-            model="hf:roberta",
-            arguments=MappingProxyType(
-                {
-                    "vocab_size": 50265,
-                    "hidden_size": 768,
-                    "num_hidden_layers": 12,
-                    "num_attention_heads": 12,
-                    "intermediate_size": 3072,
-                    "max_position_embeddings": 514,
-                    "type_vocab_size": 1,
-                    "hidden_act": "gelu",
-                    "layer_norm_eps": 1e-5,
-                    "hidden_dropout_prob": 0.1,
-                    "attention_probs_dropout_prob": 0.1,
-                    "pad_token_id": 1,
-                }
-            ),
-            weights=Weights(hub_id="FacebookAI/roberta-base", revision="e2da8e2f811d1448a5b465c236feacd80ffbac7b"),
-            licence="MIT",
-            note="M3AE",
-        ),
-        "clip_text": TextPreset(
-            model="open_clip:ViT-B-32-quickgelu",
-            arguments=MappingProxyType({}),
-            weights=_CLIP_B32,
-            licence="MIT",
-            projection="clip",
-            pool="eos",
-            tokenizer="clip",
-            note="the text tower of OpenAI's CLIP ViT-B/32, 77 tokens",
-        ),
-        "biomedclip_text": TextPreset(
-            model="hf:bert",
-            arguments=_bert(_PUBMED),
-            weights=_BIOMEDCLIP,
-            licence="MIT",
-            projection="biomedclip",
-            note="PubMedBERT (abstracts) with an MLP 768-640-512, 256 tokens",
-        ),
-        "tiny_bert": TextPreset(
-            model="hf:bert",
-            arguments=_bert(
-                8000,
-                hidden_size=192,
-                num_hidden_layers=3,
-                num_attention_heads=3,
-                intermediate_size=768,
-                max_position_embeddings=256,
-            ),
-            weights=None,
-            licence="none: trained from scratch",
-            note="for training from scratch on a CPU, with a vocabulary trained on the shards' own text",
-        ),
-    }
+        weights=_ROBERTA,
+        licence="MIT",
+        note="M3AE",
+    ),
+    clip_text=TextPreset(
+        model="open_clip:ViT-B-32-quickgelu",
+        arguments=_frozen(),
+        weights=_CLIP_B32,
+        licence="MIT",
+        projection="clip",
+        pool="eos",
+        tokenizer="clip",
+        note="the text tower of OpenAI's CLIP ViT-B/32, 77 tokens",
+    ),
+    biomedclip_text=_bert(
+        _PUBMED, _BIOMEDCLIP, "MIT", "PubMedBERT (abstracts) with an MLP 768-640-512, 256 tokens", "biomedclip"
+    ),
+    tiny_bert=_bert(
+        8000,
+        None,
+        _SCRATCH,
+        "for training from scratch on a CPU, with a vocabulary trained on the shards' own text",
+        **_TINY_BERT_SIZES,
+    ),
 )
