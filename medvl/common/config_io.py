@@ -79,11 +79,8 @@ def _decode(value: Any, hint: Any, path: str) -> Any:
         if not any(value == known and type(value) is type(known) for known in arguments):
             if not isinstance(value, str):
                 raise _wrong_type(path, _hint_name(hint), value)
-            raise ConfigError(
-                f"{path}: expected one of {_hint_name(hint)}, got {value!r}; {nearest(value, map(str, arguments))}",
-                "unknown_name",
-                field=path,
-            )
+            message = f"expected one of {_hint_name(hint)}, got {value!r}; {nearest(value, map(str, arguments))}"
+            raise ConfigError(f"{path}: {message}", "unknown_name", field=path)
         return value
     if dataclasses.is_dataclass(hint):
         return _decode_dataclass(typing.cast(type, hint), value, path)
@@ -106,9 +103,8 @@ def _decode_dataclass(cls: type[Config], data: Any, path: str) -> Config:
     for name in data:
         if name not in fields and name != _KIND:
             unknown = _join(path, name)
-            raise ConfigError(
-                f"{cls.__name__} has no field {unknown!r}: {nearest(name, fields)}", "unknown_name", field=unknown
-            )
+            message = f"{cls.__name__} has no field {unknown!r}: {nearest(name, fields)}"
+            raise ConfigError(message, "unknown_name", field=unknown)
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in data:
@@ -149,9 +145,8 @@ def _decode_sequence(value: Any, origin: type, arguments: tuple[Any, ...], path:
         hints: Iterable[Any] = arguments
     else:
         hints = [arguments[0]] * len(value)
-    return origin(
-        _decode(item, hint, f"{path}.{index}") for index, (item, hint) in enumerate(zip(value, hints, strict=True))
-    )
+    items = enumerate(zip(value, hints, strict=True))
+    return origin(_decode(item, hint, f"{path}.{index}") for index, (item, hint) in items)
 
 
 def _decode_scalar(value: Any, hint: Any, path: str) -> Any:

@@ -33,9 +33,7 @@ def check_marker(folder: Path, *, exclude: str | None = None) -> None:
             if not path.is_file() or path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
                 raise CheckpointError(f"{path} differs from {MARKER}: the checkpoint is damaged", "mismatch")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{marker} cannot be read ({type(error).__name__}): the checkpoint is damaged", "malformed"
-        ) from error
+        raise CheckpointError(f"{marker} is damaged ({type(error).__name__})", "malformed") from error
 
 
 def fsync(path: Path) -> None:

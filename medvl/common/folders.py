@@ -136,11 +136,8 @@ class RunLock:
             owner = self._file.read().strip() or "another process"
             self._file.close()
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise TrainingError(
-                    f"{self._path} cannot be locked ({error.strerror}); use a run_dir on a file system with locks",
-                    "unreadable",
-                    field="run_dir",
-                ) from error
+                message = f"cannot lock {self._path} ({error.strerror}); use a file system with locks"
+                raise TrainingError(message, "unreadable", field="run_dir") from error
             raise self._in_use(owner) from None
         _locked_here.add(self._path)
         self._file.truncate(0)

@@ -5,10 +5,10 @@ move, and one configuration would then give two models. A commit never changes, 
 access.
 """
 
-import hashlib
 import re
 from pathlib import Path
 
+from medvl.common.files import sha256 as _digest
 from medvl.errors import WeightsError
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -35,19 +35,12 @@ def fetch(hub_id: str, filename: str, revision: str | None, *, sha256: str | Non
             seconds, not the half minute of the hub client's own retries.
     """
     if not is_commit(revision):
-        raise WeightsError(
-            f"{hub_id}: expected a full commit hash of 40 hexadecimal digits as revision, got {revision!r}; pass one "
-            "or the path of a local copy",
-            "out_of_range",
-            field="revision",
-        )
+        message = f"{hub_id}: expected a commit hash of 40 hexadecimal digits as revision, got {revision!r}"
+        raise WeightsError(f"{message}; pass one or a local path", "out_of_range", field="revision")
     path = _cached(hub_id, filename, revision) or _download(hub_id, filename, revision)
     if sha256 is not None and _digest(path) != sha256:
-        raise WeightsError(
-            f"{filename} of {hub_id} at revision {revision}: expected sha256 {sha256}, got {_digest(path)}; delete the "
-            "cached copy and download it again",
-            "mismatch",
-        )
+        where, advice = f"{filename} of {hub_id} at revision {revision}", "delete the cached copy and download it again"
+        raise WeightsError(f"{where}: expected sha256 {sha256}, got {_digest(path)}; {advice}", "mismatch")
     return path
 
 
@@ -67,10 +60,8 @@ def _download(hub_id: str, filename: str, revision: str | None) -> Path:
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
     where = f"{filename} of {hub_id} at revision {revision}"
-    remedy = (
-        f"download it on another machine (`hf download {hub_id} {filename} --revision {revision}`) and pass the path "
-        "of the local copy"
-    )
+    command = f"hf download {hub_id} {filename} --revision {revision}"
+    remedy = f"run `{command}` on another machine and pass the path of the local copy"
     if constants.HF_HUB_OFFLINE:
         raise WeightsError(f"{where} is not in the local cache and HF_HUB_OFFLINE is set; {remedy}", "not_found")
     try:
@@ -82,11 +73,4 @@ def _download(hub_id: str, filename: str, revision: str | None) -> Path:
     except Exception as error:  # errors of the HTTP client, which depends on the hub library's version
         if type(error).__module__.split(".")[0] not in {"httpx", "httpx2", "httpcore", "httpcore2", "requests"}:
             raise
-        raise WeightsError(
-            f"{where} cannot be downloaded: the hub is unreachable ({type(error).__name__}); {remedy}", "not_found"
-        ) from error
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        raise WeightsError(f"{where}: hub unreachable ({type(error).__name__}); {remedy}", "not_found") from error

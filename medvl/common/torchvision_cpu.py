@@ -16,10 +16,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 _MISSING = "torchvision::nms does not exist"
-_SCHEMAS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
+_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 class _Loader(importlib.abc.Loader):
@@ -45,8 +42,8 @@ class _Loader(importlib.abc.Loader):
         import torch
 
         library = torch.library.Library("torchvision", "FRAGMENT")
-        for schema in _SCHEMAS:
-            library.define(schema)
+        for name in ("nms", "qnms"):
+            library.define(name + _SCHEMA)
         self.library = library
 
 

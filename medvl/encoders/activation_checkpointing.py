@@ -23,11 +23,8 @@ def checkpoint_activations(encoder: Encoder) -> None:
     """
     net: Any = encoder.backbone
     if any(isinstance(module, _NormBase) for module in net.modules()):
-        raise ConfigError(
-            f"{encoder.name} has batch norms, whose running statistics would count every batch twice: its activations "
-            "cannot be checkpointed",
-            "unsupported",
-        )
+        reason = "whose running statistics would count every batch twice: its activations cannot be checkpointed"
+        raise ConfigError(f"{encoder.name} has batch norms, {reason}", "unsupported")
     try:
         if hasattr(net, "set_grad_checkpointing"):  # timm and open_clip
             net.set_grad_checkpointing(True)
@@ -37,7 +34,5 @@ def checkpoint_activations(encoder: Encoder) -> None:
             enable({"use_reentrant": False})
             return
     except (AssertionError, ValueError, NotImplementedError) as error:
-        raise ConfigError(
-            f"{encoder.name} does not support activation checkpointing: {error}", "unsupported"
-        ) from error
+        raise ConfigError(f"{encoder.name} cannot checkpoint activations: {error}", "unsupported") from error
     raise ConfigError(f"{encoder.name} does not support activation checkpointing", "unsupported")

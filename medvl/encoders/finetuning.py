@@ -41,12 +41,8 @@ def freeze_layers(
     groups = encoder.parameter_layers()
     count = len(groups) - 1 if n == "all" else n
     if not 0 <= count <= len(groups) - 1:
-        raise ConfigError(
-            f"n must be between 0 and {len(groups) - 1}, the number of layers of {encoder.name} with parameters of "
-            f"their own, got {n}",
-            "out_of_range",
-            field="n",
-        )
+        most = f"{len(groups) - 1}, the layers of {encoder.name} that have parameters"
+        raise ConfigError(f"expected n from 0 to {most}; got {n}", "out_of_range", field="n")
     frozen = groups[1 : count + 1]
     if embeddings or (embeddings is None and count > 0):
         frozen = [groups[0], *frozen]
@@ -80,9 +76,7 @@ def parameter_groups(
         ConfigError: "out_of_range" for `layer_decay`.
     """
     if not 0 < layer_decay <= 1:
-        raise ConfigError(
-            f"layer_decay must be above 0 and at most 1, got {layer_decay}", "out_of_range", field="layer_decay"
-        )
+        raise ConfigError(f"expected layer_decay in (0, 1], got {layer_decay}", "out_of_range", field="layer_decay")
     heights = _layers_from_top(module)
     tables = set() if decay_embeddings else _embedding_tables(module)
     groups: dict[str, dict[str, Any]] = {}
@@ -153,16 +147,12 @@ def add_lora(
     ends = {name.rpartition(".")[2] for name in names}
     layers = targets or next((family for family in _LORA_TARGETS if ends.issuperset(family)), None)
     if layers is None:
-        raise ConfigError(
-            "the encoder has none of the default LoRA layers: set targets", "unknown_name", field="targets"
-        )
+        raise ConfigError("no layer has a default LoRA name: set targets", "unknown_name", field="targets")
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(layers))
     try:
         peft.inject_adapter_in_model(config, encoder)
     except ValueError as error:
-        raise ConfigError(
-            f"LoRA cannot be added to the layers {', '.join(layers)}: {error}", "unknown_name", field="targets"
-        ) from error
+        raise ConfigError(f"LoRA cannot be added to {layers}: {error}", "unknown_name", field="targets") from error
     return [name for name, child in encoder.named_modules() if hasattr(child, "lora_A")]
 
 

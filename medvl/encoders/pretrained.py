@@ -25,6 +25,8 @@ _HUB = re.compile(r"(?P<hub_id>[\w.-]+/[\w.-]+)@(?P<revision>[\w.-]+)(?::(?P<fil
 _CANDIDATES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_model.bin", "open_clip_pytorch_model.bin")
 CLIP_SCALARS = ("logit_scale", "logit_bias", "input_resolution", "context_length", "vocab_size")
 """Scalars of a CLIP file that belong to neither encoder."""
+CLIP_TEXT_PARTS = ("transformer.", "token_embedding.", "positional_embedding", "ln_final.")
+"""Key prefixes of the text Transformer of a CLIP file."""
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 
 Pretrained = bool | str | Path
@@ -83,9 +85,7 @@ def read_url(url: str) -> dict[str, Tensor]:
             url, map_location="cpu", check_hash=True, weights_only=True, progress=False
         )
     except (URLError, OSError, RuntimeError) as error:
-        raise WeightsError(
-            f"{url} cannot be downloaded ({error}): download it elsewhere and pass pretrained=PATH", "not_found"
-        ) from error
+        raise WeightsError(f"{url} cannot be downloaded ({error}): pass pretrained=PATH", "not_found") from error
     return tensors
 
 
@@ -103,23 +103,17 @@ def locate_weights(name: str, pretrained: Pretrained, published: Weights | None,
     """
     if pretrained is True:
         if published is None:
-            raise WeightsError(
-                f"{name} has no pinned published weights{': ' + note if note else ''}; "
-                "pass pretrained=PATH, or pretrained='OWNER/NAME@COMMIT' for a repository on the hub",
-                "not_found",
-                field="pretrained",
-            )
+            reason = f"{name} has no pinned published weights{': ' + note if note else ''}"
+            advice = "pass pretrained=PATH, or pretrained='OWNER/NAME@COMMIT' for a repository on the hub"
+            raise WeightsError(f"{reason}; {advice}", "not_found", field="pretrained")
         return fetch(published.hub_id, published.filename, published.revision, sha256=published.sha256)
     source = str(pretrained)
     match = None if Path(source).exists() else _HUB.fullmatch(source)
     if match is None and (Path(source).exists() or source.endswith(_SUFFIXES)):
         return _local(Path(source), published)
     if match is None:
-        raise WeightsError(
-            f"expected pretrained to be a file, a folder or OWNER/NAME@COMMIT[:FILE] with a commit, got {source!r}",
-            "out_of_range",
-            field="pretrained",
-        )
+        message = f"expected a file, a folder or OWNER/NAME@COMMIT[:FILE] with a commit, got {source!r}"
+        raise WeightsError(message, "out_of_range", field="pretrained")
     filenames = [match["filename"]] if match["filename"] else _CANDIDATES
     failures = []
     for filename in filenames:
@@ -139,9 +133,7 @@ def _local(path: Path, published: Weights | None) -> Path:
             return path / filename
     if path.is_dir():
         raise WeightsError(f"{path} contains none of {', '.join(filenames)}", "not_found", field="pretrained")
-    raise WeightsError(
-        f"{path} does not exist: pass a weights file, or a folder that contains one", "not_found", field="pretrained"
-    )
+    raise WeightsError(f"{path} does not exist: pass a weights file or its folder", "not_found", field="pretrained")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -155,20 +147,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling a hostile or damaged file can raise anything
+        reason = f"{type(error).__name__}: damaged, or with pickled objects, which are never run"
         raise WeightsError(
-            f"{path} cannot be read as a file of tensors ({type(error).__name__}): it is damaged, or it contains "
-            "pickled objects, which are never run; save its tensors as safetensors where it was created",
-            "malformed",
+            f"cannot read tensors of {path} ({reason}): save them as safetensors", "malformed"
         ) from error
     for wrapper in _WRAPPERS:
-        if isinstance(content, dict) and isinstance(
-            content.get(wrapper), dict
-        ):  # Lightning and others nest the tensors
+        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):  # nested, as by Lightning
             content = content[wrapper]
     if not isinstance(content, dict) or not content or not all(isinstance(value, Tensor) for value in content.values()):
-        raise WeightsError(
-            f"{path}: expected a dictionary of tensors, at the top level or under one of {_WRAPPERS}", "malformed"
-        )
+        raise WeightsError(f"{path}: expected a dictionary of tensors, alone or under one of {_WRAPPERS}", "malformed")
     return content
 
 
@@ -179,9 +166,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise WeightsError(
-            f"{path} cannot be read as safetensors ({error}): it is damaged or has another format", "malformed"
-        ) from error
+        raise WeightsError(f"{path} is damaged or not a safetensors file ({error})", "malformed") from error
     return tensors
 
 

@@ -202,11 +202,8 @@ class _InfoNCE(torch.autograd.Function):
         rows: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        batch, products, gather = (
-            len(image_BE),
-            _Products(image_BE, text_BE, dtype),
-            _fused_if_possible(_gather_columns, image_BE),
-        )
+        batch, products = len(image_BE), _Products(image_BE, text_BE, dtype)
+        gather = _fused_if_possible(_gather_columns, image_BE)
         row_lse_B, own = image_BE.new_empty(batch), _PositiveLogits(image_BE, groups)
         highest_B, sum_B = image_BE.new_full((batch,), -torch.inf), image_BE.new_zeros(batch)
         for block in _blocks(batch, rows):

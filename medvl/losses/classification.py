@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.precision import full_precision
+from medvl.losses.precision import full_precision, shapes
 
 
 def multilabel_bce(logits_BL: Tensor, target_BL: Tensor) -> Tensor:
@@ -17,10 +17,7 @@ def multilabel_bce(logits_BL: Tensor, target_BL: Tensor) -> Tensor:
     unequal shapes.
     """
     if logits_BL.ndim != 2 or logits_BL.shape != target_BL.shape:
-        raise ValueError(
-            f"labels need logits and targets of one shape (B, L), got {tuple(logits_BL.shape)} "
-            f"and {tuple(target_BL.shape)}"
-        )
+        raise ValueError(f"labels need logits and targets of one shape (B, L), got {shapes(logits_BL, target_BL)}")
     known_BL = ~target_BL.isnan()
     with full_precision(logits_BL):
         loss_BL = F.binary_cross_entropy_with_logits(

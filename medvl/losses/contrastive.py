@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.losses.blockwise import info_nce, pairwise_sigmoid
-from medvl.losses.precision import check_share, full_precision, product_dtype
+from medvl.losses.precision import check_share, full_precision, product_dtype, shapes
 
 # B pairs, E shared embedding dim.
 
@@ -84,9 +84,7 @@ def siglip(
 
 def _check_pairs(image_BE: Tensor, text_BE: Tensor, groups: Sequence[Tensor]) -> None:
     if image_BE.ndim != 2 or image_BE.shape != text_BE.shape:
-        raise ValueError(
-            f"image and text embeddings must both be (B, E), got {tuple(image_BE.shape)} and {tuple(text_BE.shape)}"
-        )
+        raise ValueError(f"image and text embeddings must both be (B, E), got {shapes(image_BE, text_BE)}")
     if len(image_BE) == 0:
         raise ValueError("expected at least one pair, got an empty batch")
     if any(group_B.shape != image_BE.shape[:1] for group_B in groups):

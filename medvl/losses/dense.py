@@ -6,7 +6,7 @@ Shape letters: B images, P cells, L labels; h, w cells of a grid.
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.precision import full_precision
+from medvl.losses.precision import full_precision, shapes
 
 
 def detection(
@@ -58,10 +58,7 @@ def bce_dice(logits_BLhw: Tensor, share_BLhw: Tensor, *, smoothing: float = 1.0)
     Returns two scalars. Raises ValueError on unequal shapes.
     """
     if logits_BLhw.ndim != 4 or logits_BLhw.shape != share_BLhw.shape:
-        raise ValueError(
-            f"masks need logits and shares of one shape (B, L, h, w), got {tuple(logits_BLhw.shape)} "
-            f"and {tuple(share_BLhw.shape)}"
-        )
+        raise ValueError(f"expected logits and shares of one shape (B, L, h, w), got {shapes(logits_BLhw, share_BLhw)}")
     with full_precision(logits_BLhw):
         logits_BLhw, share_BLhw = logits_BLhw.float(), share_BLhw.float()
         entropy = F.binary_cross_entropy_with_logits(logits_BLhw, share_BLhw)

@@ -99,10 +99,8 @@ def _row_counts(x_BE: Tensor) -> list[int]:
     for rank, other in enumerate(shapes):
         if not torch.equal(other[1:], shape[1:]):
             other_shape = tuple(size for size in other.tolist() if size >= 0)
-            raise ValueError(
-                f"gather needs equal shapes except for the first dimension: rank {dist.get_rank()} has "
-                f"{tuple(x_BE.shape)}, rank {rank} has {other_shape}"
-            )
+            local = f"rank {dist.get_rank()} has {tuple(x_BE.shape)}"
+            raise ValueError(f"expected equal shapes after dimension 0: {local}, rank {rank} has {other_shape}")
     return [int(other[0]) for other in shapes]
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from medvl.losses.precision import full_precision
+from medvl.losses.precision import full_precision, shapes
 
 WordPool = Literal["sum", "mean", "max"]
 
@@ -138,14 +138,17 @@ def gloria_similarity(
         words_MWE = words_MWE.float().masked_fill(~word_mask_MW[:, :, None], 0.0)[order_M]
         mask_MW = word_mask_MW[order_M]
         gram_NPP = regions_NPE @ regions_NPE.transpose(1, 2) if regions <= regions_NPE.shape[2] else None
-        columns = []
+        columns: list[Tensor] = []
         start = 0
         while start < len(lengths):
             width = lengths[start]
             step = chunk or max(1, _CHUNK_BYTES // max(1, _CHUNK_TENSORS * word_bytes * width))
             taken = slice(start, start + step)
             inputs = regions_NPE, gram_NPP, words_MWE[taken, :width], mask_MW[taken, :width], temp1, temp2, pool
-            columns.append(_recomputed(*inputs) if recompute else _compare(*inputs))
+            if recompute:
+                columns.append(checkpoint(_compare, *inputs, use_reentrant=False, preserve_rng_state=False))
+            else:
+                columns.append(_compare(*inputs))
             start += step
         if not columns:
             return regions_NPE.new_zeros(images, 0)
@@ -213,12 +216,6 @@ class _Quadratic(torch.autograd.Function):
         return 2 * grad_N1Q * product_NPQ, (grad_N1Q * x_NPQ) @ x_NPQ.transpose(1, 2)
 
 
-def _recomputed(*inputs: Any) -> Tensor:
-    """Return `_compare`, whose intermediate results are recomputed in the backward pass."""
-    similarity_NM: Tensor = checkpoint(_compare, *inputs, use_reentrant=False, preserve_rng_state=False)
-    return similarity_NM
-
-
 def _pool(scaled_NMW: Tensor, mask_MW: Tensor, temp2: float, pool: WordPool) -> Tensor:
     """Pool the matches of words to those of texts."""
     masked_NMW = scaled_NMW.masked_fill(~mask_MW, torch.finfo(scaled_NMW.dtype).min)
@@ -242,7 +239,5 @@ def _check(
         raise ValueError(f"pool must be one of {', '.join(get_args(WordPool))}, got {pool!r}")
     fits = regions_NPE.ndim == words_MWE.ndim == 3 and regions_NPE.shape[2] == words_MWE.shape[2]
     if not fits or regions_NPE.shape[1] == 0 or words_MWE.shape[:2] != word_mask_MW.shape:
-        raise ValueError(
-            "regions must be (N, P, E), words (M, W, E) and their mask (M, W), with at least one region; "
-            f"got {tuple(regions_NPE.shape)}, {tuple(words_MWE.shape)} and {tuple(word_mask_MW.shape)}"
-        )
+        expected = "regions must be (N, P, E), words (M, W, E) and their mask (M, W), with at least one region"
+        raise ValueError(f"{expected}; got {shapes(regions_NPE, words_MWE, word_mask_MW)}")

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.precision import full_precision
+from medvl.losses.precision import full_precision, shapes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,9 +46,7 @@ def itm(logits_B2: Tensor, matched_B: Tensor) -> Tensor:
     inconsistent shapes.
     """
     if logits_B2.ndim != 2 or logits_B2.shape[1] != 2 or matched_B.shape != logits_B2.shape[:1]:
-        raise ValueError(
-            f"matching needs logits (B, 2) and targets (B,), got {tuple(logits_B2.shape)} and {tuple(matched_B.shape)}"
-        )
+        raise ValueError(f"expected logits (B, 2) and targets (B,), got {shapes(logits_B2, matched_B)}")
     with full_precision(logits_B2):
         return F.cross_entropy(logits_B2.float(), matched_B.long(), reduction="sum") / max(len(logits_B2), 1)
 

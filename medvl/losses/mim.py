@@ -13,7 +13,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from medvl.losses.precision import full_precision
+from medvl.losses.precision import full_precision, shapes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,10 +121,8 @@ def mim(predicted_BPD: Tensor, target_BPD: Tensor, masked_BP: Tensor) -> Tensor:
     0 with a zero gradient where nothing is masked. Raises ValueError on unequal shapes.
     """
     if predicted_BPD.shape != target_BPD.shape or masked_BP.shape != predicted_BPD.shape[:-1]:
-        raise ValueError(
-            f"predicted and target must be (B, P, D) and the mask (B, P), got {tuple(predicted_BPD.shape)}, "
-            f"{tuple(target_BPD.shape)} and {tuple(masked_BP.shape)}"
-        )
+        got = shapes(predicted_BPD, target_BPD, masked_BP)
+        raise ValueError(f"predicted and target must be (B, P, D) and the mask (B, P), got {got}")
     with full_precision(predicted_BPD):
         index_N = masked_BP.flatten().nonzero().squeeze(1)
         predicted_ND = predicted_BPD.flatten(0, 1)[index_N].float()

@@ -13,7 +13,7 @@ N masked positions of the whole batch, V vocabulary; the other letters as in `me
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.precision import check_share, full_precision
+from medvl.losses.precision import check_share, full_precision, shapes
 
 IGNORED = -100
 """Label of a position that is not masked; torch's cross-entropy ignores it by default."""
@@ -43,10 +43,7 @@ def mlm_distilled(logits_BTV: Tensor, labels_BT: Tensor, teacher_BTV: Tensor, al
     """
     check_share("alpha", alpha)
     if teacher_BTV.shape != logits_BTV.shape:
-        raise ValueError(
-            f"student and teacher logits must have equal shapes, got {tuple(logits_BTV.shape)} and "
-            f"{tuple(teacher_BTV.shape)}"
-        )
+        raise ValueError(f"student and teacher logits must have equal shapes, got {shapes(logits_BTV, teacher_BTV)}")
     logits_NV, labels_N = _masked_only(logits_BTV, labels_BT)
     teacher_NV, _ = _masked_only(teacher_BTV.detach(), labels_BT)
     with full_precision(logits_NV):
@@ -69,8 +66,7 @@ def _masked_only(logits_BTV: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]
     """Return logits and labels of the masked positions: only these are copied to float32."""
     if labels_BT.ndim == 0 or logits_BTV.shape[:-1] != labels_BT.shape:
         raise ValueError(
-            f"logits must have the shape of the labels and a last dimension V, got {tuple(logits_BTV.shape)} and "
-            f"{tuple(labels_BT.shape)}"
+            f"logits must have the shape of the labels and a last dimension V, got {shapes(logits_BTV, labels_BT)}"
         )
     index_N = masked_positions(labels_BT)
     return logits_BTV.flatten(0, -2)[index_N], labels_BT.flatten()[index_N]

@@ -16,6 +16,11 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32
 
 
+def shapes(*tensors: Tensor) -> str:
+    """Return the shapes of tensors, for error messages."""
+    return " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
+
+
 def check_share(name: str, value: float) -> None:
     """Raise ValueError naming the argument unless the value is within [0, 1]."""
     if not 0 <= value <= 1:

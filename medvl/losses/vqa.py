@@ -6,7 +6,7 @@ V answers of a vocabulary, or tokens of a tokenizer; N words of all answers of a
 import torch.nn.functional as F
 from torch import Tensor
 
-from medvl.losses.precision import full_precision
+from medvl.losses.precision import full_precision, shapes
 
 
 def vqa_bce(logits_BV: Tensor, target_BV: Tensor) -> Tensor:
@@ -22,10 +22,7 @@ def vqa_bce(logits_BV: Tensor, target_BV: Tensor) -> Tensor:
     Returns a scalar, V ln 2 for logits of zero. Raises ValueError on unequal shapes.
     """
     if logits_BV.ndim != 2 or logits_BV.shape != target_BV.shape:
-        raise ValueError(
-            f"answers need logits and targets of one shape (B, V), got {tuple(logits_BV.shape)} "
-            f"and {tuple(target_BV.shape)}"
-        )
+        raise ValueError(f"expected logits and targets of one shape (B, V), got {shapes(logits_BV, target_BV)}")
     with full_precision(logits_BV):
         loss = F.binary_cross_entropy_with_logits(logits_BV.float(), target_BV.float(), reduction="sum")
         return loss / max(len(logits_BV), 1)
@@ -57,8 +54,6 @@ def word_log_probability(logits_NV: Tensor, ids_N: Tensor) -> Tensor:
     Raises ValueError on inconsistent shapes.
     """
     if logits_NV.ndim != 2 or ids_N.shape != logits_NV.shape[:1]:
-        raise ValueError(
-            f"words need logits (N, V) and ids (N,), got {tuple(logits_NV.shape)} and {tuple(ids_N.shape)}"
-        )
+        raise ValueError(f"expected logits (N, V) and ids (N,), got {shapes(logits_NV, ids_N)}")
     with full_precision(logits_NV):
         return -F.cross_entropy(logits_NV.float(), ids_N, reduction="none")

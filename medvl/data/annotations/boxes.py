@@ -28,11 +28,8 @@ def read_box(label: str, fields: Sequence[str], size: tuple[int, int], where: Pa
         raise CorpusError(f"{where}: expected four numbers for a box of {label}", "malformed", field="boxes") from None
     inside = x > -1 and y > -1 and x + width < size[0] + 1 and y + height < size[1] + 1
     if not all(map(math.isfinite, (x, y, width, height))) or width <= 0 or height <= 0 or not inside:
-        raise CorpusError(
-            f"{where}: a box of {label} is empty or exceeds its image of {size[0]} x {size[1]} pixels",
-            "out_of_range",
-            field="boxes",
-        )
+        message = f"{where}: a box of {label} is empty or exceeds its image of {size[0]} x {size[1]} pixels"
+        raise CorpusError(message, "out_of_range", field="boxes")
     return {"label": label, "x": x, "y": y, "width": width, "height": height}
 
 

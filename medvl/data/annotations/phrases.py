@@ -47,9 +47,8 @@ def phrases_of(sample: Sample) -> tuple[Phrase, ...]:
                 by_label.setdefault(str(box["label"]), []).append(_box(box))
             phrases = [Phrase(label=label, text=label, boxes=tuple(boxes)) for label, boxes in by_label.items()]
     except (TypeError, KeyError, ValueError) as error:
-        raise CorpusError(
-            f"sample {sample.key}: malformed phrases or boxes; convert the corpus again", "malformed", field="phrases"
-        ) from error
+        message = f"sample {sample.key}: malformed phrases or boxes; convert the corpus again"
+        raise CorpusError(message, "malformed", field="phrases") from error
     if phrases:
         published_size(sample)
     return tuple(phrases)
@@ -59,9 +58,7 @@ def published_size(sample: Sample) -> tuple[int, int]:
     """Return (height, width) of the image that a sample's boxes refer to. Raises CorpusError when it is missing."""
     height, width = (sample.extra.get(name) for name in ("image_height", "image_width"))
     if not isinstance(height, int) or not isinstance(width, int) or min(height, width) < 1:
-        raise CorpusError(
-            f"sample {sample.key} has boxes but no image_height and image_width", "missing", field="image_height"
-        )
+        raise CorpusError(f"sample {sample.key}: boxes without an image size", "missing", field="image_height")
     return height, width
 
 

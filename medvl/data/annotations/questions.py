@@ -47,19 +47,14 @@ class Question:
         try:
             question = cls(**{name: data[name] for name in names})
         except TypeError:
-            raise CorpusError(
-                f"expected a question with id, question, answer, answer_type and split, got {', '.join(names)}",
-                "missing",
-            ) from None
+            expected = "a question with id, question, answer, answer_type and split"
+            raise CorpusError(f"expected {expected}, got {', '.join(names)}", "missing") from None
         for name in names:
             if not isinstance(getattr(question, name), str):
                 raise CorpusError(f"question {question.id}: expected a string for {name}", "wrong_type", field=name)
         if question.answer_type not in ("closed", "open"):
-            raise CorpusError(
-                f"question {question.id}: expected answer_type closed or open, got {question.answer_type!r}",
-                "unknown_name",
-                field="answer_type",
-            )
+            message = f"question {question.id}: expected answer_type closed or open, got {question.answer_type!r}"
+            raise CorpusError(message, "unknown_name", field="answer_type")
         return question
 
 

@@ -61,17 +61,12 @@ class Conversion:
     def read(cls, private: PrivateFolder) -> "Conversion":
         """Read `plan.json`. Raises ShardError when it is missing or damaged."""
         if not private.plan.is_file():
-            raise ShardError(
-                f"{private.plan} does not exist; `medvl shards` writes it beside the shards, copy that folder too",
-                "not_found",
-            )
+            raise ShardError(f"{private.plan} does not exist; copy it beside the shards", "not_found")
         try:
             content = _load(private.plan)
             return cls(**{**content, "label_names": tuple(content["label_names"])})
         except (TypeError, KeyError) as error:
-            raise ShardError(
-                f"{private.plan} is damaged, or of another version of medvl; convert the corpus again", "malformed"
-            ) from error
+            raise ShardError(f"{private.plan} is damaged or of another version; convert again", "malformed") from error
 
     def claim(self, out: Path, private: PrivateFolder) -> None:
         """Create the output folders, or resume in them.
@@ -82,18 +77,12 @@ class Conversion:
             stored = _load(private.plan)
             differing = ", ".join(name for name in _IDENTITY if stored.get(name) != getattr(self, name))
             if differing:
-                raise ConfigError(
-                    f"{out} holds a conversion with another {differing}; give another --out, or remove {out} and "
-                    f"{private.path} to start again",
-                    "exists",
-                    field=differing,
-                )
+                advice = f"give another --out, or remove {out} and {private.path} to start again"
+                message = f"{out} holds a conversion with another {differing}; {advice}"
+                raise ConfigError(message, "exists", field=differing)
         elif out.exists() and any(out.iterdir()):
-            raise ConfigError(
-                f"{out} is not empty and {private.plan} does not exist, so it cannot be resumed; give another --out",
-                "exists",
-                field="out",
-            )
+            message = f"{out} is not empty and {private.plan} does not exist; give another --out"
+            raise ConfigError(message, "exists", field="out")
         for split in self.planned:
             (out / split).mkdir(parents=True, exist_ok=True)
         private.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -115,9 +104,7 @@ def _load(path: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError("not an object")
     except (ValueError, OSError) as error:
-        raise ShardError(
-            f"cannot read {path} ({type(error).__name__}); convert the corpus again", "malformed"
-        ) from error
+        raise ShardError(f"cannot read {path} ({type(error).__name__}); convert again", "malformed") from error
     return content
 
 

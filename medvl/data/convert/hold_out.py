@@ -23,12 +23,8 @@ def hold_out(plan: Plan, folders: Sequence[Path], deid: Deidentifier) -> Plan:
     for folder in folders:
         manifest = Manifest.read(folder)
         if manifest.salt != deid.fingerprint:
-            raise SplitError(
-                f"{folder} was hashed with another salt, so its patients cannot be recognized; convert both with one "
-                "--salt-file",
-                "mismatch",
-                field="salt",
-            )
+            message = f"{folder} was hashed with another salt; convert both with one --salt-file"
+            raise SplitError(message, "mismatch", field="salt")
         held_out.update(manifest.patients)
     records = Records(record for record in plan.records if record.sample.patient not in held_out)
     excluded = Counter({EXCLUDED: len(plan.records) - len(records)})

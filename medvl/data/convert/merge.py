@@ -101,9 +101,8 @@ def _read_parts(folders: Sequence[Path]) -> list[_Part]:
     for part in parts:
         number, count = part.number
         if number in by_number:
-            raise ShardError(
-                f"part {number}/{count} is given twice: {by_number[number].folder} and {part.folder}", "conflict"
-            )
+            twice = f"{by_number[number].folder} and {part.folder}"
+            raise ShardError(f"part {number}/{count} is given twice: {twice}", "conflict")
         by_number[number] = part
     missing = [f"{number}/{count}" for number in range(1, count + 1) if number not in by_number]
     if missing:
@@ -118,12 +117,9 @@ def _check_same_conversion(first: _Part, part: _Part) -> None:
     if first.number[1] != part.number[1]:
         differing.append("number of parts")
     if differing:
-        raise ConfigError(
-            f"{first.name} and {part.name} differ in {', '.join(differing)}; convert all parts with one command, salt "
-            "and set of package versions, changing only --part and --out",
-            "mismatch",
-            field=", ".join(differing),
-        )
+        fields = ", ".join(differing)
+        advice = "convert all parts with one command, salt and set of package versions, changing only --part and --out"
+        raise ConfigError(f"{first.name} and {part.name} differ in {fields}; {advice}", "mismatch", field=fields)
 
 
 def _read_notes(parts: Sequence[_Part]) -> dict[str, ShardNote]:
@@ -136,11 +132,8 @@ def _read_notes(parts: Sequence[_Part]) -> dict[str, ShardNote]:
         missing = [name for name, note in stored.items() if note is None]
         if missing or not part.private.sources.is_file():
             first = f" (first {missing[0]})" if missing else ""
-            raise ShardError(
-                f"{part.name} is not finished: {len(missing)} of {len(shards)} shards are missing{first}; run its "
-                "command again",
-                "missing",
-            )
+            state = f"{len(missing)} of {len(shards)} shards are missing{first}"
+            raise ShardError(f"{part.name} is not finished: {state}; run its command again", "missing")
     return notes
 
 
@@ -168,8 +161,6 @@ def _verify(manifests: Mapping[str, Manifest], out: Path, parts: Sequence[_Part]
                 f"; remove {part_of[name].folder / split / name}.tar and run the command of its part again"
                 for name in sorted(damaged)[:_SHOWN]
             )
-            raise ShardError(
-                f"{out / split} is damaged, no manifest was written: {'; '.join(problems[:_SHOWN])}{repair}",
-                "mismatch",
-            )
+            damage = "; ".join(problems[:_SHOWN])
+            raise ShardError(f"{out / split} is damaged, no manifest was written: {damage}{repair}", "mismatch")
     check_disjoint({split: manifest.patients for split, manifest in manifests.items()}, str(out))

@@ -31,9 +31,7 @@ class ShardOptions:
     def __post_init__(self) -> None:
         _check_range("short_side", self.short_side, 16, 8192)
         if self.image_format not in ("jpg", "png"):
-            raise ConfigError(
-                f"expected image_format jpg or png, got {self.image_format!r}", "unknown_name", field="image_format"
-            )
+            raise ConfigError(f"expected jpg or png, got {self.image_format!r}", "unknown_name", field="image_format")
         _check_range("quality", self.quality, 1, 100)
         _check_range("samples_per_shard", self.samples_per_shard, 1, 100_000)
 
@@ -56,9 +54,7 @@ class ShardRun:
 
     def __post_init__(self) -> None:
         if self.max_skipped < 0:
-            raise ConfigError(
-                f"expected max_skipped of 0 or more, got {self.max_skipped:g}", "out_of_range", field="max_skipped"
-            )
+            raise ConfigError(f"expected 0 or more, got {self.max_skipped:g}", "out_of_range", field="max_skipped")
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"expected workers of 1 or more, got {self.workers}", "out_of_range", field="workers")
         if self.part is not None:
@@ -69,9 +65,7 @@ def parse_part(part: str) -> tuple[int, int]:
     """Return (i, n) of "i/n". Raises ConfigError unless 1 <= i <= n."""
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", part)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise ConfigError(
-            f"expected part as i/n with i from 1 to n, such as 3/16, got {part!r}", "malformed", field="part"
-        )
+        raise ConfigError(f"expected part as i/n with i from 1 to n, got {part!r}", "malformed", field="part")
     return int(match[1]), int(match[2])
 
 

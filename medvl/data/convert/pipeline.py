@@ -101,11 +101,9 @@ def write_shards(
         return manifests
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise ShardError(
-                f"no space left on the disk of {run.out}; free some space and run the same command again "
-                f"({len(notes)} of {len(shards)} shards are finished and are kept)",
-                "unreadable",
-            ) from error
+            kept = f"{len(notes)} of {len(shards)} shards are finished and are kept"
+            message = f"no space left on the disk of {run.out}; free some space and run the same command again ({kept})"
+            raise ShardError(message, "unreadable") from error
         raise
 
 
@@ -172,10 +170,8 @@ def _run_tasks(tasks: Iterable[ShardTask], workers: int) -> Generator[tuple[Shar
         while running:
             yield from _collect(running, counter)
     except BrokenProcessPool:
-        raise ShardError(
-            "a worker process died, probably for lack of memory; run the same command again with fewer --workers",
-            "worker",
-        ) from None
+        advice = "run the same command again with fewer --workers"
+        raise ShardError(f"a worker process died, probably for lack of memory; {advice}", "worker") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -215,9 +211,6 @@ def _check_budget(notes: Collection[ShardNote], budget: int, private: PrivateFol
     private.write_skipped(notes)
     reasons = Counter(reason for note in notes for _, reason, _ in note.skipped)
     detail = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-    raise BudgetError(
-        f"{reasons.total()} images are unreadable ({detail}), over the budget of {budget}; {private.skipped} lists "
-        "them. Repair them, or raise --max-skipped and run again: finished shards are kept",
-        "budget",
-        field="max_skipped",
-    )
+    state = f"{reasons.total()} images are unreadable ({detail}), over the budget of {budget}"
+    advice = "repair them, or raise --max-skipped and run again: finished shards are kept"
+    raise BudgetError(f"{state}; {private.skipped} lists them; {advice}", "budget", field="max_skipped")

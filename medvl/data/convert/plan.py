@@ -110,11 +110,8 @@ def order_by_key(plan: Plan) -> dict[str, np.ndarray]:
     repeated_N = key_N[order_N[1:]] == key_N[order_N[:-1]]
     if repeated_N.any():
         repeated = np.unique(key_N[order_N[1:]][repeated_N])
-        raise CorpusError(
-            f"{plan.corpus}: {len(repeated)} images are listed more than once, first key {repeated[0].decode()}",
-            "conflict",
-            field="key",
-        )
+        message = f"{plan.corpus}: {len(repeated)} images are listed more than once, first key {repeated[0].decode()}"
+        raise CorpusError(message, "conflict", field="key")
     _check_patients(patients.values(), split_N, list(numbers), plan.corpus)
     split_N = split_N[order_N]
     return {split: order_N[split_N == number] for split, number in numbers.items()}

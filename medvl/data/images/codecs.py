@@ -85,6 +85,12 @@ def _check_size(height: int, width: int, max_pixels: int) -> None:
         raise ImageError(f"the image is empty: {height} x {width} pixels", "malformed")
 
 
+def _damaged(codec: str, truncated: bool) -> ImageError:
+    return ImageError(
+        f"the {codec} is {'truncated' if truncated else 'damaged'}", "truncated" if truncated else "malformed"
+    )
+
+
 def _decode_jpeg(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
     try:
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
@@ -95,10 +101,7 @@ def _decode_jpeg(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
         image_HWC = simplejpeg.decode_jpeg(data, colorspace="RGB" if color else "GRAY", fastdct=False)
     except ValueError as error:  # libjpeg by default fills in grey
         truncated = "premature end" in str(error).lower()
-        raise ImageError(
-            "the JPEG is truncated" if truncated else "the JPEG data are damaged",
-            "truncated" if truncated else "malformed",
-        ) from None
+        raise _damaged("JPEG", truncated) from None
     return image_HWC if color else image_HWC[:, :, 0]
 
 
@@ -114,10 +117,7 @@ def _decode_png(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
         raise ImageError(f"the image has {height} x {width} pixels, over Pillow's own limit", "too_large") from None
     except (OSError, EOFError, SyntaxError, ValueError, struct.error) as error:
         truncated = "truncated" in str(error).lower()
-        raise ImageError(
-            "the PNG is truncated" if truncated else "the PNG data are damaged",
-            "truncated" if truncated else "malformed",
-        ) from None
+        raise _damaged("PNG", truncated) from None
     if image.mode.startswith("I"):  # 16-bit grey; Pillow's convert would clip it at 255
         grey_HW = (np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8)
         return cv2.cvtColor(grey_HW, cv2.COLOR_GRAY2RGB) if color else grey_HW

@@ -211,12 +211,9 @@ class SkipBudget:
             _log.warning("skipped sample %s: %s", sample.key, sample.reason)
         if self.reasons.total() > self._budget:
             detail = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common())
-            raise BudgetError(
-                f"{self._where}: {self.reasons.total()} unreadable samples ({detail}), over the budget of "
-                f"{self._budget}; run `medvl verify` to list the damage",
-                "budget",
-                field="max_skipped",
-            )
+            state = f"{self.reasons.total()} unreadable samples ({detail}), over the budget of {self._budget}"
+            message = f"{self._where}: {state}; run `medvl verify` to list the damage"
+            raise BudgetError(message, "budget", field="max_skipped")
 
     def empty_batch(self, skipped: Sequence[SkippedSample]) -> ShardError:
         """Return the error for a batch without a readable sample."""

@@ -61,12 +61,8 @@ class ConcatSource:
 
 def _merge(manifests: Sequence[Manifest]) -> Manifest:
     if len({manifest.salt for manifest in manifests}) > 1:
-        raise ConfigError(
-            "the folders were hashed with different salts, so their patients cannot be compared; convert them with one "
-            "--salt-file",
-            "mismatch",
-            field="salt",
-        )
+        message = "the folders were hashed with different salts; convert them with one --salt-file"
+        raise ConfigError(message, "mismatch", field="salt")
     return dataclasses.replace(
         manifests[0],
         corpus="+".join(manifest.corpus for manifest in manifests),

@@ -155,12 +155,9 @@ class Loader:
         """Move to a saved position. Raises ConfigError when it belongs to other data, another seed or batch size."""
         check_identity(state, self._identity())
         if not 0 <= state["batch"] <= self.steps_per_epoch or state["epoch"] < 0:
-            raise ConfigError(
-                f"expected a position within {self.steps_per_epoch} batches per epoch, got batch {state['batch']} of "
-                f"epoch {state['epoch']}",
-                "out_of_range",
-                field="batch",
-            )
+            got = f"batch {state['batch']} of epoch {state['epoch']}"
+            message = f"expected a position within {self.steps_per_epoch} batches per epoch, got {got}"
+            raise ConfigError(message, "out_of_range", field="batch")
         self._sampler.epoch, self._sampler.batch = int(state["epoch"]), int(state["batch"])
 
     def _identity(self) -> dict[str, Any]:
@@ -177,12 +174,9 @@ def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
     """Raise ConfigError, its `field` naming the differences, unless a saved position belongs to this loader."""
     differing = ", ".join(name for name, value in identity.items() if state.get(name) != value)
     if differing:
-        raise ConfigError(
-            f"the saved loader position belongs to another {differing}; resume with the same data and settings, "
-            "or start a new run",
-            "mismatch",
-            field=differing,
-        )
+        advice = "resume with the same data and settings, or start a new run"
+        message = f"the saved loader position belongs to another {differing}; {advice}"
+        raise ConfigError(message, "mismatch", field=differing)
 
 
 def open_loader(
@@ -251,16 +245,10 @@ def _check_inputs(inputs: Inputs, source: Source, image_keys: Sequence[str] | No
     if inputs.labels and not source.label_names:
         raise ConfigError("the system needs labels and the source has none; use other data", "missing", field="labels")
     if inputs.prior_image and not isinstance(source, HasPriors):
-        raise ConfigError(
-            "the system needs previous images and the source has none; use other data",
-            "unsupported",
-            field="prior_image",
-        )
+        raise ConfigError("the source has no prior images; use other data", "unsupported", field="prior_image")
     if image_keys is not None and (inputs.second_image or inputs.prior_image):
         field = "second_image" if inputs.second_image else "prior_image"
-        raise ConfigError(
-            f"{field} is not supported where samples share an image; use other data", "conflict", field=field
-        )
+        raise ConfigError(f"{field} is unsupported where samples share an image", "conflict", field=field)
 
 
 def _check_settings(samples: int, batch: int, train: bool, rank: int, world: int, workers: int) -> None:
@@ -273,12 +261,6 @@ def _check_settings(samples: int, batch: int, train: bool, rank: int, world: int
     if not samples:
         raise ConfigError("the source has no samples", "empty", field="source")
     if train and batch % world:
-        raise ConfigError(
-            f"a global batch of {batch} is not divisible by {world} ranks; use a multiple", "conflict", field="batch"
-        )
+        raise ConfigError(f"expected a multiple of {world} ranks, got batch {batch}", "conflict", field="batch")
     if train and batch > samples:
-        raise ConfigError(
-            f"a global batch of {batch} is larger than the {samples} samples; use a smaller one",
-            "too_large",
-            field="batch",
-        )
+        raise ConfigError(f"expected at most {samples} samples, got batch {batch}", "too_large", field="batch")

@@ -48,20 +48,15 @@ def open_manifest(address: str) -> Manifest:
             data = stream.read(_MAX_MANIFEST_BYTES)
         return Manifest.parse(json.loads(data), address)
     except (OSError, ValueError) as error:
-        raise ShardError(
-            f"cannot read {address}/{MANIFEST} ({type(error).__name__}); check the address and your access",
-            "unreadable",
-        ) from None
+        reason = f"{type(error).__name__}; check the address and your access"
+        raise ShardError(f"cannot read {address}/{MANIFEST} ({reason})", "unreadable") from None
 
 
 def _url(address: str, file: str) -> str:
     """Return the URL for webdataset. It may become part of a command line, so only plain characters are accepted."""
     if not _ADDRESS.fullmatch(address):
-        raise ConfigError(
-            f"expected an https:// or s3:// address without special characters, got {address!r}",
-            "malformed",
-            field="address",
-        )
+        message = f"expected an https:// or s3:// address without special characters, got {address!r}"
+        raise ConfigError(message, "malformed", field="address")
     url = f"{address.rstrip('/')}/{file}"
     return f"pipe:aws s3 cp --quiet {url} -" if url.startswith("s3://") else url
 
@@ -114,9 +109,8 @@ class _BatchStream(IterableDataset[tuple[Batch | None, list[SkippedSample]]]):
                     with webdataset.gopen(url) as stream:
                         yield from read_samples(stream, url)
                 except (OSError, ValueError) as error:
-                    raise ShardError(
-                        f"{url} broke off ({type(error).__name__}); check the network and your access", "unreadable"
-                    ) from None
+                    message = f"{url} broke off ({type(error).__name__}); check the network and your access"
+                    raise ShardError(message, "unreadable") from None
 
     def _shuffle(self, samples: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         rng, buffer = self._rng("buffer"), list[Mapping[str, Any]]()
@@ -232,19 +226,12 @@ def open_remote_loader(
         raise ConfigError(f"the system needs {field}, which {address} does not have", "unsupported", field=field)
     readers = world * max(1, workers)
     if batch < 1 or batch % world or batch > manifest.samples:
-        raise ConfigError(
-            f"expected a global batch that is a multiple of {world} ranks and at most {manifest.samples} samples, "
-            f"got {batch}",
-            "conflict",
-            field="batch",
-        )
+        expected = f"a global batch that is a multiple of {world} ranks and at most {manifest.samples} samples"
+        raise ConfigError(f"expected {expected}, got {batch}", "conflict", field="batch")
     if len(manifest.shards) < readers:
-        raise ConfigError(
-            f"{address}: {len(manifest.shards)} shards are too few for {readers} readers ({world} ranks of "
-            f"{max(1, workers)} workers); use fewer workers, or smaller shards (--samples-per-shard)",
-            "conflict",
-            field="workers",
-        )
+        needed = f"{len(manifest.shards)} shards are too few for {readers} readers ({world} ranks)"
+        message = f"{address}: {needed}; use fewer workers, or smaller shards (--samples-per-shard)"
+        raise ConfigError(message, "conflict", field="workers")
     stream = _BatchStream(
         [_url(address, f"{shard.name}.tar") for shard in manifest.shards],
         ItemMaker(image, text, manifest.label_names, seed, inputs),

@@ -89,9 +89,7 @@ def label_fraction(patients: Sequence[str], fraction: float, seed: int) -> NDArr
         ConfigError: the fraction is out of range, or there are no images.
     """
     if not 0 < fraction <= 1:
-        raise ConfigError(
-            f"expected a fraction above 0 and at most 1, got {fraction:g}", "out_of_range", field="fraction"
-        )
+        raise ConfigError(f"expected a fraction in (0, 1], got {fraction:g}", "out_of_range", field="fraction")
     if not patients:
         raise ConfigError("there are no images to take a fraction of", "empty", field="patients")
     order = sorted(

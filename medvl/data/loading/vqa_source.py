@@ -94,7 +94,6 @@ def questions_in_split(source: ShardSource, split: str) -> tuple[ImageQuestion, 
     selected = tuple(each for each in everything if each.question.split == split)
     if not selected:
         splits = ", ".join(sorted({each.question.split for each in everything})) or "no questions"
-        raise CorpusError(
-            f"{source.folder}: no question has the split {split!r}; found {splits}", "unknown_name", field="split"
-        )
+        message = f"{source.folder}: no question has the split {split!r}; found {splits}"
+        raise CorpusError(message, "unknown_name", field="split")
     return selected

@@ -88,11 +88,8 @@ class Manifest:
         try:
             content = json.loads(path.read_bytes())
         except FileNotFoundError:
-            raise ShardError(
-                f"{path} does not exist: {folder} is not a finished folder of shards; "
-                "`medvl shards --help` lists the commands that create one",
-                "not_found",
-            ) from None
+            advice = "`medvl shards --help` lists the commands that create shards"
+            raise ShardError(f"{path} does not exist: conversion not finished; {advice}", "not_found") from None
         except (ValueError, OSError) as error:
             code = "malformed" if isinstance(error, ValueError) else "unreadable"
             raise ShardError(f"cannot read {path} ({type(error).__name__}); convert the corpus again", code) from error
@@ -105,9 +102,8 @@ class Manifest:
             raise ShardError(f"{where}: expected a JSON object; convert the corpus again", "malformed")
         version = content.get("schema_version")
         if version != SCHEMA_VERSION:
-            raise ShardError(
-                f"{where}: expected schema version {SCHEMA_VERSION}, got {version}; convert the corpus again", "version"
-            )
+            expected = f"expected schema version {SCHEMA_VERSION}, got {version}"
+            raise ShardError(f"{where}: {expected}; convert the corpus again", "version")
         content = dict(content)
         try:
             content["shards"] = tuple(Shard(**shard) for shard in content["shards"])
@@ -116,9 +112,7 @@ class Manifest:
                 content[name] = tuple(content[name])
             return cls(**content)
         except (TypeError, KeyError, ValueError) as error:
-            raise ShardError(
-                f"{where}: fields are missing or unknown ({error}); convert the corpus again", "malformed"
-            ) from error
+            raise ShardError(f"{where}: missing or unknown fields ({error}); convert again", "malformed") from error
 
 
 def sample_to_json(sample: Sample) -> bytes:

@@ -34,11 +34,8 @@ class ShardSource:
         self._tars: dict[int, _MappedTar] = {}
         self._lock = threading.Lock()
         if len(self) != self.manifest.samples:
-            raise ShardError(
-                f"{self.folder}: expected {self.manifest.samples} samples by the manifest, got {len(self)} in the "
-                "indexes; convert the corpus again",
-                "mismatch",
-            )
+            expected = f"expected {self.manifest.samples} samples by the manifest, got {len(self)} in the indexes"
+            raise ShardError(f"{self.folder}: {expected}; convert the corpus again", "mismatch")
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -91,9 +88,7 @@ class ShardSource:
         index = Index.read(path.with_suffix(".index"))
         ends = np.concatenate([index.image.sum(axis=1), index.meta.sum(axis=1)])
         if len(index.keys) != shard.samples or (len(ends) and ends.max() > size):
-            raise ShardError(
-                f"{path.with_suffix('.index')} does not belong to its tar; convert the corpus again", "mismatch"
-            )
+            raise ShardError(f"{path.with_suffix('.index')} does not fit its tar; convert again", "mismatch")
         return index
 
     def _locate(self, position: int) -> tuple[int, int]:

@@ -75,10 +75,8 @@ def _header(block: bytes, where: str) -> tarfile.TarInfo:
     except (tarfile.TarError, ValueError):
         raise ShardError(f"{where}: damaged tar header; copy it, or convert the corpus again", "malformed") from None
     if header.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or not 0 <= header.size <= MAX_MEMBER_BYTES:
-        raise ShardError(
-            f"{where}: a member is not a plain file of at most {MAX_MEMBER_BYTES >> 20} MiB; medvl did not write it",
-            "unsupported",
-        )
+        limit = f"a plain file of at most {MAX_MEMBER_BYTES >> 20} MiB"
+        raise ShardError(f"{where}: a member is not {limit}; medvl did not write it", "unsupported")
     if not _NAME.fullmatch(header.name):
         raise ShardError(f"{where}: a member's name is not that of a sample; medvl did not write it", "unsupported")
     return header

@@ -61,20 +61,14 @@ def verify_shards(folder: Path, manifest: Manifest, *, decode: bool = False, pro
 
 def check_against(manifest: Manifest, other: Manifest) -> None:
     """Raise SplitError when two manifests share a patient, or cannot be compared because their salts differ."""
+    pair = f"{manifest.corpus}/{manifest.split} and {other.corpus}/{other.split}"
     if manifest.salt != other.salt:
-        raise SplitError(
-            f"{manifest.corpus}/{manifest.split} and {other.corpus}/{other.split} were hashed with different salts, "
-            "so shared patients cannot be detected; convert both with one --salt-file",
-            "mismatch",
-            field="salt",
-        )
+        message = f"{pair} were hashed with different salts; convert both with one --salt-file"
+        raise SplitError(message, "mismatch", field="salt")
     shared = shared_patients(manifest, other)
     if shared:
-        raise SplitError(
-            f"{manifest.corpus}/{manifest.split} and {other.corpus}/{other.split} share {len(shared)} patients "
-            f"(first by hash: {min(shared)}); a score on one is not held out from the other",
-            "leak",
-        )
+        patients = f"{len(shared)} patients (first by hash: {min(shared)})"
+        raise SplitError(f"{pair} share {patients}; a score on one is not held out from the other", "leak")
 
 
 def shared_patients(manifest: Manifest, other: Manifest) -> set[str] | None:

@@ -80,11 +80,7 @@ class VisionAdapter(abc.ABC):
         Raises:
             ConfigError: "unsupported" if this kind of model cannot be resized.
         """
-        raise ConfigError(
-            f"{type(net).__name__} does not support another image size than it was built for",
-            "unsupported",
-            field="image_size",
-        )
+        raise ConfigError(f"{type(net).__name__} cannot be resized", "unsupported", field="image_size")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,17 +41,11 @@ class ImageOptions:
         if self.in_channels not in (1, 3):
             raise _out_of_range("in_channels", "1 (grey) or 3 (RGB)", self.in_channels)
         if self.patch_level >= 0:
-            raise _out_of_range(
-                "patch_level", "negative: levels count from the end, -1 being the last", self.patch_level
-            )
+            raise _out_of_range("patch_level", "negative (-1 is the last level)", self.patch_level)
         if self.pool not in (None, "cls", "avg"):
             raise ConfigError(f"pool must be 'cls', 'avg' or None, got {self.pool!r}", "unknown_name", field="pool")
         if self.projection and self.pool is not None:
-            raise ConfigError(
-                "projection=True returns the vector that the model itself pools: leave pool out",
-                "conflict",
-                field="pool",
-            )
+            raise ConfigError("projection=True has its own pooling: leave pool out", "conflict", field="pool")
         for field, values in (("mean", self.mean), ("std", self.std)):
             if values is not None and len(values) not in (1, 3):
                 raise _out_of_range(field, "1 or 3 values", f"{len(values)}")
@@ -113,12 +107,9 @@ class ImageEncoder(Encoder):
         prepared = self.normalize(image_BCHW)
         size = (prepared.shape[2], prepared.shape[3])
         if self._adapter.fixed_size and size != self.image_size:
-            raise ConfigError(
-                f"{self.name} expects images of {self.image_size} pixels, got {size}: "
-                "resize them, or create the encoder with this image_size",
-                "mismatch",
-                field="image_size",
-            )
+            advice = "resize them, or create the encoder with this image_size"
+            message = f"{self.name} expects images of {self.image_size} pixels, got {size}: {advice}"
+            raise ConfigError(message, "mismatch", field="image_size")
         if keep_BK is None:
             output = self._adapter.encode(self.backbone, prepared, self._level)
         else:
@@ -133,11 +124,7 @@ class ImageEncoder(Encoder):
             pooled_BD = output.patches_BPD.mean(dim=1)
         elif self._pool == "cls":
             if output.prefix_BND is None:
-                raise ConfigError(
-                    f"{self.name} has no class token: set pool to 'avg', or to None for the model's own pooling",
-                    "unsupported",
-                    field="pool",
-                )
+                raise ConfigError(f"{self.name} has no class token: use pool 'avg'", "unsupported", field="pool")
             pooled_BD = output.prefix_BND[:, 0]
         return ImageFeatures(pooled_BD=pooled_BD, patches_BPD=output.patches_BPD, grid=output.grid)
 
@@ -151,14 +138,10 @@ class ImageEncoder(Encoder):
         """
         channels = image_BCHW.shape[1] if image_BCHW.ndim == 4 else 0
         if channels not in (1, 3):
-            raise ConfigError(
-                f"expected images (B, 1, H, W) or (B, 3, H, W), got {tuple(image_BCHW.shape)}", "mismatch"
-            )
+            raise ConfigError(f"expected images (B, 1 or 3, H, W), got {tuple(image_BCHW.shape)}", "mismatch")
         if image_BCHW.is_floating_point():
             if channels == 3 and self.in_channels == 1:
-                raise ConfigError(
-                    f"{self.name} expects grey images: pass uint8 RGB, which is converted, or one channel", "mismatch"
-                )
+                raise ConfigError(f"{self.name} expects grey images: pass uint8 RGB or one channel", "mismatch")
             return image_BCHW.expand(-1, self.in_channels, -1, -1)
         if image_BCHW.dtype != torch.uint8:
             raise ConfigError(f"expected uint8 pixels or normalised floats, got {image_BCHW.dtype}", "wrong_type")
@@ -178,11 +161,7 @@ class ImageEncoder(Encoder):
 
     def _patch_selection(self) -> Any:
         if self._adapter.keep is None:
-            raise ConfigError(
-                f"{self.name} needs all patches: keep_BK works with vision Transformers only",
-                "unsupported",
-                field="keep_BK",
-            )
+            raise ConfigError(f"{self.name} cannot drop patches: use a ViT", "unsupported", field="keep_BK")
         return self.backbone.get_submodule(self._adapter.keep)
 
     def _measure(self, size: Size) -> tuple[int, int, Size]:
@@ -216,8 +195,4 @@ def _grey_stem(net: nn.Module) -> None:
             module.weight = nn.Parameter(module.weight.detach().sum(dim=1, keepdim=True))
             module.in_channels = 1
             return
-    raise ConfigError(
-        f"{type(net).__name__} has no convolution over RGB, so in_channels cannot be 1",
-        "unsupported",
-        field="in_channels",
-    )
+    raise ConfigError(f"{type(net).__name__} needs 3 channels: it has no RGB stem", "unsupported", field="in_channels")

@@ -19,6 +19,7 @@ from medvl.encoders.image.torchvision_models import build_torchvision
 from medvl.encoders.presets import IMAGE_PRESETS, OPEN_CLIP_CUSTOM, ImagePreset
 from medvl.encoders.pretrained import (
     CLIP_SCALARS,
+    CLIP_TEXT_PARTS,
     KeyMap,
     Pretrained,
     load_strictly,
@@ -30,15 +31,7 @@ from medvl.encoders.pretrained import (
 from medvl.errors import ConfigError, WeightsError
 
 _LIBRARIES = ("timm", "torchvision", "open_clip")
-_TEXT_KEYS = (
-    "transformer.",
-    "token_embedding.",
-    "positional_embedding",
-    "ln_final.",
-    "text_projection",
-    "text.",
-    *CLIP_SCALARS,
-)
+_TEXT_KEYS = (*CLIP_TEXT_PARTS, "text_projection", "text.", *CLIP_SCALARS)
 """Key prefixes of an open_clip checkpoint outside its image encoder."""
 
 
@@ -81,11 +74,7 @@ def create_image_encoder(
     """
     library, model, preset = _resolve(name)
     if projection and library != "open_clip":
-        raise ConfigError(
-            f"{name} has no projection into a shared space: only open_clip's encoders have one",
-            "unsupported",
-            field="projection",
-        )
+        raise ConfigError(f"{name} has no projection: use an open_clip encoder", "unsupported", field="projection")
     options = ImageOptions(
         name=name,
         in_channels=in_channels,
@@ -121,9 +110,7 @@ def list_image_encoders(pattern: str = "*", *, library: str | None = None) -> li
         ConfigError: "unknown_name" for another library.
     """
     if library is not None and library not in _LIBRARIES:
-        raise ConfigError(
-            f"library must be one of {', '.join(_LIBRARIES)}; got {library!r}", "unknown_name", field="library"
-        )
+        raise ConfigError(f"expected library in {_LIBRARIES}, got {library!r}", "unknown_name", field="library")
     return sorted(fnmatch.filter(IMAGE_PRESETS if library is None else _names(library), pattern))
 
 
@@ -133,20 +120,17 @@ def _sides(image_size: int | Size | None, preset: ImagePreset | None) -> Size | 
 
 
 def _names(library: str) -> Sequence[str]:
-    names: Sequence[str]
     if library == "timm":
         import timm
 
-        names = timm.list_models()
-    elif library == "torchvision":
+        return list(timm.list_models())
+    if library == "torchvision":
         from torchvision import models
 
-        names = models.list_models(module=models)
-    else:
-        import open_clip
+        return list(models.list_models(module=models))
+    import open_clip
 
-        names = open_clip.list_models()
-    return names
+    return list(open_clip.list_models())
 
 
 def _resolve(name: str) -> tuple[str, str, ImagePreset | None]:
@@ -154,17 +138,14 @@ def _resolve(name: str) -> tuple[str, str, ImagePreset | None]:
     preset = IMAGE_PRESETS.get(name)
     library, separator, model = (preset.model if preset else name).partition(":")
     if separator and library not in _LIBRARIES:
-        raise ConfigError(
-            f"library of {name!r} must be one of {', '.join(_LIBRARIES)}; got {library!r}", "unknown_name", field="name"
-        )
+        raise ConfigError(f"{name!r}: expected library in {_LIBRARIES}, got {library!r}", "unknown_name", field="name")
     if preset is not None:
         return library, model, preset
     for candidate in [library] if separator else _LIBRARIES:
         target = model if separator else name
         names = _names(candidate)
-        if (
-            target in names or target.partition(".")[0] in names or name == f"open_clip:{OPEN_CLIP_CUSTOM}"
-        ):  # timm: NAME.TAG
+        is_known = target in names or target.partition(".")[0] in names  # timm: NAME.TAG
+        if is_known or name == f"open_clip:{OPEN_CLIP_CUSTOM}":
             return candidate, target, None
     known = [*IMAGE_PRESETS, *(known for candidate in _LIBRARIES for known in _names(candidate))]
     near = difflib.get_close_matches(model or name, known, n=4)
@@ -198,10 +179,9 @@ def _load(
     ignored_names = list(vision.ignored_heads)
     if vision.block_prefix is not None:
         ignored_names += unused_blocks(vision.block_prefix, [name for name, _ in vision.net.named_parameters()])
-    ignored_keys = [
-        *(_TEXT_KEYS if tower else ()),
-        *(published.ignored_keys if published and pretrained is True else ()),
-    ]
+    ignored_keys = list(_TEXT_KEYS if tower else ())
+    if published and pretrained is True:
+        ignored_keys += published.ignored_keys
     keys = KeyMap(layouts=[[(tower, "")]], ignored_keys=ignored_keys, ignored_names=ignored_names)
     try:
         load_strictly(vision.net, tensors, keys, source)

@@ -142,11 +142,8 @@ def build_open_clip(name: str, arguments: Mapping[str, Any], projection: bool) -
     known = [field.name for field in dataclasses.fields(open_clip.CLIPVisionCfg)]
     unknown = sorted(set(tower) - set(known))
     if unknown:
-        raise ConfigError(
-            f"open_clip's image encoders have no argument {', '.join(unknown)}; choose from {', '.join(known)}",
-            "unknown_name",
-            field=unknown[0],
-        )
+        message = f"open_clip has no image argument {', '.join(unknown)}; choose from {', '.join(known)}"
+        raise ConfigError(message, "unknown_name", field=unknown[0])
     embed_dim = int(arguments.get("embed_dim", config["embed_dim"]))
     tower["timm_model_pretrained"] = False
     quick_gelu = bool(config.get("quick_gelu", False))

@@ -97,11 +97,7 @@ def build_torchvision(name: str, arguments: Mapping[str, Any], level: int, image
 
     if name.startswith("vit_") and image_size is not None:
         if image_size[0] != image_size[1]:
-            raise ConfigError(
-                f"torchvision's {name} expects square images, got image_size {image_size}",
-                "unsupported",
-                field="image_size",
-            )
+            raise ConfigError(f"{name} needs square images, got {image_size}", "unsupported", field="image_size")
         arguments = {**arguments, "image_size": image_size[0]}
     try:
         net = models.get_model(name, weights=None, **arguments)
@@ -109,9 +105,7 @@ def build_torchvision(name: str, arguments: Mapping[str, Any], level: int, image
         raise ConfigError(f"torchvision cannot build {name} with {dict(arguments)}: {error}", "out_of_range") from error
     family = FAMILIES.get(type(net).__name__)
     if family is None:
-        raise ConfigError(
-            f"torchvision's {name} is not supported; use timm's model, or one of {', '.join(FAMILIES)}", "unsupported"
-        )
+        raise ConfigError(f"unsupported {name}: use timm's, or one of {', '.join(FAMILIES)}", "unsupported")
     grid = (net.image_size // net.patch_size,) * 2 if isinstance(net, models.VisionTransformer) else None
     levels = family.levels
     if levels is None:

@@ -55,13 +55,9 @@ def read_folder(folder: Path) -> tuple[str, dict[str, Any]]:
         model_type = "bert" if content["model_type"] == "cxr-bert" else str(content["model_type"])  # a plain BERT
         known = transformers.AutoConfig.for_model(model_type).to_dict()
     except FileNotFoundError:
-        raise ConfigError(
-            f"{folder} is not the folder of a Hugging Face model: it has no config.json", "not_found", field="name"
-        ) from None
+        raise ConfigError(f"{folder} has no config.json of Hugging Face", "not_found", field="name") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} does not describe a model of transformers: {error}", "malformed", field="name"
-        ) from None
+        raise ConfigError(f"{path} describes no transformers model: {error}", "malformed", field="name") from None
     fields = {
         key: value
         for key, value in content.items()
@@ -85,18 +81,14 @@ def build_hugging_face(model_type: str, arguments: Mapping[str, Any]) -> TextBac
     try:
         known = transformers.AutoConfig.for_model(model_type).to_dict()
     except (KeyError, ValueError) as error:
-        raise ConfigError(
-            f"unknown model type {model_type!r} of transformers: {error}", "unknown_name", field="name"
-        ) from None
+        raise ConfigError(f"unknown model type {model_type!r}: {error}", "unknown_name", field="name") from None
     _check_fields(f"hf:{model_type}", arguments, known)
     options = {"add_pooling_layer": False} if model_type in _WITH_POOLER else {}
     try:
         config = transformers.AutoConfig.for_model(model_type, **arguments)
         net: Any = transformers.AutoModel.from_config(config, attn_implementation="sdpa", **options)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise ConfigError(
-            f"transformers cannot build {model_type} with {dict(arguments)}: {error}", "out_of_range"
-        ) from error
+        raise ConfigError(f"cannot build {model_type} with {dict(arguments)}: {error}", "out_of_range") from error
     adapter: TextAdapter = FullModelAdapter()
     if model_type in _BERT_LIKE:
         adapter = BertAdapter()
@@ -135,27 +127,20 @@ def build_open_clip(name: str, arguments: Mapping[str, Any], projection: bool) -
     config: Any = {"embed_dim": 512, "text_cfg": {}} if name == OPEN_CLIP_CUSTOM else open_clip.get_model_config(name)
     if config is None:
         near = difflib.get_close_matches(name, open_clip.list_models(), n=3)
-        raise ConfigError(
-            f"unknown open_clip model {name!r}: did you mean {', '.join(near) or 'another'}?",
-            "unknown_name",
-            field="name",
-        )
+        message = f"unknown open_clip model {name!r}: did you mean {', '.join(near) or 'another'}?"
+        raise ConfigError(message, "unknown_name", field="name")
     known = [field.name for field in dataclasses.fields(open_clip.CLIPTextCfg)]
     fields = {_SIZES.get(key, key): value for key, value in arguments.items()}
     embed_dim = int(fields.pop("embed_dim", config["embed_dim"]))
     tower = config["text_cfg"] | fields
     _check_fields(f"open_clip:{name}", tower, known)
     if tower.get("hf_model_name") or tower.get("embed_cls"):
-        raise ConfigError(
-            f"the text encoder of {name} is not an open_clip Transformer; use a preset or hf:TYPE", "unsupported"
-        )
+        raise ConfigError(f"{name}'s text encoder is no open_clip Transformer: use a preset or hf:TYPE", "unsupported")
     smallest = {"layers": 1, "width": 64, "patch_size": 32, "image_size": 32}
     try:  # open_clip's public interface builds whole models only, so the image encoder is as small as possible
         net: Any = open_clip.CustomTextCLIP(embed_dim, smallest, tower, quick_gelu=bool(config.get("quick_gelu"))).text
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"open_clip cannot build the text encoder of {name} with {dict(arguments)}: {error}", "out_of_range"
-        ) from error
+        raise ConfigError(f"cannot build text of {name} with {dict(arguments)}: {error}", "out_of_range") from error
     head = _take_projection(net) if projection else None
     net.text_projection = None
     return TextBackbone(

@@ -74,12 +74,9 @@ class TextEncoder(Encoder):
         self.layers, self.reduce, self.pool = tuple(options.layers), options.reduce, options.pool
         states = self.num_layers + 1
         if not all(-states <= layer < states for layer in self.layers):
-            raise ConfigError(
-                f"layers of {self.name} must be 0 (embeddings) to {self.num_layers}, or -1 to -{states} from the end; "
-                f"got {self.layers}",
-                "out_of_range",
-                field="layers",
-            )
+            accepted = f"0 (embeddings) to {self.num_layers}, or -1 to -{states} from the end"
+            message = f"expected layers of {self.name} from {accepted}; got {self.layers}"
+            raise ConfigError(message, "out_of_range", field="layers")
         self.config = dataclasses.asdict(options) | dict(options.arguments)
         del self.config["arguments"]
         self._is_packing = False
@@ -151,17 +148,11 @@ class TextEncoder(Encoder):
                 "unsupported" if the backbone does not take `positions`.
         """
         if ids_BT.shape != mask_BT.shape or ids_BT.ndim != 2:
-            raise ConfigError(
-                f"expected ids and mask of one shape (B, T), got {tuple(ids_BT.shape)} and {tuple(mask_BT.shape)}",
-                "mismatch",
-            )
+            got = f"{tuple(ids_BT.shape)} and {tuple(mask_BT.shape)}"
+            raise ConfigError(f"expected ids and mask of one shape (B, T), got {got}", "mismatch")
         if ids_BT.shape[1] > self.max_tokens:
-            raise ConfigError(
-                f"expected at most {self.max_tokens} tokens for {self.name}, got {ids_BT.shape[1]}: truncate with the "
-                "tokenizer's max_tokens",
-                "too_large",
-                field="max_tokens",
-            )
+            limit = f"at most {self.max_tokens} tokens for {self.name}, got {ids_BT.shape[1]}"
+            raise ConfigError(f"expected {limit}: set the tokenizer's max_tokens", "too_large", field="max_tokens")
         clean_BT = ids_BT.masked_fill(~mask_BT.bool(), self.pad_id)
         return self._adapter.embed(self.backbone, clean_BT, **positions)
 

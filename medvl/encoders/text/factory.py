@@ -17,6 +17,7 @@ from typing import Any
 from medvl.encoders.presets import TEXT_PRESETS, TextPreset
 from medvl.encoders.pretrained import (
     CLIP_SCALARS,
+    CLIP_TEXT_PARTS,
     KeyMap,
     Pretrained,
     load_strictly,
@@ -40,7 +41,6 @@ _PROJECTIONS = ("cls_projection_head.", "text.proj.", "text_projection", "text.t
 _NOT_BUILT = ("backbone.pooler.", "backbone.embeddings.position_ids")
 """Pooler, which no published system uses, and the position counter that older versions of transformers stored."""
 _MEDVL_LAYOUT = (("backbone.", "backbone."), ("projection.", "projection."))
-_CLIP_PARTS = ("transformer.", "token_embedding.", "positional_embedding", "ln_final.")
 
 
 def create_text_encoder(
@@ -131,11 +131,8 @@ def _resolve(name: str) -> tuple[str, str, TextPreset | None, dict[str, Any]]:
         return family, model, None, {}
     near = difflib.get_close_matches(name, TEXT_PRESETS, n=3)
     hint = f"did you mean {', '.join(near)}?" if near else f"the presets are {', '.join(TEXT_PRESETS)}."
-    raise ConfigError(
-        f"unknown text encoder {name!r}: {hint} Other names: hf:TYPE, open_clip:NAME, static, or a local folder",
-        "unknown_name",
-        field="name",
-    )
+    message = f"unknown text encoder {name!r}: {hint} Others: hf:TYPE, open_clip:NAME, static, or a local folder"
+    raise ConfigError(message, "unknown_name", field="name")
 
 
 def _default_pool(family: str) -> Pool:
@@ -167,21 +164,15 @@ def _create_static(options: TextOptions, pretrained: Pretrained, vocabulary: Map
     """Create a table of word vectors, filled from a file if one is given."""
     if options.projection:
         raise ConfigError("a static table has no projection", "unsupported", field="projection")
-    path = (
-        None if pretrained is False else locate_weights("static", pretrained, None, "word vectors are loaded by path")
-    )
+    path = None if pretrained is False else locate_weights("static", pretrained, None, "load word vectors by path")
     arguments = dict(options.arguments)
     if path is not None:
         if vocabulary is None:
-            raise ConfigError(
-                "a file of word vectors needs vocabulary, the tokenizer's word -> id", "missing", field="vocabulary"
-            )
+            raise ConfigError("a file of word vectors needs a vocabulary", "missing", field="vocabulary")
         arguments["dimension"] = read_dimension(path)
     vocab_size = options.vocab_size or (max(vocabulary.values()) + 1 if vocabulary else None)
     if vocab_size is None or "dimension" not in arguments:
-        raise ConfigError(
-            "a static table needs vocab_size and dimension, or a file of vectors and a vocabulary", "missing"
-        )
+        raise ConfigError("a static table needs vocab_size and dimension, or a file and a vocabulary", "missing")
     options = dataclasses.replace(options, vocab_size=vocab_size, arguments=arguments)
     language = build_static(vocab_size, options.pad_id or 0, arguments)
     if path is not None and vocabulary is not None:
@@ -195,12 +186,9 @@ def _load(encoder: TextEncoder, language: TextBackbone, preset: TextPreset | Non
     if preset is not None and language.positions_start_after_padding:
         published = preset.arguments["pad_token_id"]
         if encoder.pad_id != published:
-            raise ConfigError(
-                f"{encoder.name} numbers positions from its padding id, so its published weights need pad_id "
-                f"{published}, got {encoder.pad_id}: use its own tokenizer, or random weights",
-                "conflict",
-                field="pad_id",
-            )
+            need = f"need pad_id {published} (positions count from it), got {encoder.pad_id}"
+            message = f"published weights of {encoder.name} {need}: use its own tokenizer, or random weights"
+            raise ConfigError(message, "conflict", field="pad_id")
     path = locate_weights(encoder.name, pretrained, preset.weights if preset else None, preset.note if preset else "")
     names = [name for name, _ in language.net.named_parameters()]
     upper = [] if language.block_prefix is None else unused_blocks(language.block_prefix, names)
@@ -228,5 +216,5 @@ def _clip_layouts(language: TextBackbone) -> list[Sequence[tuple[str, str]]]:
     head = ("text_projection.", "projection.")  # a linear layer, or a bare matrix in the first CLIP
     if isinstance(language.projection, MatrixHead):
         head = ("text_projection", "projection.matrix")
-    root = [*((part, f"backbone.{part}") for part in _CLIP_PARTS), head]
+    root = [*((part, f"backbone.{part}") for part in CLIP_TEXT_PARTS), head]
     return [_MEDVL_LAYOUT, [(f"text.{source}", target) for source, target in root], root]

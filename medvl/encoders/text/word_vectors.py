@@ -53,9 +53,8 @@ def fill_word_vectors(table: torch.Tensor, path: Path, vocabulary: Mapping[str, 
     with _open(path) as file, torch.no_grad():
         file_format = _read_format(file, path)
         if file_format.dimension != table.shape[1]:
-            raise WeightsError(
-                f"{path}: expected vectors of dimension {table.shape[1]}, got {file_format.dimension}", "mismatch"
-            )
+            got = f"expected vectors of dimension {table.shape[1]}, got {file_format.dimension}"
+            raise WeightsError(f"{path}: {got}", "mismatch")
         for word, vector in (
             _read_binary(file, file_format, path) if file_format.binary else _read_text(file, file_format, path)
         ):
@@ -89,18 +88,14 @@ def _read_format(file: BinaryIO, path: Path) -> _Format:
         words, dimension, binary = None, len(fields) - 1, False
         file.seek(0)
     if not 1 <= dimension <= _MAX_DIMENSION or (words is not None and words > _MAX_WORDS):
-        raise WeightsError(
-            f"{path} is not a file of word vectors: its first line implies {dimension} dimensions", "malformed"
-        )
+        raise WeightsError(f"{path} has no word vectors: its first line implies {dimension} dimensions", "malformed")
     return _Format(dimension=dimension, words=words, binary=binary)
 
 
 def _read_line(file: BinaryIO, path: Path) -> bytes:
     line = file.readline(_MAX_LINE_BYTES)
     if len(line) == _MAX_LINE_BYTES:
-        raise WeightsError(
-            f"{path} is not a file of word vectors: a line has more than {_MAX_LINE_BYTES} bytes", "malformed"
-        )
+        raise WeightsError(f"{path} has no word vectors: a line exceeds {_MAX_LINE_BYTES} bytes", "malformed")
     return line
 
 
@@ -116,9 +111,8 @@ def _read_text(file: BinaryIO, file_format: _Format, path: Path) -> Iterator[tup
         except ValueError:
             vector = np.empty(0, dtype=np.float32)
         if len(fields) <= file_format.dimension or len(vector) != file_format.dimension:
-            raise WeightsError(
-                f"{path}: expected a word and {file_format.dimension} numbers in line {number + 1}", "malformed"
-            )
+            expected = f"a word and {file_format.dimension} numbers"
+            raise WeightsError(f"{path}: expected {expected} in line {number + 1}", "malformed")
         yield b" ".join(fields[: -file_format.dimension]).decode("utf-8", errors="replace"), vector
     if file_format.words is not None and number != file_format.words:
         raise WeightsError(f"{path}: expected {file_format.words} words, got {number}", "truncated")
