@@ -3,7 +3,8 @@
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -63,9 +64,9 @@ def chexpert(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, fr
     """
     from medvl.data.corpora import chexpert as corpus
 
-    deid = deidentifier(run.salt_file)
-    plan = corpus.plan(root, deid, frontal_only=frontal_only)
-    return convert(plan, deid, run, dataclasses.replace(options, keep_textless=True))
+    return convert_corpus(
+        corpus, root, run, dataclasses.replace(options, keep_textless=True), frontal_only=frontal_only
+    )
 
 
 def roco(
@@ -90,9 +91,7 @@ def roco(
     """
     from medvl.data.corpora import roco as corpus
 
-    deid = deidentifier(run.salt_file)
-    plan = corpus.plan(root, deid, references=references, non_radiology=non_radiology, splits=splits)
-    return convert(plan, deid, run, options)
+    return convert_corpus(corpus, root, run, options, references=references, non_radiology=non_radiology, splits=splits)
 
 
 def medicat(
@@ -114,9 +113,7 @@ def medicat(
     """
     from medvl.data.corpora import medicat as corpus
 
-    deid = deidentifier(run.salt_file)
-    plan = corpus.plan(root, deid, radiology_only=radiology_only, fractions=split_fractions(splits))
-    return convert(plan, deid, run, options)
+    return convert_corpus(corpus, root, run, options, radiology_only=radiology_only, fractions=split_fractions(splits))
 
 
 def openi(
@@ -138,9 +135,7 @@ def openi(
     """
     from medvl.data.corpora import openi as corpus
 
-    deid = deidentifier(run.salt_file)
-    plan = corpus.plan(root, deid, images=images, fractions=split_fractions(splits))
-    return convert(plan, deid, run, options)
+    return convert_corpus(corpus, root, run, options, images=images, fractions=split_fractions(splits))
 
 
 def table(
@@ -204,6 +199,12 @@ def deidentifier(salt_file: Path | None) -> "Deidentifier":
     from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
 
     return Deidentifier.from_file(salt_file or default_salt_file(), create=True)
+
+
+def convert_corpus(corpus: ModuleType, root: Path, run: ShardRun, options: ShardOptions, **settings: Any) -> str:
+    """Plan a corpus with these settings and convert it, as `convert`."""
+    deid = deidentifier(run.salt_file)
+    return convert(corpus.plan(root, deid, **settings), deid, run, options)
 
 
 def convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOptions) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from medvl.cli.shards import Flat, convert, deidentifier, split_fractions
+from medvl.cli.shards import Flat, convert_corpus, split_fractions
 from medvl.data.convert.options import ShardOptions, ShardRun
 
 _FRACTIONS = ("train=0.7", "validate=0.15", "test=0.15")
@@ -30,10 +30,7 @@ def rsna(
     """
     from medvl.data.corpora import rsna as corpus
 
-    deid = deidentifier(run.salt_file)
-    return convert(
-        corpus.plan(root, deid, patients=patients, fractions=split_fractions(splits)), deid, run, _textless(options)
-    )
+    return convert_corpus(corpus, root, run, _textless(options), patients=patients, fractions=split_fractions(splits))
 
 
 def siim(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, splits: tuple[str, ...] = _FRACTIONS) -> str:
@@ -47,8 +44,7 @@ def siim(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, splits
     """
     from medvl.data.corpora import siim as corpus
 
-    deid = deidentifier(run.salt_file)
-    return convert(corpus.plan(root, deid, fractions=split_fractions(splits)), deid, run, _textless(options))
+    return convert_corpus(corpus, root, run, _textless(options), fractions=split_fractions(splits))
 
 
 def ms_cxr(
@@ -71,8 +67,7 @@ def ms_cxr(
     """
     from medvl.data.corpora import ms_cxr as corpus
 
-    deid = deidentifier(run.salt_file)
-    return convert(corpus.plan(root, deid, images=images, splits=splits), deid, run, _textless(options))
+    return convert_corpus(corpus, root, run, _textless(options), images=images, splits=splits)
 
 
 def nih_cxr14(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, validate_share: float = 0.125) -> str:
@@ -86,8 +81,7 @@ def nih_cxr14(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, v
     """
     from medvl.data.corpora import nih_cxr14 as corpus
 
-    deid = deidentifier(run.salt_file)
-    return convert(corpus.plan(root, deid, validate_share=validate_share), deid, run, _textless(options))
+    return convert_corpus(corpus, root, run, _textless(options), validate_share=validate_share)
 
 
 def covidx(
@@ -109,10 +103,7 @@ def covidx(
     """
     from medvl.data.corpora import covidx as corpus
 
-    deid = deidentifier(run.salt_file)
-    return convert(
-        corpus.plan(root, deid, version=version, validate_share=validate_share), deid, run, _textless(options)
-    )
+    return convert_corpus(corpus, root, run, _textless(options), version=version, validate_share=validate_share)
 
 
 def _textless(options: ShardOptions) -> ShardOptions:

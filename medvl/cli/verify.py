@@ -48,7 +48,6 @@ def verify(folder: Path, *, against: Path | None = None, decode: bool = False, f
 
 
 def _compare_counts(manifests: "Mapping[str, Manifest]", full: bool) -> None:
-    """Print counts that differ from those of the data card."""
     from medvl.data.corpora import (
         chexpert,
         covidx,
@@ -92,10 +91,7 @@ def _compare_folders(folder: Path, against: Path) -> None:
             print(f"  {count} images not compared: {reason}")
         images, patients = images + len(overlap.images), patients + len(shared or ())
     if images or patients:
-        message = (
-            f"{folder} and {against} share {images} pairs of images and {patients} patients, so that neither is held "
-            "out from the other"
-        )
+        message = f"{folder} and {against} share {images} pairs of images and {patients} patients: neither is held out"
         raise SplitError(message, "leak", field="against")
 
 

@@ -108,10 +108,7 @@ def score_labels(model: ClassifierModel, loader: Loader, policy: LabelPolicy) ->
     source = loader.source
     names = tuple(name for name in model.config.labels if name in source.label_names)
     if not names:
-        message = (
-            f"expected labels in common, got {', '.join(model.config.labels)} of the classifier and "
-            f"{', '.join(source.label_names) or 'none'} of the data"
-        )
+        message = f"expected labels of the classifier in the data, got {', '.join(source.label_names) or 'none'}"
         raise EvaluationError(message, "mismatch", field="labels")
     batches = FullPass(loader)
     parts, tables = [], []

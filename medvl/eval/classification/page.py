@@ -151,7 +151,6 @@ def _findings_table(result: ClassificationResult) -> html.Table:
 
 
 def _decisions(result: ClassificationResult) -> list[html.Table]:
-    """Return the table of calibration and yes/no metrics, if there are any."""
     rows = _rows(result)
     metrics = [metric for metric in (*CALIBRATION_METRICS, *DECISION_METRICS) if (metric, "macro", "") in rows]
     if not metrics:

@@ -55,10 +55,7 @@ class ScoredImages:
     def means(self) -> dict[str, list[str]]:
         """Name of each mean -> its classes. Raises `EvaluationError` if no class can be evaluated."""
         if not self.evaluable:
-            message = (
-                f"expected positive and negative images of a class, got none for {', '.join(self.names)} under this "
-                "label policy"
-            )
+            message = f"expected positive and negative images of a class, got none for {', '.join(self.names)}"
             raise EvaluationError(message, "empty", field="labels")
         means = {"macro": self.evaluable}
         if set(COMPETITION_FINDINGS) <= set(self.evaluable):

@@ -62,10 +62,9 @@ def bootstrap(
     Raises EvaluationError if `n`, `resamples`, `level` or the number of groups is out of range.
     """
     if n < 1 or resamples < 0 or not 0 < level < 1:
+        message = f"expected n >= 1, resamples >= 0 and 0 < level < 1, got {n}, {resamples} and {level}"
         raise EvaluationError(
-            f"expected n >= 1, resamples >= 0 and 0 < level < 1, got {n}, {resamples} and {level}",
-            "out_of_range",
-            field="n" if n < 1 else "resamples" if resamples < 0 else "level",
+            message, "out_of_range", field="n" if n < 1 else "resamples" if resamples < 0 else "level"
         )
     value_K = statistic(np.ones((n, 1)))[0]
     if resamples == 0:

@@ -41,11 +41,8 @@ class FullPass:
             message = f"expected every image once, got {duplicates} again; open the loader with train=False"
             raise EvaluationError(message, "mismatch")
         if yielded + skipped != expected:
-            raise EvaluationError(
-                f"expected {expected} images, got {yielded} and {skipped} skipped; "
-                "open the loader with train=False and one rank, so that no batch is dropped",
-                "mismatch",
-            )
+            message = f"expected {expected} images, got {yielded} and {skipped} skipped; use train=False and one rank"
+            raise EvaluationError(message, "mismatch")
         if not yielded:
             raise EvaluationError("expected images to evaluate, got none", "empty")
 
@@ -66,11 +63,8 @@ def check_disjoint_patients(valid: Iterable[str], test: Iterable[str]) -> None:
     """Raise SplitError if a patient of the validation images is also in the test images."""
     shared = len({*valid} & {*test})
     if shared:
-        raise SplitError(
-            f"{shared} patients are in both the validation and the test images, so that thresholds would be chosen on "
-            "test patients; use splits that are disjoint by patient",
-            "leak",
-        )
+        message = f"{shared} patients are in both validation and test; use splits that are disjoint by patient"
+        raise SplitError(message, "leak")
 
 
 def input_hashes(checkpoint: str | Path | None, **loaders: Loader | None) -> dict[str, str | None]:

@@ -208,7 +208,6 @@ def label_row(metric: str, target: str, labels_N: Array, subgroup: str = "") -> 
 
 
 def _count_labelled(labels_NL: Array) -> int:
-    """Return the number of images with at least one label."""
     return int((~np.isnan(labels_NL).all(axis=1)).sum())
 
 

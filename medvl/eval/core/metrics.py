@@ -28,10 +28,7 @@ def check_scores(scores_NL: ArrayLike, labels_NL: ArrayLike) -> tuple[Array, Arr
     """
     scores, labels = np.asarray(scores_NL, dtype=np.float64), np.asarray(labels_NL, dtype=np.float64)
     if scores.ndim != 2 or scores.shape != labels.shape or scores.size == 0:
-        message = (
-            f"expected scores and labels of the same non-empty shape (images, labels), got {scores.shape} and "
-            f"{labels.shape}"
-        )
+        message = f"expected equal non-empty shapes of scores and labels, got {scores.shape} and {labels.shape}"
         raise EvaluationError(message, "mismatch", field="scores")
     if not np.isfinite(scores).all():
         bad = int((~np.isfinite(scores)).sum())

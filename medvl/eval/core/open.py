@@ -47,10 +47,7 @@ def load_ensemble(checkpoints: Sequence[Path], device: str = "auto") -> list[Dua
             raise unsupported_model(checkpoint, model, "give the checkpoint of a dual-encoder")
         models.append(model)
         if model.transform != models[0].transform:
-            message = (
-                f"expected one image transform in an ensemble, got {model.transform} of {checkpoint} and "
-                f"{models[0].transform} of {checkpoints[0]}; evaluate them separately"
-            )
+            message = f"{checkpoint} and {checkpoints[0]} have different image transforms; evaluate them separately"
             raise ConfigError(message, "mismatch", field="checkpoint")
     return models
 

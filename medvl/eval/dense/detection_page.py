@@ -32,15 +32,9 @@ def write_detection_page(
     pixels: Pixels | None = None,
     examples: int = 6,
 ) -> Path:
-    """Write the page as one HTML file and return its path.
+    """Write the page as one HTML file and return its path; arguments as in `write_zero_shot_page`.
 
-    Args:
-        result: from `box_detection`.
-        path: of the file; its folder is created if necessary.
-        model, data: names for the header.
-        date: shown unchanged; None for none.
-        pixels: position -> image, such as `loader.source.pixels`; None for a page without images.
-        examples: number of random images with boxes, and without.
+    `result` is from `box_detection`; `examples` is the number of random images with boxes, and without.
     """
     details = result.results.details
     thresholds = ", ".join(f"{label} {value:.3f}" for label, value in (details["thresholds"] or {}).items())

@@ -26,14 +26,9 @@ def write_segmentation_page(
     date: str | None = None,
     pixels: Pixels | None = None,
 ) -> Path:
-    """Write the page as one HTML file and return its path.
+    """Write the page as one HTML file and return its path; arguments as in `write_zero_shot_page`.
 
-    Args:
-        result: from `mask_segmentation`; images with kept maps are shown.
-        path: of the file; its folder is created if necessary.
-        model, data: names for the header.
-        date: shown unchanged; None for none.
-        pixels: position -> image, such as `loader.source.pixels`; None for a page without images.
+    `result` is from `mask_segmentation`; images with kept maps are shown.
     """
     details, config = result.results.details, result.results.config
     thresholds = [

@@ -149,7 +149,6 @@ class _Query(NamedTuple):
 
 
 def _queries(loader: Loader) -> dict[str, list[_Query]]:
-    """Return key of each sample -> its queries."""
     return {
         key: [_Query(position, sample, number, phrase) for number, phrase in enumerate(phrases_of(sample))]
         for key, (position, sample) in samples_by_key(loader.source).items()
@@ -260,7 +259,6 @@ def grounding_rows(
 
 
 def _details(items: Sequence[GroundedPhrase], batches: FullPass) -> dict[str, Any]:
-    """Return counts of what was evaluated and left out, the mean share outside of crops, and chance by finding."""
     images = {item.sample.key for item in items}
     shares: dict[str, list[float]] = {"overall": [item.box_share for item in items]}
     for item in items:

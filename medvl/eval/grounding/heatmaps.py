@@ -115,11 +115,8 @@ def embed_patches(model: DualEncoder, image_BCHW: Tensor) -> tuple[Tensor, Size]
     projection = getattr(encoder.backbone, "proj", None)
     if isinstance(projection, Tensor) and projection.shape == (encoder.patch_dim, encoder.feature_dim):
         return model.image_head(features.patches_BPD @ projection), features.grid
-    raise EvaluationError(
-        f"the pooled vector of {encoder.name} ({encoder.feature_dim} dimensions) is not computed from its patches "
-        f"({encoder.patch_dim}), so the model's head cannot project them",
-        "unsupported",
-    )
+    message = f"the pooled vector of {encoder.name} is not computed from its patches, so the head cannot project them"
+    raise EvaluationError(message, "unsupported")
 
 
 def smooth(map_Bhw: Tensor, sigma: float) -> Tensor:

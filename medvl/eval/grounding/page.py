@@ -35,14 +35,9 @@ def write_grounding_page(
     date: str | None = None,
     pixels: html.Pixels | None = None,
 ) -> Path:
-    """Write the page as one HTML file and return its path.
+    """Write the page as one HTML file and return its path; arguments as in `write_zero_shot_page`.
 
-    Args:
-        result: from `phrase_grounding`; items with kept maps are shown.
-        path: of the file; its folder is created if necessary.
-        model, data: names for the header.
-        date: shown unchanged; None for none.
-        pixels: position -> image, such as `loader.source.pixels`; None for a page without images.
+    `result` is from `phrase_grounding`; items with kept maps are shown.
     """
     results, details = result.results, result.results.details
     sections: list[html.Section] = [_table(result), _thresholds(result)]

@@ -178,7 +178,6 @@ def _prepare(
 
 
 def _fit_all(data: _Data, fractions: Sequence[float], seeds: int, penalties: Sequence[float]) -> list[ProbeRun]:
-    """Fit the probes of all runs, in ascending order of the fractions."""
     if not fractions or seeds < 1 or not penalties or min(penalties) <= 0:
         raise EvaluationError(
             f"expected fractions, seeds >= 1 and penalties > 0, got {list(fractions)}, {seeds} and {list(penalties)}",
@@ -193,7 +192,6 @@ def _fit_all(data: _Data, fractions: Sequence[float], seeds: int, penalties: Seq
 
 
 def _fit(data: _Data, fraction: float, number: int, penalties: Sequence[float]) -> ProbeRun:
-    """Fit the probe of one run at the penalty with the best validation AUROC."""
     sampled = label_fraction(data.train.patients, fraction, number)
     y_NL = data.y_NL[sampled]
     probes = fit_path(data.x_ND[sampled], y_NL, penalties)
@@ -219,7 +217,6 @@ def _fingerprints(train: FeatureTable, valid: FeatureTable, test: FeatureTable) 
 
 
 def _with_scores(run: ProbeRun, data: _Data, scored: Mapping[str, ScoredImages]) -> tuple[ScoredImages, ScoredImages]:
-    """Return the test and validation images with the scores of a run."""
     on_valid_NL = run.probe.probability_NL(data.valid_x_ND)
     test, valid = scored["test"], scored["valid"]
     return dataclasses.replace(test, scores_NL=run.scores_NL), dataclasses.replace(valid, scores_NL=on_valid_NL)
@@ -234,7 +231,6 @@ def _mean_auroc(probe: LinearProbe, data: _Data) -> float:
 
 
 def _fraction_metrics(runs: Sequence[ProbeRun], images: ScoredImages) -> list[MetricGroup]:
-    """Return AUROC and average precision by fraction: mean and, for several runs, standard deviation."""
     by_fraction: dict[float, list[ProbeRun]] = {}
     for run in runs:
         by_fraction.setdefault(run.fraction, []).append(run)

@@ -135,7 +135,6 @@ _Encoded = tuple[torch.Tensor, np.ndarray, Mapping[str, int]]
 
 
 def _describe(encoder: ProbedEncoder, source: Source) -> str:
-    """Return everything that the features depend on, as JSON."""
     description: dict[str, Any] = {
         "encoder": encoder.sha256,
         "source": source.fingerprint,

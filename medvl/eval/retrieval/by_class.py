@@ -156,11 +156,8 @@ def class_retrieval(
     position = {sample.key: index for index, sample in enumerate(samples)}
     missing = retrieval_list.keys - position.keys()
     if missing:
-        raise EvaluationError(
-            f"{len(missing)} of {len(retrieval_list.keys)} images of the list {retrieval_list.name!r} are not in these "
-            f"shards (the first is {min(missing)}): give the shards that the list was made for, with their salt",
-            "mismatch",
-        )
+        message = f"{len(missing)} images of the list are not in these shards (the first is {min(missing)})"
+        raise EvaluationError(message, "mismatch")
     with evaluating(model):
         directions = [
             _image_queries(images, samples, retrieval_list, position, ks),
@@ -263,7 +260,6 @@ def _select(images: Embeddings, items: Sequence[Item], position: Mapping[str, in
 
 
 def _relevance(items: Sequence[Item], classes: Sequence[str]) -> Array:
-    """Return 1.0 for each class that an item has, else 0.0."""
     return np.array([[float(name in item_classes) for name in classes] for _, item_classes in items])
 
 

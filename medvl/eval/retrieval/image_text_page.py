@@ -35,13 +35,10 @@ def write_retrieval_page(
     pixels: Callable[[str], NDArray[np.uint8]] | None = None,
     labels: Callable[[str], Mapping[str, int]] | None = None,
 ) -> Path:
-    """Write the page as one HTML file and return its path.
+    """Write the page as one HTML file and return its path; other arguments as in `write_zero_shot_page`.
 
     Args:
         result: from `image_text_retrieval`; its examples are shown, if there are any.
-        path: of the file; its folder is created if necessary.
-        model, data: names for the header.
-        date: shown unchanged; None for none.
         pixels: key -> image; None for a page without images.
         labels: key -> labels, which color the embeddings.
     """

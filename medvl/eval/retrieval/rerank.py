@@ -238,7 +238,6 @@ def _encode(model: FusionModel, loader: Loader) -> tuple[Encoded, Gallery]:
 
 
 def _own_embeddings(model: FusionModel, encoded: Encoded) -> tuple[ComparesTokens, Embeddings, Embeddings]:
-    """Return the model and its own embeddings, computed from its encoded tokens."""
     assert isinstance(model, ComparesTokens)
     image, text = (Tokens(tokens.states_BND[:, :1].to(model.device), None) for tokens in (encoded.image, encoded.text))
     return model, model.embed_image_tokens(image), model.embed_text_tokens(text)
@@ -247,7 +246,6 @@ def _own_embeddings(model: FusionModel, encoded: Encoded) -> tuple[ComparesToken
 def _other_embeddings(
     shortlist_model: ShortlistModel | None, gallery: Gallery, autocast: torch.dtype | None
 ) -> tuple[Model, Embeddings, Embeddings]:
-    """Return the other dual-encoder and its embeddings of the same images and texts."""
     assert shortlist_model is not None, "checked by reranked_retrieval"
     with evaluating(shortlist_model.model):
         images, keys, _ = encode_images(shortlist_model.model, shortlist_model.loader, autocast)

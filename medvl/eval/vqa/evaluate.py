@@ -166,7 +166,6 @@ def _metric_groups(
     protocol: VQAProtocol,
     vocabulary: AnswerVocabulary | None,
 ) -> list[MetricGroup]:
-    """Return all rows: every system on the same questions and resamples."""
     by_kind_and_organ = _kind_and_organ_masks(evaluated)
     groups = []
     for system, credit_N in credits.items():

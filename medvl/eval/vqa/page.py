@@ -154,7 +154,6 @@ def _reference(rows: Mapping[tuple[str, str, str], MetricRow], row: MetricRow) -
 
 
 def _groups(result: VQAResult) -> list[str]:
-    """Return the targets of the rows by question type and by organ."""
     shown = subgroup_of(_shown(result))
     return [
         row.target

@@ -79,7 +79,6 @@ class QuestionOnly:
         return torch.cat(blocks)
 
     def _matrix(self, questions: Sequence[str]) -> Tensor:
-        """Return sparse counts (Q, F)."""
         entries = [
             (row, self._index[name], count)
             for row, question in enumerate(questions)

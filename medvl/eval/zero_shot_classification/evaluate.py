@@ -167,16 +167,12 @@ def score_images(
 def _common_classes(prompts: PromptSet, source: Source) -> tuple[str, ...]:
     names = tuple(name for name in prompts.classes if name in source.label_names)
     if not names:
-        message = (
-            f"expected classes in common, got {', '.join(prompts.classes)} of prompt set {prompts.name!r} and "
-            f"{', '.join(source.label_names) or 'none'} of the data"
-        )
+        message = f"expected a class of {prompts.name!r} in the data, got {', '.join(source.label_names) or 'none'}"
         raise EvaluationError(message, "mismatch", field="prompts")
     return names
 
 
 def _metric_groups(test: ScoredImages, prompts: PromptSet, thresholds: Mapping[str, float] | None) -> list[MetricGroup]:
-    """Return all metrics except those of subgroups."""
     groups = scoring.ranking_groups(test)
     groups += scoring.decision_groups(test, thresholds, probabilities=prompts.gives_probabilities)
     if prompts.scoring in COMPETING:
@@ -187,7 +183,6 @@ def _metric_groups(test: ScoredImages, prompts: PromptSet, thresholds: Mapping[s
 def _describe(
     prompts: PromptSet, policy: LabelPolicy, members: Sequence[str], autocast: torch.dtype | None
 ) -> dict[str, Any]:
-    """Return the settings of the scores and labels, for `Results.config`."""
     fields = ("name", "version", "scoring", "temperature", "ensemble")
     return {
         "prompts": {**{field: getattr(prompts, field) for field in fields}, "classes": list(prompts.classes)},

@@ -97,11 +97,8 @@ def load_prompts(name_or_path: str | Path) -> PromptSet:
     own = _FOLDER / f"{name_or_path}.json"
     path = own if isinstance(name_or_path, str) and name_or_path in list_prompts() else Path(name_or_path)
     if not path.is_file():
-        raise EvaluationError(
-            f"no prompt set {str(name_or_path)!r}; give one of {', '.join(list_prompts())} or the path of a JSON file",
-            "unknown_name",
-            field="prompts",
-        )
+        message = f"no prompt set {str(name_or_path)!r}; give one of {', '.join(list_prompts())} or a JSON file"
+        raise EvaluationError(message, "unknown_name", field="prompts")
     content = path.read_bytes()
     try:
         data = json.loads(content.decode(), object_pairs_hook=_unique_keys)

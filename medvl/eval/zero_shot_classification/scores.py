@@ -82,11 +82,8 @@ def _set_scores(prompts: PromptSet, parts: Sequence[Tensor]) -> Array:
     scores_NL = _standardize(torch.cat(list(parts)).numpy(), prompts)
     if not np.isfinite(scores_NL).all():
         bad = int((~np.isfinite(scores_NL)).any(axis=1).sum())
-        raise EvaluationError(
-            f"expected finite scores under {prompts.name!r}, got others for {bad} of {len(scores_NL)} images; "
-            "check the weights, or evaluate without autocast",
-            "nonfinite",
-        )
+        message = f"expected finite scores, got others for {bad} of {len(scores_NL)} images; check weights and autocast"
+        raise EvaluationError(message, "nonfinite")
     return scores_NL
 
 
@@ -96,11 +93,8 @@ def _standardize(scores_NL: Array, prompts: PromptSet) -> Array:
         return scores_NL
     std_L = scores_NL.std(axis=0)
     if not std_L.all():
-        raise EvaluationError(
-            f"prompt set {prompts.name!r} standardises scores over the images, but {len(scores_NL)} images have equal "
-            "scores; evaluate a complete test set",
-            "empty",
-        )
+        message = f"{prompts.name!r} standardises over images, but all scores are equal; evaluate a complete test set"
+        raise EvaluationError(message, "empty")
     standardised_NL: Array = (scores_NL - scores_NL.mean(axis=0)) / std_L
     return standardised_NL
 
@@ -157,10 +151,7 @@ class PromptScorer:
     def _average_embeddings(self) -> None:
         """Replace the sentences by one normalised mean per class and side."""
         if self.texts.local_NPE is not None:
-            message = (
-                f"prompt set {self.prompts.name!r} averages embeddings, which a model with local similarity does "
-                "not support; use the ensemble similarity_mean"
-            )
+            message = "a model with local similarity cannot average embeddings; use the ensemble similarity_mean"
             raise EvaluationError(message, "unsupported", field="ensemble")
         sides = [*self._positive, *self._negative]
         means = [self.texts.global_NE[columns.to(self.texts.global_NE.device)].mean(dim=0) for columns in sides]
@@ -175,9 +166,6 @@ def _similarity(model: Model, prompts: PromptSet) -> Callable[[Embeddings, Embed
         return model.similarity
     published: Callable[[Embeddings, Embeddings], Tensor] | None = getattr(model, "published_similarity", None)
     if published is None:
-        message = (
-            f"prompt set {prompts.name!r} needs GLoRIA's published similarity, which this model does not have; use "
-            "another prompt set"
-        )
+        message = f"prompt set {prompts.name!r} needs GLoRIA's published similarity; use another one for this model"
         raise EvaluationError(message, "unsupported", field="prompts")
     return published

@@ -122,7 +122,6 @@ def _write_image(encoder: ImageEncoder, folder: Path) -> dict[str, float]:
 
 
 def _image_class(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
-    """Return transformers' model with random weights, and its key table."""
     builders: Mapping[str, Callable[[ImageEncoder], tuple[Any, Sequence[KeyRule]]]] = {
         "timm.models.resnet.ResNet": _resnet,
         "timm.models.vision_transformer.VisionTransformer": _vision_transformer,
@@ -130,10 +129,7 @@ def _image_class(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
     }
     kind = f"{type(encoder.backbone).__module__}.{type(encoder.backbone).__name__}"
     if kind not in builders:
-        message = (
-            f"transformers has no class that computes {encoder.name} ({kind}): expected one of "
-            f"{', '.join(builders)}; the ONNX export takes any"
-        )
+        message = f"transformers has no class for {encoder.name} ({kind}), only for {', '.join(builders)}; use ONNX"
         raise ConfigError(message, "unsupported", field="image_encoder")
     return builders[kind](encoder)
 

@@ -109,7 +109,6 @@ def export_onnx(model: System, out: Path | str) -> Exported:
 
 
 def _write(tower: Any, inputs: dict[str, Tensor], shapes: dict[str, Any], path: Path) -> dict[str, float]:
-    """Write one file; return the differences of its outputs from the module's."""
     torch.onnx.export(
         tower.eval(),
         tuple(inputs.values()),

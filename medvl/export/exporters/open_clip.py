@@ -219,10 +219,6 @@ def _preprocessing(model: CLIP) -> dict[str, Any]:
 
 @torch.no_grad()
 def _compare(model: CLIP, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Build the model with open_clip and compare the embeddings.
-
-    Raises ConfigError if the tensors do not fit, and CheckpointError if the embeddings differ.
-    """
     import open_clip
 
     arguments = {name: value for name, value in config.items() if name != "custom_text"}

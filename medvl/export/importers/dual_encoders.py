@@ -33,7 +33,6 @@ _OPEN_CLIP: tuple[KeyRule, ...] = (
 def _clip(
     config: type[CLIPConfig], shapes: Shapes, image: Options, text: Options, settings: Mapping[str, Any]
 ) -> CLIPConfig:
-    """Return CLIP's config for encoders of these shapes."""
     image_options, text_options = image_arguments(shapes, image), text_arguments(shapes, text)
     from_shapes = {
         "image_encoder": image_options.pop("name"),

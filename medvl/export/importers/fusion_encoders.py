@@ -14,7 +14,6 @@ _MLM_HEAD = {"transform.dense.*": "dense.*", "transform.LayerNorm.*": "norm.*", 
 
 
 def _bert_attention(source: str, target: str) -> list[KeyRule]:
-    """Return the rules of one attention of a BERT layer."""
     return [
         *(keep(f"{source}.self.{name}.*", f"{target}.{name}.*") for name in ("query", "key", "value")),
         keep(f"{source}.output.dense.*", f"{target}.out.*"),
@@ -23,7 +22,6 @@ def _bert_attention(source: str, target: str) -> list[KeyRule]:
 
 
 def _co_attention(source: str, target: str) -> list[KeyRule]:
-    """Return the rules of the layers of one stream."""
     return [
         *_bert_attention(f"{source}.*.attention", f"{target}.*.attention"),
         *_bert_attention(f"{source}.*.crossattention", f"{target}.*.cross_attention"),
@@ -56,7 +54,6 @@ def _pixel_decoder() -> list[KeyRule]:
 
 
 def _encoders(shapes: Shapes, text_preset: str) -> dict[str, Any]:
-    """Return the fields of a fusion-encoder's config that describe the two encoders."""
     image, text = image_arguments(shapes, {}), text_arguments(shapes, {"name": text_preset})
     image.pop("projection", None)
     fields = {

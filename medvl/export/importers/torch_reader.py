@@ -128,7 +128,6 @@ def _read_archive(archive: zipfile.ZipFile, path: Path, parts: Sequence[str]) ->
 
 
 def _state_dict(content: Any, path: Path, parts: Sequence[str]) -> dict[str, "_Address"]:
-    """Return the addresses of the tensors by key."""
     if parts and isinstance(content, dict) and all(isinstance(content.get(part), dict) for part in parts):
         state = {f"{part}/{key}": value for part in parts for key, value in content[part].items()}
     else:
