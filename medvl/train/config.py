@@ -7,7 +7,7 @@
 import dataclasses
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from medvl.errors import ConfigError
 
@@ -15,19 +15,21 @@ Interval = int | Literal["epoch"]
 """A number of steps, or the end of every epoch."""
 
 
-def _at_least(name: str, value: float, low: float) -> None:
-    if not (math.isfinite(value) and value >= low):
-        raise ConfigError(f"{name} must be at least {low}, got {value}", "out_of_range", field=name)
+def _at_least(config: Any, low: float, *names: str) -> None:
+    """Raise ConfigError unless each named field is finite and at least `low`, or None or "epoch" where it may be."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value != "epoch" and not (math.isfinite(value) and value >= low):
+            raise ConfigError(f"{name} must be at least {low}, got {value}", "out_of_range", field=name)
 
 
-def _above(name: str, value: float, low: float) -> None:
-    if not (math.isfinite(value) and value > low):
-        raise ConfigError(f"{name} must be above {low}, got {value}", "out_of_range", field=name)
-
-
-def _between(name: str, value: float, low: float, high: float) -> None:
-    if not low < value <= high:
-        raise ConfigError(f"{name} must be above {low} and at most {high}, got {value}", "out_of_range", field=name)
+def _above(config: Any, low: float, *names: str, high: float = math.inf) -> None:
+    """Raise ConfigError unless each named field is None, or finite, above `low` and at most `high`."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not (math.isfinite(value) and low < value <= high):
+            limit = "" if high == math.inf else f" and at most {high}"
+            raise ConfigError(f"{name} must be above {low}{limit}, got {value}", "out_of_range", field=name)
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -43,7 +45,7 @@ class Constant:
     """Steps of a linear warm-up to `lr`."""
 
     def __post_init__(self) -> None:
-        _at_least("warmup_steps", self.warmup_steps, 0)
+        _at_least(self, 0, "warmup_steps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +57,7 @@ class _Falling:
     min_lr: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least("warmup_steps", self.warmup_steps, 0)
-        _at_least("min_lr", self.min_lr, 0)
+        _at_least(self, 0, "warmup_steps", "min_lr")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +83,8 @@ class Plateau:
     """Steps of a linear warm-up to `lr`."""
 
     def __post_init__(self) -> None:
-        _between("factor", self.factor, 0, 1)
-        _at_least("patience", self.patience, 0)
-        _at_least("threshold", self.threshold, 0)
-        _at_least("min_lr", self.min_lr, 0)
-        _at_least("warmup_steps", self.warmup_steps, 0)
+        _above(self, 0, "factor", high=1)
+        _at_least(self, 0, "patience", "threshold", "min_lr", "warmup_steps")
 
 
 Schedule = Constant | Linear | Cosine | Plateau
@@ -115,22 +113,14 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         _one_of("optimizer", self.optimizer, ("adam", "adamw", "sgd"))
-        _above("lr", self.lr, 0)
+        _above(self, 0, "lr", "eps", "clip_norm")
+        _above(self, 0, "layer_decay", high=1)
+        _at_least(self, 0, "momentum", "weight_decay")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas must be in [0, 1), got {self.betas}", "out_of_range", field="betas")
-        _above("eps", self.eps, 0)
-        _at_least("momentum", self.momentum, 0)
-        _at_least("weight_decay", self.weight_decay, 0)
-        if self.layer_decay is not None:
-            _between("layer_decay", self.layer_decay, 0, 1)
-        if self.clip_norm is not None:
-            _above("clip_norm", self.clip_norm, 0)
         if not isinstance(self.schedule, Constant) and self.schedule.min_lr > self.lr:
-            raise ConfigError(
-                f"schedule.min_lr {self.schedule.min_lr} is above lr {self.lr}; lower it",
-                "conflict",
-                field="schedule.min_lr",
-            )
+            low = self.schedule.min_lr
+            raise ConfigError(f"schedule.min_lr {low} is above lr {self.lr}", "conflict", field="schedule.min_lr")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,54 +200,34 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
             raise ConfigError("epochs and steps are both unset; give at least one", "missing", field="epochs")
-        if self.grad_cache is not None:
-            _at_least("grad_cache", self.grad_cache, 1)
-        for name in ("epochs", "steps", "num_threads", "early_stop_patience", "validate_every", "checkpoint_every"):
-            value = getattr(self, name)
-            if value is not None and value != "epoch":
-                _at_least(name, value, 1)
-        for name in ("global_batch", "accumulate", "keep_last", "log_every"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("seed", self.seed, 0)
-        _at_least("nonfinite_budget", self.nonfinite_budget, 0)
-        _at_least("rollbacks", self.rollbacks, 0)
-        if self.spike_factor is not None:
-            _above("spike_factor", self.spike_factor, 1)
+        _at_least(self, 1, "epochs", "steps", "global_batch", "accumulate", "grad_cache", "num_threads")
+        _at_least(self, 1, "early_stop_patience", "validate_every", "checkpoint_every", "keep_last", "log_every")
+        _at_least(self, 0, "seed", "nonfinite_budget", "rollbacks")
+        _above(self, 1, "spike_factor")
         _one_of("precision", self.precision, ("fp32", "bf16", "fp16"))
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("best_mode", self.best_mode, ("min", "max"))
         if self.global_batch % self.accumulate:
-            raise ConfigError(
-                f"global_batch {self.global_batch} is not divisible into {self.accumulate} micro-batches",
-                "conflict",
-                field="accumulate",
-            )
+            message = f"global_batch {self.global_batch} is not divisible into {self.accumulate} micro-batches"
+            raise ConfigError(message, "conflict", field="accumulate")
         if self.grad_cache is not None and self.compile:
-            raise ConfigError(
-                "grad_cache and compile exclude each other: compilation covers the complete forward pass",
-                "conflict",
-                field="grad_cache",
-            )
+            message = "grad_cache and compile exclude each other: compilation covers the complete forward pass"
+            raise ConfigError(message, "conflict", field="grad_cache")
         if self.shard_weights:
             self._check_sharding()
 
     def _check_sharding(self) -> None:
-        """Raise ConfigError for settings that do not work with sharded weights."""
-        reasons = {
-            "grad_cache": (self.grad_cache is not None, "weights are gathered for the complete forward pass"),
-            "find_unused_parameters": (
-                self.find_unused_parameters,
-                "ranks that use a block would wait for a rank that does not",
-            ),
-            "precision": (self.precision == "fp16", "each rank would search a loss scale for its own shard"),
-            "compile": (self.compile, "the hooks that gather weights break the compiled graph"),
+        allowed = {
+            "grad_cache": ((None,), "weights are gathered for the complete forward pass"),
+            "find_unused_parameters": ((False,), "ranks that use a block would wait for a rank that does not"),
+            "precision": (("fp32", "bf16"), "each rank would search a loss scale for its own shard"),
+            "compile": ((False,), "the hooks that gather weights break the compiled graph"),
         }
-        for name, (excluded, reason) in reasons.items():
-            if excluded:
-                value = getattr(self, name)
-                raise ConfigError(
-                    f"shard_weights and {name}={value!r} exclude each other: {reason}", "conflict", field=name
-                )
+        for name, (values, reason) in allowed.items():
+            value = getattr(self, name)
+            if value not in values:
+                message = f"shard_weights and {name}={value!r} exclude each other: {reason}"
+                raise ConfigError(message, "conflict", field=name)
 
     @property
     def micro_batch(self) -> int:

@@ -118,10 +118,7 @@ def describe(exam: Examination, settings: Settings) -> str:
     rows = [
         ("device", f"{exam.device}, {exam.precision}; {exam.cores} cores, {exam.workers} workers"),
         ("model", f"{exam.parameters / 1e6:.1f} million parameters, {exam.gflop_per_pair:.2f} GFLOP per pair"),
-        (
-            "step alone",
-            f"{exam.model_rate:.1f} pairs/s, {1000 * exam.pairs / exam.model_rate:.1f} ms of {exam.pairs}",
-        ),
+        ("step alone", f"{exam.model_rate:.1f} pairs/s, {1000 * exam.pairs / exam.model_rate:.1f} ms of {exam.pairs}"),
         ("loader alone", f"{exam.loader_rate:.1f} images/s"),
         ("end to end", f"{exam.rate:.1f} pairs/s, {exam.efficiency:.2f} of the slower one"),
         ("waiting for data", f"{exam.wait_share:.1%} of the time"),

@@ -21,14 +21,7 @@ from medvl.data.loading.loader import Loader
 from medvl.data.loading.profile import Stages, time_stages
 from medvl.errors import ConfigError
 from medvl.schema import Batch
-from medvl.train.doctor.timers import (
-    flops_per_sample,
-    matmul_flops,
-    peak_memory,
-    seconds_each,
-    seconds_of,
-    synchronize,
-)
+from medvl.train.doctor.timers import flops_per_sample, matmul_flops, peak_memory, seconds_each, seconds_of, synchronize
 from medvl.train.loop.trainer import Training
 from medvl.train.parallel.distributed import cpu_cores, join, machine_settings
 from medvl.train.run import Run

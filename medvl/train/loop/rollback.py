@@ -34,13 +34,11 @@ class RollbackPolicy:
         state.streak += 1
         shown = self._log_samples(result, step)
         if state.skipped > budget:
-            raise TrainingError(
-                f"{state.skipped} updates were skipped (non-finite loss or gradient, or loss spike), nonfinite_budget "
-                f"is {budget}; the last was step {step + 1} with the samples {shown}. Check those samples (all are in "
-                "metrics.jsonl), lower optim.lr or set optim.clip_norm",
-                "nonfinite",
-                field="nonfinite_budget",
+            message = (
+                f"{state.skipped} updates were skipped, nonfinite_budget is {budget}; the last was step {step + 1} "
+                f"with the samples {shown}. Check them (all in metrics.jsonl), lower optim.lr or set optim.clip_norm"
             )
+            raise TrainingError(message, "nonfinite", field="nonfinite_budget")
         return state.streak == STREAK and state.rollbacks < self._config.rollbacks and self._roll_back()
 
     def _log_samples(self, result: StepResult, step: int) -> str:

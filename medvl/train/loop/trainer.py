@@ -12,7 +12,6 @@ step's gradients in another order than later ones, so there the weights are equa
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import platform
 import time
@@ -40,7 +39,7 @@ from medvl.train.loop.meters import SpeedMeter
 from medvl.train.loop.prepare import parallelize
 from medvl.train.loop.rollback import RollbackPolicy
 from medvl.train.loop.state import TrainState, resume_path
-from medvl.train.loop.step import Step, StepResult
+from medvl.train.loop.step import Step
 from medvl.train.loop.validate import Evaluator, run_evaluators, validation_loss
 from medvl.train.parallel.batches import BatchStream, TrainLoader
 from medvl.train.parallel.distributed import RankInfo, join, machine_settings
@@ -113,7 +112,7 @@ def train(
         stack.enter_context(preserve_generators(ranks.device))
         stack.enter_context(console(ranks.is_main))
         signals = stack.enter_context(StopSignals())
-        ranks.on_main(functools.partial(_lock, stack, config.run_dir))
+        ranks.on_main(lambda: stack.enter_context(RunLock(config.run_dir)) and None)
         training = Training(model, train_loader, ranks, optim, config, valid_loader, evals, run)
         stack.callback(training.logger.close)
         stack.enter_context(freeze_existing_objects())
@@ -145,7 +144,8 @@ class Training:
         run: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self._valid_loader, self._evals = config, valid_loader, evals
-        self._run_info = {**(run or {}), "train": to_dict(config), "optim": to_dict(optim), "versions": _versions()}
+        versions = {"torch": str(torch.__version__), "python": platform.python_version()}
+        self._run_info = {**(run or {}), "train": to_dict(config), "optim": to_dict(optim), "versions": versions}
         parallel = parallelize(model, config, ranks)
         stream = BatchStream(train_loader, config.accumulate, side_stream(ranks.device, config.channels_last))
         self.state = TrainState.create(parallel, stream, optim, config)
@@ -194,9 +194,7 @@ class Training:
         state = self.state
         last = self._checkpoints.at(state.step)
         if last is None:
-            raise CheckpointError(
-                f"the checkpoint of step {state.step} is missing from {self._checkpoints.folder}", "not_found"
-            )
+            raise CheckpointError(f"{self._checkpoints.folder} has no checkpoint of step {state.step}", "not_found")
         return TrainResult(
             step=state.step,
             stopped=stopped,
@@ -259,19 +257,12 @@ class Training:
     def _check_ranks_agree(self) -> None:
         """Raise TrainingError where the ranks have other settings or another number of steps."""
         state = self.state
-        own = {
-            "settings": state.identity,
-            "batches": state.stream.loader.steps_per_epoch,
-            "steps": state.total_steps,
-        }
+        own = {"settings": state.identity, "batches": state.stream.loader.steps_per_epoch, "steps": state.total_steps}
         for rank, other in enumerate(state.ranks.exchange(own)):
             if other != own:
-                names = [name for name in own if other[name] != own[name]]
-                raise TrainingError(
-                    f"ranks {state.ranks.rank} and {rank} differ in {', '.join(names)}; start all ranks with the same "
-                    "command and data",
-                    "mismatch",
-                )
+                names = ", ".join(name for name in own if other[name] != own[name])
+                message = f"ranks {state.ranks.rank} and {rank} differ in {names}; start them with one command and data"
+                raise TrainingError(message, "mismatch")
 
     def _update(self) -> bool:
         """Make and count one update; return whether the weights were rolled back."""
@@ -281,17 +272,14 @@ class Training:
         state.step += 1
         self.logger.advance()
         self.speed.add(result.pairs)
-        return self._count(result, step)
-
-    def _count(self, result: StepResult, step: int) -> bool:
         if result.updated:
-            self.state.streak = 0
-            self.state.meter.add(result)
-            return False
-        if result.scale_search:
-            self.state.overflows += 1
-            return False
-        return self._rollback(result, step)
+            state.streak = 0
+            state.meter.add(result)
+        elif result.scale_search:
+            state.overflows += 1
+        else:
+            return self._rollback(result, step)
+        return False
 
     def _record(self) -> None:
         state = self.state
@@ -317,11 +305,8 @@ class Training:
         state.metrics = self._validation_metrics()
         metric = self.config.best_metric
         if metric not in state.metrics:
-            raise ConfigError(
-                f"no validation returns the metric {metric!r}: {nearest(metric, state.metrics)}",
-                "unknown_name",
-                field="best_metric",
-            )
+            message = f"no validation returns the metric {metric!r}: {nearest(metric, state.metrics)}"
+            raise ConfigError(message, "unknown_name", field="best_metric")
         better = state.tracker.observe(state.step, state.metrics[metric])
         lowered = state.rate.observe(state.metrics[metric])
         self.logger.record("valid", state.step, state.metrics)
@@ -335,14 +320,8 @@ class Training:
         losses: dict[str, float] = {}
         with state.model.evaluation() as model, evaluating(model):
             if self._valid_loader is not None:
-                losses = validation_loss(
-                    model,
-                    self._valid_loader,
-                    ranks=state.ranks,
-                    precision=state.precision,
-                    seed=self.config.seed,
-                    place=self.step.place,
-                )
+                context = (state.ranks, state.precision, self.config.seed, self.step.place)
+                losses = validation_loss(model, self._valid_loader, *context)
             metrics: dict[str, float] = state.ranks.on_main(lambda: run_evaluators(model, self._evals))
         return losses | metrics
 
@@ -352,29 +331,12 @@ class Training:
         return self.state.step % every == 0 or self.state.step == self.state.total_steps
 
 
-def _lock(stack: contextlib.ExitStack, run_dir: Path) -> None:
-    """Keep other runs out of the folder until the stack is closed."""
-    stack.enter_context(RunLock(run_dir))
-
-
 def _check(loader: TrainLoader, optim: OptimConfig, config: TrainConfig, validates: bool) -> None:
     if loader.global_batch != config.micro_batch:
-        raise ConfigError(
-            f"expected {config.micro_batch} pairs per batch of the train loader (global_batch {config.global_batch} in "
-            f"{config.accumulate} micro-batches), got {loader.global_batch}; open it with TrainConfig.micro_batch",
-            "mismatch",
-            field="global_batch",
-        )
-    needs_metric = {
-        "schedule": isinstance(optim.schedule, Plateau),
-        "early_stop_patience": config.early_stop_patience is not None,
-    }
-    for field, needed in needs_metric.items():
+        message = f"expected {config.micro_batch} pairs per batch of the train loader, got {loader.global_batch}"
+        raise ConfigError(f"{message}; open it with TrainConfig.micro_batch", "mismatch", field="global_batch")
+    plateau, early_stop = isinstance(optim.schedule, Plateau), config.early_stop_patience is not None
+    for field, needed in (("schedule", plateau), ("early_stop_patience", early_stop)):
         if needed and not validates:
-            raise ConfigError(
-                f"{field} depends on a validation metric; give train() a valid_loader or evals", "conflict", field=field
-            )
-
-
-def _versions() -> dict[str, str]:
-    return {"torch": str(torch.__version__), "python": platform.python_version()}
+            message = f"{field} depends on a validation metric; give train() a valid_loader or evals"
+            raise ConfigError(message, "conflict", field=field)

@@ -20,7 +20,6 @@ Evaluator = Callable[[Any], Mapping[str, float]]
 def validation_loss(
     model: nn.Module,
     batches: Iterable[Batch],
-    *,
     ranks: RankInfo,
     precision: Precision,
     seed: int,
@@ -50,9 +49,7 @@ def validation_loss(
     parts = ranks.exchange({"names": names, "sizes": sizes, "values": values, "first": first_keys[:1]})
     firsts = [key for part in parts for key in part["first"]]
     if len(set(firsts)) != len(firsts):
-        raise TrainingError(
-            "several ranks have the same validation batches; open the valid loader with its rank and world", "mismatch"
-        )
+        raise TrainingError("ranks have the same validation batches; open the loader with rank and world", "mismatch")
     total = sum(size for part in parts for size in part["sizes"])
     if not total:
         raise TrainingError("the valid loader yields no batch; leave it out, or give it data", "empty")

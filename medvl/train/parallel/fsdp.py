@@ -49,12 +49,8 @@ class FSDPModel(ParallelModel):
     def __init__(self, whole: nn.Module, ranks: RankInfo) -> None:
         if any(isinstance(module, AveragedModel) for module in whole.modules()):
             name = getattr(whole, "name", type(whole).__name__)
-            raise ConfigError(
-                f"{name} updates a moving average of its weights in its forward pass, where a rank has only parts of "
-                "them; leave shard_weights unset",
-                "unsupported",
-                field="shard_weights",
-            )
+            message = f"{name} updates a moving average of weights in its forward pass; leave shard_weights unset"
+            raise ConfigError(message, "unsupported", field="shard_weights")
         _register_losses()
         for tensor in (*whole.parameters(), *whole.buffers()):
             broadcast([tensor], ranks.hosts)
@@ -69,7 +65,6 @@ class FSDPModel(ParallelModel):
         super().__init__(whole, trained, ranks)
 
     def forward(self, batch: Batch) -> Losses:
-        """Return the losses of this rank's batch."""
         losses: Losses = self.trained(batch)
         return losses
 
@@ -80,29 +75,23 @@ class FSDPModel(ParallelModel):
         """
         for part, has_B in (("an image", batch.has_image_B), ("a text", batch.has_text_B)):
             if has_B is not None and not has_B.any():
-                raise TrainingError(
-                    f"none of the {len(batch)} samples of rank {self.ranks.rank} has {part} "
-                    f"({', '.join(batch.keys[:_SHOWN_KEYS])}), and sharded ranks would wait for each other; use larger "
-                    "batches, leave such samples out of the data, or leave shard_weights unset",
-                    "empty",
-                    field="shard_weights",
-                )
+                keys = ", ".join(batch.keys[:_SHOWN_KEYS])
+                message = f"none of the {len(batch)} samples of rank {self.ranks.rank} has {part} ({keys})"
+                advice = "use larger batches, leave out such samples, or leave shard_weights unset"
+                raise TrainingError(f"{message}; {advice}", "empty", field="shard_weights")
 
     def before_step(self, step: int) -> None:
-        """Broadcast rank 0's running statistics, as DDP does before each update, and call the model's hook."""
-        broadcast(shared_buffers(self.trained))
+        broadcast(shared_buffers(self.trained))  # as DDP does
         super().before_step(step)
 
     @contextlib.contextmanager
     def reduction(self, on: bool) -> Iterator[None]:
-        """Average the gradients of a backward pass in this context, or keep them for the next one."""
         self._fsdp.set_requires_gradient_sync(on)
         yield
         if on:
             average_gradients(self._scalars, self.ranks)
 
     def clip(self, parameters: Sequence[nn.Parameter], clip_norm: float | None) -> Tensor:
-        """Scale gradients down to `clip_norm`; return their norm before that, over all parameters and ranks."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
         scalars = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
@@ -115,7 +104,6 @@ class FSDPModel(ParallelModel):
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[nn.Module]:
-        """Return a context with the complete model, current, on the device."""
         broadcast(list(self.trained.buffers()))
         self.gather()
         self.whole.to(self.ranks.device)
@@ -126,7 +114,6 @@ class FSDPModel(ParallelModel):
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Copy the current weights and buffers into the complete model."""
         for parameter, shard in zip(self.whole.parameters(), self.trained.parameters(), strict=True):
             parameter.copy_(_full(shard))
         for buffer, own in zip(self.whole.buffers(), self.trained.buffers(), strict=True):
@@ -142,12 +129,8 @@ class FSDPModel(ParallelModel):
 
     def full_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return complete tensors of an optimiser's state in host memory on rank 0; an empty dict on other ranks."""
-        complete = {}
-        for name, tensor in tensors.items():
-            full = _full(tensor)  # one after the other, so that the device holds a single complete tensor
-            if self.ranks.is_main:
-                complete[name] = full.cpu()
-        return complete
+        complete = ((name, _full(tensor)) for name, tensor in tensors.items())  # one at a time on the device
+        return {name: full.cpu() for name, full in complete if self.ranks.is_main}
 
     def local_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return this rank's shard of each tensor; tensors that match no parameter are returned as they are."""

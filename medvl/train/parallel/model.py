@@ -1,6 +1,5 @@
 """A model on one or more ranks: DDP and FSDP behind one small class."""
 
-import abc
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -16,7 +15,7 @@ STATE_SEPARATOR = "::"
 """Between the name of a parameter and that of its optimiser state, in keys of a checkpoint."""
 
 
-class ParallelModel(abc.ABC):
+class ParallelModel:
     """A model whose training is spread over the ranks. Methods are collective calls except where noted.
 
     Attributes:
@@ -28,69 +27,57 @@ class ParallelModel(abc.ABC):
     def __init__(self, whole: nn.Module, trained: nn.Module, ranks: RankInfo) -> None:
         self.whole, self.trained, self.ranks = whole, trained, ranks
 
-    @abc.abstractmethod
     def forward(self, batch: Batch) -> Losses:
         """Return the losses of this rank's batch."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def reduction(self, on: bool) -> contextlib.AbstractContextManager[None]:
         """Average the gradients of a backward pass over the ranks, or keep them on this rank for the next pass."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def clip(self, parameters: Sequence[nn.Parameter], clip_norm: float | None) -> Tensor:
         """Scale gradients down to `clip_norm`; return their norm before that, over all parameters and ranks."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def evaluation(self) -> contextlib.AbstractContextManager[nn.Module]:
         """Return a context with `whole` on the device, its weights and buffers current and equal on all ranks."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def gather(self) -> None:
-        """Bring the weights and buffers of `whole` up to date before it is saved."""
+        """Bring the weights and buffers of `whole` up to date before it is saved; nothing to do without shards."""
 
-    @abc.abstractmethod
     def load_from_whole(self) -> None:
-        """Copy the weights and buffers of `whole` into `trained`. Not collective."""
+        """Copy the weights and buffers of `whole` into `trained`, where they are two. Not collective."""
 
-    @abc.abstractmethod
     def full_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return complete tensors of an optimiser's state, at least on rank 0."""
+        return tensors
 
-    @abc.abstractmethod
     def local_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return this rank's part of an optimiser's complete state. Not collective."""
+        return tensors
 
-    @abc.abstractmethod
     def check(self, batch: Batch) -> None:
-        """Raise TrainingError for a batch that this kind of parallelism cannot process. Not collective."""
-
-    def before_step(self, step: int) -> None:
-        """Call the model's `before_step`."""
-        self._call_hook("before_step", step)
-
-    def after_step(self, step: int) -> None:
-        """Call the model's `after_step`."""
-        self._call_hook("after_step", step)
+        """Raise TrainingError for a batch that this kind of parallelism cannot process: none here. Not collective."""
 
     @torch.no_grad()
-    def _call_hook(self, name: str, step: int) -> None:
-        if isinstance(self.trained, System):  # a plain module has no hooks
-            getattr(self.trained, name)(step)
+    def before_step(self, step: int) -> None:
+        """Call the model's `before_step`; a plain module has none."""
+        if isinstance(self.trained, System):
+            self.trained.before_step(step)
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        """Call the model's `after_step`; a plain module has none."""
+        if isinstance(self.trained, System):
+            self.trained.after_step(step)
 
 
 class DDPModel(ParallelModel):
-    """A model with all weights on every rank: in DDP on several ranks, by itself on one.
+    """A model on its device with all weights on every rank: in DDP on several ranks, by itself on one (`ddp` is None).
 
     Rank 0's weights and buffers are copied to all ranks at the start. DDP broadcasts rank 0's buffers before each step,
     so the running statistics in a checkpoint are those of every rank; see `unshared_buffers` for the exception.
-
-    Attributes:
-        ddp: the `DistributedDataParallel` wrapper; None on one rank.
-
-    Args:
-        model: a model on its device, set up for training.
-        ranks: this process among the ranks.
-        find_unused_parameters: as in `DistributedDataParallel`.
     """
 
     def __init__(self, model: nn.Module, ranks: RankInfo, find_unused_parameters: bool = False) -> None:
@@ -106,19 +93,13 @@ class DDPModel(ParallelModel):
             )
 
     def forward(self, batch: Batch) -> Losses:
-        """Return the losses of this rank's batch."""
         losses: Losses = (self.ddp or self.trained)(batch)
         return losses
 
-    def check(self, batch: Batch) -> None:
-        """Do nothing: every batch can be processed."""
-
     def reduction(self, on: bool) -> contextlib.AbstractContextManager[None]:
-        """Let DDP average the gradients, or not."""
         return contextlib.nullcontext() if on or self.ddp is None else self.ddp.no_sync()
 
     def clip(self, parameters: Sequence[nn.Parameter], clip_norm: float | None) -> Tensor:
-        """Clip as `torch.nn.utils.clip_grad_norm_` does; return the norm before."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if clip_norm is not None:
@@ -127,24 +108,9 @@ class DDPModel(ParallelModel):
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[nn.Module]:
-        """Give all ranks rank 0's buffers, which are those that a checkpoint holds."""
-        if self.ranks.size > 1:
+        if self.ranks.size > 1:  # rank 0's buffers are those that a checkpoint holds
             broadcast(list(self.whole.buffers()))
         yield self.whole
-
-    def gather(self) -> None:
-        """Do nothing: `whole` is the trained model."""
-
-    def load_from_whole(self) -> None:
-        """Do nothing: `whole` is the trained model."""
-
-    def full_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors: each rank has the complete state."""
-        return tensors
-
-    def local_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the tensors: each rank has the complete state."""
-        return tensors
 
 
 def parameter_name(key: str) -> str:
