@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,12 @@ class SystemConfig:
     system: ClassVar[str]
     """Name of the system; set by `medvl.models.registry.register_system`."""
 
-    def check(self, field: str, valid: bool, expected: str) -> None:
-        """Raise ConfigError naming the field and the expected values unless `valid`."""
-        if not valid:
-            value = getattr(self, field)
-            raise ConfigError(f"{field} must be {expected}, got {value!r}", "out_of_range", field=field)
+
+class Parts(TypedDict):
+    """What the constructors of systems pass to the base class: the attributes of `System` with these names."""
+
+    transform: EvalTransform
+    tokenizer: Tokenizer | None
 
 
 class System(nn.Module, abc.ABC):
@@ -82,12 +83,8 @@ class System(nn.Module, abc.ABC):
                 raise ConfigError("token ids need a mask: encode_text(ids_BT, mask_BT)", "missing", field="mask_BT")
             return texts, mask_BT
         if self.tokenizer is None:
-            raise ConfigError(
-                "this model has no tokenizer and cannot encode strings: create_model(..., tokenizer=FOLDER), or pass "
-                "token ids and their mask",
-                "missing",
-                field="tokenizer",
-            )
+            message = "strings need a tokenizer: create_model(..., tokenizer=FOLDER), or pass token ids"
+            raise ConfigError(message, "missing", field="tokenizer")
         ids_BT, mask_BT = self.tokenizer([texts] if isinstance(texts, str) else list(texts))
         return ids_BT.to(self.device), mask_BT.to(self.device)
 
@@ -101,15 +98,9 @@ class TwoTowers(System):
     """
 
     def __init__(
-        self,
-        config: Any,
-        image_encoder: nn.Module,
-        text_encoder: TextEncoder,
-        *,
-        transform: EvalTransform,
-        tokenizer: Tokenizer | None,
+        self, config: Any, image_encoder: nn.Module, text_encoder: TextEncoder, **parts: Unpack[Parts]
     ) -> None:
-        super().__init__(config, transform=transform, tokenizer=tokenizer)
+        super().__init__(config, **parts)
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
 
 

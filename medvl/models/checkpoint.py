@@ -127,12 +127,8 @@ def _check_start(model: TwoTowers, folder: Path | str) -> Path:
     mine = None if model.tokenizer is None else model.tokenizer.vocabulary
     folder_has_one = (folder / TOKENIZER).is_dir()
     if mine is not None and folder_has_one and load_tokenizer(folder / TOKENIZER).vocabulary != mine:
-        raise CheckpointError(
-            f"the text encoder of {folder} was trained with another vocabulary: create the model with "
-            f"tokenizer={str(folder / TOKENIZER)!r}",
-            "mismatch",
-            field="tokenizer",
-        )
+        message = f"{folder} has another vocabulary: create the model with tokenizer={str(folder / TOKENIZER)!r}"
+        raise CheckpointError(message, "mismatch", field="tokenizer")
     return folder
 
 
@@ -143,9 +139,8 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: {folder} is not a complete checkpoint", "not_found") from None
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is not a complete safetensors file ({error}): it is damaged or another format", "malformed"
-        ) from None
+        message = f"{path} is not a complete safetensors file ({error}): it is damaged or another format"
+        raise CheckpointError(message, "malformed") from None
     return tensors
 
 
@@ -167,10 +162,8 @@ def _check_fit(module: nn.Module, tensors: Mapping[str, Tensor], source: str) ->
 def _check_folder(folder: Path) -> Path:
     if folder.is_file():
         kind = "it may need pickle, which can run foreign code" if folder.suffix in _PICKLES else "it is a file"
-        raise CheckpointError(
-            f"{folder} is not loaded: {kind}; give a folder with {CONFIG} and {WEIGHTS}, as training writes it",
-            "unsupported",
-        )
+        message = f"{folder} is not loaded: {kind}; give a folder with {CONFIG} and {WEIGHTS}"
+        raise CheckpointError(message, "unsupported")
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist", "not_found")
     return folder
@@ -187,7 +180,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise CheckpointError(f"{path} is not the configuration of a medvl model", "malformed")
     if config.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{path}: expected format {_FORMAT}, got {config.get('format')}; train or import the model again", "version"
-        )
+        message = f"{path}: expected format {_FORMAT}, got {config.get('format')}; train or import again"
+        raise CheckpointError(message, "version")
     return config

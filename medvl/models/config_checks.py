@@ -6,34 +6,14 @@ from typing import Any
 from medvl.errors import ConfigError
 
 
-def check_positive(config: Any, *fields: str) -> None:
-    """Raise ConfigError unless these settings are above 0."""
-    for name in fields:
-        if getattr(config, name) <= 0:
-            raise ConfigError(f"{name} must be above 0, got {getattr(config, name)}", "out_of_range", field=name)
-
-
-def check_not_negative(config: Any, *fields: str) -> None:
-    """Raise ConfigError unless these settings are 0 or more."""
-    for name in fields:
-        if getattr(config, name) < 0:
-            raise ConfigError(f"{name} must not be negative, got {getattr(config, name)}", "out_of_range", field=name)
-
-
-def check_range(config: Any, low: float, high: float, *fields: str, low_included: bool = False) -> None:
-    """Raise ConfigError unless these settings are between `low` and `high`, which is excluded."""
+def check_within(config: Any, interval: str, *fields: str) -> None:
+    """Raise ConfigError unless these settings are None or within an interval, such as "(0, 1]" or "[0, inf)"."""
+    low, high = map(float, interval[1:-1].split(","))
     for name in fields:
         value = getattr(config, name)
-        if not (low < value < high or (low_included and value == low)):
-            interval = f"{'[' if low_included else '('}{low}, {high})"
-            raise ConfigError(f"{name} must be within {interval}, got {value}", "out_of_range", field=name)
-
-
-def check_share(config: Any, *fields: str) -> None:
-    """Raise ConfigError unless these settings are above 0 and at most 1."""
-    for name in fields:
-        if not 0 < getattr(config, name) <= 1:
-            raise ConfigError(f"{name} must be within (0, 1], got {getattr(config, name)}", "out_of_range", field=name)
+        included = ([low] if interval[0] == "[" else []) + ([high] if interval[-1] == "]" else [])
+        if value is not None and not (low < value < high or value in included):
+            raise ConfigError(f"{name} must be within {interval}, got {value!r}", "out_of_range", field=name)
 
 
 def check_choice(config: Any, field: str, choices: tuple[str, ...]) -> None:
@@ -46,8 +26,6 @@ def check_choice(config: Any, field: str, choices: tuple[str, ...]) -> None:
 def check_labels(labels: Sequence[str], field: str, *, fewest: int = 1) -> None:
     """Raise ConfigError unless there are enough different labels."""
     if len(labels) < fewest or len(set(labels)) != len(labels):
-        raise ConfigError(
-            f"{field} must hold {fewest} or more different values, got {len(labels)}, {len(set(labels))} different",
-            "out_of_range",
-            field=field,
-        )
+        counts = f"{len(labels)}, {len(set(labels))} different"
+        message = f"{field} must hold {fewest} or more different values, got {counts}"
+        raise ConfigError(message, "out_of_range", field=field)

@@ -63,11 +63,8 @@ def register_system(name: str) -> Callable[[Class], Class]:
         ):
             raise ConfigError(f"a system named {name!r} exists already: choose another name", "exists", field="name")
         if vars(cls.Config).get("system", name) != name:
-            raise ConfigError(
-                f"{cls.__name__} needs a Config of its own: {cls.Config.__name__} belongs to {cls.Config.system!r}",
-                "conflict",
-                field="Config",
-            )
+            message = f"{cls.__name__} needs a Config of its own: {cls.Config.__name__} is {cls.Config.system!r}'s"
+            raise ConfigError(message, "conflict", field="Config")
         cls.name = cls.Config.system = name
         _CLASSES[name] = cls
         return cls
@@ -91,11 +88,8 @@ def system(name: str) -> type[System]:
         elif name in _entry_points():
             _CLASSES[name] = _load(_entry_points()[name])
         else:
-            raise ConfigError(
-                f"no system or checkpoint folder is named {name!r}: {nearest(name, list_models())}",
-                "unknown_name",
-                field="name",
-            )
+            message = f"no system or checkpoint is named {name!r}: {nearest(name, list_models())}"
+            raise ConfigError(message, "unknown_name", field="name")
     return _CLASSES[name]
 
 
@@ -114,8 +108,6 @@ def _load(point: importlib.metadata.EntryPoint) -> type[System]:
     except Exception as error:  # code of another package may raise anything
         raise ConfigError(f"{source} cannot be imported ({type(error).__name__}: {error})", "unsupported") from error
     if not (isinstance(cls, type) and issubclass(cls, System)) or getattr(cls, "name", None) != point.name:
-        raise ConfigError(
-            f'expected {source} to be a System decorated with @register_system("{point.name}"), got {cls!r}',
-            "wrong_type",
-        )
+        message = f'expected {source} to be a System decorated with @register_system("{point.name}"), got {cls!r}'
+        raise ConfigError(message, "wrong_type")
     return cls

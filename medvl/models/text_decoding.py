@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from medvl.errors import ConfigError
-from medvl.models.config_checks import check_not_negative, check_positive
+from medvl.models.config_checks import check_within
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +34,11 @@ class Decoding:
     """Seed of sampling. The texts of a sample also depend on its position in the batch."""
 
     def __post_init__(self) -> None:
-        check_not_negative(self, "samples", "length_penalty")
-        check_positive(self, "beams", *(() if self.max_tokens is None else ("max_tokens",)))
+        check_within(self, "[0, inf)", "samples", "length_penalty")
+        check_within(self, "(0, inf)", "beams", "max_tokens")
         if self.samples and (self.beams > 1 or self.length_penalty):
-            raise ConfigError(
-                f"samples excludes beams and length_penalty, got {self.samples} samples", "conflict", field="samples"
-            )
+            message = f"samples excludes beams and length_penalty, got {self.samples}"
+            raise ConfigError(message, "conflict", field="samples")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

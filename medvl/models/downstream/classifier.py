@@ -15,7 +15,7 @@ from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import System, SystemConfig
 from medvl.models.checkpoint import load
-from medvl.models.config_checks import check_labels, check_positive
+from medvl.models.config_checks import check_labels, check_within
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
@@ -36,7 +36,7 @@ class ClassifierConfig(SystemConfig):
 
     def __post_init__(self) -> None:
         check_labels(self.labels, "labels")
-        check_positive(self, "head_lr_mult")
+        check_within(self, "(0, inf)", "head_lr_mult")
         check_encoder(self.encoder)
 
 

@@ -19,7 +19,7 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import System, SystemConfig
-from medvl.models.config_checks import check_labels, check_positive
+from medvl.models.config_checks import check_labels, check_within
 from medvl.models.downstream.classifier import check_encoder, encoder_at
 from medvl.schema import Batch, ImageFeatures
 
@@ -48,13 +48,10 @@ class DenseConfig(SystemConfig):
 
     def __post_init__(self) -> None:
         check_labels(self.labels, "labels")
-        if self.width < 8 or self.width % 8:
+        check_within(self, "(0, inf)", "width", "head_lr_mult")
+        check_within(self, "[0, 5]", "doublings")
+        if self.width % 8:
             raise ConfigError(f"width must be a multiple of 8, got {self.width}", "out_of_range", field="width")
-        if not 0 <= self.doublings <= 5:
-            raise ConfigError(
-                f"doublings must be within [0, 5], got {self.doublings}", "out_of_range", field="doublings"
-            )
-        check_positive(self, "head_lr_mult")
         check_encoder(self.encoder)
 
 
@@ -110,9 +107,7 @@ class DenseModel(System):
             image_encoder.keep_frozen_in_eval(True)
         cells = image_encoder.grid(transform.size, transform.size)
         if cells is None or not image_encoder.patch_dim:
-            raise ConfigError(
-                f"dense tasks need a grid of patches; {image_encoder.name} has none", "unsupported", field="encoder"
-            )
+            raise ConfigError(f"{image_encoder.name} has no grid of patches", "unsupported", field="encoder")
         self.grid = (cells[0] << config.doublings, cells[1] << config.doublings)
         self.decoder = Decoder(image_encoder.patch_dim, config.width, config.doublings)
 
@@ -210,10 +205,7 @@ def _rebuild(encoder: ImageEncoder, arguments: dict[str, Any]) -> ImageEncoder:
     other = create_image_encoder(pretrained=False, **arguments)
     new, old = other.state_dict(), encoder.state_dict()
     if {name: tensor.shape for name, tensor in new.items()} != {name: tensor.shape for name, tensor in old.items()}:
-        raise ConfigError(
-            f"{encoder.name} has learned positions for {encoder.image_size} pixels; leave size unset",
-            "unsupported",
-            field="size",
-        )
+        message = f"{encoder.name} has learned positions for {encoder.image_size} pixels; leave size unset"
+        raise ConfigError(message, "unsupported", field="size")
     other.load_state_dict(old, strict=True)
     return other

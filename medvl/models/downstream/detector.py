@@ -19,7 +19,7 @@ from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder
-from medvl.models.config_checks import check_positive, check_share
+from medvl.models.config_checks import check_within
 from medvl.models.downstream.dense_base import DenseConfig, DenseModel, init_prior
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
@@ -41,8 +41,8 @@ class DetectorConfig(DenseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share(self, "inner_share", "nms_iou_threshold")
-        check_positive(self, "max_boxes")
+        check_within(self, "(0, 1]", "inner_share", "nms_iou_threshold")
+        check_within(self, "(0, inf)", "max_boxes")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

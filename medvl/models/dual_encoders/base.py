@@ -3,20 +3,19 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, Unpack, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import rows_by_rank
 from medvl.losses.mim import mask_patches
 from medvl.losses.positives import name_ids, text_ids
-from medvl.models.base import SystemConfig, TwoTowers, complete_rows
+from medvl.models.base import Parts, SystemConfig, TwoTowers, complete_rows
+from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.pairs import Pairs
 from medvl.schema import Batch, Embeddings, Losses
 
@@ -41,7 +40,7 @@ class DualEncoderConfig(SystemConfig):
     """Embeddings of the text encoder; None takes the tokenizer's size where one is given, else the preset's."""
 
     def __post_init__(self) -> None:
-        self.check("projection_dim", self.projection_dim >= 1, "1 or above")
+        check_within(self, "[1, inf)", "projection_dim")
 
 
 class DualEncoder(TwoTowers):
@@ -60,20 +59,14 @@ class DualEncoder(TwoTowers):
         text_encoder: TextEncoder,
         image_head: nn.Module,
         text_head: nn.Module,
-        *,
-        transform: EvalTransform,
-        tokenizer: Tokenizer | None,
+        **parts: Unpack[Parts],
     ) -> None:
-        super().__init__(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
+        super().__init__(config, image_encoder, text_encoder, **parts)
         self.image_head, self.text_head = image_head, text_head
         self.patch_dropout: float = getattr(config, "patch_dropout", 0.0)
         if self.patch_dropout and not image_encoder.can_drop_patches:
-            raise ConfigError(
-                f"patch_dropout is {self.patch_dropout}, but {image_encoder.name} cannot drop patches: take a vision "
-                "Transformer, or 0",
-                "conflict",
-                field="patch_dropout",
-            )
+            message = f"{image_encoder.name} cannot drop patches: take a vision Transformer, or patch_dropout 0"
+            raise ConfigError(message, "conflict", field="patch_dropout")
 
     def encode_image(self, image_BCHW: Tensor) -> Tensor:
         """Return (B, E), L2-normalised, float32, from uint8 pixels or from normalised floats."""
@@ -182,11 +175,8 @@ def groups_of(batch: Batch, positives: Positives) -> tuple[Tensor, ...]:
     groups = []
     if positives in ("study", "either"):
         if batch.studies is None:
-            raise ConfigError(
-                f"positives is {positives!r}, but the batches have no studies: take 'text' or 'own'",
-                "conflict",
-                field="positives",
-            )
+            message = f"positives is {positives!r}, but the batches have no studies: take 'text' or 'own'"
+            raise ConfigError(message, "conflict", field="positives")
         groups.append(name_ids(batch.studies).to(batch.ids_BT.device))
     if positives in ("text", "either"):
         groups.append(text_ids(batch.ids_BT, batch.mask_BT))
@@ -204,6 +194,6 @@ def attention_arguments(config: Any) -> dict[str, Any]:
 
     Raises ConfigError unless it is within [0, 1).
     """
+    check_within(config, "[0, 1)", "attention_dropout")
     dropout = config.attention_dropout
-    config.check("attention_dropout", dropout is None or 0 <= dropout < 1, "within [0, 1)")
     return {} if dropout is None else {"attention_probs_dropout_prob": dropout}

@@ -52,12 +52,8 @@ def create_heads(config: Any, image_encoder: ImageEncoder, text_encoder: TextEnc
     image_has, text_has = image_has_projection(config.image_encoder), text_has_projection(config.text_encoder)
     image_dim, text_dim = image_encoder.feature_dim, text_encoder.feature_dim
     if image_has and text_has and image_dim != text_dim:
-        raise ConfigError(
-            f"the projection of {config.image_encoder} has {image_dim} dimensions and that of {config.text_encoder} "
-            f"{text_dim}: take encoders of one model, or set embed_dim in image_arguments and text_arguments",
-            "mismatch",
-            field="text_encoder",
-        )
+        message = f"projections of {image_dim} and {text_dim} dimensions: take encoders of one model, or set embed_dim"
+        raise ConfigError(message, "mismatch", field="text_encoder")
     shared = image_dim if image_has else text_dim if text_has else config.projection_dim
     image_head = nn.Identity() if image_has else nn.Linear(image_dim, shared, bias=False)
     if text_has:
@@ -91,7 +87,5 @@ def _merged(field: str, settings: Mapping[str, Any], config: Any) -> dict[str, A
     arguments: Mapping[str, Any] = getattr(config, field)
     twice = sorted(set(settings) & set(arguments))
     if twice:
-        raise ConfigError(
-            f"{field} cannot set {', '.join(twice)}: use the settings of the system", "conflict", field=field
-        )
+        raise ConfigError(f"{field} cannot set {', '.join(twice)}: use the system's settings", "conflict", field=field)
     return {**settings, **arguments}

@@ -13,6 +13,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders.pretrained import read_tensors
 from medvl.errors import WeightsError
+from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.base import ContrastiveEncoder, DualEncoderConfig, Positives
 from medvl.models.dual_encoders.build import create_encoders, create_heads, load_text_head, whole_model_file
 from medvl.models.dual_encoders.pairs import Pairs, gather_global
@@ -55,10 +56,9 @@ class CLIPConfig(DualEncoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("temperature", self.temperature > 0, "above 0")
-        self.check("patch_dropout", 0 <= self.patch_dropout < 1, "within [0, 1)")
-        start = 1 / self.temperature
-        self.check("max_scale", self.max_scale is None or self.max_scale >= start, f"None or at least {start:g}")
+        check_within(self, "(0, inf)", "temperature")
+        check_within(self, "[0, 1)", "patch_dropout")
+        check_within(self, f"[{1 / self.temperature}, inf)", "max_scale")
 
 
 @register_system("clip")

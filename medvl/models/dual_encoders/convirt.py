@@ -7,6 +7,7 @@ from medvl import losses
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import create_image_encoder, create_text_encoder, freeze_layers
+from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.base import (
     ContrastiveEncoder,
     DualEncoderConfig,
@@ -46,11 +47,10 @@ class ConVIRTConfig(DualEncoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("temperature", self.temperature > 0, "above 0")
-        self.check("image_weight", 0 <= self.image_weight <= 1, "within [0, 1]")
-        self.check("frozen_text_layers", self.frozen_text_layers >= 0, "0 or above")
-        self.check("hidden_dim", self.hidden_dim is None or self.hidden_dim >= 1, "1 or above")
-        self.check("patch_dropout", 0 <= self.patch_dropout < 1, "within [0, 1)")
+        check_within(self, "(0, inf)", "temperature", "hidden_dim")
+        check_within(self, "[0, inf)", "frozen_text_layers")
+        check_within(self, "[0, 1]", "image_weight")
+        check_within(self, "[0, 1)", "patch_dropout")
         attention_arguments(self)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from medvl import losses
 from medvl.losses.gather import gather
 from medvl.losses.gloria import WordPool, gloria_attention, gloria_contrast, gloria_similarity
+from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.local import LocalDualConfig, LocalDualEncoder, local_features
 from medvl.models.dual_encoders.pairs import Pairs, gather_side
 from medvl.models.registry import register_system
@@ -50,11 +51,9 @@ class GLoRIAConfig(LocalDualConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("temp1", "temp2", "temp3"):
-            self.check(name, getattr(self, name) > 0, "above 0")
-        self.check("local_weight", self.local_weight >= 0, "0 or above")
-        positive = self.global_weight > 0 or (self.global_weight == 0 and self.local_weight > 0)
-        self.check("global_weight", positive, "0 or above, and above 0 where local_weight is 0")
+        check_within(self, "(0, inf)", "temp1", "temp2", "temp3")
+        check_within(self, "[0, inf)", "local_weight")
+        check_within(self, "[0, inf)" if self.local_weight else "(0, inf)", "global_weight")
 
 
 @register_system("gloria")

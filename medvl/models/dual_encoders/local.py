@@ -13,6 +13,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import Box, EvalTransform
 from medvl.encoders import create_image_encoder, create_text_encoder, freeze_layers
 from medvl.errors import ConfigError
+from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.base import ContrastiveEncoder, DualEncoderConfig, attention_arguments
 from medvl.models.dual_encoders.words import most_slots, sum_by_slot, word_slots
 from medvl.models.heatmaps import on_image
@@ -47,10 +48,8 @@ class LocalDualConfig(DualEncoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("pixel_std", "local_feature_norm"):
-            self.check(name, getattr(self, name) is None or getattr(self, name) > 0, "above 0")
-        self.check("text_layers", self.text_layers >= 1, "1 or above")
-        self.check("frozen_text_layers", self.frozen_text_layers >= 0, "0 or above")
+        check_within(self, "(0, inf)", "pixel_std", "local_feature_norm", "text_layers")
+        check_within(self, "[0, inf)", "frozen_text_layers")
         attention_arguments(self)
 
 
@@ -131,11 +130,8 @@ class LocalDualEncoder(ContrastiveEncoder):
     def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
         """Return texts as `similarity` takes them, with their words. Raises ConfigError without a tokenizer."""
         if self.tokenizer is None:
-            raise ConfigError(
-                "this model has no tokenizer and cannot find words in token ids: create_model(..., tokenizer=FOLDER)",
-                "missing",
-                field="tokenizer",
-            )
+            message = "words need a tokenizer: create_model(..., tokenizer=FOLDER)"
+            raise ConfigError(message, "missing", field="tokenizer")
         slot_BT = word_slots(self.tokenizer, ids_BT, mask_BT)
         width = most_slots(slot_BT)  # before the encoder, because it waits for the device
         features = self.text_encoder(ids_BT, mask_BT)
@@ -191,11 +187,8 @@ class LocalDualEncoder(ContrastiveEncoder):
     def _attended(self, image_BCHW: Tensor, texts: Sequence[str]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return words_BWE, mask_BW, regions_BPE and attention_BWP, without the text's first token."""
         if len(image_BCHW) != len(texts):
-            raise ConfigError(
-                f"expected one text for each image, got {len(image_BCHW)} images and {len(texts)} texts",
-                "mismatch",
-                field="texts",
-            )
+            message = f"expected as many texts as images, got {len(texts)} and {len(image_BCHW)}"
+            raise ConfigError(message, "mismatch", field="texts")
         embedded = self.embed_texts(texts)
         regions_BPE, _ = local_features(self.embed_images(image_BCHW))
         attention_BWP = self.attend(regions_BPE, *local_features(embedded))
@@ -216,9 +209,8 @@ def local_features(embeddings: Embeddings) -> tuple[Tensor, Tensor]:
     """Return (local_NPE, mask_NP). Raises ConfigError for embeddings without regions or words."""
     local_NPE, mask_NP = embeddings.local_NPE, embeddings.mask_NP
     if local_NPE is None:
-        raise ConfigError(
-            "expected embeddings with regions or words: use this model's own embed_images and embed_texts", "missing"
-        )
+        message = "embeddings without regions or words: use this model's embed_images and embed_texts"
+        raise ConfigError(message, "missing")
     return local_NPE, torch.ones_like(local_NPE[..., 0], dtype=torch.bool) if mask_NP is None else mask_NP
 
 

@@ -1,12 +1,13 @@
 """ALBEF: align before fuse (Li et al., arXiv 2107.07651, NeurIPS 2021). Both a dual-encoder and a fusion-encoder."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, create_text_encoder
 from medvl.errors import ConfigError
+from medvl.models.base import Parts
 from medvl.models.fusion_encoders.aligned import AlignedFusionConfig, AlignedFusionModel
 from medvl.models.fusion_encoders.config import Arguments
 from medvl.models.fusion_encoders.encoders import create_pixel_encoders
@@ -44,16 +45,10 @@ class ALBEF(AlignedFusionModel):
     Config = ALBEFConfig
 
     def __init__(
-        self,
-        config: ALBEFConfig,
-        image_encoder: ImageEncoder,
-        text_encoder: TextEncoder,
-        *,
-        transform: EvalTransform,
-        tokenizer: Tokenizer | None,
+        self, config: ALBEFConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder, **parts: Unpack[Parts]
     ) -> None:
         _check_encoders(image_encoder, text_encoder, config)
-        super().__init__(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
+        super().__init__(config, image_encoder, text_encoder, **parts)
 
     @classmethod
     def build(cls, config: ALBEFConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
@@ -71,24 +66,12 @@ class ALBEF(AlignedFusionModel):
 
 def _check_encoders(image_encoder: ImageEncoder, text_encoder: TextEncoder, config: ALBEFConfig) -> None:
     if image_encoder.feature_dim != image_encoder.patch_dim:
-        raise ConfigError(
-            f"image_encoder must have equally wide pooled and patch features, as vision Transformers do; "
-            f"{config.image_encoder} has {image_encoder.feature_dim} and {image_encoder.patch_dim}",
-            "unsupported",
-            field="image_encoder",
-        )
+        message = f"pooled and patch features of {config.image_encoder} must be equally wide, as in vision Transformers"
+        raise ConfigError(message, "unsupported", field="image_encoder")
     embeddings = getattr(text_encoder.backbone, "get_input_embeddings", None)
     if text_encoder.pool != "cls" or embeddings is None or embeddings().weight.shape[1] != text_encoder.token_dim:
-        raise ConfigError(
-            f"text_encoder must be BERT-like, with a class token and words as wide as its states; got "
-            f"{config.text_encoder}",
-            "unsupported",
-            field="text_encoder",
-        )
+        message = f"text_encoder must be BERT-like, with words as wide as its states; got {config.text_encoder}"
+        raise ConfigError(message, "unsupported", field="text_encoder")
     if text_encoder.token_dim % config.heads:
-        raise ConfigError(
-            f"the width {text_encoder.token_dim} of {config.text_encoder} must be a multiple of heads, got "
-            f"{config.heads}",
-            "conflict",
-            field="heads",
-        )
+        message = f"heads must divide the text encoder's width {text_encoder.token_dim}, got {config.heads}"
+        raise ConfigError(message, "conflict", field="heads")

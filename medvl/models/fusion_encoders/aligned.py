@@ -4,7 +4,7 @@ N masked positions, K samples with an image and a text; the other letters as in 
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -12,16 +12,14 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from medvl import losses
-from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.losses.itc import Keys, MomentumQueue, clamp_temperature_, ramped_alpha
 from medvl.losses.itm import MatchingPairs, hard_pairs
 from medvl.losses.positives import name_ids
-from medvl.models.base import complete_rows
-from medvl.models.config_checks import check_not_negative, check_positive, check_range
+from medvl.models.base import Parts, complete_rows
+from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.base import DualEncoder
 from medvl.models.fusion_encoders.base import DecoderLayers, FusionModel
 from medvl.models.fusion_encoders.config import FusionConfig
@@ -66,9 +64,9 @@ class AlignedFusionConfig(FusionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "layers", "heads", "intermediate", "projection_dim", "temperature", "itc_weight")
-        check_range(self, 0, 1, "dropout", "momentum", "alpha", low_included=True)
-        check_not_negative(self, "queue_size", "ramp_steps")
+        check_within(self, "(0, inf)", "layers", "heads", "intermediate", "projection_dim", "temperature", "itc_weight")
+        check_within(self, "[0, 1)", "dropout", "momentum", "alpha")
+        check_within(self, "[0, inf)", "queue_size", "ramp_steps")
 
 
 class _Pass(NamedTuple):
@@ -210,9 +208,7 @@ class AlignedFusionModel(FusionModel, DualEncoder):
         config: AlignedFusionConfig,
         image_encoder: ImageEncoder,
         text_encoder: TextEncoder,
-        *,
-        transform: EvalTransform,
-        tokenizer: Tokenizer | None,
+        **parts: Unpack[Parts],
     ) -> None:
         width = text_encoder.token_dim
         super().__init__(
@@ -221,16 +217,9 @@ class AlignedFusionModel(FusionModel, DualEncoder):
             text_encoder,
             nn.Linear(image_encoder.feature_dim, config.projection_dim),
             nn.Linear(width, config.projection_dim),
-            transform=transform,
-            tokenizer=tokenizer,
+            **parts,
         )
-        sizes = Sizes(
-            width=width,
-            layers=config.layers,
-            heads=config.heads,
-            intermediate=config.intermediate,
-            dropout=config.dropout,
-        )
+        sizes = Sizes.of(config, width)
         self.fusion = nn.ModuleList(CoAttentionLayer(sizes, image_encoder.patch_dim) for _ in range(config.layers))
         self.mlm_head = WordHead(width, text_encoder.vocab_size, tied=True)
         self.itm_head = nn.Linear(width, 2)
@@ -331,12 +320,8 @@ class AlignedFusionModel(FusionModel, DualEncoder):
         """
         sizes, config = decoder.sizes, self.config
         if sizes.layers > config.layers or (sizes.heads, sizes.intermediate) != (config.heads, config.intermediate):
-            raise ConfigError(
-                f"the answer decoder starts from the fusion-encoder of {config.layers} layers, {config.heads} heads "
-                f"and intermediate {config.intermediate}; got {sizes.layers}, {sizes.heads} and {sizes.intermediate}",
-                "conflict",
-                field="decoder",
-            )
+            message = f"decoder must have the fusion-encoder's layers, heads and intermediate; got {sizes}"
+            raise ConfigError(message, "conflict", field="decoder")
         layers: Any = decoder.layers
         fusion: Any = self.fusion
         for layer, fused in zip(layers, fusion[-sizes.layers :], strict=True):

@@ -145,9 +145,7 @@ class FusionModel(TwoTowers):
         if not isinstance(self.image_encoder, RegionEncoder):
             return batch.image_BCHW
         if batch.regions_BPD is None:
-            raise ConfigError(
-                f"{self.name} takes precomputed regions, but Batch.regions_BPD is None", "missing", field="regions_BPD"
-            )
+            raise ConfigError(f"{self.name} needs Batch.regions_BPD", "missing", field="regions_BPD")
         return batch.regions_BPD
 
     def mask_words(self, batch: Batch) -> MaskedWords:
@@ -161,12 +159,8 @@ class FusionModel(TwoTowers):
         Raises ConfigError when the model has no tokenizer, or a vocabulary without a mask token.
         """
         if self.tokenizer is None:
-            raise ConfigError(
-                f"{self.name} needs a tokenizer to mask words; use create_model(..., tokenizer=FOLDER). "
-                "Without one it encodes, fuses and matches token ids, but cannot be pretrained",
-                "missing",
-                field="tokenizer",
-            )
+            message = f"{self.name} needs a tokenizer to mask words; use create_model(..., tokenizer=FOLDER)"
+            raise ConfigError(message, "missing", field="tokenizer")
         return TextMasking(
             self.tokenizer,
             rate=self.config.mlm_probability,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from medvl.errors import ConfigError
 from medvl.models.base import SystemConfig
-from medvl.models.config_checks import check_choice, check_positive, check_range
+from medvl.models.config_checks import check_choice, check_within
 from medvl.models.fusion_encoders.layers.attention_masks import ATTENTIONS
 
 Arguments = Mapping[str, int | float | tuple[int, ...]]
@@ -40,8 +40,8 @@ class FusionConfig(SystemConfig):
     """Vocabulary size of the text encoder; None is the preset's own, or the tokenizer's if one is given."""
 
     def __post_init__(self) -> None:
-        check_range(self, 0, 1, "mlm_probability")
-        check_positive(self, "mlm_weight", "itm_weight", "fusion_lr_mult", "head_lr_mult")
+        check_within(self, "(0, 1)", "mlm_probability")
+        check_within(self, "(0, inf)", "mlm_weight", "itm_weight", "fusion_lr_mult", "head_lr_mult")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,18 +59,13 @@ class StreamConfig(FusionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "width", "layers", "heads", "intermediate")
+        check_within(self, "(0, inf)", "width", "layers", "heads", "intermediate")
         if self.width % self.heads:
-            raise ConfigError(
-                f"width must be a multiple of heads, got {self.width} and {self.heads}", "conflict", field="width"
-            )
-        check_range(self, 0, 1, "dropout", low_included=True)
+            raise ConfigError(f"heads must divide width {self.width}, got {self.heads}", "conflict", field="width")
+        check_within(self, "[0, 1)", "dropout")
 
 
 def check_attention(config: Any) -> None:
     """Raise ConfigError unless `attention` is known and `seq2seq_share` within [0, 1]."""
     check_choice(config, "attention", ATTENTIONS)
-    if not 0 <= config.seq2seq_share <= 1:
-        raise ConfigError(
-            f"seq2seq_share must be within [0, 1], got {config.seq2seq_share}", "out_of_range", field="seq2seq_share"
-        )
+    check_within(config, "[0, 1]", "seq2seq_share")

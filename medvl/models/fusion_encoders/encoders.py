@@ -22,12 +22,8 @@ def create_encoders(config: FusionConfig, *, pretrained: bool) -> tuple[ImageSou
     if config.image_encoder.startswith(_REGIONS):
         width = config.image_encoder.removeprefix(_REGIONS)
         if not width.isdigit() or int(width) < 1 or config.image_arguments:
-            raise ConfigError(
-                f"precomputed regions are named by their width alone, as in regions:2055, and take no image_arguments; "
-                f"got {config.image_encoder!r}",
-                "wrong_type",
-                field="image_encoder",
-            )
+            message = f"expected regions:WIDTH as in regions:2055, no image_arguments; got {config.image_encoder!r}"
+            raise ConfigError(message, "wrong_type", field="image_encoder")
         return RegionEncoder(int(width)), text_encoder
     image_arguments: dict[str, Any] = dict(config.image_arguments)
     image_encoder = create_image_encoder(
@@ -48,9 +44,6 @@ def create_pixel_encoders(config: FusionConfig, name: str, *, pretrained: bool) 
 def check_pixels(image_encoder: ImageSource, name: str) -> ImageEncoder:
     """Return the encoder. Raises ConfigError unless it reads pixels."""
     if not isinstance(image_encoder, ImageEncoder):
-        raise ConfigError(
-            f"{name} does not support precomputed region features; choose an image encoder",
-            "unsupported",
-            field="image_encoder",
-        )
+        message = f"{name} takes no precomputed regions; choose an image encoder"
+        raise ConfigError(message, "unsupported", field="image_encoder")
     return image_encoder

@@ -5,15 +5,15 @@ P cells of the grid, T text tokens including CLS and SEP, S all tokens, R rows t
 """
 
 import abc
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
+from medvl.models.base import Parts
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.layers.attention_masks import CAUSAL_ATTENTIONS
 from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Pooler, Tokens, stream_mask
@@ -40,20 +40,13 @@ class JointBERT(FusionModel):
     image_between_text_tokens = True
 
     def __init__(
-        self,
-        config: Any,
-        image_encoder: ImageEncoder,
-        text_encoder: TextEncoder,
-        *,
-        transform: EvalTransform,
-        tokenizer: Tokenizer | None,
+        self, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder, **parts: Unpack[Parts]
     ) -> None:
-        super().__init__(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
+        super().__init__(config, image_encoder, text_encoder, **parts)
         width = text_encoder.token_dim
         if getattr(getattr(text_encoder.backbone, "config", None), "model_type", None) != "bert":
-            raise ConfigError(
-                f"text_encoder must be a BERT, got {config.text_encoder}", "unsupported", field="text_encoder"
-            )
+            message = f"text_encoder must be a BERT, got {config.text_encoder}"
+            raise ConfigError(message, "unsupported", field="text_encoder")
         self.image_input = nn.Linear(image_encoder.patch_dim, width)
         self.pooler = Pooler(width)
         self.mlm_head = WordHead(width, text_encoder.vocab_size, tied=True)
@@ -165,28 +158,17 @@ class JointBERT(FusionModel):
     def _check_decoding(self, decoding: Decoding) -> tuple[Tokenizer, int]:
         """Return the tokenizer and the maximum number of tokens. Raises ConfigError as `generate` does."""
         if self.config.attention not in CAUSAL_ATTENTIONS:
-            raise ConfigError(
-                f"writing needs a model trained with attention {' or '.join(CAUSAL_ATTENTIONS)}, got "
-                f"{self.config.attention!r}",
-                "unsupported",
-                field="attention",
-            )
+            message = f"writing needs attention {' or '.join(CAUSAL_ATTENTIONS)}, got {self.config.attention!r}"
+            raise ConfigError(message, "unsupported", field="attention")
         if self.training:
             raise ConfigError("generate needs eval mode; call eval() first", "conflict")
         longest = self.config.max_tokens - 1 if decoding.max_tokens is None else decoding.max_tokens
         if longest > self.text_encoder.max_tokens:
-            raise ConfigError(
-                f"max_tokens must be at most the {self.text_encoder.max_tokens} positions of "
-                f"{self.config.text_encoder}, got {longest}",
-                "out_of_range",
-                field="max_tokens",
-            )
+            message = f"max_tokens must be at most {self.text_encoder.max_tokens} (positions), got {longest}"
+            raise ConfigError(message, "out_of_range", field="max_tokens")
         if self.tokenizer is None:
-            raise ConfigError(
-                f"{self.name} needs a tokenizer to write; use create_model(..., tokenizer=FOLDER)",
-                "missing",
-                field="tokenizer",
-            )
+            message = f"{self.name} needs a tokenizer to write; use create_model(..., tokenizer=FOLDER)"
+            raise ConfigError(message, "missing", field="tokenizer")
         return self.tokenizer, longest
 
 

@@ -1,16 +1,16 @@
 """M3AE: multi-modal masked autoencoders (Chen et al., arXiv 2209.07098, MICCAI 2022)."""
 
 import dataclasses
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
 from medvl.errors import ConfigError
 from medvl.losses.mim import PatchMask, blank
-from medvl.models.config_checks import check_positive, check_range
+from medvl.models.base import Parts
+from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.encoders import check_pixels
 from medvl.models.fusion_encoders.layers.encoder import Tokens
 from medvl.models.fusion_encoders.layers.heads import PixelDecoder
@@ -38,21 +38,12 @@ class M3AEConfig(DualStreamConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, 0, 1, "mask_ratio")
-        check_positive(self, "mim_weight", "decoder_width", "decoder_layers", "decoder_heads")
-        if not 1 <= self.mim_layer <= self.layers:
-            raise ConfigError(
-                f"mim_layer must be within 1 and layers ({self.layers}), got {self.mim_layer}",
-                "out_of_range",
-                field="mim_layer",
-            )
+        check_within(self, "(0, 1)", "mask_ratio")
+        check_within(self, "(0, inf)", "mim_weight", "decoder_width", "decoder_layers", "decoder_heads")
+        check_within(self, f"[1, {self.layers}]", "mim_layer")
         if self.decoder_width % self.decoder_heads or self.decoder_width % 4:
-            raise ConfigError(
-                f"decoder_width must be a multiple of 4 and of decoder_heads ({self.decoder_heads}), got "
-                f"{self.decoder_width}",
-                "conflict",
-                field="decoder_width",
-            )
+            message = f"decoder_width must be a multiple of 4 and of decoder_heads, got {self.decoder_width}"
+            raise ConfigError(message, "conflict", field="decoder_width")
 
 
 @register_system("m3ae")
@@ -81,24 +72,15 @@ class M3AE(DualStreamModel):
     image_encoder: ImageEncoder
 
     def __init__(
-        self,
-        config: M3AEConfig,
-        image_encoder: ImageSource,
-        text_encoder: TextEncoder,
-        *,
-        transform: EvalTransform,
-        tokenizer: Tokenizer | None,
+        self, config: M3AEConfig, image_encoder: ImageSource, text_encoder: TextEncoder, **parts: Unpack[Parts]
     ) -> None:
-        super().__init__(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
+        super().__init__(config, image_encoder, text_encoder, **parts)
         encoder = check_pixels(image_encoder, "m3ae")
         self.grid = encoder.grid(*encoder.image_size)
         self.patch = encoder.image_size[0] // self.grid[0]
         if encoder.image_size != (self.patch * self.grid[0], self.patch * self.grid[1]):
-            raise ConfigError(
-                f"image_size must be a multiple of {config.image_encoder}'s grid {self.grid}, got {encoder.image_size}",
-                "mismatch",
-                field="image_size",
-            )
+            message = f"image_size must be a multiple of the encoder's grid {self.grid}, got {encoder.image_size}"
+            raise ConfigError(message, "mismatch", field="image_size")
         self.mim_head = PixelDecoder(
             config.width,
             self.grid,

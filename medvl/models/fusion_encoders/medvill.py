@@ -1,7 +1,7 @@
 """MedViLL: one BERT over an image's cells and its report (Moon et al., arXiv 2105.11333, JBHI 2022)."""
 
 import dataclasses
-from typing import Literal, Self
+from typing import Literal, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
 from medvl.errors import ConfigError
 from medvl.losses.itm import MatchingPairs
-from medvl.models.config_checks import check_choice, check_not_negative, check_positive
+from medvl.models.base import Parts
+from medvl.models.config_checks import check_choice, check_within
 from medvl.models.fusion_encoders.config import FusionConfig, check_attention
 from medvl.models.fusion_encoders.corruption import sample_pairs
 from medvl.models.fusion_encoders.encoders import create_pixel_encoders
@@ -52,15 +53,12 @@ class MedViLLConfig(FusionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_attention(self)
-        check_positive(self, "image_tokens")
-        check_not_negative(self, "frozen_image_layers")
+        check_within(self, "(0, inf)", "image_tokens")
+        check_within(self, "[0, inf)", "frozen_image_layers")
         check_choice(self, "objective", ("pretraining", "report"))
         if self.objective == "report" and self.attention not in CAUSAL_ATTENTIONS:
-            raise ConfigError(
-                f"objective 'report' needs attention {' or '.join(CAUSAL_ATTENTIONS)}, got {self.attention!r}",
-                "conflict",
-                field="attention",
-            )
+            message = f"objective 'report' needs attention {' or '.join(CAUSAL_ATTENTIONS)}, got {self.attention!r}"
+            raise ConfigError(message, "conflict", field="attention")
 
 
 @register_system("medvill")
@@ -75,23 +73,13 @@ class MedViLL(JointBERT):
     Config = MedViLLConfig
 
     def __init__(
-        self,
-        config: MedViLLConfig,
-        image_encoder: ImageEncoder,
-        text_encoder: TextEncoder,
-        *,
-        transform: EvalTransform,
-        tokenizer: Tokenizer | None,
+        self, config: MedViLLConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder, **parts: Unpack[Parts]
     ) -> None:
-        super().__init__(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
+        super().__init__(config, image_encoder, text_encoder, **parts)
         height, columns = image_encoder.grid(*image_encoder.image_size)
         if height * columns > text_encoder.max_tokens:
-            raise ConfigError(
-                f"an image of {config.image_size} pixels has {height * columns} cells, but {config.text_encoder} has "
-                f"{text_encoder.max_tokens} positions; use a smaller image_size",
-                "too_large",
-                field="image_size",
-            )
+            message = f"{height * columns} cells exceed {text_encoder.max_tokens} positions; use a smaller image_size"
+            raise ConfigError(message, "too_large", field="image_size")
         self.mlm = MaskedLanguageModeling(config.mlm_weight, self.mask_words, self.score_words)
         self.itm = ImageTextMatching(config.itm_weight, self.sample_pairs, self.itm_head)
         self.objectives = (self.mlm, self.itm)

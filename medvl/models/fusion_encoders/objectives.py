@@ -117,10 +117,7 @@ class _WordObjective(Objective[E, MaskedWords, P]):
     name = "mlm"
 
     def __init__(
-        self,
-        weight: float,
-        mask_words: Callable[[Batch], MaskedWords],
-        score_words: Callable[[Tensor], Tensor],
+        self, weight: float, mask_words: Callable[[Batch], MaskedWords], score_words: Callable[[Tensor], Tensor]
     ) -> None:
         super().__init__(weight)
         self.mask_words, self.score_words = mask_words, score_words

@@ -6,7 +6,7 @@ letters as in `medvl.schema`.
 
 import abc
 import dataclasses
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import TextEncoder
+from medvl.models.base import Parts
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.config import Arguments, StreamConfig, check_attention
 from medvl.models.fusion_encoders.corruption import sample_pairs
@@ -67,15 +68,9 @@ class StreamModel(FusionModel, abc.ABC):
     """
 
     def __init__(
-        self,
-        config: StreamConfig,
-        image_encoder: ImageSource,
-        text_encoder: TextEncoder,
-        *,
-        transform: EvalTransform,
-        tokenizer: Tokenizer | None,
+        self, config: StreamConfig, image_encoder: ImageSource, text_encoder: TextEncoder, **parts: Unpack[Parts]
     ) -> None:
-        super().__init__(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
+        super().__init__(config, image_encoder, text_encoder, **parts)
         self.image_input = ImageInput(image_encoder, config.width, positions=config.image_positions)
         self.text_input = nn.Linear(text_encoder.token_dim, config.width)
         self.fusion = self.make_fusion(config)
@@ -163,7 +158,7 @@ class DualStreamModel(StreamModel):
 
     def make_fusion(self, config: StreamConfig) -> FusionEncoder:
         """See the base class."""
-        return DualStream(_sizes(config))
+        return DualStream(Sizes.of(config, config.width))
 
 
 @register_system("single_stream")
@@ -174,14 +169,4 @@ class SingleStreamModel(StreamModel):
 
     def make_fusion(self, config: SingleStreamConfig) -> FusionEncoder:
         """See the base class."""
-        return SingleStream(_sizes(config), config.attention, config.seq2seq_share)
-
-
-def _sizes(config: StreamConfig) -> Sizes:
-    return Sizes(
-        width=config.width,
-        layers=config.layers,
-        heads=config.heads,
-        intermediate=config.intermediate,
-        dropout=config.dropout,
-    )
+        return SingleStream(Sizes.of(config, config.width), config.attention, config.seq2seq_share)

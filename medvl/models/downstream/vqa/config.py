@@ -4,9 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from medvl.errors import ConfigError
 from medvl.models.base import SystemConfig
-from medvl.models.config_checks import check_choice, check_labels, check_positive, check_range
+from medvl.models.config_checks import check_choice, check_labels, check_within
 
 Head = Literal["classifier", "product", "ranking", "generation"]
 """Kind of answer head. "classifier": two layers over the vocabulary on the pooled vector (METER, M3AE, ARL,
@@ -40,14 +39,9 @@ class DecoderConfig:
     """For "generation": number of hypotheses; 1 is greedy."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "layers", "heads", "intermediate", "shortlist", "beams")
-        check_range(self, 0, 1, "dropout", low_included=True)
-        if self.max_tokens < 3:
-            raise ConfigError(
-                f"max_tokens must be 3 or more (a word between two special tokens), got {self.max_tokens}",
-                "out_of_range",
-                field="max_tokens",
-            )
+        check_within(self, "(0, inf)", "layers", "heads", "intermediate", "shortlist", "beams")
+        check_within(self, "[0, 1)", "dropout")
+        check_within(self, "[3, inf)", "max_tokens")  # a word between two special tokens
         check_choice(self, "first_word", FIRST_WORD)
 
 
@@ -75,8 +69,7 @@ class VQAConfig(SystemConfig):
     def __post_init__(self) -> None:
         check_labels(self.answers, "answers", fewest=2)
         check_choice(self, "head", HEADS)
-        if self.head_lr_mult is not None:
-            check_positive(self, "head_lr_mult")
+        check_within(self, "(0, inf)", "head_lr_mult")
 
     @property
     def effective_head_lr_mult(self) -> float:

@@ -88,18 +88,9 @@ class AnswerDecoder(nn.Module):
     def __init__(self, config: DecoderConfig, width: int, vocab_size: int) -> None:
         super().__init__()
         if width % config.heads:
-            raise ConfigError(
-                f"the fusion-encoder's width {width} must be a multiple of decoder.heads, got {config.heads}",
-                "conflict",
-                field="decoder.heads",
-            )
-        self.sizes = Sizes(
-            width=width,
-            layers=config.layers,
-            heads=config.heads,
-            intermediate=config.intermediate,
-            dropout=config.dropout,
-        )
+            message = f"decoder.heads must divide the width {width}, got {config.heads}"
+            raise ConfigError(message, "conflict", field="decoder.heads")
+        self.sizes = Sizes.of(config, width)
         self.words = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(config.max_tokens - 1, width)  # nothing is written after the last token
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)

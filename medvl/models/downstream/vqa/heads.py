@@ -133,9 +133,7 @@ class DecoderHead(nn.Module):
         length_V = mask_VT.sum(dim=1).clamp(max=config.decoder.max_tokens)
         if length_V.min() < 3:
             number = int(length_V.argmin()) + 1
-            raise ConfigError(
-                f"answer {number} of the vocabulary has no token; remove it", "unsupported", field="answers"
-            )
+            raise ConfigError(f"answer {number} has no token; remove it", "unsupported", field="answers")
         ids_VT = ids_VT[:, : int(length_V.max())].scatter(1, length_V[:, None] - 1, model.tokenizer.sep_id)
         self.register_buffer("ids_VT", ids_VT, persistent=False)
         self.register_buffer("length_V", length_V, persistent=False)
@@ -245,10 +243,7 @@ def create_head(config: VQAConfig, model: FusionModel) -> ClassifierHead | Produ
         return ClassifierHead(model.pooled_dim, config.answers)
     if config.head == "product":
         if not model.image_between_text_tokens:
-            raise ConfigError(
-                f"head 'product' needs an image between two text tokens, as in medvill; {model.name} has none",
-                "unsupported",
-                field="head",
-            )
+            message = f"head 'product' needs an image between two text tokens, as in medvill; {model.name} has none"
+            raise ConfigError(message, "unsupported", field="head")
         return ProductHead(model.pooled_dim, config.answers)
     return DecoderHead(config, model)

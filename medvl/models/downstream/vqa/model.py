@@ -55,11 +55,8 @@ class VQA(System):
             settings["vocab_size"] = config.vocab_size
         model = create_model(config.fusion, pretrained=pretrained, tokenizer=tokenizer, **settings)
         if not isinstance(model, FusionModel):
-            raise ConfigError(
-                f"fusion must name a fusion-encoder such as dual_stream or m3ae, got {config.fusion!r}",
-                "wrong_type",
-                field="fusion",
-            )
+            message = f"fusion must name a fusion-encoder such as dual_stream or m3ae, got {config.fusion!r}"
+            raise ConfigError(message, "wrong_type", field="fusion")
         return cls(config, model)
 
     @classmethod
@@ -108,11 +105,8 @@ class VQA(System):
         Raises ConfigError without a tokenizer, and for unequal numbers of images and questions.
         """
         if len(image_BCHW) != len(questions):
-            raise ConfigError(
-                f"expected one image for each question, got {len(image_BCHW)} images and {len(questions)} questions",
-                "mismatch",
-                field="questions",
-            )
+            message = f"expected as many images as questions, got {len(image_BCHW)} and {len(questions)}"
+            raise ConfigError(message, "mismatch", field="questions")
         ids_BT, mask_BT = self.tokenize(list(questions))
         batch = Batch(
             keys=[str(number) for number in range(len(questions))],

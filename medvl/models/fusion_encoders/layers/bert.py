@@ -30,11 +30,8 @@ def init_from_bert(fusion: nn.ModuleList, bert: TextEncoder) -> None:
     if not isinstance(blocks, nn.ModuleList) or any(
         name not in dict(blocks[0].named_modules()) for name in _BERT_NAMES.values()
     ):
-        raise ConfigError(
-            f"the fusion-encoder starts from the upper layers of a BERT; {bert.name} is not a BERT",
-            "unsupported",
-            field="text_encoder",
-        )
+        message = f"the fusion-encoder starts from the upper layers of a BERT; {bert.name} is not a BERT"
+        raise ConfigError(message, "unsupported", field="text_encoder")
     for layer, block in zip(fusion, blocks[-len(fusion) :], strict=True):
         for name, bert_name in _BERT_NAMES.items():
             try:

@@ -35,11 +35,8 @@ class RegionEncoder(nn.Module):
         Raises ConfigError if they have another width.
         """
         if regions_BPD.ndim != 3 or regions_BPD.shape[2] != self.patch_dim:
-            raise ConfigError(
-                f"regions must be (B, P, {self.patch_dim}), got {tuple(regions_BPD.shape)}",
-                "mismatch",
-                field="regions_BPD",
-            )
+            message = f"regions must be (B, P, {self.patch_dim}), got {tuple(regions_BPD.shape)}"
+            raise ConfigError(message, "mismatch", field="regions_BPD")
         count_B1 = self.real(regions_BPD).sum(dim=1, keepdim=True).clamp(min=1)
         return ImageFeatures(pooled_BD=regions_BPD.sum(dim=1) / count_B1, patches_BPD=regions_BPD, grid=None)
 
@@ -71,11 +68,8 @@ class ImageInput(nn.Module):
         self.positions: nn.Parameter | None = None
         if positions:
             if isinstance(source, RegionEncoder):
-                raise ConfigError(
-                    "precomputed regions have no grid; leave image_positions off: the features contain the boxes",
-                    "conflict",
-                    field="image_positions",
-                )
+                message = "precomputed regions have no grid and contain the boxes; leave image_positions off"
+                raise ConfigError(message, "conflict", field="image_positions")
             height, columns = source.grid(*source.image_size)
             self.positions = nn.Parameter(torch.empty(height * columns, width).normal_(std=INIT_STD))
 
@@ -106,12 +100,8 @@ def _select_positions(positions_PD: Tensor, regions: int, keep_BK: Tensor | None
     if keep_BK is not None:
         return positions_PD[keep_BK]
     if regions != len(positions_PD):
-        raise ConfigError(
-            f"the image has {regions} regions, but the model has positions for {len(positions_PD)}; use images of "
-            "the model's image_size",
-            "mismatch",
-            field="image_size",
-        )
+        message = f"expected images of image_size, with {len(positions_PD)} regions; got {regions} regions"
+        raise ConfigError(message, "mismatch", field="image_size")
     return positions_PD
 
 

@@ -4,6 +4,7 @@ Letters: B batch, Q queries, K keys, N tokens, D width.
 """
 
 import dataclasses
+from typing import Any, Self
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ LAYER_NORM_EPS = 1e-12
 INIT_STD = 0.02
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes of a Transformer's layers."""
 
@@ -25,6 +26,11 @@ class Sizes:
     intermediate: int
     dropout: float = 0.0
     """Dropout of hidden states and of attention."""
+
+    @classmethod
+    def of(cls, config: Any, width: int) -> Self:
+        """Return the sizes in a configuration's fields of these names, with the given width."""
+        return cls(width, config.layers, config.heads, config.intermediate, config.dropout)
 
 
 def split_heads(states_BND: Tensor, heads: int) -> Tensor:
