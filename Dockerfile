@@ -14,7 +14,7 @@ ENV PATH=/opt/medvl/bin:$PATH \
     NO_ALBUMENTATIONS_UPDATE=1
 
 WORKDIR /home/medvl/project
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY medvl ./medvl
 RUN python3.12 -m venv /opt/medvl && pip install --no-cache-dir ".[wandb]"
 COPY recipes ./recipes
