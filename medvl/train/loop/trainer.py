@@ -261,8 +261,8 @@ class Training:
         for rank, other in enumerate(state.ranks.exchange(own)):
             if other != own:
                 names = ", ".join(name for name in own if other[name] != own[name])
-                message = f"ranks {state.ranks.rank} and {rank} differ in {names}; start them with one command and data"
-                raise TrainingError(message, "mismatch")
+                message = f"ranks {state.ranks.rank} and {rank} differ in {names}"
+                raise TrainingError(f"{message}; start all ranks with the same command and data", "mismatch")
 
     def _update(self) -> bool:
         """Make and count one update; return whether the weights were rolled back."""
