@@ -54,7 +54,9 @@ class ShardRun:
 
     def __post_init__(self) -> None:
         if self.max_skipped < 0:
-            raise ConfigError(f"expected 0 or more, got {self.max_skipped:g}", "out_of_range", field="max_skipped")
+            raise ConfigError(
+                f"expected max_skipped of 0 or more, got {self.max_skipped:g}", "out_of_range", field="max_skipped"
+            )
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"expected workers of 1 or more, got {self.workers}", "out_of_range", field="workers")
         if self.part is not None:

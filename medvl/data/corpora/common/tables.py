@@ -117,7 +117,8 @@ def check_columns(path: Path, columns: Sequence[str], required: Sequence[str]) -
     """Raise CorpusError that names the missing and the present columns when a required one is missing."""
     missing = [name for name in required if name not in columns]
     if missing:
-        message = f"{path} lacks the columns {', '.join(missing)}; it has {', '.join(columns)}"
+        plural = "s" if len(missing) > 1 else ""
+        message = f"{path} lacks the column{plural} {', '.join(missing)}; it has {', '.join(columns)}"
         raise CorpusError(message, "missing", field=missing[0])
 
 
