@@ -120,7 +120,8 @@ def main(arguments: list[str] | None = None) -> None:
         if output:
             print(output)
     except MedvlError as error:
-        _fail(str(error))
+        unnamed = error.field is not None and error.field not in str(error)
+        _fail(f"{error.field}: {error}" if unnamed else str(error))
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
 
