@@ -59,7 +59,7 @@ def test_every_image_of_the_tables_is_in_the_shards_once(spine: Spine) -> None:
         line = f"{split}: {manifest.samples} samples of {len(manifest.patients)} patients"
         assert line in spine.printed["shards"].splitlines()
         assert f"mimic-cxr/{line} " in spine.printed["verify"]
-    assert spine.printed["verify"].count(": sound\n") == 3
+    assert spine.printed["verify"].count(": intact\n") == 3
 
 
 @pytest.mark.fault("S11")
@@ -195,7 +195,7 @@ def test_other_settings_over_the_same_folders_are_refused(spine: Spine, capsys: 
         assert reason in capsys.readouterr().err
     done = spine.ended(spine.recipe(spine.home / "run", optim__lr=2e-3))
     assert done.returncode == 1
-    assert "is of another run: optim.lr is 0.001 there and 0.002 here" in done.stderr.splitlines()[-1]
+    assert "belongs to another run: optim.lr was 0.001 and is 0.002" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
     assert snapshot(spine.corpus, spine.shards, spine.home / "run") == before
 
@@ -221,5 +221,5 @@ def test_a_flipped_bit_of_a_checkpoint_is_found_before_it_is_judged(
     (checkpoint / name).write_bytes(data)
     with pytest.raises(SystemExit, match="1"):
         cli.main(["eval", "zero-shot", "--checkpoint", str(checkpoint), "--data", str(spine.shards / "test")])
-    reason = f"medvl: {checkpoint / name} is not as it was written: the checkpoint is damaged\n"
+    reason = f"medvl: {checkpoint / name} differs from complete.json: the checkpoint is damaged\n"
     assert capsys.readouterr().err == reason

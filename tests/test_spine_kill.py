@@ -49,7 +49,7 @@ def test_a_killed_recipe_started_again_ends_with_the_same_weights(tmp_path: Path
     shutil.copytree(tmp_path / "killed", tmp_path / "fewer", symlinks=True)
     for name, workers in (("killed", 2), ("fewer", 0)):
         spine.run(name, command(spine, tmp_path / name, workers=workers))
-        (resumed,) = re.findall(r"going on from .*step-(\d+)", spine.printed[name])
+        (resumed,) = re.findall(r"resuming from .*step-(\d+)", spine.printed[name])
         assert (step - 1) // 2 * 2 <= int(resumed) < STEPS
         same = fakes.weights_hash(tmp_path / name) == fakes.weights_hash(tmp_path / "whole")
         assert same, f"{name} after step {step}, gone on from {resumed}"

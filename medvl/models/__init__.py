@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         train_manifest as train_manifest,
         warm_start as warm_start,
     )
+    from medvl.models.config_checks import check_choice as check_choice, check_within as check_within
     from medvl.models.downstream.classifier import (
         Classifier as Classifier,
         ClassifierConfig as ClassifierConfig,

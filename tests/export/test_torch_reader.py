@@ -92,7 +92,7 @@ def test_hostile_file_is_refused_and_never_run(tmp_path: Path, zipped: bool) -> 
     trace = tmp_path / "trace"
     content = {"state_dict": TENSORS, "hyper_parameters": Evil(trace)}
     path = saved(content, tmp_path / "evil.ckpt", _use_new_zipfile_serialization=zipped)
-    with pytest.raises(WeightsError, match="refers to posix.mkdir" if zipped else "evil.ckpt cannot be read"):
+    with pytest.raises(WeightsError, match="refers to posix.mkdir" if zipped else "cannot read tensors of"):
         read_checkpoint(path)
     assert not trace.exists()
 
