@@ -20,8 +20,8 @@ def doctor(arguments: Sequence[str]) -> str:
 
     Raises ConfigError if the file is no recipe, and the errors of its data and model.
     """
-    options = _parser().parse_args(arguments)
-    recipe, settings = load_recipe(options.recipe, options.settings)
+    options, recipe_arguments = _parser(add_help=arguments[:1] in (["-h"], ["--help"])).parse_known_args(arguments)
+    recipe, settings = load_recipe(options.recipe, recipe_arguments)
     run = recipe.prepare(settings)
     from medvl.train.doctor.diagnosis import advice, describe, limit
     from medvl.train.doctor.examine import examine
@@ -52,14 +52,18 @@ def load_recipe(path: Path, arguments: Sequence[str]) -> tuple[ModuleType, Any]:
     return module, choose(module.PRESETS, list(arguments), description=module.__doc__)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="medvl doctor", description="Measure a recipe and find its bottleneck.")
+def _parser(add_help: bool) -> argparse.ArgumentParser:
+    """Return the parser of doctor's own options, which may stand before or after the recipe and its settings."""
+    parser = argparse.ArgumentParser(
+        prog="medvl doctor",
+        usage="medvl doctor [--seconds S] [--json FILE] RECIPE [PRESET] [settings of the recipe ...]",
+        description="Measure a recipe and find its bottleneck. RECIPE --help lists its settings.",
+        add_help=add_help,  # --help after the recipe is that of the recipe
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--seconds", type=float, default=10.0, help="seconds of each of about six measurements (default 10)"
     )
     parser.add_argument("--json", type=Path, help="output file of the measurements")
     parser.add_argument("recipe", type=Path, help="file of the recipe, such as recipes/convirt_mimic.py")
-    parser.add_argument(
-        "settings", nargs=argparse.REMAINDER, help="preset and options of the recipe: tiny --data.train DIR"
-    )
     return parser

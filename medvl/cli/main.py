@@ -1,5 +1,6 @@
 """The `medvl` command: table of commands and entry point. Heavy libraries are imported by the commands."""
 
+import difflib
 import fnmatch
 import sys
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from typing import Any, Literal, NoReturn
 
 import tyro
 
+from medvl import __version__
 from medvl.cli import (
     compare,
     doctor,
@@ -97,28 +99,29 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
 }
 _RECIPE_COMMANDS: dict[str, Callable[[list[str]], str]] = {"doctor": doctor.doctor}
 """Commands whose arguments are the command line of a recipe."""
+_RESUMABLE = {"shards", "merge"}
+"""Commands that continue where they were interrupted."""
+
+
+def commands() -> dict[str, Callable[..., Any]]:
+    """Return the function of every command by its full name, such as `shards table`, in the order of the help."""
+    grouped = {f"{name} {sub}": function for name, group in _GROUPS.items() for sub, function in group.items()}
+    return grouped | _COMMANDS | _RECIPE_COMMANDS
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the `medvl` command. Bad input and system errors end it with status 1 and a one-line message."""
+    """Run the `medvl` command.
+
+    Bad input and system errors end it with status 1, Ctrl-C with status 130, each with a one-line message.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
-    command = arguments[0] if arguments else "--help"
     try:
-        if command in _GROUPS:
-            group = _GROUPS[command]
-            output = tyro.extras.subcommand_cli_from_dict(
-                group, prog=f"medvl {command}", args=arguments[1:], config=[tyro.conf.OmitArgPrefixes]
-            )
-        elif command in _COMMANDS:
-            positional = tyro.conf.configure(tyro.conf.PositionalRequiredArgs)(_COMMANDS[command])
-            output = tyro.cli(positional, prog=f"medvl {command}", args=arguments[1:])
-        elif command in _RECIPE_COMMANDS:
-            output = _RECIPE_COMMANDS[command](arguments[1:])
-        else:
-            _usage(command)
-            return
+        output = _run(arguments[0] if arguments else "--help", arguments[1:])
         if output:
             print(output)
+    except KeyboardInterrupt:
+        resume = "; run the same command again to resume" if set(arguments[:1]) & _RESUMABLE else ""
+        _fail(f"interrupted{resume}", status=130)
     except MedvlError as error:
         unnamed = error.field is not None and error.field not in str(error)
         _fail(f"{error.field}: {error}" if unnamed else str(error))
@@ -126,20 +129,45 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
 
 
-def _fail(message: str) -> NoReturn:
+def _run(command: str, arguments: list[str]) -> str | None:
+    """Run a command. Returns the text to print."""
+    if command in ("-h", "--help"):
+        return _usage()
+    if command == "--version":
+        return f"medvl {__version__}"
+    if command in _GROUPS:
+        group = _GROUPS[command]
+        if arguments and not arguments[0].startswith("-") and arguments[0] not in group:
+            raise _unknown(f"{command} {arguments[0]}")
+        return tyro.extras.subcommand_cli_from_dict(
+            group, prog=f"medvl {command}", args=arguments, config=[tyro.conf.OmitArgPrefixes]
+        )
+    if command in _COMMANDS:
+        positional = tyro.conf.configure(tyro.conf.PositionalRequiredArgs)(_COMMANDS[command])
+        return tyro.cli(positional, prog=f"medvl {command}", args=arguments)
+    if command in _RECIPE_COMMANDS:
+        return _RECIPE_COMMANDS[command](arguments)
+    raise _unknown(command)
+
+
+def _unknown(name: str) -> ConfigError:
+    """Return the error for a command that does not exist; it names the nearest one."""
+    full_names = {known.rpartition(" ")[2]: known for known in commands()} | {known: known for known in commands()}
+    full_names |= {group: f"{group} --help" for group in _GROUPS}
+    near = difflib.get_close_matches(name, full_names, n=1)
+    advice = f"did you mean medvl {full_names[near[0]]}?" if near else "see medvl --help"
+    return ConfigError(f"expected a command of medvl, got {name!r}; {advice}", "unknown_name", field=name)
+
+
+def _fail(message: str, status: int = 1) -> NoReturn:
     print(f"medvl: {message}", file=sys.stderr)
-    raise SystemExit(1) from None
+    raise SystemExit(status) from None
 
 
-def _usage(command: str) -> None:
-    lines = ["usage: medvl COMMAND ...", ""]
-    for name, group in _GROUPS.items():
-        lines += [f"  {f'{name} {sub}':24} {_summary(function)}" for sub, function in group.items()]
-    lines += [f"  {name:24} {_summary(function)}" for name, function in (_COMMANDS | _RECIPE_COMMANDS).items()]
-    lines += ["", "Options: medvl COMMAND --help. Training: torchrun recipes/convirt_mimic.py --help"]
-    print("\n".join(lines))
-    if command not in ("-h", "--help"):
-        raise ConfigError(f"no command {command!r}", "unknown_name", field=command)
+def _usage() -> str:
+    lines = [f"  {name:24} {_summary(function)}" for name, function in commands().items()]
+    closing = "Options: medvl COMMAND --help. Training: torchrun recipes/convirt_mimic.py --help"
+    return "\n".join(["usage: medvl COMMAND ...", "       medvl --version", "", *lines, "", closing])
 
 
 def _summary(function: Callable[..., Any]) -> str:

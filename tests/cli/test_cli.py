@@ -10,19 +10,10 @@ from typing import Any
 import pytest
 from helpers.mimic_files import write_csv_gz
 
+import medvl
 from medvl.cli import main as cli
 from medvl.data.tokenizer import tokenizer
 from medvl.schema import FINDINGS
-
-COMMANDS = (
-    *("phantom mimic-cxr", "phantom mimic-cxr-jpg", "phantom chexpert", "phantom contact-sheet", "phantom roco"),
-    *("phantom medicat", "shards roco", "shards medicat", "shards openi"),
-    *("shards mimic-cxr", "shards chexpert", "shards table", "shards vqa-rad", "shards slake", "shards vqa-med"),
-    *("shards path-vqa", "eval zero-shot", "eval retrieval", "eval vqa", "eval report-generation"),
-    *("eval probe", "eval classify", "eval class-retrieval", "eval make-retrieval-list"),
-    *("shards rsna", "shards siim", "shards nih-cxr14", "shards covidx"),
-    *("phantom vqa-rad", "phantom slake", "vocab", "verify", "compare", "import", "export", "list"),
-)
 
 
 def ends(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -45,20 +36,22 @@ def line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
 def test_help_lists_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(arguments)
-    lines = capsys.readouterr().out.splitlines()
-    summaries = {name: text for text in lines for name in COMMANDS if text.startswith(f"  {name} ")}
-    assert set(summaries) == set(COMMANDS)
-    assert all(text.endswith(".") for text in summaries.values())
+    lines = [text for text in capsys.readouterr().out.splitlines() if text.startswith("  ") and text[2] != " "]
+    names = {text[:27].strip(): text[27:] for text in lines}
+    assert set(names) == set(cli.commands())
+    assert all(summary[:1].isupper() and summary.endswith(".") for summary in names.values())
+    functions = {path.stem for path in Path(cli.__file__).parent.glob("*.py")} - {"__init__", "main", "eval_common"}
+    assert {function.__module__.rpartition(".")[2] for function in cli.commands().values()} == functions | {"main"}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", cli.commands())
 def test_command_help_shows_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([*name.split(), "--help"])
     assert caught.value.code == 0
     out = capsys.readouterr().out
     assert f"usage: medvl {name}" in out
-    assert "(default: " in out
+    assert "(default" in out or name == "merge"
 
 
 def test_help_does_not_import_heavy_libraries() -> None:
@@ -106,8 +99,43 @@ def test_invalid_command_line_exits_with_status_2(
     assert "Traceback" not in text
 
 
-def test_unknown_command_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "'shard'" in line(["shard"], capsys)
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (["shard"], "medvl shards --help"),
+        (["verfy"], "medvl verify"),
+        (["mimic-cxr"], "medvl shards mimic-cxr"),
+        (["zero-shot"], "medvl eval zero-shot"),
+        (["shards", "tabel"], "medvl shards table"),
+        (["xyzzy"], "medvl --help"),
+    ],
+)
+def test_unknown_command_names_the_nearest(
+    arguments: list[str], nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = line(arguments, capsys)
+    assert repr(" ".join(arguments)) in message
+    assert nearest in message
+    assert capsys.readouterr().out == ""
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["--version"])
+    assert capsys.readouterr().out == f"medvl {medvl.__version__}\n"
+
+
+@pytest.mark.parametrize(("command", "resumes"), [("shards", True), ("verify", False)])
+def test_interrupt_is_reported_in_one_line(
+    command: str, resumes: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    status, text = ends([command], capsys)
+    assert status == 130
+    assert len(text.splitlines()) == 1
+    assert ("run the same command again" in text) == resumes
 
 
 def test_missing_folders_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

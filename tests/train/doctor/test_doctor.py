@@ -15,7 +15,7 @@ from helpers.errors import raises
 from helpers.shard_plans import make_plan
 from torch import nn
 
-from medvl.cli import main as cli
+from medvl.cli import doctor as doctor_module, main as cli
 from medvl.cli.doctor import doctor, load_recipe
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
@@ -270,6 +270,29 @@ def test_every_recipe_can_be_examined(path: Path, tmp_path: Path, monkeypatch: p
         doctor([str(path), "tiny"])
 
 
+def test_options_may_follow_the_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded: list[tuple[Path, list[str]]] = []
+
+    def load(path: Path, arguments: list[str]) -> None:
+        loaded.append((path, arguments))
+        raise ConfigError("stop here", "unsupported")
+
+    monkeypatch.setattr(doctor_module, "load_recipe", load)
+    for arguments in (
+        ["r.py", "tiny", "--seconds", "3", "--data.train", "DIR", "--json", "o.json"],
+        ["--seconds", "3", "r.py", "tiny", "--data.train", "DIR"],
+    ):
+        with raises(ConfigError, "unsupported"):
+            doctor(arguments)
+    assert loaded == [(Path("r.py"), ["tiny", "--data.train", "DIR"])] * 2
+    with pytest.raises(SystemExit):
+        doctor(["r.py", "tiny", "--seconds", "soon"])
+    assert "--seconds: invalid float" in capsys.readouterr().err
+    with raises(ConfigError, "unsupported"):
+        doctor(["r.py", "tiny", "--help"])
+    assert loaded[-1][1] == ["tiny", "--help"]
+
+
 def test_doctor_refuses_files_that_are_no_recipe(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no Python file"):
         load_recipe(tmp_path / "none.py", [])
@@ -284,7 +307,7 @@ def test_doctor_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     with pytest.raises(SystemExit) as ended:
         cli.main(["doctor", "--help"])
     assert ended.value.code == 0
-    assert "preset and options of the recipe" in capsys.readouterr().out
+    assert "RECIPE [PRESET] [settings of the recipe ...]" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
         cli.main(["doctor", str(tmp_path / "none.py"), "tiny"])
     assert ended.value.code == 1
