@@ -105,7 +105,7 @@ def _read_splits(root: Path) -> dict[str, str]:
     splits = {}
     for row in tables.read_table(path, ("dicom_id", "split")):
         if row["split"] not in known:
-            raise malformed(path, f"expected one of {', '.join(SPLITS)} for split, got {row['split']!r}", "split")
+            raise malformed(path, f"expected one of {', '.join(SPLITS)} for split, got another value", "split")
         splits[row["dicom_id"]] = known[row["split"]]
     return splits
 

@@ -66,7 +66,8 @@ def plan(
     """Plan the samples of a table; no image is opened.
 
     Args:
-        table: `.csv`, `.csv.gz`, `.jsonl`, `.jsonl.gz` or `.parquet`.
+        table: `.csv` or `.tsv` (separated by comma, semicolon, tab or bar; UTF-8), `.jsonl`, these with `.gz`, or
+            `.parquet`.
         columns: its column names by meaning.
         deid: hashes patient, study and image.
         name: name of the corpus in keys and manifests.
@@ -216,14 +217,16 @@ def _collect_labels(rows: Iterable[Mapping[str, Any]], columns: TableColumns, ta
 def _read_rows(table: Path, required: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield (row number, counted from 1; row)."""
     kind = table.name.removesuffix(".gz").rpartition(".")[2]
-    if kind == "csv":
+    if kind in ("csv", "tsv"):
         yield from enumerate(read_table(table, required), start=1)
     elif kind == "jsonl":
         yield from read_json_lines(table, required)
     elif kind == "parquet":
         yield from _read_parquet(table, required)
     else:
-        raise CorpusError(f"{table}: expected .csv, .jsonl or .parquet (the first two also .gz)", "unsupported")
+        raise CorpusError(
+            f"{table}: expected .csv, .tsv, .jsonl or .parquet (all but the last also .gz)", "unsupported"
+        )
 
 
 def _read_parquet(table: Path, required: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:

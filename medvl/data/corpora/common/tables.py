@@ -1,9 +1,11 @@
 """Records of a corpus, and readers for the tables of its release."""
 
+import codecs
 import contextlib
 import csv
 import dataclasses
 import gzip
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +17,7 @@ from medvl.data.reports.sections import read_report
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import FINDINGS, Sample
 
+_SEPARATORS = (",", ";", "\t", "|")
 _LABEL_VALUES = {"1.0": 1, "0.0": 0, "-1.0": -1, "1": 1, "0": 0, "-1": -1}
 
 
@@ -67,18 +70,42 @@ def read_record(record: Record, warnings: Counter[str]) -> Sample:
 
 
 def read_table(path: Path, required: Iterable[str]) -> Iterator[dict[str, str]]:
-    """Yield the rows of a CSV file or `.gz`. Raises CorpusError if it is missing, damaged or lacks a column."""
+    """Yield the rows of a CSV file or `.gz`, with any separator of `_SEPARATORS`.
+
+    Raises CorpusError if it is missing or damaged, or lacks a column or has it twice. No message quotes a cell; where
+    the first line has none of the required columns, it may be a patient's row and is not quoted either.
+    """
     required = tuple(required)
     try:
         with open_text(path) as file:
-            reader = csv.DictReader(file)
-            check_columns(path, reader.fieldnames or (), required)
+            first = file.readline()
+            reader = csv.DictReader(itertools.chain([first], file), delimiter=_separator(first, required))
+            columns = reader.fieldnames or ()
+            if columns and not set(columns) & set(required):
+                state = (
+                    f"{path}: the first line has none of the columns {', '.join(required)} in its {len(columns)} fields"
+                )
+                advice = "expected a line of column names (not shown here, as it may be a patient's row)"
+                raise CorpusError(f"{state}; {advice}", "missing", field=required[0])
+            check_columns(path, columns, required)
             for row in reader:
                 if None in row or None in row.values():
-                    raise malformed(f"{path}, line {reader.line_num}", "expected as many fields as in the header")
+                    where = f"{path}, line {reader.line_num}"
+                    raise malformed(where, "expected as many fields as in the header; quote texts with a separator")
                 yield row
-    except (EOFError, gzip.BadGzipFile, csv.Error) as error:
+    except csv.Error as error:
+        raise malformed(path, f"not readable as a CSV table ({error}); check its quotes") from error
+    except (EOFError, gzip.BadGzipFile) as error:
         raise malformed(path, f"not readable as a CSV table ({type(error).__name__}): copy it again") from error
+
+
+def _separator(header: str, required: Sequence[str]) -> str:
+    """Return the separator that finds most of the required columns in the header; the comma where none does."""
+
+    def found(separator: str) -> int:
+        return len(set(next(csv.reader([header], delimiter=separator), ())) & set(required))
+
+    return max(_SEPARATORS, key=found)
 
 
 def read_json_lines(path: Path, required: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -109,12 +136,20 @@ def open_text(path: Path) -> Iterator[TextIO]:
             yield file
     except FileNotFoundError:
         raise CorpusError(f"{path} does not exist", "not_found") from None
-    except UnicodeDecodeError:
-        raise CorpusError(f"{path} is not UTF-8 text: copy it again", "malformed") from None
+    except UnicodeDecodeError as error:
+        guess = "UTF-16" if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "WINDOWS-1252"
+        advice = f"save it as UTF-8, for example with iconv -f {guess} -t UTF-8"
+        raise CorpusError(f"{path} is not UTF-8 text; {advice}", "malformed", field="encoding") from None
 
 
 def check_columns(path: Path, columns: Sequence[str], required: Sequence[str]) -> None:
-    """Raise CorpusError that names the missing and the present columns when a required one is missing."""
+    """Raise CorpusError that names the missing and the present columns when a required one is missing or repeated."""
+    repeated = [name for name in required if columns.count(name) > 1]
+    if repeated:
+        message = (
+            f"{path} has the column {repeated[0]} {columns.count(repeated[0])} times; rename or remove all but one"
+        )
+        raise CorpusError(message, "conflict", field=repeated[0])
     missing = [name for name in required if name not in columns]
     if missing:
         plural = "s" if len(missing) > 1 else ""
@@ -161,6 +196,6 @@ def parse_findings(row: Mapping[str, str], path: Path) -> dict[str, int]:
         if not value:
             continue
         if value not in _LABEL_VALUES:
-            raise malformed(path, f"expected 1, 0, -1 or blank for {name}, got {value!r}", name)
+            raise malformed(path, f"expected 1, 0, -1 or blank for {name}, got another value", name)
         labels[name] = _LABEL_VALUES[value]
     return labels
