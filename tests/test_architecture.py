@@ -35,7 +35,7 @@ _DATA_READERS = {"annotations", "dicom", "images", "reports", "tokenizer", "tran
 SUBPACKAGES: dict[str, dict[str, set[str]]] = {
     "data": {
         "privacy": set(),
-        "reports": set(),
+        "reports": {"privacy"},
         "tokenizer": set(),
         "annotations": set(),
         "splits": set(),

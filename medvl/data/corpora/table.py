@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, check_columns, malformed, read_json_lines, read_table
+from medvl.data.corpora.common.tables import (
+    Plan,
+    Record,
+    check_columns,
+    malformed,
+    read_json_lines,
+    read_table,
+    report_sections,
+)
 from medvl.data.privacy.deidentify import Deidentifier, cap_age
 from medvl.data.reports.sections import parse_report
 from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
@@ -29,7 +37,7 @@ class TableColumns:
     patient_column: str
     """Patient id, which splits are disjoint by; hashed."""
     text_column: tuple[str, ...] = ()
-    """Columns with a report, a caption, or sections of a report."""
+    """Columns with a report, a caption, or sections of a report. Texts of the same section are joined."""
     study_column: str | None = None
     """Study id; images of one study share their report. Default: each image is a study. Hashed."""
     split_column: str | None = None
@@ -74,7 +82,8 @@ def plan(
         image_root: folder that image paths are relative to and must be inside of; default the table's folder.
         where: keep only rows whose column has this value.
         fractions: fractions of the splits, when the table has no split column.
-        parse_reports: split each text into its sections (FINDINGS, IMPRESSION, ...).
+        parse_reports: split each text into its sections (FINDINGS, IMPRESSION, ...), without those that identify a
+            person; a text without headers is the section of its column.
 
     Raises CorpusError when the table cannot be read, lacks a column, or has an invalid value (the message names the
     row); ConfigError when the split fractions do not sum to one.
@@ -90,14 +99,15 @@ def plan(
 
     # The table is read twice, for its labels and for its rows, because it may not fit in memory.
     labels = _collect_labels((row for _, row in _read_rows(table, required) if is_selected(row)), columns, table)
-    reader = _RowReader(table, root.resolve(), columns, deid, name, fractions, parse_reports, labels)
+    warnings = Counter[str]()
+    reader = _RowReader(table, root.resolve(), columns, deid, name, fractions, parse_reports, labels, warnings)
     records, excluded = Records(), Counter[str]()
     for number, row in _read_rows(table, required):
         if is_selected(row):
             records.append(Record(reader.sample(number, row)))
         else:
             excluded["where"] += 1
-    return Plan(name, records, labels.names, excluded)
+    return Plan(name, records, labels.names, excluded, +warnings)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,6 +134,7 @@ class _RowReader:
     fractions: Mapping[str, float]
     parse_reports: bool
     labels: _Labels
+    warnings: Counter[str]
 
     def sample(self, number: int, row: Mapping[str, Any]) -> Sample:
         columns = self.columns
@@ -169,11 +180,14 @@ class _RowReader:
         sections: dict[str, str] = {}
         for column in self.columns.text_column:
             text = _text(row[column])
+            parts = {column: text} if text else {}
             if text and self.parse_reports:
                 report = parse_report(text)
-                sections.update(report.sections or {column: text})
-            elif text:
-                sections[column] = text
+                if report.has_headers:
+                    parts = report_sections(report, self.warnings)
+            for name, part in parts.items():
+                known = sections.get(name, part)
+                sections[name] = part if known == part else f"{known} {part}"
         return sections
 
     def _labels(self, number: int, row: Mapping[str, Any]) -> dict[str, int]:

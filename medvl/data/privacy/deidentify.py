@@ -168,12 +168,13 @@ _IDENTITY = re.compile(
 )
 
 
-def is_identifying_header(header: str) -> bool:
+def is_identifying_header(header: str, *, at_start: bool = False) -> bool:
     """Return whether a section with this header identifies the patient or the author: `MRN`, `SIGNED BY`.
 
-    Released corpora have such lines masked; a hospital's own reports begin and end with them.
+    Released corpora have such lines masked; a hospital's own reports begin and end with them. With `at_start`, the
+    header must begin with an identifying word.
     """
-    return _IDENTITY.search(header) is not None
+    return (_IDENTITY.match(header) if at_start else _IDENTITY.search(header)) is not None
 
 
 def find_identifiers(text: str) -> dict[str, int]:

@@ -109,7 +109,7 @@ def _report(root: ElementTree.Element) -> OpeniReport:
     for element in root.iter("AbstractText"):
         name, text = element.get("Label", "").lower(), _text(element)
         if text:
-            sections[name] = text
+            sections[name] = f"{sections[name]} {text}" if name in sections else text
         else:
             empty.append(name)
     return OpeniReport(

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from medvl.data.privacy.deidentify import is_identifying_header
 from medvl.data.reports.sentences import split_sentences
 from medvl.errors import ReportError
 
@@ -17,31 +18,43 @@ MAX_REPORT_BYTES = 1 << 20
 """Largest accepted report file; the longest report of MIMIC-CXR has under 10 kB."""
 
 _ALIASES = {
-    "findings": "findings|finding|findings in detail|radiographic findings|report|results|description|observations",
+    "findings": "findings|finding|findings in detail|radiographic findings|report|results|description|observations"
+    "|reference findings|findins|findindgs|findgings|findngs|findnings|finidngs",
     "impression": "impression|impressions|imp|final impression|conclusion|conclusions|opinion|summary|diagnosis"
     "|interpretation|findings and impression|findings/impression|findings / impression|impression and findings"
-    "|impression/findings|impression and recommendation|impression and recommendations",
+    "|impression/findings|impression and recommendation|impression and recommendations|findings/ impression|impresson"
+    "|imprression|imoression|impressoin|imprssion|impresion|imperssion|mpression|impession",
     "indication": "indication|indications|indication for exam|indication for study|clinical indication"
     "|clinical indications|reason for exam|reason for examination|reason for study|reason for the exam"
-    "|reason for this examination|reason|reason for request|chief complaint",
+    "|reason for this examination|reason|reason for request|chief complaint|idication|ndication",
     "history": "history|clinical history|clinical information|patient history|medical history|past medical history"
     "|pfi|pmh|hx|clinical data|clinical context|clinical statement|presenting history|indication and history"
     "|history and indication|indication/history|history/indication",
     "comparison": "comparison|comparisons|comparison exam|comparison study|comparison studies|comparison film"
-    "|comparison films|compared to|prior studies|prior exams|previous examination",
+    "|comparison films|compared to|prior studies|prior exams|previous examination|reference exam|comparision"
+    "|comparisions|comparsion|comparrison",
     "technique": "technique|techniques|technical factors|procedure|procedure comments|protocol|method",
     "examination": "examination|examinations|exam|exams|study|studies|type of exam|type of examination|exam type"
     "|exam description|examination type",
     "recommendation": "recommendation|recommendations|recommendation(s)|follow up|follow-up",
     "notification": "notification|notifications|communication|notice",
-    "wet_read": "wet read|preliminary report|preliminary read",
+    "wet_read": "wet read|wetread|preliminary report|preliminary read",
     "addendum": "addendum|addenda|final addendum",
 }
+"""Section -> its headers. Misspellings are those of `section_parser.py` in MIT-LCP/mimic-cxr, except that it takes
+"ndication" (one report) for the impression."""
 _SECTION_OF = {alias: section for section, aliases in _ALIASES.items() for alias in aliases.split("|")}
-_EXAMINATION_NAME = re.compile(r"\b(?:chest|thorax|cxr|views?|radiographs?|x-?rays?|films?)\b")
+_WITHIN_HEADER = ("impression", "findings", "history", "comparison", "addendum")
+"""Words by which a header in capitals that is not listed has a section, in this order (as in `section_parser.py`)."""
+_EXAMINATION_NAME = re.compile(
+    r"\b(?:chest|thorax|cxr|views?|radiographs?|x-?rays?|films?|portable|bone window|ribs"
+    r"|frontal (?:and|upright|semi-upright)|(?:pa|ap|lateral) and (?:pa|ap|lat|lateral))\b"
+)
 _BEFORE_FINDINGS = frozenset(("indication", "history", "comparison", "technique", "examination"))
-_CONTEXT = _BEFORE_FINDINGS | {"notification", "recommendation", "wet_read", "addendum"}
-"""Sections that do not describe the image."""
+CONTEXT_SECTIONS = _BEFORE_FINDINGS | {"notification", "recommendation", "wet_read", "addendum"}
+"""Sections that do not describe the image, such as the question that it was taken for."""
+DESCRIPTIVE_SECTIONS = ("findings", "impression", "last_paragraph")
+"""Sections that describe the image."""
 
 _PARTS_OF_FINDINGS = re.compile(
     r"(?:visualized |upper |right |left )?(?:lungs?|pleura|pleural spaces?|heart|heart size|cardiac|cardiac silhouette"
@@ -72,17 +85,24 @@ class Report:
     sections: Mapping[str, str]
     """Name -> text, in the order of the report. Common headers have one name each (findings, impression, indication,
     history, comparison, technique, examination, recommendation, notification, wet_read); others are lower-cased. Of
-    several sections with the same name, the last one with text is kept."""
+    several sections with the same name, the last one with text is kept (see `repeated_sections`)."""
     empty_sections: tuple[str, ...] = ()
     """Names of dropped sections without text or with masks only."""
+    repeated_sections: tuple[str, ...] = ()
+    """Names of sections with text that a later section of the same name replaces, one entry for each."""
     preamble: str | None = None
-    """Text before the first header."""
+    """Text before the first header, also below a rule or a title."""
     addenda: tuple[str, ...] = ()
     last_paragraph: str | None = None
     """Last paragraph that describes the image, for reports without findings and impression. It may follow a section
     such as technique or comparison after a blank line."""
     encoding: str = "utf-8"
     """Encoding of the file; "utf-8" for reports parsed from text."""
+
+    @property
+    def has_headers(self) -> bool:
+        """Whether the text has any section."""
+        return bool(self.sections or self.empty_sections or self.addenda)
 
     @property
     def findings(self) -> str | None:
@@ -133,13 +153,14 @@ def parse_report(text: str) -> Report:
     """Parse a report. Any text can be parsed; without headers it is preamble and last paragraph.
 
     A header is at the start of a line and ends with a colon. In capitals, any words are a header; in lower case, only
-    the names in this module's table, so that `Dr. X:` and `at 3:00` are not. Common headers in capitals are also
-    recognised within a line, for reports that have lost their line breaks.
+    the names in this module's table and those that identify a person (`Signed by:`), so that `Dr. X:` and `at 3:00` are
+    not. Common headers in capitals are also recognised within a line, for reports that have lost their line breaks.
     """
     sections: dict[str, str] = {}
     empty: dict[str, None] = {}
     addenda: list[str] = []
-    preamble: str | None = None
+    repeated: list[str] = []
+    preamble: list[str] = []
     parts: list[tuple[str | None, list[str]]] = []
     for is_addendum, lines in _blocks(text):
         if is_addendum:
@@ -147,24 +168,31 @@ def parse_report(text: str) -> Report:
             continue
         for name, body in _split_by_header(lines):
             content = _join(body)
-            if not _has_content(content) and not (name in _CONTEXT and "_" in content):  # COMPARISON: ___ is not empty
+            is_masked = name in CONTEXT_SECTIONS and "_" in content  # COMPARISON: ___ is not empty
+            if not _has_content(content) and not is_masked:
                 empty |= {name: None} if name else {}
                 continue
             parts.append((name, body))
             if name is None:
-                preamble = preamble or content
+                preamble.append(content)
             elif name == "addendum":
                 addenda.append(content)
             else:
-                sections.pop(name, None)
+                repeated += [name] if sections.pop(name, None) else []
                 sections[name] = content
     return Report(
         sections=sections,
         empty_sections=tuple(name for name in empty if name not in sections),
-        preamble=preamble,
+        repeated_sections=tuple(repeated),
+        preamble=" ".join(preamble) or None,
         addenda=tuple(addenda),
         last_paragraph=_last_paragraph(parts),
     )
+
+
+def section_name(header: str) -> str:
+    """Return the section of a header or of a column (`REASON_FOR_EXAM`); the header itself where it has none."""
+    return _SECTION_OF.get(" ".join(header.lower().replace("_", " ").split()), header)
 
 
 def _blocks(text: str) -> Iterable[tuple[bool, list[str]]]:
@@ -208,11 +236,14 @@ def _header(line: str, inside: str | None) -> tuple[str, str] | None:
         return (known, "") if known and label[:1].isupper() else None
     if known and (label[:1].isupper() or plain == known):
         return known, rest
+    if label[:1].isupper() and is_identifying_header(plain, at_start=not label.isupper()):
+        return plain, rest
     if not label.isupper() or not (rest[:1].isspace() or not rest):
         return None
     if _PARTS_OF_FINDINGS.fullmatch(plain) and inside in ("findings", "impression"):
         return None
-    return ("findings" if _EXAMINATION_NAME.search(plain) else plain), rest
+    within = next((section for section in _WITHIN_HEADER if section in plain), None)
+    return within or ("findings" if _EXAMINATION_NAME.search(plain) else plain), rest
 
 
 def _is_part_of_findings(line: str) -> bool:
@@ -248,8 +279,10 @@ def _has_content(text: str) -> bool:
 def _last_paragraph(parts: list[tuple[str | None, list[str]]]) -> str | None:
     for section, lines in reversed(parts):
         paragraphs = _paragraphs(lines, items=False)
-        if section in _CONTEXT:  # the first paragraph belongs to the section
+        if section in CONTEXT_SECTIONS:  # the first paragraph belongs to the section
             paragraphs = paragraphs[1:] if section in _BEFORE_FINDINGS else []
+        elif section is not None and is_identifying_header(section):
+            continue
         paragraphs = list(filter(_has_content, paragraphs))
         if paragraphs:
             return paragraphs[-1]

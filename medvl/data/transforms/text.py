@@ -7,14 +7,16 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
+from medvl.data.reports.sections import CONTEXT_SECTIONS, DESCRIPTIVE_SECTIONS, section_name
 from medvl.data.reports.sentences import split_sentences
 from medvl.errors import ConfigError
 
 _WORD = re.compile(r"\w+")
 REPORT_SECTIONS = ("findings", "impression")
 Missing = Literal["other_sections", "literal", "no_text"]
-"""Replacement for a text whose sections are all missing: the report's other sections; the literal "NO IMPRESSION" (with
-the name of the first section); or no text, so that pair losses leave the sample out (`Batch.has_text_B`)."""
+"""Replacement for a text whose sections are all missing: the other sections that describe the image
+(`choose_sections`); the literal "NO IMPRESSION" (with the name of the first section); or no text, so that pair losses
+leave the sample out (`Batch.has_text_B`)."""
 
 
 class TextPolicy(Protocol):
@@ -24,13 +26,18 @@ class TextPolicy(Protocol):
 
 
 def choose_sections(sections: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    """Return the texts of the sections `names` that exist, in this order; all sections if none exists.
+    """Return the texts of the sections `names` that exist, in this order, or else those that describe the image.
 
-    The fallback is for captions, tables with other columns, and reports with neither findings nor impression (which
-    have their last paragraph as a section).
+    Of a report these are findings, impression and the last paragraph (of reports with neither), but no indication,
+    history, comparison or addendum: "evaluate for pneumonia" is a question, not a description. Of captions and tables
+    with other columns, these are all texts. The result may be empty.
     """
     chosen = [sections[name] for name in names if sections.get(name)]
-    return chosen or [text for text in sections.values() if text]
+    if chosen:
+        return chosen
+    texts = [(section_name(name), text) for name, text in sections.items() if text]
+    described = [text for name, text in texts if name in DESCRIPTIVE_SECTIONS]
+    return described or [text for name, text in texts if name not in CONTEXT_SECTIONS]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +80,7 @@ class WholeText:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RandomSection:
-    """One whole section, drawn uniformly: a figure's caption, or one of the paragraphs that refer to it.
+    """One whole section about the image, drawn uniformly: a figure's caption, or a paragraph that refers to it.
 
     In M3AE every (image, text) pair is an item, so a figure with five references occurs five times per epoch; here each
     figure occurs once, with a new draw in each epoch.
@@ -83,7 +90,7 @@ class RandomSection:
     """Shorter texts, in words, are left out unless the figure has no other (M3AE)."""
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
-        texts = choose_sections(sections, tuple(sections))
+        texts = choose_sections(sections, ())
         long_enough = [text for text in texts if len(_WORD.findall(text)) >= self.min_tokens]
         candidates = long_enough or texts
         return candidates[int(rng.integers(len(candidates)))] if candidates else ""

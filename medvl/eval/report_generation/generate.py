@@ -56,7 +56,8 @@ def generate_reports(
     Args:
         model: with a tokenizer.
         loader: its texts are not used.
-        sections: sections of the reference, joined; all sections of a sample that has none of these.
+        sections: sections of the reference, joined; where all are missing, the other sections that describe the image
+            (`choose_sections`). Samples without any are left out.
         decoding: greedy by default. Of several samples per image one is selected (`consensus.mbr_select`).
 
     Raises ConfigError if the model has no tokenizer.

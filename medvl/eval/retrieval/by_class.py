@@ -9,7 +9,7 @@ Protocol "class_retrieval", version 1, over candidates and queries that are fixe
 * An image is not a candidate for itself; over a folder, neither are other images of its patient.
 * Two images are compared by the cosine of their embeddings, an image and a text by the model's own similarity.
 * Over a list: image queries (all candidates, if the list has none) and text queries against candidate images, and
-  candidate images against the candidates' own texts, if every candidate has one.
+  candidate images against the candidates' own texts (findings and impression of a report), if every candidate has one.
 * Over a folder: a named policy resolves labels; a candidate whose label is left out is not a hit.
 * `details["chance"]` is the expected precision of a random order.
 * Intervals: the bootstrap resamples queries, images by patient; the candidates are fixed.
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medvl.data.transforms.text import REPORT_SECTIONS, choose_sections
 from medvl.errors import EvaluationError
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.classification.scored_images import image_counts
@@ -264,7 +265,7 @@ def _relevance(items: Sequence[Item], classes: Sequence[str]) -> Array:
 
 
 def _text(sample: Sample) -> str:
-    return " ".join(" ".join(sample.sections.values()).split())
+    return " ".join(" ".join(choose_sections(sample.sections, REPORT_SECTIONS)).split())
 
 
 def _precisions(

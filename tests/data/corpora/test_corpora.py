@@ -1,8 +1,10 @@
 """MIMIC-CXR, CheXpert and table converters on valid and invalid fixtures in the published layouts."""
 
 import csv
+import dataclasses
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 
 import cv2
@@ -14,11 +16,12 @@ from helpers.errors import raises
 from helpers.mimic_files import IMAGES, LABELS, textured, write_csv_gz
 
 from medvl.data.corpora import chexpert, mimic_cxr, table
+from medvl.data.corpora.common.tables import Record, read_record
 from medvl.data.corpora.table import TableColumns
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.format import sample_to_json
 from medvl.errors import ConfigError, CorpusError
-from medvl.schema import FINDINGS
+from medvl.schema import FINDINGS, Sample
 
 
 def test_mimic_samples_match_tables_and_reports(mimic_root: Path, deid: Deidentifier) -> None:
@@ -235,6 +238,68 @@ def test_table_where_split_column_and_parse_reports_are_applied(tmp_path: Path, 
     assert plan.excluded == {"where": 1}
     assert plan.records[0].sample.sections == {"findings": "Clear.", "impression": "Normal."}
     assert plan.records[0].sample.split == "train"
+
+
+HOSPITAL = """JANE DOE
+MRN: 12345678
+DOB: 1/2/1950
+INDICATION: Evaluate for pneumonia.
+FINDINGS: Old text.
+FINDINGS: Clear.
+Signed by: John Roe
+ADDENDUM: Small nodule.
+"""
+
+
+def hospital_sample(tmp_path: Path, deid: Deidentifier, reports: dict[str, str]) -> tuple[Sample, Counter[str]]:
+    """The sample of a one-row table with texts to parse, and the warnings."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"image": "a.png", "patient": "p", **reports}) + "\n")
+    columns = TableColumns(image_column="image", patient_column="patient", text_column=tuple(reports))
+    plan = table.plan(path, columns, deid, parse_reports=True)
+    return plan.records[0].sample, plan.warnings
+
+
+def test_sections_of_a_report_are_the_same_in_every_corpus(tmp_path: Path, deid: Deidentifier) -> None:
+    """No section that identifies a person is stored, and all that is left out is counted."""
+    expected = {"indication": "Evaluate for pneumonia.", "findings": "Clear.", "addendum": "Small nodule."}
+    counts = {"sections_naming_a_person": 3, "text_before_first_header": 1, "repeated_sections": 1}
+    sample, warnings = hospital_sample(tmp_path, deid, {"report": HOSPITAL})
+    assert sample.sections == expected
+    assert warnings == counts
+    (tmp_path / "s1.txt").write_text(HOSPITAL)
+    counted = Counter[str]()
+    sample = read_record(Record(dataclasses.replace(sample, sections={}), tmp_path / "s1.txt"), counted)
+    assert sample.sections == expected
+    assert +counted == counts
+
+
+def test_table_joins_text_columns_of_one_section(tmp_path: Path, deid: Deidentifier) -> None:
+    reports = {
+        "chest": "FINDINGS: Clear.",
+        "copy": "FINDINGS: Clear.",
+        "abdomen": "FINDINGS: Gas.",
+        "note": "Free.",
+    }
+    sample, warnings = hospital_sample(tmp_path, deid, reports)
+    assert sample.sections == {"findings": "Clear. Gas.", "note": "Free."}
+    assert warnings == {}
+
+
+def test_table_without_findings_has_the_last_paragraph(tmp_path: Path, deid: Deidentifier) -> None:
+    sample, warnings = hospital_sample(tmp_path, deid, {"report": "MRN: 1\nEXAM: CHEST\n\nThe lungs are clear.\n"})
+    assert sample.sections == {"examination": "CHEST. The lungs are clear.", "last_paragraph": "The lungs are clear."}
+    assert warnings == {"sections_naming_a_person": 1, "no_findings_or_impression": 1}
+
+
+def test_reports_without_description_are_counted(tmp_path: Path, deid: Deidentifier) -> None:
+    (tmp_path / "s1.txt").write_text("INDICATION: Evaluate for pneumonia.\n")
+    sample, _ = hospital_sample(tmp_path, deid, {"report": "FINDINGS: Clear."})
+    warnings = Counter[str]()
+    read_record(Record(sample), warnings)
+    assert +warnings == {}
+    read_record(Record(sample, tmp_path / "s1.txt"), warnings)
+    assert +warnings == {"no_description": 1}
 
 
 @pytest.mark.parametrize(("wanted", "kept"), [("true", ["0.png"]), ("1", ["0.png"]), ("False", ["1.png"]), ("yes", [])])

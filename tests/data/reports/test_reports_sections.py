@@ -89,11 +89,32 @@ def test_complete_mimic_report():
         ("PFI", "history"), ("CLINICAL HISTORY", "history"), ("REASON FOR EXAM", "indication"),
         ("REASON FOR EXAMINATION", "indication"), ("COMPARISONS", "comparison"), ("EXAM", "examination"),
         ("STUDY", "examination"), ("RECOMMENDATIONS", "recommendation"), ("WET READ", "wet_read"),
-        ("OPERATORS NOTE", "operators note"), ("DOSE (IN MGY)", "dose (in mgy)"),
+        ("IMPRESSON", "impression"), ("IMPRESSION AND PLAN", "impression"), ("COMPARISION", "comparison"),
+        ("COMPARISON CHEST RADIOGRAPH", "comparison"), ("FINDGINGS", "findings"), ("NDICATION", "indication"),
+        ("PORTABLE, UPRIGHT", "findings"), ("PERTINENT HISTORY", "history"), ("WETREAD", "wet_read"),
+        ("CHEST READ BY", "chest read by"), ("OPERATORS NOTE", "operators note"), ("DOSE (IN MGY)", "dose (in mgy)"),
     ],
 )  # fmt: skip
 def test_header_names(header, section):
     assert dict(parse_report(f" {header}:  Some text here.").sections) == {section: "Some text here."}
+
+
+@pytest.mark.parametrize(
+    ("header", "spellings"),
+    [
+        (
+            "impression",
+            "impresson imprression imoression impressoin imprssion impresion imperssion mpression impession",
+        ),
+        ("findings", "findins findindgs findgings findngs findnings finidngs"),
+        ("comparison", "comparision comparsion comparrison comparisions"),
+        ("indication", "idication"),
+    ],
+)
+def test_misspelt_headers_as_in_the_section_parser_of_mimic_cxr(header, spellings):
+    for spelling in spellings.split():
+        for written in (spelling.upper(), spelling.title()):
+            assert dict(parse_report(f"{written}: Clear.").sections) == {header: "Clear."}
 
 
 @pytest.mark.parametrize(
@@ -118,6 +139,8 @@ def test_header_names(header, section):
         ("FINDINGS: First.\nFINDINGS: Second.", {"findings": "Second."}),
         ("FINDINGS: First.\nIMPRESSION: Normal.\nFINDINGS:\n", {"findings": "First.", "impression": "Normal."}),
         ("FINDINGS: No change\n- Tube\n- Line", {"findings": "No change. - Tube. - Line"}),
+        ("Findings: Clear.\nSigned by: Jane Doe", {"findings": "Clear.", "signed by": "Jane Doe"}),
+        ("Findings: Clear.\nMass next to the physician: no", {"findings": "Clear. Mass next to the physician: no"}),
         ("The findings: none.\nSeen by Dr. X: yes.\n3:00 at noon\nAt: home", {}),
         ("", {}),
     ],
@@ -129,6 +152,7 @@ def test_section_layouts(text, sections):
 def test_repeated_section_keeps_the_position_of_the_last():
     report = parse_report("FINDINGS: One.\nIMPRESSION: Two.\nFINDINGS: Three.")
     assert list(report.sections) == ["impression", "findings"]
+    assert report.repeated_sections == ("findings",)
 
 
 def test_empty_sections_are_dropped_and_listed_once():
@@ -149,6 +173,7 @@ def test_empty_sections_are_dropped_and_listed_once():
         ("TECHNIQUE: AP.\n\n The lungs are\n clear.\n\n NOTIFICATION: Dr. ___\n\n at ___.\n", "The lungs are clear."),
         ("INDICATION: Cough.\n\nCOMPARISON: None.\n", None),
         ("COMPARISON:\n\nNone.\n", None),
+        ("COMPARISON: None.\n\nClear.\n\nSIGNED BY: Jane Doe\n\nJane Doe, MD", "Clear."),
         ("One.\n\n___\n", "One."),
         ("___\n", None),
         ("", None),
@@ -158,6 +183,13 @@ def test_last_paragraph_replaces_missing_sections(text, last_paragraph):
     report = parse_report(text)
     assert report.last_paragraph == last_paragraph
     assert " ".join(report.sentences()) == (last_paragraph or "")
+
+
+def test_text_before_the_headers_of_every_block_is_preamble():
+    report = parse_report(f"Read at 3 AM.\nWET READ: Clear.\n{RULE}\nFINAL REPORT\nPortable film.\nFINDINGS: Clear.")
+    assert report.preamble == "Read at 3 AM. Portable film."
+    assert report.has_headers
+    assert not parse_report("Portable film.").has_headers
 
 
 def test_preamble_and_addendum():

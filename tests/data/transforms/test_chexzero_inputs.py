@@ -6,7 +6,7 @@ import torch
 
 from medvl.data.reports.sections import parse_report
 from medvl.data.transforms.image import EvalTransform
-from medvl.data.transforms.text import WholeText
+from medvl.data.transforms.text import RandomSection, RandomSentence, WholeText, choose_sections
 from medvl.errors import ConfigError
 
 REPORT = """FINAL REPORT
@@ -44,6 +44,29 @@ def test_policy_applies_only_if_all_sections_are_missing() -> None:
 
 def test_other_sections_are_the_default() -> None:
     assert WholeText(sections=("impression",))({"caption": "An axial CT."}, rng()) == "An axial CT."
+
+
+CONTEXT = {"indication": "Evaluate for pneumonia.", "comparison": "None.", "addendum": "Called.", "wet_read": "Clear."}
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        (CONTEXT, []),
+        (CONTEXT | {"findings": "Clear."}, ["Clear."]),
+        (CONTEXT | {"last_paragraph": "Clear.", "note": "Billed."}, ["Clear."]),
+        ({"Reason_for_exam": "Pneumonia?", "FINDINGS": "Clear."}, ["Clear."]),
+        ({"REASON FOR EXAM": "Pneumonia?", "text": "Clear."}, ["Clear."]),
+        ({"caption": "An axial CT.", "reference-1": "Figure 1."}, ["An axial CT.", "Figure 1."]),
+    ],
+)
+def test_missing_sections_are_replaced_only_by_texts_about_the_image(
+    sections: dict[str, str], expected: list[str]
+) -> None:
+    assert choose_sections(sections, ("impression",)) == expected
+    assert WholeText(sections=("impression",))(sections, rng()) == " ".join(expected)
+    assert RandomSentence(sections=("impression",))(sections, rng()) in [*expected, ""]
+    assert RandomSection(min_tokens=1)(sections, rng()) in [*expected, ""]
 
 
 def test_unknown_policy_is_refused() -> None:

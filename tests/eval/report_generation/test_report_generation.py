@@ -237,7 +237,7 @@ def samples(folder: Path, texts: list[str]) -> list[Sample]:
         created.append(
             Sample(
                 key=f"k{number}", corpus="c", split="test", patient=f"p{number // 2}", study=f"s{number}",
-                image=folder / f"{number}.png", sections={"findings": text} if text else {},
+                image=folder / f"{number}.png", sections={"indication": "Pneumonia?"} | ({"findings": text} if text else {}),
             )
         )  # fmt: skip
     return created

@@ -142,7 +142,7 @@ def test_candidates_and_their_reports_are_queries_without_image_queries() -> Non
     labels_NL = labelled(30)
     loader = loader_of(labels_NL, noise=5)
     loader.source.samples = [
-        dataclasses.replace(sample, sections={"impression": NAMES[int(row.argmax())]})
+        dataclasses.replace(sample, sections={"indication": "Fall?", "impression": NAMES[int(row.argmax())]})
         for sample, row in zip(loader.source.samples, labels_NL, strict=True)
     ]
     candidates = dataclasses.replace(make_list(loader, 0), text_queries=())

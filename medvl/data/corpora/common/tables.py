@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from medvl.data.privacy.deidentify import find_identifiers, is_identifying_header
-from medvl.data.reports.sections import read_report
+from medvl.data.reports.sections import Report, read_report
+from medvl.data.transforms.text import choose_sections
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import FINDINGS, Sample
 
@@ -54,19 +55,33 @@ def read_record(record: Record, warnings: Counter[str]) -> Sample:
     """Return a record's sample with its report read, and count text warnings. Raises ReportError if it is not text."""
     sample = record.sample
     if record.report is not None:
-        report = read_report(record.report)
-        sections = {name: text for name, text in report.sections.items() if not is_identifying_header(name)}
-        warnings["sections_naming_a_person"] += len(report.sections) - len(sections)
-        if report.findings is None and report.impression is None and report.last_paragraph:
-            sections["last_paragraph"] = report.last_paragraph
-            warnings["no_findings_or_impression"] += 1
-        warnings["empty_sections"] += len(report.empty_sections)
-        warnings["not_utf8"] += report.encoding != "utf-8"
-        sample = dataclasses.replace(sample, sections=sections)
+        sample = dataclasses.replace(sample, sections=report_sections(read_report(record.report), warnings))
+    warnings["no_description"] += any(sample.sections.values()) and not choose_sections(sample.sections, ())
     for text in sample.sections.values():
         for kind in find_identifiers(text):
             warnings[f"possible_{kind}"] += 1
     return sample
+
+
+def report_sections(report: Report, warnings: Counter[str]) -> dict[str, str]:
+    """Return the sections of a report that are stored, and count what is left out.
+
+    Left out are sections that identify a person, text before the first header, which often does, and all but the last
+    of several sections with the same name. Added are `addendum`, and `last_paragraph` where findings and impression
+    are missing.
+    """
+    sections = {name: text for name, text in report.sections.items() if not is_identifying_header(name)}
+    warnings["sections_naming_a_person"] += len(report.sections) - len(sections)
+    if report.findings is None and report.impression is None and report.last_paragraph:
+        sections["last_paragraph"] = report.last_paragraph
+        warnings["no_findings_or_impression"] += 1
+    if report.addenda:
+        sections["addendum"] = " ".join(report.addenda)
+    warnings["text_before_first_header"] += report.preamble not in (None, sections.get("last_paragraph"))
+    warnings["repeated_sections"] += len(report.repeated_sections)
+    warnings["empty_sections"] += len(report.empty_sections)
+    warnings["not_utf8"] += report.encoding != "utf-8"
+    return sections
 
 
 def read_table(path: Path, required: Iterable[str]) -> Iterator[dict[str, str]]:
