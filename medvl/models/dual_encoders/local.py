@@ -13,6 +13,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import Box, EvalTransform
 from medvl.encoders import create_image_encoder, create_text_encoder, freeze_layers
 from medvl.errors import ConfigError
+from medvl.losses.precision import full_precision
 from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.base import ContrastiveEncoder, DualEncoderConfig, attention_arguments
 from medvl.models.dual_encoders.words import most_slots, sum_by_slot, word_slots
@@ -57,8 +58,8 @@ class LocalDualEncoder(ContrastiveEncoder):
     """A dual-encoder whose images have regions and whose texts have words, in the shared space.
 
     Regions come from a stage of the image encoder. A text is the combination of its encoder's last layers; a word is
-    the sum of its sub-words, and the text's vector the mean of its tokens. Regions and words are not L2-normalised. A
-    model without a tokenizer has no words.
+    the sum of its sub-words, and the text's vector the mean of its tokens. Regions and words are not L2-normalised, and are
+    float32 under autocast too. A model without a tokenizer has no words.
 
     Attributes:
         region_head: linear, to the shared space, without a bias.
@@ -125,7 +126,7 @@ class LocalDualEncoder(ContrastiveEncoder):
             pixels_BCHW = F.interpolate(pixels_BCHW, (side, side), mode="bilinear", align_corners=True)
         features = self.image_encoder(pixels_BCHW)
         global_BE = F.normalize(self.image_head(features.pooled_BD).float(), dim=-1)
-        return Embeddings(global_BE, self._scaled(self.region_head(features.patches_BPD)))
+        return Embeddings(global_BE, self._project(self.region_head, features.patches_BPD))
 
     def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
         """Return texts as `similarity` takes them, with their words. Raises ConfigError without a tokenizer."""
@@ -139,7 +140,7 @@ class LocalDualEncoder(ContrastiveEncoder):
         if not self.config.text_token:
             words_BWD, mask_BW = words_BWD[:, 1:], mask_BW[:, 1:]
         global_BE = F.normalize(self.text_head(features.pooled_BD).float(), dim=-1)
-        return Embeddings(global_BE, self._scaled(self.word_head(words_BWD)), mask_BW)
+        return Embeddings(global_BE, self._project(self.word_head, words_BWD), mask_BW)
 
     @torch.no_grad()
     def attention_maps(
@@ -200,9 +201,12 @@ class LocalDualEncoder(ContrastiveEncoder):
         side = self.config.encoder_size
         return self.image_encoder.grid(*((side, side) if side is not None else image_BCHW.shape[2:]))
 
-    def _scaled(self, local_NPE: Tensor) -> Tensor:
+    def _project(self, head: nn.Module, features_NPD: Tensor) -> Tensor:
+        """Return (N, P, E) float32. Autocast would round regions and words before a softmax of their raw products."""
+        with full_precision(features_NPD):
+            local_NPE: Tensor = head(features_NPD.float())
         norm = self.config.local_feature_norm
-        return local_NPE if norm is None else norm * F.normalize(local_NPE.float(), dim=-1)
+        return local_NPE if norm is None else norm * F.normalize(local_NPE, dim=-1)
 
 
 def local_features(embeddings: Embeddings) -> tuple[Tensor, Tensor]:

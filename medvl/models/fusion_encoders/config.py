@@ -65,7 +65,16 @@ class StreamConfig(FusionConfig):
         check_within(self, "[0, 1)", "dropout")
 
 
-def check_attention(config: Any) -> None:
-    """Raise ConfigError unless `attention` is known and `seq2seq_share` within [0, 1]."""
+def check_attention(config: Any, *, matches: bool) -> None:
+    """Raise ConfigError unless `attention` is known and `seq2seq_share` within [0, 1].
+
+    With `matches`, the model is trained by ITM, which cannot learn under "seq2seq": the pooled token sees no text.
+    """
     check_choice(config, "attention", ATTENTIONS)
+    if matches and config.attention == "seq2seq":
+        message = (
+            "attention 'seq2seq' hides the text from the pooled token, so that ITM cannot learn; use 'bar', 'mixed' or "
+            "'bidirectional', or MedViLL's objective 'report'"
+        )
+        raise ConfigError(message, "conflict", field="attention")
     check_within(config, "[0, 1]", "seq2seq_share")

@@ -43,7 +43,7 @@ class MedViLLConfig(FusionConfig):
     """Grid cells that are sampled in training; all are used if there are no more, and in eval mode."""
     attention: Attention = "bar"
     seq2seq_share: float = 0.5
-    """With attention "mixed": share of samples that are trained with the sequence-to-sequence mask."""
+    """With attention "mixed": share of batches that are trained with the sequence-to-sequence mask."""
     objective: Literal["pretraining", "report"] = "pretraining"
     """"pretraining": MLM and ITM. "report": fine-tuning for report generation by MLM alone, with matching images and
     with the closing token masked like words (with attention `seq2seq` in the paper)."""
@@ -52,10 +52,10 @@ class MedViLLConfig(FusionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_attention(self)
+        check_choice(self, "objective", ("pretraining", "report"))
+        check_attention(self, matches=self.objective == "pretraining")
         check_within(self, "(0, inf)", "image_tokens")
         check_within(self, "[0, inf)", "frozen_image_layers")
-        check_choice(self, "objective", ("pretraining", "report"))
         if self.objective == "report" and self.attention not in CAUSAL_ATTENTIONS:
             message = f"objective 'report' needs attention {' or '.join(CAUSAL_ATTENTIONS)}, got {self.attention!r}"
             raise ConfigError(message, "conflict", field="attention")
@@ -66,7 +66,7 @@ class MedViLL(JointBERT):
     """Joint BERT pretrained by masked words and image-text matching in one pass.
 
     Words are also predicted next to images that do not match. A wrong image is one of the batch whose text and labels
-    differ; exactly half of the samples match, where the released code flips a coin. In eval mode all cells are used
+    differ (without labels, whose text differs); exactly half of the samples match, where the released code flips a coin. In eval mode all cells are used
     and a mixed mask is bidirectional, so that nothing is random.
     """
 
@@ -119,11 +119,13 @@ class MedViLL(JointBERT):
         return Tokens(states_BPD, None)
 
     def sample_pairs(self, batch: Batch) -> MatchingPairs:
-        """Sample pairs; samples with equal labels are not each other's negatives."""
+        """Sample pairs; samples with equal labels are not each other's negatives, samples without labels may be."""
         if not batch.labels_BL.shape[1]:
             return sample_pairs(batch)
         missing = -2.0  # not a label value; NaN does not equal NaN
-        return sample_pairs(batch, batch.labels_BL.nan_to_num(missing).unique(dim=0, return_inverse=True)[1])
+        group_B = batch.labels_BL.nan_to_num(missing).unique(dim=0, return_inverse=True)[1]
+        own_B = -1 - torch.arange(len(group_B), device=group_B.device)
+        return sample_pairs(batch, torch.where(batch.labels_BL.isnan().all(dim=1), own_B, group_B))
 
     def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
         """Fuse every masked text with the image sampled for it in one pass."""

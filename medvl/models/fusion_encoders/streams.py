@@ -54,11 +54,11 @@ class SingleStreamConfig(StreamConfig):
     image_positions: bool = True
     attention: Attention = "bidirectional"
     seq2seq_share: float = 0.5
-    """With attention "mixed": share of samples that are trained with the sequence-to-sequence mask."""
+    """With attention "mixed": share of batches that are trained with the sequence-to-sequence mask."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_attention(self)
+        check_attention(self, matches=True)
 
 
 class StreamModel(FusionModel, abc.ABC):

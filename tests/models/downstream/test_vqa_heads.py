@@ -73,6 +73,16 @@ def test_trainable_parameters_get_gradients_and_the_rest_is_frozen(name: str, he
     assert poolers <= frozen if head != "classifier" else not poolers & frozen
 
 
+@pytest.mark.parametrize(("name", "head"), [("m3ae", "classifier"), ("medvill", "product")])
+def test_classifiers_are_initialised_as_published(name: str, head: Head, tokenizer: Tokenizer) -> None:
+    """M3AE and MedViLL draw new weights from N(0, 0.02)."""
+    answers = tuple(f"answer {number}" for number in range(200))
+    for layer in vqa_model(name, head, tokenizer, answers).answer_head.modules():
+        if isinstance(layer, torch.nn.Linear):
+            assert layer.weight.std().item() == pytest.approx(0.02, rel=0.05)
+            assert not layer.bias.any()
+
+
 @pytest.mark.parametrize(("name", "head"), PAIRS)
 def test_losses_start_at_their_expectations(name: str, head: Head, tokenizer: Tokenizer) -> None:
     batch = answered_batch(tokenizer, 4)

@@ -175,6 +175,24 @@ def test_every_parameter_has_a_gradient(model: GLoRIA) -> None:
         assert parameter.grad.abs().sum() > 0, name
 
 
+def test_regions_and_words_are_not_rounded_under_autocast(tokenizer: Tokenizer) -> None:
+    """The softmax over regions reads raw products: rounding both sides to bf16 changes its gradients by percents."""
+    model = tiny_model(tokenizer, projection_dim=48).eval()
+    batch = make_batch(tokenizer)
+    features = {}
+    model.image_encoder.register_forward_hook(lambda *call: features.update(image=call[2].patches_BPD))
+    model.text_encoder.register_forward_hook(lambda *call: features.update(text=call[2].tokens_BTD))
+    with torch.autocast("cpu", torch.bfloat16):
+        images, texts = model.embed_images(batch.image_BCHW), model.embed_ids(batch.ids_BT, batch.mask_BT)
+    slot_BT = word_slots(tokenizer, batch.ids_BT, batch.mask_BT)
+    words_BWD, _ = sum_by_slot(features["text"], slot_BT, most_slots(slot_BT))
+    assert features["image"].dtype == torch.bfloat16
+    regions_NPE, words_NWE, _ = locals_of(images, texts)
+    assert regions_NPE.dtype == words_NWE.dtype == torch.float32
+    torch.testing.assert_close(regions_NPE, model.region_head(features["image"].float()), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(words_NWE, model.word_head(words_BWD), rtol=1e-5, atol=1e-6)
+
+
 def test_the_loss_falls_on_one_batch(model: GLoRIA) -> None:
     model.train()
     batch = make_batch(model.tokenizer)

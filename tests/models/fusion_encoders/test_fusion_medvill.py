@@ -26,6 +26,11 @@ def make(tokenizer: Tokenizer, **settings: object) -> MedViLL:
     return model
 
 
+def objective_of(attention: Attention) -> dict[str, str]:
+    """Return the objective that a mask is trained by: ITM needs a first token that sees the text."""
+    return {"objective": "report"} if attention == "seq2seq" else {}
+
+
 def naive_states(model: MedViLL, batch: Batch, row: int) -> Tensor:
     """(S, D) of one sample: `[CLS] cells [SEP] text [SEP]` through BERT's own modules, without padding."""
     bert, tokenizer = model.text_encoder.backbone, model.tokenizer
@@ -49,7 +54,7 @@ def naive_states(model: MedViLL, batch: Batch, row: int) -> Tensor:
 
 @pytest.mark.parametrize("attention", ["bidirectional", "seq2seq", "bar", "non_cross"])
 def test_sequence_equals_bert(attention: Attention, tokenizer: Tokenizer) -> None:
-    model = make(tokenizer, attention=attention).eval()
+    model = make(tokenizer, attention=attention, **objective_of(attention)).eval()
     batch = make_batch(tokenizer, 4)
     fused = model.features(batch)
     for row in range(4):
@@ -67,7 +72,7 @@ def test_sequence_equals_bert(attention: Attention, tokenizer: Tokenizer) -> Non
 def test_attention_masks_hide_later_words(
     attention: Attention, text_sees_later_words: bool, image_sees_text: bool, tokenizer: Tokenizer
 ) -> None:
-    model = make(tokenizer, attention=attention).eval()
+    model = make(tokenizer, attention=attention, **objective_of(attention)).eval()
     batch = make_batch(tokenizer, 2, texts=TEXTS[2:])
     ids_BT = batch.ids_BT.clone()
     ids_BT[:, 5] = ids_BT[:, 1]
@@ -112,6 +117,31 @@ def test_equal_labels_are_not_negatives(tokenizer: Tokenizer) -> None:
         assert len(wrong) == 2
         for row in wrong.tolist():
             assert 2 in (int(pairs.image_N[row]), int(pairs.text_N[row]))
+
+
+def test_samples_without_labels_have_negatives(tokenizer: Tokenizer) -> None:
+    """NaN in every column is not a label string that two samples share."""
+    nan = float("nan")
+    model = make(tokenizer)
+    batch = make_batch(tokenizer, 6, labels_BL=torch.full((6, 3), nan))
+    assert model.sample_pairs(batch).matched_N.sum() == 3
+    mixed = make_batch(tokenizer, 4, labels_BL=torch.tensor([[nan, nan], [nan, nan], [1.0, nan], [1.0, nan]]))
+    negatives = set()
+    for seed in range(60):
+        torch.manual_seed(seed)
+        pairs = model.sample_pairs(mixed)
+        wrong = ~pairs.matched_N
+        negatives |= set(zip(pairs.text_N[wrong].tolist(), pairs.image_N[wrong].tolist(), strict=True))
+    assert {(0, 1), (1, 0), (0, 2)} <= negatives  # within the corpus without labels, and across
+    assert not {(2, 3), (3, 2)} & negatives
+
+
+@pytest.mark.parametrize("system", ["medvill", "single_stream"])
+def test_itm_under_seq2seq_is_refused(system: str, tokenizer: Tokenizer) -> None:
+    """The pooled token does not see the text, and the loss stays at ln 2."""
+    with raises(ConfigError, "conflict", "attention"):
+        tiny_model(system, tokenizer, attention="seq2seq")
+    make(tokenizer, attention="seq2seq", objective="report")
 
 
 def test_one_pass_computes_both_losses(tokenizer: Tokenizer) -> None:

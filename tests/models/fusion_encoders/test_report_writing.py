@@ -35,6 +35,7 @@ def writer(tokenizer: Tokenizer, attention: Attention = "seq2seq", **settings: o
         "medvill",
         tokenizer,
         attention=attention,
+        objective="report" if attention == "seq2seq" else "pretraining",
         image_encoder="timm:test_vit",
         image_arguments={"depth": 1},
         **settings,
@@ -177,7 +178,7 @@ def test_generation_errors(tokenizer: Tokenizer) -> None:
         writer(tokenizer).train().generate(image_BCHW)
     with raises(ConfigError, "out_of_range", "max_tokens"):
         writer(tokenizer).generate(image_BCHW, decoding=Decoding(max_tokens=1000))
-    without = tiny_model("medvill", None, attention="seq2seq").eval()
+    without = tiny_model("medvill", None).eval()
     assert isinstance(without, MedViLL)
     with raises(ConfigError, "missing", "tokenizer"):
         without.generate(image_BCHW)
@@ -296,7 +297,7 @@ def test_reference_texts_are_never_read(tokenizer: Tokenizer) -> None:
 
 
 def test_loaded_checkpoint_writes_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    model = writer(tokenizer, objective="report")
+    model = writer(tokenizer)
     save(model, tmp_path)
     loaded = medvl.load(tmp_path)
     assert isinstance(loaded, MedViLL)

@@ -51,13 +51,14 @@ class AnswerHead(Protocol):
 
 
 class _Classifier(nn.Sequential, abc.ABC):
-    """Layers from one vector for each question to an independent logit for each answer."""
+    """Layers from one vector for each question to an independent logit for each answer, initialised as BERT's."""
 
     reads_pooled = True
 
     def __init__(self, answers: Sequence[str], *layers: nn.Module) -> None:
         super().__init__(*layers)
         self._answers = tuple(answers)
+        init_weights(self)
 
     @abc.abstractmethod
     def vector(self, fused: Fused) -> Tensor:
@@ -102,7 +103,6 @@ class ProductHead(_Classifier):
 
     def __init__(self, width: int, answers: Sequence[str]) -> None:
         super().__init__(answers, nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, len(answers)))
-        init_weights(self)
 
     def vector(self, fused: Fused) -> Tensor:
         """Return the product of the two tokens around the image."""

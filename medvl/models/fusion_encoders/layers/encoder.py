@@ -193,13 +193,13 @@ class SingleStream(FusionEncoder):
 def stream_mask(attention: Attention, text: Tokens, image: Tokens, seq2seq_share: float) -> Tensor | None:
     """(B, S, S) for an image block followed by a text block; None if everything attends to everything.
 
-    A mixed mask is sampled at every call, from torch's generator of the tokens' device; with a share of zero it is
-    bidirectional.
+    A mixed mask is sampled once for the whole batch (MedViLL), at every call, from torch's generator of the tokens'
+    device; with a share of zero it is bidirectional.
     """
     if attention == "bidirectional" and text.mask_BN is None and image.mask_BN is None:
         return None
     text_mask_BT, image_mask_BP = text.real_BN(), image.real_BN()
     seq2seq_B = None
     if attention == "mixed":
-        seq2seq_B = torch.rand(len(text_mask_BT), device=text_mask_BT.device) < seq2seq_share
+        seq2seq_B = (torch.rand(1, device=text_mask_BT.device) < seq2seq_share).expand(len(text_mask_BT))
     return attention_mask(attention, image_mask_BP, text_mask_BT, seq2seq_B)
