@@ -58,8 +58,8 @@ class LocalDualEncoder(ContrastiveEncoder):
     """A dual-encoder whose images have regions and whose texts have words, in the shared space.
 
     Regions come from a stage of the image encoder. A text is the combination of its encoder's last layers; a word is
-    the sum of its sub-words, and the text's vector the mean of its tokens. Regions and words are not L2-normalised, and are
-    float32 under autocast too. A model without a tokenizer has no words.
+    the sum of its sub-words, and the text's vector the mean of its tokens. Regions and words are float32, also under
+    autocast, and are not L2-normalised. A model without a tokenizer has no words.
 
     Attributes:
         region_head: linear, to the shared space, without a bias.

@@ -66,8 +66,8 @@ class MedViLL(JointBERT):
     """Joint BERT pretrained by masked words and image-text matching in one pass.
 
     Words are also predicted next to images that do not match. A wrong image is one of the batch whose text and labels
-    differ (without labels, whose text differs); exactly half of the samples match, where the released code flips a coin. In eval mode all cells are used
-    and a mixed mask is bidirectional, so that nothing is random.
+    differ (without labels, whose text differs); exactly half of the samples match, where the released code flips a
+    coin. In eval mode all cells are used and a mixed mask is bidirectional, so that nothing is random.
     """
 
     Config = MedViLLConfig
