@@ -19,6 +19,7 @@ from medvl.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from medvl.common.config_io import from_dict as from_dict, to_dict as to_dict
+    from medvl.common.ranks import rank_and_world as rank_and_world
     from medvl.common.seeding import seeded as seeded
     from medvl.train.config import (
         Constant as Constant,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from medvl.train.loop.trainer import TrainResult as TrainResult, train as train
     from medvl.train.loop.validate import Evaluator as Evaluator
     from medvl.train.parallel.batches import TrainLoader as TrainLoader
-    from medvl.train.parallel.distributed import rank_and_world as rank_and_world
     from medvl.train.recipe_cli import choose as choose, launch as launch
     from medvl.train.run import Run as Run, pretraining as pretraining
     from medvl.train.tasks.classification import (

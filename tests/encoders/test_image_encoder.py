@@ -305,6 +305,31 @@ def test_channels_are_converted() -> None:
         encoder(grey.int())
 
 
+@pytest.mark.parametrize(("scale", "fits"), [(1.0, False), (255.0, False), (None, True)])
+def test_first_floats_must_be_normalised(scale: float | None, fits: bool) -> None:
+    """Floats in 0..1 and 0..255 used to be encoded as if they were normalised already."""
+    generator = torch.Generator().manual_seed(0)
+    pixels_BCHW = torch.randint(256, (2, 3, 64, 64), generator=generator, dtype=torch.uint8)
+    encoder = make_encoder("resnet_tiny")
+    expected_BD = encoder(pixels_BCHW).pooled_BD
+    if not fits:
+        with raises(ConfigError, "out_of_range", "image_BCHW"):
+            encoder(pixels_BCHW.float() / 255 * scale)
+        with raises(ConfigError, "out_of_range", "image_BCHW"):
+            encoder.normalize(pixels_BCHW.half() / 255 * scale)
+        return
+    normalized_BCHW = encoder.normalize(pixels_BCHW)
+    assert torch.equal(encoder(normalized_BCHW).pooled_BD, expected_BD)
+    encoder(normalized_BCHW.clamp(0, 1))  # only the first batch is checked, so that a step never waits for it
+
+
+def test_floats_in_the_range_of_the_encoder_are_accepted() -> None:
+    bright_BCHW = image().abs().clamp(max=1)
+    make_encoder("resnet_tiny", mean=(0.0,), std=(1.0,))(bright_BCHW)
+    make_encoder("resnet_tiny")(bright_BCHW, normalized=True)
+    make_encoder("resnet_tiny")(torch.zeros(1, 3, 64, 64))
+
+
 def test_mean_and_std_override_the_preset() -> None:
     """CheXzero normalises pixels in 0..255 with mean 101.48761 and deviation 83.43944."""
     encoder = make_encoder("resnet18", mean=(101.48761 / 255,), std=(83.43944 / 255,), **TINY_RESNET)

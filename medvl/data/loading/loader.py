@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from medvl.common.ranks import check_ranks
 from medvl.data.loading.collate import Collate, Item, ItemMaker, SkipBudget, SkippedSample, Tokenize, Views, init_worker
 from medvl.data.loading.sampler import BatchSampler, EvalSampler, TrainSampler
 from medvl.data.loading.sources import HasPriors, Source
@@ -188,8 +189,8 @@ def open_loader(
     tokenizer: Tokenize,
     train: bool,
     seed: int = 0,
-    rank: int = 0,
-    world: int = 1,
+    rank: int | None = None,
+    world: int | None = None,
     workers: int = 0,
     color: bool = False,
     max_skipped: float = 0.001,
@@ -208,7 +209,8 @@ def open_loader(
         tokenizer: runs in the workers; `medvl.data.no_text` for models without a text encoder.
         train: shuffle and drop the incomplete last batch; otherwise yield every sample once, in order.
         seed: seed of the order and of the augmentation.
-        rank, world: rank of this process and number of ranks.
+        rank, world: rank of this process and number of ranks. Default: those of the process group or of torchrun; a
+            process without either is a single rank. In evaluation `rank=0, world=1` reads all batches on every rank.
         workers: number of prefetching processes; 0 reads in this process.
         color: three image channels instead of one.
         max_skipped: budget of unreadable samples: below 1 a fraction of the source, else a number.
@@ -219,12 +221,14 @@ def open_loader(
         inputs: optional parts of the batches, `System.inputs`; None: no optional parts.
 
     Raises:
-        ConfigError: the batch is not divisible by the ranks, or larger than the data; the source lacks an input.
+        ConfigError: the batch is not divisible by the ranks, or larger than the data; the source lacks an input;
+            `world` is 1 in a training process that has other ranks, which would get the same samples.
         BudgetError, ShardError: while iterating, when too many samples, or all of a batch, are unreadable.
         LoaderError: while iterating, when a worker process died or hangs.
     """
     image_keys: Sequence[str] | None = getattr(source, "image_keys", None)
-    _check_settings(len(source), batch, train, rank, world, workers)
+    rank, world = check_ranks(rank, world, train=train)
+    _check_settings(len(source), batch, train, world, workers)
     if together < 1 or (together > 1 and image_keys is None):
         reason = f"expected together=1, or more for a source whose samples share images, got {together}"
         raise ConfigError(reason, "out_of_range", field="together")
@@ -251,11 +255,9 @@ def _check_inputs(inputs: Inputs, source: Source, image_keys: Sequence[str] | No
         raise ConfigError(f"{field} is unsupported where samples share an image", "conflict", field=field)
 
 
-def _check_settings(samples: int, batch: int, train: bool, rank: int, world: int, workers: int) -> None:
+def _check_settings(samples: int, batch: int, train: bool, world: int, workers: int) -> None:
     if batch < 1:
         raise ConfigError(f"expected a batch size of at least 1, got {batch}", "out_of_range", field="batch")
-    if not 0 <= rank < world:
-        raise ConfigError(f"expected a rank from 0 to {world - 1}, got {rank}", "out_of_range", field="rank")
     if workers < 0:
         raise ConfigError(f"expected 0 or more workers, got {workers}", "out_of_range", field="workers")
     if not samples:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from medvl.common.ranks import check_ranks
 from medvl.data.images.codecs import decode_image
 from medvl.data.loading.collate import Collate, Item, ItemMaker, SkipBudget, SkippedSample, Tokenize, init_worker
 from medvl.data.loading.loader import check_identity
@@ -205,8 +206,8 @@ def open_remote_loader(
     text: TextPolicy,
     tokenizer: Tokenize,
     seed: int = 0,
-    rank: int = 0,
-    world: int = 1,
+    rank: int | None = None,
+    world: int | None = None,
     workers: int = 2,
     buffer: int = 2000,
     color: bool = False,
@@ -220,6 +221,7 @@ def open_remote_loader(
             there are fewer shards than readers.
         ShardError: the manifest cannot be read.
     """
+    rank, world = check_ranks(rank, world, train=True)
     manifest = open_manifest(address)
     if inputs is not None and (inputs.prior_image or (inputs.labels and not manifest.label_names)):
         field = "prior_image" if inputs.prior_image else "labels"

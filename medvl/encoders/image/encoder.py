@@ -19,6 +19,8 @@ from medvl.errors import ConfigError
 from medvl.schema import ImageFeatures
 
 _LUMINANCE = (0.299, 0.587, 0.114)  # ITU-R BT.601, as in JPEG and in imaging libraries
+_RANGE_FACTOR = 8
+"""Floats this many times beyond the range of normalised pixels are not normalised."""
 Pool = Literal["cls", "avg"]
 
 
@@ -74,6 +76,7 @@ class ImageEncoder(Encoder):
         self._pool = options.pool
         self._level = options.patch_level
         self._measured: dict[Size, tuple[int, int, Size]] = {}
+        self._range_checked = False
         self.in_channels = options.in_channels
         self.image_size = options.image_size or vision.image_size
         self.mean = _per_channel(options.mean or vision.mean, self.in_channels)
@@ -90,21 +93,25 @@ class ImageEncoder(Encoder):
             _grey_stem(self.backbone)
         self.feature_dim, self.patch_dim, _ = self._measure(self.image_size)
 
-    def forward(self, image_BCHW: Tensor, keep_BK: Tensor | None = None) -> ImageFeatures:
+    def forward(
+        self, image_BCHW: Tensor, keep_BK: Tensor | None = None, *, normalized: bool = False
+    ) -> ImageFeatures:
         """Encode a batch of images.
 
         Args:
             image_BCHW: uint8 pixels, grey or RGB, which are scaled to 0..1, converted to `in_channels` and normalised;
-                or floats that are normalised already, where only grey is expanded to three channels.
+                or floats that are normalised already, where only grey is expanded to three channels. The first batch
+                of floats is refused if its values are those of pixels in 0..1 or 0..255.
             keep_BK: int64 indices of the patches to encode, without repetition in a row. The others are dropped after
                 the position embeddings, before the first block (masked image modelling, patch dropout). Vision
                 Transformers only. `patches_BPD` then has K patches in the order of `keep_BK`, and `grid` is None.
+            normalized: the floats come from `normalize`, so their range is not checked.
 
         Raises:
-            ConfigError: channels, size or dtype do not fit this encoder ("mismatch", "wrong_type"), or the backbone
-                has no patches to drop or no class token ("unsupported").
+            ConfigError: channels, size or dtype do not fit this encoder ("mismatch", "wrong_type"), floats are not
+                normalised ("out_of_range"), or the backbone has no patches to drop or no class token ("unsupported").
         """
-        prepared = self.normalize(image_BCHW)
+        prepared = self._normalize(image_BCHW, check=not normalized)
         size = (prepared.shape[2], prepared.shape[3])
         if self._adapter.fixed_size and size != self.image_size:
             advice = "resize them, or create the encoder with this image_size"
@@ -134,14 +141,19 @@ class ImageEncoder(Encoder):
         For models that resize images themselves (GLoRIA) or predict pixels (masked image modelling).
 
         Raises:
-            ConfigError: "mismatch" or "wrong_type" for a shape, number of channels or dtype that `forward` rejects.
+            ConfigError: "mismatch", "wrong_type" or "out_of_range" for images that `forward` rejects.
         """
+        return self._normalize(image_BCHW, check=True)
+
+    def _normalize(self, image_BCHW: Tensor, check: bool) -> Tensor:
         channels = image_BCHW.shape[1] if image_BCHW.ndim == 4 else 0
         if channels not in (1, 3):
             raise ConfigError(f"expected images (B, 1 or 3, H, W), got {tuple(image_BCHW.shape)}", "mismatch")
         if image_BCHW.is_floating_point():
             if channels == 3 and self.in_channels == 1:
                 raise ConfigError(f"{self.name} expects grey images: pass uint8 RGB or one channel", "mismatch")
+            if check and not self._range_checked and image_BCHW.numel():
+                self._check_range(image_BCHW)
             return image_BCHW.expand(-1, self.in_channels, -1, -1)
         if image_BCHW.dtype != torch.uint8:
             raise ConfigError(f"expected uint8 pixels or normalised floats, got {image_BCHW.dtype}", "wrong_type")
@@ -149,6 +161,28 @@ class ImageEncoder(Encoder):
         if channels == 3 and self.in_channels == 1:
             image = (image * image.new_tensor(_LUMINANCE).view(1, 3, 1, 1)).sum(dim=1, keepdim=True)
         return (image - self._mean) / self._std
+
+    def _check_range(self, image_BCHW: Tensor) -> None:
+        """Raise ConfigError if floats are pixels in 0..1 or 0..255. Only one batch: reading the range waits for a GPU.
+
+        Normalised images have negative values, unless this encoder's `mean` is 0, and none far beyond white. Constant
+        images are accepted, for models that are called once with a blank image.
+        """
+        if image_BCHW.is_meta or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return
+        low, high = (float(value) for value in torch.aminmax(image_BCHW.detach()))
+        black = min(-mean / std for mean, std in zip(self.mean, self.std, strict=True))
+        white = max((1 - mean) / std for mean, std in zip(self.mean, self.std, strict=True))
+        limit = _RANGE_FACTOR * max(-black, white)
+        is_unit_range = 0 <= low < high <= 1 and black < 0
+        if is_unit_range or max(-low, high) > limit:
+            pixels = "(image * 255)" if is_unit_range else "image"
+            message = (
+                f"expected uint8 pixels, or floats from {black:.2f} (black) to {white:.2f} (white), got floats "
+                f"from {low:.4g} to {high:.4g}; pass pixels as {pixels}.round().to(torch.uint8)"
+            )
+            raise ConfigError(message, "out_of_range", field="image_BCHW")
+        self._range_checked = True
 
     @property
     def can_drop_patches(self) -> bool:

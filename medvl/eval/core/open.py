@@ -91,7 +91,7 @@ def open_for_evaluation(
     workers: int,
     sections: Sequence[str] = (),
 ) -> Loader:
-    """Open a loader that yields every sample of a source once, in order.
+    """Open a loader that yields every sample of a source once, in order, on every rank.
 
     Args:
         source: the samples.
@@ -108,5 +108,7 @@ def open_for_evaluation(
         text=WholeText(sections=tuple(sections)) if sections else WholeText(),
         tokenizer=tokenizer or no_text,
         train=False,
+        rank=0,
+        world=1,
         workers=workers,
     )

@@ -124,7 +124,7 @@ class LocalDualEncoder(ContrastiveEncoder):
         side = self.config.encoder_size
         if side is not None and tuple(pixels_BCHW.shape[2:]) != (side, side):
             pixels_BCHW = F.interpolate(pixels_BCHW, (side, side), mode="bilinear", align_corners=True)
-        features = self.image_encoder(pixels_BCHW)
+        features = self.image_encoder(pixels_BCHW, normalized=True)
         global_BE = F.normalize(self.image_head(features.pooled_BD).float(), dim=-1)
         return Embeddings(global_BE, self._project(self.region_head, features.patches_BPD))
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
+from medvl.common.ranks import rank_and_world
 from medvl.errors import ConfigError, TrainingError
 
 _HOST_TIMEOUT = datetime.timedelta(days=1)
@@ -85,13 +86,6 @@ class RankInfo:
         if message:
             raise TrainingError(f"rank 0 failed: {message}", code)
         return value
-
-
-def rank_and_world() -> tuple[int, int]:
-    """Return (rank, number of ranks) of this process; loaders are opened with it before `train` joins the ranks."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 @contextlib.contextmanager

@@ -85,24 +85,22 @@ def open_split(data: LoaderConfig, *, one_folder: bool = False) -> "tuple[ShardS
 def open_train(data: LoaderConfig, source: Any, batch: int, **options: Any) -> "Loader":
     """Open this rank's loader of training batches; `batch` counts the samples over all ranks."""
     from medvl.data.loading.loader import open_loader
-    from medvl.train.parallel.distributed import rank_and_world
 
-    rank, world = rank_and_world()
     options = {"seed": data.seed, "max_skipped": data.max_skipped, **options}
-    return open_loader(source, batch=batch, train=True, rank=rank, world=world, workers=data.workers, **options)
+    return open_loader(source, batch=batch, train=True, workers=data.workers, **options)
 
 
 def open_valid(data: LoaderConfig, source: Any, *, shared: bool = True, **options: Any) -> "Loader":
     """Open a validation loader: this rank's share of the batches, or with `shared=False` all of them on each rank."""
+    from medvl.common.ranks import rank_and_world
     from medvl.data.loading.loader import open_loader
-    from medvl.train.parallel.distributed import rank_and_world
 
-    rank, world = rank_and_world()
     workers = min(data.workers, _VALID_WORKERS)
     options = {"seed": data.seed, "max_skipped": data.max_skipped, "batch": data.valid_batch, **options}
     if shared:
-        return open_loader(source, train=False, rank=rank, world=world, workers=workers, **options)
-    return open_loader(source, train=False, workers=workers if rank == 0 else 0, **options)  # used on rank 0 only
+        return open_loader(source, train=False, workers=workers, **options)
+    workers = workers if rank_and_world()[0] == 0 else 0  # used on rank 0 only
+    return open_loader(source, train=False, rank=0, world=1, workers=workers, **options)
 
 
 def describe(train: Manifest, valid: Manifest | None, **options: Any) -> dict[str, Any]:

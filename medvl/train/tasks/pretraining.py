@@ -69,7 +69,6 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
 def _open_streamed(data: DataConfig, model: Any, micro_batch: int, options: dict[str, Any]) -> DataLoaders:
     from medvl.data.loading.streaming import open_remote_loader
     from medvl.data.shards.source import ShardSource
-    from medvl.train.parallel.distributed import rank_and_world
 
     if data.extra_train:
         raise ConfigError(
@@ -77,14 +76,11 @@ def _open_streamed(data: DataConfig, model: Any, micro_batch: int, options: dict
             "conflict",
             field="data.extra_train",
         )
-    rank, world = rank_and_world()
     loader = open_remote_loader(
         data.train,
         batch=micro_batch,
         image=data.image,
         inputs=model.inputs,
-        rank=rank,
-        world=world,
         workers=data.workers,
         seed=data.seed,
         max_skipped=data.max_skipped,

@@ -301,7 +301,7 @@ def test_fewer_remote_shards_than_readers_are_refused_quickly(shards: Path, monk
     monkeypatch.setattr(webdataset, "gopen", lambda url: io.BytesIO(manifest))
     started = time.process_time()
     with raises(ConfigError, "conflict", "workers"):
-        open_remote_loader("https://host/train", batch=4, world=4, workers=2, **SETTINGS)
+        open_remote_loader("https://host/train", batch=4, rank=0, world=4, workers=2, **SETTINGS)
     assert time.process_time() - started < 5
 
 

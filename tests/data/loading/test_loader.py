@@ -150,6 +150,27 @@ def test_ranks_divide_the_global_batches(open_it: Callable[..., Loader], world: 
         assert torch.equal(torch.cat([part.image_BCHW for part in parts]), full.image_BCHW)
 
 
+@pytest.mark.parametrize("initialized", [False, True])
+def test_ranks_of_the_process_group_are_the_default(
+    initialized: bool, open_it: Callable[..., Loader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank used to read the same rows where rank and world were left out."""
+    expected = [list(open_it(rank=rank, world=2)) for rank in range(2)]
+    for rank in range(2):
+        if initialized:
+            group = {"is_initialized": True, "get_rank": rank, "get_world_size": 2}
+            for name, value in group.items():
+                monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+        else:  # torchrun, before the process group
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("WORLD_SIZE", "2")
+        assert all(map(same, open_it(), expected[rank]))
+    with raises(ConfigError, "conflict", "world"):
+        open_it(rank=0, world=1)
+    whole = [key for batch in open_it(train=False, rank=0, world=1) for key in batch.keys]
+    assert len(whole) == COUNT
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_evaluation_yields_every_sample_once_in_full_batches(open_it: Callable[..., Loader], world: int) -> None:
     expected = [batch.keys for batch in open_it(train=False)]
@@ -313,10 +334,12 @@ def test_file_source_reads_corpus_files(tmp_path: Path, tokenizer: Tokenizer) ->
 @pytest.mark.parametrize(
     ("changes", "code", "field"),
     [
-        ({"batch": 5, "world": 2}, "conflict", "batch"),
+        ({"batch": 5, "rank": 0, "world": 2}, "conflict", "batch"),
         ({"batch": 24}, "too_large", "batch"),
         ({"batch": 0}, "out_of_range", "batch"),
         ({"rank": 2, "world": 2}, "out_of_range", "rank"),
+        ({"rank": 1}, "missing", "world"),
+        ({"world": 2}, "missing", "rank"),
         ({"workers": -1}, "out_of_range", "workers"),
         ({"source": FileSource([], ())}, "empty", "source"),
     ],

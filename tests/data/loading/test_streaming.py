@@ -129,7 +129,7 @@ def test_truncated_streams_and_missing_manifests_raise(
 @pytest.mark.parametrize(
     ("changes", "field", "names"),
     [
-        ({"batch": 3, "world": 2}, "batch", "2 ranks"),
+        ({"batch": 3, "rank": 0, "world": 2}, "batch", "2 ranks"),
         ({"batch": 41}, "batch", "got 41"),
         ({"workers": 5, "world": 2, "rank": 1}, "workers", "10 readers"),
     ],
