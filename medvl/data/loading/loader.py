@@ -209,8 +209,7 @@ def open_loader(
         tokenizer: runs in the workers; `medvl.data.no_text` for models without a text encoder.
         train: shuffle and drop the incomplete last batch; otherwise yield every sample once, in order.
         seed: seed of the order and of the augmentation.
-        rank, world: rank of this process and number of ranks. Default: those of the process group or of torchrun; a
-            process without either is a single rank. In evaluation `rank=0, world=1` reads all batches on every rank.
+        rank, world: by default those of the process group, or of torchrun. In evaluation 0 and 1 read all batches.
         workers: number of prefetching processes; 0 reads in this process.
         color: three image channels instead of one.
         max_skipped: budget of unreadable samples: below 1 a fraction of the source, else a number.
@@ -222,16 +221,14 @@ def open_loader(
 
     Raises:
         ConfigError: the batch is not divisible by the ranks, or larger than the data; the source lacks an input;
-            `world` is 1 in a training process that has other ranks, which would get the same samples.
+            `world` is 1 in training on several ranks.
         BudgetError, ShardError: while iterating, when too many samples, or all of a batch, are unreadable.
         LoaderError: while iterating, when a worker process died or hangs.
     """
     image_keys: Sequence[str] | None = getattr(source, "image_keys", None)
     rank, world = check_ranks(rank, world, train=train)
     _check_settings(len(source), batch, train, world, workers)
-    if together < 1 or (together > 1 and image_keys is None):
-        reason = f"expected together=1, or more for a source whose samples share images, got {together}"
-        raise ConfigError(reason, "out_of_range", field="together")
+    _check_together(together, image_keys)
     sampler: BatchSampler
     if train:
         images_N = np.unique(np.array(image_keys), return_inverse=True)[1] if together > 1 else None
@@ -243,6 +240,12 @@ def open_loader(
     samples = SampleDataset(source, ItemMaker(image, text, source.label_names, seed, inputs), color, shared)
     budget = {"max_skipped": max_skipped, "timeout": timeout}
     return Loader(source, sampler, samples, tokenizer, workers=workers, add_targets=add_targets, **budget)
+
+
+def _check_together(together: int, image_keys: Sequence[str] | None) -> None:
+    if together < 1 or (together > 1 and image_keys is None):
+        reason = f"expected together=1, or more for a source whose samples share images, got {together}"
+        raise ConfigError(reason, "out_of_range", field="together")
 
 
 def _check_inputs(inputs: Inputs, source: Source, image_keys: Sequence[str] | None) -> None:

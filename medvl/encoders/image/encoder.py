@@ -93,9 +93,7 @@ class ImageEncoder(Encoder):
             _grey_stem(self.backbone)
         self.feature_dim, self.patch_dim, _ = self._measure(self.image_size)
 
-    def forward(
-        self, image_BCHW: Tensor, keep_BK: Tensor | None = None, *, normalized: bool = False
-    ) -> ImageFeatures:
+    def forward(self, image_BCHW: Tensor, keep_BK: Tensor | None = None, *, normalized: bool = False) -> ImageFeatures:
         """Encode a batch of images.
 
         Args:
