@@ -1,6 +1,7 @@
 """Splits: assignment by a hash of the patient, and checks that splits share no patient."""
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 
 from medvl.errors import ConfigError, SplitError
@@ -8,8 +9,19 @@ from medvl.errors import ConfigError, SplitError
 DEFAULT_FRACTIONS: Mapping[str, float] = {"train": 0.8, "validate": 0.1, "test": 0.1}
 
 
+def check_name(name: str, field: str) -> None:
+    """Raise ConfigError unless a name can be (part of) the name of a file or folder."""
+    if not re.fullmatch(r"\w[\w .+-]{0,99}", name):
+        message = (
+            f"expected {field} of letters, digits, spaces and ._+- that begins with a letter or digit, got {name!r}"
+        )
+        raise ConfigError(message, "malformed", field=field)
+
+
 def check_fractions(fractions: Mapping[str, float]) -> None:
-    """Raise ConfigError unless the fractions are positive and sum to 1."""
+    """Raise ConfigError unless the fractions are positive and sum to 1, and their names can be those of folders."""
+    for name in fractions:
+        check_name(name, "splits")
     if not fractions or any(fraction <= 0 for fraction in fractions.values()):
         raise ConfigError(f"expected split fractions above 0, got {dict(fractions)}", "out_of_range", field="splits")
     total = sum(fractions.values())

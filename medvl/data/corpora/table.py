@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.row_checks import RowChecks
 from medvl.data.corpora.common.tables import (
     Plan,
     Record,
@@ -20,12 +21,15 @@ from medvl.data.corpora.common.tables import (
 )
 from medvl.data.privacy.deidentify import Deidentifier, cap_age
 from medvl.data.reports.sections import parse_report
-from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
+from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, check_name, hash_split
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
 
 _SEX = {"f": "F", "female": "F", "m": "M", "male": "M"}
 _MAX_CATEGORIES = 200
+_MISSING = {"nan", "NaN", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL"}
+"""Cells that pandas, R and spreadsheets write for a missing value."""
+_LABEL_VALUES = {"1": 1, "0": 0, "-1": -1, "1.0": 1, "0.0": 0, "-1.0": -1, "true": 1, "false": 0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +47,7 @@ class TableColumns:
     split_column: str | None = None
     """Split; default: by hash of the patient."""
     label_column: tuple[str, ...] = ()
-    """Columns with 1, 0, -1 (uncertain) or nothing."""
+    """Columns with 1 or true, 0 or false, -1 (uncertain), or nothing."""
     category_column: tuple[str, ...] = ()
     """Columns with one of a few words: each word becomes a label `column=word`."""
     tags_column: tuple[str, ...] = ()
@@ -85,9 +89,11 @@ def plan(
         parse_reports: split each text into its sections (FINDINGS, IMPRESSION, ...), without those that identify a
             person; a text without headers is the section of its column.
 
-    Raises CorpusError when the table cannot be read, lacks a column, or has an invalid value (the message names the
-    row); ConfigError when the split fractions do not sum to one.
+    Raises CorpusError when the table cannot be read, lacks a column, has invalid values, or lists an image file twice
+    (the message names the first rows of each kind); SplitError when its split column puts a patient into two splits;
+    ConfigError when the name is no file name or the split fractions do not sum to one.
     """
+    check_name(name, "name")
     table, where = Path(table), dict(where or {})
     root = Path(image_root) if image_root is not None else table.parent
     if columns.split_column is None:
@@ -101,12 +107,19 @@ def plan(
     labels = _collect_labels((row for _, row in _read_rows(table, required) if is_selected(row)), columns, table)
     warnings = Counter[str]()
     reader = _RowReader(table, root.resolve(), columns, deid, name, fractions, parse_reports, labels, warnings)
-    records, excluded = Records(), Counter[str]()
+    records, excluded, checks = Records(), Counter[str](), RowChecks(table)
     for number, row in _read_rows(table, required):
-        if is_selected(row):
-            records.append(Record(reader.sample(number, row)))
-        else:
+        if not is_selected(row):
             excluded["where"] += 1
+            continue
+        try:
+            sample = reader.sample(number, row)
+        except CorpusError as error:
+            checks.add_invalid(error)
+        else:
+            records.append(Record(sample))
+            checks.add(number, sample)
+    checks.finish()
     return Plan(name, records, labels.names, excluded, +warnings)
 
 
@@ -138,11 +151,11 @@ class _RowReader:
 
     def sample(self, number: int, row: Mapping[str, Any]) -> Sample:
         columns = self.columns
-        image_text, patient_text = _text(row[columns.image_column]), _text(row[columns.patient_column])
+        image_text, patient_text = _cell(row[columns.image_column]), _cell(row[columns.patient_column])
         if not image_text or not patient_text:
             field = columns.patient_column if image_text else columns.image_column
-            raise CorpusError(f"{self.table}, row {number}: {field} is empty", "missing", field=field)
-        study_text = (_text(row[columns.study_column]) if columns.study_column else "") or image_text
+            raise CorpusError(f"row {number}: {field} is empty", "missing", field=field)
+        study_text = (_cell(row[columns.study_column]) if columns.study_column else "") or image_text
         patient = self.deid.patient(patient_text)
         return Sample(
             key=self.deid.image(image_text),
@@ -153,14 +166,14 @@ class _RowReader:
             image=self._image(number, image_text),
             sections=self._sections(row),
             labels=self._labels(number, row),
-            view=(_text(row[columns.view_column]) or None) if columns.view_column else None,
+            view=(_cell(row[columns.view_column]) or None) if columns.view_column else None,
             sex=_SEX.get(_text(row[columns.sex_column]).lower()) if columns.sex_column else None,
             age=cap_age(row[columns.age_column]) if columns.age_column else None,
             extra={column: _plain(row[column]) for column in columns.extra_column if _text(row[column])},
         )
 
     def _malformed(self, number: int, column: str, message: str) -> CorpusError:
-        return malformed(f"{self.table}, row {number}", f"{column} {message}", column)
+        return malformed(f"row {number}", f"{column} {message}", column)
 
     def _image(self, number: int, text: str) -> Path:
         path = (self.root / text).resolve()
@@ -179,7 +192,7 @@ class _RowReader:
     def _sections(self, row: Mapping[str, Any]) -> dict[str, str]:
         sections: dict[str, str] = {}
         for column in self.columns.text_column:
-            text = _text(row[column])
+            text = _cell(row[column])
             parts = {column: text} if text else {}
             if text and self.parse_reports:
                 report = parse_report(text)
@@ -192,14 +205,19 @@ class _RowReader:
 
     def _labels(self, number: int, row: Mapping[str, Any]) -> dict[str, int]:
         labels: dict[str, int] = {}
+        invalid = []
         for column in self.columns.label_column:
-            text = _text(row[column])
-            if text:
-                if text not in ("1", "0", "-1", "1.0", "0.0", "-1.0"):
-                    raise self._malformed(number, column, "must be 1, 0, -1 or empty")
-                labels[column] = int(float(text))
+            text = _cell(row[column])
+            if text and text != "None":
+                label = _LABEL_VALUES.get(text.lower())
+                if label is None:
+                    invalid.append(column)
+                else:
+                    labels[column] = label
+        if invalid:
+            raise self._malformed(number, ", ".join(invalid), "must be 1, 0, -1, true, false or empty")
         for column, words in self.labels.by_category.items():
-            value = _text(row[column])
+            value = _cell(row[column])
             if value:
                 labels.update({f"{column}={word}": int(word == value) for word in words})
         if self.columns.tags_column:
@@ -213,7 +231,7 @@ def _collect_labels(rows: Iterable[Mapping[str, Any]], columns: TableColumns, ta
     listed: set[str] = set()
     for row in rows:
         for column, words in categories.items():
-            words.add(_text(row[column]))
+            words.add(_cell(row[column]))
         for column in columns.tags_column:
             listed.update(_list(row[column]))
     by_category = {column: tuple(sorted(words - {""})) for column, words in categories.items()}
@@ -267,6 +285,12 @@ def _text(value: object) -> str:
     if isinstance(value, bool):
         return str(int(value))
     return str(value).strip()
+
+
+def _cell(value: object) -> str:
+    """Return the text of a cell; "" where it says that there is no value."""
+    text = _text(value)
+    return "" if text in _MISSING else text
 
 
 def _equals(value: object, text: str) -> bool:

@@ -1,5 +1,6 @@
 """Tables as people have them: separators, encodings, headers, cells, and messages that name the row and quote no cell."""
 
+import dataclasses
 import gzip
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from helpers.errors import raises
 from medvl.data.corpora import table
 from medvl.data.corpora.table import TableColumns
 from medvl.data.privacy.deidentify import Deidentifier
-from medvl.errors import CorpusError
+from medvl.errors import ConfigError, CorpusError, SplitError
+from medvl.schema import Sample
 
 COLUMNS = TableColumns(image_column="image", patient_column="patient", text_column=("text",), label_column=("edema",))
 CSV = "image,patient,text,edema\na.png,p1,Clear lungs.,0\nb.png,p2,Edema.,1\n"
@@ -63,3 +65,71 @@ def test_repeated_column_is_refused_by_name(tmp_path: Path, deid: Deidentifier) 
         table.plan(path, COLUMNS, deid)
     unread = write(tmp_path, "image,patient,text,edema,note,note\na.png,p1,Clear.,0,x,y\n")
     assert len(table.plan(unread, COLUMNS, deid).records) == 1
+
+
+def samples(folder: Path, deid: Deidentifier, rows: str, columns: TableColumns = COLUMNS) -> list[Sample]:
+    path = write(folder, "image,patient,text,edema,split\n" + rows)
+    return [record.sample for record in table.plan(path, columns, deid).records]
+
+
+@pytest.mark.parametrize(
+    ("cell", "label"),
+    [("True", 1), ("FALSE", 0), ("true", 1), ("1.0", 1), ("nan", None), ("NA", None), ("<NA>", None), ("None", None)],
+)
+def test_label_cells_of_other_programs_are_read(
+    tmp_path: Path, deid: Deidentifier, cell: str, label: int | None
+) -> None:
+    (sample,) = samples(tmp_path, deid, f"a.png,p,{cell if label is None else 'Clear.'},{cell},\n")
+    assert sample.labels.get("edema") == label
+    assert sample.sections == ({"text": "None"} if cell == "None" else {} if label is None else {"text": "Clear."})
+
+
+def test_missing_patients_and_categories_are_not_words(tmp_path: Path, deid: Deidentifier) -> None:
+    with raises(CorpusError, "missing", "patient"):
+        samples(tmp_path, deid, "a.png,nan,Clear.,1,\n")
+    columns = TableColumns(image_column="image", patient_column="patient", category_column=("edema",))
+    plan = table.plan(write(tmp_path, "image,patient,edema\na.png,p,yes\nb.png,q,NaN\n"), columns, deid)
+    assert plan.label_names == ("edema=yes",)
+
+
+def test_all_invalid_cells_are_named_at_once_without_their_values(tmp_path: Path, deid: Deidentifier) -> None:
+    rows = "a.png,p,,SECRET,\nb.png,p,,1,\nc.png,,,1,\nd.png,p,,2,\n"
+    with raises(CorpusError, "malformed", "edema", names="rows.csv, row 1: edema") as caught:
+        samples(tmp_path, deid, rows)
+    assert all(part in str(caught.value) for part in ("row 3: patient is empty", "row 4: edema"))
+    assert "row 2" not in str(caught.value)
+    assert "SECRET" not in str(caught.value)
+    with raises(
+        CorpusError, "malformed", names="row 10: edema must be 1, 0, -1, true, false or empty; and 5 more rows"
+    ):
+        samples(tmp_path, deid, "".join(f"{number}.png,p,,x,\n" for number in range(15)))
+
+
+SPLIT_COLUMNS = dataclasses.replace(COLUMNS, split_column="split")
+
+
+def test_repeated_images_are_named_by_row(tmp_path: Path, deid: Deidentifier) -> None:
+    with raises(CorpusError, "conflict", "image", names="rows 1 and 3") as caught:
+        samples(tmp_path, deid, "a.png,p,,1,\nb.png,p,,1,\na.png,p,,1,\n")
+    assert deid.image("a.png") not in str(caught.value)
+
+
+def test_one_file_under_two_spellings_is_refused(tmp_path: Path, deid: Deidentifier) -> None:
+    rows = "a.png,p,,1,train\nb.png,q,,1,train\nsub/.././a.png,r,,1,test\n"
+    with raises(CorpusError, "conflict", "image", names="rows 1 and 3"):
+        samples(tmp_path, deid, rows, SPLIT_COLUMNS)
+
+
+def test_patient_in_two_splits_is_named_by_row(tmp_path: Path, deid: Deidentifier) -> None:
+    rows = "a.png,p,,1,train\nb.png,q,,1,train\nc.png,p,,1,train\nd.png,p,,1,test\n"
+    with raises(SplitError, "leak", "split", names="rows 3 (train) and 4 (test)") as caught:
+        samples(tmp_path, deid, rows, SPLIT_COLUMNS)
+    assert deid.patient("p") not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", "", "..", "a\nb"])
+def test_names_with_a_path_are_refused(tmp_path: Path, deid: Deidentifier, name: str) -> None:
+    with raises(ConfigError, "malformed", "name"):
+        table.plan(write(tmp_path, CSV), COLUMNS, deid, name=name)
+    with raises(ConfigError, "malformed", "splits"):
+        table.plan(write(tmp_path, CSV), COLUMNS, deid, fractions={name: 1.0})
