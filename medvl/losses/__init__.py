@@ -8,7 +8,9 @@ from medvl.losses.itc import itc
 from medvl.losses.itm import itm
 from medvl.losses.mim import mim
 from medvl.losses.mlm import mlm, mlm_distilled
+from medvl.losses.soft_targets import label_similarity, soft_targets
 from medvl.losses.vqa import answer_words, vqa_bce
+from medvl.losses.within_sample import grid_positives, local_alignment, local_uniformity, within_sample_nce
 
 __all__ = [
     "answer_words",
@@ -17,12 +19,18 @@ __all__ = [
     "convirt",
     "detection",
     "gloria_local",
+    "grid_positives",
     "itc",
     "itm",
+    "label_similarity",
+    "local_alignment",
+    "local_uniformity",
     "mim",
     "mlm",
     "mlm_distilled",
     "multilabel_bce",
     "siglip",
+    "soft_targets",
     "vqa_bce",
+    "within_sample_nce",
 ]

@@ -67,6 +67,17 @@ def gather_padded(x_BTE: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
     return x_NTE, mask_NT
 
 
+def mean_over_ranks(value_B: Tensor, counted_B: Tensor) -> Tensor:
+    """Return the mean of the counted values of all ranks, a scalar; 0 with a zero gradient where none is counted.
+
+    Each rank sends two numbers. Values that are not counted must be finite; `counted_B` is bool. Differentiable.
+    """
+    value_B = value_B.float()
+    sums_12 = torch.stack([value_B.masked_fill(~counted_B, 0.0).sum(), counted_B.sum().to(value_B.dtype)])[None]
+    total, count = gather(sums_12).sum(dim=0)
+    return total / count.clamp(min=1)
+
+
 def rows_by_rank(rows: int) -> list[int]:
     """Return the numbers of rows of all ranks, in rank order; where `gather` returns its input, of this one alone."""
     return [rows] if _is_alone() else _row_counts(torch.empty(rows))

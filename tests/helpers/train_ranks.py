@@ -90,6 +90,8 @@ STUDIES = torch.tensor([0, 1, 2, 1, 3, 4, 2, 2])
 WORDS = torch.arange(4) < torch.tensor([4, 1, 2, 3, 0, 4, 2, 1])[:, None]
 """Which of four words each text has."""
 
+SIMILARITY = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
+
 CONTRASTIVE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "convirt": lambda image_NE, text_NE: losses.convirt(image_NE, text_NE),
     "convirt at 0.01": lambda image_NE, text_NE: losses.convirt(image_NE, text_NE, temperature=0.01),
@@ -106,16 +108,35 @@ CONTRASTIVE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "gloria": lambda image_NE, text_NE: torch.stack(
         losses.gloria_local(image_NE.unflatten(1, (4, 4)), text_NE.unflatten(1, (4, 4)), WORDS)
     ).sum(),
+    "soft targets": lambda image_NE, text_NE: losses.soft_targets(image_NE, text_NE[:7], SIMILARITY[:, :7], 14.3),
 }
+
+OWN_ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]] = {
+    "within sample": lambda image_BE, text_BE, rows: losses.within_sample_nce(
+        *(part_BE.unflatten(1, (4, 4)) for part_BE in (image_BE, text_BE)), WORDS[rows], SIMILARITY[rows, :4].exp()
+    ),
+    "alignment": lambda image_BE, text_BE, rows: losses.local_alignment(
+        *(part_BE.unflatten(1, (4, 4)) for part_BE in (image_BE, text_BE)), WORDS[rows]
+    ),
+    "uniformity": lambda image_BE, text_BE, rows: (
+        losses.local_uniformity(image_BE.unflatten(1, (4, 4)), WORDS[rows])
+        + losses.local_uniformity(text_BE.unflatten(1, (4, 4)), WORDS[rows])
+    ),
+}
+"""Losses that take the rows of this rank, of the given numbers among all."""
 
 
 def check_losses(folder: Path) -> Any:
-    """Return each contrastive loss over the pairs of both ranks, and its gradients at this rank's pairs."""
+    """Return each loss over the pairs of both ranks, and its gradients at this rank's pairs."""
     rank, _ = rank_and_world()
+    mine = (slice(0, COUNTS[0]), slice(COUNTS[0], sum(COUNTS)))[rank]
     found = {}
-    for name, loss in CONTRASTIVE.items():
-        image_BE, text_BE = (part.split(list(COUNTS))[rank].clone().requires_grad_() for part in pairs())
-        value = loss(gather(image_BE), gather(text_BE))
+    for name in (*CONTRASTIVE, *OWN_ROWS):
+        image_BE, text_BE = (part[mine].clone().requires_grad_() for part in pairs())
+        if name in OWN_ROWS:
+            value = OWN_ROWS[name](image_BE, text_BE, mine)
+        else:
+            value = CONTRASTIVE[name](gather(image_BE), gather(text_BE))
         value.backward()
         assert image_BE.grad is not None
         assert text_BE.grad is not None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import train_fakes as fakes, train_ranks as ranks
-from helpers.train_ranks import CONTRASTIVE, COUNTS, pairs, rows, weigh
+from helpers.train_ranks import CONTRASTIVE, COUNTS, OWN_ROWS, pairs, rows, weigh
 
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.parallel.distributed import join
@@ -73,11 +73,12 @@ def test_gather_of_other_dtypes_and_shapes(folder: Path) -> None:
 
 
 @pytest.mark.fault("N1")
-@pytest.mark.parametrize("name", CONTRASTIVE)
+@pytest.mark.parametrize("name", [*CONTRASTIVE, *OWN_ROWS])
 def test_contrastive_losses_equal_those_of_one_process(name: str, folder: Path) -> None:
     """In value and gradient, from uneven batches; at temperature 0.01 too, and finite there."""
     image_NE, text_NE = (tensor.requires_grad_() for tensor in pairs())
-    value = CONTRASTIVE[name](image_NE, text_NE)
+    own = OWN_ROWS.get(name)
+    value = own(image_NE, text_NE, slice(None)) if own else CONTRASTIVE[name](image_NE, text_NE)
     value.backward()
     for rank, result in enumerate(found(folder, "losses")):
         assert result[name]["value"] == pytest.approx(value.item(), rel=1e-6)

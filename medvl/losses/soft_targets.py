@@ -1,0 +1,69 @@
+"""Contrastive loss with soft targets, for images and texts that need not be pairs (MedCLIP).
+
+    similarity_NM = label_similarity(image_labels_NL, text_labels_ML)
+    loss = soft_targets(gather(image_BE), gather(text_BE), similarity_NM, logit_scale)
+
+In a run of several ranks the caller gathers embeddings and labels first (`medvl.losses.gather.gather`); these functions
+do not communicate.
+
+N images, M texts, L labels, E shared embedding dim.
+"""
+
+from typing import Literal, get_args
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from medvl.losses.precision import full_precision, shapes
+
+LabelSimilarity = Literal["dot", "clamp", "cosine"]
+
+
+def soft_targets(image_NE: Tensor, text_ME: Tensor, targets_NM: Tensor, logit_scale: Tensor | float) -> Tensor:
+    """Mean of both directions' cross-entropy with soft targets (Wang et al., MedCLIP, arXiv 2210.10163, eqs. 3 to 6).
+
+    An image's targets over all texts are the softmax of its row of `targets_NM`, a text's targets over all images the
+    softmax of its column; so each direction has targets that sum to 1, also where N and M differ.
+
+    Args:
+        image_NE, text_ME: L2-normalised by the caller. Image i and text i need not belong together.
+        targets_NM: similarities before the softmax, such as those of `label_similarity`; they get no gradient. Minus
+            infinity excludes a pair from the targets, but not every pair of a row or of a column may be excluded.
+        logit_scale: multiplies the cosines: the exponential of the parameter that models store.
+
+    Returns a scalar: the mean over images plus the mean over texts, halved. 0 with a zero gradient without an image or
+    without a text. Raises ValueError on inconsistent shapes.
+    """
+    fits = image_NE.ndim == text_ME.ndim == 2 and image_NE.shape[1] == text_ME.shape[1]
+    if not fits or targets_NM.shape != (len(image_NE), len(text_ME)):
+        got = shapes(image_NE, text_ME, targets_NM)
+        raise ValueError(f"expected images (N, E), texts (M, E) and targets (N, M), got {got}")
+    with full_precision(image_NE):
+        logits_NM = logit_scale * image_NE.float() @ text_ME.float().T
+        targets_NM = targets_NM.detach().float()
+        image_to_text = F.cross_entropy(logits_NM, targets_NM.softmax(dim=1), reduction="sum")
+        text_to_image = F.cross_entropy(logits_NM.T, targets_NM.T.softmax(dim=1), reduction="sum")
+        return (image_to_text / max(len(image_NE), 1) + text_to_image / max(len(text_ME), 1)) / 2
+
+
+def label_similarity(image_labels_NL: Tensor, text_labels_ML: Tensor, kind: LabelSimilarity = "cosine") -> Tensor:
+    """Return (N, M) float32: the similarity of the labels of every image and every text, without gradient.
+
+    Args:
+        image_labels_NL, text_labels_ML: 1, 0, -1 (uncertain) or NaN (not mentioned), which counts as 0.
+        kind: "cosine", as in MedCLIP's paper (equation 3); "dot", the product that its released code takes, under
+            which the softmax is nearly one-hot for samples with many labels; "clamp", the product limited to
+            [-1, 1], as that code's documentation says. A sample without any label has a similarity of 0 to all.
+
+    Raises ValueError on different numbers of labels, or on an unknown kind.
+    """
+    if kind not in get_args(LabelSimilarity):
+        raise ValueError(f"kind must be one of {', '.join(get_args(LabelSimilarity))}, got {kind!r}")
+    if image_labels_NL.ndim != 2 or text_labels_ML.ndim != 2 or image_labels_NL.shape[1] != text_labels_ML.shape[1]:
+        raise ValueError(f"expected labels (N, L) and (M, L), got {shapes(image_labels_NL, text_labels_ML)}")
+    with full_precision(image_labels_NL):
+        image_NL, text_ML = (labels.detach().float().nan_to_num(0.0) for labels in (image_labels_NL, text_labels_ML))
+        if kind == "cosine":
+            image_NL, text_ML = F.normalize(image_NL, dim=1), F.normalize(text_ML, dim=1)
+        similarity_NM = image_NL @ text_ML.T
+        return similarity_NM.clamp(-1.0, 1.0) if kind == "clamp" else similarity_NM

@@ -1,0 +1,154 @@
+"""Losses of the items of a sample among themselves: words, sentences or regions, never those of other samples.
+
+    loss = within_sample_nce(words_BNE, attended_BNE, mask_BN, temperature=0.1)                       # MGCA
+    loss = within_sample_nce(regions_BPE, attended_BPE, None, weights_BP, grid_positives(7, 7))       # LoVT
+    loss = local_alignment(words_BNE, attended_BNE, mask_BN) + 0.1 * local_uniformity(words_BNE, mask_BN)
+
+Items need not have unit length; all losses normalise them. Padding is ignored, even if it is not finite, and gets a
+zero gradient. Means are over the samples of all ranks, of which only two numbers are exchanged: every rank gives its
+own samples and gets the loss of the global batch, and all ranks must call a loss equally often
+(`medvl.losses.gather`). Gathered samples give the same.
+
+B samples of this rank, N items of a sample, P regions, E shared embedding dim.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from medvl.losses.gather import mean_over_ranks
+from medvl.losses.precision import full_precision, shapes
+
+
+def within_sample_nce(
+    a_BNE: Tensor,
+    b_BNE: Tensor,
+    mask_BN: Tensor | None = None,
+    weights_BN: Tensor | None = None,
+    positives_NN: Tensor | None = None,
+    temperature: float = 0.3,
+) -> Tensor:
+    """InfoNCE of each item of `a` against all items of `b` in its own sample, in that direction only.
+
+    With the cosine s_ij of item i of `a` and item j of `b`, and the share p_ij of j in the positives of i, an item has
+    -sum_j p_ij s_ij / temperature + ln sum_j exp(s_ij / temperature). This is the local loss of LoVT (Mueller et al.,
+    arXiv 2112.02889, section 3.5) and, with one positive, the token loss of MGCA (Wang et al., arXiv 2210.06044,
+    section 3.3). Call it again with `a` and `b` exchanged for the other direction.
+
+    Args:
+        a_BNE, b_BNE: item i of one belongs to item i of the other, such as a word and what it attends to.
+        mask_BN: bool, True on real items of both; None: all are real. Padding is no candidate: as one, it would change
+            the loss with the length of the longest text of the batch.
+        weights_BN: of the items of `a`, such as attention weights; divided by their sum over the real items. They get
+            no gradient. None: equal.
+        positives_NN: weights of the positives of item i in row i; divided by their sum over the real items of a row.
+            They get no gradient. None: the item of the same number. See `grid_positives`.
+        temperature: 0.3 in LoVT, 0.1 in MGCA.
+
+    Returns a scalar: the weighted mean over a sample's items, averaged over the samples of all ranks that have an item.
+    An item whose positives are all padding is left out. 0 with a zero gradient without any item. Raises ValueError on
+    inconsistent shapes, or a temperature of zero or below.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+    mask_BN = _check(a_BNE, b_BNE, mask_BN, weights_BN)
+    items = a_BNE.shape[1]
+    if positives_NN is not None and positives_NN.shape != (items, items):
+        raise ValueError(f"positives_NN must be ({items}, {items}), got {tuple(positives_NN.shape)}")
+    with full_precision(a_BNE):
+        logits_BNN = _unit(a_BNE, mask_BN) @ _unit(b_BNE, mask_BN).transpose(1, 2) / temperature
+        if positives_NN is None:
+            own_BN, counted_BN = logits_BNN.diagonal(dim1=1, dim2=2), mask_BN
+        else:
+            share_BNN = positives_NN.detach().float() * mask_BN[:, None]
+            total_BN1 = share_BNN.sum(dim=2, keepdim=True)
+            own_BN = (F.normalize(share_BNN, p=1.0, dim=2) * logits_BNN).sum(dim=2)
+            counted_BN = mask_BN & (total_BN1.squeeze(2) > 0)
+        # Not minus infinity: for a sample without items, the softmax would be NaN.
+        among_BNN = logits_BNN.masked_fill(~mask_BN[:, None], torch.finfo(torch.float32).min)
+        return _mean(among_BNN.logsumexp(dim=2) - own_BN, counted_BN, weights_BN)
+
+
+def grid_positives(height: int, width: int, threshold: float = 0.5, smoothing: float = 1.0) -> Tensor:
+    """Return (P, P) float32: for every region of a grid, the shares of regions near it; rows sum to 1.
+
+    A share is proportional to exp(-smoothing * d) where d <= threshold, and 0 elsewhere. d is the distance of two cells
+    in cells, divided by the diagonal, sqrt(height^2 + width^2). As in LoVT (arXiv 2112.02889, section 3.5, and the
+    settings of its released code, which are the defaults). A threshold of 0 gives the identity, a smoothing of 0 equal
+    shares.
+
+    Raises ValueError on a grid without cells, or a negative threshold or smoothing.
+    """
+    if min(height, width) < 1 or min(threshold, smoothing) < 0:
+        got = f"{height} x {width} cells, threshold {threshold} and smoothing {smoothing}"
+        raise ValueError(f"expected a grid of cells, and a threshold and smoothing of 0 or above, got {got}")
+    place_P2 = torch.cartesian_prod(torch.arange(height), torch.arange(width)).float()
+    distance_PP = torch.cdist(place_P2, place_P2, compute_mode="donot_use_mm_for_euclid_dist")
+    distance_PP /= (height**2 + width**2) ** 0.5
+    near_PP = torch.exp(-smoothing * distance_PP).masked_fill(distance_PP > threshold, 0.0)
+    return F.normalize(near_PP, p=1.0, dim=1)
+
+
+def local_alignment(
+    a_BNE: Tensor, b_BNE: Tensor, mask_BN: Tensor | None = None, weights_BN: Tensor | None = None
+) -> Tensor:
+    """Squared distance of each normalised item of `a` to the same item of `b`: 2 - 2 cos, without negatives.
+
+    The alignment of Wang and Isola (arXiv 2005.10242, section 4.1, alpha 2) for local features, as analysed by Mueller
+    et al. (arXiv 2211.07254). Arguments, means, result and errors as for `within_sample_nce`.
+    """
+    mask_BN = _check(a_BNE, b_BNE, mask_BN, weights_BN)
+    with full_precision(a_BNE):
+        square_BN = (_unit(a_BNE, mask_BN) - _unit(b_BNE, mask_BN)).square().sum(dim=2)
+        return _mean(square_BN, mask_BN, weights_BN)
+
+
+def local_uniformity(z_BNE: Tensor, mask_BN: Tensor | None = None, t: float = 2.0) -> Tensor:
+    """Logarithm of the mean of exp(-t ||z_i - z_j||^2) over all pairs i != j of a sample's normalised items.
+
+    The uniformity of Wang and Isola (arXiv 2005.10242, section 4.1) inside of each sample, which Mueller et al. (arXiv
+    2211.07254) put in place of the negatives of a local loss. Minimise it; it is within [-4 t, 0].
+
+    Args:
+        z_BNE: items of each sample.
+        mask_BN: bool, True on real items; None: all are real.
+        t: above 0.
+
+    Returns a scalar: the mean over the samples of all ranks that have at least two items; 0 with a zero gradient where
+    none has. Raises ValueError on inconsistent shapes, or a t of zero or below.
+    """
+    if t <= 0:
+        raise ValueError(f"t must be above 0, got {t}")
+    mask_BN = _check(z_BNE, z_BNE, mask_BN, None)
+    with full_precision(z_BNE):
+        unit_BNE = _unit(z_BNE, mask_BN)
+        log_BNN = -t * (2 - 2 * unit_BNE @ unit_BNE.transpose(1, 2))
+        other_NN = ~torch.eye(z_BNE.shape[1], dtype=torch.bool, device=z_BNE.device)
+        pair_BNN = mask_BN[:, :, None] & mask_BN[:, None] & other_NN
+        count_B = pair_BNN.sum(dim=(1, 2))
+        sum_B = log_BNN.masked_fill(~pair_BNN, torch.finfo(torch.float32).min).flatten(1).logsumexp(dim=1)
+        mean_B = sum_B - count_B.clamp(min=1).log()
+        return mean_over_ranks(mean_B.masked_fill(count_B == 0, 0.0), count_B > 0)
+
+
+def _unit(x_BNE: Tensor, mask_BN: Tensor) -> Tensor:
+    """Return normalised items in float32, with zeros as padding, which may not have been finite."""
+    return F.normalize(x_BNE.float().masked_fill(~mask_BN[:, :, None], 0.0), dim=2)
+
+
+def _mean(loss_BN: Tensor, counted_BN: Tensor, weights_BN: Tensor | None) -> Tensor:
+    """Return the weighted mean over the counted items of a sample, averaged over the samples that have any."""
+    weight_BN = counted_BN if weights_BN is None else weights_BN.detach()
+    weight_BN = weight_BN.float().masked_fill(~counted_BN, 0.0)
+    loss_B = (loss_BN.masked_fill(~counted_BN, 0.0) * F.normalize(weight_BN, p=1.0, dim=1)).sum(dim=1)
+    return mean_over_ranks(loss_B, weight_BN.sum(dim=1) > 0)
+
+
+def _check(a_BNE: Tensor, b_BNE: Tensor, mask_BN: Tensor | None, weights_BN: Tensor | None) -> Tensor:
+    """Return the mask, all True where there is none. Raises ValueError on inconsistent shapes."""
+    if a_BNE.ndim != 3 or a_BNE.shape != b_BNE.shape:
+        raise ValueError(f"expected items (B, N, E) of one shape, got {shapes(a_BNE, b_BNE)}")
+    for name, tensor in (("mask_BN", mask_BN), ("weights_BN", weights_BN)):
+        if tensor is not None and tensor.shape != a_BNE.shape[:2]:
+            raise ValueError(f"{name} must be {tuple(a_BNE.shape[:2])}, got {tuple(tensor.shape)}")
+    return torch.ones_like(a_BNE[..., 0], dtype=torch.bool) if mask_BN is None else mask_BN.bool()
