@@ -6,8 +6,10 @@
     torchrun recipes/vqa_finetune.py tiny --help    # every setting
 
 All weights of a fusion-encoder's checkpoint are used; of a dual-encoder's, the image and text encoder, with a new
-fusion-encoder of the sizes in `fusion`. The answers are those of the training questions (protocol `medvl`);
-`--protocol` selects another one, such as a published system's, whose vocabulary may include the test's answers.
+fusion-encoder of the sizes in `fusion`. Learned positions of the image are interpolated to `data.image.size`: 384
+pixels, where M3AE was pretrained at 288 and ALBEF at 256. The answers are those of the training questions (protocol
+`medvl`); `--protocol` selects another one, such as a published system's, whose vocabulary may include the test's
+answers.
 
 Preset `paper`: M3AE on VQA-RAD (Chen et al., arXiv 2209.07098): batch 64, 50 epochs, 5e-6 under a linear schedule
 with a warm-up of a tenth, heads at 50 and the fusion-encoder at 5 times that rate. Its released code chooses the
@@ -117,6 +119,7 @@ def prepare(recipe: Recipe) -> "Run":
             recipe.init_from,
             answers,
             fusion=recipe.fusion,
+            image_size=recipe.data.image.size,
             head=recipe.head,
             decoder=recipe.decoder,
             head_lr_mult=recipe.head_lr_mult,

@@ -15,6 +15,7 @@ from medvl.models.base import System
 from medvl.models.checkpoint import load, load_towers
 from medvl.models.downstream.vqa.config import DecoderConfig, Head, VQAConfig
 from medvl.models.downstream.vqa.heads import AnswerPredictions, create_head
+from medvl.models.downstream.vqa.image_size import at_image_size
 from medvl.models.factory import create_model
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.config import StreamConfig
@@ -130,6 +131,7 @@ def create_vqa(
     answers: Sequence[str],
     *,
     fusion: StreamConfig,
+    image_size: int | None = None,
     head: Head = "classifier",
     decoder: DecoderConfig | None = None,
     head_lr_mult: float | None = None,
@@ -141,22 +143,30 @@ def create_vqa(
             dual-encoder, whose towers are used under a new fusion-encoder.
         answers: the normalised vocabulary.
         fusion: sizes of that new fusion-encoder; its settings of the encoders are replaced by those of `start`.
+        image_size: side of the images in pixels, to which learned positions are interpolated; None is that of `start`.
         head: see `VQAConfig`.
         decoder: for the heads "ranking" and "generation"; ALBEF's sizes by default.
         head_lr_mult: learning rate of the head, as a multiple of the encoders'; None is the head's published one.
 
     Raises:
         CheckpointError: `start` is not a complete checkpoint.
-        ConfigError: the vocabulary has fewer than two answers, or the head does not fit the model.
+        ConfigError: the vocabulary has fewer than two answers, or the head or the image size does not fit the model.
     """
     model = load(start)
     if isinstance(model, VQA):
         model = model.fusion_model
-    if isinstance(model, FusionModel):
-        return VQA.on(model, answers, head=head, decoder=decoder, head_lr_mult=head_lr_mult)
+    if not isinstance(model, FusionModel):
+        model = _on_towers(model, fusion, start)
+    if image_size is not None:
+        model = at_image_size(model, image_size)
+    return VQA.on(model, answers, head=head, decoder=decoder, head_lr_mult=head_lr_mult)
+
+
+def _on_towers(model: System, fusion: StreamConfig, start: Path | str) -> FusionModel:
+    """Put a new fusion-encoder on the towers of a dual-encoder's checkpoint."""
     names = ("image_encoder", "text_encoder", "image_size", "fit", "max_tokens", "vocab_size")
     config = dataclasses.replace(fusion, **{name: getattr(model.config, name) for name in names})
     fusion_model = create_model(config, tokenizer=model.tokenizer)
     assert isinstance(fusion_model, FusionModel)
     load_towers(fusion_model, start)
-    return VQA.on(fusion_model, answers, head=head, decoder=decoder, head_lr_mult=head_lr_mult)
+    return fusion_model

@@ -1,0 +1,55 @@
+"""Fine-tuning of a fusion-encoder at another image size than its pretraining."""
+
+import dataclasses
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from medvl.errors import ConfigError
+from medvl.models.factory import create_model
+from medvl.models.fusion_encoders.base import FusionModel
+from medvl.models.fusion_encoders.layers.inputs import RegionEncoder
+
+
+def at_image_size(model: FusionModel, size: int) -> FusionModel:
+    """Return the model for images of `size` pixels, with the same weights.
+
+    Learned positions of image patches, and those of a moving-average teacher, are interpolated to the new grid; tables
+    that are computed, such as the pixel decoder's, belong to the new grid.
+
+    Raises:
+        ConfigError: the model does not support the size, or has a tensor of the image's size that is no such table.
+    """
+    if size == model.config.image_size or isinstance(model.image_encoder, RegionEncoder):
+        return model
+    other = create_model(dataclasses.replace(model.config, image_size=size), tokenizer=model.tokenizer)
+    assert isinstance(other, FusionModel)
+    old, new = (each.image_encoder.grid(*each.image_encoder.image_size) for each in (model, other))
+    tensors, expected = model.state_dict(), other.state_dict()
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            tensors[name] = resize_positions(tensor, old, new)
+            if tensors[name].shape != expected[name].shape:
+                message = f"{name} of {model.name} belongs to images of {model.config.image_size} pixels, got {size}"
+                raise ConfigError(f"{message}; fine-tune at the former size", "unsupported", field="image_size")
+    other.load_state_dict(tensors, strict=True)
+    return other.train(model.training)
+
+
+def resize_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """Interpolate a position table (..., N + h * w, D) to another grid; the N vectors before the grid stay.
+
+    Bicubic without antialiasing, as M3AE's, METER's and ALBEF's released code. A table of another form is returned
+    unchanged.
+    """
+    prefix = table.shape[-2] - math.prod(old) if table.ndim in (2, 3) else -1
+    if prefix < 0 or table[..., 0, 0].numel() != 1:
+        return table
+    table_ND = table.reshape(table.shape[-2:])
+    grid_1Dhw = table_ND[prefix:].unflatten(0, old).permute(2, 0, 1)[None].float()
+    resized_1Dhw = F.interpolate(grid_1Dhw, new, mode="bicubic", align_corners=False)
+    patches_PD = resized_1Dhw[0].flatten(1).T.to(table.dtype)
+    resized = torch.cat([table_ND[:prefix], patches_PD])
+    return resized.reshape(*table.shape[:-2], *resized.shape)
