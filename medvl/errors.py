@@ -28,7 +28,7 @@ wrong and what to do about it. It never quotes a header value or a line of a rep
 | nonfinite | a loss, gradient or weight is not finite |
 
 DICOM and image errors have a few more, for counting: no_pixels, no_codec, not_dicom, multi_frame, unknown_format,
-no_image.
+no_image, too_small.
 """
 
 from typing import Any, Self

@@ -48,7 +48,7 @@ class Conversion:
             corpus=plan.corpus,
             salt=salt,
             records=plan.fingerprint(),
-            options=dataclasses.asdict(options),
+            options=options.stored(),
             part=part,
             label_names=plan.label_names,
             excluded=_nonzero(plan.excluded),

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from medvl.errors import ConfigError
 
@@ -27,6 +27,8 @@ class ShardOptions:
     """Keep images without text (for evaluation by labels)."""
     samples_per_shard: int = 1000
     """Records per shard."""
+    frame: int | None = None
+    """Frame to keep of DICOM files with several, from 0; default: such files are skipped as multi_frame."""
 
     def __post_init__(self) -> None:
         _check_range("short_side", self.short_side, 16, 8192)
@@ -34,6 +36,12 @@ class ShardOptions:
             raise ConfigError(f"expected jpg or png, got {self.image_format!r}", "unknown_name", field="image_format")
         _check_range("quality", self.quality, 1, 100)
         _check_range("samples_per_shard", self.samples_per_shard, 1, 100_000)
+        if self.frame is not None and self.frame < 0:
+            raise ConfigError(f"expected frame of 0 or more, got {self.frame}", "out_of_range", field="frame")
+
+    def stored(self) -> dict[str, Any]:
+        """Return the options as the manifest stores them: without `frame` where it is None."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ from medvl.data.images.read import read_pixels
 from medvl.data.shards.format import sample_to_json
 from medvl.errors import DicomError, ImageError, ReportError
 from medvl.schema import Sample
+
+_MIN_SIDE, _MAX_ASPECT = 16, 50
 
 
 class EncodedSample(NamedTuple):
@@ -49,13 +52,14 @@ def _convert(record: Record, options: ShardOptions, note: ShardNote) -> EncodedS
         if not any(sample.sections.values()) and not options.keep_textless:
             note.excluded["no_text"] += 1
             return None
-        pixels, header = read_pixels(sample.image, color=options.color, warnings=note.warnings)
+        pixels, header = read_pixels(sample.image, color=options.color, frame=options.frame, warnings=note.warnings)
+        _check_shape(pixels, sample.image)
         sample = sample if header is None else _fill_in(sample, header)
         image = _encode(pixels, options)
     except (DicomError, ImageError) as error:
         note.skipped.append((key, error.code, str(error)))
     except MemoryError:
-        note.skipped.append((key, "too_large", "decoding exceeds the memory limit of a worker"))
+        note.skipped.append((key, "too_large", f"{record.sample.image}: decoding exceeds a worker's memory limit"))
     except FileNotFoundError as error:
         reason = "report_missing" if record.report and str(record.report) == error.filename else "image_missing"
         note.skipped.append((key, reason, str(error)))
@@ -65,6 +69,14 @@ def _convert(record: Record, options: ShardOptions, note: ShardNote) -> EncodedS
         note.patients.append(sample.patient)
         return EncodedSample(key, options.image_format, image, sample_to_json(sample))
     return None
+
+
+def _check_shape(pixels: np.ndarray, path: Path | None) -> None:
+    """Raise ImageError for strips, which a transform would enlarge to gigabytes."""
+    short, long = sorted(pixels.shape[:2])
+    if short < _MIN_SIDE or long > _MAX_ASPECT * short:
+        expected = f"expected sides of {_MIN_SIDE} pixels or more that differ by a factor of at most {_MAX_ASPECT}"
+        raise ImageError(f"{path}: {expected}, got {pixels.shape[0]} x {pixels.shape[1]}", "too_small")
 
 
 def _fill_in(sample: Sample, header: DicomHeader) -> Sample:

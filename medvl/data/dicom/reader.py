@@ -127,7 +127,8 @@ def read_dicom(
 def _read(file: DicomFile, bits: int, frame: int | None) -> DicomImage:
     layout = PixelLayout.from_file(file)
     if frame is None and layout.frames > 1:
-        raise DicomError(f"the file has {layout.frames} frames: select one with `frame`", "multi_frame", field="frame")
+        message = f"the file has {layout.frames} frames; select one with the option frame"
+        raise DicomError(message, "multi_frame", field="frame")
     index = frame or 0
     if index >= layout.frames:
         raise DicomError(f"frame must be below {layout.frames}, got {index}", "multi_frame", field="frame")

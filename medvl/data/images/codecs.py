@@ -1,7 +1,8 @@
 """JPEG and PNG decoding and encoding in bounded memory: the size in the header is checked before decoding.
 
-Conventions: alpha is dropped, EXIF rotation is ignored, colour is converted to grey by BT.601 luma, 16-bit samples are
-scaled to 8 bits over their full range.
+Conventions: alpha is dropped, colour is converted to grey by BT.601 luma. Samples of a 16-bit PNG are scaled to 8 bits
+by the smallest of 8, 10, 12, 14 and 16 bits that holds the largest of them, so 12-bit values as exported from DICOM are
+divided by 4095. `decode_image` ignores EXIF rotation; `make_upright` applies it.
 """
 
 import struct
@@ -17,6 +18,9 @@ from medvl.errors import ImageError
 MAX_PIXELS = 1 << 26
 """Default limit: 67 megapixels, four times the largest radiograph; 200 MB when decoded to colour."""
 
+_EXIF_BYTES = 1 << 16
+_ORIENTATION = 0x0112
+_DEPTHS = (8, 10, 12, 14, 16)
 _JPEG_START, _PNG_START = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 
 
@@ -34,7 +38,36 @@ def decode_image(data: bytes, *, color: bool = False, max_pixels: int = MAX_PIXE
         return _decode_png(data, color, max_pixels)
     if _PNG_START.startswith(data) or _JPEG_START.startswith(data):
         raise ImageError("the image file is truncated within its first bytes", "truncated")
-    raise ImageError("expected a JPEG or PNG image; convert it to one of them", "unknown_format")
+    raise ImageError("expected a JPEG, PNG or DICOM file by its content; convert it to one of them", "unknown_format")
+
+
+def exif_orientation(data: bytes) -> int:
+    """Return the EXIF orientation of a JPEG or PNG file, 1 (upright) to 8; 1 where there is none or it is damaged."""
+    head = data[:_EXIF_BYTES]
+    marker = b"eXIf" if head.startswith(_PNG_START) else b"Exif\0\0"
+    _, found, tiff = head.partition(marker)
+    if not found:
+        return 1
+    order = ">" if tiff.startswith(b"MM") else "<"
+    try:
+        (offset,) = struct.unpack_from(f"{order}I", tiff, 4)
+        (count,) = struct.unpack_from(f"{order}H", tiff, offset)
+        entries = (struct.unpack_from(f"{order}HHIH", tiff, offset + 2 + 12 * entry) for entry in range(count))
+        orientation = next((value for tag, _, _, value in entries if tag == _ORIENTATION), 1)
+    except struct.error:
+        return 1
+    return orientation if 1 <= orientation <= 8 else 1
+
+
+def make_upright(image: np.ndarray, orientation: int) -> np.ndarray:
+    """Turn and mirror `image`, (H, W) or (H, W, 3), as its EXIF orientation says, so that it is seen as in a viewer."""
+    if orientation >= 5:  # rows and columns are exchanged
+        image = image.swapaxes(0, 1)
+    if orientation in (2, 3, 6, 7):
+        image = image[:, ::-1]
+    if orientation in (3, 4, 7, 8):
+        image = image[::-1]
+    return np.ascontiguousarray(image)
 
 
 def encode_jpeg(image: np.ndarray, quality: int = 95) -> bytes:
@@ -119,6 +152,22 @@ def _decode_png(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
         truncated = "truncated" in str(error).lower()
         raise _damaged("PNG", truncated) from None
     if image.mode.startswith("I"):  # 16-bit grey; Pillow's convert would clip it at 255
-        grey_HW = (np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8)
+        grey_HW = _to_8_bits(np.asarray(image))
         return cv2.cvtColor(grey_HW, cv2.COLOR_GRAY2RGB) if color else grey_HW
+    if data[24] == 16:  # 16-bit colour, of which Pillow keeps the upper 8 bits
+        samples_HWC = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+        if samples_HWC is not None and samples_HWC.dtype == np.uint16 and _depth(samples_HWC[:, :, :3]) < 16:
+            rgb_HWC = cv2.cvtColor(_to_8_bits(samples_HWC[:, :, :3]), cv2.COLOR_BGR2RGB)
+            return rgb_HWC if color else np.array(Image.fromarray(rgb_HWC).convert("L"))
     return np.array(image.convert("RGB" if color else "L"))
+
+
+def _depth(samples: np.ndarray) -> int:
+    """Return the smallest of `_DEPTHS` that holds the largest sample."""
+    largest = int(samples.max())
+    return next(bits for bits in _DEPTHS if largest < 1 << bits)
+
+
+def _to_8_bits(samples: np.ndarray) -> np.ndarray:
+    """Scale 16-bit samples to uint8 by their depth."""
+    return (samples.astype(np.float32) / (((1 << _depth(samples)) - 1) / 255)).round().astype(np.uint8)

@@ -1,46 +1,70 @@
 """Reading an image file of a corpus: from a path to pixels."""
 
-import errno
+import os
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 from medvl.data.dicom.reader import DicomHeader, read_dicom
-from medvl.data.images.codecs import decode_image
+from medvl.data.images.codecs import decode_image, exif_orientation, make_upright
 from medvl.data.privacy.burned_in_text import has_burned_in_text
-from medvl.errors import ImageError
+from medvl.errors import DicomError, ImageError
 
 _MAX_FILE_BYTES = 1 << 30
 
 
 def read_pixels(
-    path: Path | None, *, color: bool = False, warnings: Counter[str] | None = None
+    path: Path | None, *, color: bool = False, frame: int | None = None, warnings: Counter[str] | None = None
 ) -> tuple[np.ndarray, DicomHeader | None]:
-    """Read a DICOM, JPEG or PNG file.
+    """Read a DICOM, JPEG or PNG file, recognised by its content; JPEG and PNG are turned upright by their EXIF data.
 
     Args:
         path: `Sample.image`.
         color: return three channels. DICOM images are always grey.
-        warnings: if given, DICOM images are screened for burned-in text and the detections are counted here.
+        frame: index of the frame in multi-frame DICOM files, from 0; with None, they are refused.
+        warnings: if given, DICOM images are screened for burned-in text, and detections and turned images are counted.
 
     Returns:
         uint8 pixels, (H, W) or (H, W, 3), and the allow-listed header fields of a DICOM file.
 
     Raises:
-        DicomError, ImageError: the file cannot be read, or the path is None.
+        DicomError, ImageError: the file cannot be read (the message names it), or the path is None.
         FileNotFoundError: the file does not exist.
     """
     if path is None:
         raise ImageError("the sample has no image path", "no_image")
-    if path.suffix.lower() in (".dcm", ".dicom"):
-        if not path.is_file():
-            raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
+    with path.open("rb") as file:
+        named_dicom = path.suffix.lower() in (".dcm", ".dicom")
+        if named_dicom or _starts_like_dicom(file.read(132)):
+            return _read_dicom(path, frame, warnings)
+        if file.seek(0, os.SEEK_END) > _MAX_FILE_BYTES:
+            raise ImageError(f"{path} is larger than {_MAX_FILE_BYTES >> 20} MiB", "too_large")
+        file.seek(0)
+        data = file.read()
+    try:
+        pixels = decode_image(data, color=color)
+    except ImageError as error:
+        raise error.prefixed(f"{path}: ") from error
+    orientation = exif_orientation(data)
+    if warnings is not None and orientation != 1:
+        warnings["turned_by_exif"] += 1
+    return make_upright(pixels, orientation), None
+
+
+def _starts_like_dicom(data: bytes) -> bool:
+    """Return whether a file has DICOM's preamble, or begins with an element of group 2 or 8."""
+    return data[128:132] == b"DICM" or data[:2] in (b"\x02\0", b"\x08\0", b"\0\x08")
+
+
+def _read_dicom(path: Path, frame: int | None, warnings: Counter[str] | None) -> tuple[np.ndarray, DicomHeader]:
+    try:
         image = read_dicom(path)
-        if warnings is not None:
-            warnings["says_burned_in"] += image.header.burned_in is True
-            warnings["possible_burned_in_text"] += has_burned_in_text(image.pixels_HW)
-        return image.pixels_HW, image.header
-    if path.stat().st_size > _MAX_FILE_BYTES:
-        raise ImageError(f"{path} is larger than {_MAX_FILE_BYTES >> 20} MiB", "too_large")
-    return decode_image(path.read_bytes(), color=color), None
+    except DicomError as error:
+        if error.code != "multi_frame" or frame is None:
+            raise
+        image = read_dicom(path, frame=frame)
+    if warnings is not None:
+        warnings["says_burned_in"] += image.header.burned_in is True
+        warnings["possible_burned_in_text"] += has_burned_in_text(image.pixels_HW)
+    return image.pixels_HW, image.header

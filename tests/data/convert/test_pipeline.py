@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
+from helpers.dicom_builder import image_dataset, write_dataset
 from helpers.errors import raises
 from helpers.mimic_files import IMAGES, textured
 from helpers.shard_plans import OPTIONS, contents, make_plan
@@ -80,8 +81,31 @@ def test_skipped_images_are_counted_and_listed(tmp_path: Path, deid: Deidentifie
     assert manifest.skipped == dict.fromkeys(reasons.values(), 1)
     private = [json.loads(line) for line in (tmp_path / "out-private/skipped.jsonl").read_text().splitlines()]
     assert {row["key"]: row["reason"] for row in private} == dict(manifest.skipped_keys)
-    assert "9.png" in next(row["message"] for row in private if row["key"] == "key009")
+    assert all(f"{int(row['key'][3:])}.png" in row["message"] for row in private)
     assert (tmp_path / "out-private").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 600), (600, 1), (15, 15), (20, 1200)])
+def test_strips_are_skipped(tmp_path: Path, deid: Deidentifier, shape: tuple[int, int]) -> None:
+    plan = make_plan(tmp_path / "images", bad={0: encode_png(textured(0, *shape))})
+    manifest = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=1), OPTIONS)["train"]
+    assert manifest.skipped_keys == (("key000", "too_small"),)
+
+
+def test_frame_of_multi_frame_files_is_an_option(tmp_path: Path, deid: Deidentifier) -> None:
+    plan = make_plan(tmp_path / "images", 2)
+    frames_NHW = np.stack([np.full((32, 32), value, np.uint16) for value in (0, 4000)])
+    path = write_dataset(tmp_path / "clip.dcm", image_dataset(frames_NHW, NumberOfFrames=2))
+    plan.records[0] = Record(dataclasses.replace(plan.records[0].sample, image=path))
+    run = ShardRun(out=tmp_path / "without", workers=1, max_skipped=1)
+    manifest = write_shards(plan, deid, run, OPTIONS)["train"]
+    assert manifest.skipped == {"multi_frame": 1}
+    assert "frame" not in manifest.options
+    run = dataclasses.replace(run, out=tmp_path / "with")
+    manifest = write_shards(plan, deid, run, dataclasses.replace(OPTIONS, frame=1))["train"]
+    assert (manifest.samples, manifest.options["frame"]) == (2, 1)
+    with raises(ConfigError, "out_of_range", "frame"):
+        ShardOptions(frame=-1)
 
 
 @pytest.mark.fault("F12")

@@ -8,9 +8,16 @@ import cv2
 import numpy as np
 import pytest
 from helpers.errors import raises
-from PIL import Image
+from PIL import Image, ImageOps
 
-from medvl.data.images.codecs import decode_image, encode_jpeg, encode_png, resize_short_side
+from medvl.data.images.codecs import (
+    decode_image,
+    encode_jpeg,
+    encode_png,
+    exif_orientation,
+    make_upright,
+    resize_short_side,
+)
 from medvl.errors import ImageError
 
 
@@ -73,6 +80,55 @@ def test_16_bit_png_is_scaled_to_8_bits():
     assert np.abs(decode_image(png(256, 256, 16, 2, rows_rgb)).astype(int) - scaled).max() <= 1
     rows_alpha = b"".join(b"\0" + np.repeat(row, 2).tobytes() for row in ramp)
     assert np.abs(decode_image(png(256, 256, 16, 4, rows_alpha)).astype(int) - scaled).max() <= 1
+
+
+@pytest.mark.parametrize("largest", [255, 1000, 4095, 16383])
+@pytest.mark.parametrize("color_type", [0, 2, 4, 6])
+def test_16_bit_png_of_fewer_bits_is_scaled_by_them(largest, color_type):
+    values = np.linspace(0, largest, 64 * 64).round().astype(">u2").reshape(64, 64)
+    full = {255: 255, 1000: 1023, 4095: 4095, 16383: 16383}[largest]
+    channels = {0: 1, 2: 3, 4: 2, 6: 4}[color_type]
+    samples_HWC = np.repeat(values[:, :, None], channels, axis=2)
+    if color_type in (4, 6):
+        samples_HWC[:, :, -1] = 65535
+    rows = b"".join(b"\0" + row.tobytes() for row in samples_HWC)
+    expected = (values * (255 / full)).round()
+    for color in (False, True):
+        decoded = decode_image(png(64, 64, 16, color_type, rows), color=color).astype(int)
+        assert np.abs(decoded - (expected[:, :, None] if color else expected)).max() <= 1
+        assert len(np.unique(decoded)) >= 250
+
+
+def test_16_bit_color_keeps_its_channels():
+    samples_HWC = np.zeros((8, 8, 3), ">u2")
+    samples_HWC[:] = (4095, 2048, 0)
+    rows = b"".join(b"\0" + row.tobytes() for row in samples_HWC)
+    assert decode_image(png(8, 8, 16, 2, rows), color=True)[0, 0].tolist() == [255, 128, 0]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_exif_orientation_equals_pillow(scene, kind, orientation):
+    exif = Image.Exif()
+    exif[0x010F], exif[0x0112] = "maker", orientation
+    data = saved(Image.fromarray(scene), kind, exif=exif)
+    upright = make_upright(decode_image(data, color=True), exif_orientation(data))
+    with Image.open(io.BytesIO(data)) as image:
+        expected = np.asarray(ImageOps.exif_transpose(image))
+    assert upright.shape == expected.shape
+    assert np.abs(upright.astype(int) - expected).max() <= (0 if kind == "PNG" else 3)
+
+
+def test_damaged_exif_data_are_ignored(scene):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = saved(Image.fromarray(scene), "JPEG", exif=exif)
+    start = data.index(b"Exif\0\0") + 6
+    for offset, value in ((4, b"\xff\xff\xff\xff"), (8, b"\xff\xff"), (18, b"\xff\xff")):
+        damaged = data[: start + offset] + value + data[start + offset + len(value) :]
+        assert exif_orientation(damaged) in (1, 6)
+    assert exif_orientation(data[: start + 3]) == 1
+    assert exif_orientation(saved(Image.fromarray(scene), "JPEG")) == 1
 
 
 def test_low_bit_depths_are_scaled_to_the_full_range():
