@@ -1,8 +1,9 @@
-"""Benchmark of blockwise contrastive losses against their plain form: time, memory and differences.
+"""Benchmark of losses in blocks, and of a separable critic, against their plain form: time, memory and differences.
 
     python scripts/benchmark_losses.py                                # 16,384 pairs of width 512, both losses
     python scripts/benchmark_losses.py --batch 65536 --device cuda --precision bf16
     python scripts/benchmark_losses.py --batch 32768 --forms blocks   # where the plain form does not fit
+    python scripts/benchmark_losses.py --losses critic --batch 64 --dim 768   # pairs concatenated, or separable
 
 Forward and backward with a learned scale, in float32 or under bf16 autocast (on a CPU it affects the plain form only).
 The two forms alternate in one process; on a CPU, times are CPU seconds of this process. Memory is the peak that a form
@@ -10,6 +11,7 @@ adds to a process of its own that holds the embeddings (CPU), or to the device.
 """
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -34,7 +36,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--losses", nargs="+", choices=["info_nce", "sigmoid"], default=["info_nce", "sigmoid"])
+    parser.add_argument("--losses", nargs="+", choices=[*FORMS], default=["info_nce", "sigmoid"])
     parser.add_argument("--forms", nargs="+", choices=["plain", "blocks"], default=["plain", "blocks"])
     parser.add_argument("--memory-of", nargs=2, metavar=("LOSS", "FORM"), help="print the bytes that one pass adds")
     options = parser.parse_args()
@@ -124,6 +126,20 @@ def plain_sigmoid(scale: Tensor, image_BE: Tensor, text_BE: Tensor) -> Tensor:
     return -F.logsigmoid(sign_BB * logits_BB).sum() / len(logits_BB)
 
 
+def critic_bound(scale: Tensor, image_BE: Tensor, text_BE: Tensor, *, separable: bool) -> Tensor:
+    """Compute the InfoNCE bound of a critic of the published size, from all pairs' concatenations or without them."""
+    torch.manual_seed(0)
+    critic = losses.SeparableCritic(image_BE.shape[1], text_BE.shape[1]).to(image_BE.device)
+    image_BE, batch = scale * image_BE, len(image_BE)
+    if separable:
+        scores_BB = critic(image_BE, text_BE)
+    else:
+        first_BBE, second_BBE = image_BE[:, None].expand(-1, batch, -1), text_BE.expand(batch, -1, -1)
+        scores_BB = critic.rest(critic.first(torch.cat([first_BBE, second_BBE], dim=2))).squeeze(2).float()
+    other_BB = ~torch.eye(batch, dtype=torch.bool, device=image_BE.device)
+    return -losses.info_nce_bound(scores_BB.diagonal(), scores_BB, other_BB)
+
+
 FORMS: dict[str, dict[str, Form]] = {
     "info_nce": {
         "plain": plain_info_nce,
@@ -132,6 +148,10 @@ FORMS: dict[str, dict[str, Form]] = {
     "sigmoid": {
         "plain": plain_sigmoid,
         "blocks": lambda scale, image_BE, text_BE: losses.siglip(image_BE, text_BE, scale, -10.0),
+    },
+    "critic": {
+        "plain": functools.partial(critic_bound, separable=False),
+        "blocks": functools.partial(critic_bound, separable=True),
     },
 }
 

@@ -8,18 +8,24 @@ from medvl.losses.itc import itc
 from medvl.losses.itm import itm
 from medvl.losses.mim import mim
 from medvl.losses.mlm import mlm, mlm_distilled
+from medvl.losses.mutual_information import SeparableCritic, dv_bound, info_nce_bound
+from medvl.losses.prototypes import prototype_swap, sinkhorn
+from medvl.losses.reverse_gradient import reverse_gradient
 from medvl.losses.soft_targets import label_similarity, soft_targets
 from medvl.losses.vqa import answer_words, vqa_bce
 from medvl.losses.within_sample import grid_positives, local_alignment, local_uniformity, within_sample_nce
 
 __all__ = [
+    "SeparableCritic",
     "answer_words",
     "bce_dice",
     "clip",
     "convirt",
     "detection",
+    "dv_bound",
     "gloria_local",
     "grid_positives",
+    "info_nce_bound",
     "itc",
     "itm",
     "label_similarity",
@@ -29,7 +35,10 @@ __all__ = [
     "mlm",
     "mlm_distilled",
     "multilabel_bce",
+    "prototype_swap",
+    "reverse_gradient",
     "siglip",
+    "sinkhorn",
     "soft_targets",
     "vqa_bce",
     "within_sample_nce",

@@ -122,6 +122,16 @@ OWN_ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]]
         losses.local_uniformity(image_BE.unflatten(1, (4, 4)), WORDS[rows])
         + losses.local_uniformity(text_BE.unflatten(1, (4, 4)), WORDS[rows])
     ),
+    "prototypes": lambda image_BE, text_BE, rows: losses.prototype_swap(image_BE, text_BE, SIMILARITY.repeat(1, 2) / 4),
+    "Donsker-Varadhan": lambda image_BE, text_BE, rows: losses.dv_bound(
+        (image_BE * text_BE).sum(dim=1), image_BE @ SIMILARITY.repeat(1, 2).T, STUDIES[rows, None] != STUDIES
+    ),
+    "Donsker-Varadhan, negatives of one rank": lambda image_BE, text_BE, rows: losses.dv_bound(
+        (image_BE * text_BE).sum(dim=1), text_BE, (torch.arange(8)[rows] < 2)[:, None].expand_as(text_BE)
+    ),
+    "InfoNCE bound": lambda image_BE, text_BE, rows: losses.info_nce_bound(
+        (image_BE * text_BE).sum(dim=1), image_BE @ SIMILARITY.repeat(1, 2).T, STUDIES[rows, None] != STUDIES
+    ),
 }
 """Losses that take the rows of this rank, of the given numbers among all."""
 

@@ -1,0 +1,80 @@
+"""Swapped prediction of prototypes: which of K learned vectors an image is close to, from its text, and vice versa.
+
+Every rank gives its own rows and gets the loss of the global batch; all ranks must call these functions equally often
+(`medvl.losses.gather`). Gathered rows give the same.
+
+B samples of this rank, K prototypes, E shared embedding dim.
+"""
+
+import torch
+from torch import Tensor
+
+from medvl.losses.gather import gather, mean_over_ranks
+from medvl.losses.precision import full_precision, shapes
+
+
+def prototype_swap(
+    image_BE: Tensor,
+    text_BE: Tensor,
+    prototypes_KE: Tensor,
+    temperature: float = 0.2,
+    epsilon: float = 0.05,
+    iterations: int = 3,
+) -> Tensor:
+    """Cross-entropy of each side's prototypes with the codes of the other (Wang et al., MGCA, arXiv 2210.06044, 3.4).
+
+    With the scores z C^T of each side: (-sum_k q_image ln softmax(scores_text / temperature) - sum_k q_text ln
+    softmax(scores_image / temperature)) / 2, averaged over the pairs of all ranks. The codes q are those of `sinkhorn`,
+    without gradient.
+
+    Args:
+        image_BE, text_BE: row i of both is a pair; L2-normalised by the caller.
+        prototypes_KE: of unit length. MGCA normalises the parameter in place before each step, and does not train it in
+            the first epoch.
+        temperature: of the predictions.
+        epsilon, iterations: as for `sinkhorn`.
+
+    Returns a scalar, near ln K for predictions that prefer no prototype; 0 with a zero gradient without a pair. Raises
+    ValueError on inconsistent shapes, or a temperature or epsilon of zero or below.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+    fits = image_BE.ndim == prototypes_KE.ndim == 2 and image_BE.shape[1] == prototypes_KE.shape[1]
+    if not fits or image_BE.shape != text_BE.shape:
+        got = shapes(image_BE, text_BE, prototypes_KE)
+        raise ValueError(f"expected pairs (B, E) and prototypes (K, E), got {got}")
+    with full_precision(image_BE):
+        image_BK, text_BK = (side_BE.float() @ prototypes_KE.float().T for side_BE in (image_BE, text_BE))
+        image_code_BK, text_code_BK = (sinkhorn(scores_BK, epsilon, iterations) for scores_BK in (image_BK, text_BK))
+        loss_B = -(image_code_BK * (text_BK / temperature).log_softmax(dim=1)).sum(dim=1)
+        loss_B = loss_B - (text_code_BK * (image_BK / temperature).log_softmax(dim=1)).sum(dim=1)
+        return mean_over_ranks(loss_B / 2, torch.ones_like(loss_B, dtype=torch.bool))
+
+
+@torch.no_grad()
+def sinkhorn(scores_BK: Tensor, epsilon: float = 0.05, iterations: int = 3) -> Tensor:
+    """Return (B, K) float32: soft assignments of samples to prototypes that use all prototypes about equally.
+
+    The Sinkhorn-Knopp algorithm of SwAV (Caron et al., arXiv 2006.09882, section 3.1) over the samples of all ranks:
+    exp(scores / epsilon) is scaled so that every prototype has the same total, then so that every sample has a total
+    of 1, `iterations` times. It works on logarithms: exp(scores / 0.05) exceeds the range of float16 for cosines above
+    0.554.
+
+    Args:
+        scores_BK: similarities of this rank's samples. The result has no gradient.
+        epsilon: smaller is closer to a hard assignment; 0.05 in SwAV and MGCA.
+        iterations: with 0, it is the softmax of scores / epsilon.
+
+    Rows sum to 1. Raises ValueError on an epsilon of zero or below, negative iterations, or without a prototype.
+    """
+    if epsilon <= 0 or iterations < 0:
+        raise ValueError(f"expected an epsilon above 0 and iterations of 0 or above, got {epsilon} and {iterations}")
+    if scores_BK.ndim != 2 or scores_BK.shape[1] == 0:
+        raise ValueError(f"expected scores (B, K) with at least one prototype, got {shapes(scores_BK)}")
+    with full_precision(scores_BK):
+        log_BK = scores_BK.float() / epsilon
+        for _ in range(iterations):
+            # A rank without samples sends minus infinity, which adds nothing to the total of a prototype.
+            log_BK = log_BK - gather(log_BK.logsumexp(dim=0, keepdim=True)).logsumexp(dim=0)
+            log_BK = log_BK.log_softmax(dim=1)
+        return log_BK.softmax(dim=1)
