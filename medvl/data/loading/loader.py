@@ -29,7 +29,7 @@ class SampleDataset(Dataset[Item | SkippedSample]):
 
     def __init__(self, source: Source, maker: ItemMaker, color: bool, image_keys: Sequence[str] | None) -> None:
         self.source, self.maker, self.color, self.image_keys = source, maker, color, image_keys
-        self._priors = maker.inputs.prior_image
+        self._priors = source if maker.inputs.prior_image and isinstance(source, HasPriors) else None
         self._last: tuple[tuple[int, str], Views] | None = None
 
     def __getitem__(self, place: tuple[int, int]) -> Item | SkippedSample:
@@ -59,7 +59,7 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         if self.image_keys is not None and self._last is not None and self._last[0] == (epoch, key):
             return self._last[1]
         try:
-            prior = self.source.prior(position) if isinstance(self.source, HasPriors) and self._priors else None
+            prior = None if self._priors is None else self._priors.prior(position)
             prior_pixels = None if prior is None else self.source.pixels(prior, self.color)
             image = self.maker.views(key, self.source.pixels(position, self.color), epoch, prior_pixels)
         except (ImageError, DicomError) as error:
