@@ -16,8 +16,6 @@ from medvl.errors import CheckpointError, ConfigError, TrainingError
 from medvl.train.config import OptimConfig
 from medvl.train.parallel.model import STATE_SEPARATOR
 
-"""Separator of parameter name and state name in the keys of `optimizer_tensors`."""
-
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Return groups of the trainable parameters with their `lr` and `weight_decay`.

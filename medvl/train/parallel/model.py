@@ -1,5 +1,6 @@
 """A model on one or more ranks: DDP and FSDP behind one small class."""
 
+import abc
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,7 +16,7 @@ STATE_SEPARATOR = "::"
 """Between the name of a parameter and that of its optimiser state, in keys of a checkpoint."""
 
 
-class ParallelModel:
+class ParallelModel(abc.ABC):
     """A model whose training is spread over the ranks. Methods are collective calls except where noted.
 
     Attributes:
@@ -27,25 +28,27 @@ class ParallelModel:
     def __init__(self, whole: nn.Module, trained: nn.Module, ranks: RankInfo) -> None:
         self.whole, self.trained, self.ranks = whole, trained, ranks
 
+    @abc.abstractmethod
     def forward(self, batch: Batch) -> Losses:
         """Return the losses of this rank's batch."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def reduction(self, on: bool) -> contextlib.AbstractContextManager[None]:
         """Average the gradients of a backward pass over the ranks, or keep them on this rank for the next pass."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def clip(self, parameters: Sequence[nn.Parameter], clip_norm: float | None) -> Tensor:
         """Scale gradients down to `clip_norm`; return their norm before that, over all parameters and ranks."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def evaluation(self) -> contextlib.AbstractContextManager[nn.Module]:
         """Return a context with `whole` on the device, its weights and buffers current and equal on all ranks."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def gather(self) -> None:
         """Bring the weights and buffers of `whole` up to date before it is saved; nothing to do without shards."""
 
+    @abc.abstractmethod
     def load_from_whole(self) -> None:
         """Copy the weights and buffers of `whole` into `trained`, where they are two. Not collective."""
 
@@ -57,8 +60,9 @@ class ParallelModel:
         """Return this rank's part of an optimiser's complete state. Not collective."""
         return tensors
 
+    @abc.abstractmethod
     def check(self, batch: Batch) -> None:
-        """Raise TrainingError for a batch that this kind of parallelism cannot process: none here. Not collective."""
+        """Raise TrainingError for a batch that this kind of parallelism cannot process. Not collective."""
 
     @torch.no_grad()
     def before_step(self, step: int) -> None:
@@ -111,6 +115,15 @@ class DDPModel(ParallelModel):
         if self.ranks.size > 1:  # rank 0's buffers are those that a checkpoint holds
             broadcast(list(self.whole.buffers()))
         yield self.whole
+
+    def gather(self) -> None:
+        """Return at once: `whole` is the model that is trained."""
+
+    def load_from_whole(self) -> None:
+        """Return at once: `whole` is the model that is trained."""
+
+    def check(self, batch: Batch) -> None:
+        """Return at once: every batch can be processed."""
 
 
 def parameter_name(key: str) -> str:
