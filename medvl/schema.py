@@ -75,8 +75,11 @@ class Sample:
     """F, M or None."""
     age: int | None = None
     """Age in years; 90 means 90 and above."""
+    order: int | None = None
+    """Position of the study among the patient's studies in the corpus, oldest first, from 0; None: unknown."""
     extra: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    """Fields of some corpora only (modality, plane, licence, boxes, questions); JSON values only."""
+    """Fields of some corpora only (modality, plane, licence, boxes, questions; `prior`, the key of the image that this
+    one is compared with); JSON values only."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +93,7 @@ class Inputs:
     sentences: bool = False
     """The sentence of each token."""
     prior_image: bool = False
-    """The patient's previous image, from sources that have the order of a patient's studies."""
+    """The patient's previous image, from sources that have the order of a patient's studies (`Sample.order`)."""
     labels: bool = False
     """Labels: sources without them are refused."""
 

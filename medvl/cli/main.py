@@ -70,6 +70,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "rsna": shards_labels.rsna,
         "siim": shards_labels.siim,
         "ms-cxr": shards_labels.ms_cxr,
+        "ms-cxr-t": shards_labels.ms_cxr_t,
         "nih-cxr14": shards_labels.nih_cxr14,
         "covidx": shards_labels.covidx,
         "table": shards.table,

@@ -78,6 +78,13 @@ COMMANDS: dict[str, Callable[..., str]] = {
     "ms-cxr": _command(
         "ms_cxr", "MS-CXR: phrases with boxes, images beside the table", _shards("ms-cxr"), patients=100, seed=30
     ),
+    "ms-cxr-t": _command(
+        "ms_cxr_t",
+        "MS-CXR-T: pairs of images and how findings changed, images beside the table",
+        _shards("ms-cxr-t"),
+        patients=200,
+        seed=33,
+    ),
     "chexpert": _command(
         "chexpert", "CheXpert-v1.0-small", _CHEXPERT, out="folder for CheXpert-v1.0-small/", size=320, seed=1
     ),

@@ -70,6 +70,21 @@ def ms_cxr(
     return convert_corpus(corpus, root, run, _textless(options), images=images, splits=splits)
 
 
+def ms_cxr_t(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, images: Path | None = None) -> str:
+    """Convert MS-CXR-T: image pairs and the change of findings, for `medvl eval change`.
+
+    Args:
+        root: folder of the release with its table of image pairs.
+        run: output folder, budget, workers; use the salt of your MIMIC-CXR shards, so that training patients are
+            recognized.
+        options: storage format of the images.
+        images: folder with files/ of MIMIC-CXR-JPG or MIMIC-CXR; default root.
+    """
+    from medvl.data.corpora import ms_cxr_t as corpus
+
+    return convert_corpus(corpus, root, run, _textless(options), images=images)
+
+
 def nih_cxr14(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, validate_share: float = 0.125) -> str:
     """Convert NIH ChestX-ray14, with the official test split: labels and boxes.
 

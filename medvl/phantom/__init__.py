@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         write_mimic_cxr_jpg as write_mimic_cxr_jpg,
     )
     from medvl.phantom.layouts.ms_cxr import write_ms_cxr as write_ms_cxr
+    from medvl.phantom.layouts.ms_cxr_t import write_ms_cxr_t as write_ms_cxr_t
     from medvl.phantom.layouts.roco import write_roco as write_roco
     from medvl.phantom.layouts.rsna import write_rsna as write_rsna
     from medvl.phantom.layouts.siim import write_siim as write_siim

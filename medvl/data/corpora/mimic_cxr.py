@@ -1,7 +1,7 @@
 """MIMIC-CXR 2.0.0 (DICOM) and MIMIC-CXR-JPG 2.0.0. Layout, counts and access: `data_cards/mimic-cxr.md`."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +19,7 @@ COUNTS: Mapping[str, int] = {"images": 377_110}
 
 _ID = re.compile(r"[\w-]{1,80}")  # used as a file or folder name, so without dots and slashes
 _RELEASES = ("2.1.0", "2.0.0")
+_COLUMNS = ("dicom_id", "subject_id", "study_id", "ViewPosition")
 
 
 def plan(
@@ -31,6 +32,8 @@ def plan(
     split: str | None = None,
 ) -> Plan:
     """Plan the samples of MIMIC-CXR from its tables; no image or report is opened.
+
+    StudyDate and StudyTime give each sample's `order`, its study's place among the patient's studies, and are not kept.
 
     Args:
         root: folder with `files/` and the tables of the DICOM or of the JPG release.
@@ -49,11 +52,12 @@ def plan(
         tables.check_choice(split, SPLITS, "split")
     labels = _read_labels(root, labeler)
     splits = _read_splits(root)
+    table = _table(root, "metadata")
+    orders = _read_orders(table)
     excluded: Counter[str] = Counter()
     records = Records()
     suffix: str | None = None
-    table = _table(root, "metadata")
-    for row in tables.read_table(table, ("dicom_id", "subject_id", "study_id", "ViewPosition")):
+    for row in tables.read_table(table, _COLUMNS):
         dicom_id, subject, study = row["dicom_id"], row["subject_id"], row["study_id"]
         if dicom_id not in splits:
             excluded["not_in_split_table"] += 1
@@ -74,6 +78,7 @@ def plan(
             image=(root / folder / dicom_id).with_suffix(suffix or ".dcm"),
             labels=labels.get(study, {}),
             view=row["ViewPosition"] or None,
+            order=orders.get(study),
         )
         records.append(Record(sample, report=(reports / folder).with_suffix(".txt")))
     return Plan(NAME, records, FINDINGS, excluded)
@@ -108,6 +113,23 @@ def _read_splits(root: Path) -> dict[str, str]:
             raise malformed(path, f"expected one of {', '.join(SPLITS)} for split, got another value", "split")
         splits[row["dicom_id"]] = known[row["split"]]
     return splits
+
+
+def _read_orders(table: Path) -> dict[str, int]:
+    """Return the place of each study among its patient's studies; dates and times are used here only.
+
+    Studies without a date are left out, and studies of the same time are ordered by their number.
+    """
+    times: defaultdict[str, dict[str, tuple[int, float, str]]] = defaultdict(dict)
+    for row in tables.read_table(table, _COLUMNS):
+        date, time = row.get("StudyDate", ""), row.get("StudyTime", "") or "0"
+        if date.isdigit() and time.replace(".", "", 1).isdigit():
+            times[row["subject_id"]].setdefault(row["study_id"], (int(date), float(time), row["study_id"]))
+    return {
+        study: order
+        for studies in times.values()
+        for order, study in enumerate(sorted(studies, key=studies.__getitem__))
+    }
 
 
 def _read_labels(root: Path, labeler: str) -> dict[str, Mapping[str, int]]:

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from medvl.common.ranks import check_ranks
 from medvl.data.loading.collate import Collate, Item, ItemMaker, SkipBudget, SkippedSample, Tokenize, Views, init_worker
+from medvl.data.loading.priors import NO_PRIOR, prior_positions
 from medvl.data.loading.sampler import BatchSampler, EvalSampler, TrainSampler
-from medvl.data.loading.sources import HasPriors, Source
+from medvl.data.loading.sources import Source
 from medvl.data.loading.worker_errors import TIMEOUT, with_worker_errors
 from medvl.data.transforms.image import ImageTransform
 from medvl.data.transforms.text import TextPolicy
@@ -29,7 +30,10 @@ class SampleDataset(Dataset[Item | SkippedSample]):
 
     def __init__(self, source: Source, maker: ItemMaker, color: bool, image_keys: Sequence[str] | None) -> None:
         self.source, self.maker, self.color, self.image_keys = source, maker, color, image_keys
-        self._priors = source if maker.inputs.prior_image and isinstance(source, HasPriors) else None
+        self._prior_N = prior_positions(source) if maker.inputs.prior_image else None
+        if self._prior_N is not None and (self._prior_N == NO_PRIOR).all():
+            message = "no sample has a prior image: convert a corpus that has the order of a patient's studies"
+            raise ConfigError(message, "unsupported", field="prior_image")
         self._last: tuple[tuple[int, str], Views] | None = None
 
     def __getitem__(self, place: tuple[int, int]) -> Item | SkippedSample:
@@ -59,8 +63,8 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         if self.image_keys is not None and self._last is not None and self._last[0] == (epoch, key):
             return self._last[1]
         try:
-            prior = None if self._priors is None else self._priors.prior(position)
-            prior_pixels = None if prior is None else self.source.pixels(prior, self.color)
+            prior = NO_PRIOR if self._prior_N is None else int(self._prior_N[position])
+            prior_pixels = None if prior == NO_PRIOR else self.source.pixels(prior, self.color)
             image = self.maker.views(key, self.source.pixels(position, self.color), epoch, prior_pixels)
         except (ImageError, DicomError) as error:
             return SkippedSample(sample.key, error.code)
@@ -251,8 +255,6 @@ def _check_together(together: int, image_keys: Sequence[str] | None) -> None:
 def _check_inputs(inputs: Inputs, source: Source, image_keys: Sequence[str] | None) -> None:
     if inputs.labels and not source.label_names:
         raise ConfigError("the system needs labels and the source has none; use other data", "missing", field="labels")
-    if inputs.prior_image and not isinstance(source, HasPriors):
-        raise ConfigError("the source has no prior images; use other data", "unsupported", field="prior_image")
     if image_keys is not None and (inputs.second_image or inputs.prior_image):
         field = "second_image" if inputs.second_image else "prior_image"
         raise ConfigError(f"{field} is unsupported where samples share an image", "conflict", field=field)

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 
@@ -23,14 +23,6 @@ class Source(Protocol):
 
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
         """Return the decoded image of the sample at `position`: uint8 (H, W) or (H, W, C)."""
-
-
-@runtime_checkable
-class HasPriors(Protocol):
-    """A source with the previous image of each sample's patient."""
-
-    def prior(self, position: int) -> int | None:
-        """Return the position of the previous image of the sample at `position`; None where there is none."""
 
 
 class FileSource:

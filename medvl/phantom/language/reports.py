@@ -20,7 +20,7 @@ from medvl.phantom.language.sentences import (
     realize,
     uncertain_sentence,
 )
-from medvl.phantom.population.findings import CHRONIC, Finding
+from medvl.phantom.population.findings import CHRONIC, Finding, change_of
 from medvl.phantom.population.world import Study
 from medvl.phantom.seeds import generator
 from medvl.schema import FINDINGS, NEGATIVE, POSITIVE, UNCERTAIN
@@ -128,14 +128,10 @@ def _change(rng: np.random.Generator, study: Study, finding: Finding) -> str | N
     """Return the change of a finding since the previous study, or None if it is not reported."""
     if study.prior is None or rng.random() < 0.5:
         return None
-    before = {old.label: old.extent for old in study.prior}.get(finding.label)
-    if before is None:
-        return "new"
-    if finding.label == "Support Devices":  # devices do not improve or worsen
+    change = change_of(finding.label, study.prior, study.findings)
+    if finding.label == "Support Devices" and change != "new":  # devices do not improve or worsen
         return None
-    if abs(finding.extent - before) < 0.2:
-        return "same"
-    return "worse" if finding.extent > before else "better"
+    return change
 
 
 def _resolved_sentences(rng: np.random.Generator, study: Study) -> list[Sentence]:

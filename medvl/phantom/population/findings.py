@@ -6,7 +6,7 @@ effusions, fractures with pneumothorax.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -18,6 +18,7 @@ CHRONIC = ("Cardiomegaly", "Enlarged Cardiomediastinum", "Lung Lesion", "Pleural
 """Findings that persist in all studies of a patient."""
 OPAQUE = ("Atelectasis", "Consolidation", "Edema", "Lung Lesion", "Pneumonia")
 """Findings that imply Lung Opacity, as in CheXpert's label hierarchy."""
+_NOTICEABLE = 0.2  # difference of extents that is a change
 RENDERED_LABELS = tuple(label for label in FINDINGS if label != "No Finding")
 
 
@@ -95,6 +96,19 @@ def sample_findings(rng: np.random.Generator, profile: Profile, chronic: tuple[F
 
 def _sample(rng: np.random.Generator, label: str) -> Finding:
     return Finding(label=label, parts=PART_SAMPLERS[label](rng, sample_extent(rng)))
+
+
+def change_of(label: str, before: Iterable[Finding], after: Iterable[Finding]) -> str | None:
+    """Return how a finding changed between two studies: new, resolved, worse, better or same; None without it."""
+    extents = [
+        next((finding.extent for finding in findings if finding.label == label), None) for findings in (before, after)
+    ]
+    earlier, later = extents
+    if earlier is None or later is None:
+        return "new" if later is not None else "resolved" if earlier is not None else None
+    if abs(later - earlier) < _NOTICEABLE:
+        return "same"
+    return "worse" if later > earlier else "better"
 
 
 def truth_labels(findings: tuple[Finding, ...]) -> dict[str, int]:

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import gzip
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -52,6 +53,19 @@ def test_mimic_samples_contain_no_raw_ids(mimic_root: Path, deid: Deidentifier) 
             assert study not in stored
             assert dicom_id not in stored
             assert dicom_id[:8] not in stored
+
+
+def test_mimic_studies_are_ordered_by_date_and_time_which_are_not_kept(mimic_root: Path, deid: Deidentifier) -> None:
+    times = {"50414267": ("21800506", "93012.5"), "53189527": ("21800506", "213014.531"), "57375967": ("", "")}
+    columns = ["dicom_id", "subject_id", "study_id", "ViewPosition", "StudyDate", "StudyTime"]
+    rows = [
+        [image, subject, study, view, *times.get(study, ("22001231", ""))] for subject, study, image, view, _ in IMAGES
+    ]
+    write_csv_gz(mimic_root / "mimic-cxr-2.0.0-metadata.csv.gz", columns, rows)
+    samples = list(mimic_cxr.plan(mimic_root, deid).iter_samples())
+    assert [sample.order for sample in samples] == [0, 0, 1, None, 0]
+    for sample in samples:
+        assert not re.search("2180|2200|93012|213014", sample_to_json(sample).decode())
 
 
 def test_mimic_views_and_split_select_and_count_images(mimic_root: Path, deid: Deidentifier) -> None:

@@ -11,6 +11,7 @@ from helpers.errors import raises
 
 from medvl.data.loading.collate import Collate
 from medvl.data.loading.loader import Loader, open_loader
+from medvl.data.loading.priors import prior_positions
 from medvl.data.reports.sentences import sentence_spans, split_sentences
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
@@ -53,8 +54,8 @@ class MemorySource:
 class OrderedSource(MemorySource):
     """The same images as a series in time."""
 
-    def prior(self, position: int) -> int | None:
-        return position - 1 if position else None
+    def sample(self, position: int) -> Sample:
+        return dataclasses.replace(super().sample(position), order=position)
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +149,30 @@ def test_the_prior_image_is_that_of_the_source(tokenizer: Tokenizer) -> None:
     assert batch.has_prior_B.tolist() == [False, True, True]
     assert not batch.prior_image_BCHW[0].any()
     assert torch.equal(batch.prior_image_BCHW[1:], batch.image_BCHW[:2])
+
+
+def test_prior_images_are_those_of_the_latest_earlier_study(tokenizer: Tokenizer) -> None:
+    """Frontal with frontal images, the same view first; a patient's studies need no consecutive numbers."""
+    rows = [
+        *(("a", 0, "PA"), ("a", 0, "LATERAL"), ("a", 2, "AP"), ("a", 2, "PA"), ("a", 2, "LL"), ("a", 5, "PA")),
+        *(("b", 3, "AP"), ("b", None, "AP"), ("b", 4, "LATERAL"), ("a", 6, "LATERAL")),
+    ]
+    expected = [-1, -1, 0, 0, 1, 3, -1, -1, -1, 4]
+
+    class Rows(MemorySource):
+        def sample(self, position: int) -> Sample:
+            patient, order, view = rows[position]
+            return dataclasses.replace(super().sample(position), patient=patient, order=order, view=view)
+
+    assert prior_positions(Rows()).tolist() == expected
+
+    class Named(Rows):
+        def sample(self, position: int) -> Sample:
+            extra = {5: {"prior": "k0"}, 6: {"prior": "elsewhere"}}.get(position, {})
+            return dataclasses.replace(super().sample(position), extra=extra)
+
+    expected[5] = 0
+    assert prior_positions(Named()).tolist() == expected
 
 
 def test_inputs_are_the_same_on_any_ranks_and_after_a_resume(tokenizer: Tokenizer) -> None:

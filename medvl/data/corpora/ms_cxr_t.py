@@ -1,0 +1,91 @@
+"""MS-CXR-T: change of five findings between two images of MIMIC-CXR. Layout and access: `data_cards/ms-cxr-t.md`."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record, find_file, find_suffix, malformed, read_table
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.schema import Sample
+
+NAME = "ms-cxr-t"
+TABLE = "MS_CXR_T_temporal_image_classification_v1.0.0.csv"
+LABELS = ("Consolidation", "Edema", "Pleural Effusion", "Pneumonia", "Pneumothorax")
+CHANGES = ("improving", "stable", "worsening")
+COUNTS: Mapping[str, int] = {"pairs": 1_045, "labels": 1_326}
+"""Rows and labels of the release."""
+
+_ID = r"[0-9a-f]{8}(?:-[0-9a-f]{8}){4}"
+_PATH = re.compile(rf"p\d{{2}}/p(\d{{8}})/s(\d{{8}})/({_ID})")
+
+
+def column(label: str) -> str:
+    """Return the table's column with the change of a finding."""
+    return f"{label.lower().replace(' ', '_')}_progression"
+
+
+def plan(root: Path, deid: Deidentifier, *, images: Path | None = None) -> Plan:
+    """Plan the samples of MS-CXR-T from its table; no image is opened.
+
+    A row gives two samples: the current image, with `extra["change"]` (finding -> improving, stable or worsening) and
+    `extra["prior"]` (key of the earlier image), and the earlier image, unless another row has it already. An image
+    that is compared with several earlier ones gives one sample for each. All are test samples. Ids are hashed
+    as in MIMIC-CXR.
+
+    Args:
+        root: folder of the release, with the table.
+        deid: hashes patient, study and image ids.
+        images: folder with the `files/` tree of MIMIC-CXR-JPG or MIMIC-CXR; default `root`.
+
+    Raises CorpusError when the table is missing or a value does not match the data card.
+    """
+    root, images = Path(root), Path(images or root)
+    table = find_file(root, TABLE)
+    suffix: str | None = None
+    samples: dict[str, Sample] = {}
+    excluded: Counter[str] = Counter()
+    for row in read_table(table, ("dicom_id", "previous_dicom_id", *map(_column, LABELS))):
+        change = _read_change(row, table)
+        if not change:
+            excluded["no_label"] += 1
+            continue
+        suffix = suffix or find_suffix(images / "files" / row["dicom_id"], (".jpg", ".dcm"))
+        names = (row["dicom_id"], row["previous_dicom_id"])
+        current, prior = (_sample(name, table, images, suffix or ".jpg", deid) for name in names)
+        if current.patient != prior.patient:
+            raise malformed(table, "expected two images of one patient", "previous_dicom_id")
+        key = f"{current.key}-{prior.key}" if samples.get(current.key, current).extra else current.key
+        samples[key] = dataclasses.replace(current, key=key, extra={"change": change, "prior": prior.key})
+        samples.setdefault(prior.key, prior)
+    return Plan(NAME, Records(map(Record, samples.values())), LABELS, excluded)
+
+
+def _column(label: str) -> str:
+    return f"{label.lower().replace(' ', '_')}_progression"
+
+
+def _read_change(row: Mapping[str, str], table: Path) -> dict[str, str]:
+    """Return the change of each labelled finding. Raises CorpusError for another value."""
+    change = {label: row[_column(label)].strip().lower() for label in LABELS if row[_column(label)].strip()}
+    for label, value in change.items():
+        if value not in CHANGES:
+            raise malformed(table, f"expected one of {', '.join(CHANGES)}, or nothing", _column(label))
+    return change
+
+
+def _sample(name: str, table: Path, images: Path, suffix: str, deid: Deidentifier) -> Sample:
+    match = _PATH.fullmatch(name)
+    if match is None:
+        raise malformed(table, "expected paths like p10/p10000032/s50414267/IMAGE", "dicom_id")
+    subject, study, image = match.groups()
+    return Sample(
+        key=deid.image(image),
+        corpus=NAME,
+        split="test",
+        patient=deid.patient(subject),
+        study=deid.study(subject, study),
+        image=images / "files" / f"{name}{suffix}",
+    )
