@@ -6,7 +6,8 @@
 
 Preset `paper`: the settings of the paper where it gives them, else those of LoVT's re-implementation. ImageNet's
 ResNet-50 and Bio_ClinicalBERT are downloaded from the hub on first use. Differences from the paper: bf16 autocast, and
-an epoch is a pass over the training set (5,000 steps in the paper). The authors released neither weights nor a
+an epoch is a pass over the training set (5,000 steps in the paper). Images are frontal, as published: make the shards
+with `--views PA AP`, because the preset reads all images of its shards. The authors released neither weights nor a
 zero-shot result on CheXpert; results of this recipe need the credentialed data.
 
 Preset `tiny`: a ResNet-10 and a three-layer BERT from scratch, complete impressions instead of single sentences, a
@@ -98,7 +99,7 @@ tiny = Recipe(
 PRESETS = {"paper": paper, "tiny": tiny}
 
 MAKE_DATA = """Make the shards first. From MIMIC-CXR on disk:
-    medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr
+    medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr
 and then
     torchrun recipes/convirt_mimic.py --data.train shards/mimic-cxr/train --data.valid shards/mimic-cxr/validate
 Without any data, on the phantom corpus:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.py"))
@@ -75,3 +76,19 @@ def test_recipe_has_presets_paper_and_tiny(recipe: Path) -> None:
 def test_presets_write_to_different_folders(recipe: Path) -> None:
     runs = [preset.train.run_dir for preset in presets(recipe).values()]
     assert len(set(runs)) == len(runs) >= 2
+
+
+def test_convirt_and_gloria_train_on_frontal_images() -> None:
+    """The presets read all images of their shards, so the commands that make these leave out laterals."""
+    convirt, gloria = (runpy.run_path(str(path)) for path in RECIPES if path.stem.startswith(("convirt", "gloria")))
+    assert "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out" in convirt["MAKE_DATA"]
+    assert "--where frontal_lateral=Frontal --out" in gloria["MAKE_DATA"]
+
+
+def test_gloria_draws_sentences_of_two_words_and_not_of_one() -> None:
+    """As in the authors' code, which leaves out sentences of one word or none."""
+    (path,) = (path for path in RECIPES if path.stem.startswith("gloria"))
+    text = runpy.run_path(str(path))["paper"].data.text
+    rng = np.random.default_rng(0)
+    drawn = {text({"impression": "Normal. No pneumothorax. The lungs are clear."}, rng) for _ in range(40)}
+    assert drawn == {"No pneumothorax.", "The lungs are clear."}

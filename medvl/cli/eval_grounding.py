@@ -9,10 +9,11 @@ from medvl.cli.eval_common import SmallBatchOptions, open_evaluation, publish_re
 def grounding(
     shared: SmallBatchOptions,
     *,
+    protocol: Literal["medvl", "biovil", "maco"] = "medvl",
     maps: Literal["attention", "similarity"] | None = None,
-    unseen: Literal["background", "drop"] = "background",
-    scale: Literal["unit", "signed", "none"] = "unit",
-    smoothing: float = 0.0,
+    unseen: Literal["background", "drop"] | None = None,
+    scale: Literal["unit", "signed", "none"] | None = None,
+    smoothing: float | None = None,
     examples: int = 4,
 ) -> None:
     """Evaluate phrase grounding: contrast-to-noise ratio, pointing game and overlap with the boxes of each phrase.
@@ -20,10 +21,14 @@ def grounding(
     The checkpoint is a dual-encoder; the shards have phrases (ms-cxr) or boxes (rsna, nih-cxr14).
 
     Args:
+        protocol: settings by name. biovil: similarity smoothed by 1.5 cells, thresholds on the cosines, removed pixels
+            left out, absolute contrast; maco: the same with maps scaled to -1..1 and signed contrast; medvl: the
+            defaults of the next four, which only it can be combined with.
         maps: attention of words to regions, or similarity of the phrase with patches; default that of the model.
-        unseen: pixels that the center crop removed: background (a finding there counts as missed), or left out.
-        scale: range to which each map is scaled before thresholds: 0..1, -1..1, or none.
-        smoothing: Gaussian smoothing of similarity maps, in cells of the grid.
+        unseen: pixels that the center crop removed: background (a finding there counts as missed; default), or left
+            out.
+        scale: range to which each map is scaled before thresholds: 0..1 (default), -1..1, or none.
+        smoothing: Gaussian smoothing of similarity maps, in cells of the grid; default none.
         examples: images on the page for each finding.
     """
     from medvl.eval.core.results import format_table
@@ -33,12 +38,14 @@ def grounding(
     from medvl.models import DualEncoder
 
     checkpoint = shared.checkpoint
+    rules = {name: value for name, value in (("unseen", unseen), ("scale", scale)) if value is not None}
     model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True)
     result = phrase_grounding(
         model,
         read(source),
+        protocol=protocol,
         maps=maps,
-        rules=MapRules(unseen=unseen, scale=scale),
+        rules=MapRules(**rules) if rules else None,
         smoothing=smoothing,
         resamples=shared.resamples,
         keep_maps=examples,

@@ -1,6 +1,6 @@
 """Embeddings of batches of images and of any number of texts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,12 @@ def encode_batch(model: Model, batch: Batch, device: torch.device, autocast: tor
         return model.embed_images(image_BCHW)
 
 
-def embed_texts(model: Model, texts: Sequence[str]) -> Embeddings:
-    """Return the embeddings of any number of texts, encoded in chunks."""
-    chunks = [model.embed_texts(texts[start : start + _TEXT_BATCH]) for start in range(0, len(texts), _TEXT_BATCH)]
-    return concatenate(chunks)
+def embed_texts(
+    model: Model, texts: Sequence[str], embed: Callable[[Sequence[str]], Embeddings] | None = None
+) -> Embeddings:
+    """Return the embeddings of any number of texts, encoded in chunks by `embed`, by default the model's own."""
+    embed = embed or model.embed_texts
+    return concatenate([embed(texts[start : start + _TEXT_BATCH]) for start in range(0, len(texts), _TEXT_BATCH)])
 
 
 def concatenate(parts: Sequence[Embeddings]) -> Embeddings:

@@ -6,7 +6,7 @@ Protocol "grounding", version 1:
   phrases are left out and counted.
 * The map is the model's own attention, or the cosine similarity of the phrase with each patch (`heatmaps`). `metrics`
   compares it with the boxes in pixels of the stored image; its rules define the treatment of pixels outside of the
-  model's crop, of ties and of constant maps.
+  model's crop, of ties and of constant maps. `protocols` has the settings of papers by name.
 * A map depends only on its own image and phrase.
 * "overall" is the mean over items, "macro" the mean over findings of their means.
 * Intervals: the bootstrap resamples patients, with all their images and phrases. All rows share the resamples.
@@ -35,6 +35,7 @@ from medvl.eval.core.metric_rows import MetricRow, label_mean_metrics, measure
 from medvl.eval.core.results import Results
 from medvl.eval.grounding.heatmaps import Maps, choose_maps, phrase_maps
 from medvl.eval.grounding.metrics import MapRules, map_metrics, region_mask
+from medvl.eval.grounding.protocols import GroundingProtocolName, grounding_protocol
 from medvl.models import DualEncoder
 from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch, Sample
@@ -89,9 +90,10 @@ def phrase_grounding(
     model: DualEncoder,
     loader: Loader,
     *,
+    protocol: GroundingProtocolName = "medvl",
     maps: Maps | None = None,
     rules: MapRules | None = None,
-    smoothing: float = 0.0,
+    smoothing: float | None = None,
     resamples: int = 1000,
     seed: int = 0,
     keep_maps: int = 0,
@@ -102,6 +104,7 @@ def phrase_grounding(
     Args:
         model: any dual-encoder whose image encoder has patches.
         loader: over samples with phrases, or with boxes by finding, for which the finding's name is the phrase.
+        protocol: named settings (`protocols`); those of a paper cannot be combined with the next three.
         maps: "attention", "similarity", or None for attention if the model has it, else similarity.
         rules: rules for comparing a map with boxes.
         smoothing: standard deviation of a Gaussian over similarity maps, in cells of the grid.
@@ -111,25 +114,28 @@ def phrase_grounding(
 
     Raises:
         EvaluationError: there is no phrase, the model's patches cannot be compared with phrases, the aspect ratio of a
-            stored image differs from that of its boxes, or the loader does not give every sample once.
+            stored image differs from that of its boxes, the loader does not give every sample once, or settings and
+            protocol conflict.
     """
-    rules = rules or MapRules()
-    kind = choose_maps(model, maps)
-    if kind == "attention" and smoothing:
+    settings = grounding_protocol(protocol, maps=maps, rules=rules, smoothing=smoothing)
+    rules, kind = settings.rules, choose_maps(model, settings.maps)
+    if kind == "attention" and settings.smoothing:
         message = "smoothing applies to similarity maps: use maps='similarity' or smoothing=0"
         raise EvaluationError(message, "conflict", field="smoothing")
     inputs = input_hashes(checkpoint, manifest=loader)
-    grounding = _Grounding(model, loader, _queries(loader), kind, smoothing, rules)
+    grounding = _Grounding(model, loader, _queries(loader), kind, settings.smoothing, rules)
     items, kept, details = grounding.run(_random_items(grounding.queries, keep_maps, seed))
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
         rows=grounding_rows(items, rules, resamples, seed),
         config={
+            "protocol": protocol,
+            "contrast": settings.contrast,
             "maps": kind,
             **dataclasses.asdict(rules),
             "thresholds": list(rules.thresholds),
-            "smoothing": smoothing,
+            "smoothing": settings.smoothing,
             "resamples": resamples,
             "seed": seed,
         },

@@ -120,9 +120,10 @@ def embed_patches(model: DualEncoder, image_BCHW: Tensor) -> tuple[Tensor, Size]
 
 
 def smooth(map_Bhw: Tensor, sigma: float) -> Tensor:
-    """Return (B, h, w): a Gaussian over the cells of each map, with edge values repeated; 0 returns the input.
+    """Return (B, h, w): a Gaussian over the cells of each map, reflected at the edges; 0 returns the input.
 
-    Raises `EvaluationError` if `sigma`, in cells, is negative.
+    Equal to `scipy.ndimage.gaussian_filter` with its defaults, which BioViL uses. Raises `EvaluationError` if
+    `sigma`, in cells, is negative.
     """
     if sigma < 0:
         raise EvaluationError(f"expected smoothing of 0 or more, got {sigma:g}", "out_of_range", field="smoothing")
@@ -134,10 +135,11 @@ def smooth(map_Bhw: Tensor, sigma: float) -> Tensor:
 
 
 def _gaussian(index_C: Tensor, sigma: float) -> Tensor:
-    """Return (C, C): the weight of each input cell for each output cell, with edge cells repeated; rows sum to 1."""
-    reach = math.ceil(4 * sigma)
+    """Return (C, C): the weight of each input cell for each output cell, reflected at the edges; rows sum to 1."""
+    reach = int(4 * sigma + 0.5)
     offset_K = torch.arange(-reach, reach + 1, device=index_C.device)
     weight_K = torch.exp(-0.5 * (offset_K / sigma) ** 2)
-    source_CK = (index_C[:, None] + offset_K).clamp(0, len(index_C) - 1)
+    source_CK = (index_C[:, None] + offset_K) % (2 * len(index_C))  # cells a b c, reflected: a b c c b a a b ...
+    source_CK = torch.minimum(source_CK, 2 * len(index_C) - 1 - source_CK)
     kernel_CC = torch.zeros(len(index_C), len(index_C), device=index_C.device)
     return kernel_CC.scatter_add_(1, source_CK, (weight_K / weight_K.sum()).expand(len(index_C), -1))

@@ -35,7 +35,7 @@ class MapRules:
     scale: Scale = "unit"
     """Scaling before thresholds: "unit" to 0..1, "signed" to -1..1 (MaCo's code), "none" keeps cosines unscaled."""
     thresholds: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)
-    """Thresholds of the mean IoU (BioViL's by default)."""
+    """Thresholds of the mean IoU. The default is BioViL's, which applies to unscaled cosines (`protocols`)."""
 
     def __post_init__(self) -> None:
         for name, value, known in (("unseen", self.unseen, Unseen), ("scale", self.scale, Scale)):

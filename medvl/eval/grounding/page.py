@@ -48,7 +48,8 @@ def write_grounding_page(
         subtitle=f"{data}: {details['phrases']:,} phrases about {details['images']:,} images of "
         f"{details['patients']:,} patients",
         headlines=[
-            headline(_NAMES[metric], results.row(metric, "overall")) for metric in ("pointing_game", "cnr", "miou")
+            headline(_NAMES[metric], results.row(metric, "overall"))
+            for metric in ("pointing_game", results.config["contrast"], "miou")
         ],
         facts=header_facts(results, model=model, data=data, date=date, units="patients", extra=_facts(result)),
         sections=sections,
@@ -64,10 +65,11 @@ def _facts(result: GroundingResult) -> list[tuple[str, str]]:
         "similarity": "cosine of the phrase with each patch",
     }[config["maps"]]
     if config["smoothing"]:
-        maps += f", smoothed by {config['smoothing']:g} cells"
+        maps += f", smoothed by {config['smoothing']:g} cells, reflected at the edges"
     unseen = {"background": "lowest value of the map", "drop": "left out"}[config["unseen"]]
     scale = {"unit": "after scaling each map to 0..1", "signed": "after scaling each map to -1..1", "none": "unscaled"}
     facts = [
+        ("Protocol", f"{config['protocol']}; its figures are the {_NAMES[config['contrast']]}"),
         ("Maps", maps),
         ("Outside of the crop", f"{details['unseen']:.1%} of the pixels: {unseen}"),
         ("Thresholds", f"{', '.join(f'{t:g}' for t in config['thresholds'])} {scale[config['scale']]}"),

@@ -3,7 +3,7 @@
 Protocol "zero_shot", version 1:
 
 * Every readable image of the loader is scored once; a score depends only on its image and the prompts, except under
-  the scoring "gloria_published".
+  GLoRIA's scorings, which standardise over the images.
 * The scores of several checkpoints are averaged (ensemble).
 * AUROC and average precision per finding; "macro" is the mean over findings with both classes, "macro_competition" the
   mean over the five findings of the CheXpert competition, if all have both classes.

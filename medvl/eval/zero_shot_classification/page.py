@@ -55,6 +55,8 @@ def _scoring(scoring: str, temperature: float, ensemble: str) -> str:
         "pair_softmax": f"softmax of positive and negative similarity, temperature {temperature:g}",
         "class_softmax": f"softmax over the classes, temperature {temperature:g}",
         "margin": "positive minus negative similarity",
-        "gloria_published": "GLoRIA's published similarity, standardised over these images",
+        "gloria_best_word": "GLoRIA's similarity by the best word, standardised over these images",
+        "gloria_published": "GLoRIA's published similarity, which counts characters as words, standardised over these "
+        "images",
     }[scoring]
     return f"{rule}; sentences by {ensemble.replace('_', ' ')}"

@@ -13,13 +13,19 @@ A class is evaluated on the label column of the same name. Scoring rules:
   uses temperature 1: the ranking does not depend on the temperature, but the probabilities stay near 0.5.
 * "class_softmax": softmax over the positive similarities of all classes, divided by the temperature.
 * "margin": positive minus negative similarity; not a probability.
-* "gloria_published": the positive similarity of GLoRIA's published zero-shot code (the model's `published_similarity`),
-  standardised over the test images per class; not a probability. A score then depends on the other images: use it
-  only to compare with published results.
+* "gloria_best_word": the positive similarity that GLoRIA's zero-shot code is meant to compute, by the best word
+  (`GLoRIA.best_word_similarity`), standardised over the test images per class; not a probability. A score then depends
+  on the other images: use it only to compare with published results.
+* "gloria_published": the same as the published code computes it (`GLoRIA.published_similarity`): it counts characters
+  where it means words, so that a prompt also has tens of zero vectors as words.
+
+"positive" and "negative" are lists of sentences, or {"parts": [LIST, LIST, ...]} for every combination of one string
+from each list; empty strings are left out.
 """
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,8 +33,10 @@ from typing import Any, Literal, get_args
 
 from medvl.errors import EvaluationError
 
-Scoring = Literal["pair_softmax", "class_softmax", "margin", "gloria_published"]
-COMPETING: tuple[Scoring, ...] = ("class_softmax", "gloria_published")
+Scoring = Literal["pair_softmax", "class_softmax", "margin", "gloria_best_word", "gloria_published"]
+STANDARDIZED: tuple[Scoring, ...] = ("gloria_best_word", "gloria_published")
+"""GLoRIA's scoring rules, whose scores are standardised over the images of a test set."""
+COMPETING: tuple[Scoring, ...] = ("class_softmax", *STANDARDIZED)
 """Scoring rules in which classes compete with each other, without negative sentences."""
 Ensemble = Literal["similarity_mean", "similarity_max", "embedding_mean"]
 
@@ -64,7 +72,7 @@ class PromptSet:
     @property
     def gives_probabilities(self) -> bool:
         """Whether scores are probabilities, so that calibration is defined."""
-        return self.scoring not in ("margin", "gloria_published")
+        return self.scoring not in ("margin", *STANDARDIZED)
 
     def select(self, names: Sequence[str]) -> "PromptSet":
         """Return the set with only these classes, in this order. Raises `EvaluationError` naming unknown ones."""
@@ -149,6 +157,8 @@ def _parse_class(data: Any, where: str) -> ClassPrompts:
         raise _malformed(f"{where}: expected a list 'positive' and optionally a list 'negative'", "classes")
     sides = {}
     for side, sentences in data.items():
+        if isinstance(sentences, dict):
+            sentences = _combine(sentences, f"{where}: {side!r}", side)
         if not isinstance(sentences, list) or not sentences:
             raise _malformed(f"{where}: expected {side!r} to be a list of at least one sentence", side)
         if not all(isinstance(sentence, str) and sentence.strip() for sentence in sentences):
@@ -159,6 +169,15 @@ def _parse_class(data: Any, where: str) -> ClassPrompts:
     if repeated:
         raise _malformed(f"{where}: duplicate sentence {repeated[0]!r}", "classes")
     return ClassPrompts(**sides)
+
+
+def _combine(data: Mapping[str, Any], where: str, side: str) -> list[str]:
+    """Return every combination of one string from each list of "parts", joined by blanks, without empty strings."""
+    parts = data.get("parts")
+    lists = parts if set(data) == {"parts"} and isinstance(parts, list) else [None]
+    if not all(isinstance(part, list) and part and all(isinstance(text, str) for text in part) for part in lists):
+        raise _malformed(f"{where}: expected a list of sentences or {{'parts': [LIST, ...]}} of lists of strings", side)
+    return [" ".join(filter(None, combination)) for combination in itertools.product(*lists)]
 
 
 def _check_classes(where: str, prompts: PromptSet) -> None:

@@ -1,6 +1,6 @@
 """Scores of images for prompt sets; images are encoded once for all prompt sets and classes.
 
-A score depends only on its image and the prompts, except under the scoring "gloria_published".
+A score depends only on its image and the prompts, except under GLoRIA's scorings (`prompts.STANDARDIZED`).
 
 Shape letters: N images, M sentences, B batch, L labels or classes, E shared embedding.
 """
@@ -19,7 +19,7 @@ from medvl.eval.core.embeddings import embed_texts, encode_batch
 from medvl.eval.core.full_pass import FullPass
 from medvl.eval.core.interfaces import Loader, Model
 from medvl.eval.core.metrics import Array
-from medvl.eval.zero_shot_classification.prompts import PromptSet
+from medvl.eval.zero_shot_classification.prompts import STANDARDIZED, PromptSet
 from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch, Embeddings
 
@@ -88,8 +88,8 @@ def _set_scores(prompts: PromptSet, parts: Sequence[Tensor]) -> Array:
 
 
 def _standardize(scores_NL: Array, prompts: PromptSet) -> Array:
-    """Standardise the scores over the images under "gloria_published"; return other scores unchanged."""
-    if prompts.scoring != "gloria_published":
+    """Standardise the scores over the images under GLoRIA's scorings; return other scores unchanged."""
+    if prompts.scoring not in STANDARDIZED:
         return scores_NL
     std_L = scores_NL.std(axis=0)
     if not std_L.all():
@@ -117,9 +117,9 @@ class PromptScorer:
 
     def __init__(self, model: Model, prompts: PromptSet) -> None:
         self.prompts = prompts
-        self._compare = _similarity(model, prompts)
+        embed, self._compare = _text_functions(model, prompts)
         texts = prompts.texts()
-        self.texts = embed_texts(model, texts)
+        self.texts = embed_texts(model, texts, embed)
         index_of = {text: index for index, text in enumerate(texts)}
         classes = prompts.classes.values()
         self._positive = [torch.tensor([index_of[text] for text in sides.positive]) for sides in classes]
@@ -133,7 +133,7 @@ class PromptScorer:
         """Return scores_BL in float64 on the CPU."""
         similarity_BM = self._compare(images, self.texts).cpu().double()
         positive_BL = self._pool(similarity_BM, self._positive)
-        if self.prompts.scoring == "gloria_published":
+        if self.prompts.scoring in STANDARDIZED:
             return positive_BL
         if self.prompts.scoring == "class_softmax":
             return torch.softmax(positive_BL / self.prompts.temperature, dim=1)
@@ -160,12 +160,21 @@ class PromptScorer:
         self._positive, self._negative = single[: len(self._positive)], single[len(self._positive) :]
 
 
-def _similarity(model: Model, prompts: PromptSet) -> Callable[[Embeddings, Embeddings], Tensor]:
-    """Return the similarity function of the model, or GLoRIA's published one if the scoring needs it."""
-    if prompts.scoring != "gloria_published":
-        return model.similarity
-    published: Callable[[Embeddings, Embeddings], Tensor] | None = getattr(model, "published_similarity", None)
-    if published is None:
-        message = f"prompt set {prompts.name!r} needs GLoRIA's published similarity; use another one for this model"
+_METHODS = {
+    "gloria_best_word": ("embed_texts", "best_word_similarity"),
+    "gloria_published": ("published_prompts", "published_similarity"),
+}
+"""Scorings with their own methods of the model: to embed the prompts, and to compare them with images."""
+
+
+def _text_functions(
+    model: Model, prompts: PromptSet
+) -> tuple[Callable[[Sequence[str]], Embeddings], Callable[[Embeddings, Embeddings], Tensor]]:
+    """Return the model's functions that embed the prompts and compare them with images."""
+    embed, compare = (
+        getattr(model, name, None) for name in _METHODS.get(prompts.scoring, ("embed_texts", "similarity"))
+    )
+    if embed is None or compare is None:
+        message = f"prompt set {prompts.name!r} needs GLoRIA's own similarity; use another one for this model"
         raise EvaluationError(message, "unsupported", field="prompts")
-    return published
+    return embed, compare

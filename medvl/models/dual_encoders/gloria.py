@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from medvl import losses
@@ -81,14 +82,32 @@ class GLoRIA(LocalDualEncoder):
         images, texts = self.embedded(images, texts)
         return (super().similarity(images, texts) + self.local_similarity(images, texts)) / 2
 
-    def published_similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
-        """Return (N, M): the similarity of the published zero-shot code, which differs from training.
+    def best_word_similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
+        """Return (N, M): the similarity that the published zero-shot code is meant to compute; training has another.
 
         The local part of a text is temp2 times the match of its best word, without the text's first token.
         """
         images, texts = self.embedded(images, texts)
-        words = self.without_first_token(texts)
-        return (super().similarity(images, texts) + self.local_similarity(images, words, "max")) / 2
+        return self.published_similarity(images, self.without_first_token(texts))
+
+    def published_prompts(self, texts: Sequence[str]) -> Embeddings:
+        """Return texts with the word slots of the published zero-shot code, for `published_similarity`.
+
+        That code takes as many slots after the first token as a text has characters, not words: its words, the last
+        token, and zero vectors, which get attention like words and have a match of 0. It fails on texts with more
+        characters than slots (`max_tokens` - 1); here these get all slots.
+        """
+        embedded = self.without_first_token(self.embed_ids(*self.tokenize(texts), last_token=True))
+        words_NWE, _ = local_features(embedded)
+        slots = [min(len(text) - text.count("["), self.config.max_tokens - 1) for text in texts]
+        padded_NWE = F.pad(words_NWE, (0, 0, 0, max(slots) - words_NWE.shape[1]))  # longer texts are cut
+        place_W = torch.arange(max(slots), device=words_NWE.device)
+        mask_NW = place_W < torch.tensor(slots, device=words_NWE.device)[:, None]
+        return Embeddings(embedded.global_NE, padded_NWE, mask_NW)
+
+    def published_similarity(self, images: Embeddings, prompts: Embeddings) -> Tensor:
+        """Return (N, M): the mean of the cosine and the best slot's match of `published_prompts`, times temp2."""
+        return (super().similarity(images, prompts) + self.local_similarity(images, prompts, "max")) / 2
 
     def local_similarity(self, images: Embeddings, texts: Embeddings, pool: WordPool | None = None) -> Tensor:
         """Return (N, M): the word-region similarity of every image with every text (equations 2 to 6)."""

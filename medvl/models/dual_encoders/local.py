@@ -128,12 +128,15 @@ class LocalDualEncoder(ContrastiveEncoder):
         global_BE = F.normalize(self.image_head(features.pooled_BD).float(), dim=-1)
         return Embeddings(global_BE, self._project(self.region_head, features.patches_BPD))
 
-    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
-        """Return texts as `similarity` takes them, with their words. Raises ConfigError without a tokenizer."""
+    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor, *, last_token: bool = False) -> Embeddings:
+        """Return texts as `similarity` takes them, with their words, and their last token as a word if asked for.
+
+        Raises ConfigError without a tokenizer.
+        """
         if self.tokenizer is None:
             message = "words need a tokenizer: create_model(..., tokenizer=FOLDER)"
             raise ConfigError(message, "missing", field="tokenizer")
-        slot_BT = word_slots(self.tokenizer, ids_BT, mask_BT)
+        slot_BT = word_slots(self.tokenizer, ids_BT, mask_BT, last_token=last_token)
         width = most_slots(slot_BT)  # before the encoder, because it waits for the device
         features = self.text_encoder(ids_BT, mask_BT)
         words_BWD, mask_BW = sum_by_slot(features.tokens_BTD, slot_BT, width)

@@ -12,11 +12,16 @@ from torch import Tensor
 from medvl.data.tokenizer.tokenizer import Tokenizer
 
 
-def word_slots(tokenizer: Tokenizer, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Return (B, T) int64: 0 for the text's first token, from 1 for its words, -1 for its last token and padding."""
+def word_slots(tokenizer: Tokenizer, ids_BT: Tensor, mask_BT: Tensor, *, last_token: bool = False) -> Tensor:
+    """Return (B, T) int64: 0 for the text's first token, from 1 for its words, -1 for padding and the last token.
+
+    With `last_token`, the last token ([SEP]) has the slot after the words.
+    """
     slot_BT = tokenizer.word_ids(ids_BT, mask_BT)
     slot_BT = torch.where(slot_BT >= 0, slot_BT + 1, slot_BT)
     slot_BT[:, 0] = torch.where(mask_BT[:, 0], 0, -1)
+    if last_token:
+        slot_BT = torch.where(mask_BT & (slot_BT < 0), slot_BT.amax(dim=1, keepdim=True) + 1, slot_BT)
     return slot_BT
 
 

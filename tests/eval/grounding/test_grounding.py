@@ -28,6 +28,7 @@ from medvl.eval.grounding.evaluate import GroundingResult, label_mean_metrics, p
 from medvl.eval.grounding.heatmaps import best_cosine, choose_maps, embed_patches, phrase_maps, smooth
 from medvl.eval.grounding.metrics import MapRules, map_metrics, region_mask
 from medvl.eval.grounding.page import draw_grounding, write_grounding_page
+from medvl.eval.grounding.protocols import grounding_protocol
 from medvl.models import ConVIRTConfig
 from medvl.models.dual_encoders.convirt import ConVIRT
 from medvl.schema import Batch, Embeddings, ImageFeatures, Sample
@@ -143,6 +144,22 @@ def test_invalid_rules_are_refused(settings: dict, code: str, field: str) -> Non
         MapRules(**settings)
 
 
+def test_protocols_of_papers_have_their_settings_and_take_no_others() -> None:
+    biovil, maco = grounding_protocol("biovil"), grounding_protocol("maco")
+    assert (biovil.maps, biovil.smoothing, biovil.contrast) == ("similarity", 1.5, "cnr")
+    assert (biovil.rules.scale, biovil.rules.unseen, biovil.rules.thresholds) == (
+        "none",
+        "drop",
+        (0.1, 0.2, 0.3, 0.4, 0.5),
+    )
+    assert (maco.rules.scale, maco.rules.unseen, maco.contrast) == ("signed", "drop", "signed_cnr")
+    assert grounding_protocol("medvl", smoothing=2.0).smoothing == 2
+    with raises(EvaluationError, "conflict", "protocol"):
+        grounding_protocol("biovil", rules=MapRules())
+    with raises(EvaluationError, "unknown_name", "protocol"):
+        grounding_protocol(cast(Any, "gloria"))
+
+
 def test_region_mask_contains_pixel_centers_and_at_least_one_pixel() -> None:
     inside_HW = region_mask([Box(1.0, 2.0, 2.0, 3.0)], 6, 8)
     assert np.argwhere(inside_HW).tolist() == [[1, 2], [1, 3], [1, 4], [2, 2], [2, 3], [2, 4]]
@@ -255,6 +272,15 @@ def test_oracle_model_points_inside_all_boxes(result: GroundingResult) -> None:
     assert result.results.config["maps"] == "similarity"
     assert result.results.details["chance"]["overall"] == pytest.approx(1 / 16)
     assert result.results.details["unseen"] == 0
+
+
+def test_a_protocol_is_recorded_with_its_settings_and_contrast(result: GroundingResult, tmp_path: Path) -> None:
+    maco = evaluate(make_loader(), protocol="maco")
+    config = maco.results.config
+    assert (config["protocol"], config["scale"], config["smoothing"]) == ("maco", "signed", 1.5)
+    assert (config["contrast"], result.results.config["contrast"]) == ("signed_cnr", "cnr")
+    page = write_grounding_page(maco, tmp_path / "page.html", model="oracle", data="fake").read_text()
+    assert "maco; its figures are the Signed CNR" in page
 
 
 def test_swapped_boxes_give_a_pointing_game_of_zero() -> None:
@@ -407,8 +433,9 @@ def test_patches_use_the_projection_of_the_encoder() -> None:
 def test_smoothing_equals_scipy() -> None:
     ndimage = pytest.importorskip("scipy.ndimage")
     map_Bhw = torch.rand(2, 9, 7, generator=torch.Generator().manual_seed(0))
-    expected = np.stack([ndimage.gaussian_filter(each, 1.5, mode="nearest", truncate=4) for each in map_Bhw.numpy()])
-    np.testing.assert_allclose(smooth(map_Bhw, 1.5).numpy(), expected, atol=1e-5)
+    for sigma in (0.6, 1.5, 3.1):  # the last reaches over the whole map more than once
+        expected = np.stack([ndimage.gaussian_filter(each, sigma) for each in map_Bhw.numpy()])
+        np.testing.assert_allclose(smooth(map_Bhw, sigma).numpy(), expected, atol=1e-5)
     assert smooth(map_Bhw, 0) is map_Bhw
     torch.testing.assert_close(smooth(torch.full((1, 3, 3), 0.7), 2.0), torch.full((1, 3, 3), 0.7))
     with raises(EvaluationError, "out_of_range", "smoothing"):

@@ -1,6 +1,10 @@
 """GLoRIA's published zero-shot scoring: phrases, similarity and standardised scores."""
 
 import dataclasses
+import itertools
+import json
+import random
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,6 +14,7 @@ from torch import Tensor
 
 from medvl.errors import EvaluationError
 from medvl.eval import load_prompts, zero_shot
+from medvl.eval.zero_shot_classification.prompts import _FOLDER
 from medvl.eval.zero_shot_classification.scores import predict
 from medvl.schema import COMPETITION_FINDINGS, Embeddings
 
@@ -17,11 +22,37 @@ PUBLISHED = "gloria_published"
 
 
 class Published(FakeModel):
-    """Fake dual-encoder with a second similarity that is scaled per text."""
+    """Fake dual-encoder with a second similarity that is scaled per text, by the number of its characters."""
+
+    def published_prompts(self, texts: Sequence[str]) -> Embeddings:
+        return Embeddings(self.embed_texts(texts).global_NE * torch.tensor([[len(text)] for text in texts]))
 
     def published_similarity(self, images: Embeddings, texts: Embeddings) -> Tensor:
         similarity_NM: Tensor = self.similarity(images, texts)
         return similarity_NM * torch.arange(1, similarity_NM.shape[1] + 1) - 7
+
+
+def test_gloria_has_471_distinct_phrases_and_draws_five_a_class() -> None:
+    everything = load_prompts("gloria_all")
+    assert [len(sides.positive) for sides in everything.classes.values()] == [210, 15, 192, 18, 36]
+    assert len(everything.texts()) == 471
+    assert everything.scoring == "gloria_best_word"
+    for name, sides in load_prompts(PUBLISHED).classes.items():
+        assert {text.strip() for text in sides.positive} <= set(everything.classes[name].positive)
+
+
+def test_the_published_phrases_are_the_draw_of_seed_6() -> None:
+    """As `random.sample` draws them from the phrases with their blanks; bilateral effusions are listed twice."""
+    rng, drawn = random.Random(6), {}
+    for name, content in json.loads((_FOLDER / "gloria_all.json").read_text())["classes"].items():
+        phrases = content["positive"]
+        lists = phrases["parts"] if isinstance(phrases, dict) else [[""], phrases, [""]]
+        if name == "Pleural Effusion":
+            lists[2].append(lists[2][0])
+        if name == "Edema":
+            lists.append([""])
+        drawn[name] = rng.sample([" ".join(texts) for texts in itertools.product(*lists)], 5)
+    assert {name: list(sides.positive) for name, sides in load_prompts(PUBLISHED).classes.items()} == drawn
 
 
 def test_gloria_prompts_have_five_phrases_per_class() -> None:
@@ -36,7 +67,7 @@ def test_gloria_scores_are_standardised_maxima_over_phrases() -> None:
     model, prompts = Published(), load_prompts(PUBLISHED)
     found_NL = predict(model, FakeLoader(source), [prompts]).scores_NL[0]
     model.eval()
-    texts = model.embed_texts(prompts.texts())
+    texts = model.published_prompts(prompts.texts())
     images = [model.embed_images(batch.image_BCHW) for batch in FakeLoader(source)]
     similarity_NM = torch.cat([model.published_similarity(part, texts) for part in images]).double()
     best_NL = similarity_NM.unflatten(1, (5, 5)).amax(dim=2)
@@ -60,6 +91,8 @@ def test_gloria_scoring_rejects_other_models_and_single_images() -> None:
     single = make_source(np.eye(5)[:1], COMPETITION_FINDINGS)
     with raises(EvaluationError, "empty"):
         predict(Published(), FakeLoader(single), [load_prompts(PUBLISHED)])
+    with raises(EvaluationError, "unsupported", "prompts"):
+        predict(FakeModel(), FakeLoader(source), [load_prompts("gloria_all")])
     assert not load_prompts(PUBLISHED).gives_probabilities
     with raises(EvaluationError, "malformed", "classes"):
         dataclasses.replace(load_prompts(PUBLISHED)).select(["Edema"])

@@ -250,17 +250,42 @@ def locals_of(images: Embeddings, texts: Embeddings, first: int = 0) -> tuple[Te
     return images.local_NPE, texts.local_NPE[:, first:], texts.mask_NP[:, first:]
 
 
-def test_the_published_similarity_differs_from_training_in_two_ways(model: GLoRIA) -> None:
-    """Only the best word counts, and [CLS] is not a word. Its attention to padding is not reproduced."""
+def test_the_best_word_similarity_differs_from_training_in_two_ways(model: GLoRIA) -> None:
+    """Only the best word counts, and [CLS] is not a word."""
     model.eval()
     images = model.embed_images(make_batch(model.tokenizer).image_BCHW)
     texts = model.embed_texts(RAGGED)
     cosine_NM = images.global_NE @ texts.global_NE.T
     local_NM = gloria_similarity(*locals_of(images, texts, first=1), pool="max")
-    actual = model.published_similarity(images, texts)
+    actual = model.best_word_similarity(images, texts)
     torch.testing.assert_close(actual, (cosine_NM + local_NM) / 2)
     assert not torch.allclose(actual, model.similarity(images, texts), atol=0.1)
-    assert model.published_similarity(images, [""]).isfinite().all()  # a text of no word but [CLS]
+    assert model.best_word_similarity(images, [""]).isfinite().all()  # a text of no word but [CLS]
+
+
+def test_published_similarity_takes_as_many_slots_as_characters(model: GLoRIA) -> None:
+    """Written out for one image and text at a time: [CLS] is left out, [SEP] and zero vectors are words."""
+    model.eval()
+    assert model.tokenizer is not None
+    texts = ["effusion", " tiny effusion ", "There is a small left effusion."]
+    images = model.embed_images(make_batch(model.tokenizer).image_BCHW)
+    prompts = model.published_prompts(texts)
+    assert prompts.mask_NP is not None
+    assert prompts.mask_NP.sum(dim=1).tolist() == [8, 15, 31]
+    actual_NM = model.published_similarity(images, prompts)
+    assert images.local_NPE is not None
+    for column, text in enumerate(texts):
+        ids_BT, mask_BT = model.tokenizer([text])
+        last_D = model.text_encoder(ids_BT, mask_BT).tokens_BTD[0, -1]
+        words_WE = torch.cat([naive_words(model, text), model.word_head(last_D)[None]])
+        slots_WE = torch.cat([words_WE, torch.zeros(97 - len(words_WE), 24)])[1 : len(text) + 1]
+        for row, regions_PE in enumerate(images.local_NPE):
+            share_PW = (regions_PE @ slots_WE.T).softmax(dim=1)
+            context_WE = (4 * share_PW).softmax(dim=0).T @ regions_PE
+            match_W = F.cosine_similarity(context_WE, slots_WE, dim=1)
+            cosine = images.global_NE[row] @ model.encode_text([text])[0]
+            torch.testing.assert_close(actual_NM[row, column], (5 * match_W.max() + cosine) / 2, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(actual_NM, model.best_word_similarity(images, texts), atol=1e-3)
 
 
 def test_prompts_of_any_length_are_encoded(model: GLoRIA) -> None:
@@ -268,7 +293,11 @@ def test_prompts_of_any_length_are_encoded(model: GLoRIA) -> None:
     model.eval()
     long = "mildly enlarged cardiac silhouette, likely left ventricular enlargement. other chambers are less prominent"
     images = model.embed_images(make_batch(model.tokenizer).image_BCHW)
-    assert model.published_similarity(images, [long, "edema"]).isfinite().all()
+    assert model.best_word_similarity(images, [long, "edema"]).isfinite().all()
+    prompts = model.published_prompts([long, "edema"])
+    assert prompts.mask_NP is not None
+    assert prompts.mask_NP.sum(dim=1).tolist() == [model.config.max_tokens - 1, 5]
+    assert model.published_similarity(images, prompts).isfinite().all()
     assert model.embed_texts([long]).mask_NP.sum() == 1 + 13 + 2  # [CLS], the words, a comma and a full stop
 
 
@@ -344,7 +373,7 @@ def test_text_token_false_leaves_out_the_first_token(model: GLoRIA, tokenizer: T
     torch.testing.assert_close(words_BWE, theirs_BWE[:, 1:])
     assert torch.equal(mask_BW, theirs_BW[:, 1:])
     pair = batch.image_BCHW, batch.texts
-    torch.testing.assert_close(alone.published_similarity(*pair), model.published_similarity(*pair))
+    torch.testing.assert_close(alone.best_word_similarity(*pair), model.best_word_similarity(*pair))
     (attention_BWhw, shown_BW), (_, whole_BW) = (each.word_attention(*pair) for each in (alone, model))
     assert torch.equal(shown_BW, whole_BW)
     torch.testing.assert_close(attention_BWhw.sum(dim=(2, 3))[shown_BW], torch.ones(int(shown_BW.sum())))
