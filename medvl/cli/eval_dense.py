@@ -9,7 +9,13 @@ from medvl.cli.eval_common import SmallBatchOptions, open_evaluation, publish_re
 _ADVICE = "train a {} on its image encoder with recipes/dense_transfer.py --init-from {} --task {}"
 
 
-def detection(shared: SmallBatchOptions, *, valid: Path | None = None, examples: int = 6) -> None:
+def detection(
+    shared: SmallBatchOptions,
+    *,
+    valid: Path | None = None,
+    convention: Literal["medvl", "coco", "voc2007", "voc2012"] = "medvl",
+    examples: int = 6,
+) -> None:
     """Evaluate detection of findings: average precision over all images, those without boxes included.
 
     The checkpoint is a detector (recipes/dense_transfer.py); the shards have boxes (rsna, nih-cxr14).
@@ -17,6 +23,8 @@ def detection(shared: SmallBatchOptions, *, valid: Path | None = None, examples:
     Args:
         valid: folder of shards of other patients, on which the score threshold is chosen; without it, no challenge
             score.
+        convention: of average precision: medvl takes equal scores as one step; coco and voc take them in order, and voc
+            adds a pixel to widths and has its own matching and recalls.
         examples: images with boxes on the page, and as many without.
     """
     from medvl.data.shards.source import ShardSource
@@ -28,7 +36,12 @@ def detection(shared: SmallBatchOptions, *, valid: Path | None = None, examples:
     model, source, read = open_evaluation(shared, Detector, _ADVICE.format("detector", checkpoint, "detection"))
     valid_loader = None if valid is None else read(ShardSource(valid))
     result = box_detection(
-        model, read(source), valid_loader=valid_loader, resamples=shared.resamples, checkpoint=checkpoint
+        model,
+        read(source),
+        valid_loader=valid_loader,
+        convention=convention,
+        resamples=shared.resamples,
+        checkpoint=checkpoint,
     )
     page = functools.partial(write_detection_page, result, pixels=source.pixels, examples=examples)
     folder = shared.folder(checkpoint, "detection")

@@ -38,14 +38,14 @@ def grounding(
     from medvl.models import DualEncoder
 
     checkpoint = shared.checkpoint
-    rules = {name: value for name, value in (("unseen", unseen), ("scale", scale)) if value is not None}
+    rules = MapRules(unseen=unseen or "background", scale=scale or "unit") if unseen or scale else None
     model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True)
     result = phrase_grounding(
         model,
         read(source),
         protocol=protocol,
         maps=maps,
-        rules=MapRules(**rules) if rules else None,
+        rules=rules,
         smoothing=smoothing,
         resamples=shared.resamples,
         keep_maps=examples,

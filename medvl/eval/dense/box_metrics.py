@@ -1,11 +1,12 @@
 """Metrics of predicted boxes against annotated boxes, over all images including those without any box.
 
-Detections of an image are matched in order of decreasing score. Each is matched with the unmatched annotated box that
-it overlaps most, if the overlap (intersection over union) reaches a threshold; otherwise it is a false positive. A
-detection in an image without boxes is a false positive like any other.
+Detections of an image are matched in order of decreasing score. Each is matched with the annotated box that it overlaps
+most, if the overlap (intersection over union) reaches a threshold; otherwise it is a false positive. A detection in an
+image without boxes is a false positive like any other.
 
 * Average precision: all detections of all images are ranked by score; precision is the maximum at this or any higher
-  recall, averaged over 101 recalls from 0 to 1 (COCO). Equal scores are one step, so the order of images has no effect.
+  recall, averaged over recalls. What differs between programs is a named `APConvention`; in all of them a recall or an
+  overlap that is equal to its threshold, up to rounding, reaches it.
 * Precision of an image in the RSNA challenge, at a score threshold: hits / (hits + false positives + missed boxes),
   averaged over overlap thresholds; 0 for an image without boxes that has a detection. As in the challenge, an image
   with neither boxes nor detections is left out.
@@ -15,7 +16,9 @@ K detections of all images.
 """
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,15 +26,43 @@ from numpy.typing import NDArray
 from medvl.errors import EvaluationError
 from medvl.eval.core.metrics import Array
 
+APConventionName = Literal["medvl", "coco", "voc2007", "voc2012"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class APConvention:
+    """What average precision leaves open."""
+
+    edge_pixels: float = 0.0
+    """Width of a box beyond right - left: 0 for edges between pixels; 1 in VOC's formula, for first and last pixels."""
+    ties: Literal["one_step", "in_order"] = "one_step"
+    """Equal scores are one step of the curve, so that the order of images has no effect; or one step each."""
+    recalls: Literal[101, 11, "all"] = 101
+    """Recalls from 0 to 1 that precision is averaged over; "all" is the area under the curve."""
+    taken: Literal["next_best", "false_positive"] = "next_best"
+    """A detection whose best box is matched already gets the best of the other boxes, or is a false positive."""
+    most: int | None = None
+    """Number of detections per image and label that count; None for all."""
+
+
+AP_CONVENTIONS: Mapping[APConventionName, APConvention] = {
+    "medvl": APConvention(),
+    "coco": APConvention(ties="in_order", most=100),
+    "voc2007": APConvention(edge_pixels=1.0, ties="in_order", recalls=11, taken="false_positive"),
+    "voc2012": APConvention(edge_pixels=1.0, ties="in_order", recalls="all", taken="false_positive"),
+}
+"""Conventions of pycocotools, and of the development kits of Pascal VOC 2007 and of 2010 to 2012. Both VOC formulas
+count a last pixel; they are applied to edges as they are, as in code that passes x + width."""
+
 OVERLAPS: Mapping[str, tuple[float, ...]] = {
     "rsna": (0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75),
     "coco": (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95),
 }
 """Overlap thresholds of the RSNA challenge and of COCO."""
 ALL_OVERLAPS = tuple(sorted({overlap for overlaps in OVERLAPS.values() for overlap in overlaps}))
-_RECALLS = np.linspace(0, 1, 101)
 _ROUNDING = 1e-9
 _BLOCK_ELEMENTS = 2_000_000
+_FAR = -1e9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +97,7 @@ class MatchedDetections:
     boxes_N: NDArray[np.int64]
     """Number of annotated boxes in each image."""
     overlaps: tuple[float, ...]
+    convention: APConvention = APConvention()
 
     def overlap_indices(self, protocol: str) -> list[int]:
         """Return the indices of a protocol's overlap thresholds. Raises `EvaluationError` if it is unknown."""
@@ -74,42 +106,52 @@ class MatchedDetections:
         return [self.overlaps.index(overlap) for overlap in OVERLAPS[protocol]]
 
 
-def box_overlap(first_4: Array, second_4: Array) -> Array:
-    """Return the IoU of boxes (..., 4) of left, top, right and bottom edges, with broadcasting; 0 for empty boxes."""
+def box_overlap(first_4: Array, second_4: Array, edge_pixels: float = 0.0) -> Array:
+    """Return the IoU of boxes (..., 4) of left, top, right and bottom edges, with broadcasting; 0 for empty boxes.
+
+    `edge_pixels` is added to every width and height.
+    """
     low, high = np.maximum(first_4[..., :2], second_4[..., :2]), np.minimum(first_4[..., 2:], second_4[..., 2:])
-    shared = (high - low).clip(0).prod(axis=-1)
-    areas = [(boxes[..., 2:] - boxes[..., :2]).clip(0).prod(axis=-1) for boxes in (first_4, second_4)]
+    shared = (high - low + edge_pixels).clip(0).prod(axis=-1)
+    areas = [(boxes[..., 2:] - boxes[..., :2] + edge_pixels).clip(0).prod(axis=-1) for boxes in (first_4, second_4)]
     union = areas[0] + areas[1] - shared
     return np.where(union > 0, shared / np.where(union > 0, union, 1), 0.0)
 
 
-def match_boxes(images: Sequence[ImageDetections], overlaps: Sequence[float] = ALL_OVERLAPS) -> MatchedDetections:
+def match_boxes(
+    images: Sequence[ImageDetections],
+    overlaps: Sequence[float] = ALL_OVERLAPS,
+    convention: APConvention = AP_CONVENTIONS["medvl"],
+) -> MatchedDetections:
     """Match detections with boxes in each image, for each overlap. Raises `EvaluationError` if there is no image."""
     if not images:
         raise EvaluationError("expected images with detections, got none", "empty")
-    most = max(len(image.scores_D) for image in images)
+    most = min(max(len(image.scores_D) for image in images), convention.most or sys.maxsize)
     widest = max(len(image.truth_G4) for image in images)
     scores_ND = np.full((len(images), most), -np.inf)
-    boxes_ND4, truth_NG4 = np.zeros((len(images), most, 4)), np.zeros((len(images), widest, 4))
+    boxes_ND4, truth_NG4 = np.zeros((len(images), most, 4)), np.full((len(images), widest, 4), _FAR)
     for row, image in enumerate(images):
-        order = np.argsort(-image.scores_D, kind="stable")
+        order = np.argsort(-image.scores_D, kind="stable")[:most]
         scores_ND[row, : len(order)] = image.scores_D[order]
         boxes_ND4[row, : len(order)] = image.boxes_D4[order]
-        truth_NG4[row, : len(image.truth_G4)] = image.truth_G4  # padding is empty and overlaps with nothing
+        truth_NG4[row, : len(image.truth_G4)] = image.truth_G4  # padding overlaps with nothing
     threshold_T = np.array(overlaps) - _ROUNDING
     hits_NDT = np.zeros((len(images), most, len(threshold_T)), np.bool_)
     free_NTG = np.ones((len(images), len(threshold_T), widest), np.bool_)
     for rank in range(most if widest else 0):  # all images at once; sequential, because matched boxes are taken
-        overlap_NTG = np.where(free_NTG, box_overlap(boxes_ND4[:, rank, None], truth_NG4)[:, None], 0.0)
-        best_NT = overlap_NTG.argmax(axis=2)[:, :, None]
-        hit_NT1 = np.take_along_axis(overlap_NTG, best_NT, axis=2) >= threshold_T[:, None]
+        overlap_N1G = box_overlap(boxes_ND4[:, rank, None], truth_NG4, convention.edge_pixels)[:, None]
+        overlap_NTG = np.where(free_NTG | (convention.taken == "false_positive"), overlap_N1G, 0.0)
+        best_NT1 = overlap_NTG.argmax(axis=2)[:, :, None]
+        free_NT1 = np.take_along_axis(free_NTG, best_NT1, axis=2)
+        hit_NT1 = (np.take_along_axis(overlap_NTG, best_NT1, axis=2) >= threshold_T[:, None]) & free_NT1
         hits_NDT[:, rank] = hit_NT1[:, :, 0]
-        np.put_along_axis(free_NTG, best_NT, np.take_along_axis(free_NTG, best_NT, axis=2) & ~hit_NT1, axis=2)
+        np.put_along_axis(free_NTG, best_NT1, free_NT1 & ~hit_NT1, axis=2)
     return MatchedDetections(
         scores_ND=scores_ND,
         hits_NDT=hits_NDT & np.isfinite(scores_ND)[:, :, None],
         boxes_N=np.array([len(image.truth_G4) for image in images]),
         overlaps=tuple(overlaps),
+        convention=convention,
     )
 
 
@@ -123,7 +165,10 @@ class AveragePrecision:
         self._image_K = image_K[order_K]
         self._hits_KT = matched.hits_NDT[image_K, rank_K][order_K]
         scores_K = scores_K[order_K]
-        self._step_K = np.searchsorted(-scores_K, -scores_K, side="right") - 1  # the last detection of equal score
+        self._step_K = np.arange(len(scores_K))
+        if matched.convention.ties == "one_step":
+            self._step_K = np.searchsorted(-scores_K, -scores_K, side="right") - 1  # the last detection of equal score
+        self._recalls = matched.convention.recalls
         self._boxes_N = matched.boxes_N.astype(np.float64)
 
     def precision_RT(self, counts_NR: Array) -> Array:
@@ -150,18 +195,21 @@ class AveragePrecision:
         total_MR = before_KR[step_M]
         precision_MR = recalled_MR / np.where(total_MR > 0, total_MR, 1)
         best_MR = np.maximum.accumulate(precision_MR[::-1], axis=0)[::-1]
-        return _mean_over_recalls(recalled_MR, best_MR, boxes_R)
+        if self._recalls == "all":
+            gained_MR = np.diff(recalled_MR, axis=0, prepend=0)
+            return np.asarray((gained_MR * best_MR).sum(axis=0) / np.maximum(boxes_R, 1))
+        return _mean_over_recalls(recalled_MR, best_MR, boxes_R, np.linspace(0, 1, self._recalls))
 
 
-def _mean_over_recalls(recalled_MR: Array, best_MR: Array, boxes_R: Array) -> Array:
-    """Return the mean over 101 recalls of the precision at the first hit that reaches each; 0 for recalls not reached.
+def _mean_over_recalls(recalled_MR: Array, best_MR: Array, boxes_R: Array, recall_Q: Array) -> Array:
+    """Return the mean over recalls of the precision at the first hit that reaches each; 0 for recalls not reached.
 
     All resamples are searched in one sorted array, each shifted behind the previous one.
     """
     hits, resamples = recalled_MR.shape
     spacing = boxes_R.max() + recalled_MR.max() + 2
     shift_R = spacing * np.arange(resamples)
-    target_RQ = boxes_R[:, None] * _RECALLS - _ROUNDING * boxes_R.max()
+    target_RQ = boxes_R[:, None] * recall_Q - _ROUNDING * boxes_R.max()
     first_RQ = np.searchsorted((recalled_MR + shift_R).T.ravel(), (target_RQ + shift_R[:, None]).ravel(), side="left")
     first_RQ = first_RQ.reshape(target_RQ.shape) - hits * np.arange(resamples)[:, None]
     padded_MR = np.concatenate([best_MR, np.zeros((1, resamples))])

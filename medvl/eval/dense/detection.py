@@ -7,6 +7,8 @@ Protocol "detection", version 1:
   their boxes; "ap_rsna_boxed" shows what that would report.)
 * "ap_rsna" and "ap_coco" are average precisions over all detections by score (`box_metrics`), averaged over the
   overlap thresholds of the RSNA challenge (0.40 to 0.75) and of COCO (0.50 to 0.95); "ap@0.5" uses one threshold.
+  Edges, ties and interpolation follow a named convention (`box_metrics.AP_CONVENTIONS`): medvl's, in which equal scores
+  are one step, or that of COCO or Pascal VOC, in which the order of images decides between equal scores.
 * "challenge_score" is that of the RSNA challenge, and "left_empty" the share of images without a box that have no
   detection. Both need a score threshold, which is chosen only on validation images of other patients.
 * Boxes are compared in pixels of the published image. Boxes outside of the model's crop count as missed.
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from medvl.data.annotations.phrases import published_size
 from medvl.data.loading.dense_targets import boxes_of
+from medvl.errors import EvaluationError
 from medvl.eval.core.full_pass import check_disjoint_patients, input_hashes
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure
@@ -32,7 +35,7 @@ from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
 from medvl.eval.dense import box_metrics
 from medvl.eval.dense.annotated_images import AnnotatedImage, DenseModel, evaluate_images, headline_target, with_macro
-from medvl.eval.dense.box_metrics import AveragePrecision, ImageDetections, MatchedDetections
+from medvl.eval.dense.box_metrics import APConventionName, AveragePrecision, ImageDetections, MatchedDetections
 from medvl.schema import Batch
 
 PROTOCOL, PROTOCOL_VERSION = "detection", 1
@@ -84,6 +87,7 @@ def box_detection(
     loader: Loader,
     *,
     valid_loader: Loader | None = None,
+    convention: APConventionName = "medvl",
     resamples: int = 1000,
     seed: int = 0,
     checkpoint: str | Path | None = None,
@@ -95,18 +99,23 @@ def box_detection(
         loader: over samples with boxes, or with empty lists of them.
         valid_loader: over images of other patients, for choosing score thresholds; None omits the metrics at a
             threshold.
+        convention: of average precision; the metrics at a threshold do not depend on it.
         resamples, seed: of the bootstrap.
         checkpoint: its hash goes into the results.
 
     Raises:
-        EvaluationError: no image is annotated, the loader is incomplete, or a detection is not finite.
+        EvaluationError: no image is annotated, the loader is incomplete, a detection is not finite, or the convention
+            is unknown.
         SplitError: test and validation images share patients.
     """
+    if convention not in box_metrics.AP_CONVENTIONS:
+        message = f"expected one of {', '.join(box_metrics.AP_CONVENTIONS)}, got {convention!r}"
+        raise EvaluationError(message, "unknown_name", field="convention")
     inputs = input_hashes(checkpoint, manifest=loader, validation_manifest=valid_loader)
     labels = tuple(model.config.labels)
     images, counts = detect_images(model, loader)
     matched = match_by_label(images, labels)
-    groups = [precision_group(matched)]
+    groups = [precision_group(match_by_label(images, labels, convention))]
     thresholds = None
     if valid_loader is not None:
         valid, _ = detect_images(model, valid_loader)
@@ -120,7 +129,13 @@ def box_detection(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
         rows=measure(groups, len(images), resamples=resamples, seed=seed, groups=patients),
-        config={"labels": list(labels), "bootstrap_unit": "patient", "resamples": resamples, "seed": seed},
+        config={
+            "labels": list(labels),
+            "convention": {"name": convention, **dataclasses.asdict(box_metrics.AP_CONVENTIONS[convention])},
+            "bootstrap_unit": "patient",
+            "resamples": resamples,
+            "seed": seed,
+        },
         inputs=inputs,
         details={
             **counts,
@@ -155,10 +170,13 @@ def _detections(output_K5: Array, truth_N5: Array) -> ImageDetections:
     return ImageDetections(output_K5[valid_K, :4], output_K5[valid_K, 4], truth_N5[:, :4])
 
 
-def match_by_label(images: Sequence[DetectedImage], labels: Sequence[str]) -> dict[str, MatchedDetections]:
+def match_by_label(
+    images: Sequence[DetectedImage], labels: Sequence[str], convention: APConventionName = "medvl"
+) -> dict[str, MatchedDetections]:
     """Match the detections of each label with its boxes."""
+    rules = box_metrics.AP_CONVENTIONS[convention]
     return {
-        label: box_metrics.match_boxes([image.detections[index] for image in images])
+        label: box_metrics.match_boxes([image.detections[index] for image in images], convention=rules)
         for index, label in enumerate(labels)
     }
 

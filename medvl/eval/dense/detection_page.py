@@ -1,7 +1,8 @@
 """HTML page of a detection evaluation: metrics of every label, and detections drawn on images."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +48,14 @@ def write_detection_page(
         names=_NAMES,
         headlines=("ap_rsna", "ap_coco", "challenge_score"),
         facts=dense_facts(
-            result.results, model, data, date, [("Score threshold", thresholds or "none: no validation images")]
+            result.results,
+            model,
+            data,
+            date,
+            [
+                ("Score threshold", thresholds or "none: no validation images"),
+                ("Average precision", _convention(result.results.config["convention"])),
+            ],
         ),
         caption="With 95% intervals. All images count: a detection in a normal image is a false positive. The last "
         "column leaves out images without boxes, as several published codes do, for comparison only. The RSNA score is "
@@ -55,6 +63,16 @@ def write_detection_page(
         "computed at the score threshold.",
         pictures=None if pixels is None else _pictures(result, pixels, examples),
     )
+
+
+def _convention(convention: Mapping[str, Any]) -> str:
+    recalls = convention["recalls"]
+    parts = [
+        "widths are right - left" + (" + 1" if convention["edge_pixels"] else ""),
+        "equal scores are one step" if convention["ties"] == "one_step" else "equal scores are steps in order",
+        "area under the curve" if recalls == "all" else f"mean over {recalls} recalls",
+    ]
+    return f"convention {convention['name']}: {', '.join(parts)}"
 
 
 def _pictures(result: DetectionResult, pixels: Pixels, examples: int) -> Pictures:

@@ -59,9 +59,10 @@ def grounding_protocol(
     if name not in _PROTOCOLS:
         message = f"expected one of {', '.join(get_args(GroundingProtocolName))}, got {name!r}"
         raise EvaluationError(message, "unknown_name", field="protocol")
+    if name == "medvl":
+        return GroundingProtocol(maps=maps, rules=rules or MapRules(), smoothing=smoothing or 0.0)
     settings = {"maps": maps, "rules": rules, "smoothing": smoothing}
-    given = {field: value for field, value in settings.items() if value is not None}
-    if given and name != "medvl":
+    if given := [field for field, value in settings.items() if value is not None]:
         message = f"protocol {name!r} sets {', '.join(given)}: leave them out, or use protocol 'medvl'"
         raise EvaluationError(message, "conflict", field="protocol")
-    return dataclasses.replace(_PROTOCOLS[name], **given)
+    return _PROTOCOLS[name]

@@ -1,5 +1,6 @@
 """Matching of detections and average precision against naive implementations of their definitions."""
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from medvl.errors import EvaluationError
 from medvl.eval.core.bootstrap import resample_counts
 from medvl.eval.dense.box_metrics import (
     ALL_OVERLAPS,
+    AP_CONVENTIONS,
     OVERLAPS,
     AveragePrecision,
     ImageDetections,
@@ -118,6 +120,87 @@ def test_average_precision_does_not_depend_on_the_order_of_images() -> None:
         AveragePrecision(match_boxes(ordered)).precision_RT(ones) for ordered in (images, images[::-1])
     )
     np.testing.assert_array_equal(forward, backward)
+
+
+def ranked(images: Sequence[ImageDetections], most: int | None) -> list[tuple[float, int, np.ndarray]]:
+    """Return (score, image, box) of all detections by decreasing score; equal scores stay in order."""
+    out = []
+    for number, image in enumerate(images):
+        order = np.argsort(-image.scores_D, kind="stable")[:most]
+        out += [(float(image.scores_D[index]), number, image.boxes_D4[index]) for index in order]
+    return sorted(out, key=lambda entry: -entry[0])
+
+
+def coco_average_precision(images: Sequence[ImageDetections], threshold: float) -> float:
+    """As pycocotools: the best free box, every detection a step, precision at 101 recalls."""
+    taken: list[set[int]] = [set() for _ in images]
+    boxes, found, points = sum(len(image.truth_G4) for image in images), 0, []
+    for position, (_, number, box) in enumerate(ranked(images, 100)):
+        best, best_overlap = -1, threshold
+        for index, truth in enumerate(images[number].truth_G4):
+            if index not in taken[number] and iou(box, truth) >= best_overlap:
+                best, best_overlap = index, iou(box, truth)
+        if best >= 0:
+            taken[number].add(best)
+            found += 1
+        points.append((found / boxes, found / (position + 1)))
+    levels = [max((p for r, p in points if r >= level / 100 - 1e-9), default=0.0) for level in range(101)]
+    return sum(levels) / 101
+
+
+def voc_average_precision(images: Sequence[ImageDetections], threshold: float, *, points: bool) -> float:
+    """As VOC's kits: last pixels count, the best box of all, a second detection of it is false; 11 points or area."""
+
+    def overlap(a: np.ndarray, b: np.ndarray) -> float:
+        wide, high = min(a[2], b[2]) - max(a[0], b[0]) + 1, min(a[3], b[3]) - max(a[1], b[1]) + 1
+        areas = [(box[2] - box[0] + 1) * (box[3] - box[1] + 1) for box in (a, b)]
+        return wide * high / (sum(areas) - wide * high) if wide > 0 and high > 0 else 0.0
+
+    taken: set[tuple[int, int]] = set()
+    boxes, found, recall, precision = sum(len(image.truth_G4) for image in images), 0, [0.0], [0.0]
+    for position, (_, number, box) in enumerate(ranked(images, None)):
+        overlaps = [overlap(box, truth) for truth in images[number].truth_G4]
+        best = int(np.argmax(overlaps)) if overlaps else -1
+        if overlaps and overlaps[best] >= threshold and (number, best) not in taken:
+            taken.add((number, best))
+            found += 1
+        recall.append(found / boxes)
+        precision.append(found / (position + 1))
+    if points:
+        reached = [[p for r, p in zip(recall, precision, strict=True) if r >= t / 10 - 1e-9] for t in range(11)]
+        return sum(max(values, default=0.0) for values in reached) / 11
+    envelope = np.maximum.accumulate(np.array([*precision, 0.0])[::-1])[::-1]
+    steps = np.diff([*recall, 1.0])
+    return float((steps * envelope[1:]).sum())
+
+
+@pytest.mark.parametrize("grid", [1000, 4], ids=["distinct scores", "tied scores"])
+def test_named_conventions_match_the_programs_written_out(grid: int) -> None:
+    images = random_images(np.random.default_rng(7), 60, grid)
+    references = {
+        "coco": coco_average_precision,
+        "voc2007": functools.partial(voc_average_precision, points=True),
+        "voc2012": functools.partial(voc_average_precision, points=False),
+    }
+    counts_NR = np.concatenate([np.ones((60, 1)), *resample_counts(60, 3, seed=1)], axis=1)
+    drawn = [[i for i, n in zip(images, counts, strict=True) for _ in range(int(n))] for counts in counts_NR.T]
+    values = {}
+    for name, convention in AP_CONVENTIONS.items():
+        matched = match_boxes(images, (0.5, 0.75), convention)
+        values[name] = AveragePrecision(matched).precision_RT(counts_NR)
+        if name in references:
+            expected_RT = [[references[name](resample, t) for t in (0.5, 0.75)] for resample in drawn]
+            np.testing.assert_allclose(values[name], expected_RT, atol=1e-9)
+    different = {tuple(values[name][0].round(6)) for name in values}
+    assert len(different) == 4
+
+
+def test_coco_counts_a_hundred_detections_per_image() -> None:
+    box, far = np.array([[0.0, 0, 9, 9]]), np.array([[50.0, 50, 59, 59]])
+    many = ImageDetections(np.concatenate([np.repeat(far, 100, 0), box]), np.linspace(1, 0.1, 101), box)
+    values = {name: match_boxes([many], (0.5,), convention) for name, convention in AP_CONVENTIONS.items()}
+    assert AveragePrecision(values["coco"]).precision_RT(np.ones((1, 1))) == 0
+    assert AveragePrecision(values["medvl"]).precision_RT(np.ones((1, 1))) == pytest.approx(1 / 101)
 
 
 def test_detection_in_a_normal_image_is_a_false_positive() -> None:

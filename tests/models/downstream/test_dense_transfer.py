@@ -5,7 +5,7 @@ import json
 import runpy
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import cv2
 import numpy as np
@@ -335,6 +335,10 @@ def test_several_labels_have_a_macro_mean() -> None:
     assert values["B"] == 0
     assert values["macro"] == pytest.approx(values["A"] / 2)
     assert DetectionEval(loader)(model)["detection/ap_rsna"] == pytest.approx(values["macro"])
+    voc = box_detection(model, loader, convention="voc2012", resamples=0).results
+    assert (voc.config["convention"]["name"], voc.config["convention"]["recalls"]) == ("voc2012", "all")
+    with raises(EvaluationError, "unknown_name", "convention"):
+        box_detection(model, loader, convention=cast(Any, "voc"))
     source.samples = [dataclasses.replace(sample, extra={}) for sample in source.samples]
     with raises(EvaluationError, "empty"):
         box_detection(model, loader)
