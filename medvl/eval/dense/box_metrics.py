@@ -54,6 +54,15 @@ AP_CONVENTIONS: Mapping[APConventionName, APConvention] = {
 """Conventions of pycocotools, and of the development kits of Pascal VOC 2007 and of 2010 to 2012. Both VOC formulas
 count a last pixel; they are applied to edges as they are, as in code that passes x + width."""
 
+
+def ap_convention(name: APConventionName) -> APConvention:
+    """Return a convention by name. Raises `EvaluationError` if it is unknown."""
+    if name not in AP_CONVENTIONS:
+        message = f"expected one of {', '.join(AP_CONVENTIONS)}, got {name!r}"
+        raise EvaluationError(message, "unknown_name", field="convention")
+    return AP_CONVENTIONS[name]
+
+
 OVERLAPS: Mapping[str, tuple[float, ...]] = {
     "rsna": (0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75),
     "coco": (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95),
@@ -121,7 +130,7 @@ def box_overlap(first_4: Array, second_4: Array, edge_pixels: float = 0.0) -> Ar
 def match_boxes(
     images: Sequence[ImageDetections],
     overlaps: Sequence[float] = ALL_OVERLAPS,
-    convention: APConvention = AP_CONVENTIONS["medvl"],
+    convention: APConvention = APConvention(),
 ) -> MatchedDetections:
     """Match detections with boxes in each image, for each overlap. Raises `EvaluationError` if there is no image."""
     if not images:

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from medvl.data.annotations.phrases import published_size
 from medvl.data.loading.dense_targets import boxes_of
-from medvl.errors import EvaluationError
 from medvl.eval.core.full_pass import check_disjoint_patients, input_hashes
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure
@@ -35,7 +34,13 @@ from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
 from medvl.eval.dense import box_metrics
 from medvl.eval.dense.annotated_images import AnnotatedImage, DenseModel, evaluate_images, headline_target, with_macro
-from medvl.eval.dense.box_metrics import APConventionName, AveragePrecision, ImageDetections, MatchedDetections
+from medvl.eval.dense.box_metrics import (
+    APConvention,
+    APConventionName,
+    AveragePrecision,
+    ImageDetections,
+    MatchedDetections,
+)
 from medvl.schema import Batch
 
 PROTOCOL, PROTOCOL_VERSION = "detection", 1
@@ -108,14 +113,12 @@ def box_detection(
             is unknown.
         SplitError: test and validation images share patients.
     """
-    if convention not in box_metrics.AP_CONVENTIONS:
-        message = f"expected one of {', '.join(box_metrics.AP_CONVENTIONS)}, got {convention!r}"
-        raise EvaluationError(message, "unknown_name", field="convention")
+    rules = box_metrics.ap_convention(convention)
     inputs = input_hashes(checkpoint, manifest=loader, validation_manifest=valid_loader)
     labels = tuple(model.config.labels)
     images, counts = detect_images(model, loader)
     matched = match_by_label(images, labels)
-    groups = [precision_group(match_by_label(images, labels, convention))]
+    groups = [precision_group(match_by_label(images, labels, rules))]
     thresholds = None
     if valid_loader is not None:
         valid, _ = detect_images(model, valid_loader)
@@ -131,7 +134,7 @@ def box_detection(
         rows=measure(groups, len(images), resamples=resamples, seed=seed, groups=patients),
         config={
             "labels": list(labels),
-            "convention": {"name": convention, **dataclasses.asdict(box_metrics.AP_CONVENTIONS[convention])},
+            "convention": {"name": convention, **dataclasses.asdict(rules)},
             "bootstrap_unit": "patient",
             "resamples": resamples,
             "seed": seed,
@@ -171,12 +174,13 @@ def _detections(output_K5: Array, truth_N5: Array) -> ImageDetections:
 
 
 def match_by_label(
-    images: Sequence[DetectedImage], labels: Sequence[str], convention: APConventionName = "medvl"
+    images: Sequence[DetectedImage],
+    labels: Sequence[str],
+    convention: APConvention = box_metrics.AP_CONVENTIONS["medvl"],
 ) -> dict[str, MatchedDetections]:
     """Match the detections of each label with its boxes."""
-    rules = box_metrics.AP_CONVENTIONS[convention]
     return {
-        label: box_metrics.match_boxes([image.detections[index] for image in images], convention=rules)
+        label: box_metrics.match_boxes([image.detections[index] for image in images], convention=convention)
         for index, label in enumerate(labels)
     }
 
