@@ -140,15 +140,16 @@ def box_detection(
             "seed": seed,
         },
         inputs=inputs,
-        details={
-            **counts,
-            "patients": len(set(patients)),
-            "boxes": {label: int(one.boxes_N.sum()) for label, one in matched.items()},
-            "images_without_box": {label: int((one.boxes_N == 0).sum()) for label, one in matched.items()},
-            "thresholds": thresholds,
-        },
+        details=counts | {"patients": len(set(patients)), **_box_counts(matched), "thresholds": thresholds},
     )
     return DetectionResult(results=results, labels=labels, images=tuple(images), thresholds=thresholds)
+
+
+def _box_counts(matched: Mapping[str, MatchedDetections]) -> dict[str, Any]:
+    return {
+        "boxes": {label: int(one.boxes_N.sum()) for label, one in matched.items()},
+        "images_without_box": {label: int((one.boxes_N == 0).sum()) for label, one in matched.items()},
+    }
 
 
 def detect_images(model: DetectorModel, loader: Loader) -> tuple[list[DetectedImage], dict[str, Any]]:
