@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import io
 import json
 import re
 from collections import Counter
@@ -13,7 +14,8 @@ import pytest
 import simplejpeg
 from helpers.errors import raises
 from PIL import Image
-from pydicom.pixels import apply_voi_lut
+from pydicom.pixels import apply_voi_lut, get_encoder
+from pydicom.uid import JPEG2000Lossless, JPEGLSLossless
 
 from medvl.errors import ConfigError, CorpusError
 from medvl.phantom import (
@@ -27,7 +29,7 @@ from medvl.phantom import (
     write_mimic_cxr_jpg,
 )
 from medvl.phantom.language.reports import compose_report
-from medvl.phantom.layouts.dicom_writer import encoding_of
+from medvl.phantom.layouts.dicom_writer import dicom_bytes, encoding_of
 from medvl.schema import FINDINGS
 
 PATIENTS, SEED, SIZE = 14, 3, 96
@@ -186,6 +188,27 @@ def test_all_pixel_encodings_occur():
     assert min(syntaxes.values()) > 0.03 * len(encodings)
     assert 0.1 < sum(encoding.inverted for encoding in encodings) / len(encodings) < 0.3
     assert 0.08 < sum(encoding.table for encoding in encodings) / len(encodings) < 0.25
+
+
+def test_without_pyjpegls_jpeg_2000_holds_the_same_pixels():
+    patient, study, view = next(
+        (patient, study, view)
+        for patient in World(0).patients(150)
+        for study in patient.studies
+        for view in study.views
+        if encoding_of(view).syntax == JPEGLSLossless
+    )
+    image_HW = draw(view, SIZE)
+    written = dicom_bytes(patient, study, view, image_HW)
+    encoder = get_encoder(JPEGLSLossless)
+    encoder.remove_plugin("pyjpegls")
+    try:
+        replaced = dicom_bytes(patient, study, view, image_HW)
+    finally:
+        encoder.add_plugin("pyjpegls", ("pydicom.pixels.encoders.pyjpegls", "_encode_frame"))
+    one, other = (pydicom.dcmread(io.BytesIO(each)) for each in (written, replaced))
+    assert other.file_meta.TransferSyntaxUID == JPEG2000Lossless
+    assert np.array_equal(one.pixel_array, other.pixel_array)
 
 
 def test_ground_truth_has_one_row_per_view(mimic, views):

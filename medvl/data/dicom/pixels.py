@@ -253,7 +253,8 @@ def _decode_compressed(file: DicomFile, layout: PixelLayout, location: Location,
     header = codestream.read_jpeg_header(frame)
     _check_codestream(header, layout)
     if syntax in _JPEG_LS:
-        return _decode(syntax, "pyjpegls", frame, layout)
+        codecs = get_decoder(syntax).available_plugins  # pyjpegls has no wheel for the newest versions of Python
+        return _decode(syntax, "pyjpegls" if "pyjpegls" in codecs else "gdcm", frame, layout)
     if header.precision == 8:
         return _decode_jpeg_8(syntax, frame, layout, header)
     if syntax in (uid.JPEGLossless, uid.JPEGLosslessSV1) and header.samples == 1:

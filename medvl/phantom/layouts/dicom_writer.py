@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydicom import uid
 from pydicom.dataset import Dataset, FileDataset, FileMetaDataset
+from pydicom.pixels import get_encoder
 from pydicom.uid import UID
 
 from medvl.phantom.population.world import Patient, Study, View
@@ -99,10 +100,15 @@ def dicom_bytes(patient: Patient, study: Study, view: View, image_HW: NDArray[np
     _describe(dataset, patient, study, view, rng)
     _add_pixels(dataset, image_HW, encoding, view)
     if encoding.syntax.is_compressed:
-        dataset.compress(encoding.syntax, generate_instance_uid=False)
+        dataset.compress(_available(encoding.syntax), generate_instance_uid=False)
     buffer = io.BytesIO()
     dataset.save_as(buffer, enforce_file_format=True)
     return buffer.getvalue()
+
+
+def _available(syntax: UID) -> UID:
+    """Return the syntax, or JPEG 2000 with the same pixels where no codec writes it: JPEG-LS needs pyjpegls."""
+    return syntax if get_encoder(syntax).is_available else uid.JPEG2000Lossless
 
 
 def _describe(dataset: Dataset, patient: Patient, study: Study, view: View, rng: np.random.Generator) -> None:

@@ -82,6 +82,22 @@ def test_lossless_compression(tmp_path, pixels, syntax, signed):
         assert np.array_equal(read_dicom(packed, frame=frame).pixels_HW, read_dicom(plain, frame=frame).pixels_HW)
 
 
+@pytest.mark.parametrize("signed", [False, True])
+def test_gdcm_decodes_jpeg_ls_where_pyjpegls_is_missing(tmp_path, pixels, signed):
+    if signed:
+        pixels = pixels.astype(np.int16) - 1000
+    data = image_dataset(pixels, **WINDOW)
+    plain = read_dicom(write_dataset(tmp_path / "plain.dcm", data))
+    data.compress(JPEGLSLossless)
+    packed = write_dataset(tmp_path / "packed.dcm", data)
+    decoder = get_decoder(JPEGLSLossless)
+    decoder.remove_plugin("pyjpegls")
+    try:
+        assert np.array_equal(read_dicom(packed).pixels_HW, plain.pixels_HW)
+    finally:
+        decoder.add_plugin("pyjpegls", ("pydicom.pixels.decoders.pyjpegls", "_decode_frame"))
+
+
 @pytest.mark.parametrize("fragments_per_frame", [1, 3])
 @pytest.mark.parametrize("table", ["none", "basic", "extended"])
 def test_frames_in_fragments_with_and_without_offset_tables(tmp_path, pixels, fragments_per_frame, table):
