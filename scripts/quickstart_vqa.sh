@@ -16,7 +16,6 @@ setup ""
 export HF_HUB_OFFLINE=1 NO_ALBUMENTATIONS_UPDATE=1 MEDVL_SALT_FILE="$PWD/quickstart/salt"
 bin=.venv/bin
 step() { printf '\n== %s\n' "$1"; }
-torchrun() { $bin/torchrun --standalone --nproc-per-node 1 "$@"; }
 
 if [ "$start" = m3ae ]; then
     step "Case reports: figures with captions and what the articles say about them"

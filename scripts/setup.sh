@@ -30,10 +30,36 @@ os._exit(0)
 EOF
 }
 
+has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; }
+
+# Prints the number of ranks of a training run on this machine: one on a GPU, else one a core, because ranks wait for each
+# other once a step and threads at every operation. It is a power of two, so that every batch can be divided; 4 at most,
+# so that each rank of a batch of 64 has 16 pairs for its batch norms, and one for every 2 GB of free memory. Ranks on
+# more cores than that use several threads each.
+ranks() {
+    local count=1 cores memory
+    if ! has_gpu; then
+        cores="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
+        memory="$(awk '/^MemAvailable/ { print int($2 / 2097152) }' /proc/meminfo 2>/dev/null)"
+        while [ $((2 * count)) -le 4 ] && [ $((2 * count)) -le "$cores" ] && [ $((2 * count)) -le "${memory:-4}" ]; do
+            count=$((2 * count))
+        done
+    fi
+    echo "$count"
+}
+
+# Runs a recipe on all cores. medvl sets the threads of each rank itself, and torchrun warns without OMP_NUM_THREADS.
+torchrun() {
+    local count
+    count="$(ranks)"
+    if [ "$count" -gt 1 ]; then local -x OMP_NUM_THREADS=1; fi
+    .venv/bin/torchrun --standalone --nproc-per-node "$count" "$@"
+}
+
 setup() {
     local extras="$1" python stamp sources=()
     python="$(find_python)" || return 1
-    if ! command -v nvidia-smi >/dev/null 2>&1 || ! nvidia-smi >/dev/null 2>&1; then
+    if ! has_gpu; then
         sources=(--constraint constraints-cpu.txt)
     fi
     if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c '' 2>/dev/null; then

@@ -94,3 +94,29 @@ def test_documents_name_the_supported_versions() -> None:
     sentence = "Python 3.11, 3.12 or 3.13"
     for name in ("README.md", "docs/pages/guides/getting-started.md", "scripts/setup.sh"):
         assert sentence in (PROJECT / name).read_text(), name
+
+
+@pytest.mark.parametrize(
+    ("cores", "gpu", "expected"), [(1, False, 1), (2, False, 2), (3, False, 2), (4, False, 4), (64, False, 4), (64, True, 1)]
+)
+def test_recipes_run_on_one_rank_a_core(cores: int, gpu: bool, expected: int, tmp_path: Path) -> None:
+    for name, text in (
+        ("nproc", f"#!/bin/sh\necho {cores}\n"),
+        ("nvidia-smi", f"#!/bin/sh\nexit {int(not gpu)}\n"),
+        (".venv/bin/torchrun", '#!/bin/sh\necho "$@" "$OMP_NUM_THREADS"\n'),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "7"}
+    command = ["bash", "-ec", f"source {PROJECT}/scripts/setup.sh; torchrun recipe.py tiny; echo $OMP_NUM_THREADS"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    threads = 1 if expected > 1 else 7
+    assert done.stdout.splitlines() == [f"--standalone --nproc-per-node {expected} recipe.py tiny {threads}", "7"]
+
+
+def test_quickstarts_train_on_all_cores() -> None:
+    for name in ("quickstart.sh", "quickstart_vqa.sh"):
+        lines = (PROJECT / "scripts" / name).read_text().splitlines()
+        assert any(line.strip().startswith("torchrun recipes/") for line in lines), name
+        assert not any("--nproc-per-node" in line for line in lines), name

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from medvl.errors import CheckpointError
 from medvl.schema import Batch
 from medvl.train import Constant, Cosine, Plateau
 from medvl.train.fault_tolerance import checkpoint
+from medvl.train.parallel import distributed
+from medvl.train.parallel.distributed import RankInfo
 
 # 24 samples in batches of 4, three batches an update: two updates an epoch, both of three micro-batches;
 # 20 samples: five batches, so the epoch's second update has two.
@@ -237,6 +240,47 @@ def test_run_restores_generators_and_signal_handlers(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     assert torch.get_num_threads() == threads
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("idle", "fixed", "expected"), [(0, None, 1), (1, None, 1), (9, None, 2), (1, 2, 2)])
+def test_a_run_leaves_busy_cores_alone(
+    idle: int, fixed: int | None, expected: int, two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "idle_cores", lambda: idle)
+    ranks = RankInfo(rank=0, size=1, local_size=1, device=torch.device("cpu"))
+    with distributed.machine_settings(ranks, fixed, False, "fp32"):
+        assert torch.get_num_threads() == expected
+    assert torch.get_num_threads() == 2
+
+
+def test_a_resumed_run_takes_the_threads_of_its_checkpoint(
+    two_threads: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    class Watching(StopAt):
+        def change(self, batch: Batch) -> Batch:
+            seen.append(torch.get_num_threads())
+            return super().change(batch)
+
+    monkeypatch.setattr(distributed, "idle_cores", lambda: 1)
+    with pytest.raises(SystemExit):
+        run(tmp_path, Watching(4), num_threads=None)
+    monkeypatch.setattr(distributed, "idle_cores", lambda: 2)
+    run(tmp_path, Watching(-1), num_threads=None)
+    assert set(seen) == {1}
+
+
+def test_idle_cores_are_counted() -> None:
+    assert 0 <= distributed.idle_cores() <= distributed.cpu_cores()
 
 
 def test_run_uses_configured_logging(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -108,6 +108,7 @@ class TrainState:
             "window": self.meter.state_dict(),
             "identity": self.identity,
             "world_size": self.ranks.size,
+            "threads": torch.get_num_threads(),
         }
 
     def optimizer_tensors(self) -> Mapping[str, Tensor]:

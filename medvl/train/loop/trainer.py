@@ -6,8 +6,8 @@
     save:     atomically; after SIGTERM too, then the process exits with status 0    (fault_tolerance/checkpoint.py)
 
 A resumed run ends with the same bits as an uninterrupted one under these conditions: the same code, settings, data and
-number of ranks, on the same kind of CPU with the same number of threads. (On three ranks and more, DDP sums the first
-step's gradients in another order than later ones, so there the weights are equal up to rounding.)
+number of ranks, on the same kind of CPU. (Checkpoints hold the number of threads. On three ranks and more, DDP sums the
+first step's gradients in another order than later ones, so there the weights are equal up to rounding.)
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from medvl.train.loop.state import TrainState, resume_path
 from medvl.train.loop.step import Step
 from medvl.train.loop.validate import Evaluator, run_evaluators, validation_loss
 from medvl.train.parallel.batches import BatchStream, TrainLoader
-from medvl.train.parallel.distributed import RankInfo, join, machine_settings
+from medvl.train.parallel.distributed import RankInfo, cpu_cores, join, machine_settings
 from medvl.train.parallel.prefetch import side_stream
 
 _log = logging.getLogger(__name__)
@@ -239,7 +239,10 @@ class Training:
             return
         folder = Path(path)
         wait_for(folder)
-        state.restore(checkpoint.read(folder))
+        saved = checkpoint.read(folder)
+        state.restore(saved)
+        if self.config.num_threads is None and state.ranks.device.type == "cpu":
+            torch.set_num_threads(min(saved.state["threads"], cpu_cores()))  # another number would round differently
         if folder.resolve().parent == self._checkpoints.folder.resolve():
             self._last_saved = state.step
             state.ranks.on_main(lambda: self._checkpoints.point(folder, state.tracker.best_step))

@@ -10,8 +10,11 @@ import dataclasses
 import datetime
 import itertools
 import json
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,6 +24,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from medvl.common.ranks import rank_and_world
 from medvl.errors import ConfigError, TrainingError
+
+_log = logging.getLogger(__name__)
 
 _HOST_TIMEOUT = datetime.timedelta(days=1)
 _group_numbers = itertools.count()
@@ -180,7 +185,9 @@ def average_gradients(parameters: Sequence[nn.Parameter], ranks: RankInfo) -> No
 def machine_settings(ranks: RankInfo, num_threads: int | None, deterministic: bool, precision: str) -> Iterator[None]:
     """Set torch's CPU threads and GPU algorithms for a run; restore them on exit.
 
-    torchrun gives each of several ranks one thread, which would leave cores of a CPU idle. On a GPU, 16-bit runs
+    Without `num_threads`, the ranks on a CPU share the cores that are idle at the start: torch's threads wait for each
+    other actively, so that one of them on a busy core slows down all. torchrun gives each of several ranks one thread,
+    which would leave cores idle; a single rank takes at most the threads that torch has. On a GPU, 16-bit runs
     multiply what remains in float32 (above all the losses) in TensorFloat32 (10 bits), which is eight times as fast;
     and cuDNN benchmarks its algorithms for each shape of a convolution unless they must be deterministic.
     """
@@ -191,8 +198,11 @@ def machine_settings(ranks: RankInfo, num_threads: int | None, deterministic: bo
         torch.backends.cudnn.benchmark = not deterministic
         if precision != "fp32":
             torch.set_float32_matmul_precision("high")
-    if num_threads is None and ranks.size > 1 and ranks.device.type == "cpu":
-        num_threads = max(1, cpu_cores() // ranks.local_size)
+    if num_threads is None and ranks.device.type == "cpu" and (ranks.size > 1 or threads_before > 1):
+        most = threads_before if ranks.size == 1 else max(1, cpu_cores() // ranks.local_size)
+        num_threads = max(1, min(most, ranks.on_main(idle_cores) // ranks.local_size))
+        if num_threads < most:
+            _log.info("%d threads per rank instead of %d: other cores are busy", num_threads, most)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     if deterministic:
@@ -209,6 +219,27 @@ def machine_settings(ranks: RankInfo, num_threads: int | None, deterministic: bo
 def cpu_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def idle_cores() -> int:
+    """Return how many of this process's cores no other process uses, rounded; measured for a quarter of a second.
+
+    All cores count as idle where the system does not tell (outside of Linux).
+    """
+    if not Path("/proc/stat").is_file():
+        return cpu_cores()
+    start, idle_before = time.perf_counter(), _idle_seconds()
+    time.sleep(0.25)
+    idle = (_idle_seconds() - idle_before) / (time.perf_counter() - start)
+    return max(0, min(cpu_cores(), round(idle)))
+
+
+def _idle_seconds() -> float:
+    """Return the seconds that this process's cores were idle since the start of the machine, by Linux's count."""
+    names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+    ticks = sum(int(row[4]) + int(row[5]) for row in rows if row and row[0] in names)  # idle, and waiting for a disk
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _choose_device(device: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
