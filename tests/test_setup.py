@@ -54,8 +54,8 @@ def pip_call(folder: Path, index: str, *, gpu: bool = False) -> str:
     calls = folder / "calls"
     environment = {
         **os.environ,
-        **{"PATH": f"{tools}:{os.environ['PATH']}", "MEDVL_PYTHON": str(tools / "python"), "CALLS": str(calls)},
-        **{"REAL_PYTHON": sys.executable, "PYTORCH_CPU_INDEX": index, "no_proxy": "127.0.0.1"},
+        "PATH": f"{tools}:{os.environ['PATH']}", "MEDVL_PYTHON": str(tools / "python"), "CALLS": str(calls),
+        "REAL_PYTHON": sys.executable, "PYTORCH_CPU_INDEX": index, "no_proxy": "127.0.0.1",
     }
     command = ["bash", "-ec", 'source scripts/setup.sh; setup ""; setup ""']
     subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, timeout=60)

@@ -166,8 +166,8 @@ class TrainConfig:
     find_unused_parameters: bool = False
     """As in DDP: for models that do not use all parameters in each step, on several ranks."""
     num_threads: int | None = None
-    """CPU threads of each rank. None divides the cores that are idle at the start among the ranks of a machine; a resumed
-    run takes the number of its checkpoint."""
+    """CPU threads of each rank. None divides the cores that are idle at the start among the ranks of a machine; a
+    resumed run takes the number of its checkpoint."""
 
     validate_every: Interval = "epoch"
     best_metric: str = "loss"
