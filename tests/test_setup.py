@@ -54,8 +54,12 @@ def pip_call(folder: Path, index: str, *, gpu: bool = False) -> str:
     calls = folder / "calls"
     environment = {
         **os.environ,
-        "PATH": f"{tools}:{os.environ['PATH']}", "MEDVL_PYTHON": str(tools / "python"), "CALLS": str(calls),
-        "REAL_PYTHON": sys.executable, "PYTORCH_CPU_INDEX": index, "no_proxy": "127.0.0.1",
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "MEDVL_PYTHON": str(tools / "python"),
+        "CALLS": str(calls),
+        "REAL_PYTHON": sys.executable,
+        "PYTORCH_CPU_INDEX": index,
+        "no_proxy": "127.0.0.1",
     }
     command = ["bash", "-ec", 'source scripts/setup.sh; setup ""; setup ""']
     subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, timeout=60)
@@ -97,7 +101,8 @@ def test_documents_name_the_supported_versions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "gpu", "expected"), [(1, False, 1), (2, False, 2), (3, False, 2), (4, False, 4), (64, False, 4), (64, True, 1)]
+    ("cores", "gpu", "expected"),
+    [(1, False, 1), (2, False, 2), (3, False, 2), (4, False, 4), (64, False, 4), (64, True, 1)],
 )
 def test_recipes_run_on_one_rank_a_core(cores: int, gpu: bool, expected: int, tmp_path: Path) -> None:
     for name, text in (
