@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from medvl.encoders import ImageEncoder
 from medvl.errors import ConfigError
 from medvl.models.factory import create_model
 from medvl.models.fusion_encoders.base import FusionModel
@@ -26,7 +27,8 @@ def at_image_size(model: FusionModel, size: int) -> FusionModel:
         return model
     other = create_model(dataclasses.replace(model.config, image_size=size), tokenizer=model.tokenizer)
     assert isinstance(other, FusionModel)
-    old, new = (each.image_encoder.grid(*each.image_encoder.image_size) for each in (model, other))
+    encoders = [each.image_encoder for each in (model, other)]
+    old, new = (each.grid(*each.image_size) for each in encoders if isinstance(each, ImageEncoder))
     tensors, expected = model.state_dict(), other.state_dict()
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
