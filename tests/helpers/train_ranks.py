@@ -23,6 +23,7 @@ from medvl import losses
 from medvl.errors import TrainingError
 from medvl.losses.blockwise import info_nce, pairwise_sigmoid
 from medvl.losses.gather import gather, no_gather
+from medvl.models.dual_encoders.heads import MaskedBatchNorm
 from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch, Losses
 from medvl.train import Cosine, rank_and_world
@@ -111,6 +112,14 @@ CONTRASTIVE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "soft targets": lambda image_NE, text_NE: losses.soft_targets(image_NE, text_NE[:7], SIMILARITY[:, :7], 14.3),
 }
 
+
+def normed(x_BE: torch.Tensor, mask_BN: torch.Tensor) -> torch.Tensor:
+    """Return a loss of words after a synchronised batch norm, plus the running statistics."""
+    norm = MaskedBatchNorm(4, synchronize=True)
+    loss = losses.local_uniformity(norm(x_BE.unflatten(1, (4, 4)), mask_BN), mask_BN)
+    return loss + torch.stack(list(norm.buffers())[:2]).square().sum()
+
+
 OWN_ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]] = {
     "within sample": lambda image_BE, text_BE, rows: losses.within_sample_nce(
         *(part_BE.unflatten(1, (4, 4)) for part_BE in (image_BE, text_BE)), WORDS[rows], SIMILARITY[rows, :4].exp()
@@ -132,6 +141,7 @@ OWN_ROWS: dict[str, Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]]
     "InfoNCE bound": lambda image_BE, text_BE, rows: losses.info_nce_bound(
         (image_BE * text_BE).sum(dim=1), image_BE @ SIMILARITY.repeat(1, 2).T, STUDIES[rows, None] != STUDIES
     ),
+    "batch norm": lambda image_BE, text_BE, rows: normed(image_BE, WORDS[rows]) + normed(text_BE, WORDS[rows]),
 }
 """Losses that take the rows of this rank, of the given numbers among all."""
 

@@ -1,0 +1,136 @@
+"""Batch norm of sequences with padding, and projection heads with it.
+
+Shape letters as in `medvl.schema`; N tokens, words, sentences or regions, R ranks. The items are before the features,
+(B, N, D), while `nn.BatchNorm1d` expects (B, D, N).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl.losses.gather import gather
+from medvl.losses.precision import full_precision
+
+
+def mask_of(x_BND: Tensor, mask_BN: Tensor | None) -> Tensor:
+    """Return the mask as bool, all True where it is None. Raises ValueError where its shape is not (B, N)."""
+    if mask_BN is None:
+        return torch.ones_like(x_BND[..., 0], dtype=torch.bool)
+    if mask_BN.shape != x_BND.shape[:-1]:
+        raise ValueError(f"expected a mask {tuple(x_BND.shape[:-1])}, got {tuple(mask_BN.shape)}")
+    return mask_BN.bool()
+
+
+class MaskedBatchNorm(nn.BatchNorm1d):
+    """Batch norm whose statistics, also the running ones, are those of real items only.
+
+    Under `nn.BatchNorm1d` the padding would pull mean and variance towards its own, more so in batches with a long
+    text. Without padding, value, gradient and buffers are those of `nn.BatchNorm1d` (Ioffe and Szegedy, arXiv
+    1502.03167). Statistics are in float32; the result has the dtype of the input. A single real item gives the bias,
+    where torch raises an error.
+
+    Args:
+        features: D.
+        affine: train a weight and a bias.
+        synchronize: statistics of the items of all ranks, so that two ranks compute what one would. In training, all
+            ranks must then call it equally often, with any number of items.
+        eps, momentum: as in torch.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        affine: bool = True,
+        synchronize: bool = False,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+    ) -> None:
+        super().__init__(features, eps=eps, momentum=momentum, affine=affine)
+        self.synchronize = synchronize
+
+    def forward(self, x_BND: Tensor, mask_BN: Tensor | None = None) -> Tensor:
+        """Return (B, N, D), or (B, D) for such an input; 0 for padding, which may be non-finite.
+
+        `mask_BN` is True on real items, of the input's shape without D; None: all are. Raises ValueError on a mask of
+        another shape.
+        """
+        real_BN1 = mask_of(x_BND, mask_BN)[..., None]
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        with full_precision(x_BND):
+            items_BND = x_BND.float().masked_fill(~real_BN1, 0.0)
+            if self.training:
+                mean_D, variance_D, count = self._statistics(items_BND, real_BN1)
+                self._update(mean_D, variance_D, count)
+            else:
+                mean_D, variance_D = self.running_mean.float(), self.running_var.float()
+            normed_BND = (items_BND - mean_D) * (variance_D + self.eps).rsqrt()
+            if self.affine:
+                normed_BND = normed_BND * self.weight.float() + self.bias.float()
+            return normed_BND.masked_fill(~real_BN1, 0.0).to(x_BND.dtype)
+
+    def _statistics(self, items_BND: Tensor, real_BN1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return mean and biased variance of the real items, and their number."""
+        dims = tuple(range(items_BND.ndim - 1))
+        count = real_BN1.sum().to(items_BND.dtype)
+        mean_D = items_BND.sum(dim=dims) / count.clamp(min=1)
+        apart_BND = (items_BND - mean_D).masked_fill(~real_BN1, 0.0)
+        variance_D = apart_BND.square().sum(dim=dims) / count.clamp(min=1)
+        if not self.synchronize:
+            return mean_D, variance_D, count
+        parts = gather(torch.cat([count[None], mean_D, variance_D])[None])
+        count_R1, mean_RD, variance_RD = parts.split([1, len(mean_D), len(mean_D)], dim=1)
+        count = count_R1.sum()
+        share_R1 = count_R1 / count.clamp(min=1)
+        mean_D = (share_R1 * mean_RD).sum(dim=0)
+        return mean_D, (share_R1 * (variance_RD + (mean_RD - mean_D).square())).sum(dim=0), count
+
+    @torch.no_grad()
+    def _update(self, mean_D: Tensor, variance_D: Tensor, count: Tensor) -> None:
+        """Move the running statistics towards those of a batch, unless it has no item."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        rate = (self.momentum or 0.0) * (count > 0)
+        unbiased_D = variance_D * (count / (count - 1).clamp(min=1))
+        self.running_mean.add_(rate * (mean_D - self.running_mean))
+        self.running_var.add_(rate * (unbiased_D - self.running_var))
+        self.num_batches_tracked.add_(1)
+
+
+class BatchNormHead(nn.Module):
+    """Linear, batch norm, ReLU, Linear, and on request a batch norm without parameters; for vectors and sequences.
+
+    The projection head of LoVT (arXiv 2112.02889; `norm_output` False) and of MGCA (arXiv 2210.06044; True), whose
+    convolutions of width 1 over tokens are these linear layers.
+
+    Args:
+        in_features, out_features: widths.
+        hidden: 2048 in both.
+        norm_output: end with a batch norm without weight and bias.
+        synchronize: as in `MaskedBatchNorm`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        hidden: int = 2048,
+        *,
+        norm_output: bool = False,
+        synchronize: bool = False,
+    ) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(in_features, hidden), nn.Linear(hidden, out_features)
+        self.norm = MaskedBatchNorm(hidden, synchronize=synchronize)
+        self.output_norm = MaskedBatchNorm(out_features, affine=False, synchronize=synchronize) if norm_output else None
+
+    def forward(self, x_BND: Tensor, mask_BN: Tensor | None = None) -> Tensor:
+        """Map (B, N, D) to (B, N, E), or (B, D) to (B, E); 0 for padding. The mask as in `MaskedBatchNorm`."""
+        padding_BN1 = ~mask_of(x_BND, mask_BN)[..., None]
+        hidden_BNH = self.inner(x_BND.masked_fill(padding_BN1, 0.0))
+        out_BNE: Tensor = self.outer(F.relu(self.norm(hidden_BNH, mask_BN)))
+        if self.output_norm is not None:
+            return self.output_norm(out_BNE, mask_BN)
+        return out_BNE.masked_fill(padding_BN1, 0.0)

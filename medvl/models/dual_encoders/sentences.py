@@ -1,0 +1,48 @@
+"""Sentence features from the features of their tokens.
+
+width = most_slots(batch.sentence_BT)                       # waits for the device
+sentences_BSD, mask_BS = pool_sentences(features.tokens_BTD, batch.sentence_BT, width)
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from medvl.errors import ConfigError
+from medvl.models.dual_encoders.words import sum_by_slot
+
+SentencePool = Literal["max", "mean"]
+
+
+def pool_sentences(
+    tokens_BTD: Tensor, sentence_BT: Tensor, width: int, pool: SentencePool = "max"
+) -> tuple[Tensor, Tensor]:
+    """Return (sentences_BSD, mask_BS): maximum or mean of the tokens of each sentence, in float32; S is `width`.
+
+    Args:
+        tokens_BTD: features of tokens.
+        sentence_BT: `Batch.sentence_BT`: number of each token's sentence, from 0; -1 outside of sentences, where tokens
+            are ignored.
+        width: at least the number of sentences of the longest text, from `medvl.models.dual_encoders.words.most_slots`.
+        pool: "max" as in LoVT (arXiv 2112.02889, section 3.3). Tokens that share the maximum share its gradient.
+
+    A sentence without tokens, also between others, has zeros and is False in the mask. Raises ConfigError on an unknown
+    pool.
+    """
+    if pool not in get_args(SentencePool):
+        message = f"expected one of {', '.join(get_args(SentencePool))}, got {pool!r}"
+        raise ConfigError(message, "unknown_name", field="pool")
+    outside_BT = sentence_BT < 0
+    place_BT = sentence_BT.masked_fill(outside_BT, width)
+    count_BS = sentence_BT.new_zeros(len(sentence_BT), width + 1)
+    count_BS = count_BS.scatter_add(1, place_BT, torch.ones_like(place_BT))[:, :width]
+    mask_BS = count_BS > 0
+    if pool == "mean":
+        sentences_BSD, _ = sum_by_slot(tokens_BTD, sentence_BT, width)
+        return sentences_BSD / count_BS.clamp(min=1)[:, :, None], mask_BS
+    lowest_BSD = tokens_BTD.new_full((len(tokens_BTD), width + 1, tokens_BTD.shape[2]), -torch.inf, dtype=torch.float32)
+    tokens_BTD = tokens_BTD.float().masked_fill(outside_BT[:, :, None], 0.0)
+    place_BTD = place_BT[:, :, None].expand_as(tokens_BTD)
+    sentences_BSD = lowest_BSD.scatter_reduce(1, place_BTD, tokens_BTD, "amax")[:, :width]
+    return sentences_BSD.masked_fill(~mask_BS[:, :, None], 0.0), mask_BS
