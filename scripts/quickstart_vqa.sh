@@ -14,6 +14,8 @@ if [ "$start" != m3ae ] && [ ! -e quickstart/convirt/best ]; then bash scripts/q
 source scripts/setup.sh
 setup ""
 export HF_HUB_OFFLINE=1 NO_ALBUMENTATIONS_UPDATE=1 MEDVL_SALT_FILE="$PWD/quickstart/salt"
+mkdir -p quickstart
+[ -e quickstart/salt ] || printf '%064d\n' 0 > quickstart/salt  # as in scripts/quickstart.sh
 bin=.venv/bin
 step() { printf '\n== %s\n' "$1"; }
 

@@ -19,6 +19,7 @@ def test_notebook_runs(path: Path, tmp_path: Path) -> None:
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert len(code) >= 4
     (tmp_path / "notebook.py").write_text("\n\n".join(code), encoding="utf-8")
+    (tmp_path / "salt").write_text("5a" * 32 + "\n", encoding="ascii")
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     run = subprocess.run(
         [sys.executable, "notebook.py"],

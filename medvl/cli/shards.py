@@ -1,7 +1,10 @@
 """`medvl shards` and `medvl merge`: convert a corpus to shards. Each command returns the text to print."""
 
 import dataclasses
+import os
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -21,6 +24,10 @@ T = TypeVar("T")
 Flat = Annotated[T, tyro.conf.arg(name="")]
 """A dataclass whose fields become options without a prefix: --out, not --run.out."""
 
+_IDENTIFYING = (
+    "Texts and pixels are stored unchanged. Those counted as possible_* or says_burned_in may name a person: check "
+    "them, and de-identify the corpus and convert it again before you share the shards."
+)
 _FRACTIONS = ("train=0.8", "validate=0.1", "test=0.1")
 
 
@@ -48,7 +55,7 @@ def mimic_cxr(
     from medvl.data.convert.hold_out import hold_out
     from medvl.data.corpora import mimic_cxr as corpus
 
-    deid = deidentifier(run.salt_file)
+    deid = deidentifier(run)
     plan = corpus.plan(root, deid, reports=reports, labeler=labeler, views=views)
     return convert(hold_out(plan, without, deid), deid, run, options)
 
@@ -150,7 +157,7 @@ def table(
     splits: tuple[str, ...] = _FRACTIONS,
     parse_reports: bool = False,
 ) -> str:
-    """Convert your own table with one row per image.
+    """Convert your own table with one row per image. Without a text column, all images are kept, for their labels.
 
     Args:
         table: .csv, .jsonl (also .gz) or .parquet.
@@ -165,7 +172,7 @@ def table(
     """
     from medvl.data.corpora import table as corpus
 
-    deid = deidentifier(run.salt_file)
+    deid = deidentifier(run)
     plan = corpus.plan(
         table,
         columns,
@@ -176,7 +183,8 @@ def table(
         fractions=split_fractions(splits),
         parse_reports=parse_reports,
     )
-    return convert(plan, deid, run, options)
+    textless = options.keep_textless or not columns.text_column
+    return convert(plan, deid, run, dataclasses.replace(options, keep_textless=textless))
 
 
 def merge(out: Path, parts: tuple[Path, ...]) -> str:
@@ -188,30 +196,40 @@ def merge(out: Path, parts: tuple[Path, ...]) -> str:
     """
     from medvl.data.convert.merge import merge_parts
 
-    manifests = merge_parts(out, parts, progress=sys.stderr.isatty())
-    lines = [_summary(split, manifest) for split, manifest in manifests.items()]
+    lines = _report(out, merge_parts(out, parts, progress=sys.stderr.isatty()))
     lines.append(f"Wrote {out} and verified every byte. The parts and their private folders can be deleted.")
     return "\n".join(lines)
 
 
-def deidentifier(salt_file: Path | None) -> "Deidentifier":
-    """Return a hasher with the salt of the file, or of the default one, which is created on first use."""
+def deidentifier(run: ShardRun) -> "Deidentifier":
+    """Return a hasher with the salt of the run, or of the default file, which is created on first use.
+
+    Raises ConfigError where a salt file that was named, by option or variable, does not exist: with a new salt by
+    mistake, patients would no longer be recognised in other corpora.
+    """
     from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
 
-    return Deidentifier.from_file(salt_file or default_salt_file(), create=True)
+    path = run.salt_file or default_salt_file()
+    create = run.new_salt or not (run.salt_file or os.environ.get("MEDVL_SALT_FILE"))
+    if not path.exists():
+        if not create:
+            message = f"the salt file {path} does not exist; correct its path, or create it with --new-salt"
+            raise ConfigError(message, "not_found", field="salt_file")
+        print(f"Creating the salt file {path}: keep it, all corpora need the same one.", file=sys.stderr)
+    return Deidentifier.from_file(path, create=create)
 
 
 def convert_corpus(corpus: ModuleType, root: Path, run: ShardRun, options: ShardOptions, **settings: Any) -> str:
     """Plan a corpus with these settings and convert it, as `convert`."""
-    deid = deidentifier(run.salt_file)
+    deid = deidentifier(run)
     return convert(corpus.plan(root, deid, **settings), deid, run, options)
 
 
 def convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOptions) -> str:
-    """Convert a plan. Returns one line per split with its counts."""
+    """Convert a plan. Returns one line per split with its counts, and the warnings."""
     from medvl.data.convert.pipeline import write_shards
 
-    lines = [_summary(split, manifest) for split, manifest in write_shards(plan, deid, run, options).items()]
+    lines = _report(run.out, write_shards(plan, deid, run, options))
     if run.part is not None:
         lines.append(f"Part {run.part} is finished. When all are: medvl merge OUT PART ..., with the --out of each.")
     lines.append(f"Wrote {run.out}. Do not share {run.out.name}-private: it names the source of each sample.")
@@ -225,6 +243,24 @@ def split_fractions(items: tuple[str, ...]) -> dict[str, float]:
     except ValueError:
         message = f"expected --splits as NAME=FRACTION, got {' '.join(items)}"
         raise ConfigError(message, "malformed", field="splits") from None
+
+
+def _report(out: Path, manifests: "Mapping[str, Manifest]") -> list[str]:
+    """Return one line per split, the warnings of all splits, and what to do about them."""
+    from medvl.data.convert.conversion import Conversion
+    from medvl.data.convert.private_folder import PrivateFolder
+
+    lines = [_summary(split, manifest) for split, manifest in manifests.items()]
+    warnings = sum((Counter(manifest.warnings) for manifest in manifests.values()), Counter[str]())
+    of_corpus = Conversion.read(PrivateFolder(out)).corpus_warnings  # included in every manifest
+    warnings -= Counter({name: count * (len(manifests) - 1) for name, count in of_corpus.items()})
+    if warnings:
+        lines.append("warnings: " + ", ".join(f"{count} {name}" for name, count in sorted(warnings.items())))
+    if any(name.startswith("possible_") or name == "says_burned_in" for name in warnings):
+        lines.append(_IDENTIFYING)
+    if not any(manifest.samples for manifest in manifests.values()):
+        lines.append("No sample was written. To keep images without text, use --keep-textless and another --out.")
+    return lines
 
 
 def _summary(split: str, manifest: "Manifest") -> str:

@@ -31,7 +31,7 @@ def vqa_rad(
     """
     from medvl.data.corpora import vqa_rad as corpus
 
-    deid = deidentifier(run.salt_file)
+    deid = deidentifier(run)
     return _convert(corpus.plan(root, deid, split=split), deid, run, options)
 
 
@@ -46,7 +46,7 @@ def slake(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, langu
     """
     from medvl.data.corpora import slake as corpus
 
-    deid = deidentifier(run.salt_file)
+    deid = deidentifier(run)
     return _convert(corpus.plan(root, deid, language=language), deid, run, options)
 
 
@@ -60,7 +60,7 @@ def vqa_med(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> str
     """
     from medvl.data.corpora import vqa_med as corpus
 
-    deid = deidentifier(run.salt_file)
+    deid = deidentifier(run)
     return _convert(corpus.plan(root, deid), deid, run, options)
 
 
@@ -74,7 +74,7 @@ def path_vqa(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> st
     """
     from medvl.data.corpora import path_vqa as corpus
 
-    deid = deidentifier(run.salt_file)
+    deid = deidentifier(run)
     return _convert(corpus.plan(root, deid), deid, run, dataclasses.replace(options, color=True))
 
 
@@ -83,7 +83,4 @@ def _convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOp
 
     summary = convert(plan, deid, run, dataclasses.replace(options, keep_textless=True))
     counts = Counter(question.split for record in plan.records for question in questions_of(record.sample))
-    lines = [", ".join(f"{count} questions in {split}" for split, count in counts.items())]
-    if plan.warnings:
-        lines.append("warnings: " + ", ".join(f"{count} {rule}" for rule, count in sorted(plan.warnings.items())))
-    return "\n".join([*lines, summary])
+    return "\n".join([", ".join(f"{count} questions in {split}" for split, count in counts.items()), summary])

@@ -1,4 +1,4 @@
-"""Atomic folders and links, and a lock on a run folder."""
+"""Atomic folders and links, and a lock on a folder."""
 
 import contextlib
 import errno
@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from medvl.common.files import fsync
-from medvl.errors import TrainingError
+from medvl.errors import MedvlError, TrainingError
 
 _locked_here: set[Path] = set()
 """Folders locked by this process: record locks do not exclude a second lock of the same process."""
@@ -114,17 +114,22 @@ def point(link: Path, folder: Path) -> None:
 
 
 class RunLock:
-    """Lock that excludes a second run from a run folder while this process runs.
+    """Lock that excludes a second process from a folder while this one writes it.
+
+    Args:
+        folder: the folder, created if it does not exist.
+        error: type of the error where the folder is locked.
+        field: setting that names the folder, for the error.
 
     It is a record lock of the operating system on `.lock`. It is released when the process ends, however that happens,
     and child processes (the loader's workers) do not inherit it, so a lock is never stale.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir.resolve() / ".lock"
+    def __init__(self, folder: Path, *, error: type[MedvlError] = TrainingError, field: str = "run_dir") -> None:
+        self._path, self._error, self._field = folder.resolve() / ".lock", error, field
 
     def __enter__(self) -> Self:
-        """Lock the folder. Raises TrainingError where another run holds the lock."""
+        """Lock the folder. Raises `error` where another process holds the lock."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path in _locked_here:
             raise self._in_use("this process")
@@ -137,7 +142,7 @@ class RunLock:
             self._file.close()
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 message = f"cannot lock {self._path} ({error.strerror}); use a file system with locks"
-                raise TrainingError(message, "unreadable", field="run_dir") from error
+                raise self._error(message, "unreadable", field=self._field) from error
             raise self._in_use(owner) from None
         _locked_here.add(self._path)
         self._file.truncate(0)
@@ -151,9 +156,9 @@ class RunLock:
         _locked_here.discard(self._path)
         self._file.close()
 
-    def _in_use(self, owner: str) -> TrainingError:
-        message = f"{self._path.parent} is in use by {owner}; wait for it, or choose another run_dir"
-        return TrainingError(message, "in_use", field="run_dir")
+    def _in_use(self, owner: str) -> MedvlError:
+        message = f"{self._path.parent} is in use by {owner}; wait for it, or choose another {self._field}"
+        return self._error(message, "in_use", field=self._field)
 
 
 def _link_or_copy(source: str, destination: str) -> None:

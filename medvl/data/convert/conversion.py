@@ -3,14 +3,16 @@
 A resumed run compares it with its own, and `medvl merge` compares that of all parts.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from medvl.common.files import write_atomic
+from medvl.common.folders import RunLock
 from medvl.data.convert.options import ShardOptions, select_part
 from medvl.data.convert.plan import ShardPlan, count_by_split, shard_name
 from medvl.data.convert.private_folder import PrivateFolder
@@ -68,11 +70,22 @@ class Conversion:
         except (TypeError, KeyError) as error:
             raise ShardError(f"{private.plan} is damaged or of another version; convert again", "malformed") from error
 
-    def claim(self, out: Path, private: PrivateFolder) -> None:
-        """Create the output folders, or resume in them.
+    @contextlib.contextmanager
+    def claim(self, out: Path, private: PrivateFolder) -> Iterator[None]:
+        """Create the output folders, or resume in them, and lock them within the block.
 
-        Raises ConfigError when they hold another conversion or other files.
+        Raises ConfigError when they hold another conversion or other files, or another process writes them.
         """
+        self._check_folders(out, private)
+        private.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with RunLock(private.path, error=ConfigError, field="out"):
+            self._check_folders(out, private)  # another process may have finished since
+            for split in self.planned:
+                (out / split).mkdir(parents=True, exist_ok=True)
+            write_atomic(private.plan, json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True))
+            yield
+
+    def _check_folders(self, out: Path, private: PrivateFolder) -> None:
         if private.plan.is_file():
             stored = _load(private.plan)
             differing = ", ".join(name for name in _IDENTITY if stored.get(name) != getattr(self, name))
@@ -83,10 +96,6 @@ class Conversion:
         elif out.exists() and any(out.iterdir()):
             message = f"{out} is not empty and {private.plan} does not exist; give another --out"
             raise ConfigError(message, "exists", field="out")
-        for split in self.planned:
-            (out / split).mkdir(parents=True, exist_ok=True)
-        private.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomic(private.plan, json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True))
 
     def shards(self) -> list[tuple[str, str]]:
         """Return (split, name) of each shard of this part, or of the whole corpus, in order."""

@@ -64,7 +64,19 @@ def merge_parts(out: Path, folders: Sequence[Path], *, progress: bool = False) -
     notes = _read_notes(parts)
     private = PrivateFolder(out)
     conversion = dataclasses.replace(parts[0].conversion, part=None)
-    conversion.claim(out, private)
+    with conversion.claim(out, private):
+        return _merge_into(out, private, conversion, parts, notes, progress)
+
+
+def _merge_into(
+    out: Path,
+    private: PrivateFolder,
+    conversion: Conversion,
+    parts: Sequence[_Part],
+    notes: Mapping[str, ShardNote],
+    progress: bool,
+) -> dict[str, Manifest]:
+    """Link the shards of all parts into `out`, verify them and write the manifests."""
     for part in parts:
         for split, name in part.conversion.shards():
             for suffix in (".tar", ".index"):

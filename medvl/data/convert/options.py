@@ -55,7 +55,9 @@ class ShardRun:
     workers: int | None = None
     """Number of processes; default one per core."""
     salt_file: Path | None = None
-    """Salt file for hashing ids; default $MEDVL_SALT_FILE or ~/.config/medvl/salt, created on first use."""
+    """Salt file for hashing ids; default $MEDVL_SALT_FILE, or ~/.config/medvl/salt, which is created on first use."""
+    new_salt: bool = False
+    """Create the salt file if it does not exist."""
     part: str | None = None
     """Convert only this part of the corpus, as `i/n` with i from 1 to n: for cluster array jobs, each with an --out of
     its own and the same salt. `medvl merge` combines the parts. The budget applies to the part."""

@@ -17,6 +17,7 @@ import dataclasses
 import errno
 import multiprocessing
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import cv2
@@ -71,7 +73,7 @@ def write_shards(
     Raises:
         SplitError: a patient is in two splits.
         CorpusError: there are no records, or two with one key.
-        ConfigError: `run.out` holds another conversion.
+        ConfigError: `run.out` holds another conversion, or another process converts into it.
         BudgetError: more images are unreadable than the budget allows.
         ShardError: the disk is full, or a worker died.
     """
@@ -79,7 +81,14 @@ def write_shards(
     private = PrivateFolder(run.out)
     shard_plan = ShardPlan(plan, options.samples_per_shard)
     conversion = Conversion.from_plan(shard_plan, options, deid.fingerprint, run.part)
-    conversion.claim(run.out, private)
+    with conversion.claim(run.out, private):
+        return _write_claimed(shard_plan, conversion, private, run, options)
+
+
+def _write_claimed(
+    shard_plan: ShardPlan, conversion: Conversion, private: PrivateFolder, run: ShardRun, options: ShardOptions
+) -> dict[str, Manifest]:
+    """Convert the shards that are missing, and write the manifests."""
     shards = select_part(shard_plan.shards, run.part)
     stored = [private.read_note(run.out / shard.split, shard.name) for shard in shards]
     notes = {note.name: note for note in stored if note is not None}
@@ -159,8 +168,8 @@ def _run_tasks(tasks: Iterable[ShardTask], workers: int) -> Generator[tuple[Shar
         return
     # Spawn, not fork: codecs and progress bars start threads, and forking a threaded process may deadlock.
     context = multiprocessing.get_context("spawn")
-    counter = context.Value("q", 0)
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(counter,))
+    counter, stop = context.Value("q", 0), context.Event()
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(counter, stop))
     try:
         running = set[Future[ShardNote]]()
         for task in tasks:
@@ -173,6 +182,7 @@ def _run_tasks(tasks: Iterable[ShardTask], workers: int) -> Generator[tuple[Shar
         advice = "run the same command again with fewer --workers"
         raise ShardError(f"a worker process died, probably for lack of memory; {advice}", "worker") from None
     finally:
+        stop.set()  # after Ctrl-C or an error, workers leave their shard at the next image
         pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -186,16 +196,20 @@ def _collect(running: set[Future[ShardNote]], counter: "Synchronized[int]") -> I
 
 
 _counter: "Synchronized[int] | None" = None
+_stop: "Event | None" = None
 
 
-def _start_worker(counter: "Synchronized[int]") -> None:
-    global _counter
-    _counter = counter
+def _start_worker(counter: "Synchronized[int]", stop: "Event") -> None:
+    global _counter, _stop
+    _counter, _stop = counter, stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one stops the workers
     cv2.setNumThreads(0)  # one process per core already
     limit_memory(WORKER_BYTES)
 
 
 def _tick() -> None:
+    if _stop is not None and _stop.is_set():
+        raise KeyboardInterrupt
     if _counter is not None:
         with _counter.get_lock():
             _counter.value += 1

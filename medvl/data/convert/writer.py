@@ -19,7 +19,7 @@ _BLOCK = tarfile.BLOCKSIZE
 def write_shard(folder: Path, name: str, samples: Iterable[EncodedSample]) -> Shard:
     """Write `{name}.tar` and `{name}.index`. Returns the manifest entry.
 
-    Raises OSError when writing fails; no partial tar is left then.
+    Raises OSError when writing fails. No partial tar is left then, or when the process is interrupted.
     """
     tar, index = folder / f"{name}.tar", folder / f"{name}.index"
     partial = tar.with_name(tar.name + ".partial")
@@ -34,7 +34,7 @@ def write_shard(folder: Path, name: str, samples: Iterable[EncodedSample]) -> Sh
         index_text = writer.index().to_text()
         write_atomic(index, index_text)
         partial.replace(tar)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
     return Shard(
