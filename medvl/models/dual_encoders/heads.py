@@ -56,35 +56,30 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         another shape.
         """
         real_BN1 = mask_of(x_BND, mask_BN)[..., None]
-        assert self.running_mean is not None
-        assert self.running_var is not None
         with full_precision(x_BND):
+            if mask_BN is None and not self.synchronize and (real_BN1.numel() > 1 or not self.training):
+                # torch's kernel keeps one tensor for the backward pass instead of two: regions are many.
+                return super().forward(x_BND.flatten(0, -2)).view_as(x_BND)
+            assert self.running_mean is not None
+            assert self.running_var is not None
             items_BND = x_BND.float().masked_fill(~real_BN1, 0.0)
+            mean_D, variance_D = self.running_mean.float(), self.running_var.float()
             if self.training:
-                mean_D, variance_D, count = self._statistics(items_BND, real_BN1)
+                dims = tuple(range(x_BND.ndim - 1))
+                count = self._total(real_BN1.sum(dim=dims).float())
+                mean_D = self._total(items_BND.sum(dim=dims)) / count.clamp(min=1)
+            centred_BND = (items_BND - mean_D).masked_fill(~real_BN1, 0.0)
+            if self.training:
+                variance_D = self._total(centred_BND.square().sum(dim=dims)) / count.clamp(min=1)
                 self._update(mean_D, variance_D, count)
-            else:
-                mean_D, variance_D = self.running_mean.float(), self.running_var.float()
-            normed_BND = (items_BND - mean_D) * (variance_D + self.eps).rsqrt()
+            normed_BND = centred_BND * (variance_D + self.eps).rsqrt()
             if self.affine:
                 normed_BND = normed_BND * self.weight.float() + self.bias.float()
             return normed_BND.masked_fill(~real_BN1, 0.0).to(x_BND.dtype)
 
-    def _statistics(self, items_BND: Tensor, real_BN1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return mean and biased variance of the real items, and their number."""
-        dims = tuple(range(items_BND.ndim - 1))
-        count = real_BN1.sum().to(items_BND.dtype)
-        mean_D = items_BND.sum(dim=dims) / count.clamp(min=1)
-        apart_BND = (items_BND - mean_D).masked_fill(~real_BN1, 0.0)
-        variance_D = apart_BND.square().sum(dim=dims) / count.clamp(min=1)
-        if not self.synchronize:
-            return mean_D, variance_D, count
-        parts = gather(torch.cat([count[None], mean_D, variance_D])[None])
-        count_R1, mean_RD, variance_RD = parts.split([1, len(mean_D), len(mean_D)], dim=1)
-        count = count_R1.sum()
-        share_R1 = count_R1 / count.clamp(min=1)
-        mean_D = (share_R1 * mean_RD).sum(dim=0)
-        return mean_D, (share_R1 * (variance_RD + (mean_RD - mean_D).square())).sum(dim=0), count
+    def _total(self, sums_D: Tensor) -> Tensor:
+        """Return the sums over all ranks, if statistics are synchronised."""
+        return gather(sums_D[None]).sum(dim=0) if self.synchronize else sums_D
 
     @torch.no_grad()
     def _update(self, mean_D: Tensor, variance_D: Tensor, count: Tensor) -> None:
