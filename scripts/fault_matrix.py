@@ -102,6 +102,14 @@ ITEMS = {
         "mutated DICOM files, images, reports, tars, indexes, manifests, checkpoints",
         "read, or an error of medvl",
     ),
+    "S16": (
+        "links out of a corpus; pipes, devices, sockets and folders instead of files; impossible paths",
+        "counted as skipped, tables raise; nothing outside is read without --follow-links",
+    ),
+    "S17": (
+        "nested JSON, half surrogate pairs, endless lines and cells, wrong types in a sample",
+        "error of medvl's type, or counted as skipped; in bounded memory",
+    ),
     "P3": ("`import medvl.encoders`", "imports no data library and no other part of medvl"),
 }
 
@@ -180,7 +188,7 @@ def main() -> None:
     options = parser.parse_args()
     unknown = [item for item in options.items if item not in ITEMS]
     if unknown:
-        sys.exit(f"unknown items {', '.join(unknown)}; choose from F1 to F20, N1 to N9, S1 to S15, P3")
+        sys.exit(f"unknown items {', '.join(unknown)}; choose from F1 to F20, N1 to N9, S1 to S17, P3")
     requested = options.items or list(ITEMS)
     collector = Collector(requested)
     files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.fault(" in path.read_text()]

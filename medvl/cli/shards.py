@@ -56,7 +56,7 @@ def mimic_cxr(
     from medvl.data.corpora import mimic_cxr as corpus
 
     deid = deidentifier(run)
-    plan = corpus.plan(root, deid, reports=reports, labeler=labeler, views=views)
+    plan = corpus.plan(root, deid, reports=reports, labeler=labeler, views=views, follow_links=options.follow_links)
     return convert(hold_out(plan, without, deid), deid, run, options)
 
 
@@ -182,6 +182,7 @@ def table(
         where=_pairs(where, "--where"),
         fractions=split_fractions(splits),
         parse_reports=parse_reports,
+        follow_links=options.follow_links,
     )
     textless = options.keep_textless or not columns.text_column
     return convert(plan, deid, run, dataclasses.replace(options, keep_textless=textless))
@@ -222,7 +223,7 @@ def deidentifier(run: ShardRun) -> "Deidentifier":
 def convert_corpus(corpus: ModuleType, root: Path, run: ShardRun, options: ShardOptions, **settings: Any) -> str:
     """Plan a corpus with these settings and convert it, as `convert`."""
     deid = deidentifier(run)
-    return convert(corpus.plan(root, deid, **settings), deid, run, options)
+    return convert(corpus.plan(root, deid, follow_links=options.follow_links, **settings), deid, run, options)
 
 
 def convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOptions) -> str:

@@ -32,7 +32,7 @@ def vqa_rad(
     from medvl.data.corpora import vqa_rad as corpus
 
     deid = deidentifier(run)
-    return _convert(corpus.plan(root, deid, split=split), deid, run, options)
+    return _convert(corpus.plan(root, deid, split=split, follow_links=options.follow_links), deid, run, options)
 
 
 def slake(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, language: Literal["en", "zh"] = "en") -> str:
@@ -47,7 +47,7 @@ def slake(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, langu
     from medvl.data.corpora import slake as corpus
 
     deid = deidentifier(run)
-    return _convert(corpus.plan(root, deid, language=language), deid, run, options)
+    return _convert(corpus.plan(root, deid, language=language, follow_links=options.follow_links), deid, run, options)
 
 
 def vqa_med(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> str:
@@ -61,7 +61,7 @@ def vqa_med(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> str
     from medvl.data.corpora import vqa_med as corpus
 
     deid = deidentifier(run)
-    return _convert(corpus.plan(root, deid), deid, run, options)
+    return _convert(corpus.plan(root, deid, follow_links=options.follow_links), deid, run, options)
 
 
 def path_vqa(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> str:
@@ -75,7 +75,9 @@ def path_vqa(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> st
     from medvl.data.corpora import path_vqa as corpus
 
     deid = deidentifier(run)
-    return _convert(corpus.plan(root, deid), deid, run, dataclasses.replace(options, color=True))
+    return _convert(
+        corpus.plan(root, deid, follow_links=options.follow_links), deid, run, dataclasses.replace(options, color=True)
+    )
 
 
 def _convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOptions) -> str:

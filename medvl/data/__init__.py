@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from medvl.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from medvl.common.untrusted import InputFolders as InputFolders
     from medvl.data.annotations.mask_rle import decode_runs as decode_runs, encode_runs as encode_runs
     from medvl.data.annotations.phrases import Phrase as Phrase, phrases_of as phrases_of
     from medvl.data.annotations.questions import Question as Question, questions_of as questions_of

@@ -29,6 +29,9 @@ class ShardOptions:
     """Records per shard."""
     frame: int | None = None
     """Frame to keep of DICOM files with several, from 0; default: such files are skipped as multi_frame."""
+    follow_links: bool = False
+    """Also read files that links outside of the corpus lead to, as in trees of git-annex and DataLad. Only for trees
+    that you trust: a link can bring any file that you can read into the shards."""
 
     def __post_init__(self) -> None:
         _check_range("short_side", self.short_side, 16, 8192)

@@ -31,6 +31,7 @@ from pathlib import Path
 import cv2
 from tqdm import tqdm
 
+from medvl.common.untrusted import ANYWHERE, InputFolders
 from medvl.data.convert.conversion import Conversion
 from medvl.data.convert.manifests import build_manifests, write_manifests
 from medvl.data.convert.memory_limit import WORKER_BYTES, limit_memory, memory_limited
@@ -55,6 +56,8 @@ class ShardTask:
     folder: Path
     records: tuple[Record, ...]
     options: ShardOptions
+    folders: InputFolders
+    """Folders that images and reports must be in."""
 
 
 def write_shards(
@@ -122,7 +125,7 @@ def build_shard(task: ShardTask, tick: Callable[[], None]) -> ShardNote:
     Raises OSError when writing fails.
     """
     note = ShardNote(task.name, task.split)
-    samples = convert_records(task.records, task.options, note, tick)
+    samples = convert_records(task.records, task.options, task.folders, note, tick)
     return note.complete(write_shard(task.folder, task.name, samples))
 
 
@@ -139,8 +142,9 @@ def _convert(
         return
     planned = sum(map(len, shards))
     done = planned - sum(map(len, missing))
+    folders = ANYWHERE if options.follow_links else shard_plan.folders
     tasks = (
-        ShardTask(shard.name, shard.split, run.out / shard.split, tuple(shard_plan.records(shard)), options)
+        ShardTask(shard.name, shard.split, run.out / shard.split, tuple(shard_plan.records(shard)), options, folders)
         for shard in missing
     )
     workers = min(run.workers or os.cpu_count() or 1, len(missing))

@@ -41,7 +41,7 @@ class PrivateFolder:
     def write_skipped(self, notes: Iterable[ShardNote]) -> None:
         """List the skipped images with reason and message; the messages name files."""
         rows = [
-            json.dumps({"key": key, "split": note.split, "reason": reason, "message": message}, ensure_ascii=False)
+            json.dumps({"key": key, "split": note.split, "reason": reason, "message": message})
             for note in notes
             for key, reason, message in note.skipped
         ]

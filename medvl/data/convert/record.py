@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from medvl.common.untrusted import InputFolders
 from medvl.data.convert.note import ShardNote
 from medvl.data.convert.options import ShardOptions
 from medvl.data.corpora.common.tables import Record, read_record
@@ -32,27 +33,33 @@ class EncodedSample(NamedTuple):
 
 
 def convert_records(
-    records: Iterable[Record], options: ShardOptions, note: ShardNote, tick: Callable[[], None]
+    records: Iterable[Record],
+    options: ShardOptions,
+    folders: InputFolders,
+    note: ShardNote,
+    tick: Callable[[], None],
 ) -> Iterator[EncodedSample]:
     """Yield the readable samples of a shard; note patients, warnings, and skipped and excluded images.
 
     `tick` is called after each record.
     """
     for record in records:
-        encoded = _convert(record, options, note)
+        encoded = _convert(record, options, folders, note)
         if encoded is not None:
             yield encoded
         tick()
 
 
-def _convert(record: Record, options: ShardOptions, note: ShardNote) -> EncodedSample | None:
+def _convert(record: Record, options: ShardOptions, folders: InputFolders, note: ShardNote) -> EncodedSample | None:
     key = record.sample.key
     try:
-        sample = read_record(record, note.warnings)
+        sample = read_record(record, note.warnings, folders)
         if not any(sample.sections.values()) and not options.keep_textless:
             note.excluded["no_text"] += 1
             return None
-        pixels, header = read_pixels(sample.image, color=options.color, frame=options.frame, warnings=note.warnings)
+        pixels, header = read_pixels(
+            sample.image, color=options.color, frame=options.frame, warnings=note.warnings, folders=folders
+        )
         _check_shape(pixels, sample.image)
         sample = sample if header is None else _fill_in(sample, header)
         image = _encode(pixels, options)
@@ -65,6 +72,8 @@ def _convert(record: Record, options: ShardOptions, note: ShardNote) -> EncodedS
         note.skipped.append((key, reason, str(error)))
     except ReportError as error:
         note.skipped.append((key, "report_unreadable", str(error)))
+    except OSError as error:  # a failing disk or network file system; writing is outside of this block
+        note.skipped.append((key, "unreadable", str(error)))
     else:
         note.patients.append(sample.patient)
         return EncodedSample(key, options.image_format, image, sample_to_json(sample))

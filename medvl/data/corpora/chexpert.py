@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.tables import Plan, Record, check_choice, parse_findings, read_table
 from medvl.data.privacy.deidentify import Deidentifier, cap_age
@@ -22,7 +23,14 @@ _PATH = re.compile(r"(?:.*/)?(train|valid|test)/(patient\d+)/(study\d+)/(view\d+
 _SEX = {"Male": "M", "Female": "F"}
 
 
-def plan(root: Path, deid: Deidentifier, *, frontal_only: bool = False, split: str | None = None) -> Plan:
+def plan(
+    root: Path,
+    deid: Deidentifier,
+    *,
+    frontal_only: bool = False,
+    split: str | None = None,
+    follow_links: bool = False,
+) -> Plan:
     """Plan the samples of CheXpert from its tables; no image is opened. CheXpert has labels and no text.
 
     Args:
@@ -30,11 +38,13 @@ def plan(root: Path, deid: Deidentifier, *, frontal_only: bool = False, split: s
         deid: hashes patient, study and image ids.
         frontal_only: leave out lateral views.
         split: "train", "valid" or "test"; default all whose table exists.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
 
     Raises CorpusError when a table or column is missing, or a value does not match the data card; ConfigError when the
     split is unknown.
     """
     root = Path(root)
+    allowed = InputFolders.of(root, follow_links=follow_links)
     if split is not None:
         check_choice(split, SPLITS, "split")
     splits = (split,) if split else tuple(name for name in SPLITS if (root / f"{name}.csv").is_file())
@@ -44,13 +54,13 @@ def plan(root: Path, deid: Deidentifier, *, frontal_only: bool = False, split: s
     records = Records()
     for name in splits:
         table = root / f"{name}.csv"
-        for row in read_table(table, _TEST_COLUMNS if name == "test" else _COLUMNS):
+        for row in read_table(table, _TEST_COLUMNS if name == "test" else _COLUMNS, allowed):
             sample = _sample(root, table, name, row, deid)
             if frontal_only and sample.view == "LATERAL":
                 excluded["lateral"] += 1
                 continue
             records.append(Record(sample))
-    return Plan(NAME, records, FINDINGS, excluded)
+    return Plan(NAME, records, FINDINGS, excluded, folders=allowed)
 
 
 def image_key(path: str, deid: Deidentifier) -> str:

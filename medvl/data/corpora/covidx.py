@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, check_share, malformed, open_text
+from medvl.data.corpora.common.tables import Plan, Record, check_share, malformed, read_lines
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.splits import hash_split
 from medvl.errors import CorpusError
@@ -29,7 +30,14 @@ _FILE = re.compile(r"[^/\\]{1,200}\.(?:png|jpe?g)", re.IGNORECASE)
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
-def plan(root: Path, deid: Deidentifier, *, version: str | None = None, validate_share: float = 0.1) -> Plan:
+def plan(
+    root: Path,
+    deid: Deidentifier,
+    *,
+    version: str | None = None,
+    validate_share: float = 0.1,
+    follow_links: bool = False,
+) -> Plan:
     """Plan the samples of COVIDx from its lists; no image is opened.
 
     Args:
@@ -39,11 +47,13 @@ def plan(root: Path, deid: Deidentifier, *, version: str | None = None, validate
             None reads `train.txt`, `val.txt` and `test.txt`.
         validate_share: share of the training list's patients that are used for validation, by hash, where there is
             no validation list.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
 
     Raises CorpusError when a list is missing, or a line does not match the data card; ConfigError when the share is not
     between 0 and 1.
     """
     root = Path(root)
+    allowed = InputFolders.of(root, follow_links=follow_links)
     check_share(validate_share, "validate_share")
     lists = {split: root / (f"{split}_{version}.txt" if version else f"{split}.txt") for split in _SPLITS}
     if not (lists["train"].is_file() and lists["test"].is_file()):
@@ -56,7 +66,7 @@ def plan(root: Path, deid: Deidentifier, *, version: str | None = None, validate
     for split, path in lists.items():
         if not path.is_file():
             continue
-        for image, patient, labels in _read_list(path, deid):
+        for image, patient, labels in _read_list(path, deid, allowed):
             sample = Sample(
                 key=deid.image(f"{split}/{image}"),
                 corpus=NAME,
@@ -68,22 +78,21 @@ def plan(root: Path, deid: Deidentifier, *, version: str | None = None, validate
             )
             names |= dict.fromkeys(labels)
             records.append(Record(sample))
-    return Plan(NAME, records, tuple(names), Counter())
+    return Plan(NAME, records, tuple(names), Counter(), folders=allowed)
 
 
-def _read_list(path: Path, deid: Deidentifier) -> Iterator[tuple[str, str, dict[str, int]]]:
+def _read_list(path: Path, deid: Deidentifier, allowed: InputFolders) -> Iterator[tuple[str, str, dict[str, int]]]:
     """Yield (file, hashed patient, labels) of each line: patient, file, class and source, separated by blanks.
 
     File names may contain blanks. Each source numbers its patients from 1, so the source is part of the hashed id;
     RSNA ids are unique and are hashed alone, as the RSNA converter does.
     """
-    with open_text(path) as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            words = line.split()
-            image, label, source = " ".join(words[1:-2]), *words[-2:]
-            if len(words) < 4 or label not in _CLASSES or not _FILE.fullmatch(image):
-                raise malformed(f"{path}, line {number}", "expected a patient, an image file, a class and a source")
-            name = words[0] if _UUID.fullmatch(words[0]) else f"{source} {words[0]}"
-            yield image, deid.patient(name), dict(_CLASSES[label])
+    for number, line in enumerate(read_lines(path, allowed), start=1):
+        if not line.strip():
+            continue
+        words = line.split()
+        image, label, source = " ".join(words[1:-2]), *words[-2:]
+        if len(words) < 4 or label not in _CLASSES or not _FILE.fullmatch(image):
+            raise malformed(f"{path}, line {number}", "expected a patient, an image file, a class and a source")
+        name = words[0] if _UUID.fullmatch(words[0]) else f"{source} {words[0]}"
+        yield image, deid.patient(name), dict(_CLASSES[label])

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.figures import figure_sections, read_references
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, read_json_lines
@@ -25,7 +26,12 @@ _HASH, _URI = re.compile(r"[0-9a-f]{40}"), re.compile(r"[\w .()+-]{1,120}\.(?:pn
 
 
 def plan(
-    root: Path, deid: Deidentifier, *, radiology_only: bool = False, fractions: Mapping[str, float] = DEFAULT_FRACTIONS
+    root: Path,
+    deid: Deidentifier,
+    *,
+    radiology_only: bool = False,
+    fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
+    follow_links: bool = False,
 ) -> Plan:
     """Plan the samples of MedICaT from its tables; no image is opened.
 
@@ -35,18 +41,20 @@ def plan(
         deid: hashes articles and figures.
         radiology_only: leave out figures that the release's own classifier does not count as radiology.
         fractions: fractions of the splits, by article; the release has no splits.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
 
     Raises CorpusError when a table is missing or does not match the data card; ConfigError when the fractions do not
     sum to one.
     """
     root = Path(root)
+    allowed = InputFolders.of(root, follow_links=follow_links)
     check_fractions(fractions)
     table = find_file(root, *_TABLES)
-    compound = _read_compound(root / _SUBCAPTIONS)
+    compound = _read_compound(root / _SUBCAPTIONS, allowed)
     excluded, warnings = Counter[str](), Counter[str]()
     seen: set[tuple[str, str]] = set()
     records = Records()
-    for number, row in read_json_lines(table, _FIELDS):
+    for number, row in read_json_lines(table, _FIELDS, allowed):
         article, file = _text(row, "pdf_hash"), _text(row, "fig_uri")
         if not _HASH.fullmatch(article) or not _URI.fullmatch(file):
             raise malformed(f"{table}, line {number}", "expected a hash and a file name in fig_uri", "fig_uri")
@@ -72,7 +80,7 @@ def plan(
             extra=_extra(row, (article, _text(row, "fig_key")) in compound),
         )
         records.append(Record(sample))
-    return Plan(NAME, records, (), excluded, warnings)
+    return Plan(NAME, records, (), excluded, warnings, allowed)
 
 
 def _caption(row: Mapping[str, Any]) -> str:
@@ -96,11 +104,11 @@ def _extra(row: Mapping[str, Any], compound: bool) -> dict[str, object]:
     return extra | ({"subfigures": True} if compound else {})
 
 
-def _read_compound(path: Path) -> set[tuple[str, str]]:
+def _read_compound(path: Path, allowed: InputFolders) -> set[tuple[str, str]]:
     """Read (pdf_hash, fig_key) of the figures in which an annotator marked sub-figures."""
     if not path.is_file():
         return set()
-    rows = (row for _, row in read_json_lines(path, ("pdf_hash", "fig_key", "answer")))
+    rows = (row for _, row in read_json_lines(path, ("pdf_hash", "fig_key", "answer"), allowed))
     return {(_text(row, "pdf_hash"), _text(row, "fig_key")) for row in rows if row["answer"] == "accept"}
 
 

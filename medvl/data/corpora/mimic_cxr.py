@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
+from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common import tables
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.tables import Plan, Record, malformed
@@ -30,6 +31,7 @@ def plan(
     labeler: str = "chexpert",
     views: tuple[str, ...] = (),
     split: str | None = None,
+    follow_links: bool = False,
 ) -> Plan:
     """Plan the samples of MIMIC-CXR from its tables; no image or report is opened.
 
@@ -42,22 +44,21 @@ def plan(
         labeler: table of the labels, "chexpert" or "negbio".
         views: keep only these values of ViewPosition ("PA", "AP", "LATERAL", ...); empty keeps all.
         split: split to read; default all three.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
 
     Raises CorpusError when a table or column is missing, or a value does not match the data card; ConfigError when the
     split or the labeler is unknown.
     """
     root, reports = Path(root), Path(reports or root)
     _check_folders(root, reports)
+    allowed = InputFolders.of(root, reports, follow_links=follow_links)
     if split is not None:
         tables.check_choice(split, SPLITS, "split")
-    labels = _read_labels(root, labeler)
-    splits = _read_splits(root)
-    table = _table(root, "metadata")
-    orders = _read_orders(table)
-    excluded: Counter[str] = Counter()
-    records = Records()
+    labels, splits = _read_labels(root, labeler, allowed), _read_splits(root, allowed)
+    table, excluded, records = _table(root, "metadata"), Counter[str](), Records()
+    orders = _read_orders(table, allowed)
     suffix: str | None = None
-    for row in tables.read_table(table, _COLUMNS):
+    for row in tables.read_table(table, _COLUMNS, allowed):
         dicom_id, subject, study = row["dicom_id"], row["subject_id"], row["study_id"]
         if dicom_id not in splits:
             excluded["not_in_split_table"] += 1
@@ -81,7 +82,7 @@ def plan(
             order=orders.get(study),
         )
         records.append(Record(sample, report=(reports / folder).with_suffix(".txt")))
-    return Plan(NAME, records, FINDINGS, excluded)
+    return Plan(NAME, records, FINDINGS, excluded, folders=allowed)
 
 
 def _check_folders(root: Path, reports: Path) -> None:
@@ -104,26 +105,26 @@ def _table(root: Path, kind: str) -> Path:
     return tables.find_file(root, *names)
 
 
-def _read_splits(root: Path) -> dict[str, str]:
+def _read_splits(root: Path, allowed: InputFolders) -> dict[str, str]:
     path = _table(root, "split")
     known = {name: name for name in SPLITS}  # one string object per split instead of one per image
     splits = {}
-    for row in tables.read_table(path, ("dicom_id", "split")):
+    for row in tables.read_table(path, ("dicom_id", "split"), allowed):
         if row["split"] not in known:
             raise malformed(path, f"expected one of {', '.join(SPLITS)} for split, got another value", "split")
         splits[row["dicom_id"]] = known[row["split"]]
     return splits
 
 
-def _read_orders(table: Path) -> dict[str, int]:
+def _read_orders(table: Path, allowed: InputFolders) -> dict[str, int]:
     """Return the place of each study among its patient's studies; dates and times are used here only.
 
     Studies without a date are left out, and studies of the same time are ordered by their number.
     """
     times: defaultdict[str, dict[str, tuple[int, float, str]]] = defaultdict(dict)
-    for row in tables.read_table(table, _COLUMNS):
+    for row in tables.read_table(table, _COLUMNS, allowed):
         date, time = row.get("StudyDate", ""), row.get("StudyTime", "") or "0"
-        if date.isdigit() and time.replace(".", "", 1).isdigit():
+        if date.isdecimal() and time.replace(".", "", 1).isdecimal():
             times[row["subject_id"]].setdefault(row["study_id"], (int(date), float(time), row["study_id"]))
     return {
         study: order
@@ -132,10 +133,10 @@ def _read_orders(table: Path) -> dict[str, int]:
     }
 
 
-def _read_labels(root: Path, labeler: str) -> dict[str, Mapping[str, int]]:
+def _read_labels(root: Path, labeler: str, allowed: InputFolders) -> dict[str, Mapping[str, int]]:
     tables.check_choice(labeler, ("chexpert", "negbio"), "labeler")
     path = _table(root, labeler)
     labels: dict[str, Mapping[str, int]] = {}
-    for row in tables.read_table(path, ("study_id", *FINDINGS)):
+    for row in tables.read_table(path, ("study_id", *FINDINGS), allowed):
         labels[row["study_id"]] = tables.parse_findings(row, path)
     return labels

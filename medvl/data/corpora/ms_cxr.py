@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Literal, get_args
 
+from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.boxes import Box, read_box, region_fields
 from medvl.data.annotations.phrases import Phrase
 from medvl.data.corpora.common.record_file import Records
@@ -27,7 +28,14 @@ _ID = r"[0-9a-f]{8}(?:-[0-9a-f]{8}){4}"
 _PATH = re.compile(rf"files/p\d{{2}}/p(\d{{8}})/s(\d{{8}})/({_ID})\.(?:jpg|dcm)")
 
 
-def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, splits: Splits = "test") -> Plan:
+def plan(
+    root: Path,
+    deid: Deidentifier,
+    *,
+    images: Path | None = None,
+    splits: Splits = "test",
+    follow_links: bool = False,
+) -> Plan:
     """Plan the samples of MS-CXR from its table; no image is opened.
 
     Each image is one sample, with all its phrases in `extra`. Ids are hashed as in MIMIC-CXR: with the same salt,
@@ -38,15 +46,17 @@ def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, splits: 
         deid: hashes patient, study and image ids.
         images: folder with the `files/` tree of MIMIC-CXR-JPG or MIMIC-CXR; default `root`.
         splits: "test" uses all images for testing, as published results do; "release" uses the table's split column.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
 
     Raises CorpusError when the table is missing, or a value does not match the data card; ConfigError when an option is
     unknown.
     """
     root, images = Path(root), Path(images or root)
+    allowed = InputFolders.of(root, images, follow_links=follow_links)
     check_choice(splits, get_args(Splits), "splits")
     table = find_file(root, *TABLES)
     by_image: dict[str, list[dict[str, str]]] = {}
-    for row in read_table(table, (*_COLUMNS, "split") if splits == "release" else _COLUMNS):
+    for row in read_table(table, (*_COLUMNS, "split") if splits == "release" else _COLUMNS, allowed):
         by_image.setdefault(row["path"], []).append(row)
     records = Records()
     suffix: str | None = None
@@ -69,7 +79,7 @@ def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, splits: 
             extra=region_fields(size, {"phrases": phrases}),
         )
         records.append(Record(sample))
-    return Plan(NAME, records, LABELS, Counter())
+    return Plan(NAME, records, LABELS, Counter(), folders=allowed)
 
 
 def _phrases(rows: list[dict[str, str]], size: tuple[int, int], table: Path) -> list[Phrase]:
@@ -89,7 +99,7 @@ def _image_size(rows: list[dict[str, str]], table: Path) -> tuple[int, int]:
     """Return (width, height) of an image. Raises CorpusError when its rows disagree."""
     sizes = {(row["image_width"], row["image_height"]) for row in rows}
     width, height = rows[0]["image_width"], rows[0]["image_height"]
-    if len(sizes) != 1 or not (width.isdigit() and height.isdigit()):
+    if len(sizes) != 1 or not (width.isdecimal() and height.isdecimal()):
         raise malformed(table, "expected whole numbers, the same in all rows of an image", "image_width")
     return int(width), int(height)
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.tables import Plan, Record, find_file, find_suffix, malformed, read_table
 from medvl.data.privacy.deidentify import Deidentifier
@@ -27,7 +28,7 @@ def column(label: str) -> str:
     return f"{label.lower().replace(' ', '_')}_progression"
 
 
-def plan(root: Path, deid: Deidentifier, *, images: Path | None = None) -> Plan:
+def plan(root: Path, deid: Deidentifier, *, images: Path | None = None, follow_links: bool = False) -> Plan:
     """Plan the samples of MS-CXR-T from its table; no image is opened.
 
     A row gives two samples: the current image, with `extra["change"]` (finding -> improving, stable or worsening) and
@@ -39,15 +40,17 @@ def plan(root: Path, deid: Deidentifier, *, images: Path | None = None) -> Plan:
         root: folder of the release, with the table.
         deid: hashes patient, study and image ids.
         images: folder with the `files/` tree of MIMIC-CXR-JPG or MIMIC-CXR; default `root`.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
 
     Raises CorpusError when the table is missing or a value does not match the data card.
     """
     root, images = Path(root), Path(images or root)
+    allowed = InputFolders.of(root, images, follow_links=follow_links)
     table = find_file(root, TABLE)
     suffix: str | None = None
     samples: dict[str, Sample] = {}
     excluded: Counter[str] = Counter()
-    for row in read_table(table, ("dicom_id", "previous_dicom_id", *map(_column, LABELS))):
+    for row in read_table(table, ("dicom_id", "previous_dicom_id", *map(_column, LABELS)), allowed):
         change = _read_change(row, table)
         if not change:
             excluded["no_label"] += 1
@@ -60,7 +63,7 @@ def plan(root: Path, deid: Deidentifier, *, images: Path | None = None) -> Plan:
         key = f"{current.key}-{prior.key}" if samples.get(current.key, current).extra else current.key
         samples[key] = dataclasses.replace(current, key=key, extra={"change": change, "prior": prior.key})
         samples.setdefault(prior.key, prior)
-    return Plan(NAME, Records(map(Record, samples.values())), LABELS, excluded)
+    return Plan(NAME, Records(map(Record, samples.values())), LABELS, excluded, folders=allowed)
 
 
 def _column(label: str) -> str:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.boxes import Box, read_box, region_fields
 from medvl.data.corpora.common import tables
 from medvl.data.corpora.common.record_file import Records
@@ -34,27 +35,29 @@ _IMAGE = re.compile(r"(\d{8})_\d{3}\.png")
 _OLDEST = 120  # the first release has ages up to 411
 
 
-def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.125) -> Plan:
+def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.125, follow_links: bool = False) -> Plan:
     """Plan the samples of ChestX-ray14 from its tables; no image is opened.
 
     Args:
         root: folder with the table, the two lists, and `images/` or `images_001/images/` to `images_012/`.
         deid: hashes patients and images.
         validate_share: share of the patients of the official `train_val_list.txt` used for validation, by hash.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
 
     Raises CorpusError when a table or list is missing, or a value does not match the data card; ConfigError when the
     share is not between 0 and 1.
     """
     root = Path(root)
+    allowed = InputFolders.of(root, follow_links=follow_links)
     tables.check_share(validate_share, "validate_share")
     shares = {"train": 1 - validate_share, "validate": validate_share}
     table = tables.find_file(root, *_TABLES)
-    official = _read_lists(root)
-    boxes = _read_boxes(root / "BBox_List_2017.csv")
+    official = _read_lists(root, allowed)
+    boxes = _read_boxes(root / "BBox_List_2017.csv", allowed)
     folders = _image_folders(root)
     excluded, warnings = Counter[str](), Counter[str]()
     records = Records()
-    for row in tables.read_table(table, _COLUMNS):
+    for row in tables.read_table(table, _COLUMNS, allowed):
         name = row["Image Index"]
         match = _IMAGE.fullmatch(name)
         if match is None or match[1].lstrip("0") != row["Patient ID"].lstrip("0"):
@@ -78,7 +81,7 @@ def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.125) -> Pl
             extra=region_fields(_SIZE, regions) if regions else {},
         )
         records.append(Record(sample))
-    return Plan(NAME, records, LABELS, excluded, warnings)
+    return Plan(NAME, records, LABELS, excluded, warnings, allowed)
 
 
 def _labels(text: str, table: Path) -> dict[str, int]:
@@ -95,37 +98,35 @@ def _sex(row: Mapping[str, str]) -> str | None:
 
 
 def _age(text: str, warnings: Counter[str]) -> int | None:
-    if text.rstrip("Y").isdigit() and int(text.rstrip("Y")) > _OLDEST:
+    if text.rstrip("Y").isdecimal() and int(text.rstrip("Y")) > _OLDEST:
         warnings["impossible_age"] += 1
         return None
     return cap_age(text)
 
 
-def _read_lists(root: Path) -> dict[str, str]:
+def _read_lists(root: Path, allowed: InputFolders) -> dict[str, str]:
     """Read the official lists: image name -> "train_val" or "test"."""
     official: dict[str, str] = {}
     for split in ("train_val", "test"):
         path = root / f"{split}_list.txt"
-        with tables.open_text(path) as file:
-            names = file.read().split()
-        if any(not _IMAGE.fullmatch(name) or official.setdefault(name, split) != split for name in names):
-            raise malformed(path, "a line is not an image name, or is also in the other list")
+        for name in map(str.strip, tables.read_lines(path, allowed)):
+            if name and (not _IMAGE.fullmatch(name) or official.setdefault(name, split) != split):
+                raise malformed(path, "a line is not an image name, or is also in the other list")
     return official
 
 
-def _read_boxes(path: Path) -> dict[str, list[Box]]:
+def _read_boxes(path: Path, allowed: InputFolders) -> dict[str, list[Box]]:
     """Read image name -> boxes. The header has one name over four columns, so columns are read by position."""
     boxes: dict[str, list[Box]] = {}
     if not path.is_file():
         return boxes
-    with tables.open_text(path) as file:
-        rows = csv.reader(file)
-        tables.check_columns(path, next(rows, []), ("Image Index", "Finding Label", "Bbox [x"))
-        for image, label, *fields in rows:
-            name = _RENAMED.get(label, label)
-            if name not in LABELS or not _IMAGE.fullmatch(image):
-                raise malformed(path, "expected an image name and one of the findings in each row")
-            boxes.setdefault(image, []).append(read_box(name, fields[:4], _SIZE, path))
+    rows = csv.reader(tables.read_lines(path, allowed))
+    tables.check_columns(path, next(rows, []), ("Image Index", "Finding Label", "Bbox [x"))
+    for image, label, *fields in rows:
+        name = _RENAMED.get(label, label)
+        if name not in LABELS or not _IMAGE.fullmatch(image):
+            raise malformed(path, "expected an image name and one of the findings in each row")
+        boxes.setdefault(image, []).append(read_box(name, fields[:4], _SIZE, path))
     return boxes
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.tables import Plan, Record, malformed, read_table
 from medvl.data.privacy.deidentify import Deidentifier
@@ -25,7 +26,12 @@ _NAME = re.compile(r"(?:CXR)?(\d+)_(?:\d+_)?(IM-[\d-]+)(?:\.dcm)?(?:\.png)?")
 
 
 def plan(
-    root: Path, deid: Deidentifier, *, images: Path | None = None, fractions: Mapping[str, float] = DEFAULT_FRACTIONS
+    root: Path,
+    deid: Deidentifier,
+    *,
+    images: Path | None = None,
+    fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
+    follow_links: bool = False,
 ) -> Plan:
     """Plan the samples of Open-i from its reports; no image is opened.
 
@@ -35,17 +41,19 @@ def plan(
         images: folder of the PNG files; default `NLMCXR_png` in `root`. File names of the copy on Kaggle
             (1_IM-0001-3001.dcm.png) are recognised too.
         fractions: fractions of the splits; the collection has no splits.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
 
     Raises CorpusError when there is no report, or one is damaged; ConfigError when the fractions do not sum to one.
     """
     root = Path(root)
     images = Path(images) if images is not None else root / _IMAGES
+    allowed = InputFolders.of(root, images, follow_links=follow_links)
     check_fractions(fractions)
-    projections = _read_projections(root / _PROJECTIONS)
+    projections = _read_projections(root / _PROJECTIONS, allowed)
     files = {_image_id(path.name): path for path in images.iterdir()} if images.is_dir() else {}
     warnings = Counter[str]()
     records = Records()
-    for report in iter_openi_reports(_find_reports(root)):
+    for report in iter_openi_reports(_find_reports(root), folders=allowed):
         warnings["report_without_image"] += not report.images
         warnings["no_findings_or_impression"] += not {"findings", "impression"} & report.sections.keys()
         patient = deid.patient(report.id)
@@ -62,7 +70,7 @@ def plan(
                 extra={"mesh_major": list(report.mesh_major), "mesh_automatic": list(report.mesh_automatic)},
             )
             records.append(Record(sample))
-    return Plan(NAME, records, (), Counter(), +warnings)
+    return Plan(NAME, records, (), Counter(), +warnings, allowed)
 
 
 def _find_reports(root: Path) -> Path:
@@ -78,7 +86,7 @@ def _image_id(name: str) -> tuple[str, ...]:
     return match.groups() if match else (name,)
 
 
-def _read_projections(path: Path) -> dict[tuple[str, ...], str]:
+def _read_projections(path: Path, allowed: InputFolders) -> dict[tuple[str, ...], str]:
     """Read image id -> view from the table in the copy on Kaggle.
 
     The captions of the reports cannot be used: they describe all images of a study at once, with masks ("XXXX and
@@ -87,7 +95,7 @@ def _read_projections(path: Path) -> dict[tuple[str, ...], str]:
     if not path.is_file():
         return {}
     views = {}
-    for row in read_table(path, ("filename", "projection")):
+    for row in read_table(path, ("filename", "projection"), allowed):
         if row["projection"] not in _VIEWS:
             raise malformed(path, f"expected one of {', '.join(_VIEWS)} for projection", "projection")
         views[_image_id(row["filename"])] = _VIEWS[row["projection"]]

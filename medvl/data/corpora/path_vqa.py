@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.questions import Question
 from medvl.data.corpora.common import questions as vqa
 from medvl.data.corpora.common.pickle_reader import read_plain_pickle
@@ -21,7 +22,7 @@ _FILES = ("qas/{0}/{0}_qa.pkl", "qas/{0}_vqa.pkl", "qas/{0}/{0}_qa.json", "qas/{
 """Files with question, answer and image in each row, or in LXMERT's form: sent, label {answer: score} and img_id."""
 
 
-def plan(root: Path, deid: Deidentifier) -> Plan:
+def plan(root: Path, deid: Deidentifier, *, follow_links: bool = False) -> Plan:
     """Plan the samples of PathVQA with their questions; no image is opened. The release splits by image.
 
     Rows that repeat image, question and answer of an earlier row are left out and counted: the remaining rows have
@@ -30,16 +31,18 @@ def plan(root: Path, deid: Deidentifier) -> Plan:
     Args:
         root: folder with `images/` and `qas/`.
         deid: hashes the image names.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
 
     Raises CorpusError when a file or field is missing, or a pickle contains more than plain data.
     """
     root = Path(root)
+    allowed = InputFolders.of(root, follow_links=follow_links)
     warnings: Counter[str] = Counter()
     questions: dict[tuple[str, str, str], tuple[str, Question]] = {}
     images: dict[str, Path] = {}
     for split, part in _PARTS.items():
         path = find_file(root, *(name.format(part) for name in _FILES))
-        for number, row in enumerate(_read_rows(path), 1):
+        for number, row in enumerate(_read_rows(path, allowed), 1):
             image, text, answer = _parse_row(path, row)
             if (image, text, answer) in questions:
                 warnings["duplicate"] += 1
@@ -55,14 +58,14 @@ def plan(root: Path, deid: Deidentifier) -> Plan:
                 split=split,
             )
             questions[image, text, answer] = image, question
-    return vqa.plan_questions(NAME, deid, images, list(questions.values()), +warnings)
+    return vqa.plan_questions(NAME, deid, images, list(questions.values()), +warnings, folders=allowed)
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
+def _read_rows(path: Path, allowed: InputFolders) -> list[dict[str, Any]]:
     required = ("sent", "label", "img_id") if path.stem.endswith("_vqa") else ("image", "question", "answer")
     if path.suffix == ".json":
-        return vqa.read_rows(path, required)
-    return vqa.check_rows(path, read_plain_pickle(path), required)
+        return vqa.read_rows(path, required, allowed)
+    return vqa.check_rows(path, read_plain_pickle(path, allowed), required)
 
 
 def _parse_row(path: Path, row: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.figures import SplitRule, apply_split_rule, figure_sections, read_references
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, open_text, read_json_lines, read_table
+from medvl.data.corpora.common.tables import Plan, Record, find_file, malformed, read_json_lines, read_lines, read_table
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import Sample
@@ -35,6 +36,7 @@ def plan(
     references: Path | None = None,
     non_radiology: bool = False,
     splits: SplitRule = "official",
+    follow_links: bool = False,
 ) -> Plan:
     """Plan the samples of ROCO or ROCOv2 from its tables; no image is opened.
 
@@ -46,20 +48,23 @@ def plan(
             added to its sections (ROCO only).
         non_radiology: read the out-of-class figures (drawings, photographs) instead of radiology (ROCO only).
         splits: rule for articles with figures in several published splits; see `apply_split_rule`.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
 
     Raises CorpusError when a table is missing or does not match the data card; SplitError when `splits` is "official"
     and an article is in two splits; ConfigError when an option is unknown, or not supported by ROCOv2.
     """
     root, warnings = Path(root), Counter[str]()
+    allowed = InputFolders.of(root, *([references] if references else []), follow_links=follow_links)
     if any((root / f"{split}_captions.csv").is_file() for split in SPLITS_V2):
         if references is not None or non_radiology:
             field = "references" if references is not None else "non_radiology"
             raise ConfigError(f"ROCOv2 ({root}) has no references or non-radiology figures", "unsupported", field=field)
-        return apply_split_rule(_plan(NAME_V2, _read_v2(root, warnings), deid, warnings), splits, SPLITS_V2)
+        figures = _read_v2(root, warnings, allowed)
+        return apply_split_rule(_plan(NAME_V2, figures, deid, warnings, allowed), splits, SPLITS_V2)
     base = root / "data" if (root / "data").is_dir() else root
     name = NAME_OTHERS if non_radiology else NAME
-    figures = _read_v1(base, "non-radiology" if non_radiology else "radiology", references, warnings)
-    return apply_split_rule(_plan(name, figures, deid, warnings), splits, SPLITS)
+    figures = _read_v1(base, "non-radiology" if non_radiology else "radiology", references, warnings, allowed)
+    return apply_split_rule(_plan(name, figures, deid, warnings, allowed), splits, SPLITS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +91,9 @@ class _Figure:
     references: list[str] = dataclasses.field(default_factory=list)
 
 
-def _plan(name: str, figures: Iterable[_Figure], deid: Deidentifier, warnings: Counter[str]) -> Plan:
+def _plan(
+    name: str, figures: Iterable[_Figure], deid: Deidentifier, warnings: Counter[str], allowed: InputFolders
+) -> Plan:
     excluded = Counter[str]()
     records = Records()
     for figure in figures:
@@ -107,21 +114,23 @@ def _plan(name: str, figures: Iterable[_Figure], deid: Deidentifier, warnings: C
             extra=extra,
         )
         records.append(Record(sample))
-    return Plan(name, records, (), excluded, warnings)
+    return Plan(name, records, (), excluded, warnings, allowed)
 
 
-def _read_v1(base: Path, kind: str, references: Path | None, warnings: Counter[str]) -> Iterator[_Figure]:
+def _read_v1(
+    base: Path, kind: str, references: Path | None, warnings: Counter[str], allowed: InputFolders
+) -> Iterator[_Figure]:
     folders = {split: base / split / kind for split in SPLITS if (base / split / kind).is_dir()}
     if not folders:
         names = ", ".join(f"{split}/{kind}" for split in SPLITS)
         raise CorpusError(f"{base} contains none of {names}: see the data card", "not_found")
-    sentences = _read_references(references)
+    sentences = _read_references(references, allowed)
     for split, folder in folders.items():
-        sources = _read_sources(folder)
-        cuis, keywords = _read_terms(folder / "cuis.txt"), _read_terms(folder / "keywords.txt")
+        sources = _read_sources(folder, allowed)
+        cuis, keywords = (_read_terms(folder / name, allowed) for name in ("cuis.txt", "keywords.txt"))
         images = folder / "images"
         present = {path.name for path in images.iterdir()} if images.is_dir() else set[str]()
-        lines = ((figure, " ".join(fields)) for figure, fields in _read_lines(folder / "captions.txt"))
+        lines = ((figure, " ".join(fields)) for figure, fields in _read_lines(folder / "captions.txt", allowed))
         for figure, caption in _first_captions(lines, warnings).items():
             source = sources.get(figure)
             file = source.file if source else ""
@@ -136,8 +145,8 @@ def _read_v1(base: Path, kind: str, references: Path | None, warnings: Counter[s
             )
 
 
-def _read_v2(root: Path, warnings: Counter[str]) -> Iterator[_Figure]:
-    sources = _read_licences_v2(root / "license_information.csv")
+def _read_v2(root: Path, warnings: Counter[str], allowed: InputFolders) -> Iterator[_Figure]:
+    sources = _read_licences_v2(root / "license_information.csv", allowed)
     for split in SPLITS_V2:
         table = root / f"{split}_captions.csv"
         if not table.is_file():
@@ -145,9 +154,9 @@ def _read_v2(root: Path, warnings: Counter[str]) -> Iterator[_Figure]:
         folders = (f"{split}_images/{split}", f"{split}_images", split)
         images = root / next((name for name in folders if (root / name).is_dir()), split)
         concepts = root / f"{split}_concepts.csv"
-        concept_rows = read_table(concepts, ("ID", "CUIs")) if concepts.is_file() else ()
+        concept_rows = read_table(concepts, ("ID", "CUIs"), allowed) if concepts.is_file() else ()
         cuis = {row["ID"]: row["CUIs"].split(";") for row in concept_rows}
-        rows = ((row["ID"], row["Caption"]) for row in read_table(table, ("ID", "Caption")))
+        rows = ((row["ID"], row["Caption"]) for row in read_table(table, ("ID", "Caption"), allowed))
         for figure, caption in _first_captions(rows, warnings).items():
             if not _ID_V2.fullmatch(figure):
                 raise malformed(table, "expected an ID like ROCOv2_2023_train_000001", "ID")
@@ -173,16 +182,16 @@ def _first_captions(rows: Iterable[tuple[str, str]], warnings: Counter[str]) -> 
     return captions
 
 
-def _read_sources(folder: Path) -> dict[str, _Source]:
+def _read_sources(folder: Path, allowed: InputFolders) -> dict[str, _Source]:
     """Read figure -> source from licences.txt and, where that has no entry, from dlinks.txt."""
     sources: dict[str, _Source] = {}
     if find_file(folder, "licences.txt", "dlinks.txt").name == "licences.txt":
-        for row in read_table(folder / "licences.txt", ("ROCO_ID", "PMC_ID", "CC")):
+        for row in read_table(folder / "licences.txt", ("ROCO_ID", "PMC_ID", "CC"), allowed):
             match = _FILE.fullmatch(row["PMC_ID"].strip())
             if match:
                 sources[row["ROCO_ID"]] = _Source(article=match[1], file=match[0], licence=row["CC"].strip())
     if (folder / "dlinks.txt").is_file():
-        for figure, fields in _read_lines(folder / "dlinks.txt"):
+        for figure, fields in _read_lines(folder / "dlinks.txt", allowed):
             article = _ARTICLE.search(fields[0]) if fields else None
             if figure not in sources and article is not None:
                 match = _FILE.fullmatch(f"{article[0]}_{fields[-1]}")
@@ -190,10 +199,10 @@ def _read_sources(folder: Path) -> dict[str, _Source]:
     return sources
 
 
-def _read_licences_v2(path: Path) -> dict[str, _Source]:
+def _read_licences_v2(path: Path, allowed: InputFolders) -> dict[str, _Source]:
     """Read figure -> source; the article's id is in a column of its own or in the link."""
     sources = {}
-    for row in read_table(path, ("ID",)):
+    for row in read_table(path, ("ID",), allowed):
         text = " ".join(value for column, value in row.items() if column != "ID")
         article, licence = _ARTICLE.search(text), _LICENCE.search(text)
         if article is not None:
@@ -201,26 +210,25 @@ def _read_licences_v2(path: Path) -> dict[str, _Source]:
     return sources
 
 
-def _read_terms(path: Path) -> dict[str, list[str]]:
+def _read_terms(path: Path, allowed: InputFolders) -> dict[str, list[str]]:
     """Read figure -> terms; empty when the file is missing, as in some copies."""
     if not path.is_file():
         return {}
-    return {figure: [term for term in fields if term] for figure, fields in _read_lines(path)}
+    return {figure: [term for term in fields if term] for figure, fields in _read_lines(path, allowed)}
 
 
-def _read_lines(path: Path) -> Iterator[tuple[str, list[str]]]:
+def _read_lines(path: Path, allowed: InputFolders) -> Iterator[tuple[str, list[str]]]:
     """Yield (id, other fields) of a tab-separated table, with surrounding white space removed."""
-    with open_text(path) as file:
-        for number, line in enumerate(file, start=1):
-            figure, *fields = (field.strip() for field in line.split("\t"))
-            if not figure and not any(fields):
-                continue
-            if not _ID.fullmatch(figure):
-                raise malformed(f"{path}, line {number}", "expected an id like ROCO_00001 first")
-            yield figure, fields
+    for number, line in enumerate(read_lines(path, allowed), start=1):
+        figure, *fields = (field.strip() for field in line.split("\t"))
+        if not figure and not any(fields):
+            continue
+        if not _ID.fullmatch(figure):
+            raise malformed(f"{path}, line {number}", "expected an id like ROCO_00001 first")
+        yield figure, fields
 
 
-def _read_references(folder: Path | None) -> dict[str, list[str]]:
+def _read_references(folder: Path | None, allowed: InputFolders) -> dict[str, list[str]]:
     """Read figure file -> sentences that refer to it."""
     if folder is None:
         return {}
@@ -230,7 +238,7 @@ def _read_references(folder: Path | None) -> dict[str, list[str]]:
         raise CorpusError(message, "not_found", field="references")
     sentences: dict[str, list[str]] = {}
     for path in paths:
-        for number, row in read_json_lines(path, ("roco_image_id", "gorc_references")):
+        for number, row in read_json_lines(path, ("roco_image_id", "gorc_references"), allowed):
             references = read_references(row, "gorc_references", f"{path}, line {number}")
             sentences.setdefault(str(row["roco_image_id"]), []).extend(references)
     return sentences

@@ -1,13 +1,14 @@
 """RSNA Pneumonia Detection Challenge (2018), stage 2. Layout, counts and access: `data_cards/rsna.md`."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
+from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.boxes import Box, read_box, region_fields
+from medvl.data.corpora.common.questions import read_json
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.tables import Plan, Record, check_choice, find_file, malformed, read_table
 from medvl.data.privacy.deidentify import Deidentifier
@@ -33,7 +34,12 @@ _BOX = ("x", "y", "width", "height")
 
 
 def plan(
-    root: Path, deid: Deidentifier, *, patients: Patients = "mapping", fractions: Mapping[str, float] = FRACTIONS
+    root: Path,
+    deid: Deidentifier,
+    *,
+    patients: Patients = "mapping",
+    fractions: Mapping[str, float] = FRACTIONS,
+    follow_links: bool = False,
 ) -> Plan:
     """Plan the samples of the RSNA challenge from its tables; no image is opened.
 
@@ -43,16 +49,18 @@ def plan(
         patients: "mapping" uses the patients of NIH ChestX-ray14, the source of the images; "image" counts each image
             as a patient, as published splits do, so that splits share patients.
         fractions: fractions of the splits.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
 
     Raises CorpusError when a table is missing, or a value does not match the data card; ConfigError when an option is
     unknown or the fractions do not sum to one.
     """
     root = Path(root)
+    allowed = InputFolders.of(root, follow_links=follow_links)
     check_choice(patients, get_args(Patients), "patients")
     check_fractions(fractions)
-    classes = _read_classes(find_file(root, "stage_2_detailed_class_info.csv"))
-    boxes = _read_boxes(find_file(root, "stage_2_train_labels.csv"), classes)
-    patient_of = _read_mapping(root) if patients == "mapping" else {}
+    classes = _read_classes(find_file(root, "stage_2_detailed_class_info.csv"), allowed)
+    boxes = _read_boxes(find_file(root, "stage_2_train_labels.csv"), classes, allowed)
+    patient_of = _read_mapping(root / _MAPPING, allowed) if patients == "mapping" else {}
     records = Records()
     for image, image_boxes in boxes.items():
         if patients == "mapping" and image not in patient_of:
@@ -70,13 +78,13 @@ def plan(
             extra={"class": classes[image], **region_fields(_SIZE, {"boxes": image_boxes})},
         )
         records.append(Record(sample))
-    return Plan(NAME, records, LABELS, Counter())
+    return Plan(NAME, records, LABELS, Counter(), folders=allowed)
 
 
-def _read_classes(table: Path) -> dict[str, str]:
+def _read_classes(table: Path, allowed: InputFolders) -> dict[str, str]:
     """Read image -> one of the three classes; the table has one row per box."""
     classes: dict[str, str] = {}
-    for row in read_table(table, ("patientId", "class")):
+    for row in read_table(table, ("patientId", "class"), allowed):
         image, name = row["patientId"], row["class"]
         if not _ID.fullmatch(image) or name not in _CLASSES or classes.setdefault(image, name) != name:
             field = "class" if _ID.fullmatch(image) else "patientId"
@@ -84,10 +92,10 @@ def _read_classes(table: Path) -> dict[str, str]:
     return classes
 
 
-def _read_boxes(table: Path, classes: Mapping[str, str]) -> dict[str, list[Box]]:
+def _read_boxes(table: Path, classes: Mapping[str, str], allowed: InputFolders) -> dict[str, list[Box]]:
     """Read image -> boxes, an empty list for images without pneumonia."""
     boxes: dict[str, list[Box]] = {}
-    for row in read_table(table, ("patientId", *_BOX, "Target")):
+    for row in read_table(table, ("patientId", *_BOX, "Target"), allowed):
         image, target = row["patientId"], row["Target"]
         if target not in ("0", "1") or (classes.get(image) == "Lung Opacity") != (target == "1"):
             raise malformed(table, "expected Target 1 for images of the class Lung Opacity and 0 for others", "Target")
@@ -99,16 +107,15 @@ def _read_boxes(table: Path, classes: Mapping[str, str]) -> dict[str, list[Box]]
     return boxes
 
 
-def _read_mapping(root: Path) -> dict[str, str]:
+def _read_mapping(path: Path, allowed: InputFolders) -> dict[str, str]:
     """Read image -> patient number in NIH ChestX-ray14."""
-    path = root / _MAPPING
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        matches = {row["subset_img_id"]: _NIH.fullmatch(row["img_id"]) for row in rows}
-    except FileNotFoundError:
+    if not path.is_file():
         advice = "download it from RSNA's page (see the data card), or let splits share patients: --patients image"
-        raise CorpusError(f"{path}, the images of each patient, does not exist: {advice}", "not_found") from None
-    except (ValueError, KeyError, TypeError) as error:
+        raise CorpusError(f"{path}, the images of each patient, does not exist: {advice}", "not_found")
+    rows = read_json(path, allowed)
+    try:
+        matches = {row["subset_img_id"]: _NIH.fullmatch(row["img_id"]) for row in rows}
+    except (KeyError, TypeError) as error:
         raise malformed(path, f"expected a list of subset_img_id and img_id ({type(error).__name__})") from error
     if not all(matches.values()):
         raise malformed(path, "expected an img_id like 00000001_000.png", "img_id")

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.boxes import region_fields
 from medvl.data.annotations.mask_rle import EMPTY, decode_runs
 from medvl.data.corpora.common.record_file import Records
@@ -26,20 +27,24 @@ _SIZE = (1024, 1024)
 _UID = re.compile(r"[0-9.]{8,64}")
 
 
-def plan(root: Path, deid: Deidentifier, *, fractions: Mapping[str, float] = FRACTIONS) -> Plan:
+def plan(
+    root: Path, deid: Deidentifier, *, fractions: Mapping[str, float] = FRACTIONS, follow_links: bool = False
+) -> Plan:
     """Plan the samples of the SIIM-ACR challenge from its table; no image is opened.
 
     Args:
         root: folder with `stage_2_train.csv` or `train-rle.csv`, and the DICOM files at any depth.
         deid: hashes the images. The release has no patient ids, so each image counts as a patient.
         fractions: fractions of the splits.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
 
     Raises CorpusError when the table is missing, or a value does not match the data card; ConfigError when the
     fractions do not sum to one.
     """
     root = Path(root)
+    allowed = InputFolders.of(root, follow_links=follow_links)
     check_fractions(fractions)
-    masks = _read_masks(find_file(root, *_TABLES))
+    masks = _read_masks(find_file(root, *_TABLES), allowed)
     files = {path.stem: path for path in sorted(root.rglob("*.dcm"), reverse=True)}
     records = Records()
     for image, runs in masks.items():
@@ -56,13 +61,13 @@ def plan(root: Path, deid: Deidentifier, *, fractions: Mapping[str, float] = FRA
             extra=region_fields(_SIZE, regions),
         )
         records.append(Record(sample))
-    return Plan(NAME, records, LABELS, Counter())
+    return Plan(NAME, records, LABELS, Counter(), folders=allowed)
 
 
-def _read_masks(table: Path) -> dict[str, list[str]]:
+def _read_masks(table: Path, allowed: InputFolders) -> dict[str, list[str]]:
     """Read image -> runs of each of its masks, an empty list for images without pneumothorax."""
     masks: dict[str, list[str]] = {}
-    for row in read_table(table, ("ImageId",)):
+    for row in read_table(table, ("ImageId",), allowed):
         # stage 1 has a blank before the column names
         cells = {name.strip(): value.strip() for name, value in row.items()}
         if "EncodedPixels" not in cells or not _UID.fullmatch(cells["ImageId"]):

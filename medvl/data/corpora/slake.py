@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.questions import Question
 from medvl.data.corpora.common import questions as vqa
 from medvl.data.corpora.common.tables import Plan, check_choice, find_file
@@ -18,24 +19,26 @@ _FILES = {"train": ("train.json",), "validate": ("validate.json", "validation.js
 _FIELDS = ("qid", "img_name", "question", "answer", "q_lang", "location", "modality", "answer_type", "content_type")
 
 
-def plan(root: Path, deid: Deidentifier, *, language: str = "en") -> Plan:
+def plan(root: Path, deid: Deidentifier, *, language: str = "en", follow_links: bool = False) -> Plan:
     """Plan the samples of SLAKE with their questions in one language; no image is opened. It splits by image.
 
     Args:
         root: folder with `train.json`, `validate.json` (or `validation.json`), `test.json` and `imgs/`.
         deid: hashes the image names.
         language: "en" or "zh"; questions in the other one are left out and counted.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
 
     Raises CorpusError when a file or field is missing, or a value does not match the data card; ConfigError when the
     language is unknown.
     """
     root = Path(root)
+    allowed = InputFolders.of(root, follow_links=follow_links)
     check_choice(language, LANGUAGES, "language")
     warnings: Counter[str] = Counter()
     questions, extra = [], {}
     for split, names in _FILES.items():
         path = find_file(root, *names)
-        for row in vqa.read_rows(path, _FIELDS):
+        for row in vqa.read_rows(path, _FIELDS, allowed):
             if vqa.clean_text(row["q_lang"]) != language:
                 warnings["other_language"] += 1
                 continue
@@ -55,4 +58,4 @@ def plan(root: Path, deid: Deidentifier, *, language: str = "en") -> Plan:
             questions.append((image, question))
             extra[image] = {"modality": vqa.clean_text(row["modality"])}
     images = {image: root / "imgs" / image for image, _ in questions}
-    return vqa.plan_questions(NAME, deid, images, questions, warnings, extra)
+    return vqa.plan_questions(NAME, deid, images, questions, warnings, extra, allowed)

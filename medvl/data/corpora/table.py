@@ -1,16 +1,18 @@
 """Your own data: one table (CSV, JSON lines or Parquet) with one row per image. Fields: `data_cards/table.md`."""
 
 import dataclasses
-import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from medvl.common.untrusted import ANYWHERE, InputFolders, parse_json
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.row_checks import RowChecks
 from medvl.data.corpora.common.tables import (
+    MAX_CELL_CHARACTERS,
     Plan,
     Record,
     check_columns,
@@ -30,6 +32,7 @@ _MAX_CATEGORIES = 200
 _MISSING = {"nan", "NaN", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL"}
 """Cells that pandas, R and spreadsheets write for a missing value."""
 _LABEL_VALUES = {"1": 1, "0": 0, "-1": -1, "1.0": 1, "0.0": 0, "-1.0": -1, "true": 1, "false": 0}
+_PARQUET_ROWS = 1 << 10  # read at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +77,7 @@ def plan(
     where: Mapping[str, str] | None = None,
     fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
     parse_reports: bool = False,
+    follow_links: bool = False,
 ) -> Plan:
     """Plan the samples of a table; no image is opened.
 
@@ -88,6 +92,7 @@ def plan(
         fractions: fractions of the splits, when the table has no split column.
         parse_reports: split each text into its sections (FINDINGS, IMPRESSION, ...), without those that identify a
             person; a text without headers is the section of its column.
+        follow_links: also read images that links out of `image_root` lead to, as in trees of git-annex.
 
     Raises CorpusError when the table cannot be read, lacks a column, has invalid values, or lists an image file twice
     (the message names the first rows of each kind); SplitError when its split column puts a patient into two splits;
@@ -120,7 +125,8 @@ def plan(
             records.append(Record(sample))
             checks.add(number, sample)
     checks.finish()
-    return Plan(name, records, labels.names, excluded, +warnings)
+    folders = InputFolders.of(root, follow_links=follow_links)
+    return Plan(name, records, labels.names, excluded, +warnings, folders)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,7 +170,7 @@ class _RowReader:
             patient=patient,
             study=self.deid.study(patient_text, study_text),
             image=self._image(number, image_text),
-            sections=self._sections(row),
+            sections=self._sections(number, row),
             labels=self._labels(number, row),
             view=(_cell(row[columns.view_column]) or None) if columns.view_column else None,
             sex=_SEX.get(_text(row[columns.sex_column]).lower()) if columns.sex_column else None,
@@ -176,7 +182,7 @@ class _RowReader:
         return malformed(f"row {number}", f"{column} {message}", column)
 
     def _image(self, number: int, text: str) -> Path:
-        path = (self.root / text).resolve()
+        path = Path(os.path.normpath(self.root / text))  # links are checked when the file is opened
         if not path.is_relative_to(self.root):
             raise self._malformed(number, self.columns.image_column, "is outside the image root: set --image-root")
         return path
@@ -189,10 +195,13 @@ class _RowReader:
             raise self._malformed(number, self.columns.split_column, "must be a plain word, as it names a folder")
         return split
 
-    def _sections(self, row: Mapping[str, Any]) -> dict[str, str]:
+    def _sections(self, number: int, row: Mapping[str, Any]) -> dict[str, str]:
         sections: dict[str, str] = {}
         for column in self.columns.text_column:
             text = _cell(row[column])
+            if len(text) > MAX_CELL_CHARACTERS:
+                message = f"row {number}: {column} has more than {MAX_CELL_CHARACTERS} characters"
+                raise CorpusError(f"{message}; shorten the text, or leave the row out", "too_large", field=column)
             parts = {column: text} if text else {}
             if text and self.parse_reports:
                 report = parse_report(text)
@@ -250,9 +259,9 @@ def _read_rows(table: Path, required: list[str]) -> Iterator[tuple[int, Mapping[
     """Yield (row number, counted from 1; row)."""
     kind = table.name.removesuffix(".gz").rpartition(".")[2]
     if kind in ("csv", "tsv"):
-        yield from enumerate(read_table(table, required), start=1)
+        yield from enumerate(read_table(table, required, ANYWHERE), start=1)
     elif kind == "jsonl":
-        yield from read_json_lines(table, required)
+        yield from read_json_lines(table, required, ANYWHERE)
     elif kind == "parquet":
         yield from _read_parquet(table, required)
     else:
@@ -266,16 +275,20 @@ def _read_parquet(table: Path, required: list[str]) -> Iterator[tuple[int, Mappi
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(table)
-        check_columns(table, file.schema_arrow.names, required)
-        number = 0
-        for batch in file.iter_batches(columns=sorted(set(required))):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
+        with ANYWHERE.open(table, CorpusError) as opened:
+            file = pyarrow.parquet.ParquetFile(opened)
+            check_columns(table, file.schema_arrow.names, required)
+            number = 0
+            for batch in file.iter_batches(_PARQUET_ROWS, columns=sorted(set(required))):
+                if batch.nbytes > _PARQUET_ROWS * MAX_CELL_CHARACTERS:
+                    limit = f"at most {MAX_CELL_CHARACTERS} characters in a text"
+                    raise CorpusError(f"{table}, after row {number}: expected {limit}", "too_large")
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
     except FileNotFoundError:
         raise CorpusError(f"{table} does not exist", "not_found") from None
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise CorpusError(f"{table} cannot be read as Parquet ({type(error).__name__})", "malformed") from error
 
 
@@ -310,7 +323,7 @@ def _list(value: object) -> list[str]:
     text = _text(value)
     if text.startswith("["):
         try:
-            return _list(json.loads(text))
+            return _list(parse_json(text))
         except ValueError:
             pass  # a plain word that begins with a bracket
     return [part.strip() for part in text.split("|") if part.strip()]

@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.questions import Question
 from medvl.data.corpora.common.questions import check_image_name, clean_text, infer_answer_type, plan_questions
-from medvl.data.corpora.common.tables import Plan, malformed, open_text
+from medvl.data.corpora.common.tables import Plan, malformed, read_lines
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
 
@@ -20,21 +21,23 @@ _REFERENCE = "VQAMed2019_Test_Questions_w_Ref_Answers.txt"
 _FOLDERS = {"train": "train_images", "validate": "val_images", "test": "vqamed2019_test_images"}
 
 
-def plan(root: Path, deid: Deidentifier) -> Plan:
+def plan(root: Path, deid: Deidentifier, *, follow_links: bool = False) -> Plan:
     """Plan the samples of VQA-Med with their questions; no image is opened.
 
     Args:
         root: folder with the unpacked archives at any depth; splits whose files are missing are skipped.
         deid: hashes the image names.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
 
     Raises CorpusError when there is no split, a folder of images is missing, or a line has the wrong number of fields.
     """
     root = Path(root)
+    allowed = InputFolders.of(root, follow_links=follow_links)
     warnings: Counter[str] = Counter()
     questions: list[tuple[str, Question]] = []
     images: dict[str, Path] = {}
     for split in _FOLDERS:
-        rows = list(_test_rows(root) if split == "test" else _category_rows(root, _PARTS[split]))
+        rows = list(_test_rows(root, allowed) if split == "test" else _category_rows(root, _PARTS[split], allowed))
         if not rows:
             continue
         folder = _image_folder(root, split)
@@ -53,34 +56,33 @@ def plan(root: Path, deid: Deidentifier) -> Plan:
             questions.append((name, question))
     if not questions:
         raise CorpusError(f"{root} lacks C1_Modality_train.txt or {_REFERENCE}: see the data card", "not_found")
-    return plan_questions(NAME, deid, images, questions, +warnings)
+    return plan_questions(NAME, deid, images, questions, +warnings, folders=allowed)
 
 
-def _category_rows(root: Path, part: str) -> Iterator[tuple[Path, str, str, str, str]]:
+def _category_rows(root: Path, part: str, allowed: InputFolders) -> Iterator[tuple[Path, str, str, str, str]]:
     """Yield (file, image, category, question, answer) of a part's files, one per category: `img|question|answer`."""
     for number, category in enumerate(CATEGORIES, 1):
         for path in sorted(root.rglob(f"C{number}_*_{part}.txt")):
-            for image, question, answer in _read_lines(path, 3):
+            for image, question, answer in _read_lines(path, 3, allowed):
                 yield path, image, category, question, answer
 
 
-def _test_rows(root: Path) -> Iterator[tuple[Path, str, str, str, str]]:
+def _test_rows(root: Path, allowed: InputFolders) -> Iterator[tuple[Path, str, str, str, str]]:
     """Yield the same fields of the test's reference file: `img|category|question|answer`."""
     for path in sorted(root.rglob(_REFERENCE)):
-        for image, category, question, answer in _read_lines(path, 4):
+        for image, category, question, answer in _read_lines(path, 4, allowed):
             if category not in CATEGORIES:
                 raise malformed(path, f"expected one of {', '.join(CATEGORIES)} for the category")
             yield path, image, category, question, answer
 
 
-def _read_lines(path: Path, fields: int) -> Iterator[list[str]]:
-    with open_text(path) as file:
-        for number, line in enumerate(file, 1):
-            parts = [clean_text(part) for part in line.split("|", fields - 1)]
-            if line.strip() and len(parts) != fields:
-                raise malformed(f"{path}, line {number}", f"expected {fields} fields, got {len(parts)}")
-            if line.strip():
-                yield parts
+def _read_lines(path: Path, fields: int, allowed: InputFolders) -> Iterator[list[str]]:
+    for number, line in enumerate(read_lines(path, allowed), 1):
+        parts = [clean_text(part) for part in line.split("|", fields - 1)]
+        if line.strip() and len(parts) != fields:
+            raise malformed(f"{path}, line {number}", f"expected {fields} fields, got {len(parts)}")
+        if line.strip():
+            yield parts
 
 
 def _image_folder(root: Path, split: str) -> Path:

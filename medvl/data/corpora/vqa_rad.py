@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from medvl.common.untrusted import InputFolders
 from medvl.data.annotations.questions import Question
 from medvl.data.corpora.common import questions as vqa
 from medvl.data.corpora.common.tables import Plan, check_choice
@@ -30,7 +31,7 @@ _SUFFIX = re.compile(r"\s*-\s*(?:yes\s*/\s*no|open)\s*$", re.IGNORECASE)
 _BROKEN = "\ufffd"  # an apostrophe lost through a wrong encoding
 
 
-def plan(root: Path, deid: Deidentifier, *, split: Split = "official") -> Plan:
+def plan(root: Path, deid: Deidentifier, *, split: Split = "official", follow_links: bool = False) -> Plan:
     """Plan the samples of VQA-RAD with their questions; no image is opened.
 
     Args:
@@ -39,11 +40,13 @@ def plan(root: Path, deid: Deidentifier, *, split: Split = "official") -> Plan:
         deid: hashes the image names.
         split: "official" is the release's split of the *questions*: each test image is also in train, so samples have
             the split `mixed` and each question has its own. "image-disjoint" is a hash of the image name.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
 
     Raises CorpusError when a file or field is missing, both forms of the release are present, or a value does not match
     the data card; ConfigError when the split is unknown.
     """
     root = Path(root)
+    allowed = InputFolders.of(root, follow_links=follow_links)
     check_choice(split, SPLITS, "split")
     warnings: Counter[str] = Counter()
     folder = next((root / name for name in _FOLDERS if (root / name).is_dir()), None)
@@ -51,7 +54,7 @@ def plan(root: Path, deid: Deidentifier, *, split: Split = "official") -> Plan:
         raise CorpusError(f"{root} lacks {' or '.join(_FOLDERS)}: is it the root of the release?", "not_found")
     questions = []
     for path, part in _question_files(root):
-        for row in vqa.read_rows(path, _FIELDS):
+        for row in vqa.read_rows(path, _FIELDS, allowed):
             image = vqa.check_image_name(path, vqa.clean_text(row["image_name"]))
             question = _question(path, row, part, warnings)
             if split == "image-disjoint":
@@ -59,7 +62,7 @@ def plan(root: Path, deid: Deidentifier, *, split: Split = "official") -> Plan:
             questions.append((image, question))
     images = {image: folder / image for image, _ in questions}
     extra = {image: {"split_id": split} for image in images}
-    return vqa.plan_questions(NAME, deid, images, questions, +warnings, extra)
+    return vqa.plan_questions(NAME, deid, images, questions, +warnings, extra, allowed)
 
 
 def _question_files(root: Path) -> list[tuple[Path, str | None]]:

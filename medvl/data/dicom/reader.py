@@ -20,6 +20,7 @@ from typing import Literal
 
 import numpy as np
 
+from medvl.common.untrusted import ANYWHERE, InputFolders
 from medvl.data.dicom.parser import DicomFile, DicomLimits, Elements, Tag, open_dicom
 from medvl.data.dicom.pixels import PixelLayout, decode_frame
 from medvl.data.dicom.rendering import Display, Shading, render
@@ -85,7 +86,12 @@ class DicomImage:
 
 
 def read_dicom(
-    path: Path | str, *, bits: Literal[8, 16] = 8, frame: int | None = None, limits: DicomLimits = DEFAULT_LIMITS
+    path: Path | str,
+    *,
+    bits: Literal[8, 16] = 8,
+    frame: int | None = None,
+    limits: DicomLimits = DEFAULT_LIMITS,
+    folders: InputFolders = ANYWHERE,
 ) -> DicomImage:
     """Read one image.
 
@@ -94,10 +100,12 @@ def read_dicom(
         bits: bits of the returned grey values: 8 (uint8) or 16 (uint16).
         frame: index of the frame in a multi-frame file, from 0. With None, such files raise DicomError.
         limits: limits for untrusted files.
+        folders: folders that the file must be in, links resolved; default any.
 
     Raises:
+        FileNotFoundError: the file does not exist.
         DicomError: with one of the codes
-            "unreadable": the file cannot be opened.
+            "unreadable", "not_a_file", "outside_folder": the file cannot or must not be opened; see `InputFolders`.
             "not_dicom": not a DICOM file.
             "no_pixels": a DICOM file without an image (a report, a plan, a directory).
             "truncated": the file ends too early.
@@ -113,8 +121,9 @@ def read_dicom(
         raise ConfigError(f"bits must be 8 or 16, got {bits}", "out_of_range", field="bits")
     if frame is not None and frame < 0:
         raise ConfigError(f"frame must be 0 or more, got {frame}", "out_of_range", field="frame")
+    file = folders.open(path, DicomError)
     try:
-        with Path(path).open("rb") as file:
+        with file:
             return _read(open_dicom(file, limits), bits, frame)
     except DicomError as error:
         raise error.prefixed(f"{path}: ") from error

@@ -1,11 +1,11 @@
 """Reading an image file of a corpus: from a path to pixels."""
 
-import os
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
+from medvl.common.untrusted import ANYWHERE, InputFolders, read_limited
 from medvl.data.dicom.reader import DicomHeader, read_dicom
 from medvl.data.images.codecs import decode_image, exif_orientation, make_upright
 from medvl.data.privacy.burned_in_text import has_burned_in_text
@@ -15,7 +15,12 @@ _MAX_FILE_BYTES = 1 << 30
 
 
 def read_pixels(
-    path: Path | None, *, color: bool = False, frame: int | None = None, warnings: Counter[str] | None = None
+    path: Path | None,
+    *,
+    color: bool = False,
+    frame: int | None = None,
+    warnings: Counter[str] | None = None,
+    folders: InputFolders = ANYWHERE,
 ) -> tuple[np.ndarray, DicomHeader | None]:
     """Read a DICOM, JPEG or PNG file, recognised by its content; JPEG and PNG are turned upright by their EXIF data.
 
@@ -24,24 +29,24 @@ def read_pixels(
         color: return three channels. DICOM images are always grey.
         frame: index of the frame in multi-frame DICOM files, from 0; with None, they are refused.
         warnings: if given, DICOM images are screened for burned-in text, and detections and turned images are counted.
+        folders: folders that the file must be in, links resolved; default any.
 
     Returns:
         uint8 pixels, (H, W) or (H, W, 3), and the allow-listed header fields of a DICOM file.
 
     Raises:
-        DicomError, ImageError: the file cannot be read (the message names it), or the path is None.
+        DicomError, ImageError: the file cannot be read or is outside of the folders (the message names it), or the path
+            is None.
         FileNotFoundError: the file does not exist.
     """
     if path is None:
         raise ImageError("the sample has no image path", "no_image")
-    with path.open("rb") as file:
+    with folders.open(path, ImageError) as file:
         named_dicom = path.suffix.lower() in (".dcm", ".dicom")
         if named_dicom or _starts_like_dicom(file.read(132)):
-            return _read_dicom(path, frame, warnings)
-        if file.seek(0, os.SEEK_END) > _MAX_FILE_BYTES:
-            raise ImageError(f"{path} is larger than {_MAX_FILE_BYTES >> 20} MiB", "too_large")
+            return _read_dicom(path, frame, warnings, folders)
         file.seek(0)
-        data = file.read()
+        data = read_limited(file, _MAX_FILE_BYTES, ImageError)
     try:
         pixels = decode_image(data, color=color)
     except ImageError as error:
@@ -57,13 +62,15 @@ def _starts_like_dicom(data: bytes) -> bool:
     return data[128:132] == b"DICM" or data[:2] in (b"\x02\0", b"\x08\0", b"\0\x08")
 
 
-def _read_dicom(path: Path, frame: int | None, warnings: Counter[str] | None) -> tuple[np.ndarray, DicomHeader]:
+def _read_dicom(
+    path: Path, frame: int | None, warnings: Counter[str] | None, folders: InputFolders
+) -> tuple[np.ndarray, DicomHeader]:
     try:
-        image = read_dicom(path)
+        image = read_dicom(path, folders=folders)
     except DicomError as error:
         if error.code != "multi_frame" or frame is None:
             raise
-        image = read_dicom(path, frame=frame)
+        image = read_dicom(path, frame=frame, folders=folders)
     if warnings is not None:
         warnings["says_burned_in"] += image.header.burned_in is True
         warnings["possible_burned_in_text"] += has_burned_in_text(image.pixels_HW)

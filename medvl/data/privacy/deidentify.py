@@ -86,7 +86,10 @@ class Deidentifier:
     def _hash(self, kind: bytes, *ids: str | int) -> str:
         digest = hashlib.blake2b(key=self.salt, person=kind, digest_size=_ID_BYTES)
         for value in ids:
-            text = str(value).strip().encode()
+            try:
+                text = str(value).strip().encode()
+            except UnicodeEncodeError:
+                raise CorpusError(f"a {kind.decode()} id has half of a surrogate pair", "malformed") from None
             if not text:
                 raise CorpusError(f"empty {kind.decode()} id: fill in the column, or remove the row", "missing")
             digest.update(len(text).to_bytes(4, "big"))  # ("ab", "c") and ("a", "bc") must differ

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from xml.etree import ElementTree
 
+from medvl.common.untrusted import ANYWHERE, InputFolders, read_limited
 from medvl.errors import CorpusError
 
 MAX_XML_BYTES = 1 << 20
@@ -50,7 +51,7 @@ class OpeniReport:
     images: tuple[OpeniImage, ...]
 
 
-def iter_openi_reports(path: Path | str) -> Iterator[OpeniReport]:
+def iter_openi_reports(path: Path | str, *, folders: InputFolders = ANYWHERE) -> Iterator[OpeniReport]:
     """Yield the reports below a folder, sorted by file name, or in a `.tgz`, in its order, without unpacking to disk.
 
     Raises CorpusError when there is no report, a report is damaged, or the archive contains links, paths outside it,
@@ -58,7 +59,7 @@ def iter_openi_reports(path: Path | str) -> Iterator[OpeniReport]:
     """
     path = Path(path)
     count = 0
-    for name, data in _archive_files(path) if path.is_file() else _folder_files(path):
+    for name, data in _archive_files(path, folders) if path.is_file() else _folder_files(path, folders):
         yield _parse(data, f"{path}: {name}")
         count += 1
     if not count:
@@ -74,7 +75,7 @@ def read_openi_xml(source: Path | str | bytes) -> OpeniReport:
     if isinstance(source, bytes):
         return _parse(source, "the XML report")
     path = Path(source)
-    return _parse(_read_bounded(path), str(path))
+    return _parse(_read_bounded(path, ANYWHERE), str(path))
 
 
 class _PlainTreeBuilder(ElementTree.TreeBuilder):
@@ -137,17 +138,21 @@ def _text(element: ElementTree.Element | None) -> str:
     return "" if element is None else " ".join(_LINE_BREAK.sub(" ", "".join(element.itertext())).split())
 
 
-def _folder_files(folder: Path) -> Iterator[tuple[str, bytes]]:
+def _folder_files(folder: Path, folders: InputFolders) -> Iterator[tuple[str, bytes]]:
     if not folder.is_dir():
         raise CorpusError(f"{folder} does not exist: give NLMCXR_reports.tgz, or the folder in it", "not_found")
     paths = sorted(folder.rglob("*.xml"), key=lambda path: (len(path.name), path.name))  # 2.xml before 10.xml
     for path in paths:
-        yield path.name, _read_bounded(path)
+        yield path.name, _read_bounded(path, folders)
 
 
-def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
+def _archive_files(path: Path, folders: InputFolders) -> Iterator[tuple[str, bytes]]:
     try:
-        with gzip.open(path) as unpacked, tarfile.open(fileobj=_Bounded(unpacked), mode="r|") as archive:
+        with (
+            folders.open(path, CorpusError) as file,
+            gzip.GzipFile(fileobj=file) as unpacked,
+            tarfile.open(fileobj=_Bounded(unpacked), mode="r|") as archive,
+        ):
             for member in archive:
                 name = PurePosixPath(member.name)
                 if member.isdir():
@@ -156,9 +161,9 @@ def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
                     raise CorpusError(f"{path} contains a link or an outside path: not NLMCXR_reports.tgz", "malformed")
                 if member.size > MAX_XML_BYTES:
                     raise CorpusError(f"{path} has a file of {member.size} bytes: not NLMCXR_reports.tgz", "too_large")
-                file = archive.extractfile(member)
-                if name.suffix == ".xml" and file is not None:
-                    yield name.name, file.read()
+                content = archive.extractfile(member)
+                if name.suffix == ".xml" and content is not None:
+                    yield name.name, content.read()
     except (tarfile.TarError, gzip.BadGzipFile, EOFError, OSError) as error:
         message = f"{path} is not a complete .tgz archive ({type(error).__name__}): download it again"
         raise CorpusError(message, "malformed") from error
@@ -178,9 +183,9 @@ class _Bounded(io.BufferedIOBase):
         return self._file.read(size)
 
 
-def _read_bounded(path: Path) -> bytes:
+def _read_bounded(path: Path, folders: InputFolders) -> bytes:
     try:
-        with path.open("rb") as file:
-            return file.read(MAX_XML_BYTES + 1)
+        with folders.open(path, CorpusError) as file:
+            return read_limited(file, MAX_XML_BYTES, CorpusError)
     except OSError as error:
         raise CorpusError(f"{path} cannot be read ({error.strerror})", "unreadable") from None

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from medvl.common.untrusted import ANYWHERE, InputFolders, read_limited
 from medvl.data.privacy.deidentify import is_identifying_header
 from medvl.data.reports.sentences import split_sentences
 from medvl.errors import ReportError
@@ -122,16 +123,14 @@ class Report:
         return [sentence for text in texts for sentence in split_sentences(text)]
 
 
-def read_report(path: Path | str) -> Report:
+def read_report(path: Path | str, *, folders: InputFolders = ANYWHERE) -> Report:
     """Read a report from a text file in UTF-8, Windows-1252 or Latin-1 (see `Report.encoding`).
 
-    Raises ReportError when the file is too large or is not text; OSError when it cannot be opened.
+    Raises FileNotFoundError when it does not exist; ReportError when the file is outside of `folders`, no regular file,
+    too large or not text.
     """
-    path = Path(path)
-    with path.open("rb") as file:
-        data = file.read(MAX_REPORT_BYTES + 1)
-    if len(data) > MAX_REPORT_BYTES:
-        raise ReportError(f"{path} has more than {MAX_REPORT_BYTES} bytes: not a report", "too_large")
+    with folders.open(path, ReportError) as file:
+        data = read_limited(file, MAX_REPORT_BYTES, ReportError)
     if b"\0" in data:
         raise ReportError(f"{path} contains NUL bytes: binary, or UTF-16; convert it to UTF-8", "malformed")
     text, encoding = _decode(data)

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.files import write_atomic
+from medvl.common.untrusted import ANYWHERE
 from medvl.data.corpora import chexpert
-from medvl.data.corpora.common.tables import check_columns, open_text
+from medvl.data.corpora.common.tables import check_columns, read_lines
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError, EvaluationError
 from medvl.eval.core.interfaces import Source
@@ -169,10 +170,9 @@ def read_chexpert_8x200(root: Path, deid: Deidentifier) -> RetrievalList:
 
 
 def _rows(path: Path, required: Sequence[str]) -> list[Mapping[str, str]]:
-    with open_text(path) as file:
-        reader = csv.DictReader(file)
-        check_columns(path, reader.fieldnames or (), required)
-        return list(reader)
+    reader = csv.DictReader(read_lines(path, ANYWHERE))
+    check_columns(path, reader.fieldnames or (), required)
+    return list(reader)
 
 
 def _class_name(name: str, folder: Path) -> str:

@@ -16,6 +16,7 @@ import pytest
 from helpers.errors import raises
 from helpers.mimic_files import IMAGES, LABELS, textured, write_csv_gz
 
+from medvl.common.untrusted import ANYWHERE
 from medvl.data.corpora import chexpert, mimic_cxr, table
 from medvl.data.corpora.common.tables import Record, read_record
 from medvl.data.corpora.table import TableColumns
@@ -283,7 +284,7 @@ def test_sections_of_a_report_are_the_same_in_every_corpus(tmp_path: Path, deid:
     assert warnings == counts
     (tmp_path / "s1.txt").write_text(HOSPITAL)
     counted = Counter[str]()
-    sample = read_record(Record(dataclasses.replace(sample, sections={}), tmp_path / "s1.txt"), counted)
+    sample = read_record(Record(dataclasses.replace(sample, sections={}), tmp_path / "s1.txt"), counted, ANYWHERE)
     assert sample.sections == expected
     assert +counted == counts
 
@@ -310,9 +311,9 @@ def test_reports_without_description_are_counted(tmp_path: Path, deid: Deidentif
     (tmp_path / "s1.txt").write_text("INDICATION: Evaluate for pneumonia.\n")
     sample, _ = hospital_sample(tmp_path, deid, {"report": "FINDINGS: Clear."})
     warnings = Counter[str]()
-    read_record(Record(sample), warnings)
+    read_record(Record(sample), warnings, ANYWHERE)
     assert +warnings == {}
-    read_record(Record(sample, tmp_path / "s1.txt"), warnings)
+    read_record(Record(sample, tmp_path / "s1.txt"), warnings, ANYWHERE)
     assert +warnings == {"no_description": 1}
 
 

@@ -21,6 +21,7 @@ from helpers.vqa_corpora import (
 )
 
 from medvl.cli import main as cli
+from medvl.common.untrusted import ANYWHERE
 from medvl.data.annotations.questions import MIXED, Question, questions_of
 from medvl.data.corpora import path_vqa, slake, vqa_med, vqa_rad
 from medvl.data.corpora.common.pickle_reader import read_plain_pickle
@@ -159,11 +160,11 @@ def test_plain_pickle_is_read_without_running_it(tmp_path, protocol):
         (),
     ]
     path.write_bytes(pickle.dumps(plain, protocol))
-    assert read_plain_pickle(path) == plain
+    assert read_plain_pickle(path, ANYWHERE) == plain
     trace = tmp_path / "it-ran"
     path.write_bytes(pickle.dumps([{"x": CreatesFolder(trace)}], protocol))
     with raises(CorpusError, "unsupported"):
-        read_plain_pickle(path)
+        read_plain_pickle(path, ANYWHERE)
     assert not trace.exists()
 
 
@@ -173,9 +174,9 @@ def test_truncated_pickle_raises(tmp_path):
     for end in (0, 1, 10, len(data) - 1):
         path.write_bytes(data[:end])
         with raises(CorpusError, "malformed"):
-            read_plain_pickle(path)
+            read_plain_pickle(path, ANYWHERE)
     with raises(CorpusError, "not_found"):
-        read_plain_pickle(tmp_path / "none.pkl")
+        read_plain_pickle(tmp_path / "none.pkl", ANYWHERE)
 
 
 def damage(path: Path, change: dict[str, object]) -> None:

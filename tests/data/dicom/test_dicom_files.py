@@ -311,9 +311,10 @@ def test_unreadable_images_raise(tmp_path, data, code):
 
 
 def test_missing_files_and_folders_raise(tmp_path):
-    for path in (tmp_path / "missing.dcm", tmp_path):
-        with raises(DicomError, "unreadable", names=f"{path} "):
-            read_dicom(path)
+    with raises(DicomError, "not_a_file", names=f"{tmp_path} "):
+        read_dicom(tmp_path)
+    with pytest.raises(FileNotFoundError, match="missing.dcm"):
+        read_dicom(tmp_path / "missing.dcm")
 
 
 def test_invalid_settings_raise(tmp_path, plain):

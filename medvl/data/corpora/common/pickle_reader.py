@@ -10,7 +10,11 @@ import pickletools
 from pathlib import Path
 from typing import Any
 
+from medvl.common.untrusted import InputFolders, read_limited
 from medvl.errors import CorpusError
+
+MAX_PICKLE_BYTES = 1 << 26
+"""Largest accepted pickle; the largest of PathVQA has 5 MB."""
 
 _MARK = object()
 _TEXTS = ("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE")
@@ -22,15 +26,25 @@ _PUTS, _GETS = frozenset(["PUT", "BINPUT", "LONG_BINPUT"]), frozenset(["GET", "B
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
-def read_plain_pickle(path: Path) -> Any:
+def read_plain_pickle(path: Path, folders: InputFolders) -> Any:
     """Read a pickle of plain data. Raises CorpusError if it is missing, damaged, or has objects, functions or bytes."""
     try:
-        data = path.read_bytes()
+        with folders.open(path, CorpusError) as file:
+            data = read_limited(file, MAX_PICKLE_BYTES, CorpusError)
         return PickleReader(path).read(data)
     except FileNotFoundError:
         raise CorpusError(f"{path} does not exist", "not_found") from None
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise CorpusError(f"{path} is damaged ({type(error).__name__}): copy it again", "malformed") from None
+
+
+def _checked(value: Any) -> Any:
+    """Return a text or a number. Raises ValueError for half of a surrogate pair, and for an integer over 1024 bits."""
+    if isinstance(value, str):
+        value.encode()
+    elif isinstance(value, int) and value.bit_length() > 1024:
+        raise ValueError("an integer over 1024 bits")
+    return value
 
 
 class PickleReader:
@@ -54,7 +68,7 @@ class PickleReader:
             if name in ("PROTO", "FRAME"):
                 continue
             if name in _VALUES:
-                self.stack.append(argument)
+                self.stack.append(_checked(argument))
             elif name in _CONSTANTS:
                 self.stack.append(_CONSTANTS[name])
             elif name in _EMPTY:

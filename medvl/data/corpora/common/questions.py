@@ -1,17 +1,20 @@
 """Reading of the VQA corpora: rows of question files, and records with the questions of each image."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from medvl.common.untrusted import ANYWHERE, InputFolders, parse_json, read_limited
 from medvl.data.annotations.questions import MIXED, AnswerType, Question
 from medvl.data.corpora.common.record_file import Records
-from medvl.data.corpora.common.tables import Plan, Record, malformed, open_text
+from medvl.data.corpora.common.tables import Plan, Record, malformed
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
 from medvl.schema import Sample
+
+MAX_JSON_BYTES = 1 << 26
+"""Largest accepted JSON file; the largest of these corpora has 5 MB."""
 
 _EMPTY = "NULL"  # written by VQA-RAD in empty fields; "None" is an answer
 _ANSWER_TYPES: Mapping[str, AnswerType] = {"CLOSED": "closed", "OPEN": "open"}
@@ -24,6 +27,7 @@ def plan_questions(
     questions: Sequence[tuple[str, Question]],
     warnings: Counter[str],
     extra: Mapping[str, Mapping[str, str]] | None = None,
+    folders: InputFolders = ANYWHERE,
 ) -> Plan:
     """Return a plan with one record per image, which carries its questions in the order of the release.
 
@@ -34,6 +38,7 @@ def plan_questions(
         questions: (image name, question) pairs.
         warnings: counts of repairs and omissions; counts of repeated questions are added.
         extra: image name -> further fields of the sample's `extra`.
+        folders: folders that the images must be in.
 
     Raises CorpusError when two questions have the same id.
     """
@@ -58,7 +63,7 @@ def plan_questions(
             extra={**(extra or {}).get(image, {}), "questions": [question.as_json() for question in group]},
         )
         records.append(Record(sample))
-    return Plan(corpus, records, (), Counter(), warnings)
+    return Plan(corpus, records, (), Counter(), warnings, folders)
 
 
 def _count_repeats(questions: Iterable[tuple[str, Question]]) -> Counter[str]:
@@ -76,14 +81,20 @@ def _fold(text: str) -> str:
     return " ".join(text.lower().split())
 
 
-def read_rows(path: Path, required: Sequence[str]) -> list[dict[str, Any]]:
+def read_rows(path: Path, required: Sequence[str], folders: InputFolders) -> list[dict[str, Any]]:
     """Read a JSON list of objects. Raises CorpusError when it is not one, or an object lacks a required field."""
+    return check_rows(path, read_json(path, folders), required)
+
+
+def read_json(path: Path, folders: InputFolders) -> Any:
+    """Read a JSON file. Raises CorpusError when it is missing, outside of the folders, too large or damaged."""
     try:
-        with open_text(path) as file:
-            rows = json.load(file)
-    except ValueError as error:
+        with folders.open(path, CorpusError) as file:
+            return parse_json(read_limited(file, MAX_JSON_BYTES, CorpusError))
+    except FileNotFoundError:
+        raise CorpusError(f"{path} does not exist", "not_found") from None
+    except (ValueError, OSError) as error:
         raise malformed(path, f"not readable as JSON ({type(error).__name__}): copy it again") from None
-    return check_rows(path, rows, required)
 
 
 def check_rows(path: Path, rows: object, required: Sequence[str]) -> list[dict[str, Any]]:

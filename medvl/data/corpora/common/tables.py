@@ -5,18 +5,25 @@ import contextlib
 import csv
 import dataclasses
 import gzip
+import io
 import itertools
-import json
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from medvl.common.untrusted import ANYWHERE, InputFolders, parse_json
 from medvl.data.privacy.deidentify import find_identifiers, is_identifying_header
 from medvl.data.reports.sections import Report, read_report
 from medvl.data.transforms.text import choose_sections
 from medvl.errors import ConfigError, CorpusError
 from medvl.schema import FINDINGS, Sample
+
+MAX_CELL_CHARACTERS = 1 << 17
+"""Longest accepted cell of a CSV table; the longest report of MIMIC-CXR has under 10,000 characters."""
+MAX_LINE_CHARACTERS = 1 << 24
+"""Longest accepted line of a table; a line of JSON lines is an article with its references."""
 
 _SEPARATORS = (",", ";", "\t", "|")
 _LABEL_VALUES = {"1.0": 1, "0.0": 0, "-1.0": -1, "1": 1, "0": 0, "-1": -1}
@@ -43,19 +50,22 @@ class Plan:
     """Images left out, by rule."""
     warnings: Counter[str] = dataclasses.field(default_factory=Counter)
     """Repairs, and parts left out of an image (such as a question in another language), by rule."""
+    folders: InputFolders = ANYWHERE
+    """Folders that images and reports must be in, links resolved."""
 
     def iter_samples(self) -> Iterator[Sample]:
         """Yield the samples one by one, with their reports read. Raises ReportError when a report cannot be read."""
         warnings = Counter[str]()
         for record in self.records:
-            yield read_record(record, warnings)
+            yield read_record(record, warnings, self.folders)
 
 
-def read_record(record: Record, warnings: Counter[str]) -> Sample:
-    """Return a record's sample with its report read, and count text warnings. Raises ReportError if it is not text."""
+def read_record(record: Record, warnings: Counter[str], folders: InputFolders) -> Sample:
+    """Return a record's sample with its report read, and count text warnings. Raises as `read_report` does."""
     sample = record.sample
     if record.report is not None:
-        sample = dataclasses.replace(sample, sections=report_sections(read_report(record.report), warnings))
+        report = read_report(record.report, folders=folders)
+        sample = dataclasses.replace(sample, sections=report_sections(report, warnings))
     warnings["no_description"] += any(sample.sections.values()) and not choose_sections(sample.sections, ())
     for text in sample.sections.values():
         for kind in find_identifiers(text):
@@ -84,34 +94,31 @@ def report_sections(report: Report, warnings: Counter[str]) -> dict[str, str]:
     return sections
 
 
-def read_table(path: Path, required: Iterable[str]) -> Iterator[dict[str, str]]:
+def read_table(path: Path, required: Iterable[str], folders: InputFolders) -> Iterator[dict[str, str]]:
     """Yield the rows of a CSV file or `.gz`, with any separator of `_SEPARATORS`.
 
-    Raises CorpusError if it is missing or damaged, or lacks a column or has it twice. No message quotes a cell; where
-    the first line has none of the required columns, it may be a patient's row and is not quoted either.
+    Raises CorpusError as `read_lines`, or if it lacks a column or has it twice. No message quotes a cell; where the
+    first line has none of the required columns, it may be a patient's row and is not quoted either.
     """
-    required = tuple(required)
+    required, lines = tuple(required), read_lines(path, folders)
     try:
-        with open_text(path) as file:
-            first = file.readline()
-            reader = csv.DictReader(itertools.chain([first], file), delimiter=_separator(first, required))
-            columns = reader.fieldnames or ()
-            if columns and not set(columns) & set(required):
-                state = (
-                    f"{path}: the first line has none of the columns {', '.join(required)} in its {len(columns)} fields"
-                )
-                advice = "expected a line of column names (not shown here, as it may be a patient's row)"
-                raise CorpusError(f"{state}; {advice}", "missing", field=required[0])
-            check_columns(path, columns, required)
-            for row in reader:
-                if None in row or None in row.values():
-                    where = f"{path}, line {reader.line_num}"
-                    raise malformed(where, "expected as many fields as in the header; quote texts with a separator")
-                yield row
+        first = next(lines, "")
+        reader = csv.DictReader(itertools.chain([first], lines), delimiter=_separator(first, required))
+        columns = reader.fieldnames or ()
+        if columns and not set(columns) & set(required):
+            state = f"{path}: the first line has none of the columns {', '.join(required)} in its {len(columns)} fields"
+            advice = "expected a line of column names (not shown here, as it may be a patient's row)"
+            raise CorpusError(f"{state}; {advice}", "missing", field=required[0])
+        check_columns(path, columns, required)
+        for row in reader:
+            if None in row or None in row.values():
+                where = f"{path}, line {reader.line_num}"
+                raise malformed(where, "expected as many fields as in the header; quote texts with a separator")
+            yield row
     except csv.Error as error:
+        if "field limit" in str(error):
+            raise _too_large(str(path), f"a cell of {MAX_CELL_CHARACTERS}") from None
         raise malformed(path, f"not readable as a CSV table ({error}); check its quotes") from error
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise malformed(path, f"not readable as a CSV table ({type(error).__name__}): copy it again") from error
 
 
 def _separator(header: str, required: Sequence[str]) -> str:
@@ -123,38 +130,62 @@ def _separator(header: str, required: Sequence[str]) -> str:
     return max(_SEPARATORS, key=found)
 
 
-def read_json_lines(path: Path, required: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def read_json_lines(
+    path: Path, required: Sequence[str], folders: InputFolders
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield (line number, counted from 1; object) of a JSON lines file, gzipped or not; blank lines are skipped.
 
-    Raises CorpusError when the file is missing, a line is not a JSON object, or an object lacks a required field.
+    Raises CorpusError as `read_lines`, or when a line is not a JSON object or lacks a required field.
     """
-    with open_text(path) as file:
+    for number, line in enumerate(read_lines(path, folders), start=1):
+        if not line.strip():
+            continue
         try:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise CorpusError(f"{path}, row {number}: expected a JSON object", "malformed")
-                check_columns(path, list(row), required)
-                yield number, row
-        except (ValueError, EOFError, OSError) as error:
-            raise CorpusError(f"{path} cannot be read as JSON lines ({type(error).__name__})", "malformed") from error
+            row = parse_json(line)
+        except ValueError as error:
+            message = f"{path}, row {number}: cannot be read as JSON ({type(error).__name__})"
+            raise CorpusError(message, "malformed") from error
+        if not isinstance(row, dict):
+            raise CorpusError(f"{path}, row {number}: expected a JSON object", "malformed")
+        check_columns(path, list(row), required)
+        yield number, row
+
+
+def read_lines(path: Path, folders: InputFolders) -> Iterator[str]:
+    """Yield the lines of a text file, gzipped or not, with their ends.
+
+    Raises CorpusError when it does not exist, is no regular file in `folders`, is damaged, is not UTF-8, or has a line
+    of more than `MAX_LINE_CHARACTERS`.
+    """
+    with open_text(path, folders) as file:
+        number = 0
+        while line := file.readline(MAX_LINE_CHARACTERS + 1):
+            number += 1
+            if len(line) > MAX_LINE_CHARACTERS:
+                raise _too_large(f"{path}, line {number}", f"a line of {MAX_LINE_CHARACTERS}")
+            yield line
 
 
 @contextlib.contextmanager
-def open_text(path: Path) -> Iterator[TextIO]:
-    """Open a text file, gzipped or not. Raises CorpusError when it does not exist or is not UTF-8."""
-    opener: Callable[..., TextIO] = gzip.open if path.suffix == ".gz" else open
+def open_text(path: Path, folders: InputFolders) -> Iterator[TextIO]:
+    """Open a text file, gzipped or not, in UTF-8. Raises CorpusError, also within the block, when it is unreadable."""
     try:
-        with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
-            yield file
+        with folders.open(path, CorpusError) as file:
+            data = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+            yield io.TextIOWrapper(data, encoding="utf-8-sig", newline="")
     except FileNotFoundError:
         raise CorpusError(f"{path} does not exist", "not_found") from None
     except UnicodeDecodeError as error:
         guess = "UTF-16" if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "WINDOWS-1252"
         advice = f"save it as UTF-8, for example with iconv -f {guess} -t UTF-8"
         raise CorpusError(f"{path} is not UTF-8 text; {advice}", "malformed", field="encoding") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise CorpusError(f"{path} is damaged ({type(error).__name__}): copy it again", "malformed") from error
+
+
+def _too_large(where: str, what: str) -> CorpusError:
+    advice = "shorten the text, or leave the row out"
+    return CorpusError(f"{where}: expected at most {what} characters; {advice}", "too_large")
 
 
 def check_columns(path: Path, columns: Sequence[str], required: Sequence[str]) -> None:

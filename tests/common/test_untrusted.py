@@ -1,0 +1,80 @@
+"""Opening of files that others have made, and bounded JSON."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from helpers.errors import raises
+
+from medvl.common.untrusted import ANYWHERE, MAX_JSON_DEPTH, InputFolders, parse_json, read_limited
+from medvl.errors import ImageError
+
+
+def read(path: Path, folders: InputFolders) -> bytes:
+    with folders.open(path, ImageError) as file:
+        return read_limited(file, 100, ImageError)
+
+
+def test_links_are_followed_inside_of_the_folders_only(tmp_path: Path) -> None:
+    for name in ("corpus", "corpus-private", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(name)
+    corpus = tmp_path / "corpus"
+    (corpus / "inside").symlink_to(corpus / "a.txt")
+    (corpus / "outside").symlink_to(tmp_path / "corpus-private/a.txt")
+    (corpus / "folder").symlink_to(tmp_path / "other")
+    (tmp_path / "root").symlink_to(corpus)  # the folder that the user names may be a link
+    folders = InputFolders.of(tmp_path / "root")
+    assert read(tmp_path / "root/a.txt", folders) == read(corpus / "inside", folders) == b"corpus"
+    for name in ("outside", "folder/a.txt", "../other/a.txt"):
+        with raises(ImageError, "outside_folder", names="--follow-links"):
+            read(corpus / name, folders)
+        assert read(corpus / name, InputFolders.of(corpus, follow_links=True))
+    assert read(corpus / "folder/a.txt", InputFolders.of(corpus, tmp_path / "other")) == b"other"
+    assert read(corpus / "a.txt", InputFolders.of("/")) == b"corpus"
+
+
+@pytest.mark.fault("S16")
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        for name in ("pipe", "folder", "/dev/zero"):
+            with raises(ImageError, "not_a_file"):
+                read(tmp_path / name, ANYWHERE)
+        for name in ("socket", "loop", "x" * 300, "folder/" + "y/" * 3000):
+            with raises(ImageError, "unreadable"):
+                read(tmp_path / name, ANYWHERE)
+    for name in ("nul\0", "half\ud800"):
+        with raises(ImageError, "malformed"):
+            read(tmp_path / name, ANYWHERE)
+    with pytest.raises(FileNotFoundError, match="none"):
+        read(tmp_path / "none", ANYWHERE)
+    (tmp_path / "large").write_bytes(bytes(101))
+    with raises(ImageError, "too_large", names="large"):
+        read(tmp_path / "large", ANYWHERE)
+
+
+def is_refused(data: str | bytes) -> bool:
+    try:
+        parse_json(data)
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.fault("S17")
+def test_json_is_bounded() -> None:
+    nested = "[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH
+    assert str(parse_json(nested)) == nested
+    assert parse_json(b'\xef\xbb\xbf{"a": [1.5, "\\ud83d\\ude00", "\\\\ud800"]}') == {
+        "a": [1.5, "\N{GRINNING FACE}", "\\ud800"]
+    }
+    for text in (f"[{nested}]", "[" * 100_000, '{"a":' * 100_000, '["\\ud83d"]', '{"\\ude00": 1}', "", "{", "9" * 5000):
+        for data in (text, text.encode()):
+            assert is_refused(data)
+    for data in (b'"\xed\xa0\x80"', b'"\xff"', '"a"'.encode("utf-16")):
+        assert is_refused(data)
