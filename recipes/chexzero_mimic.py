@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 8 recipes/chexzero_mimic.py --data.train DIR/train --data.valid DIR/validate
     torchrun recipes/chexzero_mimic.py tiny           # phantom corpus of scripts/quickstart.sh, two CPU cores
     torchrun recipes/chexzero_mimic.py tiny --help    # every setting
+    torchrun recipes/chexzero_mimic.py --init-from imported/chexzero --data.train OURS/train ...    # continue
 
 The paper averages ten runs with batches of 64 and 128 and rates of 5e-5, 1e-4 and 2e-4. Each is this recipe with other
 flags (--train.run-dir, --train.global-batch, --optim.lr, --data.seed), and they are evaluated together:
@@ -39,6 +40,8 @@ class Recipe:
     model: CheXzeroConfig
     pretrained: bool
     """Start from a published CLIP: OpenAI's, or what `model.weights` names."""
+    init_from: Path | None = None
+    """Checkpoint to start from, also an imported one: all weights of a CheXzero, or the encoders of another system."""
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
@@ -119,7 +122,7 @@ def prepare(recipe: Recipe) -> "Run":
     from medvl.eval import ZeroShotEval
     from medvl.train import pretraining
 
-    run = pretraining("chexzero_mimic", recipe)
+    run = pretraining("chexzero_mimic", recipe, recipe.init_from)
     prompts = recipe.prompts
     return run if prompts is None else run.with_evaluator(lambda images: ZeroShotEval(images, prompts))
 

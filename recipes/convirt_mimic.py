@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 8 recipes/convirt_mimic.py --data.train DIR/train --data.valid DIR/validate
     torchrun recipes/convirt_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
     torchrun recipes/convirt_mimic.py tiny --help     # every setting
+    torchrun recipes/convirt_mimic.py --init-from runs/convirt-mimic/best --data.train OURS/train ...    # continue
 
 Preset `paper`: the settings of the paper where it gives them, else those of LoVT's re-implementation. ImageNet's
 ResNet-50 and Bio_ClinicalBERT are downloaded from the hub on first use. Differences from the paper: bf16 autocast, and
@@ -35,6 +36,8 @@ class Recipe:
     model: ConVIRTConfig
     pretrained: bool
     """Start both encoders from their published weights."""
+    init_from: Path | None = None
+    """Checkpoint to start from, also an imported one: all weights of a ConVIRT, or the encoders of another system."""
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
@@ -114,7 +117,7 @@ def prepare(recipe: Recipe) -> "Run":
     from medvl.eval import ZeroShotEval
     from medvl.train import pretraining
 
-    run = pretraining("convirt_mimic", recipe)
+    run = pretraining("convirt_mimic", recipe, recipe.init_from)
     prompts = recipe.prompts
     return run if prompts is None else run.with_evaluator(lambda images: ZeroShotEval(images, prompts))
 

@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 8 recipes/gloria_chexpert.py --data.train DIR/train --data.valid DIR/valid
     torchrun recipes/gloria_chexpert.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
     torchrun recipes/gloria_chexpert.py tiny --help     # every setting
+    torchrun recipes/gloria_chexpert.py --init-from imported/gloria --data.train OURS/train ...    # continue
 
 Preset `paper`: the settings of the authors' configuration for CheXpert. ImageNet's ResNet-50 and Bio_ClinicalBERT come
 from the hub on first use. Differences: bf16 autocast for fp16, negatives from all ranks, punctuation is read.
@@ -40,7 +41,7 @@ class Recipe:
     pretrained: bool
     """Start both encoders from their published weights."""
     init_from: Path | None = None
-    """Checkpoint to start from: all weights of a GLoRIA, or the image and text encoder of another system."""
+    """Checkpoint to start from, also an imported one: all weights of a GLoRIA, or the encoders of another system."""
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig

@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 8 recipes/siglip_mimic.py --data.train DIR/train --data.valid DIR/validate
     torchrun recipes/siglip_mimic.py tiny             # phantom corpus of scripts/quickstart.sh, two CPU cores
     torchrun recipes/siglip_mimic.py tiny --help      # every setting
+    torchrun recipes/siglip_mimic.py --init-from runs/siglip-mimic/best --data.train OURS/train ...    # continue
 
 Preset `paper`: CheXzero's encoders (OpenAI's CLIP ViT-B/32, from the hub on first use), images and impressions, so that
 the two recipes compare the losses. The paper trained on web images. From the paper: the loss, the initial scale and
@@ -34,6 +35,8 @@ class Recipe:
     model: SigLIPConfig
     pretrained: bool
     """Start from published weights: OpenAI's CLIP, or what `model.weights` names."""
+    init_from: Path | None = None
+    """Checkpoint to start from, also an imported one: all weights of a SigLIP, or the encoders of another system."""
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
@@ -121,7 +124,7 @@ def prepare(recipe: Recipe) -> "Run":
     from medvl.eval import ZeroShotEval
     from medvl.train import pretraining
 
-    run = pretraining("siglip_mimic", recipe)
+    run = pretraining("siglip_mimic", recipe, recipe.init_from)
     prompts = recipe.prompts
     return run if prompts is None else run.with_evaluator(lambda images: ZeroShotEval(images, prompts))
 

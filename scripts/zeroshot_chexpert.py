@@ -31,7 +31,7 @@ from medvl.eval import (
     write_zero_shot_page,
     zero_shot,
 )
-from medvl.models import train_manifest
+from medvl.models import train_manifests
 from medvl.schema import FINDINGS
 
 
@@ -74,15 +74,16 @@ def read_split(options: argparse.Namespace, split: str, deid: Deidentifier) -> F
 
 
 def refuse_known_patients(checkpoint: Path, source: FileSource, deid: Deidentifier) -> None:
-    """Raise SplitError if the checkpoint was trained on a patient of these images."""
-    training = train_manifest(checkpoint)
-    if training is None or training.salt != deid.fingerprint:
-        return
-    shared = {sample.patient for sample in source.samples} & set(training.patients)
-    if shared:
-        raise SplitError(
-            f"{checkpoint} was trained on {len(shared)} of these patients; use another split", "leak", field="split"
-        )
+    """Raise SplitError if the checkpoint, or one that it started from, was trained on a patient of these images."""
+    for training in train_manifests(checkpoint):
+        if training.salt != deid.fingerprint:
+            print(f"warning: {checkpoint}: training patients have another salt and are not compared", file=sys.stderr)
+            continue
+        shared = {sample.patient for sample in source.samples} & set(training.patients)
+        if shared:
+            raise SplitError(
+                f"{checkpoint} was trained on {len(shared)} of these patients; use another split", "leak", field="split"
+            )
 
 
 def run(options: argparse.Namespace) -> None:

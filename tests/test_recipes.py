@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import medvl.train
+
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.py"))
 HEAVY = "transformers", "timm", "albumentations", "pydicom", "webdataset"
 WATCHED = f"""
@@ -71,6 +73,25 @@ def test_recipe_has_presets_paper_and_tiny(recipe: Path) -> None:
     assert type(names["paper"]) is type(names["tiny"]) is names["Recipe"]
     assert names["prepare"].__doc__
     assert "torchrun" in names["__doc__"]
+
+
+def test_every_recipe_starts_from_a_checkpoint(recipe: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names: dict[str, Any] = runpy.run_path(str(recipe))
+    assert "init_from" in {field.name for field in dataclasses.fields(names["Recipe"])}
+    if not hasattr(names["paper"], "pretrained"):
+        return
+    starts: list[Path | None] = []
+    monkeypatch.setattr(medvl.train, "pretraining", lambda name, settings, start=None: starts.append(start) or Unready())
+    monkeypatch.setattr(type(names["paper"].data), "check", lambda data, advice: None)
+    names["prepare"](dataclasses.replace(names["paper"], init_from=tmp_path))
+    assert starts == [tmp_path]
+
+
+class Unready:
+    """In place of the run."""
+
+    def with_evaluator(self, create: Any) -> "Unready":
+        return self
 
 
 def test_presets_write_to_different_folders(recipe: Path) -> None:

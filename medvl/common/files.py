@@ -1,9 +1,11 @@
 """Atomic writes, hashes, and the marker of a complete checkpoint."""
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
+import stat
 from pathlib import Path
 
 from medvl.errors import CheckpointError
@@ -46,6 +48,15 @@ def fsync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def follow_umask(path: Path) -> None:
+    """Give a file the permissions that new files get here; safetensors writes its files for their owner alone."""
+    probe = path.with_name(f".{path.name}.mode")
+    with contextlib.suppress(OSError):  # some network file systems have no permissions to change
+        probe.touch()
+        path.chmod(stat.S_IMODE(probe.stat().st_mode))
+    probe.unlink(missing_ok=True)
 
 
 def write_atomic(path: Path, content: str | bytes) -> Path:

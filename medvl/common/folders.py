@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from medvl.common.files import fsync
+from medvl.common.files import follow_umask, fsync
 from medvl.errors import MedvlError, TrainingError
 
 _locked_here: set[Path] = set()
@@ -45,6 +45,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     aside.mkdir(parents=True)
     try:
         yield aside
+        for weights in aside.rglob("*.safetensors"):
+            follow_umask(weights)
         fsync_tree(aside)
         if path.exists():
             discard(path)

@@ -1,7 +1,7 @@
 """Base class of image and text encoders."""
 
-from collections.abc import Sequence
-from typing import Protocol, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, Self
 
 from torch import nn
 
@@ -19,12 +19,15 @@ class Encoder(nn.Module):
     Attributes:
         name: as given to `create_image_encoder` or `create_text_encoder`.
         backbone: the library's module, its parameters under the library's own names.
+        trained_on: manifests of the shards that the loaded weights were trained on, as JSON objects; empty if unknown.
+            They follow the encoder into other models and their checkpoints (`medvl.models.checkpoint`).
     """
 
     def __init__(self, name: str, backbone: nn.Module, adapter: Adapter) -> None:
         super().__init__()
         self.name = name
         self.backbone = backbone
+        self.trained_on: tuple[Mapping[str, Any], ...] = ()
         self._layers = adapter.layers
         self._frozen_in_eval = False
 

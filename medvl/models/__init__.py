@@ -11,7 +11,7 @@ if TYPE_CHECKING:
         load_towers as load_towers,
         load_weights as load_weights,
         save as save,
-        train_manifest as train_manifest,
+        train_manifests as train_manifests,
         warm_start as warm_start,
     )
     from medvl.models.config_checks import check_choice as check_choice, check_within as check_within

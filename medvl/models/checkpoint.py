@@ -1,7 +1,9 @@
 """Checkpoints of models: `config.json`, `model.safetensors` and the tokenizer. Weights never need pickle."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,22 @@ import safetensors.torch
 from torch import Tensor, nn
 
 import medvl
-from medvl.common.config_io import from_dict, to_dict
-from medvl.common.files import MARKER, check_marker
+from medvl.common.config_io import differences, from_dict, to_dict
+from medvl.common.files import MARKER, check_marker, follow_umask
 from medvl.data.shards.format import Manifest
 from medvl.data.tokenizer.tokenizer import load_tokenizer
+from medvl.encoders.base import Encoder
 from medvl.errors import CheckpointError, ConfigError
+from medvl.models.allocation import AllocationLimit
 from medvl.models.base import System, TwoTowers
 from medvl.models.registry import system
 
 CONFIG, WEIGHTS, TOKENIZER, TRAIN_MANIFEST = "config.json", "model.safetensors", "tokenizer", "train_manifest.json"
+ANCESTORS = "ancestor_manifests.json"
+"""File of a checkpoint with the training manifests of the checkpoints that its run started from, and of theirs."""
 TRAIN_STATE = "train_state"
 """Folder of a checkpoint with the state of the training run, which a model does not need."""
+_log = logging.getLogger(__name__)
 _FORMAT = 2
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar")
 _SHOWN = 4
@@ -35,12 +42,18 @@ def save(model: System, folder: Path, run: Mapping[str, Any] | None = None) -> N
         model: a system.
         folder: gets `config.json`, `model.safetensors` and, if the model has a tokenizer, `tokenizer/`.
         run: how the model was trained (recipe, data, versions); JSON values only. The manifest of the training data,
-            under `train_manifest`, gets a file of its own: evaluators refuse data that shares a patient with it.
+            under `train_manifest`, gets a file of its own, and so do those of the encoders' earlier training
+            (`Encoder.trained_on`): evaluators refuse data that shares a patient with one of them.
     """
     run = dict(run or {})
-    manifest = run.pop(TRAIN_MANIFEST.removesuffix(".json"), None)
+    manifest = json.loads(json.dumps(run.pop(TRAIN_MANIFEST.removesuffix(".json"), None)))
     if manifest is not None:
         (folder / TRAIN_MANIFEST).write_text(json.dumps(manifest, sort_keys=True) + "\n")
+    ancestors: list[Mapping[str, Any]] = []
+    for encoder in _encoders(model):
+        ancestors += [each for each in encoder.trained_on if each != manifest and each not in ancestors]
+    if ancestors:
+        (folder / ANCESTORS).write_text(json.dumps(ancestors, sort_keys=True) + "\n")
     config = {
         "format": _FORMAT,
         "medvl": medvl.__version__,
@@ -50,6 +63,7 @@ def save(model: System, folder: Path, run: Mapping[str, Any] | None = None) -> N
     (folder / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     safetensors.torch.save_file(tensors, folder / WEIGHTS)
+    follow_umask(folder / WEIGHTS)
     if model.tokenizer is not None:
         model.tokenizer.save(folder / TOKENIZER)
 
@@ -63,7 +77,7 @@ def load(folder: Path | str) -> System:
     folder = _check_folder(Path(folder))
     if (folder / MARKER).is_file():  # training writes it, `save` alone does not
         check_marker(folder, exclude=TRAIN_STATE)
-    described = _read_config(folder)["model"]
+    described = described_model(folder)
     try:
         cls = system(described["name"])
         config: Any = from_dict(cls.Config, described["settings"])
@@ -72,15 +86,20 @@ def load(folder: Path | str) -> System:
         raise CheckpointError(reason, getattr(error, "code", "malformed")) from error
     has_tokenizer = (folder / TOKENIZER).is_dir()
     tokenizer = load_tokenizer(folder / TOKENIZER, max_tokens=config.max_tokens) if has_tokenizer else None
-    model = cls.build(config, pretrained=False, tokenizer=tokenizer)
+    with limited_allocation(folder):
+        model = cls.build(config, pretrained=False, tokenizer=tokenizer)
     load_weights(model, folder)
+    _record_training(model, folder)
     return model.eval()
 
 
-def train_manifest(folder: Path | str) -> Manifest | None:
-    """Return the manifest of a checkpoint's training data; None without one. Raises ShardError when it is damaged."""
-    path = Path(folder) / TRAIN_MANIFEST
-    return Manifest.read(path.parent, path.name) if path.is_file() else None
+def train_manifests(folder: Path | str) -> list[Manifest]:
+    """Return the manifests of all data that a checkpoint was trained on: its own run's, then those of its ancestors.
+
+    Empty for weights of unknown origin. Raises CheckpointError or ShardError when one is damaged.
+    """
+    where = str(Path(folder) / TRAIN_MANIFEST)
+    return [Manifest.parse(content, where) for content in _read_training(Path(folder))]
 
 
 def load_weights(model: nn.Module, folder: Path | str) -> None:
@@ -105,6 +124,7 @@ def load_towers(model: TwoTowers, folder: Path | str) -> None:
         _check_fit(model.get_submodule(name), tower, f"{name} of {folder / WEIGHTS}")
     for name, tower in towers.items():  # both or none
         model.get_submodule(name).load_state_dict(tower, strict=True)
+        _record_training(model.get_submodule(name), folder)
 
 
 def warm_start(model: TwoTowers, folder: Path | str) -> None:
@@ -113,10 +133,23 @@ def warm_start(model: TwoTowers, folder: Path | str) -> None:
     Raises CheckpointError as `load_weights` and `load_towers` do.
     """
     folder = _check_start(model, folder)
-    if _read_config(folder)["model"].get("name") == model.name:
+    described = described_model(folder)
+    if described["name"] == model.name:
+        for field, theirs, ours in differences(described["settings"], to_dict(model.config)):
+            _log.warning("%s was trained with %s %r, this model has %r", folder, field, theirs, ours)
         load_weights(model, folder)
+        _record_training(model, folder)
     else:
         load_towers(model, folder)
+
+
+def described_model(folder: Path | str) -> Mapping[str, Any]:
+    """Return `name` and `settings` of a checkpoint's model. Raises CheckpointError when there is none."""
+    folder = _check_folder(Path(folder))
+    described: Mapping[str, Any] = _read_config(folder)["model"]
+    if not isinstance(described.get("name"), str) or not isinstance(described.get("settings"), dict):
+        raise CheckpointError(f"{folder / CONFIG} has no name or no settings of a model", "malformed")
+    return described
 
 
 def _check_start(model: TwoTowers, folder: Path | str) -> Path:
@@ -132,16 +165,53 @@ def _check_start(model: TwoTowers, folder: Path | str) -> Path:
     return folder
 
 
+def _encoders(model: nn.Module) -> list[Encoder]:
+    return [module for module in model.modules() if isinstance(module, Encoder)]
+
+
+def _record_training(model: nn.Module, folder: Path) -> None:
+    """Record in the encoders of a model what the checkpoint that they were loaded from was trained on."""
+    training = tuple(_read_training(folder))
+    for encoder in _encoders(model):
+        encoder.trained_on = training
+
+
+def _read_training(folder: Path) -> list[Any]:
+    """Return the JSON of all manifests that a checkpoint holds. Raises CheckpointError when a file is damaged."""
+    manifests: list[Any] = []
+    for path in (folder / TRAIN_MANIFEST, folder / ANCESTORS):
+        try:
+            content = json.loads(path.read_bytes()) if path.is_file() else []
+        except (ValueError, OSError) as error:
+            message = f"{path} cannot be read ({type(error).__name__}): it is damaged"
+            raise CheckpointError(message, "malformed") from error
+        manifests += content if isinstance(content, list) else [content]
+    return manifests
+
+
+def limited_allocation(folder: Path) -> AllocationLimit:
+    """Return a context for building the model of a checkpoint's configuration. Raises CheckpointError."""
+    with _weights_errors(folder):
+        return AllocationLimit(folder / WEIGHTS)
+
+
 def _read_weights(folder: Path) -> dict[str, Tensor]:
+    with _weights_errors(folder):
+        tensors: dict[str, Tensor] = safetensors.torch.load_file(folder / WEIGHTS)
+    return tensors
+
+
+@contextlib.contextmanager
+def _weights_errors(folder: Path) -> Iterator[None]:
+    """Raise CheckpointError for a file of weights that is missing or damaged."""
     path = folder / WEIGHTS
     try:
-        tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
+        yield
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: {folder} is not a complete checkpoint", "not_found") from None
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         message = f"{path} is not a complete safetensors file ({error}): it is damaged or another format"
         raise CheckpointError(message, "malformed") from None
-    return tensors
 
 
 def _check_fit(module: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:

@@ -10,8 +10,8 @@ from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.encoders.presets import TEXT_PRESETS
 from medvl.encoders.text.builders import uses_canonical_text, uses_clip_tokenizer
 from medvl.errors import ConfigError
-from medvl.models.base import System, SystemConfig
-from medvl.models.checkpoint import load
+from medvl.models.base import System, SystemConfig, TwoTowers
+from medvl.models.checkpoint import TOKENIZER, described_model, load, warm_start
 from medvl.models.registry import system
 
 
@@ -20,6 +20,7 @@ def create_model(
     *,
     pretrained: bool | None = None,
     tokenizer: Tokenizer | Path | str | None = None,
+    init_from: Path | str | None = None,
     **settings: Any,
 ) -> System:
     """Create a system by name or configuration, or load one from a checkpoint directory.
@@ -28,19 +29,27 @@ def create_model(
         name: "convirt", ...; or a configuration such as `ConVIRTConfig(...)`; or the folder of a checkpoint.
         pretrained: True starts both encoders from their presets' published weights (hub, pinned revision); None and
             False initialise at random from torch's generator and never use the network.
-        tokenizer: the tokenizer or its folder. Default: with `pretrained`, the text encoder's own from the hub; else
-            none, and the model takes token ids only.
+        tokenizer: the tokenizer or its folder. Default: that of `init_from`; with `pretrained`, the text encoder's own
+            from the hub; else none, and the model takes token ids only.
+        init_from: checkpoint to start from: all weights of the same system, which replace `pretrained`, or the image
+            and text encoder of another system.
         settings: fields of the system's configuration that differ from the published ones.
 
     Raises:
         ConfigError: the name or a setting is unknown, or the tokenizer does not fit the text encoder.
         WeightsError: pretrained weights are not available or do not fit.
+        CheckpointError: `init_from` is not a complete checkpoint, or does not fit the model.
     """
     if isinstance(name, str | Path) and Path(name).is_dir():
-        if settings or pretrained is not None or tokenizer is not None:
+        if settings or (pretrained, tokenizer, init_from) != (None, None, None):
             raise ConfigError(f"{name} is a checkpoint: it has its own settings and tokenizer, give none", "conflict")
         return load(name)
     cls, config = _configuration(name, settings)
+    continues = False
+    if init_from is not None:
+        config, continues = _continued(cls, config, Path(init_from))
+        if tokenizer is None and (Path(init_from) / TOKENIZER).is_dir():
+            tokenizer = Path(init_from) / TOKENIZER
     if tokenizer is None and pretrained:
         tokenizer = _tokenizer_of_preset(config)
     if isinstance(tokenizer, str | Path):
@@ -48,8 +57,25 @@ def create_model(
         canonical = family == "open_clip" and uses_canonical_text(model)
         tokenizer = load_tokenizer(tokenizer, max_tokens=config.max_tokens, cleaning="canonical" if canonical else None)
     if tokenizer is not None:
-        config = _fit_vocabulary(config, tokenizer, bool(pretrained))
-    return cls.build(config, pretrained=bool(pretrained), tokenizer=tokenizer)
+        config = _fit_vocabulary(config, tokenizer, bool(pretrained) or continues)
+    model = cls.build(config, pretrained=bool(pretrained) and not continues, tokenizer=tokenizer)
+    if init_from is not None:
+        assert isinstance(model, TwoTowers)
+        warm_start(model, init_from)
+    return model
+
+
+def _continued(cls: type[System], config: Any, folder: Path) -> tuple[Any, bool]:
+    """Return the config with the vocabulary size of a checkpoint of the same system, and whether it is of the same."""
+    if not issubclass(cls, TwoTowers):
+        message = f"init_from needs a system with an image and a text encoder, got {cls.name}; use its own function"
+        raise ConfigError(message, "unsupported", field="init_from")
+    described = described_model(folder)
+    if described["name"] != cls.name:
+        return config, False
+    if config.vocab_size is None:
+        config = dataclasses.replace(config, vocab_size=described["settings"].get("vocab_size"))
+    return config, True
 
 
 def _configuration(name: str | Path | SystemConfig, settings: Mapping[str, Any]) -> tuple[type[System], Any]:

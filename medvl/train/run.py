@@ -3,14 +3,13 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from torch import nn
 
 from medvl.common.config_io import to_dict
 from medvl.common.seeding import seeded
-from medvl.models import create_model, warm_start
-from medvl.models.base import TwoTowers
+from medvl.models import create_model
 from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.loop.trainer import TrainResult, train
 from medvl.train.loop.validate import Evaluator
@@ -89,11 +88,11 @@ class Run:
 def pretraining(recipe: str, settings: PretrainingSettings, start: Path | None = None) -> Run:
     """Create the run of a system from its configuration, optionally from the weights of the checkpoint `start`.
 
-    Raises what `create_model`, `warm_start` and `open_data` raise.
+    Raises what `create_model` and `open_data` raise.
     """
     with seeded(settings.train.seed):
-        model = create_model(settings.model, pretrained=settings.pretrained, tokenizer=settings.data.tokenizer)
-    if start is not None:
-        warm_start(cast(TwoTowers, model), start)
+        model = create_model(
+            settings.model, pretrained=settings.pretrained, tokenizer=settings.data.tokenizer, init_from=start
+        )
     data = open_data(settings.data, model, settings.train.micro_batch)
     return Run(recipe=recipe, settings=settings, model=model, data=data)

@@ -4,11 +4,14 @@ import dataclasses
 import json
 import math
 import os
+import resource
 import socket
+import stat
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +21,12 @@ from helpers.errors import raises
 
 import medvl
 from medvl import losses
+from medvl.common.folders import new_folder
+from medvl.data.shards.format import Manifest
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
-from medvl.errors import CheckpointError, ConfigError
+from medvl.errors import CheckpointError, ConfigError, SplitError
+from medvl.eval.core.open import refuse_training_patients
+from medvl.models import Detector, DualStreamConfig, create_classifier, create_dense, create_vqa, train_manifests
 from medvl.models.checkpoint import save
 from medvl.models.dual_encoders.convirt import ConVIRT, ConVIRTConfig
 from medvl.schema import Batch, Embeddings
@@ -32,6 +39,11 @@ TINY: dict[str, Any] = {
     "projection_dim": 32,
     "frozen_text_layers": 1,
 }
+GLORIA = {**{name: TINY[name] for name in ("image_encoder", "text_encoder", "image_size", "projection_dim")},
+          "encoder_size": None, "margin": 0, "text_layers": 2}  # fmt: skip
+FUSION = DualStreamConfig(
+    image_arguments={}, width=32, layers=1, heads=2, intermediate=32, image_positions=True, fusion_lr_mult=1.0
+)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +171,98 @@ def test_a_loaded_model_equals_the_saved_one(model: ConVIRT, tmp_path: Path) -> 
     assert torch.equal(again.encode_text(TEXTS), model.encode_text(TEXTS))
     with raises(ConfigError, "conflict"):
         medvl.create_model(tmp_path, projection_dim=3)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_weights_follow_the_umask(umask: int, model: ConVIRT, tmp_path: Path) -> None:
+    """Weights used to be readable for their owner alone, beside a config that everyone could read."""
+    before = os.umask(umask)
+    try:
+        save(model, tmp_path)
+        with new_folder(tmp_path / "run") as folder:
+            safetensors.torch.save_file({"step": torch.zeros(1)}, folder / "optimizer.safetensors")
+    finally:
+        os.umask(before)
+    for name in ("config.json", "model.safetensors", "run/optimizer.safetensors"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o666 & ~umask, name
+    assert not list(tmp_path.rglob(".*"))
+
+
+def test_a_model_continues_from_a_checkpoint(
+    model: ConVIRT, tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(model, tmp_path)
+    torch.manual_seed(1)
+    settings = {**TINY, "temperature": 0.2}
+    again = medvl.create_model("convirt", pretrained=True, init_from=tmp_path, **settings)  # without the network
+    weights = model.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in again.state_dict().items())
+    assert again.tokenizer is not None
+    assert again.tokenizer.vocabulary == tokenizer.vocabulary
+    assert "temperature 0.1, this model has 0.2" in caplog.text
+    with raises(CheckpointError, "mismatch", names="image_head"):
+        medvl.create_model("convirt", init_from=tmp_path, **{**TINY, "projection_dim": 16})
+    with raises(ConfigError, "unsupported", "init_from"):
+        medvl.create_model("classifier", init_from=tmp_path, encoder=model.image_encoder.config, labels=["Edema"])
+
+
+def test_a_checkpoint_knows_the_training_data_of_its_ancestors(model: ConVIRT, tmp_path: Path) -> None:
+    """A model that started from another checkpoint used to know its own training data only."""
+    folders = [tmp_path / name for name in ("convirt", "gloria", "head", "dense", "vqa")]
+    for folder in folders:
+        folder.mkdir()
+    save(model, folders[0], {"train_manifest": manifest_of("first")})
+    gloria = medvl.create_model("gloria", init_from=folders[0], **GLORIA)
+    save(gloria, folders[1], {"train_manifest": manifest_of("second")})
+    save(create_classifier(folders[1], ["Edema"]), folders[2], {"train_manifest": manifest_of("third")})
+    save(medvl.load(folders[2]), folders[2], {"train_manifest": manifest_of("third")})  # the same data again
+    save(create_dense(Detector, folders[2], ["Edema"], size=96), folders[3])
+    save(create_vqa(folders[0], ["yes", "no"], fusion=FUSION), folders[4], {"train_manifest": manifest_of("vqa")})
+    corpora = [[manifest.corpus for manifest in train_manifests(folder)] for folder in folders]
+    assert corpora[:2] == [["first"], ["second", "first"]]
+    assert corpora[2:] == [["third", "second", "first"], ["third", "second", "first"], ["vqa", "first"]]
+
+
+@pytest.mark.parametrize("salt", ["salt", "other"])
+def test_an_evaluation_refuses_training_patients_of_ancestors(
+    salt: str, model: ConVIRT, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "start").mkdir()
+    save(model, tmp_path / "start", {"train_manifest": manifest_of("first")})
+    save(medvl.load(tmp_path / "start"), tmp_path, {"train_manifest": manifest_of("second", salt=salt)})
+    refuse_training_patients(tmp_path, source_of("third"))
+    assert ("another salt" in caplog.text) == (salt == "other")  # nothing was said
+    with raises(SplitError, "leak", names="1 patients"):
+        refuse_training_patients(tmp_path, source_of("first"))
+
+
+def manifest_of(corpus: str, salt: str = "salt") -> dict[str, Any]:
+    none = {"planned": 0, "excluded_from_corpus": {}, "excluded": {}, "skipped": {}, "skipped_keys": (), "warnings": {}}
+    return dataclasses.asdict(
+        Manifest(
+            corpus=corpus, split="train", samples=1, shards=(), label_names=(), options={}, packages={},
+            patients=(f"patient of {corpus}",), salt=salt, **none,
+        )
+    )  # fmt: skip
+
+
+def source_of(corpus: str) -> Any:
+    return SimpleNamespace(manifest=Manifest.parse(manifest_of(corpus), corpus), folder=Path(corpus))
+
+
+@pytest.mark.parametrize("change", [{"projection_dim": 2_000_000}, {"projection_dim": 2**61}])
+def test_a_configuration_cannot_allocate_more_than_the_weights(
+    change: dict[str, Any], model: ConVIRT, tmp_path: Path
+) -> None:
+    """The configuration of a foreign checkpoint used to be built (3.9 GB here) before its shapes were compared."""
+    save(model, tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["model"]["settings"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with raises(CheckpointError, "mismatch", names="model.safetensors"):
+        medvl.load(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kilobytes
 
 
 def replace_weights(folder: Path, change: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Models and data loaders for an evaluation: checkpoints loaded onto a device, shards without training patients."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
 from medvl.models.base import System
-from medvl.models.checkpoint import load, train_manifest
+from medvl.models.checkpoint import load, train_manifests
 from medvl.models.dual_encoders.base import DualEncoder
+
+_log = logging.getLogger(__name__)
 
 
 def resolve_device(device: str) -> str:
@@ -63,7 +66,7 @@ def open_source(data: Path, checkpoints: Sequence[Path] = ()) -> ShardSource:
 
     Raises:
         ShardError: the folder is missing or damaged.
-        SplitError: a checkpoint was trained on a patient of the folder.
+        SplitError: a checkpoint, or one that its training started from, was trained on a patient of the folder.
     """
     source = ShardSource(data)
     for checkpoint in checkpoints:
@@ -72,14 +75,23 @@ def open_source(data: Path, checkpoints: Sequence[Path] = ()) -> ShardSource:
 
 
 def refuse_training_patients(checkpoint: Path, source: ShardSource) -> None:
-    """Raise SplitError if a patient of the shards is in the training manifest of the checkpoint.
+    """Raise SplitError if the checkpoint, or one that its run started from, was trained on a patient of the shards.
 
-    Checkpoints without a manifest, and manifests with another salt, cannot be checked. Corpora that split questions
-    instead of images share images between splits by design (see their data cards) and are not checked.
+    Checkpoints without a manifest cannot be checked. Patients hashed with another salt cannot be compared, which is
+    logged as a warning. A corpus that splits questions instead of images shares images between its splits by design
+    (see the data cards), so it is not compared with itself.
     """
-    training = train_manifest(checkpoint)
-    if training is not None and training.salt == source.manifest.salt and source.manifest.split != MIXED:
-        check_against(training, source.manifest)
+    for training in train_manifests(checkpoint):
+        if source.manifest.split == MIXED and training.corpus == source.manifest.corpus:
+            continue
+        if training.salt == source.manifest.salt:
+            check_against(training, source.manifest)
+            continue
+        _log.warning(
+            "%s was trained on %s/%s, whose patients were hashed with another salt than those of %s: shared patients "
+            "would not be noticed; convert both with one --salt-file",
+            *(checkpoint, training.corpus, training.split, source.folder),
+        )
 
 
 def open_for_evaluation(

@@ -178,7 +178,7 @@ def load_encoder(folder: Path | str) -> ImageEncoder | TextEncoder:
 
     The same as `create_image_encoder(**arguments, pretrained=folder)` with the arguments of its `encoder.json`.
 
-    Raises CheckpointError if the folder holds no encoder, and WeightsError if its weights are missing or do not fit.
+    Raises CheckpointError if the folder holds no encoder or no weights, and WeightsError if they do not fit.
     """
     path = Path(folder) / ENCODER
     try:
@@ -187,6 +187,7 @@ def load_encoder(folder: Path | str) -> ImageEncoder | TextEncoder:
     except (OSError, ValueError, KeyError, TypeError) as error:
         message = f"{path} cannot be read ({type(error).__name__}): give a folder written by import_checkpoint"
         raise CheckpointError(message, "not_found" if isinstance(error, FileNotFoundError) else "malformed") from None
-    if kind == "image":
-        return create_image_encoder(**arguments, pretrained=Path(folder)).eval()
-    return create_text_encoder(**arguments, pretrained=Path(folder)).eval()
+    create = create_image_encoder if kind == "image" else create_text_encoder
+    with checkpoint.limited_allocation(Path(folder)):
+        encoder: ImageEncoder | TextEncoder = create(**arguments, pretrained=Path(folder))
+    return encoder.eval()

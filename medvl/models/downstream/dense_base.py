@@ -208,4 +208,5 @@ def _rebuild(encoder: ImageEncoder, arguments: dict[str, Any]) -> ImageEncoder:
         message = f"{encoder.name} has learned positions for {encoder.image_size} pixels; leave size unset"
         raise ConfigError(message, "unsupported", field="size")
     other.load_state_dict(old, strict=True)
+    other.trained_on = encoder.trained_on
     return other

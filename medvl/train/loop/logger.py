@@ -24,12 +24,14 @@ class RunLogger:
 
     A record is one line of JSON with its `kind` ("train", "valid", "skip", "rollback") and `step`; values that depend
     on the clock are under `timing`. On resume the records after the resumed step are removed, so that the final file
-    equals that of an uninterrupted run except for `timing`.
+    equals that of an uninterrupted run except for `timing`. `run` are the settings that Weights & Biases shows.
 
     A full disk does not end a run: records are buffered and written when there is space again.
     """
 
-    def __init__(self, config: TrainConfig, *, step: int, total_steps: int, active: bool) -> None:
+    def __init__(
+        self, config: TrainConfig, *, step: int, total_steps: int, active: bool, run: Mapping[str, Any] | None = None
+    ) -> None:
         self._total = total_steps
         self._file: Any = None
         self._tensorboard: Any = None
@@ -38,7 +40,7 @@ class RunLogger:
         if not active:
             return
         if config.wandb is not None:
-            self._wandb = _start_wandb(config.wandb, config.run_dir)
+            self._wandb = _start_wandb(config.wandb, config.run_dir, run or {})
         path = config.run_dir / "metrics.jsonl"
         remove_records_after(path, step)
         self._file = _BufferedLines(path)
@@ -194,8 +196,8 @@ class _TqdmHandler(logging.Handler):
         tqdm.write(self.format(record), file=sys.stderr)
 
 
-def _start_wandb(project: str, run_dir: Path) -> Any:
-    """Start a run of Weights & Biases, or continue the one of this run folder."""
+def _start_wandb(project: str, run_dir: Path, settings: Mapping[str, Any]) -> Any:
+    """Start a run of Weights & Biases, or continue the one of this run folder, with the settings as its config."""
     try:
         import wandb
     except ModuleNotFoundError:
@@ -205,7 +207,8 @@ def _start_wandb(project: str, run_dir: Path) -> Any:
     id_file = run_dir / "wandb-id"
     if not id_file.exists():
         id_file.write_text(uuid.uuid4().hex)
-    return wandb.init(project=project, id=id_file.read_text(), name=run_dir.name, dir=run_dir, resume="allow")
+    run = {"id": id_file.read_text(), "name": run_dir.name, "dir": run_dir, "resume": "allow"}
+    return wandb.init(project=project, config=dict(settings), allow_val_change=True, **run)
 
 
 def _finite(value: Any) -> Any:

@@ -163,7 +163,14 @@ class Training:
             grad_cache=config.grad_cache,
             spikes=self.state.spikes,
         )
-        self.logger = RunLogger(config, step=self.state.step, total_steps=self.state.total_steps, active=ranks.is_main)
+        self.logger = RunLogger(
+            config,
+            step=self.state.step,
+            total_steps=self.state.total_steps,
+            active=ranks.is_main,
+            run={name: value for name, value in self._run_info.items() if name != "train_manifest"}
+            | {"model": self.state.identity["model"]},
+        )
         self._rollback = RollbackPolicy(self.state, config, self.logger, self._checkpoints)
         self.speed = SpeedMeter(ranks)
 

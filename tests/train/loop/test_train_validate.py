@@ -227,6 +227,7 @@ def test_wandb_receives_the_records_under_one_id(tmp_path: Path, monkeypatch: py
         def init(self, **options: Any) -> "FakeWandb":
             assert (options["project"], options["resume"]) == ("project", "allow")
             self.ids.append(options["id"])
+            self.config = options["config"]
             return self
 
         def log(self, row: dict[str, float]) -> None:
@@ -243,10 +244,15 @@ def test_wandb_receives_the_records_under_one_id(tmp_path: Path, monkeypatch: py
             FakeLoader(16, 4),
             optim=fakes.optim(),
             config=fakes.config(tmp_path, wandb="project", epochs=epochs, log_every=4),
+            run={"recipe": "convirt", "train_manifest": {"patients": ["0" * 20]}},
         )
     assert fake.ids[0] == fake.ids[2]
     assert fake.ids[1] == fake.ids[3] == "finished"
     assert [row["step"] for row in fake.logged] == [4, 8]
+    assert fake.config["recipe"] == "convirt"
+    assert fake.config["train"]["epochs"] == 2
+    assert fake.config["optim"]["lr"] > 0
+    assert "train_manifest" not in json.dumps(fake.config)
     assert "train/loss" in fake.logged[0]
 
 
