@@ -81,7 +81,9 @@ def test_every_recipe_starts_from_a_checkpoint(recipe: Path, monkeypatch: pytest
     if not hasattr(names["paper"], "pretrained"):
         return
     starts: list[Path | None] = []
-    monkeypatch.setattr(medvl.train, "pretraining", lambda name, settings, start=None: starts.append(start) or Unready())
+    monkeypatch.setattr(
+        medvl.train, "pretraining", lambda name, settings, start=None: starts.append(start) or Unready()
+    )
     monkeypatch.setattr(type(names["paper"].data), "check", lambda data, advice: None)
     names["prepare"](dataclasses.replace(names["paper"], init_from=tmp_path))
     assert starts == [tmp_path]
