@@ -4,31 +4,33 @@
     find_mentions("No focal consolidation, effusion or edema.")   # each with its phrase and its cue
 
 A labeler like that of CheXpert and MIMIC-CXR (Irvin et al., arXiv 1901.07031, section 2.2), but without a parser:
-phrases and cues are the tables of `medvl.data.reports.labeler_lexicon`. In each sentence,
+phrases are in `medvl.data.reports.labeler_lexicon`, cues in `labeler_cues`, and `labeler_scopes` decides which cue
+applies to which phrase. In each sentence,
 
 1. each match of a finding's phrases is a mention;
-2. its value comes from a cue within the phrase ("heart is not enlarged"), else from the nearest cue after it in its
-   clause that applies backwards, else from the nearest cue before it that applies forwards;
-3. without a cue it is positive.
+2. its value comes from a cue within the phrase ("heart is not enlarged"), else from a "versus" beside it, else from the
+   nearest cue after it that reaches back, else from the nearest cue before it that reaches it;
+3. without a cue it is positive. Mentions of a history ("history of pneumonia") are left out.
 
-Among the mentions of a report, positive takes precedence over uncertain, and uncertain over negative. The labeler
-reads English reports of chest radiographs, does not correct misspellings, and counts old or unchanged findings as
-present.
+Among the mentions of a report, positive takes precedence over uncertain, and uncertain over negative.
+
+Conventions: doubt of any degree is uncertain ("probable", "unlikely", "borderline"); "consistent with" is positive;
+old, unchanged and partly resolved findings are present; "no new effusion" is negative; vascular congestion and heart
+failure are Edema, as in CheXpert; a blunted costophrenic angle is an effusion unless the sentence names one. The
+labeler reads English reports of chest radiographs and does not correct misspellings.
 """
 
 import dataclasses
-import functools
-import re
 from collections.abc import Iterator
 
-from medvl.data.reports import labeler_lexicon as tables
+from medvl.data.reports import labeler_lexicon as lexicon
+from medvl.data.reports.labeler_cues import Table
+from medvl.data.reports.labeler_scopes import WORD, Scopes, Span, compile_table
 from medvl.data.reports.sentences import split_sentences
 from medvl.schema import FINDINGS, NEGATIVE, POSITIVE, UNCERTAIN
 
 _STRENGTH = (NEGATIVE, UNCERTAIN, POSITIVE)
-_WORD = r"[\w'/-]+"
-_NO_NOT = rf"(?!not ){_WORD}"
-_LIST = re.compile(r"(?: \w+)?,.*\b(?:or|and|nor)\b")
+_NO_NOT = rf"(?!not ){WORD}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,13 +45,6 @@ class Mention:
     """Words of the sentence that name the finding."""
     cue: str
     """Words that make it negative or uncertain; "" where it is positive."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Span:
-    start: int
-    end: int
-    value: int = POSITIVE
 
 
 def label_report(text: str) -> dict[str, int]:
@@ -73,72 +68,23 @@ def find_mentions(text: str) -> list[Mention]:
 
 
 def _mentions_in(sentence: str) -> Iterator[Mention]:
-    cues = _Cues(sentence)
-    for finding, table in tables.MENTIONS.items():
-        for match in _pattern(table).finditer(sentence):
-            span = _Span(*match.span())
-            cue = cues.find(span)
+    named = {finding: _spans(table, sentence) for finding, table in lexicon.MENTIONS.items()}
+    for finding, table in lexicon.SIGNS.items():
+        named[finding] = named[finding] or _spans(table, sentence)
+    everything = [span for spans in named.values() for span in spans]
+    scopes = Scopes(sentence, everything) if everything else None
+    for finding, spans in named.items():
+        for span in spans:
+            cue = scopes.find(span) if scopes else None
             value = POSITIVE if cue is None else cue.value
-            words = "" if cue is None else sentence[cue.start : cue.end]
-            yield Mention(finding, value, sentence, match[0], words)
-    for findings, table in tables.NORMAL.items():
-        normal = _pattern(table, _NO_NOT).search(sentence)
+            if value is not None:
+                words = "" if cue is None else sentence[cue.start : cue.end].lstrip(", ")
+                yield Mention(finding, value, sentence, sentence[span.start : span.end], words)
+    for findings, table in lexicon.NORMAL.items():
+        normal = compile_table(table, _NO_NOT).search(sentence)
         if normal is not None:
             yield from (Mention(finding, NEGATIVE, sentence, normal[0], normal[0]) for finding in findings)
 
 
-class _Cues:
-    """The cues of a sentence and their scopes."""
-
-    def __init__(self, sentence: str) -> None:
-        self.sentence = sentence
-        self.ends = [match.start() for match in _clause_ends().finditer(sentence)]
-        around = [_Span(*match.span(), UNCERTAIN) for match in _pattern(tables.UNCERTAIN_AROUND).finditer(sentence)]
-        self.before, self.after = list(around), list(around)
-        rest = _blanked(sentence, _pattern(tables.PSEUDO_CUES))
-        for cues, table, value in (  # a match of one table is blanked for the next: "not excluded" is uncertain
-            (self.after, tables.UNCERTAIN_AFTER, UNCERTAIN),
-            (self.after, tables.NEGATIVE_AFTER, NEGATIVE),
-            (self.before, tables.UNCERTAIN_BEFORE, UNCERTAIN),
-            (self.before, tables.NEGATIVE_BEFORE, NEGATIVE),
-        ):
-            cues += [_Span(*match.span(), value) for match in _pattern(table).finditer(rest)]
-            rest = _blanked(rest, _pattern(table))
-
-    def find(self, phrase: _Span) -> _Span | None:
-        """Return the cue that applies to a phrase, or None."""
-        within = [cue for cue in self.before if phrase.start <= cue.start and cue.end <= phrase.end]
-        if within:
-            return min(within, key=lambda cue: _STRENGTH.index(cue.value))
-        later = [cue for cue in self.after if cue.start >= phrase.end and self._reaches_back(phrase.end, cue.start)]
-        if later:
-            return min(later, key=lambda cue: cue.start)
-        start = phrase.start
-        earlier = [cue for cue in self.before if cue.end <= start and not self._clause_ends_between(cue.end, start)]
-        return max(earlier, key=lambda cue: cue.start, default=None)
-
-    def _clause_ends_between(self, start: int, end: int) -> bool:
-        return any(start <= position < end for position in self.ends)
-
-    def _reaches_back(self, start: int, end: int) -> bool:
-        """Return whether a cue applies backwards: within the clause, across commas only in a list after the phrase."""
-        between = self.sentence[start:end]
-        return not self._clause_ends_between(start, end) and ("," not in between or _LIST.match(between) is not None)
-
-
-def _blanked(sentence: str, pattern: re.Pattern[str]) -> str:
-    return pattern.sub(lambda match: " " * len(match[0]), sentence)
-
-
-@functools.cache
-def _pattern(table: tables.Table, word: str = _WORD) -> re.Pattern[str]:
-    """Compile a pattern of all entries of a table; ".." matches up to five of `word`."""
-    gap = f" (?:{word} ){{0,5}}?"
-    entries = (re.sub(r"(?<=\w)\*", r"\\w*", entry).replace(" .. ", gap) for entry in table)
-    return re.compile("|".join(rf"\b(?:{entry})(?!\w)" for entry in entries))
-
-
-@functools.cache
-def _clause_ends() -> re.Pattern[str]:
-    openers = _pattern(tables.ITEM_OPENERS).pattern
-    return re.compile(rf"[;:]|{_pattern(tables.CLAUSE_ENDS).pattern}|, (?:{openers})(?!.*(?:\bor\b|/))")
+def _spans(table: Table, sentence: str) -> list[Span]:
+    return [Span(*match.span()) for match in compile_table(table).finditer(sentence)]

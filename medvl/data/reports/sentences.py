@@ -8,6 +8,7 @@ _BLOCK = re.compile(
 )
 _STOP = re.compile(r"[.!?]+[)\]\"']*")
 _LEADER = re.compile(r"(?:[-*•]+\s*|\(?\d{1,2}[.)]\s*(?=\D)|#\s?\d{1,2}[.:)]?\s+)+")
+_SPACES = re.compile(r"\s*")
 _LETTER = re.compile(r"[^\W\d_]")
 _LONGEST_WORD = 40
 
@@ -54,27 +55,29 @@ def sentence_spans(text: str) -> list[tuple[int, int]]:
 
 def _split_block(text: str) -> list[str]:
     """Split text with single blanks into sentences."""
-    pieces, start = [], 0
+    pieces, start, leader = [], 0, _leader_end(text)
     for stop in _STOP.finditer(text):
         word = text[max(start, stop.start() - _LONGEST_WORD) : stop.start()].rpartition(" ")[2].lstrip("([\"'")
         if _opens_next_item(text, start, stop, word):
             end = stop.start() - len(word)
-        elif _ends_sentence(text, start, stop, word):
+        elif _ends_sentence(text, leader, stop, word):
             end = stop.end()
         else:
             continue
         pieces.append(text[start:end])
-        start = end
+        start, leader = end, _leader_end(text, end)
     return [*pieces, text[start:]]
 
 
-def _ends_sentence(text: str, start: int, stop: re.Match[str], word: str) -> bool:
-    """Return whether the sentence from `start` ends with the punctuation `stop`, which follows `word`."""
+def _ends_sentence(text: str, leader: int, stop: re.Match[str], word: str) -> bool:
+    """Return whether a sentence with a leader up to `leader` ends with the punctuation `stop`, which follows `word`."""
     after = text[stop.end() : stop.end() + 3]
     if not after:
         return True
-    if not word[-1:].isalpha() and _leader_end(text[start : stop.end() + 2]) >= stop.end() - start:
+    if not word[-1:].isalpha() and leader >= stop.end():
         return False  # the number of a list item
+    if not word and stop[0] == "?":
+        return False  # a doubt about what follows: "opacity, ? pneumonia"
     if not after.startswith(" "):
         return _lacks_space(word, after)
     if stop[0][0] in "!?" or (len(word) > _LONGEST_SHORT and "." not in word):
@@ -125,8 +128,9 @@ def _opens_next_item(text: str, start: int, stop: re.Match[str], word: str) -> b
     return bool(previous) and not _NUMBERED.fullmatch(previous[-1].lower())
 
 
-def _leader_end(sentence: str) -> int:
-    """Return the start of the text after a list number or dash."""
-    stripped = len(sentence) - len(sentence.lstrip())
-    leader = _LEADER.match(sentence, stripped)
-    return leader.end() if leader else stripped
+def _leader_end(text: str, start: int = 0) -> int:
+    """Return the start of the text after the white space, list number or dash at `start`."""
+    stripped = _SPACES.match(text, start)
+    start = stripped.end() if stripped else start
+    leader = _LEADER.match(text, start)
+    return leader.end() if leader else start

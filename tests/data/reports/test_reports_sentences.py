@@ -7,6 +7,7 @@ from medvl.data.reports.laterality import swap_laterality
 from medvl.data.reports.sentences import split_sentences
 
 SENTENCES = [
+    ("Basilar opacity, ? pneumonia. Effusion? No.", ["Basilar opacity, ? pneumonia.", "Effusion?", "No."]),
     ("Lungs are clear. No effusion.", ["Lungs are clear.", "No effusion."]),
     ("A 3.2 cm mass. Another of 1.5 x 0.8 cm.", ["A 3.2 cm mass.", "Another of 1.5 x 0.8 cm."]),
     ("It measures 4 cm. No change.", ["It measures 4 cm.", "No change."]),

@@ -1,0 +1,160 @@
+"""Cues of negation and doubt for `medvl.data.reports.labeler`, by kind, and the words that end their scope.
+
+Each entry is a regular expression for a lower-case sentence with single blanks. It begins and ends at a word boundary
+(unless it begins with a backslash); `*` after a letter matches the rest of the word, `..` up to five words, and `~` up
+to four `QUALIFIERS`.
+"""
+
+import dataclasses
+from typing import Literal
+
+from medvl.schema import NEGATIVE, UNCERTAIN
+
+Table = tuple[str, ...]
+
+QUALIFIERS = (
+    r"\w+ly|a|the|its|any|be|been|in|of|size|evidence|sign|significant|interval|appreciable|substantial|definite|further"
+    r"|overall|complete|full|near|new|yet|large|focal|convincing|radiographic|clear|for|to"
+)
+"""Words that qualify a cue without being its object."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CueTable:
+    """Cues with the same effect on the phrases in their scope."""
+
+    value: int | None
+    """0 negative, -1 uncertain; None if the phrases do not describe the image."""
+    side: Literal["before", "after", "either", "between"]
+    """Where the cue is: before its phrases, after them, before them if a phrase follows and else after them, or between
+    two of them."""
+    entries: Table
+    yields: bool = False
+    """Whether a negation that reaches the cue applies instead: "no opacity suspicious for pneumonia"."""
+
+
+_PERHAPS = "possibly|potential(?:ly)?|probably|likely|perhaps|presumabl[ey]|presumed"
+_REMOVED = "resolved|cleared|disappeared|vanished|removed|gone|excluded|ruled out|absent"
+_SEEN = (
+    "(?:seen|present|identified|visible|visualized|demonstrated|apparent|noted|appreciated|evident|detected|found"
+    "|observed|shown|recognized)"
+)
+
+PSEUDO_CUES: Table = (
+    "(?:no|not|without) ~ (?:chang*|progress*|improv*|worse*|better|decreas*|grow*|different|larger|bigger|smaller)",
+    "(?:no|without) ~ (?:increase|growth|displacement|resolution|clearing|enlargement(?! of the (?:heart|cardiac)))",
+    "not ~ (?:increas*|enlarging|resolv*|clear(?:ed|ing)|disappear*)", "no longer (?:enlarging|growing|worsening)",
+    "(?:no|not) (?:more|less|greater) than", "(?:no|without) doubt", "not (?:only|as|just|merely)", "no prior",
+    f"not (?:well|clearly|fully|optimally|adequately) (?:{_SEEN}|evaluated|assessed|defined|imaged)",
+    f"not ~ {_SEEN} (?:previously|before|(?:on|in) .. (?:prior|previous|earlier))",
+    f"(?:,|which (?:is|are|was|were)) not ~ {_SEEN} (?:on|in) the (?:lateral|frontal|other|ap|pa)",
+    "(?:nearly|almost|largely|mostly|partly|partially|incompletely) ~ (?:resolved|cleared|clear)",
+    "(?:near|nearly|almost|near-complete|partial|incomplete|slow|some|ongoing) ~ (?:resolution|clearing)",
+    "(?:document(?:ing)?|ensure|confirm(?:ing)?|verify|monitor|follow*|until|for|to|show) ~ (?:resolution|clearing)",
+)  # fmt: skip
+"""Phrases that look like a cue but are none: "no change in the effusion", "nearly resolved"."""
+
+CUES: tuple[CueTable, ...] = (
+    CueTable(
+        value=UNCERTAIN,
+        side="after",
+        entries=(
+            "(?:can ?not|can't|could not) ~ (?:excluded|ruled out)", "not ~ (?:excluded|ruled out)", r"\b\?",
+            "(?:should|could|may|might) be (?:considered|present|missed|obscured)", "a (?:possibility|consideration)",
+            "in the differential",
+        ),
+    ),
+    CueTable(
+        value=NEGATIVE,
+        side="after",
+        entries=(
+            rf"(?:not|no longer) ~ (?:\w+ )?{_SEEN}", "now ~ clear", "(?<!high-)(?:removal|resolution)(?! of)",
+            f"(?:is|are|was|were|now|since|can be|has|have|had) ~ (?:{_REMOVED})",
+            "(?::|,| -+) (?:none|no|nil|negative|absent)(?= *(?:[.,;]|$))",
+        ),
+    ),
+    CueTable(
+        value=UNCERTAIN,
+        side="before",
+        entries=(
+            "(?:may|might|could|would) .. (?:represent*|reflect*|be|indicate*|relate*)", "(?:may|might|could)",
+            "(?:cannot|can not|can't|could not|not|unable to) ~ (?:exclude|rule out)", "(?:rule|ruling) out", "r/o",
+            "(?:possibility|question) of", "question", "borderline", "equivocal", "symptoms of", "either", r"\B\?",
+            "(?:correlat*|evaluat*|assess*) .. for", "consider(?! (?:ct|chest|follow|further|repeat))",
+            "(?:differential|considerations?) (?:diagnosis |considerations? )?(?:would )?(?:includes?|is)",
+            f"(?:{_PERHAPS}) (?:due|related|secondary|from|an?|represent*|reflect*|positional|projectional|technical*)",
+        ),
+    ),
+    CueTable(
+        value=UNCERTAIN,
+        side="before",
+        yields=True,
+        entries=(
+            "(?:suspicious|suspicion|worrisome) (?:for|of)", "concern(?:ing|s)? (?:is |was )?(?:for|of)",
+            "suggest(?:s|ing|ive|ion)?",
+        ),
+    ),
+    CueTable(
+        value=UNCERTAIN,
+        side="either",
+        entries=(
+            "(?:possible|probable|(?:less )?likely|unlikely|conceivable|suspected|questioned|doubtful|favou?red)",
+            "(?:difficult|hard) to ~ (?:exclude|rule out)",
+            "in the (?:appropriate|proper|correct|right) clinical (?:setting|context),?",
+        ),
+    ),
+    CueTable(
+        value=UNCERTAIN,
+        side="before",
+        entries=(f"(?:{_PERHAPS}|questionabl[ey]|suspect|doubt|favou?r(?:s|ing)?)", "(?:exclude|to ~ rule out)"),
+    ),
+    CueTable(value=NEGATIVE, side="either", entries=(f"(?:{_REMOVED})",)),
+    CueTable(
+        value=NEGATIVE,
+        side="before",
+        entries=(
+            "(?:no|not|nor|neither|without|w/o|never)", "negative for", "(?:free|clear|cleared) (?:of|from)",
+            "(?:absence|resolution|removal|clearing|exclusion|lack) of", "rather than", "excludes",
+            "fail* to (?:show|demonstrate|reveal)",
+        ),
+    ),
+    CueTable(value=None, side="before", entries=("history of", "h/o", "(?:treatment|treated|therapy) (?:for|of)")),
+    CueTable(value=UNCERTAIN, side="between", entries=("(?:versus|vs)",)),
+)  # fmt: skip
+"""Cues in the order in which they are matched; words of one match are not matched again."""
+
+CLAUSE_ENDS: Table = (
+    "but", "however", "although", "though", "while", "whereas", "except", "aside from", "apart from", "other than",
+    "with the exception of",
+)  # fmt: skip
+"""Words that end the scope of every cue, as semicolons, colons and parentheses do."""
+
+_SIZES = "tiny|small|mild|moderate|large|severe|minimal|trace|mildly|moderately|severely"
+CLAUSE_OPENERS: Table = (
+    "(?:there|the|a|an|with|again|stable|unchanged|persistent|new|residual|interval|placement|insertion)",
+    f"(?:{_SIZES}|left|right|bilateral|bibasilar)",
+)
+"""Words that open a clause after a comma, unless an "or" makes it a list."""
+
+AND_OPENERS: Table = ("(?:there|the|a|an|with|stable|unchanged|persistent|new|placement)", f"(?:{_SIZES})")
+"""Words that open a clause after "and"; those of the second entry only if a finding is named before it."""
+
+PREDICATE_ENDS: Table = (
+    "(?:in|at|on|by|given|and|or|but|with|within|than|as|here|clinically|based|from|for|present|this|although|because)",
+)
+"""Words after a predicate such as "possible"; before other words it belongs to a noun."""
+
+PREDICATES: Table = (
+    f"(?:is|are|was|were)(?! {_SEEN})", f"not {_SEEN}", f"(?:{_REMOVED})",
+    "(?:has|have|had|remains?|persists?|appears?|shows?|can|cannot|may|might|could|should|unlikely|possible|suspected)",
+)  # fmt: skip
+"""Words that make a clause of a part of a sentence, after a comma or "and" in a sentence that has some already."""
+
+LINKS: Table = ("(?:represent*|reflect*|suggest*|indicat*|consistent|compatible|concerning|suspicious|due)",)
+"""Words between a sign and its explanation: a doubt behind them is about the explanation."""
+
+SCOPE_ENDS: Table = (
+    "(?<!consistent )(?<!compatible )(?<!associated )(?<!keeping )with", "after", "following", "status post", "s/p",
+    "despite", "given", "in (?:a|this|the) (?:patient|setting|context)", "on a background of", "in place",
+)  # fmt: skip
+"""Words that end the scope of a negation: "no effusion with an enlarged heart"."""

@@ -1,0 +1,268 @@
+"""Scopes of cues in a sentence for `medvl.data.reports.labeler`: which cue applies to which phrase.
+
+A cue reaches from its own place to the next stop. Stops are the ends of clauses, and further
+
+* for negations before a phrase: `SCOPE_ENDS` ("no effusion | with an enlarged heart");
+* for cues after a phrase: commas, except in a list that ends with "and" or "or", and for doubts `LINKS` ("opacity
+  consistent | with pneumonia in the appropriate clinical setting");
+* for "versus": commas, "and", predicates, `LINKS` and `SCOPE_ENDS`.
+
+A comma or "and" ends a clause if what follows begins with one of `CLAUSE_OPENERS`, or has a predicate where something
+before it has one too ("no effusion is seen | and the heart is enlarged"); not in a list that goes on with "or".
+
+All positions are sorted and found by bisection, so that the time is proportional to the length of the sentence.
+"""
+
+import dataclasses
+import functools
+import itertools
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from medvl.data.reports import labeler_cues as tables
+from medvl.schema import NEGATIVE, UNCERTAIN
+
+WORD = r"[\w'/-]+"
+_SEPARATOR = re.compile(
+    r"(?P<end>[;:()]| --? |\b(?:{})\b)|(?P<or>,? (?:or|nor)\b|(?<![srhw])/)|(?P<and>,? and\b)|(?P<comma>,)".format(
+        "|".join(tables.CLAUSE_ENDS)
+    )
+)
+_ABBREVIATION = re.compile(r"\((\w+)\)")
+_NEGATION = re.compile(r"\b(?:no|not|nor|neither|without)\b")
+_NEAR_COMMA = re.compile(r"(?: \w{1,20})?,")
+_AFTER_COMMA = "(?:, (?:which |that |now |since )*)?"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """Characters of a sentence."""
+
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cue(Span):
+    """A cue in a sentence."""
+
+    value: int | None
+    """0 negative, -1 uncertain; None if the phrases in its scope do not describe the image."""
+    side: str
+    yields: bool = False
+
+
+@functools.cache
+def compile_table(table: tables.Table, word: str = WORD, prefix: str = "") -> re.Pattern[str]:
+    """Compile a pattern of all entries of a table; ".." matches up to five of `word`, "~" up to four qualifiers."""
+    gaps = {" .. ": f" (?:{word} ){{0,5}}?", " ~ ": f" (?:(?:{tables.QUALIFIERS}) ){{0,4}}?"}
+    patterns = []
+    for entry in table:
+        pattern = re.sub(r"(?<=\w)\*", r"\\w*", entry)
+        for sign, gap in gaps.items():
+            pattern = pattern.replace(sign, gap)
+        patterns.append(pattern if entry.startswith("\\") else rf"\b(?:{pattern})(?!\w)")
+    return re.compile(prefix + "(?:" + "|".join(patterns) + ")")
+
+
+class _Cues:
+    """Cues in the order of the sentence, and the stops of their scopes."""
+
+    def __init__(self, cues: Iterable[Cue], stops: Iterable[int]) -> None:
+        self._cues = sorted(cues, key=lambda cue: cue.start)
+        self._starts, self._ends = [cue.start for cue in self._cues], [cue.end for cue in self._cues]
+        self._stops = sorted(stops)
+
+    def before(self, position: int) -> Cue | None:
+        """Return the last cue before a position that reaches it."""
+        index = bisect_right(self._ends, position) - 1
+        return None if index < 0 or _has(self._stops, self._ends[index], position) else self._cues[index]
+
+    def after(self, position: int) -> Cue | None:
+        """Return the first cue after a position that reaches it."""
+        index = bisect_left(self._starts, position)
+        if index == len(self._cues) or _has(self._stops, position, self._starts[index]):
+            return None
+        return self._cues[index]
+
+    def inside(self, span: Span) -> list[Cue]:
+        """Return the cues within a span."""
+        cues = self._cues[bisect_left(self._starts, span.start) : bisect_left(self._starts, span.end)]
+        return [cue for cue in cues if cue.end <= span.end]
+
+
+class Scopes:
+    """The cues of a sentence and their scopes."""
+
+    def __init__(self, sentence: str, phrases: Iterable[Span]) -> None:
+        self._sentence = sentence
+        starts = sorted(phrase.start for phrase in phrases)
+        clauses = _split_clauses(sentence, starts)
+        explained = _starts(tables.LINKS, sentence)
+        scope_ends = [*clauses.ends, *_starts(tables.SCOPE_ENDS, sentence)]
+        self._commas = clauses.commas
+
+        cues = _find_cues(
+            _blanked(sentence, compile_table(tables.PSEUDO_CUES)), ("before", "after", "either", "between")
+        )
+        negations = _Cues((cue for cue in cues if cue.side == "before" and cue.value == NEGATIVE), scope_ends)
+        cues = [cue for cue in cues if not (cue.yields and negations.before(cue.start))]
+        cues = _choose_sides(sentence, cues, starts, sorted([*scope_ends, *clauses.loose_commas]), negations)
+        before = [cue for cue in cues if cue.side == "before"]
+        self._doubts = _Cues((cue for cue in before if cue.value == UNCERTAIN), clauses.ends)
+        self._negations = _Cues((cue for cue in before if cue.value != UNCERTAIN), scope_ends)
+        after, ends = [cue for cue in cues if cue.side == "after"], [*clauses.ends, *clauses.loose_commas]
+        self._doubts_after = _Cues((cue for cue in after if cue.value == UNCERTAIN), [*ends, *explained])
+        self._negations_after = _Cues((cue for cue in after if cue.value == NEGATIVE), ends)
+        predicates = _starts(tables.PREDICATES, sentence)
+        between = (cue for cue in cues if cue.side == "between")
+        self._between = _Cues(between, [*scope_ends, *clauses.joints, *explained, *predicates])
+
+    @functools.cached_property
+    def _inside(self) -> _Cues:
+        return _Cues(_find_cues(self._sentence, ("before", "either", "between")), ())
+
+    def find(self, phrase: Span) -> Cue | None:
+        """Return the cue that applies to a phrase: within it, between it and another, after it, or before it."""
+        inside = self._inside.inside(phrase) if " " in self._sentence[phrase.start : phrase.end] else []
+        if inside:
+            return max(inside, key=lambda cue: cue.value == NEGATIVE)
+        between = self._between.after(phrase.end) or self._between.before(phrase.start)
+        return between or self._find_after(phrase) or self._find_before(phrase)
+
+    def _find_after(self, phrase: Span) -> Cue | None:
+        """Return the next cue after a phrase; across commas only if a comma follows the phrase or its next word."""
+        cues = (self._doubts_after.after(phrase.end), self._negations_after.after(phrase.end))
+        cue = min((cue for cue in cues if cue), key=lambda cue: cue.start, default=None)
+        if cue is None or not _has(self._commas, phrase.end, cue.start):
+            return cue
+        return cue if _NEAR_COMMA.match(self._sentence, phrase.end) else None
+
+    def _find_before(self, phrase: Span) -> Cue | None:
+        cues = (self._doubts.before(phrase.start), self._negations.before(phrase.start))
+        return max((cue for cue in cues if cue), key=lambda cue: cue.start, default=None)
+
+
+def _find_cues(sentence: str, sides: Sequence[str]) -> list[Cue]:
+    """Return the cues of a sentence, table by table; a match is blanked for the tables that follow."""
+    cues = []
+    for table in tables.CUES:
+        if table.side in sides:
+            pattern = compile_table(table.entries, prefix=_AFTER_COMMA if table.side == "after" else "")
+            spans = [match.span() for match in pattern.finditer(sentence)]
+            cues += [Cue(*span, table.value, table.side, table.yields) for span in spans]
+            sentence = _blanked(sentence, pattern) if spans else sentence
+    return cues
+
+
+def _choose_sides(
+    sentence: str, cues: list[Cue], phrases: Sequence[int], stops: Sequence[int], negations: _Cues
+) -> list[Cue]:
+    """Give cues on either side the side "before" if a phrase is next, without a stop or cue between, else "after".
+
+    Of the latter, doubts are left out that belong to a noun ("possible hernia") or are negated ("no edema suspected").
+    """
+    others = sorted(cue.start for cue in cues)
+    predicate = compile_table(tables.PREDICATE_ENDS, prefix=" *(?:[^ \\w]|$)| ")
+    chosen = []
+    for cue in cues:
+        if cue.side == "either":
+            index = bisect_left(phrases, cue.end)
+            end = phrases[index] if index < len(phrases) else -1
+            if end >= 0 and not _has(stops, cue.end, end) and not _has(others, cue.end, end):
+                cue = dataclasses.replace(cue, side="before")
+            elif cue.value == NEGATIVE or (predicate.match(sentence, cue.end) and not negations.before(cue.start)):
+                cue = dataclasses.replace(cue, side="after")
+            else:
+                continue
+        chosen.append(cue)
+    return chosen
+
+
+@dataclasses.dataclass(slots=True)
+class _Clauses:
+    """Positions in a sentence."""
+
+    ends: list[int] = dataclasses.field(default_factory=list)
+    """Ends of clauses."""
+    commas: list[int] = dataclasses.field(default_factory=list)
+    loose_commas: list[int] = dataclasses.field(default_factory=list)
+    """Commas that are not part of a list with "and" or "or"."""
+    joints: list[int] = dataclasses.field(default_factory=list)
+    """All commas and "and", and other ends of clauses."""
+
+
+class _Piece(NamedTuple):
+    """Part of a sentence between two separators."""
+
+    separator: str
+    """Kind of the separator before it: "end", "or", "and" or "comma"."""
+    position: int
+    """Start of the separator."""
+    text: str
+    has_predicate: bool
+    is_negated: bool
+
+
+def _split_pieces(sentence: str) -> Iterator[_Piece]:
+    predicate, start, separator, position = compile_table(tables.PREDICATES), 0, "end", 0
+    for match in itertools.chain(_SEPARATOR.finditer(sentence), (None,)):
+        text = sentence[start : match.start() if match else None]
+        yield _Piece(separator, position, text, predicate.search(text) is not None, _NEGATION.search(text) is not None)
+        if match:
+            start, separator, position = match.end(), match.lastgroup or "end", match.start()
+
+
+def _split_clauses(sentence: str, phrases: Sequence[int]) -> _Clauses:
+    pieces = list(_split_pieces(_ABBREVIATION.sub(r" \1 ", sentence)))
+    # From the end: whether a piece is in a list that goes on with "or", or with "or" or "and".
+    in_or_list, in_list = [False] * len(pieces), [False] * len(pieces)
+    for index in range(len(pieces) - 2, -1, -1):
+        piece, following = pieces[index], pieces[index + 1]
+        goes_on = following.separator == "comma" and not piece.has_predicate and not following.is_negated
+        in_or_list[index] = following.separator == "or" or (goes_on and in_or_list[index + 1])
+        in_list[index] = following.separator in ("or", "and") or (goes_on and in_list[index + 1])
+
+    clauses = _Clauses()
+    predicate, negated, after_or = pieces[0].has_predicate, pieces[0].is_negated, False
+    for index, piece in enumerate(pieces[1:], start=1):
+        is_joint = piece.separator in ("and", "comma")
+        has_comma = sentence[piece.position] == ","
+        ends = piece.separator == "end"
+        if is_joint and not in_or_list[index]:
+            named = _has(phrases, clauses.ends[-1] if clauses.ends else 0, piece.position)
+            opens = compile_table(_openers(has_comma, named)).match(piece.text, 1) is not None
+            own = piece.has_predicate and (predicate or (has_comma and negated))
+            ends = opens or own or (has_comma and after_or)
+        if ends:
+            clauses.ends.append(piece.position)
+            predicate = negated = after_or = False
+        if has_comma:
+            clauses.commas.append(piece.position)
+            if piece.separator == "comma" and not in_list[index]:
+                clauses.loose_commas.append(piece.position)
+        if is_joint or ends:
+            clauses.joints.append(piece.position)
+        predicate, negated = predicate or piece.has_predicate, negated or piece.is_negated
+        after_or = after_or or piece.separator == "or"
+    return clauses
+
+
+def _openers(has_comma: bool, named: bool) -> tables.Table:
+    return tables.CLAUSE_OPENERS if has_comma else tables.AND_OPENERS if named else tables.AND_OPENERS[:1]
+
+
+def _starts(table: tables.Table, sentence: str) -> list[int]:
+    return [match.start() for match in compile_table(table).finditer(sentence)]
+
+
+def _has(positions: Sequence[int], start: int, end: int) -> bool:
+    """Return whether a sorted sequence has a value in [start, end)."""
+    index = bisect_left(positions, start)
+    return index < len(positions) and positions[index] < end
+
+
+def _blanked(sentence: str, pattern: re.Pattern[str]) -> str:
+    return pattern.sub(lambda match: " " * len(match[0]), sentence)
