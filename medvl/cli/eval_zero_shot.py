@@ -21,12 +21,16 @@ def zero_shot(
         checkpoint: folder of a checkpoint, such as runs/convirt/best; the scores of several are averaged (ensemble).
         data: folder of shards with labels, of patients that the model was not trained on.
         valid: folder of shards of other patients, on which thresholds are chosen; without it, no yes/no metrics.
-        prompts: name of a prompt set (`medvl list prompts`) or path of a JSON file.
+        prompts: name of a prompt set (`medvl list prompts`) or path of a JSON file of your own, of the format in
+            docs/pages/guides/evaluation.md.
     """
     from medvl.eval.core.open import load_ensemble, open_for_evaluation, open_source
     from medvl.eval.zero_shot_classification import evaluate
     from medvl.eval.zero_shot_classification.page import write_zero_shot_page
+    from medvl.eval.zero_shot_classification.prompts import load_prompts
 
+    prompt_set, source = load_prompts(prompts), open_source(data, checkpoint)
+    evaluate.common_classes(prompt_set, source)  # errors of prompts and data come before the models are loaded
     models = load_ensemble(checkpoint, shared.device)
     read = functools.partial(
         open_for_evaluation,
@@ -35,11 +39,10 @@ def zero_shot(
         batch=shared.batch,
         workers=shared.workers,
     )
-    source = open_source(data, checkpoint)
     result = evaluate.zero_shot(
         models,
         read(source),
-        prompts,
+        prompt_set,
         valid_loader=None if valid is None else read(open_source(valid, checkpoint)),
         policy=label.policy(),
         threshold_rule=label.threshold_rule,

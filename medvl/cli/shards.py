@@ -55,7 +55,7 @@ def mimic_cxr(
     from medvl.data.convert.hold_out import hold_out
     from medvl.data.corpora import mimic_cxr as corpus
 
-    deid = deidentifier(run)
+    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
     plan = corpus.plan(root, deid, reports=reports, labeler=labeler, views=views, follow_links=options.follow_links)
     return convert(hold_out(plan, without, deid), deid, run, options)
 
@@ -172,7 +172,7 @@ def table(
     """
     from medvl.data.corpora import table as corpus
 
-    deid = deidentifier(run)
+    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
     plan = corpus.plan(
         table,
         columns,
@@ -202,16 +202,16 @@ def merge(out: Path, parts: tuple[Path, ...]) -> str:
     return "\n".join(lines)
 
 
-def deidentifier(run: ShardRun) -> "Deidentifier":
-    """Return a hasher with the salt of the run, or of the default file, which is created on first use.
+def deidentifier(salt_file: Path | None, *, new_salt: bool = False) -> "Deidentifier":
+    """Return a hasher with the salt of the file, or of the default one, which is created on first use.
 
-    Raises ConfigError where a salt file that was named, by option or variable, does not exist: with a new salt by
-    mistake, patients would no longer be recognised in other corpora.
+    Raises ConfigError where a salt file that was named, by option or variable, does not exist and `new_salt` is False:
+    with a new salt by mistake, patients would no longer be recognised in other corpora.
     """
     from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
 
-    path = run.salt_file or default_salt_file()
-    create = run.new_salt or not (run.salt_file or os.environ.get("MEDVL_SALT_FILE"))
+    path = salt_file or default_salt_file()
+    create = new_salt or not (salt_file or os.environ.get("MEDVL_SALT_FILE"))
     if not path.exists():
         if not create:
             message = f"the salt file {path} does not exist; correct its path, or create it with --new-salt"
@@ -222,7 +222,7 @@ def deidentifier(run: ShardRun) -> "Deidentifier":
 
 def convert_corpus(corpus: ModuleType, root: Path, run: ShardRun, options: ShardOptions, **settings: Any) -> str:
     """Plan a corpus with these settings and convert it, as `convert`."""
-    deid = deidentifier(run)
+    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
     return convert(corpus.plan(root, deid, follow_links=options.follow_links, **settings), deid, run, options)
 
 

@@ -31,7 +31,7 @@ def vqa_rad(
     """
     from medvl.data.corpora import vqa_rad as corpus
 
-    deid = deidentifier(run)
+    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
     return _convert(corpus.plan(root, deid, split=split, follow_links=options.follow_links), deid, run, options)
 
 
@@ -46,7 +46,7 @@ def slake(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, langu
     """
     from medvl.data.corpora import slake as corpus
 
-    deid = deidentifier(run)
+    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
     return _convert(corpus.plan(root, deid, language=language, follow_links=options.follow_links), deid, run, options)
 
 
@@ -60,7 +60,7 @@ def vqa_med(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> str
     """
     from medvl.data.corpora import vqa_med as corpus
 
-    deid = deidentifier(run)
+    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
     return _convert(corpus.plan(root, deid, follow_links=options.follow_links), deid, run, options)
 
 
@@ -74,7 +74,7 @@ def path_vqa(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> st
     """
     from medvl.data.corpora import path_vqa as corpus
 
-    deid = deidentifier(run)
+    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
     return _convert(
         corpus.plan(root, deid, follow_links=options.follow_links), deid, run, dataclasses.replace(options, color=True)
     )

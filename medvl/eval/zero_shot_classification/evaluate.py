@@ -146,7 +146,7 @@ def score_images(
 ) -> ScoredImages:
     """Return every image of a loader with scores and labels under the policy. Raises `EvaluationError`."""
     source = loader.source
-    names = _common_classes(prompts, source)
+    names = common_classes(prompts, source)
     predictions = predict(model, loader, [prompts], autocast=autocast)
     columns = [list(prompts.classes).index(name) for name in names]
     resolved = policy.resolve(predictions.labels_NL, predictions.label_names)
@@ -164,10 +164,12 @@ def score_images(
     )
 
 
-def _common_classes(prompts: PromptSet, source: Source) -> tuple[str, ...]:
+def common_classes(prompts: PromptSet, source: Source) -> tuple[str, ...]:
+    """Return the classes of the prompts that are labels of the data. Raises EvaluationError when there are none."""
     names = tuple(name for name in prompts.classes if name in source.label_names)
     if not names:
-        message = f"expected a class of {prompts.name!r} in the data, got {', '.join(source.label_names) or 'none'}"
+        classes, labels = ", ".join(prompts.classes), ", ".join(source.label_names) or "none"
+        message = f"expected a label of the data for a class of the prompts {prompts.name!r} ({classes}), got {labels}"
         raise EvaluationError(message, "mismatch", field="prompts")
     return names
 
@@ -211,7 +213,7 @@ class ZeroShotEval:
         self.loader, self.autocast = loader, autocast
         self.prompts = prompts if isinstance(prompts, PromptSet) else load_prompts(prompts)
         self.policy = policy or LabelPolicy()
-        _common_classes(self.prompts, loader.source)
+        common_classes(self.prompts, loader.source)
 
     def __call__(self, model: Model) -> dict[str, float]:
         """Return the metrics of the current model. Raises `EvaluationError` as `zero_shot` does."""

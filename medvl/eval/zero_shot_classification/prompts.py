@@ -7,6 +7,7 @@ modalities, planes):
      "scoring": "class_softmax", "temperature": 0.1, "ensemble": "similarity_mean",
      "classes": {"CT": {"positive": ["Axial CT image."]}, "MR": {"positive": ["Sagittal MR image."]}}}
 
+"version", "description" and "ensemble" may be left out (1, "", "similarity_mean").
 A class is evaluated on the label column of the same name. Scoring rules:
 
 * "pair_softmax": softmax over (positive, negative) similarities divided by the temperature; a probability. CheXzero
@@ -40,6 +41,8 @@ COMPETING: tuple[Scoring, ...] = ("class_softmax", *STANDARDIZED)
 """Scoring rules in which classes compete with each other, without negative sentences."""
 Ensemble = Literal["similarity_mean", "similarity_max", "embedding_mean"]
 
+_OPTIONAL = {"version": 1, "description": "", "ensemble": "similarity_mean"}
+"""Fields that a file may leave out, with their values."""
 _FOLDER = Path(__file__).parent / "prompt_sets"
 
 
@@ -133,9 +136,16 @@ def _parse(data: Any, where: str, sha256: str) -> PromptSet:
         "ensemble": str,
         "classes": dict,
     }
-    if not isinstance(data, dict) or set(data) != set(types):
-        present = sorted(data) if isinstance(data, dict) else type(data).__name__
-        raise _malformed(f"{where}: expected the fields {', '.join(types)}, got {present}", "fields")
+    if not isinstance(data, dict):
+        raise _malformed(
+            f"{where}: expected an object with the fields {', '.join(types)}, got a list or value", "fields"
+        )
+    data = _OPTIONAL | data
+    unknown, missing = sorted(data.keys() - types.keys()), [field for field in types if field not in data]
+    if unknown or missing:
+        detail = "; ".join(f"{kind} {', '.join(map(repr, fields))}"
+                           for kind, fields in (("unknown", unknown), ("missing", missing)) if fields)  # fmt: skip
+        raise _malformed(f"{where}: expected the fields {', '.join(types)}, got: {detail}", "fields")
     for field, kind in types.items():
         if not isinstance(data[field], kind) or isinstance(data[field], bool):
             raise _malformed(f"{where}: {field} has the wrong type {type(data[field]).__name__}", field, "wrong_type")

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 from helpers.errors import raises
+from helpers.shard_plans import OPTIONS, make_plan
 
+from medvl.cli.main import main
+from medvl.data.convert.options import ShardRun
+from medvl.data.convert.pipeline import write_shards
 from medvl.errors import EvaluationError
 from medvl.eval import list_prompts, load_prompts
 from medvl.eval.zero_shot_classification import prompts
@@ -168,6 +172,38 @@ def test_load_prompts_rejects_invalid_files(tmp_path, data, code, field, names):
     with raises(EvaluationError, code, field, names=names) as caught:
         load_prompts(written(tmp_path, data))
     assert "mine.json" in str(caught.value)
+
+
+def test_optional_fields_may_be_left_out(tmp_path):
+    data = valid_file()
+    for field in ("version", "description", "ensemble"):
+        del data[field]
+    prompt_set = load_prompts(written(tmp_path, data))
+    assert (prompt_set.version, prompt_set.description, prompt_set.ensemble) == (1, "", "similarity_mean")
+    del data["scoring"], data["temperature"]
+    with raises(EvaluationError, "malformed", "fields", names="missing 'scoring', 'temperature'"):
+        load_prompts(written(tmp_path, data))
+
+
+def test_example_of_the_guide_is_valid(tmp_path):
+    guide = (Path(__file__).parents[3] / "docs/pages/guides/evaluation.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```json\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "devices.json").write_text(example)
+    assert list(load_prompts(tmp_path / "devices.json").classes) == ["pacemaker", "tube"]
+
+
+def test_errors_of_prompts_come_before_the_model_is_loaded(tmp_path, deid, monkeypatch, capsys):
+    def load(*_: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("medvl.eval.core.open.load_ensemble", load)
+    write_shards(make_plan(tmp_path / "images", 2), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    (tmp_path / "broken.json").write_text("{")
+    common = ["eval", "zero-shot", "--checkpoint", str(tmp_path), "--data", str(tmp_path / "out/train")]
+    for path, message in ((tmp_path / "broken.json", "JSON"), (written(tmp_path, valid_file()), "(CT, MR), got even")):
+        with pytest.raises(SystemExit):
+            main([*common, "--prompts", str(path)])
+        assert message in capsys.readouterr().err
 
 
 def test_load_prompts_lists_known_names():
