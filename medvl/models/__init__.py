@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from medvl.models.downstream.segmenter import Segmenter as Segmenter, SegmenterConfig as SegmenterConfig
     from medvl.models.downstream.vqa.config import DecoderConfig as DecoderConfig, VQAConfig as VQAConfig
     from medvl.models.downstream.vqa.model import VQA as VQA, create_vqa as create_vqa
+    from medvl.models.dual_encoders.attention import (
+        AttentionPool as AttentionPool,
+        CrossAttention as CrossAttention,
+        attend as attend,
+        attention_weights as attention_weights,
+    )
     from medvl.models.dual_encoders.base import (
         ContrastiveEncoder as ContrastiveEncoder,
         DualEncoder as DualEncoder,
@@ -39,11 +45,16 @@ if TYPE_CHECKING:
     from medvl.models.dual_encoders.clip import CLIP as CLIP, CLIPConfig as CLIPConfig
     from medvl.models.dual_encoders.convirt import ConVIRT as ConVIRT, ConVIRTConfig as ConVIRTConfig
     from medvl.models.dual_encoders.gloria import GLoRIA as GLoRIA, GLoRIAConfig as GLoRIAConfig
+    from medvl.models.dual_encoders.heads import (
+        BatchNormHead as BatchNormHead,
+        MaskedBatchNorm as MaskedBatchNorm,
+    )
     from medvl.models.dual_encoders.local import (
         LocalDualConfig as LocalDualConfig,
         LocalDualEncoder as LocalDualEncoder,
     )
     from medvl.models.dual_encoders.pairs import Pairs as Pairs
+    from medvl.models.dual_encoders.sentences import pool_sentences as pool_sentences
     from medvl.models.dual_encoders.siglip import SigLIP as SigLIP, SigLIPConfig as SigLIPConfig
     from medvl.models.factory import create_model as create_model
     from medvl.models.fusion_encoders.albef import ALBEF as ALBEF, ALBEFConfig as ALBEFConfig

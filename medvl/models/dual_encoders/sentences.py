@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from medvl.errors import ConfigError
-from medvl.models.dual_encoders.words import sum_by_slot
+from medvl.models.dual_encoders.words import most_slots, sum_by_slot
 
 SentencePool = Literal["max", "mean"]
 
 
 def pool_sentences(
-    tokens_BTD: Tensor, sentence_BT: Tensor, width: int, pool: SentencePool = "max"
+    tokens_BTD: Tensor, sentence_BT: Tensor, width: int | None = None, pool: SentencePool = "max"
 ) -> tuple[Tensor, Tensor]:
     """Return (sentences_BSD, mask_BS): maximum or mean of the tokens of each sentence, in float32; S is `width`.
 
@@ -24,7 +24,8 @@ def pool_sentences(
         tokens_BTD: features of tokens.
         sentence_BT: `Batch.sentence_BT`: number of each token's sentence, from 0; -1 outside of sentences, where tokens
             are ignored.
-        width: at least the number of sentences of the longest text, from `medvl.models.dual_encoders.words.most_slots`.
+        width: at least the number of sentences of the longest text. None: that number, for which it waits for the
+            device.
         pool: "max" as in LoVT (arXiv 2112.02889, section 3.3). Tokens that share the maximum share its gradient.
 
     A sentence without tokens, also between others, has zeros and is False in the mask. Raises ConfigError on an unknown
@@ -33,6 +34,7 @@ def pool_sentences(
     if pool not in get_args(SentencePool):
         message = f"expected one of {', '.join(get_args(SentencePool))}, got {pool!r}"
         raise ConfigError(message, "unknown_name", field="pool")
+    width = most_slots(sentence_BT) if width is None else width
     outside_BT = sentence_BT < 0
     place_BT = sentence_BT.masked_fill(outside_BT, width)
     count_BS = sentence_BT.new_zeros(len(sentence_BT), width + 1)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from medvl.errors import ConfigError
 from medvl.models.dual_encoders.attention import AttentionPool, CrossAttention, attend, attention_weights
 from medvl.models.dual_encoders.sentences import SentencePool, pool_sentences
-from medvl.models.dual_encoders.words import most_slots
 
 MASK = torch.tensor([[True, True, False], [True, True, True], [False] * 3, [True, False, True]])
 SENTENCES = torch.tensor([[-1, 0, 0, 1, 1, -1, -1], [-1, 0, 1, 1, 3, 3, -1], [-1] * 7, [0, 0, 0, 0, 0, 0, 0]])
@@ -138,7 +137,7 @@ def test_modules_run_under_autocast(module: type[nn.Module]) -> None:
 @pytest.mark.parametrize("pool", ["max", "mean"])
 def test_pooled_sentences_equal_a_loop(pool: SentencePool) -> None:
     tokens_BTD = features(4, 7, 5)
-    sentences_BSD, mask_BS = pool_sentences(tokens_BTD, SENTENCES, most_slots(SENTENCES), pool)
+    sentences_BSD, mask_BS = pool_sentences(tokens_BTD, SENTENCES, pool=pool)
     assert mask_BS.tolist() == [
         [True, True, False, False],
         [True, True, False, True],
@@ -173,11 +172,11 @@ def test_pooled_sentences_of_16_bits_and_of_no_sentence(pool: SentencePool) -> N
     assert sentences_BSD.dtype == torch.float32
     torch.testing.assert_close(sentences_BSD, pool_sentences(tokens_BTD.float(), SENTENCES, 4, pool)[0])
     none_BT = torch.full((4, 7), -1)
-    sentences_BSD, mask_BS = pool_sentences(tokens_BTD, none_BT, most_slots(none_BT), pool)
+    sentences_BSD, mask_BS = pool_sentences(tokens_BTD, none_BT, pool=pool)
     assert sentences_BSD.shape == (4, 0, 5)
     assert mask_BS.shape == (4, 0)
 
 
 def test_unknown_pool_is_refused() -> None:
     with raises(ConfigError, "unknown_name", "pool", names="sum"):
-        pool_sentences(features(4, 7, 5), SENTENCES, 4, "sum")
+        pool_sentences(features(4, 7, 5), SENTENCES, pool="sum")
