@@ -12,6 +12,7 @@ from medvl import __version__
 from medvl.cli import (
     compare,
     doctor,
+    eval_change,
     eval_classify,
     eval_dense,
     eval_grounding,
@@ -82,6 +83,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "class-retrieval": eval_retrieval_by_class.class_retrieval,
         "make-retrieval-list": eval_retrieval_by_class.make_retrieval_list,
         "grounding": eval_grounding.grounding,
+        "change": eval_change.change,
         "detection": eval_dense.detection,
         "segmentation": eval_dense.segmentation,
         "probe": eval_probe.probe,

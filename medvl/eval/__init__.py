@@ -3,8 +3,8 @@
     scores, labels, policy -> metric rows -> results.json, a table, a page
 
 `core` has metrics, bootstrap and results, `html` the pages. Each task has its own package with the protocol in the
-docstring of its evaluator: `zero_shot_classification`, `classification`, `probing`, `retrieval`, `grounding`, `dense`
-(detection and segmentation), `vqa` and `report_generation`; `compare` compares results of several models.
+docstring of its evaluator: `zero_shot_classification`, `classification`, `probing`, `retrieval`, `grounding`, `change`,
+`dense` (detection and segmentation), `vqa` and `report_generation`; `compare` compares results of several models.
 Submodules are imported on first use: the statistics need numpy only.
 """
 
@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 from medvl.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from medvl.eval.change.evaluate import change_classification as change_classification
+    from medvl.eval.change.page import write_change_page as write_change_page
+    from medvl.eval.change.prompts import load_change_prompts as load_change_prompts
     from medvl.eval.classification.evaluate import ClassifyEval as ClassifyEval, classify as classify
     from medvl.eval.classification.label_policy import LabelPolicy as LabelPolicy
     from medvl.eval.core.bootstrap import (

@@ -19,6 +19,7 @@ from medvl.errors import ConfigError
 from medvl.models.base import System
 from medvl.models.checkpoint import load, train_manifests
 from medvl.models.dual_encoders.base import DualEncoder
+from medvl.schema import Inputs
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ def open_for_evaluation(
     batch: int,
     workers: int,
     sections: Sequence[str] = (),
+    inputs: Inputs | None = None,
 ) -> Loader:
     """Open a loader that yields every sample of a source once, in order, on every rank.
 
@@ -112,6 +114,7 @@ def open_for_evaluation(
         batch: samples per batch.
         workers: loader processes; 0 loads in this process.
         sections: report sections that make up the text; empty for the whole text.
+        inputs: optional parts of the batches, such as prior images.
     """
     return open_loader(
         source,
@@ -123,4 +126,5 @@ def open_for_evaluation(
         rank=0,
         world=1,
         workers=workers,
+        inputs=inputs,
     )

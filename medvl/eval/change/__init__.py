@@ -1,0 +1,1 @@
+"""Change between two images: how findings changed since the prior image."""

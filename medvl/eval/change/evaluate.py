@@ -1,0 +1,204 @@
+"""Zero-shot classification of change from a pair of images, evaluated against MS-CXR-T's labels.
+
+Protocol "change", version 1 (the classes and the metric of Bannur et al., CVPR 2023; the prompts are medvl's):
+
+* An item is an image with its prior image and a finding that is labelled improving, stable or worsening.
+* The score of a class is the mean similarity of the image with the sentences of that class about the finding. The
+  highest score is the prediction; a tie is wrong.
+* "macro_accuracy" of a finding is the mean of the three classes' accuracies (of those that occur), "accuracy" the share
+  of correct items; target "macro" is the mean over findings. Chance is 1/3 in macro accuracy.
+* A model that takes a prior image gets it unless `use_prior` is False; images whose prior image is missing are
+  counted, and scored without it.
+* Intervals: patients are resampled with all their images.
+
+Shape letters: N images, L findings, C classes of change, R resamples.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from medvl.errors import EvaluationError
+from medvl.eval.change.prompts import CHANGES, ChangePrompts, load_change_prompts
+from medvl.eval.core.bootstrap import mean_over_labels
+from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
+from medvl.eval.core.interfaces import Loader, Model, SupportsPriors
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure
+from medvl.eval.core.metrics import Array
+from medvl.eval.core.results import Results
+from medvl.models.eval_mode import evaluating
+from medvl.schema import Batch, Embeddings, Sample
+
+PROTOCOL, PROTOCOL_VERSION = "change", 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ChangeResult:
+    """Results of a change classification, with the images, their scores and labels."""
+
+    results: Results
+    findings: tuple[str, ...]
+    samples: tuple[Sample, ...]
+    """Images with labels."""
+    positions: tuple[int, ...]
+    """Position of each image in the source."""
+    scores_NLC: Array
+    truth_NL: NDArray[np.int64]
+    """Index of the class in `CHANGES`; -1 without a label."""
+
+    def predictions(self) -> Iterator[Mapping[str, Any]]:
+        """Yield one JSON line per image: key, and scores and label of each labelled finding."""
+        for sample, scores_LC, truth_L in zip(self.samples, self.scores_NLC, self.truth_NL, strict=True):
+            yield {
+                "key": sample.key,
+                "prior": sample.extra.get("prior"),
+                "findings": {
+                    name: {"label": CHANGES[truth], "scores": dict(zip(CHANGES, scores_C.tolist(), strict=True))}
+                    for name, scores_C, truth in zip(self.findings, scores_LC, truth_L, strict=True)
+                    if truth >= 0
+                },
+            }
+
+
+def change_classification(
+    model: Model,
+    loader: Loader,
+    prompts: ChangePrompts | None = None,
+    *,
+    use_prior: bool = True,
+    resamples: int = 1000,
+    seed: int = 0,
+    checkpoint: str | Path | None = None,
+) -> ChangeResult:
+    """Evaluate change classification by the protocol of this module.
+
+    Args:
+        model: a dual-encoder; one that takes prior images has `embed_with_prior`.
+        loader: images with `extra["change"]`, and for such a model their prior images (`Inputs.prior_image`).
+        prompts: sentences of each class; None for the default ones.
+        use_prior: give the prior image to a model that takes one; False measures what it adds.
+        resamples, seed: number and seed of the bootstrap resamples.
+        checkpoint: the model's, whose hash is recorded.
+
+    Raises EvaluationError where no image has a label of change, or images are missing.
+    """
+    prompts = prompts or load_change_prompts()
+    use_prior = use_prior and isinstance(model, SupportsPriors)
+    by_key = samples_by_key(loader.source)
+    findings = tuple(sorted({name for _, sample in by_key.values() for name in _change(sample)}))
+    if not findings:
+        message = "no image has a label of change; convert MS-CXR-T with `medvl shards ms-cxr-t`"
+        raise EvaluationError(message, "missing", field="data")
+    scores_NLC, keys, without_prior, unreadable = _score(model, loader, prompts, findings, by_key, use_prior)
+    positions, samples = zip(*(by_key[key] for key in keys), strict=True)
+    truth_NL = np.array([[CHANGES.index(_change(s)[f]) if f in _change(s) else -1 for f in findings] for s in samples])
+    rows = measure(
+        [_accuracies(scores_NLC, truth_NL, findings)],
+        len(samples),
+        resamples=resamples,
+        seed=seed,
+        groups=[sample.patient for sample in samples],
+    )
+    results = Results(
+        protocol=PROTOCOL,
+        protocol_version=PROTOCOL_VERSION,
+        rows=rows,
+        config={"prompts": prompts.name, "use_prior": use_prior, "resamples": resamples, "seed": seed},
+        inputs=input_hashes(checkpoint, manifest=loader) | {"prompts": prompts.sha256},
+        details={
+            "images": len(samples),
+            "without_prior": without_prior,
+            "unreadable": unreadable,
+            "labels": {
+                name: {change: int((truth_NL[:, column] == index).sum()) for index, change in enumerate(CHANGES)}
+                for column, name in enumerate(findings)
+            },
+        },
+    )
+    return ChangeResult(
+        results=results,
+        findings=findings,
+        samples=samples,
+        positions=positions,
+        scores_NLC=scores_NLC,
+        truth_NL=truth_NL,
+    )
+
+
+def _change(sample: Sample) -> Mapping[str, str]:
+    """Return the labels of an image: finding -> class."""
+    change = sample.extra.get("change")
+    return change if isinstance(change, Mapping) else {}
+
+
+@torch.no_grad()
+def _score(
+    model: Model,
+    loader: Loader,
+    prompts: ChangePrompts,
+    findings: Sequence[str],
+    by_key: Mapping[str, tuple[int, Sample]],
+    use_prior: bool,
+) -> tuple[Array, list[str], int, dict[str, int]]:
+    """Return scores_NLC and keys of the labelled images, how many lack their prior image, and unreadable images."""
+    sentences = [texts for finding in findings for texts in prompts.sentences(finding)]
+    sizes = [len(texts) for texts in sentences]
+    batches, keys, without_prior = FullPass(loader), list[str](), 0
+    scores: list[torch.Tensor] = []
+    device = next(model.parameters()).device
+    with evaluating(model):
+        texts = model.embed_texts([text for group in sentences for text in group])
+        for batch in batches:
+            rows = [row for row, key in enumerate(batch.keys) if _change(by_key[key][1])]
+            if not rows:
+                continue
+            kept = batch.rows(rows).to(device)
+            similarity_NM = model.similarity(_embed(model, kept, use_prior), texts).float().cpu()
+            scores.append(torch.stack([part.mean(dim=1) for part in similarity_NM.split(sizes, dim=1)], dim=1))
+            keys += kept.keys
+            without_prior += 0 if kept.has_prior_B is None else int((~kept.has_prior_B).sum())
+    scores_NK = torch.cat(scores).double().numpy()
+    return scores_NK.reshape(len(keys), len(findings), len(CHANGES)), keys, without_prior, batches.unreadable
+
+
+def _embed(model: Model, batch: Batch, use_prior: bool) -> Embeddings:
+    if not (use_prior and isinstance(model, SupportsPriors)):
+        return model.embed_images(batch.image_BCHW)
+    if batch.prior_image_BCHW is None or batch.has_prior_B is None:
+        message = "the loader makes no prior images; open it with inputs=Inputs(prior_image=True)"
+        raise EvaluationError(message, "missing", field="loader")
+    return model.embed_with_prior(batch.image_BCHW, batch.prior_image_BCHW, batch.has_prior_B)
+
+
+def _accuracies(scores_NLC: Array, truth_NL: NDArray[np.int64], findings: Sequence[str]) -> MetricGroup:
+    """Return accuracy and macro accuracy of each finding, and their means over findings."""
+    items, count, classes = scores_NLC.shape
+    of_truth_NL1 = np.take_along_axis(scores_NLC, np.maximum(truth_NL, 0)[..., None], axis=2)
+    right_NL = (scores_NLC >= of_truth_NL1).sum(axis=2) == 1
+    class_NLC = (truth_NL[..., None] == np.arange(classes)).astype(np.float64)
+    class_NK = class_NLC.reshape(items, -1)
+    right_NK = (class_NLC * right_NL[..., None]).reshape(items, -1)
+    labelled = (truth_NL >= 0).sum(axis=0).tolist()
+    rows = [
+        MetricRow(metric=metric, target=target, n=n)
+        for metric in ("macro_accuracy", "accuracy")
+        for target, n in [("macro", sum(labelled)), *zip(findings, labelled, strict=True)]
+    ]
+
+    def statistic(counts_NR: Array) -> Array:
+        drawn_RLC = (counts_NR.T @ class_NK).reshape(-1, count, classes)
+        right_RLC = (counts_NR.T @ right_NK).reshape(-1, count, classes)
+        within_RLC = np.where(drawn_RLC > 0, right_RLC / np.maximum(drawn_RLC, 1), np.nan)
+        macro_RL = mean_over_labels(within_RLC.reshape(-1, classes)).reshape(-1, count)
+        drawn_RL = drawn_RLC.sum(axis=2)
+        accuracy_RL = np.where(drawn_RL > 0, right_RLC.sum(axis=2) / np.maximum(drawn_RL, 1), np.nan)
+        return np.concatenate(
+            [mean_over_labels(macro_RL)[:, None], macro_RL, mean_over_labels(accuracy_RL)[:, None], accuracy_RL], axis=1
+        )
+
+    return MetricGroup(rows, statistic)

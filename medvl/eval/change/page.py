@@ -1,0 +1,138 @@
+"""Page of a change classification: accuracy of each finding, confusion of the classes, and pairs of images."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from medvl.eval.change.evaluate import ChangeResult
+from medvl.eval.change.prompts import CHANGES
+from medvl.eval.html.header import header_facts, headline
+from medvl.eval.html.page import (
+    Cell,
+    Page,
+    Picture,
+    Pictures,
+    Pixels,
+    Section,
+    Strip,
+    Table,
+    metric_cell,
+    thumbnail_uri,
+    write_page,
+)
+
+_LIMITS = (
+    "A research evaluation, not for clinical use. Labels are one reading of two images.",
+    "Accuracy depends on the sentences of the prompts. They were not chosen on these images.",
+)
+
+
+def write_change_page(
+    result: ChangeResult,
+    path: str | Path,
+    *,
+    model: str,
+    data: str,
+    date: str | None = None,
+    pixels: Pixels | None = None,
+    prior_pixels: Pixels | None = None,
+    examples: int = 4,
+) -> Path:
+    """Write the page as one HTML file and return its path.
+
+    Args:
+        result: result of `change_classification`.
+        path: path of the file; its folder is created if missing.
+        model, data: display names for the header.
+        date: display date; None for none.
+        pixels, prior_pixels: functions from the position of an image to its pixels and to those of its prior image;
+            None for no images.
+        examples: pairs of each kind, correct and wrong.
+    """
+    results = result.results
+    used = "used" if results.config["use_prior"] else "not used"
+    extra = [("Prompts", results.config["prompts"]), ("Prior images", f"{used}; {_missing(result)}")]
+    sections: list[Section] = [_accuracy_table(result), _confusion_table(result)]
+    if pixels is not None and prior_pixels is not None:
+        sections.append(_gallery(result, pixels, prior_pixels, examples))
+    page = Page(
+        title=f"Change between images: {model}",
+        subtitle=f"{data}: {results.details['images']:,} images with {int((result.truth_NL >= 0).sum()):,} labels",
+        headlines=[
+            headline("macro accuracy (chance 0.333)", results.row("macro_accuracy", "macro")),
+            headline("accuracy", results.row("accuracy", "macro")),
+        ],
+        facts=header_facts(results, model=model, data=data, date=date, units="patients", extra=extra),
+        sections=sections,
+        limits=_LIMITS,
+    )
+    return write_page(page, path)
+
+
+def _missing(result: ChangeResult) -> str:
+    missing = result.results.details["without_prior"]
+    return f"{missing} images without one" if missing else "every image has one"
+
+
+def _accuracy_table(result: ChangeResult) -> Table:
+    results = result.results
+    rows: list[Sequence[Cell | str]] = []
+    for target in ("macro", *result.findings):
+        counts = results.details["labels"].get(target)
+        rows.append(
+            [
+                "Mean" if target == "macro" else target,
+                metric_cell(results.row("macro_accuracy", target), reference=1 / 3, bar=True),
+                metric_cell(results.row("accuracy", target)),
+                *("" if counts is None else f"{counts[change]:,}" for change in CHANGES),
+            ]
+        )
+    return Table(
+        title="Findings",
+        columns=["", "Macro accuracy", "Accuracy", *map(str.capitalize, CHANGES)],
+        rows=rows,
+        strong_rows=1,
+        caption="Macro accuracy is the mean of the accuracies of the three classes, with 95% intervals; the tick is "
+        "chance. On the right, the number of labels.",
+    )
+
+
+def _confusion_table(result: ChangeResult) -> Table:
+    predicted_NL = result.scores_NLC.argmax(axis=2)
+    rows = []
+    for truth, name in enumerate(CHANGES):
+        counts = np.bincount(predicted_NL[result.truth_NL == truth], minlength=len(CHANGES))
+        shares = [f"{count / max(counts.sum(), 1):.2f}" for count in counts]
+        rows.append([name.capitalize(), *shares, f"{counts.sum():,}"])
+    return Table(
+        title="Confusion",
+        columns=["Label", *(f"Predicted {change}" for change in CHANGES), "Labels"],
+        rows=rows,
+        caption="Share of the labels of each class that were predicted as each class, over all findings.",
+    )
+
+
+def _gallery(result: ChangeResult, pixels: Pixels, prior_pixels: Pixels, examples: int) -> Pictures:
+    predicted_NL = result.scores_NLC.argmax(axis=2)
+    labelled_NL = result.truth_NL >= 0
+    strips = []
+    for title, chosen_NL in (("Correct", predicted_NL == result.truth_NL), ("Wrong", predicted_NL != result.truth_NL)):
+        places = np.argwhere(chosen_NL & labelled_NL)
+        spread = places[np.linspace(0, len(places) - 1, min(examples, len(places))).astype(int)] if len(places) else []
+        for row, column in spread:
+            strips.append(Strip(title=title, pictures=list(_pair(result, int(row), int(column), pixels, prior_pixels))))
+    return Pictures(
+        title="Pairs",
+        kind="thumbnails",
+        strips=strips,
+        caption="Prior image and current image, the label and the prediction, evenly spaced in the order of the data.",
+    )
+
+
+def _pair(result: ChangeResult, row: int, column: int, pixels: Pixels, prior_pixels: Pixels) -> Iterator[Picture]:
+    finding, position = result.findings[column], result.positions[row]
+    predicted = CHANGES[int(result.scores_NLC[row, column].argmax())]
+    lines = (finding, f"label {CHANGES[result.truth_NL[row, column]]}", f"predicted {predicted}")
+    yield Picture(source=thumbnail_uri(prior_pixels(position)), alternative="prior image", lines=("prior image",))
+    yield Picture(source=thumbnail_uri(pixels(position)), alternative=", ".join(lines), lines=lines)
