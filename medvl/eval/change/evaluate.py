@@ -97,13 +97,8 @@ def change_classification(
     scores_NLC, keys, without_prior, unreadable = _score(model, loader, prompts, findings, by_key, use_prior)
     positions, samples = zip(*(by_key[key] for key in keys), strict=True)
     truth_NL = np.array([[CHANGES.index(_change(s)[f]) if f in _change(s) else -1 for f in findings] for s in samples])
-    rows = measure(
-        [_accuracies(scores_NLC, truth_NL, findings)],
-        len(samples),
-        resamples=resamples,
-        seed=seed,
-        groups=[sample.patient for sample in samples],
-    )
+    groups, patients = [_accuracies(scores_NLC, truth_NL, findings)], [sample.patient for sample in samples]
+    rows = measure(groups, len(samples), resamples=resamples, seed=seed, groups=patients)
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
@@ -115,8 +110,8 @@ def change_classification(
             "without_prior": without_prior,
             "unreadable": unreadable,
             "labels": {
-                name: {change: int((truth_NL[:, column] == index).sum()) for index, change in enumerate(CHANGES)}
-                for column, name in enumerate(findings)
+                name: dict(zip(CHANGES, np.bincount(truth_N[truth_N >= 0], minlength=3).tolist(), strict=True))
+                for name, truth_N in zip(findings, truth_NL.T, strict=True)
             },
         },
     )
