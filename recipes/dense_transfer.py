@@ -7,7 +7,8 @@
     medvl eval segmentation --checkpoint runs/siim-segmentation/best --data shards/siim/test \\
         --valid shards/siim/validate
 
-`--init-from` is a checkpoint of any system with an image encoder, or the name of an encoder with published weights.
+`--init-from` is a checkpoint of any system with an image encoder, or the name of an encoder with published weights;
+with `--image-weights FILE`, of an encoder with weights of your own, and `--image-arguments mean 0.5 std 0.5` if needed.
 The encoder is frozen and in eval mode, so that the features of its patch grid are measured. `--data.fraction` selects
 a fraction of the training patients by the seed `--data.fraction-seed`. Early stopping uses the validation patients.
 
@@ -24,6 +25,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from medvl.models import EncoderArguments
 from medvl.train import Cosine, DenseDataConfig, OptimConfig, TrainConfig, launch
 
 if TYPE_CHECKING:
@@ -36,7 +38,11 @@ class Recipe:
 
     task: Literal["detection", "segmentation"]
     init_from: Path
-    """Checkpoint to take the image encoder from, or the name of an encoder with published weights."""
+    """Checkpoint to take the image encoder from, or the name of an image encoder."""
+    image_weights: str | None = None
+    """Weights of an encoder by name: a file, a folder or OWNER/NAME@COMMIT on the hub; None takes the published."""
+    image_arguments: EncoderArguments = dataclasses.field(default_factory=dict)
+    """Arguments of an encoder by name, such as `mean 0.5 std 0.5 pad_type same`."""
     size: int | None = None
     """Height and width of the input, for encoders that take any; None is that of `init_from`."""
     patch_level: int | None = None
@@ -123,6 +129,8 @@ def prepare(recipe: Recipe) -> "Run":
             Detector if detects else Segmenter,
             recipe.init_from,
             recipe.data.names(kind),
+            image_weights=recipe.image_weights,
+            image_arguments=recipe.image_arguments,
             size=recipe.size,
             patch_level=recipe.patch_level,
             width=recipe.width,

@@ -5,7 +5,8 @@
     torchrun recipes/linear_probe.py tiny                                    # the quickstart's ConVIRT, two CPU cores
     medvl eval classify --checkpoint runs/linear-probe/best --data shards/chexpert/test --valid shards/chexpert/valid
 
-`--init-from` is a checkpoint of any system with an image encoder, or the name of an encoder with published weights.
+`--init-from` is a checkpoint of any system with an image encoder, or the name of an encoder with published weights;
+with `--image-weights FILE`, of an encoder with weights of your own, and `--image-arguments mean 0.5 std 0.5` if needed.
 Early stopping and `best` use the mean AUROC of the validation patients. `--data.fraction` selects a fraction of the
 training patients by the seed `--data.fraction-seed`.
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from medvl.data import ConVIRTAugmentation, EvalTransform
+from medvl.models import EncoderArguments
 from medvl.train import ClassificationDataConfig, OptimConfig, Plateau, TrainConfig, launch
 
 if TYPE_CHECKING:
@@ -31,7 +33,11 @@ class Recipe:
     """All settings of a run."""
 
     init_from: Path
-    """Checkpoint to take the image encoder from, or the name of an encoder with published weights."""
+    """Checkpoint to take the image encoder from, or the name of an image encoder."""
+    image_weights: str | None = None
+    """Weights of an encoder by name: a file, a folder or OWNER/NAME@COMMIT on the hub; None takes the published."""
+    image_arguments: EncoderArguments = dataclasses.field(default_factory=dict)
+    """Arguments of an encoder by name, such as `mean 0.5 std 0.5 pad_type same`."""
     frozen_encoder: bool
     """Train the linear layer alone."""
     head_lr_mult: float = 1.0
@@ -108,6 +114,8 @@ def prepare(recipe: Recipe) -> "Run":
         model = create_classifier(
             recipe.init_from,
             recipe.data.names(),
+            image_weights=recipe.image_weights,
+            image_arguments=recipe.image_arguments,
             frozen_encoder=recipe.frozen_encoder,
             head_lr_mult=recipe.head_lr_mult,
         )

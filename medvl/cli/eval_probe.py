@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from medvl.cli.eval_common import LabelOptions, RunOptions, publish_result
 from medvl.errors import ConfigError
@@ -24,6 +25,12 @@ class EncoderOptions:
     """name of an image encoder with random weights, such as resnet50"""
     pretrained: bool = False
     """use the published weights of --encoder"""
+    image_weights: str | None = None
+    """weights of --encoder: a file, a folder with one, or OWNER/NAME@COMMIT on the hub"""
+    image_arguments: Mapping[str, bool | int | float | str | tuple[float, ...]] = dataclasses.field(
+        default_factory=dict
+    )
+    """arguments of --encoder, such as mean 0.5 std 0.5 pad_type same"""
     image_size: int | None = None
     """image size of --encoder, where it can be chosen"""
 
@@ -81,7 +88,12 @@ def _open_encoder(options: EncoderOptions, test: Path, device: str) -> "ProbedEn
         model = load_model(checkpoint, device)
         return ProbedEncoder.from_model(model, name=f"{model.name} ({checkpoint})", random=options.random_encoder)
     if encoder is not None and checkpoint is None and not options.random_encoder:
-        probed = ProbedEncoder.from_name(encoder, pretrained=options.pretrained, image_size=options.image_size)
+        if options.pretrained and options.image_weights is not None:
+            raise ConfigError("give --pretrained or --image-weights, not both", "conflict", field="image_weights")
+        arguments: dict[str, Any] = dict(options.image_arguments)
+        if options.image_size is not None:
+            arguments["image_size"] = options.image_size
+        probed = ProbedEncoder.from_name(encoder, pretrained=options.image_weights or options.pretrained, **arguments)
         probed.module.to(resolve_device(device))
         return probed
     message = "expected --checkpoint (with --random-encoder for the baseline) or --encoder; give exactly one"

@@ -27,6 +27,10 @@ CLIP_SCALARS = ("logit_scale", "logit_bias", "input_resolution", "context_length
 """Scalars of a CLIP file that belong to neither encoder."""
 CLIP_TEXT_PARTS = ("transformer.", "token_embedding.", "positional_embedding", "ln_final.")
 """Key prefixes of the text Transformer of a CLIP file."""
+_OWN_FILE = (
+    "give a file, a folder, or 'OWNER/NAME@COMMIT' for a repository on the hub: as `pretrained` of an encoder, as "
+    "`image_weights` or `text_weights` of a system"
+)
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 
 Pretrained = bool | str | Path
@@ -85,7 +89,7 @@ def read_url(url: str) -> dict[str, Tensor]:
             url, map_location="cpu", check_hash=True, weights_only=True, progress=False
         )
     except (URLError, OSError, RuntimeError) as error:
-        raise WeightsError(f"{url} cannot be downloaded ({error}): pass pretrained=PATH", "not_found") from error
+        raise WeightsError(f"{url} cannot be downloaded ({error}): {_OWN_FILE}", "not_found") from error
     return tensors
 
 
@@ -104,8 +108,7 @@ def locate_weights(name: str, pretrained: Pretrained, published: Weights | None,
     if pretrained is True:
         if published is None:
             reason = f"{name} has no pinned published weights{': ' + note if note else ''}"
-            advice = "pass pretrained=PATH, or pretrained='OWNER/NAME@COMMIT' for a repository on the hub"
-            raise WeightsError(f"{reason}; {advice}", "not_found", field="pretrained")
+            raise WeightsError(f"{reason}; {_OWN_FILE}", "not_found", field="pretrained")
         return fetch(published.hub_id, published.filename, published.revision, sha256=published.sha256)
     source = str(pretrained)
     match = None if Path(source).exists() else _HUB.fullmatch(source)

@@ -5,7 +5,12 @@ from typing import TYPE_CHECKING
 from medvl.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from medvl.models.base import System as System, SystemConfig as SystemConfig, TwoTowers as TwoTowers
+    from medvl.models.base import (
+        EncoderArguments as EncoderArguments,
+        System as System,
+        SystemConfig as SystemConfig,
+        TwoTowers as TwoTowers,
+    )
     from medvl.models.checkpoint import (
         load as load,
         load_towers as load_towers,

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
-from medvl.encoders import TextEncoder
-from medvl.errors import ConfigError
+from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
+from medvl.encoders.pretrained import Pretrained
+from medvl.errors import ConfigError, WeightsError
 from medvl.schema import Batch, Inputs, Losses
 
 
@@ -21,6 +22,33 @@ class SystemConfig:
 
     system: ClassVar[str]
     """Name of the system; set by `medvl.models.registry.register_system`."""
+
+
+EncoderArguments = Mapping[str, bool | int | float | str | tuple[int, ...] | tuple[float, ...] | None]
+"""Arguments of `create_image_encoder` or `create_text_encoder` and of their library's constructor: `{"layers": 11}`,
+`{"num_hidden_layers": 3}`, `{"mean": 0.5, "std": 0.5, "pad_type": "same"}`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageConfig(SystemConfig):
+    """Base of the settings of a system with an image encoder."""
+
+    image_weights: str | None = None
+    """Initial weights of the image encoder: a file, a folder with one, or `OWNER/NAME@COMMIT[:FILE]` on the hub; None
+    takes those that `pretrained` selects. `create_model` reads them; a checkpoint has weights of its own."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TowersConfig(ImageConfig):
+    """Base of the settings of a system with an image encoder and a text encoder."""
+
+    image_encoder: str
+    image_arguments: EncoderArguments = dataclasses.field(default_factory=dict)
+    """Arguments of the image encoder that the system does not set itself, by its library's names."""
+    text_encoder: str
+    text_arguments: EncoderArguments = dataclasses.field(default_factory=dict)
+    text_weights: str | None = None
+    """Initial weights of the text encoder, as `image_weights`; for `static`, a file of word vectors."""
 
 
 class Parts(TypedDict):
@@ -61,6 +89,29 @@ class System(nn.Module, abc.ABC):
     @abc.abstractmethod
     def forward(self, batch: Batch) -> Losses:
         """Return the losses of a training batch."""
+
+    def load_encoders(self, image: Pretrained, text: Pretrained) -> None:
+        """Load initial weights of the encoders; an encoder whose source is False keeps its own.
+
+        Raises ConfigError where the system has no such encoder, WeightsError as `create_image_encoder` does.
+        """
+        for part, source in (("image", image), ("text", text)):
+            if source is not False:
+                try:
+                    self._load_encoder(f"{part}_encoder", source)
+                except WeightsError as error:
+                    raise WeightsError(str(error), error.code, field=f"{part}_weights") from error
+
+    def _load_encoder(self, part: str, source: Pretrained) -> None:
+        encoder: Any = getattr(self, part, None)
+        if not isinstance(encoder, ImageEncoder | TextEncoder):
+            message = f"{self.name} has no {part} that reads weights"
+            raise ConfigError(message, "unsupported", field=part.replace("encoder", "weights"))
+        create: Any = create_image_encoder if isinstance(encoder, ImageEncoder) else create_text_encoder
+        arguments = {**encoder.config, "name": getattr(self.config, part, encoder.name)}
+        if arguments["name"] == "static" and self.tokenizer is not None:
+            arguments["vocabulary"] = self.tokenizer.vocabulary
+        encoder.load_state_dict(create(**arguments, pretrained=source).state_dict())
 
     def before_step(self, step: int) -> None:
         """Update state before the forward pass of optimiser step `step`, from 0: clamps, freezing, normalisation."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.config_io import from_dict
+from medvl.data.tokenizer.files import has_tokenizer
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.encoders.presets import TEXT_PRESETS
 from medvl.encoders.text.builders import uses_canonical_text, uses_clip_tokenizer
@@ -28,12 +29,14 @@ def create_model(
     Args:
         name: "convirt", ...; or a configuration such as `ConVIRTConfig(...)`; or the folder of a checkpoint.
         pretrained: True starts both encoders from their presets' published weights (hub, pinned revision); None and
-            False initialise at random from torch's generator and never use the network.
-        tokenizer: the tokenizer or its folder. Default: that of `init_from`; with `pretrained`, the text encoder's own
-            from the hub; else none, and the model takes token ids only.
+            False initialise at random from torch's generator and never use the network. An encoder whose weights are
+            named by `image_weights` or `text_weights` starts from those in either case.
+        tokenizer: the tokenizer or its folder. Default: that of `init_from` or of the folder `text_weights`; with
+            `pretrained`, the text encoder's own from the hub; else none, and the model takes token ids only.
         init_from: checkpoint to start from: all weights of the same system, which replace `pretrained`, or the image
             and text encoder of another system.
-        settings: fields of the system's configuration that differ from the published ones.
+        settings: fields of the system's configuration that differ from the published ones; weights of your own are
+            `image_weights=FILE` and `text_weights=FILE_OR_FOLDER`.
 
     Raises:
         ConfigError: the name or a setting is unknown, or the tokenizer does not fit the text encoder.
@@ -44,12 +47,20 @@ def create_model(
         if settings or (pretrained, tokenizer, init_from) != (None, None, None):
             raise ConfigError(f"{name} is a checkpoint: it has its own settings and tokenizer, give none", "conflict")
         return load(name)
+    if pretrained not in (None, False, True):
+        message = f"expected True or False, got {str(pretrained)!r}; use image_weights and text_weights for own weights"
+        raise ConfigError(message, "wrong_type", field="pretrained")
     cls, config = _configuration(name, settings)
+    own = [part for part in ("image_weights", "text_weights") if getattr(config, part, None) is not None]
     continues = False
     if init_from is not None:
+        if own:
+            raise ConfigError(f"give init_from or {own[0]}, not both", "conflict", field=own[0])
         config, continues = _continued(cls, config, Path(init_from))
-        if tokenizer is None and (Path(init_from) / TOKENIZER).is_dir():
-            tokenizer = Path(init_from) / TOKENIZER
+    own_text = "text_weights" in own
+    folder = Path(init_from) / TOKENIZER if init_from is not None else Path(config.text_weights) if own_text else None
+    if tokenizer is None and folder is not None and has_tokenizer(folder):
+        tokenizer = folder
     if tokenizer is None and pretrained:
         tokenizer = _tokenizer_of_preset(config)
     if isinstance(tokenizer, str | Path):
@@ -57,11 +68,21 @@ def create_model(
         canonical = family == "open_clip" and uses_canonical_text(model)
         tokenizer = load_tokenizer(tokenizer, max_tokens=config.max_tokens, cleaning="canonical" if canonical else None)
     if tokenizer is not None:
-        config = _fit_vocabulary(config, tokenizer, bool(pretrained) or continues)
+        config = _fit_vocabulary(config, tokenizer, bool(pretrained) or continues or own_text)
+    if own:
+        return _from_own_weights(cls.build(config, pretrained=False, tokenizer=tokenizer), bool(pretrained))
     model = cls.build(config, pretrained=bool(pretrained) and not continues, tokenizer=tokenizer)
     if init_from is not None:
         assert isinstance(model, TwoTowers)
         warm_start(model, init_from)
+    return model
+
+
+def _from_own_weights(model: System, pretrained: bool) -> System:
+    """Load the weights that the model's config names; an encoder without any starts as `pretrained` says."""
+    config: Any = model.config
+    published = pretrained and isinstance(model, TwoTowers)
+    model.load_encoders(config.image_weights or pretrained, getattr(config, "text_weights", None) or published)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Programs of `scripts/` as modules, for tests of what is in them."""
+"""Programs of `scripts/` and `recipes/` as modules, for tests of what is in them."""
 
 import importlib.util
 import sys
@@ -8,8 +8,8 @@ from types import ModuleType
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+def load_script(name: str, folder: Path = SCRIPTS) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -58,6 +58,11 @@ class LoadedTokenizer:
     cleaning: Cleaning | None = None
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder contains the files of a tokenizer."""
+    return any((folder / name).is_file() for name in (MODEL_FILE, VOCABULARY_FILE, _BPE_FILES[0]))
+
+
 def read_local_tokenizer(folder: Path, lowercase: bool | None) -> LoadedTokenizer:
     """Read the tokenizer in a folder. Raises ConfigError when it is missing, damaged or too large."""
     files = {name: folder / name for name in (MODEL_FILE, VOCABULARY_FILE, CONFIG_FILE, *_BPE_FILES)}

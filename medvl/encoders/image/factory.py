@@ -44,8 +44,8 @@ def create_image_encoder(
     patch_level: int = -1,
     pool: Pool | None = None,
     projection: bool = False,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
+    mean: float | Sequence[float] | None = None,
+    std: float | Sequence[float] | None = None,
     **arguments: Any,
 ) -> ImageEncoder:
     """Create an image encoder by name.
@@ -63,7 +63,7 @@ def create_image_encoder(
             `pooled_BD` always belongs to the last. Vision Transformers have -1 only: the patches after the final norm.
         pool: "cls" or "avg" of the tokens; None for the model's own pooling.
         projection: project `pooled_BD` into the shared space (open_clip only).
-        mean, std: statistics of pixels in 0..1. Default: the preset's or the library's.
+        mean, std: statistics of pixels in 0..1, one value or three. Default: the preset's or the library's.
         arguments: arguments of the library's constructor (`depth=11`, `channels=(32, 64, 128, 256)`). A vision
             Transformer with fewer blocks than its published file loads the lower ones.
 
@@ -82,8 +82,8 @@ def create_image_encoder(
         patch_level=patch_level,
         pool=pool,
         projection=projection,
-        mean=mean or (preset.mean if preset else None),
-        std=std or (preset.std if preset else None),
+        mean=_statistics(mean) or (preset.mean if preset else None),
+        std=_statistics(std) or (preset.std if preset else None),
         arguments=arguments,
     )
     vision = _build(library, model, {**(preset.arguments if preset else {}), **arguments}, options)
@@ -117,6 +117,10 @@ def list_image_encoders(pattern: str = "*", *, library: str | None = None) -> li
 def _sides(image_size: int | Size | None, preset: ImagePreset | None) -> Size | None:
     size = image_size or (preset.image_size if preset else None)
     return (size, size) if isinstance(size, int) else None if size is None else (int(size[0]), int(size[1]))
+
+
+def _statistics(values: float | Sequence[float] | None) -> Sequence[float] | None:
+    return (values,) if isinstance(values, int | float) else values
 
 
 def _names(library: str) -> Sequence[str]:

@@ -23,6 +23,7 @@ from medvl.common.files import write_atomic
 from medvl.common.seeding import seeded
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder
+from medvl.encoders.pretrained import Pretrained
 from medvl.errors import EvaluationError
 from medvl.eval.core.full_pass import FullPass, samples_by_key
 from medvl.eval.core.interfaces import Loader, Source
@@ -56,13 +57,13 @@ class ProbedEncoder:
 
     @classmethod
     def from_name(
-        cls, name: str, *, pretrained: bool = False, image_size: int | None = None, seed: int = 0
+        cls, name: str, *, pretrained: Pretrained = False, seed: int = 0, **arguments: Any
     ) -> "ProbedEncoder":
-        """Create an encoder by name, with published or random weights. Raises as `create_image_encoder` does."""
+        """Create an encoder by name, from any source of weights. Arguments and errors are `create_image_encoder`'s."""
         with seeded(seed):
-            module = create_image_encoder(name, pretrained=pretrained, image_size=image_size)
-        weights = "published weights" if pretrained else "random weights"
-        return cls(name=f"{name}, {weights}", module=module, transform=EvalTransform(size=module.image_size[0]))
+            module = create_image_encoder(name, pretrained=pretrained, **arguments)
+        weights = "random" if pretrained is False else "published" if pretrained is True else f"{pretrained}'s"
+        return cls(name=f"{name}, {weights} weights", module=module, transform=EvalTransform(size=module.image_size[0]))
 
     @property
     def sha256(self) -> str:

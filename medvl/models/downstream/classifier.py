@@ -13,7 +13,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
-from medvl.models.base import System, SystemConfig
+from medvl.models.base import EncoderArguments, ImageConfig, System
 from medvl.models.checkpoint import load
 from medvl.models.config_checks import check_labels, check_within
 from medvl.models.registry import register_system
@@ -21,7 +21,7 @@ from medvl.schema import Batch, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClassifierConfig(SystemConfig):
+class ClassifierConfig(ImageConfig):
     """Settings of an image encoder with one linear layer."""
 
     encoder: Mapping[str, Any]
@@ -121,33 +121,47 @@ class Classifier(System):
 
 
 def create_classifier(
-    start: Path | str, labels: Sequence[str], *, frozen_encoder: bool = False, head_lr_mult: float = 1.0
+    start: Path | str,
+    labels: Sequence[str],
+    *,
+    image_weights: str | None = None,
+    image_arguments: EncoderArguments | None = None,
+    frozen_encoder: bool = False,
+    head_lr_mult: float = 1.0,
 ) -> Classifier:
     """Put a new head on the image encoder of any system's checkpoint, or on a pretrained encoder by name.
 
     Args:
-        start: folder of a checkpoint, or name of an image encoder (`medvl list image-encoders`) with published weights.
+        start: folder of a checkpoint, or name of an image encoder (`medvl list image-encoders`).
         labels: names of the columns.
+        image_weights: weights of an encoder by name, see `ImageConfig`; None takes its published ones.
+        image_arguments: arguments of an encoder by name: `{"mean": 0.5, "std": 0.5, "pad_type": "same"}`.
         frozen_encoder, head_lr_mult: see `ClassifierConfig`.
 
     Raises:
         CheckpointError: the folder is not a complete checkpoint.
-        ConfigError: the checkpoint has no image encoder for pixels, or the name is unknown.
-        WeightsError: published weights cannot be loaded.
+        ConfigError: the checkpoint has no image encoder for pixels, or weights of its own; or the name is unknown.
+        WeightsError: weights cannot be loaded.
     """
-    encoder, transform = encoder_at(start)
+    encoder, transform = encoder_at(start, image_weights, image_arguments)
     return Classifier.on(encoder, labels, transform, frozen_encoder=frozen_encoder, head_lr_mult=head_lr_mult)
 
 
-def encoder_at(start: Path | str) -> tuple[ImageEncoder, EvalTransform]:
-    """Return the image encoder and transform of a checkpoint, or of an encoder with published weights.
+def encoder_at(
+    start: Path | str, weights: str | None = None, arguments: EncoderArguments | None = None
+) -> tuple[ImageEncoder, EvalTransform]:
+    """Return the image encoder and transform of a checkpoint, or of an encoder by name.
 
     Raises as `create_classifier`.
     """
     if Path(start).is_dir():
+        if weights is not None or arguments:
+            message = f"{start} is a checkpoint: it has its own weights and arguments, give none"
+            raise ConfigError(message, "conflict", field="image_weights" if weights is not None else "image_arguments")
         model = load(start)
         return image_encoder_of(model), model.transform
-    encoder = create_image_encoder(str(start), pretrained=True)
+    named: dict[str, Any] = dict(arguments or {})
+    encoder = create_image_encoder(str(start), pretrained=weights or True, **named)
     return encoder, EvalTransform(size=encoder.image_size[0])
 
 

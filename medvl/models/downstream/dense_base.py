@@ -18,7 +18,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
-from medvl.models.base import System, SystemConfig
+from medvl.models.base import EncoderArguments, ImageConfig, System
 from medvl.models.config_checks import check_labels, check_within
 from medvl.models.downstream.classifier import check_encoder, encoder_at
 from medvl.schema import Batch, ImageFeatures
@@ -29,7 +29,7 @@ PRIOR = 0.01
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseConfig(SystemConfig):
+class DenseConfig(ImageConfig):
     """Settings of an image encoder with a small decoder on its grid of patches."""
 
     encoder: Mapping[str, Any]
@@ -169,6 +169,8 @@ def create_dense(
     start: Path | str,
     labels: Sequence[str],
     *,
+    image_weights: str | None = None,
+    image_arguments: EncoderArguments | None = None,
     size: int | None = None,
     patch_level: int | None = None,
     **settings: Any,
@@ -177,8 +179,9 @@ def create_dense(
 
     Args:
         cls: `Detector` or `Segmenter`.
-        start: folder of a checkpoint, or name of an image encoder with published weights.
+        start: folder of a checkpoint, or name of an image encoder.
         labels: labels to learn.
+        image_weights, image_arguments: weights and arguments of an encoder by name, see `create_classifier`.
         size: height and width of the input, for encoders that accept any; None is that of `start`.
         patch_level: the encoder's grid, -1 for the last and -2 for one with finer cells; None is that of `start`.
         settings: fields of `cls.Config`.
@@ -186,9 +189,9 @@ def create_dense(
     Raises:
         CheckpointError: the folder is not a complete checkpoint.
         ConfigError: there is no image encoder for pixels, or it does not support the size or the grid.
-        WeightsError: published weights cannot be loaded.
+        WeightsError: weights cannot be loaded.
     """
-    encoder, transform = encoder_at(start)
+    encoder, transform = encoder_at(start, image_weights, image_arguments)
     arguments = dict(encoder.config)
     if size is not None:
         transform = dataclasses.replace(transform, size=size)

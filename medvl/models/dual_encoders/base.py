@@ -14,7 +14,7 @@ from medvl.errors import ConfigError
 from medvl.losses.gather import rows_by_rank
 from medvl.losses.mim import mask_patches
 from medvl.losses.positives import name_ids, text_ids
-from medvl.models.base import Parts, SystemConfig, TwoTowers, complete_rows
+from medvl.models.base import Parts, TowersConfig, TwoTowers, complete_rows
 from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.pairs import Pairs
 from medvl.schema import Batch, Embeddings, Losses
@@ -25,7 +25,7 @@ same study; also equal texts; or both. All others are negatives."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DualEncoderConfig(SystemConfig):
+class DualEncoderConfig(TowersConfig):
     """Settings that every dual-encoder has."""
 
     image_encoder: str = "resnet50"

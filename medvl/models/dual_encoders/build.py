@@ -23,9 +23,23 @@ from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
 from medvl.encoders.pretrained import KeyMap, Pretrained, load_strictly, locate_weights
 from medvl.encoders.text.factory import text_has_projection
 from medvl.errors import ConfigError
+from medvl.models.dual_encoders.base import DualEncoderConfig
 
 
-def create_encoders(config: Any, pretrained: bool, tokenizer: Tokenizer | None) -> tuple[ImageEncoder, TextEncoder]:
+def create_encoders(
+    config: DualEncoderConfig, image: Mapping[str, Any], text: Mapping[str, Any]
+) -> tuple[ImageEncoder, TextEncoder]:
+    """Create both encoders of a system from the arguments that it sets and those of the configuration.
+
+    Raises ConfigError where both set the same argument.
+    """
+    image_encoder = create_image_encoder(config.image_encoder, **_merged("image_arguments", image, config))
+    return image_encoder, create_text_encoder(config.text_encoder, **_merged("text_arguments", text, config))
+
+
+def create_clip_encoders(
+    config: Any, pretrained: bool, tokenizer: Tokenizer | None
+) -> tuple[ImageEncoder, TextEncoder]:
     """Create both encoders from a `CLIPConfig`, with their own projections where they have one."""
     source: Pretrained = (config.weights or True) if pretrained else False
     image: dict[str, Any] = {
@@ -42,9 +56,7 @@ def create_encoders(config: Any, pretrained: bool, tokenizer: Tokenizer | None) 
         "pool": config.text_pool,
         "projection": text_has_projection(config.text_encoder),
     }
-    image_encoder = create_image_encoder(config.image_encoder, **_merged("image_arguments", image, config))
-    text_encoder = create_text_encoder(config.text_encoder, **_merged("text_arguments", text, config))
-    return image_encoder, text_encoder
+    return create_encoders(config, image, text)
 
 
 def create_heads(config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> tuple[nn.Module, nn.Module]:
@@ -85,7 +97,7 @@ def whole_model_file(config: Any) -> Path | None:
 def _merged(field: str, settings: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """Return an encoder's arguments with those of the configuration. Raises ConfigError where both set the same one."""
     arguments: Mapping[str, Any] = getattr(config, field)
-    twice = sorted(set(settings) & set(arguments))
+    twice = sorted(name for name in arguments if settings.get(name) is not None)
     if twice:
         raise ConfigError(f"{field} cannot set {', '.join(twice)}: use the system's settings", "conflict", field=field)
     return {**settings, **arguments}

@@ -12,10 +12,10 @@ from medvl import losses
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders.pretrained import read_tensors
-from medvl.errors import WeightsError
+from medvl.errors import ConfigError, WeightsError
 from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.base import ContrastiveEncoder, DualEncoderConfig, Positives
-from medvl.models.dual_encoders.build import create_encoders, create_heads, load_text_head, whole_model_file
+from medvl.models.dual_encoders.build import create_clip_encoders, create_heads, load_text_head, whole_model_file
 from medvl.models.dual_encoders.pairs import Pairs, gather_global
 from medvl.models.registry import register_system
 from medvl.schema import Losses
@@ -30,7 +30,7 @@ class CLIPConfig(DualEncoderConfig):
 
     image_encoder: str = "clip_vit_b32"
     image_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Sizes for its constructor, by its library's names; `embed_dim` is that of open_clip's projections."""
+    """As for other systems, and open_clip's (some nested); `embed_dim` is the width of open_clip's projections."""
     text_encoder: str = "clip_text"
     text_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     weights: str | None = None
@@ -59,6 +59,9 @@ class CLIPConfig(DualEncoderConfig):
         check_within(self, "(0, inf)", "temperature")
         check_within(self, "[0, 1)", "patch_dropout")
         check_within(self, f"[{1 / self.temperature}, inf)", "max_scale")
+        if self.weights is not None and (self.image_weights, self.text_weights) != (None, None):
+            message = "weights are those of the whole model; leave image_weights and text_weights out"
+            raise ConfigError(message, "conflict", field="weights")
 
 
 @register_system("clip")
@@ -79,7 +82,7 @@ class CLIP(ContrastiveEncoder):
     @classmethod
     def build(cls, config: CLIPConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
         """See the base class."""
-        encoders = create_encoders(config, pretrained, tokenizer)
+        encoders = create_clip_encoders(config, pretrained, tokenizer)
         transform = EvalTransform(size=config.image_size, fit=config.fit, stored_size=config.stored_size)
         heads = create_heads(config, *encoders)
         model = cls(config, *encoders, *heads, transform=transform, tokenizer=tokenizer)

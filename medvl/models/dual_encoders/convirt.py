@@ -6,7 +6,7 @@ from typing import Literal, Self
 from medvl import losses
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
-from medvl.encoders import create_image_encoder, create_text_encoder, freeze_layers
+from medvl.encoders import freeze_layers
 from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.base import (
     ContrastiveEncoder,
@@ -15,6 +15,7 @@ from medvl.models.dual_encoders.base import (
     attention_arguments,
     projection_head,
 )
+from medvl.models.dual_encoders.build import create_encoders
 from medvl.models.dual_encoders.pairs import Pairs, gather_global
 from medvl.models.registry import register_system
 from medvl.schema import Losses
@@ -63,14 +64,9 @@ class ConVIRT(ContrastiveEncoder):
     @classmethod
     def build(cls, config: ConVIRTConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
         """See the base class."""
-        image_encoder = create_image_encoder(config.image_encoder, pretrained=pretrained, image_size=config.image_size)
-        text_encoder = create_text_encoder(
-            config.text_encoder,
-            pretrained=pretrained,
-            vocab_size=config.vocab_size,
-            pool=config.text_pool,
-            **attention_arguments(config),
-        )
+        image = {"pretrained": pretrained, "image_size": config.image_size}
+        text = {"pretrained": pretrained, "vocab_size": config.vocab_size, "pool": config.text_pool}
+        image_encoder, text_encoder = create_encoders(config, image, text | attention_arguments(config))
         freeze_layers(text_encoder, config.frozen_text_layers)
         return cls(
             config,

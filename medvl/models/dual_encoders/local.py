@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import Box, EvalTransform
-from medvl.encoders import create_image_encoder, create_text_encoder, freeze_layers
+from medvl.encoders import freeze_layers
 from medvl.errors import ConfigError
 from medvl.losses.precision import full_precision
 from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.base import ContrastiveEncoder, DualEncoderConfig, attention_arguments
+from medvl.models.dual_encoders.build import create_encoders
 from medvl.models.dual_encoders.words import most_slots, sum_by_slot, word_slots
 from medvl.models.heatmaps import on_image
 from medvl.schema import Embeddings
@@ -73,23 +74,21 @@ class LocalDualEncoder(ContrastiveEncoder):
     @classmethod
     def build(cls, config: LocalDualConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
         """See the base class."""
-        image_encoder = create_image_encoder(
-            config.image_encoder,
-            pretrained=pretrained,
-            image_size=config.encoder_size or config.image_size,
-            patch_level=config.patch_level,
-            mean=None if config.pixel_mean is None else (config.pixel_mean,),
-            std=None if config.pixel_std is None else (config.pixel_std,),
-        )
-        text_encoder = create_text_encoder(
-            config.text_encoder,
-            pretrained=pretrained,
-            vocab_size=config.vocab_size,
-            layers=range(-config.text_layers, 0),
-            reduce=config.text_reduce,
-            pool="mean",
-            **attention_arguments(config),
-        )
+        image = {
+            "pretrained": pretrained,
+            "image_size": config.encoder_size or config.image_size,
+            "patch_level": config.patch_level,
+            "mean": config.pixel_mean,
+            "std": config.pixel_std,
+        }
+        text = {
+            "pretrained": pretrained,
+            "vocab_size": config.vocab_size,
+            "layers": range(-config.text_layers, 0),
+            "reduce": config.text_reduce,
+            "pool": "mean",
+        }
+        image_encoder, text_encoder = create_encoders(config, image, text | attention_arguments(config))
         freeze_layers(text_encoder, config.frozen_text_layers)
         return cls(
             config,

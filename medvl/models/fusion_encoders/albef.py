@@ -6,10 +6,10 @@ from typing import Any, Self, Unpack
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, create_text_encoder
+from medvl.encoders.pretrained import Pretrained
 from medvl.errors import ConfigError
-from medvl.models.base import Parts
+from medvl.models.base import EncoderArguments, Parts
 from medvl.models.fusion_encoders.aligned import AlignedFusionConfig, AlignedFusionModel
-from medvl.models.fusion_encoders.config import Arguments
 from medvl.models.fusion_encoders.encoders import create_pixel_encoders
 from medvl.models.fusion_encoders.layers.bert import init_from_bert
 from medvl.models.registry import register_system
@@ -21,7 +21,7 @@ class ALBEFConfig(AlignedFusionConfig):
 
     image_encoder: str = "vit_b16"
     text_encoder: str = "bert"
-    text_arguments: Arguments = dataclasses.field(default_factory=lambda: {"num_hidden_layers": 6})
+    text_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: {"num_hidden_layers": 6})
     """The lower half of BERT encodes the text; the upper half is the fusion-encoder of `layers` layers."""
     image_size: int = 256
     whole_words: bool = False
@@ -56,12 +56,23 @@ class ALBEF(AlignedFusionModel):
         image_encoder, text_encoder = create_pixel_encoders(config, "albef", pretrained=pretrained)
         transform = EvalTransform(size=config.image_size, fit=config.fit)
         model = cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
-        if pretrained:
-            arguments: dict[str, Any] = {**config.text_arguments}
-            arguments["num_hidden_layers"] = text_encoder.num_layers + config.layers
-            bert = create_text_encoder(config.text_encoder, pretrained=True, vocab_size=config.vocab_size, **arguments)
-            init_from_bert(model.fusion, bert)
+        model._init_fusion(pretrained)
         return model
+
+    def load_encoders(self, image: Pretrained, text: Pretrained) -> None:
+        """See the base class; the fusion-encoder starts from the upper half of the text's BERT."""
+        super().load_encoders(image, text)
+        self._init_fusion(text)
+
+    def _init_fusion(self, source: Pretrained) -> None:
+        if source is not False:
+            config = self.config
+            arguments: dict[str, Any] = {**config.text_arguments}
+            arguments["num_hidden_layers"] = self.text_encoder.num_layers + config.layers
+            bert = create_text_encoder(
+                config.text_encoder, pretrained=source, vocab_size=config.vocab_size, **arguments
+            )
+            init_from_bert(self.fusion, bert)
 
 
 def _check_encoders(image_encoder: ImageEncoder, text_encoder: TextEncoder, config: ALBEFConfig) -> None:

@@ -1,27 +1,21 @@
 """Settings that all fusion-encoders share. Each system's own settings are in its file."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from medvl.errors import ConfigError
-from medvl.models.base import SystemConfig
+from medvl.models.base import TowersConfig
 from medvl.models.config_checks import check_choice, check_within
 from medvl.models.fusion_encoders.layers.attention_masks import ATTENTIONS
 
-Arguments = Mapping[str, int | float | tuple[int, ...]]
-"""Arguments of an encoder's constructor, by its library's names: `{"layers": 11}`, `{"num_hidden_layers": 3}`."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FusionConfig(SystemConfig):
+class FusionConfig(TowersConfig):
     """Settings of every fusion-encoder. The learning rates of new weights are multiples of the encoders' own."""
 
     image_encoder: str = "clip_vit_b16"
     """An image encoder's name, or `regions:WIDTH` for precomputed region features (`Batch.regions_BPD`)."""
-    image_arguments: Arguments = dataclasses.field(default_factory=dict)
     text_encoder: str = "roberta"
-    text_arguments: Arguments = dataclasses.field(default_factory=dict)
     image_size: int = 288
     fit: Literal["crop", "pad", "squash"] = "crop"
     """Method that makes an image square for inference (`medvl.data.transforms.image.EvalTransform`)."""

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import TextEncoder
-from medvl.models.base import Parts
+from medvl.models.base import EncoderArguments, Parts
 from medvl.models.fusion_encoders.base import FusionModel
-from medvl.models.fusion_encoders.config import Arguments, StreamConfig, check_attention
+from medvl.models.fusion_encoders.config import StreamConfig, check_attention
 from medvl.models.fusion_encoders.corruption import sample_pairs
 from medvl.models.fusion_encoders.encoders import create_encoders
 from medvl.models.fusion_encoders.layers.attention_masks import Attention
@@ -40,7 +40,7 @@ from medvl.schema import Batch
 class DualStreamConfig(StreamConfig):
     """Two streams with co-attention: METER by default, LXMERT-like by options."""
 
-    image_arguments: Arguments = dataclasses.field(default_factory=lambda: {"layers": 11})
+    image_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: {"layers": 11})
     """METER omits the last block of CLIP's image tower."""
     max_tokens: int = 50
 

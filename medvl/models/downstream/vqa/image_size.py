@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,7 +24,8 @@ def at_image_size(model: FusionModel, size: int) -> FusionModel:
     """
     if size == model.config.image_size or isinstance(model.image_encoder, RegionEncoder):
         return model
-    other = create_model(dataclasses.replace(model.config, image_size=size), tokenizer=model.tokenizer)
+    config = dataclasses.replace(model.config, image_size=size, image_weights=None, text_weights=None)
+    other = create_model(config, tokenizer=model.tokenizer)
     assert isinstance(other, FusionModel)
     encoders = [each.image_encoder for each in (model, other)]
     old, new = (each.grid(*each.image_size) for each in encoders if isinstance(each, ImageEncoder))

@@ -71,7 +71,7 @@ class VQA(System):
         head_lr_mult: float | None = None,
     ) -> Self:
         """Put a new head on a fusion-encoder, which is not copied. Raises as `create_vqa`."""
-        settings = dataclasses.asdict(fusion_model.config)
+        settings = dataclasses.asdict(fusion_model.config) | {"image_weights": None, "text_weights": None}
         config = VQAConfig(
             fusion=fusion_model.name,
             settings=settings,
