@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
