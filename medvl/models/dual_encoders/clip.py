@@ -59,9 +59,10 @@ class CLIPConfig(DualEncoderConfig):
         check_within(self, "(0, inf)", "temperature")
         check_within(self, "[0, 1)", "patch_dropout")
         check_within(self, f"[{1 / self.temperature}, inf)", "max_scale")
-        if self.weights is not None and (self.image_weights, self.text_weights) != (None, None):
-            message = "weights are those of the whole model; leave image_weights and text_weights out"
-            raise ConfigError(message, "conflict", field="weights")
+        if self.weights and (self.image_weights or self.text_weights):
+            raise ConfigError(
+                "weights has both encoders: leave image_weights and text_weights", "conflict", field="weights"
+            )
 
 
 @register_system("clip")
