@@ -60,9 +60,7 @@ class CLIPConfig(DualEncoderConfig):
         check_within(self, "[0, 1)", "patch_dropout")
         check_within(self, f"[{1 / self.temperature}, inf)", "max_scale")
         if self.weights and (self.image_weights or self.text_weights):
-            raise ConfigError(
-                "weights has both encoders: leave image_weights and text_weights", "conflict", field="weights"
-            )
+            raise ConfigError("give weights, or image_weights and text_weights", "conflict", field="weights")
 
 
 @register_system("clip")
