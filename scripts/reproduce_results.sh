@@ -60,7 +60,7 @@ if wanted vqa-medvill; then bash scripts/quickstart_vqa.sh medvill; fi
 if wanted reports; then
     torchrun recipes/medvill_mimic.py tiny-report
     evaluate report-generation quickstart/reports --checkpoint quickstart/medvill-report/best --data $shards/test \
-        --sections impression --samples 16
+        --sections impression --beams 4 --samples 16 --phantom-truth quickstart/mimic-cxr
 fi
 if wanted pretraining; then
     $bin/python scripts/pretraining_helps.py --start quickstart/m3ae/best --train quickstart/vqa/train \

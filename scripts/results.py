@@ -21,6 +21,7 @@ from medvl.eval import MetricRow, Results, read_results
 ROOT = Path(__file__).parent.parent
 FINDINGS = ("Atelectasis", "Cardiomegaly", "Consolidation", "Edema", "Pleural Effusion")
 _MEAN = ("auroc", "macro_competition")
+_F1 = ("f1", "macro of five")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +31,8 @@ class Table:
     name: str
     columns: Mapping[str, str]
     """Title -> folder under quickstart/."""
-    rows: Mapping[str, tuple[str, str]]
-    """Title -> (metric, target)."""
+    rows: Mapping[str, tuple[str, ...]]
+    """Title -> (metric, target), or (metric, target, subgroup)."""
     corner: str = ""
 
 
@@ -72,9 +73,19 @@ TABLES = (
     ),
     Table(
         name="reports",
-        corner="findings asserted",
+        corner="F1 of five findings",
         columns={"MedViLL": "reports"},
-        rows={"F1, five findings": ("f1", "macro_competition"), "F1, all findings": ("f1", "macro")},
+        rows={
+            "greedy, against the truth": (*_F1, "against labels"),
+            "beam search, against the truth": (*_F1, "beam search, against labels"),
+            "consensus, against the truth": (*_F1, "consensus, against labels"),
+            "the reference, against the truth": (*_F1, "reference, against labels"),
+            "greedy, against the reference": _F1,
+            "beam search, against the reference": (*_F1, "beam search"),
+            "consensus, against the reference": (*_F1, "consensus"),
+            "the report of another image, against the reference": (*_F1, "baseline: other images"),
+            "one report for all images, against the reference": (*_F1, "baseline: one report"),
+        },
     ),
     Table(
         name="dense",
@@ -123,10 +134,10 @@ def render(table: Table, columns: Mapping[str, Results]) -> str:
     return "\n".join([head, "|" + "---|" * (len(columns) + 1), *body])
 
 
-def cell(results: Results, metric: str, target: str) -> str:
+def cell(results: Results, metric: str, target: str, subgroup: str = "") -> str:
     """Return one number with its interval, empty where the evaluation has no such row."""
     try:
-        row: MetricRow = results.row(metric, target)
+        row: MetricRow = results.row(metric, target, subgroup)
     except EvaluationError:
         return ""
     return f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]"

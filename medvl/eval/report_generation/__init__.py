@@ -3,6 +3,6 @@
     references + generated texts -> shared n-grams, shared findings -> rows with intervals -> results.json
 
 `nlg_metrics` computes BLEU, ROUGE-L and METEOR, `clinical_f1` compares the findings that the rule-based labeler
-extracts, `evaluate` combines them, and `generate` runs a model. References are complete reports as stored in the
-shards: they are neither truncated nor tokenized by the model.
+extracts, `evaluate` combines them, `generate` runs a model, and `page` writes the page. References are complete reports
+as stored in the shards: they are neither truncated nor tokenized by the model.
 """

@@ -4,13 +4,21 @@ Protocol "report_generation", version 1:
 
 * Every image with a reference is evaluated; an empty or truncated report stays in every denominator.
 * n-gram overlap (`nlg_metrics`) and clinical F1 (`clinical_f1`) compare complete, untruncated references.
-* Baseline: the same rows with every image paired with the report that was generated for another image.
+* Where images have labels, the findings of the generated reports are also compared with these ("against labels"), and
+  so are the findings that the labeler reads in the references: what a perfect generator would score.
+* Reports of other decodings of the same model have the same rows, under the name of the decoding.
+* Baselines: the same rows with every image paired with the report that was generated for another image; and with the
+  one reference that overlaps most with all others (`constant_report`) for every image, the floor of n-gram overlap.
 * Intervals: the bootstrap resamples patients, with all their reports.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from medvl.data.reports.labeler import label_report
 from medvl.errors import EvaluationError
@@ -21,6 +29,12 @@ from medvl.eval.report_generation.nlg_metrics import MEANS, overlap_metrics, rep
 
 OTHER_IMAGES = "baseline: other images"
 """Subgroup of the rows in which every image has the report generated for another one: the score without the image."""
+ONE_REPORT = "baseline: one report"
+"""Subgroup of the rows in which every image has the same report."""
+AGAINST_LABELS = "against labels"
+"""Subgroup of the rows that compare findings with the labels of the images; others have it behind their name."""
+REFERENCE = "reference, against labels"
+"""Subgroup of the rows that compare the labeler's reading of the references with the labels of the images."""
 PROTOCOL, PROTOCOL_VERSION = "report_generation", 1
 
 
@@ -36,6 +50,8 @@ class GeneratedReport:
     """Generated text; empty if nothing was generated."""
     ended: bool = True
     """False if the text was truncated at the maximum length."""
+    labels: Mapping[str, int] | None = None
+    """Labels of the image by finding; None if there are none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,31 +60,47 @@ class ReportResult:
 
     results: Results
     reports: Sequence[GeneratedReport]
+    others: Mapping[str, Sequence[GeneratedReport]] = dataclasses.field(default_factory=dict)
+    """Reports of the same images by other decodings."""
 
     def table(self) -> str:
-        """Return a text table of n-gram overlap and one of findings, each with the baseline."""
+        """Return tables of n-gram overlap and of findings, with the baselines, and the number of distinct texts."""
         overlap = [row for row in self.results.rows if row.metric not in METRICS]
         findings = [
-            row for row in self.results.rows if row.metric in METRICS and (not row.subgroup or row.target == "micro")
+            row
+            for row in self.results.rows
+            if row.metric in METRICS and (not row.subgroup or row.target in ("micro", "macro of five"))
         ]
-        return "\n\n".join(format_table(rows) for rows in (overlap, findings))
+        details = self.results.details
+        texts = {"generated": details["distinct"], **details["distinct_others"]}
+        counts = ", ".join(f"{count:,} ({name})" for name, count in texts.items())
+        distinct = (
+            f"distinct texts of {details['reports']:,}: {counts}, {details['distinct_references']:,} (references)"
+        )
+        return "\n\n".join([*(format_table(rows) for rows in (overlap, findings)), distinct])
 
     def predictions(self) -> list[dict[str, Any]]:
-        """Return one JSON object per report: both texts, their findings, and the report's own scores."""
+        """Return one JSON object per image: the texts, their findings, and the report's own scores."""
         return [
             {
                 **dataclasses.asdict(report),
+                **(
+                    {"others": {name: of_name[row].generated for name, of_name in self.others.items()}}
+                    if self.others
+                    else {}
+                ),
                 "reference_findings": label_report(report.reference),
                 "generated_findings": label_report(report.generated),
                 **dict(zip(MEANS, report_scores(words(report.generated), words(report.reference)), strict=True)),
             }
-            for report in self.reports
+            for row, report in enumerate(self.reports)
         ]
 
 
 def evaluate_reports(
     reports: Sequence[GeneratedReport],
     *,
+    others: Mapping[str, Sequence[GeneratedReport]] | None = None,
     uncertain: Uncertain = "negative",
     resamples: int = 1000,
     seed: int = 0,
@@ -80,19 +112,25 @@ def evaluate_reports(
 
     Args:
         reports: one per image. Leave out images without a reference, and count them in `details`.
+        others: reports of the same images, in the same order, by the name of their decoding.
         uncertain: label of findings that a report mentions as uncertain.
         resamples, seed: of the bootstrap.
         config, inputs, details: further entries of the results.
 
-    Raises EvaluationError if there is no report, or a reference is empty.
+    Raises EvaluationError if there is no report, a reference is empty, or other decodings have other images.
     """
+    others = dict(others or {})
     if not reports:
         raise EvaluationError("expected reports, got none: use samples with reference texts", "empty")
     empty = [report.key for report in reports if not words(report.reference)]
     if empty:
         raise EvaluationError(f"{len(empty)} references are empty, first that of {empty[0]}: leave them out", "empty")
+    for name, of_name in others.items():
+        if [report.key for report in of_name] != [report.key for report in reports]:
+            message = f"expected reports {name!r} of the same images in the same order"
+            raise EvaluationError(message, "mismatch", field="others")
     rows = measure(
-        _metric_groups(reports, uncertain),
+        _metric_groups(reports, others, uncertain),
         len(reports),
         resamples=resamples,
         seed=seed,
@@ -104,25 +142,66 @@ def evaluate_reports(
         rows=rows,
         config={"uncertain": uncertain, "resamples": resamples, "seed": seed, **(config or {})},
         inputs=dict(inputs or {}),
-        details={**_details(reports), **(details or {})},
+        details={**_details(reports, others), **(details or {})},
     )
-    return ReportResult(results, reports)
+    return ReportResult(results, reports, others)
 
 
-def _metric_groups(reports: Sequence[GeneratedReport], uncertain: Uncertain) -> list[MetricGroup]:
+def _metric_groups(
+    reports: Sequence[GeneratedReport], others: Mapping[str, Sequence[GeneratedReport]], uncertain: Uncertain
+) -> list[MetricGroup]:
     references = [report.reference for report in reports]
-    reference_NL = positive_findings([label_report(text) for text in references], uncertain)
+    decoded = {name: [report.generated for report in of_name] for name, of_name in {"": reports, **others}.items()}
+    far = len(reports) // 2  # because images of one study are adjacent
+    baselines = {
+        OTHER_IMAGES: [*decoded[""][far:], *decoded[""][:far]],
+        ONE_REPORT: [constant_report(references)] * len(reports),
+    }
+    found = {
+        text: label_report(text) for texts in (references, *decoded.values(), *baselines.values()) for text in texts
+    }
+
+    def positive(texts: Sequence[str]) -> NDArray[np.bool_]:
+        return positive_findings([found[text] for text in texts], uncertain)
+
     groups = []
-    shifts = {"": 0, OTHER_IMAGES: len(reports) // 2}  # far, because images of one study are adjacent
-    for subgroup, shift in shifts.items():
-        generated = [reports[(index + shift) % len(reports)].generated for index in range(len(reports))]
-        generated_NL = positive_findings([label_report(text) for text in generated], uncertain)
-        groups += overlap_metrics(generated, references, subgroup=subgroup)
-        groups.append(clinical_metrics(generated_NL, reference_NL, subgroup=subgroup))
+    for subgroup, texts in {**decoded, **baselines}.items():
+        groups += overlap_metrics(texts, references, subgroup=subgroup)
+        groups.append(clinical_metrics(positive(texts), positive(references), subgroup=subgroup))
+    if all(report.labels is not None for report in reports):
+        labels_NL = positive_findings([report.labels or {} for report in reports], uncertain)
+        for name, texts in decoded.items():
+            subgroup = f"{name}, {AGAINST_LABELS}" if name else AGAINST_LABELS
+            groups.append(clinical_metrics(positive(texts), labels_NL, subgroup=subgroup))
+        groups.append(clinical_metrics(positive(references), labels_NL, subgroup=REFERENCE))
     return groups
 
 
-def _details(reports: Sequence[GeneratedReport]) -> dict[str, Any]:
+def constant_report(references: Sequence[str], candidates: int = 256, most: int = 4000) -> str:
+    """Return the reference with the highest corpus BLEU-1 if it were the report of every image.
+
+    The `candidates` most frequent references are compared, on about `most` images at regular distances. Choosing on the
+    references of the test set makes this a high floor.
+    """
+    references = references[:: -(-len(references) // most)]
+    counted = Counter(references)
+    words_by_text = {text: words(text) for text in counted}
+    number = {word: index for index, word in enumerate(dict.fromkeys(w for ws in words_by_text.values() for w in ws))}
+    counts_MV = np.zeros((len(counted), len(number)), np.int32)
+    for row, of_text in enumerate(words_by_text.values()):
+        np.add.at(counts_MV[row], [number[word] for word in of_text], 1)
+    times_M = np.array(list(counted.values()))
+    mean_words = float(times_M @ counts_MV.sum(axis=1)) / len(references)
+    scores = {}
+    for text, _ in counted.most_common(candidates):
+        ids, times = np.unique([number[word] for word in words_by_text[text]], return_counts=True)
+        matches = float(times_M @ np.minimum(counts_MV[:, ids], times).sum(axis=1)) / len(references)
+        length = len(words_by_text[text])
+        scores[text] = matches / length * np.exp(min(0.0, 1 - mean_words / length))
+    return max(scores, key=scores.__getitem__)
+
+
+def _details(reports: Sequence[GeneratedReport], others: Mapping[str, Sequence[GeneratedReport]]) -> dict[str, Any]:
     generated = [words(report.generated) for report in reports]
     return {
         "reports": len(reports),
@@ -130,6 +209,10 @@ def _details(reports: Sequence[GeneratedReport]) -> dict[str, Any]:
         "empty": sum(not text for text in generated),
         "truncated": sum(not report.ended for report in reports),
         "distinct": len({tuple(text) for text in generated}),
+        "distinct_others": {
+            name: len({tuple(words(report.generated)) for report in of_name}) for name, of_name in others.items()
+        },
+        "distinct_references": len({tuple(words(report.reference)) for report in reports}),
         "mean_words": sum(map(len, generated)) / len(reports),
         "mean_words_of_references": sum(len(words(report.reference)) for report in reports) / len(reports),
     }

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from medvl.data.loading.sources import Source
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.text import REPORT_SECTIONS, choose_sections
-from medvl.errors import ConfigError
+from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.report_generation.consensus import mbr_select
 from medvl.eval.report_generation.evaluate import GeneratedReport, evaluate_reports
 from medvl.models.eval_mode import evaluating
 from medvl.models.text_decoding import Decoding, Generated
-from medvl.schema import Batch
+from medvl.schema import FINDINGS, Batch, Sample
 
 
 @runtime_checkable
@@ -49,46 +49,83 @@ def generate_reports(
     sections: Sequence[str] = REPORT_SECTIONS,
     decoding: Decoding | None = None,
 ) -> list[GeneratedReport]:
-    """Generate a report from the pixels of every image whose sample has a text.
+    """Return one report per image, greedy by default; see `generate_by_decoding`."""
+    return generate_by_decoding(model, loader, {"": decoding or Decoding()}, sections=sections)[""]
+
+
+def generate_by_decoding(
+    model: ReportGenerator,
+    loader: ImageLoader,
+    decodings: Mapping[str, Decoding],
+    *,
+    sections: Sequence[str] = REPORT_SECTIONS,
+    labels: Mapping[str, Mapping[str, int]] | None = None,
+) -> dict[str, list[GeneratedReport]]:
+    """Generate reports from the pixels of every image whose sample has a text, one per image and decoding.
 
     A sample whose image cannot be read gets an empty report.
 
     Args:
         model: with a tokenizer.
         loader: its texts are not used.
-        sections: sections of the reference, joined; where all are missing, the other sections that describe the image
-            (`choose_sections`). Samples without any are left out.
-        decoding: greedy by default. Of several samples per image one is selected (`consensus.mbr_select`).
+        decodings: name -> settings. Of several samples per image one is selected (`consensus.mbr_select`).
+        sections: sections of the reference, joined; all sections of a sample that has none of these.
+        labels: labels of the images by sample key; None takes those of the source if it has all findings.
 
-    Raises ConfigError if the model has no tokenizer.
+    Raises:
+        ConfigError: the model has no tokenizer.
+        EvaluationError: an image has no entry in `labels`.
     """
     if model.tokenizer is None:
         message = "report generation needs a tokenizer: create_model(..., tokenizer=FOLDER)"
         raise ConfigError(message, "missing", field="tokenizer")
-    device = next(model.parameters()).device
-    texts_by_key: dict[str, tuple[str, bool]] = {}
+    texts_by_key: dict[str, dict[str, tuple[str, bool]]] = {name: {} for name in decodings}
     with evaluating(model):
         for batch in loader:
-            has_image_B = None if batch.has_image_B is None else batch.has_image_B.to(device)
-            output = model.generate(batch.image_BCHW.to(device), has_image_B, decoding=decoding or Decoding())
-            rows = zip(output.ids_BT.cpu(), output.mask_BT.cpu(), strict=True)
-            texts = [model.tokenizer.decode(ids_T[mask_T]) for ids_T, mask_T in rows]
-            samples, ended = len(texts) // len(batch), output.ended_B.tolist()
-            for index, key in enumerate(batch.keys):
-                chosen = index * samples + mbr_select(texts[index * samples :][:samples])
-                texts_by_key[key] = (texts[chosen], ended[chosen])
-    reports = []
+            for name, decoding in decodings.items():
+                texts_by_key[name] |= zip(batch.keys, _generate(model, model.tokenizer, batch, decoding), strict=True)
+    reports: dict[str, list[GeneratedReport]] = {name: [] for name in decodings}
     for position in range(len(loader.source)):
         sample = loader.source.sample(position)
         reference = " ".join(choose_sections(sample.sections, sections))
-        if reference:
-            text, complete = texts_by_key.get(sample.key, ("", True))
-            reports.append(
+        if not reference:
+            continue
+        of_image = _labels(sample, labels, loader.source)
+        for name, texts in texts_by_key.items():
+            text, ended = texts.get(sample.key, ("", True))
+            reports[name].append(
                 GeneratedReport(
-                    key=sample.key, patient=sample.patient, reference=reference, generated=text, ended=complete
+                    key=sample.key,
+                    patient=sample.patient,
+                    reference=reference,
+                    generated=text,
+                    ended=ended,
+                    labels=of_image,
                 )
             )
     return reports
+
+
+def _generate(model: ReportGenerator, tokenizer: Tokenizer, batch: Batch, decoding: Decoding) -> list[tuple[str, bool]]:
+    """Return (text, whether it ended) for each image of a batch."""
+    device = next(model.parameters()).device
+    has_image_B = None if batch.has_image_B is None else batch.has_image_B.to(device)
+    output = model.generate(batch.image_BCHW.to(device), has_image_B, decoding=decoding)
+    rows = zip(output.ids_BT.cpu(), output.mask_BT.cpu(), strict=True)
+    texts = [tokenizer.decode(ids_T[mask_T]) for ids_T, mask_T in rows]
+    samples, ended = len(texts) // len(batch), output.ended_B.tolist()
+    starts = range(0, len(texts), samples)
+    chosen = [start + mbr_select(texts[start : start + samples]) for start in starts]
+    return [(texts[index], ended[index]) for index in chosen]
+
+
+def _labels(sample: Sample, labels: Mapping[str, Mapping[str, int]] | None, source: Source) -> Mapping[str, int] | None:
+    if labels is None:
+        return dict(sample.labels) if set(FINDINGS) <= set(source.label_names) else None
+    if sample.key not in labels:
+        message = f"no labels for the image {sample.key}: give those of the same corpus, hashed with the same salt"
+        raise EvaluationError(message, "not_found", field="labels")
+    return labels[sample.key]
 
 
 class ReportEval:

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import cv2
 from tqdm import tqdm
@@ -130,6 +131,15 @@ def write_file(path: Path, content: bytes) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(content)
     partial.replace(path)
+
+
+def read_truth(root: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a release's ground truth, one per view. Raises CorpusError if there is none."""
+    path = Path(root, TRUTH_FILE)
+    if not path.is_file():
+        raise CorpusError(f"{path} does not exist: give a folder that `medvl phantom` wrote", "not_found", field="root")
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
 
 
 def truth_row(view: View, study: Study, size: int, **ids: object) -> dict[str, object]:

@@ -302,7 +302,10 @@ def test_report_generation_command_writes_reproducible_files(
     out = run.parent / "eval" / "report_generation"
     results = read_results(out)
     assert results.protocol == "report_generation"
-    assert results.config["decoding"] == dataclasses.asdict(Decoding(beams=2, max_tokens=6))
+    assert results.config["decodings"] == {
+        "greedy": dataclasses.asdict(Decoding(max_tokens=6)),
+        "beam search": dataclasses.asdict(Decoding(beams=2, max_tokens=6)),
+    }
     assert set(results.inputs) == {"checkpoint", "manifest"}
     assert results.details["reports"] == 3
     assert results.details["without_reference"] == 0

@@ -1,0 +1,124 @@
+"""HTML page of a report generation: overlap and findings of every decoding, beside its baselines."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from medvl.eval.core.metric_rows import MetricRow
+from medvl.eval.html.header import header_facts, headline
+from medvl.eval.html.page import Cell, Page, Table, metric_cell, write_page
+from medvl.eval.report_generation.clinical_f1 import METRICS
+from medvl.eval.report_generation.evaluate import ONE_REPORT, ReportResult
+from medvl.eval.report_generation.nlg_metrics import REPORT
+from medvl.schema import FINDINGS
+
+_OVERLAP = {
+    "corpus_bleu_1": "BLEU-1",
+    "corpus_bleu_4": "BLEU-4",
+    "mean_rouge_l": "ROUGE-L",
+    "mean_meteor_exact_stem": "METEOR, without synonyms",
+}
+_AVERAGES = {
+    "micro of five": "F1 of five, micro",
+    "macro of five": "F1 of five, macro",
+    "micro": "F1, micro",
+    "macro": "F1, macro",
+}
+_LIMITS = (
+    "A research evaluation, not for clinical use: overlap of words is no measure of correctness, and one report for "
+    "all images can have much of it.",
+    "Findings are read by a rule-based labeler, in the generated report and, except in the rows against labels, in its "
+    "reference. The consensus of samples is selected by the same labeler.",
+    "Intervals are percentiles of a bootstrap over patients.",
+)
+
+
+def write_report_page(
+    result: ReportResult, path: str | Path, *, model: str, data: str, date: str | None = None
+) -> Path:
+    """Write the page as one HTML file and return its path; `model` and `data` are names for the header."""
+    results = result.results
+    rows = {(row.metric, row.target, row.subgroup): row for row in results.rows}
+    floor = rows["corpus_bleu_1", REPORT, ONE_REPORT]
+    page = Page(
+        title=f"Report generation: {model}",
+        subtitle=f"{data}: {results.details['reports']:,} reports of {results.details['patients']:,} patients",
+        headlines=[
+            headline("BLEU-1", results.row("corpus_bleu_1", REPORT)),
+            headline("BLEU-1 of one report for all", floor),
+            headline("F1 of findings, micro", results.row("f1", "micro")),
+        ],
+        facts=header_facts(results, model=model, data=data, date=date, units="patients", extra=_facts(result)),
+        sections=[_overlap(rows), _findings(rows), _by_finding(rows)],
+        limits=_LIMITS,
+    )
+    return write_page(page, path)
+
+
+def _facts(result: ReportResult) -> list[tuple[str, str]]:
+    details = result.results.details
+    counts = {
+        "generated": details["distinct"],
+        **details["distinct_others"],
+        "references": details["distinct_references"],
+    }
+    distinct = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    return [
+        ("Distinct texts", distinct),
+        (
+            "Generated",
+            f"{details['empty']:,} empty, {details['truncated']:,} truncated, "
+            f"{details['mean_words']:.1f} words on average (references {details['mean_words_of_references']:.1f})",
+        ),
+        ("Labels", result.results.config.get("labels", "of the data")),
+    ]
+
+
+def _overlap(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
+    subgroups = dict.fromkeys(subgroup for metric, _, subgroup in rows if metric in _OVERLAP)
+    lines: list[Sequence[Cell | str]] = [
+        [_name(subgroup), *(metric_cell(rows[metric, REPORT, subgroup], bar=True) for metric in _OVERLAP)]
+        for subgroup in subgroups
+    ]
+    return Table(
+        title="Overlap with the references",
+        columns=["", *_OVERLAP.values()],
+        rows=lines,
+        strong_rows=1,
+        caption="With 95% intervals. The baselines give every image the report generated for another one, and the one "
+        "reference that fits all images best: a model near them does not use the image.",
+    )
+
+
+def _findings(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
+    subgroups = dict.fromkeys(subgroup for metric, _, subgroup in rows if metric == "f1")
+    lines: list[Sequence[Cell | str]] = [
+        [_name(subgroup), *(metric_cell(rows["f1", target, subgroup], bar=True) for target in _AVERAGES)]
+        for subgroup in subgroups
+    ]
+    return Table(
+        title="Findings",
+        columns=["", *_AVERAGES.values()],
+        rows=lines,
+        strong_rows=1,
+        caption="F1 of the findings that the reports assert, against the labeler's reading of the references or "
+        "against the labels of the images. The labeler's reading of the references against labels is what a perfect "
+        "generator would have.",
+    )
+
+
+def _by_finding(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
+    lines: list[Sequence[Cell | str]] = [
+        [
+            name,
+            *(metric_cell(rows[metric, name, ""], bar=True) for metric in METRICS),
+            f"{rows['f1', name, ''].n_positive:,}",
+        ]
+        for name in FINDINGS
+    ]
+    return Table(
+        title="By finding", columns=["", *(name.capitalize() for name in METRICS), "In references"], rows=lines
+    )
+
+
+def _name(subgroup: str) -> str:
+    return subgroup or "generated"
