@@ -50,7 +50,12 @@ if TYPE_CHECKING:
         GeneratedReport as GeneratedReport,
         evaluate_reports as evaluate_reports,
     )
-    from medvl.eval.report_generation.generate import ReportEval as ReportEval, generate_reports as generate_reports
+    from medvl.eval.report_generation.generate import (
+        ReportEval as ReportEval,
+        generate_by_decoding as generate_by_decoding,
+        generate_reports as generate_reports,
+    )
+    from medvl.eval.report_generation.page import write_report_page as write_report_page
     from medvl.eval.retrieval.by_class import class_retrieval as class_retrieval, image_retrieval as image_retrieval
     from medvl.eval.retrieval.by_class_page import write_class_retrieval_page as write_class_retrieval_page
     from medvl.eval.retrieval.candidate_lists import RetrievalList as RetrievalList

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers.errors import raises
 from helpers.fusion_samples import shaken, tiny_model, tiny_tokenizer
+from helpers.script_modules import load_script
 from sklearn.metrics import f1_score
 
 from medvl.cli import main as cli
@@ -120,6 +121,8 @@ def test_the_command_evaluates_greedy_beam_and_consensus_against_the_truth(
     assert {"", "beam search", "consensus", f"consensus, {AGAINST_LABELS}", REFERENCE, ONE_REPORT} <= subgroups
     assert list(results.config["decodings"]) == ["greedy", "beam search", "consensus"]
     assert results.config["labels"] == "ground truth of the phantom"
+    (table,) = (table for table in load_script("results").TABLES if table.name == "reports")
+    assert all(results.row(*row) for row in table.rows.values())  # RESULTS.md has a row of each
     truth = {str(row["dicom_id"]): row for row in read_truth(corpus) if row["view"] != "LATERAL"}
     positives = sum(row["labels"]["Cardiomegaly"] for row in truth.values())
     assert results.row("f1", "Cardiomegaly", AGAINST_LABELS).n_positive == positives
