@@ -71,7 +71,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "retrieval": {"core", "html", "classification"},
         "dense": {"core", "html"},
         "vqa": {"core", "html"},
-        "report_generation": {"core"},
+        "report_generation": {"core", "html"},
         "compare": {"core", "html"},
     },
     "phantom": {"population": set(), "language": {"population"}, "rendering": {"population"}},
