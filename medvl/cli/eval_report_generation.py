@@ -3,9 +3,12 @@
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from medvl.cli.eval_common import SmallBatchOptions, publish_result
+
+if TYPE_CHECKING:
+    from medvl.models.text_decoding import Decoding
 
 
 def report_generation(
@@ -41,13 +44,8 @@ def report_generation(
     from medvl.eval.report_generation.evaluate import evaluate_reports
     from medvl.eval.report_generation.generate import ReportGenerator, generate_by_decoding
     from medvl.eval.report_generation.page import write_report_page
-    from medvl.models.text_decoding import Decoding
 
-    decodings = {"greedy": Decoding(max_tokens=max_tokens)}
-    if beams > 1:
-        decodings["beam search"] = Decoding(beams=beams, max_tokens=max_tokens, length_penalty=length_penalty)
-    if samples:
-        decodings["consensus"] = Decoding(samples=samples, max_tokens=max_tokens, seed=seed)
+    decodings = _decodings(max_tokens, beams, length_penalty, samples, seed)
     labels = None if phantom_truth is None else _truth(phantom_truth)
     model = load_model(shared.checkpoint, shared.device)
     if not isinstance(model, ReportGenerator):
@@ -73,6 +71,19 @@ def report_generation(
     folder = shared.folder(shared.checkpoint, "report_generation")
     page = functools.partial(write_report_page, result)
     publish_result(result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest, result.table())
+
+
+def _decodings(
+    max_tokens: int | None, beams: int, length_penalty: float, samples: int, seed: int
+) -> "dict[str, Decoding]":
+    from medvl.models.text_decoding import Decoding
+
+    decodings = {"greedy": Decoding(max_tokens=max_tokens)}
+    if beams > 1:
+        decodings["beam search"] = Decoding(beams=beams, max_tokens=max_tokens, length_penalty=length_penalty)
+    if samples:
+        decodings["consensus"] = Decoding(samples=samples, max_tokens=max_tokens, seed=seed)
+    return decodings
 
 
 def _truth(folder: Path) -> dict[str, dict[str, int]]:
