@@ -171,13 +171,22 @@ _IDENTITY = re.compile(
 )
 
 
+_LEADING = re.compile(
+    r"(?:(?:date|of|medical|report|final|hospital|ordering|requesting|primary care|digitally|patient'?s?) )*",
+    re.IGNORECASE,
+)
+
+
 def is_identifying_header(header: str, *, at_start: bool = False) -> bool:
     """Return whether a section with this header identifies the patient or the author: `MRN`, `SIGNED BY`.
 
     Released corpora have such lines masked; a hospital's own reports begin and end with them. With `at_start`, the
-    header must begin with an identifying word.
+    header must begin with an identifying word (`Date of birth`, `Signed by`), as for headers that are not in capitals.
     """
-    return (_IDENTITY.match(header) if at_start else _IDENTITY.search(header)) is not None
+    if not at_start:
+        return _IDENTITY.search(header) is not None
+    leading = _LEADING.match(header)
+    return _IDENTITY.match(header, leading.end() if leading else 0) is not None
 
 
 def find_identifiers(text: str) -> dict[str, int]:

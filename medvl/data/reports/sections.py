@@ -76,6 +76,10 @@ _HEADER_IN_LINE = re.compile(
 )
 _LIST_ITEM = re.compile(r"[ \t]*(?:[-*•][ \t]|\(?\d{1,2}[.)][ \t]+[A-Z_])")
 _ADDENDUM = re.compile(r"\s*ADDENDUM\b[\s:]*")
+_SIGNATURE = re.compile(
+    r"[ \t]*(?:(?:electronically|digitally) )?(?:signed|dictated|transcribed|verified|approved|interpreted|read) by\b",
+    re.IGNORECASE,
+)
 _LETTER_OR_DIGIT = re.compile(r"[^\W_]")
 
 
@@ -152,8 +156,9 @@ def parse_report(text: str) -> Report:
     """Parse a report. Any text can be parsed; without headers it is preamble and last paragraph.
 
     A header is at the start of a line and ends with a colon. In capitals, any words are a header; in lower case, only
-    the names in this module's table and those that identify a person (`Signed by:`), so that `Dr. X:` and `at 3:00` are
-    not. Common headers in capitals are also recognised within a line, for reports that have lost their line breaks.
+    the names in this module's table and those that identify a person (`Date of birth:`), so that `Dr. X:` and `at 3:00`
+    are not. Signatures (`Electronically signed by Jane Doe`) need no colon. Common headers in capitals are also
+    recognised within a line, for reports that have lost their line breaks.
     """
     sections: dict[str, str] = {}
     empty: dict[str, None] = {}
@@ -227,6 +232,9 @@ def _split_by_header(lines: list[str]) -> list[tuple[str | None, list[str]]]:
 
 def _header(line: str, inside: str | None) -> tuple[str, str] | None:
     """Return (section, rest of the line) when `line` begins with a header, else None."""
+    signature = _SIGNATURE.match(line)
+    if signature is not None and signature[0].lstrip()[:1].isupper():
+        return " ".join(signature[0].lower().split()), line[signature.end() :].lstrip(" \t:")
     match = _HEADER.match(line)
     label, rest = (match["label"], match["rest"]) if match else (line.strip(), "")
     plain = " ".join(label.lower().split())

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 from helpers.errors import raises
 
-from medvl.data.privacy.deidentify import Deidentifier, cap_age, default_salt_file, find_identifiers
+from medvl.data.privacy.deidentify import (
+    Deidentifier,
+    cap_age,
+    default_salt_file,
+    find_identifiers,
+    is_identifying_header,
+)
 from medvl.errors import ConfigError, CorpusError
 
 SALT = bytes(range(32))
@@ -134,3 +140,22 @@ def test_cap_age(age, years):
 )
 def test_find_identifiers(text, counts):
     assert find_identifiers(text) == counts
+
+
+@pytest.mark.parametrize(
+    ("header", "anywhere", "at_start"),
+    [
+        ("MRN", True, True),
+        ("date of birth", True, True),
+        ("Patient's name", True, True),
+        ("ordering physician", True, True),
+        ("medical record number", True, True),
+        ("electronically signed by", True, True),
+        ("discussed with the physician", True, False),
+        ("findings", False, False),
+        ("date", False, False),
+    ],
+)
+def test_identifying_headers(header, anywhere, at_start):
+    assert is_identifying_header(header) == anywhere
+    assert is_identifying_header(header, at_start=True) == at_start

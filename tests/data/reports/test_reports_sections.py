@@ -140,6 +140,13 @@ def test_misspelt_headers_as_in_the_section_parser_of_mimic_cxr(header, spelling
         ("FINDINGS: First.\nIMPRESSION: Normal.\nFINDINGS:\n", {"findings": "First.", "impression": "Normal."}),
         ("FINDINGS: No change\n- Tube\n- Line", {"findings": "No change. - Tube. - Line"}),
         ("Findings: Clear.\nSigned by: Jane Doe", {"findings": "Clear.", "signed by": "Jane Doe"}),
+        (
+            "Impression: Clear.\nElectronically signed by Jane Doe, MD",
+            {"impression": "Clear.", "electronically signed by": "Jane Doe, MD"},
+        ),
+        ("IMPRESSION: Clear.\n  DICTATED BY: DOE\n JANE", {"impression": "Clear.", "dictated by": "DOE JANE"}),
+        ("Date of birth: 1950\nFindings: Clear.", {"date of birth": "1950", "findings": "Clear."}),
+        ("Findings: Clear, films\nread by the team.", {"findings": "Clear, films read by the team."}),
         ("Findings: Clear.\nMass next to the physician: no", {"findings": "Clear. Mass next to the physician: no"}),
         ("The findings: none.\nSeen by Dr. X: yes.\n3:00 at noon\nAt: home", {}),
         ("", {}),
