@@ -2,17 +2,25 @@
 
 import importlib
 import math
+import tempfile
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from medvl.errors import ConfigError
+from medvl.errors import ConfigError, MedvlError
 
 _EXPORTERS = {
     "open_clip": ("medvl.export.exporters.open_clip", "export_open_clip"),
     "huggingface": ("medvl.export.exporters.hugging_face", "export_hugging_face"),
     "onnx": ("medvl.export.exporters.onnx", "export_onnx"),
+}
+
+_FORMATS = {
+    "huggingface": "every system: both encoders, as classes of transformers or timm if they compute the same, else for "
+    "medvl.export.load_encoder; heads of ConVIRT, CLIP, CheXzero and SigLIP, with a loader for zero-shot scores",
+    "open_clip": "CLIP, CheXzero and SigLIP, complete, with encoders that open_clip builds",
+    "onnx": "every system: both encoders, with the heads of dual-encoders; needs medvl[onnx]",
 }
 
 
@@ -51,23 +59,34 @@ def import_published(
 
 
 def export_checkpoint(
-    checkpoint: Path, *, to: Literal["open_clip", "huggingface", "onnx"] = "huggingface", out: Path | None = None
+    checkpoint: tyro.conf.Positional[Path | None] = None,
+    *,
+    to: Literal["open_clip", "huggingface", "onnx"] = "huggingface",
+    out: Path | None = None,
+    list_all: Annotated[bool, tyro.conf.arg(name="list")] = False,
 ) -> str:
     """Export a checkpoint to open_clip, Hugging Face or ONNX, and compare the outputs.
 
     Args:
         checkpoint: folder of a checkpoint, such as runs/convirt/best.
-        to: open_clip supports models of CLIP architecture; huggingface supports encoders with a class in transformers,
-            and CLIP; onnx supports the encoders of any system.
+        to: format; --list describes what each of them holds.
         out: new output folder; default beside the checkpoint, with the format as suffix.
+        list_all: list the formats; with a checkpoint, try each of them and list what it would hold, or why it cannot.
     """
+    if checkpoint is None:
+        if list_all:
+            return "\n".join(f"{name:12} {text}" for name, text in _FORMATS.items())
+        message = "expected medvl export CHECKPOINT --to FORMAT, or medvl export --list"
+        raise ConfigError(message, "missing", field="checkpoint")
     from medvl.models import load
 
-    module, name = _EXPORTERS[to]
-    model, folder = load(checkpoint), out or checkpoint.with_name(f"{checkpoint.name}-{to}")
+    model = load(checkpoint)
+    if list_all:
+        return "\n".join(f"{name:12} {_try(model, name)}" for name in _EXPORTERS)
+    folder = out or checkpoint.with_name(f"{checkpoint.name}-{to}")
     if folder.exists():
         raise ConfigError(f"{folder} exists; give a new folder with --out", "exists", field="out")
-    exported = getattr(importlib.import_module(module), name)(model, folder)
+    exported = _exporter(to)(model, folder)
     compared = {output: value for output, value in exported.differences.items() if not math.isnan(value)}
     lines = [
         f"Wrote {folder}",
@@ -76,6 +95,23 @@ def export_checkpoint(
         *(f"  left out: {part}: {reason}" for part, reason in exported.left_out.items()),
     ]
     return "\n".join(lines)
+
+
+def _exporter(to: str) -> Any:
+    module, name = _EXPORTERS[to]
+    return getattr(importlib.import_module(module), name)
+
+
+def _try(model: Any, to: str) -> str:
+    """Return whether a model can be exported, by exporting it into a temporary folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            exported = _exporter(to)(model, Path(folder) / "out")
+        except MedvlError as error:
+            return f"no: {error}"
+        size = sum(path.stat().st_size for path in exported.folder.rglob("*") if path.is_file()) / 1e6
+    left_out = f"; left out: {', '.join(exported.left_out)}" if exported.left_out else ""
+    return f"yes, {size:.0f} MB: {', '.join(exported.differences)}{left_out}"
 
 
 def _list() -> str:

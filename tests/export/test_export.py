@@ -1,6 +1,9 @@
 """Exported models, loaded by the other projects and compared with medvl's."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,10 @@ from helpers.errors import raises
 from torch import nn
 
 from medvl.cli import main as cli
+from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.errors import CheckpointError, ConfigError
 from medvl.export import export_hugging_face, export_onnx, export_open_clip
+from medvl.export.exporters import zero_shot
 from medvl.export.exporters.common import difference, random_ids
 from medvl.export.importers.backbones import hugging_face_swin, hugging_face_vit
 from medvl.export.importers.key_map import to_medvl, to_published
@@ -20,10 +25,12 @@ from medvl.models import checkpoint, create_model
 from medvl.models.dual_encoders.chexzero import CheXzeroConfig
 from medvl.models.dual_encoders.clip import CLIPConfig
 from medvl.models.dual_encoders.convirt import ConVIRTConfig
+from medvl.models.dual_encoders.gloria import GLoRIAConfig
 from medvl.models.dual_encoders.siglip import SigLIPConfig
 
 VISION = {"width": 128, "layers": 2, "embed_dim": 24}
 TEXT = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "embed_dim": 24}
+TEXTS = ["small left effusion", "no pneumothorax", "clear"]
 CLOSE: dict[str, float] = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -33,17 +40,19 @@ def chexzero(**settings: Any) -> Any:
     return create_model(config, tokenizer="clip").eval()
 
 
-def clip_from_timm_and_bert(**settings: Any) -> Any:
+def clip_from_timm_and_bert(tokenizer: Any = None, **settings: Any) -> Any:
     """CLIP of timm's ResNet and a BERT, with open_clip's heads."""
     torch.manual_seed(1)
     fields = {"image_encoder": "resnet18", "text_encoder": "tiny_bert", "text_pool": "mean", "text_head": "mlp"}
-    return create_model(CLIPConfig(**{**fields, "image_size": 64, "projection_dim": 32, **settings})).eval()
+    return create_model(
+        CLIPConfig(**{**fields, "image_size": 64, "projection_dim": 32, **settings}), tokenizer=tokenizer
+    ).eval()
 
 
-def convirt(**settings: Any) -> Any:
+def convirt(tokenizer: Any = None, **settings: Any) -> Any:
     torch.manual_seed(2)
     fields = {"image_encoder": "resnet18", "text_encoder": "tiny_bert", "image_size": 64, "frozen_text_layers": 0}
-    return create_model(ConVIRTConfig(**{**fields, **settings})).eval()
+    return create_model(ConVIRTConfig(**{**fields, **settings}), tokenizer=tokenizer).eval()
 
 
 def pixels(channels: int = 3) -> torch.Tensor:
@@ -61,12 +70,15 @@ def texts(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.fault("N8")
 @pytest.mark.parametrize("make", [chexzero, clip_from_timm_and_bert])
-def test_open_clip_loads_the_folder_with_equal_embeddings(make: Callable[[], Any], tmp_path: Path) -> None:
+def test_open_clip_loads_the_folder_with_equal_embeddings(
+    make: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import open_clip
 
     model = make()
     exported = export_open_clip(model, tmp_path / "out")
     assert max(exported.differences.values()) < 1e-5
+    monkeypatch.chdir(tmp_path / "out")  # where open_clip looks for the configuration of a BERT
     exported_model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{tmp_path / 'out'}")
     exported_model.eval()
     ids, mask = texts(model)
@@ -86,6 +98,32 @@ def test_open_clip_loads_the_folder_with_equal_embeddings(make: Callable[[], Any
     written = json.loads((tmp_path / "out" / "open_clip_config.json").read_text())
     assert written["preprocess_cfg"]["resize_mode"] == {"pad": "longest", "crop": "shortest"}[model.config.fit]
     assert "local-dir:FOLDER" in (tmp_path / "out" / "README.md").read_text()
+    assert str(tmp_path) not in json.dumps(written)
+
+
+def usage(folder: Path) -> str:
+    """Return the code in a card, for this folder."""
+    code = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    return code.replace("FOLDER", str(folder))
+
+
+def in_new_process(code: str, cwd: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", f"import medvl\n{code}"]  # for PyPI's torchvision beside torch without CUDA
+    return subprocess.run(command, cwd=cwd, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def test_open_clip_folder_of_a_bert_can_be_moved(tmp_path: Path) -> None:
+    model = clip_from_timm_and_bert(tokenizer=train_wordpiece(TEXTS, vocab_size=100, min_frequency=1))
+    export_open_clip(model, tmp_path / "out")
+    (tmp_path / "elsewhere").mkdir()
+    moved = (tmp_path / "out").rename(tmp_path / "elsewhere" / "moved")
+    show = "\nprint(tokenizer(['clear effusion']).tolist()[0], model.eval().encode_text(tokenizer(['clear effusion'])).tolist())"
+    ids, vectors = in_new_process(usage(moved) + show, tmp_path).strip().split("] [[")
+    expected, mask = model.tokenize(["clear effusion"])
+    assert json.loads(ids + "]")[: expected.shape[1]] == expected[0].tolist()
+    vector = torch.tensor(json.loads("[[" + vectors))
+    torch.testing.assert_close(nn.functional.normalize(vector, dim=-1), model.encode_text(expected, mask), **CLOSE)
 
 
 def test_open_clip_export_of_siglip_keeps_its_bias(tmp_path: Path) -> None:
@@ -149,7 +187,7 @@ def test_hugging_face_loads_a_complete_clip(tmp_path: Path) -> None:
 @pytest.mark.fault("N8")
 @pytest.mark.parametrize("settings", [{}, {"image_encoder": "resnet50"}])
 def test_hugging_face_loads_the_encoders_of_any_system(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Basic blocks and bottlenecks with nonzero running means; the heads are listed as left out."""
+    """Basic blocks and bottlenecks with nonzero running means."""
     from transformers import AutoModel
 
     model = convirt(**settings)
@@ -157,8 +195,7 @@ def test_hugging_face_loads_the_encoders_of_any_system(settings: dict[str, Any],
         if name.endswith("running_mean"):
             buffer.normal_(generator=torch.Generator().manual_seed(6))
     exported = export_hugging_face(model, tmp_path / "out")
-    assert set(exported.left_out) == {"image_head", "text_head"}
-    assert "image_head: transformers has no class with this head" in (tmp_path / "out" / "README.md").read_text()
+    assert not exported.left_out
     image = AutoModel.from_pretrained(tmp_path / "out" / "image_encoder").eval()
     text = AutoModel.from_pretrained(tmp_path / "out" / "text_encoder", add_pooling_layer=False).eval()
     ids, mask = texts(model)
@@ -181,10 +218,47 @@ def test_hugging_face_loads_a_vision_transformer(tmp_path: Path) -> None:
         torch.testing.assert_close(pooled, model.image_encoder(pixels()).pooled_BD, **CLOSE)
 
 
-def test_hugging_face_export_refuses_backbones_without_a_class(tmp_path: Path) -> None:
-    with raises(ConfigError, "unsupported", "image_encoder", names="resnet_tiny (timm.models.resnetv2.ResNetV2)"):
-        export_hugging_face(convirt(image_encoder="resnet_tiny"), tmp_path / "out")
-    assert not list(tmp_path.iterdir())
+@pytest.mark.fault("N8")
+@pytest.mark.parametrize(
+    ("image_encoder", "model_type"),
+    [("resnet_tiny", "timm_wrapper"), ("timm:convnext_atto", "timm_wrapper"), ("torchvision:resnet18", None)],
+)
+def test_hugging_face_export_of_any_image_encoder_scores_as_medvl_does(
+    image_encoder: str, model_type: str | None, tmp_path: Path
+) -> None:
+    """From the folder alone, moved; the quickstart's encoder in a process of its own, by the code in the card."""
+    tokenizer = train_wordpiece(TEXTS, vocab_size=100, min_frequency=1)
+    model = convirt(image_encoder=image_encoder, tokenizer=tokenizer)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("running_mean"):
+                buffer.normal_(generator=torch.Generator().manual_seed(6))
+    exported = export_hugging_face(model, tmp_path / "out")
+    assert not exported.left_out
+    assert set(exported.differences) >= {"image embedding", "text embedding", "embedding of strings"}
+    moved = (tmp_path / "out").rename(tmp_path / "moved")
+    if model_type is None:
+        assert (moved / "image_encoder" / "encoder.json").is_file()
+    else:
+        assert json.loads((moved / "image_encoder" / "config.json").read_text())["model_type"] == model_type
+    if image_encoder == "resnet_tiny":
+        torch.save({"pixels": pixels()}, tmp_path / "pixels.pt")
+        inputs = f"import torch; pixels_NCHW = torch.load({str(tmp_path / 'pixels.pt')!r})['pixels']; texts = {TEXTS}"
+        printed = in_new_process(f"{inputs}\n{usage(moved)}\nprint(similarity_NM.tolist())", moved)
+        scores = torch.tensor(json.loads(printed))
+    else:
+        loaded = zero_shot.load(moved)
+        scores = loaded.encode_image(pixels()) @ loaded.encode_text(TEXTS).T
+    torch.testing.assert_close(scores, model.similarity(pixels(), TEXTS), **CLOSE)
+
+
+def test_hugging_face_export_leaves_out_heads_of_regions_and_words(tmp_path: Path) -> None:
+    """GLoRIA's similarity needs more than a vector."""
+    model: Any = create_model(GLoRIAConfig(image_encoder="resnet18", text_encoder="tiny_bert", image_size=64)).eval()
+    exported = export_hugging_face(model, tmp_path / "out")
+    assert "image_head" in exported.left_out
+    assert not (tmp_path / "out" / "zero_shot.py").exists()
+    assert "- image_head: transformers has no class" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_key_tables_are_inverted_exactly() -> None:
@@ -237,6 +311,22 @@ def test_export_command_writes_a_folder_once(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         cli.main(["export", str(tmp_path / "run"), "--to", "open_clip"])
     assert "run-open_clip exists" in capsys.readouterr().err
+
+
+def test_export_list_tells_what_a_checkpoint_can_become(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # ONNX takes long
+    checkpoint.save(convirt(image_encoder="resnet_tiny"), tmp_path)
+    cli.main(["export", str(tmp_path), "--list"])
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["huggingface"].startswith("yes, ")
+    assert "image embedding" in lines["huggingface"]
+    assert lines["open_clip"] == "no: open_clip does not support convirt: export clip, chexzero or siglip"
+    assert "medvl[onnx]" in lines["onnx"]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+    cli.main(["export", "--list"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["huggingface", "open_clip", "onnx"]
 
 
 def test_onnx_export_without_its_libraries_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

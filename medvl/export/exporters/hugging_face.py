@@ -1,10 +1,13 @@
 """Export to transformers: folders that `AutoModel.from_pretrained` loads without custom code.
 
-An encoder is exported where transformers has a class that computes the same; a CLIP on open_clip's own encoders becomes
-one `CLIPModel`. transformers has no class for the heads and fusion-encoders of other systems: they are left out, and
-the card lists them.
+A CLIP on open_clip's own encoders becomes one `CLIPModel`. Of other systems each encoder is exported: as a class of
+transformers that computes the same, else timm's models as `TimmWrapperModel`, else in medvl's format, which
+`medvl.export.load_encoder` reads. The heads of dual-encoders lie beside them with a loader, `zero_shot.py`. Other
+parts, such as fusion-encoders, are left out, and the card lists them.
 """
 
+import dataclasses
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,15 @@ from torch import Tensor, nn
 
 from medvl.common.folders import new_folder
 from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.encoders.image.encoder import ImageOptions
+from medvl.encoders.presets import IMAGE_PRESETS
 from medvl.encoders.text.projections import MatrixHead
-from medvl.errors import ConfigError
+from medvl.errors import CheckpointError, ConfigError
 from medvl.export.exporters.common import Exported, difference, random_ids, random_pixels, write_card
+from medvl.export.exporters.zero_shot_heads import write_heads
 from medvl.export.importers import backbones
 from medvl.export.importers.backbones import IMAGE, TEXT_PROJECTION
+from medvl.export.importers.import_checkpoint import load_encoder, save_encoder
 from medvl.export.importers.key_map import KeyRule, keep, to_published
 from medvl.models.base import System, TwoTowers
 from medvl.models.dual_encoders.clip import CLIP
@@ -26,59 +33,77 @@ from medvl.models.dual_encoders.clip import CLIP
 _HIGHEST_ID_IS_END = 2  # transformers' code for "the end token is the one of the highest id"
 _ENCODERS = ("image_encoder", "text_encoder")
 _PROJ = "proj"  # CLIP's projection of an image, inside open_clip's module
-_NO_CLASS = "transformers has no class with this head; medvl's ONNX export holds it"
+_NO_CLASS = "transformers has no class with this part; medvl's ONNX export holds it if inference needs it"
+
+Arguments = Mapping[str, Any] | None
+"""Arguments of `AutoModel.from_pretrained` for an encoder; None for one in medvl's format."""
 
 
 def export_hugging_face(model: System, out: Path | str) -> Exported:
-    """Write a model's encoders, or a complete CLIP, as transformers' own classes, with a card.
+    """Write a complete CLIP, or a model's encoders with the heads for zero-shot classification, and a card.
 
-    `AutoModel` loads every folder again, and its outputs are compared with medvl's before the folder is kept.
+    Everything is loaded again, and the outputs are compared with medvl's before the folder is kept.
 
     Args:
         model: any system with an image and a text encoder.
         out: new folder: that of a `CLIPModel`, or with `image_encoder` and `text_encoder` in it.
 
     Raises:
-        ConfigError: transformers has no class for an encoder; the message names it.
-        CheckpointError: transformers' outputs differ.
+        ConfigError: the model does not have both encoders.
+        CheckpointError: the outputs differ.
     """
     if not isinstance(model, TwoTowers) or not isinstance(model.image_encoder, ImageEncoder):
         message = f"{model.name} does not have an image and a text encoder: export the system that it was made from"
         raise ConfigError(message, "unsupported")
     model.eval()
     with new_folder(Path(out)) as folder, torch.no_grad():
-        clip = _is_plain_clip_model(model)
-        differences = _write_clip(model, folder) if clip else _write_encoders(model, folder)
-        left_out = {} if clip else _heads(model)
-        if model.tokenizer is not None:
-            model.tokenizer.save(folder if clip else folder / "text_encoder")
-        write_card(folder, model, usage=_usage(model, clip), left_out=left_out, library="transformers")
+        if _is_plain_clip_model(model):
+            differences, left_out = _write_clip(model, folder), {}
+            if model.tokenizer is not None:
+                model.tokenizer.save(folder)
+            usage = 'from transformers import AutoModel\nmodel = AutoModel.from_pretrained("FOLDER")'
+        else:
+            image_differences, image = _write_image(model.image_encoder, folder / "image_encoder")
+            text_differences, text = _write_text(model.text_encoder, folder / "text_encoder")
+            if model.tokenizer is not None:
+                model.tokenizer.save(folder / "text_encoder")
+            heads = write_heads(model, folder, {"image": image, "text": text})
+            differences, left_out = {**image_differences, **text_differences, **heads}, _left_out(model, bool(heads))
+            usage = _usage({"image": image, "text": text}, bool(heads))
+        write_card(folder, model, usage=usage, left_out=left_out, library="transformers")
     return Exported(folder=Path(out), differences=differences, left_out=left_out)
 
 
-def _usage(model: TwoTowers, clip: bool) -> str:
-    lines = ["from transformers import AutoModel"]
-    if clip:
-        return "\n".join([*lines, 'model = AutoModel.from_pretrained("FOLDER")'])
-    pooler = ", add_pooling_layer=False" if _no_pooler(model.text_encoder.backbone) else ""
-    lines.append('image_encoder = AutoModel.from_pretrained("FOLDER/image_encoder")')
-    lines.append(f'text_encoder = AutoModel.from_pretrained("FOLDER/text_encoder"{pooler})')
+def _usage(arguments: Mapping[str, Arguments], heads: bool) -> str:
+    lines = []
+    if any(each is not None for each in arguments.values()):
+        lines.append("from transformers import AutoModel")
+    if any(each is None for each in arguments.values()):
+        lines.append("from medvl.export import load_encoder")
+    for side, each in arguments.items():
+        options = "".join(f", {name}={value}" for name, value in (each or {}).items())
+        call = "load_encoder" if each is None else "AutoModel.from_pretrained"
+        lines.append(f'{side}_encoder = {call}("FOLDER/{side}_encoder"{options})')
+    if heads:
+        lines += [
+            "",
+            "# Both with their heads, run in FOLDER:",
+            "from zero_shot import load",
+            "model = load()",
+            "similarity_NM = model.encode_image(pixels_NCHW) @ model.encode_text(texts).T",
+        ]
     return "\n".join(lines)
 
 
-def _heads(model: Any) -> dict[str, str]:
-    """Return the parts outside of the two encoders' backbones, with the reason why they are left out."""
-    parts = [name for name, child in model.named_children() if name not in _ENCODERS and _has_parameters(child)]
-    if _has_parameters(model.text_encoder.projection):
+def _left_out(model: Any, heads: bool) -> dict[str, str]:
+    """Return the parts that were not written, with the reason; `heads`: the heads of a dual-encoder were."""
+    written = (*_ENCODERS, "image_head", "text_head") if heads else _ENCODERS
+    parts = [name for name, child in model.named_children() if name not in written and _has_parameters(child)]
+    if not heads and _has_parameters(model.text_encoder.projection):
         parts.append("text_encoder.projection")
-    if getattr(model.image_encoder.backbone, _PROJ, None) is not None:
+    if not heads and getattr(model.image_encoder.backbone, _PROJ, None) is not None:
         parts.append(f"{IMAGE}{_PROJ}")
     return dict.fromkeys(parts, _NO_CLASS)
-
-
-def _write_encoders(model: Any, folder: Path) -> dict[str, float]:
-    image, text = (folder / name for name in _ENCODERS)
-    return {**_write_image(model.image_encoder, image), **_write_text(model.text_encoder, text)}
 
 
 def _has_parameters(module: nn.Module | None) -> bool:
@@ -98,27 +123,70 @@ def _load_tensors(net: Any, tensors: Mapping[str, Tensor], table: Sequence[KeyRu
     net.load_state_dict(renamed)
 
 
-def _write_image(encoder: ImageEncoder, folder: Path) -> dict[str, float]:
+def _write_image(encoder: ImageEncoder, folder: Path) -> tuple[dict[str, float], Arguments]:
+    """Write the encoder in the first format that computes the same; return its differences and loading arguments."""
+    for write in (_write_image_class, _write_timm):
+        try:
+            return write(encoder, folder)
+        except (ConfigError, CheckpointError):
+            shutil.rmtree(folder, ignore_errors=True)
+    save_encoder(encoder, folder)
+    pixels = random_pixels(encoder)
+    actual, expected = load_encoder(folder)(pixels), encoder(pixels)
+    return {"image vector": difference("the image vector", actual.pooled_BD, expected.pooled_BD)}, None
+
+
+def _write_timm(encoder: ImageEncoder, folder: Path) -> tuple[dict[str, float], Arguments]:
+    import transformers
+
+    net: Any = encoder.backbone
+    if not type(net).__module__.startswith("timm."):
+        raise ConfigError(f"{encoder.name} is not a model of timm", "unsupported", field="image_encoder")
+    preset = IMAGE_PRESETS.get(encoder.name)
+    options = {field.name for field in dataclasses.fields(ImageOptions)}
+    arguments = dict(preset.arguments) if preset else {}
+    arguments |= {name: value for name, value in encoder.config.items() if name not in options}
+    if encoder.in_channels != 3:
+        arguments["in_chans"] = encoder.in_channels
+    if hasattr(net, "patch_embed"):
+        arguments["img_size"] = encoder.image_size
+    name = (preset.model if preset else encoder.name).removeprefix("timm:")
+    config = transformers.TimmWrapperConfig(architecture=name, model_args=arguments)
+    try:
+        wrapper: Any = transformers.TimmWrapperModel(config)
+        wrapper.timm_model.load_state_dict(net.state_dict())
+    except (TypeError, RuntimeError, ValueError, AssertionError) as error:
+        message = f"timm builds {name} with other tensors: {error}"
+        raise ConfigError(message, "unsupported", field="image_encoder") from error
+    wrapper.save_pretrained(folder)
+    reloaded = transformers.AutoModel.from_pretrained(folder).eval()
+    pixels = random_pixels(encoder)
+    actual, expected = reloaded(pixels).last_hidden_state, net.forward_features(pixels)
+    return {"image features": difference("the image features", actual, expected)}, {}
+
+
+def _write_image_class(encoder: ImageEncoder, folder: Path) -> tuple[dict[str, float], Arguments]:
     import transformers
 
     net, table = _image_class(encoder)
     tensors = {f"{IMAGE}{name}": tensor for name, tensor in encoder.backbone.state_dict().items() if name != _PROJ}
     _load_tensors(net, tensors, table, encoder.name)
     net.save_pretrained(folder)
-    reloaded = transformers.AutoModel.from_pretrained(folder, **_no_pooler(net)).eval()
+    arguments = _no_pooler(net)
+    reloaded = transformers.AutoModel.from_pretrained(folder, **arguments).eval()
     pixels = random_pixels(encoder)
     states, features = reloaded(pixels).last_hidden_state, encoder(pixels)
     if states.ndim == 4:
         states = states.flatten(2).transpose(1, 2)
     if encoder.config["patch_level"] != -1:  # regions come from an earlier stage, the pooled vector from the last
-        return {"image vector": difference("the image vector", states.mean(dim=1), features.pooled_BD)}
+        return {"image vector": difference("the image vector", states.mean(dim=1), features.pooled_BD)}, arguments
     expected = features.patches_BPD
     assert expected is not None, "every class here has regions"
     states = states[:, states.shape[1] - expected.shape[1] :]  # without the class token
     if type(net).__name__ == "CLIPVisionModel":
         parent = reloaded.vision_model if hasattr(reloaded, "vision_model") else reloaded
         states = parent.post_layernorm(states)
-    return {"image regions": difference("the image regions", states, expected)}
+    return {"image regions": difference("the image regions", states, expected)}, arguments
 
 
 def _image_class(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
@@ -177,24 +245,27 @@ def _clip_vision(encoder: ImageEncoder) -> tuple[Any, Sequence[KeyRule]]:
     return net, backbones.hugging_face_clip_image("vision_model." if hasattr(net, "vision_model") else "")
 
 
-def _write_text(encoder: TextEncoder, folder: Path) -> dict[str, float]:
+def _write_text(encoder: TextEncoder, folder: Path) -> tuple[dict[str, float], Arguments]:
     import transformers
 
     net: Any = encoder.backbone
+    ids = random_ids(encoder, None)
+    mask = torch.ones_like(ids, dtype=torch.bool)
     if not isinstance(net, transformers.PreTrainedModel):
         if not _is_plain_clip(net, "TextTransformer"):
-            message = f"transformers has no class for the text encoder {encoder.name}"
-            raise ConfigError(message, "unsupported", field="text_encoder")
+            save_encoder(encoder, folder)
+            actual, wanted = load_encoder(folder)(ids, mask), encoder(ids, mask)
+            return {"text vector": difference("the text vector", actual.pooled_BD, wanted.pooled_BD)}, None
         net = transformers.CLIPTextModel(transformers.CLIPTextConfig(**_clip_text_fields(encoder, _HIGHEST_ID_IS_END)))
         table = backbones.hugging_face_clip_text("text_model." if hasattr(net, "text_model") else "")
         tensors = {f"text_encoder.backbone.{name}": tensor for name, tensor in encoder.backbone.state_dict().items()}
         _load_tensors(net, tensors, table, encoder.name)
     net.save_pretrained(folder)
-    reloaded = transformers.AutoModel.from_pretrained(folder, **_no_pooler(net)).eval()
-    ids = random_ids(encoder, None)
-    mask = torch.ones_like(ids, dtype=torch.bool)
+    arguments = _no_pooler(net)
+    reloaded = transformers.AutoModel.from_pretrained(folder, **arguments).eval()
     states = reloaded(input_ids=ids, attention_mask=mask.long()).last_hidden_state
-    return {"token states": difference("the token states", states, encoder.encode(encoder.embed(ids, mask), mask)[-1])}
+    expected = encoder.encode(encoder.embed(ids, mask), mask)[-1]
+    return {"token states": difference("the token states", states, expected)}, arguments
 
 
 def _no_pooler(net: Any) -> dict[str, bool]:

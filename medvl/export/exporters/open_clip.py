@@ -22,6 +22,15 @@ _CONFIG, _WEIGHTS, _TEXT_FOLDER = "open_clip_config.json", "open_clip_model.safe
 _RESIZE = {"crop": "shortest", "pad": "longest", "squash": "squash"}
 _BERT_POOLS = {"cls": "cls_last_hidden_state_pooler", "mean": "mean_pooler"}
 _CLIP_IDS = 49408
+_USAGE = """import open_clip
+model, _, preprocess = open_clip.create_model_and_transforms("local-dir:FOLDER")
+tokenizer = open_clip.get_tokenizer("local-dir:FOLDER")"""
+_BERT_USAGE = """import json
+import open_clip
+text_cfg = json.load(open("FOLDER/open_clip_config.json"))["model_cfg"]["text_cfg"]
+text_cfg |= {"hf_model_name": "FOLDER/text_encoder", "hf_model_pretrained": False}
+model, _, preprocess = open_clip.create_model_and_transforms("local-dir:FOLDER", text_cfg=text_cfg)
+tokenizer = open_clip.get_tokenizer("local-dir:FOLDER")"""
 _START_BIAS = -10.0  # its value is overwritten: setting it makes open_clip create the parameter
 
 
@@ -42,8 +51,8 @@ def export_open_clip(model: System, out: Path | str) -> Exported:
     Args:
         model: with encoders that open_clip has: its own; timm's by name, with a linear head; a BERT with open_clip's
             heads.
-        out: new folder. The configuration names a BERT's folder `text_encoder` by its full path, because open_clip
-            does not support relative ones.
+        out: new folder, which can be moved. open_clip looks for a BERT's configuration relative to the working
+            directory, so the usage in `README.md` passes the path of the folder's `text_encoder`.
 
     Raises:
         ConfigError: the model is not a CLIP, or open_clip does not support one of its parts; the message names it.
@@ -78,13 +87,15 @@ def export_open_clip(model: System, out: Path | str) -> Exported:
             config["text_cfg"]["hf_model_name"] = str(folder / _TEXT_FOLDER)
         differences = _compare(model, config, tensors)
         if hugging_face:
-            config["text_cfg"]["hf_model_name"] = str(out.resolve() / _TEXT_FOLDER)
+            config["text_cfg"]["hf_model_name"] = _TEXT_FOLDER
+            if model.tokenizer is not None:  # any name: open_clip reads the tokenizer from the folder itself
+                config["text_cfg"]["hf_tokenizer_name"] = _TEXT_FOLDER
+                model.tokenizer.save(folder)
         content = {"model_cfg": config, "preprocess_cfg": _preprocessing(model)}
         (folder / _CONFIG).write_text(json.dumps(content, indent=1) + "\n")
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         safetensors.torch.save_file(stored, folder / _WEIGHTS)
-        usage = 'import open_clip\nmodel, _, preprocess = open_clip.create_model_and_transforms("local-dir:FOLDER")'
-        write_card(folder, model, usage=usage, left_out={}, library="open_clip")
+        write_card(folder, model, usage=_BERT_USAGE if hugging_face else _USAGE, left_out={}, library="open_clip")
     return Exported(folder=out, differences=differences, left_out={})
 
 
@@ -202,8 +213,6 @@ def _write_bert(model: CLIP, folder: Path) -> None:
     backbone: Any = model.text_encoder.backbone
     folder.mkdir()
     backbone.config.save_pretrained(folder)
-    if model.tokenizer is not None:
-        model.tokenizer.save(folder)
 
 
 def _preprocessing(model: CLIP) -> dict[str, Any]:
