@@ -60,6 +60,8 @@ def test_bounds_equal_their_formulas(negative_BB: Tensor) -> None:
         lambda x: naive_info_nce(x, negative_BB),
         [scores()],
     )
+    one = losses.dv_bound(scores().diagonal(), scores()[0, 1:2])
+    torch.testing.assert_close(one, scores().diagonal().mean() - scores()[0, 1])
     listed = scores()[negative_BB]
     torch.testing.assert_close(
         losses.dv_bound(scores().diagonal(), listed), losses.dv_bound(scores().diagonal(), scores(), negative_BB)
