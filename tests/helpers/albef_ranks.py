@@ -30,6 +30,7 @@ def two_steps(model: ALBEF, module: torch.nn.Module, rank: int, world: int) -> d
         names = ("keys", "image_BCHW", "ids_BT", "mask_BT", "labels_BL", "texts")
         mine = dataclasses.replace(batch, **{name: getattr(batch, name)[row] for name in names})
         torch.manual_seed(number)
+        model.before_step(number)
         result = module(mine)
         model.zero_grad()
         zero = 0 * (result.terms["itm"] + result.terms["mlm"])

@@ -56,11 +56,11 @@ class AlignedFusionConfig(FusionConfig):
     queue_size: int = 65_536
     """Past pairs that serve as negatives; 0 uses the batch only."""
     momentum: float = 0.995
-    """Decay of the teacher's moving average, updated in every training forward pass."""
+    """Decay of the teacher's moving average, updated before every optimiser step."""
     alpha: float = 0.4
     """Weight of the teacher's targets, in the contrastive loss and for masked words."""
     ramp_steps: int = 10_000
-    """Forward passes in which alpha grows from 0: the paper's first epoch, 5.1 million pairs in batches of 512."""
+    """Optimiser steps in which alpha grows from 0: the paper's first epoch, 5.1 million pairs in batches of 512."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,8 +195,8 @@ class AlignedFusionModel(FusionModel, DualEncoder):
     """A dual-encoder whose towers continue into a fusion-encoder above the text encoder.
 
     Towers, projections, fusion-encoder and word head have a moving average (the teacher), which gives the keys of the
-    queue and soft targets for contrast and words. It moves before the forward pass, in training mode only; with
-    gradient accumulation thus once for each micro-batch. Its first move is a copy, so that it follows loaded weights.
+    queue and soft targets for contrast and words. It moves in `before_step`, once for an optimiser step however many
+    micro-batches that has. Its first move is a copy, so that it follows loaded weights.
 
     Attributes:
         momentum: the moving average, a `Towers` in `momentum.module`, without trainable parameters.
@@ -273,18 +273,27 @@ class AlignedFusionModel(FusionModel, DualEncoder):
         """Embed texts that are encoded already, like `embed_texts`; only the first token is read."""
         return Embeddings(embed(self.text_head, text))
 
+    @torch.no_grad()
+    def before_step(self, step: int) -> None:
+        """Move the teacher towards the model, and limit the temperature."""
+        clamp_temperature_(self.itc_head.temperature)
+        self.momentum.update_parameters(self.towers)
+
     def encode(self, batch: Batch, corruption: Corruption) -> ContrastiveEncoded:
-        """Encode the batch by the model and by its teacher, which moves first."""
-        if self.training:
-            clamp_temperature_(self.itc_head.temperature)
-            self.momentum.update_parameters(self.towers)
+        """Encode the batch by the model and by its teacher.
+
+        Raises ConfigError in training mode if `before_step` was never called: the teacher would not follow the model.
+        """
+        steps = int(self.momentum.n_averaged)
+        if self.training and not steps:
+            message = "expected before_step(step) before the forward pass of each optimiser step; call it in your loop"
+            raise ConfigError(message, "missing", field="before_step")
         words, row_K = corruption.of(self.mlm), complete_rows(batch)
         model = self.towers.run(batch, words, row_K)
         average: Any = self.momentum.module
         with torch.no_grad():
             teacher: _Pass = average.run(batch, words, row_K)
             teacher_words_NV = average.score_words(teacher.word_states_ND)
-        step = max(int(self.momentum.n_averaged) - 1, 0)
         return ContrastiveEncoded(
             batch=batch,
             image=model.image,
@@ -297,7 +306,7 @@ class AlignedFusionModel(FusionModel, DualEncoder):
             teacher_image_KE=teacher.image_KE,
             teacher_text_KE=teacher.text_KE,
             teacher_words_NV=teacher_words_NV,
-            alpha=ramped_alpha(step, self.config.ramp_steps, self.config.alpha),
+            alpha=ramped_alpha(max(steps - 1, 0), self.config.ramp_steps, self.config.alpha),
         )
 
     def sample_hard_pairs(self, batch: Batch, image_KE: Tensor, text_KE: Tensor, row_K: Tensor) -> MatchingPairs:

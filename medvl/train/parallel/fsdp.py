@@ -22,9 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.export import register_dataclass
-from torch.optim.swa_utils import AveragedModel
 
-from medvl.errors import ConfigError, TrainingError
+from medvl.errors import TrainingError
 from medvl.schema import Batch, Losses
 from medvl.train.parallel.distributed import RankInfo, average_gradients, broadcast, shared_buffers
 from medvl.train.parallel.model import ParallelModel, parameter_name
@@ -42,15 +41,9 @@ class FSDPModel(ParallelModel):
     Args:
         whole: a model on the CPU, set up for training.
         ranks: two ranks or more.
-
-    Raises ConfigError for a model that changes its weights in its forward pass, where most of them are absent.
     """
 
     def __init__(self, whole: nn.Module, ranks: RankInfo) -> None:
-        if any(isinstance(module, AveragedModel) for module in whole.modules()):
-            name = getattr(whole, "name", type(whole).__name__)
-            message = f"{name} updates a moving average of weights in its forward pass; leave shard_weights unset"
-            raise ConfigError(message, "unsupported", field="shard_weights")
         _register_losses()
         for tensor in (*whole.parameters(), *whole.buffers()):
             broadcast([tensor], ranks.hosts)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import train_fakes as fakes
 from helpers.albef_ranks import make, quiet, two_steps
 from helpers.errors import raises
 from helpers.fusion_samples import flags, make_batch, tiny_model, tiny_tokenizer
@@ -28,6 +29,7 @@ from medvl.models.fusion_encoders import albef
 from medvl.models.fusion_encoders.albef import ALBEF, ALBEFConfig
 from medvl.models.fusion_encoders.layers.bert import init_from_bert
 from medvl.schema import Batch, Losses
+from medvl.train.parallel.model import DDPModel
 from medvl.train.config import OptimConfig
 from medvl.train.optim.optimizer import build_optimizer
 
@@ -41,6 +43,8 @@ def tokenizer() -> Tokenizer:
 
 def step(model: ALBEF, batch: Batch, seed: int = 0) -> Losses:
     torch.manual_seed(seed)
+    if model.training:
+        model.before_step(seed)
     return model(batch)
 
 
@@ -78,6 +82,17 @@ def test_teacher_follows_its_formula_before_each_training_pass(tokenizer: Tokeni
     state = copy.deepcopy(model.state_dict())
     step(model.eval(), make_batch(tokenizer))
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_teacher_moves_once_for_the_micro_batches_of_a_step(tokenizer: Tokenizer) -> None:
+    """It used to move in each forward pass."""
+    model = make(tokenizer)
+    with raises(ConfigError, "missing", "before_step"):
+        model(make_batch(tokenizer))
+    update = fakes.step_of(DDPModel(model, fakes.ONE_RANK))
+    for number in range(2):
+        update(number, 1e-3, [make_batch(tokenizer), make_batch(tokenizer, 3)], 2)
+        assert int(model.momentum.n_averaged) == number + 1
 
 
 @pytest.mark.fault("N5")

@@ -44,6 +44,8 @@ def model(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> FusionModel:
 
 def step(model: FusionModel, batch: Batch, seed: int = 0) -> medvl.schema.Losses:
     torch.manual_seed(seed)
+    if model.training:
+        model.before_step(seed)
     return model(batch)
 
 
