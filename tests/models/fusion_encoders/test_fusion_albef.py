@@ -29,9 +29,9 @@ from medvl.models.fusion_encoders import albef
 from medvl.models.fusion_encoders.albef import ALBEF, ALBEFConfig
 from medvl.models.fusion_encoders.layers.bert import init_from_bert
 from medvl.schema import Batch, Losses
-from medvl.train.parallel.model import DDPModel
 from medvl.train.config import OptimConfig
 from medvl.train.optim.optimizer import build_optimizer
+from medvl.train.parallel.model import DDPModel
 
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
 
