@@ -43,8 +43,10 @@ class ShardOptions:
             raise ConfigError(f"expected frame of 0 or more, got {self.frame}", "out_of_range", field="frame")
 
     def stored(self) -> dict[str, Any]:
-        """Return the options as the manifest stores them: without `frame` where it is None."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        """Return the options as the manifest stores them: `frame` and `follow_links` only where they are used."""
+        unused = {"frame": None, "follow_links": False}
+        values = dataclasses.asdict(self)
+        return {name: value for name, value in values.items() if name not in unused or value != unused[name]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
