@@ -86,7 +86,7 @@ ITEMS = {
         "error at the header, in bounded memory; nothing is unpacked",
     ),
     "S5": ("DICOM bombs of 23 kinds", "under 512 MB; a worker's memory is limited, and files above it are skipped"),
-    "S6": ("JPEG and PNG bombs", "error at the header, under 512 MB and 2 s"),
+    "S6": ("JPEG and PNG bombs", "error before decoding, under 512 MB and 2 s"),
     "S7": ("DICOMDIR that names other files", "no image; references are not followed"),
     "S8": ("eval, exec, pickle, yaml, shell, trust_remote_code in the code", "a scan of the syntax trees finds none"),
     "S9": (

@@ -283,6 +283,33 @@ def _pickle(scratch: Path) -> Reader:
     return Reader(lambda path: read_checkpoint(path), valid)
 
 
+def _table(scratch: Path) -> Reader:
+    """Return a reader of a table in JSON lines, as in `medvl shards table`."""
+    from medvl.data import Deidentifier, sample_to_json
+    from medvl.data.corpora import table
+
+    columns = table.TableColumns(
+        image_column="image", patient_column="patient", text_column=("text",), tags_column=("tags",), age_column="age"
+    )
+    rows = [{"image": f"{n}.png", "patient": n, "text": "édema", "tags": ["a", "b"], "age": 40} for n in range(4)]
+
+    def read(path: Path) -> None:
+        shutil.copyfile(path, scratch / "t.jsonl")
+        for sample in table.plan(scratch / "t.jsonl", columns, Deidentifier(bytes(32))).iter_samples():
+            sample_to_json(sample)
+
+    return Reader(read, ["".join(json.dumps(row) + "\n" for row in rows).encode()])
+
+
+def _plain_pickle(scratch: Path) -> Reader:
+    """Return a reader of questions that are published as a pickle."""
+    from medvl.common.untrusted import ANYWHERE
+    from medvl.data.corpora.common.pickle_reader import read_plain_pickle
+
+    valid = b"\x80\x03]q\0(}q\1(X\2\0\0\0idq\2X\1\0\0\0aX\1\0\0\0nK\7u}q\3(h\2NX\1\0\0\0sG?\xe0\0\0\0\0\0\0ue."
+    return Reader(lambda path: repr(read_plain_pickle(path, ANYWHERE)), [valid])
+
+
 def _safetensors(scratch: Path) -> Reader:
     import safetensors.torch
     import torch
@@ -302,10 +329,12 @@ READERS: dict[str, Callable[[Path], Reader]] = {
     "dicom": _dicom,
     "image": _image,
     "report": _report,
+    "table": _table,
     "tar": _tar,
     "index": _index,
     "manifest": _manifest,
     "pickle": _pickle,
+    "plain_pickle": _plain_pickle,
     "safetensors": _safetensors,
 }
 """Name -> function that builds a reader in a folder of its own."""

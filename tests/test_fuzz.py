@@ -15,10 +15,12 @@ COUNTS = {
     "dicom": 150,
     "image": 300,
     "report": 400,
+    "table": 200,
     "tar": 120,
     "index": 250,
     "manifest": 250,
     "pickle": 400,
+    "plain_pickle": 300,
     "safetensors": 300,
 }
 

@@ -3,11 +3,11 @@
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import stat
 from pathlib import Path
 
+from medvl.common.untrusted import parse_json
 from medvl.errors import CheckpointError
 
 MARKER = "complete.json"
@@ -27,7 +27,7 @@ def check_marker(folder: Path, *, exclude: str | None = None) -> None:
     """
     marker = folder / MARKER
     try:
-        recorded = json.loads(marker.read_text())["files"]
+        recorded = parse_json(marker.read_text())["files"]
         for name, entry in recorded.items():
             path = folder / name
             if exclude is not None and name.startswith(f"{exclude}/"):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import medvl
 from medvl.common.config_io import differences, from_dict, to_dict
 from medvl.common.files import MARKER, check_marker, follow_umask
+from medvl.common.untrusted import parse_json
 from medvl.data.shards.format import Manifest
 from medvl.data.tokenizer.tokenizer import load_tokenizer
 from medvl.encoders.base import Encoder
@@ -181,7 +182,7 @@ def _read_training(folder: Path) -> list[Any]:
     manifests: list[Any] = []
     for path in (folder / TRAIN_MANIFEST, folder / ANCESTORS):
         try:
-            content = json.loads(path.read_bytes()) if path.is_file() else []
+            content = parse_json(path.read_bytes()) if path.is_file() else []
         except (ValueError, OSError) as error:
             message = f"{path} cannot be read ({type(error).__name__}): it is damaged"
             raise CheckpointError(message, "malformed") from error
@@ -242,7 +243,7 @@ def _check_folder(folder: Path) -> Path:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
-        config = json.loads(path.read_bytes())
+        config = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: {folder} is not a checkpoint of medvl", "not_found") from None
     except (ValueError, OSError) as error:

@@ -1,5 +1,6 @@
 """Opening of files that others have made, and bounded JSON."""
 
+import ast
 import os
 import socket
 from pathlib import Path
@@ -78,3 +79,19 @@ def test_json_is_bounded() -> None:
             assert is_refused(data)
     for data in (b'"\xed\xa0\x80"', b'"\xff"', '"a"'.encode("utf-16")):
         assert is_refused(data)
+
+
+ROOT = Path(__file__).parents[2] / "medvl"
+OWN_JSON = {"common/untrusted", "data/corpora/common/record_file", "eval/probing/features", "models/checkpoint"} | {
+    *("train/parallel/distributed", "train/loop/state", "train/loop/logger", "phantom/layouts/writer"),
+}
+"""Files with `json.loads` of what the same process, or a run in the same folder, has written."""
+
+
+def test_json_of_others_is_read_by_one_function() -> None:
+    callers = set()
+    for path in ROOT.rglob("*.py"):
+        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+        if calls & {"json.load", "json.loads"}:
+            callers.add(path.relative_to(ROOT).with_suffix("").as_posix())
+    assert callers == OWN_JSON

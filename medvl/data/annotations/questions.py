@@ -61,6 +61,6 @@ class Question:
 def questions_of(sample: Sample) -> tuple[Question, ...]:
     """Return the questions of a sample, empty if it has none. Raises CorpusError when they are malformed."""
     entries = sample.extra.get("questions", [])
-    if not isinstance(entries, list):
-        raise CorpusError("a sample's questions must be a list", "wrong_type", field="questions")
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise CorpusError("a sample's questions must be a list of objects", "wrong_type", field="questions")
     return tuple(Question.from_json(entry) for entry in entries)

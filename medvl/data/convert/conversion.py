@@ -13,6 +13,7 @@ from typing import Any
 
 from medvl.common.files import write_atomic
 from medvl.common.folders import RunLock
+from medvl.common.untrusted import parse_json
 from medvl.data.convert.options import ShardOptions, select_part
 from medvl.data.convert.plan import ShardPlan, count_by_split, shard_name
 from medvl.data.convert.private_folder import PrivateFolder
@@ -109,7 +110,7 @@ class Conversion:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
         if not isinstance(content, dict):
             raise ValueError("not an object")
     except (ValueError, OSError) as error:

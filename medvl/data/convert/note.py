@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections import Counter
 
+from medvl.common.untrusted import parse_json
 from medvl.data.shards.format import Shard
 
 
@@ -32,7 +33,7 @@ class ShardNote:
     @classmethod
     def from_json(cls, data: bytes) -> "ShardNote":
         """Parse a note's file. Raises ValueError or TypeError when it is truncated or not a note."""
-        note = cls(**json.loads(data))
+        note = cls(**parse_json(data))
         note.excluded, note.warnings = Counter(note.excluded), Counter(note.warnings)
         note.skipped = [(key, reason, message) for key, reason, message in note.skipped]
         return note

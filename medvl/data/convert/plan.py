@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from medvl.data.corpora.common.tables import Plan, Record
-from medvl.data.shards.format import check_key, sample_to_json
+from medvl.data.shards.format import check_sample, sample_to_json
 from medvl.data.splits import check_disjoint
 from medvl.errors import CorpusError
 
@@ -48,7 +48,7 @@ class ShardPlan:
 
     Raises:
         CorpusError: there are no records, or two with one key.
-        ShardError: a key is not a valid file name.
+        ShardError: a key is not a valid file name, or a field has the wrong type.
         SplitError: a patient is in two splits.
     """
 
@@ -101,7 +101,7 @@ def order_by_key(plan: Plan) -> dict[str, np.ndarray]:
     splits, keys, patients = array("i"), _TextColumn(), _TextColumn()
     for record in plan.records:
         sample = record.sample
-        check_key(sample.key)
+        check_sample(sample)
         splits.append(numbers.setdefault(sample.split, len(numbers)))
         keys.append(sample.key)
         patients.append(sample.patient)

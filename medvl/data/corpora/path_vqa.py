@@ -73,7 +73,7 @@ def _parse_row(path: Path, row: Mapping[str, Any]) -> tuple[str, str, str]:
     if "sent" not in row:
         return vqa.clean_text(row["image"]), vqa.clean_text(row["question"]), vqa.clean_text(row["answer"])
     label = row["label"]
-    if not isinstance(label, dict):
+    if not isinstance(label, dict) or not all(isinstance(score, int | float) for score in label.values()):
         raise CorpusError(f"{path}: expected a mapping of answers to scores for label", "wrong_type", field="label")
     answer = max(label, key=label.__getitem__) if label else ""
     return vqa.clean_text(row["img_id"]), vqa.clean_text(row["sent"]), vqa.clean_text(answer)

@@ -9,7 +9,6 @@ per epoch instead of exactly once, and resuming within an epoch reads up to the 
 disk where this matters.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from medvl.common.ranks import check_ranks
+from medvl.common.untrusted import parse_json
 from medvl.data.images.codecs import decode_image
 from medvl.data.loading.collate import Collate, Item, ItemMaker, SkipBudget, SkippedSample, Tokenize, init_worker
 from medvl.data.loading.loader import check_identity
@@ -47,7 +47,7 @@ def open_manifest(address: str) -> Manifest:
     try:
         with webdataset.gopen(_url(address, MANIFEST)) as stream:
             data = stream.read(_MAX_MANIFEST_BYTES)
-        return Manifest.parse(json.loads(data), address)
+        return Manifest.parse(parse_json(data), address)
     except (OSError, ValueError) as error:
         reason = f"{type(error).__name__}; check the address and your access"
         raise ShardError(f"cannot read {address}/{MANIFEST} ({reason})", "unreadable") from None

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from medvl.common.files import write_atomic
+from medvl.common.untrusted import parse_json
 from medvl.errors import ShardError
 from medvl.schema import SCHEMA_VERSION, Sample
 
@@ -26,6 +27,11 @@ MANIFEST = "manifest.json"
 IMAGE_SUFFIXES = ("jpg", "png")
 MAX_MEMBER_BYTES = 256 * 2**20
 _INDEX_HEADER = "# medvl index 1"
+_TYPES = {
+    ("key", "corpus", "split", "patient", "study"): (str,),
+    ("view", "sex"): (str, type(None)),
+    ("age", "order"): (int, type(None)),
+}
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
@@ -86,7 +92,7 @@ class Manifest:
         """Read the manifest of a folder. Raises ShardError when it is missing, damaged or of another schema version."""
         path = Path(folder) / name
         try:
-            content = json.loads(path.read_bytes())
+            content = parse_json(path.read_bytes())
         except FileNotFoundError:
             advice = "`medvl shards --help` lists the commands that create shards"
             raise ShardError(f"{path} does not exist: conversion not finished; {advice}", "not_found") from None
@@ -124,13 +130,39 @@ def sample_to_json(sample: Sample) -> bytes:
 
 def sample_from_json(data: bytes) -> Sample:
     """Parse the content of `{key}.json`. Raises ValueError when it is not a sample."""
-    fields = json.loads(data)
+    fields = parse_json(data)
     if not isinstance(fields, dict):
         raise ValueError("a sample must be a JSON object")
     try:
-        return Sample(**fields)
+        sample = Sample(**fields)
     except TypeError as error:
         raise ValueError(f"not the fields of a sample: {error}") from error
+    if (field := _field_of_wrong_type(sample)) is not None:
+        raise ValueError(f"{field} of a sample has the wrong type")
+    return sample
+
+
+def check_sample(sample: Sample) -> None:
+    """Raise ShardError when a field has another type than `Sample` documents, or the key is no safe member name."""
+    if (field := _field_of_wrong_type(sample)) is not None:
+        message = f"a sample of {sample.corpus} has a {field} of the wrong type; see medvl.schema.Sample"
+        raise ShardError(message, "wrong_type", field=field)
+    check_key(sample.key)
+
+
+def _field_of_wrong_type(sample: Sample) -> str | None:
+    for names, kinds in _TYPES.items():
+        for name in names:
+            if type(getattr(sample, name)) not in kinds:
+                return name
+    for name in ("sections", "labels", "extra"):
+        if not isinstance(getattr(sample, name), Mapping):
+            return name
+    if not all(type(name) is type(text) is str for name, text in sample.sections.items()):
+        return "sections"
+    if not all(type(name) is str and type(value) is int and -1 <= value <= 1 for name, value in sample.labels.items()):
+        return "labels"
+    return None
 
 
 def check_key(key: str) -> None:

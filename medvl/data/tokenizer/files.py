@@ -11,7 +11,6 @@ import dataclasses
 import gzip
 import html
 import importlib.util
-import json
 import string
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, Literal, get_args
 from tokenizers import Regex, Tokenizer as Backend, decoders, models, normalizers, pre_tokenizers, processors
 
 from medvl.common.hub import fetch
+from medvl.common.untrusted import parse_json
 from medvl.errors import ConfigError, WeightsError
 
 MODEL_FILE, CONFIG_FILE, VOCABULARY_FILE = "tokenizer.json", "tokenizer_config.json", "vocab.txt"
@@ -90,7 +90,7 @@ def _read(files: Mapping[str, Path], where: str, lowercase: bool | None, source:
     if lowercase is not None and MODEL_FILE in files:
         raise ConfigError(f"lowercase of {where} is defined by its {MODEL_FILE}", "conflict", field="lowercase")
     try:
-        config: dict[str, Any] = json.loads(_text(files[CONFIG_FILE])) if CONFIG_FILE in files else {}
+        config: dict[str, Any] = parse_json(_text(files[CONFIG_FILE])) if CONFIG_FILE in files else {}
         backend = _backend(files, config, lowercase)
     except ConfigError:
         raise
@@ -121,7 +121,7 @@ def _backend(files: Mapping[str, Path], config: Mapping[str, Any], lowercase: bo
         lowercase = config.get("do_lower_case", True) if lowercase is None else lowercase
         return build_wordpiece(vocabulary, lowercase=bool(lowercase))
     if set(_BPE_FILES) <= set(files):
-        return _build_byte_level(json.loads(_text(files["vocab.json"])), _text(files["merges.txt"]))
+        return _build_byte_level(parse_json(_text(files["vocab.json"])), _text(files["merges.txt"]))
     return None
 
 

@@ -5,13 +5,13 @@ Weights are initialised by the library, from torch's global generator.
 
 import dataclasses
 import difflib
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from medvl.common.untrusted import parse_json
 from medvl.encoders.presets import OPEN_CLIP_CUSTOM
 from medvl.encoders.text.adapters import (
     AlbertAdapter,
@@ -51,7 +51,7 @@ def read_folder(folder: Path) -> tuple[str, dict[str, Any]]:
 
     path = folder / "config.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         model_type = "bert" if content["model_type"] == "cxr-bert" else str(content["model_type"])  # a plain BERT
         known = transformers.AutoConfig.for_model(model_type).to_dict()
     except FileNotFoundError:

@@ -7,7 +7,6 @@ Shape letters: N items, K rows.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics, mean_metrics, median_metric, ranking_metrics
 from medvl.eval.core.metrics import Array
@@ -60,7 +60,7 @@ def read_items(folder: Path, results: Results) -> Items | None:
     if reader is None or not path.is_file():
         return None
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         named = sorted(
             ((tuple(line[field] for field in reader.item), line) for line in lines), key=lambda pair: pair[0]
         )

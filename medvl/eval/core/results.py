@@ -16,6 +16,7 @@ from typing import Any
 
 import medvl
 from medvl.common.files import sha256, write_atomic
+from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricRow
 
@@ -101,7 +102,7 @@ def read_results(path: str | Path) -> Results:
     if not path.is_file():
         raise EvaluationError(f"{path} does not exist; give a results.json or the folder of an evaluation", "not_found")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(path.read_text(encoding="utf-8"))
         version = data["results_version"]
         if version != RESULTS_VERSION:
             message = f"expected version {RESULTS_VERSION} of the results format, got {version} in {path}"

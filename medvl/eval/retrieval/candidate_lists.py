@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from medvl.common.files import write_atomic
-from medvl.common.untrusted import ANYWHERE
+from medvl.common.untrusted import ANYWHERE, parse_json
 from medvl.data.corpora import chexpert
 from medvl.data.corpora.common.tables import check_columns, read_lines
 from medvl.data.privacy.deidentify import Deidentifier
@@ -83,7 +83,7 @@ class RetrievalList:
     def read(cls, path: Path) -> "RetrievalList":
         """Read a list written by `write`. Raises `EvaluationError`."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse_json(path.read_text(encoding="utf-8"))
             parts = {name: _items(content[name]) for name in ("candidates", "image_queries", "text_queries")}
             return cls(name=content["name"], classes=tuple(content["classes"]), **parts)
         except FileNotFoundError:

@@ -1,13 +1,13 @@
 """Predicted answers by question id, read from JSON lines or computed from scores over a vocabulary."""
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
 from medvl.eval.vqa.answer_vocabulary import AnswerVocabulary
 
@@ -41,7 +41,7 @@ def read_predictions(path: str | Path) -> dict[str, Prediction]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             name, answer = str(row["id"]), row["answer"]
         except (ValueError, KeyError, TypeError) as error:
             message = f"{path}, line {number}: expected an object with id and answer"

@@ -27,11 +27,11 @@ from each list; empty strings are left out.
 import dataclasses
 import hashlib
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
 
 Scoring = Literal["pair_softmax", "class_softmax", "margin", "gloria_best_word", "gloria_published"]
@@ -112,7 +112,7 @@ def load_prompts(name_or_path: str | Path) -> PromptSet:
         raise EvaluationError(message, "unknown_name", field="prompts")
     content = path.read_bytes()
     try:
-        data = json.loads(content.decode(), object_pairs_hook=_unique_keys)
+        data = parse_json(content.decode(), object_pairs_hook=_unique_keys)
     except ValueError as error:  # includes JSON and UTF-8 errors
         raise EvaluationError(f"{path} is not valid JSON: {error}", "malformed", field="prompts") from error
     return _parse(data, str(path), hashlib.sha256(content).hexdigest())

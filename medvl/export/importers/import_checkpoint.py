@@ -1,7 +1,6 @@
 """Import of a published checkpoint: every entry is mapped or left out with a reason, every parameter is filled."""
 
 import dataclasses
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 import medvl
 from medvl.common.files import sha256
 from medvl.common.folders import new_folder, write_json
+from medvl.common.untrusted import parse_json
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
 from medvl.errors import CheckpointError, ConfigError, WeightsError
@@ -182,7 +182,7 @@ def load_encoder(folder: Path | str) -> ImageEncoder | TextEncoder:
     """
     path = Path(folder) / ENCODER
     try:
-        description = json.loads(path.read_bytes())
+        description = parse_json(path.read_bytes())
         kind, arguments = description["kind"], dict(description["arguments"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         message = f"{path} cannot be read ({type(error).__name__}): give a folder written by import_checkpoint"

@@ -12,7 +12,6 @@ or the new one. Later damage is detected by the hashes. Nothing in it needs pick
 """
 
 import dataclasses
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from medvl.common import folders
 from medvl.common.files import MARKER, check_marker, sha256
+from medvl.common.untrusted import parse_json
 from medvl.data.loading.worker_errors import worker_error
 from medvl.errors import CheckpointError
 from medvl.models import checkpoint as model_checkpoint
@@ -84,7 +84,7 @@ def read(folder: Path) -> Saved:
     Raises CheckpointError where a file is damaged or has another format version.
     """
     try:
-        state = json.loads((folder / STATE).read_text())
+        state = parse_json((folder / STATE).read_text())
         optimizer = load_file(folder / OPTIMIZER)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise CheckpointError(

@@ -1,6 +1,7 @@
 """Links, pipes, devices and folders in the place of a corpus's files."""
 
 import ast
+import dataclasses
 import gzip
 import json
 import os
@@ -10,18 +11,21 @@ from pathlib import Path
 
 import pytest
 from helpers.errors import raises
-from helpers.shard_plans import OPTIONS, make_plan
+from helpers.shard_plans import OPTIONS, make_plan, reseal
 
 from medvl.cli import main as cli
 from medvl.common.untrusted import InputFolders
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
+from medvl.data.convert.plan import ShardPlan
 from medvl.data.corpora import mimic_cxr, path_vqa, slake, table
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.corpora.table import TableColumns
 from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.shards.format import sample_from_json, sample_to_json
 from medvl.data.shards.source import ShardSource
-from medvl.errors import CorpusError
+from medvl.data.shards.verify import verify_folder
+from medvl.errors import CorpusError, ShardError
 from medvl.schema import Sample
 
 ROOT = Path(__file__).parents[3]
@@ -191,6 +195,54 @@ def test_hostile_json_and_pickles_raise(tmp_path: Path, deid: Deidentifier) -> N
         (tmp_path / "qas/train/train_qa.pkl").write_bytes(pickle.dumps([row]))
         with raises(CorpusError, "malformed"):
             path_vqa.plan(tmp_path, deid)
+    (tmp_path / "qas/train/train_qa.pkl").unlink()
+    (tmp_path / "qas/train/train_qa.json").unlink()
+    row = {"sent": "b", "label": {"yes": 1, "no": "x"}, "img_id": "a"}
+    (tmp_path / "qas/train_vqa.json").write_text(json.dumps([row]))
+    with raises(CorpusError, "wrong_type", "label"):
+        path_vqa.plan(tmp_path, deid)
+
+
+@pytest.mark.fault("S17")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("sections", value) for value in (["findings"], {"findings": ["a"]}, "text")),
+        *(("labels", value) for value in ({"Edema": 7}, {"Edema": "1"}, {"Edema": True}, ["Edema"])),
+        *(("age", "40"), ("age", 4.5), ("view", 1), ("sex", ["F"]), ("patient", 5), ("key", None), ("extra", [1])),
+    ],
+)
+def test_samples_with_fields_of_other_types_are_refused(
+    tmp_path: Path, deid: Deidentifier, field: str, value: object
+) -> None:
+    """When they are planned, and when they are read."""
+    plan = make_plan(tmp_path / "images", 2)
+    content = json.loads(sample_to_json(plan.records[0].sample))
+    with pytest.raises(ValueError, match=field):
+        sample_from_json(json.dumps(content | {field: value}).encode())
+    wrong = dataclasses.replace(plan.records[0].sample, **{field: value})
+    with raises(ShardError, "wrong_type", field):
+        ShardPlan(dataclasses.replace(plan, records=[Record(wrong)]), 5)
+
+
+@pytest.mark.fault("S17")
+def test_shards_with_fields_of_other_types_are_named(tmp_path: Path, deid: Deidentifier) -> None:
+    plan = make_plan(tmp_path / "images", 3)
+    write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
+    folder = tmp_path / "out/train"
+    tar = folder / "lab-train-000000.tar"
+    data = tar.read_bytes()
+    right, wrong = b'"sections":{"caption":"This is image 1."}', b'"sections":["caption","This is image 1."]'
+    tar.write_bytes(data.replace(right, wrong))
+    assert tar.read_bytes() != data
+    reseal(folder, 0)
+    (problem,) = verify_folder(folder).problems
+    assert "key001" in problem
+    assert "sections" in problem
+    source = ShardSource(folder)
+    with raises(ShardError, "malformed", names="key001"):
+        source.sample(1)
+    assert source.sample(2) == dataclasses.replace(plan.records[2].sample, image=None)
 
 
 READERS = [

@@ -229,3 +229,17 @@ def test_halving_large_images_first_changes_little(scene):
     assert shrunk.shape == direct.shape
     assert abs((shrunk - direct).mean()) < 0.6  # OpenCV rounds halves up
     assert np.abs(shrunk - direct).max() <= 4
+
+
+@pytest.mark.fault("S6")
+def test_jpegs_of_many_scans_are_refused_before_decoding() -> None:
+    """Each scan of a progressive JPEG is a pass over all pixels, and costs the file a dozen bytes."""
+    data = saved(Image.fromarray(np.full((1024, 1024), 127, np.uint8)), "JPEG", progressive=True)
+    assert decode_image(data).shape == (1024, 1024)
+    last = data.rfind(b"\xff\xda")
+    with raises(ImageError, "too_large"):
+        decode_image(data[:last] + data[last:-2] * 20_000 + data[-2:])
+    with raises(ImageError, "too_large"):
+        decode_image(data[:2] + b"\xff\xfe\0\2" * 1_000_000 + data[2:])
+    metadata = b"\xff\xe1" + (2 + 500 * 4).to_bytes(2, "big") + b"\xff\xda\0\2" * 500  # as of an embedded thumbnail
+    assert decode_image(data[:2] + metadata + data[2:]).shape == (1024, 1024)
