@@ -6,7 +6,9 @@ Protocol "image_text_retrieval", version 1:
 * Images without text are left out and counted.
 * The rank of a query is that of its best positive among the candidates that are not its positives. Ties count against
   the positive, so a model with constant scores gets the last rank.
-* "recall@k" is the share of queries with a rank of k or better; "median_rank" is the median of the ranks.
+* "recall@k" is the share of queries with a rank of k or better; "median_rank" is the median of the ranks; "mrr" is the
+  mean of 1 / rank.
+* Where images have labels, "ndcg@k" is the gain of the first k candidates by the agreement of labels (`label_gain`).
 * Intervals: the bootstrap resamples texts, with all their images, in both directions.
 
 Shape letters: N images, M distinct texts, B images of a chunk.
@@ -23,14 +25,15 @@ from numpy.typing import NDArray
 
 from medvl.errors import EvaluationError
 from medvl.eval.core.embeddings import embed_texts
-from medvl.eval.core.full_pass import FullPass, input_hashes
+from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader, Model, SupportsSimilarity
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, measure, median_metric
 from medvl.eval.core.results import Results
 from medvl.eval.retrieval.examples import RetrievalExamples, sample_examples
+from medvl.eval.retrieval.label_gain import GAIN_KS, LabelGains, label_gains
 from medvl.eval.retrieval.similarity import Similarity, encode_images, take
 from medvl.models.eval_mode import evaluating
-from medvl.schema import Embeddings
+from medvl.schema import POSITIVE, Embeddings
 
 PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval", 1
 
@@ -109,7 +112,9 @@ def image_text_retrieval(
         images, keys, texts = encode_images(model, batches, autocast)
         gallery = Gallery.from_texts(keys, texts, batches.unreadable)
         images, texts_M = take(images, gallery.index_N), embed_texts(model, gallery.texts)
-        ranks = retrieval_ranks(model, images, texts_M, gallery.text_of_N)
+        similarity = Similarity(model, images, texts_M)
+        ranks = _ranks(similarity, gallery.text_of_N)
+        gains = _gains(similarity, gallery, loader)
         shown = None
         if examples:
             shown = sample_examples(
@@ -118,10 +123,10 @@ def image_text_retrieval(
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
-        rows=rank_rows(gallery, ranks, ks, resamples, seed),
+        rows=rank_rows(gallery, ranks, ks, resamples, seed, gains),
         config={"ks": list(ks), "resamples": resamples, "seed": seed, "autocast": autocast and str(autocast)},
         inputs=inputs,
-        details={**gallery.counts, "chance": chance_recalls(gallery, ks)},
+        details={**gallery.counts, "chance": chance_recalls(gallery, ks) | _chance_gains(gains)},
     )
     return RetrievalResult.from_ranks(gallery, ranks, results, shown)
 
@@ -185,7 +190,10 @@ def retrieval_ranks(model: SupportsSimilarity, images: Embeddings, texts: Embedd
 
     Raises EvaluationError if a similarity is not finite.
     """
-    similarity = Similarity(model, images, texts)
+    return _ranks(Similarity(model, images, texts), text_of_N)
+
+
+def _ranks(similarity: Similarity, text_of_N: torch.Tensor) -> Ranks:
     image_rank_N, positive_N = torch.empty_like(text_of_N), torch.empty(len(text_of_N))
     for start, similarity_BM in similarity:
         chunk = slice(start, start + len(similarity_BM))
@@ -201,22 +209,54 @@ def retrieval_ranks(model: SupportsSimilarity, images: Embeddings, texts: Embedd
     return image_rank_N.numpy(), text_rank_M.numpy()
 
 
-def rank_rows(gallery: Gallery, ranks: Ranks, ks: Sequence[int], resamples: int, seed: int) -> tuple[MetricRow, ...]:
-    """Return recall at each k and the median rank, in both directions, with intervals."""
+def _gains(similarity: Similarity, gallery: Gallery, loader: Loader) -> tuple[LabelGains, LabelGains] | None:
+    """Return the gains of both directions; None for data without labels."""
+    names, samples = loader.source.label_names, samples_by_key(loader.source)
+    if not names:
+        return None
+    labels = [samples[key][1].labels for key in gallery.keys]
+    positive_NL = np.array([[of_image.get(name) == POSITIVE for name in names] for of_image in labels])
+    return label_gains(similarity, positive_NL, gallery.text_of_N.numpy())
 
-    def groups(rank: NDArray[np.int64], target: str) -> list[MetricGroup]:
+
+def _chance_gains(gains: tuple[LabelGains, LabelGains] | None) -> dict[str, float]:
+    by_direction = zip(("image_to_text", "text_to_image"), gains or (), strict=False)
+    return {
+        f"ndcg@{k}/{direction}": float(value)
+        for direction, one in by_direction
+        for k, value in zip(GAIN_KS, one.chance_K, strict=True)
+    }
+
+
+def rank_rows(
+    gallery: Gallery,
+    ranks: Ranks,
+    ks: Sequence[int],
+    resamples: int,
+    seed: int,
+    gains: tuple[LabelGains, LabelGains] | None = None,
+) -> tuple[MetricRow, ...]:
+    """Return recall at each k, the median rank, MRR and gains, in both directions, with intervals."""
+
+    def groups(rank: NDArray[np.int64], target: str, side: int) -> list[MetricGroup]:
         recalls = [mean_metrics(f"recall@{k}", (rank <= k)[:, None].astype(np.float64), [target]) for k in ks]
-        return [*recalls, median_metric("median_rank", rank.astype(np.float64), target)]
+        columns = [] if gains is None else list(zip(GAIN_KS, gains[side].ndcg_QK.T, strict=True))
+        return [
+            *recalls,
+            median_metric("median_rank", rank.astype(np.float64), target),
+            mean_metrics("mrr", 1 / rank[:, None], [target]),
+            *(mean_metrics(f"ndcg@{k}", ndcg_Q[:, None], [target]) for k, ndcg_Q in columns),
+        ]
 
     image_rank_N, text_rank_M = ranks
     of_images = measure(
-        groups(image_rank_N, "image_to_text"),
+        groups(image_rank_N, "image_to_text", 0),
         len(image_rank_N),
         resamples=resamples,
         seed=seed,
         groups=gallery.text_of_N.tolist(),
     )
-    of_texts = measure(groups(text_rank_M, "text_to_image"), len(text_rank_M), resamples=resamples, seed=seed)
+    of_texts = measure(groups(text_rank_M, "text_to_image", 1), len(text_rank_M), resamples=resamples, seed=seed)
     return of_images + of_texts
 
 

@@ -73,17 +73,30 @@ def _headline(result: RetrievalResult, direction: str) -> tuple[str, str, str]:
 def _table(result: RetrievalResult) -> html.Table:
     chance: Mapping[str, float] = result.results.details["chance"]
     recalls = [f"recall@{k}" for k in result.results.config["ks"]]
+    gains = list(dict.fromkeys(row.metric for row in result.results.rows if row.metric.startswith("ndcg@")))
     lines: list[Sequence[html.Cell | str]] = []
     for direction, title in _DIRECTIONS.items():
-        rows = {metric: result.results.row(metric, direction) for metric in (*recalls, "median_rank")}
-        cells = [html.metric_cell(rows[each], reference=chance[f"{each}/{direction}"], bar=True) for each in recalls]
-        lines.append([title, *cells, html.metric_cell(rows["median_rank"]), f"{rows['median_rank'].n:,}"])
+        rows = {row.metric: row for row in result.results.rows if row.target == direction}
+        cells = [
+            html.metric_cell(rows[each], reference=chance[f"{each}/{direction}"], bar=True)
+            for each in (*recalls, *gains)
+        ]
+        ranks = [html.metric_cell(rows[each]) for each in ("mrr", "median_rank")]
+        lines.append([title, *cells, *ranks, f"{rows['median_rank'].n:,}"])
     return html.Table(
         title="Recall",
-        columns=["", *(metric.capitalize() for metric in recalls), "Median rank", "Queries"],
+        columns=[
+            "",
+            *(metric.capitalize() for metric in recalls),
+            *(gain.replace("ndcg", "nDCG") for gain in gains),
+            "MRR",
+            "Median rank",
+            "Queries",
+        ],
         rows=lines,
         caption="The share of queries whose own text, or image, is among the first k, with 95% intervals. The tick in "
-        "a bar is chance, the expected value of a random order.",
+        "a bar is chance, the expected value of a random order. nDCG is the gain of the first k by the agreement of "
+        "labels; MRR is the mean of 1 / rank.",
     )
 
 
