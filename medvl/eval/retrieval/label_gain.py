@@ -58,8 +58,8 @@ def label_gains(
         found_MK = _first(np.concatenate([found_MK, scored_BM.transpose(0, 2, 1)], axis=2), most)
         ideal_MK = _largest(np.concatenate([ideal_MK, relevance_BM.T], axis=1), most)
         sum_M += relevance_BM.sum(axis=0)
-    parts = [np.concatenate(part) for part in zip(*of_images, strict=True)]
-    return _gains(*parts, ks), _gains(found_MK[1], ideal_MK, sum_M / len(images_NL), ks)
+    found_NK, ideal_NK, mean_N = (np.concatenate(part) for part in zip(*of_images, strict=True))
+    return _gains(found_NK, ideal_NK, mean_N, ks), _gains(found_MK[1], ideal_MK, sum_M / len(images_NL), ks)
 
 
 def relevance(first_QL: NDArray[np.bool_], second_CL: NDArray[np.bool_]) -> Array:
