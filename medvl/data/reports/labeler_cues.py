@@ -13,7 +13,7 @@ from medvl.schema import NEGATIVE, UNCERTAIN
 Table = tuple[str, ...]
 
 QUALIFIERS = (
-    r"\w+ly|a|the|its|any|be|been|in|of|size|evidence|sign|significant|interval|appreciable|substantial|definite|further"
+    r"\w+ly|a|the|its|any|be|been|in|of|size|evidence|sign|significant|interval|acute|appreciable|substantial|definite|further"
     r"|overall|complete|full|near|new|yet|large|focal|convincing|radiographic|clear|for|to"
 )
 """Words that qualify a cue without being its object."""
@@ -61,7 +61,7 @@ CUES: tuple[CueTable, ...] = (
         entries=(
             "(?:can ?not|can't|could not) ~ (?:excluded|ruled out)", "not ~ (?:excluded|ruled out)", r"\b\?",
             "(?:should|could|may|might) be (?:considered|present|missed|obscured)", "a (?:possibility|consideration)",
-            "in the differential",
+            "in the differential", "less likely than", "(?:could|may|might|would) (?:explain|account for)",
         ),
     ),
     CueTable(
@@ -70,7 +70,7 @@ CUES: tuple[CueTable, ...] = (
         entries=(
             rf"(?:not|no longer) ~ (?:\w+ )?{_SEEN}", "now ~ clear", "(?<!high-)(?:removal|resolution)(?! of)",
             f"(?:is|are|was|were|now|since|can be|has|have|had) ~ (?:{_REMOVED})",
-            "(?::|,| -+) (?:none|no|nil|negative|absent)(?= *(?:[.,;]|$))",
+            f"(?::|,| -+) (?:none|no|nil|negative|no evidence|not {_SEEN}|{_REMOVED})(?= *(?:[.,;]|$))",
         ),
     ),
     CueTable(
