@@ -90,6 +90,8 @@ class Inputs:
     """A second view: the same image under another random augmentation."""
     second_text: bool = False
     """A second random choice of the sample's text."""
+    mirrored_text: bool = False
+    """The sample's text with left and right exchanged."""
     sentences: bool = False
     """The sentence of each token."""
     prior_image: bool = False
@@ -133,6 +135,12 @@ class Batch:
     """int64 token ids of another random choice of text (`Inputs.second_text`)."""
     second_mask_BT: Tensor | None = None
     """bool, True on real tokens of `second_ids_BT`."""
+    mirrored_ids_BT: Tensor | None = None
+    """int64 token ids of the texts with left and right exchanged, padded like `ids_BT` (`Inputs.mirrored_text`)."""
+    mirrored_mask_BT: Tensor | None = None
+    """bool, True on real tokens of `mirrored_ids_BT`."""
+    has_mirror_B: Tensor | None = None
+    """bool: False where a text names no side, so that its mirror is the text itself."""
     sentence_BT: Tensor | None = None
     """int64: number of each token's sentence, from 0; -1 outside of sentences (`Inputs.sentences`)."""
     prior_image_BCHW: Tensor | None = None

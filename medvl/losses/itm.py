@@ -19,6 +19,8 @@ from torch import Tensor
 
 from medvl.losses.precision import full_precision, shapes
 
+_IGNORED = -100
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MatchingPairs:
@@ -35,12 +37,13 @@ class MatchingPairs:
         return len(self.matched_N)
 
 
-def itm(logits_B2: Tensor, matched_B: Tensor) -> Tensor:
+def itm(logits_B2: Tensor, matched_B: Tensor, counted_B: Tensor | None = None) -> Tensor:
     """Mean cross-entropy of "no match" (column 0) against "match" (column 1) (UNITER, arXiv 1909.11740, section 3.2).
 
     Args:
         logits_B2: one row per pair.
         matched_B: bool or 0 and 1.
+        counted_B: bool, False for pairs that are left out; None: all count.
 
     Returns a scalar, near ln 2 for an untrained head; 0 with a zero gradient for no pair. Raises ValueError on
     inconsistent shapes.
@@ -48,7 +51,9 @@ def itm(logits_B2: Tensor, matched_B: Tensor) -> Tensor:
     if logits_B2.ndim != 2 or logits_B2.shape[1] != 2 or matched_B.shape != logits_B2.shape[:1]:
         raise ValueError(f"expected logits (B, 2) and targets (B,), got {shapes(logits_B2, matched_B)}")
     with full_precision(logits_B2):
-        return F.cross_entropy(logits_B2.float(), matched_B.long(), reduction="sum") / max(len(logits_B2), 1)
+        target_B = matched_B.long() if counted_B is None else matched_B.long().masked_fill(~counted_B, _IGNORED)
+        pairs = max(len(logits_B2), 1) if counted_B is None else counted_B.sum().clamp(min=1)
+        return F.cross_entropy(logits_B2.float(), target_B, ignore_index=_IGNORED, reduction="sum") / pairs
 
 
 def random_pairs(same_BB: Tensor, generator: torch.Generator) -> MatchingPairs:

@@ -71,7 +71,7 @@ class System(nn.Module, abc.ABC):
     """Name for `create_model`; set by `medvl.models.registry.register_system`."""
     Config: ClassVar[type[SystemConfig]]
     """Frozen dataclass of settings."""
-    inputs: ClassVar[Inputs] = Inputs()
+    inputs: Inputs = Inputs()
     """Optional parts of a batch that `forward` needs; loaders of a training run make them."""
 
     def __init__(self, config: Any, *, transform: EvalTransform, tokenizer: Tokenizer | None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import medvl
+from medvl.data.reports.laterality import swap_laterality
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.schema import Batch
@@ -80,6 +81,21 @@ def make_batch(tokenizer: Tokenizer, size: int = 6, texts: Sequence[str] = TEXTS
         texts=chosen,
     )
     return dataclasses.replace(batch, **fields)
+
+
+def with_mirrors(batch: Batch, tokenizer: Tokenizer) -> Batch:
+    """Return the batch with mirrored texts, as a loader makes it."""
+    mirrored = [swap_laterality(text) for text in batch.texts]
+    ids_BT, mask_BT = tokenizer([*batch.texts, *mirrored])
+    size = len(batch)
+    return dataclasses.replace(
+        batch,
+        ids_BT=ids_BT[:size],
+        mask_BT=mask_BT[:size],
+        mirrored_ids_BT=ids_BT[size:],
+        mirrored_mask_BT=mask_BT[size:],
+        has_mirror_B=torch.tensor([text != mirror for text, mirror in zip(batch.texts, mirrored, strict=True)]),
+    )
 
 
 def flags(*values: int) -> torch.Tensor:

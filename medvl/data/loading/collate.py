@@ -84,6 +84,9 @@ class ItemMaker:
         self.image, self.text = image, text
         self.label_names, self.seed = tuple(label_names), seed
         self.inputs = inputs or Inputs()
+        if self.inputs.mirrored_text and getattr(image, "flip", "off") == "plain":
+            message = "mirrored texts need images that agree with their text: use image.flip 'swap_text' or 'off'"
+            raise ConfigError(message, "conflict", field="image.flip")
         self._transform: BuiltTransform | None = None  # built in the process that uses it: pipelines do not pickle
 
     def __call__(self, sample: Sample, pixels: np.ndarray, epoch: int) -> Item:
@@ -146,7 +149,9 @@ class Collate:
         if not kept:
             return None, skipped
         texts = [item.text for item in kept]
-        ids_BT, mask_BT = self.tokenizer(texts)
+        mirrored = [swap_laterality(text) for text in texts] if self.inputs.mirrored_text else []
+        ids_BT, mask_BT = self.tokenizer([*texts, *mirrored])  # together: padded to the same length
+        rows = len(texts)
         has_text_B = torch.tensor([bool(text.strip()) for text in texts])
         names = [str(row) if item.image_key is None else f"shared {item.image_key}" for row, item in enumerate(kept)]
         images = dict(zip(names, (item.image_HWC for item in kept), strict=True))
@@ -155,13 +160,16 @@ class Collate:
             keys=[item.key for item in kept],
             image_BCHW=_stack(list(images.values())),
             image_of_B=torch.tensor([image_row[name] for name in names]) if len(images) < len(kept) else None,
-            ids_BT=ids_BT,
-            mask_BT=mask_BT,
+            ids_BT=ids_BT[:rows],
+            mask_BT=mask_BT[:rows],
             labels_BL=torch.from_numpy(np.stack([item.labels_L for item in kept])),
             texts=texts,
             studies=[item.study for item in kept],
             has_text_B=None if has_text_B.all() else has_text_B,
         )
+        if mirrored:
+            batch.mirrored_ids_BT, batch.mirrored_mask_BT = ids_BT[rows:], mask_BT[rows:]
+            batch.has_mirror_B = torch.tensor([text != mirror for text, mirror in zip(texts, mirrored, strict=True)])
         self._add_inputs(batch, kept)
         return batch, skipped
 

@@ -1,6 +1,7 @@
 """The base of fusion-encoders: image and text are encoded separately, once, and then attend to each other."""
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
@@ -17,7 +18,7 @@ from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, To
 from medvl.models.fusion_encoders.layers.heads import WordHead
 from medvl.models.fusion_encoders.layers.inputs import RegionEncoder
 from medvl.models.fusion_encoders.layers.transformer import Sizes
-from medvl.models.fusion_encoders.objectives import Corruption, Encoded, Objective
+from medvl.models.fusion_encoders.objectives import Corruption, Encoded, MirroredTextMatching, Objective
 from medvl.schema import Batch, Losses
 
 _ENCODERS = ("image_encoder", "text_encoder")
@@ -34,7 +35,8 @@ class DecoderLayers(Protocol):
 class FusionModel(TwoTowers):
     """Encode each input once with `image_tokens` and `text_tokens`, keep the result, and `fuse` any pairs of them.
 
-    A system sets `objectives` and writes `encode`, which computes the states that they share.
+    A system sets `objectives` and writes `encode`, which computes the states that they share. With
+    `config.mirror_weight`, matching of mirrored texts follows them.
 
     Attributes:
         objectives: terms of the pretraining loss, in the order in which they sample and predict.
@@ -51,6 +53,16 @@ class FusionModel(TwoTowers):
     """Whether the closing token of a text is masked like its words."""
     image_between_text_tokens: ClassVar[bool] = False
     """Whether `Fused.image` starts and ends with a text token (CLS and SEP)."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.mirror_weight:
+            self.inputs = dataclasses.replace(self.inputs, mirrored_text=True)
+
+    @property
+    def _all_objectives(self) -> tuple[Objective[Any, Any, Any], ...]:
+        weight = self.config.mirror_weight
+        return (*self.objectives, MirroredTextMatching(weight, self)) if weight else self.objectives
 
     def forward(self, batch: Batch) -> Losses:
         """Return the losses of `objectives`.
@@ -69,20 +81,22 @@ class FusionModel(TwoTowers):
 
     def corrupt(self, batch: Batch) -> Corruption:
         """Sample what each objective masks or mixes up."""
-        return Corruption({objective.name: objective.corrupt(batch) for objective in self.objectives})
+        return Corruption({objective.name: objective.corrupt(batch) for objective in self._all_objectives})
 
     def predict(self, batch: Batch, corruption: Corruption) -> dict[str, Any]:
         """Return objective name -> its predictions."""
         encoded = self.encode(batch, corruption)
-        return {objective.name: objective.predict(encoded, corruption.of(objective)) for objective in self.objectives}
+        return {
+            objective.name: objective.predict(encoded, corruption.of(objective)) for objective in self._all_objectives
+        }
 
     def losses(self, predictions: Mapping[str, Any], corruption: Corruption) -> Losses:
         """Return the weighted sum of the objectives' losses and its terms, which are not weighted."""
         terms = {
             objective.name: objective.loss(predictions[objective.name], corruption.of(objective))
-            for objective in self.objectives
+            for objective in self._all_objectives
         }
-        weighted = [objective.weight * terms[objective.name] for objective in self.objectives]
+        weighted = [objective.weight * terms[objective.name] for objective in self._all_objectives]
         return Losses(total=functools.reduce(torch.add, weighted), terms=terms)
 
     @abc.abstractmethod

@@ -25,6 +25,10 @@ class FusionConfig(TowersConfig):
     """Mask all pieces of a word or none."""
     mlm_weight: float = 1.0
     itm_weight: float = 1.0
+    mirror_weight: float = 0.0
+    """Weight of matching each text that names a side, and the same text with left and right exchanged, with its image
+    (`MirroredTextMatching`). Random negatives seldom differ by a side only, and do not teach it; 0, as published, is
+    without."""
     fusion_lr_mult: float = 5.0
     """Learning rate of the fusion-encoder and of its input projections, as a multiple of the encoders'."""
     head_lr_mult: float = 5.0
@@ -36,6 +40,7 @@ class FusionConfig(TowersConfig):
     def __post_init__(self) -> None:
         check_within(self, "(0, 1)", "mlm_probability")
         check_within(self, "(0, inf)", "mlm_weight", "itm_weight", "fusion_lr_mult", "head_lr_mult")
+        check_within(self, "[0, inf)", "mirror_weight")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

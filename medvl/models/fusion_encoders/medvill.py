@@ -56,6 +56,9 @@ class MedViLLConfig(FusionConfig):
         check_attention(self, matches=self.objective == "pretraining")
         check_within(self, "(0, inf)", "image_tokens")
         check_within(self, "[0, inf)", "frozen_image_layers")
+        if self.objective == "report" and self.mirror_weight:
+            message = "objective 'report' is without matching; leave mirror_weight 0"
+            raise ConfigError(message, "conflict", field="mirror_weight")
         if self.objective == "report" and self.attention not in CAUSAL_ATTENTIONS:
             message = f"objective 'report' needs attention {' or '.join(CAUSAL_ATTENTIONS)}, got {self.attention!r}"
             raise ConfigError(message, "conflict", field="attention")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from medvl import losses
+from medvl.errors import ConfigError
 from medvl.losses.itm import MatchingPairs
 from medvl.losses.mim import PatchMask, mask_patches, patchify, standardize
 from medvl.models.fusion_encoders.corruption import MaskedWords
@@ -231,6 +232,68 @@ class HardNegativeMatching(Objective[ContrastiveEncoded, None, MatchedPairs]):
     def loss(self, predictions: MatchedPairs, corruption: None) -> Tensor:
         """Mean cross-entropy of the pairs."""
         return losses.itm(predictions.logits_M2, predictions.matched_M)
+
+
+class MirroredTexts(NamedTuple):
+    """The texts of a batch with left and right exchanged."""
+
+    ids_BT: Tensor
+    mask_BT: Tensor
+    counted_B: Tensor
+    """bool: complete samples whose text names a side."""
+
+
+class PairModel(Protocol):
+    """A model that scores pairs of an image and a text."""
+
+    def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
+        """Encode texts before fusion."""
+
+    def match(self, text: Tokens, image: Tokens) -> Tensor:
+        """(B, 2): logits of "no match" and "match" of each row."""
+
+
+class MirroredTextMatching(Objective[Encoded, MirroredTexts, Tensor]):
+    """Matching of a text with its image against the same text with left and right exchanged.
+
+    The text is a match and its mirror is none, so that both classes are equally frequent. Texts without a side, and
+    samples without an image or a text, do not count. Both texts are encoded unmasked; the images are those of the other
+    objectives.
+
+    Args:
+        weight: factor of the term.
+        model: scores pairs.
+    """
+
+    name = "itm_mirror"
+
+    def __init__(self, weight: float, model: PairModel) -> None:
+        super().__init__(weight)
+        self.model = model
+
+    def corrupt(self, batch: Batch) -> MirroredTexts:
+        """Return the loader's mirrored texts. Raises ConfigError for a batch without them."""
+        ids_BT, mask_BT, counted_B = batch.mirrored_ids_BT, batch.mirrored_mask_BT, batch.has_mirror_B
+        if ids_BT is None or mask_BT is None or counted_B is None:
+            message = "mirror_weight needs batches with mirrored texts (Inputs.mirrored_text)"
+            raise ConfigError(message, "missing", field="mirrored_ids_BT")
+        for has_B in (batch.has_image_B, batch.has_text_B):
+            counted_B = counted_B if has_B is None else counted_B & has_B
+        return MirroredTexts(ids_BT, mask_BT, counted_B)
+
+    def predict(self, encoded: Encoded, corruption: MirroredTexts) -> Tensor:
+        """(2 B, 2): logits of the texts, then of their mirrors, each with its own image."""
+        batch = encoded.batch
+        ids_MT, mask_MT = torch.cat([batch.ids_BT, corruption.ids_BT]), torch.cat([batch.mask_BT, corruption.mask_BT])
+        twice_M = None if batch.has_text_B is None else batch.has_text_B.repeat(2)
+        text = self.model.text_tokens(ids_MT, mask_MT, twice_M)
+        return self.model.match(text, encoded.image.beside(encoded.image))
+
+    def loss(self, predictions: Tensor, corruption: MirroredTexts) -> Tensor:
+        """Mean cross-entropy of the pairs that count."""
+        counted_B = corruption.counted_B
+        matched_M = torch.arange(len(predictions), device=counted_B.device) < len(counted_B)
+        return losses.itm(predictions, matched_M, counted_B.repeat(2))
 
 
 class ImageTextContrast(Objective[ContrastiveEncoded, None, ContrastiveEncoded]):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.fusion_samples import flags, make_batch, tiny_model, tiny_tokenizer
+from helpers.fusion_samples import TEXTS, flags, make_batch, tiny_model, tiny_tokenizer, with_mirrors
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,12 +19,13 @@ from medvl.models.fusion_encoders.base import FusionModel
 from medvl.schema import Batch
 
 SYSTEMS = ("m3ae", "medvill", "single_stream", "dual_stream")
-CASES = ("complete", "without text", "without images")
+CASES = ("complete", "without text", "without images", "without sides")
 """Samples of rank 1; rank 0 always has complete pairs."""
 
 
-def model_of(name: str) -> FusionModel:
-    model = tiny_model(name, tiny_tokenizer())
+def model_of(name: str, case: str) -> FusionModel:
+    """Return a model, with matching of mirrored texts where rank 1 has no text that names a side."""
+    model = tiny_model(name, tiny_tokenizer(), mirror_weight=float(case == "without sides"))
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -33,6 +34,8 @@ def model_of(name: str) -> FusionModel:
 
 def batch_of(rank: int, case: str) -> Batch:
     tokenizer = tiny_tokenizer()
+    if case == "without sides":
+        return with_mirrors(make_batch(tokenizer, size=4, texts=TEXTS[1:3] if rank else TEXTS[:2]), tokenizer)
     if rank == 0 or case == "complete":
         return make_batch(tokenizer, size=4 + 2 * rank)
     nothing = flags(*[0] * 6)
@@ -73,7 +76,7 @@ def test_ddp_averages_the_gradients_of_both_ranks(
 ) -> None:
     expected: dict[str, Tensor] = {}
     for rank in (0, 1):
-        model = model_of(name)
+        model = model_of(name, case)
         loss_of(model, rank, case).backward()
         for key, gradient in gradients(model).items():
             expected[key] = expected.get(key, torch.zeros_like(gradient)) + gradient / 2
@@ -92,7 +95,7 @@ def check(folder: Path) -> None:
     results = {}
     for name in SYSTEMS:
         for case in CASES:
-            model = model_of(name)
+            model = model_of(name, case)
             wrapped = DistributedDataParallel(model)  # must exist until the end of the backward pass
             loss_of(wrapped, rank, case).backward()
             results[f"{name} {case}"] = gradients(model)

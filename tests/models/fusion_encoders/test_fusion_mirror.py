@@ -1,0 +1,114 @@
+"""Matching of mirrored texts: value, gradient, the samples that count, and the loader's part of it."""
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.errors import raises
+from helpers.fusion_samples import TINY, flags, make_batch, shaken, tiny_model, tiny_tokenizer, with_mirrors
+
+from medvl import losses
+from medvl.data.loading.collate import Collate, ItemMaker
+from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
+from medvl.data.transforms.text import WholeText
+from medvl.errors import ConfigError
+from medvl.models import MedViLLConfig
+from medvl.schema import Inputs, Sample
+
+TOKENIZER = tiny_tokenizer()
+
+
+def mirror_model(name: str, weight: float = 0.5) -> Any:
+    model: Any = shaken(tiny_model(name, TOKENIZER, mirror_weight=weight)).eval()
+    return model
+
+
+def mirror_batch(**fields: Any) -> Any:
+    return with_mirrors(make_batch(TOKENIZER, 4, **fields), TOKENIZER)
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_term_is_the_matching_loss_of_texts_and_mirrors(name: str) -> None:
+    """Rows 0 and 3 name a side; rows 1 and 2 do not count, with whatever text."""
+    model, batch = mirror_model(name), mirror_batch()
+    assert model.inputs == Inputs(mirrored_text=True)
+    assert batch.has_mirror_B.tolist() == [True, False, False, True]
+    torch.manual_seed(0)
+    result = model(batch)
+    image = model.image_tokens(batch.image_BCHW)
+    text, mirror = (
+        model.text_tokens(ids_BT, mask_BT)
+        for ids_BT, mask_BT in ((batch.ids_BT, batch.mask_BT), (batch.mirrored_ids_BT, batch.mirrored_mask_BT))
+    )
+    rows = torch.tensor([0, 3])
+    match, mismatch = model.match(text, image)[rows], model.match(mirror, image)[rows]
+    expected = -(match.log_softmax(dim=1)[:, 1] + mismatch.log_softmax(dim=1)[:, 0]).mean() / 2
+    torch.testing.assert_close(result.terms["itm_mirror"], expected)
+    torch.manual_seed(0)
+    without = copy.deepcopy(model)
+    object.__setattr__(without.config, "mirror_weight", 0.0)
+    torch.testing.assert_close(result.total, without(batch).total + 0.5 * expected)
+    model.zero_grad()
+    (gradient,) = torch.autograd.grad(result.terms["itm_mirror"], model.itm_head.weight, retain_graph=True)
+    (wanted,) = torch.autograd.grad(expected, model.itm_head.weight)
+    torch.testing.assert_close(gradient, wanted)
+
+
+@pytest.mark.parametrize("name", ["m3ae", "medvill", "albef"])
+def test_samples_without_side_image_or_text_do_not_count(name: str) -> None:
+    model = mirror_model(name)
+    batch = mirror_batch(has_image_B=flags(0, 1, 1, 1), has_text_B=flags(1, 1, 1, 0))
+    term = model(batch).terms["itm_mirror"]
+    assert term.item() == 0
+    term.backward()
+    assert not model.itm_head.weight.grad.any()
+    with raises(ConfigError, "missing", "mirrored_ids_BT"):
+        model(make_batch(TOKENIZER, 4))
+
+
+def test_matching_of_some_pairs() -> None:
+    logits_B2 = torch.randn(5, 2, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    matched_B, counted_B = flags(1, 0, 1, 0, 0), flags(1, 1, 0, 1, 0)
+    actual = losses.itm(logits_B2, matched_B, counted_B)
+    torch.testing.assert_close(actual, losses.itm(logits_B2[[0, 1, 3]], matched_B[[0, 1, 3]]))
+    (gradient,) = torch.autograd.grad(actual, logits_B2)
+    assert gradient.any(dim=1).tolist() == counted_B.tolist()
+    nothing = losses.itm(logits_B2, matched_B, ~torch.ones(5, dtype=torch.bool))
+    assert nothing.item() == 0
+    assert losses.itm(torch.zeros(3, 2), flags(1, 0, 1), flags(1, 1, 0)).item() == pytest.approx(math.log(2))
+
+
+def test_loader_makes_mirrors_that_agree_with_flipped_images() -> None:
+    """The text of a flipped image is exchanged already; its mirror is the text of the image as it was."""
+    inputs, texts = Inputs(mirrored_text=True), ("There is a small left effusion.", "No pneumothorax.")
+    image = ConVIRTAugmentation(size=32, flip="swap_text")
+    maker = ItemMaker(image, WholeText(sections=("impression",)), (), 0, inputs)
+    pixels = np.zeros((40, 40), np.uint8)
+    seen = set()
+    for epoch in range(12):
+        items = [
+            maker(Sample(key=str(row), corpus="c", split="s", patient="p", study=str(row), sections={"impression": text}),
+                  pixels, epoch)
+            for row, text in enumerate(texts)
+        ]  # fmt: skip
+        batch, _ = Collate(TOKENIZER, inputs)(items)
+        assert batch is not None
+        mirrored = ["There is a small right effusion." if "left" in items[0].text else texts[0], texts[1]]
+        ids_BT, _ = TOKENIZER([*batch.texts, *mirrored])
+        assert torch.equal(batch.ids_BT, ids_BT[:2])
+        assert torch.equal(batch.mirrored_ids_BT, ids_BT[2:])
+        assert batch.has_mirror_B.tolist() == [True, False]
+        seen.add(batch.texts[0])
+    assert len(seen) == 2
+    assert batch.to("cpu").mirrored_mask_BT is not None
+    with raises(ConfigError, "conflict", "image.flip"):
+        ItemMaker(ConVIRTAugmentation(size=32, flip="plain"), WholeText(), (), 0, inputs)
+    ItemMaker(EvalTransform(size=32), WholeText(), (), 0, inputs)
+
+
+def test_report_objective_is_without_mirrors() -> None:
+    with raises(ConfigError, "conflict", "mirror_weight"):
+        MedViLLConfig(attention="seq2seq", objective="report", mirror_weight=1.0)
