@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         DualEncoderConfig as DualEncoderConfig,
         projection_head as projection_head,
     )
+    from medvl.models.dual_encoders.bert import BertDualConfig as BertDualConfig, BertDualEncoder as BertDualEncoder
     from medvl.models.dual_encoders.chexzero import CheXzero as CheXzero, CheXzeroConfig as CheXzeroConfig
     from medvl.models.dual_encoders.clip import CLIP as CLIP, CLIPConfig as CLIPConfig
     from medvl.models.dual_encoders.convirt import ConVIRT as ConVIRT, ConVIRTConfig as ConVIRTConfig

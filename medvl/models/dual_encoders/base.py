@@ -187,13 +187,3 @@ def projection_head(in_features: int, out_features: int, hidden: int | None = No
     """Return Linear, ReLU, Linear; the hidden width is `hidden`, or that of the input."""
     width = hidden or in_features
     return nn.Sequential(nn.Linear(in_features, width), nn.ReLU(inplace=True), nn.Linear(width, out_features))
-
-
-def attention_arguments(config: Any) -> dict[str, Any]:
-    """Return the arguments of `create_text_encoder` for `config.attention_dropout`; none where it is None.
-
-    Raises ConfigError unless it is within [0, 1).
-    """
-    check_within(config, "[0, 1)", "attention_dropout")
-    dropout = config.attention_dropout
-    return {} if dropout is None else {"attention_probs_dropout_prob": dropout}

@@ -23,12 +23,9 @@ from medvl.encoders.presets import IMAGE_PRESETS, TEXT_PRESETS
 from medvl.encoders.pretrained import KeyMap, Pretrained, load_strictly, locate_weights
 from medvl.encoders.text.factory import text_has_projection
 from medvl.errors import ConfigError
-from medvl.models.dual_encoders.base import DualEncoderConfig
 
 
-def create_encoders(
-    config: DualEncoderConfig, image: Mapping[str, Any], text: Mapping[str, Any]
-) -> tuple[ImageEncoder, TextEncoder]:
+def create_encoders(config: Any, image: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[ImageEncoder, TextEncoder]:
     """Create both encoders of a system from the arguments that it sets and those of the configuration.
 
     Raises ConfigError where both set the same argument.

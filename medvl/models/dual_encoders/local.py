@@ -2,28 +2,27 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import Box, EvalTransform
-from medvl.encoders import freeze_layers
+from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.precision import full_precision
 from medvl.models.config_checks import check_within
-from medvl.models.dual_encoders.base import ContrastiveEncoder, DualEncoderConfig, attention_arguments
-from medvl.models.dual_encoders.build import create_encoders
+from medvl.models.dual_encoders.bert import BertDualConfig, BertDualEncoder
+from medvl.models.dual_encoders.heads import BatchNormHead
 from medvl.models.dual_encoders.words import most_slots, sum_by_slot, word_slots
 from medvl.models.heatmaps import on_image
 from medvl.schema import Embeddings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalDualConfig(DualEncoderConfig):
+class LocalDualConfig(BertDualConfig):
     """Settings of a dual-encoder with words and regions."""
 
     margin: int = 0
@@ -39,10 +38,8 @@ class LocalDualConfig(DualEncoderConfig):
     """Number of last layers of the text encoder that are combined."""
     text_reduce: Literal["sum", "mean"] = "sum"
     """How these layers are combined."""
-    frozen_text_layers: int = 0
-    """Layers of the text encoder that are frozen, with the embeddings, from the bottom; 0 trains everything."""
-    attention_dropout: float | None = None
-    """As for ConVIRT."""
+    text_pool: Literal["mean", "cls"] = "mean"
+    """A text's vector: the mean of its tokens, or its first token."""
     local_feature_norm: float | None = None
     """Norm to which regions and words are scaled; None leaves them as they are."""
     text_token: bool = True
@@ -51,56 +48,56 @@ class LocalDualConfig(DualEncoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_within(self, "(0, inf)", "pixel_std", "local_feature_norm", "text_layers")
-        check_within(self, "[0, inf)", "frozen_text_layers")
-        attention_arguments(self)
 
 
-class LocalDualEncoder(ContrastiveEncoder):
+class LocalDualEncoder(BertDualEncoder):
     """A dual-encoder whose images have regions and whose texts have words, in the shared space.
 
     Regions come from a stage of the image encoder. A text is the combination of its encoder's last layers; a word is
-    the sum of its sub-words, and the text's vector the mean of its tokens. Regions and words are float32, also under
-    autocast, and are not L2-normalised. A model without a tokenizer has no words.
+    the sum of its sub-words. Regions and words are float32, also under autocast, and are not L2-normalised. A model
+    without a tokenizer has no words.
 
     Attributes:
-        region_head: linear, to the shared space, without a bias.
-        text_head, word_head: Identity where the text encoder is as wide as the shared space.
+        region_head, word_head: to the shared space; by default as in GLoRIA: linear, without a bias, and Identity for a
+            text encoder as wide as the shared space. A `BatchNormHead` gets the mask of the words.
+        weighs_words: whether `Embeddings.weight_NP` of texts is wanted: the attention of the text's first token to each
+            word in the last layer, averaged over heads and summed over sub-words.
     """
+
+    weighs_words: ClassVar[bool] = False
 
     def __init__(self, config: Any, *args: Any, region_head: nn.Module, word_head: nn.Module, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.region_head, self.word_head = region_head, word_head
 
     @classmethod
-    def build(cls, config: LocalDualConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
+    def encoder_arguments(cls, config: LocalDualConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """See the base class."""
         image = {
-            "pretrained": pretrained,
             "image_size": config.encoder_size or config.image_size,
             "patch_level": config.patch_level,
             "mean": config.pixel_mean,
             "std": config.pixel_std,
         }
-        text = {
-            "pretrained": pretrained,
-            "vocab_size": config.vocab_size,
-            "layers": range(-config.text_layers, 0),
-            "reduce": config.text_reduce,
-            "pool": "mean",
+        layers = range(-config.text_layers, 0)
+        return image, {"layers": layers, "reduce": config.text_reduce, "pool": config.text_pool}
+
+    @classmethod
+    def make_heads(
+        cls, config: LocalDualConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder
+    ) -> dict[str, nn.Module]:
+        """Return linear heads; a text encoder as wide as the shared space has none."""
+        return {
+            "image_head": nn.Linear(image_encoder.feature_dim, config.projection_dim),
+            "text_head": _linear_unless_equal(text_encoder.feature_dim, config.projection_dim),
+            "region_head": nn.Linear(image_encoder.patch_dim, config.projection_dim, bias=False),
+            "word_head": _linear_unless_equal(text_encoder.token_dim, config.projection_dim),
         }
-        image_encoder, text_encoder = create_encoders(config, image, text | attention_arguments(config))
-        freeze_layers(text_encoder, config.frozen_text_layers)
-        return cls(
-            config,
-            image_encoder,
-            text_encoder,
-            nn.Linear(image_encoder.feature_dim, config.projection_dim),
-            _linear_unless_equal(text_encoder.feature_dim, config.projection_dim),
-            region_head=nn.Linear(image_encoder.patch_dim, config.projection_dim, bias=False),
-            word_head=_linear_unless_equal(text_encoder.token_dim, config.projection_dim),
-            transform=EvalTransform(size=config.image_size, fit=config.fit, margin=config.margin),
-            tokenizer=tokenizer,
-        )
+
+    @classmethod
+    def make_transform(cls, config: LocalDualConfig) -> EvalTransform:
+        """See the base class."""
+        return EvalTransform(size=config.image_size, fit=config.fit, margin=config.margin)
 
     @abc.abstractmethod
     def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:
@@ -137,12 +134,14 @@ class LocalDualEncoder(ContrastiveEncoder):
             raise ConfigError(message, "missing", field="tokenizer")
         slot_BT = word_slots(self.tokenizer, ids_BT, mask_BT, last_token=last_token)
         width = most_slots(slot_BT)  # before the encoder, because it waits for the device
-        features = self.text_encoder(ids_BT, mask_BT)
+        features = self.text_encoder(ids_BT, mask_BT, output_attention=self.weighs_words)
         words_BWD, mask_BW = sum_by_slot(features.tokens_BTD, slot_BT, width)
-        if not self.config.text_token:
-            words_BWD, mask_BW = words_BWD[:, 1:], mask_BW[:, 1:]
+        weight_BW = None
+        if features.attention_BT is not None:
+            weight_BW = sum_by_slot(features.attention_BT[:, :, None], slot_BT, width)[0].squeeze(2)
         global_BE = F.normalize(self.text_head(features.pooled_BD).float(), dim=-1)
-        return Embeddings(global_BE, self._project(self.word_head, words_BWD), mask_BW)
+        texts = Embeddings(global_BE, self._project(self.word_head, words_BWD, mask_BW), mask_BW, weight_BW)
+        return texts if self.config.text_token else _without_first(texts)
 
     @torch.no_grad()
     def attention_maps(
@@ -183,9 +182,7 @@ class LocalDualEncoder(ContrastiveEncoder):
 
     def without_first_token(self, texts: Embeddings) -> Embeddings:
         """Return texts with their words only, without the text's first token."""
-        words_NWE, mask_NW = local_features(texts)
-        first = int(self.config.text_token)
-        return Embeddings(texts.global_NE, words_NWE[:, first:], mask_NW[:, first:])
+        return _without_first(texts) if self.config.text_token else texts
 
     def _attended(self, image_BCHW: Tensor, texts: Sequence[str]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return words_BWE, mask_BW, regions_BPE and attention_BWP, without the text's first token."""
@@ -203,10 +200,11 @@ class LocalDualEncoder(ContrastiveEncoder):
         side = self.config.encoder_size
         return self.image_encoder.grid(*((side, side) if side is not None else image_BCHW.shape[2:]))
 
-    def _project(self, head: nn.Module, features_NPD: Tensor) -> Tensor:
+    def _project(self, head: nn.Module, features_NPD: Tensor, mask_NP: Tensor | None = None) -> Tensor:
         """Return (N, P, E) float32. Autocast would round regions and words before a softmax of their raw products."""
         with full_precision(features_NPD):
-            local_NPE: Tensor = head(features_NPD.float())
+            arguments = (features_NPD.float(), mask_NP) if isinstance(head, BatchNormHead) else (features_NPD.float(),)
+            local_NPE: Tensor = head(*arguments)
         norm = self.config.local_feature_norm
         return local_NPE if norm is None else norm * F.normalize(local_NPE, dim=-1)
 
@@ -218,6 +216,12 @@ def local_features(embeddings: Embeddings) -> tuple[Tensor, Tensor]:
         message = "embeddings without regions or words: use this model's embed_images and embed_texts"
         raise ConfigError(message, "missing")
     return local_NPE, torch.ones_like(local_NPE[..., 0], dtype=torch.bool) if mask_NP is None else mask_NP
+
+
+def _without_first(texts: Embeddings) -> Embeddings:
+    words_NWE, mask_NW = local_features(texts)
+    weight_NW = None if texts.weight_NP is None else texts.weight_NP[:, 1:]
+    return Embeddings(texts.global_NE, words_NWE[:, 1:], mask_NW[:, 1:], weight_NW)
 
 
 def _linear_unless_equal(in_features: int, out_features: int) -> nn.Module:
