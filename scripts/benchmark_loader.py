@@ -44,6 +44,7 @@ def main() -> None:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=Path, help="a folder of JPEG shards; default: the phantom at 512 px")
+    parser.add_argument("--patients", type=int, default=260, help="patients of the phantom")
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--images", type=int, default=600)
     parser.add_argument("--batch", type=int, default=32)
@@ -52,7 +53,7 @@ def main() -> None:
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        source = ShardSource(options.shards or phantom_shards(Path(folder)))
+        source = ShardSource(options.shards or phantom_shards(Path(folder), options.patients))
         count = min(options.images, len(source)) // options.batch * options.batch
         texts = [text for position in range(count) for text in source.sample(position).sections.values()]
         tokenizer = train_wordpiece(texts)
@@ -72,9 +73,9 @@ def main() -> None:
             print(f"{workers:2} workers: bare loop {floor:6.0f} a core, loader {rate:6.0f}, {share:.2f} of it a core")
 
 
-def phantom_shards(folder: Path) -> Path:
+def phantom_shards(folder: Path, patients: int) -> Path:
     """Write shards of phantom radiographs at 512 px."""
-    phantom.write_mimic_cxr_jpg(folder / "corpus", patients=260, size=512)
+    phantom.write_mimic_cxr_jpg(folder / "corpus", patients=patients, size=512)
     deid = Deidentifier(bytes(32))
     write_shards(mimic_cxr.plan(folder / "corpus", deid, split="train"), deid, ShardRun(out=folder / "shards"))
     return folder / "shards" / "train"

@@ -2,8 +2,8 @@
 
     python scripts/benchmark_plan.py 100000
 
-Every row names the same tiny PNG, so that only medvl's own memory grows; there are two images per patient. Run one
-process per number of rows, because the peak memory of a process never decreases.
+Every row names a tiny PNG, so that only medvl's own memory grows; there are two images per patient. Run one process per
+number of rows, because the peak memory of a process never decreases.
 """
 
 import argparse
@@ -28,10 +28,11 @@ def main() -> None:
     rows = parser.parse_args().rows
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "one.png").write_bytes(encode_png(np.zeros((16, 16), np.uint8)))
+        pixels = encode_png(np.zeros((16, 16), np.uint8))
         with (folder / "rows.jsonl").open("w") as file:
             for number in range(rows):
-                row = {"image": f"{number}/../one.png", "patient": f"p{number // 2}", "text": f"Image {number}. {TEXT}"}
+                (folder / f"{number}.png").write_bytes(pixels)
+                row = {"image": f"{number}.png", "patient": f"p{number // 2}", "text": f"Image {number}. {TEXT}"}
                 file.write(json.dumps(row) + "\n")
         deid, before = Deidentifier(bytes(32)), peak()
         plan = table.plan(folder / "rows.jsonl", COLUMNS, deid)
