@@ -1,5 +1,6 @@
 """Reading of files that others have made: regular files inside the folders that the user named, and bounded JSON."""
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from medvl.errors import MedvlError
+from medvl.errors import ConfigError, MedvlError
 
 MAX_JSON_DEPTH = 64
 """Largest nesting of JSON; the deepest file that medvl reads has seven levels."""
@@ -27,8 +28,12 @@ class InputFolders:
 
     @classmethod
     def of(cls, *folders: Path | str, follow_links: bool = False) -> Self:
-        """Return the folders with their links resolved; with `follow_links`, files outside of them may be read too."""
-        return cls(() if follow_links else tuple(dict.fromkeys(map(_real_folder, folders))))
+        """Return the folders with their links resolved; with `follow_links`, files outside of them may be read too.
+
+        Raises ConfigError when a path cannot be that of a folder: too long, a loop of links, or with a NUL.
+        """
+        real = tuple(dict.fromkeys(map(_real_folder, folders)))
+        return cls(() if follow_links else real)
 
     def open(self, path: Path | str, kind: type[MedvlError]) -> BinaryIO:
         """Open a regular file whose real path is inside one of the folders.
@@ -98,6 +103,11 @@ def _check_depth(value: Any) -> None:
 
 
 def _real_folder(folder: Path | str) -> str:
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # readers name what is missing
+            Path(folder).stat()
+    except (OSError, ValueError):
+        raise ConfigError(f"{str(folder)!a} cannot be read as a folder; name another one", "unreadable") from None
     return os.path.realpath(folder).rstrip(os.sep) + os.sep
 
 

@@ -9,7 +9,7 @@ import pytest
 from helpers.errors import raises
 
 from medvl.common.untrusted import ANYWHERE, MAX_JSON_DEPTH, InputFolders, parse_json, read_limited
-from medvl.errors import ImageError
+from medvl.errors import ConfigError, ImageError
 
 
 def read(path: Path, folders: InputFolders) -> bytes:
@@ -59,6 +59,15 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
         read(tmp_path / "large", ANYWHERE)
 
 
+@pytest.mark.fault("S16")
+@pytest.mark.parametrize("name", ["loop", "loop/x", "x" * 300, "nul\0"])
+def test_impossible_folders_raise(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with raises(ConfigError, "unreadable"):
+        InputFolders.of(tmp_path / name)
+    assert InputFolders.of(tmp_path / "missing")
+
+
 def is_refused(data: str | bytes) -> bool:
     try:
         parse_json(data)
@@ -82,10 +91,13 @@ def test_json_is_bounded() -> None:
 
 
 ROOT = Path(__file__).parents[2] / "medvl"
-OWN_JSON = {"common/untrusted", "data/corpora/common/record_file", "eval/probing/features", "models/checkpoint"} | {
-    *("train/parallel/distributed", "train/loop/state", "train/loop/logger", "phantom/layouts/writer"),
+OWN_JSON = {
+    *("common/untrusted", "data/corpora/common/record_file", "eval/probing/features", "export/exporters/zero_shot"),
+    *("models/checkpoint", "phantom/layouts/writer", "train/loop/logger", "train/loop/state"),
+    "train/parallel/distributed",
 }
-"""Files with `json.loads` of what the same process, or a run in the same folder, has written."""
+"""Files with `json.loads` of what the same process, or a run in the same folder, has written; and the module of exported
+models, which works without medvl."""
 
 
 def test_json_of_others_is_read_by_one_function() -> None:

@@ -231,4 +231,6 @@ def _check_budget(notes: Collection[ShardNote], budget: int, private: PrivateFol
     detail = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
     state = f"{reasons.total()} images are unreadable ({detail}), over the budget of {budget}"
     advice = "repair them, or raise --max-skipped and run again: finished shards are kept"
+    if "outside_folder" in reasons:
+        advice = f"{advice}; a tree of links needs --follow-links and a new --out"
     raise BudgetError(f"{state}; {private.skipped} lists them; {advice}", "budget", field="max_skipped")

@@ -50,8 +50,8 @@ def plan(
     split or the labeler is unknown.
     """
     root, reports = Path(root), Path(reports or root)
-    _check_folders(root, reports)
     allowed = InputFolders.of(root, reports, follow_links=follow_links)
+    _check_folders(root, reports)
     if split is not None:
         tables.check_choice(split, SPLITS, "split")
     labels, splits = _read_labels(root, labeler, allowed), _read_splits(root, allowed)

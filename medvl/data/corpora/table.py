@@ -101,6 +101,7 @@ def plan(
     check_name(name, "name")
     table, where = Path(table), dict(where or {})
     root = Path(image_root) if image_root is not None else table.parent
+    folders = InputFolders.of(root, follow_links=follow_links)
     if columns.split_column is None:
         check_fractions(fractions)
     required = [*columns.names(), *where]
@@ -111,7 +112,8 @@ def plan(
     # The table is read twice, for its labels and for its rows, because it may not fit in memory.
     labels = _collect_labels((row for _, row in _read_rows(table, required) if is_selected(row)), columns, table)
     warnings = Counter[str]()
-    reader = _RowReader(table, root.resolve(), columns, deid, name, fractions, parse_reports, labels, warnings)
+    real = Path(os.path.realpath(root))
+    reader = _RowReader(table, real, columns, deid, name, fractions, parse_reports, labels, warnings)
     records, excluded, checks = Records(), Counter[str](), RowChecks(table)
     for number, row in _read_rows(table, required):
         if not is_selected(row):
@@ -125,7 +127,6 @@ def plan(
             records.append(Record(sample))
             checks.add(number, sample)
     checks.finish()
-    folders = InputFolders.of(root, follow_links=follow_links)
     return Plan(name, records, labels.names, excluded, +warnings, folders)
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
 
 CHANGES = ("improving", "stable", "worsening")
@@ -44,8 +45,8 @@ def load_change_prompts(path: Path | str | None = None) -> ChangePrompts:
         return ChangePrompts("default", _DEFAULT)
     path = Path(path)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        data = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         message = f"cannot read prompts from {path} ({type(error).__name__})"
         raise EvaluationError(message, "malformed", field="prompts") from error
     valid = isinstance(data, dict) and set(data) == set(CHANGES)

@@ -210,7 +210,7 @@ def test_medicat_real_figures_convert(real_data: Path, tmp_path: Path, deid: Dei
         rows.append(row | texts | classes)
     (tmp_path / "sample.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "figures").symlink_to(folder / "images")
-    plan = medicat.plan(tmp_path, deid)
+    plan = medicat.plan(tmp_path, deid, follow_links=True)
     manifests = write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1, max_skipped=0), SMALL)
     assert sum(manifest.samples for manifest in manifests.values()) == len(rows) == 10
     sources = [ShardSource(tmp_path / "out" / split) for split in manifests]
