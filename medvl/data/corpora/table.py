@@ -111,8 +111,7 @@ def plan(
 
     # The table is read twice, for its labels and for its rows, because it may not fit in memory.
     labels = _collect_labels((row for _, row in _read_rows(table, required) if is_selected(row)), columns, table)
-    warnings = Counter[str]()
-    real = Path(os.path.realpath(root))
+    real, warnings = Path(os.path.realpath(root)), Counter[str]()
     reader = _RowReader(table, real, columns, deid, name, fractions, parse_reports, labels, warnings)
     records, excluded, checks = Records(), Counter[str](), RowChecks(table)
     for number, row in _read_rows(table, required):
