@@ -97,7 +97,9 @@ class GLoRIA(LocalDualEncoder):
         token, and zero vectors, which get attention like words and have a match of 0. It fails on texts with more
         characters than slots (`max_tokens` - 1); here these get all slots.
         """
-        embedded = self.without_first_token(self.embed_ids(*self.tokenize(texts), last_token=True))
+        ids_BT, mask_BT = self.tokenize(texts)
+        slot_BT = self.word_slots(ids_BT, mask_BT, last_token=True)
+        embedded = self.without_first_token(self.embed_slots(ids_BT, mask_BT, slot_BT))
         words_NWE, _ = local_features(embedded)
         slots = [min(len(text) - text.count("["), self.config.max_tokens - 1) for text in texts]
         padded_NWE = F.pad(words_NWE, (0, 0, 0, max(slots) - words_NWE.shape[1]))  # longer texts are cut

@@ -18,7 +18,7 @@ from medvl.models.dual_encoders.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.heads import BatchNormHead
 from medvl.models.dual_encoders.words import most_slots, sum_by_slot, word_slots
 from medvl.models.heatmaps import on_image
-from medvl.schema import Embeddings
+from medvl.schema import Embeddings, ImageFeatures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,18 +121,30 @@ class LocalDualEncoder(BertDualEncoder):
         if side is not None and tuple(pixels_BCHW.shape[2:]) != (side, side):
             pixels_BCHW = F.interpolate(pixels_BCHW, (side, side), mode="bilinear", align_corners=True)
         features = self.image_encoder(pixels_BCHW, normalized=True)
-        global_BE = F.normalize(self.image_head(features.pooled_BD).float(), dim=-1)
-        return Embeddings(global_BE, self._project(self.region_head, features.patches_BPD))
+        pooled_BD, weight_BP = self.pool_regions(features)
+        global_BE = F.normalize(self.image_head(pooled_BD).float(), dim=-1)
+        return Embeddings(global_BE, self._project(self.region_head, features.patches_BPD), None, weight_BP)
 
-    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor, *, last_token: bool = False) -> Embeddings:
-        """Return texts as `similarity` takes them, with their words, and their last token as a word if asked for.
+    def pool_regions(self, features: ImageFeatures) -> tuple[Tensor, Tensor | None]:
+        """Return (B, D), the vector of each image for `image_head`, and (B, P), weights of its regions, or None."""
+        return features.pooled_BD, None
 
-        Raises ConfigError without a tokenizer.
-        """
+    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
+        """Return texts as `similarity` takes them, with their words. Raises ConfigError without a tokenizer."""
+        return self.embed_slots(ids_BT, mask_BT, self.word_slots(ids_BT, mask_BT))
+
+    def word_slots(self, ids_BT: Tensor, mask_BT: Tensor, *, last_token: bool = False) -> Tensor:
+        """Return `words.word_slots` with this model's tokenizer. Raises ConfigError without one."""
         if self.tokenizer is None:
             message = "words need a tokenizer: create_model(..., tokenizer=FOLDER)"
             raise ConfigError(message, "missing", field="tokenizer")
-        slot_BT = word_slots(self.tokenizer, ids_BT, mask_BT, last_token=last_token)
+        return word_slots(self.tokenizer, ids_BT, mask_BT, last_token=last_token)
+
+    def embed_slots(self, ids_BT: Tensor, mask_BT: Tensor, slot_BT: Tensor) -> Embeddings:
+        """Return texts as `similarity` takes them, with one local feature for each slot of tokens, such as a word.
+
+        `slot_BT` is int64, from 0 and -1 on tokens outside of all slots.
+        """
         width = most_slots(slot_BT)  # before the encoder, because it waits for the device
         features = self.text_encoder(ids_BT, mask_BT, output_attention=self.weighs_words)
         words_BWD, mask_BW = sum_by_slot(features.tokens_BTD, slot_BT, width)
