@@ -187,6 +187,8 @@ class ImageFeatures:
     """Local features in row-major order over `grid`; None where the encoder has none."""
     grid: tuple[int, int] | None
     """(h, w) with h * w = P."""
+    attention_BP: Tensor | None = None
+    """Attention of the last layer from the class token to the patches, averaged over heads; None unless requested."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

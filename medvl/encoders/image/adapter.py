@@ -8,6 +8,7 @@ Shape letters are those of `medvl.schema`; N is the number of tokens before the 
 """
 
 import abc
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -61,6 +62,8 @@ class VisionAdapter(abc.ABC):
     """Whether the model accepts only the size that it was built or resized for."""
     keep: str | None = None
     """Name of the model's `PatchSelection` submodule; None if the model needs all patches."""
+    has_attention: bool = False
+    """Whether the model has a class token whose attention `record_attention` records."""
 
     @abc.abstractmethod
     def encode(self, net: Any, image_BCHW: Tensor, level: int) -> VisionOutput:
@@ -73,6 +76,15 @@ class VisionAdapter(abc.ABC):
     @abc.abstractmethod
     def layers(self, net: Any) -> list[list[str]]:
         """Return the names of all parameters by depth, stem or embeddings first."""
+
+    def record_attention(self, net: Any) -> contextlib.AbstractContextManager[list[Tensor]]:
+        """Return a context whose list gets, from each forward pass, the class token's attention to the patches, (B, P).
+
+        Raises:
+            ConfigError: "unsupported" unless `has_attention`.
+        """
+        message = f"{type(net).__name__} has no attention of a class token: use a vision Transformer of timm"
+        raise ConfigError(message, "unsupported", field="output_attention")
 
     def resize(self, net: Any, size: Size) -> None:
         """Change a model's input size in place, interpolating its position embeddings.

@@ -6,8 +6,9 @@
 Shape letters are those of `medvl.schema`; K is the number of patches that are kept.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -93,7 +94,14 @@ class ImageEncoder(Encoder):
             _grey_stem(self.backbone)
         self.feature_dim, self.patch_dim, _ = self._measure(self.image_size)
 
-    def forward(self, image_BCHW: Tensor, keep_BK: Tensor | None = None, *, normalized: bool = False) -> ImageFeatures:
+    def forward(
+        self,
+        image_BCHW: Tensor,
+        keep_BK: Tensor | None = None,
+        *,
+        normalized: bool = False,
+        output_attention: bool = False,
+    ) -> ImageFeatures:
         """Encode a batch of images.
 
         Args:
@@ -104,10 +112,13 @@ class ImageEncoder(Encoder):
                 the position embeddings, before the first block (masked image modelling, patch dropout). Vision
                 Transformers only. `patches_BPD` then has K patches in the order of `keep_BK`, and `grid` is None.
             normalized: the floats come from `normalize`, so their range is not checked.
+            output_attention: compute `attention_BP`, the last layer's attention from the class token to the patches,
+                averaged over heads, without dropout and without gradient. Vision Transformers of timm only.
 
         Raises:
             ConfigError: channels, size or dtype do not fit this encoder ("mismatch", "wrong_type"), floats are not
-                normalised ("out_of_range"), or the backbone has no patches to drop or no class token ("unsupported").
+                normalised ("out_of_range"), or the backbone has no patches to drop, no class token or no attention of
+                one ("unsupported").
         """
         prepared = self._normalize(image_BCHW, check=not normalized)
         size = (prepared.shape[2], prepared.shape[3])
@@ -115,15 +126,14 @@ class ImageEncoder(Encoder):
             advice = "resize them, or create the encoder with this image_size"
             message = f"{self.name} expects images of {self.image_size} pixels, got {size}: {advice}"
             raise ConfigError(message, "mismatch", field="image_size")
-        if keep_BK is None:
-            output = self._adapter.encode(self.backbone, prepared, self._level)
-        else:
-            selection = self._patch_selection()
-            selection.keep_BK = keep_BK
-            try:
+        attention_BP = None
+        with self._keeping(keep_BK):
+            if output_attention:
+                with self._adapter.record_attention(self.backbone) as recorded:
+                    output = self._adapter.encode(self.backbone, prepared, self._level)
+                (attention_BP,) = recorded
+            else:
                 output = self._adapter.encode(self.backbone, prepared, self._level)
-            finally:
-                selection.keep_BK = None
         pooled_BD = output.pooled_BD
         if self._pool == "avg":
             pooled_BD = output.patches_BPD.mean(dim=1)
@@ -131,7 +141,7 @@ class ImageEncoder(Encoder):
             if output.prefix_BND is None:
                 raise ConfigError(f"{self.name} has no class token: use pool 'avg'", "unsupported", field="pool")
             pooled_BD = output.prefix_BND[:, 0]
-        return ImageFeatures(pooled_BD=pooled_BD, patches_BPD=output.patches_BPD, grid=output.grid)
+        return ImageFeatures(pooled_BD, output.patches_BPD, output.grid, attention_BP)
 
     def normalize(self, image_BCHW: Tensor) -> Tensor:
         """Return float pixels with `in_channels` channels, normalised as `forward` does it.
@@ -187,14 +197,29 @@ class ImageEncoder(Encoder):
         """Whether `forward` accepts `keep_BK`."""
         return self._adapter.keep is not None
 
+    @property
+    def has_attention(self) -> bool:
+        """Whether `forward` accepts `output_attention`."""
+        return self._adapter.has_attention
+
     def grid(self, height: int, width: int) -> Size:
         """Return the patch grid (h, w) of an image of this size."""
         return self._measure((height, width))[2]
 
-    def _patch_selection(self) -> Any:
+    @contextlib.contextmanager
+    def _keeping(self, keep_BK: Tensor | None) -> Iterator[None]:
+        """Encode only these patches within the context; None: all."""
+        if keep_BK is None:
+            yield
+            return
         if self._adapter.keep is None:
             raise ConfigError(f"{self.name} cannot drop patches: use a ViT", "unsupported", field="keep_BK")
-        return self.backbone.get_submodule(self._adapter.keep)
+        selection: Any = self.backbone.get_submodule(self._adapter.keep)
+        selection.keep_BK = keep_BK
+        try:
+            yield
+        finally:
+            selection.keep_BK = None
 
     def _measure(self, size: Size) -> tuple[int, int, Size]:
         """Return both widths and the grid for an image size, from a forward pass on the meta device."""

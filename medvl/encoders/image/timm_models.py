@@ -1,8 +1,11 @@
 """Image encoders from timm."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.encoders.image.adapter import (
@@ -30,6 +33,7 @@ class TimmAdapter(VisionAdapter):
         if is_vision_transformer(net) and isinstance(net.patch_drop, nn.Identity):
             net.patch_drop = PatchSelection(self.prefix)
             self.keep = "patch_drop"
+        self.has_attention = _has_attention(net)
 
     def encode(self, net: Any, image_BCHW: Tensor, level: int) -> VisionOutput:
         """Encode pixels. Transformers with one grid have level -1 only: all patches after the final norm."""
@@ -51,6 +55,20 @@ class TimmAdapter(VisionAdapter):
         pooled_BD = net.forward_head(features, pre_logits=True)
         prefix_BND = features[:, : self.prefix] if self.prefix else None
         return VisionOutput(pooled_BD, prefix_BND, features[:, self.prefix :], grid if kept is None else None)
+
+    @contextlib.contextmanager
+    def record_attention(self, net: Any) -> Iterator[list[Tensor]]:
+        """Compute softmax(q k^T / sqrt(d)) of one query again, because fused attention returns no weights."""
+        if not self.has_attention:
+            super().record_attention(net)
+        recorded: list[Tensor] = []
+        hook = net.blocks[-1].attn.register_forward_pre_hook(
+            lambda attention, inputs: recorded.append(_class_attention(attention, inputs[0])[:, self.prefix :])
+        )
+        try:
+            yield recorded
+        finally:
+            hook.remove()
 
     def layers(self, net: Any) -> list[list[str]]:
         """Return timm's coarse grouping: stem, then stages or blocks, then the layers after them."""
@@ -110,6 +128,30 @@ def is_vision_transformer(net: Any) -> bool:
     from timm.models import VisionTransformer
 
     return isinstance(net, VisionTransformer)
+
+
+def _has_attention(net: Any) -> bool:
+    """Return whether `net` is a vision Transformer with a class token and plain attention in its last block."""
+    from timm.layers import Attention
+
+    if not is_vision_transformer(net) or net.cls_token is None or not len(net.blocks):
+        return False
+    return isinstance(getattr(net.blocks[-1], "attn", None), Attention)
+
+
+@torch.no_grad()
+def _class_attention(attention: Any, tokens_BTD: Tensor) -> Tensor:
+    """Return (B, T) float32: the attention from the first token, averaged over heads, without dropout."""
+    width, qkv = attention.attn_dim, attention.qkv
+    query_B1hd, key_BThd = (
+        norm(F.linear(x_BND, qkv.weight[rows], None if qkv.bias is None else qkv.bias[rows]).unflatten(2, heads))
+        for norm, x_BND, rows, heads in (
+            (attention.q_norm, tokens_BTD[:, :1], slice(0, width), (attention.num_heads, -1)),
+            (attention.k_norm, tokens_BTD, slice(width, 2 * width), (attention.num_heads, -1)),
+        )
+    )
+    scores_BTh = (query_B1hd.float() * key_BThd.float()).sum(dim=3) * attention.scale
+    return scores_BTh.softmax(dim=1).mean(dim=2)
 
 
 def _size(size: Any) -> Size:

@@ -61,7 +61,8 @@ class LocalDualEncoder(BertDualEncoder):
         region_head, word_head: to the shared space; by default as in GLoRIA: linear, without a bias, and Identity for a
             text encoder as wide as the shared space. A `BatchNormHead` gets the mask of the words.
         weighs_words: whether `Embeddings.weight_NP` of texts is wanted: the attention of the text's first token to each
-            word in the last layer, averaged over heads and summed over sub-words.
+            word in the last layer, averaged over heads and summed over sub-words. Likewise of images, from the class
+            token to each region, where the image encoder has such attention (`ImageEncoder.has_attention`).
     """
 
     weighs_words: ClassVar[bool] = False
@@ -120,14 +121,15 @@ class LocalDualEncoder(BertDualEncoder):
         side = self.config.encoder_size
         if side is not None and tuple(pixels_BCHW.shape[2:]) != (side, side):
             pixels_BCHW = F.interpolate(pixels_BCHW, (side, side), mode="bilinear", align_corners=True)
-        features = self.image_encoder(pixels_BCHW, normalized=True)
+        output_attention = self.weighs_words and self.image_encoder.has_attention
+        features = self.image_encoder(pixels_BCHW, normalized=True, output_attention=output_attention)
         pooled_BD, weight_BP = self.pool_regions(features)
         global_BE = F.normalize(self.image_head(pooled_BD).float(), dim=-1)
         return Embeddings(global_BE, self._project(self.region_head, features.patches_BPD), None, weight_BP)
 
     def pool_regions(self, features: ImageFeatures) -> tuple[Tensor, Tensor | None]:
         """Return (B, D), the vector of each image for `image_head`, and (B, P), weights of its regions, or None."""
-        return features.pooled_BD, None
+        return features.pooled_BD, features.attention_BP
 
     def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
         """Return texts as `similarity` takes them, with their words. Raises ConfigError without a tokenizer."""
