@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -79,7 +80,7 @@ def report(data: VQAData, options: argparse.Namespace, pixels: Pixels | None = N
 def run_script(options: argparse.Namespace, read: Read) -> str:
     """Return the text that a script prints; on bad input, exit with status 1 and a one-line error."""
     try:
-        deid = Deidentifier.from_file(default_salt_file(), create=True)
+        deid = Deidentifier.from_file(default_salt_file(), create="MEDVL_SALT_FILE" not in os.environ)
         samples = list(read(options, deid))
         return report(VQAData.from_samples(samples), options, _pixels(samples))
     except MedvlError as error:

@@ -13,6 +13,7 @@ it. Decision metrics such as F1 need thresholds from a split of other patients (
 import argparse
 import datetime
 import functools
+import os
 import sys
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def refuse_known_patients(checkpoint: Path, source: FileSource, deid: Deidentifi
 def run(options: argparse.Namespace) -> None:
     """Evaluate the checkpoints; inputs are checked before the models are loaded."""
     prompts = load_prompts(options.prompts)
-    deid = Deidentifier.from_file(default_salt_file(), create=True)
+    deid = Deidentifier.from_file(default_salt_file(), create="MEDVL_SALT_FILE" not in os.environ)
     source = read_split(options, options.split, deid)
     valid = None if options.thresholds_from is None else read_split(options, options.thresholds_from, deid)
     for checkpoint in options.checkpoint:
