@@ -74,6 +74,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "ms-cxr-t": shards_labels.ms_cxr_t,
         "nih-cxr14": shards_labels.nih_cxr14,
         "covidx": shards_labels.covidx,
+        "vindr-cxr": shards_labels.vindr_cxr,
         "table": shards.table,
     },
     "eval": {

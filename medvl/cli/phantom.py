@@ -10,7 +10,7 @@ class PhantomOptions:
     """Size and seed of the corpus."""
 
     patients: int = 400
-    """number of patients; each has one or more images, on average 2.3 in RSNA, 0.7 in SIIM and 2.5 in VQA corpora"""
+    """number of patients; each has one or more images, on average 2.3 of frontal images, 0.7 in SIIM, 2.5 in VQA"""
     size: int = 512
     """height and width of the images in pixels; the longer side in VQA corpora"""
     seed: int = 0
@@ -93,6 +93,13 @@ COMMANDS: dict[str, Callable[..., str]] = {
     ),
     "siim": _command(
         "siim", "the SIIM-ACR pneumothorax challenge: images with masks", _shards("siim"), size=1024, seed=41
+    ),
+    "vindr-cxr": _command(
+        "vindr_cxr",
+        "VinDr-CXR: DICOM files with labels and boxes of three readers",
+        _shards("vindr-cxr"),
+        size=1024,
+        seed=42,
     ),
     "roco": _command(
         "roco",

@@ -121,5 +121,30 @@ def covidx(
     return convert_corpus(corpus, root, run, _textless(options), version=version, validate_share=validate_share)
 
 
+def vindr_cxr(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    agreement: int = 2,
+    boxes: Literal["merged", "all"] = "merged",
+    validate_share: float = 0.1,
+) -> str:
+    """Convert VinDr-CXR, with the official test split: labels and boxes.
+
+    Args:
+        root: folder of the release: annotations/, train/ and test/.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        agreement: how many of the three radiologists of a training image have to name a label.
+        boxes: merged replaces the radiologists' boxes of one object by their mean; all keeps each of them.
+        validate_share: fraction of the official training images for validation.
+    """
+    from medvl.data.corpora import vindr_cxr as corpus
+
+    textless = _textless(options)
+    return convert_corpus(corpus, root, run, textless, agreement=agreement, boxes=boxes, validate_share=validate_share)
+
+
 def _textless(options: ShardOptions) -> ShardOptions:
     return dataclasses.replace(options, keep_textless=True)

@@ -60,12 +60,16 @@ def _compare_counts(manifests: "Mapping[str, Manifest]", full: bool) -> None:
         rsna,
         siim,
         slake,
+        vindr_cxr,
         vqa_med,
         vqa_rad,
     )
     from medvl.data.shards.verify import compare_counts
 
-    modules = (mimic_cxr, chexpert, medicat, openi, vqa_rad, slake, vqa_med, path_vqa, rsna, siim, nih_cxr14, covidx)
+    modules = (
+        mimic_cxr, chexpert, medicat, openi, vqa_rad, slake, vqa_med, path_vqa, rsna, siim, nih_cxr14, covidx,
+        vindr_cxr,
+    )  # fmt: skip
     corpora = {**{module.NAME: module.COUNTS for module in modules}, **roco.COUNTS}
     expected = corpora.get(next(iter(manifests.values())).corpus)
     if expected is None:

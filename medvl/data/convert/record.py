@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from medvl.common.untrusted import InputFolders
+from medvl.data.annotations.boxes import add_size
 from medvl.data.convert.note import ShardNote
 from medvl.data.convert.options import ShardOptions
 from medvl.data.corpora.common.tables import Record, read_record
@@ -62,6 +63,7 @@ def _convert(record: Record, options: ShardOptions, folders: InputFolders, note:
         )
         _check_shape(pixels, sample.image)
         sample = sample if header is None else _fill_in(sample, header)
+        sample = _with_size(sample, pixels)
         image = _encode(pixels, options)
     except (DicomError, ImageError) as error:
         note.skipped.append((key, error.code, str(error)))
@@ -86,6 +88,13 @@ def _check_shape(pixels: np.ndarray, path: Path | None) -> None:
     if short < _MIN_SIDE or long > _MAX_ASPECT * short:
         expected = f"expected sides of {_MIN_SIDE} pixels or more that differ by a factor of at most {_MAX_ASPECT}"
         raise ImageError(f"{path}: {expected}, got {pixels.shape[0]} x {pixels.shape[1]}", "too_small")
+
+
+def _with_size(sample: Sample, pixels: np.ndarray) -> Sample:
+    try:
+        return dataclasses.replace(sample, extra=add_size(sample.extra, pixels.shape))
+    except ImageError as error:
+        raise error.prefixed(f"{sample.image}: ") from None
 
 
 def _fill_in(sample: Sample, header: DicomHeader) -> Sample:

@@ -1,0 +1,170 @@
+"""VinDr-CXR 1.0.0. Layout, counts and access: `data_cards/vindr-cxr.md`."""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal, get_args
+
+from medvl.common.untrusted import InputFolders
+from medvl.data.annotations.boxes import Box, merge_readers, read_corners
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import (
+    Plan,
+    Record,
+    check_choice,
+    check_share,
+    find_suffix,
+    malformed,
+    read_table,
+)
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.splits import hash_split
+from medvl.errors import ConfigError, CorpusError
+from medvl.schema import Sample
+
+NAME = "vindr-cxr"
+COUNTS: Mapping[str, int] = {"images": 18_000, "test": 3_000}
+"""Counts of the full release, which `medvl verify --full` compares with."""
+LOCAL_LABELS = (
+    "Aortic enlargement", "Atelectasis", "Calcification", "Cardiomegaly", "Clavicle fracture", "Consolidation", "Edema",
+    "Emphysema", "Enlarged PA", "ILD", "Infiltration", "Lung Opacity", "Lung cavity", "Lung cyst", "Mediastinal shift",
+    "Nodule/Mass", "Pleural Effusion", "Pleural Thickening", "Pneumothorax", "Pulmonary fibrosis", "Rib fracture",
+    "Other lesion",
+)  # fmt: skip
+"""Findings, which have boxes."""
+GLOBAL_LABELS = ("COPD", "Lung tumor", "Pneumonia", "Tuberculosis", "Other diseases", "No Finding")
+"""Diagnoses, which have none."""
+LABELS = (*LOCAL_LABELS, *GLOBAL_LABELS)
+
+Boxes = Literal["merged", "all"]
+
+_RENAMED = {
+    "Pleural effusion": "Pleural Effusion",
+    "Pleural thickening": "Pleural Thickening",
+    "No finding": "No Finding",
+    "Other disease": "Other diseases",  # in the table of the test split
+}
+"""Release name -> label name here: the CheXpert or NIH name where the finding is the same."""
+_READERS = 3
+_ID = re.compile(r"[0-9a-f]{32}")
+_CORNERS = ("x_min", "y_min", "x_max", "y_max")
+_VALUES = {"1": True, "1.0": True, "0": False, "0.0": False, "": False}
+
+
+def plan(
+    root: Path,
+    deid: Deidentifier,
+    *,
+    agreement: int = 2,
+    boxes: Boxes = "merged",
+    validate_share: float = 0.1,
+    follow_links: bool = False,
+) -> Plan:
+    """Plan the samples of VinDr-CXR from its tables; no image is opened.
+
+    Args:
+        root: folder of the release, with `annotations/`, `train/` and `test/`.
+        deid: hashes the images. The release has no patient ids, so each image counts as a patient.
+        agreement: how many of the three radiologists of a training image have to name a label, so that it is 1 and
+            has boxes. The test split has the consensus of five.
+        boxes: "merged" replaces the radiologists' boxes of one object in a training image by their mean
+            (`medvl.data.annotations.boxes.merge_readers`); "all" keeps each of them.
+        validate_share: share of the official training images used for validation, by hash.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+
+    Raises CorpusError when a table is missing, or a value does not match the data card; ConfigError when an option is
+    unknown or out of range.
+    """
+    root = Path(root)
+    allowed = InputFolders.of(root, follow_links=follow_links)
+    check_choice(boxes, get_args(Boxes), "boxes")
+    check_share(validate_share, "validate_share")
+    if not 1 <= agreement <= _READERS:
+        raise ConfigError(f"agreement must be 1 to {_READERS}, got {agreement}", "out_of_range", field="agreement")
+    shares = {"train": 1 - validate_share, "validate": validate_share}
+    records = Records()
+    for folder in ("train", "test"):
+        votes = _read_votes(root / "annotations" / f"image_labels_{folder}.csv", folder, allowed)
+        drawn = _read_boxes(root / "annotations" / f"annotations_{folder}.csv", folder, votes, allowed)
+        suffix: str | None = None
+        for image, named in votes.items():
+            patient, file = deid.patient(image), root / folder / f"{image}.dicom"
+            suffix = suffix or find_suffix(file, (".dicom", ".dcm"))
+            labels = _labels(named, agreement if folder == "train" else 1)
+            readers = [[box for box in group if labels[str(box["label"])]] for group in drawn.get(image, {}).values()]
+            sample = Sample(
+                key=deid.image(image),
+                corpus=NAME,
+                split=hash_split(patient, shares) if folder == "train" else "test",
+                patient=patient,
+                study=deid.study(image, image),
+                image=file.with_suffix(suffix or ".dicom"),
+                labels=labels,
+                view="PA",
+                extra={"boxes": merge_readers(readers) if boxes == "merged" else [*itertools.chain(*readers)]},
+            )
+            records.append(Record(sample))
+    return Plan(NAME, records, LABELS, Counter(), folders=allowed)
+
+
+def _labels(named: Counter[str], agreement: int) -> dict[str, int]:
+    """Return label -> 1 or 0. No Finding is 1 only if no other label is, so that a lower agreement is no conflict."""
+    labels = {label: int(named[label] >= agreement) for label in LABELS}
+    labels["No Finding"] &= sum(labels.values()) == 1
+    return labels
+
+
+def _read_votes(table: Path, folder: str, allowed: InputFolders) -> dict[str, Counter[str]]:
+    """Read image -> label -> number of readers who named it; the test split has one row per image."""
+    votes: dict[str, Counter[str]] = {}
+    seen: set[tuple[str, str]] = set()
+    for row in read_table(table, _columns(folder), allowed):
+        cells = {_name(column): value.strip() for column, value in row.items()}
+        missing = [label for label in LABELS if label not in cells]
+        if missing:
+            raise CorpusError(f"{table} lacks the column of {missing[0]}", "missing", field=missing[0])
+        image = _image(cells, table)
+        unknown = [label for label in LABELS if cells[label] not in _VALUES]
+        if unknown:
+            raise malformed(table, f"expected 1, 0 or blank for {unknown[0]}, got another value", unknown[0])
+        reader = image, cells.get("rad_id", "")
+        if reader in seen:
+            raise malformed(table, "the same reader has two rows for one image", "image_id")
+        seen.add(reader)
+        votes.setdefault(image, Counter()).update(label for label in LABELS if _VALUES[cells[label]])
+    return votes
+
+
+def _read_boxes(
+    table: Path, folder: str, images: Iterable[str], allowed: InputFolders
+) -> dict[str, dict[str, list[Box]]]:
+    """Read image -> reader -> boxes. Rows without a finding have no coordinates."""
+    boxes: dict[str, dict[str, list[Box]]] = {}
+    known = set(images)
+    for row in read_table(table, (*_columns(folder), "class_name", *_CORNERS), allowed):
+        image, label = _image(row, table), _name(row["class_name"])
+        if image not in known:
+            raise CorpusError(f"{table} has an image that the table of labels lacks: download both again", "mismatch")
+        if label in GLOBAL_LABELS and not any(row[name].strip() for name in _CORNERS):
+            continue
+        if label not in LOCAL_LABELS:
+            raise malformed(table, "expected a finding with a box, or No finding without one", "class_name")
+        box = read_corners(label, [row[name] for name in _CORNERS], None, table)
+        boxes.setdefault(image, {}).setdefault(row.get("rad_id", ""), []).append(box)
+    return boxes
+
+
+def _columns(folder: str) -> tuple[str, ...]:
+    return ("image_id", "rad_id") if folder == "train" else ("image_id",)
+
+
+def _name(text: str) -> str:
+    return _RENAMED.get(text.strip(), text.strip())
+
+
+def _image(row: Mapping[str, str], table: Path) -> str:
+    if not _ID.fullmatch(row["image_id"]):
+        raise malformed(table, "expected an image_id of 32 hexadecimal digits", "image_id")
+    return row["image_id"]
