@@ -50,10 +50,10 @@ POSITIVE, NEGATIVE, UNCERTAIN = 1, 0, -1
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One image with its text, de-identified.
+    """One image with its text, one image without a text, or one text without an image; de-identified.
 
-    `image` is the image file while a corpus is being converted and is never written. All other fields are written to
-    `{key}.json` of a shard.
+    `image` is the image file while a corpus is being converted and is never written; None: the sample has no image. All
+    other fields are written to `{key}.json` of a shard.
     """
 
     key: str

@@ -156,8 +156,11 @@ def table(
     where: tuple[str, ...] = (),
     splits: tuple[str, ...] = _FRACTIONS,
     parse_reports: bool = False,
+    keep_imageless: bool = False,
 ) -> str:
-    """Convert your own table with one row per image. Without a text column, all images are kept, for their labels.
+    """Convert your own table with one row per image, or per text without an image.
+
+    Without a text column, all images are kept, for their labels; without an image column, all texts.
 
     Args:
         table: .csv, .jsonl (also .gz) or .parquet.
@@ -169,6 +172,7 @@ def table(
         where: keep only rows with these values, such as source=nih.
         splits: fractions of the splits, for a table without a split column.
         parse_reports: split each text into report sections.
+        keep_imageless: keep rows with an empty image cell, as texts without an image.
     """
     from medvl.data.corpora import table as corpus
 
@@ -183,6 +187,7 @@ def table(
         fractions=split_fractions(splits),
         parse_reports=parse_reports,
         follow_links=options.follow_links,
+        keep_imageless=keep_imageless,
     )
     textless = options.keep_textless or not columns.text_column
     return convert(plan, deid, run, dataclasses.replace(options, keep_textless=textless))

@@ -86,7 +86,8 @@ class ShardPlan:
         """Yield the lines of one split; its shards are ordered by key."""
         for shard in shards:
             for record in self.records(shard):
-                yield f"{record.sample.key}\t{record.sample.image}\n"
+                if record.sample.image is not None:
+                    yield f"{record.sample.key}\t{record.sample.image}\n"
 
 
 def order_by_key(plan: Plan) -> dict[str, np.ndarray]:

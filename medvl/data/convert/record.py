@@ -15,7 +15,7 @@ from medvl.data.corpora.common.tables import Record, read_record
 from medvl.data.dicom.reader import DicomHeader
 from medvl.data.images.codecs import encode_jpeg, encode_png, resize_short_side
 from medvl.data.images.read import read_pixels
-from medvl.data.shards.format import sample_to_json
+from medvl.data.shards.format import NO_IMAGE, sample_to_json
 from medvl.errors import DicomError, ImageError, ReportError
 from medvl.schema import Sample
 
@@ -23,11 +23,11 @@ _MIN_SIDE, _MAX_ASPECT = 16, 50
 
 
 class EncodedSample(NamedTuple):
-    """The two members of a sample in a tar."""
+    """The members of a sample in a tar: image and JSON, or JSON alone."""
 
     key: str
     suffix: str
-    """Suffix of the image."""
+    """Suffix of the image; `NO_IMAGE` where there is none."""
     image: bytes
     meta: bytes
     """Content of `{key}.json`."""
@@ -55,9 +55,13 @@ def _convert(record: Record, options: ShardOptions, folders: InputFolders, note:
     key = record.sample.key
     try:
         sample = read_record(record, note.warnings, folders)
-        if not any(sample.sections.values()) and not options.keep_textless:
+        if not any(sample.sections.values()) and (sample.image is None or not options.keep_textless):
             note.excluded["no_text"] += 1
             return None
+        if sample.image is None:
+            note.patients.append(sample.patient)
+            note.warnings["no_image"] += 1
+            return EncodedSample(key, NO_IMAGE, b"", sample_to_json(sample))
         pixels, header = read_pixels(
             sample.image, color=options.color, frame=options.frame, warnings=note.warnings, folders=folders
         )

@@ -11,7 +11,7 @@ import numpy as np
 
 from medvl.common.files import write_atomic
 from medvl.data.convert.record import EncodedSample
-from medvl.data.shards.format import Index, Shard
+from medvl.data.shards.format import NO_IMAGE, Index, Shard
 
 _BLOCK = tarfile.BLOCKSIZE
 
@@ -60,7 +60,8 @@ class _TarWriter:
     def add(self, sample: EncodedSample) -> None:
         self.keys.append(sample.key)
         self.suffixes.append(sample.suffix)
-        image_place = self._member(f"{sample.key}.{sample.suffix}", sample.image)
+        has_image = sample.suffix != NO_IMAGE
+        image_place = self._member(f"{sample.key}.{sample.suffix}", sample.image) if has_image else (0, 0)
         meta_place = self._member(f"{sample.key}.json", sample.meta)
         self.places.append((*image_place, *meta_place))
 

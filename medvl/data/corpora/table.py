@@ -1,4 +1,6 @@
-"""Your own data: one table (CSV, JSON lines or Parquet) with one row per image. Fields: `data_cards/table.md`."""
+"""Your own data: one table (CSV, JSON lines or Parquet) with one row per image or text. Fields:
+`data_cards/table.md`.
+"""
 
 import dataclasses
 import math
@@ -39,14 +41,14 @@ _PARQUET_ROWS = 1 << 10  # read at once
 class TableColumns:
     """Column names by meaning. Only the columns named here are read; nothing else reaches a shard."""
 
-    image_column: str
-    """Path of the image, relative to the image root."""
+    image_column: str | None = None
+    """Path of the image, relative to the image root. None: every row is a text without an image."""
     patient_column: str
     """Patient id, which splits are disjoint by; hashed."""
     text_column: tuple[str, ...] = ()
     """Columns with a report, a caption, or sections of a report. Texts of the same section are joined."""
     study_column: str | None = None
-    """Study id; images of one study share their report. Default: each image is a study. Hashed."""
+    """Study id; images of one study share their report. Default: each row is a study. Hashed."""
     split_column: str | None = None
     """Split; default: by hash of the patient."""
     label_column: tuple[str, ...] = ()
@@ -60,6 +62,10 @@ class TableColumns:
     age_column: str | None = None
     extra_column: tuple[str, ...] = ()
     """Further columns, kept unchanged. They are not de-identified: name only what may be shared."""
+
+    def __post_init__(self) -> None:
+        if self.image_column is None and not self.text_column:
+            raise ConfigError("give an image column, a text column, or both", "missing", field="image_column")
 
     def names(self) -> list[str]:
         """Return every column that is read."""
@@ -78,25 +84,24 @@ def plan(
     fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
     parse_reports: bool = False,
     follow_links: bool = False,
+    keep_imageless: bool = False,
 ) -> Plan:
     """Plan the samples of a table; no image is opened.
 
     Args:
-        table: `.csv` or `.tsv` (separated by comma, semicolon, tab or bar; UTF-8), `.jsonl`, these with `.gz`, or
-            `.parquet`.
+        table: `.csv` or `.tsv` (any separator; UTF-8), `.jsonl`, these with `.gz`, or `.parquet`.
         columns: its column names by meaning.
         deid: hashes patient, study and image.
         name: name of the corpus in keys and manifests.
         image_root: folder that image paths are relative to and must be inside of; default the table's folder.
         where: keep only rows whose column has this value.
         fractions: fractions of the splits, when the table has no split column.
-        parse_reports: split each text into its sections (FINDINGS, IMPRESSION, ...), without those that identify a
-            person; a text without headers is the section of its column.
+        parse_reports: split texts with headers into sections (FINDINGS, ...), without those that identify a person.
         follow_links: also read images that links out of `image_root` lead to, as in trees of git-annex.
+        keep_imageless: keep rows whose image cell is empty, as texts without an image.
 
-    Raises CorpusError when the table cannot be read, lacks a column, has invalid values, or lists an image file twice
-    (the message names the first rows of each kind); SplitError when its split column puts a patient into two splits;
-    ConfigError when the name is no file name or the split fractions do not sum to one.
+    Raises CorpusError when the table cannot be read, lacks a column, has invalid values, or lists an image file twice;
+    SplitError when a patient is in two splits; ConfigError when the name or the fractions are invalid.
     """
     check_name(name, "name")
     table, where = Path(table), dict(where or {})
@@ -112,7 +117,7 @@ def plan(
     # The table is read twice, for its labels and for its rows, because it may not fit in memory.
     labels = _collect_labels((row for _, row in _read_rows(table, required) if is_selected(row)), columns, table)
     real, warnings = Path(os.path.realpath(root)), Counter[str]()
-    reader = _RowReader(table, real, columns, deid, name, fractions, parse_reports, labels, warnings)
+    reader = _RowReader(table, real, columns, deid, name, fractions, parse_reports, labels, warnings, keep_imageless)
     records, excluded, checks = Records(), Counter[str](), RowChecks(table)
     for number, row in _read_rows(table, required):
         if not is_selected(row):
@@ -154,22 +159,25 @@ class _RowReader:
     parse_reports: bool
     labels: _Labels
     warnings: Counter[str]
+    keep_imageless: bool
 
     def sample(self, number: int, row: Mapping[str, Any]) -> Sample:
         columns = self.columns
-        image_text, patient_text = _cell(row[columns.image_column]), _cell(row[columns.patient_column])
-        if not image_text or not patient_text:
-            field = columns.patient_column if image_text else columns.image_column
+        image_text = _cell(row[columns.image_column]) if columns.image_column else ""
+        patient_text = _cell(row[columns.patient_column])
+        if not patient_text or not (image_text or self.keep_imageless or columns.image_column is None):
+            field = columns.image_column if patient_text else columns.patient_column
             raise CorpusError(f"row {number}: {field} is empty", "missing", field=field)
-        study_text = (_cell(row[columns.study_column]) if columns.study_column else "") or image_text
+        name = image_text or f"{self.name} row {number}"
+        study_text = (_cell(row[columns.study_column]) if columns.study_column else "") or name
         patient = self.deid.patient(patient_text)
         return Sample(
-            key=self.deid.image(image_text),
+            key=self.deid.image(name),
             corpus=self.name,
             split=self._split(number, row, patient),
             patient=patient,
             study=self.deid.study(patient_text, study_text),
-            image=self._image(number, image_text),
+            image=self._image(number, image_text) if image_text else None,
             sections=self._sections(number, row),
             labels=self._labels(number, row),
             view=(_cell(row[columns.view_column]) or None) if columns.view_column else None,
@@ -184,7 +192,7 @@ class _RowReader:
     def _image(self, number: int, text: str) -> Path:
         path = Path(os.path.normpath(self.root / text))  # links are checked when the file is opened
         if not path.is_relative_to(self.root):
-            raise self._malformed(number, self.columns.image_column, "is outside the image root: set --image-root")
+            raise self._malformed(number, str(self.columns.image_column), "is outside the image root: set --image-root")
         return path
 
     def _split(self, number: int, row: Mapping[str, Any], patient: str) -> str:

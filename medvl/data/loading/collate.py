@@ -42,20 +42,27 @@ class Item:
     second_text: str | None = None
     prior_image_HWC: np.ndarray | None = None
     """None: the sample has no previous image, or the system needs none."""
+    has_image: bool = True
+    """False: the sample has no image, and its pixels are a placeholder."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Views:
-    """The augmented images of one sample."""
+    """The augmented images of one sample, or placeholders."""
 
     image: Transformed
     second: Transformed | None = None
     prior: Transformed | None = None
+    has_image: bool = True
+
+
+NO_IMAGE = "no_image"
+"""Reason, also the code of ImageError, for leaving out a sample that has no image; no damage."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SkippedSample:
-    """An unreadable sample that is left out of its batch."""
+    """A sample that is left out of its batch: an unreadable one, or in evaluation one without an image."""
 
     key: str
     reason: str
@@ -88,6 +95,7 @@ class ItemMaker:
             message = "mirrored texts need images that agree with their text: use image.flip 'swap_text' or 'off'"
             raise ConfigError(message, "conflict", field="image.flip")
         self._transform: BuiltTransform | None = None  # built in the process that uses it: pipelines do not pickle
+        self._blank: Transformed | None = None
 
     def __call__(self, sample: Sample, pixels: np.ndarray, epoch: int) -> Item:
         """Return the item of one sample. `pixels` are uint8, (H, W) or (H, W, 3)."""
@@ -95,14 +103,25 @@ class ItemMaker:
 
     def views(self, key: str, pixels: np.ndarray, epoch: int, prior: np.ndarray | None = None) -> Views:
         """Return the augmented images; `key` seeds the augmentation, `prior` are the pixels of the previous image."""
-        if self._transform is None:
-            self._transform = self.image.build()
-        image = self._transform(pixels, sample_rng(self.seed, epoch, key, "image"))
+        image = self._built()(pixels, sample_rng(self.seed, epoch, key, "image"))
         return Views(
             image,
             self._as_flipped(image, key, pixels, epoch, "second image") if self.inputs.second_image else None,
             None if prior is None else self._as_flipped(image, key, prior, epoch, "prior image"),
         )
+
+    def placeholder(self, color: bool) -> Views:
+        """Return black images of the transform's size, for a sample without an image."""
+        if self._blank is None:
+            pixels = np.zeros((16, 16, 3) if color else (16, 16), np.uint8)
+            image_HWC = self._built()(pixels, sample_rng(self.seed, 0, "", "placeholder")).image_HWC
+            self._blank = Transformed(np.zeros_like(image_HWC))
+        return Views(self._blank, self._blank if self.inputs.second_image else None, has_image=False)
+
+    def _built(self) -> BuiltTransform:
+        if self._transform is None:
+            self._transform = self.image.build()
+        return self._transform
 
     def row(self, sample: Sample, views: Views, epoch: int, image_key: str | None = None) -> Item:
         """Return the item of one sample and its augmented images. Items with one `image_key` share the image."""
@@ -116,6 +135,7 @@ class ItemMaker:
             None if views.second is None else views.second.image_HWC,
             self._text(sample, views, epoch, "second text") if self.inputs.second_text else None,
             None if views.prior is None else views.prior.image_HWC,
+            views.has_image,
         )
 
     def _text(self, sample: Sample, views: Views, epoch: int, purpose: str) -> str:
@@ -124,10 +144,9 @@ class ItemMaker:
 
     def _as_flipped(self, image: Transformed, key: str, pixels: np.ndarray, epoch: int, purpose: str) -> Transformed:
         """Return another augmentation, flipped like `image` where the text names sides."""
-        assert self._transform is not None
         rng = sample_rng(self.seed, epoch, key, purpose)
         while True:
-            other = self._transform(pixels, rng)
+            other = self._built()(pixels, rng)
             if self.image.flip != "swap_text" or other.flipped == image.flipped:
                 return other
 
@@ -156,6 +175,7 @@ class Collate:
         names = [str(row) if item.image_key is None else f"shared {item.image_key}" for row, item in enumerate(kept)]
         images = dict(zip(names, (item.image_HWC for item in kept), strict=True))
         image_row = {name: row for row, name in enumerate(images)}
+        has_image = dict(zip(names, (item.has_image for item in kept), strict=True))
         batch = Batch(
             keys=[item.key for item in kept],
             image_BCHW=_stack(list(images.values())),
@@ -165,6 +185,7 @@ class Collate:
             labels_BL=torch.from_numpy(np.stack([item.labels_L for item in kept])),
             texts=texts,
             studies=[item.study for item in kept],
+            has_image_B=None if all(has_image.values()) else torch.tensor(list(has_image.values())),
             has_text_B=None if has_text_B.all() else has_text_B,
         )
         if mirrored:
@@ -213,19 +234,23 @@ class SkipBudget:
         self._where, self._budget = where, int(max_skipped if max_skipped >= 1 else max_skipped * samples)
 
     def add(self, skipped: Sequence[SkippedSample]) -> None:
-        """Count and log skipped samples. Raises BudgetError above the limit."""
+        """Count skipped samples, and log unreadable ones. Raises BudgetError where these are above the limit."""
         for sample in skipped:
             self.reasons[sample.reason] += 1
-            _log.warning("skipped sample %s: %s", sample.key, sample.reason)
-        if self.reasons.total() > self._budget:
+            if sample.reason != NO_IMAGE:
+                _log.warning("skipped sample %s: %s", sample.key, sample.reason)
+        unreadable = self.reasons.total() - self.reasons[NO_IMAGE]
+        if unreadable > self._budget:
             detail = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common())
-            state = f"{self.reasons.total()} unreadable samples ({detail}), over the budget of {self._budget}"
+            state = f"{unreadable} unreadable samples ({detail}), over the budget of {self._budget}"
             message = f"{self._where}: {state}; run `medvl verify` to list the damage"
             raise BudgetError(message, "budget", field="max_skipped")
 
-    def empty_batch(self, skipped: Sequence[SkippedSample]) -> ShardError:
-        """Return the error for a batch without a readable sample."""
-        return ShardError(
+    def check_empty_batch(self, skipped: Sequence[SkippedSample]) -> None:
+        """Raise ShardError for a batch without a readable sample, unless none of its samples has an image."""
+        if all(sample.reason == NO_IMAGE for sample in skipped):
+            return
+        raise ShardError(
             f"{self._where}: no sample of a batch can be read (first: {skipped[0].key}, {skipped[0].reason}); "
             "run `medvl verify` to list the damage",
             "empty",

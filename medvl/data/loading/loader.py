@@ -14,7 +14,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from medvl.common.ranks import check_ranks
-from medvl.data.loading.collate import Collate, Item, ItemMaker, SkipBudget, SkippedSample, Tokenize, Views, init_worker
+from medvl.data.loading.collate import (
+    NO_IMAGE,
+    Collate,
+    Item,
+    ItemMaker,
+    SkipBudget,
+    SkippedSample,
+    Tokenize,
+    Views,
+    init_worker,
+)
 from medvl.data.loading.priors import NO_PRIOR, prior_positions
 from medvl.data.loading.sampler import BatchSampler, EvalSampler, TrainSampler
 from medvl.data.loading.sources import Source
@@ -26,10 +36,21 @@ from medvl.schema import Batch, Inputs, Sample
 
 
 class SampleDataset(Dataset[Item | SkippedSample]):
-    """Items of a source, indexed by (epoch, position); runs in the loader's workers."""
+    """Items of a source, indexed by (epoch, position); runs in the loader's workers.
 
-    def __init__(self, source: Source, maker: ItemMaker, color: bool, image_keys: Sequence[str] | None) -> None:
+    With `keep_imageless`, samples without an image get placeholder pixels; otherwise they are skipped.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        maker: ItemMaker,
+        color: bool,
+        image_keys: Sequence[str] | None,
+        keep_imageless: bool = True,
+    ) -> None:
         self.source, self.maker, self.color, self.image_keys = source, maker, color, image_keys
+        self.keep_imageless = keep_imageless
         self._prior_N = prior_positions(source) if maker.inputs.prior_image else None
         if self._prior_N is not None and (self._prior_N == NO_PRIOR).all():
             message = "no sample has a prior image: convert a corpus that has the order of a patient's studies"
@@ -63,9 +84,15 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         if self.image_keys is not None and self._last is not None and self._last[0] == (epoch, key):
             return self._last[1]
         try:
+            pixels = self._pixels(position)
+            if pixels is None and not self.keep_imageless:
+                return SkippedSample(sample.key, NO_IMAGE)
             prior = NO_PRIOR if self._prior_N is None else int(self._prior_N[position])
-            prior_pixels = None if prior == NO_PRIOR else self.source.pixels(prior, self.color)
-            image = self.maker.views(key, self.source.pixels(position, self.color), epoch, prior_pixels)
+            prior_pixels = None if prior == NO_PRIOR else self._pixels(prior)
+            if pixels is None:
+                image = self.maker.placeholder(self.color)
+            else:
+                image = self.maker.views(key, pixels, epoch, prior_pixels)
         except (ImageError, DicomError) as error:
             return SkippedSample(sample.key, error.code)
         except ShardError:
@@ -74,6 +101,15 @@ class SampleDataset(Dataset[Item | SkippedSample]):
             return SkippedSample(sample.key, "image_missing")
         self._last = None if self.image_keys is None else ((epoch, key), image)
         return image
+
+    def _pixels(self, position: int) -> np.ndarray | None:
+        """Return the decoded image, None where the sample has none."""
+        try:
+            return self.source.pixels(position, self.color)
+        except ImageError as error:
+            if error.code != NO_IMAGE:
+                raise
+            return None
 
     def _item(
         self, epoch: int, position: int, sample: Sample | SkippedSample, image: Views | SkippedSample
@@ -146,7 +182,8 @@ class Loader:
             if skipped:
                 self._skips.add(skipped)
             if batch is None:
-                raise self._skips.empty_batch(skipped)
+                self._skips.check_empty_batch(skipped)
+                continue
             yield batch if self._add_targets is None else self._add_targets(batch)
         if self._training:
             self._sampler.epoch += 1
@@ -202,14 +239,14 @@ def open_loader(
     timeout: float = TIMEOUT,
     add_targets: Callable[[Batch], Batch] | None = None,
     inputs: Inputs | None = None,
+    keep_imageless: bool | None = None,
 ) -> Loader:
     """Open a loader over a source. If the source has `image_keys`, evaluation batches hold each image once.
 
     Args:
         source: for example `ShardSource(folder)` or `FileSource(samples, label_names)`.
         batch: in training the global batch size over all ranks; in evaluation the size of each batch.
-        image: image transform.
-        text: text policy, which selects the text of a sample.
+        image, text: image transform, and text policy, which selects the text of a sample.
         tokenizer: runs in the workers; `medvl.data.no_text` for models without a text encoder.
         train: shuffle and drop the incomplete last batch; otherwise yield every sample once, in order.
         seed: seed of the order and of the augmentation.
@@ -217,11 +254,12 @@ def open_loader(
         workers: number of prefetching processes; 0 reads in this process.
         color: three image channels instead of one.
         max_skipped: budget of unreadable samples: below 1 a fraction of the source, else a number.
-        together: in training, group up to this many samples of one image in succession; they share the augmented
-            image. 1: no grouping, each sample is augmented on its own.
+        together: in training, up to this many samples of one image follow one another and share the augmented image.
         timeout: seconds without a batch after which a worker is considered hung.
         add_targets: called on each batch in this process, for example `DenseTargetTable`.
         inputs: optional parts of the batches, `System.inputs`; None: no optional parts.
+        keep_imageless: keep samples without an image (`Batch.has_image_B`) instead of leaving them out and counting
+            them as `no_image`. None: keep them in training only.
 
     Raises:
         ConfigError: the batch is not divisible by the ranks, or larger than the data; the source lacks an input;
@@ -233,15 +271,14 @@ def open_loader(
     rank, world = check_ranks(rank, world, train=train)
     _check_settings(len(source), batch, train, world, workers)
     _check_together(together, image_keys)
-    sampler: BatchSampler
+    sampler: BatchSampler = EvalSampler(len(source), batch, seed, rank, world)
     if train:
         images_N = np.unique(np.array(image_keys), return_inverse=True)[1] if together > 1 else None
         sampler = TrainSampler(len(source), batch, seed, rank, world, images_N=images_N, together=together)
-    else:
-        sampler = EvalSampler(len(source), batch, seed, rank, world)
     shared = None if train and together == 1 else image_keys
     _check_inputs(inputs or Inputs(), source, shared)
-    samples = SampleDataset(source, ItemMaker(image, text, source.label_names, seed, inputs), color, shared)
+    maker = ItemMaker(image, text, source.label_names, seed, inputs)
+    samples = SampleDataset(source, maker, color, shared, train if keep_imageless is None else keep_imageless)
     budget = {"max_skipped": max_skipped, "timeout": timeout}
     return Loader(source, sampler, samples, tokenizer, workers=workers, add_targets=add_targets, **budget)
 

@@ -127,11 +127,13 @@ class _BatchStream(IterableDataset[tuple[Batch | None, list[SkippedSample]]]):
         key = str(members.get("__key__", "?"))
         try:
             sample = sample_from_json(members["json"])
-            data = next(members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members)
+            data = next((members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members), None)
+            if data is None:
+                return self.maker.row(sample, self.maker.placeholder(self.color), self.epoch)
             return self.maker(sample, decode_image(data, color=self.color), self.epoch)
         except ImageError as error:
             return SkippedSample(key, error.code)
-        except (ValueError, KeyError, StopIteration):
+        except (ValueError, KeyError):
             return SkippedSample(key, "sample_unreadable")
 
 
@@ -174,7 +176,8 @@ class RemoteLoader:
             if skipped:
                 self._skips.add(skipped)
             if batch is None:
-                raise self._skips.empty_batch(skipped)
+                self._skips.check_empty_batch(skipped)
+                continue
             yield batch
         self._stream.epoch += 1
         self._batch = 0

@@ -1,9 +1,10 @@
 """The shard format: plain webdataset tars, one index per tar, one manifest per folder.
 
     OUT/train/mimic-cxr-train-000000.tar      {key}.jpg {key}.json {key}.jpg ...
-    OUT/train/mimic-cxr-train-000000.index    key, suffix, offset, size: one line per member
+    OUT/train/mimic-cxr-train-000000.index    key, suffix, offset, size: two lines per sample
     OUT/train/manifest.json                   content of the folder, conversion options, excluded and skipped images
 
+A sample without an image has its JSON only; the line of its image has the suffix `-` and two zeros.
 `medvl.data.shards.source.ShardSource` reads samples by position with the help of the indexes.
 """
 
@@ -25,6 +26,8 @@ from medvl.schema import SCHEMA_VERSION, Sample
 
 MANIFEST = "manifest.json"
 IMAGE_SUFFIXES = ("jpg", "png")
+NO_IMAGE = "-"
+"""Suffix in the index of a sample without an image."""
 MAX_MEMBER_BYTES = 256 * 2**20
 _INDEX_HEADER = "# medvl index 1"
 _TYPES = {
@@ -71,8 +74,8 @@ class Manifest:
     skipped_keys: tuple[tuple[str, str], ...]
     """(key, reason) of each skipped image."""
     warnings: Mapping[str, int]
-    """Anomalies that were counted and kept: empty sections, possible identifiers in a text, ... Repairs to the tables
-    of the corpus are counted over all splits."""
+    """What was counted and kept: samples without an image (`no_image`), empty sections, possible identifiers in a text,
+    ... Repairs to the tables of the corpus are counted over all splits."""
     options: Mapping[str, Any]
     packages: Mapping[str, str]
     schema_version: int = SCHEMA_VERSION
@@ -182,9 +185,9 @@ class Index:
 
     keys: tuple[str, ...]
     suffixes: tuple[str, ...]
-    """Image suffixes."""
+    """Image suffixes; `NO_IMAGE` where a sample has none."""
     image: np.ndarray
-    """int64 (n, 2): offset and size of each image."""
+    """int64 (n, 2): offset and size of each image; zeros where a sample has none."""
     meta: np.ndarray
     """int64 (n, 2): offset and size of each JSON."""
 
@@ -206,14 +209,17 @@ class Index:
             rows = [line.split("\t") for line in lines[1:]]
             images, metas = rows[0::2], rows[1::2]
             for image, meta in zip(images, metas, strict=True):
-                if image[0] != meta[0] or image[1] not in IMAGE_SUFFIXES or meta[1] != "json":
+                if image[0] != meta[0] or image[1] not in (*IMAGE_SUFFIXES, NO_IMAGE) or meta[1] != "json":
                     raise ValueError(f"lines of sample {image[0]}")
             tables = [np.array([row[2:4] for row in part], np.int64).reshape(-1, 2) for part in (images, metas)]
         except FileNotFoundError:
             raise ShardError(f"{path} does not exist; copy the .index files too", "not_found") from None
         except (ValueError, IndexError, OSError) as error:
             raise ShardError(f"{path} is damaged ({error}); convert the corpus again", "malformed") from error
-        for table_N2 in tables:
+        has_image_N = np.array([row[1] != NO_IMAGE for row in images], bool)
+        if tables[0][~has_image_N].any():
+            raise ShardError(f"{path} is damaged: an image without a suffix; convert the corpus again", "malformed")
+        for table_N2 in (tables[0][has_image_N], tables[1]):
             offset_N, size_N = table_N2.T
             if (offset_N < 0).any() or (size_N <= 0).any() or (size_N > MAX_MEMBER_BYTES).any():
                 raise ShardError(f"{path} is damaged: an offset or a size is out of range", "malformed")

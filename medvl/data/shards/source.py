@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from medvl.data.images.codecs import decode_image
-from medvl.data.shards.format import Index, Manifest, Shard, label_row, sample_from_json
-from medvl.errors import ShardError
+from medvl.data.shards.format import NO_IMAGE, Index, Manifest, Shard, label_row, sample_from_json
+from medvl.errors import ImageError, ShardError
 from medvl.schema import Sample
 
 
@@ -65,9 +65,12 @@ class ShardSource:
         return sample
 
     def image_bytes(self, position: int) -> bytes:
-        """Return the encoded image. Raises ShardError."""
+        """Return the encoded image. Raises ShardError, and ImageError `no_image` where the sample has none."""
         shard, row = self._locate(position)
-        return self._read(shard, self._indexes[shard].image[row], self._indexes[shard].keys[row])
+        index = self._indexes[shard]
+        if index.suffixes[row] == NO_IMAGE:
+            raise ImageError(f"{self.folder}: sample {index.keys[row]} has no image", "no_image")
+        return self._read(shard, index.image[row], index.keys[row])
 
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
         """Return the decoded image: uint8 (H, W), or (H, W, 3) with `color`. Raises ImageError or ShardError."""

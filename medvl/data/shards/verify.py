@@ -11,7 +11,7 @@ from tqdm import tqdm
 from medvl.common.files import sha256
 from medvl.data.images.codecs import decode_image
 from medvl.data.shards.duplicate_images import SharedImage, hash_images, shared_images
-from medvl.data.shards.format import IMAGE_SUFFIXES, Index, Manifest, Shard, sample_from_json
+from medvl.data.shards.format import IMAGE_SUFFIXES, NO_IMAGE, Index, Manifest, Shard, sample_from_json
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.tar_reader import read_members
 from medvl.errors import ImageError, ShardError, SplitError
@@ -140,7 +140,8 @@ def _check_members(
     problems = []
     expected = {}
     for row, key in enumerate(index.keys):
-        expected[f"{key}.{index.suffixes[row]}"] = index.image[row]
+        if index.suffixes[row] != NO_IMAGE:
+            expected[f"{key}.{index.suffixes[row]}"] = index.image[row]
         expected[f"{key}.json"] = index.meta[row]
     with tar.open("rb") as file:
         for member in read_members(file, "the tar"):

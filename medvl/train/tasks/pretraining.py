@@ -97,4 +97,5 @@ def _valid_loaders(data: DataConfig, valid: Any, model: Any, options: dict[str, 
     if valid is None:
         return None, None
     options = {**options, "image": model.transform}
-    return open_valid(data, valid, inputs=model.inputs, **options), open_valid(data, valid, shared=False, **options)
+    losses = open_valid(data, valid, inputs=model.inputs, keep_imageless=True, **options)
+    return losses, open_valid(data, valid, shared=False, **options)

@@ -32,7 +32,7 @@ class RowChecks:
     def add(self, row: int, sample: Sample) -> None:
         """Add the sample of a row."""
         self._rows.append(row)
-        self._images.append(_hash(str(sample.image)))
+        self._images.append(_hash(str(sample.image or sample.key)))
         self._patients.append(_hash(sample.patient))
         self._splits.append(self._split_numbers.setdefault(sample.split, len(self._split_numbers)))
 
