@@ -64,6 +64,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "roco": shards.roco,
         "medicat": shards.medicat,
         "openi": shards.openi,
+        "padchest": shards.padchest,
         "vqa-rad": shards_vqa.vqa_rad,
         "slake": shards_vqa.slake,
         "vqa-med": shards_vqa.vqa_med,

@@ -101,6 +101,7 @@ COMMANDS: dict[str, Callable[..., str]] = {
         size=1024,
         seed=42,
     ),
+    "padchest": _command("padchest", "PadChest: 16-bit PNG files and a table", _shards("padchest"), seed=43),
     "roco": _command(
         "roco",
         f"ROCO: {_FIGURES}",

@@ -225,6 +225,37 @@ def deidentifier(salt_file: Path | None, *, new_salt: bool = False) -> "Deidenti
     return Deidentifier.from_file(path, create=create)
 
 
+def padchest(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    images: Path | None = None,
+    annotators: Literal["all", "physician"] = "all",
+    text: Literal["english", "spanish"] = "english",
+    views: tuple[str, ...] = (),
+    splits: tuple[str, ...] = _FRACTIONS,
+) -> str:
+    """Convert PadChest: labels, and sentences of findings with their places.
+
+    Args:
+        root: folder with the table.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        images: folder with 0/ to 54/, or with all PNG files; default root.
+        annotators: physician excludes images labelled by a model only.
+        text: english writes sentences from the names of findings and places; spanish keeps the reports' word stems.
+        views: keep only these of PA, AP, LATERAL and COSTAL.
+        splits: fractions of the splits, by patient.
+    """
+    from medvl.data.corpora import padchest as corpus
+
+    return convert_corpus(
+        corpus, root, run, options, images=images, annotators=annotators, text=text, views=views,
+        fractions=split_fractions(splits),
+    )  # fmt: skip
+
+
 def convert_corpus(corpus: ModuleType, root: Path, run: ShardRun, options: ShardOptions, **settings: Any) -> str:
     """Plan a corpus with these settings and convert it, as `convert`."""
     deid = deidentifier(run.salt_file, new_salt=run.new_salt)

@@ -55,6 +55,7 @@ def _compare_counts(manifests: "Mapping[str, Manifest]", full: bool) -> None:
         mimic_cxr,
         nih_cxr14,
         openi,
+        padchest,
         path_vqa,
         roco,
         rsna,
@@ -68,7 +69,7 @@ def _compare_counts(manifests: "Mapping[str, Manifest]", full: bool) -> None:
 
     modules = (
         mimic_cxr, chexpert, medicat, openi, vqa_rad, slake, vqa_med, path_vqa, rsna, siim, nih_cxr14, covidx,
-        vindr_cxr,
+        vindr_cxr, padchest,
     )  # fmt: skip
     corpora = {**{module.NAME: module.COUNTS for module in modules}, **roco.COUNTS}
     expected = corpora.get(next(iter(manifests.values())).corpus)

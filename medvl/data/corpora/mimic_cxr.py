@@ -126,11 +126,7 @@ def _read_orders(table: Path, allowed: InputFolders) -> dict[str, int]:
         date, time = row.get("StudyDate", ""), row.get("StudyTime", "") or "0"
         if date.isdecimal() and time.replace(".", "", 1).isdecimal():
             times[row["subject_id"]].setdefault(row["study_id"], (int(date), float(time), row["study_id"]))
-    return {
-        study: order
-        for studies in times.values()
-        for order, study in enumerate(sorted(studies, key=studies.__getitem__))
-    }
+    return tables.order_studies(times)
 
 
 def _read_labels(root: Path, labeler: str, allowed: InputFolders) -> dict[str, Mapping[str, int]]:

@@ -203,6 +203,15 @@ def check_columns(path: Path, columns: Sequence[str], required: Sequence[str]) -
         raise CorpusError(message, "missing", field=missing[0])
 
 
+def order_studies(times: Mapping[str, Mapping[str, tuple[Any, ...]]]) -> dict[str, int]:
+    """Return study -> its place among its patient's studies, from patient -> study -> a key to sort by."""
+    return {
+        study: order
+        for studies in times.values()
+        for order, study in enumerate(sorted(studies, key=studies.__getitem__))
+    }
+
+
 def find_file(root: Path, *names: str) -> Path:
     """Return the first of `names` that is a file below `root`. Raises CorpusError naming all of them when none is."""
     for name in names:

@@ -1,0 +1,203 @@
+"""PadChest (2019). Layout, counts and access: `data_cards/padchest.md`."""
+
+import dataclasses
+import functools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from medvl.common.untrusted import InputFolders
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record, check_choice, find_file, malformed, order_studies, read_table
+from medvl.data.privacy.deidentify import Deidentifier, cap_age
+from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, hash_split
+from medvl.schema import Sample
+
+NAME = "padchest"
+COUNTS: Mapping[str, int] = {"images": 160_861}
+"""Rows of the table, which `medvl verify --full` compares with."""
+VIEWS = {"PA": "PA", "L": "LATERAL", "AP": "AP", "AP_horizontal": "AP", "COSTAL": "COSTAL"}
+"""Projection of the release -> view."""
+
+Annotators = Literal["all", "physician"]
+Text = Literal["english", "spanish"]
+
+_TABLES = tuple(f"PADCHEST_chest_x_ray_images_labels_160K_01.02.19.csv{suffix}" for suffix in ("", ".gz"))
+_COLUMNS = (
+    "ImageID", "ImageDir", "StudyDate_DICOM", "StudyID", "PatientID", "PatientBirth", "PatientSex_DICOM", "Projection",
+    "PhotometricInterpretation_DICOM", "Report", "MethodLabel", "Labels", "LabelsLocalizationsBySentence", "labelCUIS",
+    "LocalizationsCUIS",
+)  # fmt: skip
+_RENAMED = {
+    "normal": "No Finding", "atelectasis": "Atelectasis", "cardiomegaly": "Cardiomegaly",
+    "consolidation": "Consolidation", "pulmonary edema": "Edema", "pleural effusion": "Pleural Effusion",
+    "pneumonia": "Pneumonia", "pneumothorax": "Pneumothorax",
+}  # fmt: skip
+"""Release name -> CheXpert name where the finding is the same."""
+_EXCLUDED = "exclude"  # a label, and in capitals a projection: not a radiograph of the chest, or unusable
+_PLACE = "loc "
+_IMAGE = re.compile(r"\d[\w.-]{0,200}\.png")
+_ITEM = r"'[^']*'|\"[^\"]*\"|nan|None"
+_LIST = re.compile(rf"\[[\s,]*+(?:(?:{_ITEM})[\s,]*+)*+\]")
+"""A list as Python prints it, or as NumPy does, without commas."""
+_LISTS = re.compile(rf"\[[\s,]*+(?:\[[\s,]*+(?:(?:{_ITEM})[\s,]*+)*+\][\s,]*+)*+\]")
+_TEXT = re.compile(r"'([^']*)'|\"([^\"]*)\"")
+_NO_LIST = ("", "nan")
+
+
+def plan(
+    root: Path,
+    deid: Deidentifier,
+    *,
+    images: Path | None = None,
+    annotators: Annotators = "all",
+    text: Text = "english",
+    views: Sequence[str] = (),
+    fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
+    follow_links: bool = False,
+) -> Plan:
+    """Plan the samples of PadChest from its table; no image is opened.
+
+    StudyDate gives each sample's age and `order`, and is not kept.
+
+    Args:
+        root: folder with the table, gzipped or not.
+        deid: hashes patient, study and image ids.
+        images: folder with `0/` to `54/` as the archives unpack, or with all PNG files; default `root`.
+        annotators: "physician" leaves out images whose reports were labelled by a model only, as published zero-shot
+            results do (39,053 images).
+        text: "english" writes sentences from the names of findings and places of each sentence; "spanish" keeps the
+            reports, which the release has in lower case and as word stems.
+        views: keep only these views, such as PA and AP; default all.
+        fractions: fractions of the splits, by patient; the release has no splits.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+
+    Raises CorpusError when the table or a column is missing, or a list cannot be read; ConfigError when an option is
+    unknown or the fractions do not sum to one.
+    """
+    root, images = Path(root), Path(images or root)
+    allowed = InputFolders.of(root, images, follow_links=follow_links)
+    check_choice(annotators, get_args(Annotators), "annotators")
+    check_choice(text, get_args(Text), "text")
+    for view in views:
+        check_choice(view, tuple(dict.fromkeys(VIEWS.values())), "views")
+    check_fractions(fractions)
+    table = find_file(root, *_TABLES)
+    exclusion = functools.partial(_exclusion, table=table, annotators=annotators, views=views)
+    rows = functools.partial(read_table, table, _COLUMNS, allowed)
+    label_names = tuple(sorted({name for row in rows() if exclusion(row) is None for name in _labels(row, table)}))
+    orders = _orders(rows())
+    excluded, warnings, records, folders = Counter[str](), Counter[str](), Records(), dict[str, Path]()
+    for row in rows():
+        reason = exclusion(row)
+        if reason is not None:
+            excluded[reason] += 1
+            continue
+        name = row["ImageDir"]
+        if name not in folders:
+            folders[name] = images / name if (images / name).is_dir() else images
+        sample = _sample(row, table, deid, label_names, text)
+        warnings["no_labels"] += not sample.labels
+        warnings["unknown_projection"] += sample.view is None
+        split, image = hash_split(sample.patient, fractions), folders[name] / row["ImageID"]
+        order = orders.get(row["StudyID"])
+        records.append(Record(dataclasses.replace(sample, split=split, image=image, order=order)))
+    return Plan(NAME, records, label_names, excluded, +warnings, allowed)
+
+
+def _orders(rows: Iterable[Mapping[str, str]]) -> dict[str, int]:
+    """Return the place of each study among its patient's studies; studies without a date are left out."""
+    times: defaultdict[str, dict[str, tuple[int, str]]] = defaultdict(dict)
+    for row in rows:
+        if row["StudyDate_DICOM"].isdecimal():
+            times[row["PatientID"]].setdefault(row["StudyID"], (int(row["StudyDate_DICOM"]), row["StudyID"]))
+    return order_studies(times)
+
+
+def _sample(row: Mapping[str, str], table: Path, deid: Deidentifier, names: Sequence[str], text: Text) -> Sample:
+    """Return the sample of a row, without image, split and order."""
+    present, sentences = _labels(row, table), _sentences(row, table)
+    return Sample(
+        key=deid.image(row["ImageID"]),
+        corpus=NAME,
+        split="",
+        patient=deid.patient(row["PatientID"]),
+        study=deid.study(row["PatientID"], row["StudyID"]),
+        sections={"findings": _english(sentences)} if text == "english" else {"report": row["Report"].strip()},
+        labels={name: int(name in present) for name in names} if present else {},
+        view=VIEWS.get(row["Projection"]),
+        sex=row["PatientSex_DICOM"] if row["PatientSex_DICOM"] in ("F", "M") else None,
+        age=_age(row),
+        extra=_extra(row, table, sentences),
+    )
+
+
+def _exclusion(row: Mapping[str, str], table: Path, annotators: Annotators, views: Sequence[str]) -> str | None:
+    """Return why an image is left out, or None."""
+    if not _IMAGE.fullmatch(row["ImageID"]) or not row["ImageDir"].isdecimal():
+        return "no_image_name"
+    if annotators == "physician" and row["MethodLabel"] != "Physician":
+        return "labelled_by_model"
+    if _EXCLUDED in (row["Projection"].lower(), *_read_list(row, "Labels", table)):
+        return "marked_exclude"
+    return "view" if views and VIEWS.get(row["Projection"]) not in views else None
+
+
+def _labels(row: Mapping[str, str], table: Path) -> set[str]:
+    names = _read_list(row, "Labels", table)
+    return {_RENAMED.get(name, name) for name in names if not name.startswith(_PLACE)}
+
+
+def _extra(row: Mapping[str, str], table: Path, sentences: list[list[str]]) -> dict[str, object]:
+    photometric = row["PhotometricInterpretation_DICOM"]
+    return {
+        "labels_localizations_by_sentence": sentences,
+        "label_cuis": _read_list(row, "labelCUIS", table),
+        "localization_cuis": _read_list(row, "LocalizationsCUIS", table),
+        "annotated_by": "physician" if row["MethodLabel"] == "Physician" else "model",
+        **({"photometric": photometric} if photometric in ("MONOCHROME1", "MONOCHROME2") else {}),
+    }
+
+
+def _english(sentences: list[list[str]]) -> str:
+    """Return one English sentence for each distinct sentence of the report: findings, then places."""
+    texts = []
+    for names in sentences:
+        words = [name for name in names if not name.startswith(_PLACE)]
+        words += [name.removeprefix(_PLACE) for name in names if name.startswith(_PLACE)]
+        texts.append(f"{', '.join(words).capitalize()}.")
+    return " ".join(dict.fromkeys(texts))
+
+
+def _sentences(row: Mapping[str, str], table: Path) -> list[list[str]]:
+    """Return the names of findings and places (beginning with "loc ") of each sentence that has any."""
+    column = "LabelsLocalizationsBySentence"
+    cell = row[column].strip()
+    if cell in _NO_LIST:
+        return []
+    if not _LISTS.fullmatch(cell):
+        raise malformed(table, f"expected a list of lists of names in {column}", column)
+    return [names for part in cell[1:-1].split("]") if (names := _names(part))]
+
+
+def _read_list(row: Mapping[str, str], column: str, table: Path) -> list[str]:
+    cell = row[column].strip()
+    if cell in _NO_LIST:
+        return []
+    if not _LIST.fullmatch(cell):
+        raise malformed(table, f"expected a list of names in {column}", column)
+    return _names(cell)
+
+
+def _names(cell: str) -> list[str]:
+    """Return the distinct names of a list, white space collapsed; the release has blank and repeated ones."""
+    names = (" ".join((one or other).split()) for one, other in _TEXT.findall(cell))
+    return list(dict.fromkeys(filter(None, names)))
+
+
+def _age(row: Mapping[str, str]) -> int | None:
+    """Return the difference of the years of study and birth."""
+    taken, born = row["StudyDate_DICOM"][:4], row["PatientBirth"].partition(".")[0]
+    return cap_age(int(taken) - int(born)) if taken.isdecimal() and born.isdecimal() else None
