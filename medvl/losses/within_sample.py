@@ -1,6 +1,6 @@
 """Losses of the items of a sample among themselves: words, sentences or regions, never those of other samples.
 
-    loss = within_sample_nce(words_BNE, attended_BNE, mask_BN, temperature=0.1)                       # MGCA
+    loss = within_sample_nce(words_BNE, attended_BNE, mask_BN, temperature=0.1, symmetric=True)       # MGCA
     loss = within_sample_nce(regions_BPE, attended_BPE, None, weights_BP, grid_positives(7, 7))       # LoVT
     loss = local_alignment(words_BNE, attended_BNE, mask_BN) + 0.1 * local_uniformity(words_BNE, mask_BN)
 
@@ -27,13 +27,15 @@ def within_sample_nce(
     weights_BN: Tensor | None = None,
     positives_NN: Tensor | None = None,
     temperature: float = 0.3,
+    *,
+    symmetric: bool = False,
 ) -> Tensor:
-    """InfoNCE of each item of `a` against all items of `b` in its own sample, in that direction only.
+    """InfoNCE of each item of `a` against all items of `b` in its own sample, in that direction only by default.
 
     With the cosine s_ij of item i of `a` and item j of `b`, and the share p_ij of j in the positives of i, an item has
     -sum_j p_ij s_ij / temperature + ln sum_j exp(s_ij / temperature). This is the local loss of LoVT (Mueller et al.,
     arXiv 2112.02889, section 3.5) and, with one positive, the token loss of MGCA (Wang et al., arXiv 2210.06044,
-    section 3.3). Call it again with `a` and `b` exchanged for the other direction.
+    section 3.3).
 
     Args:
         a_BNE, b_BNE: item i of one belongs to item i of the other, such as a word and what it attends to.
@@ -44,6 +46,7 @@ def within_sample_nce(
         positives_NN: weights of the positives of item i in row i; divided by their sum over the real items of a row.
             They get no gradient. None: the item of the same number. See `grid_positives`.
         temperature: 0.3 in LoVT, 0.1 in MGCA.
+        symmetric: return the mean of this and of the other direction, with `a` and `b` exchanged, as in MGCA.
 
     Returns a scalar: the weighted mean over a sample's items, averaged over the samples of all ranks that have an item.
     An item whose positives are all padding is left out. 0 with a zero gradient without any item. Raises ValueError on
@@ -66,7 +69,10 @@ def within_sample_nce(
             counted_BN = mask_BN & (total_BN1.squeeze(2) > 0)
         # Not minus infinity: for a sample without items, the softmax would be NaN.
         among_BNN = logits_BNN.masked_fill(~mask_BN[:, None], torch.finfo(torch.float32).min)
-        return _mean(among_BNN.logsumexp(dim=2) - own_BN, counted_BN, weights_BN)
+        loss = _mean(among_BNN.logsumexp(dim=2) - own_BN, counted_BN, weights_BN)
+    if not symmetric:
+        return loss
+    return (loss + within_sample_nce(b_BNE, a_BNE, mask_BN, weights_BN, positives_NN, temperature)) / 2
 
 
 def grid_positives(height: int, width: int, threshold: float = 0.5, smoothing: float = 1.0) -> Tensor:

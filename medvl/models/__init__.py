@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         LocalDualConfig as LocalDualConfig,
         LocalDualEncoder as LocalDualEncoder,
     )
+    from medvl.models.dual_encoders.mgca import MGCA as MGCA, MGCAConfig as MGCAConfig
     from medvl.models.dual_encoders.pairs import Pairs as Pairs
     from medvl.models.dual_encoders.sentences import pool_sentences as pool_sentences
     from medvl.models.dual_encoders.siglip import SigLIP as SigLIP, SigLIPConfig as SigLIPConfig

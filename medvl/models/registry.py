@@ -11,7 +11,7 @@ medvl's own modules are imported on first use. Another package adds systems with
 for example in its pyproject.toml:
 
     [project.entry-points."medvl.systems"]
-    mgca = "my_package.mgca:MGCA"
+    my_system = "my_package.my_system:MySystem"
 """
 
 import fnmatch
@@ -38,6 +38,7 @@ _MODULES = {
     "gloria": "medvl.models.dual_encoders.gloria",
     "m3ae": "medvl.models.fusion_encoders.m3ae",
     "medvill": "medvl.models.fusion_encoders.medvill",
+    "mgca": "medvl.models.dual_encoders.mgca",
     "segmenter": "medvl.models.downstream.segmenter",
     "siglip": "medvl.models.dual_encoders.siglip",
     "single_stream": "medvl.models.fusion_encoders.streams",

@@ -17,6 +17,8 @@ TOWERS = {"image_encoder": "open_clip:ViT-B-32", "image_arguments": VIT, "image_
 CONVIRT = {"image_encoder": "resnet_tiny", "image_size": 32, "projection_dim": 16, "frozen_text_layers": 0}
 STUDIES = ["a", "b", "a", "c", "d", "c", "e"]
 PAIRS = len(STUDIES)
+LOCAL = ("gloria", "mgca")
+"""Systems with words, which need a tokenizer."""
 
 
 def clip(**settings: Any) -> ContrastiveEncoder:
@@ -41,18 +43,28 @@ def gloria() -> ContrastiveEncoder:
     return gloria_ranks.tiny_model(gloria_ranks.tiny_tokenizer())
 
 
+def mgca(**settings: Any) -> ContrastiveEncoder:
+    """Batch norm in the image encoder and in all heads."""
+    torch.manual_seed(0)
+    towers = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}}
+    sizes = {"image_size": 64, "margin": 0, "encoder_size": 96, "projection_dim": 24, "hidden_dim": 32}
+    settings = {"num_prototypes": 10, "freeze_prototypes_steps": 2, **settings}
+    return medvl.create_model("mgca", tokenizer=gloria_ranks.tiny_tokenizer(), **{**towers, **sizes, **settings})
+
+
 SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "clip": lambda: clip(positives="study"),
     "siglip": siglip,
     "convirt": lambda: convirt(positives="either"),
     "gloria": gloria,
+    "mgca": mgca,
 }
 
 
 def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
     """Return seven pairs or some of them: two equal texts, and no image in the fourth."""
     indices = list(range(PAIRS))[rows]
-    if name == "gloria":
+    if name in LOCAL:
         batch = gloria_ranks.make_batch(gloria_ranks.tiny_tokenizer(), indices)
     else:
         generator = torch.Generator().manual_seed(5)

@@ -250,3 +250,12 @@ def test_losses_refuse_other_shapes() -> None:
         losses.local_uniformity(a_BNE, t=0.0)
     with pytest.raises(ValueError, match="grid"):
         losses.grid_positives(0, 4)
+
+
+def test_the_symmetric_loss_is_the_mean_of_both_directions() -> None:
+    a_BNE, b_BNE, mask_BN = items(LENGTHS)
+    weights_BN = torch.rand(mask_BN.shape, generator=torch.Generator().manual_seed(1))
+    options = (mask_BN, weights_BN, None, 0.1)
+    both = losses.within_sample_nce(a_BNE, b_BNE, *options, symmetric=True)
+    directions = losses.within_sample_nce(a_BNE, b_BNE, *options) + losses.within_sample_nce(b_BNE, a_BNE, *options)
+    torch.testing.assert_close(both, directions / 2)

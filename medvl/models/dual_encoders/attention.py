@@ -48,6 +48,21 @@ def attend(
         return weight_BQK @ value_BKD.float().masked_fill(~mask_of(key_BKE, mask_BK)[:, :, None], 0.0)
 
 
+def clip_to_percentiles(
+    weight_BN: Tensor | None, mask_BN: Tensor, low: float = 0.1, high: float = 0.9
+) -> Tensor | None:
+    """Return (B, N) float32: weights limited to two percentiles of the real items of their sample; 0 for padding.
+
+    MGCA's released code limits attention weights to the 10th and 90th percentile. `mask_BN` is True on real items. No
+    gradient. None stays None.
+    """
+    if weight_BN is None or not weight_BN.numel():
+        return weight_BN
+    known_BN = weight_BN.detach().float().masked_fill(~mask_BN, torch.nan)
+    low_B1, high_B1 = (known_BN.nanquantile(share, dim=1, keepdim=True) for share in (low, high))
+    return known_BN.clamp(low_B1, high_B1).nan_to_num(nan=0.0)
+
+
 class CrossAttention(nn.Module):
     """Attention of two sequences to each other, with the same projections in both directions.
 

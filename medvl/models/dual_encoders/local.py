@@ -153,9 +153,11 @@ class LocalDualEncoder(BertDualEncoder):
         weight_BW = None
         if features.attention_BT is not None:
             weight_BW = sum_by_slot(features.attention_BT[:, :, None], slot_BT, width)[0].squeeze(2)
+        if not self.config.text_token:  # before the head, whose batch norm is over words
+            words_BWD, mask_BW = words_BWD[:, 1:], mask_BW[:, 1:]
+            weight_BW = None if weight_BW is None else weight_BW[:, 1:]
         global_BE = F.normalize(self.text_head(features.pooled_BD).float(), dim=-1)
-        texts = Embeddings(global_BE, self._project(self.word_head, words_BWD, mask_BW), mask_BW, weight_BW)
-        return texts if self.config.text_token else _without_first(texts)
+        return Embeddings(global_BE, self._project(self.word_head, words_BWD, mask_BW), mask_BW, weight_BW)
 
     @torch.no_grad()
     def attention_maps(

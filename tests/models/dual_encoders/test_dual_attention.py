@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,13 @@ from helpers.errors import raises
 from torch import Tensor, nn
 
 from medvl.errors import ConfigError
-from medvl.models.dual_encoders.attention import AttentionPool, CrossAttention, attend, attention_weights
+from medvl.models.dual_encoders.attention import (
+    AttentionPool,
+    CrossAttention,
+    attend,
+    attention_weights,
+    clip_to_percentiles,
+)
 from medvl.models.dual_encoders.sentences import SentencePool, pool_sentences
 
 MASK = torch.tensor([[True, True, False], [True, True, True], [False] * 3, [True, False, True]])
@@ -180,3 +187,16 @@ def test_pooled_sentences_of_16_bits_and_of_no_sentence(pool: SentencePool) -> N
 def test_unknown_pool_is_refused() -> None:
     with raises(ConfigError, "unknown_name", "pool", names="sum"):
         pool_sentences(features(4, 7, 5), SENTENCES, pool="sum")
+
+
+def test_weights_are_limited_to_percentiles_of_the_real_items() -> None:
+    weight_BN = features(4, 9).square()
+    mask_BN = torch.arange(9) < torch.tensor([9, 6, 1, 0])[:, None]
+    actual_BN = clip_to_percentiles(weight_BN.masked_fill(~mask_BN, torch.inf), mask_BN)
+    for row, count in enumerate((9, 6, 1, 0)):
+        known = weight_BN[row, :count].numpy()
+        expected = known.clip(*np.quantile(known, [0.1, 0.9])) if count else known
+        torch.testing.assert_close(actual_BN[row, :count], torch.from_numpy(expected.astype(np.float32)))
+        assert not actual_BN[row, count:].any()
+    assert clip_to_percentiles(weight_BN[:0], mask_BN[:0]).shape == (0, 9)
+    assert clip_to_percentiles(None, mask_BN) is None
