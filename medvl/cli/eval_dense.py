@@ -18,7 +18,7 @@ def detection(
 ) -> None:
     """Evaluate detection of findings: average precision over all images, those without boxes included.
 
-    The checkpoint is a detector (recipes/dense_transfer.py); the shards have boxes (rsna, nih-cxr14, vindr-cxr).
+    The checkpoint is a detector (recipes/dense_transfer.py); the shards have boxes (rsna, vindr-cxr, chestxdet10, ...).
 
     Args:
         valid: folder of shards of other patients, on which the score threshold is chosen; without it, no challenge

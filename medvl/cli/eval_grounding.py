@@ -18,7 +18,7 @@ def grounding(
 ) -> None:
     """Evaluate phrase grounding: contrast-to-noise ratio, pointing game and overlap with the boxes of each phrase.
 
-    The checkpoint is a dual-encoder; the shards have phrases (ms-cxr) or boxes (rsna, nih-cxr14, vindr-cxr).
+    The checkpoint is a dual-encoder; the shards have phrases (ms-cxr) or boxes (rsna, vindr-cxr, chestxdet10, ...).
 
     Args:
         protocol: settings by name. biovil: similarity smoothed by 1.5 cells, thresholds on the cosines, removed pixels

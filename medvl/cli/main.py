@@ -76,6 +76,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "nih-cxr14": shards_labels.nih_cxr14,
         "covidx": shards_labels.covidx,
         "vindr-cxr": shards_labels.vindr_cxr,
+        "chestxdet10": shards_labels.chestxdet10,
         "table": shards.table,
     },
     "eval": {

@@ -101,6 +101,9 @@ COMMANDS: dict[str, Callable[..., str]] = {
         size=1024,
         seed=42,
     ),
+    "chestxdet10": _command(
+        "chestxdet10", "ChestX-Det10: images with boxes of findings in JSON", _shards("chestxdet10"), size=1024, seed=44
+    ),
     "padchest": _command("padchest", "PadChest: 16-bit PNG files and a table", _shards("padchest"), seed=43),
     "roco": _command(
         "roco",

@@ -146,5 +146,19 @@ def vindr_cxr(
     return convert_corpus(corpus, root, run, textless, agreement=agreement, boxes=boxes, validate_share=validate_share)
 
 
+def chestxdet10(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, validate_share: float = 0.1) -> str:
+    """Convert ChestX-Det10, with the official test split: boxes of ten findings.
+
+    Args:
+        root: folder with train.json, test.json, train_data/ and test_data/.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        validate_share: fraction of the patients of the official training images for validation.
+    """
+    from medvl.data.corpora import chestxdet10 as corpus
+
+    return convert_corpus(corpus, root, run, _textless(options), validate_share=validate_share)
+
+
 def _textless(options: ShardOptions) -> ShardOptions:
     return dataclasses.replace(options, keep_textless=True)

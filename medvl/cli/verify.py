@@ -49,6 +49,7 @@ def verify(folder: Path, *, against: Path | None = None, decode: bool = False, f
 
 def _compare_counts(manifests: "Mapping[str, Manifest]", full: bool) -> None:
     from medvl.data.corpora import (
+        chestxdet10,
         chexpert,
         covidx,
         medicat,
@@ -69,7 +70,7 @@ def _compare_counts(manifests: "Mapping[str, Manifest]", full: bool) -> None:
 
     modules = (
         mimic_cxr, chexpert, medicat, openi, vqa_rad, slake, vqa_med, path_vqa, rsna, siim, nih_cxr14, covidx,
-        vindr_cxr, padchest,
+        vindr_cxr, padchest, chestxdet10,
     )  # fmt: skip
     corpora = {**{module.NAME: module.COUNTS for module in modules}, **roco.COUNTS}
     expected = corpora.get(next(iter(manifests.values())).corpus)

@@ -16,6 +16,7 @@ from medvl.common.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from medvl.phantom.language.reports import Report as Report, compose_report as compose_report
     from medvl.phantom.language.vqa import vqa_images as vqa_images
+    from medvl.phantom.layouts.chestxdet10 import write_chestxdet10 as write_chestxdet10
     from medvl.phantom.layouts.chexpert import write_chexpert as write_chexpert
     from medvl.phantom.layouts.dicom_writer import dicom_bytes as dicom_bytes
     from medvl.phantom.layouts.medicat import write_medicat as write_medicat

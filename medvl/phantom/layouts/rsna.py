@@ -1,7 +1,6 @@
 """The phantom corpus in the layout of the RSNA Pneumonia Detection Challenge (2018), stage 2."""
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medvl.phantom.layouts import kaggle
@@ -45,17 +44,8 @@ def _write_patient(root: Path, patient: Patient, options: Options) -> PatientRow
         tables[LABELS] += [[name, *target] for target in targets]
         tables[CLASSES] += [[name, _class(study, bool(view_boxes))] for _ in targets]
         nih = f"{patient.subject_id:08d}_{number:03d}.png"
-        mapping.append({"subset_img_id": name, "img_id": nih})
-    lines = _json_lines(mapping, first=patient.index == 0, last=patient.index == options.patients - 1)
-    return PatientRows(patient.index, {**tables, MAPPING: [[line] for line in lines]}, truth)
-
-
-def _json_lines(rows: Sequence[Mapping[str, str]], *, first: bool, last: bool) -> list[str]:
-    """Return a patient's lines of a JSON list, whose lines are concatenated over patients."""
-    lines = [f"{json.dumps(row)}," for row in rows]
-    if last:
-        lines[-1:] = [lines[-1].removesuffix(","), "]"]
-    return ["[", *lines] if first else lines
+        mapping.append([json.dumps({"subset_img_id": name, "img_id": nih})])
+    return PatientRows(patient.index, {**tables, MAPPING: mapping}, truth)
 
 
 def _boxes(view: View) -> list[tuple[int, int, int, int]]:

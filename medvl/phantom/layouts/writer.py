@@ -104,7 +104,8 @@ def write_release(
     Args:
         root: an empty or absent folder, or a finished or partial release with the same `options`.
         write_patient: function that writes the files of one patient below `root`; at module level, to be picklable.
-        columns: file name of each table -> its header; None for a file of lines, whose rows are one text each.
+        columns: file name of each table -> its header; None for a file of lines, or for a JSON list (`.json`),
+            whose rows are one text each.
         workers: number of processes; None for one per core.
 
     Raises ConfigError ("out_of_range") for `workers`, and CorpusError ("exists") if `root` contains anything else.
@@ -200,7 +201,9 @@ class _Task:
 
 def _table_bytes(name: str, header: Sequence[str] | None, rows: Iterable[Sequence[object]]) -> bytes:
     text = io.StringIO()
-    if header is None:
+    if name.endswith(".json"):
+        text.write("[\n" + ",\n".join(str(line) for (line,) in rows) + "\n]\n")
+    elif header is None:
         text.writelines(f"{line}\n" for (line,) in rows)
     else:
         writer = csv.writer(text, lineterminator="\n")

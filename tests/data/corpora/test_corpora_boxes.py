@@ -1,7 +1,9 @@
-"""VinDr-CXR converter on valid and damaged fixtures in the published layout, and on its phantom."""
+"""VinDr-CXR and ChestX-Det10 converters on valid and damaged fixtures in the published layout, and on their phantoms."""
 
+import json
 from pathlib import Path
 
+import cv2
 import pytest
 from helpers.dicom_builder import image_dataset, write_dataset
 from helpers.errors import raises
@@ -9,19 +11,20 @@ from helpers.mimic_files import textured
 
 from medvl.cli import main as cli
 from medvl.data.annotations.boxes import add_size, merge_readers, read_corners
-from medvl.data.corpora import vindr_cxr
+from medvl.data.corpora import chestxdet10, nih_cxr14, vindr_cxr
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.format import sample_to_json
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError, ImageError
 from medvl.phantom import World, read_truth
+from medvl.phantom.layouts.chestxdet10 import NAMES as DET10_NAMES
 from medvl.phantom.layouts.vindr_cxr import findings
 from medvl.schema import Sample
 
 CARDS = Path(__file__).parents[3] / "data_cards"
 
 
-@pytest.mark.parametrize("module", [vindr_cxr])
+@pytest.mark.parametrize("module", [vindr_cxr, chestxdet10])
 def test_data_cards_contain_the_counts_of_verify(module):
     card = (CARDS / f"{module.NAME}.md").read_text()
     for name, count in module.COUNTS.items():
@@ -235,3 +238,81 @@ def test_vindr_phantom_round_trip(tmp_path: Path, deid: Deidentifier, capsys: py
         assert positives(sample) == (labels or {"No Finding"})
         assert (sample.sex, sample.age) == (row["sex"], min(90, row["age"]))
     assert sum(len(sample.extra["boxes"]) for sample in samples) > 20
+
+
+# ChestX-Det10
+
+DET10_TRAIN = [
+    {"file_name": "36200.png", "syms": ["Effusion", "Fracture"], "boxes": [[632, 721, 909, 969], [1, 2, 3.5, 4]]},
+    {"file_name": "36201.png", "syms": [], "boxes": []},
+    {"file_name": "00000042_006.png", "syms": ["Mass"], "boxes": [[0, 0, 1024, 1024]]},
+    {"file_name": "00000043_000.png", "syms": [], "boxes": []},
+]
+DET10_TEST = [{"file_name": "00000042_001.png", "syms": ["Nodule"], "boxes": [[10, 20, 30, 40]]}]
+
+
+def write_det10(root: Path, train: object = DET10_TRAIN, test: object = DET10_TEST) -> Path:
+    for split, rows in (("train", train), ("test", test)):
+        (root / f"{split}_data").mkdir(parents=True)
+        (root / f"{split}.json").write_text(json.dumps(rows))
+    return root
+
+
+def test_det10_samples_have_boxes_and_disjoint_patients(tmp_path: Path, deid: Deidentifier) -> None:
+    plan = chestxdet10.plan(write_det10(tmp_path), deid)
+    samples = {sample.key: sample for sample in plan.iter_samples()}
+    first, empty, nih, test = (samples[deid.image(f"{name}.png")] for name in ("36200", "36201", "00000043_000", "00000042_001"))  # fmt: skip
+    assert (len(samples), plan.excluded) == (4, {"patient_in_test": 1})
+    assert {name for name, value in first.labels.items() if value} == {"Pleural Effusion", "Fracture"}
+    assert first.extra == {
+        "boxes": [box("Pleural Effusion", 632, 721, 277, 248), box("Fracture", 1, 2, 2.5, 2)],
+        "image_width": 1024,
+        "image_height": 1024,
+    }
+    assert (empty.extra["boxes"], set(empty.labels.values())) == ([], {0})
+    assert set(first.labels) == set(plan.label_names) == set(chestxdet10.LABELS) < {*nih_cxr14.LABELS, "Calcification", "Fracture"}  # fmt: skip
+    assert nih.patient == deid.patient("00000043")
+    assert first.patient != empty.patient
+    assert (test.split, test.image) == ("test", tmp_path / "test_data" / "00000042_001.png")
+    assert "36200" not in sample_to_json(first).decode()
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        ({"images": []}, ("malformed",)),
+        ([{"file_name": "1.png", "syms": []}], ("missing", "boxes")),
+        ([{"file_name": "../1.png", "syms": [], "boxes": []}], ("malformed", "file_name")),
+        ([{"file_name": 1, "syms": [], "boxes": []}], ("malformed", "file_name")),
+        ([{"file_name": "1.png", "syms": ["Mass"], "boxes": []}], ("malformed", "boxes")),
+        ([{"file_name": "1.png", "syms": ["Mass"], "boxes": ["1234"]}], ("malformed", "boxes")),
+        ([{"file_name": "1.png", "syms": ["Mass"], "boxes": [[1, 2, 3]]}], ("malformed", "boxes")),
+        ([{"file_name": "1.png", "syms": ["Mass"], "boxes": [[1, 2, 1030, 9]]}], ("out_of_range", "boxes")),
+        ([{"file_name": "1.png", "syms": ["Cardiomegaly"], "boxes": [[1, 2, 3, 4]]}], ("malformed", "syms")),
+        ([{"file_name": "1.png", "syms": [["Mass"]], "boxes": [[1, 2, 3, 4]]}], ("malformed", "syms")),
+    ],
+)
+def test_det10_damaged_annotations_raise(train: object, expected: tuple[str, ...], tmp_path: Path, deid) -> None:
+    with raises(CorpusError, *expected, names="train.json"):
+        chestxdet10.plan(write_det10(tmp_path, train=train), deid)
+
+
+def test_det10_phantom_round_trip(tmp_path: Path, deid: Deidentifier) -> None:
+    write_phantom("chestxdet10", tmp_path / "corpus", 8, 64, 44)
+    convert(tmp_path / "corpus", "chestxdet10", tmp_path / "shards", "--validate-share", "0.3")
+    samples = samples_of(tmp_path / "shards", "train", "validate", "test")
+    truth = {deid.image(Path(row["path"]).name): row for row in read_truth(tmp_path / "corpus")}
+    assert {sample.key for sample in samples} == truth.keys()
+    assert {sample.split for sample in samples} >= {"train", "test"}
+    for sample in samples:
+        row, renamed = truth[sample.key], chestxdet10._RENAMED
+        expected = [
+            box(renamed.get(name, name), *(one[side] for side in ("x", "y", "width", "height")))
+            for one in row["boxes"]
+            if (name := DET10_NAMES.get(one["label"]))
+        ]
+        assert sample.extra["boxes"] == expected
+        assert {name for name, value in sample.labels.items() if value} == {one["label"] for one in expected}
+        assert (sample.split == "test") == (row["split"] == "test")
+    path = next((tmp_path / "corpus" / "test_data").iterdir())
+    assert cv2.imread(str(path), cv2.IMREAD_UNCHANGED).shape == (64, 64)

@@ -100,11 +100,11 @@ def read_json(path: Path, folders: InputFolders) -> Any:
 def check_rows(path: Path, rows: object, required: Sequence[str]) -> list[dict[str, Any]]:
     """Return `rows` as a list of objects with the required fields. Raises CorpusError naming the first wrong row."""
     if not isinstance(rows, list) or not rows:
-        raise malformed(path, "expected a non-empty list of questions")
+        raise malformed(path, "expected a non-empty list of objects")
     for number, row in enumerate(rows, 1):
         missing = [name for name in required if not isinstance(row, dict) or name not in row]
         if missing:
-            raise CorpusError(f"{path}, question {number} lacks {', '.join(missing)}", "missing", field=missing[0])
+            raise CorpusError(f"{path}, entry {number} lacks {', '.join(missing)}", "missing", field=missing[0])
     return cast(list[dict[str, Any]], rows)
 
 
