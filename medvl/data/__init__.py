@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from medvl.data.transforms.text import (
         RandomSection as RandomSection,
         RandomSentence as RandomSentence,
+        SwappedSentences as SwappedSentences,
         WholeText as WholeText,
     )
 

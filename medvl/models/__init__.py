@@ -59,6 +59,12 @@ if TYPE_CHECKING:
         LocalDualConfig as LocalDualConfig,
         LocalDualEncoder as LocalDualEncoder,
     )
+    from medvl.models.dual_encoders.lovt import (
+        LocalAnalysis as LocalAnalysis,
+        LocalAnalysisConfig as LocalAnalysisConfig,
+        LoVT as LoVT,
+        LoVTConfig as LoVTConfig,
+    )
     from medvl.models.dual_encoders.mgca import MGCA as MGCA, MGCAConfig as MGCAConfig
     from medvl.models.dual_encoders.pairs import Pairs as Pairs
     from medvl.models.dual_encoders.sentences import pool_sentences as pool_sentences

@@ -36,6 +36,8 @@ _MODULES = {
     "detector": "medvl.models.downstream.detector",
     "dual_stream": "medvl.models.fusion_encoders.streams",
     "gloria": "medvl.models.dual_encoders.gloria",
+    "local_analysis": "medvl.models.dual_encoders.lovt",
+    "lovt": "medvl.models.dual_encoders.lovt",
     "m3ae": "medvl.models.fusion_encoders.m3ae",
     "medvill": "medvl.models.fusion_encoders.medvill",
     "mgca": "medvl.models.dual_encoders.mgca",

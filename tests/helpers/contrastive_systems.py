@@ -52,17 +52,25 @@ def mgca(**settings: Any) -> ContrastiveEncoder:
     return medvl.create_model("mgca", tokenizer=gloria_ranks.tiny_tokenizer(), **{**towers, **sizes, **settings})
 
 
+def lovt(name: str = "lovt") -> ContrastiveEncoder:
+    """Batch norm in the image encoder, the heads and the attention between sentences and regions."""
+    torch.manual_seed(0)
+    return medvl.create_model(name, **CONVIRT, **BERT, hidden_dim=24)
+
+
 SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "clip": lambda: clip(positives="study"),
     "siglip": siglip,
     "convirt": lambda: convirt(positives="either"),
     "gloria": gloria,
     "mgca": mgca,
+    "lovt": lovt,
+    "local_analysis": lambda: lovt("local_analysis"),
 }
 
 
 def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
-    """Return seven pairs or some of them: two equal texts, and no image in the fourth."""
+    """Return seven pairs or some of them: two equal texts, no image in the fourth, one to three sentences."""
     indices = list(range(PAIRS))[rows]
     if name in LOCAL:
         batch = gloria_ranks.make_batch(gloria_ranks.tiny_tokenizer(), indices)
@@ -70,13 +78,16 @@ def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
         generator = torch.Generator().manual_seed(5)
         ids_BT = torch.randint(5, 40, (PAIRS, 6), generator=generator)
         ids_BT[6] = ids_BT[1]
+        mask_BT = torch.arange(6) < torch.tensor([6, 4, 5, 3, 6, 2, 4])[:, None]
+        sentence_BT = torch.tensor([-1, 0, 0, 1, 2, -1]).where(mask_BT, -1)  # the sixth text has one sentence
         batch = Batch(
             keys=list(map(str, indices)),
             image_BCHW=torch.randint(0, 256, (PAIRS, 1, 32, 32), dtype=torch.uint8, generator=generator)[rows],
             ids_BT=ids_BT[rows],
-            mask_BT=(torch.arange(6) < torch.tensor([6, 4, 5, 3, 6, 2, 4])[:, None])[rows],
+            mask_BT=mask_BT[rows],
             labels_BL=torch.zeros(len(indices), 0),
             texts=[""] * len(indices),
             studies=STUDIES[rows],
+            sentence_BT=sentence_BT[rows],
         )
     return dataclasses.replace(batch, has_image_B=(torch.arange(PAIRS) != 3)[rows])

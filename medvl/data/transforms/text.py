@@ -50,12 +50,39 @@ class RandomSentence:
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
         texts = choose_sections(sections, self.sections)
-        sentences = [sentence for text in texts for sentence in split_sentences(text)]
-        long_enough = [sentence for sentence in sentences if len(_WORD.findall(sentence)) >= self.min_tokens]
-        candidates = long_enough or sentences
+        candidates = _sentences(texts, self.min_tokens)
         if not candidates:
             return " ".join(texts)
         return candidates[int(rng.integers(len(candidates)))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SwappedSentences:
+    """All sentences, some of which have changed places (LoVT, arXiv 2112.02889, appendix, and its released code).
+
+    Sentences are divided by blank lines, so that `Batch.sentence_BT` has the same sentences in the new order.
+    """
+
+    min_tokens: int = 3
+    """Shorter sentences, in words, are left out unless the text has no other."""
+    sections: tuple[str, ...] = REPORT_SECTIONS
+    swap_probability: float = 0.6
+    """Probability of a swap of two random sentences, and after each swap of another one; 0 keeps the order."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.swap_probability < 1:
+            message = f"swap_probability must be within [0, 1), got {self.swap_probability}"
+            raise ConfigError(message, "out_of_range", field="swap_probability")
+
+    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
+        texts = choose_sections(sections, self.sections)
+        sentences = _sentences(texts, self.min_tokens)
+        if not sentences:
+            return " ".join(texts)
+        for _ in range(int(rng.geometric(1 - self.swap_probability)) - 1):
+            a, b = rng.integers(len(sentences), size=2).tolist()
+            sentences[a], sentences[b] = sentences[b], sentences[a]
+        return "\n\n".join(sentences)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,3 +121,9 @@ class RandomSection:
         long_enough = [text for text in texts if len(_WORD.findall(text)) >= self.min_tokens]
         candidates = long_enough or texts
         return candidates[int(rng.integers(len(candidates)))] if candidates else ""
+
+
+def _sentences(texts: Sequence[str], min_tokens: int) -> list[str]:
+    """Return the sentences of some texts of at least so many words, or all where none has so many."""
+    sentences = [sentence for text in texts for sentence in split_sentences(text)]
+    return [sentence for sentence in sentences if len(_WORD.findall(sentence)) >= min_tokens] or sentences

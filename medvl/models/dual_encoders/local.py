@@ -209,7 +209,7 @@ class LocalDualEncoder(BertDualEncoder):
         regions_BPE, _ = local_features(self.embed_images(image_BCHW))
         attention_BWP = self.attend(regions_BPE, *local_features(embedded))
         words_BWE, mask_BW = local_features(self.without_first_token(embedded))
-        return words_BWE, mask_BW, regions_BPE, attention_BWP[:, int(self.config.text_token) :]
+        return words_BWE, mask_BW, regions_BPE, attention_BWP[:, attention_BWP.shape[1] - words_BWE.shape[1] :]
 
     def _grid(self, image_BCHW: Tensor) -> tuple[int, int]:
         """Return (h, w) of the regions."""

@@ -7,6 +7,7 @@ sentences_BSD, mask_BS = pool_sentences(features.tokens_BTD, batch.sentence_BT, 
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.errors import ConfigError
@@ -48,3 +49,14 @@ def pool_sentences(
     place_BTD = place_BT[:, :, None].expand_as(tokens_BTD)
     sentences_BSD = lowest_BSD.scatter_reduce(1, place_BTD, tokens_BTD, "amax")[:, :width]
     return sentences_BSD.masked_fill(~mask_BS[:, :, None], 0.0), mask_BS
+
+
+def whole_if_none(sentence_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Return the numbers of sentences, 0 on all tokens but the first and the last of a text that has no sentence.
+
+    A text of nothing but its first and last token has these as its sentence.
+    """
+    inner_BT = mask_BT & F.pad(mask_BT[:, 1:], (0, 1))
+    inner_BT[:, 0] = False
+    whole_BT = torch.where(inner_BT.any(dim=1, keepdim=True), inner_BT, mask_BT).to(sentence_BT.dtype) - 1
+    return torch.where((sentence_BT >= 0).any(dim=1, keepdim=True), sentence_BT, whole_BT)

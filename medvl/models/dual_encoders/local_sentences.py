@@ -1,0 +1,87 @@
+"""Base of dual-encoders that compare the sentences of a report with the regions of an image."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl.data.reports.sentences import sentence_spans
+from medvl.errors import ConfigError
+from medvl.models.dual_encoders.local import LocalDualEncoder
+from medvl.models.dual_encoders.pairs import Pairs
+from medvl.models.dual_encoders.sentences import pool_sentences, whole_if_none
+from medvl.models.dual_encoders.words import most_slots
+from medvl.schema import Batch, Embeddings, ImageFeatures, Inputs
+
+
+class LocalSentenceEncoder(LocalDualEncoder):
+    """A local dual-encoder whose texts have sentences in place of words.
+
+    A sentence is the maximum over its tokens, without the first and the last token of the text. Images and reports are
+    pooled from their regions and sentences, whose weights are `Embeddings.weight_NP`, without gradient. Token ids
+    without the numbers of their sentences, and texts without a sentence, are one sentence: a prompt needs no full stop.
+    `text_pool` and `text_token` of the configuration have no meaning.
+
+    Attributes:
+        region_pool, sentence_pool: such as `AttentionPool`: map (B, N, D) and its mask to (B, D) and weights (B, N).
+        word_head: of sentences.
+    """
+
+    inputs = Inputs(sentences=True)
+
+    def __init__(
+        self, config: Any, *args: Any, region_pool: nn.Module, sentence_pool: nn.Module, **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.region_pool, self.sentence_pool = region_pool, sentence_pool
+
+    def pool_regions(self, features: ImageFeatures) -> tuple[Tensor, Tensor | None]:
+        """See the base class."""
+        pooled_BD, weight_BP = self.region_pool(features.patches_BPD)
+        return pooled_BD, weight_BP.detach()
+
+    def encode_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """See the base class."""
+        if isinstance(texts, Tensor):
+            return self.embed_ids(*self.tokenize(texts, mask_BT)).global_NE
+        return self.embed_texts(texts).global_NE
+
+    def embed_texts(self, texts: Sequence[str]) -> Embeddings:
+        """Return texts as `similarity` takes them, with their sentences. Raises ConfigError without a tokenizer."""
+        texts = [texts] if isinstance(texts, str) else texts
+        ids_BT, mask_BT = self.tokenize(texts)
+        assert self.tokenizer is not None
+        sentence_BT = self.tokenizer.sentence_ids(texts, [sentence_spans(text) for text in texts])
+        return self.embed_slots(ids_BT, mask_BT, sentence_BT.to(ids_BT.device))
+
+    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
+        """Return texts as `similarity` takes them, each as one sentence."""
+        return self.embed_slots(ids_BT, mask_BT, torch.full_like(ids_BT, -1))
+
+    def embed_slots(self, ids_BT: Tensor, mask_BT: Tensor, slot_BT: Tensor) -> Embeddings:
+        """See the base class; `slot_BT` has the number of each token's sentence."""
+        sentence_BT = whole_if_none(slot_BT, mask_BT)
+        width = most_slots(sentence_BT)  # before the encoder, because it waits for the device
+        sentences_BSD, mask_BS = pool_sentences(self.text_encoder(ids_BT, mask_BT).tokens_BTD, sentence_BT, width)
+        report_BD, weight_BS = self.sentence_pool(sentences_BSD, mask_BS)
+        global_BE = F.normalize(self.text_head(report_BD).float(), dim=-1)
+        local_BSE = self._project(self.word_head, sentences_BSD, mask_BS)
+        return Embeddings(global_BE, local_BSE, mask_BS, weight_BS.detach())
+
+    def embed_pairs(self, batch: Batch) -> Pairs:
+        """See the base class. Raises ConfigError for a batch without the sentences of its tokens."""
+        if batch.sentence_BT is None:
+            message = f"{self.name} needs the sentence of each token: open the loader with inputs=model.inputs"
+            raise ConfigError(message, "missing", field="sentence_BT")
+        texts = self.embed_slots(batch.ids_BT, batch.mask_BT, batch.sentence_BT)
+        return Pairs(images=self.embed_images(batch.image_BCHW), texts=texts)
+
+    def without_first_token(self, texts: Embeddings) -> Embeddings:
+        """Return the texts as they are: sentences do not include the text's first token."""
+        return texts
+
+    def weigh_words(self, match_BW: Tensor, mask_BW: Tensor) -> Tensor:
+        """Return equal shares of all sentences."""
+        return mask_BW / mask_BW.sum(dim=1, keepdim=True).clamp(min=1)

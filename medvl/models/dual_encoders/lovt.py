@@ -1,0 +1,117 @@
+"""LoVT: reports and images, and their sentences and regions (Mueller et al., arXiv 2112.02889, ECCV 2022)."""
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor, nn
+
+from medvl import losses
+from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.losses.gather import gather
+from medvl.models.config_checks import check_within
+from medvl.models.dual_encoders.attention import AttentionPool, CrossAttention, attention_weights
+from medvl.models.dual_encoders.heads import BatchNormHead
+from medvl.models.dual_encoders.local import LocalDualConfig, local_features
+from medvl.models.dual_encoders.local_sentences import LocalSentenceEncoder
+from medvl.models.dual_encoders.pairs import Pairs
+from medvl.models.registry import register_system
+from medvl.schema import Embeddings, Losses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoVTConfig(LocalDualConfig):
+    """Settings of the authors' configuration LoVT_100."""
+
+    hidden_dim: int = 2048
+    """Hidden width of the four projection heads."""
+    pool_heads: int = 8
+    """Heads of the attention over regions and over sentences; both widths are multiples of it."""
+    temperature: float = 0.1
+    image_weight: float = 0.75
+    """Lambda of the global loss: weight of the image-to-text direction."""
+    local_weight: float = 0.375
+    """Weight of the local losses of regions and of sentences."""
+    local_temperature: float | None = 0.3
+    """Temperature of local InfoNCE, the sum of both directions; None takes squared distances, without negatives."""
+    uniformity_weight: float = 0.0
+    """Weight of the uniformity of regions and of sentences within their sample."""
+    frozen_text_layers: int = 6
+    max_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_within(self, "(0, inf)", "hidden_dim", "pool_heads", "temperature", "local_temperature")
+        check_within(self, "[0, inf)", "local_weight", "uniformity_weight")
+        check_within(self, "[0, 1]", "image_weight")
+
+
+@register_system("lovt")
+class LoVT(LocalSentenceEncoder):
+    """A region or sentence is compared with what it attends to on the other side (sections 3.2 to 3.5)."""
+
+    Config = LoVTConfig
+    near_PP: Tensor  # shares of all regions among the positives of each
+
+    def __init__(self, config: Any, *args: Any, cross_attention: CrossAttention, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.cross_attention = cross_attention
+        side = config.encoder_size or config.image_size
+        self.register_buffer("near_PP", losses.grid_positives(*self.image_encoder.grid(side, side)), persistent=False)
+
+    @classmethod
+    def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, nn.Module]:
+        """See the base class."""
+        image, text, sizes = image_encoder.patch_dim, text_encoder.token_dim, (config.projection_dim, config.hidden_dim)
+        heads = {"image_head": image, "region_head": image, "text_head": text, "word_head": text}
+        return {
+            **{name: BatchNormHead(width, *sizes) for name, width in heads.items()},
+            "region_pool": AttentionPool(image, config.pool_heads),
+            "sentence_pool": AttentionPool(text, config.pool_heads),
+            "cross_attention": CrossAttention(config.projection_dim),
+        }
+
+    def compare_pairs(self, pairs: Pairs) -> Losses:
+        """See the base class. Regions and sentences stay on their rank: they are not compared with other samples."""
+        config, images, texts = self.config, pairs.images, pairs.texts
+        (regions_BPE, _), (sentences_BSE, mask_BS) = local_features(images), local_features(texts)
+        for_sentences_BSE, for_regions_BPE = self.cross_attention(sentences_BSE, regions_BPE, mask_BS)
+        image_NE, text_NE = gather(images.global_NE), gather(texts.global_NE)
+        terms = {
+            "global": (losses.convirt(image_NE, text_NE, config.temperature, config.image_weight), 1.0),
+            "regions": (self.compare_items(images, for_regions_BPE, self.near_PP), config.local_weight),
+            "sentences": (self.compare_items(texts, for_sentences_BSE), config.local_weight),
+        }
+        if config.uniformity_weight:
+            spread = losses.local_uniformity(regions_BPE) + losses.local_uniformity(sentences_BSE, mask_BS)
+            terms["uniformity"] = spread, config.uniformity_weight
+        return Losses.weighted(**terms)
+
+    def compare_items(self, side: Embeddings, attended_BNE: Tensor, positives_NN: Tensor | None = None) -> Tensor:
+        """Return the local loss of the regions or sentences of one side and what they attend to."""
+        items_BNE, mask_BN = local_features(side)
+        if self.config.local_temperature is None:
+            return losses.local_alignment(items_BNE, attended_BNE, mask_BN, side.weight_NP)
+        rest = mask_BN, side.weight_NP, positives_NN, self.config.local_temperature
+        nce = losses.within_sample_nce
+        return nce(items_BNE, attended_BNE, *rest) + nce(attended_BNE, items_BNE, *rest)
+
+    def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:
+        """See the base class; words are sentences."""
+        key, scale = self.cross_attention.key, self.cross_attention.scale
+        return attention_weights(key(words_BWE), key(regions_BPE), scale=scale) * mask_BW[:, :, None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalAnalysisConfig(LoVTConfig):
+    """Settings with weights of LoVT's InfoNCE, 2 x .375 / (2 x .3) and 2 x .375: the paper's were not available."""
+
+    local_temperature: float | None = None
+    local_weight: float = 1.25
+    uniformity_weight: float = 0.75
+
+
+@register_system("local_analysis")
+class LocalAnalysis(LoVT):
+    """LoVT with uniformity within a sample in place of local negatives (Mueller et al., arXiv 2211.07254)."""
+
+    Config = LocalAnalysisConfig
