@@ -12,6 +12,7 @@ from helpers.published import random_tensors
 from torch import Tensor
 
 import medvl
+from medvl.data import train_wordpiece
 from medvl.errors import WeightsError
 from medvl.export import import_checkpoint
 from medvl.export.importers.import_checkpoint import match_checkpoint
@@ -132,7 +133,7 @@ def test_chexzero_import_equals_clip(chexzero_file: Tensors, tmp_path: Path) -> 
 def bert_shapes(prefix: str, layers: int, **sizes: int) -> dict[str, tuple[int, ...]]:
     positions, types = sizes.get("positions", 16), sizes.get("types", 2)
     shapes: dict[str, tuple[int, ...]] = {
-        f"{prefix}embeddings.word_embeddings.weight": (WORDS, WIDTH),
+        f"{prefix}embeddings.word_embeddings.weight": (sizes.get("words", WORDS), WIDTH),
         f"{prefix}embeddings.position_embeddings.weight": (positions, WIDTH),
         f"{prefix}embeddings.LayerNorm.weight": (WIDTH,),
         f"{prefix}embeddings.LayerNorm.bias": (WIDTH,),
@@ -215,16 +216,6 @@ def test_cxrbert_import_includes_its_projection(tmp_path: Path) -> None:
     torch.testing.assert_close(
         actual, linear(hidden, file, "cls_projection_head.dense_to_output"), atol=2e-5, rtol=1e-4
     )
-
-
-def test_mgca_import_fills_missing_token_types_with_zeros(tmp_path: Path) -> None:
-    text = bert_shapes("text_encoder_q.model.", 1, types=0)
-    file = random_tensors({**text, **resnet_shapes("img_encoder_q.model.", (1, 1, 1, 1))})
-    encoder = imported(file, "mgca", tmp_path).text_encoder
-    ids, mask = texts()
-    expected = bert_states(ids, mask, file, "text_encoder_q.model.", 1)[-1]
-    with torch.no_grad():
-        torch.testing.assert_close(encoder(ids, mask).tokens_BTD[mask], expected[mask], atol=2e-5, rtol=1e-4)
 
 
 def resnet_shapes(prefix: str, blocks: tuple[int, ...], grey: bool = False) -> dict[str, tuple[int, ...]]:
@@ -467,3 +458,64 @@ def test_medvill_import_checks_that_stored_copies_are_equal(tmp_path: Path) -> N
     del file["enc.txt_embeddings.LayerNorm.weight"]
     with raises(WeightsError, "mismatch", names="missing enc.txt_embeddings.LayerNorm.weight"):
         match_checkpoint(file, find_importer("medvill"), "file")
+
+
+def mgca_head_shapes(name: str, width: int, hidden: int = 32, local: bool = False) -> dict[str, tuple[int, ...]]:
+    kernel = (1,) if local else ()
+    return {
+        f"{name}.head.0.weight": (hidden, width, *kernel),
+        f"{name}.head.3.weight": (EMBED, hidden, *kernel),
+        **{f"{name}.head.{layer}": (hidden,) for layer in ("0.bias", "1.weight", "1.bias")},
+        **{f"{name}.head.1.running_{statistic}": (hidden,) for statistic in ("mean", "var")},
+        **{f"{name}.head.4.running_{statistic}": (EMBED,) for statistic in ("mean", "var")},
+        **{f"{name}.head.{layer}.num_batches_tracked": () for layer in (1, 4)},
+        f"{name}.head.3.bias": (EMBED,),
+    }
+
+
+def mgca_head(x: Tensor, file: Tensors, name: str) -> Tensor:
+    def bn(x: Tensor, layer: int) -> Tensor:
+        mean, var, *affine = (
+            file.get(f"{name}.{layer}.{leaf}") for leaf in ("running_mean", "running_var", "weight", "bias")
+        )
+        return F.batch_norm(x.flatten(0, -2), mean, var, *affine).view_as(x)
+
+    name = f"{name}.head"
+    hidden = F.linear(x, file[f"{name}.0.weight"].flatten(1), file[f"{name}.0.bias"])
+    return bn(F.linear(F.relu(bn(hidden, 1)), file[f"{name}.3.weight"].flatten(1), file[f"{name}.3.bias"]), 4)
+
+
+def test_mgca_import_is_the_whole_system(tmp_path: Path) -> None:
+    """Its BERT has no token types, which are zeros; heads of regions and words are convolutions of width 1."""
+    blocks = (1, 1, 1, 1)
+    tokenizer = train_wordpiece(["left effusion", "no pneumothorax"], vocab_size=WORDS, min_frequency=1)
+    file = random_tensors(
+        {
+            **bert_shapes("text_encoder_q.model.", 1, words=len(tokenizer.vocabulary), types=0),
+            **resnet_shapes("img_encoder_q.model.", blocks),
+            **mgca_head_shapes("img_encoder_q.global_embed", 64),
+            **mgca_head_shapes("img_encoder_q.local_embed", 64, local=True),
+            **mgca_head_shapes("text_encoder_q.global_embed", WIDTH),
+            **mgca_head_shapes("text_encoder_q.local_embed", WIDTH, local=True),
+            "prototype_layer.weight": (7, EMBED),
+        }
+    )
+    model = imported(file, "mgca", tmp_path, tokenizer=tokenizer)
+    assert (model.config.num_prototypes, model.config.hidden_dim, model.config.projection_dim) == (7, 32, EMBED)
+    torch.testing.assert_close(model.prototype_layer.weight.data, file["prototype_layer.weight"])
+    pixels = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(3))
+    large = F.interpolate(pixels, (299, 299), mode="bilinear", align_corners=True)
+    images, texts = model.embed_images(pixels), ["left effusion", "no"]
+    pooled = resnet(large, file, "img_encoder_q.model.", blocks).mean(dim=(2, 3))
+    expected = F.normalize(mgca_head(pooled, file, "img_encoder_q.global_embed"), dim=-1)
+    torch.testing.assert_close(images.global_NE, expected, atol=1e-4, rtol=1e-3)
+    assert images.local_NPE.shape == (2, 361, EMBED)
+    ids, mask = tokenizer(texts)
+    tokens = bert_states(ids, mask, file, "text_encoder_q.model.", 1)[-1]
+    expected = F.normalize(mgca_head(tokens[:, 0], file, "text_encoder_q.global_embed"), dim=-1)
+    embedded = model.embed_texts(texts)
+    torch.testing.assert_close(embedded.global_NE, expected, atol=1e-4, rtol=1e-3)
+    words = tokenizer.word_ids(ids, mask)
+    word = tokens[0][words[0] == 1].sum(dim=0, keepdim=True)
+    expected = F.normalize(mgca_head(word, file, "text_encoder_q.local_embed"), dim=-1)
+    torch.testing.assert_close(embedded.local_NPE[0, 1:2], expected, atol=1e-4, rtol=1e-3)

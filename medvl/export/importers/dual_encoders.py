@@ -10,11 +10,12 @@ from medvl.export.importers import backbones
 from medvl.export.importers.backbones import TEXT, TEXT_PROJECTION, bert, resnet, sequential_resnet
 from medvl.export.importers.encoders_from_shapes import Options, image_arguments, text_arguments
 from medvl.export.importers.importer import Importer
-from medvl.export.importers.key_map import KeyRule, Shapes, drop, keep
+from medvl.export.importers.key_map import KeyRule, Shapes, ZeroTensor, drop, keep
 from medvl.models.dual_encoders.chexzero import CheXzeroConfig
 from medvl.models.dual_encoders.clip import CLIPConfig
 from medvl.models.dual_encoders.convirt import ConVIRTConfig
 from medvl.models.dual_encoders.gloria import GLoRIAConfig
+from medvl.models.dual_encoders.mgca import MGCAConfig
 from medvl.models.dual_encoders.siglip import SigLIPConfig
 
 _SIZES = ("input_resolution", "context_length", "vocab_size")
@@ -74,6 +75,22 @@ def _gloria(shapes: Shapes) -> GLoRIAConfig:
     )
 
 
+def _mgca(shapes: Shapes) -> MGCAConfig:
+    image, text = image_arguments(shapes, {}), text_arguments(shapes, {"name": "bioclinicalbert"})
+    text.pop("vocab_size", None)
+    from_shapes = {
+        "image_encoder": image.pop("name"),
+        "text_encoder": text.pop("name"),
+        "vocab_size": shapes[f"{TEXT}embeddings.word_embeddings.weight"][0],
+        "projection_dim": shapes["image_head.outer.weight"][0],
+        "hidden_dim": shapes["image_head.inner.weight"][0],
+        "num_prototypes": shapes["prototype_layer.weight"][0],
+    }
+    if "image_size" in image:  # a ViT, which takes images of its own size only
+        from_shapes |= {"image_size": image.pop("image_size"), "encoder_size": None, "patch_level": -1}
+    return MGCAConfig(**from_shapes, image_arguments=image, text_arguments=text)
+
+
 def _convirt(shapes: Shapes) -> ConVIRTConfig:
     image, text = image_arguments(shapes, {}), text_arguments(shapes, {"name": "bioclinicalbert"})
     return ConVIRTConfig(
@@ -129,6 +146,16 @@ def open_clip_importer(model: str) -> Importer:
 
 def _relu_head(first: str, second: str, side: str) -> list[KeyRule]:
     return [keep(f"{first}.*", f"{side}_head.0.*"), keep(f"{second}.*", f"{side}_head.2.*")]
+
+
+def _batch_norm_head(source: str, target: str) -> list[KeyRule]:
+    """Return the rules of MGCA's heads; their convolutions of width 1 are linear layers."""
+    layers = {"0.weight": "inner.weight", "0.bias": "inner.bias", "1.*": "norm.*"}
+    layers |= {"3.weight": "outer.weight", "3.bias": "outer.bias", "4.*": "output_norm.*"}
+    return [
+        keep(f"{source}.head.{key}", f"{target}.{name}", change="conv to linear" if "weight" in key else "none")
+        for key, name in layers.items()
+    ]
 
 
 _GLORIA_TOWERS = (*resnet("gloria.img_encoder.model."), *bert("gloria.text_encoder.model."))
@@ -196,6 +223,31 @@ IMPORTERS = (
         ),
         system=_medclip,
         note="The released code averages over padding as well; here the mean is over real tokens.",
+    ),
+    Importer(
+        name="mgca",
+        title="MGCA (Wang et al. 2022): ResNet-50 or ViT-B/16, the lower half of Bio_ClinicalBERT",
+        source="HKU-MedAI/MGCA; Lightning, no prefix",
+        table=(
+            *backbones.vision_transformer("img_encoder_q.model."),
+            *resnet("img_encoder_q.model."),
+            drop("text_encoder_q.model.encoder.layer.*.crossattention.**", "cross-attention, unused for text alone"),
+            *bert("text_encoder_q.model."),
+            *_batch_norm_head("img_encoder_q.global_embed", "image_head"),
+            *_batch_norm_head("img_encoder_q.local_embed", "region_head"),
+            *_batch_norm_head("text_encoder_q.global_embed", "text_head"),
+            *_batch_norm_head("text_encoder_q.local_embed", "word_head"),
+            keep("prototype_layer.weight", "prototype_layer.weight"),
+            drop("*_local_atten_layer.**", "attention between words and patches, for an option that MGCA does not use"),
+        ),
+        system=_mgca,
+        zeros=(
+            ZeroTensor(
+                name=f"{TEXT}embeddings.token_type_embeddings.weight",
+                why="its BERT has no token types: adding zeros is the same",
+            ),
+        ),
+        note="The released code removes punctuation and has the last token, [SEP], among the words.",
     ),
     Importer(
         name="convirt_pytorch",

@@ -2,13 +2,12 @@
 
 from medvl.encoders.presets import IMAGENET_MEAN, IMAGENET_STD
 from medvl.export.importers import backbones
-from medvl.export.importers.backbones import TEXT, TEXT_PROJECTION, bert, resnet, sequential_resnet
+from medvl.export.importers.backbones import TEXT_PROJECTION, bert, resnet, sequential_resnet
 from medvl.export.importers.importer import Importer
-from medvl.export.importers.key_map import ZeroTensor, drop, keep, same
+from medvl.export.importers.key_map import drop, keep, same
 
 _HEAD = "a projection into this system's shared space, which medvl does not have"
 _SCALE = "the temperature of this system's loss"
-_HALF = {"mean": (0.5,), "std": (0.5,)}
 _STATISTICS = (
     f"The pixel statistics are ImageNet's ({IMAGENET_MEAN}, {IMAGENET_STD}), the encoder's default; those of this "
     "system are not known."
@@ -83,28 +82,6 @@ IMPORTERS = (
             *bert("bert."),
             keep("cls_projection_head.**", f"{TEXT_PROJECTION}**"),
             *backbones.vocabulary_head("cls.predictions."),
-        ),
-    ),
-    Importer(
-        name="mgca",
-        title="MGCA (Wang et al. 2022): ResNet-50 or ViT-B/16, the lower half of Bio_ClinicalBERT",
-        source="HKU-MedAI/MGCA",
-        image=_HALF,
-        text={"name": "bioclinicalbert"},
-        table=(
-            *backbones.vision_transformer("img_encoder_q.model."),
-            *resnet("img_encoder_q.model."),
-            drop("text_encoder_q.model.encoder.layer.*.crossattention.**", "cross-attention, unused for text alone"),
-            *bert("text_encoder_q.model."),
-            drop("*_encoder_q.*_embed.**", _HEAD),
-            drop("*_local_atten_layer.**", "attention between words and patches, which medvl does not have"),
-            drop("prototype_layer.weight", "prototypes, which medvl does not have"),
-        ),
-        zeros=(
-            ZeroTensor(
-                name=f"{TEXT}embeddings.token_type_embeddings.weight",
-                why="its BERT has no token types: adding zeros is the same",
-            ),
         ),
     ),
     Importer(
