@@ -208,7 +208,7 @@ class Embeddings:
     """Images or texts in the shared space of a dual-encoder, as `similarity` takes them; encode once, compare often."""
 
     global_NE: Tensor
-    """L2-normalised."""
+    """L2-normalised, unless the system's similarity is not built on cosines (MutualInfo)."""
     local_NPE: Tensor | None = None
     """Regions or words, for models whose similarity has a local term."""
     mask_NP: Tensor | None = None

@@ -29,7 +29,15 @@ from medvl.train.parallel.model import DDPModel
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden_curves.json"
-RECIPES = ("convirt_mimic", "gloria_chexpert", "chexzero_mimic", "siglip_mimic", "m3ae_roco_medicat", "medvill_mimic")
+RECIPES = (
+    "convirt_mimic",
+    "gloria_chexpert",
+    "chexzero_mimic",
+    "siglip_mimic",
+    "m3ae_roco_medicat",
+    "medvill_mimic",
+    "mutual_info_mimic",
+)
 STEPS, BATCHES, PAIRS = 50, 4, 4
 SHOWN = (1, 10, 20, 30, 40, 50)
 FINDINGS = ("effusion", "consolidation", "edema", "pneumothorax")

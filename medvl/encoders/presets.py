@@ -43,7 +43,7 @@ class ImagePreset:
     """Preset of an image encoder."""
 
     model: str
-    """Library and model: `timm:NAME`, `torchvision:NAME` or `open_clip:NAME`."""
+    """Library and model: `timm:NAME`, `torchvision:NAME`, `open_clip:NAME`; `medvl:NAME` for a network of its own."""
     weights: Weights | None
     licence: str
     """Licence of the weights, as their repository states it."""
@@ -212,6 +212,15 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
         "a pre-activation ResNet-10 of half width, for training from scratch on a CPU at 112 to 160 pixels",
         image_size=128,
         arguments=_TINY_RESNET_SIZES,
+    ),
+    resnet256=_image(
+        "medvl:resnet256",
+        None,
+        _SCRATCH,
+        "six stages, for one channel (in_channels=1): MutualInfo trains it from scratch",
+        image_size=256,
+        mean=(0.0, 0.0, 0.0),
+        std=(1.0, 1.0, 1.0),
     ),
     densenet121=_image("timm:densenet121", _DENSENET121, "Apache-2.0", "torchvision's IMAGENET1K_V1 weights"),
     vit_b16=_image("timm:vit_base_patch16_224", _VIT_B16, "Apache-2.0", mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),

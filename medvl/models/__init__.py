@@ -66,7 +66,9 @@ if TYPE_CHECKING:
         LoVTConfig as LoVTConfig,
     )
     from medvl.models.dual_encoders.mgca import MGCA as MGCA, MGCAConfig as MGCAConfig
+    from medvl.models.dual_encoders.mutual_info import MutualInfo as MutualInfo, MutualInfoConfig as MutualInfoConfig
     from medvl.models.dual_encoders.pairs import Pairs as Pairs
+    from medvl.models.dual_encoders.sentence_base import SentenceDualEncoder as SentenceDualEncoder
     from medvl.models.dual_encoders.sentences import pool_sentences as pool_sentences
     from medvl.models.dual_encoders.siglip import SigLIP as SigLIP, SigLIPConfig as SigLIPConfig
     from medvl.models.factory import create_model as create_model

@@ -1,14 +1,17 @@
 """Heat maps over the regions of a model's input, resized to the pixels of the original image.
 
     map_KHW = on_image(map_Khw, transform.box(height, width), height, width)    # NaN outside the box
+    maps = on_originals(map_Bhw, transform, image_BCHW, original_sizes)         # one (H, W) for each image
 
 h, w cells of the grid; H, W pixels of the image; K maps.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from medvl.data.transforms.image import Box
+from medvl.data.transforms.image import Box, EvalTransform
 
 
 def on_image(map_Khw: Tensor, box: Box, height: int, width: int) -> Tensor:
@@ -25,6 +28,23 @@ def on_image(map_Khw: Tensor, box: Box, height: int, width: int) -> Tensor:
     down_Hh = _weights(height, box.top, box.height, map_Khw.shape[1], map_Khw.device)
     across_Ww = _weights(width, box.left, box.width, map_Khw.shape[2], map_Khw.device)
     return down_Hh @ map_Khw.float() @ across_Ww.T
+
+
+def on_originals(
+    map_Bhw: Tensor,
+    transform: EvalTransform,
+    image_BCHW: Tensor,
+    original_sizes: Sequence[tuple[int, int]] | None,
+) -> list[Tensor]:
+    """Return one (H, W) float32 map for each image of `transform`, as `on_image`.
+
+    `original_sizes` are (height, width) of the images before `transform`; None gives maps over the model's input.
+    """
+    if original_sizes is None:
+        height, width = image_BCHW.shape[2:]
+        return list(on_image(map_Bhw, Box(0.0, 0.0, height, width), height, width))
+    sizes = zip(map_Bhw, original_sizes, strict=True)
+    return [on_image(map_hw[None], transform.box(*size), *size)[0] for map_hw, size in sizes]
 
 
 def _weights(pixels: int, start: float, length: float, cells: int, device: torch.device) -> Tensor:

@@ -41,6 +41,7 @@ _MODULES = {
     "m3ae": "medvl.models.fusion_encoders.m3ae",
     "medvill": "medvl.models.fusion_encoders.medvill",
     "mgca": "medvl.models.dual_encoders.mgca",
+    "mutual_info": "medvl.models.dual_encoders.mutual_info",
     "segmenter": "medvl.models.downstream.segmenter",
     "siglip": "medvl.models.dual_encoders.siglip",
     "single_stream": "medvl.models.fusion_encoders.streams",

@@ -15,6 +15,7 @@ TINY_IMAGE: dict[str, dict[str, Any]] = {
     "resnet50": {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)},
     "resnet18": {"layers": (1, 1, 1, 1), "channels": (8, 16, 24, 32)},
     "resnet_tiny": {"channels": (8, 16, 24, 32)},
+    "resnet256": {"channels": (4, 4, 8, 8, 16, 24), "layers": (1, 1, 1, 1, 1, 1)},
     "densenet121": {"growth_rate": 8, "block_config": (2, 2, 2, 2)},
     "vit_b16": {"embed_dim": 32, "depth": 2, "num_heads": 2},
     "swin_tiny": {"embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 4)},
@@ -23,7 +24,7 @@ TINY_IMAGE: dict[str, dict[str, Any]] = {
     "biomedclip": {"timm_model_name": "vit_tiny_patch16_224", "embed_dim": 16},
     "rad_dino": {"embed_dim": 32, "depth": 2, "num_heads": 2},
 }
-SIDE = {"rad_dino": 70, "biomedclip": 224, "swin_tiny": 64}
+SIDE = {"resnet256": 128, "rad_dino": 70, "biomedclip": 224, "swin_tiny": 64}
 TINY_BERT = {
     "vocab_size": 120,
     "hidden_size": 32,

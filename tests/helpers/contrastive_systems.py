@@ -58,6 +58,12 @@ def lovt(name: str = "lovt") -> ContrastiveEncoder:
     return medvl.create_model(name, **CONVIRT, **BERT, hidden_dim=24)
 
 
+def mutual_info(**settings: Any) -> ContrastiveEncoder:
+    torch.manual_seed(0)
+    sizes = {"image_encoder": "resnet_tiny", "image_size": 32, "critic_hidden": (24, 16)}
+    return medvl.create_model("mutual_info", **{**sizes, **BERT, **settings})
+
+
 SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "clip": lambda: clip(positives="study"),
     "siglip": siglip,
@@ -66,6 +72,8 @@ SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "mgca": mgca,
     "lovt": lovt,
     "local_analysis": lambda: lovt("local_analysis"),
+    "mutual_info": lambda: mutual_info(bound="info_nce"),
+    "mutual_info local": lambda: mutual_info(local_weight=0.5),
 }
 
 

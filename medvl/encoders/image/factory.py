@@ -14,6 +14,7 @@ from typing import Any
 from medvl.encoders.image.adapter import Size, VisionBackbone
 from medvl.encoders.image.encoder import ImageEncoder, ImageOptions, Pool
 from medvl.encoders.image.open_clip_models import build_open_clip
+from medvl.encoders.image.six_stage_resnet import build_six_stage_resnet
 from medvl.encoders.image.timm_models import build_timm
 from medvl.encoders.image.torchvision_models import build_torchvision
 from medvl.encoders.presets import IMAGE_PRESETS, OPEN_CLIP_CUSTOM, ImagePreset
@@ -141,10 +142,10 @@ def _resolve(name: str) -> tuple[str, str, ImagePreset | None]:
     """Return (library, model, preset) of a name, searching the presets first, then library by library."""
     preset = IMAGE_PRESETS.get(name)
     library, separator, model = (preset.model if preset else name).partition(":")
-    if separator and library not in _LIBRARIES:
-        raise ConfigError(f"{name!r}: expected library in {_LIBRARIES}, got {library!r}", "unknown_name", field="name")
     if preset is not None:
         return library, model, preset
+    if separator and library not in _LIBRARIES:
+        raise ConfigError(f"{name!r}: expected library in {_LIBRARIES}, got {library!r}", "unknown_name", field="name")
     for candidate in [library] if separator else _LIBRARIES:
         target = model if separator else name
         names = _names(candidate)
@@ -162,6 +163,8 @@ def _build(library: str, model: str, arguments: dict[str, Any], options: ImageOp
         return build_timm(model, arguments)
     if library == "torchvision":
         return build_torchvision(model, arguments, options.patch_level, options.image_size)
+    if library == "medvl":
+        return build_six_stage_resnet(arguments)
     return build_open_clip(model, arguments, options.projection)
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.data.transforms.text import REPORT_SECTIONS, choose_sections
@@ -277,11 +278,12 @@ def _precisions(
     excluded: Callable[[slice], Tensor],
 ) -> dict[int, Array]:
     """Return precision by cosine, in chunks of queries; `excluded` gives those to exclude for a chunk."""
+    query_QE, candidate_NE = F.normalize(query_QE.float(), dim=1), F.normalize(candidate_NE.float(), dim=1)
     relevant = torch.from_numpy(relevant_NL).float()
     parts: dict[int, list[Tensor]] = {k: [] for k in ks}
     for start in range(0, len(query_QE), _CHUNK):
         rows = slice(start, start + _CHUNK)
-        similarity_QN = query_QE[rows].float() @ candidate_NE.float().T
+        similarity_QN = query_QE[rows] @ candidate_NE.T
         if not similarity_QN.isfinite().all():
             raise EvaluationError("the model's embeddings are not finite: check its weights", "nonfinite")
         excluded_QN = excluded(rows)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.data.transforms.image import Box, EvalTransform
+from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.precision import full_precision
@@ -17,7 +17,7 @@ from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.heads import BatchNormHead
 from medvl.models.dual_encoders.words import most_slots, sum_by_slot, word_slots
-from medvl.models.heatmaps import on_image
+from medvl.models.heatmaps import on_originals
 from medvl.schema import Embeddings, ImageFeatures
 
 
@@ -178,14 +178,7 @@ class LocalDualEncoder(BertDualEncoder):
         match_BW = F.cosine_similarity(attention_BWP @ regions_BPE.float(), words_BWE.float(), dim=2)
         weight_BW = self.weigh_words(match_BW, mask_BW)
         mean_Bhw = torch.einsum("bw,bwp->bp", weight_BW, attention_BWP).unflatten(1, self._grid(image_BCHW))
-        if original_sizes is None:
-            height, width = image_BCHW.shape[2:]
-            return list(on_image(mean_Bhw, Box(0.0, 0.0, height, width), height, width))
-        boxes = [self.transform.box(height, width) for height, width in original_sizes]
-        return [
-            on_image(map_hw[None], box, height, width)[0]
-            for map_hw, box, (height, width) in zip(mean_Bhw, boxes, original_sizes, strict=True)
-        ]
+        return on_originals(mean_Bhw, self.transform, image_BCHW, original_sizes)
 
     @torch.no_grad()
     def word_attention(self, image_BCHW: Tensor, texts: Sequence[str]) -> tuple[Tensor, Tensor]:

@@ -165,5 +165,19 @@ def gather_global(pairs: Pairs) -> tuple[Tensor, Tensor, list[Tensor]]:
     return gather(pairs.images.global_NE), gather(pairs.texts.global_NE), groups
 
 
+def negatives(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Return own_B, the row of each pair of this rank among those of all ranks, and other_BN.
+
+    other_BN is True on the pairs of all ranks that are not the pair itself and agree with it in none of the groups.
+    """
+    counts = rows_by_rank(len(pairs))
+    start = sum(counts[: torch.distributed.get_rank()]) if len(counts) > 1 else 0
+    own_B = torch.arange(start, start + len(pairs), device=pairs.images.global_NE.device)
+    other_BN = own_B[:, None] != torch.arange(sum(counts), device=own_B.device)
+    for group_B in pairs.groups:
+        other_BN &= group_B[:, None] != gather(group_B)
+    return own_B, other_BN
+
+
 def _shifted(side: Embeddings, start: int) -> Embeddings:
     return side if side.pair_N is None else dataclasses.replace(side, pair_N=side.pair_N + start)

@@ -1,0 +1,87 @@
+"""Residual network with six stages for grey radiographs of 256 pixels (Liao et al., arXiv 2103.04537)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl.encoders.base import group_by_depth
+from medvl.encoders.image.adapter import Size, VisionAdapter, VisionBackbone, VisionOutput, check_level, flatten_map
+from medvl.errors import ConfigError
+
+
+class SixStageResNet(nn.Module):
+    """`resnet256_6_2_1` of the authors' code, under its parameter names, without the classifier.
+
+    A 3x3 convolution, then stages of basic blocks that halve the side each; there is no max pooling.
+
+    Args:
+        channels: width of each stage; the stem has that of the first.
+        layers: number of blocks of each stage.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[int] = (8, 16, 32, 64, 128, 192),
+        layers: Sequence[int] = (2, 2, 2, 2, 2, 2),
+    ) -> None:
+        super().__init__()
+        from torchvision.models.resnet import BasicBlock
+
+        self.conv1, self.bn1 = nn.Conv2d(3, channels[0], 3, padding=1, bias=False), nn.BatchNorm2d(channels[0])
+        self.stages = [f"layer{number}" for number in range(1, len(channels) + 1)]
+        width = channels[0]
+        for stage, planes, depth in zip(self.stages, channels, layers, strict=True):
+            shortcut = nn.Sequential(nn.Conv2d(width, planes, 1, stride=2, bias=False), nn.BatchNorm2d(planes))
+            blocks = [BasicBlock(width, planes, 2, shortcut), *(BasicBlock(planes, planes) for _ in range(1, depth))]
+            self.add_module(stage, nn.Sequential(*blocks))
+            width = planes
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, image_BCHW: Tensor) -> list[Tensor]:
+        """Return the map (B, D, H, W) of each stage."""
+        map_BDHW, maps = F.relu(self.bn1(self.conv1(image_BCHW)), inplace=True), []
+        for stage in self.stages:
+            map_BDHW = self.get_submodule(stage)(map_BDHW)
+            maps.append(map_BDHW)
+        return maps
+
+
+class SixStageResNetAdapter(VisionAdapter):
+    """Adapter whose pooled vector has all cells of the last map's 2x2 averages: its width depends on the image size."""
+
+    fixed_size = True
+
+    def encode(self, net: Any, image_BCHW: Tensor, level: int) -> VisionOutput:
+        """Encode pixels; level -2 is the published local map, 8x8x128 at 256 pixels."""
+        check_level(level, len(net.stages), "resnet256")
+        maps = net(image_BCHW)
+        return VisionOutput(F.avg_pool2d(maps[-1], 2).flatten(1), None, *flatten_map(maps[level]))
+
+    def layers(self, net: Any) -> list[list[str]]:
+        """Return the parameters of the stem and of each stage."""
+        return group_by_depth([name for name, _ in net.named_parameters()], [f"{stage}." for stage in net.stages])
+
+    def resize(self, net: Any, size: Size) -> None:
+        """Accept any size that leaves the last map with 2x2 cells; ConfigError ("out_of_range") for smaller ones."""
+        least = 2 ** (len(net.stages) + 1)
+        if min(size) < least:
+            message = f"image_size of resnet256 must be at least {least}, got {size}"
+            raise ConfigError(message, "out_of_range", field="image_size")
+
+
+def build_six_stage_resnet(arguments: Mapping[str, Any]) -> VisionBackbone:
+    """Build the network with random weights from torch's global generator, as the authors initialise it.
+
+    Raises:
+        ConfigError: "out_of_range" for an unknown argument, or for unequal numbers of channels and layers.
+    """
+    try:
+        net = SixStageResNet(**arguments)
+    except (TypeError, ValueError) as error:
+        message = f"resnet256 cannot be built with {dict(arguments)}: {error}"
+        raise ConfigError(message, "out_of_range") from error
+    return VisionBackbone(net=net, adapter=SixStageResNetAdapter(), image_size=(256, 256), ignored_heads=("fc1.",))

@@ -1,0 +1,141 @@
+"""MutualInfo: the mutual information of radiograph and report is maximised (Liao et al., arXiv 2103.04537)."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from medvl import encoders
+from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.errors import ConfigError
+from medvl.losses import SeparableCritic, dv_bound, info_nce_bound
+from medvl.models.config_checks import check_choice, check_within
+from medvl.models.dual_encoders.base import Positives
+from medvl.models.dual_encoders.bert import BertDualConfig
+from medvl.models.dual_encoders.local import local_features
+from medvl.models.dual_encoders.pairs import Pairs, gather_side, negatives
+from medvl.models.dual_encoders.sentence_base import SentenceDualEncoder
+from medvl.models.heatmaps import on_originals
+from medvl.models.registry import register_system
+from medvl.schema import Embeddings, Inputs, Losses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MutualInfoConfig(BertDualConfig):
+    """Settings of the released code, which has the global part only. Its text vector is the output of BERT's pooler;
+    here it is the state of [CLS], as in the paper. `projection_dim` has no effect."""
+
+    image_encoder: str = "resnet256"
+    image_size: int = 256
+    image_channels: int = 1
+    text_encoder: str = "clinicalbert"
+    max_tokens: int = 320
+    bound: Literal["dv", "info_nce"] = "dv"
+    """Bound of the mutual information. InfoNCE has the positive in its sum; without it, as in the released code, its
+    gradient is that of Donsker-Varadhan ("dv")."""
+    critic_hidden: tuple[int, ...] = (1024, 512)
+    positives: Positives = "study"
+    """Pairs that are no negatives of each other: those of one study, as published."""
+    global_weight: float = 1.0
+    local_weight: float = 0.0
+    """Weight of regions and sentences; 0 leaves them out. `global_weight` 0 is the paper's local version, in which
+    nothing trains the last stage of the image encoder."""
+    patch_level: int = -2
+    """Stage of the image encoder that regions come from: 8x8x128 of resnet256."""
+    text_lr_mult: float = 0.04
+    """Learning rate of the text encoder over that of all else: 2e-5 over 5e-4. Nothing else has a weight decay."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "bound", ("dv", "info_nce"))
+        check_within(self, "(0, inf)", "text_lr_mult")
+        check_within(self, "[0, inf)", "local_weight")
+        check_within(self, "[0, inf)" if self.local_weight else "(0, inf)", "global_weight")
+
+
+@register_system("mutual_info")
+class MutualInfo(SentenceDualEncoder):
+    """Lower bounds of mutual information, from critics' scores of all pairs of the batch (section 2).
+
+    The similarity is the critics' weighted scores; `Embeddings.global_NE` is what they take, not L2-normalised. A
+    sentence is the mean of its tokens in the report (the paper encodes each sentence alone); its score with an image is
+    that of its best region, and the scores of sentences are summed.
+    """
+
+    Config = MutualInfoConfig
+
+    def __init__(self, config: MutualInfoConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        image, text, local = self.image_encoder, self.text_encoder, config.local_weight > 0
+        self.inputs = Inputs(sentences=local)
+        self.critic = SeparableCritic(image.feature_dim, text.feature_dim, config.critic_hidden)
+        self.local_critic = SeparableCritic(image.patch_dim, text.token_dim, config.critic_hidden) if local else None
+
+    @classmethod
+    def encoder_arguments(cls, config: MutualInfoConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """See the base class."""
+        return {"in_channels": config.image_channels, "patch_level": config.patch_level}, {"pool": "cls"}
+
+    @classmethod
+    def make_heads(cls, config: MutualInfoConfig, image: ImageEncoder, text: TextEncoder) -> dict[str, nn.Module]:
+        """Return no heads: the critics take the encoders' own features."""
+        return {"image_head": nn.Identity(), "text_head": nn.Identity()}
+
+    def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+        """Return the groups of an optimiser (`MutualInfoConfig.text_lr_mult`)."""
+        others = nn.ModuleList(module for name, module in self.named_children() if name != "text_encoder")
+        text = encoders.parameter_groups(self.text_encoder, lr * self.config.text_lr_mult, weight_decay)
+        return [*encoders.parameter_groups(others, lr, 0.0), *text]
+
+    def project_text(self, text_ND: Tensor) -> Tensor:
+        """See the base class."""
+        return text_ND.float()
+
+    def embed_images(self, image_BCHW: Tensor) -> Embeddings:
+        """Return what the critics take: vectors, and regions for the local part."""
+        features = self.image_encoder(image_BCHW)
+        local_BPD = None if self.local_critic is None else features.patches_BPD.float()
+        return Embeddings(features.pooled_BD.float(), local_BPD)
+
+    def compare_pairs(self, pairs: Pairs) -> Losses:
+        """See the base class. A rank scores its own images with the texts of all ranks."""
+        own_B, other_BN = negatives(pairs)
+        bound = dv_bound if self.config.bound == "dv" else info_nce_bound
+        scores = self._scores(pairs.images, gather_side(pairs.texts))
+        terms = {
+            name: (-bound(each.gather(1, own_B[:, None])[:, 0], each, other_BN), weight)
+            for name, each, weight in scores
+        }
+        return Losses.weighted(**terms)
+
+    def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
+        """Return (N, M): the critics' scores with the weights of their losses; of any size and sign."""
+        parts = self._scores(*self.embedded(images, texts))
+        return torch.stack([weight * scores_NM for _, scores_NM, weight in parts]).sum(dim=0)
+
+    def _scores(self, images: Embeddings, texts: Embeddings) -> list[tuple[str, Tensor, float]]:
+        """Return the name, the scores (N, M) and the weight of each part."""
+        parts = [("global", self.critic(images.global_NE, texts.global_NE), self.config.global_weight)]
+        if self.local_critic is not None:
+            scores_NM = self.local_critic.local(local_features(images)[0], *local_features(texts))
+            parts.append(("local", scores_NM, self.config.local_weight))
+        return parts
+
+    @torch.no_grad()
+    def attention_maps(
+        self, image_BCHW: Tensor, texts: Sequence[str], original_sizes: Sequence[tuple[int, int]] | None = None
+    ) -> list[Tensor]:
+        """Return one (H, W) map a pair, as `LocalDualEncoder`: the softmax over regions of the sentences' mean score.
+
+        Raises ConfigError without a local part.
+        """
+        if self.local_critic is None:
+            message = "this MutualInfo has no regions: train it with local_weight above 0"
+            raise ConfigError(message, "unsupported", field="local_weight")
+        regions_BPD, _ = local_features(self.embed_images(image_BCHW))
+        sides = zip(regions_BPD, *local_features(self.embed_texts(texts)), strict=True)
+        scores = [self.local_critic(regions_PD, text_SD[mask_S]).mean(dim=1) for regions_PD, text_SD, mask_S in sides]
+        map_Bhw = torch.stack(scores).softmax(dim=1).unflatten(1, self.image_encoder.grid(*image_BCHW.shape[2:]))
+        return on_originals(map_Bhw, self.transform, image_BCHW, original_sizes)
