@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Trains and evaluates everything that RESULTS.md reports on the phantom, then writes RESULTS.md. Parts can be named;
-# without names all of them run, in about two hours on two CPU cores. Finished steps are not repeated.
+# without names all of them run, in about five hours on two CPU cores. Finished steps are not repeated.
 #
 #     bash scripts/reproduce_results.sh                      # all parts
 #     bash scripts/reproduce_results.sh zero-shot grounding  # these only; tables of other parts keep their last results
 set -euo pipefail
 cd "$(dirname "$0")/.."
-all="zero-shot probe grounding chexzero dense vqa vqa-medvill reports pretraining"
+all="zero-shot probe grounding chexzero dense vqa vqa-medvill reports pretraining dual-encoders"
 parts="${*:-$all}"
 for part in $parts; do
     case " $all " in *" $part "*) ;; *) echo "error: no part $part: take $all" >&2; exit 2 ;; esac
@@ -65,5 +65,9 @@ fi
 if wanted pretraining; then
     $bin/python scripts/pretraining_helps.py --start quickstart/m3ae/best --train quickstart/vqa/train \
         --valid quickstart/vqa-valid/test --test quickstart/vqa/test --out quickstart/m3ae-helps -- --train.epochs 2
+fi
+if wanted dual-encoders; then
+    bash scripts/quickstart.sh
+    $bin/python scripts/compare_dual.py --extras --write
 fi
 $bin/python scripts/results.py --write

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from medvl.eval.grounding.page import write_grounding_page as write_grounding_page
     from medvl.eval.html.page import write_page as write_page
     from medvl.eval.probing.evaluate import linear_probe as linear_probe
+    from medvl.eval.probing.features import ProbedEncoder as ProbedEncoder, encode_features as encode_features
     from medvl.eval.probing.page import write_probe_page as write_probe_page
     from medvl.eval.report_generation.evaluate import (
         GeneratedReport as GeneratedReport,

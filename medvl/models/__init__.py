@@ -97,6 +97,10 @@ if TYPE_CHECKING:
         SingleStreamModel as SingleStreamModel,
         StreamModel as StreamModel,
     )
-    from medvl.models.registry import list_models as list_models, register_system as register_system
+    from medvl.models.registry import (
+        list_models as list_models,
+        register_system as register_system,
+        system as system,
+    )
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)
