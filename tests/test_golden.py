@@ -34,6 +34,7 @@ RECIPES = (
     "gloria_chexpert",
     "chexzero_mimic",
     "siglip_mimic",
+    "mgca_mimic",
     "m3ae_roco_medicat",
     "medvill_mimic",
     "mutual_info_mimic",
