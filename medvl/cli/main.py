@@ -77,6 +77,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "covidx": shards_labels.covidx,
         "vindr-cxr": shards_labels.vindr_cxr,
         "chestxdet10": shards_labels.chestxdet10,
+        "object-cxr": shards_labels.object_cxr,
         "table": shards.table,
     },
     "eval": {

@@ -104,6 +104,9 @@ COMMANDS: dict[str, Callable[..., str]] = {
     "chestxdet10": _command(
         "chestxdet10", "ChestX-Det10: images with boxes of findings in JSON", _shards("chestxdet10"), size=1024, seed=44
     ),
+    "object-cxr": _command(
+        "object_cxr", "Object-CXR: images with shapes of foreign objects", _shards("object-cxr"), size=1024, seed=45
+    ),
     "padchest": _command("padchest", "PadChest: 16-bit PNG files and a table", _shards("padchest"), seed=43),
     "roco": _command(
         "roco",

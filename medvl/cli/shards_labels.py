@@ -160,5 +160,19 @@ def chestxdet10(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *,
     return convert_corpus(corpus, root, run, _textless(options), validate_share=validate_share)
 
 
+def object_cxr(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, validate_share: float = 0.2) -> str:
+    """Convert Object-CXR, with the images of dev.csv as test split: boxes of foreign objects.
+
+    Args:
+        root: folder with train.csv, dev.csv, train/ and dev/.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        validate_share: fraction of the official training images for validation.
+    """
+    from medvl.data.corpora import object_cxr as corpus
+
+    return convert_corpus(corpus, root, run, _textless(options), validate_share=validate_share)
+
+
 def _textless(options: ShardOptions) -> ShardOptions:
     return dataclasses.replace(options, keep_textless=True)

@@ -55,6 +55,7 @@ def _compare_counts(manifests: "Mapping[str, Manifest]", full: bool) -> None:
         medicat,
         mimic_cxr,
         nih_cxr14,
+        object_cxr,
         openi,
         padchest,
         path_vqa,
@@ -70,7 +71,7 @@ def _compare_counts(manifests: "Mapping[str, Manifest]", full: bool) -> None:
 
     modules = (
         mimic_cxr, chexpert, medicat, openi, vqa_rad, slake, vqa_med, path_vqa, rsna, siim, nih_cxr14, covidx,
-        vindr_cxr, padchest, chestxdet10,
+        vindr_cxr, padchest, chestxdet10, object_cxr,
     )  # fmt: skip
     corpora = {**{module.NAME: module.COUNTS for module in modules}, **roco.COUNTS}
     expected = corpora.get(next(iter(manifests.values())).corpus)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import cv2
 import pytest
+from helpers.box_corpora import box, convert, samples_of, write_phantom
 from helpers.dicom_builder import image_dataset, write_dataset
 from helpers.errors import raises
 from helpers.mimic_files import textured
 
-from medvl.cli import main as cli
 from medvl.data.annotations.boxes import add_size, merge_readers, read_corners
 from medvl.data.corpora import chestxdet10, nih_cxr14, vindr_cxr
 from medvl.data.privacy.deidentify import Deidentifier
@@ -32,10 +32,6 @@ def test_data_cards_contain_the_counts_of_verify(module):
 
 
 # Boxes
-
-
-def box(label: str, x: float, y: float, width: float, height: float) -> dict[str, object]:
-    return {"label": label, "x": x, "y": y, "width": width, "height": height}
 
 
 def test_corners_are_read_with_and_without_the_size() -> None:
@@ -198,21 +194,6 @@ def test_vindr_shards_have_the_size_of_the_dicom_images(tmp_path: Path) -> None:
     assert [(one.extra["image_width"], one.extra["image_height"], one.sex) for one in test] == [(64, 48, "F")]
     manifests = [ShardSource(path).manifest for path in (tmp_path / "out").iterdir()]
     assert sum(dict(manifest.skipped).get("mismatch", 0) for manifest in manifests) == 1
-
-
-def convert(root: Path, corpus: str, out: Path, *options: str) -> None:
-    shared = ["--root", str(root), "--out", str(out), "--workers", "1", "--short-side", "32"]
-    cli.main(["shards", corpus, *shared, *options])
-
-
-def samples_of(out: Path, *splits: str) -> list[Sample]:
-    sources = [ShardSource(out / split) for split in splits if (out / split).is_dir()]
-    return [source.sample(place) for source in sources for place in range(len(source))]
-
-
-def write_phantom(corpus: str, out: Path, patients: int, size: int, seed: int) -> None:
-    sizes = ["--patients", str(patients), "--size", str(size), "--seed", str(seed)]
-    cli.main(["phantom", corpus, "--out", str(out), "--workers", "1", *sizes])
 
 
 def test_vindr_phantom_round_trip(tmp_path: Path, deid: Deidentifier, capsys: pytest.CaptureFixture[str]) -> None:

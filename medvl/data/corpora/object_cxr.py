@@ -1,0 +1,94 @@
+"""Object-CXR (MIDL 2020): foreign objects on chest radiographs. Layout, counts, access: `data_cards/object-cxr.md`."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from medvl.common.untrusted import InputFolders
+from medvl.data.annotations.boxes import Box, read_corners
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record, check_share, malformed, read_table
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.splits import hash_split
+from medvl.schema import Sample
+
+NAME = "object-cxr"
+COUNTS: Mapping[str, int] = {"images": 9_000, "test": 1_000}
+"""Counts of the public part of the release, which `medvl verify --full` compares with."""
+LABEL = "Foreign Object"
+LABELS = (LABEL,)
+SHAPES = {"0": "rectangle", "1": "ellipse", "2": "polygon"}
+"""Type of an annotation in the tables -> shape."""
+
+_CORNERS, _MIN_POLYGON = 4, 6  # numbers
+_IMAGE = re.compile(r"\w[\w-]{0,100}\.jpg")
+
+
+def plan(root: Path, deid: Deidentifier, *, validate_share: float = 0.2, follow_links: bool = False) -> Plan:
+    """Plan the samples of Object-CXR from its tables; no image is opened.
+
+    Args:
+        root: folder with `train.csv`, `dev.csv`, `train/` and `dev/`.
+        deid: hashes the images. The release has no patient ids, so each image counts as a patient.
+        validate_share: share of the official training images used for validation, by hash; a fifth as in LoVT and
+            MGCA, which also test on the images of `dev.csv`.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+
+    Raises CorpusError when a table is missing, or a value does not match the data card; ConfigError when the share is
+    not between 0 and 1.
+    """
+    root = Path(root)
+    allowed = InputFolders.of(root, follow_links=follow_links)
+    check_share(validate_share, "validate_share")
+    shares = {"train": 1 - validate_share, "validate": validate_share}
+    records, warnings = Records(), Counter[str]()
+    for folder in ("train", "dev"):
+        table = root / f"{folder}.csv"
+        for row in read_table(table, ("annotation",), allowed):
+            name = row.get("image_name", row.get("image_path", "")).rpartition("/")[2]
+            if not _IMAGE.fullmatch(name):
+                raise malformed(table, "expected a column image_name (or image_path) like 00001.jpg", "image_name")
+            image = f"{folder}/{name}"
+            patient, shapes = deid.patient(image), _read_shapes(row["annotation"], table)
+            boxes = [box for shape in shapes if (box := _box(shape, table))]
+            warnings["empty_shape"] += len(shapes) - len(boxes)
+            sample = Sample(
+                key=deid.image(image),
+                corpus=NAME,
+                split=hash_split(patient, shares) if folder == "train" else "test",
+                patient=patient,
+                study=deid.study(image, image),
+                image=root / folder / name,
+                labels={LABEL: int(bool(shapes))},
+                extra={"boxes": boxes, "shapes": [{"shape": kind, "points": list(points)} for kind, points in shapes]},
+            )
+            records.append(Record(sample))
+    return Plan(NAME, records, LABELS, Counter(), +warnings, allowed)
+
+
+def _read_shapes(text: str, table: Path) -> list[tuple[str, tuple[float, ...]]]:
+    """Read shapes and their coordinates x1 y1 x2 y2 ...; an image without objects has no text."""
+    shapes = []
+    for annotation in filter(None, map(str.strip, text.split(";"))):
+        kind, *fields = annotation.split()
+        try:
+            points = tuple(map(float, fields))
+        except ValueError:
+            raise malformed(table, "expected numbers after the type of a shape", "annotation") from None
+        polygon = SHAPES.get(kind) == "polygon"
+        complete = len(points) >= _MIN_POLYGON and len(points) % 2 == 0 if polygon else len(points) == _CORNERS
+        if kind not in SHAPES or not complete or not all(map(math.isfinite, points)):
+            expected = "0 or 1 and two corners, or 2 and three or more points"
+            raise malformed(table, f"expected {expected}, separated by blanks, for each shape", "annotation")
+        shapes.append((SHAPES[kind], points))
+    return shapes
+
+
+def _box(shape: tuple[str, tuple[float, ...]], table: Path) -> Box | None:
+    """Return the bounding box of a shape, or None where it has no area."""
+    x, y = shape[1][::2], shape[1][1::2]
+    if min(x) == max(x) or min(y) == max(y):
+        return None
+    return read_corners(LABEL, (min(x), min(y), max(x), max(y)), None, table)
