@@ -24,9 +24,9 @@ from medvl.eval.retrieval.rerank import Encoded, match_scores
 from medvl.losses.itm import MatchingPairs
 from medvl.losses.mim import mask_patches, patchify
 from medvl.models import M3AE, M3AEConfig
-from medvl.models.fusion_encoders.corruption import MaskedWords
 from medvl.models.fusion_encoders.layers.encoder import Tokens
 from medvl.models.fusion_encoders.objectives import Corruption, PatchPredictions
+from medvl.models.masked_words import MaskedWords
 from medvl.schema import Batch
 
 SIZES = {

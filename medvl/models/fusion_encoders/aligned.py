@@ -19,15 +19,15 @@ from medvl.losses.itc import Keys, MomentumQueue, clamp_temperature_, ramped_alp
 from medvl.losses.itm import MatchingPairs, hard_pairs
 from medvl.losses.positives import name_ids
 from medvl.models.base import Parts, complete_rows
+from medvl.models.bert_init import init_weights
 from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.base import DualEncoder
 from medvl.models.fusion_encoders.base import DecoderLayers, FusionModel
 from medvl.models.fusion_encoders.config import FusionConfig
-from medvl.models.fusion_encoders.corruption import MaskedWords, pairs_of_rows, same_rows
+from medvl.models.fusion_encoders.corruption import pairs_of_rows, same_rows
 from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Tokens
-from medvl.models.fusion_encoders.layers.heads import WordHead
 from medvl.models.fusion_encoders.layers.inputs import encode_present
-from medvl.models.fusion_encoders.layers.transformer import CoAttentionLayer, Sizes, init_weights
+from medvl.models.fusion_encoders.layers.transformer import CoAttentionLayer, Sizes
 from medvl.models.fusion_encoders.objectives import (
     ContrastiveEncoded,
     Corruption,
@@ -35,6 +35,7 @@ from medvl.models.fusion_encoders.objectives import (
     HardNegativeMatching,
     ImageTextContrast,
 )
+from medvl.models.masked_words import MaskedWords, WordHead
 from medvl.schema import Batch, Embeddings
 
 

@@ -13,12 +13,11 @@ from medvl.data.transforms.mlm_masking import TextMasking
 from medvl.encoders import parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import TwoTowers
-from medvl.models.fusion_encoders.corruption import MaskedWords, sample_masked_words
 from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Tokens, join
-from medvl.models.fusion_encoders.layers.heads import WordHead
 from medvl.models.fusion_encoders.layers.inputs import RegionEncoder
 from medvl.models.fusion_encoders.layers.transformer import Sizes
 from medvl.models.fusion_encoders.objectives import Corruption, Encoded, MirroredTextMatching, Objective
+from medvl.models.masked_words import MaskedWords, WordHead, sample_masked_words, text_masking
 from medvl.schema import Batch, Losses
 
 _ENCODERS = ("image_encoder", "text_encoder")
@@ -172,11 +171,8 @@ class FusionModel(TwoTowers):
 
         Raises ConfigError when the model has no tokenizer, or a vocabulary without a mask token.
         """
-        if self.tokenizer is None:
-            message = f"{self.name} needs a tokenizer to mask words; use create_model(..., tokenizer=FOLDER)"
-            raise ConfigError(message, "missing", field="tokenizer")
-        return TextMasking(
-            self.tokenizer,
+        return text_masking(
+            self,
             rate=self.config.mlm_probability,
             whole_words=self.config.whole_words,
             mask_end=self.masks_closing_token,

@@ -14,11 +14,12 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.models.base import Parts
+from medvl.models.bert_init import init_weights
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.layers.attention_masks import CAUSAL_ATTENTIONS
 from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Pooler, Tokens, stream_mask
-from medvl.models.fusion_encoders.layers.heads import WordHead
-from medvl.models.fusion_encoders.layers.transformer import attention_weights, init_weights
+from medvl.models.fusion_encoders.layers.transformer import attention_weights
+from medvl.models.masked_words import WordHead
 from medvl.models.text_decoding import Decoding, Generated, search
 
 IMAGE, TEXT = 0, 1

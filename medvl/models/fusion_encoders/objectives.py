@@ -25,8 +25,8 @@ from medvl import losses
 from medvl.errors import ConfigError
 from medvl.losses.itm import MatchingPairs
 from medvl.losses.mim import PatchMask, mask_patches, patchify, standardize
-from medvl.models.fusion_encoders.corruption import MaskedWords
 from medvl.models.fusion_encoders.layers.encoder import Tokens
+from medvl.models.masked_words import MaskedWords
 from medvl.schema import Batch
 
 

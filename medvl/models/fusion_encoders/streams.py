@@ -15,6 +15,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import TextEncoder
 from medvl.models.base import EncoderArguments, Parts
+from medvl.models.bert_init import init_weights
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.config import StreamConfig, check_attention
 from medvl.models.fusion_encoders.corruption import sample_pairs
@@ -28,10 +29,10 @@ from medvl.models.fusion_encoders.layers.encoder import (
     SingleStream,
     Tokens,
 )
-from medvl.models.fusion_encoders.layers.heads import WordHead
 from medvl.models.fusion_encoders.layers.inputs import ImageInput, ImageSource, RegionEncoder, encode_present
-from medvl.models.fusion_encoders.layers.transformer import Sizes, init_weights
+from medvl.models.fusion_encoders.layers.transformer import Sizes
 from medvl.models.fusion_encoders.objectives import Corruption, Encoded, ImageTextMatching, MaskedLanguageModeling
+from medvl.models.masked_words import WordHead
 from medvl.models.registry import register_system
 from medvl.schema import Batch
 

@@ -8,8 +8,9 @@ from transformers.models.bert.modeling_bert import BertLayer
 
 from medvl.losses.mim import mask_patches
 from medvl.models.fusion_encoders.layers.encoder import DualStream, FusionEncoder, SingleStream, Tokens
-from medvl.models.fusion_encoders.layers.heads import PixelDecoder, WordHead, sinusoids
+from medvl.models.fusion_encoders.layers.heads import PixelDecoder, sinusoids
 from medvl.models.fusion_encoders.layers.transformer import Attention, SelfAttentionLayer, Sizes
+from medvl.models.masked_words import WordHead
 
 SIZES = Sizes(width=16, layers=3, heads=4, intermediate=32)
 

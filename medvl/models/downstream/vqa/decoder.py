@@ -12,19 +12,13 @@ from torch import Tensor, nn
 
 from medvl.encoders import TextEncoder
 from medvl.errors import ConfigError
+from medvl.models.bert_init import LAYER_NORM_EPS, init_weights
 from medvl.models.downstream.vqa.config import DecoderConfig
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.layers.attention_masks import padding_mask
 from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.models.fusion_encoders.layers.heads import WordHead
-from medvl.models.fusion_encoders.layers.transformer import (
-    LAYER_NORM_EPS,
-    Attention,
-    FeedForward,
-    KeysValues,
-    Sizes,
-    init_weights,
-)
+from medvl.models.fusion_encoders.layers.transformer import Attention, FeedForward, KeysValues, Sizes
+from medvl.models.masked_words import WordHead
 
 
 class Memory(NamedTuple):

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from medvl.models.bert_init import init_weights
 from medvl.models.fusion_encoders.layers.attention_masks import Attention, attention_mask
-from medvl.models.fusion_encoders.layers.transformer import CoAttentionLayer, SelfAttentionLayer, Sizes, init_weights
+from medvl.models.fusion_encoders.layers.transformer import CoAttentionLayer, SelfAttentionLayer, Sizes
 
 _TEXT, _IMAGE = 0, 1
 """Rows of the modality embedding."""

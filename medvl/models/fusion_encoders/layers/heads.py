@@ -1,40 +1,13 @@
-"""Pretraining heads of fusion-encoders: masked words and pixels of removed patches.
+"""Pretraining head of fusion-encoders for the pixels of removed patches.
 
-Letters: B batch, N positions, P patches, K kept patches, V vocabulary, D width, C values of a patch's pixels.
+Letters: B batch, N positions, P patches, K kept patches, D width, C values of a patch's pixels.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.losses.mim import PatchMask
-from medvl.models.fusion_encoders.layers.transformer import INIT_STD, LAYER_NORM_EPS, init_weights
-
-
-class WordHead(nn.Module):
-    """BERT's head over the vocabulary: dense, GELU, LayerNorm, a linear layer with a bias for every word.
-
-    Args:
-        width: D of the states.
-        vocab_size: V.
-        tied: use the text encoder's table of word embeddings, passed to `forward`, as the linear layer's matrix.
-    """
-
-    def __init__(self, width: int, vocab_size: int, *, tied: bool = False) -> None:
-        super().__init__()
-        self.dense, self.norm = nn.Linear(width, width), nn.LayerNorm(width, eps=LAYER_NORM_EPS)
-        self.words = None if tied else nn.Linear(width, vocab_size, bias=False)
-        self.bias = nn.Parameter(torch.zeros(vocab_size))
-        init_weights(self)
-
-    def forward(self, states_ND: Tensor, table_VD: Tensor | None = None) -> Tensor:
-        """(N, V): scores of every word. Pass the states of masked positions only: the head is expensive."""
-        hidden_ND = self.norm(F.gelu(self.dense(states_ND)))
-        if self.words is None:
-            assert table_VD is not None, "a tied head needs the table of word embeddings"
-            return F.linear(hidden_ND, table_VD, self.bias)
-        scores_NV: Tensor = self.words(hidden_ND) + self.bias
-        return scores_NV
+from medvl.models.bert_init import INIT_STD, init_weights
 
 
 class PixelDecoder(nn.Module):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from medvl.encoders import ImageEncoder
 from medvl.errors import ConfigError
+from medvl.models.bert_init import INIT_STD, init_weights
 from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.models.fusion_encoders.layers.transformer import INIT_STD, init_weights
 from medvl.schema import ImageFeatures
 
 

@@ -9,11 +9,8 @@ from typing import Any, Self
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.models.bert_init import LAYER_NORM_EPS
 from medvl.models.fusion_encoders.layers.attention_masks import open_empty_rows, padding_mask
-
-LAYER_NORM_EPS = 1e-12
-"""As in BERT."""
-INIT_STD = 0.02
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,14 +148,3 @@ class CoAttentionLayer(nn.Module):
         """(B, N, K): attention weights of `forward` to the other stream, mean over the heads."""
         attended_BND = self.attention(states_BND, states_BND, padding_mask(mask_BN))
         return self.cross_attention.weights(attended_BND, other_BKD, padding_mask(other_mask_BK)).mean(dim=1)
-
-
-def init_weights(module: nn.Module) -> None:
-    """Initialise as BERT: linear layers and embeddings from N(0, 0.02), biases with zeros, norms with ones."""
-    for child in module.modules():
-        if isinstance(child, nn.Linear | nn.Embedding):
-            nn.init.normal_(child.weight, std=INIT_STD)
-        if isinstance(child, nn.LayerNorm):
-            nn.init.ones_(child.weight)
-        if isinstance(child, nn.Linear | nn.LayerNorm) and child.bias is not None:
-            nn.init.zeros_(child.bias)

@@ -1,0 +1,85 @@
+"""Masked words of a batch and the head that predicts them, for systems that keep masked language modelling.
+
+    words = sample_masked_words(batch, text_masking(model, rate=0.15, whole_words=True))
+    logits_NV = head(states_BTD.flatten(0, 1)[words.position_N], table_VD)
+    loss = losses.mlm(logits_NV, words.target_N)
+
+Words are sampled before any arithmetic, from torch's CPU generator, which the training step seeds: a batch is masked
+alike on every device.
+
+B batch, T text tokens, N masked positions, V vocabulary, D width.
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl.data.transforms.mlm_masking import TextMasking
+from medvl.errors import ConfigError
+from medvl.losses.mlm import masked_positions
+from medvl.models.base import System
+from medvl.models.bert_init import LAYER_NORM_EPS, init_weights
+from medvl.schema import Batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedWords:
+    """The texts of a batch with some words masked."""
+
+    ids_BT: Tensor
+    labels_BT: Tensor
+    """int64: the original id at masked positions, -100 elsewhere."""
+    position_N: Tensor
+    """int64: the masked positions in the flattened (B * T) batch."""
+
+    @property
+    def target_N(self) -> Tensor:
+        """The original ids at the masked positions."""
+        return self.labels_BT.flatten()[self.position_N]
+
+
+def sample_masked_words(batch: Batch, masking: TextMasking) -> MaskedWords:
+    """Mask words of every text; samples without a text have none."""
+    mask_BT = batch.mask_BT if batch.has_text_B is None else batch.mask_BT & batch.has_text_B[:, None]
+    masked = masking(batch.ids_BT, mask_BT, torch.default_generator)
+    position_N = masked_positions(masked.labels_BT)
+    return MaskedWords(ids_BT=masked.ids_BT, labels_BT=masked.labels_BT, position_N=position_N)
+
+
+def text_masking(model: System, *, rate: float, whole_words: bool, mask_end: bool = False) -> TextMasking:
+    """Return the masking of a model's texts.
+
+    Raises ConfigError when the model has no tokenizer, or a vocabulary without a mask token.
+    """
+    if model.tokenizer is None:
+        message = f"{model.name} needs a tokenizer to mask words; use create_model(..., tokenizer=FOLDER)"
+        raise ConfigError(message, "missing", field="tokenizer")
+    return TextMasking(model.tokenizer, rate=rate, whole_words=whole_words, mask_end=mask_end)
+
+
+class WordHead(nn.Module):
+    """BERT's head over the vocabulary: dense, GELU, LayerNorm, a linear layer with a bias for every word.
+
+    Args:
+        width: D of the states.
+        vocab_size: V.
+        tied: use the text encoder's table of word embeddings, passed to `forward`, as the linear layer's matrix.
+    """
+
+    def __init__(self, width: int, vocab_size: int, *, tied: bool = False) -> None:
+        super().__init__()
+        self.dense, self.norm = nn.Linear(width, width), nn.LayerNorm(width, eps=LAYER_NORM_EPS)
+        self.words = None if tied else nn.Linear(width, vocab_size, bias=False)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+        init_weights(self)
+
+    def forward(self, states_ND: Tensor, table_VD: Tensor | None = None) -> Tensor:
+        """(N, V): scores of every word. Pass the states of masked positions only: the head is expensive."""
+        hidden_ND = self.norm(F.gelu(self.dense(states_ND)))
+        if self.words is None:
+            assert table_VD is not None, "a tied head needs the table of word embeddings"
+            return F.linear(hidden_ND, table_VD, self.bias)
+        scores_NV: Tensor = self.words(hidden_ND) + self.bias
+        return scores_NV
