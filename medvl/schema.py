@@ -89,7 +89,7 @@ class Inputs:
     second_image: bool = False
     """A second view: the same image under another random augmentation."""
     second_text: bool = False
-    """A second random choice of the sample's text."""
+    """A second text of the sample: another random choice, or as a `medvl.data.TextPair` says."""
     mirrored_text: bool = False
     """The sample's text with left and right exchanged."""
     sentences: bool = False
@@ -135,6 +135,8 @@ class Batch:
     """int64 token ids of another random choice of text (`Inputs.second_text`)."""
     second_mask_BT: Tensor | None = None
     """bool, True on real tokens of `second_ids_BT`."""
+    has_second_text_B: Tensor | None = None
+    """bool: False where a sample has no second text, whatever its tokens are (`medvl.data.TextPair`)."""
     mirrored_ids_BT: Tensor | None = None
     """int64 token ids of the texts with left and right exchanged, padded like `ids_BT` (`Inputs.mirrored_text`)."""
     mirrored_mask_BT: Tensor | None = None

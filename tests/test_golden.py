@@ -38,6 +38,7 @@ RECIPES = (
     "m3ae_roco_medicat",
     "medvill_mimic",
     "mutual_info_mimic",
+    "biovil_mimic",
 )
 STEPS, BATCHES, PAIRS = 50, 4, 4
 SHOWN = (1, 10, 20, 30, 40, 50)
@@ -57,7 +58,7 @@ def batches(config: Any, tokenizer: Any) -> Iterator[Batch]:
         keys = [str(row) for row in rows.tolist()]
         yield Batch(
             keys=keys, image_BCHW=images[rows].to(torch.uint8), ids_BT=ids_BT, mask_BT=mask_BT,
-            labels_BL=torch.zeros(PAIRS, 0), texts=texts, studies=keys,
+            labels_BL=torch.zeros(PAIRS, 0), texts=texts, studies=keys, second_ids_BT=ids_BT, second_mask_BT=mask_BT,
         )  # fmt: skip
 
 

@@ -77,6 +77,7 @@ if TYPE_CHECKING:
         RandomSection as RandomSection,
         RandomSentence as RandomSentence,
         SwappedSentences as SwappedSentences,
+        TextPair as TextPair,
         WholeText as WholeText,
     )
 

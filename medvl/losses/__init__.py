@@ -7,7 +7,7 @@ from medvl.losses.gloria import gloria_local
 from medvl.losses.itc import itc
 from medvl.losses.itm import itm
 from medvl.losses.mim import mim
-from medvl.losses.mlm import mlm, mlm_distilled
+from medvl.losses.mlm import mlm, mlm_by_text, mlm_distilled
 from medvl.losses.mutual_information import SeparableCritic, dv_bound, info_nce_bound
 from medvl.losses.prototypes import prototype_swap, sinkhorn
 from medvl.losses.reverse_gradient import reverse_gradient
@@ -33,6 +33,7 @@ __all__ = [
     "local_uniformity",
     "mim",
     "mlm",
+    "mlm_by_text",
     "mlm_distilled",
     "multilabel_bce",
     "prototype_swap",

@@ -10,6 +10,7 @@ positions only:
 N masked positions of the whole batch, V vocabulary; the other letters as in `medvl.schema`.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -32,6 +33,22 @@ def mlm(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     ValueError on inconsistent shapes.
     """
     return _hard(*_masked_only(logits_BTV, labels_BT))
+
+
+def mlm_by_text(logits_NV: Tensor, labels_N: Tensor, text_N: Tensor, texts: int) -> Tensor:
+    """Return (texts, 2) float32: each text's summed cross-entropy at its masked positions, and how many it has.
+
+    The sum of the first column over that of the second, of any texts of any ranks, is `mlm` of these texts. `text_N`
+    is the text of each masked position. Raises ValueError on inconsistent shapes.
+    """
+    if logits_NV.shape[:-1] != labels_N.shape or labels_N.shape != text_N.shape:
+        raise ValueError(
+            f"expected logits (N, V), labels and texts of N positions, got {shapes(logits_NV, labels_N, text_N)}"
+        )
+    with full_precision(logits_NV):
+        each_N = F.cross_entropy(logits_NV.float(), labels_N, reduction="none")
+        pairs_N2 = torch.stack([each_N, torch.ones_like(each_N)], dim=1)
+        return pairs_N2.new_zeros(texts, 2).index_add(0, text_N, pairs_N2)
 
 
 def mlm_distilled(logits_BTV: Tensor, labels_BT: Tensor, teacher_BTV: Tensor, alpha: float = 0.4) -> Tensor:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         projection_head as projection_head,
     )
     from medvl.models.dual_encoders.bert import BertDualConfig as BertDualConfig, BertDualEncoder as BertDualEncoder
+    from medvl.models.dual_encoders.biovil import BioViL as BioViL, BioViLConfig as BioViLConfig
     from medvl.models.dual_encoders.chexzero import CheXzero as CheXzero, CheXzeroConfig as CheXzeroConfig
     from medvl.models.dual_encoders.clip import CLIP as CLIP, CLIPConfig as CLIPConfig
     from medvl.models.dual_encoders.convirt import ConVIRT as ConVIRT, ConVIRTConfig as ConVIRTConfig
@@ -71,6 +72,10 @@ if TYPE_CHECKING:
     from medvl.models.dual_encoders.sentence_base import SentenceDualEncoder as SentenceDualEncoder
     from medvl.models.dual_encoders.sentences import pool_sentences as pool_sentences
     from medvl.models.dual_encoders.siglip import SigLIP as SigLIP, SigLIPConfig as SigLIPConfig
+    from medvl.models.dual_encoders.text_tasks import (
+        TextTaskConfig as TextTaskConfig,
+        TextTaskEncoder as TextTaskEncoder,
+    )
     from medvl.models.factory import create_model as create_model
     from medvl.models.fusion_encoders.albef import ALBEF as ALBEF, ALBEFConfig as ALBEFConfig
     from medvl.models.fusion_encoders.aligned import (

@@ -8,6 +8,7 @@ import torch
 
 import medvl
 from helpers import gloria_ranks
+from medvl.data.transforms.mlm_masking import IGNORED, MaskedText
 from medvl.models import ContrastiveEncoder
 from medvl.schema import Batch
 
@@ -64,6 +65,23 @@ def mutual_info(**settings: Any) -> ContrastiveEncoder:
     return medvl.create_model("mutual_info", **{**sizes, **BERT, **settings})
 
 
+class EverySecondWord:
+    """Masking without chance, so that all ranks and parts mask alike."""
+
+    def __call__(self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, generator: torch.Generator) -> MaskedText:
+        masked_BT = mask_BT & (torch.arange(ids_BT.shape[1]) % 2 == 1)
+        return MaskedText(ids_BT.masked_fill(masked_BT, 4), ids_BT.masked_fill(~masked_BT, IGNORED))
+
+
+def biovil(**settings: Any) -> ContrastiveEncoder:
+    """All losses, with temperatures at which each of them counts."""
+    torch.manual_seed(0)
+    sizes = {"image_encoder": "resnet_tiny", "image_size": 32, "margin": 0, "projection_dim": 16, **BERT}
+    model = medvl.create_model("biovil", **{**sizes, "local_weight": 0.5, "mlm_weight": 0.5, **settings})
+    vars(model)["masking"] = EverySecondWord()
+    return model
+
+
 SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "clip": lambda: clip(positives="study"),
     "siglip": siglip,
@@ -74,6 +92,7 @@ SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "local_analysis": lambda: lovt("local_analysis"),
     "mutual_info": lambda: mutual_info(bound="info_nce"),
     "mutual_info local": lambda: mutual_info(local_weight=0.5),
+    "biovil": biovil,
 }
 
 
@@ -98,4 +117,8 @@ def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
             studies=STUDIES[rows],
             sentence_BT=sentence_BT[rows],
         )
+    if name == "biovil":
+        batch.second_ids_BT = torch.randint(5, 40, (PAIRS, 5), generator=torch.Generator().manual_seed(6))[rows]
+        batch.second_mask_BT = (torch.arange(5) < torch.tensor([5, 3, 2, 4, 5, 2, 5])[:, None])[rows]
+        batch.has_second_text_B = (torch.arange(PAIRS) != 1)[rows]
     return dataclasses.replace(batch, has_image_B=(torch.arange(PAIRS) != 3)[rows])

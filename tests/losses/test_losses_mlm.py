@@ -78,6 +78,23 @@ def test_masked_positions_are_in_order() -> None:
     assert masked_positions(labels_BT).tolist() == [1, 3, 5]
 
 
+def test_sums_by_text_add_up_to_the_mean_over_positions() -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits_NV, labels_N = torch.randn(6, 9, generator=generator), torch.tensor([3, 1, 8, 0, 2, 5])
+    text_N = torch.tensor([0, 0, 2, 2, 2, 3])
+    sums_42 = losses.mlm_by_text(logits_NV, labels_N, text_N, 4)
+    assert sums_42[:, 1].tolist() == [2, 0, 3, 1]
+    assert sums_42[1, 0] == 0
+    torch.testing.assert_close(sums_42[0, 0], 2 * losses.mlm(logits_NV[:2], labels_N[:2]))
+    entropy, count = sums_42.sum(dim=0)
+    torch.testing.assert_close(entropy / count, losses.mlm(logits_NV, labels_N))
+    nothing = losses.mlm_by_text(logits_NV[:0].requires_grad_(), labels_N[:0], text_N[:0], 2)
+    nothing.sum().backward()
+    assert not nothing.any()
+    with pytest.raises(ValueError, match="expected"):
+        losses.mlm_by_text(logits_NV, labels_N, text_N[:2], 4)
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 def test_mlm_distilled_equals_the_paper(alpha: float) -> None:
     logits_BTV, labels_BT = example()

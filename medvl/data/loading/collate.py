@@ -17,7 +17,7 @@ from medvl.data.reports.sentences import sentence_spans
 from medvl.data.shards.format import label_row
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import BuiltTransform, ImageTransform, Transformed
-from medvl.data.transforms.text import TextPolicy
+from medvl.data.transforms.text import PairPolicy, TextPolicy
 from medvl.errors import BudgetError, ConfigError, ShardError
 from medvl.schema import Batch, Inputs, Sample
 
@@ -139,7 +139,12 @@ class ItemMaker:
         )
 
     def _text(self, sample: Sample, views: Views, epoch: int, purpose: str) -> str:
-        text = self.text(sample.sections, sample_rng(self.seed, epoch, sample.key, purpose))
+        rng = sample_rng(self.seed, epoch, sample.key, purpose)
+        if purpose == "second text" and isinstance(self.text, PairPolicy):
+            first = self.text(sample.sections, sample_rng(self.seed, epoch, sample.key, "text"))
+            text = self.text.other(sample.sections, first, rng)
+        else:
+            text = self.text(sample.sections, rng)
         return swap_laterality(text) if views.image.flipped and self.image.flip == "swap_text" else text
 
     def _as_flipped(self, image: Transformed, key: str, pixels: np.ndarray, epoch: int, purpose: str) -> Transformed:
@@ -199,7 +204,9 @@ class Collate:
         if self.inputs.second_image:
             batch.second_image_BCHW = _stack([_present(item.second_image_HWC) for item in items])
         if self.inputs.second_text:
-            batch.second_ids_BT, batch.second_mask_BT = self.tokenizer([item.second_text or "" for item in items])
+            texts = [item.second_text or "" for item in items]
+            batch.second_ids_BT, batch.second_mask_BT = self.tokenizer(texts)
+            batch.has_second_text_B = torch.tensor([bool(text.strip()) for text in texts])
         if self.inputs.sentences:
             assert isinstance(self.tokenizer, Tokenizer)
             batch.sentence_BT = self.tokenizer.sentence_ids(batch.texts, [sentence_spans(text) for text in batch.texts])

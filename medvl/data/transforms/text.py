@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
@@ -23,6 +23,16 @@ class TextPolicy(Protocol):
     """Function that returns the text of a sample."""
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str: ...
+
+
+@runtime_checkable
+class PairPolicy(Protocol):
+    """Text policy with a rule of its own for `Inputs.second_text`; under other policies that is a second draw."""
+
+    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str: ...
+
+    def other(self, sections: Mapping[str, str], text: str, rng: np.random.Generator) -> str:
+        """Return the second text of a sample whose first text is `text`; empty if there is none."""
 
 
 def choose_sections(sections: Mapping[str, str], names: Sequence[str]) -> list[str]:
@@ -127,3 +137,22 @@ def _sentences(texts: Sequence[str], min_tokens: int) -> list[str]:
     """Return the sentences of some texts of at least so many words, or all where none has so many."""
     sentences = [sentence for text in texts for sentence in split_sentences(text)]
     return [sentence for sentence in sentences if len(_WORD.findall(sentence)) >= min_tokens] or sentences
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TextPair:
+    """Two texts of a sample by a policy each, such as impression and findings: the text, and `Inputs.second_text`.
+
+    A second text that is equal to the first counts as absent (`Batch.has_second_text_B`).
+    """
+
+    first: WholeText | RandomSentence | RandomSection
+    second: WholeText | RandomSentence | RandomSection
+
+    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
+        return self.first(sections, rng)
+
+    def other(self, sections: Mapping[str, str], text: str, rng: np.random.Generator) -> str:
+        """See `PairPolicy`."""
+        second = self.second(sections, rng)
+        return "" if second == text else second

@@ -34,6 +34,14 @@ class HasAttentionMaps(Protocol):
         """Return one map (H, W) per pair, NaN outside of the model's crop."""
 
 
+@runtime_checkable
+class HasRegions(Protocol):
+    """A model whose regions are in the space of texts and not part of its embeddings (BioViL)."""
+
+    def embed_regions(self, image_BCHW: Tensor) -> Tensor:
+        """Return (B, P, E), a square grid in row-major order."""
+
+
 def choose_maps(model: DualEncoder, maps: Maps | None) -> Maps:
     """Return `maps`, or if None the model's default. Raises `EvaluationError` if the model does not support it."""
     has_attention = isinstance(model, HasAttentionMaps)
@@ -101,7 +109,8 @@ def embed_patches(model: DualEncoder, image_BCHW: Tensor) -> tuple[Tensor, Size]
 
     Raises EvaluationError if the encoder has no grid, or its patches do not fit the projection.
     """
-    local_BPE = model.embed_images(image_BCHW).local_NPE
+    has_own = isinstance(model, HasRegions)
+    local_BPE = model.embed_regions(image_BCHW) if has_own else model.embed_images(image_BCHW).local_NPE
     if local_BPE is not None:
         side = math.isqrt(local_BPE.shape[1])  # transforms produce square images
         return local_BPE, (side, local_BPE.shape[1] // side)

@@ -39,7 +39,7 @@ STANDARDIZED: tuple[Scoring, ...] = ("gloria_best_word", "gloria_published")
 """GLoRIA's scoring rules, whose scores are standardised over the images of a test set."""
 COMPETING: tuple[Scoring, ...] = ("class_softmax", *STANDARDIZED)
 """Scoring rules in which classes compete with each other, without negative sentences."""
-Ensemble = Literal["similarity_mean", "similarity_max", "embedding_mean"]
+Ensemble = Literal["similarity_mean", "similarity_max", "embedding_mean", "embedding_mean_raw"]
 
 _OPTIONAL = {"version": 1, "description": "", "ensemble": "similarity_mean"}
 """Fields that a file may leave out, with their values."""
@@ -67,7 +67,8 @@ class PromptSet:
     and tie."""
     ensemble: Ensemble
     """Pooling over the sentences of a class: mean or maximum of the similarities, or the normalised mean of the
-    embeddings (only for models without a local term)."""
+    embeddings (only for models without a local term): of the normalised ones, or "raw", of the projections before they
+    are normalised, as BioViL does it."""
     classes: Mapping[str, ClassPrompts]
     sha256: str
     """sha256 of the file."""

@@ -127,7 +127,9 @@ class PromptScorer:
             torch.tensor([index_of[text] for text in sides.negative]) for sides in classes if sides.negative
         ]
         if prompts.ensemble == "embedding_mean":
-            self._average_embeddings()
+            self._average_embeddings(self.texts.global_NE)
+        if prompts.ensemble == "embedding_mean_raw":
+            self._average_embeddings(_projections(model, texts))
 
     def __call__(self, images: Embeddings) -> Tensor:
         """Return scores_BL in float64 on the CPU."""
@@ -148,16 +150,25 @@ class PromptScorer:
             return torch.stack([similarity.amax(dim=1) for similarity in of_class], dim=1)
         return torch.stack([similarity.mean(dim=1) for similarity in of_class], dim=1)
 
-    def _average_embeddings(self) -> None:
+    def _average_embeddings(self, sentence_ME: Tensor) -> None:
         """Replace the sentences by one normalised mean per class and side."""
         if self.texts.local_NPE is not None:
             message = "a model with local similarity cannot average embeddings; use the ensemble similarity_mean"
             raise EvaluationError(message, "unsupported", field="ensemble")
         sides = [*self._positive, *self._negative]
-        means = [self.texts.global_NE[columns.to(self.texts.global_NE.device)].mean(dim=0) for columns in sides]
+        means = [sentence_ME[columns.to(sentence_ME.device)].mean(dim=0) for columns in sides]
         self.texts = Embeddings(F.normalize(torch.stack(means), dim=1))
         single = list(torch.arange(len(sides))[:, None])
         self._positive, self._negative = single[: len(self._positive)], single[len(self._positive) :]
+
+
+def _projections(model: Model, texts: Sequence[str]) -> Tensor:
+    """Return (M, E): the sentences' vectors before they are normalised."""
+    project = getattr(model, "project_text", None)
+    if project is None:
+        message = "the ensemble embedding_mean_raw needs a dual-encoder with project_text; use embedding_mean"
+        raise EvaluationError(message, "unsupported", field="ensemble")
+    return embed_texts(model, texts, lambda some: Embeddings(project(some))).global_NE
 
 
 _METHODS = {

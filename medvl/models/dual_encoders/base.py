@@ -78,9 +78,13 @@ class DualEncoder(TwoTowers):
 
         Raises ConfigError for strings without a tokenizer, and for ids without a mask.
         """
+        return F.normalize(self.project_text(texts, mask_BT), dim=-1)
+
+    def project_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """Return (B, E) float32: `encode_text` before the normalisation. Arguments and errors are the same."""
         ids_BT, mask_BT = self.tokenize(texts, mask_BT)
-        features = self.text_encoder(ids_BT, mask_BT)
-        return F.normalize(self.text_head(features.pooled_BD).float(), dim=-1)
+        projected_BE: Tensor = self.text_head(self.text_encoder(ids_BT, mask_BT).pooled_BD)
+        return projected_BE.float()
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
         """Return images as `similarity` takes them."""

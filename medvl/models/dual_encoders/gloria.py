@@ -10,9 +10,9 @@ from torch import Tensor
 
 from medvl import losses
 from medvl.losses.gather import gather
-from medvl.losses.gloria import WordPool, gloria_attention, gloria_contrast, gloria_similarity
+from medvl.losses.gloria import WordPool, gloria_attention, gloria_similarity
 from medvl.models.config_checks import check_within
-from medvl.models.dual_encoders.local import LocalDualConfig, LocalDualEncoder, local_features
+from medvl.models.dual_encoders.local import LocalDualConfig, LocalDualEncoder, local_contrast, local_features
 from medvl.models.dual_encoders.pairs import Pairs, gather_side
 from medvl.models.registry import register_system
 from medvl.schema import Embeddings, Losses
@@ -70,9 +70,7 @@ class GLoRIA(LocalDualEncoder):
     def compare_pairs(self, pairs: Pairs) -> Losses:
         """See the base class. A rank compares its own images with the texts of all ranks: regions are not gathered."""
         texts, config = gather_side(pairs.texts), self.config
-        similarity_NN = gather(self.local_similarity(pairs.images, texts))
-        has_words_N = local_features(texts)[1].any(dim=1)
-        local = torch.stack(gloria_contrast(similarity_NN, has_words_N, config.temp3)).sum()
+        local = local_contrast(pairs.images, texts, config.temp1, config.temp2, config.temp3, config.word_pool)
         # The sum of both directions, as in the local loss; `losses.clip` is their mean.
         whole = 2 * losses.clip(gather(pairs.images.global_NE), texts.global_NE, config.temp3)
         return Losses.weighted(**{"local": (local, config.local_weight), "global": (whole, config.global_weight)})

@@ -104,6 +104,7 @@ class BatchNormHead(nn.Module):
         in_features, out_features: widths.
         hidden: 2048 in both.
         norm_output: end with a batch norm without weight and bias.
+        inner_bias: give the first linear layer a bias, which the batch norm removes again.
         synchronize: as in `MaskedBatchNorm`.
     """
 
@@ -114,10 +115,11 @@ class BatchNormHead(nn.Module):
         hidden: int = 2048,
         *,
         norm_output: bool = False,
+        inner_bias: bool = True,
         synchronize: bool = False,
     ) -> None:
         super().__init__()
-        self.inner, self.outer = nn.Linear(in_features, hidden), nn.Linear(hidden, out_features)
+        self.inner, self.outer = nn.Linear(in_features, hidden, bias=inner_bias), nn.Linear(hidden, out_features)
         self.norm = MaskedBatchNorm(hidden, synchronize=synchronize)
         self.output_norm = MaskedBatchNorm(out_features, affine=False, synchronize=synchronize) if norm_output else None
 
@@ -129,3 +131,10 @@ class BatchNormHead(nn.Module):
         if self.output_norm is not None:
             return self.output_norm(out_BNE, mask_BN)
         return out_BNE.masked_fill(padding_BN1, 0.0)
+
+
+def in_full_precision(head: nn.Module, x_BND: Tensor) -> Tensor:
+    """Return the output of a head in float32: autocast would round regions and words before a softmax of products."""
+    with full_precision(x_BND):
+        out_BNE: Tensor = head(x_BND.float())
+    return out_BNE

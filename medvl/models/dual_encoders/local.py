@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
+from medvl.losses.gather import gather
+from medvl.losses.gloria import WordPool, gloria_contrast, gloria_similarity
 from medvl.losses.precision import full_precision
 from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bert import BertDualConfig, BertDualEncoder
@@ -225,6 +227,19 @@ def local_features(embeddings: Embeddings) -> tuple[Tensor, Tensor]:
         message = "embeddings without regions or words: use this model's embed_images and embed_texts"
         raise ConfigError(message, "missing")
     return local_NPE, torch.ones_like(local_NPE[..., 0], dtype=torch.bool) if mask_NP is None else mask_NP
+
+
+def local_contrast(
+    images: Embeddings, texts: Embeddings, temp1: float, temp2: float, temp3: float, pool: WordPool = "sum"
+) -> Tensor:
+    """Return the sum of both directions of `losses.gloria_local` over all ranks.
+
+    `images` are those of this rank, whose regions stay there; `texts` are gathered already.
+    """
+    regions_NPE, _ = local_features(images)
+    words_NWE, mask_NW = local_features(texts)
+    similarity_NN = gather(gloria_similarity(regions_NPE, words_NWE, mask_NW, temp1, temp2, pool=pool))
+    return torch.stack(gloria_contrast(similarity_NN, mask_NW.any(dim=1), temp3)).sum()
 
 
 def _without_first(texts: Embeddings) -> Embeddings:

@@ -8,7 +8,7 @@ from typing import Any
 from medvl.data.shards.format import MANIFEST
 from medvl.data.shards.verify import check_against
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, RandomCrop
-from medvl.data.transforms.text import RandomSection, RandomSentence, SwappedSentences, WholeText
+from medvl.data.transforms.text import RandomSection, RandomSentence, SwappedSentences, TextPair, WholeText
 from medvl.errors import ConfigError
 from medvl.train.tasks.common import DataLoaders, LoaderConfig, describe, open_split, open_train, open_valid
 
@@ -25,8 +25,8 @@ class DataConfig(LoaderConfig):
     """Folder of a tokenizer, as written by `medvl vocab`; None uses the text encoder's own from the hub."""
     image: ConVIRTAugmentation | EvalTransform | RandomCrop
     """Transform of the training images; validation uses the model's own."""
-    text: RandomSentence | WholeText | RandomSection | SwappedSentences
-    """Policy that selects the text of a sample."""
+    text: RandomSentence | WholeText | RandomSection | SwappedSentences | TextPair
+    """Policy that selects the text of a sample; `TextPair` for systems that read two."""
 
     def inputs(self) -> Iterator[tuple[str, Path, str]]:
         """Yield (field, folder, file that it must contain) of the local folders that the run reads."""

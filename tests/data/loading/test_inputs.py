@@ -15,7 +15,7 @@ from medvl.data.loading.priors import prior_positions
 from medvl.data.reports.sentences import sentence_spans, split_sentences
 from medvl.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_wordpiece
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
-from medvl.data.transforms.text import RandomSentence, WholeText
+from medvl.data.transforms.text import RandomSentence, TextPair, WholeText
 from medvl.errors import ConfigError
 from medvl.schema import Batch, Inputs, Sample
 
@@ -121,6 +121,25 @@ def test_second_texts_are_drawn_on_their_own(tokenizer: Tokenizer) -> None:
     first = [tokenizer.decode(ids[mask]) for ids, mask in zip(batch.ids_BT, batch.mask_BT, strict=True)]
     assert first != second
     assert len(set(second)) > 1
+
+
+def test_the_two_texts_of_a_pair_come_from_a_policy_each(tokenizer: Tokenizer) -> None:
+    """Without an impression both would be the findings: the second text is then absent."""
+
+    class Sections(OrderedSource):
+        def sample(self, position: int) -> Sample:
+            impression = {"impression": "No pneumothorax."} if position % 2 else {}
+            return dataclasses.replace(super().sample(position), sections={"findings": REPORT, **impression})
+
+    text = TextPair(first=WholeText(sections=("impression",)), second=WholeText(sections=("findings",)))
+    batch = next(iter(open_it(tokenizer, source=Sections(), text=text, inputs=Inputs(second_text=True))))
+    assert batch.has_second_text_B is not None
+    assert batch.second_mask_BT is not None
+    odd = [int(key[1:]) % 2 == 1 for key in batch.keys]
+    assert batch.has_second_text_B.tolist() == odd
+    longest = len(tokenizer([REPORT])[0][0])
+    assert batch.second_mask_BT.sum(dim=1).tolist() == [longest if each else 2 for each in odd]
+    assert [text == "No pneumothorax." for text in batch.texts] == odd
 
 
 def test_every_token_has_the_number_of_its_sentence(tokenizer: Tokenizer) -> None:

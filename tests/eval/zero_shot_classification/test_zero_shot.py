@@ -71,6 +71,26 @@ def test_prompt_pooling_matches_formulas(images):
             np.testing.assert_allclose(score(prompts, images)[:, column], pooled[0] - pooled[1], atol=1e-6)
 
 
+def test_raw_embeddings_are_averaged_before_they_are_normalised(images):
+    class Raw(FakeModel):
+        def project_text(self, texts):
+            return torch.stack([len(text) * torch.as_tensor(text_vector(text)) for text in texts]).float()
+
+    prompts = load_prompts("chexpert_ensemble").select(["Edema", "Support Devices"])
+    prompts = dataclasses.replace(prompts, ensemble="embedding_mean_raw", scoring="margin")
+    with torch.no_grad():
+        actual = PromptScorer(Raw().eval(), prompts)(images).numpy()
+    for column, sides in enumerate(prompts.classes.values()):
+        means = [
+            np.mean([len(sentence) * text_vector(sentence) for sentence in sentences], axis=0)
+            for sentences in (sides.positive, sides.negative)
+        ]
+        cosines = [images.global_NE.numpy() @ (mean / np.linalg.norm(mean)) for mean in means]
+        np.testing.assert_allclose(actual[:, column], cosines[0] - cosines[1], atol=1e-6)
+    with raises(EvaluationError, "unsupported", "ensemble"):
+        PromptScorer(FakeModel(), prompts)
+
+
 def test_class_softmax_matches_formula(images):
     prompts = load_prompts("chexpert_classes").select(COMPETITION_FINDINGS)
     means = np.stack(
