@@ -9,7 +9,7 @@ Shape letters: B pairs of an image and a phrase, W words, P patches, E shared em
 
 import math
 from collections.abc import Sequence
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -109,8 +109,9 @@ def embed_patches(model: DualEncoder, image_BCHW: Tensor) -> tuple[Tensor, Size]
 
     Raises EvaluationError if the encoder has no grid, or its patches do not fit the projection.
     """
+    regions: Any = model
     has_own = isinstance(model, HasRegions)
-    local_BPE = model.embed_regions(image_BCHW) if has_own else model.embed_images(image_BCHW).local_NPE
+    local_BPE = regions.embed_regions(image_BCHW) if has_own else model.embed_images(image_BCHW).local_NPE
     if local_BPE is not None:
         side = math.isqrt(local_BPE.shape[1])  # transforms produce square images
         return local_BPE, (side, local_BPE.shape[1] // side)
