@@ -164,9 +164,9 @@ class PromptScorer:
 
 def _projections(model: Model, texts: Sequence[str]) -> Tensor:
     """Return (M, E): the sentences' vectors before they are normalised."""
-    project = getattr(model, "project_text", None)
+    project = getattr(model, "unnormalized_text", None)
     if project is None:
-        message = "the ensemble embedding_mean_raw needs a dual-encoder with project_text; use embedding_mean"
+        message = "the ensemble embedding_mean_raw needs a dual-encoder with unnormalized_text; use embedding_mean"
         raise EvaluationError(message, "unsupported", field="ensemble")
     return embed_texts(model, texts, lambda some: Embeddings(project(some))).global_NE
 

@@ -78,9 +78,9 @@ class DualEncoder(TwoTowers):
 
         Raises ConfigError for strings without a tokenizer, and for ids without a mask.
         """
-        return F.normalize(self.project_text(texts, mask_BT), dim=-1)
+        return F.normalize(self.unnormalized_text(texts, mask_BT), dim=-1)
 
-    def project_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
+    def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
         """Return (B, E) float32: `encode_text` before the normalisation. Arguments and errors are the same."""
         ids_BT, mask_BT = self.tokenize(texts, mask_BT)
         projected_BE: Tensor = self.text_head(self.text_encoder(ids_BT, mask_BT).pooled_BD)

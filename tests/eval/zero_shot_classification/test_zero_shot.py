@@ -73,7 +73,7 @@ def test_prompt_pooling_matches_formulas(images):
 
 def test_raw_embeddings_are_averaged_before_they_are_normalised(images):
     class Raw(FakeModel):
-        def project_text(self, texts):
+        def unnormalized_text(self, texts):
             return torch.stack([len(text) * torch.as_tensor(text_vector(text)) for text in texts]).float()
 
     prompts = load_prompts("chexpert_ensemble").select(["Edema", "Support Devices"])
