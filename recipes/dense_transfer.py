@@ -10,7 +10,9 @@
 `--init-from` is a checkpoint of any system with an image encoder, or the name of an encoder with published weights;
 with `--image-weights FILE`, of an encoder with weights of your own, and `--image-arguments mean 0.5 std 0.5` if needed.
 The encoder is frozen and in eval mode, so that the features of its patch grid are measured. `--data.fraction` selects
-a fraction of the training patients by the seed `--data.fraction-seed`. Early stopping uses the validation patients.
+a fraction of the training patients by the seed `--data.fraction-seed`; those of one seed are nested. Early stopping
+uses the validation patients. Preset `lovt-linear`: LoVT's linear segmentation, one 1x1 layer on the last map, enlarged
+to the input's pixels; on RSNA, where masks are unions of boxes. Optimiser and stopping are those of `segmentation`.
 
 GLoRIA, MGCA and LoVT put a YOLOv3 and a U-Net on a ResNet-50's stages, whose first layers then see fine detail that a
 Transformer's tokens never had. Differences from them: one decoder for every encoder, on one grid of patches
@@ -47,6 +49,8 @@ class Recipe:
     """Height and width of the input, for encoders that take any; None is that of `init_from`."""
     patch_level: int | None = None
     """Which of the encoder's grids: -1 its last, -2 one of finer cells; None is that of `init_from`."""
+    decoder: Literal["conv", "linear"] = "conv"
+    """Of segmentation: convolutions, or one 1x1 layer."""
     width: int = 128
     """Channels of the decoder."""
     doublings: int = 2
@@ -84,6 +88,8 @@ segmentation = dataclasses.replace(
         paper.train, run_dir=Path("runs/siim-segmentation"), best_metric="segmentation/dice_masked"
     ),
 )
+_linear = dataclasses.replace(segmentation.train, run_dir=Path("runs/rsna-linear-segmentation"))
+lovt_linear = dataclasses.replace(segmentation, decoder="linear", doublings=5, data=paper.data, train=_linear)
 _small = OptimConfig(lr=2e-3, weight_decay=1e-4, clip_norm=1.0, schedule=Cosine(warmup_steps=20))
 tiny = dataclasses.replace(
     paper,
@@ -102,7 +108,8 @@ tiny_segmentation = dataclasses.replace(
     train=dataclasses.replace(segmentation.train, run_dir=Path("quickstart/segmentation"), epochs=20),
 )
 
-PRESETS = {"paper": paper, "segmentation": segmentation, "tiny": tiny, "tiny-segmentation": tiny_segmentation}
+_segmentations = {"segmentation": segmentation, "lovt-linear": lovt_linear, "tiny-segmentation": tiny_segmentation}
+PRESETS = {"paper": paper, "tiny": tiny, **_segmentations}
 
 MAKE_DATA = """Make the shards first, of RSNA for boxes and of SIIM for masks:
     medvl shards rsna --root RSNA --out shards/rsna
@@ -124,20 +131,11 @@ def prepare(recipe: Recipe) -> "Run":
 
     detects = recipe.task == "detection"
     kind: Literal["boxes", "masks"] = "boxes" if detects else "masks"
+    fields = ("image_weights", "image_arguments", "size", "patch_level", "width", "doublings", "frozen_encoder")
+    settings = {name: getattr(recipe, name) for name in (*fields, "head_lr_mult", *(() if detects else ("decoder",)))}
     with seeded(recipe.train.seed):
-        model = create_dense(
-            Detector if detects else Segmenter,
-            recipe.init_from,
-            recipe.data.names(kind),
-            image_weights=recipe.image_weights,
-            image_arguments=recipe.image_arguments,
-            size=recipe.size,
-            patch_level=recipe.patch_level,
-            width=recipe.width,
-            doublings=recipe.doublings,
-            frozen_encoder=recipe.frozen_encoder,
-            head_lr_mult=recipe.head_lr_mult,
-        )
+        cls = Detector if detects else Segmenter
+        model = create_dense(cls, recipe.init_from, recipe.data.names(kind), **settings)
     opened = open_dense(recipe.data, model, kind, recipe.train.micro_batch)
     run = Run(recipe="dense_transfer", settings=recipe, model=model, data=opened)
     return run.with_evaluator(DetectionEval if detects else SegmentationEval)

@@ -29,7 +29,7 @@ SLOW = {"benchmark_fusion", "benchmark_loader", "benchmark_train"}
 HELP = {
     **dict.fromkeys(("slake", "vqa_rad", "zeroshot_chexpert"), "run by tests of medvl.eval"),
     **dict.fromkeys(("fault_matrix", "fuzz", "soak"), "run tests; by a test of its own; trains for minutes"),
-    "compare_dual": "by a test of its own",
+    **dict.fromkeys(("compare_dual", "side_test"), "by tests of their own"),
     **dict.fromkeys(("build_docs", "pretraining_helps", "results"), "need medvl[docs], a checkpoint, results of runs"),
 }
 """Scripts of which only the help is printed, and why."""

@@ -109,7 +109,12 @@ class DenseModel(System):
         if cells is None or not image_encoder.patch_dim:
             raise ConfigError(f"{image_encoder.name} has no grid of patches", "unsupported", field="encoder")
         self.grid = (cells[0] << config.doublings, cells[1] << config.doublings)
-        self.decoder = Decoder(image_encoder.patch_dim, config.width, config.doublings)
+        self.decoder = self.make_decoder(config, image_encoder.patch_dim)
+
+    @staticmethod
+    def make_decoder(config: Any, patch_dim: int) -> nn.Module:
+        """Return the module that maps patches (B, P, D) and their grid to the features of `decode`."""
+        return Decoder(patch_dim, config.width, config.doublings)
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:

@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
@@ -11,15 +13,34 @@ from medvl.data.loading.dense_targets import DenseBatch
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder
+from medvl.models.config_checks import check_choice
 from medvl.models.downstream.dense_base import DenseConfig, DenseModel, init_prior
 from medvl.models.heatmaps import on_image
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
+Decoding = Literal["conv", "linear"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SegmenterConfig(DenseConfig):
     """Settings of a segmenter."""
+
+    decoder: Decoding = "conv"
+    """`linear` is one 1x1 layer on the encoder's patches, and its logits are enlarged bilinearly (linear segmentation
+    of LoVT, arXiv 2112.02889); it has no `width`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "decoder", get_args(Decoding))
+
+
+class PatchGrid(nn.Module):
+    """Patches as a feature map, unchanged."""
+
+    def forward(self, patches_BPD: Tensor, grid: tuple[int, int]) -> Tensor:
+        """(B, D, h, w)."""
+        return patches_BPD.transpose(1, 2).unflatten(2, grid)
 
 
 @register_system("segmenter")
@@ -36,7 +57,13 @@ class Segmenter(DenseModel):
         tokenizer: Tokenizer | None = None,
     ) -> None:
         super().__init__(config, image_encoder, transform, tokenizer)
-        self.mask_head = init_prior(nn.Conv2d(config.width, len(config.labels), 1))
+        width = config.width if config.decoder == "conv" else image_encoder.patch_dim
+        self.mask_head = init_prior(nn.Conv2d(width, len(config.labels), 1))
+
+    @staticmethod
+    def make_decoder(config: Any, patch_dim: int) -> nn.Module:
+        """See the base class."""
+        return PatchGrid() if config.decoder == "linear" else DenseModel.make_decoder(config, patch_dim)
 
     def forward(self, batch: Batch) -> Losses:
         """Return the losses of a `DenseBatch` with masks at the model's grid."""
@@ -48,6 +75,8 @@ class Segmenter(DenseModel):
     def mask_logits(self, batch: Batch) -> Tensor:
         """(B, L, h, w), labels in the order of `config.labels`."""
         logits_BLhw: Tensor = self.mask_head(self.decode(batch))
+        if self.config.decoder == "linear":
+            return F.interpolate(logits_BLhw, size=self.grid, mode="bilinear", align_corners=False)
         return logits_BLhw
 
     @torch.no_grad()

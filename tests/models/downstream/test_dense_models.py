@@ -361,6 +361,30 @@ def test_config_rejects_invalid_values(field: str, value: Any, code: str) -> Non
         DetectorConfig(**{"encoder": {"name": "resnet_tiny"}, "labels": LABELS, field: value})
 
 
+def test_linear_decoder_is_one_layer_on_the_patches(tmp_path: Path) -> None:
+    """The formula written out: logits of each patch, enlarged bilinearly to the pixels of the input."""
+    model = segmenter(decoder="linear", doublings=5).eval()
+    assert model.grid == (SIZE, SIZE)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    weight_LD11, bias_L = trained["mask_head.weight"], trained["mask_head.bias"]
+    assert len(trained) == 2
+    assert weight_LD11.shape == (len(LABELS), model.image_encoder.patch_dim, 1, 1)
+    batch = batch_of(model, [sample_of({"masks": []})] * 3)
+    features = model.image_encoder(batch.image_BCHW)
+    patches_BPD, (height, width) = features.patches_BPD, features.grid
+    logits_BPL = patches_BPD @ weight_LD11[:, :, 0, 0].T + bias_L
+    small_BLhw = logits_BPL.permute(0, 2, 1).reshape(3, len(LABELS), height, width)
+    expected_BLhw = torch.nn.functional.interpolate(small_BLhw, scale_factor=2.0**5, mode="bilinear")
+    assert torch.allclose(model.mask_logits(batch), expected_BLhw, atol=1e-5)
+    model(batch).total.backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in trained.values())
+    assert not any(parameter.grad is not None for parameter in model.image_encoder.parameters())
+    save(model, tmp_path)
+    assert torch.equal(load(tmp_path).mask_logits(batch), model.mask_logits(batch))
+    with raises(ConfigError, "unknown_name", "decoder"):
+        segmenter(decoder="quadratic")
+
+
 def test_create_model_creates_dense_models() -> None:
     for name, cls in (("detector", Detector), ("segmenter", Segmenter)):
         assert isinstance(

@@ -100,6 +100,10 @@ def model_of(cls: Any) -> Any:
     return cls.on(encoder, ("Mass",), SQUASH, width=16, doublings=2)
 
 
+def linear_of(cls: Any) -> Any:
+    return cls.on(model_of(cls).image_encoder, ("Mass",), SQUASH, decoder="linear", doublings=3)
+
+
 @pytest.fixture(scope="module")
 def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Kind -> the best checkpoint of a short run, as the recipe makes one."""
@@ -162,6 +166,15 @@ def test_fraction_equals_that_of_the_linear_probe(shards: Path) -> None:
     assert opened.described["data"]["train"]["images"] == len(wanted)
     keys = {key for _ in range(4) for batch in opened.train for key in batch.keys}
     assert keys <= wanted
+
+
+def test_smaller_fractions_are_parts_of_larger_ones(shards: Path) -> None:
+    images = [
+        {key for batch in opened.train for key in batch.keys}
+        for fraction in (0.1, 0.5, 1.0)
+        for opened in [open_dense(data_of(shards, fraction=fraction), linear_of(Segmenter), "masks", batch=1)]
+    ]
+    assert images[0] < images[1] < images[2]
 
 
 def test_errors_of_data(shards: Path, tmp_path: Path) -> None:
@@ -352,7 +365,7 @@ def test_recipe_runs_both_tasks(shards: Path, tmp_path: Path) -> None:
     start.mkdir()
     save(model_of(Segmenter), start)
     names = runpy.run_path(str(Path(__file__).parents[3] / "recipes" / "dense_transfer.py"))
-    for preset, cls in (("tiny", Detector), ("tiny-segmentation", Segmenter)):
+    for preset, cls in (("tiny", Detector), ("tiny-segmentation", Segmenter), ("lovt-linear", Segmenter)):
         recipe = names["PRESETS"][preset]
         settings = dataclasses.replace(
             recipe,
