@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         projection_head as projection_head,
     )
     from medvl.models.dual_encoders.bert import BertDualConfig as BertDualConfig, BertDualEncoder as BertDualEncoder
+    from medvl.models.dual_encoders.bfspr import BFSPR as BFSPR, BFSPRConfig as BFSPRConfig
     from medvl.models.dual_encoders.biovil import BioViL as BioViL, BioViLConfig as BioViLConfig
     from medvl.models.dual_encoders.chexzero import CheXzero as CheXzero, CheXzeroConfig as CheXzeroConfig
     from medvl.models.dual_encoders.clip import CLIP as CLIP, CLIPConfig as CLIPConfig

@@ -30,6 +30,7 @@ ENTRY_POINTS = "medvl.systems"
 _MODULES = {
     "albef": "medvl.models.fusion_encoders.albef",
     "biovil": "medvl.models.dual_encoders.biovil",
+    "bfspr": "medvl.models.dual_encoders.bfspr",
     "chexzero": "medvl.models.dual_encoders.chexzero",
     "classifier": "medvl.models.downstream.classifier",
     "clip": "medvl.models.dual_encoders.clip",

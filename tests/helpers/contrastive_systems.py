@@ -82,6 +82,11 @@ def biovil(**settings: Any) -> ContrastiveEncoder:
     return model
 
 
+def bfspr(**settings: Any) -> ContrastiveEncoder:
+    torch.manual_seed(0)
+    return medvl.create_model("bfspr", **{**CONVIRT, **BERT, **settings})
+
+
 SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "clip": lambda: clip(positives="study"),
     "siglip": siglip,
@@ -90,6 +95,7 @@ SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "mgca": mgca,
     "lovt": lovt,
     "local_analysis": lambda: lovt("local_analysis"),
+    "bfspr": lambda: bfspr(positives="text"),
     "mutual_info": lambda: mutual_info(bound="info_nce"),
     "mutual_info local": lambda: mutual_info(local_weight=0.5),
     "biovil": biovil,
@@ -116,6 +122,7 @@ def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
             texts=[""] * len(indices),
             studies=STUDIES[rows],
             sentence_BT=sentence_BT[rows],
+            second_image_BCHW=torch.randint(0, 256, (PAIRS, 1, 32, 32), dtype=torch.uint8, generator=generator)[rows],
         )
     if name == "biovil":
         batch.second_ids_BT = torch.randint(5, 40, (PAIRS, 5), generator=torch.Generator().manual_seed(6))[rows]
