@@ -4,8 +4,8 @@
     torchrun recipes/bfspr_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
     torchrun recipes/bfspr_mimic.py tiny --help     # every setting
 
-Preset `paper`: the authors released no code, so that optimiser, schedule and batch are chosen here, the
-augmentation is that of `recipes/convirt_mimic.py` with mirrored texts, and only corpus, whole reports and the global and local terms are the paper's.
+Preset `paper`: the authors released no code. Corpus, whole reports, and the global and local terms are the paper's;
+optimiser, schedule and batch are chosen here, and the augmentation is ConVIRT's with mirrored texts.
 
 Preset `tiny`: the encoders, text, augmentation and schedule of `recipes/convirt_mimic.py tiny`, with a second view.
 """
