@@ -34,6 +34,7 @@ RECIPES = (
     "gloria_chexpert",
     "chexzero_mimic",
     "siglip_mimic",
+    "medclip_mimic",
     "mgca_mimic",
     "m3ae_roco_medicat",
     "medvill_mimic",
@@ -47,7 +48,12 @@ SIDES = ("left", "right", "bilateral", "small")
 TEXTS = [f"There is a {side} {finding}." for finding in FINDINGS for side in SIDES]
 
 
-def batches(config: Any, tokenizer: Any) -> Iterator[Batch]:
+def findings_of(texts: list[str]) -> torch.Tensor:
+    """Return a label for every finding, 1 where a text names it."""
+    return torch.tensor([[float(finding in text) for finding in FINDINGS] for text in texts])
+
+
+def batches(config: Any, tokenizer: Any, labels: bool) -> Iterator[Batch]:
     """The same few, over and over: noise, and one sentence each."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (len(TEXTS), 1, config.image_size, config.image_size), generator=generator)
@@ -58,7 +64,8 @@ def batches(config: Any, tokenizer: Any) -> Iterator[Batch]:
         keys = [str(row) for row in rows.tolist()]
         yield Batch(
             keys=keys, image_BCHW=images[rows].to(torch.uint8), ids_BT=ids_BT, mask_BT=mask_BT,
-            labels_BL=torch.zeros(PAIRS, 0), texts=texts, studies=keys, second_ids_BT=ids_BT, second_mask_BT=mask_BT,
+            labels_BL=findings_of(texts) if labels else torch.zeros(PAIRS, 0), texts=texts, studies=keys,
+            second_ids_BT=ids_BT, second_mask_BT=mask_BT,
         )  # fmt: skip
 
 
@@ -86,7 +93,7 @@ def curves(recipe: str, precision: Literal["fp32", "bf16"] = "fp32") -> dict[str
     options: dict[str, Any] = {"seed": 0, "clip_norm": 1.0, "channels_last": False}
     step = Step(DDPModel(model, world), optimizer, Precision(precision, world.device), **options)
     found: dict[str, list[float]] = {}
-    for number, batch in enumerate(batches(settings.model, tokenizer), start=1):
+    for number, batch in enumerate(batches(settings.model, tokenizer, model.inputs.labels), start=1):
         (losses,) = step(number, 1e-4, [batch], 1).losses
         if number in SHOWN:
             for name, value in {"total": losses.total, **losses.terms}.items():

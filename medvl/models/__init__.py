@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         LoVT as LoVT,
         LoVTConfig as LoVTConfig,
     )
+    from medvl.models.dual_encoders.medclip import MedCLIP as MedCLIP, MedCLIPConfig as MedCLIPConfig
     from medvl.models.dual_encoders.mgca import MGCA as MGCA, MGCAConfig as MGCAConfig
     from medvl.models.dual_encoders.mutual_info import MutualInfo as MutualInfo, MutualInfoConfig as MutualInfoConfig
     from medvl.models.dual_encoders.pairs import Pairs as Pairs

@@ -41,6 +41,7 @@ _MODULES = {
     "local_analysis": "medvl.models.dual_encoders.lovt",
     "lovt": "medvl.models.dual_encoders.lovt",
     "m3ae": "medvl.models.fusion_encoders.m3ae",
+    "medclip": "medvl.models.dual_encoders.medclip",
     "medvill": "medvl.models.fusion_encoders.medvill",
     "mgca": "medvl.models.dual_encoders.mgca",
     "mutual_info": "medvl.models.dual_encoders.mutual_info",

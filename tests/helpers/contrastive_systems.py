@@ -40,6 +40,12 @@ def convirt(**settings: Any) -> ContrastiveEncoder:
     return medvl.create_model("convirt", **{**CONVIRT, **text, **settings})
 
 
+def medclip(**settings: Any) -> ContrastiveEncoder:
+    torch.manual_seed(0)
+    tiny = {"text_encoder": "tiny_bert", "vocab_size": 40, "image_encoder": "resnet_tiny", "image_size": 32}
+    return medvl.create_model("medclip", **{**tiny, "projection_dim": 16, **settings})
+
+
 def gloria() -> ContrastiveEncoder:
     return gloria_ranks.tiny_model(gloria_ranks.tiny_tokenizer())
 
@@ -99,6 +105,7 @@ SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "mutual_info": lambda: mutual_info(bound="info_nce"),
     "mutual_info local": lambda: mutual_info(local_weight=0.5),
     "biovil": biovil,
+    "medclip": medclip,
 }
 
 
@@ -118,12 +125,14 @@ def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
             image_BCHW=torch.randint(0, 256, (PAIRS, 1, 32, 32), dtype=torch.uint8, generator=generator)[rows],
             ids_BT=ids_BT[rows],
             mask_BT=mask_BT[rows],
-            labels_BL=torch.zeros(len(indices), 0),
+            labels_BL=torch.randint(-1, 2, (PAIRS, 5), generator=generator)[rows].float(),
             texts=[""] * len(indices),
             studies=STUDIES[rows],
             sentence_BT=sentence_BT[rows],
             second_image_BCHW=torch.randint(0, 256, (PAIRS, 1, 32, 32), dtype=torch.uint8, generator=generator)[rows],
         )
+    if name == "medclip":
+        batch.second_ids_BT, batch.second_mask_BT = batch.ids_BT % 20 + 10, batch.mask_BT
     if name == "biovil":
         batch.second_ids_BT = torch.randint(5, 40, (PAIRS, 5), generator=torch.Generator().manual_seed(6))[rows]
         batch.second_mask_BT = (torch.arange(5) < torch.tensor([5, 3, 2, 4, 5, 2, 5])[:, None])[rows]

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from medvl.errors import ConfigError
 from medvl.export.importers import backbones
@@ -15,11 +15,12 @@ from medvl.models.dual_encoders.chexzero import CheXzeroConfig
 from medvl.models.dual_encoders.clip import CLIPConfig
 from medvl.models.dual_encoders.convirt import ConVIRTConfig
 from medvl.models.dual_encoders.gloria import GLoRIAConfig
+from medvl.models.dual_encoders.medclip import MedCLIPConfig
 from medvl.models.dual_encoders.mgca import MGCAConfig
 from medvl.models.dual_encoders.siglip import SigLIPConfig
 
+Config = TypeVar("Config", CLIPConfig, MedCLIPConfig)
 _SIZES = ("input_resolution", "context_length", "vocab_size")
-_MEDCLIP_LAYERS = (1, 2, -1)
 
 _OPEN_CLIP: tuple[KeyRule, ...] = (
     *backbones.clip_image("visual."),
@@ -31,9 +32,7 @@ _OPEN_CLIP: tuple[KeyRule, ...] = (
 )
 
 
-def _clip(
-    config: type[CLIPConfig], shapes: Shapes, image: Options, text: Options, settings: Mapping[str, Any]
-) -> CLIPConfig:
+def _clip(config: type[Config], shapes: Shapes, image: Options, text: Options, settings: Mapping[str, Any]) -> Config:
     image_options, text_options = image_arguments(shapes, image), text_arguments(shapes, text)
     from_shapes = {
         "image_encoder": image_options.pop("name"),
@@ -53,16 +52,9 @@ def _biomedclip(shapes: Shapes) -> CLIPConfig:
     return _clip(CLIPConfig, shapes, {"name": "biomedclip"}, {"name": "biomedclip_text"}, {"max_tokens": 256})
 
 
-def _medclip(shapes: Shapes) -> CLIPConfig:
-    settings = {
-        "fit": "pad",
-        "image_mean": (0.5862785803043838,),
-        "image_std": (0.27950088968644304,),
-        "text_pool": "mean",
-        "projection_dim": shapes["image_head.weight"][0],
-    }
-    text = {"name": "bioclinicalbert", "layers": _MEDCLIP_LAYERS}
-    return _clip(CLIPConfig, shapes, {}, text, settings)
+def _medclip(shapes: Shapes) -> MedCLIPConfig:
+    settings = {"projection_dim": shapes["image_head.weight"][0]}
+    return _clip(MedCLIPConfig, shapes, {}, {"name": "bioclinicalbert"}, settings)
 
 
 def _gloria(shapes: Shapes) -> GLoRIAConfig:

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, Unpack, final
+from typing import Any, ClassVar, Literal, Unpack, final
 
 import torch
 import torch.nn.functional as F
@@ -132,6 +132,10 @@ class ContrastiveEncoder(DualEncoder):
     separate so that the trainer can encode a large batch part by part (`medvl.train.TrainConfig.grad_cache`).
     """
 
+    needs_pairs: ClassVar[bool] = True
+    """Leave out rows that lack an image or a text. A system that sets it to False gives each side of `embed_pairs` the
+    rows that have it (`Embeddings.pair_N`)."""
+
     def embed_pairs(self, batch: Batch) -> Pairs:
         """Return the embeddings of all rows of a batch, or of a part of it."""
         texts = self.embed_ids(batch.ids_BT, batch.mask_BT)  # first: packing the texts waits for the device
@@ -147,11 +151,11 @@ class ContrastiveEncoder(DualEncoder):
 
     @final
     def encode_pairs(self, batch: Batch) -> Pairs:
-        """Return the embeddings of a batch, or of a part of it, without the rows that lack an image or a text."""
+        """Return the embeddings of a batch, or of a part of it; where `needs_pairs`, of its complete rows."""
         pairs = self.embed_pairs(batch)
         groups = groups_of(batch, getattr(self.config, "positives", "own"))
         pairs = dataclasses.replace(pairs, groups=groups, labels_BL=batch.labels_BL)
-        if batch.has_image_B is None and batch.has_text_B is None:
+        if not self.needs_pairs or (batch.has_image_B is None and batch.has_text_B is None):
             return pairs
         return pairs.rows(complete_rows(batch))
 

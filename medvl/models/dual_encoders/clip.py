@@ -1,12 +1,11 @@
 """CLIP (Radford et al., arXiv 2103.00020) on any two encoders, among them every dual-encoder of open_clip."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from medvl import losses
 from medvl.data.tokenizer.tokenizer import Tokenizer
@@ -14,9 +13,10 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders.pretrained import read_tensors
 from medvl.errors import ConfigError, WeightsError
 from medvl.models.config_checks import check_within
-from medvl.models.dual_encoders.base import ContrastiveEncoder, DualEncoderConfig, Positives
+from medvl.models.dual_encoders.base import DualEncoderConfig, Positives
 from medvl.models.dual_encoders.build import create_clip_encoders, create_heads, load_text_head, whole_model_file
 from medvl.models.dual_encoders.pairs import Pairs, gather_global
+from medvl.models.dual_encoders.scale import LearnedScale
 from medvl.models.registry import register_system
 from medvl.schema import Losses
 
@@ -64,19 +64,14 @@ class CLIPConfig(DualEncoderConfig):
 
 
 @register_system("clip")
-class CLIP(ContrastiveEncoder):
+class CLIP(LearnedScale):
     """Symmetric InfoNCE with a learned temperature (section 2.3, figure 3).
 
     Attributes:
         image_head, text_head: Identity where the encoder has a projection of its own.
-        logit_scale: logarithm of the inverse temperature.
     """
 
     Config = CLIPConfig
-
-    def __init__(self, config: CLIPConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        self.logit_scale = nn.Parameter(torch.tensor(-math.log(config.temperature)))
 
     @classmethod
     def build(cls, config: CLIPConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
@@ -109,9 +104,3 @@ class CLIP(ContrastiveEncoder):
     def contrast(self, image_NE: Tensor, text_NE: Tensor, groups: Sequence[Tensor] = ()) -> Tensor:
         """Return the loss of pairs of unit vectors, a scalar."""
         return losses.clip(image_NE, text_NE, self.logit_scale.exp(), groups=groups)
-
-    def clamp_scale(self) -> None:
-        """Limit the scale to `max_scale` in place: beyond a clamp in the loss, the scale would have no gradient."""
-        if self.config.max_scale is not None:
-            with torch.no_grad():
-                self.logit_scale.clamp_(max=math.log(self.config.max_scale))

@@ -16,7 +16,8 @@ from medvl.schema import Embeddings
 class Pairs:
     """Named sides of B pairs: images, texts, and any others that a system compares.
 
-    A side has one row a pair, or any number of rows with `Embeddings.pair_N`. At least one side has one row a pair.
+    A side has one row a pair, or any number of rows with `Embeddings.pair_N`. Without labels, at least one side has one
+    row a pair.
     """
 
     images: Embeddings
@@ -34,6 +35,8 @@ class Pairs:
         return {"images": self.images, "texts": self.texts, **self.others}
 
     def __len__(self) -> int:
+        if self.labels_BL is not None:
+            return len(self.labels_BL)
         return next(len(side) for side in self.sides.values() if side.pair_N is None)
 
     def tensors(self) -> list[Tensor]:

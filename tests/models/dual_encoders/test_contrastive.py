@@ -34,7 +34,7 @@ def assert_equal_pairs(left: Pairs, right: Pairs) -> None:
         assert torch.equal(tensor, second[name]), name
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", [name for name in SYSTEMS if name != "medclip"])
 def test_rows_without_image_or_text_are_left_out(name: str) -> None:
     model = SYSTEMS[name]().eval()
     batch = make_batch(name)
@@ -75,7 +75,10 @@ def test_a_rank_without_pairs_changes_nothing(tmp_path: Path) -> None:
         results = safetensors.torch.load_file(tmp_path / f"rank-{rank}.safetensors")
         for name, create in SYSTEMS.items():
             model = create().eval()
-            losses = model(make_batch(name, FIRST))
+            batch = make_batch(name, FIRST)
+            if not model.needs_pairs:  # the images of the other rank count
+                batch = dataclasses.replace(make_batch(name), has_text_B=torch.arange(PAIRS) < FIRST.stop)
+            losses = model(batch)
             losses.total.backward()
             expected = {
                 **gradients(model),

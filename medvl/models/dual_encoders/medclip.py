@@ -1,0 +1,119 @@
+"""MedCLIP: images and texts that need not be pairs, matched by their labels (Wang et al., EMNLP 2022)."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.losses.soft_targets import LabelSimilarity, label_similarity, soft_targets
+from medvl.models.config_checks import check_choice, check_within
+from medvl.models.dual_encoders.bert import BertDualConfig, BertDualEncoder
+from medvl.models.dual_encoders.pairs import Pairs
+from medvl.models.dual_encoders.scale import LearnedScale
+from medvl.models.registry import register_system
+from medvl.schema import Batch, Embeddings, Inputs, Losses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedCLIPConfig(BertDualConfig):
+    """Settings of the paper and the released code; `image_encoder` is "resnet50" or "swin_tiny" there.
+
+    The mean over a text's tokens leaves out the padding, which the released code includes, so that its text vectors
+    depend on the longest text of the batch.
+    """
+
+    fit: Literal["crop", "pad", "squash"] = "pad"
+    pixel_mean: float | None = 0.5862785803043838
+    """Mean of the pixels, in 0..1; None keeps the image encoder's."""
+    pixel_std: float | None = 0.27950088968644304
+    text_layers: tuple[int, ...] = (1, 2, -1)
+    """Hidden states that are averaged: 1 is the first layer, -1 the last."""
+    label_similarity: LabelSimilarity = "cosine"
+    """Similarity of the labels of an image and a text: "cosine" as in the paper; "dot", the released code's product,
+    under which the targets of samples with several labels are nearly one-hot; "clamp", that product within [-1, 1]."""
+    temperature: float = 0.07
+    """Initial temperature; the logarithm of its inverse, the scale, is learned."""
+    max_scale: float | None = 100.0
+    """Upper bound of the scale, applied before each training step; None has no bound."""
+    two_texts: bool = True
+    """Average the loss over two draws of a sample's text; False for a text policy without randomness."""
+    max_tokens: int = 77
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "label_similarity", get_args(LabelSimilarity))
+        check_within(self, "(0, inf)", "temperature", "pixel_std")
+        check_within(self, f"[{1 / self.temperature}, inf)", "max_scale")
+
+
+@register_system("medclip")
+class MedCLIP(LearnedScale, BertDualEncoder):
+    """Semantic matching: all images of the global batch against all its texts (section 3.3, equations 3 to 6).
+
+    Targets are the softmax of the similarity of the labels of an image and a text (`Batch.labels_BL`), whether or not
+    they belong together. Rows without an image, or without a text, count with the side that they have.
+
+    The loss is the mean over a text and another one of the same sample (`Inputs.second_text`). The released code makes
+    that one by random edits of the words; here it is a second draw of the recipe's text policy.
+    """
+
+    Config = MedCLIPConfig
+    needs_pairs = False
+
+    def __init__(self, config: MedCLIPConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.inputs = Inputs(second_text=config.two_texts, labels=True)
+
+    @classmethod
+    def encoder_arguments(cls, config: MedCLIPConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """See the base class."""
+        return {"mean": config.pixel_mean, "std": config.pixel_std}, {"layers": config.text_layers, "pool": "mean"}
+
+    @classmethod
+    def make_heads(
+        cls, config: MedCLIPConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder
+    ) -> dict[str, nn.Module]:
+        """See the base class."""
+        return {
+            "image_head": nn.Linear(image_encoder.feature_dim, config.projection_dim, bias=False),
+            "text_head": nn.Linear(text_encoder.feature_dim, config.projection_dim, bias=False),
+        }
+
+    def embed_pairs(self, batch: Batch) -> Pairs:
+        """See the base class. Every side has the rows that exist; placeholders are not encoded."""
+        texts = {"texts": self._embed(batch.has_text_B, self.embed_ids, batch.ids_BT, batch.mask_BT)}
+        if batch.second_ids_BT is not None and batch.second_mask_BT is not None:
+            second = batch.second_ids_BT, batch.second_mask_BT
+            texts["second"] = self._embed(batch.has_text_B, self.embed_ids, *second)
+        images = self._embed(batch.has_image_B, self.embed_images, batch.image_BCHW)
+        return Pairs(images=images, texts=texts.pop("texts"), others=texts)
+
+    def compare_pairs(self, pairs: Pairs) -> Losses:
+        """See the base class."""
+        if self.training:
+            self.clamp_scale()
+        pairs = pairs.gather()
+        assert pairs.labels_BL is not None, "the base class adds the labels of the batch"
+        images, scale, kind, terms = pairs.images, self.logit_scale.exp(), self.config.label_similarity, []
+        for texts in (pairs.texts, *pairs.others.values()):
+            labels_NL, labels_ML = pairs.labels_BL[images.pair_N], pairs.labels_BL[texts.pair_N]
+            targets_NM = label_similarity(labels_NL, labels_ML, kind)
+            terms.append(soft_targets(images.global_NE, texts.global_NE, targets_NM, scale))
+        return Losses.sum(semantic_matching=torch.stack(terms).mean())
+
+    def _embed(self, has_B: Tensor | None, embed: Any, *inputs_B: Tensor) -> Embeddings:
+        """Return the embeddings of the rows that exist, with their numbers.
+
+        Where none exists, two placeholders are encoded for zero gradients, without which DDP would wait.
+        """
+        if has_B is None:
+            return dataclasses.replace(
+                embed(*inputs_B), pair_N=torch.arange(len(inputs_B[0]), device=inputs_B[0].device)
+            )
+        row_K = has_B.nonzero().squeeze(1)
+        encoded = row_K if len(row_K) else row_K.new_zeros(2)
+        embeddings: Embeddings = embed(*(tensor[encoded] for tensor in inputs_B))
+        return Embeddings(embeddings.global_NE[: len(row_K)], pair_N=row_K)
