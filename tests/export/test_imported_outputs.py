@@ -519,3 +519,88 @@ def test_mgca_import_is_the_whole_system(tmp_path: Path) -> None:
     word = tokens[0][words[0] == 1].sum(dim=0, keepdim=True)
     expected = F.normalize(mgca_head(word, file, "text_encoder_q.local_embed"), dim=-1)
     torch.testing.assert_close(embedded.local_NPE[0, 1:2], expected, atol=1e-4, rtol=1e-3)
+
+
+def lovt_side_shapes(model: str, width: int, hidden: int = 32) -> dict[str, tuple[int, ...]]:
+    pool, shapes = f"{model}.encoder.global_aggregator.attention", dict[str, tuple[int, ...]]()
+    for name, kernel in (("global", ()), ("local", (1,))):
+        head = f"{model}.project_{name}"
+        shapes |= {
+            f"{head}.projection_before.weight": (hidden, width, *kernel),
+            f"{head}.projection_before.bias": (hidden,),
+            f"{head}.projection_after.weight": (EMBED, hidden, *kernel),
+            f"{head}.projection_after.bias": (EMBED,),
+            **{f"{head}.norm.{leaf}": (hidden,) for leaf in ("weight", "bias", "running_mean", "running_var")},
+            f"{head}.norm.num_batches_tracked": (),
+        }
+    return {
+        **shapes,
+        f"{pool}.in_proj_weight": (3 * width, width),
+        f"{pool}.in_proj_bias": (3 * width,),
+        f"{pool}.out_proj.weight": (width, width),
+        f"{pool}.out_proj.bias": (width,),
+    }
+
+
+def lovt_norm(x: Tensor, file: Tensors, name: str) -> Tensor:
+    leaves = (file[f"{name}.{leaf}"] for leaf in ("running_mean", "running_var", "weight", "bias"))
+    return F.batch_norm(x, *leaves)
+
+
+def lovt_head(x: Tensor, file: Tensors, name: str) -> Tensor:
+    """(N, D) to (N, E); kernels of width 1 are matrices."""
+    before, after = (file[f"{name}.projection_{key}.weight"].flatten(1) for key in ("before", "after"))
+    hidden = F.relu(lovt_norm(F.linear(x, before, file[f"{name}.projection_before.bias"]), file, f"{name}.norm"))
+    return F.linear(hidden, after, file[f"{name}.projection_after.bias"])
+
+
+def lovt_pool(x: Tensor, file: Tensors, model: str) -> Tensor:
+    """(N, D), one sample, to (1, D)."""
+    name = f"{model}.encoder.global_aggregator.attention"
+    weights, biases = file[f"{name}.in_proj_weight"].chunk(3), file[f"{name}.in_proj_bias"].chunk(3)
+    q, k, v = map(F.linear, (x.mean(dim=0, keepdim=True), x, x), weights, biases)
+    return linear(attend(q, k, v, 8), file, f"{name}.out_proj")
+
+
+def test_lovt_import_is_the_whole_system(tmp_path: Path) -> None:
+    """Poolings, heads and the attention between sentences and regions, from the released code's names."""
+    blocks = (1, 1, 1, 1)
+    tokenizer = train_wordpiece(["left effusion.", "no pneumothorax."], vocab_size=WORDS, min_frequency=1)
+    report = "left effusion. no pneumothorax."
+    square = [f"ll_attention.{name}_projection" for name in ("key", "value", "output")]
+    file = random_tensors(
+        {
+            **bert_shapes("model_b.encoder.language_model.", 1, words=len(tokenizer.vocabulary)),
+            **resnet_shapes("model_a.encoder.feature_extractor.backbone_layers.", blocks),
+            **lovt_side_shapes("model_a", 64),
+            **lovt_side_shapes("model_b", WIDTH),
+            **{f"{name}.weight": (EMBED, EMBED) for name in square},
+            **{f"{name}.bias": (EMBED,) for name in square},
+            **{f"ll_attention.norm.{leaf}": (EMBED,) for leaf in ("weight", "bias", "running_mean", "running_var")},
+            "ll_attention.norm.num_batches_tracked": (),
+            "loss_module.ll_alignments_a.0.pos_weights": (7, 7, 7, 7),
+        }
+    )
+    model = imported(file, "lovt", tmp_path, tokenizer=tokenizer)
+    assert (model.config.hidden_dim, model.config.projection_dim, model.config.max_tokens) == (32, EMBED, 16)
+    pixels = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(3))
+    regions = resnet(pixels, file, "model_a.encoder.feature_extractor.backbone_layers.", blocks)[0].flatten(1).T
+    ids, mask = tokenizer([report])
+    tokens = bert_states(ids, mask, file, "model_b.encoder.language_model.", 1)[-1][0, 1:-1]
+    sentences = torch.stack([tokens[:3].amax(dim=0), tokens[3:].amax(dim=0)])
+    stops = tokenizer.vocabulary["."]
+    assert [place for place, token in enumerate(ids[0, 1:-1].tolist()) if token == stops] == [2, len(tokens) - 1]
+    with torch.no_grad():
+        images, texts = model.embed_images(pixels), model.embed_texts([report])
+    near = {"atol": 1e-4, "rtol": 1e-3}
+    for side, items, embedded in (("model_a", regions, images), ("model_b", sentences, texts)):
+        whole = lovt_head(lovt_pool(items, file, side), file, f"{side}.project_global")
+        torch.testing.assert_close(embedded.global_NE, F.normalize(whole, dim=-1), **near)
+        torch.testing.assert_close(embedded.local_NPE[0], lovt_head(items, file, f"{side}.project_local"), **near)
+    a, b = texts.local_NPE[0], images.local_NPE[0]
+    key_a, key_b = (linear(x, file, "ll_attention.key_projection") for x in (a, b))
+    attended = attend(key_a, key_b, linear(b, file, "ll_attention.value_projection"), 1)
+    expected = lovt_norm(linear(attended, file, "ll_attention.output_projection"), file, "ll_attention.norm")
+    with torch.no_grad():
+        for_sentences, _ = model.cross_attention(texts.local_NPE, images.local_NPE, texts.mask_NP)
+    torch.testing.assert_close(for_sentences[0], expected, **near)

@@ -14,7 +14,7 @@ from medvl.export.importers.registry import NOT_IMPORTED, find_importer, list_im
 
 SYSTEMS = {
     *("biomedclip", "chexzero", "convirt_lovt", "convirt_pytorch", "convirt_vilmedic", "gloria"),
-    *("m3ae", "medclip", "medvill", "mgca"),
+    *("lovt", "m3ae", "medclip", "medvill", "mgca"),
 }
 
 

@@ -15,6 +15,7 @@ from medvl.models.dual_encoders.chexzero import CheXzeroConfig
 from medvl.models.dual_encoders.clip import CLIPConfig
 from medvl.models.dual_encoders.convirt import ConVIRTConfig
 from medvl.models.dual_encoders.gloria import GLoRIAConfig
+from medvl.models.dual_encoders.lovt import LoVTConfig
 from medvl.models.dual_encoders.medclip import MedCLIPConfig
 from medvl.models.dual_encoders.mgca import MGCAConfig
 from medvl.models.dual_encoders.siglip import SigLIPConfig
@@ -81,6 +82,21 @@ def _mgca(shapes: Shapes) -> MGCAConfig:
     if "image_size" in image:  # a ViT, which takes images of its own size only
         from_shapes |= {"image_size": image.pop("image_size"), "encoder_size": None, "patch_level": -1}
     return MGCAConfig(**from_shapes, image_arguments=image, text_arguments=text)
+
+
+def _lovt(shapes: Shapes) -> LoVTConfig:
+    image, text = image_arguments(shapes, {}), text_arguments(shapes, {"name": "bioclinicalbert"})
+    text.pop("vocab_size", None)
+    from_shapes = {
+        "image_encoder": image.pop("name"),
+        "text_encoder": text.pop("name"),
+        "vocab_size": shapes[f"{TEXT}embeddings.word_embeddings.weight"][0],
+        "max_tokens": shapes[f"{TEXT}embeddings.position_embeddings.weight"][0],
+        "projection_dim": shapes["image_head.outer.weight"][0],
+        "hidden_dim": shapes["image_head.inner.weight"][0],
+        "frozen_text_layers": 0,
+    }
+    return LoVTConfig(**from_shapes, image_arguments=image, text_arguments=text)
 
 
 def _convirt(shapes: Shapes) -> ConVIRTConfig:
@@ -150,6 +166,20 @@ def _batch_norm_head(source: str, target: str) -> list[KeyRule]:
     ]
 
 
+def _lovt_side(model: str, whole: str, local: str, pool: str) -> list[KeyRule]:
+    """Return the rules of the heads and the pooling of one side of LoVT; local heads are convolutions of width 1."""
+    rules = [keep(f"{model}.encoder.global_aggregator.**", f"{pool}.**")]
+    for source, target in ((f"{model}.project_global", whole), (f"{model}.project_local", local)):
+        for key, name in (("before", "inner"), ("after", "outer")):
+            weight = f"{source}.projection_{key}.weight"
+            rules += [
+                keep(weight, f"{target}.{name}.weight", change="conv to linear"),
+                keep(f"{source}.projection_{key}.bias", f"{target}.{name}.bias"),
+            ]
+        rules.append(keep(f"{source}.norm.*", f"{target}.norm.*"))
+    return rules
+
+
 _GLORIA_TOWERS = (*resnet("gloria.img_encoder.model."), *bert("gloria.text_encoder.model."))
 _GLORIA = Importer(
     name="gloria",
@@ -215,6 +245,27 @@ IMPORTERS = (
         ),
         system=_medclip,
         note="The released code averages over padding as well; here the mean is over real tokens.",
+    ),
+    Importer(
+        name="lovt",
+        title="LoVT (Mueller et al. 2022): ResNet-50, Bio_ClinicalBERT",
+        source="LoVT's repository, src/models; Lightning, no prefix",
+        table=(
+            *resnet("model_a.encoder.feature_extractor.backbone_layers."),
+            *bert("model_b.encoder.language_model."),
+            *_lovt_side("model_a", "image_head", "region_head", "region_pool"),
+            *_lovt_side("model_b", "text_head", "word_head", "sentence_pool"),
+            *(
+                keep(f"ll_attention.{key}_projection.*", f"cross_attention.{name}.*")
+                for key, name in {"key": "key", "value": "value", "output": "out"}.items()
+            ),
+            keep("ll_attention.norm.*", "cross_attention.norm.*"),
+            drop("loss_module.**", "tables of the local loss, which depend on the sizes of its inputs"),
+            drop("chexpert_bin_*.**", "online evaluation"),
+        ),
+        system=_lovt,
+        note="The released code divides a report's query by the longest report of its batch; here it is the mean. "
+        f"{_CONVIRT_NOTE}",
     ),
     Importer(
         name="mgca",

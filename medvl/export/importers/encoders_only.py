@@ -34,25 +34,6 @@ _METER_TOWERS = (
 
 IMPORTERS = (
     Importer(
-        name="lovt",
-        title="LoVT (Mueller et al. 2022): ResNet-50, Bio_ClinicalBERT",
-        source="LoVT's repository, src/models; Lightning, no prefix",
-        image={},
-        text={"name": "bioclinicalbert", "pool": "max"},
-        table=(
-            *resnet("model_a.encoder.feature_extractor.backbone_layers."),
-            *bert("model_b.encoder.language_model."),
-            drop(
-                "model_*.encoder.global_aggregator.**", "attention over regions or sentences, which medvl does not have"
-            ),
-            drop("model_*.project_*.**", _HEAD),
-            drop("ll_attention.**", "attention between regions and sentences, which medvl does not have"),
-            drop("loss_module.**", "tables of the local loss, which depend on the sizes of its inputs"),
-            drop("chexpert_bin_*.**", "online evaluation"),
-        ),
-        note=_STATISTICS,
-    ),
-    Importer(
         name="biovil",
         title="BioViL's image model (Boecking et al. 2022): ResNet-50",
         source="microsoft/hi-ml @ b67c1d2",
