@@ -22,7 +22,7 @@ from medvl.schema import Embeddings, Losses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MGCAConfig(LocalDualConfig):
-    """Settings of the authors' code with a ResNet-50; for a ViT-B/16 set `encoder_size` None and `patch_level` -1."""
+    """Published settings: ResNet-50, half a Bio_ClinicalBERT. A ViT has encoder_size None, patch_level -1."""
 
     fit: Literal["crop", "pad", "squash"] = "pad"
     margin: int = 16
@@ -31,7 +31,6 @@ class MGCAConfig(LocalDualConfig):
     pixel_std: float | None = 0.5
     patch_level: int = -2
     text_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: {"num_hidden_layers": 6})
-    """The text encoder is the lower half of Bio_ClinicalBERT, as in the authors' configuration and checkpoints."""
     text_pool: Literal["mean", "cls"] = "cls"
     text_token: bool = False
     local_feature_norm: float | None = 1.0
@@ -59,9 +58,9 @@ class MGCAConfig(LocalDualConfig):
 class MGCA(LocalDualEncoder):
     """Alignment of instances, tokens and prototypes (sections 3.2 to 3.4).
 
-    Unlike here, the released code compares the pairs of a rank alone, has padding among the words and in batch norm's
-    statistics, weighs a word by the attention to the token after it, has [SEP] as a word but no punctuation, and does
-    not normalise what a patch of a ViT attends to.
+    Unlike here, the released code compares the pairs of a rank alone, has padding among words and in batch norm, weighs
+    a word by the attention to the next token, has [SEP] as a word and no punctuation, and does not normalise what a
+    ViT's patch attends to.
     """
 
     Config = MGCAConfig
@@ -89,14 +88,14 @@ class MGCA(LocalDualEncoder):
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
         """See the base class. Words and regions are compared within their pair, and not gathered."""
-        config, prototypes_KE = self.config, self.prototype_layer.weight
+        config, weight_KE, (image_NE, text_NE, _) = self.config, self.prototype_layer.weight, gather_global(pairs)
         if self.prototypes_frozen:
-            prototypes_KE = prototypes_KE.detach() + 0 * prototypes_KE  # DDP waits for a gradient
-        own, (image_NE, text_NE, _) = (pairs.images.global_NE, pairs.texts.global_NE), gather_global(pairs)
+            weight_KE = weight_KE.detach() + 0 * weight_KE  # a gradient of zeros, because DDP waits for one
+        own = pairs.images.global_NE, pairs.texts.global_NE, weight_KE
         return Losses.weighted(
             ita=(2 * losses.clip(image_NE, text_NE, 1 / config.softmax_temperature), config.global_weight),
             token=(self.token_alignment(pairs.images, pairs.texts), config.local_weight),
-            prototype=(losses.prototype_swap(*own, prototypes_KE, config.proto_temperature), config.prototype_weight),
+            prototype=(losses.prototype_swap(*own, config.proto_temperature), config.prototype_weight),
         )
 
     def token_alignment(self, images: Embeddings, texts: Embeddings) -> Tensor:
