@@ -10,6 +10,11 @@ image (`medvl shards table` without `--image-column`) train together with the pa
 
     torchrun recipes/medclip_mimic.py --data.extra-train shards/chexpert/train shards/sentences/train ...
 
+To see what unpaired data are worth, with a tenth of the patients' pairs and the images and texts of all others apart:
+
+    torchrun recipes/medclip_mimic.py tiny --data.paired-fraction 0.1
+    torchrun recipes/medclip_mimic.py tiny --data.paired-fraction 0.1 --data.others drop    # the tenth alone
+
 Preset `paper`: the settings of the released code. ImageNet's ResNet-50 and Bio_ClinicalBERT come from the hub on first
 use. Differences: bf16 autocast; images and texts of all ranks are compared; a text has the labels of its report, where
 the authors labelled a bank of sentences, which they did not release; the second text is another sentence of the report

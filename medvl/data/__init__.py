@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         label_fraction as label_fraction,
         no_text as no_text,
     )
+    from medvl.data.loading.unpair import UnpairedSource as UnpairedSource
     from medvl.data.loading.vqa_source import QuestionSource as QuestionSource
     from medvl.data.privacy.deidentify import Deidentifier as Deidentifier, default_salt_file as default_salt_file
     from medvl.data.reports.labeler import label_report as label_report

@@ -3,10 +3,12 @@
 import bisect
 import dataclasses
 import hashlib
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from medvl.data.loading.unpair import UnpairedSource
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError
@@ -16,17 +18,22 @@ from medvl.schema import Sample
 class ConcatSource:
     """The samples of several folders of shards, one folder after another.
 
+    Args:
+        sources: the folders.
+        weights: share of each in training, of any sum; None draws every sample once an epoch.
+
     Attributes:
         folder: all folders, for messages.
         label_names: label names of all folders, in order of first appearance.
+        counts: samples of each folder.
         manifest: merged manifest that a checkpoint stores: shards and patients of all folders.
 
     Raises:
         ConfigError: no folder is given, one is given twice, or their ids were hashed with different salts, so that
-            patients shared with an evaluation set could not be detected.
+            patients shared with an evaluation set could not be detected; or the weights do not fit.
     """
 
-    def __init__(self, sources: Sequence[ShardSource]) -> None:
+    def __init__(self, sources: Sequence[ShardSource | UnpairedSource], weights: Sequence[float] | None = None) -> None:
         self.sources = tuple(sources)
         fingerprints = [source.fingerprint for source in self.sources]
         if not self.sources:
@@ -35,6 +42,10 @@ class ConcatSource:
             raise ConfigError("the same folder of shards is given twice; give each once", "conflict")
         self.manifest = _merge([source.manifest for source in self.sources])
         self.label_names = self.manifest.label_names
+        self.counts, self.weights = tuple(map(len, self.sources)), None if weights is None else tuple(weights)
+        if self.weights is not None:
+            _check_weights(self.weights, len(self.sources))
+            fingerprints.append(f"weights {self.weights}")
         self.fingerprint = hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()
         self.folder = ", ".join(str(source.folder) for source in self.sources)
         self._ends = np.cumsum([len(source) for source in self.sources]).tolist()
@@ -52,11 +63,19 @@ class ConcatSource:
         source, place = self._locate(position)
         return source.pixels(place, color)
 
-    def _locate(self, position: int) -> tuple[ShardSource, int]:
+    def _locate(self, position: int) -> tuple[ShardSource | UnpairedSource, int]:
         if not 0 <= position < len(self):
             raise IndexError(f"sample {position} of {len(self)}")
         number = bisect.bisect_right(self._ends, position)
         return self.sources[number], position - (self._ends[number - 1] if number else 0)
+
+
+def _check_weights(weights: Sequence[float], folders: int) -> None:
+    if len(weights) != folders:
+        message = f"expected a weight for each of the {folders} folders, got {len(weights)}"
+        raise ConfigError(message, "mismatch", field="weights")
+    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        raise ConfigError(f"expected positive weights, got {tuple(weights)}", "out_of_range", field="weights")
 
 
 def _merge(manifests: Sequence[Manifest]) -> Manifest:

@@ -25,8 +25,9 @@ from medvl.data.loading.collate import (
     Views,
     init_worker,
 )
+from medvl.data.loading.concat import ConcatSource
 from medvl.data.loading.priors import NO_PRIOR, prior_positions
-from medvl.data.loading.sampler import BatchSampler, EvalSampler, TrainSampler
+from medvl.data.loading.sampler import BatchSampler, EvalSampler, MixedSampler, TrainSampler
 from medvl.data.loading.sources import Source
 from medvl.data.loading.worker_errors import TIMEOUT, with_worker_errors
 from medvl.data.transforms.image import ImageTransform
@@ -273,14 +274,21 @@ def open_loader(
     _check_together(together, image_keys)
     sampler: BatchSampler = EvalSampler(len(source), batch, seed, rank, world)
     if train:
-        images_N = np.unique(np.array(image_keys), return_inverse=True)[1] if together > 1 else None
-        sampler = TrainSampler(len(source), batch, seed, rank, world, images_N=images_N, together=together)
+        sampler = _train_sampler(source, batch, seed, rank, world, together)
     shared = None if train and together == 1 else image_keys
     _check_inputs(inputs or Inputs(), source, shared)
     maker = ItemMaker(image, text, source.label_names, seed, inputs)
     samples = SampleDataset(source, maker, color, shared, train if keep_imageless is None else keep_imageless)
     budget = {"max_skipped": max_skipped, "timeout": timeout}
     return Loader(source, sampler, samples, tokenizer, workers=workers, add_targets=add_targets, **budget)
+
+
+def _train_sampler(source: Source, batch: int, seed: int, rank: int, world: int, together: int) -> TrainSampler:
+    if isinstance(source, ConcatSource) and source.weights is not None:
+        return MixedSampler(source.counts, source.weights, batch, seed, rank, world)
+    image_keys: Sequence[str] | None = getattr(source, "image_keys", None)
+    images_N = np.unique(np.array(image_keys), return_inverse=True)[1] if together > 1 else None
+    return TrainSampler(len(source), batch, seed, rank, world, images_N=images_N, together=together)
 
 
 def _check_together(together: int, image_keys: Sequence[str] | None) -> None:

@@ -5,7 +5,7 @@ b-th slice of it, so neither the number of ranks nor that of workers changes the
 """
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -67,6 +67,54 @@ class TrainSampler(BatchSampler):
         for batch in range(self.batch, len(self)):
             start = batch * self.global_batch + self.rank * local
             yield [(epoch, int(position)) for position in order[start : start + local]]
+
+
+class MixedSampler(TrainSampler):
+    """Shuffled global batches of a source whose parts are drawn in stated shares.
+
+    An epoch has as many draws as the source has samples. A part is passed through again and again, over epochs too,
+    each time in another order, so that all its samples are drawn equally often, up to one. The draws of an epoch are
+    determined by (seed, epoch); each comes with the number of its pass in place of the epoch, so that a sample which is
+    drawn twice in an epoch is augmented in two ways.
+
+    Args:
+        counts: samples of each part; the parts follow one another.
+        weights: share of each part, of any sum.
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        weights: Sequence[float],
+        global_batch: int,
+        seed: int,
+        rank: int,
+        world: int,
+    ) -> None:
+        super().__init__(sum(counts), global_batch, seed, rank, world)
+        self.counts = tuple(counts)
+        ends = np.rint(np.cumsum(weights) / np.sum(weights) * self.count).astype(int)
+        self.draws = np.diff(ends, prepend=0).tolist()
+
+    def passes(self, epoch: int) -> np.ndarray:
+        """Return (N, 2) int64: the number of the pass and the position of each draw of an epoch, in order."""
+        parts, start = [], 0
+        for part, (count, draws) in enumerate(zip(self.counts, self.draws, strict=True)):
+            draw_N = np.arange(epoch * draws, (epoch + 1) * draws)
+            for number in np.unique(draw_N // count).tolist():
+                sequence = np.random.SeedSequence([self.seed, part, number, 1])
+                order_N = np.random.Generator(np.random.PCG64(sequence)).permutation(count)
+                place_K = draw_N[draw_N // count == number] % count
+                parts.append(np.stack([np.full(len(place_K), number), start + order_N[place_K]], axis=1))
+            start += count
+        return np.concatenate(parts)[self.order(epoch)]
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        draws_N2 = self.passes(self.epoch)
+        local = self.global_batch // self.world
+        for batch in range(self.batch, len(self)):
+            start = batch * self.global_batch + self.rank * local
+            yield [(number, position) for number, position in draws_N2[start : start + local].tolist()]
 
 
 class EvalSampler(BatchSampler):

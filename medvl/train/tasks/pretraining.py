@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from medvl.data.shards.format import MANIFEST
 from medvl.data.shards.verify import check_against
@@ -20,7 +20,14 @@ class DataConfig(LoaderConfig):
     train: str
     """Folder of shards, or its address to stream from: https://... or s3://... (`medvl.data.loading.streaming`)."""
     extra_train: tuple[Path, ...] = ()
-    """Further folders of shards, shuffled together with `train`."""
+    """Further folders of shards, shuffled together with `train`: pairs, images alone or texts alone."""
+    weights: tuple[float, ...] = ()
+    """Shares of `train` and of each of `extra_train` in an epoch, of any sum. An epoch has as many samples as all of
+    them together; a folder whose share is above its size is drawn more than once. Empty: by size."""
+    paired_fraction: float = 1.0
+    """Fraction of the patients of `train` whose images keep their texts (`medvl.data.loading.unpair`)."""
+    others: Literal["separate", "drop"] = "separate"
+    """Samples of the other patients: images alone and texts alone, for systems that learn from them; or left out."""
     tokenizer: Path | None = None
     """Folder of a tokenizer, as written by `medvl vocab`; None uses the text encoder's own from the hub."""
     image: ConVIRTAugmentation | EvalTransform | RandomCrop
@@ -48,6 +55,7 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
     """
     from medvl.data.loading.concat import ConcatSource
     from medvl.data.loading.streaming import is_address
+    from medvl.data.loading.unpair import UnpairedSource
     from medvl.data.shards.source import ShardSource
 
     if model.tokenizer is None:
@@ -57,11 +65,18 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
         return _open_streamed(data, model, micro_batch, options)
     train, valid = open_split(data)
     source: Any = train
-    if data.extra_train:
-        source = ConcatSource([train, *map(ShardSource, data.extra_train)])
+    if data.paired_fraction < 1:
+        source = UnpairedSource(train, data.paired_fraction, data.seed, data.others)
+    if data.extra_train or data.weights:
+        source = ConcatSource([source, *map(ShardSource, data.extra_train)], data.weights or None)
         if valid is not None:
             check_against(source.manifest, valid.manifest)
-    described = describe(source.manifest, None if valid is None else valid.manifest)
+    chosen: dict[str, Any] = {}
+    if data.paired_fraction < 1:
+        chosen |= {"paired_fraction": data.paired_fraction, "others": data.others}
+    if data.weights:
+        chosen["weights"] = list(data.weights)
+    described = describe(source.manifest, None if valid is None else valid.manifest, **chosen)
     loader = open_train(data, source, micro_batch, image=data.image, inputs=model.inputs, **options)
     return DataLoaders(loader, *_valid_loaders(data, valid, model, options), described)
 
@@ -70,12 +85,14 @@ def _open_streamed(data: DataConfig, model: Any, micro_batch: int, options: dict
     from medvl.data.loading.streaming import open_remote_loader
     from medvl.data.shards.source import ShardSource
 
-    if data.extra_train:
-        raise ConfigError(
-            "data.extra_train needs folders of shards; it cannot be combined with a streamed data.train",
-            "conflict",
-            field="data.extra_train",
-        )
+    unsupported = {
+        "extra_train": data.extra_train,
+        "weights": data.weights,
+        "paired_fraction": data.paired_fraction < 1,
+    }
+    for name in (name for name, is_set in unsupported.items() if is_set):
+        message = f"data.{name} needs folders of shards; it cannot be combined with a streamed data.train"
+        raise ConfigError(message, "conflict", field=f"data.{name}")
     loader = open_remote_loader(
         data.train,
         batch=micro_batch,

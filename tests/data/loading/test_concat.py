@@ -13,10 +13,14 @@ from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.common.tables import Record
 from medvl.data.loading.concat import ConcatSource
+from medvl.data.loading.loader import Loader, open_loader
+from medvl.data.loading.unpair import UnpairedSource
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.source import ShardSource
-from medvl.data.transforms.text import RandomSection
-from medvl.errors import ConfigError
+from medvl.data.tokenizer.tokenizer import train_wordpiece
+from medvl.data.transforms.image import ConVIRTAugmentation
+from medvl.data.transforms.text import RandomSection, WholeText
+from medvl.errors import ConfigError, ImageError
 
 
 def write(home: Path, corpus: str, count: int, salt: bytes = bytes(32), **labels: int) -> ShardSource:
@@ -69,6 +73,61 @@ def test_repeated_missing_and_differently_salted_folders_are_refused(
         ConcatSource([])
     with raises(ConfigError, "mismatch", "salt"):
         ConcatSource([sources[0], write(tmp_path, "other", 2, salt=b"1" * 32)])
+
+
+def test_weights_set_the_shares_of_an_epoch(sources: tuple[ShardSource, ShardSource]) -> None:
+    """Also after resuming; a position of other weights is refused."""
+    tokenizer = train_wordpiece(["This is image number."], vocab_size=60, min_frequency=1)
+
+    def open_it(weights: tuple[float, ...] | None) -> Loader:
+        image = ConVIRTAugmentation(size=32, flip="off")
+        options: dict[str, Any] = {"batch": 3, "image": image, "text": WholeText(), "tokenizer": tokenizer}
+        return open_loader(ConcatSource(sources, weights), train=True, **options)
+
+    loader = open_it((1, 2))
+    batches = iter(loader)
+    keys = [next(batches).keys]
+    state = loader.state_dict()
+    rest = [batch.keys for batch in batches]
+    keys += rest
+    assert sum(key.startswith("roco") for batch in keys for key in batch) == 3
+    resumed = open_it((1, 2))
+    resumed.load_state_dict(state)
+    assert [batch.keys for batch in resumed] == rest
+    for other in ((2.0, 1.0), None):
+        with raises(ConfigError, "mismatch", "fingerprint"):
+            open_it(other).load_state_dict(state)
+    for weights, code in (((1.0,), "mismatch"), ((1.0, 0.0), "out_of_range"), ((1.0, float("nan")), "out_of_range")):
+        with raises(ConfigError, code, "weights"):
+            ConcatSource(sources, weights)
+
+
+def test_pairs_are_separated_by_patient(sources: tuple[ShardSource, ShardSource]) -> None:
+    source = sources[0]
+    mixed = UnpairedSource(source, 0.4)
+    assert len(mixed) == 2 + 3 + 3  # every sample is of a patient of its own
+    kinds = []
+    for position in range(len(mixed)):
+        sample = mixed.sample(position)
+        try:
+            mixed.pixels(position)
+            has_image = True
+        except ImageError as error:
+            has_image = error.code != "no_image"
+        kinds.append((has_image, bool(sample.sections)))
+        assert sample.labels == {"Edema": 1}
+    assert kinds == [(True, True)] * 2 + [(True, False)] * 3 + [(False, True)] * 3
+    assert len({mixed.sample(position).key for position in range(len(mixed))}) == len(mixed)
+    alone = UnpairedSource(source, 0.4, others="drop")
+    assert [alone.sample(place) for place in range(2)] == [mixed.sample(place) for place in range(2)]
+    assert len(alone) == 2
+    assert (
+        len({UnpairedSource(source, fraction).fingerprint for fraction in (0.0, 0.4, 1.0)} | {alone.fingerprint}) == 4
+    )
+    assert len(ConcatSource([mixed, sources[1]], (1, 1))) == 12
+    for fraction, others in ((1.5, "separate"), (0.0, "drop")):
+        with raises(ConfigError, "out_of_range", "paired_fraction"):
+            UnpairedSource(source, fraction, others=others)
 
 
 def test_random_section_draws_complete_sections_uniformly() -> None:
