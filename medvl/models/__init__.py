@@ -78,6 +78,8 @@ if TYPE_CHECKING:
         TextTaskConfig as TextTaskConfig,
         TextTaskEncoder as TextTaskEncoder,
     )
+    from medvl.models.dual_encoders.tfidf import fit_tfidf as fit_tfidf
+    from medvl.models.dual_encoders.umrl import UMRL as UMRL, UMRLConfig as UMRLConfig
     from medvl.models.factory import create_model as create_model
     from medvl.models.fusion_encoders.albef import ALBEF as ALBEF, ALBEFConfig as ALBEFConfig
     from medvl.models.fusion_encoders.aligned import (

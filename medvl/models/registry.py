@@ -48,6 +48,7 @@ _MODULES = {
     "segmenter": "medvl.models.downstream.segmenter",
     "siglip": "medvl.models.dual_encoders.siglip",
     "single_stream": "medvl.models.fusion_encoders.streams",
+    "umrl": "medvl.models.dual_encoders.umrl",
     "vqa": "medvl.models.downstream.vqa.model",
 }
 """Name of a built-in system -> module that defines it."""

@@ -93,6 +93,12 @@ def bfspr(**settings: Any) -> ContrastiveEncoder:
     return medvl.create_model("bfspr", **{**CONVIRT, **BERT, **settings})
 
 
+def umrl(**settings: Any) -> ContrastiveEncoder:
+    torch.manual_seed(0)
+    sizes = {"image_encoder": "resnet_tiny", "image_size": 32, "text_arguments": {"dimension": 24}, "vocab_size": 40}
+    return medvl.create_model("umrl", **{**sizes, "projection_dim": 16, "hidden_dim": 24, **settings})
+
+
 SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "clip": lambda: clip(positives="study"),
     "siglip": siglip,
@@ -102,6 +108,7 @@ SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "lovt": lovt,
     "local_analysis": lambda: lovt("local_analysis"),
     "bfspr": lambda: bfspr(positives="text"),
+    "umrl": lambda: umrl(paired_share=0.5),
     "mutual_info": lambda: mutual_info(bound="info_nce"),
     "mutual_info local": lambda: mutual_info(local_weight=0.5),
     "biovil": biovil,

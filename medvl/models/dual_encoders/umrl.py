@@ -1,0 +1,128 @@
+"""UMRL: frozen features of images and texts, mapped linearly to one space (Hsu et al., arXiv 1811.08615, ML4H 2018)."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.losses import reverse_gradient
+from medvl.losses.gather import mean_over_ranks
+from medvl.losses.precision import full_precision
+from medvl.models.base import EncoderArguments
+from medvl.models.config_checks import check_choice, check_within
+from medvl.models.dual_encoders.bert import BertDualConfig, BertDualEncoder
+from medvl.models.dual_encoders.pairs import Pairs
+from medvl.models.registry import register_system
+from medvl.schema import Batch, Embeddings, Losses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UMRLConfig(BertDualConfig):
+    """Settings of the paper where it gives them: DenseNet-121 after average pooling, one linear map per modality.
+
+    Recalled and not confirmed: the distance, the discriminator and the orthogonality. Chosen here: all numbers.
+
+    Texts: `text_encoder` "static" is a table of word vectors, averaged: those of a GloVe file (`text_weights`), or
+    TF-IDF with PCA (`medvl.models.fit_tfidf`, which the recipe calls). Any other encoder gives paragraph vectors.
+    """
+
+    image_encoder: str = "densenet121"
+    text_encoder: str = "static"
+    text_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: {"dimension": 300})
+    projection_dim: int = 128
+    distance: Literal["cosine", "squared"] = "cosine"
+    """Distance of a pair's two vectors: 1 - cosine, or the squared Euclidean distance."""
+    alignment_weight: float = 1.0
+    """Weight of the distance of pairs (EA); 0 leaves it out."""
+    adversarial_weight: float = 1.0
+    """Weight of the discriminator of images and texts (Adv); 0 leaves it out."""
+    paired_share: float = 1.0
+    """Share of the studies whose pairs are known, always the same ones; the others are in Adv only."""
+    hidden_dim: int = 512
+    """Hidden width of the discriminator."""
+    orthogonality: float = 0.01
+    """Beta of the update W <- (1 + beta) W - beta W W^T W of both maps after a step (Lample et al., arXiv 1710.04087);
+    0 leaves it out. Without it, the distance of pairs alone is least where all vectors have one direction."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "distance", ("cosine", "squared"))
+        check_within(self, "[0, 1]", "paired_share", "orthogonality")
+        check_within(self, "[1, inf)", "hidden_dim")
+        check_within(self, "[0, inf)", "alignment_weight")
+        check_within(self, "[0, inf)" if self.alignment_weight else "(0, inf)", "adversarial_weight")
+
+
+@register_system("umrl")
+class UMRL(BertDualEncoder):
+    """EA, Adv and EA+Adv. Both encoders are frozen and in eval mode; they are run anew in every step."""
+
+    Config = UMRLConfig
+
+    def __init__(self, config: UMRLConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        for encoder in (self.image_encoder, self.text_encoder):
+            encoder.requires_grad_(False)
+            encoder.keep_frozen_in_eval(True)
+        width = config.hidden_dim
+        layers = nn.Linear(config.projection_dim, width), nn.LeakyReLU(0.2), nn.Linear(width, 1)
+        self.discriminator = nn.Sequential(*layers) if config.adversarial_weight else None
+
+    @classmethod
+    def encoder_arguments(cls, config: UMRLConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """See the base class."""
+        return {}, {"pool": "mean", **({"pretrained": False} if config.text_encoder == "static" else {})}
+
+    @classmethod
+    def make_heads(cls, config: UMRLConfig, image: ImageEncoder, text: TextEncoder) -> dict[str, nn.Module]:
+        """Return the linear maps, orthogonal at first."""
+        heads = [nn.Linear(width, config.projection_dim, bias=False) for width in (image.feature_dim, text.feature_dim)]
+        for head in heads:
+            nn.init.orthogonal_(head.weight)
+        return {"image_head": heads[0], "text_head": heads[1]}
+
+    def embed_pairs(self, batch: Batch) -> Pairs:
+        """Return mapped vectors, not normalised, and which pairs are known."""
+        image_BE = self.image_head(self.image_encoder(batch.image_BCHW).pooled_BD).float()
+        text_BE = self.text_head(self.text_encoder(batch.ids_BT, batch.mask_BT).pooled_BD).float()
+        known = [is_paired(name, self.config.paired_share) for name in batch.studies or batch.keys]
+        known_B1 = torch.tensor(known, dtype=torch.float32).to(image_BE.device)[:, None]
+        return Pairs(images=Embeddings(image_BE), texts=Embeddings(text_BE), others={"known": Embeddings(known_B1)})
+
+    def compare_pairs(self, pairs: Pairs) -> Losses:
+        """See the base class."""
+        config, image_BE, text_BE = self.config, pairs.images.global_NE, pairs.texts.global_NE
+        terms: dict[str, tuple[Tensor, float]] = {}
+        with full_precision(image_BE):
+            if config.alignment_weight:
+                distance_B = (image_BE - text_BE).square().sum(dim=1)
+                if config.distance == "cosine":
+                    distance_B = 1 - F.cosine_similarity(image_BE, text_BE)
+                known_B = pairs.others["known"].global_NE[:, 0] > 0.5
+                terms["alignment"] = mean_over_ranks(distance_B, known_B), config.alignment_weight
+            if self.discriminator is not None:
+                both_NE = torch.cat([image_BE, text_BE])
+                is_image_N = torch.cat([torch.ones_like(image_BE[:, 0]), torch.zeros_like(text_BE[:, 0])])
+                logits_N = self.discriminator(reverse_gradient(both_NE))[:, 0]
+                error_N = F.binary_cross_entropy_with_logits(logits_N, is_image_N, reduction="none")
+                adversarial = mean_over_ranks(error_N, torch.ones_like(error_N, dtype=torch.bool))
+                terms["adversarial"] = adversarial, config.adversarial_weight
+        return Losses.weighted(**terms)
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        """Move both maps towards orthogonal rows."""
+        beta = self.config.orthogonality
+        for head in (self.image_head, self.text_head) if beta else ():
+            weight_ED = head.get_parameter("weight")
+            weight_ED.copy_((1 + beta) * weight_ED - beta * weight_ED @ weight_ED.T @ weight_ED)
+
+
+def is_paired(name: str, share: float) -> bool:
+    """Return whether a study is among the share whose pairs are known; a larger share includes a smaller one."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) < share * 2**64

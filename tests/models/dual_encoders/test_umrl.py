@@ -1,0 +1,113 @@
+"""UMRL: its losses against the formulas, frozen encoders, known pairs, orthogonal maps; TF-IDF against scikit-learn."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.contrastive_systems import STUDIES, make_batch, umrl
+from helpers.errors import raises
+from sklearn.decomposition import PCA
+
+import medvl
+from medvl.data.tokenizer.tokenizer import train_wordpiece
+from medvl.errors import ConfigError
+from medvl.models import UMRLConfig, fit_tfidf, save
+from medvl.models.dual_encoders.umrl import is_paired
+from medvl.schema import Batch
+
+FINDINGS = ("effusion", "consolidation", "edema", "pneumothorax")
+TEXTS = [
+    f"There is {size} {side} {finding}." for finding in FINDINGS for side in ("left", "right") for size in ("a", "no")
+]
+
+
+def whole() -> Batch:
+    return dataclasses.replace(make_batch("umrl"), has_image_B=None)
+
+
+@pytest.mark.parametrize("distance", ["cosine", "squared"])
+def test_losses_equal_the_formulas(distance: str) -> None:
+    """The distance is that of the known pairs, the discriminator sees all vectors."""
+    model, batch = umrl(distance=distance, paired_share=0.5, adversarial_weight=0.3).eval(), whole()
+    known = [index for index, study in enumerate(STUDIES) if is_paired(study, 0.5)]
+    assert 0 < len(known) < len(STUDIES)
+    with torch.no_grad():
+        losses = model(batch)
+        image_BE = model.image_head(model.image_encoder(batch.image_BCHW).pooled_BD)
+        words = [
+            model.text_encoder.backbone.weight[ids_T[mask_T]]
+            for ids_T, mask_T in zip(batch.ids_BT, batch.mask_BT, strict=True)
+        ]
+        text_BE = model.text_head(torch.stack([words_TD.mean(dim=0) for words_TD in words]))
+        squared_B, cosine_B = (image_BE - text_BE).square().sum(dim=1), F.cosine_similarity(image_BE, text_BE)
+        logits = [model.discriminator(each_BE)[:, 0].sigmoid() for each_BE in (image_BE, text_BE)]
+    expected = (squared_B if distance == "squared" else 1 - cosine_B)[known].mean()
+    torch.testing.assert_close(losses.terms["alignment"], expected, rtol=1e-4, atol=1e-5)
+    adversarial = -(logits[0].log().mean() + (1 - logits[1]).log().mean()) / 2
+    torch.testing.assert_close(losses.terms["adversarial"], adversarial, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(losses.total, expected + 0.3 * adversarial, rtol=1e-4, atol=1e-5)
+
+
+def test_maps_learn_against_the_discriminator_and_encoders_do_not() -> None:
+    model = umrl(alignment_weight=0.0).train()
+    losses = model(whole())
+    assert losses.terms["adversarial"].item() == pytest.approx(math.log(2), abs=0.3)
+    losses.total.backward()
+    learns = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert {name.split(".")[0] for name in learns} == {"image_head", "text_head", "discriminator"}
+    assert not any(module.training for module in model.image_encoder.backbone.modules() if list(module.parameters()))
+    weight, step = model.image_head.weight, 1e-3
+    with torch.no_grad():
+        weight -= step * weight.grad  # as the optimiser does it
+    assert model(whole()).terms["adversarial"] > losses.terms["adversarial"]
+
+
+def test_known_pairs_depend_on_the_study_only_and_grow_with_the_share() -> None:
+    names = [str(number) for number in range(2000)]
+    known = [{name for name in names if is_paired(name, share)} for share in (0.0, 0.01, 0.3, 1.0)]
+    assert known[0] < known[1] < known[2] < known[3] == set(names)
+    assert len(known[2]) == pytest.approx(600, abs=80)
+
+
+def test_the_update_makes_maps_orthogonal() -> None:
+    model = umrl(orthogonality=0.1)
+    with torch.no_grad():
+        model.image_head.weight.add_(0.05 * torch.randn_like(model.image_head.weight))
+    for step in range(80):
+        model.after_step(step)
+    weight_ED = model.image_head.weight
+    torch.testing.assert_close(weight_ED @ weight_ED.T, torch.eye(len(weight_ED)), rtol=0, atol=1e-4)
+
+
+def test_tfidf_and_pca_equal_scikit_learn_and_stay_in_the_checkpoint(tmp_path: Path) -> None:
+    tokenizer = train_wordpiece(TEXTS, vocab_size=120, min_frequency=1)
+    model = umrl(tokenizer=tokenizer, vocab_size=None, text_arguments={"dimension": 6}, projection_dim=4).eval()
+    kept = fit_tfidf(model.text_encoder, tokenizer, lambda: iter(TEXTS))
+    ids_BT, mask_BT = tokenizer(TEXTS)
+    shares = np.zeros((len(TEXTS), tokenizer.vocab_size))
+    for row, (ids_T, mask_T) in enumerate(zip(ids_BT, mask_BT, strict=True)):
+        np.add.at(shares[row], ids_T[mask_T].numpy(), 1 / int(mask_T.sum()))
+    idf = np.log((1 + len(TEXTS)) / (1 + (shares > 0).sum(axis=0)))
+    pca = PCA(6).fit(shares * idf)
+    expected = torch.from_numpy(pca.transform(shares * idf)).float()
+    actual = model.text_encoder(ids_BT, mask_BT).pooled_BD
+    torch.testing.assert_close(actual @ actual.T, expected @ expected.T, rtol=1e-3, atol=1e-5)  # up to rotation
+    assert kept == pytest.approx(pca.explained_variance_ratio_.sum(), abs=1e-5)
+    save(model, tmp_path)
+    torch.testing.assert_close(medvl.load(tmp_path).encode_text(TEXTS), model.encode_text(TEXTS))
+
+
+def test_tfidf_and_settings_are_checked() -> None:
+    tokenizer = train_wordpiece(TEXTS, vocab_size=120, min_frequency=1)
+    model = umrl(tokenizer=tokenizer, vocab_size=None, text_arguments={"dimension": 90}, projection_dim=4)
+    with raises(ConfigError, "empty", "text_arguments"):
+        fit_tfidf(model.text_encoder, tokenizer, lambda: iter(TEXTS))
+    bert = medvl.create_model("convirt", image_encoder="resnet_tiny", text_encoder="tiny_bert", frozen_text_layers=0)
+    with raises(ConfigError, "unsupported", "text_encoder"):
+        fit_tfidf(bert.text_encoder, tokenizer, lambda: iter(TEXTS))
+    with raises(ConfigError, "out_of_range", "adversarial_weight"):
+        UMRLConfig(alignment_weight=0.0, adversarial_weight=0.0)
