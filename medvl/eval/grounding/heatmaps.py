@@ -89,7 +89,14 @@ def phrase_maps(
 
 
 def best_cosine(patches_BPE: Tensor, texts: Embeddings) -> Tensor:
-    """Return (B, P): the cosine of each patch with the text, or with its best word if the model has word embeddings."""
+    """Return (B, P): the cosine of each patch with the text, or with its best word if the model has word embeddings.
+
+    Raises EvaluationError if the model has no common space of patches and texts.
+    """
+    dims = patches_BPE.shape[2], texts.global_NE.shape[1]
+    if dims[0] != dims[1]:
+        message = f"patches have {dims[0]} dimensions and texts {dims[1]}: the model has no common space for both"
+        raise EvaluationError(message, "unsupported", field="maps")
     patches_BPE = F.normalize(patches_BPE.float(), dim=2)
     global_BP = (patches_BPE @ texts.global_NE[:, :, None])[:, :, 0]
     if texts.local_NPE is None:

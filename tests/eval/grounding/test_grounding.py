@@ -420,6 +420,11 @@ class WidePatchModel(nn.Module):
         return Embeddings(torch.zeros(len(image_BCHW), 4))
 
 
+def test_patches_and_texts_of_different_spaces_are_refused() -> None:
+    with raises(EvaluationError, "unsupported", "maps"):
+        best_cosine(torch.ones(1, 4, 3), Embeddings(torch.ones(1, 5)))
+
+
 def test_patches_use_the_projection_of_the_encoder() -> None:
     model, image_BCHW = WidePatchModel(projects=True), torch.zeros(2, 1, 6, 6)
     patches_BPE, grid = embed_patches(cast(Any, model), image_BCHW)
