@@ -40,6 +40,11 @@ def parallelize(model: nn.Module, config: TrainConfig, ranks: RankInfo) -> Paral
     if not config.shard_weights or ranks.size == 1:
         prepare(model, config, ranks.device)
         return DDPModel(model, ranks, config.find_unused_parameters)
+    if getattr(model, "weighs_words", False):
+        message = (
+            f"{type(model).__name__} recomputes attention of its text encoder, whose weights would be sharded then"
+        )
+        raise ConfigError(f"{message}; leave shard_weights unset", "unsupported", field="shard_weights")
     from medvl.train.parallel.fsdp import FSDPModel  # torch's part of it takes seconds to import
 
     # The complete model may not fit on the device, and sharding needs contiguous weights.
