@@ -40,6 +40,7 @@ RECIPES = (
     "medvill_mimic",
     "mutual_info_mimic",
     "biovil_mimic",
+    "biovil_t_mimic",
 )
 STEPS, BATCHES, PAIRS = 50, 4, 4
 SHOWN = (1, 10, 20, 30, 40, 50)
@@ -66,6 +67,7 @@ def batches(config: Any, tokenizer: Any, labels: bool) -> Iterator[Batch]:
             keys=keys, image_BCHW=images[rows].to(torch.uint8), ids_BT=ids_BT, mask_BT=mask_BT,
             labels_BL=findings_of(texts) if labels else torch.zeros(PAIRS, 0), texts=texts, studies=keys,
             second_ids_BT=ids_BT, second_mask_BT=mask_BT,
+            prior_image_BCHW=images[rows.flip(0)].to(torch.uint8), has_prior_B=torch.arange(PAIRS) > 0,
         )  # fmt: skip
 
 

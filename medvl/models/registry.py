@@ -31,6 +31,7 @@ _MODULES = {
     "albef": "medvl.models.fusion_encoders.albef",
     "biovil": "medvl.models.dual_encoders.biovil",
     "bfspr": "medvl.models.dual_encoders.bfspr",
+    "biovil_t": "medvl.models.dual_encoders.biovil_t",
     "chexzero": "medvl.models.dual_encoders.chexzero",
     "classifier": "medvl.models.downstream.classifier",
     "clip": "medvl.models.dual_encoders.clip",

@@ -99,6 +99,15 @@ def umrl(**settings: Any) -> ContrastiveEncoder:
     return medvl.create_model("umrl", **{**sizes, "projection_dim": 16, "hidden_dim": 24, **settings})
 
 
+def biovil_t(**settings: Any) -> ContrastiveEncoder:
+    torch.manual_seed(0)
+    sizes = {"image_encoder": "resnet_tiny", "image_size": 64, "margin": 0, "projection_dim": 16, **BERT}
+    pooler = {"pooler_dim": 16, "pooler_heads": 2, "pooler_blocks": 1}
+    model = medvl.create_model("biovil_t", **{**sizes, **pooler, **settings})
+    vars(model)["masking"] = EverySecondWord()
+    return model
+
+
 SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "clip": lambda: clip(positives="study"),
     "siglip": siglip,
@@ -113,6 +122,7 @@ SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "mutual_info local": lambda: mutual_info(local_weight=0.5),
     "biovil": biovil,
     "medclip": medclip,
+    "biovil_t": biovil_t,
 }
 
 
@@ -140,6 +150,12 @@ def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
         )
     if name == "medclip":
         batch.second_ids_BT, batch.second_mask_BT = batch.ids_BT % 20 + 10, batch.mask_BT
+    if name == "biovil_t":
+        pixels = torch.randint(
+            0, 256, (PAIRS, 2, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(7)
+        )
+        batch.image_BCHW, batch.prior_image_BCHW = pixels[rows, :1], pixels[rows, 1:]
+        batch.has_prior_B = (torch.arange(PAIRS) % 3 != 1)[rows]
     if name == "biovil":
         batch.second_ids_BT = torch.randint(5, 40, (PAIRS, 5), generator=torch.Generator().manual_seed(6))[rows]
         batch.second_mask_BT = (torch.arange(5) < torch.tensor([5, 3, 2, 4, 5, 2, 5])[:, None])[rows]
