@@ -33,7 +33,7 @@ class TemporalPooler(nn.Module):
             "drop_path": 0.25,
             "norm_layer": norm,
         }
-        self.blocks = nn.ModuleList(Block(dim, heads, mlp_ratio=1.0, qkv_bias=False, **options) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(dim, heads, qkv_bias=False, **options) for _ in range(blocks))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.type_embed = nn.Parameter(torch.empty(2, 1, dim))
         self.dropout = nn.Dropout(0.1)
