@@ -50,7 +50,7 @@ class Recipe:
     patch_level: int | None = None
     """Which of the encoder's grids: -1 its last, -2 one of finer cells; None is that of `init_from`."""
     decoder: Literal["conv", "linear"] = "conv"
-    """Of segmentation: convolutions, or one 1x1 layer."""
+    """Decoder of the segmenter: convolutions, or one 1x1 layer."""
     width: int = 128
     """Channels of the decoder."""
     doublings: int = 2

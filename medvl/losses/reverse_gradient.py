@@ -9,8 +9,8 @@ from torch import Tensor
 def reverse_gradient(x: Tensor, weight: float = 1.0) -> Tensor:
     """Return the input; in the backward pass, multiply its gradient by -weight (Ganin and Lempitsky, arXiv 1409.7495).
 
-    Between features and a discriminator of image and text, one loss trains the discriminator to tell them apart and,
-    through the reversed gradient, the features to be told apart no longer:
+    Placed between features and a discriminator of images and texts, it lets one loss train both: the discriminator to
+    separate the two, and the features to become inseparable:
 
         loss = F.binary_cross_entropy_with_logits(discriminator(reverse_gradient(features_BE, weight)), is_image_B)
 

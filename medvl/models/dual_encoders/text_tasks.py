@@ -27,7 +27,7 @@ class TextTaskConfig(BertDualConfig):
     """Settings of a dual-encoder with objectives of its text encoder."""
 
     temperature: float = 0.5
-    """Of two texts; systems use it for images and texts, too."""
+    """Temperature of the contrast of two texts; systems use it for images and texts as well."""
     rsm_weight: float = 1.0
     """Weight of radiology section matching: the two texts of a sample (`Inputs.second_text`) against each other."""
     mlm_weight: float = 1.0
