@@ -25,7 +25,8 @@ from medvl.losses.itm import MatchingPairs
 from medvl.losses.mim import mask_patches, patchify
 from medvl.models import M3AE, M3AEConfig
 from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.models.fusion_encoders.objectives import Corruption, PatchPredictions
+from medvl.models.fusion_encoders.objectives.base import Corruption
+from medvl.models.fusion_encoders.objectives.patches import PatchPredictions
 from medvl.models.masked_words import MaskedWords
 from medvl.schema import Batch
 

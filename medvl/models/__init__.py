@@ -92,14 +92,14 @@ if TYPE_CHECKING:
     from medvl.models.fusion_encoders.joint_bert import JointBERT as JointBERT
     from medvl.models.fusion_encoders.m3ae import M3AE as M3AE, M3AEConfig as M3AEConfig
     from medvl.models.fusion_encoders.medvill import MedViLL as MedViLL, MedViLLConfig as MedViLLConfig
-    from medvl.models.fusion_encoders.objectives import (
+    from medvl.models.fusion_encoders.objectives.base import (
         Corruption as Corruption,
         Encoded as Encoded,
-        ImageTextMatching as ImageTextMatching,
-        MaskedImageModeling as MaskedImageModeling,
-        MaskedLanguageModeling as MaskedLanguageModeling,
         Objective as Objective,
     )
+    from medvl.models.fusion_encoders.objectives.matching import ImageTextMatching as ImageTextMatching
+    from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling as MaskedImageModeling
+    from medvl.models.fusion_encoders.objectives.words import MaskedLanguageModeling as MaskedLanguageModeling
     from medvl.models.fusion_encoders.streams import (
         DualStreamConfig as DualStreamConfig,
         DualStreamModel as DualStreamModel,

@@ -28,13 +28,10 @@ from medvl.models.fusion_encoders.corruption import pairs_of_rows, same_rows
 from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Tokens
 from medvl.models.fusion_encoders.layers.inputs import encode_present
 from medvl.models.fusion_encoders.layers.transformer import CoAttentionLayer, Sizes
-from medvl.models.fusion_encoders.objectives import (
-    ContrastiveEncoded,
-    Corruption,
-    DistilledLanguageModeling,
-    HardNegativeMatching,
-    ImageTextContrast,
-)
+from medvl.models.fusion_encoders.objectives.base import ContrastiveEncoded, Corruption
+from medvl.models.fusion_encoders.objectives.contrast import ImageTextContrast
+from medvl.models.fusion_encoders.objectives.matching import HardNegativeMatching
+from medvl.models.fusion_encoders.objectives.words import DistilledLanguageModeling
 from medvl.models.masked_words import MaskedWords, WordHead
 from medvl.schema import Batch, Embeddings
 

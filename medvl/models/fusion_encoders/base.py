@@ -16,7 +16,8 @@ from medvl.models.base import TwoTowers
 from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Tokens, join
 from medvl.models.fusion_encoders.layers.inputs import RegionEncoder
 from medvl.models.fusion_encoders.layers.transformer import Sizes
-from medvl.models.fusion_encoders.objectives import Corruption, Encoded, MirroredTextMatching, Objective
+from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective
+from medvl.models.fusion_encoders.objectives.matching import MirroredTextMatching
 from medvl.models.masked_words import MaskedWords, WordHead, sample_masked_words, text_masking
 from medvl.schema import Batch, Losses
 

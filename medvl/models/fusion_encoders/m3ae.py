@@ -15,7 +15,7 @@ from medvl.models.fusion_encoders.encoders import check_pixels
 from medvl.models.fusion_encoders.layers.encoder import Tokens
 from medvl.models.fusion_encoders.layers.heads import PixelDecoder
 from medvl.models.fusion_encoders.layers.inputs import ImageSource
-from medvl.models.fusion_encoders.objectives import MaskedImageModeling
+from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling
 from medvl.models.fusion_encoders.streams import DualStreamConfig, DualStreamModel
 from medvl.models.registry import register_system
 

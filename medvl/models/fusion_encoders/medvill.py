@@ -20,7 +20,9 @@ from medvl.models.fusion_encoders.joint_bert import IMAGE, JointBERT, text_ends
 from medvl.models.fusion_encoders.layers.attention_masks import CAUSAL_ATTENTIONS, Attention
 from medvl.models.fusion_encoders.layers.encoder import Tokens
 from medvl.models.fusion_encoders.layers.inputs import encode_present
-from medvl.models.fusion_encoders.objectives import Corruption, Encoded, ImageTextMatching, MaskedLanguageModeling
+from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
+from medvl.models.fusion_encoders.objectives.matching import ImageTextMatching
+from medvl.models.fusion_encoders.objectives.words import MaskedLanguageModeling
 from medvl.models.registry import register_system
 from medvl.schema import Batch
 

@@ -31,7 +31,9 @@ from medvl.models.fusion_encoders.layers.encoder import (
 )
 from medvl.models.fusion_encoders.layers.inputs import ImageInput, ImageSource, RegionEncoder, encode_present
 from medvl.models.fusion_encoders.layers.transformer import Sizes
-from medvl.models.fusion_encoders.objectives import Corruption, Encoded, ImageTextMatching, MaskedLanguageModeling
+from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
+from medvl.models.fusion_encoders.objectives.matching import ImageTextMatching
+from medvl.models.fusion_encoders.objectives.words import MaskedLanguageModeling
 from medvl.models.masked_words import WordHead
 from medvl.models.registry import register_system
 from medvl.schema import Batch

@@ -22,7 +22,7 @@ from medvl.models.checkpoint import load_towers, save, warm_start
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.m3ae import M3AEConfig
 from medvl.models.fusion_encoders.medvill import MedViLLConfig
-from medvl.models.fusion_encoders.objectives import Encoded, Objective
+from medvl.models.fusion_encoders.objectives.base import Encoded, Objective
 from medvl.models.fusion_encoders.streams import DualStreamConfig, SingleStreamConfig
 from medvl.schema import Batch
 from medvl.train.config import OptimConfig

@@ -1,0 +1,101 @@
+"""What a pretraining objective of a fusion-encoder is.
+
+An objective has three verbs: `corrupt` samples what a step masks or mixes up, `predict` scores it from the states that
+the model computed once for all objectives, `loss` compares predictions and truth. A model lists its objectives:
+
+    self.mlm = MaskedLanguageModeling(config.mlm_weight, self.mask_words, self.score_words)
+    self.itm = ImageTextMatching(config.itm_weight, self.sample_pairs, self.itm_head)
+    self.objectives = (self.mlm, self.itm)
+
+Objectives hold no parameters; heads belong to the model. Pass bound methods and modules, not lambdas, so that a deep
+copy of the model uses its own heads.
+
+In this folder: N masked positions, M pairs, K complete samples, P patches, C values of a patch; other letters as in
+`medvl.schema`.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torch import Tensor
+
+from medvl.models.fusion_encoders.layers.encoder import Tokens
+from medvl.schema import Batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """The states that all objectives of a training step share."""
+
+    batch: Batch
+    image: Tokens
+    """Images before fusion."""
+    text: Tokens
+    """Texts before fusion: unmasked, or masked in systems that encode only those."""
+    word_states_ND: Tensor
+    """Fused states of the masked texts at the masked positions."""
+    pooled_MD: Tensor
+    """Pooled vectors of the sampled pairs; of all rows in systems that sample none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ContrastiveEncoded(Encoded):
+    """The shared states of a system with contrastive embeddings and a moving-average teacher."""
+
+    row_K: Tensor
+    """int64: the complete samples."""
+    image_KE: Tensor
+    text_KE: Tensor
+    """L2-normalised float32 embeddings of the complete samples, unmasked."""
+    teacher_image_KE: Tensor
+    teacher_text_KE: Tensor
+    teacher_words_NV: Tensor
+    """The teacher's scores of the vocabulary at the masked positions."""
+    alpha: float
+    """Weight of the teacher's targets at this step."""
+
+
+E = TypeVar("E", bound=Encoded, contravariant=True)
+C = TypeVar("C")
+P = TypeVar("P")
+
+
+class Objective(abc.ABC, Generic[E, C, P]):
+    """One term of a pretraining loss. Generic over the shared states, the corruption and the predictions.
+
+    Attributes:
+        name: key of the term in `Losses.terms`.
+        weight: factor of the term in the total loss.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    @abc.abstractmethod
+    def corrupt(self, batch: Batch) -> C:
+        """Sample what this step masks or mixes up, from torch's CPU generator."""
+
+    @abc.abstractmethod
+    def predict(self, encoded: E, corruption: C) -> P:
+        """Predict what was corrupted."""
+
+    @abc.abstractmethod
+    def loss(self, predictions: P, corruption: C) -> Tensor:
+        """Return the scalar loss, averaged over the samples that have what the objective needs."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Corruption:
+    """Corruption of one batch by all objectives."""
+
+    parts: Mapping[str, Any]
+    """Objective name -> what its `corrupt` returned."""
+
+    def of(self, objective: Objective[Any, C, Any]) -> C:
+        """Return the part of one objective."""
+        part: C = self.parts[objective.name]
+        return part

@@ -1,0 +1,80 @@
+"""Masked image modeling (MIM): pixels of removed patches."""
+
+import dataclasses
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from medvl import losses
+from medvl.losses.mim import PatchMask, mask_patches, patchify, standardize
+from medvl.models.fusion_encoders.layers.encoder import Tokens
+from medvl.models.fusion_encoders.objectives.base import Encoded, Objective
+from medvl.schema import Batch
+
+
+class PatchPredictions(NamedTuple):
+    """Predicted and true pixels of all patches, for the samples that have an image."""
+
+    pixels_BPC: Tensor
+    """Each patch in units of its own mean and deviation."""
+    true_BPC: Tensor
+    """The encoder's input: normalised, not standardised per patch."""
+    masked_BP: Tensor
+    """bool: the removed patches."""
+
+
+class PatchModel(Protocol):
+    """A model that reconstructs masked patches."""
+
+    grid: tuple[int, int]
+    patch: int
+    """Side of a patch in pixels."""
+
+    def normalize(self, image_BCHW: Tensor) -> Tensor:
+        """Images as the encoder's first layer sees them."""
+
+    def reconstruct(self, image_BCHW: Tensor, text: Tokens, patches: PatchMask) -> Tensor:
+        """(B, P, C): pixels of all patches from the kept ones and the texts."""
+
+
+class MaskedImageModeling(Objective[Encoded, PatchMask, PatchPredictions]):
+    """Pixels of removed patches from the kept ones and the text (MIM).
+
+    Args:
+        weight: factor of the term.
+        model: reconstructs the patches.
+        ratio: share of patches that are removed.
+    """
+
+    name = "mim"
+
+    def __init__(self, weight: float, model: PatchModel, ratio: float) -> None:
+        super().__init__(weight)
+        self.model, self.ratio = model, ratio
+
+    def corrupt(self, batch: Batch) -> PatchMask:
+        """Sample the removed patches of every image."""
+        patches = self.model.grid[0] * self.model.grid[1]
+        return mask_patches(len(batch), patches, self.ratio, torch.default_generator, batch.image_BCHW.device)
+
+    def predict(self, encoded: Encoded, corruption: PatchMask) -> PatchPredictions:
+        """Reconstruct the patches of the samples that have an image."""
+        return self.predict_patches(encoded.batch, encoded.text, corruption)
+
+    def predict_patches(self, batch: Batch, text: Tokens, patches: PatchMask) -> PatchPredictions:
+        """See `predict`; `text` are the texts of the batch before fusion."""
+        image_BCHW = batch.image_BCHW
+        if batch.has_image_B is not None:
+            index_K = batch.has_image_B.nonzero().squeeze(1)
+            patches = PatchMask(*(getattr(patches, field.name)[index_K] for field in dataclasses.fields(patches)))
+            text, image_BCHW = text.rows(index_K), image_BCHW[index_K]
+        true_BPC = patchify(self.model.normalize(image_BCHW), self.model.patch)
+        if len(image_BCHW) == 0:  # a vision Transformer cannot encode an empty batch
+            blank_BPC = true_BPC.new_zeros(1, *true_BPC.shape[1:])
+            return PatchPredictions(blank_BPC, blank_BPC, patches.masked_BP.new_zeros(blank_BPC.shape[:2]))
+        return PatchPredictions(self.model.reconstruct(image_BCHW, text, patches), true_BPC, patches.masked_BP)
+
+    def loss(self, predictions: PatchPredictions, corruption: PatchMask) -> Tensor:
+        """Mean squared error of the removed patches' standardised pixels."""
+        return losses.mim(predictions.pixels_BPC, standardize(predictions.true_BPC), predictions.masked_BP)
