@@ -98,6 +98,10 @@ class Inputs:
     """The patient's previous image, from sources that have the order of a patient's studies (`Sample.order`)."""
     labels: bool = False
     """Labels: sources without them are refused."""
+    regions: bool = False
+    """Region features and boxes that `medvl regions` wrote beside the shards, in place of pixels."""
+    region_classes: bool = False
+    """The distribution over the detector's classes, with `regions`."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -126,8 +130,13 @@ class Batch:
     has_text_B: Tensor | None = None
     """bool: False where a sample has no text, whatever its tokens are. None: every sample has one."""
     regions_BPD: Tensor | None = None
-    """float32: precomputed region features of a detector, each followed by the geometry of its box, for models that
-    take them in place of pixels; a row of zeros is padding."""
+    """float32: precomputed region features of a detector (`Inputs.regions`), for models that take them in place of
+    pixels; a row of zeros is padding."""
+    region_boxes_BP4: Tensor | None = None
+    """float32: left, top, right and bottom of each region as shares of the image, in 0..1; zeros for padding."""
+    region_classes_BPK: Tensor | None = None
+    """float32: the detector's distribution over its K classes for each region (`Inputs.region_classes`); zeros for
+    padding. Its maximum is the confidence of a region, its argmax the object's id."""
 
     second_image_BCHW: Tensor | None = None
     """uint8: another random augmentation of the same images (`Inputs.second_image`)."""

@@ -90,7 +90,8 @@ class ImageEncoder(Encoder):
         self._std: Tensor
         if self.image_size != vision.image_size and self._adapter.fixed_size:
             self._adapter.resize(self.backbone, self.image_size)
-        if self.in_channels == 1:  # last, because resizing may run the model on an RGB image
+        has_stem = any(True for _ in self.backbone.parameters())
+        if self.in_channels == 1 and has_stem:  # last, because resizing may run the model on an RGB image
             _grey_stem(self.backbone)
         self.feature_dim, self.patch_dim, _ = self._measure(self.image_size)
 

@@ -1,7 +1,8 @@
 """Creation of image encoders by name.
 
 A name is a preset (`medvl.encoders.presets`), or the name of a timm, torchvision or open_clip model, looked up in this
-order; `timm:NAME`, `torchvision:NAME` and `open_clip:NAME` select the library. Values of `pretrained` are described in
+order; `timm:NAME`, `torchvision:NAME` and `open_clip:NAME` select the library. `patches:SIDE` is the image source of
+ViLT: raw patches of SIDE pixels, without parameters. Values of `pretrained` are described in
 `medvl.encoders.pretrained`.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 from medvl.encoders.image.adapter import Size, VisionBackbone
 from medvl.encoders.image.encoder import ImageEncoder, ImageOptions, Pool
 from medvl.encoders.image.open_clip_models import build_open_clip
+from medvl.encoders.image.raw_patches import build_raw_patches
 from medvl.encoders.image.six_stage_resnet import build_six_stage_resnet
 from medvl.encoders.image.timm_models import build_timm
 from medvl.encoders.image.torchvision_models import build_torchvision
@@ -32,6 +34,7 @@ from medvl.encoders.pretrained import (
 from medvl.errors import ConfigError, WeightsError
 
 _LIBRARIES = ("timm", "torchvision", "open_clip")
+_PATCHES = "patches"
 _TEXT_KEYS = (*CLIP_TEXT_PARTS, "text_projection", "text.", *CLIP_SCALARS)
 """Key prefixes of an open_clip checkpoint outside its image encoder."""
 
@@ -88,7 +91,10 @@ def create_image_encoder(
         arguments=arguments,
     )
     vision = _build(library, model, {**(preset.arguments if preset else {}), **arguments}, options)
-    return ImageEncoder(vision, options) if pretrained is False else _load(vision, options, preset, pretrained)
+    has_weights = library != _PATCHES or pretrained is not True
+    if pretrained is False or not has_weights:
+        return ImageEncoder(vision, options)
+    return _load(vision, options, preset, pretrained)
 
 
 def image_has_projection(name: str) -> bool:
@@ -142,7 +148,7 @@ def _resolve(name: str) -> tuple[str, str, ImagePreset | None]:
     """Return (library, model, preset) of a name, searching the presets first, then library by library."""
     preset = IMAGE_PRESETS.get(name)
     library, separator, model = (preset.model if preset else name).partition(":")
-    if preset is not None:
+    if preset is not None or (library == _PATCHES and separator):
         return library, model, preset
     if separator and library not in _LIBRARIES:
         raise ConfigError(f"{name!r}: expected library in {_LIBRARIES}, got {library!r}", "unknown_name", field="name")
@@ -163,6 +169,8 @@ def _build(library: str, model: str, arguments: dict[str, Any], options: ImageOp
         return build_timm(model, arguments)
     if library == "torchvision":
         return build_torchvision(model, arguments, options.patch_level, options.image_size)
+    if library == _PATCHES:
+        return build_raw_patches(model, arguments)
     if library == "medvl":
         return build_six_stage_resnet(arguments)
     return build_open_clip(model, arguments, options.projection)

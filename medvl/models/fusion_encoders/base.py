@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from medvl.data.transforms.mlm_masking import TextMasking
 from medvl.encoders import parameter_groups
-from medvl.errors import ConfigError
 from medvl.models.base import TwoTowers
 from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Tokens, join
 from medvl.models.fusion_encoders.layers.inputs import RegionEncoder
@@ -58,6 +57,8 @@ class FusionModel(TwoTowers):
         super().__init__(config, *args, **kwargs)
         if config.mirror_weight:
             self.inputs = dataclasses.replace(self.inputs, mirrored_text=True)
+        if isinstance(self.image_encoder, RegionEncoder):
+            self.inputs = dataclasses.replace(self.inputs, regions=True)
 
     @property
     def _all_objectives(self) -> tuple[Objective[Any, Any, Any], ...]:
@@ -158,9 +159,7 @@ class FusionModel(TwoTowers):
         """
         if not isinstance(self.image_encoder, RegionEncoder):
             return batch.image_BCHW
-        if batch.regions_BPD is None:
-            raise ConfigError(f"{self.name} needs Batch.regions_BPD", "missing", field="regions_BPD")
-        return batch.regions_BPD
+        return self.image_encoder.read(batch)
 
     def mask_words(self, batch: Batch) -> MaskedWords:
         """Mask words of every text of a batch. Raises ConfigError as `masking` does."""

@@ -14,7 +14,9 @@ class FusionConfig(TowersConfig):
     """Settings of every fusion-encoder. The learning rates of new weights are multiples of the encoders' own."""
 
     image_encoder: str = "clip_vit_b16"
-    """An image encoder's name, or `regions:WIDTH` for precomputed region features (`Batch.regions_BPD`)."""
+    """An image encoder's name; `patches:SIDE` for the pixels of patches, without an encoder (ViLT); or `regions:WIDTH`
+    for precomputed region features (`Batch.regions_BPD`), `regions:WIDTH+4` or `regions:WIDTH+7` with a box code of 4
+    or 7 numbers after them."""
     text_encoder: str = "roberta"
     image_size: int = 288
     fit: Literal["crop", "pad", "squash"] = "crop"

@@ -1,17 +1,19 @@
 """The image encoder and the text encoder below a fusion-encoder."""
 
-from typing import Any
+import re
+from typing import Any, cast
 
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
 from medvl.errors import ConfigError
 from medvl.models.fusion_encoders.config import FusionConfig
+from medvl.models.fusion_encoders.layers.box_codes import BoxCode
 from medvl.models.fusion_encoders.layers.inputs import ImageSource, RegionEncoder
 
-_REGIONS = "regions:"
+_REGIONS = re.compile(r"regions:([1-9][0-9]*)(?:\+([47]))?")
 
 
 def create_encoders(config: FusionConfig, *, pretrained: bool) -> tuple[ImageSource, TextEncoder]:
-    """Create the encoders that a configuration names; a `RegionEncoder` for `regions:WIDTH`.
+    """Create the encoders that a configuration names; a `RegionEncoder` for `regions:WIDTH` and `regions:WIDTH+CODE`.
 
     Raises ConfigError and WeightsError as `create_image_encoder` and `create_text_encoder` do.
     """
@@ -19,12 +21,16 @@ def create_encoders(config: FusionConfig, *, pretrained: bool) -> tuple[ImageSou
     text_encoder = create_text_encoder(
         config.text_encoder, pretrained=pretrained, vocab_size=config.vocab_size, **text_arguments
     )
-    if config.image_encoder.startswith(_REGIONS):
-        width = config.image_encoder.removeprefix(_REGIONS)
-        if not width.isdigit() or int(width) < 1 or config.image_arguments:
-            message = f"expected regions:WIDTH as in regions:2055, no image_arguments; got {config.image_encoder!r}"
+    if config.image_encoder.startswith("regions:"):
+        match = _REGIONS.fullmatch(config.image_encoder)
+        if match is None or config.image_arguments:
+            message = (
+                "expected regions:WIDTH or regions:WIDTH+CODE as in regions:1024+7 (CODE 4 or 7 numbers of a box), "
+                f"without image_arguments; got {config.image_encoder!r}"
+            )
             raise ConfigError(message, "wrong_type", field="image_encoder")
-        return RegionEncoder(int(width)), text_encoder
+        code = match[2] and cast(BoxCode, int(match[2]))
+        return RegionEncoder(int(match[1]), code or None), text_encoder
     image_arguments: dict[str, Any] = dict(config.image_arguments)
     image_encoder = create_image_encoder(
         config.image_encoder, pretrained=pretrained, image_size=config.image_size, **image_arguments

@@ -19,7 +19,7 @@ from medvl.models.fusion_encoders.encoders import create_pixel_encoders
 from medvl.models.fusion_encoders.joint_bert import IMAGE, JointBERT, text_ends
 from medvl.models.fusion_encoders.layers.attention_masks import CAUSAL_ATTENTIONS, Attention
 from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.models.fusion_encoders.layers.inputs import encode_present
+from medvl.models.fusion_encoders.layers.inputs import encode_present, sample_cells
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
 from medvl.models.fusion_encoders.objectives.matching import ImageTextMatching
 from medvl.models.fusion_encoders.objectives.words import MaskedLanguageModeling
@@ -113,8 +113,7 @@ class MedViLL(JointBERT):
         cells_BPD = self.image_encoder(image).patches_BPD
         place_P = torch.arange(cells_BPD.shape[1], device=cells_BPD.device)
         if self.training and self.config.image_tokens < len(place_P):
-            sampled_P = torch.randperm(len(place_P), generator=torch.default_generator)[: self.config.image_tokens]
-            place_P = sampled_P.sort().values.to(cells_BPD.device)
+            place_P = sample_cells(len(place_P), self.config.image_tokens, 1)[0].to(cells_BPD.device)
         place_BP = place_P.expand(len(cells_BPD), -1)
         states_BPD = self.text_encoder.embed_vectors(
             self.image_input(cells_BPD[:, place_P]),

@@ -16,6 +16,7 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import TextEncoder
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.bert_init import init_weights
+from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.config import StreamConfig, check_attention
 from medvl.models.fusion_encoders.corruption import sample_pairs
@@ -55,6 +56,9 @@ class SingleStreamConfig(StreamConfig):
     image_encoder: str = "resnet50"
     text_encoder: str = "bert"
     image_positions: bool = True
+    image_tokens: int | None = None
+    """Grid cells that are sampled for each image in training (ViLT: 200, PixelBERT: 100); None, and in eval mode:
+    all."""
     attention: Attention = "bidirectional"
     seq2seq_share: float = 0.5
     """With attention "mixed": share of batches that are trained with the sequence-to-sequence mask."""
@@ -62,6 +66,7 @@ class SingleStreamConfig(StreamConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_attention(self, matches=True)
+        check_within(self, "(0, inf)", "image_tokens")
 
 
 class StreamModel(FusionModel, abc.ABC):
@@ -74,7 +79,7 @@ class StreamModel(FusionModel, abc.ABC):
         self, config: StreamConfig, image_encoder: ImageSource, text_encoder: TextEncoder, **parts: Unpack[Parts]
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
-        self.image_input = ImageInput(image_encoder, config.width, positions=config.image_positions)
+        self.image_input = self.make_image_input(config, image_encoder)
         self.text_input = nn.Linear(text_encoder.token_dim, config.width)
         self.fusion = self.make_fusion(config)
         self.mlm_head = WordHead(config.width, text_encoder.vocab_size)
@@ -92,6 +97,10 @@ class StreamModel(FusionModel, abc.ABC):
         image_encoder, text_encoder = create_encoders(config, pretrained=pretrained)
         transform = EvalTransform(size=config.image_size, fit=config.fit)
         return cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
+
+    def make_image_input(self, config: Any, image_encoder: ImageSource) -> ImageInput:
+        """Create the projection of image features to tokens."""
+        return ImageInput(image_encoder, config.width, positions=config.image_positions)
 
     @abc.abstractmethod
     def make_fusion(self, config: Any) -> FusionEncoder:
@@ -169,6 +178,10 @@ class SingleStreamModel(StreamModel):
     """One Transformer over the tokens of both modalities."""
 
     Config = SingleStreamConfig
+
+    def make_image_input(self, config: SingleStreamConfig, image_encoder: ImageSource) -> ImageInput:
+        """See the base class."""
+        return ImageInput(image_encoder, config.width, positions=config.image_positions, sampled=config.image_tokens)
 
     def make_fusion(self, config: SingleStreamConfig) -> FusionEncoder:
         """See the base class."""

@@ -7,6 +7,7 @@ Letters: B batch, K samples that have the modality, N tokens, P regions, T text 
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +15,43 @@ from torch import Tensor, nn
 from medvl.encoders import ImageEncoder
 from medvl.errors import ConfigError
 from medvl.models.bert_init import INIT_STD, init_weights
+from medvl.models.fusion_encoders.layers.box_codes import BoxCode, box_code
 from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.schema import ImageFeatures
+from medvl.schema import Batch, ImageFeatures
+
+FirstToken = Literal["pooled", "learned", "none"]
 
 
 class RegionEncoder(nn.Module):
     """An image encoder without parameters for regions that a detector has encoded.
 
+    Args:
+        width: width of a region's features.
+        code: numbers of the box code that follows the features (`box_codes.box_code`); None: no boxes.
+
     Attributes:
-        feature_dim, patch_dim: width of a region's features, including the geometry of its box.
+        feature_dim, patch_dim: width of a region's features and box code together.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, code: BoxCode | None = None) -> None:
         super().__init__()
-        self.feature_dim = self.patch_dim = width
+        self.code = code
+        self.feature_dim = self.patch_dim = width + (code or 0)
+
+    def read(self, batch: Batch) -> Tensor:
+        """(B, P, D): the features of a batch's regions, followed by their box codes.
+
+        Raises ConfigError when the batch lacks them.
+        """
+        if batch.regions_BPD is None or (self.code is not None and batch.region_boxes_BP4 is None):
+            field = "regions_BPD" if batch.regions_BPD is None else "region_boxes_BP4"
+            message = (
+                f"expected Batch.{field}; set data.regions to a folder that `medvl regions` wrote for these shards"
+            )
+            raise ConfigError(message, "missing", field=field)
+        if self.code is None or batch.region_boxes_BP4 is None:
+            return batch.regions_BPD
+        return torch.cat([batch.regions_BPD, box_code(batch.region_boxes_BP4, self.code)], dim=2)
 
     def forward(self, regions_BPD: Tensor) -> ImageFeatures:
         """Return the regions; the pooled vector is the mean of the real ones.
@@ -55,54 +79,91 @@ class ImageInput(nn.Module):
         source: the encoder of the features.
         width: D of the tokens.
         positions: learn one for every region of the source's grid.
+        sampled: number of grid cells that are sampled for each image in training; None, or a grid with no more: all.
+        first: token before the regions: the pooled vector, a learned one (a class token with its position), or none.
 
-    Raises ConfigError for positions of a source without a grid.
+    Raises ConfigError for positions or samples of a source without a grid.
     """
 
-    def __init__(self, source: ImageSource, width: int, *, positions: bool) -> None:
+    def __init__(
+        self,
+        source: ImageSource,
+        width: int,
+        *,
+        positions: bool,
+        sampled: int | None = None,
+        first: FirstToken = "pooled",
+    ) -> None:
         super().__init__()
+        self.sampled, self.first = sampled, first
         self.project = nn.Linear(source.patch_dim, width)
-        same = source.feature_dim == source.patch_dim
+        same = first != "pooled" or source.feature_dim == source.patch_dim
         self.project_pooled = None if same else nn.Linear(source.feature_dim, width)
         init_weights(self)
+        for field, wanted in (("image_positions", positions), ("image_tokens", sampled)):
+            if wanted and isinstance(source, RegionEncoder):
+                message = f"precomputed regions have no grid: leave {field} out"
+                raise ConfigError(message, "conflict", field=field)
         self.positions: nn.Parameter | None = None
-        if positions:
-            if isinstance(source, RegionEncoder):
-                message = "precomputed regions have no grid and contain the boxes; leave image_positions off"
-                raise ConfigError(message, "conflict", field="image_positions")
+        if positions and not isinstance(source, RegionEncoder):
             height, columns = source.grid(*source.image_size)
             self.positions = nn.Parameter(torch.empty(height * columns, width).normal_(std=INIT_STD))
+        self.class_token: nn.Parameter | None = None
+        if first == "learned":
+            self.class_token = nn.Parameter(torch.empty(width).normal_(std=INIT_STD))
 
     def forward(
         self, features: ImageFeatures, *, keep_BK: Tensor | None = None, real_BP: Tensor | None = None
     ) -> Tokens:
-        """Return the pooled vector, then the regions.
+        """Return the first token, if any, then the regions.
 
         Args:
             features: from any image encoder.
             keep_BK: indices of the regions in the grid, if some were removed.
             real_BP: bool, False for padding; None: all are real.
 
-        Raises ConfigError if the number of regions differs from that of positions.
+        Raises ConfigError if the number of regions differs from that of positions, and for an encoder without regions
+        where no pooled vector is read.
         """
-        project_pooled = self.project if self.project_pooled is None else self.project_pooled
-        tokens_BND: Tensor = project_pooled(features.pooled_BD)[:, None]
+        first_B1D = self._first_token(features.pooled_BD)
         if features.patches_BPD is None:
-            return Tokens(tokens_BND, None)
-        regions_BPD = self.project(features.patches_BPD)
+            if self.first != "pooled":
+                raise ConfigError("the image encoder has no local features", "unsupported", field="image_encoder")
+            return Tokens(first_B1D, None)
+        cells_BPD, count = features.patches_BPD, features.patches_BPD.shape[1]
+        if keep_BK is None and self.positions is not None and count != len(self.positions):
+            message = f"expected images of image_size, with {len(self.positions)} regions; got {count} regions"
+            raise ConfigError(message, "mismatch", field="image_size")
+        if keep_BK is None and self.training and self.sampled is not None and self.sampled < count:
+            keep_BK = sample_cells(count, self.sampled, len(cells_BPD)).to(cells_BPD.device)
+            cells_BPD = cells_BPD.gather(1, keep_BK[:, :, None].expand(-1, -1, cells_BPD.shape[2]))
+        regions_BPD = self.project(cells_BPD)
         if self.positions is not None:
-            regions_BPD = regions_BPD + _select_positions(self.positions, regions_BPD.shape[1], keep_BK)
-        mask_BN = None if real_BP is None else torch.cat([torch.ones_like(real_BP[:, :1]), real_BP], dim=1)
-        return Tokens(torch.cat([tokens_BND, regions_BPD], dim=1), mask_BN)
+            regions_BPD = regions_BPD + (self.positions if keep_BK is None else self.positions[keep_BK])
+        states_BND = torch.cat([first_B1D, regions_BPD], dim=1)
+        if real_BP is None:
+            return Tokens(states_BND, None)
+        return Tokens(states_BND, torch.cat([real_BP.new_ones(first_B1D.shape[:2]), real_BP], dim=1))
+
+    def _first_token(self, pooled_BD: Tensor) -> Tensor:
+        """(B, 1, D), or (B, 0, D) without a first token."""
+        if self.class_token is not None:
+            return self.class_token.expand(len(pooled_BD), 1, -1)
+        if self.first == "none":
+            return self.project.weight.new_empty(len(pooled_BD), 0, self.project.out_features)
+        project_pooled = self.project if self.project_pooled is None else self.project_pooled
+        first_B1D: Tensor = project_pooled(pooled_BD)[:, None]
+        return first_B1D
 
 
-def _select_positions(positions_PD: Tensor, regions: int, keep_BK: Tensor | None) -> Tensor:
-    if keep_BK is not None:
-        return positions_PD[keep_BK]
-    if regions != len(positions_PD):
-        message = f"expected images of image_size, with {len(positions_PD)} regions; got {regions} regions"
-        raise ConfigError(message, "mismatch", field="image_size")
-    return positions_PD
+def sample_cells(cells: int, count: int, rows: int) -> Tensor:
+    """Sample cells of a grid without replacement, from torch's CPU generator.
+
+    Returns:
+        (rows, count) int64 on the CPU, sorted in each row.
+    """
+    order_RP = torch.rand(rows, cells, generator=torch.default_generator).argsort(dim=1)
+    return order_RP[:, :count].sort(dim=1).values
 
 
 def encode_present(has_B: Tensor | None, width: int, encode: Callable[..., Tokens], *inputs_B: Tensor | None) -> Tokens:
