@@ -107,6 +107,7 @@ COMMANDS: dict[str, Callable[..., str]] = {
     "object-cxr": _command(
         "object_cxr", "Object-CXR: images with shapes of foreign objects", _shards("object-cxr"), size=1024, seed=45
     ),
+    "openi": _command("openi", "Open-i: PNG files, XML reports and MeSH terms", _shards("openi"), seed=46),
     "padchest": _command("padchest", "PadChest: 16-bit PNG files and a table", _shards("padchest"), seed=43),
     "roco": _command(
         "roco",

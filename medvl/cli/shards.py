@@ -129,20 +129,22 @@ def openi(
     options: Flat[ShardOptions],
     *,
     images: Path | None = None,
+    views: tuple[str, ...] = (),
     splits: tuple[str, ...] = _FRACTIONS,
 ) -> str:
-    """Convert Open-i, chest radiographs of Indiana University with reports.
+    """Convert Open-i, chest radiographs of Indiana University with reports and 15 labels from their MeSH terms.
 
     Args:
         root: folder with ecgen-radiology/ or NLMCXR_reports.tgz.
         run: output folder, budget, workers.
         options: storage format of the images.
         images: folder of the PNG files; default NLMCXR_png in root.
+        views: keep only FRONTAL or LATERAL images; needs the table of projections.
         splits: fractions of the splits, by report.
     """
     from medvl.data.corpora import openi as corpus
 
-    return convert_corpus(corpus, root, run, options, images=images, fractions=split_fractions(splits))
+    return convert_corpus(corpus, root, run, options, images=images, views=views, fractions=split_fractions(splits))
 
 
 def table(

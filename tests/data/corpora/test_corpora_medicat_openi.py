@@ -1,7 +1,9 @@
 """MedICaT and Open-i converters on valid and invalid fixtures in the published layouts, and on real data."""
 
+import csv
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,12 @@ from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora import medicat, openi
 from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.reports.openi_xml import iter_openi_reports
 from medvl.data.shards.format import sample_to_json
 from medvl.data.shards.source import ShardSource
 from medvl.data.splits import check_disjoint
 from medvl.errors import ConfigError, CorpusError
+from medvl.phantom import World, compose_report, write_openi as write_openi_phantom
 
 # MedICaT
 
@@ -152,6 +156,8 @@ def test_openi_samples_match_reports(tmp_path: Path, deid: Deidentifier) -> None
         "impression": "Effusion.",
     }
     assert first.extra == {"mesh_major": ["Pleural Effusion/left", "Opacity"], "mesh_automatic": ["effusion"]}
+    assert {name for name, value in first.labels.items() if value} == {"Pleural Effusion"}
+    assert set(first.labels) == set(openi.LABELS)
     assert first.view is None  # captions describe the study, not the image
     assert all(sample.image is not None and sample.image.is_file() for sample in samples)
 
@@ -165,6 +171,11 @@ def test_openi_kaggle_file_names_and_views_are_read(tmp_path: Path, deid: Deiden
     samples = list(openi.plan(root, deid).iter_samples())
     assert [sample.view for sample in samples] == ["FRONTAL", "LATERAL", None, None, None, None]
     assert all(sample.image is not None and sample.image.is_file() for sample in samples)
+    frontal = openi.plan(root, deid, views=("FRONTAL",))
+    assert [sample.key for sample in frontal.iter_samples()] == [samples[0].key]
+    assert frontal.excluded == {"view": 5}
+    with raises(ConfigError, "unknown_name", "views"):
+        openi.plan(root, deid, views=("PA",))
     write_table(root / "indiana_projections.csv", ["uid", "filename", "projection"], [[*rows[0][:2], "Oblique"]])
     with raises(CorpusError, "malformed", "projection"):
         openi.plan(root, deid)
@@ -180,8 +191,49 @@ def test_openi_reports_without_images_or_sections_are_counted(tmp_path: Path, de
     plan = openi.plan(root, deid)
     assert len(plan.records) == 4
     assert plan.warnings == {"report_without_image": 1, "no_findings_or_impression": 1}
+    assert openi.plan(write_openi(tmp_path / "indexed"), deid).warnings == {}
+    report.write_text(report.read_text().replace("Pleural Effusion/left</major><major>Opacity", "No Indexing"))
+    plan = openi.plan(root, deid)
+    assert plan.warnings["not_indexed"] == 1
+    assert [len(sample.labels) for sample in plan.iter_samples()] == [15, 15, 0, 0]
     with raises(CorpusError, "not_found"):
         openi.plan(tmp_path / "NLMCXR_png", deid)
+
+
+@pytest.mark.parametrize(
+    ("terms", "present"),
+    [
+        (("normal",), {"No Finding"}),
+        (("Calcified Granuloma/lung/hilum/left", "Subcutaneous Emphysema/neck"), {"No Finding"}),
+        (("Pulmonary Atelectasis/base/left", "Thickening/pleura/apex"), {"Atelectasis", "Pleural Thickening"}),
+        (("Thickening/lung/interstitial", "Cystic Fibrosis", "Pericardial Effusion"), {"No Finding"}),
+        (("Hernia, Hiatal/large", "Emphysema", "Infiltrate/lung/base"), {"Hernia", "Emphysema", "Infiltration"}),
+        (("No Indexing",), set()),
+        ((), set()),
+    ],
+)
+def test_openi_labels_follow_the_mesh_terms(terms: tuple[str, ...], present: set[str]) -> None:
+    assert {name for name, value in openi.mesh_labels(terms).items() if value} == present
+
+
+def test_openi_phantom_round_trip(tmp_path: Path, deid: Deidentifier) -> None:
+    """The phantom's labels, texts and views are those of the world, and its labels come from the terms alone."""
+    write_openi_phantom(tmp_path, patients=24, seed=46, size=32, workers=1)
+    studies = [patient.studies[0] for patient in World(46).patients(24)]
+    plan = openi.plan(tmp_path, deid, views=("FRONTAL",))
+    assert not plan.warnings.get("not_indexed")
+    samples = {sample.patient: sample for sample in plan.iter_samples()}
+    assert len(samples) == 24
+    for number, study in enumerate(studies, start=1):
+        sample, truth = samples[deid.patient(f"CXR{number}")], study.labels
+        assert sample.image is not None
+        assert sample.image.is_file()
+        assert sample.view == "FRONTAL"
+        assert sample.sections.get("findings", "") == compose_report(study).findings
+        for label in ("Atelectasis", "Cardiomegaly", "Edema", "Pleural Effusion", "Pneumonia", "Pneumothorax"):
+            assert sample.labels[label] == truth[label]
+        assert sample.labels["Nodule"] == truth["Lung Lesion"]
+        assert sample.labels["Pleural Thickening"] == truth["Pleural Other"]
 
 
 # Real data
@@ -192,8 +244,26 @@ def test_openi_full_collection_has_the_published_counts(real_data: Path, deid: D
     """Reports of the full collection, without its images."""
     plan = openi.plan(real_data / "openi", deid)
     assert len(plan.records) == openi.COUNTS["images"] == len({record.sample.key for record in plan.records})
-    assert plan.warnings == {"report_without_image": 104, "no_findings_or_impression": 28}
+    assert plan.warnings == {"report_without_image": 104, "no_findings_or_impression": 28, "not_indexed": 95}
     assert len({record.sample.patient for record in plan.records}) == 3955 - 104
+
+
+@pytest.mark.real
+def test_openi_labels_agree_with_the_published_ones(real_data: Path) -> None:
+    """3,080 reports with the labels that NegBio's authors made from the same MeSH terms; the data card lists them."""
+    with (real_data / "openi_gold_labels" / "openi_gold.csv").open(encoding="utf-8") as file:
+        published = {row.pop("filename"): row for row in csv.DictReader(file)}
+    renamed = {"Effusion": "Pleural Effusion", "Pleural_Thickening": "Pleural Thickening"}
+    more, fewer = Counter[str](), Counter[str]()
+    for report in iter_openi_reports(real_data / "openi" / "NLMCXR_reports.tgz"):
+        labels = openi.mesh_labels(report.mesh_major)
+        for name, value in published.get(report.id, {}).items():
+            if name != "normal":
+                difference = labels.get(renamed.get(name, name), 0) - int(value)
+                more[name] += difference == 1
+                fewer[name] += difference == -1
+    assert +more == {"Hernia": 41, "Emphysema": 3, "Pneumothorax": 3}
+    assert +fewer == {"Effusion": 4, "Pleural_Thickening": 8}
 
 
 @pytest.mark.real
