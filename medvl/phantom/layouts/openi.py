@@ -33,9 +33,7 @@ def write_openi(
     The other arguments and the errors are those of `write_mimic_cxr`. Returns the folder.
     """
     options = Options(corpus="openi", patients=patients, seed=seed, size=size, split=(1.0, 0.0, 0.0), reports=True)
-    return write_release(
-        Path(out), options, _write_patient, {PROJECTIONS: ("uid", "filename", "projection")}, workers
-    )
+    return write_release(Path(out), options, _write_patient, {PROJECTIONS: ("uid", "filename", "projection")}, workers)
 
 
 def mesh_terms(study: Study) -> list[str]:
