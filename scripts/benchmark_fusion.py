@@ -12,6 +12,7 @@ addition as two; the published size has 288-pixel images and 64 tokens, of which
 
 import argparse
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -102,7 +103,7 @@ def inputs(model: M3AE, size: int) -> tuple[Batch, Corruption]:
     row_B = torch.arange(size)
     corruption = Corruption(
         {
-            "mim": mask_patches(size, model.grid[0] * model.grid[1], model.config.mask_ratio, generator),
+            "mim": mask_patches(size, math.prod(model.mim_head.patches.grid), model.config.mask_ratio, generator),
             "mlm": MaskedWords(
                 ids_BT=ids_BT.masked_fill(masked_BT, 4),
                 labels_BT=ids_BT.masked_fill(~masked_BT, -100),
@@ -142,7 +143,7 @@ def separate_forwards(model: M3AE, batch: Batch, corruption: Corruption) -> dict
 
     swapped = model.image_tokens(batch.image_BCHW[pairs.image_N])
     text = model.text_tokens(batch.ids_BT[pairs.text_N], batch.mask_BT[pairs.text_N])
-    true_BPC = patchify(model.image_encoder.normalize(batch.image_BCHW), model.patch)
+    true_BPC = patchify(model.image_encoder.normalize(batch.image_BCHW), model.mim_head.patches.side)
     return {
         "mlm": words_BTV.flatten(0, 1)[words.position_N],
         "itm": model.match(text, swapped),

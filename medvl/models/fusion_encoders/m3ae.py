@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
-from medvl.errors import ConfigError
 from medvl.losses.mim import PatchMask, blank
 from medvl.models.base import Parts
 from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.encoders import check_pixels
 from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.models.fusion_encoders.layers.heads import PixelDecoder
+from medvl.models.fusion_encoders.layers.heads import Patches, PixelDecoder, PixelDecoderConfig
 from medvl.models.fusion_encoders.layers.inputs import ImageSource
 from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling
 from medvl.models.fusion_encoders.streams import DualStreamConfig, DualStreamModel
@@ -23,7 +22,7 @@ from medvl.models.registry import register_system
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class M3AEConfig(DualStreamConfig):
+class M3AEConfig(PixelDecoderConfig, DualStreamConfig):
     """Published settings of M3AE."""
 
     max_tokens: int = 64
@@ -31,19 +30,12 @@ class M3AEConfig(DualStreamConfig):
     """Share of the patches that are removed before the image encoder's first block."""
     mim_layer: int = 3
     """Number of co-attention layers after which the pixel decoder reads the image stream."""
-    mim_weight: float = 1.0
-    decoder_width: int = 384
-    decoder_layers: int = 4
-    decoder_heads: int = 6
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_within(self, "(0, 1)", "mask_ratio")
-        check_within(self, "(0, inf)", "mim_weight", "decoder_width", "decoder_layers", "decoder_heads")
+        self.check_decoder()
         check_within(self, f"[1, {self.layers}]", "mim_layer")
-        if self.decoder_width % self.decoder_heads or self.decoder_width % 4:
-            message = f"decoder_width must be a multiple of 4 and of decoder_heads, got {self.decoder_width}"
-            raise ConfigError(message, "conflict", field="decoder_width")
 
 
 @register_system("m3ae")
@@ -61,10 +53,6 @@ class M3AE(DualStreamModel):
     Other deviations: the modality embedding learns at the fusion-encoder's rate, which the released code misses by its
     name; and parts of that code that are never used are left out: of its 391.6 million parameters, 25.3 are CLIP's text
     embeddings and 0.6 RoBERTa's pooler.
-
-    Attributes:
-        grid: (h, w) of the patches.
-        patch: side of a patch in pixels.
     """
 
     Config = M3AEConfig
@@ -75,29 +63,13 @@ class M3AE(DualStreamModel):
         self, config: M3AEConfig, image_encoder: ImageSource, text_encoder: TextEncoder, **parts: Unpack[Parts]
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
-        encoder = check_pixels(image_encoder, "m3ae")
-        self.grid = encoder.grid(*encoder.image_size)
-        self.patch = encoder.image_size[0] // self.grid[0]
-        if encoder.image_size != (self.patch * self.grid[0], self.patch * self.grid[1]):
-            message = f"image_size must be a multiple of the encoder's grid {self.grid}, got {encoder.image_size}"
-            raise ConfigError(message, "mismatch", field="image_size")
-        self.mim_head = PixelDecoder(
-            config.width,
-            self.grid,
-            self.patch**2 * encoder.in_channels,
-            width=config.decoder_width,
-            layers=config.decoder_layers,
-            heads=config.decoder_heads,
-        )
+        patches = Patches.of(check_pixels(image_encoder, "m3ae"))
+        self.mim_head = PixelDecoder(config.width, patches, config)
         self.mim = MaskedImageModeling(config.mim_weight, self, config.mask_ratio)
         self.objectives = (self.mim, *self.objectives)
 
-    def normalize(self, image_BCHW: Tensor) -> Tensor:
-        """Return images as the encoder's first layer reads them."""
-        return self.image_encoder.normalize(image_BCHW)
-
-    def reconstruct(self, image_BCHW: Tensor, text: Tokens, patches: PatchMask) -> Tensor:
-        """(B, P, C): predict the pixels of all patches from the kept ones and the texts."""
+    def reconstruct(self, image_BCHW: Tensor, image: Tokens, text: Tokens, patches: PatchMask) -> Tensor:
+        """(B, P, C): predict pixels of all patches from the kept ones and the texts; `image`, whole, is not read."""
         visible = self.visible_tokens(image_BCHW, patches)
         _, stream = self.fusion.streams(text, visible, self.config.mim_layer)
         pixels_BPC: Tensor = self.mim_head(stream.states_BND, patches)
@@ -108,6 +80,6 @@ class M3AE(DualStreamModel):
         if self.image_encoder.can_drop_patches:
             return self.image_tokens(image_BCHW, keep_BK=patches.kept_BK)
         with freeze_batch_norm_statistics(self.image_encoder):  # batch-norm statistics describe whole images
-            blanked = blank(self.image_encoder.normalize(image_BCHW), patches.masked_BP, self.patch)
+            blanked = blank(self.image_encoder.normalize(image_BCHW), patches.masked_BP, self.mim_head.patches.side)
             states_BND = self.image_tokens(blanked).states_BND
         return Tokens(torch.cat([states_BND[:, :1], patches.keep(states_BND[:, 1:])], dim=1), None)

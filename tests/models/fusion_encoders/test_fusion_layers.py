@@ -8,7 +8,7 @@ from transformers.models.bert.modeling_bert import BertLayer
 
 from medvl.losses.mim import mask_patches
 from medvl.models.fusion_encoders.layers.encoder import DualStream, FusionEncoder, SingleStream, Tokens
-from medvl.models.fusion_encoders.layers.heads import PixelDecoder, sinusoids
+from medvl.models.fusion_encoders.layers.heads import Patches, PixelDecoder, PixelDecoderConfig, sinusoids
 from medvl.models.fusion_encoders.layers.transformer import Attention, SelfAttentionLayer, Sizes
 from medvl.models.masked_words import WordHead
 
@@ -199,7 +199,9 @@ def test_fixed_positions_equal_mae() -> None:
 
 def test_pixel_decoder_restores_patch_order() -> None:
     torch.manual_seed(0)
-    decoder = PixelDecoder(16, (3, 3), 12, width=8, layers=2, heads=2).eval()
+    decoder = PixelDecoder(
+        16, Patches((3, 3), 2, 12), PixelDecoderConfig(decoder_width=8, decoder_layers=2, decoder_heads=2)
+    ).eval()
     patches = mask_patches(4, 9, 0.5, torch.Generator().manual_seed(0))
     states = tokens(0, 4, 1 + patches.kept_BK.shape[1]).states_BND
     predicted = decoder(states, patches)

@@ -48,7 +48,7 @@ def test_paper_model_has_published_parameter_counts() -> None:
     assert count(decoder) + decoder.positions_ND.numel() / 1e6 == pytest.approx(7.8, **near)  # its table is fixed
     clip_text = (49_408 * 512 + 77 * 512 + 2 * 512) / 1e6  # CLIP's word and position tables: in the release, never used
     assert count(model) + clip_text == pytest.approx(391.6, **near)
-    assert model.grid == (18, 18)
+    assert model.mim_head.patches.grid == (18, 18)
     assert model.fusion.pooled_dim == 1536
 
 
@@ -130,17 +130,17 @@ def test_masked_pixels_do_not_change_the_prediction(encoder: dict[str, Any], tok
     patches = model.mim.corrupt(batch)
     assert patches.masked_BP.float().mean().item() == 0.75
     text = model.text_tokens(batch.ids_BT, batch.mask_BT)
-    hidden_BCHW = patches.masked_BP.view(6, 1, *model.grid)
-    hidden_BCHW = hidden_BCHW.repeat_interleave(model.patch, 2).repeat_interleave(model.patch, 3)
+    grid, side = model.mim_head.patches.grid, model.mim_head.patches.side
+    hidden_BCHW = patches.masked_BP.view(6, 1, *grid).repeat_interleave(side, 2).repeat_interleave(side, 3)
     noisy = dataclasses.replace(batch, image_BCHW=torch.where(hidden_BCHW, 255 - batch.image_BCHW, batch.image_BCHW))
     seen = dataclasses.replace(batch, image_BCHW=torch.where(hidden_BCHW, batch.image_BCHW, 255 - batch.image_BCHW))
     before, after, other = (
-        model.mim.predict_patches(images, text, patches).pixels_BPC for images in (batch, noisy, seen)
+        model.mim.predict_patches(images, text, text, patches).pixels_BPC for images in (batch, noisy, seen)
     )
     assert torch.equal(before, after)
     assert not torch.equal(before, other)
     other_text = text.rows(torch.arange(6).flip(0))
-    assert not torch.equal(before, model.mim.predict_patches(batch, other_text, patches).pixels_BPC)
+    assert not torch.equal(before, model.mim.predict_patches(batch, text, other_text, patches).pixels_BPC)
 
 
 def test_batch_norm_statistics_come_from_whole_images(tokenizer: Tokenizer) -> None:
@@ -162,9 +162,9 @@ def test_samples_without_an_image_do_not_change_other_predictions(model: M3AE, t
     batch = make_batch(tokenizer, 4)
     patches = model.mim.corrupt(batch)
     text = model.text_tokens(batch.ids_BT, batch.mask_BT)
-    whole = model.mim.predict_patches(batch, text, patches)
+    whole = model.mim.predict_patches(batch, text, text, patches)
     fewer = dataclasses.replace(batch, has_image_B=torch.tensor([True, False, True, True]))
-    some = model.mim.predict_patches(fewer, text, patches)
+    some = model.mim.predict_patches(fewer, text, text, patches)
     for mine, theirs in zip(some, whole, strict=True):
         torch.testing.assert_close(mine, theirs[[0, 2, 3]], rtol=1e-5, atol=1e-6)
 

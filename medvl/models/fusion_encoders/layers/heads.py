@@ -3,11 +3,56 @@
 Letters: B batch, N positions, P patches, K kept patches, D width, C values of a patch's pixels.
 """
 
+import dataclasses
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
+from medvl.encoders import ImageEncoder
+from medvl.errors import ConfigError
 from medvl.losses.mim import PatchMask
 from medvl.models.bert_init import INIT_STD, init_weights
+from medvl.models.config_checks import check_within
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Patches:
+    """The patches of an encoder's images, one for each cell of its grid."""
+
+    grid: tuple[int, int]
+    """(h, w) of the patches."""
+    side: int
+    """Side of a patch in pixels."""
+    values: int
+    """C, numbers of a patch."""
+
+    @classmethod
+    def of(cls, encoder: ImageEncoder) -> "Patches":
+        """Return the patches of an encoder. Raises ConfigError unless they are squares that cover its images."""
+        grid = encoder.grid(*encoder.image_size)
+        side = encoder.image_size[0] // grid[0]
+        if encoder.image_size != (side * grid[0], side * grid[1]):
+            message = f"image_size must be a multiple of the encoder's grid {grid}, got {encoder.image_size}"
+            raise ConfigError(message, "mismatch", field="image_size")
+        return cls(grid, side, side**2 * encoder.in_channels)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PixelDecoderConfig:
+    """Settings of masked image modelling, to inherit beside a system's other settings; M3AE's by default."""
+
+    mim_weight: float = 1.0
+    decoder_width: int = 384
+    decoder_layers: int = 4
+    decoder_heads: int = 6
+
+    def check_decoder(self) -> None:
+        """Raise ConfigError for a value out of range."""
+        check_within(self, "(0, inf)", "mim_weight", "decoder_width", "decoder_layers", "decoder_heads")
+        if self.decoder_width % self.decoder_heads or self.decoder_width % 4:
+            message = f"decoder_width must be a multiple of 4 and of decoder_heads, got {self.decoder_width}"
+            raise ConfigError(message, "conflict", field="decoder_width")
 
 
 class PixelDecoder(nn.Module):
@@ -15,24 +60,33 @@ class PixelDecoder(nn.Module):
 
     Args:
         in_dim: width of the input states.
-        grid: (h, w) of the patches.
-        values: C, numbers of a patch.
-        width, layers, heads: sizes of the pre-LN blocks (CLIP's, as in M3AE).
+        patches: of the encoder; also an attribute.
+        config: sizes of the pre-LN blocks.
+        activation: "quick_gelu" as in CLIP and M3AE, or "gelu" as in MAE and M2I2.
     """
 
-    def __init__(self, in_dim: int, grid: tuple[int, int], values: int, *, width: int, layers: int, heads: int) -> None:
+    def __init__(
+        self,
+        in_dim: int,
+        patches: Patches,
+        config: PixelDecoderConfig,
+        activation: Literal["quick_gelu", "gelu"] = "quick_gelu",
+    ) -> None:
         super().__init__()
         from timm.layers import QuickGELU
         from timm.models.vision_transformer import Block
 
+        width, act_layer = config.decoder_width, QuickGELU if activation == "quick_gelu" else nn.GELU
+        self.patches = patches
         self.embed = nn.Linear(in_dim, width)
         self.mask_token = nn.Parameter(torch.empty(width).normal_(std=INIT_STD))
-        self.register_buffer("positions_ND", sinusoids(grid, width), persistent=False)
+        self.register_buffer("positions_ND", sinusoids(patches.grid, width), persistent=False)
         self.positions_ND: Tensor
         self.blocks = nn.ModuleList(
-            Block(width, heads, qkv_bias=True, act_layer=QuickGELU, norm_layer=nn.LayerNorm) for _ in range(layers)
+            Block(width, config.decoder_heads, qkv_bias=True, act_layer=act_layer, norm_layer=nn.LayerNorm)
+            for _ in range(config.decoder_layers)
         )
-        self.norm, self.pixels = nn.LayerNorm(width), nn.Linear(width, values)
+        self.norm, self.pixels = nn.LayerNorm(width), nn.Linear(width, patches.values)
         init_weights(self)
 
     def forward(self, states_BND: Tensor, patches: PatchMask) -> Tensor:
