@@ -17,6 +17,7 @@ SMALLEST = {
     "benchmark_generation": "--size tiny --tokens 4 --batch 2",
     "benchmark_gloria": "--batch 4 --repeats 1",
     "benchmark_loader": "--patients 8 --workers 0 --images 8 --batch 4 --repeats 1",
+    "benchmark_alignment": "--batch 2 --words 6 --patches 4 --width 8 --repeats 1",
     "benchmark_losses": "--batch 64 --dim 8 --repeats 1 --losses info_nce --forms blocks",
     "benchmark_phantom": "--images 8 --size 64 --rounds 1",
     "benchmark_plan": "20",

@@ -12,6 +12,7 @@ from medvl.losses.mutual_information import SeparableCritic, dv_bound, info_nce_
 from medvl.losses.prototypes import prototype_swap, sinkhorn
 from medvl.losses.reverse_gradient import reverse_gradient
 from medvl.losses.soft_targets import label_similarity, soft_targets
+from medvl.losses.transport import word_patch_alignment
 from medvl.losses.vqa import answer_words, vqa_bce
 from medvl.losses.within_sample import grid_positives, local_alignment, local_uniformity, within_sample_nce
 
@@ -43,4 +44,5 @@ __all__ = [
     "soft_targets",
     "vqa_bce",
     "within_sample_nce",
+    "word_patch_alignment",
 ]
