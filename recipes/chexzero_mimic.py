@@ -23,33 +23,13 @@ schedule instead of SGD; the loss, its learned temperature and the text policy a
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from medvl.data import ConVIRTAugmentation, EvalTransform, WholeText
+from medvl.data import EvalTransform, WholeText
+from medvl.eval import ZeroShotEval
 from medvl.models import CheXzeroConfig
-from medvl.train import Cosine, DataConfig, OptimConfig, TrainConfig, launch
+from medvl.train import DataConfig, OptimConfig, TrainConfig, ZeroShotRecipe, launch, quickstart, zero_shot_run
 
-if TYPE_CHECKING:
-    from medvl.train import Run
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """All settings of a run."""
-
-    model: CheXzeroConfig
-    pretrained: bool
-    """Start from a published CLIP: OpenAI's, or what `model.weights` names."""
-    init_from: Path | None = None
-    """Checkpoint to start from, also an imported one: all weights of a CheXzero, or the encoders of another system."""
-    data: DataConfig
-    optim: OptimConfig
-    train: TrainConfig
-    prompts: str | None = "chexzero_template"
-    """Prompt set of the zero-shot evaluation during training; None for a corpus without labels."""
-
-
-paper = Recipe(
+paper = ZeroShotRecipe(
     model=CheXzeroConfig(),
     pretrained=True,
     data=DataConfig(
@@ -69,8 +49,9 @@ paper = Recipe(
         best_metric="zero_shot/auroc_macro_competition",
         best_mode="max",
     ),
+    prompts="chexzero_template",
 )
-tiny = Recipe(
+tiny = ZeroShotRecipe(
     model=CheXzeroConfig(
         image_encoder="resnet_tiny",
         text_encoder="open_clip:custom",
@@ -83,49 +64,14 @@ tiny = Recipe(
         max_tokens=48,
     ),
     pretrained=False,
-    data=DataConfig(
-        train="quickstart/shards/train",
-        valid=Path("quickstart/shards/validate"),
-        tokenizer=Path("quickstart/vocab"),
-        text=WholeText(sections=("impression",), missing="literal"),
-        image=ConVIRTAugmentation.weak(112),
-        workers=1,
-    ),
-    optim=OptimConfig(optimizer="adamw", lr=1e-3, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
-    train=TrainConfig(
-        run_dir=Path("quickstart/chexzero"),
-        epochs=14,
-        global_batch=64,
-        precision="bf16",
-        channels_last=True,
-        validate_every=250,
-        checkpoint_every=250,
-        best_metric="zero_shot/auroc_macro_competition",
-        best_mode="max",
-    ),
-    prompts="chexpert_ensemble",
+    data=dataclasses.replace(quickstart.DATA, text=WholeText(sections=("impression",), missing="literal")),
+    optim=quickstart.OPTIM,
+    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/chexzero")),
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
-
-MAKE_DATA = """Make the shards first. From MIMIC-CXR on disk:
-    medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr --short-side 320
-and then
-    torchrun recipes/chexzero_mimic.py --data.train shards/mimic-cxr/train --data.valid shards/mimic-cxr/validate
-Without any data, on the phantom corpus:
-    bash scripts/quickstart.sh"""
-
-
-def prepare(recipe: Recipe) -> "Run":
-    """Create the model, the loaders and the evaluator."""
-    recipe.data.check(MAKE_DATA)
-    from medvl.eval import ZeroShotEval
-    from medvl.train import pretraining
-
-    run = pretraining("chexzero_mimic", recipe, recipe.init_from)
-    prompts = recipe.prompts
-    return run if prompts is None else run.with_evaluator(lambda images: ZeroShotEval(images, prompts))
-
+MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr --short-side 320"
+prepare = zero_shot_run("chexzero_mimic", MAKE_DATA, ZeroShotEval)
 
 if __name__ == "__main__":
     launch(prepare, PRESETS, "CheXzero on MIMIC-CXR.")

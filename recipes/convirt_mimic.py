@@ -19,33 +19,13 @@ of the five competition findings was 0.894 [0.880, 0.907].
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from medvl.data import ConVIRTAugmentation, RandomSentence, WholeText
+from medvl.data import ConVIRTAugmentation, RandomSentence
+from medvl.eval import ZeroShotEval
 from medvl.models import ConVIRTConfig
-from medvl.train import Cosine, DataConfig, OptimConfig, Plateau, TrainConfig, launch
+from medvl.train import DataConfig, OptimConfig, Plateau, TrainConfig, ZeroShotRecipe, launch, quickstart, zero_shot_run
 
-if TYPE_CHECKING:
-    from medvl.train import Run
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """All settings of a run."""
-
-    model: ConVIRTConfig
-    pretrained: bool
-    """Start both encoders from their published weights."""
-    init_from: Path | None = None
-    """Checkpoint to start from, also an imported one: all weights of a ConVIRT, or the encoders of another system."""
-    data: DataConfig
-    optim: OptimConfig
-    train: TrainConfig
-    prompts: str | None = "chexpert_ensemble"
-    """Prompt set of the zero-shot evaluation during training; None for a corpus without labels."""
-
-
-paper = Recipe(
+paper = ZeroShotRecipe(
     model=ConVIRTConfig(),
     pretrained=True,
     data=DataConfig(
@@ -64,9 +44,7 @@ paper = Recipe(
         early_stop_patience=15,
     ),
 )
-# With encoders from scratch and about 5,000 pairs, complete impressions carry more information per step than single
-# sentences, and a strong augmentation would slow down learning.
-tiny = Recipe(
+tiny = ZeroShotRecipe(
     model=ConVIRTConfig(
         image_encoder="resnet_tiny",
         text_encoder="tiny_bert",
@@ -78,49 +56,14 @@ tiny = Recipe(
         max_tokens=48,
     ),
     pretrained=False,
-    data=DataConfig(
-        train="quickstart/shards/train",
-        valid=Path("quickstart/shards/validate"),
-        tokenizer=Path("quickstart/vocab"),
-        text=WholeText(sections=("impression",)),
-        image=ConVIRTAugmentation.weak(112),
-        workers=1,
-    ),
-    optim=OptimConfig(optimizer="adamw", lr=1e-3, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
-    train=TrainConfig(
-        run_dir=Path("quickstart/convirt"),
-        epochs=14,
-        global_batch=64,
-        precision="bf16",
-        channels_last=True,
-        packed_text=True,
-        validate_every=250,
-        checkpoint_every=250,
-        best_metric="zero_shot/auroc_macro_competition",
-        best_mode="max",
-    ),
+    data=quickstart.DATA,
+    optim=quickstart.OPTIM,
+    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/convirt"), packed_text=True),
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
-
-MAKE_DATA = """Make the shards first. From MIMIC-CXR on disk:
-    medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr
-and then
-    torchrun recipes/convirt_mimic.py --data.train shards/mimic-cxr/train --data.valid shards/mimic-cxr/validate
-Without any data, on the phantom corpus:
-    bash scripts/quickstart.sh"""
-
-
-def prepare(recipe: Recipe) -> "Run":
-    """Create the model, the loaders and the evaluator."""
-    recipe.data.check(MAKE_DATA)
-    from medvl.eval import ZeroShotEval
-    from medvl.train import pretraining
-
-    run = pretraining("convirt_mimic", recipe, recipe.init_from)
-    prompts = recipe.prompts
-    return run if prompts is None else run.with_evaluator(lambda images: ZeroShotEval(images, prompts))
-
+MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr"
+prepare = zero_shot_run("convirt_mimic", MAKE_DATA, ZeroShotEval)
 
 if __name__ == "__main__":
     launch(prepare, PRESETS, "ConVIRT on MIMIC-CXR.")

@@ -23,33 +23,13 @@ is ten times the paper's. AdamW with a cosine schedule instead of Adam on a plat
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from medvl.data import ConVIRTAugmentation, RandomCrop, RandomSentence, WholeText
+from medvl.data import RandomCrop, RandomSentence
+from medvl.eval import ZeroShotEval
 from medvl.models import GLoRIAConfig
-from medvl.train import Cosine, DataConfig, OptimConfig, Plateau, TrainConfig, launch
+from medvl.train import DataConfig, OptimConfig, Plateau, TrainConfig, ZeroShotRecipe, launch, quickstart, zero_shot_run
 
-if TYPE_CHECKING:
-    from medvl.train import Run
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """All settings of a run."""
-
-    model: GLoRIAConfig
-    pretrained: bool
-    """Start both encoders from their published weights."""
-    init_from: Path | None = None
-    """Checkpoint to start from, also an imported one: all weights of a GLoRIA, or the encoders of another system."""
-    data: DataConfig
-    optim: OptimConfig
-    train: TrainConfig
-    prompts: str | None = "chexpert_ensemble"
-    """Prompt set of the zero-shot evaluation during training; None for a corpus without labels."""
-
-
-paper = Recipe(
+paper = ZeroShotRecipe(
     model=GLoRIAConfig(),
     pretrained=True,
     data=DataConfig(
@@ -75,7 +55,7 @@ paper = Recipe(
         early_stop_patience=10,
     ),
 )
-tiny = Recipe(
+tiny = ZeroShotRecipe(
     model=GLoRIAConfig(
         image_encoder="resnet_tiny",
         text_encoder="tiny_bert",
@@ -92,50 +72,16 @@ tiny = Recipe(
     ),
     pretrained=False,
     init_from=Path("quickstart/convirt/best"),
-    data=DataConfig(
-        train="quickstart/shards/train",
-        valid=Path("quickstart/shards/validate"),
-        tokenizer=Path("quickstart/vocab"),
-        text=WholeText(sections=("impression",)),
-        image=ConVIRTAugmentation.weak(112),
-        workers=1,
-    ),
-    optim=OptimConfig(optimizer="adamw", lr=6e-4, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
-    train=TrainConfig(
-        run_dir=Path("quickstart/gloria"),
-        epochs=12,
-        global_batch=64,
-        precision="bf16",
-        channels_last=True,
-        validate_every=250,
-        checkpoint_every=250,
-        best_metric="zero_shot/auroc_macro_competition",
-        best_mode="max",
-    ),
+    data=quickstart.DATA,
+    optim=dataclasses.replace(quickstart.OPTIM, lr=6e-4),
+    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/gloria"), epochs=12),
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
-
-MAKE_DATA = """Make the shards first. From a table of images, impressions and labels, with the columns that it has:
-    medvl shards table --table TABLE --image-root DIR --image-column path_to_image --patient-column deid_patient_id \\
-        --text-column section_impression --split-column split --label-column ... \\
-        --where frontal_lateral=Frontal --out shards/chexpert-plus
-and then
-    torchrun recipes/gloria_chexpert.py --data.train shards/chexpert-plus/train --data.valid shards/chexpert-plus/valid
-Without any data, on the phantom corpus:
-    bash scripts/quickstart.sh"""
-
-
-def prepare(recipe: Recipe) -> "Run":
-    """Create the model, the loaders and the evaluator."""
-    recipe.data.check(MAKE_DATA)
-    from medvl.eval import ZeroShotEval
-    from medvl.train import pretraining
-
-    run = pretraining("gloria_chexpert", recipe, recipe.init_from)
-    prompts = recipe.prompts
-    return run if prompts is None else run.with_evaluator(lambda images: ZeroShotEval(images, prompts))
-
+MAKE_DATA = """medvl shards table --table TABLE --image-root DIR --image-column path_to_image \\
+        --patient-column deid_patient_id --text-column section_impression --split-column split --label-column ... \\
+        --where frontal_lateral=Frontal --out shards/chexpert-plus"""
+prepare = zero_shot_run("gloria_chexpert", MAKE_DATA, ZeroShotEval)
 
 if __name__ == "__main__":
     launch(prepare, PRESETS, "GLoRIA on CheXpert and its reports.")

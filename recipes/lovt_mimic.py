@@ -18,33 +18,14 @@ so that images of 112 pixels have 7 x 7 regions as published, a weaker augmentat
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from medvl.data import ConVIRTAugmentation, SwappedSentences
+from medvl.eval import ZeroShotEval
 from medvl.models import LocalAnalysisConfig, LoVTConfig
-from medvl.train import Cosine, DataConfig, OptimConfig, TrainConfig, launch
+from medvl.train import Cosine, DataConfig, OptimConfig, TrainConfig, ZeroShotRecipe, launch, quickstart, zero_shot_run
 
-if TYPE_CHECKING:
-    from medvl.train import Run
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """All settings of a run."""
-
-    model: LoVTConfig | LocalAnalysisConfig
-    pretrained: bool
-    """Start both encoders from their published weights."""
-    init_from: Path | None = None
-    """Checkpoint to start from, also an imported one: all weights of a LoVT, or the encoders of another system."""
-    data: DataConfig
-    optim: OptimConfig
-    train: TrainConfig
-    prompts: str | None = "chexpert_ensemble"
-    """Prompt set of the zero-shot evaluation during training; None for a corpus without labels."""
-
-
-paper = Recipe(
+paper = ZeroShotRecipe(
     model=LoVTConfig(),
     pretrained=True,
     data=DataConfig(
@@ -76,30 +57,12 @@ SMALL: dict[str, Any] = {
     "attention_dropout": 0.0,
     "max_tokens": 256,
 }
-tiny = Recipe(
+tiny = ZeroShotRecipe(
     model=LoVTConfig(**SMALL),
     pretrained=False,
-    data=DataConfig(
-        train="quickstart/shards/train",
-        valid=Path("quickstart/shards/validate"),
-        tokenizer=Path("quickstart/vocab"),
-        text=SwappedSentences(),
-        image=ConVIRTAugmentation.weak(112),
-        workers=1,
-    ),
-    optim=OptimConfig(optimizer="adamw", lr=1e-3, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
-    train=TrainConfig(
-        run_dir=Path("quickstart/lovt"),
-        epochs=14,
-        global_batch=64,
-        precision="bf16",
-        channels_last=True,
-        packed_text=True,
-        validate_every=250,
-        checkpoint_every=250,
-        best_metric="zero_shot/auroc_macro_competition",
-        best_mode="max",
-    ),
+    data=dataclasses.replace(quickstart.DATA, text=SwappedSentences()),
+    optim=quickstart.OPTIM,
+    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/lovt"), packed_text=True),
 )
 analysis = dataclasses.replace(
     paper,
@@ -113,25 +76,8 @@ analysis_tiny = dataclasses.replace(
 )
 
 PRESETS = {"paper": paper, "tiny": tiny, "analysis": analysis, "analysis-tiny": analysis_tiny}
-
-MAKE_DATA = """Make the shards first. From MIMIC-CXR on disk:
-    medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr
-and then
-    torchrun recipes/lovt_mimic.py --data.train shards/mimic-cxr/train --data.valid shards/mimic-cxr/validate
-Without any data, on the phantom corpus:
-    bash scripts/quickstart.sh"""
-
-
-def prepare(recipe: Recipe) -> "Run":
-    """Create the model, the loaders and the evaluator."""
-    recipe.data.check(MAKE_DATA)
-    from medvl.eval import ZeroShotEval
-    from medvl.train import pretraining
-
-    run = pretraining("lovt_mimic", recipe, recipe.init_from)
-    prompts = recipe.prompts
-    return run if prompts is None else run.with_evaluator(lambda images: ZeroShotEval(images, prompts))
-
+MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr"
+prepare = zero_shot_run("lovt_mimic", MAKE_DATA, ZeroShotEval)
 
 if __name__ == "__main__":
     launch(prepare, PRESETS, "LoVT on MIMIC-CXR.")

@@ -18,29 +18,10 @@ steps, twice the paper's fraction of words is masked.
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from medvl.data import EvalTransform, RandomSection
 from medvl.models import M3AEConfig
-from medvl.train import Cosine, DataConfig, Linear, OptimConfig, TrainConfig, launch
-
-if TYPE_CHECKING:
-    from medvl.train import Run
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """All settings of a run."""
-
-    model: M3AEConfig
-    pretrained: bool
-    """Start both encoders from their published weights."""
-    init_from: Path | None = None
-    """Checkpoint to start from: all weights of a M3AE, or the image and text encoder of another system."""
-    data: DataConfig
-    optim: OptimConfig
-    train: TrainConfig
-
+from medvl.train import DataConfig, Linear, OptimConfig, Recipe, TrainConfig, launch, pretraining_run, quickstart
 
 paper = Recipe(
     model=M3AEConfig(),
@@ -98,7 +79,7 @@ tiny = Recipe(
         image=EvalTransform(size=112, fit="squash"),
         workers=1,
     ),
-    optim=OptimConfig(optimizer="adamw", lr=5e-4, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
+    optim=dataclasses.replace(quickstart.OPTIM, lr=5e-4),
     train=TrainConfig(
         run_dir=Path("quickstart/m3ae"),
         steps=240,
@@ -111,21 +92,11 @@ tiny = Recipe(
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
-
-MAKE_DATA = """Make the shards first. From ROCO and MedICaT on disk:
-    medvl shards roco --root ROCO --out shards/roco
-    medvl shards medicat --root MEDICAT --out shards/medicat
-Without any data, on the phantom corpus (bash scripts/quickstart.sh sets medvl up):
+MAKE_DATA = """medvl shards roco --root ROCO --out shards/roco
+    medvl shards medicat --root MEDICAT --out shards/medicat"""
+PHANTOM = """bash scripts/quickstart.sh        # sets medvl up
     bash scripts/quickstart_vqa.sh"""
-
-
-def prepare(recipe: Recipe) -> "Run":
-    """Create the model and the loaders."""
-    recipe.data.check(MAKE_DATA)
-    from medvl.train import pretraining
-
-    return pretraining("m3ae_roco_medicat", recipe, recipe.init_from)
-
+prepare = pretraining_run("m3ae_roco_medicat", MAKE_DATA, PHANTOM)
 
 if __name__ == "__main__":
     launch(prepare, PRESETS, "M3AE on ROCO and MedICaT.")

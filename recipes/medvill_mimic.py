@@ -22,29 +22,10 @@ and masks more of each.
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from medvl.data import ConVIRTAugmentation, WholeText
 from medvl.models import MedViLLConfig
-from medvl.train import Constant, Cosine, DataConfig, OptimConfig, TrainConfig, launch
-
-if TYPE_CHECKING:
-    from medvl.train import Run
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """All settings of a run."""
-
-    model: MedViLLConfig
-    pretrained: bool
-    """Start both encoders from their published weights."""
-    init_from: Path | None = None
-    """Checkpoint to start from: all weights of a MedViLL, or the image and text encoder of another system."""
-    data: DataConfig
-    optim: OptimConfig
-    train: TrainConfig
-
+from medvl.train import Constant, DataConfig, OptimConfig, Recipe, TrainConfig, launch, pretraining_run, quickstart
 
 paper = Recipe(
     model=MedViLLConfig(),
@@ -60,35 +41,23 @@ paper = Recipe(
         run_dir=Path("runs/medvill-mimic"), epochs=50, global_batch=128, precision="bf16", channels_last=True
     ),
 )
+SMALL = MedViLLConfig(
+    image_encoder="resnet_tiny",
+    text_encoder="tiny_bert",
+    image_size=112,
+    fit="squash",
+    frozen_image_layers=0,
+    text_arguments={"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
+    max_tokens=48,
+)
 tiny = Recipe(
-    model=MedViLLConfig(
-        image_encoder="resnet_tiny",
-        text_encoder="tiny_bert",
-        image_size=112,
-        fit="squash",
-        frozen_image_layers=0,
-        text_arguments={"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
-        max_tokens=48,
-    ),
+    model=SMALL,
     pretrained=False,
     init_from=Path("quickstart/convirt/best"),
-    data=DataConfig(
-        train="quickstart/shards/train",
-        valid=Path("quickstart/shards/validate"),
-        tokenizer=Path("quickstart/vocab"),
-        text=WholeText(sections=("impression",)),
-        image=ConVIRTAugmentation.weak(112),
-        workers=1,
-    ),
-    optim=OptimConfig(optimizer="adamw", lr=5e-4, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
-    train=TrainConfig(
-        run_dir=Path("quickstart/medvill"),
-        epochs=12,
-        global_batch=64,
-        precision="bf16",
-        channels_last=True,
-        validate_every=250,
-        checkpoint_every=250,
+    data=quickstart.DATA,
+    optim=dataclasses.replace(quickstart.OPTIM, lr=5e-4),
+    train=dataclasses.replace(
+        quickstart.TRAIN, run_dir=Path("quickstart/medvill"), epochs=12, best_metric="loss", best_mode="min"
     ),
 )
 
@@ -102,26 +71,14 @@ paper_report = dataclasses.replace(
 )
 tiny_report = dataclasses.replace(
     tiny,
-    model=dataclasses.replace(tiny.model, attention="seq2seq", objective="report", mlm_probability=0.4),
+    model=dataclasses.replace(SMALL, attention="seq2seq", objective="report", mlm_probability=0.4),
     init_from=Path("quickstart/medvill/best"),
     train=dataclasses.replace(tiny.train, run_dir=Path("quickstart/medvill-report"), epochs=30),
 )
 
 PRESETS = {"paper": paper, "tiny": tiny, "paper-report": paper_report, "tiny-report": tiny_report}
-
-MAKE_DATA = """Make the shards first. From MIMIC-CXR on disk:
-    medvl shards mimic-cxr --root MIMIC-CXR --views AP --short-side 512 --out shards/mimic-cxr-ap
-Without any data, on the phantom corpus:
-    bash scripts/quickstart.sh"""
-
-
-def prepare(recipe: Recipe) -> "Run":
-    """Create the model and the loaders."""
-    recipe.data.check(MAKE_DATA)
-    from medvl.train import pretraining
-
-    return pretraining("medvill_mimic", recipe, recipe.init_from)
-
+MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views AP --short-side 512 --out shards/mimic-cxr-ap"
+prepare = pretraining_run("medvill_mimic", MAKE_DATA)
 
 if __name__ == "__main__":
     launch(prepare, PRESETS, "MedViLL on MIMIC-CXR.")

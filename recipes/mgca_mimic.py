@@ -23,33 +23,13 @@ Preset `tiny`: 12 epochs from the encoders of `recipes/convirt_mimic.py tiny`, w
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from medvl.data import ConVIRTAugmentation, RandomCrop, WholeText
+from medvl.data import RandomCrop, WholeText
+from medvl.eval import ZeroShotEval
 from medvl.models import MGCAConfig
-from medvl.train import Cosine, DataConfig, OptimConfig, TrainConfig, launch
+from medvl.train import Cosine, DataConfig, OptimConfig, TrainConfig, ZeroShotRecipe, launch, quickstart, zero_shot_run
 
-if TYPE_CHECKING:
-    from medvl.train import Run
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """All settings of a run."""
-
-    model: MGCAConfig
-    pretrained: bool
-    """Start both encoders from their published weights."""
-    init_from: Path | None = None
-    """Checkpoint to start from, also an imported one: all weights of an MGCA, or the encoders of another system."""
-    data: DataConfig
-    optim: OptimConfig
-    train: TrainConfig
-    prompts: str | None = "chexpert_ensemble"
-    """Prompt set of the zero-shot evaluation during training; None for a corpus without labels."""
-
-
-paper = Recipe(
+paper = ZeroShotRecipe(
     model=MGCAConfig(),
     pretrained=True,
     data=DataConfig(
@@ -74,7 +54,7 @@ paper_vit = dataclasses.replace(
     model=MGCAConfig(image_encoder="timm:deit_base_patch16_224", encoder_size=None, patch_level=-1),
     train=dataclasses.replace(paper.train, run_dir=Path("runs/mgca-vit-mimic"), channels_last=False),
 )
-tiny = Recipe(
+tiny = ZeroShotRecipe(
     model=MGCAConfig(
         image_encoder="resnet_tiny",
         text_encoder="tiny_bert",
@@ -90,48 +70,14 @@ tiny = Recipe(
     ),
     pretrained=False,
     init_from=Path("quickstart/convirt/best"),
-    data=DataConfig(
-        train="quickstart/shards/train",
-        valid=Path("quickstart/shards/validate"),
-        tokenizer=Path("quickstart/vocab"),
-        text=WholeText(sections=("impression",)),
-        image=ConVIRTAugmentation.weak(112),
-        workers=1,
-    ),
-    optim=OptimConfig(optimizer="adamw", lr=6e-4, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
-    train=TrainConfig(
-        run_dir=Path("quickstart/mgca"),
-        epochs=12,
-        global_batch=64,
-        precision="bf16",
-        channels_last=True,
-        validate_every=250,
-        checkpoint_every=250,
-        best_metric="zero_shot/auroc_macro_competition",
-        best_mode="max",
-    ),
+    data=quickstart.DATA,
+    optim=dataclasses.replace(quickstart.OPTIM, lr=6e-4),
+    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/mgca"), epochs=12),
 )
 
 PRESETS = {"paper": paper, "paper-vit": paper_vit, "tiny": tiny}
-
-MAKE_DATA = """Make the shards first. From MIMIC-CXR on disk:
-    medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr
-and then
-    torchrun recipes/mgca_mimic.py --data.train shards/mimic-cxr/train --data.valid shards/mimic-cxr/validate
-Without any data, on the phantom corpus:
-    bash scripts/quickstart.sh"""
-
-
-def prepare(recipe: Recipe) -> "Run":
-    """Create the model, the loaders and the evaluator."""
-    recipe.data.check(MAKE_DATA)
-    from medvl.eval import ZeroShotEval
-    from medvl.train import pretraining
-
-    run = pretraining("mgca_mimic", recipe, recipe.init_from)
-    prompts = recipe.prompts
-    return run if prompts is None else run.with_evaluator(lambda images: ZeroShotEval(images, prompts))
-
+MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr"
+prepare = zero_shot_run("mgca_mimic", MAKE_DATA, ZeroShotEval)
 
 if __name__ == "__main__":
     launch(prepare, PRESETS, "MGCA on MIMIC-CXR.")

@@ -18,34 +18,14 @@ Preset `tiny`: as in `recipes/chexzero_mimic.py`, for the same reasons.
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from medvl.data import ConVIRTAugmentation, EvalTransform, WholeText
+from medvl.data import EvalTransform, WholeText
+from medvl.eval import ZeroShotEval
 from medvl.models import CheXzeroConfig, SigLIPConfig
-from medvl.train import Cosine, DataConfig, OptimConfig, TrainConfig, launch
-
-if TYPE_CHECKING:
-    from medvl.train import Run
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """All settings of a run."""
-
-    model: SigLIPConfig
-    pretrained: bool
-    """Start from published weights: OpenAI's CLIP, or what `model.weights` names."""
-    init_from: Path | None = None
-    """Checkpoint to start from, also an imported one: all weights of a SigLIP, or the encoders of another system."""
-    data: DataConfig
-    optim: OptimConfig
-    train: TrainConfig
-    prompts: str | None = "chexzero_template"
-    """Prompt set of the zero-shot evaluation during training; None for a corpus without labels."""
-
+from medvl.train import Cosine, DataConfig, OptimConfig, TrainConfig, ZeroShotRecipe, launch, quickstart, zero_shot_run
 
 _CHEXZERO = CheXzeroConfig()
-paper = Recipe(
+paper = ZeroShotRecipe(
     model=SigLIPConfig(
         image_encoder=_CHEXZERO.image_encoder,
         text_encoder=_CHEXZERO.text_encoder,
@@ -73,9 +53,10 @@ paper = Recipe(
         best_metric="zero_shot/auroc_macro_competition",
         best_mode="max",
     ),
+    prompts="chexzero_template",
 )
 # The bias reflects how rare pairs are: -10 is about log(1 / 32,768), the paper's batch, and -4 about log(1 / 64).
-tiny = Recipe(
+tiny = ZeroShotRecipe(
     model=SigLIPConfig(
         image_encoder="resnet_tiny",
         text_encoder="open_clip:custom",
@@ -85,49 +66,14 @@ tiny = Recipe(
         max_tokens=48,
     ),
     pretrained=False,
-    data=DataConfig(
-        train="quickstart/shards/train",
-        valid=Path("quickstart/shards/validate"),
-        tokenizer=Path("quickstart/vocab"),
-        text=WholeText(sections=("impression",), missing="literal"),
-        image=ConVIRTAugmentation.weak(112),
-        workers=1,
-    ),
-    optim=OptimConfig(optimizer="adamw", lr=1e-3, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100)),
-    train=TrainConfig(
-        run_dir=Path("quickstart/siglip"),
-        epochs=14,
-        global_batch=64,
-        precision="bf16",
-        channels_last=True,
-        validate_every=250,
-        checkpoint_every=250,
-        best_metric="zero_shot/auroc_macro_competition",
-        best_mode="max",
-    ),
-    prompts="chexpert_ensemble",
+    data=dataclasses.replace(quickstart.DATA, text=WholeText(sections=("impression",), missing="literal")),
+    optim=quickstart.OPTIM,
+    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/siglip")),
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
-
-MAKE_DATA = """Make the shards first. From MIMIC-CXR on disk:
-    medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr --short-side 320
-and then
-    torchrun recipes/siglip_mimic.py --data.train shards/mimic-cxr/train --data.valid shards/mimic-cxr/validate
-Without any data, on the phantom corpus:
-    bash scripts/quickstart.sh"""
-
-
-def prepare(recipe: Recipe) -> "Run":
-    """Create the model, the loaders and the evaluator."""
-    recipe.data.check(MAKE_DATA)
-    from medvl.eval import ZeroShotEval
-    from medvl.train import pretraining
-
-    run = pretraining("siglip_mimic", recipe, recipe.init_from)
-    prompts = recipe.prompts
-    return run if prompts is None else run.with_evaluator(lambda images: ZeroShotEval(images, prompts))
-
+MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr --short-side 320"
+prepare = zero_shot_run("siglip_mimic", MAKE_DATA, ZeroShotEval)
 
 if __name__ == "__main__":
     launch(prepare, PRESETS, "SigLIP on MIMIC-CXR.")

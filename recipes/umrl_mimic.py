@@ -19,35 +19,23 @@ random encoder carry little.
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 import medvl
 from medvl.data import EvalTransform, ShardSource, WholeText
+from medvl.eval import ZeroShotEval
 from medvl.models import UMRLConfig, fit_tfidf
-from medvl.train import DataConfig, OptimConfig, TrainConfig, launch
-
-if TYPE_CHECKING:
-    from medvl.train import Run
+from medvl.train import DataConfig, OptimConfig, Run, TrainConfig, ZeroShotRecipe, launch, quickstart, zero_shot_run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(ZeroShotRecipe):
     """All settings of a run."""
 
-    model: UMRLConfig
-    pretrained: bool
-    """Start both encoders from their published weights."""
-    init_from: Path | None = None
-    """Checkpoint to start from: all weights of a UMRL, or the encoders of another system."""
     image_from: Path | None = None
     """Checkpoint of any system whose image encoder is taken."""
-    data: DataConfig
-    optim: OptimConfig
-    train: TrainConfig
-    prompts: str | None = "chexpert_ensemble"
-    """Prompt set of the zero-shot evaluation during training; None for a corpus without labels."""
 
 
 paper = Recipe(
@@ -74,36 +62,14 @@ tiny = Recipe(
     ),
     pretrained=False,
     image_from=Path("quickstart/convirt/best"),
-    data=DataConfig(
-        train="quickstart/shards/train",
-        valid=Path("quickstart/shards/validate"),
-        tokenizer=Path("quickstart/vocab"),
-        text=WholeText(sections=("impression",)),
-        image=EvalTransform(size=112, fit="squash"),
-        workers=1,
-    ),
+    data=dataclasses.replace(quickstart.DATA, image=EvalTransform(size=112, fit="squash")),
     optim=OptimConfig(optimizer="adam", lr=3e-3),
-    train=TrainConfig(
-        run_dir=Path("quickstart/umrl"),
-        epochs=8,
-        global_batch=64,
-        precision="bf16",
-        channels_last=True,
-        validate_every=250,
-        checkpoint_every=250,
-        best_metric="zero_shot/auroc_macro_competition",
-        best_mode="max",
-    ),
+    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/umrl"), epochs=8),
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}
-
-MAKE_DATA = """Make the shards first. From MIMIC-CXR on disk:
-    medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr
-and then
-    torchrun recipes/umrl_mimic.py --data.train shards/mimic-cxr/train --data.valid shards/mimic-cxr/validate
-Without any data, on the phantom corpus:
-    bash scripts/quickstart.sh"""
+MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr"
+prepared = zero_shot_run("umrl_mimic", MAKE_DATA, ZeroShotEval)
 
 
 def start(model: Any, recipe: Recipe) -> None:
@@ -122,17 +88,12 @@ def start(model: Any, recipe: Recipe) -> None:
         )
 
 
-def prepare(recipe: Recipe) -> "Run":
+def prepare(recipe: Recipe) -> Run:
     """Create the model, the loaders and the evaluator."""
-    recipe.data.check(MAKE_DATA)
-    from medvl.eval import ZeroShotEval
-    from medvl.train import pretraining
-
-    run = pretraining("umrl_mimic", recipe, recipe.init_from)
+    run = prepared(recipe)
     if recipe.init_from is None:
         start(run.model, recipe)
-    prompts = recipe.prompts
-    return run if prompts is None else run.with_evaluator(lambda images: ZeroShotEval(images, prompts))
+    return run
 
 
 if __name__ == "__main__":

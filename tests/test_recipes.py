@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import medvl.train
+import medvl.train.run
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.py"))
 HEAVY = "transformers", "timm", "albumentations", "pydicom", "webdataset"
@@ -32,12 +33,12 @@ def recipe(request: pytest.FixtureRequest) -> Path:
 def presets(recipe: Path) -> dict[str, Any]:
     """Return the presets of a recipe by name."""
     names = runpy.run_path(str(recipe))
-    return {name: value for name, value in names.items() if isinstance(value, names["Recipe"])}
+    return {name: value for name, value in names.items() if isinstance(value, type(names["paper"]))}
 
 
 def test_presets_list_all_recipes_of_the_file(recipe: Path) -> None:
     names = runpy.run_path(str(recipe))
-    defined = {name.replace("_", "-") for name, value in names.items() if isinstance(value, names["Recipe"])}
+    defined = {name.replace("_", "-") for name, value in names.items() if isinstance(value, type(names["paper"]))}
     assert set(names["PRESETS"]) == defined
 
 
@@ -46,9 +47,7 @@ def test_torchrun_does_not_take_options_of_a_recipe_for_its_own(recipe: Path) ->
     from torch.distributed.run import get_args_parser
 
     own = [option for action in get_args_parser()._actions for option in action.option_strings]
-    fields = [
-        f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(runpy.run_path(str(recipe))["Recipe"])
-    ]
+    fields = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(runpy.run_path(str(recipe))["paper"])]
     assert not [(field, option) for field in fields for option in own if option.startswith(field)]
 
 
@@ -70,20 +69,19 @@ def test_missing_data_is_reported_with_the_commands_that_create_it(
 
 def test_recipe_has_presets_paper_and_tiny(recipe: Path) -> None:
     names: dict[str, Any] = runpy.run_path(str(recipe))
-    assert type(names["paper"]) is type(names["tiny"]) is names["Recipe"]
+    assert type(names["paper"]) is type(names["tiny"])
     assert names["prepare"].__doc__
     assert "torchrun" in names["__doc__"]
 
 
 def test_every_recipe_starts_from_a_checkpoint(recipe: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names: dict[str, Any] = runpy.run_path(str(recipe))
-    assert "init_from" in {field.name for field in dataclasses.fields(names["Recipe"])}
+    assert "init_from" in {field.name for field in dataclasses.fields(names["paper"])}
     if not hasattr(names["paper"], "pretrained"):
         return
     starts: list[Path | None] = []
-    monkeypatch.setattr(
-        medvl.train, "pretraining", lambda name, settings, start=None: starts.append(start) or Unready()
-    )
+    for module in (medvl.train, medvl.train.run):
+        monkeypatch.setattr(module, "pretraining", lambda name, settings, start=None: starts.append(start) or Unready())
     monkeypatch.setattr(type(names["paper"].data), "check", lambda data, advice: None)
     names["prepare"](dataclasses.replace(names["paper"], init_from=tmp_path))
     assert starts == [tmp_path]

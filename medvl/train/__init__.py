@@ -7,7 +7,8 @@
 Start reading at `loop/trainer.py`, then `loop/step.py`. The configs, the data settings and `choose`, which reads a
 recipe's command line, are imported without torch.
 
-    config.py          settings of a run             run.py, recipe_cli.py   a recipe as a run and as a program
+    config.py          settings of a run             recipe.py, run.py       settings of a recipe, and its run
+    quickstart.py      settings of presets `tiny`    recipe_cli.py           a recipe as a program
     tasks/             data settings and loaders     loop/                   step, validation, records, state
     optim/             optimiser, schedule, formats  parallel/               ranks, DDP, FSDP, transfer of batches
     fault_tolerance/   checkpoints, bad values       doctor/                 measurements of a run's speed
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from medvl.common.config_io import from_dict as from_dict, to_dict as to_dict
     from medvl.common.ranks import rank_and_world as rank_and_world
     from medvl.common.seeding import seeded as seeded
+    from medvl.train import quickstart as quickstart
     from medvl.train.config import (
         Constant as Constant,
         Cosine as Cosine,
@@ -34,6 +36,12 @@ if TYPE_CHECKING:
     from medvl.train.loop.trainer import TrainResult as TrainResult, train as train
     from medvl.train.loop.validate import Evaluator as Evaluator
     from medvl.train.parallel.batches import TrainLoader as TrainLoader
+    from medvl.train.recipe import (
+        Recipe as Recipe,
+        ZeroShotRecipe as ZeroShotRecipe,
+        pretraining_run as pretraining_run,
+        zero_shot_run as zero_shot_run,
+    )
     from medvl.train.recipe_cli import choose as choose, launch as launch
     from medvl.train.run import Run as Run, pretraining as pretraining
     from medvl.train.tasks.classification import (

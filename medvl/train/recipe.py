@@ -1,0 +1,97 @@
+"""Settings and preparation of recipes that pretrain a system on images and texts.
+
+Such a recipe is a docstring, its presets, the command that makes their data, and its preparation:
+
+    paper = ZeroShotRecipe(model=ConVIRTConfig(), pretrained=True, data=..., optim=..., train=...)
+    tiny = ZeroShotRecipe(model=..., pretrained=False, data=quickstart.DATA, optim=quickstart.OPTIM, train=...)
+    PRESETS = {"paper": paper, "tiny": tiny}
+    MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr"
+    prepare = zero_shot_run("convirt_mimic", MAKE_DATA, ZeroShotEval)
+
+    if __name__ == "__main__":
+        launch(prepare, PRESETS, "ConVIRT on MIMIC-CXR.")
+
+Presets `tiny` change the settings in `quickstart.py` with `dataclasses.replace`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medvl.models.base import TowersConfig
+from medvl.train.config import OptimConfig, TrainConfig
+from medvl.train.tasks.pretraining import DataConfig
+
+if TYPE_CHECKING:
+    from medvl.train.loop.validate import Evaluator
+    from medvl.train.run import Run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All settings of a run."""
+
+    model: TowersConfig
+    """Settings of the system; those of its own type are options of the command line."""
+    pretrained: bool
+    """Start from published weights: of both encoders, or of the complete model that `model` names."""
+    init_from: Path | None = None
+    """Checkpoint to start from, also an imported one: all weights of the same system, or the encoders of another."""
+    data: DataConfig
+    optim: OptimConfig
+    train: TrainConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroShotRecipe(Recipe):
+    """All settings of a run with a zero-shot evaluation."""
+
+    prompts: str | None = "chexpert_ensemble"
+    """Prompt set of the zero-shot evaluation during training; None for a corpus without labels."""
+
+
+def pretraining_run(
+    name: str, make_data: str, phantom: str = "bash scripts/quickstart.sh"
+) -> "Callable[[Recipe], Run]":
+    """Return the `prepare` function of a recipe.
+
+    Args:
+        name: of the recipe's file, without the ending.
+        make_data: command that makes the shards of the preset `paper`.
+        phantom: command that makes those of `tiny`.
+
+    The function raises ConfigError, which names both commands, if the shards are missing.
+    """
+
+    def prepare(recipe: Recipe) -> "Run":
+        """Create the model and the loaders."""
+        recipe.data.check(
+            f"Make the shards first:\n    {make_data}\nand then\n    torchrun recipes/{name}.py\n"
+            f"Without any data, on the phantom corpus:\n    {phantom}"
+        )
+        from medvl.train.run import pretraining
+
+        return pretraining(name, recipe, recipe.init_from)
+
+    return prepare
+
+
+def zero_shot_run(
+    name: str, make_data: str, evaluator: "Callable[[Any, str], Evaluator]"
+) -> "Callable[[ZeroShotRecipe], Run]":
+    """Return the `prepare` function of a recipe with a zero-shot evaluation during training.
+
+    Args:
+        name: as in `pretraining_run`.
+        make_data: as in `pretraining_run`.
+        evaluator: function of the loader of the validation images and of the prompt set: `medvl.eval.ZeroShotEval`.
+    """
+    pretraining = pretraining_run(name, make_data)
+
+    def prepare(recipe: ZeroShotRecipe) -> "Run":
+        """Create the model, the loaders and the evaluator."""
+        run, prompts = pretraining(recipe), recipe.prompts
+        return run if prompts is None else run.with_evaluator(lambda images: evaluator(images, prompts))
+
+    return prepare
