@@ -28,17 +28,26 @@ class Decoding:
     """Hypotheses are compared by the sum of their tokens' log-probabilities over ((5 + length) / 6) ** length_penalty
     (Wu et al., arXiv 1609.08144, equation 14): 0 is the plain sum, which favours short texts; 1 is near the mean."""
 
+    block_ngrams: int = 0
+    """Length of n-grams that are not repeated within a text, 3 for trigrams; 0 allows every repetition."""
+    ngram_penalty: float | None = None
+    """Repetitions are not forbidden: this is subtracted from the log-probability of a token for each earlier occurrence
+    of the n-gram that it would complete. R2Gen's code has 2 ln 2 = 1.386. None forbids them."""
+
     samples: int = 0
     """Number of texts to sample from the model's distribution for each sample, instead of a search for the best."""
     seed: int = 0
     """Seed of sampling. The texts of a sample also depend on its position in the batch."""
 
     def __post_init__(self) -> None:
-        check_within(self, "[0, inf)", "samples", "length_penalty")
+        check_within(self, "[0, inf)", "samples", "length_penalty", "block_ngrams", "ngram_penalty")
         check_within(self, "(0, inf)", "beams", "max_tokens")
         if self.samples and (self.beams > 1 or self.length_penalty):
             message = f"samples excludes beams and length_penalty, got {self.samples}"
             raise ConfigError(message, "conflict", field="samples")
+        if self.ngram_penalty is not None and not self.block_ngrams:
+            message = f"ngram_penalty {self.ngram_penalty} needs block_ngrams; set the length of the n-grams"
+            raise ConfigError(message, "conflict", field="ngram_penalty")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +103,7 @@ def search(
     generator = torch.Generator(device).manual_seed(decoding.seed)
     while True:
         log_RV = logits_RV.float().index_fill(1, never_N.to(device), -torch.inf).log_softmax(dim=1)
+        log_RV = log_RV - _repetition_penalty(hypotheses.ids_BKT.flatten(0, 1), log_RV, decoding)
         parent_BK, hypotheses = hypotheses.extend(log_RV.unflatten(0, (batch, -1)), decoding, end_id, generator)
         if hypotheses.ids_BKT.shape[2] == max_tokens or bool(hypotheses.ended_BK.all()):
             return hypotheses.texts(decoding, pad_id)
@@ -161,6 +171,21 @@ def _sample(log_BKV: Tensor, samples: int, generator: torch.Generator) -> Tensor
     parent_K = torch.arange(samples, device=log_BKV.device) % kept
     id_R = log_BKV[:, parent_K].flatten(0, 1).exp().multinomial(1, generator=generator)
     return parent_K * vocabulary + id_R.view(batch, samples)
+
+
+def _repetition_penalty(ids_RT: Tensor, log_RV: Tensor, decoding: Decoding) -> Tensor:
+    """(R, V): penalty of each token for the n-gram that it would repeat; infinite where this is forbidden."""
+    length, tokens = decoding.block_ngrams, ids_RT.shape[1]
+    none_RV = torch.zeros_like(log_RV)
+    if not length or tokens < length:
+        return none_RV
+    ngrams_RNL = ids_RT.unfold(1, length, 1)
+    last_R1L = ids_RT[:, None, tokens - length + 1 :]
+    repeated_RN = (ngrams_RNL[:, :, :-1] == last_R1L).all(dim=2)
+    times_RV = none_RV.scatter_add(1, ngrams_RNL[:, :, -1], repeated_RN.to(none_RV.dtype))
+    if decoding.ngram_penalty is None:
+        return none_RV.masked_fill(times_RV > 0, torch.inf)
+    return decoding.ngram_penalty * times_RV
 
 
 def _penalty(length: Tensor, exponent: float) -> Tensor:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         OptimConfig as OptimConfig,
         Plateau as Plateau,
         Schedule as Schedule,
+        StepDecay as StepDecay,
         TrainConfig as TrainConfig,
     )
     from medvl.train.doctor.examine import Examination as Examination, examine as examine

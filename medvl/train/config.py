@@ -87,7 +87,22 @@ class Plateau:
         _at_least(self, 0, "patience", "threshold", "min_lr", "warmup_steps")
 
 
-Schedule = Constant | Linear | Cosine | Plateau
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepDecay:
+    """Multiplication by `factor` after every `epochs` epochs, as torch's StepLR."""
+
+    factor: float = 0.1
+    epochs: int = 1
+    warmup_steps: int = 0
+    """Steps of a linear warm-up to `lr`."""
+
+    def __post_init__(self) -> None:
+        _above(self, 0, "factor", high=1)
+        _at_least(self, 1, "epochs")
+        _at_least(self, 0, "warmup_steps")
+
+
+Schedule = Constant | Linear | Cosine | Plateau | StepDecay
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +116,8 @@ class OptimConfig:
     """Coefficients of the moving averages of `adam` and `adamw`."""
     eps: float = 1e-8
     """Denominator term of `adam` and `adamw`."""
+    amsgrad: bool = False
+    """Divide by the largest second moment so far (Reddi et al., ICLR 2018), for `adam` and `adamw`."""
     momentum: float = 0.9
     """Momentum of `sgd`."""
     weight_decay: float = 0.0
@@ -109,17 +126,19 @@ class OptimConfig:
     """Ratio of a layer's rate to the next layer's, for models that name their layers; None keeps all equal."""
     clip_norm: float | None = None
     """Maximum gradient norm; None disables clipping."""
+    clip_value: float | None = None
+    """Maximum absolute value of each gradient, applied after `clip_norm`; None disables it."""
     schedule: Schedule = Constant()
 
     def __post_init__(self) -> None:
         _one_of("optimizer", self.optimizer, ("adam", "adamw", "sgd"))
-        _above(self, 0, "lr", "eps", "clip_norm")
+        _above(self, 0, "lr", "eps", "clip_norm", "clip_value")
         _above(self, 0, "layer_decay", high=1)
         _at_least(self, 0, "momentum", "weight_decay")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"betas must be in [0, 1), got {self.betas}", "out_of_range", field="betas")
-        if not isinstance(self.schedule, Constant) and self.schedule.min_lr > self.lr:
-            low = self.schedule.min_lr
+        low = getattr(self.schedule, "min_lr", 0.0)
+        if low > self.lr:
             raise ConfigError(f"schedule.min_lr {low} is above lr {self.lr}", "conflict", field="schedule.min_lr")
 
 

@@ -94,6 +94,59 @@ def test_one_beam_is_greedy_and_more_beams_score_higher() -> None:
     assert float(wide.score_B.mean()) > float(greedy.score_B.mean())
 
 
+def naive_repeats(tokens: list[int], token: int, length: int) -> int:
+    """Return how often the n-gram that `token` completes is in `tokens` already."""
+    grown = [*tokens, token]
+    places = range(len(tokens) - length + 1)
+    return sum(grown[place : place + length] == grown[len(grown) - length :] for place in places)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("penalty", [None, 0.7])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_repeated_ngrams_are_penalised_as_in_a_plain_loop(length: int, penalty: float | None, beams: int) -> None:
+    decoding = Decoding(beams=beams, block_ngrams=length, ngram_penalty=penalty)
+    model, other = Bigrams(batch=10, vocabulary=6, seed=4), Bigrams(batch=10, vocabulary=6, seed=4)
+    for each in (model, other):
+        each.logits_BVV[:, :, END] -= 4.0  # texts long enough to repeat themselves
+    generated, plain = decode(model, decoding, longest=9), decode(other, Decoding(beams=beams), longest=9)
+    assert not torch.equal(generated.score_B, plain.score_B)
+    for row, logits_VV in enumerate(model.logits_BVV):
+        logs = logits_VV.clone()
+        logs[:, list(NEVER)] = -math.inf
+        logs = logs.log_softmax(dim=1)
+        hypotheses: list[tuple[list[int], float]] = [([], 0.0)]
+        for _ in range(9):
+            grown = []
+            for tokens, total in hypotheses:
+                if tokens and tokens[-1] == END:
+                    grown.append((tokens, total))
+                    continue
+                for token in range(6):
+                    repeats = naive_repeats(tokens, token, length) if len(tokens) >= length else 0
+                    cost = (math.inf if penalty is None else repeats * penalty) if repeats else 0.0
+                    grown.append(([*tokens, token], total + float(logs[tokens[-1] if tokens else PAD][token]) - cost))
+            hypotheses = sorted(grown, key=lambda hypothesis: hypothesis[1], reverse=True)[:beams]
+        tokens, total = hypotheses[0]
+        if beams == 1:  # beams may tie: another order of the same bigrams has the same score
+            words = [token for token in tokens if token != END]
+            assert generated.ids_BT[row][generated.mask_BT[row]].tolist() == words
+        assert float(generated.score_B[row]) == pytest.approx(total, abs=1e-4)
+
+
+def test_blocked_trigrams_are_never_sampled() -> None:
+    model = Bigrams(batch=3, vocabulary=5, seed=1)
+    model.logits_BVV[:, :, END] = -20.0
+    generated = decode(model, Decoding(samples=50, block_ngrams=3), longest=12)
+    texts = [tuple(ids[mask].tolist()) for ids, mask in zip(generated.ids_BT, generated.mask_BT, strict=True)]
+    assert max(map(len, texts)) > 6
+    for tokens in texts:
+        trigrams = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
+        assert len(set(trigrams)) == len(trigrams)
+    with raises(ConfigError, "conflict", "ngram_penalty"):
+        Decoding(ngram_penalty=1.0)
+
+
 def test_length_penalty_lengthens_texts() -> None:
     lengths = [
         int(decode(Bigrams(60, 7, 5), Decoding(beams=4, length_penalty=penalty), longest=10).mask_BT.sum())

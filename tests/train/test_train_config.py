@@ -70,7 +70,7 @@ def test_from_dict_converts_integers_to_floats() -> None:
         ({"schedule": {"kind": "Cosin"}}, "unknown_name", "schedule", "did you mean 'Cosine'"),
         ({"schedule": {"kind": "Cosine", "warmup": 1}}, "unknown_name", "schedule.warmup", "'warmup_steps'"),
         ({"schedule": {"kind": "Cosine", "min_lr": -1}}, "out_of_range", "schedule.min_lr", ""),
-        ({"schedule": 3}, "wrong_type", "schedule", "Constant, Linear, Cosine, Plateau, got 3"),
+        ({"schedule": 3}, "wrong_type", "schedule", "Constant, Linear, Cosine, Plateau, StepDecay, got 3"),
     ],
 )
 def test_from_dict_names_the_invalid_field(data: dict[str, object], code: str, field: str, names: str) -> None:
@@ -176,7 +176,8 @@ def test_train_config_flags_are_stable() -> None:
         *("log_every", "tensorboard", "wandb"),
     ]
     assert [field.name for field in dataclasses.fields(OptimConfig)] == [
-        *("optimizer", "lr", "betas", "eps", "momentum", "weight_decay", "layer_decay", "clip_norm", "schedule")
+        *("optimizer", "lr", "betas", "eps", "amsgrad", "momentum", "weight_decay", "layer_decay"),
+        *("clip_norm", "clip_value", "schedule"),
     ]
 
 

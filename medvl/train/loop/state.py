@@ -63,7 +63,7 @@ class TrainState:
         """Create the state of a run before its first step."""
         limits = [config.steps, config.epochs and config.epochs * stream.steps_per_epoch]
         total_steps = min(limit for limit in limits if limit is not None)
-        rate = LearningRate(optim, total_steps, config.best_mode)
+        rate = LearningRate(optim, total_steps, config.best_mode, stream.steps_per_epoch)
         return cls(
             model=model,
             stream=stream,

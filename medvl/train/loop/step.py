@@ -53,7 +53,7 @@ class Step:
         model: the model on its ranks.
         optimizer, precision: see `medvl.train.optim`.
         seed: seed of everything random in the steps.
-        clip_norm, channels_last, grad_cache: as in `OptimConfig` and `TrainConfig`.
+        clip_norm, clip_value, channels_last, grad_cache: as in `OptimConfig` and `TrainConfig`.
         spikes: detector of loss spikes; None accepts every finite loss.
     """
 
@@ -66,12 +66,13 @@ class Step:
         seed: int,
         clip_norm: float | None,
         channels_last: bool,
+        clip_value: float | None = None,
         grad_cache: int | None = None,
         spikes: LossSpikeDetector | None = None,
     ) -> None:
         self.model, self.optimizer, self.precision = model, optimizer, precision
         self._spikes, self._seed = spikes, seed
-        self._clip_norm, self._channels_last = clip_norm, channels_last
+        self._clip_norm, self._clip_value, self._channels_last = clip_norm, clip_value, channels_last
         self._parameters = trainable(optimizer)
         self._cache = None if grad_cache is None else GradCache(model.trained, grad_cache, precision)
         self._buffers = BufferGuard(model.trained)
@@ -93,7 +94,7 @@ class Step:
         if self._cache is not None:  # it has many backward passes, and DDP would average the gradients after the first
             average_gradients(self._parameters, self.model.ranks)
         self.precision.unscale(self.optimizer)
-        grad_norm = self.model.clip(self._parameters, self._clip_norm)
+        grad_norm = self.model.clip(self._parameters, self._clip_norm, self._clip_value)
         finite = bool(grad_norm.isfinite())  # the step's only wait for the device
         spike = finite and self._spikes is not None and self._spikes.observe(self._mean(losses))
         updated, scale_search = finite and not spike, False

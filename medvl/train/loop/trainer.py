@@ -159,6 +159,7 @@ class Training:
             self.state.precision,
             seed=config.seed,
             clip_norm=optim.clip_norm,
+            clip_value=optim.clip_value,
             channels_last=config.channels_last,
             grad_cache=config.grad_cache,
             spikes=self.state.spikes,

@@ -56,7 +56,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, amsgrad=config.amsgrad, fused=fused)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

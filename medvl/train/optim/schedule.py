@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from medvl.train.config import Constant, Cosine, Linear, OptimConfig, Plateau
+from medvl.train.config import Constant, Cosine, Linear, OptimConfig, Plateau, StepDecay
 
 
 class LearningRate:
@@ -17,11 +17,14 @@ class LearningRate:
         optim: `lr` and `schedule`.
         total_steps: updates of the run.
         mode: whether a smaller or a larger metric is better in `observe`.
+        steps_per_epoch: updates of an epoch, for `StepDecay`.
     """
 
-    def __init__(self, optim: OptimConfig, total_steps: int, mode: Literal["min", "max"] = "min") -> None:
+    def __init__(
+        self, optim: OptimConfig, total_steps: int, mode: Literal["min", "max"] = "min", steps_per_epoch: int = 1
+    ) -> None:
         self._lr, self._schedule, self._mode = optim.lr, optim.schedule, mode
-        self.total_steps = total_steps
+        self.total_steps, self._steps_per_epoch = total_steps, steps_per_epoch
         self.plateaus = 0
         """Times that `Plateau` has lowered the rate."""
         self.best: float | None = None
@@ -38,6 +41,8 @@ class LearningRate:
         warmup = self._schedule.warmup_steps
         if step < warmup:
             return self._after_warmup(0.0) * (step + 1) / warmup
+        if isinstance(self._schedule, StepDecay):
+            return self._lr * self._schedule.factor ** (step // self._steps_per_epoch // self._schedule.epochs)
         return self._after_warmup((step - warmup) / max(self.total_steps - warmup, 1))
 
     def observe(self, value: float) -> bool:
@@ -68,7 +73,7 @@ class LearningRate:
         """Return the rate at a fraction of the way from the end of the warm-up to the end of the run."""
         lr = self._lr
         match self._schedule:
-            case Constant():
+            case Constant() | StepDecay():
                 return lr
             case Linear(min_lr=low):
                 return low + (lr - low) * (1 - progress)

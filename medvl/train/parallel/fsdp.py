@@ -84,7 +84,9 @@ class FSDPModel(ParallelModel):
         if on:
             average_gradients(self._scalars, self.ranks)
 
-    def clip(self, parameters: Sequence[nn.Parameter], clip_norm: float | None) -> Tensor:
+    def clip(
+        self, parameters: Sequence[nn.Parameter], clip_norm: float | None, clip_value: float | None = None
+    ) -> Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
         scalars = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
@@ -93,6 +95,9 @@ class FSDPModel(ParallelModel):
         norm = (square + torch.nn.utils.get_total_norm(scalars).to(square.device).square()).sqrt()
         if clip_norm is not None:  # torch.nn.utils.clip_grads_with_norm_ does not accept DTensors beside tensors
             torch._foreach_mul_([*shards, *scalars], (clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        if clip_value is not None:
+            for gradient in (*shards, *scalars):
+                gradient.clamp_(-clip_value, clip_value)
         return norm
 
     @contextlib.contextmanager

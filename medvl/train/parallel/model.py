@@ -37,8 +37,10 @@ class ParallelModel(abc.ABC):
         """Average the gradients of a backward pass over the ranks, or keep them on this rank for the next pass."""
 
     @abc.abstractmethod
-    def clip(self, parameters: Sequence[nn.Parameter], clip_norm: float | None) -> Tensor:
-        """Scale gradients down to `clip_norm`; return their norm before that, over all parameters and ranks."""
+    def clip(
+        self, parameters: Sequence[nn.Parameter], clip_norm: float | None, clip_value: float | None = None
+    ) -> Tensor:
+        """Scale gradients down to `clip_norm`, then limit each value; return their norm before that, over all ranks."""
 
     @abc.abstractmethod
     def evaluation(self) -> contextlib.AbstractContextManager[nn.Module]:
@@ -103,11 +105,15 @@ class DDPModel(ParallelModel):
     def reduction(self, on: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if on or self.ddp is None else self.ddp.no_sync()
 
-    def clip(self, parameters: Sequence[nn.Parameter], clip_norm: float | None) -> Tensor:
+    def clip(
+        self, parameters: Sequence[nn.Parameter], clip_norm: float | None, clip_value: float | None = None
+    ) -> Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+        if clip_value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
         return norm
 
     @contextlib.contextmanager

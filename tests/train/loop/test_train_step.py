@@ -15,7 +15,7 @@ from medvl.data import EvalTransform
 from medvl.errors import ConfigError, TrainingError
 from medvl.models import System
 from medvl.schema import Batch, Losses
-from medvl.train import Constant, Cosine, Linear, OptimConfig, Plateau, seeded
+from medvl.train import Constant, Cosine, Linear, OptimConfig, Plateau, StepDecay, seeded
 from medvl.train.optim.optimizer import build_optimizer, parameter_groups, set_lr
 from medvl.train.optim.schedule import LearningRate
 from medvl.train.parallel.batches import BatchStream
@@ -34,9 +34,11 @@ def test_accumulation_of_a_mean_loss_equals_the_large_batch() -> None:
     assert in_parts.pairs == whole.pairs == 12
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
-def test_step_equals_the_plain_optimiser(optimizer: str) -> None:
-    config = OptimConfig(optimizer=optimizer, lr=0.03, weight_decay=0.1, momentum=0.7, betas=(0.8, 0.95), eps=1e-6)
+@pytest.mark.parametrize(("optimizer", "amsgrad"), [("adam", False), ("adam", True), ("adamw", True), ("sgd", False)])
+def test_step_equals_the_plain_optimiser(optimizer: str, amsgrad: bool) -> None:
+    config = OptimConfig(
+        optimizer=optimizer, lr=0.03, weight_decay=0.1, momentum=0.7, betas=(0.8, 0.95), eps=1e-6, amsgrad=amsgrad
+    )
     ours, plain = Regression(), Regression()
     step = step_of(ours, config)
     groups = [{"params": [plain.linear.weight], "weight_decay": 0.1}, {"params": [plain.linear.bias]}]
@@ -45,7 +47,7 @@ def test_step_equals_the_plain_optimiser(optimizer: str) -> None:
         reference = torch.optim.SGD(groups, lr=0.03, momentum=0.7, weight_decay=0.0)
     else:
         kind = torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW
-        reference = kind(groups, lr=0.03, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0)
+        reference = kind(groups, lr=0.03, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0, amsgrad=amsgrad)
     for number in range(4):
         step(number, 0.03, [make_batch([number, 10 + number])], 1)
         reference.zero_grad()
@@ -53,6 +55,21 @@ def test_step_equals_the_plain_optimiser(optimizer: str) -> None:
         reference.step()
     torch.testing.assert_close(ours.linear.weight, plain.linear.weight, rtol=0, atol=0)
     torch.testing.assert_close(ours.linear.bias, plain.linear.bias, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_clipping_by_value_limits_each_gradient(clip_norm: float | None) -> None:
+    ours, plain = Regression(), Regression()
+    step = step_of(ours, OptimConfig(optimizer="sgd", momentum=0, lr=0.1, clip_norm=clip_norm, clip_value=0.01))
+    step(0, 0.1, [make_batch([1, 2, 30])], 1)
+    plain(make_batch([1, 2, 30])).total.backward()
+    if clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), clip_norm)
+    assert plain.linear.weight.grad.abs().max() > 0.01
+    expected = plain.linear.weight - 0.1 * plain.linear.weight.grad.clamp(-0.01, 0.01)
+    torch.testing.assert_close(ours.linear.weight, expected)
+    with raises(ConfigError, "out_of_range", "clip_value"):
+        OptimConfig(clip_value=0.0)
 
 
 def test_clipping_scales_the_gradient_and_returns_the_norm_before() -> None:
@@ -198,6 +215,19 @@ def test_schedules_equal_their_closed_forms() -> None:
     cosine = [0.1 + 0.3 * (1 + math.cos(math.pi * step / 10)) / 2 for step in range(10)]
     assert rates(Cosine(min_lr=0.1), 10) == pytest.approx(cosine)
     assert rates(Cosine(warmup_steps=4), 3) == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_step_decay_equals_torch_by_epochs() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+    rate = LearningRate(OptimConfig(lr=0.4, schedule=StepDecay(epochs=2)), 21, steps_per_epoch=3)
+    for epoch in range(7):
+        expected = optimizer.param_groups[0]["lr"]
+        assert [rate.at(3 * epoch + step) for step in range(3)] == pytest.approx([expected] * 3)
+        optimizer.step()
+        scheduler.step()
+    with raises(ConfigError, "out_of_range", "epochs"):
+        StepDecay(epochs=0)
 
 
 def test_cosine_equals_torch() -> None:

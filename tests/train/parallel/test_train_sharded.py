@@ -132,7 +132,7 @@ def run(run_dir: Path, name: str, model: nn.Module | None = None, **settings: An
     return fakes.train(
         model or build(),
         Loader(make),
-        optim=fakes.optim(lr=1e-3, eps=1e-6, weight_decay=0.1, clip_norm=CLIP),
+        optim=fakes.optim(lr=1e-3, eps=1e-6, weight_decay=0.1, clip_norm=CLIP, clip_value=0.3 * CLIP, amsgrad=True),
         config=fakes.config(run_dir, **{"global_batch": 2 * MICRO, "accumulate": 2, "log_every": 1, **settings}),
         valid_loader=[make([1000, 1001, 1002, 1003], 0), make([1004, 1005], 0), make([1006, 1007], 0)][rank::world],
         evals=[score],
