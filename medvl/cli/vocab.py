@@ -1,32 +1,50 @@
-"""`medvl vocab`: a WordPiece vocabulary of a corpus."""
+"""`medvl vocab`: a vocabulary of a corpus."""
 
 import filecmp
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 from medvl.errors import ConfigError
 
 
-def vocab(shards: Path, out: Path, *, size: int = 8000, min_frequency: int = 2, max_tokens: int = 128) -> str:
-    """Train a WordPiece vocabulary on the text of a folder of shards.
+def vocab(
+    shards: Path,
+    out: Path,
+    *,
+    kind: Literal["wordpiece", "words", "r2gen"] = "wordpiece",
+    size: int = 8000,
+    min_frequency: int = 2,
+    max_tokens: int = 128,
+    sections: tuple[str, ...] = (),
+) -> str:
+    """Train a vocabulary on the text of a folder of shards.
 
     Args:
         shards: folder with a manifest, usually the training split.
         out: new output folder of the tokenizer; an equal tokenizer may be there already.
-        size: maximum number of entries.
-        min_frequency: minimum frequency of a piece.
+        kind: wordpiece; words, for models that write complete words (R2Gen); or r2gen, words cleaned as in its released
+            code, which removes decimal points.
+        size: maximum number of entries of a WordPiece vocabulary.
+        min_frequency: minimum frequency of a piece or word.
         max_tokens: length at which the tokenizer truncates texts.
+        sections: only these sections, such as findings; default all.
     """
     from medvl.data.shards.source import ShardSource
-    from medvl.data.tokenizer.tokenizer import train_wordpiece
+    from medvl.data.tokenizer.tokenizer import train_words, train_wordpiece
 
     source = ShardSource(shards)
     studies: dict[str, list[str]] = {}  # images of one study share their report: count it once
     for position in range(len(source)):
         sample = source.sample(position)
-        studies.setdefault(sample.study, list(sample.sections.values()))
+        chosen = sections or tuple(sample.sections)
+        studies.setdefault(sample.study, [sample.sections[name] for name in chosen if name in sample.sections])
     texts = [text for sections in studies.values() for text in sections]
-    tokenizer = train_wordpiece(texts, vocab_size=size, min_frequency=min_frequency, max_tokens=max_tokens)
+    options = {"min_frequency": min_frequency, "max_tokens": max_tokens}
+    if kind == "wordpiece":
+        tokenizer = train_wordpiece(texts, vocab_size=size, **options)
+    else:
+        tokenizer = train_words(texts, cleaning="r2gen" if kind == "r2gen" else "report", **options)
     out.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
         tokenizer.save(folder)

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
         Tokenizer as Tokenizer,
         load_tokenizer as load_tokenizer,
         train_wordpiece as train_wordpiece,
+        train_words as train_words,
     )
     from medvl.data.transforms.image import (
         ConVIRTAugmentation as ConVIRTAugmentation,

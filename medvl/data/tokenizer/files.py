@@ -20,6 +20,7 @@ from tokenizers import Regex, Tokenizer as Backend, decoders, models, normalizer
 
 from medvl.common.hub import fetch
 from medvl.common.untrusted import parse_json
+from medvl.data.tokenizer.report_cleaning import clean_report, clean_report_as_r2gen
 from medvl.errors import ConfigError, WeightsError
 
 MODEL_FILE, CONFIG_FILE, VOCABULARY_FILE = "tokenizer.json", "tokenizer_config.json", "vocab.txt"
@@ -29,8 +30,9 @@ _LARGEST_LENGTH = 1_000_000  # transformers writes a larger number for "no limit
 
 CLIP: Literal["clip"] = "clip"
 CLIP_TOKENS = 77
-Cleaning = Literal["clip", "canonical"]
-"""Text cleaning before tokenization: that of CLIP, or of SigLIP."""
+Cleaning = Literal["clip", "canonical", "report", "r2gen"]
+"""Text cleaning before tokenization: that of CLIP, of SigLIP, for vocabularies of words (`report_cleaning`), or as
+R2Gen's released code."""
 _CLIP_START, _CLIP_END = "<start_of_text>", "<end_of_text>"
 _CLIP_WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 _CLIP_MERGES = 49152 - 256 - 2
@@ -155,6 +157,16 @@ def build_wordpiece(vocabulary: Mapping[str, int], *, lowercase: bool) -> Backen
     return backend
 
 
+def build_words(vocabulary: Mapping[str, int], *, end: str, unknown: str) -> Backend:
+    """Build a tokenizer of words separated by spaces, with one token for both ends of a text."""
+    backend = Backend(models.WordLevel(dict(vocabulary), unk_token=unknown))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    ends = [(end, vocabulary[end])]
+    backend.post_processor = processors.TemplateProcessing(single=f"{end} $A {end}", special_tokens=ends)
+    backend.add_special_tokens([end, unknown])
+    return backend
+
+
 def _build_byte_level(vocabulary: dict[str, int], merges: str) -> Backend:
     """Build RoBERTa's tokenizer."""
     pairs = [tuple(line.split(" ")) for line in merges.split("\n") if line and not line.startswith("#version")]
@@ -195,6 +207,8 @@ def clean_text(text: str, how: Cleaning | None) -> str:
     """Clean a text as in the training of the tokenizer's model."""
     if how == "canonical":  # SigLIP: lower case, without punctuation, single spaces
         return " ".join(text.translate(_WITHOUT_PUNCTUATION).lower().split())
+    if how in ("report", "r2gen"):
+        return clean_report(text) if how == "report" else clean_report_as_r2gen(text)
     return clean_clip_text(text) if how == CLIP else text
 
 

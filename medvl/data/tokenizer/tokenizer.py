@@ -5,6 +5,7 @@
     tokenizer = load_tokenizer("clip")                         # open_clip's vocabulary, which is part of its package
     tokenizer = load_tokenizer(FOLDER, cleaning="canonical")   # SigLIP's: a SentencePiece vocabulary
     tokenizer = train_wordpiece(texts, vocab_size=8000)        # from the shards' own text
+    tokenizer = train_words(texts, min_frequency=3)            # complete words, as R2Gen
     ids_BT, mask_BT = tokenizer(["small left effusion", "no effusion"])
 
 Texts are encoded one by one with the `tokenizers` library: its threads are no faster on a batch, and they make it warn
@@ -16,6 +17,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
@@ -30,6 +32,7 @@ DEFAULT_TOKENS = 512
 """Maximum length where neither the caller nor the tokenizer's files set one."""
 MASKED_OUT = "___"
 """MIMIC's mask for removed words, a token of its own in trained vocabularies."""
+_END, _UNKNOWN = "<end>", "<unk>"
 _SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -217,6 +220,41 @@ def train_wordpiece(
     special = dict(zip(("pad", "unk", "cls", "sep", "mask"), _SPECIAL_TOKENS, strict=True))
     source = f"WordPiece of {len(vocabulary)} from {count} texts"
     return Tokenizer(files.LoadedTokenizer(backend=backend, special=special, max_tokens=max_tokens, source=source))
+
+
+def train_words(
+    texts: Iterable[str], *, min_frequency: int = 3, max_tokens: int = 128, cleaning: Literal["report", "r2gen"] = "report"
+) -> Tokenizer:
+    """Return a tokenizer of all words that occur at least `min_frequency` times, others being `<unk>`, as R2Gen.
+
+    Id 0 pads texts and is their first and last token; the words and `<unk>` follow in alphabetical order.
+
+    Args:
+        texts: read once.
+        min_frequency: 3 for R2Gen's IU X-ray, 10 for its MIMIC-CXR.
+        max_tokens: maximum length of a text.
+        cleaning: "r2gen" also removes decimal points; for checkpoints that were published with such a vocabulary.
+
+    Raises:
+        ConfigError: no word is frequent enough.
+    """
+    counts: collections.Counter[str] = collections.Counter()
+    for text in texts:
+        counts.update(files.clean_text(text, cleaning).split())
+    words = sorted(word for word, count in counts.items() if count >= min_frequency)
+    if not words:
+        message = f"cannot make a vocabulary: no word occurs {min_frequency} times"
+        raise ConfigError(message, "empty", field="texts")
+    vocabulary = {word: index for index, word in enumerate([_END, *sorted([*words, _UNKNOWN])])}
+    special = {"pad": _END, "unk": _UNKNOWN, "cls": _END, "sep": _END, "mask": None}
+    loaded = files.LoadedTokenizer(
+        backend=files.build_words(vocabulary, end=_END, unknown=_UNKNOWN),
+        special=special,
+        max_tokens=max_tokens,
+        source=f"{len(words)} words that occur {min_frequency} times",
+        cleaning=cleaning,
+    )
+    return Tokenizer(loaded, max_tokens=max_tokens)
 
 
 def _count_words(texts: Iterable[str]) -> tuple[Mapping[str, int], int]:
