@@ -31,7 +31,7 @@ def vocab(
         sections: only these sections, such as findings; default all.
     """
     from medvl.data.shards.source import ShardSource
-    from medvl.data.tokenizer.tokenizer import train_words, train_wordpiece
+    from medvl.data.tokenizer.tokenizer import train_wordpiece, train_words
 
     source = ShardSource(shards)
     studies: dict[str, list[str]] = {}  # images of one study share their report: count it once

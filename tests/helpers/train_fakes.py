@@ -173,7 +173,13 @@ def step_of(
     """Return the step of a model as training builds it."""
     parallel = model if isinstance(model, ParallelModel) else DDPModel(model, ranks)
     config = config or optim()
-    options = {"seed": 0, "clip_norm": config.clip_norm, "clip_value": config.clip_value, "channels_last": False, **options}
+    options = {
+        "seed": 0,
+        "clip_norm": config.clip_norm,
+        "clip_value": config.clip_value,
+        "channels_last": False,
+        **options,
+    }
     return Step(parallel, build_optimizer(parallel.trained, config), Precision(precision, ranks.device), **options)
 
 

@@ -1,6 +1,6 @@
 """Cleaning of reports for vocabularies of words: lower case, full stops as words, no other punctuation.
 
-    "1. Nodule of 3.2 cm.\n2. No effusion."   ->   "nodule of 3.2 cm . no effusion ."
+"1. Nodule of 3.2 cm.\n2. No effusion."   ->   "nodule of 3.2 cm . no effusion ."
 """
 
 import re

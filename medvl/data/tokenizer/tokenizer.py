@@ -223,7 +223,11 @@ def train_wordpiece(
 
 
 def train_words(
-    texts: Iterable[str], *, min_frequency: int = 3, max_tokens: int = 128, cleaning: Literal["report", "r2gen"] = "report"
+    texts: Iterable[str],
+    *,
+    min_frequency: int = 3,
+    max_tokens: int = 128,
+    cleaning: Literal["report", "r2gen"] = "report",
 ) -> Tokenizer:
     """Return a tokenizer of all words that occur at least `min_frequency` times, others being `<unk>`, as R2Gen.
 

@@ -10,7 +10,7 @@ from medvl.data.tokenizer.report_cleaning import clean_report, clean_report_as_r
 from medvl.data.tokenizer.tokenizer import load_tokenizer, train_words
 from medvl.errors import ConfigError
 
-REPORT = "1. Nodule of 3.2 cm, at T11. The heart is \"normal\".\n2. No effusion/edema.. 3. XXXX __ (stable)."
+REPORT = '1. Nodule of 3.2 cm, at T11. The heart is "normal".\n2. No effusion/edema.. 3. XXXX __ (stable).'
 
 
 def released(text: str) -> str:
@@ -33,9 +33,7 @@ def released(text: str) -> str:
 
 
 def test_decimal_points_and_numbers_in_words_stay() -> None:
-    assert clean_report(REPORT) == (
-        "nodule of 3.2 cm at t11 . the heart is normal . no effusionedema . xxxx stable ."
-    )
+    assert clean_report(REPORT) == ("nodule of 3.2 cm at t11 . the heart is normal . no effusionedema . xxxx stable .")
     assert clean_report("Mid-lung opacity, 10% of 2.5 x 1.25 cm") == "mid-lung opacity 10 of 2.5 x 1.25 cm ."
     assert clean_report(" \n .. ") == ""
 
