@@ -16,10 +16,13 @@ The weights after the last step are evaluated, and those before the first ("at r
 * linear probe at 1 % of the labels: mean AUROC of the five, over five samples of patients;
 * cost: median of the pairs per second that training logged, and peak memory of the process (on a GPU: of the GPU).
 
+UMRL, whose encoders are frozen, has TF-IDF of the texts and the image encoder of ConVIRT's run in place of the common
+encoders.
+
 `--extras` compares ways of training one system: change classification with and without the prior image, and training
-with few pairs and unpaired images and texts. Data and runs are written below `--data`; what exists there, also from
-scripts/quickstart.sh, is used. Finished runs are not repeated and a killed one is resumed. A run that fails is named
-below the table, and the exit status is 1.
+with few pairs and the other images and texts unpaired. Data and runs are written below `--data`; what exists there,
+also from scripts/quickstart.sh, is used. Finished runs are not repeated and a killed one is resumed. A run that fails
+is named below the table, and the exit status is 1.
 """
 
 import argparse
@@ -45,7 +48,6 @@ SETTINGS_OF = {"clip": "chexzero"}
 """Systems without a recipe -> the system whose recipe they train with."""
 REASONS = {
     "albef": "a fusion-encoder, whose similarity is one of three losses",
-    "umrl": "trains on features of frozen encoders, see the second table",
 }
 """Systems that are not in the table."""
 METRICS = {
@@ -68,7 +70,7 @@ def main() -> int:
     found = [(name, preset) for name in names if (preset := presets[name]) is not None]
     runs = [make_run(name, preset, seed) for name, preset in found for seed in options.seeds]
     extras = extra_runs(presets, options.seeds) if options.extras else []
-    planned = merged([*runs, *extras])
+    planned = merged([*prerequisites([*runs, *extras], presets), *runs, *extras])
     if options.only is not None:
         execute(planned[options.only], sizes)
         return 0
@@ -145,6 +147,12 @@ def merged(runs: Sequence[Run]) -> dict[str, Run]:
         other = planned.get(run.id, run)
         planned[run.id] = dataclasses.replace(other, tasks=tuple(dict.fromkeys((*other.tasks, *run.tasks))))
     return planned
+
+
+def prerequisites(runs: Sequence[Run], presets: Mapping[str, Preset | None]) -> list[Run]:
+    """Return the runs whose image encoders others take, without evaluations of their own."""
+    needed = [(run.image_from, presets[run.image_from], run.seed) for run in runs if run.image_from is not None]
+    return [make_run(name, preset, seed, tasks=()) for name, preset, seed in needed if preset is not None]
 
 
 def left_out() -> dict[str, str]:

@@ -29,6 +29,10 @@ _ACCURACY = ("macro_accuracy", "macro")
 _AUROC = ("zero-shot", "auroc", "macro_competition")
 _CHANGE = {"tasks": ("change", "change-without-prior")}
 _ZERO_SHOT = {"tasks": ("zero-shot",)}
+_RETRIEVAL = ("retrieval", "recall@10", "image_to_text")
+_FEW: dict[str, Any] = {"paired_share": 0.01}
+_EA = {"changes": {**_FEW, "adversarial_weight": 0.0}, "tasks": ("zero-shot", "retrieval")}
+_EA_ADV = {"changes": _FEW, "tasks": ("zero-shot", "retrieval")}
 
 EXTRAS = (
     Extra(
@@ -58,6 +62,13 @@ EXTRAS = (
         name="convirt-tenth",
         metric=_AUROC,
         fields={"train": (PAIRED,), **_ZERO_SHOT},
+    ),
+    *(
+        Extra(
+            title=f"UMRL with 1 % of the pairs, {way}, {title}", system="umrl", name=name, metric=metric, fields=fields
+        )
+        for title, metric in (("zero-shot AUROC", _AUROC), ("R@10 image to text", _RETRIEVAL))
+        for way, name, fields in (("EA+Adv", "umrl-ea-adv", _EA_ADV), ("EA alone", "umrl-ea", _EA))
     ),
 )
 

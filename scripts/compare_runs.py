@@ -35,10 +35,15 @@ from medvl.schema import Inputs
 
 TASKS = ("zero-shot", "retrieval", "grounding", "probe")
 """Evaluations of every system."""
-ENCODERS: Mapping[str, Any] = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 112}
+ENCODERS: dict[str, Any] = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 112}
 """Settings that are the same for every system."""
-CHANGES: Mapping[str, Mapping[str, Any]] = {name: {"text_arguments": {}} for name in ("chexzero", "clip", "siglip")}
-"""Fields of a system's `tiny` preset that do not fit `ENCODERS`: here, those of open_clip's text encoder."""
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"text_arguments": {}} for name in ("chexzero", "clip", "siglip")},
+    "umrl": {"text_encoder": "static"},
+}
+"""Fields of the model that do not fit `ENCODERS`: arguments of open_clip's text encoder; UMRL's TF-IDF with PCA."""
+IMAGE_FROM = {"umrl": "convirt"}
+"""Systems on a frozen image encoder -> the run of the same seed that has trained it."""
 PAIRED, UNPAIRED = "paired-tenth/train", "unpaired-rest/train"
 SECTIONS = ("findings", "impression")
 STORED = ("--short-side", "160")
@@ -61,11 +66,13 @@ class Run(Preset):
     name: str
     """System, or a name of its own where a system is trained in several ways."""
     seed: int
-    changes: Mapping[str, Any]
-    """Fields of the model besides `ENCODERS`."""
+    changes: dict[str, Any]
+    """Fields of the model besides or in place of `ENCODERS`."""
     train: tuple[str, ...] = ("shards/train",)
     """Folders of training shards below the data folder."""
     tasks: tuple[str, ...] = TASKS
+    image_from: str | None = None
+    """Run of the same seed whose image encoder the recipe takes (its setting `image_from`)."""
 
     @property
     def id(self) -> str:
@@ -108,7 +115,8 @@ def is_evaluated(folder: Path) -> bool:
 
 def make_run(name: str, preset: Preset, seed: int, **fields: Any) -> Run:
     """Return the run of a system; `fields` are those of `Run`."""
-    changes = CHANGES.get(preset.config.system, {}) | fields.pop("changes", {})
+    changes = {**CHANGES.get(preset.config.system, {}), **fields.pop("changes", {})}
+    fields.setdefault("image_from", IMAGE_FROM.get(preset.config.system))
     return Run(name=name, seed=seed, **vars(preset), changes=changes, **fields)
 
 
@@ -203,9 +211,13 @@ def settings_of(run: Run, sizes: Sizes, settings: Any) -> Any:
         model = run.config(**{field.name: getattr(model, field.name) for field in dataclasses.fields(run.config)})
     train, *extra_train = (sizes.data / folder for folder in run.train)
     schedule = dataclasses.replace(settings.optim.schedule, warmup_steps=min(100, sizes.steps // 4))
+    own: dict[str, Any] = {}
+    if run.image_from is not None:
+        own["image_from"] = sizes.home / f"{run.image_from}-{run.seed}" / "run/last"
     return dataclasses.replace(
         settings,
-        model=dataclasses.replace(model, **ENCODERS, **run.changes),
+        **own,
+        model=dataclasses.replace(model, **(ENCODERS | run.changes)),
         pretrained=False,
         init_from=None,
         data=dataclasses.replace(

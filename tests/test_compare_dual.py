@@ -60,7 +60,8 @@ def test_every_system_takes_the_common_encoders(script: Any, tmp_path: Path) -> 
             continue
         presets = script.runpy.run_path(str(preset.recipe))["PRESETS"]
         settings = runs.settings_of(runs.make_run(name, preset, 5), sizes, presets[preset.preset])
-        assert {key: getattr(settings.model, key) for key in runs.ENCODERS} == runs.ENCODERS
+        encoders = runs.ENCODERS | ({"text_encoder": "static"} if settings.model.system == "umrl" else {})
+        assert {key: getattr(settings.model, key) for key in runs.ENCODERS} == encoders
         assert type(settings.model) is preset.config
         assert (settings.init_from, settings.pretrained, settings.data.valid) == (None, False, None)
         assert (settings.train.steps, settings.train.global_batch, settings.train.seed) == (3, 4, 5)
@@ -138,6 +139,22 @@ def test_extras_share_the_run_of_their_system(script: Any) -> None:
     assert planned["biovil_t-0"].tasks == (*main.tasks, "change", "change-without-prior")
     assert planned["biovil_t-1"].tasks == ("change", "change-without-prior")
     assert planned["medclip-tenth-0"].train[0] == planned["convirt-tenth-0"].train[0]
+
+
+def test_umrl_takes_the_image_encoder_of_convirts_run(script: Any, tmp_path: Path) -> None:
+    runs = sys.modules["compare_runs"]
+    presets = script.presets_by_system()
+    extras = [run for run in script.extra_runs(presets, [3]) if run.config.system == "umrl"]
+    assert {run.name for run in extras} == {"umrl-ea", "umrl-ea-adv"}
+    planned = script.merged([*script.prerequisites(extras, presets), *extras])
+    assert next(iter(planned)) == "convirt-3"
+    assert planned["convirt-3"].tasks == ()
+    sizes = runs.Sizes(data=tmp_path, patients=1, side=1, steps=3, batch=4, workers=0, resamples=0)
+    for run in extras:
+        settings = runs.settings_of(run, sizes, script.runpy.run_path(str(run.recipe))["PRESETS"][run.preset])
+        assert settings.image_from == sizes.home / "convirt-3/run/last"
+        assert (settings.model.paired_share, settings.model.text_encoder) == (0.01, "static")
+        assert (settings.model.adversarial_weight > 0) == (run.name == "umrl-ea-adv")
 
 
 def test_both_tables_have_their_place_in_the_document() -> None:
