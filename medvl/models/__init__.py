@@ -88,9 +88,11 @@ if TYPE_CHECKING:
         AlignedFusionModel as AlignedFusionModel,
     )
     from medvl.models.fusion_encoders.base import FusionModel as FusionModel
+    from medvl.models.fusion_encoders.bert_stream import BertStream as BertStream
     from medvl.models.fusion_encoders.config import FusionConfig as FusionConfig, StreamConfig as StreamConfig
     from medvl.models.fusion_encoders.joint_bert import JointBERT as JointBERT
     from medvl.models.fusion_encoders.m3ae import M3AE as M3AE, M3AEConfig as M3AEConfig
+    from medvl.models.fusion_encoders.masked_matching import MaskedMatchingModel as MaskedMatchingModel
     from medvl.models.fusion_encoders.medvill import MedViLL as MedViLL, MedViLLConfig as MedViLLConfig
     from medvl.models.fusion_encoders.objectives.base import (
         Corruption as Corruption,

@@ -1,26 +1,21 @@
-"""A BERT that encodes text and image cells jointly, and writes texts about images.
+"""A BERT that encodes text and image cells jointly, with masks under which it writes texts about images.
 
 P cells of the grid, T text tokens including CLS and SEP, S all tokens, R rows that are written; the other letters as in
 `medvl.schema`.
 """
 
 import abc
-from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
-from medvl.models.base import Parts
-from medvl.models.bert_init import init_weights
-from medvl.models.fusion_encoders.base import FusionModel
+from medvl.models.fusion_encoders.bert_stream import BertStream
 from medvl.models.fusion_encoders.layers.attention_masks import CAUSAL_ATTENTIONS
-from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Pooler, Tokens, stream_mask
-from medvl.models.fusion_encoders.layers.transformer import attention_weights
-from medvl.models.masked_words import WordHead
+from medvl.models.fusion_encoders.layers.encoder import Fused, Tokens, join, stream_mask
 from medvl.models.text_decoding import Decoding, Generated, search
+from medvl.schema import Batch
 
 IMAGE, TEXT = 0, 1
 """BERT's token types."""
@@ -29,8 +24,8 @@ _LEADING = 2
 _GREEDY = Decoding()
 
 
-class JointBERT(FusionModel):
-    """The sequence `[CLS] cells [SEP] text [SEP]` through BERT, which is both text encoder and fusion-encoder.
+class JointBERT(BertStream):
+    """The sequence `[CLS] cells [SEP] text [SEP]` through BERT, under the configuration's attention mask.
 
     The image block, including CLS and SEP, has the first token type, the text the second. The positions of cells and of
     the text both start from zero. `Fused.image` is the image block with CLS and SEP, `Fused.text` the text without CLS.
@@ -40,22 +35,6 @@ class JointBERT(FusionModel):
 
     image_between_text_tokens = True
 
-    def __init__(
-        self, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder, **parts: Unpack[Parts]
-    ) -> None:
-        super().__init__(config, image_encoder, text_encoder, **parts)
-        width = text_encoder.token_dim
-        if getattr(getattr(text_encoder.backbone, "config", None), "model_type", None) != "bert":
-            message = f"text_encoder must be a BERT, got {config.text_encoder}"
-            raise ConfigError(message, "unsupported", field="text_encoder")
-        self.image_input = nn.Linear(image_encoder.patch_dim, width)
-        self.pooler = Pooler(width)
-        self.mlm_head = WordHead(width, text_encoder.vocab_size, tied=True)
-        self.itm_head = nn.Linear(width, 2)
-        self.pooled_dim = self.fused_dim = width
-        for module in (self.image_input, self.pooler, self.itm_head):
-            init_weights(module)
-
     @abc.abstractmethod
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:
         """Embed the cells of the images."""
@@ -63,6 +42,10 @@ class JointBERT(FusionModel):
     def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
         """Embed CLS and SEP of the image block, then the text without its CLS."""
         return self.embed_texts(ids_BT, text_ends(ids_BT, mask_BT), mask_BT, has_text_B)
+
+    def masked_text_tokens(self, batch: Batch, masked_ids_BT: Tensor) -> Tokens:
+        """See the base class; the tokens around the image block are not masked."""
+        return self.embed_texts(masked_ids_BT, text_ends(batch.ids_BT, batch.mask_BT), batch.mask_BT, batch.has_text_B)
 
     def embed_texts(
         self, ids_BT: Tensor, leading_B2: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None
@@ -79,49 +62,34 @@ class JointBERT(FusionModel):
             real_BT = real_BT & has_text_B[:, None]
         return Tokens(torch.cat([leading_B2D, words_BTD], dim=1), torch.cat([all_B2, real_BT], dim=1))
 
-    def fuse(self, text: Tokens, image: Tokens) -> Fused:
-        """Encode the joint sequence under the configuration's attention mask."""
-        block, words, mask_BSS = self._sequence(text, image)
-        states_BSD = self.text_encoder.encode(torch.cat([block.states_BND, words.states_BND], dim=1), mask_BSS)[-1]
-        images = block.states_BND.shape[1]
-        return Fused(
-            Tokens(states_BSD[:, images:], words.mask_BN),
-            Tokens(states_BSD[:, :images], block.mask_BN),
-            self.pooler(states_BSD),
-        )
-
-    def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        """See the base class; the pooled token is CLS."""
-        block, words, mask_BSS = self._sequence(text, image)
-        below_BSD = self.text_encoder.encode(torch.cat([block.states_BND, words.states_BND], dim=1), mask_BSS)[-2]
-        backbone: Any = self.text_encoder.backbone
-        last = backbone.encoder.layer[-1].attention.self
-        weights_BSS = attention_weights(
-            last.query(below_BSD), last.key(below_BSD), last.num_attention_heads, mask_BSS
-        ).mean(dim=1)
-        images = block.states_BND.shape[1]
-        from_text_BTP = torch.cat([weights_BSS[:, :1], weights_BSS[:, images:]], dim=1)[:, :, 1 : images - 1]
-        return AttentionMaps(from_text_BTP[:, 0], from_text_BTP).cells(image, leading=0)
-
-    def _sequence(self, text: Tokens, image: Tokens) -> tuple[Tokens, Tokens, Tensor]:
-        """Return the image block, the words after it, and the attention mask of both (B, S, S)."""
+    def sequence(self, text: Tokens, image: Tokens) -> tuple[Tokens, Tensor]:
+        """See the base class; the image block comes first."""
         block = image_block(text, image)
         words = Tokens(text.states_BND[:, _LEADING:], text.real_BN()[:, _LEADING:])
         share = self.config.seq2seq_share if self.training else 0.0
         mask_BSS = stream_mask(self.config.attention, words, block, share)
         assert mask_BSS is not None, "texts have a padding mask"
-        return block, words, mask_BSS
+        return join(block, words), mask_BSS
+
+    def fused(self, states_BSD: Tensor, real_BS: Tensor, texts: int) -> Fused:
+        """See the base class."""
+        words = slice(real_BS.shape[1] - texts + _LEADING, None)
+        block = slice(0, words.start)
+        return Fused(
+            Tokens(states_BSD[:, words], real_BS[:, words]),
+            Tokens(states_BSD[:, block], real_BS[:, block]),
+            self.pooler(states_BSD),
+        )
+
+    def text_to_image(self, weights_BSS: Tensor, texts: int) -> Tensor:
+        """See the base class."""
+        block = weights_BSS.shape[1] - texts + _LEADING
+        return torch.cat([weights_BSS[:, :1], weights_BSS[:, block:]], dim=1)[:, :, 1 : block - 1]
 
     def word_states(self, fused: Fused, position_N: Tensor, width: int) -> Tensor:
-        """(N, D): fused states at positions of the flattened (B * `width`) token ids; none may be CLS."""
+        """See the base class; `Fused.text` is without CLS."""
         row_N, column_N = position_N // width, position_N % width
         return fused.text.states_BND[row_N, column_N - 1]
-
-    def score_words(self, states_ND: Tensor) -> Tensor:
-        """See the base class."""
-        backbone: Any = self.text_encoder.backbone
-        scores_NV: Tensor = self.mlm_head(states_ND, backbone.get_input_embeddings().weight)
-        return scores_NV
 
     @torch.no_grad()
     def generate(self, image: Tensor, has_image_B: Tensor | None = None, *, decoding: Decoding = _GREEDY) -> Generated:

@@ -16,13 +16,11 @@ from medvl.models.config_checks import check_choice, check_within
 from medvl.models.fusion_encoders.config import FusionConfig, check_attention
 from medvl.models.fusion_encoders.corruption import sample_pairs
 from medvl.models.fusion_encoders.encoders import create_pixel_encoders
-from medvl.models.fusion_encoders.joint_bert import IMAGE, JointBERT, text_ends
+from medvl.models.fusion_encoders.joint_bert import IMAGE, JointBERT
 from medvl.models.fusion_encoders.layers.attention_masks import CAUSAL_ATTENTIONS, Attention
 from medvl.models.fusion_encoders.layers.encoder import Tokens
 from medvl.models.fusion_encoders.layers.inputs import encode_present, sample_cells
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
-from medvl.models.fusion_encoders.objectives.matching import ImageTextMatching
-from medvl.models.fusion_encoders.objectives.words import MaskedLanguageModeling
 from medvl.models.registry import register_system
 from medvl.schema import Batch
 
@@ -85,9 +83,6 @@ class MedViLL(JointBERT):
         if height * columns > text_encoder.max_tokens:
             message = f"{height * columns} cells exceed {text_encoder.max_tokens} positions; use a smaller image_size"
             raise ConfigError(message, "too_large", field="image_size")
-        self.mlm = MaskedLanguageModeling(config.mlm_weight, self.mask_words, self.score_words)
-        self.itm = ImageTextMatching(config.itm_weight, self.sample_pairs, self.itm_head)
-        self.objectives = (self.mlm, self.itm)
         if config.objective == "report":
             self.objectives = (self.mlm,)
             self.masks_closing_token = True
@@ -133,28 +128,4 @@ class MedViLL(JointBERT):
 
     def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
         """Fuse every masked text with the image sampled for it in one pass."""
-        if self.config.objective == "report":
-            text = self._masked_texts(batch, corruption)
-            image = self.image_tokens(batch.image_BCHW, batch.has_image_B)
-            fused = self.fuse(text, image)
-            pooled_MD = fused.pooled_BD
-        else:
-            pairs = corruption.of(self.itm)
-            image = self.image_tokens(batch.image_BCHW, batch.has_image_B)
-            text = self._masked_texts(batch, corruption)
-            row_B = torch.arange(len(batch), device=batch.ids_BT.device)
-            fused = self.fuse(text, image.rows(row_B.index_copy(0, pairs.text_N, pairs.image_N)))
-            pooled_MD = fused.pooled_BD[pairs.text_N]
-        position_N = corruption.of(self.mlm).position_N
-        return Encoded(
-            batch=batch,
-            image=image,
-            text=text,
-            word_states_ND=self.word_states(fused, position_N, batch.ids_BT.shape[1]),
-            pooled_MD=pooled_MD,
-        )
-
-    def _masked_texts(self, batch: Batch, corruption: Corruption) -> Tokens:
-        masked_ids_BT = corruption.of(self.mlm).ids_BT
-        leading_B2 = text_ends(batch.ids_BT, batch.mask_BT)  # unmasked: they delimit the image block
-        return self.embed_texts(masked_ids_BT, leading_B2, batch.mask_BT, batch.has_text_B)
+        return self.encode_together(batch, corruption)

@@ -1,26 +1,19 @@
 """Two encoders and a separate fusion-encoder in either layout, pretrained by MLM and ITM.
 
-The dual-stream layout is METER (Dou et al., arXiv 2111.02387); M3AE extends it. N masked positions, M pairs; the other
-letters as in `medvl.schema`.
+The dual-stream layout is METER (Dou et al., arXiv 2111.02387); M3AE extends it.
 """
 
 import abc
 import dataclasses
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
-import torch
 from torch import Tensor, nn
 
-from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import TextEncoder
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.bert_init import init_weights
 from medvl.models.config_checks import check_within
-from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.config import StreamConfig, check_attention
-from medvl.models.fusion_encoders.corruption import sample_pairs
-from medvl.models.fusion_encoders.encoders import create_encoders
 from medvl.models.fusion_encoders.layers.attention_masks import Attention
 from medvl.models.fusion_encoders.layers.encoder import (
     AttentionMaps,
@@ -32,12 +25,8 @@ from medvl.models.fusion_encoders.layers.encoder import (
 )
 from medvl.models.fusion_encoders.layers.inputs import ImageInput, ImageSource, RegionEncoder, encode_present
 from medvl.models.fusion_encoders.layers.transformer import Sizes
-from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
-from medvl.models.fusion_encoders.objectives.matching import ImageTextMatching
-from medvl.models.fusion_encoders.objectives.words import MaskedLanguageModeling
-from medvl.models.masked_words import WordHead
+from medvl.models.fusion_encoders.masked_matching import MaskedMatchingModel
 from medvl.models.registry import register_system
-from medvl.schema import Batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,10 +58,10 @@ class SingleStreamConfig(StreamConfig):
         check_within(self, "(0, inf)", "image_tokens")
 
 
-class StreamModel(FusionModel, abc.ABC):
+class StreamModel(MaskedMatchingModel, abc.ABC):
     """Base of both layouts, which differ in `make_fusion` only.
 
-    Negatives of ITM are other images of the batch, where METER decodes images for the purpose.
+    METER decodes images to serve as negatives of ITM; here they are other images of the batch.
     """
 
     def __init__(
@@ -82,21 +71,8 @@ class StreamModel(FusionModel, abc.ABC):
         self.image_input = self.make_image_input(config, image_encoder)
         self.text_input = nn.Linear(text_encoder.token_dim, config.width)
         self.fusion = self.make_fusion(config)
-        self.mlm_head = WordHead(config.width, text_encoder.vocab_size)
-        self.itm_head = nn.Linear(self.fusion.pooled_dim, 2)
-        self.pooled_dim, self.fused_dim = self.fusion.pooled_dim, config.width
         init_weights(self.text_input)
-        init_weights(self.itm_head)
-        self.mlm = MaskedLanguageModeling(config.mlm_weight, self.mask_words, self.score_words)
-        self.itm = ImageTextMatching(config.itm_weight, sample_pairs, self.itm_head)
-        self.objectives = (self.mlm, self.itm)
-
-    @classmethod
-    def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
-        """See the base class."""
-        image_encoder, text_encoder = create_encoders(config, pretrained=pretrained)
-        transform = EvalTransform(size=config.image_size, fit=config.fit)
-        return cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
+        self.make_heads(config.width, self.fusion.pooled_dim)
 
     def make_image_input(self, config: Any, image_encoder: ImageSource) -> ImageInput:
         """Create the projection of image features to tokens."""
@@ -133,32 +109,6 @@ class StreamModel(FusionModel, abc.ABC):
     def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
         """See the base class."""
         return self.fusion.cross_attention(text, image).cells(image, leading=1)
-
-    def score_words(self, states_ND: Tensor) -> Tensor:
-        """See the base class."""
-        scores_NV: Tensor = self.mlm_head(states_ND)
-        return scores_NV
-
-    def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
-        """Encode each image once; fuse masked texts with their images and the sampled pairs in one pass."""
-        words, pairs = corruption.of(self.mlm), corruption.of(self.itm)
-        image = self.image_tokens(self.image_input_of(batch), batch.has_image_B)
-        masked, text = self.masked_and_unmasked(batch, words.ids_BT)
-        fused = self.fuse(masked.beside(text.rows(pairs.text_N)), image.beside(image.rows(pairs.image_N)))
-        return Encoded(
-            batch=batch,
-            image=image,
-            text=text,
-            word_states_ND=fused.text.states_BND[: len(batch)].flatten(0, 1)[words.position_N],
-            pooled_MD=fused.pooled_BD[len(batch) :],
-        )
-
-    def masked_and_unmasked(self, batch: Batch, masked_ids_BT: Tensor) -> tuple[Tokens, Tokens]:
-        """Encode the texts masked and unmasked in one pass of the text encoder."""
-        twice_2B = None if batch.has_text_B is None else batch.has_text_B.repeat(2)
-        both = self.text_tokens(torch.cat([masked_ids_BT, batch.ids_BT]), batch.mask_BT.repeat(2, 1), twice_2B)
-        first_B = torch.arange(len(batch), device=both.states_BND.device)
-        return both.rows(first_B), both.rows(first_B + len(batch))
 
 
 @register_system("dual_stream")

@@ -191,7 +191,7 @@ def test_forward_pass_computes_no_maps(name: str, tokenizer: Any, monkeypatch: p
         before = model.features(batch).pooled_BD
         question_attention(model, batch)
         monkeypatch.setattr("medvl.models.fusion_encoders.layers.transformer.attention_weights", None)
-        monkeypatch.setattr("medvl.models.fusion_encoders.joint_bert.attention_weights", None)
+        monkeypatch.setattr("medvl.models.fusion_encoders.bert_stream.attention_weights", None)
         after = model.features(batch).pooled_BD
     assert torch.equal(before, after)
 

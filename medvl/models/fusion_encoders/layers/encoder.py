@@ -4,6 +4,7 @@ Letters: B batch, N tokens, T text tokens, P image tokens, S = P + T, D width.
 """
 
 import abc
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,12 @@ class Tokens(NamedTuple):
         """Concatenate two batches of samples with equal numbers of tokens."""
         return _concatenate(self, other, dim=0)
 
+    def split(self, sizes: Sequence[int]) -> list["Tokens"]:
+        """Return batches of these numbers of samples; the reverse of `beside`."""
+        states = self.states_BND.split(list(sizes))
+        masks = [None] * len(states) if self.mask_BN is None else self.mask_BN.split(list(sizes))
+        return [Tokens(*part) for part in zip(states, masks, strict=True)]
+
 
 def join(first: Tokens, second: Tokens) -> Tokens:
     """Concatenate the sequences of the same samples."""
@@ -58,6 +65,11 @@ class Fused(NamedTuple):
     image: Tokens
     pooled_BD: Tensor
     """One vector for each pair, of width `pooled_dim`."""
+
+    def split(self, sizes: Sequence[int]) -> list["Fused"]:
+        """Return the outputs of batches that were fused together, of these numbers of samples."""
+        parts = zip(self.text.split(sizes), self.image.split(sizes), self.pooled_BD.split(list(sizes)), strict=True)
+        return [Fused(*part) for part in parts]
 
 
 class AttentionMaps(NamedTuple):

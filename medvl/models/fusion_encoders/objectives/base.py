@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
-from medvl.models.fusion_encoders.layers.encoder import Tokens
+from medvl.models.fusion_encoders.layers.encoder import Fused, Tokens
 from medvl.schema import Batch
 
 
@@ -38,6 +38,11 @@ class Encoded:
     """Fused states of the masked texts at the masked positions."""
     pooled_MD: Tensor
     """Pooled vectors of the sampled pairs; of all rows in systems that sample none."""
+    pairs: Fused | None = None
+    """The sampled pairs, fused, for objectives that read their words and patches; None in systems that match masked
+    texts."""
+    matched_M: Tensor | None = None
+    """bool: which of `pairs` match."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,126 @@
+"""The base of systems that are pretrained by masked words and image-text matching.
+
+N masked positions, M pairs, V vocabulary; the other letters as in `medvl.schema`.
+"""
+
+import functools
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.data.transforms.image import EvalTransform
+from medvl.losses.itm import MatchingPairs
+from medvl.models.bert_init import init_weights
+from medvl.models.fusion_encoders.base import FusionModel
+from medvl.models.fusion_encoders.corruption import sample_pairs
+from medvl.models.fusion_encoders.encoders import create_encoders
+from medvl.models.fusion_encoders.layers.encoder import Fused, Tokens
+from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
+from medvl.models.fusion_encoders.objectives.matching import ImageTextMatching
+from medvl.models.fusion_encoders.objectives.words import MaskedLanguageModeling
+from medvl.models.masked_words import WordHead
+from medvl.schema import Batch
+
+
+class MaskedMatchingModel(FusionModel):
+    """Masked words (`mlm`) and image-text matching (`itm`).
+
+    `encode` is `encode_apart` by default: masked texts with their own images, and whole texts with the images that are
+    sampled for them (METER, ViLT). A system whose masked texts are also those that are matched (BERT, VisualBERT,
+    LXMERT, MedViLL) returns `encode_together`. Negatives are other images of the batch.
+
+    A subclass calls `make_heads` when it has its layers.
+    """
+
+    def make_heads(self, fused_dim: int, pooled_dim: int, *, tied: bool = False) -> None:
+        """Create the heads and the objectives; with `tied`, words are scored by the table of word embeddings."""
+        self.fused_dim, self.pooled_dim = fused_dim, pooled_dim
+        self.mlm_head = WordHead(fused_dim, self.text_encoder.vocab_size, tied=tied)
+        self.itm_head = nn.Linear(pooled_dim, 2)
+        init_weights(self.itm_head)
+        self.mlm = MaskedLanguageModeling(self.config.mlm_weight, self.mask_words, self.score_words)
+        self.itm = ImageTextMatching(self.config.itm_weight, self.sample_pairs, self.itm_head)
+        self.objectives = (self.mlm, self.itm)
+
+    @classmethod
+    def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
+        """See the base class."""
+        image_encoder, text_encoder = create_encoders(config, pretrained=pretrained)
+        transform = EvalTransform(size=config.image_size, fit=config.fit)
+        return cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
+
+    def sample_pairs(self, batch: Batch) -> MatchingPairs:
+        """Keep the image of half of the complete samples; give the others a wrong image of the batch."""
+        return sample_pairs(batch)
+
+    def score_words(self, states_ND: Tensor) -> Tensor:
+        """See the base class."""
+        backbone: Any = self.text_encoder.backbone
+        table_VD = backbone.get_input_embeddings().weight if self.mlm_head.words is None else None
+        scores_NV: Tensor = self.mlm_head(states_ND, table_VD)
+        return scores_NV
+
+    def word_states(self, fused: Fused, position_N: Tensor, width: int) -> Tensor:
+        """(N, D): fused states at positions of the flattened (B * `width`) token ids; none may be the first."""
+        row_N, column_N = position_N // width, position_N % width
+        return fused.text.states_BND[row_N, column_N]
+
+    def masked_text_tokens(self, batch: Batch, masked_ids_BT: Tensor) -> Tokens:
+        """Encode the masked texts of a batch."""
+        return self.text_tokens(masked_ids_BT, batch.mask_BT, batch.has_text_B)
+
+    def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
+        """See the base class."""
+        return self.encode_apart(batch, corruption)
+
+    def encode_apart(self, batch: Batch, corruption: Corruption) -> Encoded:
+        """Fuse masked texts with their images and whole texts with sampled ones, in one pass of twice the rows."""
+        words, pairs = corruption.of(self.mlm), corruption.of(self.itm)
+        image = self.image_tokens(self.image_input_of(batch), batch.has_image_B)
+        masked, text = self.masked_and_unmasked(batch, words.ids_BT)
+        own, sampled = self.fuse_all((masked, image), (text.rows(pairs.text_N), image.rows(pairs.image_N)))
+        return Encoded(
+            batch=batch,
+            image=image,
+            text=text,
+            word_states_ND=self.word_states(own, words.position_N, batch.ids_BT.shape[1]),
+            pooled_MD=sampled.pooled_BD,
+            pairs=sampled,
+            matched_M=pairs.matched_N,
+        )
+
+    def encode_together(self, batch: Batch, corruption: Corruption) -> Encoded:
+        """Fuse every masked text with the image sampled for it, or its own in a system without matching."""
+        words, image = corruption.of(self.mlm), self.image_tokens(self.image_input_of(batch), batch.has_image_B)
+        text = self.masked_text_tokens(batch, words.ids_BT)
+        if self.itm in self.objectives:
+            pairs = corruption.of(self.itm)
+            row_B = torch.arange(len(batch), device=batch.ids_BT.device)
+            fused = self.fuse(text, image.rows(row_B.index_copy(0, pairs.text_N, pairs.image_N)))
+            pooled_MD = fused.pooled_BD[pairs.text_N]
+        else:
+            fused = self.fuse(text, image)
+            pooled_MD = fused.pooled_BD
+        return Encoded(
+            batch=batch,
+            image=image,
+            text=text,
+            word_states_ND=self.word_states(fused, words.position_N, batch.ids_BT.shape[1]),
+            pooled_MD=pooled_MD,
+        )
+
+    def fuse_all(self, *inputs: tuple[Tokens, Tokens]) -> list[Fused]:
+        """Fuse several batches of texts and images in one pass."""
+        texts, images = zip(*inputs, strict=True)
+        text: Tokens = functools.reduce(Tokens.beside, texts)
+        image: Tokens = functools.reduce(Tokens.beside, images)
+        return self.fuse(text, image).split([len(tokens.states_BND) for tokens in texts])
+
+    def masked_and_unmasked(self, batch: Batch, masked_ids_BT: Tensor) -> tuple[Tokens, Tokens]:
+        """Encode the texts masked and unmasked in one pass of the text encoder."""
+        twice_2B = None if batch.has_text_B is None else batch.has_text_B.repeat(2)
+        both = self.text_tokens(torch.cat([masked_ids_BT, batch.ids_BT]), batch.mask_BT.repeat(2, 1), twice_2B)
+        first_B = torch.arange(len(batch), device=both.states_BND.device)
+        return both.rows(first_B), both.rows(first_B + len(batch))
