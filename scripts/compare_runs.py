@@ -133,7 +133,8 @@ def make_data(sizes: Sizes, needed: Collection[str]) -> None:
         salt.write_text("0" * 64 + "\n")
     os.environ.setdefault("MEDVL_SALT_FILE", str(salt))
     if not _complete(data / "shards/test"):
-        medvl("phantom", "mimic-cxr", "--out", data / "mimic-cxr", "--patients", sizes.patients, "--size", side)
+        size = ("--patients", sizes.patients, "--size", side, "--frontal-only")
+        medvl("phantom", "mimic-cxr", "--out", data / "mimic-cxr", *size)
         medvl("shards", "mimic-cxr", "--root", data / "mimic-cxr", "--out", data / "shards", *views, *STORED)
     if not (data / "vocab/tokenizer.json").is_file():
         medvl("vocab", data / "shards/train", data / "vocab", "--size", 4000)

@@ -13,7 +13,7 @@ mkdir -p quickstart
 step() { printf '\n== %s\n' "$1"; }
 
 step "A phantom MIMIC-CXR: DICOM files, reports, tables"
-$bin/medvl phantom mimic-cxr --out quickstart/mimic-cxr --patients 2800 --size 256
+$bin/medvl phantom mimic-cxr --out quickstart/mimic-cxr --patients 2800 --size 256 --frontal-only
 
 step "Shards of the frontal views"
 $bin/medvl shards mimic-cxr --root quickstart/mimic-cxr --out quickstart/shards --views PA AP --short-side 160

@@ -5,22 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.forked_recipes import run_recipe
 from helpers.spine_corpus import RECIPE
-
-# Runs the recipe as `python recipe.py ...` does, then prints the heavy libraries that were imported. Systems need torch.
-WATCHED = """
-import runpy, sys
-try:
-    runpy.run_path(sys.argv.pop(1), run_name="__main__")
-finally:
-    heavy = ("transformers", "timm", "albumentations", "pydicom", "webdataset")
-    print("imported:", *[name for name in heavy if name in sys.modules])
-"""
 
 
 def recipe(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", WATCHED, str(RECIPE), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
+    return run_recipe(RECIPE, *arguments, folder=folder)
 
 
 @pytest.mark.parametrize(

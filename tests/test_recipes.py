@@ -2,26 +2,17 @@
 
 import dataclasses
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.forked_recipes import run_recipe
 
 import medvl.train
 import medvl.train.run
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.py"))
-HEAVY = "transformers", "timm", "albumentations", "pydicom", "webdataset"
-WATCHED = f"""
-import runpy, sys
-try:
-    runpy.run_path(sys.argv.pop(1), run_name="__main__")
-finally:
-    print("imported:", *[name for name in {HEAVY!r} if name in sys.modules])
-"""
 
 
 @pytest.fixture(params=RECIPES, ids=lambda path: path.stem)
@@ -55,9 +46,7 @@ def test_torchrun_does_not_take_options_of_a_recipe_for_its_own(recipe: Path) ->
 def test_missing_data_is_reported_with_the_commands_that_create_it(
     recipe: Path, preset: list[str], tmp_path: Path
 ) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", WATCHED, str(recipe), *preset], capture_output=True, text=True, timeout=120, cwd=tmp_path
-    )
+    ended = run_recipe(recipe, *preset, folder=tmp_path)
     assert ended.returncode == 1
     assert ended.stdout.splitlines()[-1] == "imported:"  # the configs are in the systems' files, which need torch
     assert ended.stderr.startswith("error: not found: data.train ")

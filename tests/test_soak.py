@@ -79,10 +79,10 @@ def test_disturbance_ends_a_run(seed: int) -> None:
 
 @pytest.mark.slow
 def test_short_soak_reproduces_the_undisturbed_run() -> None:
-    command = [sys.executable, str(SCRIPTS / "soak.py"), "--minutes", "0.3", "--steps-a-run", "12", "--seed", "3"]
+    command = [sys.executable, str(SCRIPTS / "soak.py"), "--minutes", "0.1", "--steps-a-run", "8", "--seed", "3"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     first, *runs = result.stdout.splitlines()
-    assert re.fullmatch(r"undisturbed: 12 steps, \d+ records, weights [0-9a-f]{12}", first)
+    assert re.fullmatch(r"undisturbed: 8 steps, \d+ records, weights [0-9a-f]{12}", first)
     assert runs
     assert all(run.endswith(": equal") for run in runs)

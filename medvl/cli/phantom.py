@@ -19,8 +19,22 @@ class PhantomOptions:
     """processes; default one per core"""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViewsOptions(PhantomOptions):
+    """Size and seed of a corpus with lateral views."""
+
+    frontal_only: bool = False
+    """leave out lateral views, which saves time; the frontal ones are the same"""
+
+
 def _command(
-    layout: str, summary: str, following: str, *, out: str = "output folder", **options: int
+    layout: str,
+    summary: str,
+    following: str,
+    *,
+    out: str = "output folder",
+    kind: type[PhantomOptions] = PhantomOptions,
+    **options: int,
 ) -> Callable[..., str]:
     """Return the command that writes one layout.
 
@@ -29,9 +43,10 @@ def _command(
         summary: the corpus, for the help.
         following: the next command to print; {out} is replaced by the output folder.
         out: help of the output folder.
+        kind: the options.
         options: default options.
     """
-    defaults = PhantomOptions(**options)
+    defaults = kind(**options)
     note = "; each patient is an article with one or more figures" if layout in ("roco", "medicat") else ""
 
     def write(out: Path, options: PhantomOptions = defaults) -> str:
@@ -41,6 +56,7 @@ def _command(
         return f"Wrote {out}. Next: {following.format(out=out)}"
 
     write.__name__ = layout
+    write.__annotations__["options"] = kind
     write.__doc__ = f"""Write the phantom world as {summary}.
 
     Args:
@@ -73,8 +89,8 @@ _CHEXPERT = "python scripts/zeroshot_chexpert.py --checkpoint RUN --root {out}/C
 _JPG = "MIMIC-CXR-JPG 2.0.0, with the reports beside the images"
 
 COMMANDS: dict[str, Callable[..., str]] = {
-    "mimic-cxr": _command("mimic_cxr", "MIMIC-CXR 2.0.0: DICOM files, reports and tables", _shards("mimic-cxr")),
-    "mimic-cxr-jpg": _command("mimic_cxr_jpg", _JPG, _shards("mimic-cxr")),
+    "mimic-cxr": _command("mimic_cxr", "MIMIC-CXR 2.0.0: DICOM files, reports and tables", _shards("mimic-cxr"), kind=ViewsOptions),
+    "mimic-cxr-jpg": _command("mimic_cxr_jpg", _JPG, _shards("mimic-cxr"), kind=ViewsOptions),
     "ms-cxr": _command(
         "ms_cxr", "MS-CXR: phrases with boxes, images beside the table", _shards("ms-cxr"), patients=100, seed=30
     ),

@@ -7,8 +7,6 @@ import os
 import resource
 import socket
 import stat
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 from helpers.errors import raises
+from helpers.two_ranks import run_two_ranks
 
 import medvl
 from medvl import losses
@@ -390,8 +389,7 @@ def test_two_ranks_compute_the_gradients_of_one(model: ConVIRT, tokenizer: Token
         dist.destroy_process_group()
     """)
     (tmp_path / "child.py").write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*command, str(tmp_path / "child.py"), str(tmp_path)], check=True, capture_output=True, timeout=120)
+    run_two_ranks(tmp_path / "child.py", tmp_path)
     actual = safetensors.torch.load_file(tmp_path / "actual.st")
     alone = medvl.load(tmp_path)
     loss = alone(batch).total

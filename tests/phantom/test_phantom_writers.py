@@ -367,3 +367,15 @@ def test_contact_sheet_has_one_row_per_finding(tmp_path):
 def test_contact_sheet_of_an_unknown_finding_raises(tmp_path):
     with raises(ConfigError, "unknown_name", "labels", names="Cold"):
         contact_sheet(World(0), tmp_path / "sheet.png", labels=("Edema", "Cold"))
+
+
+def test_frontal_only_leaves_out_lateral_views_and_changes_nothing_else(mimic, tmp_path):
+    frontal = write_mimic_cxr(tmp_path, patients=PATIENTS, seed=SEED, size=SIZE, frontal_only=True, workers=1)
+    reports = {path.relative_to(mimic): path.read_bytes() for path in mimic.rglob("*.txt")}
+    assert reports == {path.relative_to(frontal): path.read_bytes() for path in frontal.rglob("*.txt")}
+    images = {path.name: path.read_bytes() for path in mimic.rglob("*.dcm")}
+    kept = {path.name: path.read_bytes() for path in frontal.rglob("*.dcm")}
+    assert 0 < len(kept) < len(images)
+    assert kept.items() <= images.items()
+    with gzip.open(frontal / "mimic-cxr-2.0.0-metadata.csv.gz", "rt") as table:
+        assert {row["dicom_id"] + ".dcm" for row in csv.DictReader(table)} == kept.keys()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import train_fakes as fakes, train_ranks as ranks
 from helpers.train_ranks import CONTRASTIVE, COUNTS, OWN_ROWS, pairs, rows, weigh
+from helpers.two_ranks import run_two_ranks
 
 from medvl.train.fault_tolerance import checkpoint
 from medvl.train.parallel.distributed import join
@@ -45,8 +46,8 @@ def found(folder: Path, name: str) -> list[Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One start of torchrun for all checks that go on after one another."""
     target = tmp_path_factory.mktemp("ranks")
-    ended = torchrun(target, "gather", "losses", "ddp", "train", "nan", "disk", "disagree", "lock", "validate", "whole")
-    assert ended.returncode == 0, ended.stderr
+    names = ("gather", "losses", "ddp", "train", "nan", "disk", "disagree", "lock", "validate", "whole")
+    run_two_ranks(SCRIPT, target, *names)
     return target
 
 

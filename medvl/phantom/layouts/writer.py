@@ -46,6 +46,8 @@ class Options:
     split: tuple[float, float, float]
     """Shares of patients in training, validation and test."""
     reports: bool
+    frontal_only: bool = False
+    """Leave out lateral views; the frontal ones are the same."""
 
     def __post_init__(self) -> None:
         expected = ""

@@ -1,8 +1,6 @@
 """CLIP, CheXzero and SigLIP: outputs equal to open_clip's, published settings, and strict loading of weights."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import safetensors.torch
 import torch
 from helpers import clip_ranks
 from helpers.errors import raises
+from helpers.two_ranks import run_two_ranks
 from torch import Tensor
 
 import medvl
@@ -409,9 +408,7 @@ def test_two_ranks_compute_the_gradients_of_one(tokenizer: Tokenizer, tmp_path: 
         parts = {"image": batch.image_BCHW, "ids": batch.ids_BT, "mask": batch.mask_BT}
         parts["has_text"] = torch.arange(len(batch)) != 2
         safetensors.torch.save_file(parts, folder / clip_ranks.BATCH)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [clip_ranks.__file__, *map(str, folders)]
-    subprocess.run([*command, *script], check=True, capture_output=True, timeout=120)
+    run_two_ranks(clip_ranks.__file__, *folders)
     for folder in folders:
         alone = medvl.load(folder)
         expected = clip_ranks.step(alone, alone, clip_ranks.whole_batch(folder))

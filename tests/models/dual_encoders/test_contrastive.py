@@ -1,9 +1,6 @@
 """The base of all contrastive systems: incomplete rows, ranks without pairs, and operations on pairs."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 from helpers import contrastive_ranks
 from helpers.contrastive_ranks import FIRST, flat, sample_pairs
 from helpers.contrastive_systems import PAIRS, SYSTEMS, make_batch
+from helpers.two_ranks import run_two_ranks
 from torch import Tensor, nn
 
 from medvl.models.dual_encoders.pairs import Pairs
@@ -62,15 +60,7 @@ def test_a_batch_without_pairs_has_zero_losses_and_zero_gradients(name: str) -> 
 @pytest.mark.fault("N1")
 def test_a_rank_without_pairs_changes_nothing(tmp_path: Path) -> None:
     """Losses and gradients are those of the other rank's pairs alone; with no pair on any rank, they are zero."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    subprocess.run(
-        [*command, contrastive_ranks.__file__, str(tmp_path)],
-        check=True,
-        capture_output=True,
-        timeout=180,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    run_two_ranks(contrastive_ranks.__file__, tmp_path)
     for rank in (0, 1):
         results = safetensors.torch.load_file(tmp_path / f"rank-{rank}.safetensors")
         for name, create in SYSTEMS.items():

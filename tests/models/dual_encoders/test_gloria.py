@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch.nn.functional as F
 from helpers import gloria_ranks
 from helpers.errors import raises
 from helpers.gloria_ranks import RAGGED, TEXTS, make_batch, tiny_model, tiny_tokenizer
+from helpers.two_ranks import run_two_ranks
 from torch import Tensor
 
 import medvl
@@ -470,11 +469,7 @@ def test_words_need_a_tokenizer() -> None:
 def test_two_ranks_compute_the_gradients_of_one(model: GLoRIA, tmp_path: Path) -> None:
     """Loss and gradients equal those of the global batch, with unequal ranks and text lengths; so does gather_padded."""
     save(model, tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [*command, gloria_ranks.__file__, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_two_ranks(gloria_ranks.__file__, tmp_path)
     actual = [safetensors.torch.load_file(tmp_path / f"actual-{rank}.st") for rank in (0, 1)]
     alone = medvl.load(tmp_path)
     expected = alone(make_batch(alone.tokenizer))

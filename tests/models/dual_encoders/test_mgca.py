@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch.nn.functional as F
 from helpers import gloria_ranks
 from helpers.contrastive_systems import make_batch, mgca
 from helpers.errors import raises
+from helpers.two_ranks import run_two_ranks
 from torch import Tensor
 
 import medvl
@@ -210,11 +209,7 @@ def test_settings_are_checked() -> None:
 
 def test_two_ranks_compute_the_gradients_of_one(tmp_path: Path) -> None:
     save(mgca(), tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [*command, gloria_ranks.__file__, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_two_ranks(gloria_ranks.__file__, tmp_path)
     alone = medvl.load(tmp_path)
     expected = alone(gloria_ranks.make_batch(alone.tokenizer))
     expected.total.backward()

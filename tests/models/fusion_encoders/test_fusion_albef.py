@@ -3,9 +3,6 @@
 import copy
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from helpers import train_fakes as fakes
 from helpers.albef_ranks import make, quiet, two_steps
 from helpers.errors import raises
 from helpers.fusion_samples import flags, make_batch, tiny_model, tiny_tokenizer
+from helpers.two_ranks import run_two_ranks
 from torch import Tensor
 
 import medvl
@@ -296,16 +294,7 @@ dist.destroy_process_group()
 def test_contrast_on_two_ranks_equals_one(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Value and gradient, with a queue of one step; the queues are equal without DDP's broadcast."""
     (tmp_path / "ranks.py").write_text(RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "ranks.py"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    run_two_ranks(tmp_path / "ranks.py", tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     model = make(tokenizer, dropout=0.0, text_arguments=quiet())
     alone = two_steps(model, model, 0, 1)

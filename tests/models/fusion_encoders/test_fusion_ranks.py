@@ -3,8 +3,6 @@
 Under torchrun this file is one rank: `test_fusion_ranks.py FOLDER` writes the rank's gradients to `FOLDER/RANK.pt`.
 """
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.fusion_samples import TEXTS, flags, make_batch, tiny_model, tiny_tokenizer, with_mirrors
+from helpers.two_ranks import run_two_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,16 +55,7 @@ def gradients(model: FusionModel) -> dict[str, Tensor]:
 def rank_gradients(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
     """Return the averaged gradients of each rank, by system and case."""
     folder = tmp_path_factory.mktemp("fusion-ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, folder]
-    ended = subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_two_ranks(__file__, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 

@@ -4,8 +4,6 @@ Run by torchrun it is one rank: `test_train_grad_cache.py FOLDER` writes the wei
 """
 
 import dataclasses
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from helpers import train_fakes as fakes
 from helpers.contrastive_systems import PAIRS, SYSTEMS, clip, convirt, make_batch
 from helpers.errors import raises
+from helpers.two_ranks import run_two_ranks
 from torch import Tensor, nn
 
 import medvl
@@ -212,12 +211,7 @@ def test_positive_groups_are_numbered_consistently_across_parts() -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
     """Weights after a step on two ranks, by system, of each rank."""
     folder = tmp_path_factory.mktemp("grad-cache-ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, folder]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=300, check=False, env=environment
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_two_ranks(__file__, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 

@@ -5,9 +5,7 @@ found to `FOLDER/RANK.json`.
 """
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +18,7 @@ from helpers import train_fakes as fakes
 from helpers.albef_ranks import quiet
 from helpers.errors import raises
 from helpers.fusion_samples import TEXTS, tiny_model, tiny_tokenizer
+from helpers.two_ranks import run_two_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -242,16 +241,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("sharded")
     run(target / "alone", "clip", epochs=3)
     run(target / "alone, then sharded", "clip", epochs=2, shard_weights=True)  # one rank has nothing to share
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, target]
-    ended = subprocess.run(
-        list(map(str, command)),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_two_ranks(__file__, target, timeout=900)
     run(target / "sharded, then alone", "clip", epochs=3)
     return target
 
