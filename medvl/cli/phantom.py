@@ -89,7 +89,9 @@ _CHEXPERT = "python scripts/zeroshot_chexpert.py --checkpoint RUN --root {out}/C
 _JPG = "MIMIC-CXR-JPG 2.0.0, with the reports beside the images"
 
 COMMANDS: dict[str, Callable[..., str]] = {
-    "mimic-cxr": _command("mimic_cxr", "MIMIC-CXR 2.0.0: DICOM files, reports and tables", _shards("mimic-cxr"), kind=ViewsOptions),
+    "mimic-cxr": _command(
+        "mimic_cxr", "MIMIC-CXR 2.0.0: DICOM files, reports and tables", _shards("mimic-cxr"), kind=ViewsOptions
+    ),
     "mimic-cxr-jpg": _command("mimic_cxr_jpg", _JPG, _shards("mimic-cxr"), kind=ViewsOptions),
     "ms-cxr": _command(
         "ms_cxr", "MS-CXR: phrases with boxes, images beside the table", _shards("ms-cxr"), patients=100, seed=30

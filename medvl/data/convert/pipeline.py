@@ -17,7 +17,6 @@ import dataclasses
 import errno
 import multiprocessing
 import os
-import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from pathlib import Path
 import cv2
 from tqdm import tqdm
 
+from medvl.common.interrupts import interrupts_blocked
 from medvl.common.untrusted import ANYWHERE, InputFolders
 from medvl.data.convert.conversion import Conversion
 from medvl.data.convert.manifests import build_manifests, write_manifests
@@ -177,7 +177,8 @@ def _run_tasks(tasks: Iterable[ShardTask], workers: int) -> Generator[tuple[Shar
     try:
         running = set[Future[ShardNote]]()
         for task in tasks:
-            running.add(pool.submit(_build_in_worker, task))
+            with interrupts_blocked():
+                running.add(pool.submit(_build_in_worker, task))
             if len(running) >= 2 * workers:  # pickled tasks are large, so only a few are queued
                 yield from _collect(running, counter)
         while running:
@@ -206,7 +207,6 @@ _stop: "Event | None" = None
 def _start_worker(counter: "Synchronized[int]", stop: "Event") -> None:
     global _counter, _stop
     _counter, _stop = counter, stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one stops the workers
     cv2.setNumThreads(0)  # one process per core already
     limit_memory(WORKER_BYTES)
 

@@ -22,6 +22,7 @@ from typing import Any
 import cv2
 from tqdm import tqdm
 
+from medvl.common.interrupts import interrupts_blocked
 from medvl.errors import ConfigError, CorpusError
 from medvl.phantom.population.world import MAX_PATIENTS, Patient, Study, View, World
 from medvl.phantom.rendering.ground_truth import boxes
@@ -185,7 +186,8 @@ def _run(root: Path, options: Options, write_patient: WritePatient, workers: int
                 )
             )
             stack.callback(pool.shutdown, cancel_futures=True)
-            results = pool.map(task, indices, chunksize=max(1, min(16, options.patients // (4 * workers))))
+            with interrupts_blocked():
+                results = pool.map(task, indices, chunksize=max(1, min(16, options.patients // (4 * workers))))
         yield from tqdm(results, total=len(indices), unit="patient", desc=options.corpus, disable=None)
 
 
