@@ -157,6 +157,19 @@ def test_imports_follow_the_rooms(path: Path) -> None:
             assert other_part in borders[part], f"{path.relative_to(ROOT)} imports {module}.{name}"
 
 
+DUAL = "medvl.models.dual_encoders."
+
+
+def test_bases_of_dual_encoders_import_parts_and_no_system() -> None:
+    for name, path in MODULES.items():
+        allowed = {"bases": {"bases", "parts"}, "parts": {"parts"}}.get(name.removeprefix(DUAL).split(".")[0])
+        if not name.startswith(DUAL) or allowed is None:
+            continue
+        for module, imported in imports_of(path):
+            found = target(module, imported)
+            assert not found.startswith(DUAL) or found.removeprefix(DUAL).split(".")[0] in allowed, f"{name}: {found}"
+
+
 def test_no_file_imports_itself_through_others() -> None:
     """Strongly connected components of the import graph, imports inside of functions included."""
     graph = {

@@ -34,19 +34,26 @@ if TYPE_CHECKING:
     from medvl.models.downstream.segmenter import Segmenter as Segmenter, SegmenterConfig as SegmenterConfig
     from medvl.models.downstream.vqa.config import DecoderConfig as DecoderConfig, VQAConfig as VQAConfig
     from medvl.models.downstream.vqa.model import VQA as VQA, create_vqa as create_vqa
-    from medvl.models.dual_encoders.attention import (
-        AttentionPool as AttentionPool,
-        CrossAttention as CrossAttention,
-        attend as attend,
-        attention_weights as attention_weights,
-    )
-    from medvl.models.dual_encoders.base import (
+    from medvl.models.dual_encoders.bases.base import (
         ContrastiveEncoder as ContrastiveEncoder,
         DualEncoder as DualEncoder,
         DualEncoderConfig as DualEncoderConfig,
         projection_head as projection_head,
     )
-    from medvl.models.dual_encoders.bert import BertDualConfig as BertDualConfig, BertDualEncoder as BertDualEncoder
+    from medvl.models.dual_encoders.bases.bert import (
+        BertDualConfig as BertDualConfig,
+        BertDualEncoder as BertDualEncoder,
+    )
+    from medvl.models.dual_encoders.bases.local import (
+        LocalDualConfig as LocalDualConfig,
+        LocalDualEncoder as LocalDualEncoder,
+    )
+    from medvl.models.dual_encoders.bases.pairs import Pairs as Pairs
+    from medvl.models.dual_encoders.bases.sentence_base import SentenceDualEncoder as SentenceDualEncoder
+    from medvl.models.dual_encoders.bases.text_tasks import (
+        TextTaskConfig as TextTaskConfig,
+        TextTaskEncoder as TextTaskEncoder,
+    )
     from medvl.models.dual_encoders.bfspr import BFSPR as BFSPR, BFSPRConfig as BFSPRConfig
     from medvl.models.dual_encoders.biovil import BioViL as BioViL, BioViLConfig as BioViLConfig
     from medvl.models.dual_encoders.biovil_t import BioViLT as BioViLT, BioViLTConfig as BioViLTConfig
@@ -54,14 +61,6 @@ if TYPE_CHECKING:
     from medvl.models.dual_encoders.clip import CLIP as CLIP, CLIPConfig as CLIPConfig
     from medvl.models.dual_encoders.convirt import ConVIRT as ConVIRT, ConVIRTConfig as ConVIRTConfig
     from medvl.models.dual_encoders.gloria import GLoRIA as GLoRIA, GLoRIAConfig as GLoRIAConfig
-    from medvl.models.dual_encoders.heads import (
-        BatchNormHead as BatchNormHead,
-        MaskedBatchNorm as MaskedBatchNorm,
-    )
-    from medvl.models.dual_encoders.local import (
-        LocalDualConfig as LocalDualConfig,
-        LocalDualEncoder as LocalDualEncoder,
-    )
     from medvl.models.dual_encoders.lovt import (
         LocalAnalysis as LocalAnalysis,
         LocalAnalysisConfig as LocalAnalysisConfig,
@@ -71,15 +70,19 @@ if TYPE_CHECKING:
     from medvl.models.dual_encoders.medclip import MedCLIP as MedCLIP, MedCLIPConfig as MedCLIPConfig
     from medvl.models.dual_encoders.mgca import MGCA as MGCA, MGCAConfig as MGCAConfig
     from medvl.models.dual_encoders.mutual_info import MutualInfo as MutualInfo, MutualInfoConfig as MutualInfoConfig
-    from medvl.models.dual_encoders.pairs import Pairs as Pairs
-    from medvl.models.dual_encoders.sentence_base import SentenceDualEncoder as SentenceDualEncoder
-    from medvl.models.dual_encoders.sentences import pool_sentences as pool_sentences
-    from medvl.models.dual_encoders.siglip import SigLIP as SigLIP, SigLIPConfig as SigLIPConfig
-    from medvl.models.dual_encoders.text_tasks import (
-        TextTaskConfig as TextTaskConfig,
-        TextTaskEncoder as TextTaskEncoder,
+    from medvl.models.dual_encoders.parts.attention import (
+        AttentionPool as AttentionPool,
+        CrossAttention as CrossAttention,
+        attend as attend,
+        attention_weights as attention_weights,
     )
-    from medvl.models.dual_encoders.tfidf import fit_tfidf as fit_tfidf
+    from medvl.models.dual_encoders.parts.heads import (
+        BatchNormHead as BatchNormHead,
+        MaskedBatchNorm as MaskedBatchNorm,
+    )
+    from medvl.models.dual_encoders.parts.sentences import pool_sentences as pool_sentences
+    from medvl.models.dual_encoders.parts.tfidf import fit_tfidf as fit_tfidf
+    from medvl.models.dual_encoders.siglip import SigLIP as SigLIP, SigLIPConfig as SigLIPConfig
     from medvl.models.dual_encoders.umrl import UMRL as UMRL, UMRLConfig as UMRLConfig
     from medvl.models.factory import create_model as create_model
     from medvl.models.fusion_encoders.albef import ALBEF as ALBEF, ALBEFConfig as ALBEFConfig

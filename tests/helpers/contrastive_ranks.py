@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.contrastive_systems import SYSTEMS, make_batch
-from medvl.models.dual_encoders.pairs import Pairs
+from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Embeddings
 
 FIRST, SECOND = slice(0, 4), slice(4, 7)

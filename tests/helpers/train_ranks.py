@@ -23,7 +23,7 @@ from medvl import losses
 from medvl.errors import TrainingError
 from medvl.losses.blockwise import info_nce, pairwise_sigmoid
 from medvl.losses.gather import gather, no_gather
-from medvl.models.dual_encoders.heads import MaskedBatchNorm
+from medvl.models.dual_encoders.parts.heads import MaskedBatchNorm
 from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch, Losses
 from medvl.train import Cosine, rank_and_world

@@ -18,7 +18,7 @@ from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
 from medvl.models.base import System
 from medvl.models.checkpoint import load, train_manifests
-from medvl.models.dual_encoders.base import DualEncoder
+from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.schema import Inputs
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from medvl.encoders import ImageEncoder
 from medvl.errors import ConfigError
 from medvl.export.exporters.common import Exported, difference, random_ids, write_card
 from medvl.models.base import System, TwoTowers
-from medvl.models.dual_encoders.base import DualEncoder
+from medvl.models.dual_encoders.bases.base import DualEncoder
 
 _NEEDED = ("onnx", "onnxscript")
 _OPSET = 18

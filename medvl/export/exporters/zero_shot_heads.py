@@ -15,7 +15,7 @@ from medvl.errors import CheckpointError
 from medvl.export.exporters import zero_shot
 from medvl.export.exporters.common import difference, random_ids, random_pixels
 from medvl.models.base import TwoTowers
-from medvl.models.dual_encoders.base import DualEncoder
+from medvl.models.dual_encoders.bases.base import DualEncoder
 
 LOADER = "zero_shot.py"
 _IMAGE_POOLS = ("pooler", "first", "mean")

@@ -1,1 +1,1 @@
-"""Dual-encoders, one file per system."""
+"""Dual-encoders: a file for each system. `bases/` has what they inherit, `parts/` the layers that they share."""

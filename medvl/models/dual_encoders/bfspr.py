@@ -14,11 +14,11 @@ from medvl.losses.gather import gather
 from medvl.losses.gloria import gloria_contrast
 from medvl.losses.precision import full_precision
 from medvl.models.config_checks import check_choice, check_within
-from medvl.models.dual_encoders.base import Positives
-from medvl.models.dual_encoders.bert import BertDualConfig
-from medvl.models.dual_encoders.local import local_features
-from medvl.models.dual_encoders.pairs import Pairs, gather_side
-from medvl.models.dual_encoders.sentence_base import SentenceDualEncoder
+from medvl.models.dual_encoders.bases.base import Positives
+from medvl.models.dual_encoders.bases.bert import BertDualConfig
+from medvl.models.dual_encoders.bases.local import local_features
+from medvl.models.dual_encoders.bases.pairs import Pairs, gather_side
+from medvl.models.dual_encoders.bases.sentence_base import SentenceDualEncoder
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs, Losses
 

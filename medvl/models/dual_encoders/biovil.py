@@ -13,10 +13,10 @@ from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.text.factory import text_has_projection
 from medvl.encoders.text.projections import CxrBertHead
 from medvl.models.config_checks import check_within
-from medvl.models.dual_encoders.heads import BatchNormHead, in_full_precision
-from medvl.models.dual_encoders.local import local_contrast
-from medvl.models.dual_encoders.pairs import Pairs, gather_side
-from medvl.models.dual_encoders.text_tasks import TextTaskConfig, TextTaskEncoder
+from medvl.models.dual_encoders.bases.local import local_contrast
+from medvl.models.dual_encoders.bases.pairs import Pairs, gather_side
+from medvl.models.dual_encoders.bases.text_tasks import TextTaskConfig, TextTaskEncoder
+from medvl.models.dual_encoders.parts.heads import BatchNormHead, in_full_precision
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Losses
 

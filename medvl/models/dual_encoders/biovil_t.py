@@ -11,8 +11,8 @@ from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.biovil import BioViL, BioViLConfig
-from medvl.models.dual_encoders.heads import BatchNormHead, in_full_precision
-from medvl.models.dual_encoders.temporal import TemporalPooler
+from medvl.models.dual_encoders.parts.heads import BatchNormHead, in_full_precision
+from medvl.models.dual_encoders.parts.temporal import TemporalPooler
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs
 

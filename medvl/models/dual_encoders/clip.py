@@ -13,10 +13,10 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders.pretrained import read_tensors
 from medvl.errors import ConfigError, WeightsError
 from medvl.models.config_checks import check_within
-from medvl.models.dual_encoders.base import DualEncoderConfig, Positives
-from medvl.models.dual_encoders.build import create_clip_encoders, create_heads, load_text_head, whole_model_file
-from medvl.models.dual_encoders.pairs import Pairs, gather_global
-from medvl.models.dual_encoders.scale import LearnedScale
+from medvl.models.dual_encoders.bases.base import DualEncoderConfig, Positives
+from medvl.models.dual_encoders.bases.build import create_clip_encoders, create_heads, load_text_head, whole_model_file
+from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
+from medvl.models.dual_encoders.bases.scale import LearnedScale
 from medvl.models.registry import register_system
 from medvl.schema import Losses
 

@@ -9,9 +9,9 @@ from torch import nn
 from medvl import losses
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.models.config_checks import check_within
-from medvl.models.dual_encoders.base import Positives, projection_head
-from medvl.models.dual_encoders.bert import BertDualConfig, BertDualEncoder
-from medvl.models.dual_encoders.pairs import Pairs, gather_global
+from medvl.models.dual_encoders.bases.base import Positives, projection_head
+from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
+from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
 from medvl.models.registry import register_system
 from medvl.schema import Losses
 

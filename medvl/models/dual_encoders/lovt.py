@@ -9,11 +9,11 @@ from medvl import losses
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.losses.gather import gather
 from medvl.models.config_checks import check_within
-from medvl.models.dual_encoders.attention import AttentionPool, CrossAttention, attention_weights
-from medvl.models.dual_encoders.heads import BatchNormHead
-from medvl.models.dual_encoders.local import LocalDualConfig, local_features
-from medvl.models.dual_encoders.local_sentences import LocalSentenceEncoder
-from medvl.models.dual_encoders.pairs import Pairs
+from medvl.models.dual_encoders.bases.local import LocalDualConfig, local_features
+from medvl.models.dual_encoders.bases.local_sentences import LocalSentenceEncoder
+from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.dual_encoders.parts.attention import AttentionPool, CrossAttention, attention_weights
+from medvl.models.dual_encoders.parts.heads import BatchNormHead
 from medvl.models.registry import register_system
 from medvl.schema import Embeddings, Losses
 

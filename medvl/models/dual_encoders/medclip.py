@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.losses.soft_targets import LabelSimilarity, label_similarity, soft_targets
 from medvl.models.config_checks import check_choice, check_within
-from medvl.models.dual_encoders.bert import BertDualConfig, BertDualEncoder
-from medvl.models.dual_encoders.pairs import Pairs
-from medvl.models.dual_encoders.scale import LearnedScale
+from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
+from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.dual_encoders.bases.scale import LearnedScale
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs, Losses
 

@@ -12,10 +12,10 @@ from medvl import losses
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.models.base import EncoderArguments
 from medvl.models.config_checks import check_within
-from medvl.models.dual_encoders.attention import attend, attention_weights, clip_to_percentiles
-from medvl.models.dual_encoders.heads import BatchNormHead
-from medvl.models.dual_encoders.local import LocalDualConfig, LocalDualEncoder, local_features
-from medvl.models.dual_encoders.pairs import Pairs, gather_global
+from medvl.models.dual_encoders.bases.local import LocalDualConfig, LocalDualEncoder, local_features
+from medvl.models.dual_encoders.bases.pairs import Pairs, gather_global
+from medvl.models.dual_encoders.parts.attention import attend, attention_weights, clip_to_percentiles
+from medvl.models.dual_encoders.parts.heads import BatchNormHead
 from medvl.models.registry import register_system
 from medvl.schema import Embeddings, Losses
 

@@ -12,11 +12,11 @@ from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses import SeparableCritic, dv_bound, info_nce_bound
 from medvl.models.config_checks import check_choice, check_within
-from medvl.models.dual_encoders.base import Positives
-from medvl.models.dual_encoders.bert import BertDualConfig
-from medvl.models.dual_encoders.local import local_features
-from medvl.models.dual_encoders.pairs import Pairs, gather_side, negatives
-from medvl.models.dual_encoders.sentence_base import SentenceDualEncoder
+from medvl.models.dual_encoders.bases.base import Positives
+from medvl.models.dual_encoders.bases.bert import BertDualConfig
+from medvl.models.dual_encoders.bases.local import local_features
+from medvl.models.dual_encoders.bases.pairs import Pairs, gather_side, negatives
+from medvl.models.dual_encoders.bases.sentence_base import SentenceDualEncoder
 from medvl.models.heatmaps import on_originals
 from medvl.models.registry import register_system
 from medvl.schema import Embeddings, Inputs, Losses

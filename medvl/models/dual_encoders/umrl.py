@@ -15,8 +15,8 @@ from medvl.losses.gather import mean_over_ranks
 from medvl.losses.precision import full_precision
 from medvl.models.base import EncoderArguments
 from medvl.models.config_checks import check_choice, check_within
-from medvl.models.dual_encoders.bert import BertDualConfig, BertDualEncoder
-from medvl.models.dual_encoders.pairs import Pairs
+from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
+from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Losses
 

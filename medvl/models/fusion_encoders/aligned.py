@@ -21,7 +21,7 @@ from medvl.losses.positives import name_ids
 from medvl.models.base import Parts, complete_rows
 from medvl.models.bert_init import init_weights
 from medvl.models.config_checks import check_within
-from medvl.models.dual_encoders.base import DualEncoder
+from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.fusion_encoders.base import DecoderLayers, FusionModel
 from medvl.models.fusion_encoders.config import FusionConfig
 from medvl.models.fusion_encoders.corruption import pairs_of_rows, same_rows

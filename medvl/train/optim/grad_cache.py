@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from medvl.errors import ConfigError
-from medvl.models.dual_encoders.base import ContrastiveEncoder
-from medvl.models.dual_encoders.pairs import Pairs
+from medvl.models.dual_encoders.bases.base import ContrastiveEncoder
+from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch, Losses
 from medvl.train.fault_tolerance.nonfinite import BufferGuard, propagate_nonfinite
 from medvl.train.optim.precision import Precision

@@ -12,7 +12,7 @@ from torch import Tensor
 from medvl.errors import ConfigError
 from medvl.eval.core.interfaces import SupportsPriors
 from medvl.models import BioViLT, BioViLTConfig
-from medvl.models.dual_encoders.temporal import TemporalPooler, grid_sines
+from medvl.models.dual_encoders.parts.temporal import TemporalPooler, grid_sines
 from medvl.schema import Inputs
 
 BATCH = dataclasses.replace(make_batch("biovil_t"), has_image_B=None)

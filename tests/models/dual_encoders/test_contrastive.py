@@ -13,7 +13,7 @@ from helpers.contrastive_systems import PAIRS, SYSTEMS, make_batch
 from helpers.two_ranks import run_two_ranks
 from torch import Tensor, nn
 
-from medvl.models.dual_encoders.pairs import Pairs
+from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Losses
 
 

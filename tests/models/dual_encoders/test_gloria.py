@@ -26,7 +26,7 @@ from medvl.eval.zero_shot_classification.scores import PromptScorer
 from medvl.losses.gloria import gloria_attention, gloria_similarity
 from medvl.models import GLoRIAConfig, load_towers, save
 from medvl.models.dual_encoders.gloria import GLoRIA
-from medvl.models.dual_encoders.words import most_slots, sum_by_slot, word_slots
+from medvl.models.dual_encoders.parts.words import most_slots, sum_by_slot, word_slots
 from medvl.schema import Batch, Embeddings
 
 

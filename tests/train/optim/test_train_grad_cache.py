@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import medvl
 from medvl.errors import CheckpointError, ConfigError
-from medvl.models.dual_encoders.base import groups_of
-from medvl.models.dual_encoders.pairs import Pairs
+from medvl.models.dual_encoders.bases.base import groups_of
+from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch
 from medvl.train.config import TrainConfig
 from medvl.train.fault_tolerance import checkpoint

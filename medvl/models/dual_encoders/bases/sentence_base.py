@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.data.reports.sentences import sentence_spans
-from medvl.models.dual_encoders.bert import BertDualEncoder
-from medvl.models.dual_encoders.pairs import Pairs
-from medvl.models.dual_encoders.sentences import SentencePool, pool_sentences
-from medvl.models.dual_encoders.words import most_slots
+from medvl.models.dual_encoders.bases.bert import BertDualEncoder
+from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.dual_encoders.parts.sentences import SentencePool, pool_sentences
+from medvl.models.dual_encoders.parts.words import most_slots
 from medvl.schema import Batch, Embeddings
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl.losses.precision import full_precision
-from medvl.models.dual_encoders.heads import MaskedBatchNorm, mask_of
+from medvl.models.dual_encoders.parts.heads import MaskedBatchNorm, mask_of
 
 
 def attention_weights(query_BQE: Tensor, key_BKE: Tensor, mask_BK: Tensor | None = None, scale: float = 1.0) -> Tensor:

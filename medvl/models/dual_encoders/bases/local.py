@@ -16,9 +16,9 @@ from medvl.losses.gather import gather
 from medvl.losses.gloria import WordPool, gloria_contrast, gloria_similarity
 from medvl.losses.precision import full_precision
 from medvl.models.config_checks import check_within
-from medvl.models.dual_encoders.bert import BertDualConfig, BertDualEncoder
-from medvl.models.dual_encoders.heads import BatchNormHead
-from medvl.models.dual_encoders.words import most_slots, sum_by_slot, word_slots
+from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
+from medvl.models.dual_encoders.parts.heads import BatchNormHead
+from medvl.models.dual_encoders.parts.words import most_slots, sum_by_slot, word_slots
 from medvl.models.heatmaps import on_originals
 from medvl.schema import Embeddings, ImageFeatures
 

@@ -16,7 +16,7 @@ from medvl.losses.mim import mask_patches
 from medvl.losses.positives import name_ids, text_ids
 from medvl.models.base import Parts, TowersConfig, TwoTowers, complete_rows
 from medvl.models.config_checks import check_within
-from medvl.models.dual_encoders.pairs import Pairs
+from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.schema import Batch, Embeddings, Losses
 
 Positives = Literal["own", "study", "text", "either"]

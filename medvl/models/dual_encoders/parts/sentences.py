@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.errors import ConfigError
-from medvl.models.dual_encoders.words import most_slots, sum_by_slot
+from medvl.models.dual_encoders.parts.words import most_slots, sum_by_slot
 
 SentencePool = Literal["max", "mean"]
 

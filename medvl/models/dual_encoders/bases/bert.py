@@ -11,8 +11,8 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
 from medvl.models.config_checks import check_within
-from medvl.models.dual_encoders.base import ContrastiveEncoder, DualEncoderConfig
-from medvl.models.dual_encoders.build import create_encoders
+from medvl.models.dual_encoders.bases.base import ContrastiveEncoder, DualEncoderConfig
+from medvl.models.dual_encoders.bases.build import create_encoders
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

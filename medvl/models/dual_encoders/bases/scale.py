@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from medvl.models.dual_encoders.base import ContrastiveEncoder
+from medvl.models.dual_encoders.bases.base import ContrastiveEncoder
 
 
 class LearnedScale(ContrastiveEncoder):

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from medvl.data.reports.sentences import sentence_spans
 from medvl.errors import ConfigError
-from medvl.models.dual_encoders.local import LocalDualEncoder
-from medvl.models.dual_encoders.pairs import Pairs
-from medvl.models.dual_encoders.sentences import pool_sentences, whole_if_none
-from medvl.models.dual_encoders.words import most_slots
+from medvl.models.dual_encoders.bases.local import LocalDualEncoder
+from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.dual_encoders.parts.sentences import pool_sentences, whole_if_none
+from medvl.models.dual_encoders.parts.words import most_slots
 from medvl.schema import Batch, Embeddings, ImageFeatures, Inputs
 
 

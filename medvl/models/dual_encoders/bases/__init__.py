@@ -1,0 +1,1 @@
+"""Base classes of dual-encoders, their settings, and the pairs that they compare."""

@@ -1,0 +1,1 @@
+"""Layers and functions of tensors that several dual-encoders use."""
