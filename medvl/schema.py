@@ -14,7 +14,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -82,9 +82,16 @@ class Sample:
     one is compared with); JSON values only."""
 
 
+class FindsEntities(Protocol):
+    """A dictionary of entities."""
+
+    def find(self, text: str) -> Sequence[tuple[int, int, int]]:
+        """Return (start, end, entity) of the mentions in a text: characters, and the entity's number."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """Optional parts of a batch that a system needs; a loader makes exactly the parts that are True."""
+    """Optional parts of a batch that a system needs; a loader makes exactly the parts that are set."""
 
     second_image: bool = False
     """A second view: the same image under another random augmentation."""
@@ -102,6 +109,10 @@ class Inputs:
     """Region features and boxes that `medvl regions` wrote beside the shards, in place of pixels."""
     region_classes: bool = False
     """The distribution over the detector's classes, with `regions`."""
+    entities: FindsEntities | None = None
+    """Finder of a knowledge graph's entities in texts (`medvl.data.EntityFinder`); None: the system needs none."""
+    max_entities: int = 24
+    """Most entities of a text, its first ones."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -154,6 +165,12 @@ class Batch:
     """bool: False where a text names no side, so that its mirror is the text itself."""
     sentence_BT: Tensor | None = None
     """int64: number of each token's sentence, from 0; -1 outside of sentences (`Inputs.sentences`)."""
+    entity_BN: Tensor | None = None
+    """int64: entities that each text mentions, in the order of the text; -1 is padding (`Inputs.entities`)."""
+    mention_BT: Tensor | None = None
+    """int64: for each token the column of `entity_BN` whose mention it is part of; -1 for none."""
+    image_entity_BN: Tensor | None = None
+    """int64: distinct entities that all texts of the sample mention; -1 is padding. N differs from that of the text."""
     prior_image_BCHW: Tensor | None = None
     """uint8: the patient's previous image (`Inputs.prior_image`)."""
     has_prior_B: Tensor | None = None

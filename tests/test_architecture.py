@@ -31,12 +31,13 @@ ROOMS: dict[str, set[str]] = {
     "cli": {"losses", "data", "encoders", "models", "train", "eval", "export", "phantom"},
 }
 """Package -> packages that it may import."""
-_DATA_READERS = {"annotations", "dicom", "images", "reports", "tokenizer", "transforms", "splits"}
+_DATA_READERS = {"annotations", "dicom", "images", "knowledge", "reports", "tokenizer", "transforms", "splits"}
 SUBPACKAGES: dict[str, dict[str, set[str]]] = {
     "data": {
         "privacy": set(),
         "reports": {"privacy"},
         "tokenizer": set(),
+        "knowledge": {"tokenizer"},
         "annotations": set(),
         "splits": set(),
         "dicom": {"privacy"},

@@ -31,7 +31,7 @@ PROGRAMS = [*sorted(ROOT.glob("recipes/*.py")), *sorted(ROOT.glob("scripts/*.py"
 CODE = re.compile(r"^```\w*\n((?:(?!```).*\n)*)```|^((?:    .*\n)+)|`([^`\n]+)`", re.MULTILINE)
 """A fenced block, an indented one, or a span."""
 COMMAND = re.compile(r"medvl [a-z]|torchrun .*recipes/|python scripts/")
-GROUPS = {"phantom": "mimic-cxr", "shards": "mimic-cxr", "eval": "zero-shot"}
+GROUPS = {"knowledge": "build", "phantom": "mimic-cxr", "shards": "mimic-cxr", "eval": "zero-shot"}
 """Commands with commands of their own, and one of these for what a text says of all."""
 
 

@@ -23,6 +23,7 @@ from medvl.cli import (
     eval_vqa,
     eval_zero_shot,
     import_export,
+    knowledge,
     phantom,
     shards,
     shards_labels,
@@ -94,6 +95,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "vqa": eval_vqa.vqa,
         "report-generation": eval_report_generation.report_generation,
     },
+    "knowledge": {"build": knowledge.build, "train": knowledge.train, "find": knowledge.find},
 }
 _COMMANDS: dict[str, Callable[..., Any]] = {
     "merge": shards.merge,

@@ -66,6 +66,18 @@ def _command(
     return write
 
 
+def umls(out: Path) -> str:
+    """Write the phantom's ontology as a UMLS release: names, relations, semantic types.
+
+    Args:
+        out: output folder of META/.
+    """
+    from medvl import phantom
+
+    phantom.write_umls(out)
+    return f"Wrote {out}. Next: medvl knowledge build --umls {out} --out {out}-graph"
+
+
 def contact_sheet(out: Path, *, seed: int = 0) -> str:
     """Draw a sheet with every finding at every severity.
 
@@ -151,5 +163,6 @@ COMMANDS: dict[str, Callable[..., str]] = {
         out="output folder of train.json, validate.json, test.json and imgs/",
         seed=21,
     ),
+    "umls": umls,
     "contact-sheet": contact_sheet,
 }

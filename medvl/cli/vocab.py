@@ -33,13 +33,8 @@ def vocab(
     from medvl.data.shards.source import ShardSource
     from medvl.data.tokenizer.tokenizer import train_wordpiece, train_words
 
-    source = ShardSource(shards)
-    studies: dict[str, list[str]] = {}  # images of one study share their report: count it once
-    for position in range(len(source)):
-        sample = source.sample(position)
-        chosen = sections or tuple(sample.sections)
-        studies.setdefault(sample.study, [sample.sections[name] for name in chosen if name in sample.sections])
-    texts = [text for sections in studies.values() for text in sections]
+    studies = list(ShardSource(shards).texts_by_study(sections))
+    texts = [text for of_study in studies for text in of_study]
     options = {"min_frequency": min_frequency, "max_tokens": max_tokens}
     if kind == "wordpiece":
         tokenizer = train_wordpiece(texts, vocab_size=size, **options)

@@ -27,6 +27,20 @@ if TYPE_CHECKING:
         resize_short_side as resize_short_side,
     )
     from medvl.data.images.read import read_pixels as read_pixels
+    from medvl.data.knowledge.finder import EntityFinder as EntityFinder
+    from medvl.data.knowledge.graph import (
+        KnowledgeGraph as KnowledgeGraph,
+        read_knowledge as read_knowledge,
+        write_knowledge as write_knowledge,
+    )
+    from medvl.data.knowledge.linker import EntityLinker as EntityLinker, LinkedEntities as LinkedEntities
+    from medvl.data.knowledge.settings import TransEConfig as TransEConfig, UMLSOptions as UMLSOptions
+    from medvl.data.knowledge.transe import (
+        load_embeddings as load_embeddings,
+        save_embeddings as save_embeddings,
+        train_transe as train_transe,
+    )
+    from medvl.data.knowledge.umls import read_umls as read_umls
     from medvl.data.loading.collate import sample_rng as sample_rng
     from medvl.data.loading.concat import ConcatSource as ConcatSource
     from medvl.data.loading.dense_targets import (

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from medvl.phantom.layouts.roco import write_roco as write_roco
     from medvl.phantom.layouts.rsna import write_rsna as write_rsna
     from medvl.phantom.layouts.siim import write_siim as write_siim
+    from medvl.phantom.layouts.umls import write_umls as write_umls
     from medvl.phantom.layouts.vindr_cxr import write_vindr_cxr as write_vindr_cxr
     from medvl.phantom.layouts.vqa_rad_slake import write_slake as write_slake, write_vqa_rad as write_vqa_rad
     from medvl.phantom.layouts.writer import read_truth as read_truth, split_of as split_of

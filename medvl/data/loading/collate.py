@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medvl.data.knowledge.linker import EntityLinker, pad_entities
 from medvl.data.reports.laterality import swap_laterality
 from medvl.data.reports.sentences import sentence_spans
 from medvl.data.shards.format import label_row
@@ -44,6 +45,8 @@ class Item:
     """None: the sample has no previous image, or the system needs none."""
     has_image: bool = True
     """False: the sample has no image, and its pixels are a placeholder."""
+    entities: tuple[int, ...] = ()
+    """Distinct entities in all sections, where the system needs them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +139,16 @@ class ItemMaker:
             self._text(sample, views, epoch, "second text") if self.inputs.second_text else None,
             None if views.prior is None else views.prior.image_HWC,
             views.has_image,
+            self._entities(sample, views),
         )
+
+    def _entities(self, sample: Sample, views: Views) -> tuple[int, ...]:
+        """Return the distinct entities of all sections, whichever of them is the item's text."""
+        finder = self.inputs.entities
+        if finder is None:
+            return ()
+        texts = [self._as_image(text, views) for text in sample.sections.values()]
+        return tuple(dict.fromkeys(entity for text in texts for _, _, entity in finder.find(text)))
 
     def _text(self, sample: Sample, views: Views, epoch: int, purpose: str) -> str:
         rng = sample_rng(self.seed, epoch, sample.key, purpose)
@@ -145,6 +157,10 @@ class ItemMaker:
             text = self.text.other(sample.sections, first, rng)
         else:
             text = self.text(sample.sections, rng)
+        return self._as_image(text, views)
+
+    def _as_image(self, text: str, views: Views) -> str:
+        """Return a text with the sides of the image, which may be flipped."""
         return swap_laterality(text) if views.image.flipped and self.image.flip == "swap_text" else text
 
     def _as_flipped(self, image: Transformed, key: str, pixels: np.ndarray, epoch: int, purpose: str) -> Transformed:
@@ -159,13 +175,18 @@ class ItemMaker:
 class Collate:
     """Stack items into a batch and tokenize their texts, padded to the longest text of the batch.
 
-    Raises ConfigError where sentences are needed and `tokenizer` is not a `Tokenizer`.
+    Raises ConfigError where sentences or entities are needed and `tokenizer` is not a `Tokenizer`.
     """
 
     def __init__(self, tokenizer: Tokenize, inputs: Inputs | None = None) -> None:
         self.tokenizer, self.inputs = tokenizer, inputs or Inputs()
         if self.inputs.sentences and not isinstance(tokenizer, Tokenizer):
             raise ConfigError("sentences need a Tokenizer; give one", "wrong_type", field="tokenizer")
+        self._linker: EntityLinker | None = None
+        if self.inputs.entities is not None:
+            if not isinstance(tokenizer, Tokenizer):
+                raise ConfigError("entities need a Tokenizer; give one", "wrong_type", field="tokenizer")
+            self._linker = EntityLinker(self.inputs.entities, tokenizer, self.inputs.max_entities)
 
     def __call__(self, items: Sequence[Item | SkippedSample]) -> tuple[Batch | None, list[SkippedSample]]:
         kept = [item for item in items if isinstance(item, Item)]
@@ -210,6 +231,9 @@ class Collate:
         if self.inputs.sentences:
             assert isinstance(self.tokenizer, Tokenizer)
             batch.sentence_BT = self.tokenizer.sentence_ids(batch.texts, [sentence_spans(text) for text in batch.texts])
+        if self._linker is not None:
+            batch.entity_BN, batch.mention_BT = self._linker(batch.ids_BT, batch.mask_BT)
+            batch.image_entity_BN = pad_entities([item.entities for item in items])
         if self.inputs.prior_image:
             priors = [item.prior_image_HWC for item in items]
             blank_HWC = np.zeros_like(items[0].image_HWC)

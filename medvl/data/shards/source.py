@@ -3,6 +3,7 @@
 import mmap
 import os
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,15 @@ class ShardSource:
         """Return the key of the sample at `position`."""
         shard, row = self._locate(position)
         return self._indexes[shard].keys[row]
+
+    def texts_by_study(self, sections: Sequence[str] = ()) -> Iterator[list[str]]:
+        """Yield the texts of each study once, all or some sections: images of one study share their report."""
+        studies = set()
+        for position in range(len(self)):
+            sample = self.sample(position)
+            if sample.study not in studies:
+                studies.add(sample.study)
+                yield [sample.sections[name] for name in sections or sample.sections if name in sample.sections]
 
     def sample(self, position: int) -> Sample:
         """Return the sample at `position`, without its pixels. Raises ShardError naming the shard and the key."""

@@ -14,6 +14,7 @@ when a loader forks its workers afterwards.
 
 import collections
 import dataclasses
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from torch import Tensor
 
 from medvl.data.tokenizer import files
-from medvl.data.tokenizer.word_boundaries import WordBoundaries
+from medvl.data.tokenizer.word_boundaries import WordBoundaries, token_texts
 from medvl.data.tokenizer.wordpiece_trainer import learn_pieces
 from medvl.errors import ConfigError
 
@@ -67,7 +68,8 @@ class Tokenizer:
         self.unk_id: int | None = ids["unk"]
         self.mask_id: int | None = ids["mask"]
         special = {self.cls_id, self.sep_id} | ({ids["pad"]} if ids["pad"] is not None else set())
-        self._words = WordBoundaries(self._backend, self.vocab_size, sorted(special))
+        self._special = sorted(special)
+        self._words = WordBoundaries(self._backend, self.vocab_size, self._special)
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Encode texts; an empty text becomes its first and last token.
@@ -101,6 +103,11 @@ class Tokenizer:
         """Token -> id."""
         tokens: dict[str, int] = self._backend.get_vocab()
         return tokens
+
+    @functools.cached_property
+    def token_texts(self) -> list[str]:
+        """Text of each id, joined to which it gives back a text; see `medvl.data.tokenizer.word_boundaries`."""
+        return token_texts(self._backend, self.vocab_size, self._special)
 
     def word_starts(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Return (B, T) bool: True on the first sub-word of every word; False on special tokens and padding."""

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer as Backend, models
 from torch import Tensor
 
+from medvl.data.tokenizer.files import byte_characters
 from medvl.data.tokenizer.wordpiece_trainer import CONTINUED
 
 _BYTE_SPACE, _SENTENCE_SPACE, _END = "Ġ", "▁", "</w>"
@@ -63,6 +64,30 @@ class WordBoundaries:
         """Return (B, T) int64: the index of each token's word, from 0; -1 on special tokens and padding."""
         number_BT = self.starts(ids_BT, mask_BT).cumsum(dim=1) - 1
         return number_BT.masked_fill(_look_up(self._special_V, ids_BT) | ~mask_BT, -1)
+
+
+def token_texts(backend: Backend, vocab_size: int, special: Sequence[int]) -> list[str]:
+    """Return the text of each id, with spaces between words, "" for special ids.
+
+    The texts of a sequence's ids, joined, have the words of the encoded text, lower-cased by an uncased vocabulary.
+    Characters that byte-level BPE splits over tokens, all of them outside ASCII, become U+FFFD.
+    """
+    tokens = ["" if index in special else backend.id_to_token(index) or "" for index in range(vocab_size)]
+    model = backend.model
+    if isinstance(model, models.WordPiece):
+        return [token.removeprefix(CONTINUED) if token.startswith(CONTINUED) else f" {token}" for token in tokens]
+    if isinstance(model, models.BPE):
+        byte_of = {character: byte for byte, character in byte_characters().items()}
+        end = model.end_of_word_suffix or ""
+        words = [token.removesuffix(end) for token in tokens]
+        decoded = [bytes(byte_of[c] for c in word if c in byte_of).decode(errors="replace") for word in words]
+        return [
+            text + " " * (text != "" and end != "" and token.endswith(end))
+            for text, token in zip(decoded, tokens, strict=True)
+        ]
+    if isinstance(model, models.Unigram):
+        return [token.replace(_SENTENCE_SPACE, " ") for token in tokens]
+    return [f" {token}" for token in tokens]
 
 
 def _look_up(table_V: Tensor, ids_BT: Tensor) -> Tensor:

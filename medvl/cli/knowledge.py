@@ -1,0 +1,82 @@
+"""`medvl knowledge`: knowledge graphs from UMLS, and their embeddings. Each command returns the text to print."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from medvl.cli.shards import Flat
+from medvl.data.knowledge.settings import TransEConfig, UMLSOptions
+
+
+def build(
+    umls: Path,
+    out: Path,
+    options: Flat[UMLSOptions],
+    *,
+    shards: tuple[Path, ...] = (),
+) -> str:
+    """Build a knowledge graph from a release of UMLS.
+
+    Args:
+        umls: folder with MRCONSO.RRF and MRREL.RRF, or the folder above its META.
+        out: new output folder; an equal graph may be there already.
+        options: selection of concepts, names and relations.
+        shards: folders of shards; only concepts that their texts mention often enough are kept.
+    """
+    from medvl.data.knowledge.graph import write_knowledge
+    from medvl.data.knowledge.umls import read_umls
+
+    graph = write_knowledge(read_umls(umls, options, _texts(shards) if shards else None), out)
+    counts = f"{len(graph.identifiers)} entities with {sum(map(len, graph.names))} names"
+    triples = f"{len(graph.triples_N3)} triples of {len(graph.relations)} relations"
+    return f"Wrote {out}: {counts}, {triples}. Next: medvl knowledge train --folder {out}"
+
+
+def train(folder: Path, config: Flat[TransEConfig], *, device: str = "cpu") -> str:
+    """Train embeddings of a knowledge graph's entities by TransE.
+
+    Args:
+        folder: graph of `medvl knowledge build`, into which the embeddings are written.
+        config: settings; those of ARL by default.
+        device: cpu or cuda.
+    """
+    from medvl.data.knowledge.graph import read_knowledge
+    from medvl.data.knowledge.transe import save_embeddings, train_transe
+
+    graph = read_knowledge(folder)
+
+    def report(epoch: int, loss: float) -> None:
+        if sys.stderr.isatty() and (epoch + 1) % max(1, config.epochs // 100) == 0:
+            print(f"\repoch {epoch + 1} of {config.epochs}, loss {loss:.4f}", end="", file=sys.stderr, flush=True)
+
+    model, links = train_transe(graph, config, device=device, report=report)
+    path = save_embeddings(model, graph, config, folder)
+    if links is None:
+        return f"Wrote {path}"
+    scores = f"MRR {links.mrr:.3f} (chance {links.chance_mrr:.3f}), hits at 10 {links.hits_at_10:.3f}"
+    return f"Wrote {path}. {links.triples} held-out triples: {scores}"
+
+
+def find(folder: Path, text: str) -> str:
+    """List the entities that a text mentions, in its order.
+
+    Args:
+        folder: graph of `medvl knowledge build`.
+        text: a report or a sentence.
+    """
+    from medvl.data.knowledge.graph import read_knowledge
+
+    graph = read_knowledge(folder)
+    rows = [
+        f"{text[start:end]}\t{graph.identifiers[entity]}\t{graph.names[entity][0]}"
+        for start, end, entity in graph.finder().find(text)
+    ]
+    return "\n".join(rows) or "no entity found"
+
+
+def _texts(folders: tuple[Path, ...]) -> Iterator[str]:
+    """Yield the sections of all samples; images of one study share their report, which is read once."""
+    from medvl.data.shards.source import ShardSource
+
+    for folder in folders:
+        yield from (text for sections in ShardSource(folder).texts_by_study() for text in sections)
