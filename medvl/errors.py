@@ -29,7 +29,7 @@ wrong and what to do about it. It never quotes a header value or a line of a rep
 
 Errors of a corpus's files have a few more, for counting: not_a_file (a folder, pipe, device or socket) and
 outside_folder (a link out of the corpus); those of images also no_pixels, no_codec, not_dicom, multi_frame,
-unknown_format, no_image and too_small.
+unknown_format, no_image, no_regions and too_small.
 """
 
 from typing import Any, Self

@@ -83,13 +83,13 @@ def _from_checkpoint(
     checkpoint: Path, shards: "ShardSource", split: str, rules: "VQAProtocol", shared: RunOptions
 ) -> _Answers:
     from medvl.data.loading.vqa_source import QuestionSource
-    from medvl.eval.core.open import load_model, open_for_evaluation, refuse_training_patients, unsupported_model
+    from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
     from medvl.eval.core.results import checkpoint_sha256
     from medvl.eval.vqa.explain import explain
     from medvl.eval.vqa.predict import answer_questions
     from medvl.models import VQA
 
-    refuse_training_patients(checkpoint, shards)
+    shards = open_source(shards.folder, [checkpoint])
     model = load_model(checkpoint, shared.device)
     if not isinstance(model, VQA):
         raise unsupported_model(checkpoint, model, "fine-tune it with recipes/vqa_finetune.py")

@@ -9,13 +9,14 @@ from medvl.errors import ShardError, SplitError
 
 if TYPE_CHECKING:
     from medvl.data.shards.format import Manifest
+    from medvl.data.shards.verify_regions import RegionVerification
 
 _MAX_SHOWN = 20
 """Problems that are printed per split."""
 
 
 def verify(folder: Path, *, against: Path | None = None, decode: bool = False, full: bool = False) -> None:
-    """Verify a folder of shards, or of splits, against its manifest, and that splits share no patient.
+    """Verify a folder of shards, or of splits, and its regions against the manifests, and that splits share no patient.
 
     Args:
         folder: folder of a split, or folder that contains all splits.
@@ -38,13 +39,27 @@ def verify(folder: Path, *, against: Path | None = None, decode: bool = False, f
         )
         for problem in result.problems[:_MAX_SHOWN]:
             print(f"  {problem}")
+        for regions in result.regions:
+            _print_regions(regions)
     manifests = {result.manifest.split: result.manifest for result in results}
     check_disjoint({split: manifest.patients for split, manifest in manifests.items()}, str(folder))
     _compare_counts(manifests, full)
-    if any(result.problems for result in results):
+    if any(result.problems or any(regions.problems for regions in result.regions) for result in results):
         raise ShardError(f"{folder} is damaged; copy or convert it again", "malformed", field="folder")
     if against is not None:
         _compare_folders(folder, against)
+
+
+def _print_regions(result: "RegionVerification") -> None:
+    state = "intact" if not result.problems else f"{len(result.problems)} PROBLEMS"
+    if result.manifest is None:
+        print(f"  regions {result.name}: {state}")
+    else:
+        manifest = result.manifest
+        counts = f"{manifest.regions} regions of {manifest.images} images, {manifest.skipped} images skipped"
+        print(f"  regions {result.name} by {manifest.detector}: {counts}: {state}")
+    for problem in result.problems[:_MAX_SHOWN]:
+        print(f"    {problem}")
 
 
 def _compare_counts(manifests: "Mapping[str, Manifest]", full: bool) -> None:

@@ -21,6 +21,7 @@ from medvl.encoders.base import Encoder
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.allocation import AllocationLimit
 from medvl.models.base import System, TwoTowers
+from medvl.models.fusion_encoders.layers.inputs import RegionEncoder
 from medvl.models.registry import system
 
 CONFIG, WEIGHTS, TOKENIZER, TRAIN_MANIFEST = "config.json", "model.safetensors", "tokenizer", "train_manifest.json"
@@ -166,8 +167,21 @@ def _check_start(model: TwoTowers, folder: Path | str) -> Path:
     return folder
 
 
-def _encoders(model: nn.Module) -> list[Encoder]:
-    return [module for module in model.modules() if isinstance(module, Encoder)]
+def detector_of(folder: Path | str) -> str | None:
+    """Return the hash of the detector whose regions a checkpoint was trained with; None for models of pixels.
+
+    Raises CheckpointError when the checkpoint cannot be read.
+    """
+    run: Any = _read_config(_check_folder(Path(folder))).get("run")
+    try:
+        regions = run["data"]["train"]["regions"]
+        return None if regions is None else str(regions["sha256"])
+    except (KeyError, TypeError):
+        return None
+
+
+def _encoders(model: nn.Module) -> list[Encoder | RegionEncoder]:
+    return [module for module in model.modules() if isinstance(module, Encoder | RegionEncoder)]
 
 
 def _record_training(model: nn.Module, folder: Path) -> None:
@@ -175,6 +189,8 @@ def _record_training(model: nn.Module, folder: Path) -> None:
     training = tuple(_read_training(folder))
     for encoder in _encoders(model):
         encoder.trained_on = training
+        if isinstance(encoder, RegionEncoder):
+            encoder.detector = detector_of(folder)
 
 
 def _read_training(folder: Path) -> list[Any]:

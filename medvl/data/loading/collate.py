@@ -16,6 +16,7 @@ from medvl.data.knowledge.linker import EntityLinker, pad_entities
 from medvl.data.reports.laterality import swap_laterality
 from medvl.data.reports.sentences import sentence_spans
 from medvl.data.shards.format import label_row
+from medvl.data.shards.regions import Regions
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import BuiltTransform, ImageTransform, Transformed
 from medvl.data.transforms.text import PairPolicy, TextPolicy
@@ -47,6 +48,8 @@ class Item:
     """False: the sample has no image, and its pixels are a placeholder."""
     entities: tuple[int, ...] = ()
     """Distinct entities in all sections, where the system needs them."""
+    regions: Regions | None = None
+    """None: the system reads pixels, or the sample has no image."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,8 +60,11 @@ class Views:
     second: Transformed | None = None
     prior: Transformed | None = None
     has_image: bool = True
+    regions: Regions | None = None
 
 
+_NO_PIXELS = Transformed(np.zeros((0, 0, 1), np.uint8))
+"""Image of samples whose regions are read in place of pixels."""
 NO_IMAGE = "no_image"
 """Reason, also the code of ImageError, for leaving out a sample that has no image; no damage."""
 
@@ -121,6 +127,10 @@ class ItemMaker:
             self._blank = Transformed(np.zeros_like(image_HWC))
         return Views(self._blank, self._blank if self.inputs.second_image else None, has_image=False)
 
+    def region_views(self, regions: Regions | None) -> Views:
+        """Return the regions of one sample, or None for one without an image, beside an image of zero pixels."""
+        return Views(_NO_PIXELS, has_image=regions is not None, regions=regions)
+
     def _built(self) -> BuiltTransform:
         if self._transform is None:
             self._transform = self.image.build()
@@ -140,6 +150,7 @@ class ItemMaker:
             None if views.prior is None else views.prior.image_HWC,
             views.has_image,
             self._entities(sample, views),
+            views.regions,
         )
 
     def _entities(self, sample: Sample, views: Views) -> tuple[int, ...]:
@@ -202,6 +213,7 @@ class Collate:
         images = dict(zip(names, (item.image_HWC for item in kept), strict=True))
         image_row = {name: row for row, name in enumerate(images)}
         has_image = dict(zip(names, (item.has_image for item in kept), strict=True))
+        regions = dict(zip(names, (item.regions for item in kept), strict=True))
         batch = Batch(
             keys=[item.key for item in kept],
             image_BCHW=_stack(list(images.values())),
@@ -218,7 +230,18 @@ class Collate:
             batch.mirrored_ids_BT, batch.mirrored_mask_BT = ids_BT[rows:], mask_BT[rows:]
             batch.has_mirror_B = torch.tensor([text != mirror for text, mirror in zip(texts, mirrored, strict=True)])
         self._add_inputs(batch, kept)
+        if self.inputs.regions:
+            self._add_regions(batch, list(regions.values()))
         return batch, skipped
+
+    def _add_regions(self, batch: Batch, regions: Sequence[Regions | None]) -> None:
+        """Add the regions of the batch's images, padded with zeros to the largest number of them."""
+        boxes, features = (
+            [None if each is None else getattr(each, name) for each in regions] for name in ("boxes_P4", "features_PD")
+        )
+        batch.regions_BPD, batch.region_boxes_BP4 = _pad_rows(features), _pad_rows(boxes)
+        if self.inputs.region_classes:
+            batch.region_classes_BPK = _pad_rows([None if each is None else each.classes_PK for each in regions])
 
     def _add_inputs(self, batch: Batch, items: Sequence[Item]) -> None:
         """Add the optional parts that the system needs."""
@@ -244,6 +267,17 @@ class Collate:
 def _stack(images: Sequence[np.ndarray]) -> Tensor:
     """Return (B, C, H, W) from images (H, W, C)."""
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
+
+
+def _pad_rows(arrays: Sequence[np.ndarray | None]) -> Tensor:
+    """Return float32 (B, P, D) from arrays (P, D) of unequal length, zeros for None; P is 0 if all are None."""
+    given = [array for array in arrays if array is not None]
+    rows, columns = max(map(len, given), default=0), given[0].shape[1] if given else 0
+    padded = np.zeros((len(arrays), rows, columns), np.float32)
+    for row, array in enumerate(arrays):
+        if array is not None:
+            padded[row, : len(array)] = array
+    return torch.from_numpy(padded)
 
 
 def _present(image_HWC: np.ndarray | None) -> np.ndarray:

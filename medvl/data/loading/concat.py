@@ -10,6 +10,7 @@ import numpy as np
 
 from medvl.data.loading.unpair import UnpairedSource
 from medvl.data.shards.format import Manifest
+from medvl.data.shards.regions import Regions, check_one_detector
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError
 from medvl.schema import Sample
@@ -27,10 +28,12 @@ class ConcatSource:
         label_names: label names of all folders, in order of first appearance.
         counts: samples of each folder.
         manifest: merged manifest that a checkpoint stores: shards and patients of all folders.
+        region_manifest: that of the first folder's regions; the others have the same detector.
 
     Raises:
         ConfigError: no folder is given, one is given twice, or their ids were hashed with different salts, so that
-            patients shared with an evaluation set could not be detected; or the weights do not fit.
+            patients shared with an evaluation set could not be detected; or the weights do not fit, or the folders have
+            regions of different detectors.
     """
 
     def __init__(self, sources: Sequence[ShardSource | UnpairedSource], weights: Sequence[float] | None = None) -> None:
@@ -48,6 +51,8 @@ class ConcatSource:
             fingerprints.append(f"weights {self.weights}")
         self.fingerprint = hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()
         self.folder = ", ".join(str(source.folder) for source in self.sources)
+        self.region_manifest = self.sources[0].region_manifest
+        check_one_detector([source.region_manifest for source in self.sources])
         self._ends = np.cumsum([len(source) for source in self.sources]).tolist()
 
     def __len__(self) -> int:
@@ -62,6 +67,11 @@ class ConcatSource:
         """Return the decoded image. Raises ImageError or ShardError."""
         source, place = self._locate(position)
         return source.pixels(place, color)
+
+    def regions(self, position: int) -> Regions:
+        """Return the regions of the image. Raises ImageError or ShardError."""
+        source, place = self._locate(position)
+        return source.regions(place)
 
     def _locate(self, position: int) -> tuple[ShardSource | UnpairedSource, int]:
         if not 0 <= position < len(self):

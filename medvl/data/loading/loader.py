@@ -28,7 +28,7 @@ from medvl.data.loading.collate import (
 from medvl.data.loading.concat import ConcatSource
 from medvl.data.loading.priors import NO_PRIOR, prior_positions
 from medvl.data.loading.sampler import BatchSampler, EvalSampler, MixedSampler, TrainSampler
-from medvl.data.loading.sources import Source
+from medvl.data.loading.sources import Source, region_manifest_of
 from medvl.data.loading.worker_errors import TIMEOUT, with_worker_errors
 from medvl.data.transforms.image import ImageTransform
 from medvl.data.transforms.text import TextPolicy
@@ -85,15 +85,9 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         if self.image_keys is not None and self._last is not None and self._last[0] == (epoch, key):
             return self._last[1]
         try:
-            pixels = self._pixels(position)
-            if pixels is None and not self.keep_imageless:
+            image = self._region_views(position) if self.maker.inputs.regions else self._views(epoch, position, key)
+            if not image.has_image and not self.keep_imageless:
                 return SkippedSample(sample.key, NO_IMAGE)
-            prior = NO_PRIOR if self._prior_N is None else int(self._prior_N[position])
-            prior_pixels = None if prior == NO_PRIOR else self._pixels(prior)
-            if pixels is None:
-                image = self.maker.placeholder(self.color)
-            else:
-                image = self.maker.views(key, pixels, epoch, prior_pixels)
         except (ImageError, DicomError) as error:
             return SkippedSample(sample.key, error.code)
         except ShardError:
@@ -102,6 +96,23 @@ class SampleDataset(Dataset[Item | SkippedSample]):
             return SkippedSample(sample.key, "image_missing")
         self._last = None if self.image_keys is None else ((epoch, key), image)
         return image
+
+    def _views(self, epoch: int, position: int, key: str) -> Views:
+        pixels = self._pixels(position)
+        if pixels is None:
+            return self.maker.placeholder(self.color)
+        prior = NO_PRIOR if self._prior_N is None else int(self._prior_N[position])
+        return self.maker.views(key, pixels, epoch, None if prior == NO_PRIOR else self._pixels(prior))
+
+    def _region_views(self, position: int) -> Views:
+        """Return the regions of the image; its pixels are not decoded."""
+        source: Any = self.source
+        try:
+            return self.maker.region_views(source.regions(position))
+        except ImageError as error:
+            if error.code != NO_IMAGE:
+                raise
+            return self.maker.region_views(None)
 
     def _pixels(self, position: int) -> np.ndarray | None:
         """Return the decoded image, None where the sample has none."""
@@ -258,7 +269,8 @@ def open_loader(
         together: in training, up to this many samples of one image follow one another and share the augmented image.
         timeout: seconds without a batch after which a worker is considered hung.
         add_targets: called on each batch in this process, for example `DenseTargetTable`.
-        inputs: optional parts of the batches, `System.inputs`; None: no optional parts.
+        inputs: optional parts of the batches, `System.inputs`; None: no optional parts. With `regions`, pixels are not
+            decoded: `image` is not applied, and `Batch.image_BCHW` has no pixels.
         keep_imageless: keep samples without an image (`Batch.has_image_B`) instead of leaving them out and counting
             them as `no_image`. None: keep them in training only.
 
@@ -300,9 +312,22 @@ def _check_together(together: int, image_keys: Sequence[str] | None) -> None:
 def _check_inputs(inputs: Inputs, source: Source, image_keys: Sequence[str] | None) -> None:
     if inputs.labels and not source.label_names:
         raise ConfigError("the system needs labels and the source has none; use other data", "missing", field="labels")
-    if image_keys is not None and (inputs.second_image or inputs.prior_image):
+    shares_or_regions = image_keys is not None or inputs.regions
+    if shares_or_regions and (inputs.second_image or inputs.prior_image):
         field = "second_image" if inputs.second_image else "prior_image"
-        raise ConfigError(f"{field} is unsupported where samples share an image", "conflict", field=field)
+        message = f"{field} is unsupported where samples share an image, and with regions in place of pixels"
+        raise ConfigError(message, "conflict", field=field)
+    _check_regions(inputs, source)
+
+
+def _check_regions(inputs: Inputs, source: Source) -> None:
+    manifest = region_manifest_of(source)
+    if inputs.regions and manifest is None:
+        message = "the system needs regions: run `medvl regions` on the shards, and set data.regions to their name"
+        raise ConfigError(message, "missing", field="regions")
+    if inputs.region_classes and manifest is not None and not manifest.class_names:
+        message = f"the system needs a distribution over classes, which {manifest.detector} does not have"
+        raise ConfigError(f"{message}; use a detector", "missing", field="region_classes")
 
 
 def _check_settings(samples: int, batch: int, train: bool, world: int, workers: int) -> None:

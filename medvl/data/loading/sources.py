@@ -2,16 +2,20 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from medvl.data.images.read import read_pixels
+from medvl.data.shards.regions import RegionManifest
 from medvl.schema import Sample
 
 
 class Source(Protocol):
-    """Random access to samples and their pixels. A source may also have `folder` (for messages) and `image_keys`."""
+    """Random access to samples and their pixels.
+
+    A source may also have `folder` (for messages), `image_keys`, and `region_manifest` with `regions(position)`.
+    """
 
     label_names: tuple[str, ...]
     fingerprint: str
@@ -23,6 +27,12 @@ class Source(Protocol):
 
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
         """Return the decoded image of the sample at `position`: uint8 (H, W) or (H, W, C)."""
+
+
+def region_manifest_of(source: Any) -> RegionManifest | None:
+    """Return the manifest of a source's regions, None where it has none."""
+    manifest: RegionManifest | None = getattr(source, "region_manifest", None)
+    return manifest
 
 
 class FileSource:

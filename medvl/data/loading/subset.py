@@ -3,13 +3,15 @@
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from medvl.data.loading.sources import Source
+from medvl.data.loading.sources import Source, region_manifest_of
+from medvl.data.shards.regions import Regions
 from medvl.errors import ConfigError
 from medvl.schema import Sample
 
@@ -23,6 +25,7 @@ class Subset:
         content = source.fingerprint.encode() + self.positions.astype("<i8").tobytes()
         self.fingerprint = hashlib.sha256(content).hexdigest()
         self.folder = getattr(source, "folder", "the files")
+        self.region_manifest = region_manifest_of(source)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -34,6 +37,12 @@ class Subset:
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
         """Return the decoded image at `position` of the subset."""
         return self.source.pixels(int(self.positions[position]), color)
+
+    def regions(self, position: int) -> Regions:
+        """Return the regions at `position` of the subset, of a source that has them."""
+        source: Any = self.source
+        regions: Regions = source.regions(int(self.positions[position]))
+        return regions
 
 
 class LabelPolicyView:
@@ -56,6 +65,7 @@ class LabelPolicyView:
         content = "\n".join([source.fingerprint, *self.label_names])
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         self.folder = getattr(source, "folder", "the files")
+        self.region_manifest = region_manifest_of(source)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -71,6 +81,12 @@ class LabelPolicyView:
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
         """Return the decoded image at `position`."""
         return self.source.pixels(position, color)
+
+    def regions(self, position: int) -> Regions:
+        """Return the regions at `position`, of a source that has them."""
+        source: Any = self.source
+        regions: Regions = source.regions(position)
+        return regions
 
 
 def label_fraction(patients: Sequence[str], fraction: float, seed: int) -> NDArray[np.int64]:

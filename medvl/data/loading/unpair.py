@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from medvl.data.loading.subset import label_fraction
+from medvl.data.shards.regions import Regions
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, ImageError
 from medvl.schema import Sample
@@ -43,7 +44,7 @@ class UnpairedSource:
             )
             raise ConfigError(message, "out_of_range", field="paired_fraction")
         self.source, self.manifest, self.folder = source, source.manifest, source.folder
-        self.label_names = source.label_names
+        self.label_names, self.region_manifest = source.label_names, source.region_manifest
         everything = np.arange(len(source))
         patients = [source.sample(position).patient for position in range(len(source))]
         paired = label_fraction(patients, paired_fraction, seed) if paired_fraction else everything[:0]
@@ -65,6 +66,13 @@ class UnpairedSource:
 
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
         """Return the decoded image. Raises ImageError, `no_image` for a text alone, or ShardError."""
+        return self.source.pixels(self._image_position(position), color)
+
+    def regions(self, position: int) -> Regions:
+        """Return the regions of the image. Raises ImageError, `no_image` for a text alone, or ShardError."""
+        return self.source.regions(self._image_position(position))
+
+    def _image_position(self, position: int) -> int:
         if self._kinds[position] == _TEXT:
             raise ImageError(f"{self.folder}: sample {position} has no image: it was separated", "no_image")
-        return self.source.pixels(int(self._positions[position]), color)
+        return int(self._positions[position])

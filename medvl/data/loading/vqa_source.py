@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from medvl.data.annotations.questions import Question, questions_of
+from medvl.data.shards.regions import Regions
 from medvl.data.shards.source import ShardSource
 from medvl.errors import CorpusError
 from medvl.schema import Sample
@@ -46,7 +47,7 @@ class QuestionSource:
         self, source: ShardSource, split: str, vocabulary: Sequence[str], normalize: Callable[[str], str]
     ) -> None:
         self.source, self.split, self.normalize = source, split, normalize
-        self.label_names = tuple(vocabulary)
+        self.label_names, self.region_manifest = tuple(vocabulary), source.region_manifest
         self._known = frozenset(vocabulary)
         self.questions = questions_in_split(source, split)
         self.image_keys = tuple(source.key(position) for position, _ in self.questions)
@@ -82,6 +83,10 @@ class QuestionSource:
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
         """Return the decoded image of the question at `position`. Raises ImageError or ShardError."""
         return self.source.pixels(self.questions[position].image, color)
+
+    def regions(self, position: int) -> Regions:
+        """Return the regions of the image of the question at `position`. Raises ImageError or ShardError."""
+        return self.source.regions(self.questions[position].image)
 
 
 def questions_in_split(source: ShardSource, split: str) -> tuple[ImageQuestion, ...]:

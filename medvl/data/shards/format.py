@@ -26,6 +26,8 @@ from medvl.schema import SCHEMA_VERSION, Sample
 
 MANIFEST = "manifest.json"
 IMAGE_SUFFIXES = ("jpg", "png")
+REGION_SUFFIX = "safetensors"
+"""Suffix of the members of `medvl.data.shards.regions`."""
 NO_IMAGE = "-"
 """Suffix in the index of a sample without an image."""
 MAX_MEMBER_BYTES = 256 * 2**20

@@ -1,16 +1,15 @@
 """Random access to the samples of a folder of shards."""
 
-import mmap
-import os
-import threading
+import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from medvl.data.images.codecs import decode_image
 from medvl.data.shards.format import NO_IMAGE, Index, Manifest, Shard, label_row, sample_from_json
+from medvl.data.shards.mapped_tars import MappedTars
+from medvl.data.shards.regions import NO_REGIONS, RegionManifest, RegionReader, Regions
 from medvl.errors import ImageError, ShardError
 from medvl.schema import Sample
 
@@ -21,10 +20,17 @@ class ShardSource:
     The manifest, every index and the size of every tar are read and checked here, so a damaged folder fails before
     training starts. Tars are opened on first use in each process, so a source can be passed to loader workers.
 
+    Args:
+        folder: folder of shards.
+        regions: name of the region features to read too (`medvl regions`); None for none.
+
+    Attributes:
+        region_manifest: manifest of the regions, None without.
+
     Raises ShardError when a file is missing or damaged, or belongs to another folder.
     """
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(self, folder: Path | str, *, regions: str | None = None) -> None:
         self.folder = Path(folder)
         self.manifest = Manifest.read(self.folder)
         self.label_names = self.manifest.label_names
@@ -32,20 +38,19 @@ class ShardSource:
         self._indexes = [self._open_index(shard) for shard in self.manifest.shards]
         counts = [len(index.keys) for index in self._indexes]
         self._first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self._tars: dict[int, _MappedTar] = {}
-        self._lock = threading.Lock()
+        self._tars = MappedTars([self.folder / f"{shard.name}.tar" for shard in self.manifest.shards])
         if len(self) != self.manifest.samples:
             expected = f"expected {self.manifest.samples} samples by the manifest, got {len(self)} in the indexes"
             raise ShardError(f"{self.folder}: {expected}; convert the corpus again", "mismatch")
+        self.region_manifest: RegionManifest | None = None
+        if regions is not None:
+            self._regions = RegionReader(self.folder, regions, self.manifest, [index.keys for index in self._indexes])
+            self.region_manifest = self._regions.manifest
+            content = f"{self.fingerprint} {self.region_manifest.fingerprint}"
+            self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
 
     def __len__(self) -> int:
         return int(self._first[-1])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_tars", "_lock")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _tars={}, _lock=threading.Lock())
 
     def key(self, position: int) -> str:
         """Return the key of the sample at `position`."""
@@ -86,6 +91,21 @@ class ShardSource:
         """Return the decoded image: uint8 (H, W), or (H, W, 3) with `color`. Raises ImageError or ShardError."""
         return decode_image(self.image_bytes(position), color=color)
 
+    def has_image(self, position: int) -> bool:
+        """Return whether the sample at `position` has an image."""
+        shard, row = self._locate(position)
+        return self._indexes[shard].suffixes[row] != NO_IMAGE
+
+    def regions(self, position: int) -> Regions:
+        """Return the regions of the image. Raises ShardError, and ImageError `no_image` or `no_regions`."""
+        if not self.has_image(position):
+            raise ImageError(f"{self.folder}: sample {self.key(position)} has no image", "no_image")
+        regions = self._regions.read(*self._locate(position))
+        if regions is None:
+            message = f"{self._regions.folder}: the detector could not read the image of {self.key(position)}"
+            raise ImageError(message, NO_REGIONS)
+        return regions
+
     def labels(self, sample: Sample) -> np.ndarray:
         """Return the labels in the order of `label_names`: float32 (L,), 1, 0, -1 or NaN."""
         return label_row(sample.labels, self.label_names)
@@ -111,37 +131,13 @@ class ShardSource:
         return shard, position - int(self._first[shard])
 
     def _read(self, shard: int, place: np.ndarray, key: str) -> bytes:
-        offset, size = int(place[0]), int(place[1])
-        tar = self._open(shard)
-        # Reading a mapped file past its end kills the process, so check that it was not truncated after it was opened.
-        if os.fstat(tar.descriptor).st_size < offset + size:
-            raise self._damaged(shard, key, "the tar ends before it", "truncated")
-        return tar.content[offset : offset + size]
-
-    def _open(self, shard: int) -> "_MappedTar":
-        if shard not in self._tars:
-            with self._lock:
-                if shard not in self._tars:
-                    self._tars[shard] = _MappedTar(self.folder / f"{self.manifest.shards[shard].name}.tar")
-        return self._tars[shard]
+        try:
+            return self._tars.read(shard, int(place[0]), int(place[1]))
+        except EOFError:
+            raise self._damaged(shard, key, "the tar ends before it", "truncated") from None
 
     def _damaged(self, shard: int, key: str, problem: str, code: str) -> ShardError:
         path = self.folder / f"{self.manifest.shards[shard].name}.tar"
         return ShardError(
             f"{path} is damaged at sample {key}: {problem}; run `medvl verify {self.folder}` to list all damage", code
         )
-
-
-class _MappedTar:
-    """Memory-mapped tar: eight times faster than positioned reads, and all workers of a machine share its pages."""
-
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self.descriptor = os.dup(file.fileno())
-        self.content = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ)
-
-    def __del__(self) -> None:
-        if hasattr(self, "content"):
-            self.content.close()
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)

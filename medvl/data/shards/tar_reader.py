@@ -10,10 +10,10 @@ import tarfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-from medvl.data.shards.format import IMAGE_SUFFIXES, MAX_MEMBER_BYTES
+from medvl.data.shards.format import IMAGE_SUFFIXES, MAX_MEMBER_BYTES, REGION_SUFFIX
 from medvl.errors import ShardError
 
-_NAME = re.compile(rf"[A-Za-z0-9_-]{{1,100}}\.(?:json|{'|'.join(IMAGE_SUFFIXES)})")
+_NAME = re.compile(rf"[A-Za-z0-9_-]{{1,100}}\.(?:json|{'|'.join(IMAGE_SUFFIXES)}|{REGION_SUFFIX})")
 _BLOCK = tarfile.BLOCKSIZE
 
 

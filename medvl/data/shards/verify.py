@@ -14,6 +14,7 @@ from medvl.data.shards.duplicate_images import SharedImage, hash_images, shared_
 from medvl.data.shards.format import IMAGE_SUFFIXES, NO_IMAGE, Index, Manifest, Shard, sample_from_json
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.tar_reader import read_members
+from medvl.data.shards.verify_regions import RegionVerification, verify_regions
 from medvl.errors import ImageError, ShardError, SplitError
 
 _MAX_PROBLEMS = 1000
@@ -28,13 +29,16 @@ class Verification:
     manifest: Manifest
     problems: tuple[str, ...]
     """Empty when the folder is intact."""
+    regions: tuple[RegionVerification, ...] = ()
+    """Results of the folder's regions (`medvl regions`)."""
 
 
 def verify_folder(folder: Path, *, decode: bool = False, progress: bool = False) -> Verification:
     """Check every byte of a folder of shards against its manifest.
 
     Compares the sha256 of each tar and index, compares the members of each tar with its index, parses each sample, and
-    compares the numbers of samples, patients and planned images. With `decode`, decodes every image too.
+    compares the numbers of samples, patients and planned images; likewise for the folder's regions. With `decode`,
+    decodes every image too.
 
     Raises ShardError when there is no readable manifest; everything else is returned as a problem.
     """
@@ -56,7 +60,7 @@ def verify_shards(folder: Path, manifest: Manifest, *, decode: bool = False, pro
     problems += [f"{name} is not in the manifest" for name in unlisted]
     if not problems:
         problems += _check_totals(manifest, keys, patients)
-    return Verification(folder, manifest, tuple(problems))
+    return Verification(folder, manifest, tuple(problems), tuple(verify_regions(folder, manifest)))
 
 
 def check_against(manifest: Manifest, other: Manifest) -> None:

@@ -1,5 +1,6 @@
 """Models and data loaders for an evaluation: checkpoints loaded onto a device, shards without training patients."""
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,8 +9,9 @@ import torch
 
 from medvl.data.annotations.questions import MIXED
 from medvl.data.loading.loader import Loader, open_loader
-from medvl.data.loading.sources import Source
+from medvl.data.loading.sources import Source, region_manifest_of
 from medvl.data.loading.subset import no_text
+from medvl.data.shards.regions import find_regions
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import check_against
 from medvl.data.tokenizer.tokenizer import Tokenizer
@@ -17,7 +19,7 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
 from medvl.models.base import System
-from medvl.models.checkpoint import load, train_manifests
+from medvl.models.checkpoint import detector_of, load, train_manifests
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.schema import Inputs
 
@@ -63,13 +65,18 @@ def unsupported_model(checkpoint: Path, model: System, advice: str, *, field: st
 
 
 def open_source(data: Path, checkpoints: Sequence[Path] = ()) -> ShardSource:
-    """Open a folder of shards for evaluating checkpoints.
+    """Open a folder of shards for evaluating checkpoints, with its regions for those that were trained with regions.
 
     Raises:
-        ShardError: the folder is missing or damaged.
+        ConfigError: the checkpoints were trained with regions of different detectors.
+        ShardError: the folder is missing or damaged, or has no regions of the checkpoint's detector.
         SplitError: a checkpoint, or one that its training started from, was trained on a patient of the folder.
     """
-    source = ShardSource(data)
+    detectors = {detector for checkpoint in checkpoints if (detector := detector_of(checkpoint)) is not None}
+    if len(detectors) > 1:
+        message = "the checkpoints were trained with regions of different detectors; evaluate them separately"
+        raise ConfigError(message, "mismatch", field="checkpoint")
+    source = ShardSource(data, regions=find_regions(data, detectors.pop()) if detectors else None)
     for checkpoint in checkpoints:
         refuse_training_patients(checkpoint, source)
     return source
@@ -114,8 +121,9 @@ def open_for_evaluation(
         batch: samples per batch.
         workers: loader processes; 0 loads in this process.
         sections: report sections that make up the text; empty for the whole text.
-        inputs: optional parts of the batches, such as prior images.
+        inputs: optional parts of the batches, such as prior images. Regions are read from a source that has them.
     """
+    inputs = dataclasses.replace(inputs or Inputs(), regions=region_manifest_of(source) is not None)
     return open_loader(
         source,
         batch=batch,

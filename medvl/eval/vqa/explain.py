@@ -55,20 +55,27 @@ def explain(model: VQA, source: QuestionSource, ids: Collection[str], *, answers
 def _batches(model: VQA, source: QuestionSource, ids: Collection[str]) -> Iterator[tuple[list[str], Batch]]:
     """Yield question ids and batches of the chosen questions, collated as by the loader."""
     assert model.tokenizer is not None, "needed by answer_questions"
-    maker = ItemMaker(model.transform, WholeText(sections=("question",)), source.label_names, seed=0)
-    collate = Collate(model.tokenizer)
+    maker = ItemMaker(model.transform, WholeText(sections=("question",)), source.label_names, 0, model.inputs)
+    collate = Collate(model.tokenizer, model.inputs)
     positions = [position for position, entry in enumerate(source.questions) if entry.question.id in ids]
     for start in range(0, len(positions), _BATCH):
         rows: dict[str, Item] = {}
         for position in positions[start : start + _BATCH]:
             name = source.questions[position].question.id
             try:
-                rows[name] = maker(source.sample(position), source.pixels(position), 0)
+                rows[name] = _item(maker, source, position)
             except (MedvlError, OSError):
                 _log.warning("question %s is not explained: its image could not be read again", name)
         batch, _ = collate(list(rows.values()))
         if batch is not None:
             yield list(rows), batch
+
+
+def _item(maker: ItemMaker, source: QuestionSource, position: int) -> Item:
+    sample = source.sample(position)
+    if maker.inputs.regions:
+        return maker.row(sample, maker.region_views(source.regions(position)), 0)
+    return maker(sample, source.pixels(position), 0)
 
 
 def _explanations(model: VQA, batch: Batch, answers: int) -> list[Explanation]:

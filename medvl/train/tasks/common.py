@@ -33,6 +33,9 @@ class LoaderConfig:
     """Budget of unreadable samples: below 1 a fraction, else a number."""
     seed: int = 0
     """Seed of the order of the samples and of their augmentation."""
+    regions: str | None = None
+    """Name of the regions that `medvl regions` wrote beside each folder of shards, for a model with `image_encoder`
+    `regions:WIDTH`; None reads pixels."""
 
     def check(self, advice: str) -> None:
         """Raise ConfigError where a folder is missing. `advice` names the commands that create them."""
@@ -69,17 +72,40 @@ def open_split(data: LoaderConfig, *, one_folder: bool = False) -> "tuple[ShardS
         data: the folders.
         one_folder: allow the same shards for both, for a corpus that splits questions instead of images.
 
-    Raises ShardError where a folder is damaged, SplitError where the two share a patient.
+    Raises ShardError where a folder is damaged, SplitError where the two share a patient, ConfigError where they have
+    regions of different detectors.
     """
+    from medvl.data.shards.regions import check_one_detector
     from medvl.data.shards.source import ShardSource
 
-    train = ShardSource(data.train)
+    train = ShardSource(data.train, regions=data.regions)
     if data.valid is None:
         return train, None
-    valid = ShardSource(data.valid)
+    valid = ShardSource(data.valid, regions=data.regions)
+    check_one_detector([train.region_manifest, valid.region_manifest])
     if not (one_folder and train.fingerprint == valid.fingerprint):
         check_against(train.manifest, valid.manifest)
     return train, valid
+
+
+def bind_regions(model: Any, source: Any) -> dict[str, Any]:
+    """Record the detector of a source's regions in the model that is trained with them.
+
+    Returns the entry for `describe`, empty without regions. Raises ConfigError as `RegionEncoder.bind` does.
+    """
+    from medvl.data.loading.sources import region_manifest_of
+    from medvl.models.fusion_encoders.layers.inputs import RegionEncoder
+
+    manifest = region_manifest_of(source)
+    if manifest is None:
+        return {}
+    encoders = [module for module in model.modules() if isinstance(module, RegionEncoder)]
+    if not encoders:
+        message = f"{model.name} reads pixels: leave data.regions out, or set image_encoder to regions:{manifest.width}"
+        raise ConfigError(message, "conflict", field="data.regions")
+    for encoder in encoders:
+        encoder.bind(manifest)
+    return {"regions": manifest.summary()}
 
 
 def open_train(data: LoaderConfig, source: Any, batch: int, **options: Any) -> "Loader":

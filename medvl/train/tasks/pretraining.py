@@ -10,7 +10,16 @@ from medvl.data.shards.verify import check_against
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, RandomCrop
 from medvl.data.transforms.text import RandomSection, RandomSentence, SwappedSentences, TextPair, WholeText
 from medvl.errors import ConfigError
-from medvl.train.tasks.common import DataLoaders, LoaderConfig, describe, open_split, open_train, open_valid
+from medvl.schema import Inputs
+from medvl.train.tasks.common import (
+    DataLoaders,
+    LoaderConfig,
+    bind_regions,
+    describe,
+    open_split,
+    open_train,
+    open_valid,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,10 +77,11 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
     if data.paired_fraction < 1:
         source = UnpairedSource(train, data.paired_fraction, data.seed, data.others)
     if data.extra_train or data.weights:
-        source = ConcatSource([source, *map(ShardSource, data.extra_train)], data.weights or None)
+        others = [ShardSource(folder, regions=data.regions) for folder in data.extra_train]
+        source = ConcatSource([source, *others], data.weights or None)
         if valid is not None:
             check_against(source.manifest, valid.manifest)
-    chosen: dict[str, Any] = {}
+    chosen = bind_regions(model, source)
     if data.paired_fraction < 1:
         chosen |= {"paired_fraction": data.paired_fraction, "others": data.others}
     if data.weights:
@@ -89,6 +99,7 @@ def _open_streamed(data: DataConfig, model: Any, micro_batch: int, options: dict
         "extra_train": data.extra_train,
         "weights": data.weights,
         "paired_fraction": data.paired_fraction < 1,
+        "regions": data.regions,
     }
     for name in (name for name, is_set in unsupported.items() if is_set):
         message = f"data.{name} needs folders of shards; it cannot be combined with a streamed data.train"
@@ -115,4 +126,4 @@ def _valid_loaders(data: DataConfig, valid: Any, model: Any, options: dict[str, 
         return None, None
     options = {**options, "image": model.transform}
     losses = open_valid(data, valid, inputs=model.inputs, keep_imageless=True, **options)
-    return losses, open_valid(data, valid, shared=False, **options)
+    return losses, open_valid(data, valid, shared=False, inputs=Inputs(regions=model.inputs.regions), **options)

@@ -8,7 +8,15 @@ from typing import Any
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
-from medvl.train.tasks.common import DataLoaders, LoaderConfig, describe, open_split, open_train, open_valid
+from medvl.train.tasks.common import (
+    DataLoaders,
+    LoaderConfig,
+    bind_regions,
+    describe,
+    open_split,
+    open_train,
+    open_valid,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +59,13 @@ def open_vqa(
             "missing",
             field="tokenizer",
         )
-    options: dict[str, Any] = {"tokenizer": model.tokenizer, "text": WholeText(sections=("question",))}
+    text = WholeText(sections=("question",))
+    options: dict[str, Any] = {"tokenizer": model.tokenizer, "text": text, "inputs": model.inputs}
     train, valid = open_split(data, one_folder=True)
+    regions = bind_regions(model, train)
     questions = QuestionSource(train, data.train_split, answers, normalize)
     loader = open_train(data, questions, batch, image=data.image, together=data.together, **options)
-    described = describe(train.manifest, None if valid is None else valid.manifest)
+    described = describe(train.manifest, None if valid is None else valid.manifest, **regions)
     if valid is None:
         return DataLoaders(loader, None, None, described)
     held_out = QuestionSource(valid, data.valid_split, answers, normalize)

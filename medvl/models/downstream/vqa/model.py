@@ -21,7 +21,7 @@ from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.config import StreamConfig
 from medvl.models.fusion_encoders.layers.encoder import Pooler
 from medvl.models.registry import register_system
-from medvl.schema import Batch, Losses
+from medvl.schema import Batch, Inputs, Losses
 
 
 @register_system("vqa")
@@ -40,6 +40,7 @@ class VQA(System):
     def __init__(self, config: VQAConfig, fusion_model: FusionModel) -> None:
         super().__init__(config, transform=fusion_model.transform, tokenizer=fusion_model.tokenizer)
         self.fusion_model = fusion_model
+        self.inputs = Inputs(regions=fusion_model.inputs.regions)
         self.answer_head = create_head(config, fusion_model)
         for name, child in fusion_model.named_children():
             if name.endswith("head"):

@@ -6,12 +6,13 @@ pooled vector (a Transformer's class token) becomes the first token; the regions
 Letters: B batch, K samples that have the modality, N tokens, P regions, T text tokens, D width.
 """
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from medvl.data.shards.regions import RegionManifest
 from medvl.encoders import ImageEncoder
 from medvl.errors import ConfigError
 from medvl.models.bert_init import INIT_STD, init_weights
@@ -31,12 +32,33 @@ class RegionEncoder(nn.Module):
 
     Attributes:
         feature_dim, patch_dim: width of a region's features and box code together.
+        detector: hash of the detector, once `bind` was called, or a checkpoint was loaded; None: unknown.
+        trained_on: manifests of the shards that the detector, and the model with it, were trained on.
     """
 
     def __init__(self, width: int, code: BoxCode | None = None) -> None:
         super().__init__()
         self.code = code
+        self.detector: str | None = None
+        self.trained_on: tuple[Mapping[str, Any], ...] = ()
         self.feature_dim = self.patch_dim = width + (code or 0)
+
+    def bind(self, manifest: RegionManifest) -> None:
+        """Record the detector of the regions that this model is trained with.
+
+        Raises ConfigError for regions of another width, or of another detector than the model was trained with.
+        """
+        width = self.patch_dim - (self.code or 0)
+        if manifest.width != width:
+            message = (
+                f"{manifest.detector} writes {manifest.width} features: use image_encoder regions:{manifest.width}"
+            )
+            raise ConfigError(f"{message}, not regions:{width}", "mismatch", field="image_encoder")
+        if self.detector not in (None, manifest.detector_sha256):
+            message = "the model was trained with regions of another detector; give those as data.regions"
+            raise ConfigError(message, "mismatch", field="data.regions")
+        self.detector = manifest.detector_sha256
+        self.trained_on += tuple(each for each in manifest.trained_on if each not in self.trained_on)
 
     def read(self, batch: Batch) -> Tensor:
         """(B, P, D): the features of a batch's regions, followed by their box codes.
