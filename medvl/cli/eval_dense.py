@@ -6,6 +6,7 @@ from typing import Literal
 
 from medvl.cli.eval_common import SmallBatchOptions, open_evaluation, publish_result
 
+_TEXTS = {"none": "no text", "others": "texts of other images"}
 _ADVICE = "train a {} on its image encoder with recipes/dense_transfer.py --init-from {} --task {}"
 
 
@@ -52,30 +53,39 @@ def segmentation(
     shared: SmallBatchOptions,
     *,
     valid: Path | None = None,
-    empty: Literal["one_if_both_empty", "skip_empty"] = "one_if_both_empty",
+    empty: Literal["one_if_both_empty", "skip_empty", "lvit"] = "one_if_both_empty",
     side: int | None = None,
+    other_texts: tuple[Literal["none", "others"], ...] = ("none", "others"),
     examples: int = 6,
 ) -> None:
     """Evaluate segmentation of findings: Dice over all images, with a named rule for empty masks.
 
-    The checkpoint is a segmenter (recipes/dense_transfer.py); the shards have masks (siim) or boxes (rsna).
+    The checkpoint is a segmenter (recipes/dense_transfer.py) or LViT (recipes/lvit_qata.py); the shards have masks
+    (siim, qata, ...) or boxes (rsna).
 
     Args:
         valid: folder of shards of other patients, on which thresholds are chosen; without it they are fixed.
-        empty: score of an image without a mask: 1 if the prediction is empty too, else 0; or leave such images out.
+        empty: score of an image without a mask: 1 if the prediction is empty too, else 0; or leave such images out; or
+            smoothed as in LViT's code.
         side: longer side of the images in which masks are compared; default that of the published images.
+        other_texts: texts to compare with, for a model that reads text: none, or those of other images.
         examples: images with a mask on the page, and as many without.
     """
+    from medvl.data.loading.subset import OtherTexts
     from medvl.data.shards.source import ShardSource
     from medvl.eval.dense.segmentation import mask_segmentation
     from medvl.eval.dense.segmentation_page import write_segmentation_page
-    from medvl.models import Segmenter
+    from medvl.models import MaskModel
 
     checkpoint = shared.checkpoint
-    model, source, read = open_evaluation(shared, Segmenter, _ADVICE.format("segmenter", checkpoint, "segmentation"))
+    advice = _ADVICE.format("segmenter", checkpoint, "segmentation")
+    kind: type[MaskModel] = MaskModel
+    model, source, read = open_evaluation(shared, kind, advice, text=True)
+    compared = other_texts if model.tokenizer is not None else ()
     result = mask_segmentation(
         model,
         read(source),
+        other_texts={_TEXTS[name]: read(OtherTexts(source, name)) for name in compared},
         valid_loader=None if valid is None else read(ShardSource(valid)),
         empty=empty,
         side=side,

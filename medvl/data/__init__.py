@@ -41,18 +41,18 @@ if TYPE_CHECKING:
         train_transe as train_transe,
     )
     from medvl.data.knowledge.umls import read_umls as read_umls
-    from medvl.data.loading.collate import sample_rng as sample_rng
+    from medvl.data.loading.collate import TargetMaker as TargetMaker, sample_rng as sample_rng
     from medvl.data.loading.concat import ConcatSource as ConcatSource
     from medvl.data.loading.dense_targets import (
         DenseBatch as DenseBatch,
         DenseTargets as DenseTargets,
-        DenseTargetTable as DenseTargetTable,
     )
     from medvl.data.loading.loader import Loader as Loader, open_loader as open_loader
     from medvl.data.loading.sources import FileSource as FileSource, Source as Source
     from medvl.data.loading.streaming import RemoteLoader as RemoteLoader, open_remote_loader as open_remote_loader
     from medvl.data.loading.subset import (
         LabelPolicyView as LabelPolicyView,
+        OtherTexts as OtherTexts,
         Subset as Subset,
         label_fraction as label_fraction,
         no_text as no_text,
@@ -96,5 +96,6 @@ if TYPE_CHECKING:
         TextPair as TextPair,
         WholeText as WholeText,
     )
+    from medvl.data.transforms.turning import LViTAugmentation as LViTAugmentation
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

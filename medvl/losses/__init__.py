@@ -2,7 +2,7 @@
 
 from medvl.losses.classification import multilabel_bce
 from medvl.losses.contrastive import clip, convirt, siglip
-from medvl.losses.dense import bce_dice, detection
+from medvl.losses.dense import bce_dice, contrastive_mask, detection, lvit
 from medvl.losses.gloria import gloria_local
 from medvl.losses.itc import itc
 from medvl.losses.itm import itm
@@ -21,6 +21,7 @@ __all__ = [
     "answer_words",
     "bce_dice",
     "clip",
+    "contrastive_mask",
     "convirt",
     "detection",
     "dv_bound",
@@ -32,6 +33,7 @@ __all__ = [
     "label_similarity",
     "local_alignment",
     "local_uniformity",
+    "lvit",
     "mim",
     "mlm",
     "mlm_by_text",

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
         create_dense as create_dense,
     )
     from medvl.models.downstream.detector import Detector as Detector, DetectorConfig as DetectorConfig
+    from medvl.models.downstream.lvit import LViT as LViT, LViTConfig as LViTConfig
+    from medvl.models.downstream.mask_model import MaskModel as MaskModel
     from medvl.models.downstream.segmenter import Segmenter as Segmenter, SegmenterConfig as SegmenterConfig
     from medvl.models.downstream.vqa.config import DecoderConfig as DecoderConfig, VQAConfig as VQAConfig
     from medvl.models.downstream.vqa.model import VQA as VQA, create_vqa as create_vqa

@@ -82,7 +82,8 @@ def _from_own_weights(model: System, pretrained: bool) -> System:
     """Load the weights that the model's config names; an encoder without any starts as `pretrained` says."""
     config: Any = model.config
     published = pretrained and isinstance(model, TwoTowers)
-    model.load_encoders(config.image_weights or pretrained, getattr(config, "text_weights", None) or published)
+    own_image, own_text = (getattr(config, f"{part}_weights", None) for part in ("image", "text"))
+    model.load_encoders(own_image or (pretrained and hasattr(config, "image_weights")), own_text or published)
     return model
 
 

@@ -41,6 +41,7 @@ _MODULES = {
     "gloria": "medvl.models.dual_encoders.gloria",
     "local_analysis": "medvl.models.dual_encoders.lovt",
     "lovt": "medvl.models.dual_encoders.lovt",
+    "lvit": "medvl.models.downstream.lvit",
     "m3ae": "medvl.models.fusion_encoders.m3ae",
     "medclip": "medvl.models.dual_encoders.medclip",
     "medvill": "medvl.models.fusion_encoders.medvill",

@@ -5,7 +5,8 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import cv2
 import numpy as np
@@ -18,7 +19,7 @@ from medvl.data.reports.sentences import sentence_spans
 from medvl.data.shards.format import label_row
 from medvl.data.shards.regions import Regions
 from medvl.data.tokenizer.tokenizer import Tokenizer
-from medvl.data.transforms.image import BuiltTransform, ImageTransform, Transformed
+from medvl.data.transforms.image import BuiltTransform, ImageTransform, ReadsTexts, Transformed
 from medvl.data.transforms.text import PairPolicy, TextPolicy
 from medvl.errors import BudgetError, ConfigError, ShardError
 from medvl.schema import Batch, Inputs, Sample
@@ -50,6 +51,18 @@ class Item:
     """Distinct entities in all sections, where the system needs them."""
     regions: Regions | None = None
     """None: the system reads pixels, or the sample has no image."""
+    target: Any = None
+    """What a `TargetMaker` computed; None without one."""
+
+
+class TargetMaker(Protocol):
+    """Training targets of images, made in the loader's workers for the augmented image (`medvl.data.DenseTargets`)."""
+
+    def __call__(self, sample: Sample, image: Transformed) -> Any:
+        """Return the target of a sample whose image was augmented to `image`."""
+
+    def add_to(self, batch: Batch, targets: Sequence[Any]) -> Batch:
+        """Return the batch with the targets of its rows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,28 +109,42 @@ class ItemMaker:
         label_names: Sequence[str],
         seed: int,
         inputs: Inputs | None = None,
+        targets: TargetMaker | None = None,
     ) -> None:
-        self.image, self.text = image, text
+        self.image, self.text, self.targets = image, text, targets
         self.label_names, self.seed = tuple(label_names), seed
         self.inputs = inputs or Inputs()
         if self.inputs.mirrored_text and getattr(image, "flip", "off") == "plain":
             message = "mirrored texts need images that agree with their text: use image.flip 'swap_text' or 'off'"
             raise ConfigError(message, "conflict", field="image.flip")
-        self._transform: BuiltTransform | None = None  # built in the process that uses it: pipelines do not pickle
+        self._transforms: dict[str, BuiltTransform] = {}  # built in the process that uses them: they do not pickle
         self._blank: Transformed | None = None
 
     def __call__(self, sample: Sample, pixels: np.ndarray, epoch: int) -> Item:
         """Return the item of one sample. `pixels` are uint8, (H, W) or (H, W, 3)."""
-        return self.row(sample, self.views(sample.key, pixels, epoch), epoch)
+        return self.row(sample, self.views(sample.key, pixels, epoch, texts=sample.sections.values()), epoch)
 
-    def views(self, key: str, pixels: np.ndarray, epoch: int, prior: np.ndarray | None = None) -> Views:
-        """Return the augmented images; `key` seeds the augmentation, `prior` are the pixels of the previous image."""
-        image = self._built()(pixels, sample_rng(self.seed, epoch, key, "image"))
-        return Views(
-            image,
-            self._as_flipped(image, key, pixels, epoch, "second image") if self.inputs.second_image else None,
-            None if prior is None else self._as_flipped(image, key, prior, epoch, "prior image"),
-        )
+    def views(
+        self, key: str, pixels: np.ndarray, epoch: int, prior: np.ndarray | None = None, texts: Iterable[str] = ()
+    ) -> Views:
+        """Return the augmented images.
+
+        `key` seeds the augmentation, `prior` are the pixels of the previous image, and `texts` those of the sample, for
+        transforms that flip an image only where its text allows it.
+        """
+        built = self._built(texts)
+        image = built(pixels, sample_rng(self.seed, epoch, key, "image"))
+
+        def other(pixels: np.ndarray, purpose: str) -> Transformed:
+            """Return another augmentation, flipped like `image` where the text names sides."""
+            rng = sample_rng(self.seed, epoch, key, purpose)
+            while True:
+                other = built(pixels, rng)
+                if self.image.flip != "swap_text" or other.flipped == image.flipped:
+                    return other
+
+        second = other(pixels, "second image") if self.inputs.second_image else None
+        return Views(image, second, None if prior is None else other(prior, "prior image"))
 
     def placeholder(self, color: bool) -> Views:
         """Return black images of the transform's size, for a sample without an image."""
@@ -131,10 +158,12 @@ class ItemMaker:
         """Return the regions of one sample, or None for one without an image, beside an image of zero pixels."""
         return Views(_NO_PIXELS, has_image=regions is not None, regions=regions)
 
-    def _built(self) -> BuiltTransform:
-        if self._transform is None:
-            self._transform = self.image.build()
-        return self._transform
+    def _built(self, texts: Iterable[str] = ()) -> BuiltTransform:
+        image = self.image.for_texts(texts) if isinstance(self.image, ReadsTexts) else self.image
+        name = repr(image)
+        if name not in self._transforms:
+            self._transforms[name] = image.build()
+        return self._transforms[name]
 
     def row(self, sample: Sample, views: Views, epoch: int, image_key: str | None = None) -> Item:
         """Return the item of one sample and its augmented images. Items with one `image_key` share the image."""
@@ -151,6 +180,7 @@ class ItemMaker:
             views.has_image,
             self._entities(sample, views),
             views.regions,
+            None if self.targets is None else self.targets(sample, views.image),
         )
 
     def _entities(self, sample: Sample, views: Views) -> tuple[int, ...]:
@@ -174,14 +204,6 @@ class ItemMaker:
         """Return a text with the sides of the image, which may be flipped."""
         return swap_laterality(text) if views.image.flipped and self.image.flip == "swap_text" else text
 
-    def _as_flipped(self, image: Transformed, key: str, pixels: np.ndarray, epoch: int, purpose: str) -> Transformed:
-        """Return another augmentation, flipped like `image` where the text names sides."""
-        rng = sample_rng(self.seed, epoch, key, purpose)
-        while True:
-            other = self._built()(pixels, rng)
-            if self.image.flip != "swap_text" or other.flipped == image.flipped:
-                return other
-
 
 class Collate:
     """Stack items into a batch and tokenize their texts, padded to the longest text of the batch.
@@ -189,8 +211,8 @@ class Collate:
     Raises ConfigError where sentences or entities are needed and `tokenizer` is not a `Tokenizer`.
     """
 
-    def __init__(self, tokenizer: Tokenize, inputs: Inputs | None = None) -> None:
-        self.tokenizer, self.inputs = tokenizer, inputs or Inputs()
+    def __init__(self, tokenizer: Tokenize, inputs: Inputs | None = None, targets: TargetMaker | None = None) -> None:
+        self.tokenizer, self.inputs, self.targets = tokenizer, inputs or Inputs(), targets
         if self.inputs.sentences and not isinstance(tokenizer, Tokenizer):
             raise ConfigError("sentences need a Tokenizer; give one", "wrong_type", field="tokenizer")
         self._linker: EntityLinker | None = None
@@ -232,6 +254,8 @@ class Collate:
         self._add_inputs(batch, kept)
         if self.inputs.regions:
             self._add_regions(batch, list(regions.values()))
+        if self.targets is not None:
+            batch = self.targets.add_to(batch, [item.target for item in kept])
         return batch, skipped
 
     def _add_regions(self, batch: Batch, regions: Sequence[Regions | None]) -> None:

@@ -1,15 +1,15 @@
 """Training targets for detection and segmentation: boxes and masks in the pixels of a model's input.
 
 `Sample.extra` holds boxes and masks in pixels of the published image (`medvl.data.annotations.boxes`,
-`medvl.data.annotations.mask_rle`). The model's transform is deterministic, so targets are computed once and added to
-each batch by sample key.
+`medvl.data.annotations.mask_rle`). The loader's workers make the targets with the augmentation of the image, so that
+both are turned alike (`Transformed.turn_22`).
 
 Shape letters: N boxes of an image, padded to the largest number in the batch; L labels; h, w cells of the model's
 output grid.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import cv2
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from medvl.data.annotations.mask_rle import decode_runs
 from medvl.data.annotations.phrases import published_size
-from medvl.data.loading.sources import Source
-from medvl.data.transforms.image import EvalTransform
+from medvl.data.transforms.image import EvalTransform, Transformed
+from medvl.data.transforms.turning import turn
 from medvl.errors import CorpusError
 from medvl.schema import Batch, Sample
 
@@ -38,6 +38,21 @@ class DenseBatch(Batch):
     padding."""
     masks_BLhw: Tensor | None = None
     """uint8: fraction of each output cell that is covered by the label's mask; 255 is all of it."""
+    turn_B22: Tensor | None = None
+    """float32: how each image was turned (`Transformed.turn_22`); None where the transform does not turn images."""
+    unlabelled_B: Tensor | None = None
+    """int64: number of each image whose annotations are not used, counted over the training images from 0; -1 where
+    they are used. None: all are."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DenseTarget:
+    """Boxes or masks of one augmented image."""
+
+    values: NDArray[Any]
+    """(N, 5) boxes or (L, h, w) masks."""
+    turn_22: NDArray[np.float32] | None
+    unlabelled: int
 
 
 def is_annotated(sample: Sample, kind: Kind) -> bool:
@@ -106,30 +121,63 @@ def _malformed(sample: Sample, kind: Kind) -> CorpusError:
     return CorpusError(f"sample {sample.key}: malformed {kind}; convert the corpus again", "malformed", field=kind)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class DenseTargets:
-    """Boxes or masks in the coordinates of a model's input.
+    """Boxes or masks in the coordinates of a model's input; a `TargetMaker` for `open_loader(targets=)`."""
 
-    Args:
-        kind: boxes or masks.
-        labels: labels to learn, in the order of the model's outputs.
-        transform: the model's image transform.
-        grid: (h, w) of the model's output, for masks.
-    """
+    kind: Kind
+    labels: Sequence[str]
+    """Labels to learn, in the order of the model's outputs."""
+    transform: EvalTransform
+    """The model's image transform."""
+    grid: tuple[int, int]
+    """(h, w) of the model's output, for masks."""
+    unlabelled: Mapping[str, int] | None = None
+    """Key of an image whose annotations are ignored -> its number (`DenseBatch.unlabelled_B`)."""
 
-    def __init__(self, kind: Kind, labels: Sequence[str], transform: EvalTransform, grid: tuple[int, int]) -> None:
-        self.kind, self.labels, self.transform, self.grid = kind, tuple(labels), transform, grid
+    def __call__(self, sample: Sample, image: Transformed) -> DenseTarget:
+        """Return the boxes or masks of a sample in an augmented image."""
+        number = -1 if self.unlabelled is None else self.unlabelled.get(sample.key, -1)
+        values: NDArray[Any]
+        if self.kind == "boxes":
+            values = self.boxes(sample, image.turn_22)
+        elif number >= 0 or not _entries(sample, "masks"):
+            values = np.zeros((len(self.labels), *self.grid), np.uint8)
+        else:
+            values = self.masks(sample, image.turn_22)
+        return DenseTarget(values, image.turn_22, number)
 
-    def boxes(self, sample: Sample) -> NDArray[np.float32]:
-        """Return the boxes (N, 5) in pixels of the transformed image, clipped to it; empty boxes are dropped."""
+    def add_to(self, batch: Batch, targets: Sequence[DenseTarget]) -> DenseBatch:
+        """Return the batch with `boxes_BN5` or `masks_BLhw`, and what the model needs to know of the augmentation."""
+        fields: dict[str, Any] = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        if self.kind == "boxes":
+            fields["boxes_BN5"] = _pad_boxes([target.values for target in targets])
+        else:
+            fields["masks_BLhw"] = torch.from_numpy(np.stack([target.values for target in targets]))
+        turns = [target.turn_22 for target in targets if target.turn_22 is not None]
+        if len(turns) == len(targets):
+            fields["turn_B22"] = torch.from_numpy(np.stack(turns))
+        if self.unlabelled is not None:
+            fields["unlabelled_B"] = torch.tensor([target.unlabelled for target in targets])
+        return DenseBatch(**fields)
+
+    def boxes(self, sample: Sample, turn_22: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """Return the boxes (N, 5) in pixels of the transformed image, clipped to it; empty boxes are dropped.
+
+        A box in a turned image is the smallest one around the turned box.
+        """
         height, width = published_size(sample)
-        view = self.transform.box(height, width)
+        view, size = self.transform.box(height, width), self.transform.size
         boxes_N5 = boxes_of(sample, self.labels, (height, width))
-        scale = self.transform.size / np.array([view.width, view.height] * 2)
-        boxes_N5[:, :4] = ((boxes_N5[:, :4] - [view.left, view.top] * 2) * scale).clip(0, self.transform.size)
+        scale = size / np.array([view.width, view.height] * 2)
+        boxes_N5[:, :4] = (boxes_N5[:, :4] - [view.left, view.top] * 2) * scale
+        if turn_22 is not None:
+            boxes_N5[:, :4] = _turn_boxes(boxes_N5[:, :4], turn_22, size)
+        boxes_N5[:, :4] = boxes_N5[:, :4].clip(0, size)
         left, top, right, bottom = boxes_N5[:, :4].T
         return boxes_N5[(right - left >= 1) & (bottom - top >= 1)].astype(np.float32)
 
-    def masks(self, sample: Sample) -> NDArray[np.uint8]:
+    def masks(self, sample: Sample, turn_22: NDArray[np.float32] | None = None) -> NDArray[np.uint8]:
         """Return (L, h, w): fraction of each output cell that is covered by the label's mask; 255 is all of it."""
         transform = self.transform.build()
         cells = self.grid[::-1]
@@ -137,38 +185,21 @@ class DenseTargets:
         for label in self.labels:
             pixels_HW = mask_of(sample, label).astype(np.uint8) * 255
             square_HWC = transform(pixels_HW, np.random.default_rng(0)).image_HWC
+            if turn_22 is not None:
+                square_HWC = turn(square_HWC, turn_22)
             planes.append(cv2.resize(square_HWC[:, :, 0], cells, interpolation=cv2.INTER_AREA))
         return np.stack(planes)
 
 
-class DenseTargetTable:
-    """Targets of all samples of a source, computed once; calling it adds them to a batch (`open_loader(add_targets=)`).
+def _turn_boxes(boxes_N4: NDArray[np.float64], turn_22: NDArray[np.float32], size: int) -> NDArray[np.float64]:
+    """Return the smallest boxes around boxes that are turned with the image."""
+    corners_N42 = boxes_N4[:, [[0, 1], [2, 1], [2, 3], [0, 3]]] - size / 2
+    turned_N42 = corners_N42 @ turn_22 + size / 2  # the inverse of a rotation or reflection is its transpose
+    return np.concatenate([turned_N42.min(axis=1), turned_N42.max(axis=1)], axis=1)
 
-    Args:
-        targets: computes the targets of one sample.
-        source: annotated samples (`is_annotated`). Images without a box or mask are not stored.
-    """
 
-    def __init__(self, targets: DenseTargets, source: Source) -> None:
-        self.targets = targets
-        compute: Callable[[Sample], np.ndarray] = targets.boxes if targets.kind == "boxes" else targets.masks
-        samples = (source.sample(position) for position in range(len(source)))
-        self._by_key = {sample.key: compute(sample) for sample in samples if _entries(sample, targets.kind)}
-
-    def __call__(self, batch: Batch) -> DenseBatch:
-        """Return the batch with `boxes_BN5` or `masks_BLhw`."""
-        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        if self.targets.kind == "boxes":
-            return DenseBatch(**fields, boxes_BN5=self._boxes(batch.keys))
-        return DenseBatch(**fields, masks_BLhw=self._masks(batch.keys))
-
-    def _boxes(self, keys: Sequence[str]) -> Tensor:
-        boxes = [self._by_key.get(key, np.zeros((0, 5), np.float32)) for key in keys]
-        boxes_BN5 = np.full((len(keys), max(map(len, boxes)), 5), np.nan, np.float32)
-        for row, boxes_N5 in zip(boxes_BN5, boxes, strict=True):
-            row[: len(boxes_N5)] = boxes_N5
-        return torch.from_numpy(boxes_BN5)
-
-    def _masks(self, keys: Sequence[str]) -> Tensor:
-        empty = np.zeros((len(self.targets.labels), *self.targets.grid), np.uint8)
-        return torch.from_numpy(np.stack([self._by_key.get(key, empty) for key in keys]))
+def _pad_boxes(boxes: Sequence[NDArray[np.float32]]) -> Tensor:
+    boxes_BN5 = np.full((len(boxes), max(map(len, boxes)), 5), np.nan, np.float32)
+    for row, boxes_N5 in zip(boxes_BN5, boxes, strict=True):
+        row[: len(boxes_N5)] = boxes_N5
+    return torch.from_numpy(boxes_BN5)

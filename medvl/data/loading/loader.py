@@ -6,7 +6,7 @@ randomness of a sample comes from (seed, epoch, key).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from medvl.data.loading.collate import (
     ItemMaker,
     SkipBudget,
     SkippedSample,
+    TargetMaker,
     Tokenize,
     Views,
     init_worker,
@@ -32,7 +33,7 @@ from medvl.data.loading.sources import Source, region_manifest_of
 from medvl.data.loading.worker_errors import TIMEOUT, with_worker_errors
 from medvl.data.transforms.image import ImageTransform
 from medvl.data.transforms.text import TextPolicy
-from medvl.errors import ConfigError, DicomError, ImageError, ShardError
+from medvl.errors import ConfigError, CorpusError, DicomError, ImageError, ShardError
 from medvl.schema import Batch, Inputs, Sample
 
 
@@ -85,7 +86,9 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         if self.image_keys is not None and self._last is not None and self._last[0] == (epoch, key):
             return self._last[1]
         try:
-            image = self._region_views(position) if self.maker.inputs.regions else self._views(epoch, position, key)
+            image = (
+                self._region_views(position) if self.maker.inputs.regions else self._views(epoch, position, key, sample)
+            )
             if not image.has_image and not self.keep_imageless:
                 return SkippedSample(sample.key, NO_IMAGE)
         except (ImageError, DicomError) as error:
@@ -97,12 +100,13 @@ class SampleDataset(Dataset[Item | SkippedSample]):
         self._last = None if self.image_keys is None else ((epoch, key), image)
         return image
 
-    def _views(self, epoch: int, position: int, key: str) -> Views:
+    def _views(self, epoch: int, position: int, key: str, sample: Sample) -> Views:
         pixels = self._pixels(position)
         if pixels is None:
             return self.maker.placeholder(self.color)
         prior = NO_PRIOR if self._prior_N is None else int(self._prior_N[position])
-        return self.maker.views(key, pixels, epoch, None if prior == NO_PRIOR else self._pixels(prior))
+        prior_pixels = None if prior == NO_PRIOR else self._pixels(prior)
+        return self.maker.views(key, pixels, epoch, prior_pixels, sample.sections.values())
 
     def _region_views(self, position: int) -> Views:
         """Return the regions of the image; its pixels are not decoded."""
@@ -130,7 +134,10 @@ class SampleDataset(Dataset[Item | SkippedSample]):
             return sample
         if isinstance(image, SkippedSample):
             return image
-        return self.maker.row(sample, image, epoch, None if self.image_keys is None else self.image_keys[position])
+        try:
+            return self.maker.row(sample, image, epoch, None if self.image_keys is None else self.image_keys[position])
+        except CorpusError as error:  # of a target
+            return SkippedSample(sample.key, f"{error.field}_{error.code}")
 
 
 class Loader:
@@ -150,12 +157,11 @@ class Loader:
         workers: int,
         max_skipped: float,
         timeout: float,
-        add_targets: Callable[[Batch], Batch] | None = None,
     ) -> None:
         self.source = source
-        self.samples, self.collate = samples, Collate(tokenizer, samples.maker.inputs)
+        self.samples, self.collate = samples, Collate(tokenizer, samples.maker.inputs, samples.maker.targets)
         self.global_batch = sampler.global_batch
-        self._sampler, self._add_targets = sampler, add_targets
+        self._sampler = sampler
         self._skips = SkipBudget(str(getattr(source, "folder", "the files")), max_skipped, len(source))
         self._training = isinstance(sampler, TrainSampler)
         self._batches = DataLoader(
@@ -196,7 +202,7 @@ class Loader:
             if batch is None:
                 self._skips.check_empty_batch(skipped)
                 continue
-            yield batch if self._add_targets is None else self._add_targets(batch)
+            yield batch
         if self._training:
             self._sampler.epoch += 1
             self._sampler.batch = 0
@@ -249,8 +255,8 @@ def open_loader(
     max_skipped: float = 0.001,
     together: int = 1,
     timeout: float = TIMEOUT,
-    add_targets: Callable[[Batch], Batch] | None = None,
     inputs: Inputs | None = None,
+    targets: TargetMaker | None = None,
     keep_imageless: bool | None = None,
 ) -> Loader:
     """Open a loader over a source. If the source has `image_keys`, evaluation batches hold each image once.
@@ -268,9 +274,9 @@ def open_loader(
         max_skipped: budget of unreadable samples: below 1 a fraction of the source, else a number.
         together: in training, up to this many samples of one image follow one another and share the augmented image.
         timeout: seconds without a batch after which a worker is considered hung.
-        add_targets: called on each batch in this process, for example `DenseTargetTable`.
         inputs: optional parts of the batches, `System.inputs`; None: no optional parts. With `regions`, pixels are not
             decoded: `image` is not applied, and `Batch.image_BCHW` has no pixels.
+        targets: makes training targets in the workers, for example `DenseTargets`.
         keep_imageless: keep samples without an image (`Batch.has_image_B`) instead of leaving them out and counting
             them as `no_image`. None: keep them in training only.
 
@@ -289,10 +295,10 @@ def open_loader(
         sampler = _train_sampler(source, batch, seed, rank, world, together)
     shared = None if train and together == 1 else image_keys
     _check_inputs(inputs or Inputs(), source, shared)
-    maker = ItemMaker(image, text, source.label_names, seed, inputs)
+    maker = ItemMaker(image, text, source.label_names, seed, inputs, targets)
     samples = SampleDataset(source, maker, color, shared, train if keep_imageless is None else keep_imageless)
     budget = {"max_skipped": max_skipped, "timeout": timeout}
-    return Loader(source, sampler, samples, tokenizer, workers=workers, add_targets=add_targets, **budget)
+    return Loader(source, sampler, samples, tokenizer, workers=workers, **budget)
 
 
 def _train_sampler(source: Source, batch: int, seed: int, rank: int, world: int, together: int) -> TrainSampler:

@@ -47,7 +47,7 @@ def time_stages(loader: Loader, batch: int, batches: int = 2, seed: int = 0) -> 
                 sample = samples.source.sample(position)
                 pixels = samples.source.pixels(position, samples.color)
                 second = clock.lap()
-                image = samples.maker.views(sample.key, pixels, 0)
+                image = samples.maker.views(sample.key, pixels, 0, texts=sample.sections.values())
                 augmented = clock.lap()
                 items.append(samples.maker.row(sample, image, 0, None))
             except (MedvlError, FileNotFoundError):

@@ -1,9 +1,9 @@
-"""Views of a source: a subset of its samples, other label columns; and the tokenizer of a model without text."""
+"""Views of a source: a subset of its samples, other label columns or texts; the tokenizer of a model without text."""
 
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -87,6 +87,34 @@ class LabelPolicyView:
         source: Any = self.source
         regions: Regions = source.regions(position)
         return regions
+
+
+class OtherTexts:
+    """A source whose samples have no text, or the text of another sample, to measure what a model reads in the texts.
+
+    Args:
+        source: the samples.
+        texts: "none", or "others" for the texts of the samples half of the source further on.
+    """
+
+    def __init__(self, source: Source, texts: Literal["none", "others"]) -> None:
+        self.source, self.texts = source, texts
+        self.label_names = source.label_names
+        self.fingerprint = hashlib.sha256(f"{source.fingerprint} {texts}".encode()).hexdigest()
+        self.folder = getattr(source, "folder", "the files")
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def sample(self, position: int) -> Sample:
+        """Return the sample at `position` with its new text."""
+        other = self.source.sample((position + len(self) // 2) % len(self))
+        sections = {} if self.texts == "none" else other.sections
+        return dataclasses.replace(self.source.sample(position), sections=sections)
+
+    def pixels(self, position: int, color: bool = False) -> np.ndarray:
+        """Return the decoded image at `position`."""
+        return self.source.pixels(position, color)
 
 
 def label_fraction(patients: Sequence[str], fraction: float, seed: int) -> NDArray[np.int64]:

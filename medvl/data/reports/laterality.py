@@ -48,6 +48,23 @@ _SIDE = re.compile(
 )
 
 
+_PLACE = re.compile(
+    r"\b(?:upper|lower|middle|mid|top|bottom|superior\w*|inferior\w*|api(?:x|cal|ces)|bas(?:al|ilar|e|es|ally)|above|below"
+    r"|clockwise|horizontal\w*|vertical\w*)\b",
+    re.IGNORECASE,
+)
+
+
+def names_side(text: str) -> bool:
+    """Return whether a text names a side, so that it contradicts a mirrored image."""
+    return _SIDE.search(text) is not None
+
+
+def names_place(text: str) -> bool:
+    """Return whether a text names a side or a height, so that it contradicts an image turned by a right angle."""
+    return names_side(text) or _PLACE.search(text) is not None
+
+
 def swap_laterality(text: str) -> str:
     """Return `text` with left and right exchanged (see the module docstring). Swapping twice returns `text`."""
     return _SIDE.sub(lambda match: _COUNTERPART.get(match[0], match[0]), text)

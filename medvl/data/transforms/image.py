@@ -7,17 +7,19 @@ the worker or rank.
 
 import dataclasses
 import os
-from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, Self
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple, Protocol, Self, get_args, runtime_checkable
 
 import cv2
 import numpy as np
 
+from medvl.data.reports.laterality import names_side
 from medvl.errors import ConfigError
 
-Flip = Literal["off", "swap_text", "plain"]
-"""Handling of horizontal flips: off (no flips); swap_text (left and right are exchanged in the text); plain (the text
-is unchanged and then contradicts the image where it names a side, as in most published recipes)."""
+Flip = Literal["off", "swap_text", "sideless", "plain"]
+"""Handling of horizontal flips: off (no flips); swap_text (left and right are exchanged in the text); sideless (only
+images whose texts name no side are flipped); plain (the text is unchanged and then contradicts the image where it names
+a side, as in most published recipes)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,6 +28,9 @@ class Transformed:
 
     image_HWC: np.ndarray
     flipped: bool = False
+    turn_22: np.ndarray | None = None
+    """float32: rotation or reflection about the centre, from offsets (x, y) in this image to those in the image before
+    it was turned; None: not turned, or not known."""
 
 
 class Box(NamedTuple):
@@ -53,6 +58,14 @@ class ImageTransform(Protocol):
 
     def build(self) -> BuiltTransform:
         """Return the function that loader workers call."""
+
+
+@runtime_checkable
+class ReadsTexts(Protocol):
+    """A transform that flips or turns an image only where its texts allow it."""
+
+    def for_texts(self, texts: Iterable[str]) -> ImageTransform:
+        """Return the transform for an image with these texts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,8 +215,12 @@ class ConVIRTAugmentation:
         _check_size(self.size)
         if not 0 < self.area[0] <= self.area[1] <= 1:
             raise ConfigError(f"area must be a range within (0, 1], got {self.area}", "out_of_range", field="area")
-        if self.flip not in ("off", "swap_text", "plain"):
-            raise ConfigError(f"flip must be off, swap_text or plain, got {self.flip!r}", "unknown_name", field="flip")
+        check_flip(self.flip)
+
+    def for_texts(self, texts: Iterable[str]) -> Self:
+        """Return the transform without flips if `flip` is sideless and a text names a side."""
+        refused = self.flip == "sideless" and any(map(names_side, texts))
+        return dataclasses.replace(self, flip="off") if refused else self
 
     def build(self) -> BuiltTransform:
         """Return the function that loader workers call."""
@@ -248,6 +265,14 @@ def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 def _with_channels(image: np.ndarray) -> np.ndarray:
     return image[:, :, None] if image.ndim == 2 else image
+
+
+def check_flip(flip: Flip) -> None:
+    """Raise ConfigError for an unknown way of flipping."""
+    if flip not in get_args(Flip):
+        raise ConfigError(
+            f"flip must be one of {', '.join(get_args(Flip))}, got {flip!r}", "unknown_name", field="flip"
+        )
 
 
 def _check_size(size: int) -> None:

@@ -14,18 +14,25 @@ from medvl.eval.core.full_pass import FullPass, samples_by_key
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import MetricGroup
 from medvl.eval.core.metrics import Array
-from medvl.models.downstream.dense_base import DenseConfig
 from medvl.models.eval_mode import HasModules, evaluating
 from medvl.schema import Batch, Sample
 
 EvaluatedImage = TypeVar("EvaluatedImage")
 
 
-class DenseModel(HasModules, Protocol):
-    """A model based on `medvl.models.downstream.dense_base`."""
+class LabelledConfig(Protocol):
+    """Settings of a model with labels."""
 
     @property
-    def config(self) -> DenseConfig:
+    def labels(self) -> tuple[str, ...]:
+        """Labels, in the order of the model's outputs."""
+
+
+class DenseModel(HasModules, Protocol):
+    """A detector or segmenter."""
+
+    @property
+    def config(self) -> LabelledConfig:
         """Configuration; its labels are evaluated."""
 
     @property

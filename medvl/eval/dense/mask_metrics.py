@@ -6,6 +6,10 @@ If both the annotated and the predicted mask are empty, Dice is 0 / 0. Its value
   images are evaluated, so false positives in normal images lower the mean.
 * "skip_empty": images whose annotated mask is empty are left out. Published numbers without a stated rule often use
   this one, which ignores false positives in normal images.
+* "lvit": LViT's code. Dice is smoothed, (2 |both| + 1e-5) / (|prediction| + |truth| + 1e-5), hence 1 if both masks are
+  empty; IoU is then 0 (scikit-learn's default).
+
+Pooled Dice and IoU count the pixels of all images together; no rule is needed.
 
 A prediction is a probability map. A threshold turns it into a mask, and a mask that covers less than a minimum share of
 the image counts as empty. Both are chosen on validation images.
@@ -14,16 +18,18 @@ Shape letters: N images, T thresholds, A minimum shares; H, W pixels of the imag
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from medvl.errors import EvaluationError
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow
 from medvl.eval.core.metrics import Array
 
-EmptyRule = Literal["one_if_both_empty", "skip_empty"]
+EmptyRule = Literal["one_if_both_empty", "skip_empty", "lvit"]
+_LVIT_SMOOTHING = 1e-5
 THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(1, 20))
 MIN_SHARES = (0.0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02)
 """Shares of the image: 0.001 is 1,049 of the 1024 x 1024 pixels of SIIM."""
@@ -95,20 +101,37 @@ def stack(parts: Sequence[MaskAreas]) -> MaskAreas:
 
 def dice(areas: MaskAreas, empty: EmptyRule = "one_if_both_empty") -> Array:
     """Return Dice (N, T): 2 |prediction and truth| / (|prediction| + |truth|); NaN for images that the rule skips."""
-    return _ratio(2 * areas.intersection_NT, areas.predicted_NT + areas.truth_N[:, None], areas, empty)
+    smoothing = _LVIT_SMOOTHING if empty == "lvit" else 0.0
+    both_NT = areas.predicted_NT + areas.truth_N[:, None]
+    return _ratio(2 * areas.intersection_NT + smoothing, both_NT + smoothing, areas, empty)
 
 
 def iou(areas: MaskAreas, empty: EmptyRule = "one_if_both_empty") -> Array:
     """Return IoU (N, T): |prediction and truth| / |prediction or truth|; NaN for images that the rule skips."""
     union_NT = areas.predicted_NT + areas.truth_N[:, None] - areas.intersection_NT
-    return _ratio(areas.intersection_NT, union_NT, areas, empty)
+    return _ratio(areas.intersection_NT, union_NT, areas, empty, both_empty=0.0 if empty == "lvit" else 1.0)
 
 
-def _ratio(above_NT: Array, below_NT: Array, areas: MaskAreas, empty: EmptyRule) -> Array:
+def pooled_metrics(areas: Mapping[str, MaskAreas]) -> list[MetricGroup]:
+    """Return "dice_pooled" and "iou_pooled" of every label at the first threshold, over the pixels of all images."""
+    both_NL = np.stack([one.intersection_NT[:, 0] for one in areas.values()], axis=1)
+    sum_NL = np.stack([one.predicted_NT[:, 0] + one.truth_N for one in areas.values()], axis=1)
+
+    def group(metric: str, above_NL: Array, below_NL: Array) -> MetricGroup:
+        def statistic(counts_NR: Array) -> Array:
+            below_RL = counts_NR.T @ below_NL
+            return np.where(below_RL > 0, (counts_NR.T @ above_NL) / np.where(below_RL > 0, below_RL, 1), np.nan)
+
+        return MetricGroup([MetricRow(metric=metric, target=label, n=len(both_NL)) for label in areas], statistic)
+
+    return [group("dice_pooled", 2 * both_NL, sum_NL), group("iou_pooled", both_NL, sum_NL - both_NL)]
+
+
+def _ratio(above_NT: Array, below_NT: Array, areas: MaskAreas, empty: EmptyRule, *, both_empty: float = 1.0) -> Array:
     if empty not in get_args(EmptyRule):
         message = f"expected empty to be one of {', '.join(get_args(EmptyRule))}, got {empty!r}"
         raise EvaluationError(message, "unknown_name", field="empty")
-    ratio_NT = np.where(below_NT > 0, above_NT / np.where(below_NT > 0, below_NT, 1), 1.0)
+    ratio_NT = np.where(below_NT > 0, above_NT / np.where(below_NT > 0, below_NT, 1), both_empty)
     if empty == "skip_empty":
         return np.where(areas.truth_N[:, None] > 0, ratio_NT, np.nan)
     return ratio_NT

@@ -35,11 +35,12 @@ def write_dense_page(
     facts: Sequence[tuple[str, str]],
     caption: str,
     pictures: Pictures | None,
+    tables: Sequence[Table] = (),
 ) -> Path:
-    """Write a page with a table of the metrics in `names` (metric -> title) and pictures; return its path."""
+    """Write a page with a table of the metrics in `names` (metric -> title), `tables` and pictures; return its path."""
     metrics = {row.metric for row in results.rows}
     names = {metric: name for metric, name in names.items() if metric in metrics}
-    sections: list[Section] = [_table(results, labels, names, caption)]
+    sections: list[Section] = [_table(results, labels, names, caption), *tables]
     page = Page(
         title=title,
         subtitle=f"{subtitle} of {results.details['patients']:,} patients",
@@ -56,7 +57,7 @@ def write_dense_page(
 
 
 def _table(results: Results, labels: Sequence[str], names: Mapping[str, str], caption: str) -> Table:
-    rows = {(row.metric, row.target): row for row in results.rows}
+    rows = {(row.metric, row.target): row for row in results.rows if not row.subgroup}
     targets = [*labels, "macro"] if len(labels) > 1 else list(labels)
     lines: list[Sequence[Cell | str]] = [
         [

@@ -1,6 +1,6 @@
 """Segmentation: predicted masks against annotated masks, on all images.
 
-Protocol "segmentation", version 1:
+Protocol "segmentation", version 2:
 
 * Every image annotated with masks is evaluated. A named rule (`mask_metrics`) gives the value of empty masks;
   "dice_masked" is the Dice of images with a mask alone, and "left_empty" the share of images without one whose
@@ -9,6 +9,9 @@ Protocol "segmentation", version 1:
 * The probability threshold, and the minimum share of the image below which a mask counts as empty, are chosen only on
   validation images of other patients. Without them they are 0.5 and 0.
 * Pixels outside of the model's crop are not in a predicted mask.
+* "dice_pooled" and "iou_pooled" count the pixels of all images together.
+* For a model that reads text, the Dice without the texts, or with those of other images, is a subgroup, and "dice_gain"
+  how much higher Dice is with the images' own texts; thresholds stay those chosen with the own texts.
 * For a corpus with boxes and no masks (RSNA), the mask is the union of the boxes.
 * Intervals: the bootstrap resamples patients, with all their images. All rows share the resamples.
 
@@ -35,14 +38,14 @@ from medvl.eval.dense.annotated_images import AnnotatedImage, DenseModel, evalua
 from medvl.eval.dense.mask_metrics import THRESHOLDS, EmptyRule, MaskAreas, MaskThreshold, dice
 from medvl.schema import Batch
 
-PROTOCOL, PROTOCOL_VERSION = "segmentation", 1
+PROTOCOL, PROTOCOL_VERSION = "segmentation", 2
 _DEFAULT_THRESHOLD = MaskThreshold(threshold=0.5, min_share=0.0)
 _STORED_SIDE = 384
 _TRAINING_SIDE = 256
 
 
 class SegmenterModel(DenseModel, Protocol):
-    """A segmenter such as `medvl.models.Segmenter`."""
+    """A segmenter: a `medvl.models.MaskModel`, such as `Segmenter` or `LViT`."""
 
     def maps(self, batch: Batch, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Return probabilities (L, H, W) per image, NaN outside of the model's crop."""
@@ -90,6 +93,7 @@ def mask_segmentation(
     loader: Loader,
     *,
     valid_loader: Loader | None = None,
+    other_texts: Mapping[str, Loader] | None = None,
     empty: EmptyRule = "one_if_both_empty",
     side: int | None = None,
     resamples: int = 1000,
@@ -103,6 +107,7 @@ def mask_segmentation(
         model: its labels are evaluated.
         loader: over samples with masks or boxes, or with empty lists of them.
         valid_loader: over images of other patients, for choosing thresholds.
+        other_texts: name -> loader over the same images with other texts, for models that read text.
         empty: the rule for images without a mask.
         side: maximum of the longer side of the images on which masks are compared; None: the published size.
         resamples, seed: of the bootstrap.
@@ -120,12 +125,16 @@ def mask_segmentation(
         valid, _ = segment_images(model, valid_loader, side)
         check_disjoint_patients((image.sample.patient for image in valid), (image.sample.patient for image in images))
         thresholds = _choose_thresholds(_by_label(valid, labels), empty)
-    areas = {label: _at(one, thresholds[label]) for label, one in _by_label(images, labels).items()}
+    areas = _at_thresholds(images, thresholds)
     patients = [image.sample.patient for image in images]
+    groups = mask_groups(areas, empty)
+    for name, other in (other_texts or {}).items():
+        compared, _ = segment_images(model, other, side)
+        groups += _text_groups(name, areas, _at_thresholds(compared, thresholds), empty)
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
-        rows=measure(mask_groups(areas, empty), len(images), resamples=resamples, seed=seed, groups=patients),
+        rows=measure(groups, len(images), resamples=resamples, seed=seed, groups=patients),
         config={
             "labels": list(labels),
             "empty": empty,
@@ -175,16 +184,26 @@ def segment_images(
 
 
 def mask_groups(areas: Mapping[str, MaskAreas], empty: EmptyRule) -> list[MetricGroup]:
-    """Return "dice", "iou", "dice_masked" and "left_empty" of every label, each with its mean over labels."""
+    """Return "dice", "iou", "dice_masked", "left_empty", "dice_pooled" and "iou_pooled" of every label, each with its
+    mean over labels."""
     columns = {
         "dice": [dice(one, empty) for one in areas.values()],
         "iou": [mask_metrics.iou(one, empty) for one in areas.values()],
         "dice_masked": [dice(one, "skip_empty") for one in areas.values()],
         "left_empty": [mask_metrics.left_empty(one) for one in areas.values()],
     }
+    means = [mean_metrics(metric, np.concatenate(values, axis=1), list(areas)) for metric, values in columns.items()]
+    return [with_macro(group) for group in [*means, *mask_metrics.pooled_metrics(areas)]]
+
+
+def _text_groups(
+    name: str, areas: Mapping[str, MaskAreas], others: Mapping[str, MaskAreas], empty: EmptyRule
+) -> list[MetricGroup]:
+    """Return Dice with other texts, and how much higher it is with the images' own, as subgroup `name`."""
+    own_NL, other_NL = (np.concatenate([dice(one, empty) for one in each.values()], axis=1) for each in (areas, others))
+    columns = {"dice": other_NL, "dice_gain": own_NL - other_NL}
     return [
-        with_macro(mean_metrics(metric, np.concatenate(values, axis=1), list(areas)))
-        for metric, values in columns.items()
+        with_macro(mean_metrics(metric, values_NL, list(areas), subgroup=name)) for metric, values_NL in columns.items()
     ]
 
 
@@ -216,6 +235,11 @@ def _empty_prediction_dice(areas: MaskAreas, empty: EmptyRule) -> float:
 
 def _by_label(images: Sequence[SegmentedImage], labels: Sequence[str]) -> dict[str, MaskAreas]:
     return {label: mask_metrics.stack([image.areas[index] for image in images]) for index, label in enumerate(labels)}
+
+
+def _at_thresholds(images: Sequence[SegmentedImage], thresholds: Mapping[str, MaskThreshold]) -> dict[str, MaskAreas]:
+    """Return label -> areas of all images at the label's threshold."""
+    return {label: _at(one, thresholds[label]) for label, one in _by_label(images, list(thresholds)).items()}
 
 
 def _at(areas: MaskAreas, threshold: MaskThreshold) -> MaskAreas:
@@ -250,7 +274,7 @@ class SegmentationEval:
         images, _ = segment_images(model, self.loader, _TRAINING_SIDE)
         all_areas = _by_label(images, model.config.labels)
         thresholds = _choose_thresholds(all_areas, self.empty)
-        areas = {label: _at(one, thresholds[label]) for label, one in all_areas.items()}
+        areas = _at_thresholds(images, thresholds)
         rows = measure(mask_groups(areas, self.empty), len(images), resamples=0)
         target = headline_target(model.config.labels)
         return {f"segmentation/{row.metric}": row.value for row in rows if row.target == target}

@@ -1,19 +1,29 @@
 """HTML page of a segmentation evaluation: metrics of every label, and masks drawn on images."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from medvl.data.loading.dense_targets import mask_at
+from medvl.eval.dense.annotated_images import headline_target
 from medvl.eval.dense.page import PREDICTION_COLOR, SIDE, TRUTH_COLOR, dense_facts, resize_to_picture, write_dense_page
 from medvl.eval.dense.segmentation import SegmentationResult, SegmentedImage
-from medvl.eval.html.page import Picture, Pictures, Pixels, Strip, thumbnail_uri
+from medvl.eval.html.page import Cell, Picture, Pictures, Pixels, Strip, Table, metric_cell, thumbnail_uri
 
-_NAMES = {"dice": "Dice", "iou": "IoU", "dice_masked": "Dice, masked images", "left_empty": "Normal, empty prediction"}
+_NAMES = {
+    "dice": "Dice",
+    "iou": "IoU",
+    "dice_masked": "Dice, masked images",
+    "left_empty": "Normal, empty prediction",
+    "dice_pooled": "Dice, pooled pixels",
+    "iou_pooled": "IoU, pooled pixels",
+}
 _EMPTY = {
     "one_if_both_empty": "1 if the prediction is empty, else 0 (all images are evaluated)",
     "skip_empty": "left out, whatever the prediction",
+    "lvit": "Dice 1 and IoU 0 if the prediction is empty, else 0 (LViT's code)",
 }
 
 
@@ -51,9 +61,33 @@ def write_segmentation_page(
         headlines=("dice", "dice_masked", "left_empty"),
         facts=dense_facts(result.results, model, data, date, facts),
         caption="With 95% intervals. Dice and IoU are over all images that the rule for empty masks includes; also "
-        "shown are the Dice of images with a mask alone, and the share of the other images whose prediction is empty.",
+        "shown are the Dice of images with a mask alone, the share of the other images whose prediction is empty, and "
+        "both metrics over the pixels of all images together.",
+        tables=_texts(result),
         pictures=None if pixels is None else _pictures(result, pixels),
     )
+
+
+def _texts(result: SegmentationResult) -> list[Table]:
+    """Return the table of Dice with other texts, for a model that reads text."""
+    rows = {(row.metric, row.subgroup, row.target): row for row in result.results.rows}
+    names = dict.fromkeys(subgroup for _, subgroup, _ in rows if subgroup)
+    target = headline_target(result.labels)
+    lines: list[Sequence[Cell | str]] = [
+        [name, *(metric_cell(rows[metric, name, target]) for metric in ("dice", "dice_gain"))] for name in names
+    ]
+    if not lines:
+        return []
+    own: list[Cell | str] = ["the image's own text", metric_cell(rows["dice", "", target]), ""]
+    return [
+        Table(
+            title="With other texts",
+            columns=["", "Dice", "The image's own text is better by"],
+            rows=[own, *lines],
+            caption="The same images and thresholds. The difference is taken image by image. A text that names the "
+            "place of a finding tells the model a part of the answer.",
+        )
+    ]
 
 
 def _pictures(result: SegmentationResult, pixels: Pixels) -> Pictures:

@@ -1,10 +1,8 @@
-"""Segmentation: a probability map for each label, at the pixels of the original image."""
+"""Segmentation by a small decoder on an image encoder."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,7 +13,7 @@ from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder
 from medvl.models.config_checks import check_choice
 from medvl.models.downstream.dense_base import DenseConfig, DenseModel, init_prior
-from medvl.models.heatmaps import on_image
+from medvl.models.downstream.mask_model import MaskModel
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
@@ -44,7 +42,7 @@ class PatchGrid(nn.Module):
 
 
 @register_system("segmenter")
-class Segmenter(DenseModel):
+class Segmenter(DenseModel, MaskModel):
     """Logits of labels for each cell of the decoder's grid, trained by cross-entropy and soft Dice."""
 
     Config = SegmenterConfig
@@ -78,17 +76,3 @@ class Segmenter(DenseModel):
         if self.config.decoder == "linear":
             return F.interpolate(logits_BLhw, size=self.grid, mode="bilinear", align_corners=False)
         return logits_BLhw
-
-    @torch.no_grad()
-    def maps(self, batch: Batch, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Return probabilities (L, H, W) for each image at the pixels of the original, NaN where it was cropped.
-
-        Args:
-            batch: images prepared by `transform`.
-            sizes: (height, width) of the original images.
-        """
-        probability_BLhw = torch.sigmoid(self.mask_logits(batch.to(self.device)).float())
-        boxes = [self.transform.box(*size) for size in sizes]
-        return [
-            on_image(map_Lhw, box, *size) for map_Lhw, box, size in zip(probability_BLhw, boxes, sizes, strict=True)
-        ]

@@ -19,6 +19,7 @@ from medvl.eval.dense.mask_metrics import (
     iou,
     left_empty,
     mask_areas,
+    pooled_metrics,
     stack,
 )
 
@@ -111,3 +112,19 @@ def test_invalid_maps_are_refused() -> None:
             mask_areas(broken, truth, THRESHOLDS)
     with raises(EvaluationError, "empty"):
         stack([])
+
+
+def test_published_rule_of_lvit_smooths_dice_and_gives_empty_pairs_an_iou_of_zero() -> None:
+    areas = MaskAreas(*(np.array(x, float) for x in ([[4], [0], [0]], [[6], [0], [1]], [4, 0, 0], [16] * 3)))
+    np.testing.assert_allclose(dice(areas, "lvit")[:, 0], [(8 + 1e-5) / (10 + 1e-5), 1, 1e-5 / (1 + 1e-5)])
+    assert iou(areas, "lvit")[:, 0].tolist() == [4 / 6, 0, 0]
+
+
+def test_pooled_metrics_count_the_pixels_of_all_images() -> None:
+    areas = MaskAreas(*(np.array(x, float) for x in ([[4], [0], [2]], [[6], [0], [8]], [4, 0, 3], [16] * 3)))
+    groups = pooled_metrics({"Mass": areas})
+    assert [group.rows[0].metric for group in groups] == ["dice_pooled", "iou_pooled"]
+    counts_NR = np.array([[1.0, 0, 2], [1, 3, 0], [1, 0, 1]])
+    dice_R, iou_R = (group.statistic(counts_NR)[:, 0] for group in groups)
+    np.testing.assert_allclose(dice_R, [12 / 21, np.nan, 20 / 31])
+    np.testing.assert_allclose(iou_R, [6 / 15, np.nan, 10 / 21])
