@@ -127,23 +127,16 @@ def mask_segmentation(
         thresholds = _choose_thresholds(_by_label(valid, labels), empty)
     areas = _at_thresholds(images, thresholds)
     patients = [image.sample.patient for image in images]
+    source = "fixed" if valid_loader is None else "chosen on validation images"
+    config = {"empty": empty, "side": side, "threshold_source": source, "resamples": resamples, "seed": seed}
     groups = mask_groups(areas, empty)
     for name, other in (other_texts or {}).items():
-        compared, _ = segment_images(model, other, side)
-        groups += _text_groups(name, areas, _at_thresholds(compared, thresholds), empty)
+        groups += _text_groups(name, areas, _at_thresholds(segment_images(model, other, side)[0], thresholds), empty)
     results = Results(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
         rows=measure(groups, len(images), resamples=resamples, seed=seed, groups=patients),
-        config={
-            "labels": list(labels),
-            "empty": empty,
-            "side": side,
-            "threshold_source": "fixed" if valid_loader is None else "chosen on validation images",
-            "bootstrap_unit": "patient",
-            "resamples": resamples,
-            "seed": seed,
-        },
+        config=config | {"labels": list(labels), "bootstrap_unit": "patient"},
         inputs=inputs,
         details=counts | _details(images, areas, thresholds, empty),
     )
