@@ -39,6 +39,9 @@ RECIPES = (
     "m3ae_roco_medicat",
     "medvill_mimic",
     "mutual_info_mimic",
+    "lovt_mimic",
+    "bfspr_mimic",
+    "umrl_mimic",
     "biovil_mimic",
     "biovil_t_mimic",
 )
@@ -67,6 +70,7 @@ def batches(config: Any, tokenizer: Any, labels: bool) -> Iterator[Batch]:
             keys=keys, image_BCHW=images[rows].to(torch.uint8), ids_BT=ids_BT, mask_BT=mask_BT,
             labels_BL=findings_of(texts) if labels else torch.zeros(PAIRS, 0), texts=texts, studies=keys,
             second_ids_BT=ids_BT, second_mask_BT=mask_BT,
+            sentence_BT=torch.where(mask_BT, 0, -1), second_image_BCHW=images[rows].flip(3).to(torch.uint8),
             prior_image_BCHW=images[rows.flip(0)].to(torch.uint8), has_prior_B=torch.arange(PAIRS) > 0,
         )  # fmt: skip
 

@@ -8,9 +8,9 @@ from medvl.losses.itc import itc
 from medvl.losses.itm import itm
 from medvl.losses.mim import mim
 from medvl.losses.mlm import mlm, mlm_by_text, mlm_distilled
-from medvl.losses.mutual_information import SeparableCritic, dv_bound, info_nce_bound
+from medvl.losses.mutual_information import SeparableCritic, dv_bound, info_nce_bound, information_bound
 from medvl.losses.prototypes import prototype_swap, sinkhorn
-from medvl.losses.reverse_gradient import reverse_gradient
+from medvl.losses.reverse_gradient import modality_confusion, reverse_gradient
 from medvl.losses.soft_targets import label_similarity, soft_targets
 from medvl.losses.transport import word_patch_alignment
 from medvl.losses.vqa import answer_words, vqa_bce
@@ -28,6 +28,7 @@ __all__ = [
     "gloria_local",
     "grid_positives",
     "info_nce_bound",
+    "information_bound",
     "itc",
     "itm",
     "label_similarity",
@@ -38,6 +39,7 @@ __all__ = [
     "mlm",
     "mlm_by_text",
     "mlm_distilled",
+    "modality_confusion",
     "multilabel_bce",
     "prototype_swap",
     "reverse_gradient",

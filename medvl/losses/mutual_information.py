@@ -1,9 +1,8 @@
 """Bounds of the mutual information of images and texts, to be maximised, and a critic that scores all their pairs.
 
     scores_BN = critic(image_BD, gather(text_BD))              # own images with all texts
-    own_B, other_BN = scores_BN[row_B, own_column_B], ~same_BN
-    loss = -dv_bound(own_B, scores_BN, other_BN)
-    loss = -info_nce_bound(own_B, scores_BN, other_BN)
+    loss = -information_bound(scores_BN, own_column_B, ~same_BN, "dv")
+    loss = -info_nce_bound(scores_BN[row_B, own_column_B], scores_BN, ~same_BN)    # the same of "info_nce"
 
 Every rank gives the scores of its own pairs and gets the bound of the global batch, from a few numbers of each rank;
 all ranks must call a bound equally often (`medvl.losses.gather`).
@@ -91,6 +90,21 @@ def info_nce_bound(positive_P: Tensor, negative_PN: Tensor, mask_PN: Tensor | No
         log_sum_P = torch.cat([positive_P[:, None], among_PN], dim=1).logsumexp(dim=1)
         others_P = mask_PN.sum(dim=1)
         return mean_over_ranks(positive_P - log_sum_P + others_P.add(1).log(), others_P > 0)
+
+
+def information_bound(scores_BN: Tensor, own_B: Tensor, other_BN: Tensor, bound: Literal["dv", "info_nce"]) -> Tensor:
+    """Return a bound of the mutual information from the scores of this rank's B images with the N texts of all ranks.
+
+    Args:
+        scores_BN: scores of a critic.
+        own_B: int64, column of each image's own text.
+        other_BN: bool, True on negatives.
+        bound: "dv" is `dv_bound`, "info_nce" `info_nce_bound`.
+
+    Raises ValueError on inconsistent shapes.
+    """
+    lower_bound = {"dv": dv_bound, "info_nce": info_nce_bound}[bound]
+    return lower_bound(scores_BN.gather(1, own_B[:, None])[:, 0], scores_BN, other_BN)
 
 
 class SeparableCritic(nn.Module):

@@ -25,6 +25,14 @@ def name_ids(names: Sequence[str]) -> Tensor:
     return torch.tensor([int.from_bytes(digest, "big") >> 1 for digest in digests], dtype=torch.int64)
 
 
+def in_share(names: Sequence[str], share: float) -> Tensor:
+    """Return (B,) bool: whether a name is in this share of all names, in every run.
+
+    Names are ordered by their hash: a larger share includes a smaller one, and a share of a few names is not exact.
+    """
+    return name_ids(names).double() / 2**63 < share
+
+
 def text_ids(ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Return (B,) int64: equal for texts with equal tokens, on every rank.
 

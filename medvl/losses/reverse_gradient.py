@@ -3,7 +3,10 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl.losses.gather import mean_over_ranks
 
 
 def reverse_gradient(x: Tensor, weight: float = 1.0) -> Tensor:
@@ -20,6 +23,24 @@ def reverse_gradient(x: Tensor, weight: float = 1.0) -> Tensor:
         raise ValueError(f"weight must be 0 or above, got {weight}")
     reversed_x: Tensor = _Reverse.apply(x, weight)
     return reversed_x
+
+
+def modality_confusion(discriminator: nn.Module, image_NE: Tensor, text_ME: Tensor) -> Tensor:
+    """Return the cross-entropy of a discriminator of images and texts, whose gradient is reversed for the features.
+
+    One step trains the discriminator to separate the two, and the features to become inseparable.
+
+    Args:
+        discriminator: maps (..., E) to logits (..., 1), positive for images.
+        image_NE: this rank's images.
+        text_ME: this rank's texts.
+
+    Returns a scalar, the mean over the images and texts of all ranks.
+    """
+    is_image_N = torch.cat([torch.ones_like(image_NE[:, 0]), torch.zeros_like(text_ME[:, 0])])
+    logits_N = discriminator(reverse_gradient(torch.cat([image_NE, text_ME])))[:, 0]
+    error_N = F.binary_cross_entropy_with_logits(logits_N, is_image_N, reduction="none")
+    return mean_over_ranks(error_N, torch.ones_like(error_N, dtype=torch.bool))
 
 
 class _Reverse(torch.autograd.Function):

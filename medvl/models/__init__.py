@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         LocalDualEncoder as LocalDualEncoder,
     )
     from medvl.models.dual_encoders.bases.pairs import Pairs as Pairs
-    from medvl.models.dual_encoders.bases.sentence_base import SentenceDualEncoder as SentenceDualEncoder
+    from medvl.models.dual_encoders.bases.sentences import SentenceDualEncoder as SentenceDualEncoder
     from medvl.models.dual_encoders.bases.text_tasks import (
         TextTaskConfig as TextTaskConfig,
         TextTaskEncoder as TextTaskEncoder,

@@ -23,6 +23,14 @@ def check_choice(config: Any, field: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{field} must be one of {', '.join(choices)}, got {value!r}", "unknown_name", field=field)
 
 
+def check_weights(config: Any, *fields: str) -> None:
+    """Raise ConfigError unless these weights of losses are 0 or above, and at least one of them is above 0."""
+    check_within(config, "[0, inf)", *fields)
+    if not any(getattr(config, name) for name in fields):
+        message = f"{' and '.join(fields)} are all 0: nothing would be trained"
+        raise ConfigError(message, "out_of_range", field=fields[0])
+
+
 def check_labels(labels: Sequence[str], field: str, *, fewest: int = 1) -> None:
     """Raise ConfigError unless there are enough different labels."""
     if len(labels) < fewest or len(set(labels)) != len(labels):

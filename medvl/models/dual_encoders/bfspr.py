@@ -18,7 +18,7 @@ from medvl.models.dual_encoders.bases.base import Positives
 from medvl.models.dual_encoders.bases.bert import BertDualConfig
 from medvl.models.dual_encoders.bases.local import local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_side
-from medvl.models.dual_encoders.bases.sentence_base import SentenceDualEncoder
+from medvl.models.dual_encoders.bases.sentences import SentenceDualEncoder
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs, Losses
 

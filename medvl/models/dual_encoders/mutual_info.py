@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from medvl import encoders
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
-from medvl.losses import SeparableCritic, dv_bound, info_nce_bound
-from medvl.models.config_checks import check_choice, check_within
+from medvl.losses import SeparableCritic, information_bound
+from medvl.models.config_checks import check_choice, check_weights, check_within
 from medvl.models.dual_encoders.bases.base import Positives
 from medvl.models.dual_encoders.bases.bert import BertDualConfig
 from medvl.models.dual_encoders.bases.local import local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs, gather_side, negatives
-from medvl.models.dual_encoders.bases.sentence_base import SentenceDualEncoder
-from medvl.models.heatmaps import on_originals
+from medvl.models.dual_encoders.bases.sentences import SentenceDualEncoder
 from medvl.models.registry import register_system
 from medvl.schema import Embeddings, Inputs, Losses
 
@@ -51,8 +50,7 @@ class MutualInfoConfig(BertDualConfig):
         super().__post_init__()
         check_choice(self, "bound", ("dv", "info_nce"))
         check_within(self, "(0, inf)", "text_lr_mult")
-        check_within(self, "[0, inf)", "local_weight")
-        check_within(self, "[0, inf)" if self.local_weight else "(0, inf)", "global_weight")
+        check_weights(self, "global_weight", "local_weight")
 
 
 @register_system("mutual_info")
@@ -65,11 +63,12 @@ class MutualInfo(SentenceDualEncoder):
     """
 
     Config = MutualInfoConfig
+    normalized = False
 
     def __init__(self, config: MutualInfoConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         image, text, local = self.image_encoder, self.text_encoder, config.local_weight > 0
-        self.inputs = Inputs(sentences=local)
+        self.inputs, self.embeds_regions = Inputs(sentences=local), local
         self.critic = SeparableCritic(image.feature_dim, text.feature_dim, config.critic_hidden)
         self.local_critic = SeparableCritic(image.patch_dim, text.token_dim, config.critic_hidden) if local else None
 
@@ -89,25 +88,10 @@ class MutualInfo(SentenceDualEncoder):
         text = encoders.parameter_groups(self.text_encoder, lr * self.config.text_lr_mult, weight_decay)
         return [*encoders.parameter_groups(others, lr, 0.0), *text]
 
-    def project_text(self, text_ND: Tensor) -> Tensor:
-        """See the base class."""
-        return text_ND.float()
-
-    def embed_images(self, image_BCHW: Tensor) -> Embeddings:
-        """Return what the critics take: vectors, and regions for the local part."""
-        features = self.image_encoder(image_BCHW)
-        local_BPD = None if self.local_critic is None else features.patches_BPD.float()
-        return Embeddings(features.pooled_BD.float(), local_BPD)
-
     def compare_pairs(self, pairs: Pairs) -> Losses:
         """See the base class. A rank scores its own images with the texts of all ranks."""
-        own_B, other_BN = negatives(pairs)
-        bound = dv_bound if self.config.bound == "dv" else info_nce_bound
-        scores = self._scores(pairs.images, gather_side(pairs.texts))
-        terms = {
-            name: (-bound(each.gather(1, own_B[:, None])[:, 0], each, other_BN), weight)
-            for name, each, weight in scores
-        }
+        scores, sides = self._scores(pairs.images, gather_side(pairs.texts)), negatives(pairs)
+        terms = {name: (-information_bound(each, *sides, self.config.bound), weight) for name, each, weight in scores}
         return Losses.weighted(**terms)
 
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
@@ -123,19 +107,11 @@ class MutualInfo(SentenceDualEncoder):
             parts.append(("local", scores_NM, self.config.local_weight))
         return parts
 
-    @torch.no_grad()
     def attention_maps(
         self, image_BCHW: Tensor, texts: Sequence[str], original_sizes: Sequence[tuple[int, int]] | None = None
     ) -> list[Tensor]:
-        """Return one (H, W) map a pair, as `LocalDualEncoder`: the softmax over regions of the sentences' mean score.
-
-        Raises ConfigError without a local part.
-        """
+        """Return `sentence_maps` of the local critic. Raises ConfigError without a local part."""
         if self.local_critic is None:
             message = "this MutualInfo has no regions: train it with local_weight above 0"
             raise ConfigError(message, "unsupported", field="local_weight")
-        regions_BPD, _ = local_features(self.embed_images(image_BCHW))
-        sides = zip(regions_BPD, *local_features(self.embed_texts(texts)), strict=True)
-        scores = [self.local_critic(regions_PD, text_SD[mask_S]).mean(dim=1) for regions_PD, text_SD, mask_S in sides]
-        map_Bhw = torch.stack(scores).softmax(dim=1).unflatten(1, self.image_encoder.grid(*image_BCHW.shape[2:]))
-        return on_originals(map_Bhw, self.transform, image_BCHW, original_sizes)
+        return self.sentence_maps(self.local_critic, image_BCHW, texts, original_sizes)

@@ -1,22 +1,22 @@
 """UMRL: frozen features of images and texts, mapped linearly to one space (Hsu et al., arXiv 1811.08615, ML4H 2018)."""
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.encoders import ImageEncoder, TextEncoder
-from medvl.losses import reverse_gradient
+from medvl.losses import modality_confusion
 from medvl.losses.gather import mean_over_ranks
+from medvl.losses.positives import in_share
 from medvl.losses.precision import full_precision
 from medvl.models.base import EncoderArguments
-from medvl.models.config_checks import check_choice, check_within
+from medvl.models.config_checks import check_choice, check_weights, check_within
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.dual_encoders.parts.heads import move_to_orthogonal
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Losses
 
@@ -54,8 +54,7 @@ class UMRLConfig(BertDualConfig):
         check_choice(self, "distance", ("cosine", "squared"))
         check_within(self, "[0, 1]", "paired_share", "orthogonality")
         check_within(self, "[1, inf)", "hidden_dim")
-        check_within(self, "[0, inf)", "alignment_weight")
-        check_within(self, "[0, inf)" if self.alignment_weight else "(0, inf)", "adversarial_weight")
+        check_weights(self, "adversarial_weight", "alignment_weight")
 
 
 @register_system("umrl")
@@ -90,8 +89,8 @@ class UMRL(BertDualEncoder):
         """Return mapped vectors, not normalised, and which pairs are known."""
         image_BE = self.image_head(self.image_encoder(batch.image_BCHW).pooled_BD).float()
         text_BE = self.text_head(self.text_encoder(batch.ids_BT, batch.mask_BT).pooled_BD).float()
-        known = [is_paired(name, self.config.paired_share) for name in batch.studies or batch.keys]
-        known_B1 = torch.tensor(known, dtype=torch.float32).to(image_BE.device)[:, None]
+        known_B = in_share(batch.studies or batch.keys, self.config.paired_share)
+        known_B1 = known_B[:, None].to(image_BE)
         return Pairs(images=Embeddings(image_BE), texts=Embeddings(text_BE), others={"known": Embeddings(known_B1)})
 
     def compare_pairs(self, pairs: Pairs) -> Losses:
@@ -106,23 +105,11 @@ class UMRL(BertDualEncoder):
                 known_B = pairs.others["known"].global_NE[:, 0] > 0.5
                 terms["alignment"] = mean_over_ranks(distance_B, known_B), config.alignment_weight
             if self.discriminator is not None:
-                both_NE = torch.cat([image_BE, text_BE])
-                is_image_N = torch.cat([torch.ones_like(image_BE[:, 0]), torch.zeros_like(text_BE[:, 0])])
-                logits_N = self.discriminator(reverse_gradient(both_NE))[:, 0]
-                error_N = F.binary_cross_entropy_with_logits(logits_N, is_image_N, reduction="none")
-                adversarial = mean_over_ranks(error_N, torch.ones_like(error_N, dtype=torch.bool))
-                terms["adversarial"] = adversarial, config.adversarial_weight
+                confusion = modality_confusion(self.discriminator, image_BE, text_BE)
+                terms["adversarial"] = confusion, config.adversarial_weight
         return Losses.weighted(**terms)
 
-    @torch.no_grad()
     def after_step(self, step: int) -> None:
         """Move both maps towards orthogonal rows."""
-        beta = self.config.orthogonality
-        for head in (self.image_head, self.text_head) if beta else ():
-            weight_ED = head.get_parameter("weight")
-            weight_ED.copy_((1 + beta) * weight_ED - beta * weight_ED @ weight_ED.T @ weight_ED)
-
-
-def is_paired(name: str, share: float) -> bool:
-    """Return whether a study is among the share whose pairs are known; a larger share includes a smaller one."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) < share * 2**64
+        for head in (self.image_head, self.text_head) if self.config.orthogonality else ():
+            move_to_orthogonal(head.get_parameter("weight"), self.config.orthogonality)

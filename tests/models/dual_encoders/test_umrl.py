@@ -15,8 +15,8 @@ from sklearn.decomposition import PCA
 import medvl
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.errors import ConfigError
+from medvl.losses.positives import in_share
 from medvl.models import UMRLConfig, fit_tfidf, save
-from medvl.models.dual_encoders.umrl import is_paired
 from medvl.schema import Batch
 
 FINDINGS = ("effusion", "consolidation", "edema", "pneumothorax")
@@ -33,7 +33,7 @@ def whole() -> Batch:
 def test_losses_equal_the_formulas(distance: str) -> None:
     """The distance is that of the known pairs, the discriminator sees all vectors."""
     model, batch = umrl(distance=distance, paired_share=0.5, adversarial_weight=0.3).eval(), whole()
-    known = [index for index, study in enumerate(STUDIES) if is_paired(study, 0.5)]
+    known = in_share(STUDIES, 0.5).nonzero()[:, 0].tolist()
     assert 0 < len(known) < len(STUDIES)
     with torch.no_grad():
         losses = model(batch)
@@ -68,7 +68,8 @@ def test_maps_learn_against_the_discriminator_and_encoders_do_not() -> None:
 
 def test_known_pairs_depend_on_the_study_only_and_grow_with_the_share() -> None:
     names = [str(number) for number in range(2000)]
-    known = [{name for name in names if is_paired(name, share)} for share in (0.0, 0.01, 0.3, 1.0)]
+    shares = (0.0, 0.01, 0.3, 1.0)
+    known = [{names[place] for place in in_share(names, share).nonzero()[:, 0]} for share in shares]
     assert known[0] < known[1] < known[2] < known[3] == set(names)
     assert len(known[2]) == pytest.approx(600, abs=80)
 

@@ -7,16 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.data.reports.sentences import sentence_spans
-from medvl.errors import ConfigError
 from medvl.models.dual_encoders.bases.local import LocalDualEncoder
-from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.dual_encoders.bases.sentences import SentenceTexts
 from medvl.models.dual_encoders.parts.sentences import pool_sentences, whole_if_none
 from medvl.models.dual_encoders.parts.words import most_slots
-from medvl.schema import Batch, Embeddings, ImageFeatures, Inputs
+from medvl.schema import Embeddings, ImageFeatures, Inputs
 
 
-class LocalSentenceEncoder(LocalDualEncoder):
+class LocalSentenceEncoder(SentenceTexts, LocalDualEncoder):
     """A local dual-encoder whose texts have sentences in place of words.
 
     A sentence is the maximum over its tokens, without the first and the last token of the text. Images and reports are
@@ -48,17 +46,9 @@ class LocalSentenceEncoder(LocalDualEncoder):
             return self.embed_ids(*self.tokenize(texts, mask_BT)).global_NE
         return self.embed_texts(texts).global_NE
 
-    def embed_texts(self, texts: Sequence[str]) -> Embeddings:
-        """Return texts as `similarity` takes them, with their sentences. Raises ConfigError without a tokenizer."""
-        texts = [texts] if isinstance(texts, str) else texts
-        ids_BT, mask_BT = self.tokenize(texts)
-        assert self.tokenizer is not None
-        sentence_BT = self.tokenizer.sentence_ids(texts, [sentence_spans(text) for text in texts])
-        return self.embed_slots(ids_BT, mask_BT, sentence_BT.to(ids_BT.device))
-
-    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
-        """Return texts as `similarity` takes them, each as one sentence."""
-        return self.embed_slots(ids_BT, mask_BT, torch.full_like(ids_BT, -1))
+    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None) -> Embeddings:
+        """See the base class."""
+        return self.embed_slots(ids_BT, mask_BT, torch.full_like(ids_BT, -1) if sentence_BT is None else sentence_BT)
 
     def embed_slots(self, ids_BT: Tensor, mask_BT: Tensor, slot_BT: Tensor) -> Embeddings:
         """See the base class; `slot_BT` has the number of each token's sentence."""
@@ -69,14 +59,6 @@ class LocalSentenceEncoder(LocalDualEncoder):
         global_BE = F.normalize(self.text_head(report_BD).float(), dim=-1)
         local_BSE = self._project(self.word_head, sentences_BSD, mask_BS)
         return Embeddings(global_BE, local_BSE, mask_BS, weight_BS.detach())
-
-    def embed_pairs(self, batch: Batch) -> Pairs:
-        """See the base class. Raises ConfigError for a batch without the sentences of its tokens."""
-        if batch.sentence_BT is None:
-            message = f"{self.name} needs the sentence of each token: open the loader with inputs=model.inputs"
-            raise ConfigError(message, "missing", field="sentence_BT")
-        texts = self.embed_slots(batch.ids_BT, batch.mask_BT, batch.sentence_BT)
-        return Pairs(images=self.embed_images(batch.image_BCHW), texts=texts)
 
     def without_first_token(self, texts: Embeddings) -> Embeddings:
         """Return the texts as they are: sentences do not include the text's first token."""

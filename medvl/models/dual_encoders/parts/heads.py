@@ -138,3 +138,9 @@ def in_full_precision(head: nn.Module, x_BND: Tensor) -> Tensor:
     with full_precision(x_BND):
         out_BNE: Tensor = head(x_BND.float())
     return out_BNE
+
+
+@torch.no_grad()
+def move_to_orthogonal(weight_ED: Tensor, beta: float) -> None:
+    """Move a matrix towards orthogonal rows: W <- (1 + beta) W - beta W W^T W (Lample et al., arXiv 1710.04087)."""
+    weight_ED.copy_((1 + beta) * weight_ED - beta * weight_ED @ weight_ED.T @ weight_ED)
