@@ -71,6 +71,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "grounding": {"core", "html"},
         "retrieval": {"core", "html", "classification"},
         "dense": {"core", "html"},
+        "matching": {"core", "html", "retrieval"},
         "vqa": {"core", "html"},
         "report_generation": {"core", "html"},
         "compare": {"core", "html"},

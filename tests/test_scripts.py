@@ -30,7 +30,7 @@ SLOW = {"benchmark_fusion", "benchmark_loader", "benchmark_train"}
 HELP = {
     **dict.fromkeys(("slake", "vqa_rad", "zeroshot_chexpert"), "run by tests of medvl.eval"),
     **dict.fromkeys(("fault_matrix", "fuzz", "soak"), "run tests; by a test of its own; trains for minutes"),
-    **dict.fromkeys(("compare_dual", "side_test"), "by tests of their own"),
+    "compare_dual": "by tests of its own",
     **dict.fromkeys(("build_docs", "pretraining_helps", "results"), "need medvl[docs], a checkpoint, results of runs"),
 }
 """Scripts of which only the help is printed, and why."""

@@ -3,8 +3,9 @@
     scores, labels, policy -> metric rows -> results.json, a table, a page
 
 `core` has metrics, bootstrap and results, `html` the pages. Each task has its own package with the protocol in the
-docstring of its evaluator: `zero_shot_classification`, `classification`, `probing`, `retrieval`, `grounding`, `change`,
-`dense` (detection and segmentation), `vqa` and `report_generation`; `compare` compares results of several models.
+docstring of its evaluator: `zero_shot_classification`, `classification`, `probing`, `retrieval`, `matching`,
+`grounding`, `change`, `dense` (detection and segmentation), `vqa` and `report_generation`; `compare` compares results
+of several models.
 Submodules are imported on first use: the statistics need numpy only.
 """
 
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from medvl.eval.grounding.metrics import MapRules as MapRules
     from medvl.eval.grounding.page import write_grounding_page as write_grounding_page
     from medvl.eval.html.page import write_page as write_page
+    from medvl.eval.matching.evaluate import image_text_matching as image_text_matching
+    from medvl.eval.matching.page import write_matching_page as write_matching_page
     from medvl.eval.probing.evaluate import linear_probe as linear_probe
     from medvl.eval.probing.features import ProbedEncoder as ProbedEncoder, encode_features as encode_features
     from medvl.eval.probing.page import write_probe_page as write_probe_page

@@ -15,7 +15,7 @@ Every image and every text is encoded once, and a pair that is on the shortlists
 Shape letters: N images, M distinct texts, K candidates of a shortlist, Q pairs to fuse, B pairs of a chunk, P tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -35,7 +35,7 @@ from medvl.eval.retrieval.similarity import Similarity, encode_images, normalize
 from medvl.models.eval_mode import evaluating
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.schema import Embeddings
+from medvl.schema import Batch, Embeddings
 
 PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval_reranked", 1
 
@@ -220,6 +220,16 @@ def _rows(tokens: Tokens, index_B: Tensor, device: torch.device) -> Tokens:
 def _encode(model: FusionModel, loader: Loader) -> tuple[Encoded, Gallery]:
     """Return the tokens of the images with text and of the distinct texts, and the gallery."""
     batches = FullPass(loader)
+    image, texts = encode_images_with_text(model, batches)
+    gallery = Gallery.from_texts(batches.keys, texts, batches.unreadable)
+    return Encoded(image, encode_texts(model, gallery.texts)), gallery
+
+
+def encode_images_with_text(model: FusionModel, batches: Iterable[Batch]) -> tuple[Tokens, list[str]]:
+    """Return the tokens of the images that have a text, in host memory, and the text of every image, "" for none.
+
+    White space in texts is collapsed. Raises EvaluationError if no image has a text.
+    """
     parts, texts = [], list[str]()
     for batch in batches:
         batch_texts = normalized_texts(batch)
@@ -229,12 +239,15 @@ def _encode(model: FusionModel, loader: Loader) -> tuple[Encoded, Gallery]:
             on_device = batch.to(model.device, non_blocking=True)
             image = model.image_tokens(model.image_input_of(on_device), on_device.has_image_B)
             parts.append(_to(image.rows(kept_B.nonzero().squeeze(1).to(model.device)), torch.device("cpu")))
-    gallery = Gallery.from_texts(batches.keys, texts, batches.unreadable)
-    text_parts = [
-        _to(model.text_tokens(*model.tokenize(gallery.texts[start : start + _TEXTS])), torch.device("cpu"))
-        for start in range(0, len(gallery.texts), _TEXTS)
-    ]
-    return Encoded(_concatenate(parts), _concatenate(text_parts)), gallery
+    if not parts:
+        raise EvaluationError("no image has a text; choose other sections", "empty", field="data")
+    return _concatenate(parts), texts
+
+
+def encode_texts(model: FusionModel, texts: Sequence[str]) -> Tokens:
+    """Return the tokens of texts in host memory."""
+    chunks = (texts[start : start + _TEXTS] for start in range(0, len(texts), _TEXTS))
+    return _concatenate([_to(model.text_tokens(*model.tokenize(chunk)), torch.device("cpu")) for chunk in chunks])
 
 
 def _own_embeddings(model: FusionModel, encoded: Encoded) -> tuple[ComparesTokens, Embeddings, Embeddings]:

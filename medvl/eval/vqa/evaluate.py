@@ -4,8 +4,9 @@ Protocol "vqa"; a `VQAProtocol` gives the rules for comparing answers and the ve
 
 * Every question of the split that the protocol includes is evaluated; a question without a prediction is wrong.
 * "accuracy" is the mean credit of the answers, for the model and for each baseline (`baselines`), over all questions,
-  closed and open ones, and by question type and organ. "gain_over_question_only" is the paired difference to the
-  question-only baseline. "ceiling" is the accuracy of a classifier that always chooses the best vocabulary answer.
+  closed and open ones, by question type and organ, and by whether question or answer names a side.
+  "gain_over_question_only" is the paired difference to the question-only baseline. "ceiling" is the accuracy of a
+  classifier that always chooses the best vocabulary answer.
 * Intervals: the bootstrap resamples images, with all their questions. All rows share the resamples.
 
 Shape letters: N evaluated questions, K rows.
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.data.annotations.questions import Question
+from medvl.data.reports.laterality import swap_laterality
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, mean_metrics, measure
 from medvl.eval.core.results import Results, format_table
@@ -166,10 +168,10 @@ def _metric_groups(
     protocol: VQAProtocol,
     vocabulary: AnswerVocabulary | None,
 ) -> list[MetricGroup]:
-    by_kind_and_organ = _kind_and_organ_masks(evaluated)
+    by_attribute = _kind_and_organ_masks(evaluated) | _side_masks(evaluated)
     groups = []
     for system, credit_N in credits.items():
-        masks = _type_masks(evaluated, systems[MODEL] if system == MODEL else None, protocol) | by_kind_and_organ
+        masks = _type_masks(evaluated, systems[MODEL] if system == MODEL else None, protocol) | by_attribute
         groups.append(_masked_means(ACCURACY, credit_N, masks, subgroup_of(system)))
     types = _type_masks(evaluated, systems.get(MODEL), protocol)
     if MODEL in credits:
@@ -219,6 +221,13 @@ def _kind_and_organ_masks(evaluated: VQAData) -> dict[str, NDArray[np.bool_]]:
         if len(names) > 1:
             masks |= {f"{attribute}: {name}": np.array([name in value for value in values]) for name in names}
     return masks
+
+
+def _side_masks(evaluated: VQAData) -> dict[str, NDArray[np.bool_]]:
+    """Return masks of the questions that name a side, in question or answer, and of the others, if there are both."""
+    texts = [f"{question.question} {question.answer}" for question in evaluated.questions]
+    side_N = np.array([swap_laterality(text) != text for text in texts])
+    return {"side: named": side_N, "side: not named": ~side_N} if 0 < side_N.sum() < len(side_N) else {}
 
 
 def subgroup_of(system: str) -> str:

@@ -175,7 +175,7 @@ def _group_table(result: VQAResult) -> list[Table]:
         lines.append([group, metric_cell(row, reference=reference, bar=True), *other_cells, f"{row.n:,}"])
     return [
         Table(
-            title="By question type and organ",
+            title="By question type, organ and side",
             columns=["", _NAMES[shown], *(_NAMES[system] for system in others), "Questions"],
             rows=lines,
             caption="Accuracy with 95% intervals. A question of two types counts for both.",

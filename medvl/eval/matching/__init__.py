@@ -1,0 +1,1 @@
+"""Image-text matching: a text against other texts and against its mirror."""

@@ -1,0 +1,95 @@
+"""Page of image-text matching: the metrics, and images that prefer another text or the mirror of their own."""
+
+from pathlib import Path
+
+import numpy as np
+
+from medvl.eval.html.header import header_facts, headline
+from medvl.eval.html.page import (
+    Page,
+    Picture,
+    Pictures,
+    Pixels,
+    Section,
+    Strip,
+    Table,
+    metric_cell,
+    thumbnail_uri,
+    write_page,
+)
+from medvl.eval.matching.evaluate import MIRROR, OTHER, OWN, MatchingResult
+
+_LIMITS = (
+    "A research evaluation, not for clinical use.",
+    "The other text may fit the image as well as its own: normal studies have similar reports.",
+)
+_ROWS = {
+    "above_other": "Own text above another patient's",
+    "above_mirror": "Own text above its mirror",
+    "accuracy": "Decisions of the matching head",
+}
+
+
+def write_matching_page(
+    result: MatchingResult,
+    path: str | Path,
+    *,
+    model: str,
+    data: str,
+    date: str | None = None,
+    pixels: Pixels | None = None,
+    examples: int = 4,
+) -> Path:
+    """Write the page as one HTML file and return its path.
+
+    Args:
+        result: result of `image_text_matching`.
+        path: path of the file; its folder is created if missing.
+        model, data: display names for the header.
+        date: display date; None for none.
+        pixels: function from the position of an image to its pixels; None for no images.
+        examples: images of each kind of mistake.
+    """
+    results = result.results
+    rows = [row for row in results.rows if row.n]
+    sections: list[Section] = [
+        Table(
+            title="Matching",
+            columns=["", "Share", "Images"],
+            rows=[[_ROWS[row.metric], metric_cell(row, reference=0.5, bar=True), f"{row.n:,}"] for row in rows],
+            caption="Mirrors have left and right exchanged; only texts that name a side have one. The tick is chance.",
+        )
+    ]
+    if pixels is not None:
+        sections.append(_gallery(result, pixels, examples))
+    page = Page(
+        title=f"Image-text matching: {model}",
+        subtitle=f"{data}: {results.details['images']:,} images, "
+        f"{results.details['naming_a_side']:,} with a text that names a side",
+        headlines=[headline(_ROWS[row.metric].lower(), row) for row in rows],
+        facts=header_facts(results, model=model, data=data, date=date, units="patients"),
+        sections=sections,
+        limits=_LIMITS,
+    )
+    return write_page(page, path)
+
+
+def _gallery(result: MatchingResult, pixels: Pixels, examples: int) -> Pictures:
+    strips = []
+    for title, column in (("Another text scored higher", OTHER), ("The mirror scored higher", MIRROR)):
+        wrong = np.flatnonzero(result.scores_N3[:, column] > result.scores_N3[:, OWN])
+        shown = wrong[np.linspace(0, len(wrong) - 1, min(examples, len(wrong))).astype(int)] if len(wrong) else wrong
+        if len(shown):
+            strips.append(Strip(title=title, pictures=[_picture(result, int(row), column, pixels) for row in shown]))
+    caption = "Own text first, then the text that scored higher; evenly spaced in the order of the data."
+    return Pictures(title="Mistakes", kind="thumbnails", strips=strips, caption=caption)
+
+
+def _picture(result: MatchingResult, row: int, column: int, pixels: Pixels) -> Picture:
+    texts = tuple(_short(result, row, columns) for columns in (OWN, column))
+    return Picture(source=thumbnail_uri(pixels(result.positions[row])), alternative=texts[0], lines=texts)
+
+
+def _short(result: MatchingResult, row: int, column: int) -> str:
+    text = result.text(row, column)
+    return text if len(text) <= 120 else text[:119] + "…"
