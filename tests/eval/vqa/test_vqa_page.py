@@ -194,7 +194,9 @@ def test_cards_show_image_question_answers_and_both_maps(
     chosen = choose_examples(result)
     right_N = result.credits["model"] >= 1
     of_kind = Counter(zip(right_N.tolist(), [q.answer_type for q in result.data.questions], strict=True))
-    assert {key: len(indices) for key, indices in chosen.items() if indices} == {k: min(6, n) for k, n in of_kind.items()}
+    assert {key: len(indices) for key, indices in chosen.items() if indices} == {
+        k: min(6, n) for k, n in of_kind.items()
+    }
     count = sum(map(len, chosen.values()))
     kinds = Counter(image["alt"].split(" ")[0].rstrip(":") for image in images(reader))
     assert kinds == {"accuracy": 1, "image": count, "attention": 2 * count}
