@@ -36,7 +36,7 @@ from medvl.eval.core.results import Results
 from medvl.eval.retrieval.rerank import Encoded, encode_images_with_text, encode_texts, match_scores
 from medvl.eval.retrieval.similarity import encode_images, paired_similarity
 from medvl.models.base import System
-from medvl.models.dual_encoders.parts.base import DualEncoder
+from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.eval_mode import evaluating
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.schema import Sample
