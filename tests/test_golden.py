@@ -44,6 +44,8 @@ RECIPES = (
     "umrl_mimic",
     "biovil_mimic",
     "biovil_t_mimic",
+    "pixelbert_mimic",
+    "visualbert_mimic",
 )
 STEPS, BATCHES, PAIRS = 50, 4, 4
 SHOWN = (1, 10, 20, 30, 40, 50)

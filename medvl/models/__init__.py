@@ -96,9 +96,11 @@ if TYPE_CHECKING:
     from medvl.models.fusion_encoders.bert_stream import BertStream as BertStream
     from medvl.models.fusion_encoders.config import FusionConfig as FusionConfig, StreamConfig as StreamConfig
     from medvl.models.fusion_encoders.joint_bert import JointBERT as JointBERT
+    from medvl.models.fusion_encoders.joint_stream import JointStream as JointStream
     from medvl.models.fusion_encoders.m3ae import M3AE as M3AE, M3AEConfig as M3AEConfig
     from medvl.models.fusion_encoders.masked_matching import MaskedMatchingModel as MaskedMatchingModel
     from medvl.models.fusion_encoders.medvill import MedViLL as MedViLL, MedViLLConfig as MedViLLConfig
+    from medvl.models.fusion_encoders.objectives.alignment import WordPatchAlignment as WordPatchAlignment
     from medvl.models.fusion_encoders.objectives.base import (
         Corruption as Corruption,
         Encoded as Encoded,
@@ -107,12 +109,18 @@ if TYPE_CHECKING:
     from medvl.models.fusion_encoders.objectives.matching import ImageTextMatching as ImageTextMatching
     from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling as MaskedImageModeling
     from medvl.models.fusion_encoders.objectives.words import MaskedLanguageModeling as MaskedLanguageModeling
+    from medvl.models.fusion_encoders.pixelbert import PixelBERT as PixelBERT, PixelBERTConfig as PixelBERTConfig
     from medvl.models.fusion_encoders.streams import (
         DualStreamConfig as DualStreamConfig,
         DualStreamModel as DualStreamModel,
         SingleStreamConfig as SingleStreamConfig,
         SingleStreamModel as SingleStreamModel,
         StreamModel as StreamModel,
+    )
+    from medvl.models.fusion_encoders.vilt import ViLT as ViLT, ViLTConfig as ViLTConfig
+    from medvl.models.fusion_encoders.visualbert import (
+        VisualBERT as VisualBERT,
+        VisualBERTConfig as VisualBERTConfig,
     )
     from medvl.models.registry import (
         list_models as list_models,

@@ -47,10 +47,13 @@ _MODULES = {
     "medvill": "medvl.models.fusion_encoders.medvill",
     "mgca": "medvl.models.dual_encoders.mgca",
     "mutual_info": "medvl.models.dual_encoders.mutual_info",
+    "pixelbert": "medvl.models.fusion_encoders.pixelbert",
     "segmenter": "medvl.models.downstream.segmenter",
     "siglip": "medvl.models.dual_encoders.siglip",
     "single_stream": "medvl.models.fusion_encoders.streams",
     "umrl": "medvl.models.dual_encoders.umrl",
+    "vilt": "medvl.models.fusion_encoders.vilt",
+    "visualbert": "medvl.models.fusion_encoders.visualbert",
     "vqa": "medvl.models.downstream.vqa.model",
 }
 """Name of a built-in system -> module that defines it."""

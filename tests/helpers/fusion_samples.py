@@ -37,12 +37,16 @@ _ALBEF: dict[str, Any] = {
     "ramp_steps": 4,
     "temperature": 0.5,
 }
+_CELLS: dict[str, Any] = {**_ENCODERS, "image_encoder": "resnet_tiny", "image_arguments": {}}
 TINY: dict[str, dict[str, Any]] = {
     "dual_stream": _STREAM,
     "single_stream": _STREAM,
     "m3ae": {**_STREAM, "decoder_width": 16, "decoder_heads": 2, "decoder_layers": 1},
     "albef": {**_ENCODERS, **_ALBEF},
     "medvill": {**_ENCODERS, "image_encoder": "resnet_tiny", "image_arguments": {}, "frozen_image_layers": 0},
+    "pixelbert": _CELLS,
+    "vilt": {**_ENCODERS, "text_arguments": {**_TEXT, "hidden_size": 64, "num_hidden_layers": 0}},
+    "visualbert": _CELLS,
 }
 """Every fusion system, small enough for a step in milliseconds."""
 

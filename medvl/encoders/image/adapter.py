@@ -86,6 +86,22 @@ class VisionAdapter(abc.ABC):
         message = f"{type(net).__name__} has no attention of a class token: use a vision Transformer of timm"
         raise ConfigError(message, "unsupported", field="output_attention")
 
+    def embed(self, net: Any, image_BCHW: Tensor) -> Tensor:
+        """Return the input of the first block, (B, N + P, D).
+
+        Raises:
+            ConfigError: "unsupported" unless the model is a vision Transformer of timm.
+        """
+        raise _no_blocks(net)
+
+    def encode_tokens(self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor | None) -> Sequence[Tensor]:
+        """Return the states before each block and after the final norm; `attend_BQT` is True where a query may attend.
+
+        Raises:
+            ConfigError: as `embed`.
+        """
+        raise _no_blocks(net)
+
     def resize(self, net: Any, size: Size) -> None:
         """Change a model's input size in place, interpolating its position embeddings.
 
@@ -125,3 +141,8 @@ def check_level(level: int, levels: int, name: str) -> None:
     if not -levels <= level <= -1:
         allowed = "-1, because it has one grid of patches" if levels == 1 else f"between {-levels} and -1"
         raise ConfigError(f"patch_level of {name} must be {allowed}; got {level}", "out_of_range", field="patch_level")
+
+
+def _no_blocks(net: Any) -> ConfigError:
+    message = f"{type(net).__name__} does not encode other tokens; use a vision Transformer of timm"
+    return ConfigError(message, "unsupported", field="image_encoder")

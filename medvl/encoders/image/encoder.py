@@ -144,6 +144,29 @@ class ImageEncoder(Encoder):
             pooled_BD = output.prefix_BND[:, 0]
         return ImageFeatures(pooled_BD, output.patches_BPD, output.grid, attention_BP)
 
+    def embed(self, image_BCHW: Tensor) -> Tensor:
+        """Return the class token and the patches (B, 1 + P, D) with their positions, the input of the first block.
+
+        Single-stream models put other tokens beside them and call `encode_tokens`.
+
+        Raises:
+            ConfigError: for images that `forward` rejects; "unsupported" unless this is a vision Transformer of timm.
+        """
+        return self._adapter.embed(self.backbone, self._normalize(image_BCHW, check=True))
+
+    def encode_tokens(self, hidden_BTD: Tensor, mask_BT: Tensor | None) -> Sequence[Tensor]:
+        """Return all states (B, T, D): before each block, the input first, and after the last block's norm.
+
+        Args:
+            hidden_BTD: output of `embed`, with or without other tokens.
+            mask_BT: bool, True where a position may be attended to, at least one in each row; None: everywhere.
+
+        Raises:
+            ConfigError: "unsupported" unless this is a vision Transformer of timm.
+        """
+        attend_B1T = None if mask_BT is None else mask_BT[:, None]
+        return self._adapter.encode_tokens(self.backbone, hidden_BTD, attend_B1T)
+
     def normalize(self, image_BCHW: Tensor) -> Tensor:
         """Return float pixels with `in_channels` channels, normalised as `forward` does it.
 

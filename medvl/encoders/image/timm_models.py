@@ -1,7 +1,7 @@
 """Image encoders from timm."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,23 @@ class TimmAdapter(VisionAdapter):
         pooled_BD = net.forward_head(features, pre_logits=True)
         prefix_BND = features[:, : self.prefix] if self.prefix else None
         return VisionOutput(pooled_BD, prefix_BND, features[:, self.prefix :], grid if kept is None else None)
+
+    def embed(self, net: Any, image_BCHW: Tensor) -> Tensor:
+        """See the base class."""
+        if not is_vision_transformer(net):
+            return super().embed(net, image_BCHW)
+        tokens_BTD: Tensor = net.norm_pre(net.patch_drop(net._pos_embed(net.patch_embed(image_BCHW))))
+        return tokens_BTD
+
+    def encode_tokens(self, net: Any, hidden_BTD: Tensor, attend_BQT: Tensor | None) -> Sequence[Tensor]:
+        """See the base class."""
+        if not is_vision_transformer(net):
+            return super().encode_tokens(net, hidden_BTD, attend_BQT)
+        states = [hidden_BTD]
+        mask_B1QT = None if attend_BQT is None else attend_BQT[:, None]
+        for block in net.blocks:
+            states.append(block(states[-1], attn_mask=mask_B1QT))
+        return [*states[:-1], net.norm(states[-1])]
 
     @contextlib.contextmanager
     def record_attention(self, net: Any) -> Iterator[list[Tensor]]:

@@ -3,26 +3,26 @@
 T text tokens, P image tokens, S all tokens, N masked positions; the other letters as in `medvl.schema`.
 """
 
+from collections.abc import Sequence
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor, nn
 
 from medvl.encoders import TextEncoder
 from medvl.errors import ConfigError
 from medvl.models.base import Parts
 from medvl.models.bert_init import init_weights
-from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Pooler, Tokens, join
+from medvl.models.fusion_encoders.joint_stream import JointStream
+from medvl.models.fusion_encoders.layers.encoder import Tokens
 from medvl.models.fusion_encoders.layers.inputs import ImageSource, RegionEncoder, encode_present
 from medvl.models.fusion_encoders.layers.transformer import attention_weights
-from medvl.models.fusion_encoders.masked_matching import MaskedMatchingModel
 from medvl.schema import ImageFeatures
 
 IMAGE_TYPE = 1
 """BERT's token type of image tokens; text has type 0."""
 
 
-class BertStream(MaskedMatchingModel):
+class BertStream(JointStream):
     """The sequence `[CLS] text [SEP]`, image tokens through BERT, which is both text encoder and fusion-encoder.
 
     The pooled token is CLS. Image tokens are the cells of an encoder's grid, or the regions of a detector; a system
@@ -38,9 +38,7 @@ class BertStream(MaskedMatchingModel):
             message = f"text_encoder must be a BERT, got {config.text_encoder}"
             raise ConfigError(message, "unsupported", field="text_encoder")
         self.image_input = self.make_image_input(config, image_encoder, width)
-        self.pooler = Pooler(width)
-        for module in (self.image_input, self.pooler):
-            init_weights(module)
+        init_weights(self.image_input)
         self.make_heads(width, width, tied=True)
 
     def make_image_input(self, config: Any, image_encoder: ImageSource, width: int) -> nn.Module:
@@ -76,42 +74,13 @@ class BertStream(MaskedMatchingModel):
         source = self.image_encoder
         return Tokens(states_BPD, source.real(image) if isinstance(source, RegionEncoder) else None)
 
-    def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
-        """See the base class; of a sample without a text, CLS remains."""
-        states_BTD = self.text_encoder.embed(ids_BT, mask_BT)
-        real_BT = mask_BT if has_text_B is None else mask_BT & has_text_B[:, None]
-        is_cls_T = torch.arange(real_BT.shape[1], device=real_BT.device) == 0
-        return Tokens(states_BTD, real_BT | is_cls_T)
-
-    def fuse(self, text: Tokens, image: Tokens) -> Fused:
+    def encode_sequence(self, sequence: Tokens, mask_BQS: Tensor | None) -> Sequence[Tensor]:
         """See the base class."""
-        sequence, mask_BQS = self.sequence(text, image)
-        states_BSD = self.text_encoder.encode(sequence.states_BND, mask_BQS)[-1]
-        return self.fused(states_BSD, sequence.real_BN(), text.states_BND.shape[1])
+        assert mask_BQS is not None, "texts have a padding mask"
+        return self.text_encoder.encode(sequence.states_BND, mask_BQS)
 
-    def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        """See the base class; the pooled token is CLS."""
-        sequence, mask_BQS = self.sequence(text, image)
-        below_BSD = self.text_encoder.encode(sequence.states_BND, mask_BQS)[-2]
+    def last_attention(self, below_BSD: Tensor, mask_BQS: Tensor | None) -> Tensor:
+        """See the base class."""
         backbone: Any = self.text_encoder.backbone
         last = backbone.encoder.layer[-1].attention.self
-        weights_BHSS = attention_weights(last.query(below_BSD), last.key(below_BSD), last.num_attention_heads, mask_BQS)
-        maps_BTP = self.text_to_image(weights_BHSS.mean(dim=1), text.states_BND.shape[1])
-        return AttentionMaps(maps_BTP[:, 0], maps_BTP).cells(image, leading=0)
-
-    def sequence(self, text: Tokens, image: Tokens) -> tuple[Tokens, Tensor]:
-        """Return the joint sequence, and the attention mask of its tokens, (B, 1, S) or (B, S, S)."""
-        sequence = join(text, image)
-        return sequence, sequence.real_BN()[:, None]
-
-    def fused(self, states_BSD: Tensor, real_BS: Tensor, texts: int) -> Fused:
-        """Return the parts of the encoded sequence; `texts` is the number of tokens of `text_tokens`."""
-        return Fused(
-            Tokens(states_BSD[:, :texts], real_BS[:, :texts]),
-            Tokens(states_BSD[:, texts:], real_BS[:, texts:]),
-            self.pooler(states_BSD),
-        )
-
-    def text_to_image(self, weights_BSS: Tensor, texts: int) -> Tensor:
-        """(B, T, P): attention of every token of the text, CLS first, to the image tokens."""
-        return weights_BSS[:, :texts, texts:]
+        return attention_weights(last.query(below_BSD), last.key(below_BSD), last.num_attention_heads, mask_BQS)

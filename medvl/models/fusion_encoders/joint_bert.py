@@ -62,24 +62,17 @@ class JointBERT(BertStream):
             real_BT = real_BT & has_text_B[:, None]
         return Tokens(torch.cat([leading_B2D, words_BTD], dim=1), torch.cat([all_B2, real_BT], dim=1))
 
-    def sequence(self, text: Tokens, image: Tokens) -> tuple[Tokens, Tensor]:
+    def sequence(self, text: Tokens, image: Tokens) -> tuple[Tokens, Tensor | None]:
         """See the base class; the image block comes first."""
         block = image_block(text, image)
         words = Tokens(text.states_BND[:, _LEADING:], text.real_BN()[:, _LEADING:])
         share = self.config.seq2seq_share if self.training else 0.0
-        mask_BSS = stream_mask(self.config.attention, words, block, share)
-        assert mask_BSS is not None, "texts have a padding mask"
-        return join(block, words), mask_BSS
+        return join(block, words), stream_mask(self.config.attention, words, block, share)
 
-    def fused(self, states_BSD: Tensor, real_BS: Tensor, texts: int) -> Fused:
+    def fused(self, encoded: Tokens, texts: int) -> Fused:
         """See the base class."""
-        words = slice(real_BS.shape[1] - texts + _LEADING, None)
-        block = slice(0, words.start)
-        return Fused(
-            Tokens(states_BSD[:, words], real_BS[:, words]),
-            Tokens(states_BSD[:, block], real_BS[:, block]),
-            self.pooler(states_BSD),
-        )
+        block = encoded.states_BND.shape[1] - texts + _LEADING
+        return Fused(encoded.part(slice(block, None)), encoded.part(slice(0, block)), self.pooler(encoded.states_BND))
 
     def text_to_image(self, weights_BSS: Tensor, texts: int) -> Tensor:
         """See the base class."""

@@ -39,6 +39,10 @@ class Tokens(NamedTuple):
         """Concatenate two batches of samples with equal numbers of tokens."""
         return _concatenate(self, other, dim=0)
 
+    def part(self, places: slice) -> "Tokens":
+        """Select tokens of all samples."""
+        return Tokens(self.states_BND[:, places], None if self.mask_BN is None else self.mask_BN[:, places])
+
     def split(self, sizes: Sequence[int]) -> list["Tokens"]:
         """Return batches of these numbers of samples; the reverse of `beside`."""
         states = self.states_BND.split(list(sizes))

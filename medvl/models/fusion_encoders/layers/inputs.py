@@ -188,6 +188,19 @@ def sample_cells(cells: int, count: int, rows: int) -> Tensor:
     return order_RP[:, :count].sort(dim=1).values
 
 
+def sample_tokens(tokens_BPD: Tensor, count: int | None, leading: int = 0) -> Tensor:
+    """(B, leading + count, D): a random part of each row's tokens, in order, after the first `leading` ones.
+
+    All of them if there are no more than `count`, or if it is None.
+    """
+    cells = tokens_BPD.shape[1] - leading
+    if count is None or count >= cells:
+        return tokens_BPD
+    keep_BK = leading + sample_cells(cells, count, len(tokens_BPD)).to(tokens_BPD.device)
+    sampled_BKD = tokens_BPD.gather(1, keep_BK[:, :, None].expand(-1, -1, tokens_BPD.shape[2]))
+    return torch.cat([tokens_BPD[:, :leading], sampled_BKD], dim=1)
+
+
 def encode_present(has_B: Tensor | None, width: int, encode: Callable[..., Tokens], *inputs_B: Tensor | None) -> Tokens:
     """Encode the samples that have the modality.
 
