@@ -7,7 +7,7 @@ from medvl.cli.eval_common import EvalOptions, LabelOptions, open_evaluation, pu
 
 
 def classify(shared: EvalOptions, label: LabelOptions, *, valid: Path | None = None) -> None:
-    """Evaluate a classifier that recipes/linear_probe.py trained, with intervals and a page.
+    """Evaluate a classifier of recipes/linear_probe.py or recipes/classify_openi.py, with intervals and a page.
 
     Args:
         valid: folder of shards of other patients, on which thresholds are chosen; without it, no yes/no metrics.
@@ -15,10 +15,10 @@ def classify(shared: EvalOptions, label: LabelOptions, *, valid: Path | None = N
     from medvl.data.shards.source import ShardSource
     from medvl.eval.classification import evaluate
     from medvl.eval.classification.page import write_classification_page
-    from medvl.models import Classifier
+    from medvl.models import LabelModel
 
     checkpoint, advice = shared.checkpoint, "train a classifier on it with recipes/linear_probe.py"
-    model, source, read = open_evaluation(shared, Classifier, advice)
+    model, source, read = open_evaluation(shared, LabelModel, advice, text=True)
     result = evaluate.classify(
         model,
         read(source),
@@ -30,4 +30,6 @@ def classify(shared: EvalOptions, label: LabelOptions, *, valid: Path | None = N
     )
     page = functools.partial(write_classification_page, result, pixels=source.pixels)
     folder = shared.folder(checkpoint, "classify")
-    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, result.table())
+    publish_result(
+        result, folder, page, f"{model.name} of {model.reads} ({checkpoint})", source.manifest, result.table()
+    )

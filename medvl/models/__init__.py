@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from medvl.models.downstream.classifier import (
         Classifier as Classifier,
         ClassifierConfig as ClassifierConfig,
+        LabelModel as LabelModel,
         create_classifier as create_classifier,
     )
     from medvl.models.downstream.dense_base import (
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
         create_dense as create_dense,
     )
     from medvl.models.downstream.detector import Detector as Detector, DetectorConfig as DetectorConfig
+    from medvl.models.downstream.fused_classifier import (
+        FusedClassifier as FusedClassifier,
+        FusedClassifierConfig as FusedClassifierConfig,
+        create_fused_classifier as create_fused_classifier,
+    )
     from medvl.models.downstream.lvit import LViT as LViT, LViTConfig as LViTConfig
     from medvl.models.downstream.mask_model import MaskModel as MaskModel
     from medvl.models.downstream.segmenter import Segmenter as Segmenter, SegmenterConfig as SegmenterConfig

@@ -38,6 +38,7 @@ _MODULES = {
     "convirt": "medvl.models.dual_encoders.convirt",
     "detector": "medvl.models.downstream.detector",
     "dual_stream": "medvl.models.fusion_encoders.streams",
+    "fused_classifier": "medvl.models.downstream.fused_classifier",
     "gloria": "medvl.models.dual_encoders.gloria",
     "local_analysis": "medvl.models.dual_encoders.lovt",
     "lovt": "medvl.models.dual_encoders.lovt",

@@ -7,7 +7,7 @@
 Start reading at `loop/trainer.py`, then `loop/step.py`. The configs, the data settings and `choose`, which reads a
 recipe's command line, are imported without torch.
 
-    config.py          settings of a run             recipe.py, run.py       settings of a recipe, and its run
+    config.py          settings of a run             *recipe.py, run.py      settings of a recipe, and its run
     quickstart.py      settings of presets `tiny`    recipe_cli.py           a recipe as a program
     tasks/             data settings and loaders     loop/                   step, validation, records, state
     optim/             optimiser, schedule, formats  parallel/               ranks, DDP, FSDP, transfer of batches
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from medvl.common.ranks import rank_and_world as rank_and_world
     from medvl.common.seeding import seeded as seeded
     from medvl.train import quickstart as quickstart
+    from medvl.train.classifier_recipe import (
+        ClassifierRecipe as ClassifierRecipe,
+        classifier_run as classifier_run,
+        fused_classification as fused_classification,
+    )
     from medvl.train.config import (
         Constant as Constant,
         Cosine as Cosine,

@@ -66,10 +66,7 @@ def pretraining_run(
 
     def prepare(recipe: Recipe) -> "Run":
         """Create the model and the loaders."""
-        recipe.data.check(
-            f"Make the shards first:\n    {make_data}\nand then\n    torchrun recipes/{name}.py\n"
-            f"Without any data, on the phantom corpus:\n    {phantom}"
-        )
+        recipe.data.check(data_advice(name, make_data, phantom))
         from medvl.train.run import pretraining
 
         return pretraining(name, recipe, recipe.init_from)
@@ -95,3 +92,11 @@ def zero_shot_run(
         return run if prompts is None else run.with_evaluator(lambda images: evaluator(images, prompts))
 
     return prepare
+
+
+def data_advice(name: str, make_data: str, phantom: str) -> str:
+    """Return the message for missing shards."""
+    return (
+        f"Make the shards first:\n    {make_data}\nand then\n    torchrun recipes/{name}.py\n"
+        f"Without any data, on the phantom corpus:\n    {phantom}"
+    )

@@ -3,7 +3,9 @@
 Protocol "classification", version 1: the rows of `medvl.eval.classification.scored_images` for the probabilities of
 a `Classifier`.
 
-* Every readable image of the loader is scored once, in eval mode; a score depends on its image only.
+* Every readable image of the loader is scored once, in eval mode; a score depends on its image only, or on what the
+  model reads (`config["reads"]` of the results): its text, or both. Labels that were extracted from the text make the
+  scores of a model that reads it say little about the image.
 * AUROC and average precision per label and their means; Brier score and calibration error (`ECE_BINS` equal-width
   bins); yes/no metrics at thresholds chosen only on validation images of other patients.
 * Labels that are neither 1 nor 0 are converted by one named policy, which should be that of training.
@@ -13,7 +15,7 @@ a `Classifier`.
 
 import dataclasses
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,25 +28,27 @@ from medvl.eval.classification.scored_images import BootstrapUnit, Classificatio
 from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import measure
-from medvl.models.downstream.classifier import ClassifierConfig
 from medvl.models.eval_mode import HasModules, evaluating
+from medvl.schema import Batch
 
 PROTOCOL, PROTOCOL_VERSION = "classification", 1
 
 
 class ClassifierModel(HasModules, Protocol):
-    """A multi-label classifier such as `medvl.models.Classifier`."""
+    """A multi-label classifier such as `medvl.models.LabelModel`."""
+
+    reads: str
 
     @property
-    def config(self) -> ClassifierConfig:
-        """Configuration, whose `labels` name the columns of the logits."""
+    def config(self) -> Any:
+        """Configuration, whose `labels` name the columns of the probabilities."""
 
     @property
     def device(self) -> torch.device:
         """Device of the parameters."""
 
-    def label_logits(self, image_BCHW: Tensor) -> Tensor:
-        """Return logits (B, L)."""
+    def probabilities(self, batch: Batch) -> Tensor:
+        """Return probabilities (B, L), float64."""
 
 
 def classify(
@@ -91,6 +95,7 @@ def classify(
         thresholds=thresholds,
         protocol=(PROTOCOL, PROTOCOL_VERSION),
         config={
+            "reads": model.reads,
             "policy": dataclasses.asdict(policy),
             "threshold_rule": None if valid_loader is None else threshold_rule,
             "bootstrap_unit": bootstrap_unit,
@@ -114,8 +119,7 @@ def score_labels(model: ClassifierModel, loader: Loader, policy: LabelPolicy) ->
     parts, tables = [], []
     with evaluating(model):
         for batch in batches:
-            logits_BL = model.label_logits(batch.image_BCHW.to(model.device, non_blocking=True))
-            parts.append(torch.sigmoid(logits_BL.double()).cpu())
+            parts.append(model.probabilities(batch.to(model.device, non_blocking=True)).cpu())
             tables.append(batch.labels_BL)
     scores_NL = torch.cat(parts).numpy()[:, [model.config.labels.index(name) for name in names]]
     if not np.isfinite(scores_NL).all():

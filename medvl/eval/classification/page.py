@@ -101,6 +101,7 @@ def facts(
     left_out = sum(details["unreadable"].values())
     shown = [
         *extra,
+        *([("Reads", config["reads"])] if "reads" in config else []),
         ("Label policy", policy),
         ("Thresholds", thresholds),
         ("Unreadable", f"{left_out} images" if left_out else "none"),

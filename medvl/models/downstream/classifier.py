@@ -1,5 +1,6 @@
 """Classification of findings: an image encoder of any system and one linear layer, fine-tuned or probed."""
 
+import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,8 +47,22 @@ def check_encoder(encoder: Mapping[str, Any]) -> None:
         raise ConfigError("encoder must have a name, as in {'name': 'resnet50'}", "missing", field="encoder")
 
 
+class LabelModel(System):
+    """A system that predicts labels, which `medvl eval classify` evaluates. Its config has `labels`.
+
+    Attributes:
+        reads: what it predicts from, for results and pages: "image", "text" or "image and text".
+    """
+
+    reads: str
+
+    @abc.abstractmethod
+    def probabilities(self, batch: Batch) -> Tensor:
+        """(B, L) float64 on the model's device: probabilities of `config.labels`."""
+
+
 @register_system("classifier")
-class Classifier(System):
+class Classifier(LabelModel):
     """Logits of labels from the encoder's pooled vector. Labels that are NaN are ignored by the loss.
 
     With `config.frozen_encoder` the encoder is not trained and stays in eval mode: batch-norm statistics are fixed and
@@ -55,6 +70,7 @@ class Classifier(System):
     """
 
     Config = ClassifierConfig
+    reads = "image"
 
     def __init__(self, config: ClassifierConfig, image_encoder: ImageEncoder, transform: EvalTransform) -> None:
         super().__init__(config, transform=transform, tokenizer=None)
@@ -102,6 +118,10 @@ class Classifier(System):
         """(B, L), in the order of `config.labels`."""
         logits_BL: Tensor = self.label_head(self.image_encoder(image_BCHW).pooled_BD)
         return logits_BL
+
+    def probabilities(self, batch: Batch) -> Tensor:
+        """See `LabelModel`."""
+        return self.label_logits(batch.image_BCHW).double().sigmoid()
 
     @torch.no_grad()
     def predict(self, image_BCHW: Tensor) -> dict[str, Tensor]:

@@ -67,12 +67,18 @@ class ClassificationDataConfig(LabelledDataConfig):
 def open_classification(data: ClassificationDataConfig, model: Any, apply: ApplyPolicy, batch: int) -> DataLoaders:
     """Open the loaders of a classifier for this rank; the label columns are `model.config.labels`.
 
+    A model with a tokenizer reads whole reports, in training and validation.
+
     Raises ShardError where a folder is damaged, SplitError where the two share a patient, ConfigError where the batch
     does not fit the ranks or the selected images.
     """
     from medvl.data.loading.subset import LabelPolicyView, Subset, label_fraction, no_text
 
-    options: dict[str, Any] = {"tokenizer": no_text, "text": WholeText()}
+    options: dict[str, Any] = {
+        "tokenizer": model.tokenizer or no_text,
+        "text": WholeText(),
+        "inputs": model.inputs,
+    }
     train, valid = open_split(data)
     assert valid is not None
     patients = [train.sample(position).patient for position in range(len(train))]

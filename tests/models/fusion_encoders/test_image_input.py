@@ -12,7 +12,7 @@ from torch import nn
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import create_image_encoder
 from medvl.errors import ConfigError
-from medvl.models.downstream.vqa.image_size import at_image_size
+from medvl.models.downstream.image_size import at_image_size
 from medvl.models.fusion_encoders.layers.box_codes import box_code, relative_boxes
 from medvl.models.fusion_encoders.layers.inputs import ImageInput, RegionEncoder, sample_cells
 from medvl.schema import ImageFeatures

@@ -1,11 +1,10 @@
 """Settings of VQA fine-tuning."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from medvl.models.base import SystemConfig
 from medvl.models.config_checks import check_choice, check_labels, check_within
+from medvl.models.downstream.fusion_task import FusionTaskConfig
 
 Head = Literal["classifier", "product", "ranking", "generation"]
 """Kind of answer head. "classifier": two layers over the vocabulary on the pooled vector (METER, M3AE, ARL,
@@ -46,13 +45,9 @@ class DecoderConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VQAConfig(SystemConfig):
+class VQAConfig(FusionTaskConfig):
     """An answer head on a fusion-encoder."""
 
-    fusion: str
-    """Name of the fusion-encoder's system: m3ae, medvill, dual_stream, ..."""
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields of its configuration that differ from the published ones."""
     answers: tuple[str, ...]
     """Normalised vocabulary of answers to learn; heads other than "generation" give no other answers."""
     head: Head = "classifier"
@@ -63,17 +58,15 @@ class VQAConfig(SystemConfig):
     (M3AE), 1 for "product" (MedViLL) and for a decoder, which starts from the fusion-encoder (ALBEF)."""
     max_tokens: int = 32
     """Maximum length of a question."""
-    vocab_size: int | None = None
-    """Vocabulary size of the text encoder; None is that of `settings`, or the tokenizer's if one is given."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_labels(self.answers, "answers", fewest=2)
         check_choice(self, "head", HEADS)
-        check_within(self, "(0, inf)", "head_lr_mult")
 
     @property
     def effective_head_lr_mult(self) -> float:
-        """`head_lr_mult`, or the published value of the head if it is None."""
+        """See the base class."""
         if self.head_lr_mult is not None:
             return self.head_lr_mult
         return 50.0 if self.head == "classifier" else 1.0

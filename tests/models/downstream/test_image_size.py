@@ -15,8 +15,8 @@ from helpers.vqa_corpora import write_rad_shards
 import medvl
 from medvl.errors import ConfigError
 from medvl.models import VQA, DualStreamConfig, create_vqa, save
+from medvl.models.downstream.image_size import at_image_size, resize_positions
 from medvl.models.downstream.vqa.config import DecoderConfig
-from medvl.models.downstream.vqa.image_size import at_image_size, resize_positions
 from medvl.train import Run
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "vqa_finetune.py"
@@ -92,7 +92,7 @@ def test_pixel_decoder_and_positions_of_a_grid_belong_to_the_new_size(tmp_path: 
         "m3ae", tiny_tokenizer(), image_encoder="resnet_tiny", image_arguments={}, image_positions=True, image_size=64
     )
     larger: Any = at_image_size(model, 128)
-    assert larger.grid == (4, 4)
+    assert larger.mim_head.patches.grid == (4, 4)
     assert larger.mim_head.positions_ND.shape[0] == 17
     expected = resize_positions(model.state_dict()["image_input.positions"], (2, 2), (4, 4))
     assert torch.equal(larger.image_input.positions, expected)

@@ -1,0 +1,158 @@
+"""Classification on the fused states of any fusion-encoder, from images with reports, images alone or reports alone."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Self, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl import losses
+from medvl.models.bert_init import LAYER_NORM_EPS, init_weights
+from medvl.models.config_checks import check_choice, check_labels
+from medvl.models.downstream.classifier import LabelModel
+from medvl.models.downstream.fusion_task import FusionTask, FusionTaskConfig, described_fusion, open_fusion
+from medvl.models.fusion_encoders.base import FusionModel
+from medvl.models.fusion_encoders.config import FusionConfig
+from medvl.models.fusion_encoders.joint_bert import text_ends
+from medvl.models.fusion_encoders.layers.encoder import Fused
+from medvl.models.registry import register_system
+from medvl.schema import Batch, Losses
+
+Modalities = Literal["image_text", "image", "text"]
+"""What the model reads. Labels of a corpus often come from the very report, so that "image_text" and "text" are nearly
+solved by reading it; "image" is the figure to compare with image classifiers."""
+ClassifierHead = Literal["mlp", "linear"]
+"""Head on the pooled vector. "mlp": Linear to twice the width, GELU, LayerNorm, Linear (LXMERT; Li, Wang and Luo, arXiv
+2009.01523; BERTHop). "linear": one layer. Both are initialised as in BERT."""
+Target = Literal["multi_label", "single_label"]
+"""Labels of an image: any number of them, or exactly one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedClassifierConfig(FusionTaskConfig):
+    """A classification head on a fusion-encoder."""
+
+    labels: tuple[str, ...]
+    modalities: Modalities = "image_text"
+    head: ClassifierHead = "mlp"
+    target: Target = "multi_label"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_labels(self.labels, "labels", fewest=2 if self.target == "single_label" else 1)
+        check_choice(self, "modalities", get_args(Modalities))
+        check_choice(self, "head", get_args(ClassifierHead))
+        check_choice(self, "target", get_args(Target))
+
+
+@register_system("fused_classifier")
+class FusedClassifier(FusionTask, LabelModel):
+    """Logits of labels from `Fused.pooled_BD`.
+
+    Without `config.modalities` naming it, an image or a text is absent for every sample, as in a sample that has none:
+    it is never encoded, and nothing of it reaches the logits.
+    """
+
+    Config = FusedClassifierConfig
+    head_name = "label_head"
+
+    def __init__(self, config: FusedClassifierConfig, fusion_model: FusionModel) -> None:
+        super().__init__(config, fusion_model)
+        width, labels = fusion_model.pooled_dim, len(config.labels)
+        self.label_head = nn.Sequential(nn.Linear(width, labels))
+        if config.head == "mlp":
+            norm = nn.LayerNorm(2 * width, eps=LAYER_NORM_EPS)
+            self.label_head = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), norm, nn.Linear(2 * width, labels))
+        init_weights(self.label_head)
+        self.reads = {"image_text": "image and text"}.get(config.modalities, config.modalities)
+
+    @classmethod
+    def on(
+        cls,
+        fusion_model: FusionModel,
+        labels: Sequence[str],
+        *,
+        modalities: Modalities = "image_text",
+        head: ClassifierHead = "mlp",
+        target: Target = "multi_label",
+        head_lr_mult: float | None = None,
+    ) -> Self:
+        """Put a new head on a fusion-encoder, which is not copied. Raises ConfigError for an unknown choice."""
+        config = FusedClassifierConfig(
+            **described_fusion(fusion_model),
+            labels=tuple(labels),
+            modalities=modalities,
+            head=head,
+            target=target,
+            head_lr_mult=head_lr_mult,
+        )
+        return cls(config, fusion_model)
+
+    def forward(self, batch: Batch) -> Losses:
+        """Return the loss; `batch.labels_BL` has the columns of `config.labels`: 1, 0 or NaN (ignored).
+
+        Multi-label: binary cross-entropy, averaged over the known labels, times their number as in VQA (Li et al.).
+        Single-label: cross-entropy over the samples with exactly one positive label.
+        """
+        logits_BL = self.label_logits(batch)
+        if self.config.target == "multi_label":
+            loss = losses.multilabel_bce(logits_BL, batch.labels_BL) * len(self.config.labels)
+        else:
+            positive_BL = batch.labels_BL == 1
+            target_B = positive_BL.int().argmax(dim=1).masked_fill(positive_BL.sum(dim=1) != 1, -100)
+            loss = F.cross_entropy(logits_BL.float(), target_B, reduction="sum") / (target_B >= 0).sum().clamp(min=1)
+        return Losses.sum(labels=loss)
+
+    def features(self, batch: Batch) -> Fused:
+        """Fuse each sample of a batch, with the modalities that the model reads."""
+        if self.config.modalities == "image":
+            ends_B2 = text_ends(batch.ids_BT, batch.mask_BT)
+            absent_B = torch.zeros_like(batch.mask_BT[:, 0])
+            mask_B2 = torch.ones_like(ends_B2, dtype=torch.bool)
+            batch = dataclasses.replace(batch, ids_BT=ends_B2, mask_BT=mask_B2, has_text_B=absent_B)
+        elif self.config.modalities == "text":
+            absent_B = torch.zeros_like(batch.image_BCHW[:, 0, 0, 0], dtype=torch.bool)
+            batch = dataclasses.replace(batch, has_image_B=absent_B)
+        return self.fusion_model.features(batch)
+
+    def label_logits(self, batch: Batch) -> Tensor:
+        """(B, L), in the order of `config.labels`."""
+        logits_BL: Tensor = self.label_head(self.features(batch).pooled_BD)
+        return logits_BL
+
+    def probabilities(self, batch: Batch) -> Tensor:
+        """See `LabelModel`."""
+        logits_BL = self.label_logits(batch).double()
+        return logits_BL.sigmoid() if self.config.target == "multi_label" else logits_BL.softmax(dim=1)
+
+
+def create_fused_classifier(
+    start: Path | str,
+    labels: Sequence[str],
+    *,
+    fusion: FusionConfig | None = None,
+    image_size: int | None = None,
+    modalities: Modalities = "image_text",
+    head: ClassifierHead = "mlp",
+    target: Target = "multi_label",
+    head_lr_mult: float | None = None,
+) -> FusedClassifier:
+    """Create a classifier with a new head from a checkpoint of a dual-encoder or fusion-encoder.
+
+    Args:
+        start: checkpoint of a fusion-encoder, or of a head on one; or of a dual-encoder, whose towers are used under a
+            new fusion-encoder.
+        labels: names of the columns.
+        fusion: sizes of that new fusion-encoder; its settings of the encoders are replaced by those of `start`.
+        image_size: side of the images in pixels, to which learned positions are interpolated; None is that of `start`.
+        modalities, head, target, head_lr_mult: see `FusedClassifierConfig`.
+
+    Raises:
+        CheckpointError: `start` is not a complete checkpoint.
+        ConfigError: a choice is unknown, or the image size does not fit the model.
+    """
+    model = open_fusion(start, fusion, image_size)
+    return FusedClassifier.on(model, labels, modalities=modalities, head=head, target=target, head_lr_mult=head_lr_mult)

@@ -1,0 +1,184 @@
+"""Classification on fusion-encoders: heads, losses, modalities, evaluation."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.errors import raises
+from helpers.fusion_samples import SIDE, TEXTS, TINY, flags, make_batch, tiny_model, tiny_tokenizer
+from helpers.label_shards import NAMES, make_shards
+from torch import nn
+
+import medvl
+from medvl.cli import main as cli
+from medvl.data.transforms.image import EvalTransform
+from medvl.errors import ConfigError
+from medvl.eval import LabelPolicy, classify
+from medvl.models import FusedClassifier, create_fused_classifier, create_vqa
+from medvl.models.checkpoint import load, save
+from medvl.models.fusion_encoders.streams import DualStreamConfig
+from medvl.schema import Batch
+from medvl.train.tasks.classification import ClassificationDataConfig, open_classification
+
+LABELS = ("Edema", "Fracture", "Normal")
+TOKENIZER = tiny_tokenizer()
+
+
+def classifier(name: str = "dual_stream", **choices: Any) -> FusedClassifier:
+    return FusedClassifier.on(tiny_model(name, TOKENIZER), LABELS, **choices)
+
+
+def labelled(size: int = 6, **fields: Any) -> Batch:
+    values = torch.tensor([[1.0, 0.0, torch.nan], [0.0, torch.nan, 1.0], [0.0, 1.0, 0.0]])
+    return make_batch(TOKENIZER, size, labels_BL=values.repeat(2, 1)[:size], **fields)
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_every_fusion_encoder_learns_labels(name: str) -> None:
+    model = classifier(name)
+    losses = model(labelled())
+    assert losses.total.item() == pytest.approx(len(LABELS) * np.log(2), rel=0.2)
+    losses.total.backward()
+    still = [key for key, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    assert still == []
+    frozen = {key.split(".")[1] for key, p in model.named_parameters() if not p.requires_grad}
+    assert {"itm_head", "mlm_head"} <= frozen
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_absent_modalities_cannot_reach_the_logits(name: str) -> None:
+    """Other texts, of other lengths, change nothing in a model of images, and other images nothing in one of texts."""
+    batch = labelled()
+    other_text = make_batch(TOKENIZER, 6, texts=TEXTS[::-1], image_BCHW=batch.image_BCHW)
+    other_image = dataclasses.replace(batch, image_BCHW=255 - batch.image_BCHW)
+    for modalities, same, different in (("image", other_text, other_image), ("text", other_image, other_text)):
+        model = classifier(name, modalities=modalities).eval()
+        nn.init.normal_(model.label_head[-1].weight)
+        with torch.no_grad():
+            logits_BL = model.label_logits(batch)
+            torch.testing.assert_close(model.label_logits(same), logits_BL)
+            assert not torch.allclose(model.label_logits(different), logits_BL, atol=1e-6)
+        assert model.reads == modalities
+    model = classifier(name).eval()
+    nn.init.normal_(model.label_head[-1].weight)
+    with torch.no_grad():
+        assert not torch.allclose(model.label_logits(other_text), model.label_logits(batch), atol=1e-6)
+        assert not torch.allclose(model.label_logits(other_image), model.label_logits(batch), atol=1e-6)
+        absent = dataclasses.replace(batch, has_text_B=flags(1, 1, 1, 0, 1, 0))
+        assert model.label_logits(absent).isfinite().all()
+    assert model.reads == "image and text"
+
+
+def test_multi_label_loss_is_bce_over_known_labels_times_their_number() -> None:
+    model, batch = classifier().eval(), labelled()
+    nn.init.normal_(model.label_head[-1].weight)
+    logits_BL = model.label_logits(batch)
+    known_BL = ~batch.labels_BL.isnan()
+    terms = nn.functional.binary_cross_entropy_with_logits(logits_BL[known_BL], batch.labels_BL[known_BL])
+    loss = model(batch).total
+    torch.testing.assert_close(loss, 3 * terms)
+    for expected, found in zip(
+        torch.autograd.grad(3 * terms, model.label_head.parameters()),
+        torch.autograd.grad(loss, model.label_head.parameters()),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(model.probabilities(batch), logits_BL.double().sigmoid())
+
+
+def test_single_label_loss_ignores_samples_without_exactly_one_label() -> None:
+    model = classifier(target="single_label").eval()
+    nn.init.normal_(model.label_head[-1].weight)
+    rows = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [torch.nan] * 3, [1.0, 1.0, 0.0]]
+    batch = make_batch(TOKENIZER, 4, labels_BL=torch.tensor(rows))
+    logits_BL = model.label_logits(batch)
+    expected = nn.functional.cross_entropy(logits_BL[:2], torch.tensor([0, 1]))
+    torch.testing.assert_close(model(batch).total, expected)
+    torch.testing.assert_close(model.probabilities(batch).sum(dim=1), torch.ones(4).double())
+    assert model(dataclasses.replace(batch, labels_BL=batch.labels_BL * torch.nan)).total == 0
+
+
+def test_heads_have_the_published_layers() -> None:
+    mlp, linear = classifier().label_head, classifier(head="linear").label_head
+    assert [type(layer).__name__ for layer in mlp] == ["Linear", "GELU", "LayerNorm", "Linear"]
+    assert (mlp[0].in_features, mlp[0].out_features, mlp[3].in_features) == (48, 96, 96)
+    assert mlp[2].eps == 1e-12
+    assert mlp[0].weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert not mlp[0].bias.any()
+    assert [type(layer).__name__ for layer in linear] == ["Linear"]
+    groups = classifier(head_lr_mult=4.0).parameter_groups(1e-3, 0.1)
+    assert {group["lr"] for group in groups if group["name"].startswith("label_head")} == {4e-3}
+
+
+def test_checkpoints_start_other_heads(tmp_path: Path) -> None:
+    model = classifier("medvill", modalities="text").eval()
+    nn.init.normal_(model.label_head[-1].weight)
+    for folder in ("first", "dual"):
+        (tmp_path / folder).mkdir()
+    save(model, tmp_path / "first")
+    loaded = load(tmp_path / "first")
+    assert isinstance(loaded, FusedClassifier)
+    assert loaded.config.modalities == "text"
+    torch.testing.assert_close(loaded.label_logits(labelled()), model.label_logits(labelled()))
+    vqa = create_vqa(tmp_path / "first", ("yes", "no"), fusion=DualStreamConfig())
+    for name, tensor in model.fusion_model.state_dict().items():
+        torch.testing.assert_close(vqa.fusion_model.state_dict()[name], tensor, rtol=0, atol=0)
+    towers = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "tokenizer": TOKENIZER}
+    convirt = medvl.create_model("convirt", projection_dim=8, frozen_text_layers=0, **towers)
+    save(convirt, tmp_path / "dual")
+    sizes = DualStreamConfig(image_arguments={}, width=24, layers=1, heads=2, intermediate=24)
+    on_towers = create_fused_classifier(tmp_path / "dual", LABELS, fusion=sizes, modalities="image", head="linear")
+    torch.testing.assert_close(
+        on_towers.fusion_model.image_encoder.state_dict(), convirt.image_encoder.state_dict(), rtol=0, atol=0
+    )
+    with raises(ConfigError, "missing", "fusion"):
+        create_fused_classifier(tmp_path / "dual", LABELS)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "code"),
+    [
+        ("labels", (), "out_of_range"),
+        ("modalities", "both", "unknown_name"),
+        ("head", "product", "unknown_name"),
+        ("target", "ordinal", "unknown_name"),
+        ("head_lr_mult", 0.0, "out_of_range"),
+    ],
+)
+def test_config_rejects_invalid_values(field: str, value: Any, code: str) -> None:
+    with raises(ConfigError, code, field):
+        dataclasses.replace(classifier().config, **{field: value})
+
+
+def test_evaluator_names_what_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From loader to page, for a model that reads images of samples without texts."""
+    shards = make_shards(tmp_path)
+    torch.manual_seed(0)
+    fusion = tiny_model("dual_stream", TOKENIZER, image_encoder="resnet_tiny", image_arguments={}, image_size=32)
+    model = FusedClassifier.on(fusion, NAMES, modalities="image").eval()
+    nn.init.normal_(model.label_head[-1].weight)
+    data = ClassificationDataConfig(
+        train=shards / "train", valid=shards / "validate", image=EvalTransform(size=32), workers=0, fraction=0.5
+    )
+    opened = open_classification(data, model, LabelPolicy().apply, batch=8)
+    batch = next(iter(opened.train))
+    assert batch.ids_BT.shape[1] >= 2
+    assert model(batch).total.isfinite()
+    result = classify(model, opened.valid_images, resamples=10)
+    assert result.results.config["reads"] == "image"
+    (tmp_path / "run").mkdir()
+    save(model, tmp_path / "run")
+    options = ["--checkpoint", str(tmp_path / "run"), "--data", str(shards / "test"), "--out", str(tmp_path / "eval")]
+    cli.main(["eval", "classify", *options, "--resamples", "10", "--workers", "0"])
+    assert "Edema" in capsys.readouterr().out
+    page = (tmp_path / "eval" / "index.html") if (tmp_path / "eval" / "index.html").exists() else None
+    pages = [page] if page else list((tmp_path / "eval").glob("*.html"))
+    assert "Reads" in pages[0].read_text()
+    assert "fused_classifier of image" in pages[0].read_text()
+
+
+def test_images_have_the_fused_models_size() -> None:
+    assert classifier().transform.size == SIDE
