@@ -224,6 +224,13 @@ IMAGE_PRESETS: Mapping[str, ImagePreset] = _frozen(
     ),
     densenet121=_image("timm:densenet121", _DENSENET121, "Apache-2.0", "torchvision's IMAGENET1K_V1 weights"),
     vit_b16=_image("timm:vit_base_patch16_224", _VIT_B16, "Apache-2.0", mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
+    mae_vit_b16=_image(
+        "timm:vit_base_patch16_224",
+        None,
+        "CC-BY-NC-4.0",
+        "He et al. 2022, MAE's encoder without fine-tuning: initial weights of M2I2 and MUMC; its authors publish it "
+        "outside the hub (mae_pretrain_vit_base.pth of github.com/facebookresearch/mae): give the local file",
+    ),
     swin_tiny=_image("timm:swin_tiny_patch4_window7_224", _SWIN_TINY, "MIT"),
     clip_vit_b32=_clip_image("ViT-B-32-quickgelu", _CLIP_B32, "OpenAI's CLIP: initial weights of CheXzero"),
     clip_vit_b16=_clip_image(

@@ -4,7 +4,7 @@ from medvl.losses.classification import multilabel_bce
 from medvl.losses.contrastive import clip, convirt, siglip
 from medvl.losses.dense import bce_dice, contrastive_mask, detection, lvit
 from medvl.losses.gloria import gloria_local
-from medvl.losses.itc import itc
+from medvl.losses.itc import itc, unimodal_itc
 from medvl.losses.itm import itm
 from medvl.losses.mim import mim
 from medvl.losses.mlm import mlm, mlm_by_text, mlm_distilled
@@ -46,6 +46,7 @@ __all__ = [
     "siglip",
     "sinkhorn",
     "soft_targets",
+    "unimodal_itc",
     "vqa_bce",
     "within_sample_nce",
     "word_patch_alignment",

@@ -61,6 +61,22 @@ def itc(
         return (image_to_text + text_to_image) / (2 * max(batch, 1))
 
 
+def unimodal_itc(
+    image_BE: Tensor,
+    text_BE: Tensor,
+    image_keys_NE: Tensor,
+    text_keys_NE: Tensor,
+    temperature: Tensor | float,
+    positive_BN: Tensor | None = None,
+) -> Tensor:
+    """Mean of the images' cross-entropy against images and of the texts' against texts, with one-hot targets (MUMC).
+
+    A row's target is its own key: the same image or text, encoded by the moving average. Arguments, result and errors
+    are as for `itc`.
+    """
+    return itc(image_BE, text_BE, text_keys_NE, image_keys_NE, temperature, 0.0, positive_BN)
+
+
 def ramped_alpha(step: int, ramp_steps: int, alpha: float = 0.4) -> float:
     """Return the teacher's weight: linear from 0 to `alpha` at `ramp_steps` (ALBEF, M2I2: one epoch; MUMC: two)."""
     return alpha * min(1.0, step / ramp_steps) if ramp_steps > 0 else alpha

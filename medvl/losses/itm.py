@@ -80,7 +80,7 @@ def random_pairs(same_BB: Tensor, generator: torch.Generator) -> MatchingPairs:
     return MatchingPairs(torch.where(matched_B, text_B, wrong_B), text_B, matched_B)
 
 
-def hard_pairs(similarity_BB: Tensor, same_BB: Tensor, generator: torch.Generator) -> MatchingPairs:
+def hard_pairs(similarity_BB: Tensor, same_BB: Tensor, generator: torch.Generator, floor: float = 0.0) -> MatchingPairs:
     """Return B positives, then each text with a hard negative image, then each image with a hard negative text.
 
     A negative is drawn with the probability that the contrastive softmax gives it among the rows that are allowed
@@ -92,6 +92,8 @@ def hard_pairs(similarity_BB: Tensor, same_BB: Tensor, generator: torch.Generato
         similarity_BB: logits, temperature applied, images in rows and texts in columns; no gradient is taken.
         same_BB: bool, True where two rows belong together (`medvl.losses.positives.same_pairs`).
         generator: on the CPU or on the device.
+        floor: added to every probability of the softmax over a whole row, before the rows that are not allowed are left
+            out; MUMC and BLIP add 1e-4.
 
     Raises ValueError unless both are square and of equal size.
     """
@@ -99,8 +101,8 @@ def hard_pairs(similarity_BB: Tensor, same_BB: Tensor, generator: torch.Generato
     if similarity_BB.shape != same_BB.shape:
         raise ValueError(f"similarity is {tuple(similarity_BB.shape)}, same_BB is {tuple(same_BB.shape)}")
     row_B = torch.arange(len(same_BB), device=same_BB.device)
-    image_B = _draw(similarity_BB.T, allowed_BB.T, generator)  # the false image of text j, from column j
-    text_B = _draw(similarity_BB, allowed_BB, generator)
+    image_B = _draw(_floored(similarity_BB.T, floor), allowed_BB.T, generator)  # false image of text j, from column j
+    text_B = _draw(_floored(similarity_BB, floor), allowed_BB, generator)
     to_images_B, to_texts_B = allowed_BB.any(dim=0), allowed_BB.any(dim=1)
     image_N = torch.cat([row_B, image_B[to_images_B], row_B[to_texts_B]])
     text_N = torch.cat([row_B, row_B[to_images_B], text_B[to_texts_B]])
@@ -111,6 +113,11 @@ def _allowed(same_BB: Tensor) -> Tensor:
     if same_BB.ndim != 2 or same_BB.shape[0] != same_BB.shape[1] or same_BB.dtype != torch.bool:
         raise ValueError(f"same_BB must be a bool square, got {tuple(same_BB.shape)} of {same_BB.dtype}")
     return ~same_BB & ~torch.eye(len(same_BB), dtype=torch.bool, device=same_BB.device)
+
+
+def _floored(logits_BB: Tensor, floor: float) -> Tensor:
+    """Return logits of the probabilities of each row plus a constant."""
+    return (logits_BB.float().softmax(dim=1) + floor).log() if floor else logits_BB
 
 
 @torch.no_grad()

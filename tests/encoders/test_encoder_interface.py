@@ -18,6 +18,7 @@ TINY_IMAGE: dict[str, dict[str, Any]] = {
     "resnet256": {"channels": (4, 4, 8, 8, 16, 24), "layers": (1, 1, 1, 1, 1, 1)},
     "densenet121": {"growth_rate": 8, "block_config": (2, 2, 2, 2)},
     "vit_b16": {"embed_dim": 32, "depth": 2, "num_heads": 2},
+    "mae_vit_b16": {"embed_dim": 32, "depth": 2, "num_heads": 2},
     "swin_tiny": {"embed_dim": 16, "depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 4)},
     "clip_vit_b32": {"width": 64, "layers": 2, "embed_dim": 16},
     "clip_vit_b16": {"width": 64, "layers": 2, "embed_dim": 16},

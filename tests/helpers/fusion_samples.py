@@ -28,6 +28,7 @@ _ENCODERS: dict[str, Any] = {
     "image_size": SIDE,
 }
 _STREAM: dict[str, Any] = {**_ENCODERS, "width": 24, "layers": 4, "heads": 2, "intermediate": 48}
+_DECODER: dict[str, Any] = {"decoder_width": 16, "decoder_heads": 2, "decoder_layers": 1}
 _ALBEF: dict[str, Any] = {
     "layers": 2,
     "heads": 2,
@@ -41,8 +42,10 @@ _CELLS: dict[str, Any] = {**_ENCODERS, "image_encoder": "resnet_tiny", "image_ar
 TINY: dict[str, dict[str, Any]] = {
     "dual_stream": _STREAM,
     "single_stream": _STREAM,
-    "m3ae": {**_STREAM, "decoder_width": 16, "decoder_heads": 2, "decoder_layers": 1},
+    "m3ae": {**_STREAM, **_DECODER},
     "albef": {**_ENCODERS, **_ALBEF},
+    "m2i2": {**_ENCODERS, **_ALBEF, **_DECODER, "patch_dropout": 0.5},
+    "mumc": {**_ENCODERS, **_ALBEF, "patch_dropout": 0.5},
     "medvill": {**_ENCODERS, "image_encoder": "resnet_tiny", "image_arguments": {}, "frozen_image_layers": 0},
     "pixelbert": _CELLS,
     "vilt": {**_ENCODERS, "text_arguments": {**_TEXT, "hidden_size": 64, "num_hidden_layers": 0}},

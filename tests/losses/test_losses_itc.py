@@ -67,6 +67,27 @@ def test_positives_share_the_target() -> None:
         )
 
 
+@pytest.mark.parametrize("positive", [[{0}, {1}, {2}], [{0, 2, 6}, {1}, {0, 2}]])
+def test_unimodal_contrast_equals_its_formula(positive: list[set[int]]) -> None:
+    """MUMC: images against images and texts against texts, one-hot targets, both halved."""
+
+    def naive(image_BE: Tensor, text_BE: Tensor, image_NE: Tensor, text_NE: Tensor, temperature: Tensor) -> Tensor:
+        total = image_BE.new_zeros(())
+        for query_BE, keys_NE in ((image_BE, image_NE), (text_BE, text_NE)):
+            for query_E, wanted in zip(query_BE, positive, strict=True):
+                student = torch.stack([query_E @ key_E / temperature for key_E in keys_NE])
+                for j in wanted:
+                    total = total - torch.log(torch.exp(student[j]) / torch.exp(student).sum()) / len(wanted) / 2
+        return total / len(image_BE)
+
+    positive_BN = torch.tensor([[j in row for j in range(8)] for row in positive])
+    compare(
+        lambda i, t, ki, kt, temperature: losses.unimodal_itc(i, t, ki, kt, temperature, positive_BN),
+        naive,
+        [*example(3, 5), torch.tensor(0.2)],
+    )
+
+
 @pytest.mark.parametrize("batch", [1, 2, 7, 32])
 def test_itc_without_teacher_and_queue_equals_clip(batch: int) -> None:
     """In value, and in gradient if the batch's own embeddings are the keys."""

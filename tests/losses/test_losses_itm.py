@@ -142,6 +142,18 @@ def test_hard_negatives_follow_the_softmax_over_allowed_rows() -> None:
     torch.testing.assert_close(images_BB / draws, expected_images_BB, rtol=0, atol=0.025)
 
 
+def test_a_floor_makes_dissimilar_rows_negatives_too() -> None:
+    """MUMC: softmax over the whole row + 1e-4, then the diagonal is zeroed. The two negatives here have 1e-4 each."""
+    similarity_BB = torch.tensor([[0.0, -500.0, -1000.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    generator = seeded()
+    drawn = [int(hard_pairs(similarity_BB, only_self(3), generator, 1e-4).text_N[6]) for _ in range(400)]
+    assert sum(text == 1 for text in drawn) / 400 == pytest.approx(0.5, abs=0.08)
+    similarity_BB = torch.tensor([[5.0, 4.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    weights_B = (similarity_BB[0].softmax(0) + 0.1)[1:]
+    drawn = [int(hard_pairs(similarity_BB, only_self(3), generator, 0.1).text_N[6]) for _ in range(400)]
+    assert sum(text == 1 for text in drawn) / 400 == pytest.approx(float(weights_B[0] / weights_B.sum()), abs=0.08)
+
+
 def test_each_row_gives_three_pairs() -> None:
     pairs = hard_pairs(torch.zeros(4, 4), only_self(4), seeded())
     check_pairs(pairs, only_self(4))

@@ -53,7 +53,7 @@ class ALBEF(AlignedFusionModel):
     @classmethod
     def build(cls, config: ALBEFConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
         """See the base class."""
-        image_encoder, text_encoder = create_pixel_encoders(config, "albef", pretrained=pretrained)
+        image_encoder, text_encoder = create_pixel_encoders(config, cls.name, pretrained=pretrained)
         transform = EvalTransform(size=config.image_size, fit=config.fit)
         model = cls(config, image_encoder, text_encoder, transform=transform, tokenizer=tokenizer)
         model._init_fusion(pretrained)

@@ -1,6 +1,6 @@
 """Base of systems that align two encoders by contrast before they fuse them (ALBEF; M2I2 and MUMC alike).
 
-N masked positions, K samples with an image and a text; the other letters as in `medvl.schema`.
+N masked positions, K samples with an image and a text, G those of all ranks; the other letters as in `medvl.schema`.
 """
 
 import dataclasses
@@ -59,12 +59,16 @@ class AlignedFusionConfig(FusionConfig):
     """Weight of the teacher's targets, in the contrastive loss and for masked words."""
     ramp_steps: int = 10_000
     """Optimiser steps in which alpha grows from 0: the paper's first epoch, 5.1 million pairs in batches of 512."""
+    patch_dropout: float = 0.0
+    """Share of the patches that training removes from each image, at random and apart for the model and its teacher."""
+    negative_floor: float = 0.0
+    """Constant added to the probabilities from which hard negatives are sampled."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_within(self, "(0, inf)", "layers", "heads", "intermediate", "projection_dim", "temperature", "itc_weight")
-        check_within(self, "[0, 1)", "dropout", "momentum", "alpha")
-        check_within(self, "[0, inf)", "queue_size", "ramp_steps")
+        check_within(self, "[0, 1)", "dropout", "momentum", "alpha", "patch_dropout")
+        check_within(self, "[0, inf)", "queue_size", "ramp_steps", "negative_floor")
 
 
 class _Pass(NamedTuple):
@@ -94,12 +98,12 @@ class Towers(nn.Module):
         self.image_head, self.text_head = image_head, text_head
         self.fusion, self.mlm_head = fusion, mlm_head
 
-    def image_tokens(self, image: Tensor, has_image_B: Tensor | None) -> Tokens:
-        """Return the pooled vector (the class token), then the patches."""
-        return encode_present(has_image_B, self.image_encoder.feature_dim, self._encode_images, image)
+    def image_tokens(self, image: Tensor, has_image_B: Tensor | None, keep_BK: Tensor | None) -> Tokens:
+        """Return the pooled vector (the class token), then the patches, of `keep_BK` where only those are encoded."""
+        return encode_present(has_image_B, self.image_encoder.feature_dim, self._encode_images, image, keep_BK)
 
-    def _encode_images(self, image: Tensor) -> Tokens:
-        features = self.image_encoder(image)
+    def _encode_images(self, image: Tensor, keep_BK: Tensor | None) -> Tokens:
+        features = self.image_encoder(image, keep_BK)
         pooled_B1D = features.pooled_BD[:, None]
         if features.patches_BPD is None:
             return Tokens(pooled_B1D, None)
@@ -138,9 +142,9 @@ class Towers(nn.Module):
         scores_NV: Tensor = self.mlm_head(states_ND, backbone.get_input_embeddings().weight)
         return scores_NV
 
-    def run(self, batch: Batch, words: MaskedWords, row_K: Tensor) -> _Pass:
+    def run(self, batch: Batch, words: MaskedWords, row_K: Tensor, keep_BK: Tensor | None) -> _Pass:
         """Encode each image once, and each text unmasked and masked in one pass."""
-        image = self.image_tokens(batch.image_BCHW, batch.has_image_B)
+        image = self.image_tokens(batch.image_BCHW, batch.has_image_B, keep_BK)
         twice_2B = None if batch.has_text_B is None else batch.has_text_B.repeat(2)
         both = self.text_tokens(torch.cat([batch.ids_BT, words.ids_BT]), batch.mask_BT.repeat(2, 1), twice_2B)
         row_B = torch.arange(len(batch), device=words.ids_BT.device)
@@ -167,26 +171,25 @@ class ContrastHead(nn.Module):
         self.temperature = nn.Parameter(torch.tensor(config.temperature))
         self.queue = MomentumQueue(config.queue_size, config.projection_dim)
 
+    def keys(self, batch: Batch, row_K: Tensor, teacher: _Pass) -> Keys:
+        """Gather the teacher's embeddings of all ranks; in training mode, compare with the queue, and add to it."""
+        names_B = name_ids(batch.keys if batch.studies is None else batch.studies).to(row_K.device)
+        image_NE, text_NE, names_N = gather(teacher.image_KE), gather(teacher.text_KE), gather(names_B[row_K])
+        if not self.training:
+            return Keys(image_NE, text_NE, names_N[:, None] == names_N)
+        keys = self.queue.keys(image_NE, text_NE, names_N)
+        self.queue.enqueue(image_NE, text_NE, names_N)
+        return keys
+
     def forward(self, encoded: ContrastiveEncoded) -> Tensor:
-        """Contrast the complete samples of all ranks with each other and, in training mode, with the queue."""
-        batch = encoded.batch
-        names_B = name_ids(batch.keys if batch.studies is None else batch.studies).to(encoded.row_K.device)
-        image_NE, text_NE = gather(encoded.teacher_image_KE), gather(encoded.teacher_text_KE)
-        names_N = gather(names_B[encoded.row_K])
-        if self.training:
-            keys = self.queue.keys(image_NE, text_NE, names_N)
-            self.queue.enqueue(image_NE, text_NE, names_N)
-        else:
-            keys = Keys(image_NE, text_NE, names_N[:, None] == names_N)
-        return losses.itc(
-            gather(encoded.image_KE),
-            gather(encoded.text_KE),
-            keys.image_NE,
-            keys.text_NE,
-            self.temperature,
-            encoded.alpha,
-            keys.positive_BN,
-        )
+        """Contrast the images of all ranks with the keys' texts, and the texts with the keys' images."""
+        keys, pairs = encoded.keys, (encoded.image_GE, encoded.text_GE)
+        return losses.itc(*pairs, keys.image_NE, keys.text_NE, self.temperature, encoded.alpha, keys.positive_BN)
+
+    def unimodal(self, encoded: ContrastiveEncoded) -> Tensor:
+        """Contrast the images of all ranks with the keys' images, and the texts with the keys' texts."""
+        keys, pairs = encoded.keys, (encoded.image_GE, encoded.text_GE)
+        return losses.unimodal_itc(*pairs, keys.image_NE, keys.text_NE, self.temperature, keys.positive_BN)
 
 
 class AlignedFusionModel(FusionModel, DualEncoder):
@@ -241,7 +244,7 @@ class AlignedFusionModel(FusionModel, DualEncoder):
 
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None) -> Tokens:
         """See the base class."""
-        return self.towers.image_tokens(image, has_image_B)
+        return self.towers.image_tokens(image, has_image_B, None)
 
     def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
         """See the base class."""
@@ -277,6 +280,10 @@ class AlignedFusionModel(FusionModel, DualEncoder):
         clamp_temperature_(self.itc_head.temperature)
         self.momentum.update_parameters(self.towers)
 
+    def kept_patches(self, batch: Batch, corruption: Corruption) -> Tensor | None:
+        """(B, K): the patches that the model encodes in this step; None: all. The teacher's are always drawn."""
+        return self._draw_patches(batch.image_BCHW)
+
     def encode(self, batch: Batch, corruption: Corruption) -> ContrastiveEncoded:
         """Encode the batch by the model and by its teacher.
 
@@ -287,10 +294,10 @@ class AlignedFusionModel(FusionModel, DualEncoder):
             message = "expected before_step(step) before the forward pass of each optimiser step; call it in your loop"
             raise ConfigError(message, "missing", field="before_step")
         words, row_K = corruption.of(self.mlm), complete_rows(batch)
-        model = self.towers.run(batch, words, row_K)
+        model = self.towers.run(batch, words, row_K, self.kept_patches(batch, corruption))
         average: Any = self.momentum.module
         with torch.no_grad():
-            teacher: _Pass = average.run(batch, words, row_K)
+            teacher: _Pass = average.run(batch, words, row_K, self._draw_patches(batch.image_BCHW))
             teacher_words_NV = average.score_words(teacher.word_states_ND)
         return ContrastiveEncoded(
             batch=batch,
@@ -301,8 +308,9 @@ class AlignedFusionModel(FusionModel, DualEncoder):
             row_K=row_K,
             image_KE=model.image_KE,
             text_KE=model.text_KE,
-            teacher_image_KE=teacher.image_KE,
-            teacher_text_KE=teacher.text_KE,
+            image_GE=gather(model.image_KE),
+            text_GE=gather(model.text_KE),
+            keys=self.itc_head.keys(batch, row_K, teacher),
             teacher_words_NV=teacher_words_NV,
             alpha=ramped_alpha(max(steps - 1, 0), self.config.ramp_steps, self.config.alpha),
         )
@@ -317,7 +325,8 @@ class AlignedFusionModel(FusionModel, DualEncoder):
         """
         similarity_KK = (image_KE @ text_KE.T).detach() / self.itc_head.temperature.detach()
         same_KK = same_rows(batch)[row_K][:, row_K]
-        return pairs_of_rows(hard_pairs(similarity_KK, same_KK, torch.default_generator), row_K)
+        pairs = hard_pairs(similarity_KK, same_KK, torch.default_generator, self.config.negative_floor)
+        return pairs_of_rows(pairs, row_K)
 
     def init_decoder(self, decoder: DecoderLayers) -> None:
         """Copy the last fusion layers and the word head (ALBEF, section 5).

@@ -47,7 +47,7 @@ class FusionModel(TwoTowers):
     objectives: tuple[Objective[Any, Any, Any], ...]
     pooled_dim: int
     fused_dim: int
-    itm_head: nn.Linear
+    itm_head: nn.Module
     masks_closing_token: bool = False
     """Whether the closing token of a text is masked like its words."""
     image_between_text_tokens: ClassVar[bool] = False

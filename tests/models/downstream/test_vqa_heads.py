@@ -94,7 +94,9 @@ def test_losses_start_at_their_expectations(name: str, head: Head, tokenizer: To
     assert vqa_model(name, head, tokenizer)(batch).total.item() == pytest.approx(expected, rel=0.2)
 
 
-@pytest.mark.parametrize(("name", "head"), [("albef", "ranking"), ("dual_stream", "ranking"), ("medvill", "product")])
+@pytest.mark.parametrize(
+    ("name", "head"), [("m2i2", "ranking"), ("mumc", "ranking"), ("dual_stream", "ranking"), ("medvill", "product")]
+)
 def test_head_overfits_a_few_questions(name: str, head: Head, tokenizer: Tokenizer) -> None:
     torch.manual_seed(0)
     model, batch = vqa_model(name, head, tokenizer).eval(), answered_batch(tokenizer, 4)  # without dropout

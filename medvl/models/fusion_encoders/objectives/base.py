@@ -10,8 +10,8 @@ the model computed once for all objectives, `loss` compares predictions and trut
 Objectives hold no parameters; heads belong to the model. Pass bound methods and modules, not lambdas, so that a deep
 copy of the model uses its own heads.
 
-In this folder: N masked positions, M pairs, K complete samples, P patches, C values of a patch; other letters as in
-`medvl.schema`.
+In this folder: N masked positions, M pairs, K complete samples, G those of all ranks, P patches, C values of a patch;
+other letters as in `medvl.schema`.
 """
 
 import abc
@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
+from medvl.losses.itc import Keys
 from medvl.models.fusion_encoders.layers.encoder import Fused, Tokens
 from medvl.schema import Batch
 
@@ -54,8 +55,11 @@ class ContrastiveEncoded(Encoded):
     image_KE: Tensor
     text_KE: Tensor
     """L2-normalised float32 embeddings of the complete samples, unmasked."""
-    teacher_image_KE: Tensor
-    teacher_text_KE: Tensor
+    image_GE: Tensor
+    text_GE: Tensor
+    """Those of all ranks."""
+    keys: Keys
+    """The teacher's embeddings of all ranks and of its queue, with which those are compared."""
     teacher_words_NV: Tensor
     """The teacher's scores of the vocabulary at the masked positions."""
     alpha: float

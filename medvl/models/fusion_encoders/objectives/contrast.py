@@ -1,34 +1,40 @@
-"""Contrastive alignment of images and texts before fusion (ITC)."""
+"""Contrastive alignment before fusion: images with texts (ITC), and each modality with itself."""
 
 from collections.abc import Callable
 
 from torch import Tensor
 
-from medvl.models.fusion_encoders.objectives.base import ContrastiveEncoded, Objective
+from medvl.models.fusion_encoders.objectives.base import E, Objective
 from medvl.schema import Batch
 
 
-class ImageTextContrast(Objective[ContrastiveEncoded, None, ContrastiveEncoded]):
-    """Contrastive alignment of images and texts before fusion (ITC).
+class ImageTextContrast(Objective[E, None, E]):
+    """Contrastive alignment of images and texts (ITC).
 
     Args:
         weight: factor of the term.
-        head: the loss over embeddings of model and teacher, with what it keeps between steps.
+        head: the loss of the shared states, which contain the embeddings.
     """
 
     name = "itc"
 
-    def __init__(self, weight: float, head: Callable[[ContrastiveEncoded], Tensor]) -> None:
+    def __init__(self, weight: float, head: Callable[[E], Tensor]) -> None:
         super().__init__(weight)
         self.head = head
 
     def corrupt(self, batch: Batch) -> None:
         """Sample nothing."""
 
-    def predict(self, encoded: ContrastiveEncoded, corruption: None) -> ContrastiveEncoded:
+    def predict(self, encoded: E, corruption: None) -> E:
         """Return the embeddings, which are shared already."""
         return encoded
 
-    def loss(self, predictions: ContrastiveEncoded, corruption: None) -> Tensor:
+    def loss(self, predictions: E, corruption: None) -> Tensor:
         """Contrast the complete samples with those of all ranks."""
         return self.head(predictions)
+
+
+class UnimodalContrast(ImageTextContrast[E]):
+    """Contrast of images with images and of texts with texts, as encoded by the teacher (MUMC)."""
+
+    name = "unimodal"
