@@ -25,7 +25,7 @@ def quiet() -> dict[str, Any]:
 
 def silent(name: str) -> ALBEF:
     """Return a model without dropout, also of patches."""
-    return make(tiny_tokenizer(), name, dropout=0.0, text_arguments=quiet(), patch_dropout=0.0)
+    return make(tiny_tokenizer(), name, dropout=0.0, text_arguments=quiet(), mask_ratio=0.0)
 
 
 def three_steps(model: ALBEF, module: torch.nn.Module, rank: int, world: int) -> dict[str, Any]:

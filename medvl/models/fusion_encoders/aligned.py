@@ -4,6 +4,7 @@ N masked positions, K samples with an image and a text, G those of all ranks; th
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -17,6 +18,7 @@ from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.losses.itc import Keys, MomentumQueue, clamp_temperature_, ramped_alpha
 from medvl.losses.itm import MatchingPairs, hard_pairs
+from medvl.losses.mim import mask_patches
 from medvl.losses.positives import name_ids
 from medvl.models.base import Parts, complete_rows
 from medvl.models.bert_init import init_weights
@@ -26,7 +28,7 @@ from medvl.models.fusion_encoders.base import DecoderLayers, FusionModel
 from medvl.models.fusion_encoders.config import FusionConfig
 from medvl.models.fusion_encoders.corruption import pairs_of_rows, same_rows
 from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Tokens
-from medvl.models.fusion_encoders.layers.inputs import encode_present
+from medvl.models.fusion_encoders.layers.inputs import encode_present, encode_visible
 from medvl.models.fusion_encoders.layers.transformer import CoAttentionLayer, Sizes
 from medvl.models.fusion_encoders.objectives.base import ContrastiveEncoded, Corruption
 from medvl.models.fusion_encoders.objectives.contrast import ImageTextContrast
@@ -59,15 +61,16 @@ class AlignedFusionConfig(FusionConfig):
     """Weight of the teacher's targets, in the contrastive loss and for masked words."""
     ramp_steps: int = 10_000
     """Optimiser steps in which alpha grows from 0: the paper's first epoch, 5.1 million pairs in batches of 512."""
-    patch_dropout: float = 0.0
-    """Share of the patches that training removes from each image, at random and apart for the model and its teacher."""
+    mask_ratio: float = 0.0
+    """Share of the patches that training removes from each image (`encode_visible`), at random, and others for the
+    teacher than for the model."""
     negative_floor: float = 0.0
     """Constant added to the probabilities from which hard negatives are sampled."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_within(self, "(0, inf)", "layers", "heads", "intermediate", "projection_dim", "temperature", "itc_weight")
-        check_within(self, "[0, 1)", "dropout", "momentum", "alpha", "patch_dropout")
+        check_within(self, "[0, 1)", "dropout", "momentum", "alpha", "mask_ratio")
         check_within(self, "[0, inf)", "queue_size", "ramp_steps", "negative_floor")
 
 
@@ -103,7 +106,8 @@ class Towers(nn.Module):
         return encode_present(has_image_B, self.image_encoder.feature_dim, self._encode_images, image, keep_BK)
 
     def _encode_images(self, image: Tensor, keep_BK: Tensor | None) -> Tokens:
-        features = self.image_encoder(image, keep_BK)
+        encoder = self.image_encoder
+        features = encoder(image) if keep_BK is None else encode_visible(encoder, image, keep_BK)
         pooled_B1D = features.pooled_BD[:, None]
         if features.patches_BPD is None:
             return Tokens(pooled_B1D, None)
@@ -281,8 +285,15 @@ class AlignedFusionModel(FusionModel, DualEncoder):
         self.momentum.update_parameters(self.towers)
 
     def kept_patches(self, batch: Batch, corruption: Corruption) -> Tensor | None:
-        """(B, K): the patches that the model encodes in this step; None: all. The teacher's are always drawn."""
-        return self._draw_patches(batch.image_BCHW)
+        """(B, K): the patches that the model encodes in this step; None: all."""
+        return self._random_patches(batch)
+
+    def _random_patches(self, batch: Batch) -> Tensor | None:
+        if not (self.training and self.config.mask_ratio):
+            return None
+        patches, generator = math.prod(self.image_encoder.grid(*batch.image_BCHW.shape[2:])), torch.default_generator
+        device = batch.image_BCHW.device
+        return mask_patches(len(batch), patches, self.config.mask_ratio, generator, device).kept_BK
 
     def encode(self, batch: Batch, corruption: Corruption) -> ContrastiveEncoded:
         """Encode the batch by the model and by its teacher.
@@ -297,7 +308,7 @@ class AlignedFusionModel(FusionModel, DualEncoder):
         model = self.towers.run(batch, words, row_K, self.kept_patches(batch, corruption))
         average: Any = self.momentum.module
         with torch.no_grad():
-            teacher: _Pass = average.run(batch, words, row_K, self._draw_patches(batch.image_BCHW))
+            teacher: _Pass = average.run(batch, words, row_K, self._random_patches(batch))
             teacher_words_NV = average.score_words(teacher.word_states_ND)
         return ContrastiveEncoded(
             batch=batch,

@@ -27,8 +27,8 @@ class M2I2Config(PixelDecoderConfig, ALBEFConfig):
 
     image_encoder: str = "mae_vit_b16"
     image_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: {"mean": CLIP_MEAN, "std": CLIP_STD})
-    patch_dropout: float = 0.15
-    """Share of the patches that are removed before the image encoder's first block, and reconstructed."""
+    mask_ratio: float = 0.15
+    """Share of the patches that are removed from each image and reconstructed."""
     ramp_steps: int = 5_700
     """The first epoch: the 90,920 captions of ImageCLEF 2022 in batches of 16."""
     decoder_width: int = 512
@@ -38,7 +38,7 @@ class M2I2Config(PixelDecoderConfig, ALBEFConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_decoder()
-        check_within(self, "(0, 1)", "patch_dropout")
+        check_within(self, "(0, 1)", "mask_ratio")
 
 
 @register_system("m2i2")
@@ -50,7 +50,8 @@ class M2I2(ALBEF):
     are normalised like the encoder's input, but not by patch (`norm_pix_loss` off, as published). The teacher removes
     patches of its own.
 
-    Deviations besides ALBEF's: the position embeddings, sines and cosines in MAE's weights, are trained.
+    Deviations besides ALBEF's: the position embeddings, sines and cosines in MAE's weights, are trained. With a CNN,
+    cells of its last grid are removed (`encode_visible`), and batch-norm statistics are those of such images.
     """
 
     Config = M2I2Config
@@ -60,7 +61,7 @@ class M2I2(ALBEF):
     ) -> None:
         super().__init__(config, image_encoder, text_encoder, **parts)
         self.mim_head = PixelDecoder(image_encoder.patch_dim, Patches.of(image_encoder), config, "gelu")
-        self.mim = MaskedImageModeling(config.mim_weight, self, config.patch_dropout, standardized=False)
+        self.mim = MaskedImageModeling(config.mim_weight, self, config.mask_ratio, standardized=False)
         self.objectives = (*self.objectives, self.mim)
 
     def kept_patches(self, batch: Batch, corruption: Corruption) -> Tensor:

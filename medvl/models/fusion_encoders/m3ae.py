@@ -3,11 +3,10 @@
 import dataclasses
 from typing import Unpack
 
-import torch
 from torch import Tensor
 
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
-from medvl.losses.mim import PatchMask, blank
+from medvl.losses.mim import PatchMask
 from medvl.models.base import Parts
 from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.encoders import check_pixels
@@ -47,8 +46,8 @@ class M3AE(DualStreamModel):
     words are predicted at masked positions only. The losses are the same, except that negatives are other images of
     the batch instead of images decoded for the purpose.
 
-    A CNN has no tokens to remove. It gets images with the mean in the masked patches (one patch for each cell of its
-    last grid), and its features of those cells are dropped. This is not in the paper.
+    With a CNN, which has no tokens to remove, cells of its last grid are masked (`encode_visible`). This is not in the
+    paper.
 
     Other deviations: the modality embedding learns at the fusion-encoder's rate, which the released code misses by its
     name; and parts of that code that are never used are left out: of its 391.6 million parameters, 25.3 are CLIP's text
@@ -70,16 +69,8 @@ class M3AE(DualStreamModel):
 
     def reconstruct(self, image_BCHW: Tensor, image: Tokens, text: Tokens, patches: PatchMask) -> Tensor:
         """(B, P, C): predict pixels of all patches from the kept ones and the texts; `image`, whole, is not read."""
-        visible = self.visible_tokens(image_BCHW, patches)
+        with freeze_batch_norm_statistics(self.image_encoder):  # they describe whole images
+            visible = self.image_tokens(image_BCHW, keep_BK=patches.kept_BK)
         _, stream = self.fusion.streams(text, visible, self.config.mim_layer)
         pixels_BPC: Tensor = self.mim_head(stream.states_BND, patches)
         return pixels_BPC
-
-    def visible_tokens(self, image_BCHW: Tensor, patches: PatchMask) -> Tokens:
-        """Encode the kept patches without information about the others; the pooled token comes first."""
-        if self.image_encoder.can_drop_patches:
-            return self.image_tokens(image_BCHW, keep_BK=patches.kept_BK)
-        with freeze_batch_norm_statistics(self.image_encoder):  # batch-norm statistics describe whole images
-            blanked = blank(self.image_encoder.normalize(image_BCHW), patches.masked_BP, self.mim_head.patches.side)
-            states_BND = self.image_tokens(blanked).states_BND
-        return Tokens(torch.cat([states_BND[:, :1], patches.keep(states_BND[:, 1:])], dim=1), None)

@@ -23,7 +23,7 @@ class MUMCConfig(ALBEFConfig):
     image_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: {"mean": CLIP_MEAN, "std": CLIP_STD})
     unimodal_weight: float = 0.5
     """Weight of contrast within each modality, relative to that of images and texts."""
-    patch_dropout: float = 0.15
+    mask_ratio: float = 0.15
     negative_floor: float = 1e-4
     ramp_steps: int = 24_000
     """Two epochs of about 390,000 figures (MedICaT, ImageCLEF 2022, ROCO) in batches of 32."""

@@ -23,7 +23,13 @@ from medvl.models.fusion_encoders.layers.encoder import (
     SingleStream,
     Tokens,
 )
-from medvl.models.fusion_encoders.layers.inputs import ImageInput, ImageSource, RegionEncoder, encode_present
+from medvl.models.fusion_encoders.layers.inputs import (
+    ImageInput,
+    ImageSource,
+    RegionEncoder,
+    encode_present,
+    encode_visible,
+)
 from medvl.models.fusion_encoders.layers.transformer import Sizes
 from medvl.models.fusion_encoders.masked_matching import MaskedMatchingModel
 from medvl.models.registry import register_system
@@ -83,7 +89,7 @@ class StreamModel(MaskedMatchingModel, abc.ABC):
         """Create the fusion-encoder."""
 
     def image_tokens(self, image: Tensor, has_image_B: Tensor | None = None, keep_BK: Tensor | None = None) -> Tokens:
-        """See the base class; patches not in `keep_BK` are removed before the first block of a vision Transformer."""
+        """See the base class; with `keep_BK`, only these patches are encoded (`encode_visible`)."""
         return encode_present(has_image_B, self.config.width, self._encode_images, image, keep_BK)
 
     def _encode_images(self, image: Tensor, keep_BK: Tensor | None) -> Tokens:
@@ -91,7 +97,7 @@ class StreamModel(MaskedMatchingModel, abc.ABC):
             return self.image_input(self.image_encoder(image), real_BP=self.image_encoder.real(image))
         if keep_BK is None:
             return self.image_input(self.image_encoder(image))
-        return self.image_input(self.image_encoder(image, keep_BK), keep_BK=keep_BK)
+        return self.image_input(encode_visible(self.image_encoder, image, keep_BK), keep_BK=keep_BK)
 
     def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
         """See the base class."""

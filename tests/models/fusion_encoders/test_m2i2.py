@@ -49,13 +49,14 @@ def test_pixels_equal_their_formula_and_teach_the_image_encoder_only() -> None:
     assert learning == {"image_encoder", "mim_head"}
 
 
-def test_removed_pixels_change_no_prediction() -> None:
-    model, batch = shaken(make()).eval(), make_batch(TOKENIZER, 4)
+@pytest.mark.parametrize(("encoder", "side"), [({}, 16), ({"image_encoder": "resnet_tiny", "image_arguments": {}}, 32)])
+def test_removed_pixels_change_no_prediction(encoder: dict[str, Any], side: int) -> None:
+    model, batch = shaken(make(**encoder)).eval(), make_batch(TOKENIZER, 4)
     torch.manual_seed(0)
     corruption = model.corrupt(batch)
     masked_BP = corruption.of(model.mim).masked_BP
     assert masked_BP.float().mean() == 0.5
-    hidden_BCHW = masked_BP.view(4, 1, 4, 4).repeat_interleave(16, 2).repeat_interleave(16, 3)
+    hidden_BCHW = masked_BP.view(4, 1, 64 // side, -1).repeat_interleave(side, 2).repeat_interleave(side, 3)
     noisy = dataclasses.replace(batch, image_BCHW=torch.where(hidden_BCHW, 255 - batch.image_BCHW, batch.image_BCHW))
     before, after = (model.encode(images, corruption) for images in (batch, noisy))
     assert torch.equal(before.image.states_BND, after.image.states_BND)
@@ -67,7 +68,7 @@ def test_one_encoding_serves_all_objectives() -> None:
     kept: dict[str, list[torch.Tensor]] = {"model": [], "teacher": []}
     average: Any = model.momentum.module
     for name, encoder in (("model", model.image_encoder), ("teacher", average.image_encoder)):
-        encoder.register_forward_pre_hook(lambda module, given, name=name: kept[name].append(given[1]))
+        encoder.register_forward_pre_hook(lambda module, given, name=name: kept[name].append((*given, None)[1]))
     model.before_step(0)
     assert set(terms(model, batch)) == {"itc", "itm", "mlm", "mim"}
     (mine,), (theirs,) = kept["model"], kept["teacher"]
@@ -94,7 +95,7 @@ def test_published_sizes() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "code"),
-    [("patch_dropout", 0.0, "out_of_range"), ("mim_weight", 0.0, "out_of_range"), ("decoder_width", 10, "conflict")],
+    [("mask_ratio", 0.0, "out_of_range"), ("mim_weight", 0.0, "out_of_range"), ("decoder_width", 10, "conflict")],
 )
 def test_config_rejects_invalid_values(field: str, value: float, code: str) -> None:
     with raises(ConfigError, code, field):

@@ -58,7 +58,7 @@ def test_model_and_teacher_read_different_patches_in_training_only() -> None:
     kept: list[Tensor | None] = []
     average: Any = model.momentum.module
     for encoder in (model.image_encoder, average.image_encoder):
-        encoder.register_forward_pre_hook(lambda module, given: kept.append(given[1]))
+        encoder.register_forward_pre_hook(lambda module, given: kept.append((*given, None)[1]))
     model.before_step(0)
     model(batch)
     model.eval()(batch)
@@ -75,12 +75,10 @@ def test_published_sizes() -> None:
         model = medvl.create_model("mumc")
     assert isinstance(model, MUMC)
     assert sum(p.numel() for p in model.itm_head.parameters()) == 768 * 1536 + 3 * 1536 + 1536 * 2 + 2
-    assert (model.config.patch_dropout, model.config.negative_floor, model.unimodal.weight) == (0.15, 1e-4, 0.5)
+    assert (model.config.mask_ratio, model.config.negative_floor, model.unimodal.weight) == (0.15, 1e-4, 0.5)
     assert model.image_encoder.mean == (0.48145466, 0.4578275, 0.40821073)
 
 
-def test_encoders_without_patches_to_drop_are_rejected() -> None:
-    with raises(ConfigError, "conflict", "patch_dropout"):
-        make(image_encoder="resnet_tiny", image_arguments={})
+def test_config_rejects_a_weight_of_zero() -> None:
     with raises(ConfigError, "out_of_range", "unimodal_weight"):
         MUMCConfig(unimodal_weight=0.0)

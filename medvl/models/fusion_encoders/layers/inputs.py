@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from medvl.data.shards.regions import RegionManifest
 from medvl.encoders import ImageEncoder
 from medvl.errors import ConfigError
+from medvl.losses.mim import blank
 from medvl.models.bert_init import INIT_STD, init_weights
 from medvl.models.fusion_encoders.layers.box_codes import BoxCode, box_code
 from medvl.models.fusion_encoders.layers.encoder import Tokens
@@ -92,6 +93,24 @@ class RegionEncoder(nn.Module):
 
 
 ImageSource = ImageEncoder | RegionEncoder
+
+
+def encode_visible(encoder: ImageEncoder, image_BCHW: Tensor, keep_BK: Tensor) -> ImageFeatures:
+    """Encode some patches of each image without information about the others.
+
+    A vision Transformer never sees the others. A CNN has no tokens to remove: it gets the mean in their pixels (a patch
+    is a cell of its last grid), and its features of them are dropped.
+    """
+    if encoder.can_drop_patches:
+        return encoder(image_BCHW, keep_BK)
+    height, width = image_BCHW.shape[2:]
+    grid = encoder.grid(height, width)
+    masked_BP = torch.ones(len(keep_BK), grid[0] * grid[1], dtype=torch.bool, device=keep_BK.device)
+    blanked = blank(encoder.normalize(image_BCHW), masked_BP.scatter(1, keep_BK, False), height // grid[0])
+    features = encoder(blanked)
+    patches_BPD = features.patches_BPD
+    kept_BKD = patches_BPD.gather(1, keep_BK[:, :, None].expand(-1, -1, patches_BPD.shape[2]))
+    return ImageFeatures(features.pooled_BD, kept_BKD, None)
 
 
 class ImageInput(nn.Module):
