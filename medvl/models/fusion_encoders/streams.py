@@ -93,11 +93,12 @@ class StreamModel(MaskedMatchingModel, abc.ABC):
         return encode_present(has_image_B, self.config.width, self._encode_images, image, keep_BK)
 
     def _encode_images(self, image: Tensor, keep_BK: Tensor | None) -> Tokens:
-        if isinstance(self.image_encoder, RegionEncoder):
-            return self.image_input(self.image_encoder(image), real_BP=self.image_encoder.real(image))
+        encoder: Any = self.image_encoder
+        if isinstance(encoder, RegionEncoder):
+            return self.image_input(encoder(image), real_BP=encoder.real(image))
         if keep_BK is None:
-            return self.image_input(self.image_encoder(image))
-        return self.image_input(encode_visible(self.image_encoder, image, keep_BK), keep_BK=keep_BK)
+            return self.image_input(encoder(image))
+        return self.image_input(encode_visible(encoder, image, keep_BK), keep_BK=keep_BK)
 
     def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
         """See the base class."""

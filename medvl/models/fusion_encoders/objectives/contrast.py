@@ -1,6 +1,7 @@
 """Contrastive alignment before fusion: images with texts (ITC), and each modality with itself."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -8,7 +9,7 @@ from medvl.models.fusion_encoders.objectives.base import E, Objective
 from medvl.schema import Batch
 
 
-class ImageTextContrast(Objective[E, None, E]):
+class ImageTextContrast(Objective[E, None, Any]):
     """Contrastive alignment of images and texts (ITC).
 
     Args:
@@ -25,11 +26,11 @@ class ImageTextContrast(Objective[E, None, E]):
     def corrupt(self, batch: Batch) -> None:
         """Sample nothing."""
 
-    def predict(self, encoded: E, corruption: None) -> E:
+    def predict(self, encoded: E, corruption: None) -> Any:
         """Return the embeddings, which are shared already."""
         return encoded
 
-    def loss(self, predictions: E, corruption: None) -> Tensor:
+    def loss(self, predictions: Any, corruption: None) -> Tensor:
         """Contrast the complete samples with those of all ranks."""
         return self.head(predictions)
 
