@@ -70,7 +70,6 @@ def test_every_trainable_parameter_gets_a_gradient(model: FusionModel, tokenizer
 
 def test_losses_start_at_their_expectations(model: FusionModel, tokenizer: Tokenizer) -> None:
     """ln V, ln 2, (D - 1) / D, ln B; the total is their weighted sum."""
-    result = step(model, make_batch(tokenizer, 12))
     batch = make_batch(tokenizer, 12)
     result = step(model, batch)
     expected = {"mlm": math.log(tokenizer.vocab_size), "itm": math.log(2)}
@@ -79,19 +78,15 @@ def test_losses_start_at_their_expectations(model: FusionModel, tokenizer: Token
         expected["mim"] = (values - 1) / values
     if model.name in ("albef", "m2i2", "mumc"):
         expected["itc"] = math.log(12)
+    if model.name == "m2i2":  # pixels as the encoder reads them
+        expected["mim"] = model.image_encoder.normalize(batch.image_BCHW).square().mean().item()
+    if model.name == "mumc":
+        expected["unimodal"] = math.log(12)
     assert set(result.terms) - {"wpa"} == set(expected)
     for name, value in expected.items():
         assert result.terms[name].item() == pytest.approx(value, rel=0.05), name
     weights = {objective.name: objective.weight for objective in model.objectives}
     weighted = [weights[name] * value for name, value in result.terms.items()]
-    if model.name == "m2i2":  # pixels as the encoder reads them
-        expected["mim"] = model.image_encoder.normalize(batch.image_BCHW).square().mean().item()
-    if model.name == "mumc":
-        expected["unimodal"] = math.log(12)
-    assert set(result.terms) == set(expected)
-    for name, value in expected.items():
-        assert result.terms[name].item() == pytest.approx(value, rel=0.05), name
-    weighted = [objective.weight * result.terms[objective.name] for objective in model.objectives]
     torch.testing.assert_close(result.total, torch.stack(weighted).sum())
 
 
