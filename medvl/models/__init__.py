@@ -103,15 +103,12 @@ if TYPE_CHECKING:
     from medvl.models.fusion_encoders.config import FusionConfig as FusionConfig, StreamConfig as StreamConfig
     from medvl.models.fusion_encoders.joint_bert import JointBERT as JointBERT
     from medvl.models.fusion_encoders.joint_stream import JointStream as JointStream
-    from medvl.models.fusion_encoders.m3ae import M3AE as M3AE, M3AEConfig as M3AEConfig
-    from medvl.models.fusion_encoders.masked_matching import MaskedMatchingModel as MaskedMatchingModel
-    from medvl.models.fusion_encoders.medvill import MedViLL as MedViLL, MedViLLConfig as MedViLLConfig
-    from medvl.models.fusion_encoders.objectives.alignment import WordPatchAlignment as WordPatchAlignment
     from medvl.models.fusion_encoders.m2i2 import M2I2 as M2I2, M2I2Config as M2I2Config
     from medvl.models.fusion_encoders.m3ae import M3AE as M3AE, M3AEConfig as M3AEConfig
     from medvl.models.fusion_encoders.masked_matching import MaskedMatchingModel as MaskedMatchingModel
     from medvl.models.fusion_encoders.medvill import MedViLL as MedViLL, MedViLLConfig as MedViLLConfig
     from medvl.models.fusion_encoders.mumc import MUMC as MUMC, MUMCConfig as MUMCConfig
+    from medvl.models.fusion_encoders.objectives.alignment import WordPatchAlignment as WordPatchAlignment
     from medvl.models.fusion_encoders.objectives.base import (
         Corruption as Corruption,
         Encoded as Encoded,
