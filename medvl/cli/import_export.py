@@ -28,6 +28,7 @@ def import_published(
     system: tyro.conf.Positional[str] = "",
     file: tyro.conf.Positional[Path | None] = None,
     *,
+    text_file: Path | None = None,
     out: Path | None = None,
     tokenizer: Path | None = None,
     list_all: Annotated[bool, tyro.conf.arg(name="list")] = False,
@@ -37,6 +38,7 @@ def import_published(
     Args:
         system: name of the system (`medvl import --list`), or open_clip:NAME.
         file: published file; no code in it is executed.
+        text_file: the text model's file, of a system published in two (biovil, biovil_t).
         out: new output folder for a checkpoint, or for image_encoder and text_encoder, with import.json.
         tokenizer: folder of the system's tokenizer, unless it is that of CLIP.
         list_all: list the systems that can be imported.
@@ -47,7 +49,7 @@ def import_published(
         raise ConfigError("expected medvl import SYSTEM FILE --out DIR, or medvl import --list", "missing", field="out")
     from medvl.export.importers.import_checkpoint import REPORT, import_checkpoint
 
-    imported = import_checkpoint(system, file, tokenizer=tokenizer, out=out)
+    imported = import_checkpoint(system, file, text_file=text_file, tokenizer=tokenizer, out=out)
     reasons = sorted({*imported.left_out.values()})
     lines = [
         f"Wrote {out}: {imported.loaded} tensors loaded, {len(imported.left_out)} left out, see {REPORT}",

@@ -13,7 +13,7 @@ from medvl.export.importers.import_checkpoint import match_checkpoint
 from medvl.export.importers.registry import NOT_IMPORTED, find_importer, list_importers, matching_importers
 
 SYSTEMS = {
-    *("biomedclip", "chexzero", "convirt_lovt", "convirt_pytorch", "convirt_vilmedic", "gloria"),
+    *("biomedclip", "biovil", "biovil_t", "chexzero", "convirt_lovt", "convirt_pytorch", "convirt_vilmedic", "gloria"),
     *("lovt", "m3ae", "medclip", "medvill", "mgca"),
 }
 

@@ -171,12 +171,12 @@ def biovil(tmp_path: Path) -> Path:
 
 
 def test_import_command_writes_encoders_that_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["import", "biovil", str(biovil(tmp_path)), "--out", str(tmp_path / "out")])
+    cli.main(["import", "biovil_image", str(biovil(tmp_path)), "--out", str(tmp_path / "out")])
     output = capsys.readouterr().out
     assert "318 tensors loaded, 10 left out, see import.json" in output
-    assert "left out: a projection into this system's shared space" in output
+    assert "left out: a projection of image or words" in output
     report = json.loads((tmp_path / "out" / "import.json").read_text())
-    assert report["system"] == "biovil"
+    assert report["system"] == "biovil_image"
     assert report["left_out"]["projector.model.0.weight"].startswith("a projection")
     encoder = load_encoder(tmp_path / "out" / "image_encoder")
     assert isinstance(encoder, ImageEncoder)
@@ -186,9 +186,9 @@ def test_import_command_writes_encoders_that_load(tmp_path: Path, capsys: pytest
     reloaded = medvl.encoders.create_image_encoder("resnet50", pretrained=tmp_path / "out" / "image_encoder")
     assert torch.equal(reloaded.backbone.conv1.weight, encoder.backbone.conv1.weight)
     with raises(ConfigError, "exists", "out"):
-        import_checkpoint("biovil", tmp_path / "b.pt", out=tmp_path / "out")
+        import_checkpoint("biovil_image", tmp_path / "b.pt", out=tmp_path / "out")
     with raises(ConfigError, "conflict", "tokenizer"):
-        import_checkpoint("biovil", tmp_path / "b.pt", tokenizer="clip")
+        import_checkpoint("biovil_image", tmp_path / "b.pt", tokenizer="clip")
 
 
 def test_safetensors_files_are_read(tmp_path: Path) -> None:

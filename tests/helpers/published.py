@@ -15,8 +15,10 @@ FOLDER = Path(__file__).parent / "state_dicts"
 LISTS = {
     "arl": "arl",
     "biomedclip_open_clip": "biomedclip",
-    "biovil_image": "biovil",
-    "biovil_t_image": "biovil_t",
+    "biovil_image": "biovil_image",
+    "biovil_image cxrbert_text": "biovil",
+    "biovil_t_image": "biovil_t_image",
+    "biovil_t_image cxrbert_text": "biovil_t",
     "chexzero": "chexzero",
     "convirt_pytorch": "convirt_pytorch",
     "cxrbert_text": "cxrbert",
@@ -41,12 +43,12 @@ LISTS = {
     "r2gen_iu_xray": "r2gen",
     "r2gen_mimic_cxr": "r2gen",
 }
-"""List -> importer."""
+"""List, or those of several files -> importer."""
 
 
 def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
-    """Return key -> shape of one list."""
-    lines = (FOLDER / f"{name}.txt").read_text().splitlines()
+    """Return key -> shape of one list, or of several with spaces between their names."""
+    lines = [line for each in name.split() for line in (FOLDER / f"{each}.txt").read_text().splitlines()]
     return {key: shape for line in lines if not line.startswith("#") for key, shape in _expand(line)}
 
 

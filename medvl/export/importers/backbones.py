@@ -9,6 +9,8 @@ from medvl.export.importers.key_map import KeyRule, drop, keep
 
 IMAGE, TEXT = "image_encoder.backbone.", "text_encoder.backbone."
 TEXT_PROJECTION = "text_encoder.projection."
+WORD_HEAD = {"transform.dense.*": "dense.*", "transform.LayerNorm.*": "norm.*", "bias": "bias"}
+"""BERT's vocabulary head -> `medvl.models.masked_words.WordHead`."""
 _COUNTER = "a counter that older transformers stored"
 _POOLER = "BERT's pooler, which the system does not use"
 

@@ -15,11 +15,6 @@ _STATISTICS = (
 _CLIP_LEFTOVER = "a remainder of CLIP's text encoder, never used"
 _FUSION = "the fusion-encoder of this system, which medvl does not have"
 
-_BIOVIL_RESNET = (
-    drop("encoder.encoder.fc.*", "the ImageNet classifier, which BioViL's loader requires but never uses"),
-    *resnet("encoder.encoder."),
-    drop("projector.**", _HEAD),
-)
 _METER_TOWERS = (
     *backbones.clip_image("vision_encoder.visual."),
     drop("vision_encoder.positional_embedding", _CLIP_LEFTOVER),
@@ -33,38 +28,6 @@ _METER_TOWERS = (
 )
 
 IMPORTERS = (
-    Importer(
-        name="biovil",
-        title="BioViL's image model (Boecking et al. 2022): ResNet-50",
-        source="microsoft/hi-ml @ b67c1d2",
-        image={"image_size": 480, "mean": (0.0,), "std": (1.0,)},
-        table=_BIOVIL_RESNET,
-        note="The text model is cxrbert's.",
-    ),
-    Importer(
-        name="biovil_t",
-        title="BioViL-T's image model (Bannur et al. 2023): ResNet-50",
-        source="microsoft/hi-ml @ b67c1d2",
-        image={"image_size": 448, "mean": (0.0,), "std": (1.0,)},
-        table=(
-            drop("encoder.backbone_to_vit.weight", "input of the pooler over two images, which medvl does not have"),
-            drop("encoder.vit_pooler.**", "the pooler over two images, which medvl does not have"),
-            drop("encoder.missing_previous_emb", "the placeholder for a missing earlier image, for the pooler"),
-            *_BIOVIL_RESNET,
-        ),
-        note="The text model is cxrbert's.",
-    ),
-    Importer(
-        name="cxrbert",
-        title="CXR-BERT, the text model of BioViL and BioViL-T, with its projection",
-        source="microsoft/hi-ml @ b67c1d2",
-        text={"name": "cxrbert"},
-        table=(
-            *bert("bert."),
-            keep("cls_projection_head.**", f"{TEXT_PROJECTION}**"),
-            *backbones.vocabulary_head("cls.predictions."),
-        ),
-    ),
     Importer(
         name="cxrclip",
         title="CXR-CLIP (You et al. 2023): ResNet-50 or Swin-T, Bio_ClinicalBERT",

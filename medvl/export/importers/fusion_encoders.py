@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from medvl.export.importers.backbones import TEXT, bert, clip_image, sequential_resnet
+from medvl.export.importers.backbones import TEXT, WORD_HEAD, bert, clip_image, sequential_resnet
 from medvl.export.importers.encoders_from_shapes import attention_heads, count, image_arguments, text_arguments
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import KeyRule, Shapes, drop, keep, same
@@ -10,7 +10,6 @@ from medvl.models.fusion_encoders.m3ae import M3AEConfig
 from medvl.models.fusion_encoders.medvill import MedViLLConfig
 
 _CLIP_LEFTOVER = "a remainder of CLIP's text encoder, never used"
-_MLM_HEAD = {"transform.dense.*": "dense.*", "transform.LayerNorm.*": "norm.*", "bias": "bias"}
 
 
 def _bert_attention(source: str, target: str) -> list[KeyRule]:
@@ -104,7 +103,7 @@ _M3AE = Importer(
         *_co_attention("multi_modal_vision_layers", "fusion.image_layers"),
         keep("multi_modal_language_pooler.dense.*", "fusion.text_pooler.dense.*"),
         keep("multi_modal_vision_pooler.dense.*", "fusion.image_pooler.dense.*"),
-        *(keep(f"mlm_head.{source}", f"mlm_head.{target}") for source, target in _MLM_HEAD.items()),
+        *(keep(f"mlm_head.{source}", f"mlm_head.{target}") for source, target in WORD_HEAD.items()),
         keep("mlm_head.decoder.weight", "mlm_head.words.weight"),
         *_pixel_decoder(),
         keep("itm_head.fc.*", "itm_head.*"),
@@ -124,7 +123,7 @@ _MEDVILL = Importer(
         *sequential_resnet("enc.img_encoder.model."),
         keep("enc.encoder.layer.**", f"{TEXT}encoder.layer.**"),
         keep("enc.pooler.dense.*", "pooler.dense.*"),
-        *(keep(f"mlm.predictions.{source}", f"mlm_head.{target}") for source, target in _MLM_HEAD.items()),
+        *(keep(f"mlm.predictions.{source}", f"mlm_head.{target}") for source, target in WORD_HEAD.items()),
         same("mlm.predictions.decoder.weight", "enc.txt_embeddings.word_embeddings.weight"),
         keep("itm.linear.*", "itm_head.*"),
     ),

@@ -47,6 +47,8 @@ class Imported:
     """Types of the objects in the file that were skipped."""
     sha256: str
     """Hash of the file."""
+    text_sha256: str | None
+    """Hash of the text model's file, where there are two."""
     note: str
 
     def report(self) -> dict[str, Any]:
@@ -56,24 +58,37 @@ class Imported:
 
 
 def import_checkpoint(
-    system: str, file: Path | str, *, tokenizer: Tokenizer | Path | str | None = None, out: Path | str | None = None
+    system: str,
+    file: Path | str,
+    *,
+    text_file: Path | str | None = None,
+    tokenizer: Tokenizer | Path | str | None = None,
+    out: Path | str | None = None,
 ) -> Imported:
     """Load a published checkpoint as a medvl system, or as encoders where medvl does not have the system.
 
     Args:
         system: name of an importer (`list_importers`), or `open_clip:NAME`.
         file: safetensors, or a file written by `torch.save`; no code in it is run.
+        text_file: the text model's file, for systems that were published in two (BioViL, BioViL-T).
         tokenizer: the system's tokenizer or its folder; without it, only systems with CLIP's vocabulary take strings.
         out: new folder. A system becomes a checkpoint for `medvl.load`; encoders become folders `image_encoder` and
             `text_encoder` for `load_encoder`. `import.json` lists what was left out and why.
 
     Raises:
-        ConfigError: there is no such importer, `out` exists, or the tokenizer does not fit.
+        ConfigError: there is no such importer, `out` exists, the tokenizer does not fit, or the text model's file is
+            missing or not wanted.
         WeightsError: the file cannot be read or belongs to another system; the message names the first differences.
     """
     importer, path = find_importer(system), Path(file)
-    checkpoint = read_checkpoint(path, importer.parts)
-    model, mapped, zeros = match_checkpoint(checkpoint.tensors, importer, str(path), tokenizer)
+    if importer.two_files != (text_file is not None):
+        wanted = "the image model's file and, as text_file, the text model's" if importer.two_files else "one file"
+        code = "missing" if importer.two_files else "conflict"
+        raise ConfigError(f"{importer.name} is imported from {wanted}", code, field="text_file")
+    files = [path] if text_file is None else [path, Path(text_file)]
+    contents = [read_checkpoint(each, importer.parts) for each in files]
+    tensors = {key: tensor for content in contents for key, tensor in content.tensors.items()}
+    model, mapped, zeros = match_checkpoint(tensors, importer, " and ".join(map(str, files)), tokenizer)
     state = model.state_dict()
     with torch.no_grad():
         for name, tensor in mapped.tensors.items():
@@ -86,8 +101,9 @@ def import_checkpoint(
         loaded=len(mapped.tensors),
         left_out=mapped.left_out,
         zeros=zeros,
-        blanks=checkpoint.blanks,
+        blanks=sorted({blank for content in contents for blank in content.blanks}),
         sha256=sha256(path),
+        text_sha256=None if text_file is None else sha256(Path(text_file)),
         note=importer.note,
     )
     if out is not None:

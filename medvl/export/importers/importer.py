@@ -27,6 +27,8 @@ class Importer:
     zeros: Sequence[ZeroTensor] = ()
     parts: Sequence[str] = ()
     """Names of the state dicts that the file holds side by side; keys are then `part/key`."""
+    two_files: bool = False
+    """The image model and the text model are published in a file each."""
     tokenizer: str | None = None
     """Argument of `load_tokenizer` for tokenizers that an installed package contains."""
     note: str = ""
