@@ -6,8 +6,9 @@ so that published files fit it.
 """
 
 import abc
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -119,10 +120,11 @@ class BertAdapter(TextAdapter):
     def first_token_attention(self, net: Any, hidden_BTD: Tensor, mask_BT: Tensor) -> Tensor:
         """Return softmax(q k^T / sqrt(d)) of one query, recomputed, because fused attention returns no weights."""
         attention = self._last_attention(net)
-        query_B1hd, key_BThd = (
-            projection(states_BTD).unflatten(2, (attention.num_attention_heads, -1))
-            for projection, states_BTD in ((attention.query, hidden_BTD[:, :1]), (attention.key, hidden_BTD))
-        )
+        with _gathered(self._layers_in_order(net)[-1]):
+            query_B1hd, key_BThd = (
+                projection(states_BTD).unflatten(2, (attention.num_attention_heads, -1))
+                for projection, states_BTD in ((attention.query, hidden_BTD[:, :1]), (attention.key, hidden_BTD))
+            )
         scores_BhT = (query_B1hd.float() * key_BThd.float()).sum(dim=3).transpose(1, 2) * attention.scaling
         weights_BhT = scores_BhT.masked_fill(~mask_BT[:, None], torch.finfo(torch.float32).min).softmax(dim=2)
         return weights_BhT.mean(dim=1).masked_fill(~mask_BT, 0.0)
@@ -139,6 +141,18 @@ class BertAdapter(TextAdapter):
 
     def _last_attention(self, net: Any) -> Any:
         return net.encoder.layer[-1].attention.self
+
+
+@contextlib.contextmanager
+def _gathered(layer: Any) -> Iterator[None]:
+    """Gather a layer's weights outside of its forward pass, if `fully_shard` has divided them, without gradient."""
+    if not hasattr(layer, "unshard"):
+        yield
+        return
+    layer.unshard()
+    with torch.no_grad():
+        yield
+    layer.reshard()
 
 
 class AlbertAdapter(BertAdapter):

@@ -101,7 +101,7 @@ class TextEncoder(Encoder):
             ids_BT: int64 token ids, padded on the right.
             mask_BT: bool (or 0 and 1), True on real tokens. A text without tokens gives zeros.
             output_attention: compute `attention_BT`, the last layer's attention from the first token to all tokens,
-                averaged over heads, without dropout, zero behind the mask.
+                averaged over heads, without dropout, zero behind the mask; without gradient where weights are sharded.
 
         Returns:
             `tokens_BTD`, the combination of `layers`, zero behind the mask; `pooled_BD`; the mask as bool; and

@@ -155,6 +155,9 @@ class PromptScorer:
         if self.texts.local_NPE is not None:
             message = "a model with local similarity cannot average embeddings; use the ensemble similarity_mean"
             raise EvaluationError(message, "unsupported", field="ensemble")
+        if not torch.allclose(self.texts.global_NE.float().norm(dim=1), torch.ones(()).to(sentence_ME), atol=1e-2):
+            message = "a model that compares vectors of any length cannot average embeddings of unit length; use the "
+            raise EvaluationError(f"{message}ensemble similarity_mean", "unsupported", field="ensemble")
         sides = [*self._positive, *self._negative]
         means = [sentence_ME[columns.to(sentence_ME.device)].mean(dim=0) for columns in sides]
         self.texts = Embeddings(F.normalize(torch.stack(means), dim=1))

@@ -103,7 +103,8 @@ class LoVT(LocalSentenceEncoder):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalAnalysisConfig(LoVTConfig):
-    """Settings with weights of LoVT's InfoNCE, 2 x .375 / (2 x .3) and 2 x .375: the paper's were not available."""
+    """Settings with weights of LoVT's InfoNCE, 2 x .375 / (2 x .3) and 2 x .375: those of the paper (Mueller,
+    Kaissis and Rueckert 2022) were not available."""
 
     local_temperature: float | None = None
     local_weight: float = 1.25
@@ -112,6 +113,6 @@ class LocalAnalysisConfig(LoVTConfig):
 
 @register_system("local_analysis")
 class LocalAnalysis(LoVT):
-    """LoVT with uniformity within a sample in place of local negatives (Mueller et al., arXiv 2211.07254)."""
+    """LoVT with local uniformity and no local negatives, after arXiv 2211.07254, whose equations are not confirmed."""
 
     Config = LocalAnalysisConfig

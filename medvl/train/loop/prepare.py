@@ -35,16 +35,11 @@ def prepare(model: nn.Module, config: TrainConfig, device: torch.device) -> None
 def parallelize(model: nn.Module, config: TrainConfig, ranks: RankInfo) -> ParallelModel:
     """Prepare the model, and wrap it for the ranks: sharded where the settings say so and there are several.
 
-    Raises ConfigError as `prepare` does, and where `shard_weights` does not apply to this model.
+    Raises ConfigError as `prepare` does.
     """
     if not config.shard_weights or ranks.size == 1:
         prepare(model, config, ranks.device)
         return DDPModel(model, ranks, config.find_unused_parameters)
-    if getattr(model, "weighs_words", False):
-        message = (
-            f"{type(model).__name__} recomputes attention of its text encoder, whose weights would be sharded then"
-        )
-        raise ConfigError(f"{message}; leave shard_weights unset", "unsupported", field="shard_weights")
     from medvl.train.parallel.fsdp import FSDPModel  # torch's part of it takes seconds to import
 
     # The complete model may not fit on the device, and sharding needs contiguous weights.

@@ -121,6 +121,18 @@ def test_embedding_mean_rejects_models_with_local_similarity():
         PromptScorer(Local(), prompts)
 
 
+def test_embedding_mean_rejects_models_whose_vectors_have_any_length():
+    """Such as a MutualInfo of whole images and texts: its critic would get vectors of another scale."""
+
+    class Long(FakeModel):
+        def embed_texts(self, texts):
+            return Embeddings(3 * super().embed_texts(texts).global_NE)
+
+    prompts = dataclasses.replace(load_prompts("chexpert_pairs"), ensemble="embedding_mean")
+    with raises(EvaluationError, "unsupported", "ensemble"):
+        PromptScorer(Long(), prompts)
+
+
 def test_predict_encodes_each_image_once(source):
     model = FakeModel()
     sets = [load_prompts("chexpert_pairs"), load_prompts("chexpert_ensemble")]

@@ -44,6 +44,33 @@ def test_rows_without_image_or_text_are_left_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
+def test_losses_and_gradients_under_autocast_are_close(name: str) -> None:
+    model, batch = SYSTEMS[name]().eval(), make_batch(name)
+    expected = model(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = model(batch)
+    for key, term in expected.terms.items():
+        assert actual.terms[key].dtype == torch.float32
+        torch.testing.assert_close(actual.terms[key], term, rtol=0.1, atol=0.1, msg=key)
+    actual.total.backward()
+    assert all(gradient.isfinite().all() for gradient in gradients(model).values())
+
+
+@pytest.mark.parametrize("name", ["convirt", "mgca", "biovil_t"])
+def test_rows_that_are_left_out_do_not_enter_batch_norms(name: str) -> None:
+    statistics = []
+    for kept in (None, [0, 1, 4, 5]):
+        model, batch = SYSTEMS[name]().train(), make_batch(name)
+        batch = dataclasses.replace(batch, has_text_B=flags(1, 1, 0, 1, 1, 1, 0))  # and the fourth has no image
+        model(batch if kept is None else batch.rows(kept))
+        statistics.append({key: value for key, value in model.named_buffers() if "running_" in key})
+    left, right = statistics
+    assert left
+    for key, value in left.items():
+        torch.testing.assert_close(value, right[key], msg=key)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_a_batch_without_pairs_has_zero_losses_and_zero_gradients(name: str) -> None:
     model = SYSTEMS[name]().eval()
     batch = make_batch(name)

@@ -151,13 +151,20 @@ class ContrastiveEncoder(DualEncoder):
 
     @final
     def encode_pairs(self, batch: Batch) -> Pairs:
-        """Return the embeddings of a batch, or of a part of it; where `needs_pairs`, of its complete rows."""
+        """Return the embeddings of a batch, or of a part of it; where `needs_pairs`, of its complete rows.
+
+        Other rows are not encoded, so that their placeholders do not enter batch norms; only where no row is complete,
+        all are, because every rank must use all weights.
+        """
+        row_K = None
+        if self.needs_pairs and not (batch.has_image_B is None and batch.has_text_B is None):
+            row_K = complete_rows(batch)
+            if len(row_K):
+                batch, row_K = batch.rows(row_K.tolist()), None
         pairs = self.embed_pairs(batch)
         groups = groups_of(batch, getattr(self.config, "positives", "own"))
         pairs = dataclasses.replace(pairs, groups=groups, labels_BL=batch.labels_BL)
-        if not self.needs_pairs or (batch.has_image_B is None and batch.has_text_B is None):
-            return pairs
-        return pairs.rows(complete_rows(batch))
+        return pairs if row_K is None else pairs.rows(row_K)
 
     @final
     def pair_losses(self, pairs: Pairs) -> Losses:
