@@ -26,6 +26,7 @@ from medvl.cli import (
     import_export,
     knowledge,
     phantom,
+    regions,
     shards,
     shards_labels,
     shards_vqa,
@@ -103,6 +104,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "merge": shards.merge,
     "vocab": vocab.vocab,
     "verify": verify.verify,
+    "regions": regions.regions,
     "compare": compare.compare,
     "import": import_export.import_published,
     "export": import_export.export_checkpoint,
@@ -110,7 +112,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
 }
 _RECIPE_COMMANDS: dict[str, Callable[[list[str]], str]] = {"doctor": doctor.doctor}
 """Commands whose arguments are the command line of a recipe."""
-_RESUMABLE = {"shards", "merge"}
+_RESUMABLE = {"shards", "merge", "regions"}
 """Commands that continue where they were interrupted."""
 
 

@@ -25,10 +25,11 @@ def verify(folder: Path, *, against: Path | None = None, decode: bool = False, f
         decode: also decode every image.
         full: require the counts of the full release (see the data card).
     """
+    from medvl.data.shards.format import split_folders
     from medvl.data.shards.verify import verify_folder
     from medvl.data.splits import check_disjoint
 
-    results = [verify_folder(part, decode=decode, progress=sys.stderr.isatty()) for part in _split_folders(folder)]
+    results = [verify_folder(part, decode=decode, progress=sys.stderr.isatty()) for part in split_folders(folder)]
     for result in results:
         manifest = result.manifest
         left_out = sum(manifest.excluded.values()) + sum(manifest.skipped.values())
@@ -100,10 +101,11 @@ def _compare_counts(manifests: "Mapping[str, Manifest]", full: bool) -> None:
 
 
 def _compare_folders(folder: Path, against: Path) -> None:
+    from medvl.data.shards.format import split_folders
     from medvl.data.shards.verify import find_overlaps
 
     images = patients = 0
-    for overlap in find_overlaps(_split_folders(folder), _split_folders(against), progress=sys.stderr.isatty()):
+    for overlap in find_overlaps(split_folders(folder), split_folders(against), progress=sys.stderr.isatty()):
         shared = overlap.patients
         text = "unknown patients (hashed with different salts)" if shared is None else f"{len(shared)} patients"
         print(f"{overlap.name} and {overlap.other} share {len(overlap.images)} images, {text}")
@@ -115,11 +117,3 @@ def _compare_folders(folder: Path, against: Path) -> None:
     if images or patients:
         message = f"{folder} and {against} share {images} pairs of images and {patients} patients: neither is held out"
         raise SplitError(message, "leak", field="against")
-
-
-def _split_folders(folder: Path) -> list[Path]:
-    from medvl.data.shards.format import MANIFEST
-
-    if (folder / MANIFEST).is_file():
-        return [folder]
-    return sorted(path.parent for path in folder.glob(f"*/{MANIFEST}")) or [folder]

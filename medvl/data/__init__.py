@@ -17,6 +17,11 @@ if TYPE_CHECKING:
         build_shard as build_shard,
         write_shards as write_shards,
     )
+    from medvl.data.convert.regions import (
+        RegionDetector as RegionDetector,
+        RegionOptions as RegionOptions,
+        write_regions as write_regions,
+    )
     from medvl.data.corpora.common.record_file import Records as Records
     from medvl.data.corpora.common.tables import Plan as Plan, Record as Record, read_record as read_record
     from medvl.data.dicom.reader import DicomImage as DicomImage, read_dicom as read_dicom
@@ -69,6 +74,7 @@ if TYPE_CHECKING:
         sample_from_json as sample_from_json,
         sample_to_json as sample_to_json,
     )
+    from medvl.data.shards.regions import RegionManifest as RegionManifest, Regions as Regions
     from medvl.data.shards.source import ShardSource as ShardSource
     from medvl.data.shards.tar_reader import read_samples as read_samples
     from medvl.data.shards.verify import (

@@ -5,10 +5,13 @@ Every key of the file is either loaded or ignored by an explicit rule, and every
 """
 
 import dataclasses
+import hashlib
+import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +77,15 @@ class KeyMap:
             else:
                 mapped[name] = tensor
         return mapped, ignored, unknown
+
+
+def weights_sha256(module: nn.Module, settings: Mapping[str, Any]) -> str:
+    """Return the hash of a module's tensors and of its settings (JSON values)."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def read_url(url: str) -> dict[str, Tensor]:

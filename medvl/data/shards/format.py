@@ -126,6 +126,13 @@ class Manifest:
             raise ShardError(f"{where}: missing or unknown fields ({error}); convert again", "malformed") from error
 
 
+def split_folders(folder: Path) -> list[Path]:
+    """Return the folders of shards in a folder of splits; the folder itself if it is one, or contains none."""
+    if (folder / MANIFEST).is_file():
+        return [folder]
+    return sorted(path.parent for path in folder.glob(f"*/{MANIFEST}")) or [folder]
+
+
 def sample_to_json(sample: Sample) -> bytes:
     """Return the content of `{key}.json`: the sample without its image path and without empty fields."""
     fields = {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample) if field.name != "image"}

@@ -23,7 +23,7 @@ from medvl.common.files import write_atomic
 from medvl.common.seeding import seeded
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder
-from medvl.encoders.pretrained import Pretrained
+from medvl.encoders.pretrained import Pretrained, weights_sha256
 from medvl.errors import EvaluationError
 from medvl.eval.core.full_pass import FullPass, samples_by_key
 from medvl.eval.core.interfaces import Loader, Source
@@ -68,11 +68,7 @@ class ProbedEncoder:
     @property
     def sha256(self) -> str:
         """Hash of the weights and settings of the encoder."""
-        digest = hashlib.sha256(json.dumps(self.module.config, sort_keys=True, default=str).encode())
-        for name, tensor in sorted(self.module.state_dict().items()):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return weights_sha256(self.module, self.module.config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

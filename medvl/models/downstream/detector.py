@@ -85,7 +85,10 @@ class Detector(DenseModel):
 
     def cells(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits (B, P, L) and boxes (B, P, 4), edges in pixels of the input, of all cells in row-major order."""
-        features_BWhw = self.decode(batch)
+        return self.read_cells(self.decode(batch))
+
+    def read_cells(self, features_BWhw: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `cells` does, from the decoder's output."""
         logits_BPL = self.label_head(features_BWhw).flatten(2).transpose(1, 2)
         place_BP4 = self.place_head(features_BWhw).flatten(2).transpose(1, 2).float()
         center_P2, cell_2 = self._centers(place_BP4.device)

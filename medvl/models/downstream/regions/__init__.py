@@ -1,0 +1,1 @@
+"""Frozen detectors that write region features (`medvl regions`)."""

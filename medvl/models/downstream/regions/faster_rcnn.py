@@ -1,0 +1,147 @@
+"""Regions of a Faster R-CNN of torchvision.
+
+Shape letters: P proposals of an image, N of all images, K classes with the background, D feature dim.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medvl.common.seeding import seeded
+from medvl.data.shards.regions import Regions
+from medvl.encoders.pretrained import weights_sha256
+from medvl.errors import ConfigError, WeightsError
+from medvl.models.downstream.regions.selection import RegionSelection, suppress
+from medvl.models.fusion_encoders.layers.box_codes import relative_boxes
+
+_CLASS_BIAS = "roi_heads.box_predictor.cls_score.bias"
+_COCO_CLASSES = 91
+
+
+class FasterRCNNRegions:
+    """Proposals of the region proposal network with the box head's features and classes. A `RegionDetector`.
+
+    As in bottom-up attention, boxes are the proposals that the features were pooled from, not refined for a class, and
+    the distribution has the background first.
+
+    Args:
+        name: a Faster R-CNN of torchvision.
+        tensors: its weights, which decide the number of classes; None: random ones, for tests.
+        selection: number of regions of an image.
+        class_names: names of the classes, the background first; None: COCO's for 91 classes, else numbers.
+        device: device of the model.
+
+    Raises:
+        ConfigError: torchvision has no such model ("unknown_name"), or there is not a name for each class.
+        WeightsError: the weights do not fit ("mismatch").
+    """
+
+    color = True
+    trained_on: tuple[Mapping[str, Any], ...] = ()
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor] | None,
+        selection: RegionSelection,
+        class_names: Sequence[str] | None,
+        device: str,
+    ) -> None:
+        self.name, self.selection, self._device = name, selection, device
+        self.net = _create(name, tensors).eval().requires_grad_(False).to(device)
+        self.net.rpn.filter_proposals = self._filter_proposals  # torchvision's needs compiled operators
+        predictor: Any = self.net.roi_heads.box_predictor
+        self.width = predictor.cls_score.in_features
+        self.class_names = _class_names(predictor.cls_score.out_features, class_names)
+        self.settings: Mapping[str, Any] = {"model": name, "selection": dataclasses.asdict(selection)}
+        self.sha256 = weights_sha256(self.net, self.settings)
+
+    def prepare(self, pixels: np.ndarray) -> Tensor:
+        """See `RegionDetector`."""
+        return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
+
+    @torch.no_grad()
+    def __call__(self, images: Sequence[Tensor]) -> list[Regions]:
+        """See `RegionDetector`."""
+        resized, _ = self.net.transform([image.to(self._device).float() / 255 for image in images])
+        maps = self.net.backbone(resized.tensors)
+        proposals, _ = self.net.rpn(resized, maps)
+        proposals = [
+            boxes_P4 if len(boxes_P4) else boxes_P4.new_tensor([[0, 0, size[1], size[0]]])  # the whole image
+            for boxes_P4, size in zip(proposals, resized.image_sizes, strict=True)
+        ]
+        heads: Any = self.net.roi_heads
+        features_ND = heads.box_head(heads.box_roi_pool(maps, proposals, resized.image_sizes))
+        logits_NK, offsets_N = heads.box_predictor(features_ND)
+        refined_NK4 = heads.box_coder.decode(offsets_N, proposals)
+        counts = [len(boxes_P4) for boxes_P4 in proposals]
+        parts = [tensor.split(counts) for tensor in (refined_NK4, logits_NK.float().softmax(dim=1), features_ND)]
+        found = []
+        for boxes_P4, (height, width), refined_PK4, scores_PK, features_PD in zip(
+            proposals, resized.image_sizes, *parts, strict=True
+        ):
+            chosen = self.selection.choose(refined_PK4[:, 1:], scores_PK[:, 1:])
+            relative_P4 = relative_boxes(boxes_P4[chosen], height, width)
+            numbers = (features_PD[chosen].float(), relative_P4, scores_PK[chosen])
+            found.append(Regions(*(tensor.cpu().numpy() for tensor in numbers)))
+        return found
+
+    def _filter_proposals(
+        self, boxes_BN4: Tensor, objectness: Tensor, sizes: Sequence[tuple[int, int]], anchors: Sequence[int]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the boxes and scores of each image as torchvision's `RegionProposalNetwork.filter_proposals` does."""
+        from torchvision.ops import clip_boxes_to_image, remove_small_boxes
+
+        rpn: Any = self.net.rpn
+        objectness_BN = objectness.reshape(len(boxes_BN4), -1)
+        level_N = torch.arange(len(anchors), device=boxes_BN4.device).repeat_interleave(
+            torch.tensor(anchors, device=boxes_BN4.device)
+        )
+        top_BN = rpn._get_top_n_idx(objectness_BN, anchors)
+        boxes, scores = [], []
+        for row, size in enumerate(sizes):
+            top_N = top_BN[row]
+            boxes_N4, scores_N = clip_boxes_to_image(boxes_BN4[row, top_N], size), objectness_BN[row, top_N].sigmoid()
+            large_N = remove_small_boxes(boxes_N4, rpn.min_size)
+            large_N = large_N[scores_N[large_N] >= rpn.score_thresh]
+            kept = suppress(boxes_N4[large_N], scores_N[large_N], level_N[top_N][large_N], rpn.nms_thresh)
+            kept = large_N[kept][: rpn.post_nms_top_n()]
+            boxes.append(boxes_N4[kept])
+            scores.append(scores_N[kept])
+        return boxes, scores
+
+
+def _create(name: str, tensors: Mapping[str, Tensor] | None) -> Any:
+    from torchvision import models
+
+    known = models.list_models(include="fasterrcnn_*")
+    if name not in known:
+        message = f"unknown detector {name!r}: torchvision has {', '.join(known)}"
+        raise ConfigError(message, "unknown_name", field="detector")
+    if tensors is not None and _CLASS_BIAS not in tensors:
+        message = f"expected the weights of {name}, with {_CLASS_BIAS}; got keys such as {next(iter(tensors))}"
+        raise WeightsError(message, "mismatch", field="weights")
+    classes = _COCO_CLASSES if tensors is None else len(tensors[_CLASS_BIAS])
+    with seeded(0):
+        net = models.get_model(name, weights=None, weights_backbone=None, num_classes=classes)
+    if tensors is not None:
+        try:
+            net.load_state_dict(dict(tensors), strict=True)
+        except RuntimeError as error:
+            raise WeightsError(f"the weights do not fit {name}: {error}", "mismatch", field="weights") from error
+    return net
+
+
+def _class_names(count: int, names: Sequence[str] | None) -> tuple[str, ...]:
+    if names is None and count == _COCO_CLASSES:
+        from torchvision.models.detection import FasterRCNN_ResNet50_FPN_Weights
+
+        return tuple(FasterRCNN_ResNet50_FPN_Weights.COCO_V1.meta["categories"])
+    if names is not None and len(names) != count:
+        message = f"expected {count} names, the background's first, got {len(names)}"
+        raise ConfigError(message, "mismatch", field="class_names")
+    return tuple(names or ("background", *(f"class {number}" for number in range(1, count))))
