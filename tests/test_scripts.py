@@ -21,6 +21,7 @@ SMALLEST = {
     "benchmark_losses": "--batch 64 --dim 8 --repeats 1 --losses info_nce --forms blocks",
     "benchmark_phantom": "--images 8 --size 64 --rounds 1",
     "benchmark_plan": "20",
+    "benchmark_regions": "--images 4 --size 64 --repeats 1 --batch 2 --workers 1 --detectors grid:resnet_tiny",
     "benchmark_shards": "--images 2 --size 64 --repeats 1",
     "benchmark_text": "--size small --batch 2 --steps 1",
     "benchmark_train": "--batch 4 --workers 0 --steps 1 --repeats 1 --patients 12 --image-size 64",

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.data.shards.regions import Regions
@@ -62,8 +63,6 @@ class DetectorRegions:
         return [self._regions(*row) for row in rows]
 
     def _regions(self, image: PreparedImage, boxes_P4: Tensor, scores_PL: Tensor, map_Dhw: Tensor) -> Regions:
-        from torchvision.ops import roi_align
-
         edges_4 = boxes_P4.new_tensor(visible_part(self.transform, image.size))
         boxes_P4 = torch.maximum(boxes_P4, edges_4[[0, 1, 0, 1]]).minimum(edges_4[[2, 3, 2, 3]])
         seen_P = (boxes_P4[:, 2:] > boxes_P4[:, :2]).all(dim=1)
@@ -71,13 +70,25 @@ class DetectorRegions:
             boxes_P4, scores_PL = boxes_P4[seen_P], scores_PL[seen_P]
         chosen = self.selection.choose(boxes_P4[:, None].expand(-1, scores_PL.shape[1], -1), scores_PL)
         boxes_P4, scores_PL = boxes_P4[chosen], scores_PL[chosen]
-        scale = map_Dhw.shape[2] / self.transform.size
-        pooled = roi_align(map_Dhw[None], [boxes_P4], 1, scale, _SAMPLES, aligned=True)
         return Regions(
-            pooled.flatten(1).cpu().numpy(),
+            pool_boxes(map_Dhw, boxes_P4 / self.transform.size).cpu().numpy(),
             in_original(boxes_P4.cpu().numpy(), self.transform, image.size),
             with_background(scores_PL).cpu().numpy(),
         )
+
+
+def pool_boxes(map_Dhw: Tensor, boxes_P4: Tensor) -> Tensor:
+    """Return (P, D): the mean of a feature map in boxes, shares of its sides, as RoIAlign with one bin."""
+    steps = (torch.arange(_SAMPLES, device=boxes_P4.device) + 0.5) / _SAMPLES
+    across_PS, down_PS = (
+        boxes_P4[:, axis, None] + steps * (boxes_P4[:, axis + 2] - boxes_P4[:, axis])[:, None] for axis in (0, 1)
+    )
+    shape = (len(boxes_P4), _SAMPLES, _SAMPLES)
+    points = torch.stack([across_PS[:, None].expand(shape), down_PS[:, :, None].expand(shape)], dim=3)
+    read_DPS = F.grid_sample(
+        map_Dhw[None], points.flatten(1, 2)[None] * 2 - 1, padding_mode="border", align_corners=False
+    )[0]
+    return read_DPS.mean(dim=2).T
 
 
 def with_background(scores_PL: Tensor) -> Tensor:
