@@ -12,7 +12,15 @@ from medvl.data.shards.format import Manifest
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError
-from medvl.train.tasks.common import DataLoaders, LoaderConfig, describe, open_split, open_train, open_valid
+from medvl.train.tasks.common import (
+    DataLoaders,
+    LoaderConfig,
+    bind_regions,
+    describe,
+    open_split,
+    open_train,
+    open_valid,
+)
 
 ApplyPolicy = Callable[[NDArray[np.float64], Sequence[str]], NDArray[np.float64]]
 """Function from labels of 1, 0, -1 or NaN, one column per name, to 1, 0 or NaN."""
@@ -81,12 +89,13 @@ def open_classification(data: ClassificationDataConfig, model: Any, apply: Apply
     }
     train, valid = open_split(data)
     assert valid is not None
+    regions = bind_regions(model, train)
     patients = [train.sample(position).patient for position in range(len(train))]
     selected = Subset(train, label_fraction(patients, data.fraction, data.fraction_seed))
     names = model.config.labels
     loader = open_train(data, LabelPolicyView(selected, names, apply), batch, image=data.image, **options)
     selection = {"fraction": data.fraction, "fraction_seed": data.fraction_seed, "images": len(selected)}
-    described = describe(train.manifest, valid.manifest, **selection)
+    described = describe(train.manifest, valid.manifest, **selection, **regions)
     options["image"] = model.transform
     losses = open_valid(data, LabelPolicyView(valid, names, apply), **options)
     return DataLoaders(loader, losses, open_valid(data, valid, shared=False, **options), described)
