@@ -1,8 +1,8 @@
-"""Part of `compare_dual.py`: the data of all runs; training, evaluations and cost of one run."""
+"""Part of `compare_dual.py` and `compare_fusion.py`: data of all runs; training and cost of one run."""
 
+import argparse
 import csv
 import dataclasses
-import functools
 import json
 import os
 import resource
@@ -15,26 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from medvl.data import ConVIRTAugmentation, ShardSource, encode_png, label_fraction
-from medvl.errors import EvaluationError
-from medvl.eval import (
-    ProbedEncoder,
-    Results,
-    change_classification,
-    encode_features,
-    image_text_retrieval,
-    linear_probe,
-    load_ensemble,
-    load_prompts,
-    open_for_evaluation,
-    phrase_grounding,
-    write_results,
-    zero_shot,
-)
-from medvl.models import DualEncoder, save
-from medvl.schema import Inputs
+from medvl.errors import ConfigError, EvaluationError
+from medvl.eval import Results, write_results
+from medvl.models import TowersConfig, save
 
+ROOT = Path(__file__).parents[1]
+Evaluation = Callable[[Path, "Sizes"], Results]
+"""An evaluation of a checkpoint."""
 TASKS = ("zero-shot", "retrieval", "grounding", "probe")
-"""Evaluations of every system."""
+"""Evaluations of every dual-encoder."""
 ENCODERS: dict[str, Any] = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 112}
 """Settings that are the same for every system."""
 CHANGES: Mapping[str, Mapping[str, Any]] = {
@@ -114,7 +103,7 @@ def is_evaluated(folder: Path) -> bool:
 
 
 def make_run(name: str, preset: Preset, seed: int, **fields: Any) -> Run:
-    """Return the run of a system; `fields` are those of `Run`."""
+    """Return the run of a dual-encoder; `fields` are those of `Run`."""
     changes = {**CHANGES.get(preset.config.system, {}), **fields.pop("changes", {})}
     fields.setdefault("image_from", IMAGE_FROM.get(preset.config.system))
     return Run(name=name, seed=seed, **vars(preset), changes=changes, **fields)
@@ -185,7 +174,7 @@ def _divide_pairs(data: Path, folders: Collection[str]) -> None:
               "--split-column", "split", "--label-column", *source.label_names, *STORED, *kept)  # fmt: skip
 
 
-def execute(run: Run, sizes: Sizes) -> None:
+def execute(run: Run, sizes: Sizes, evaluations: Mapping[str, Evaluation]) -> None:
     """Train the model of a run, or resume it; then run the evaluations that are missing."""
     folder = sizes.home / run.id
     recipe = runpy.run_path(str(run.recipe))
@@ -198,11 +187,10 @@ def execute(run: Run, sizes: Sizes) -> None:
         training.train()
         (folder / COST).write_text(json.dumps(cost(settings.train.run_dir)) + "\n")
     for weights, checkpoint in (("trained", settings.train.run_dir / "last"), ("start", folder / "start")):
-        tasks = [task for task in run.tasks if not is_evaluated(run.results(sizes.home, weights, task))]
-        if tasks:
-            [model] = load_ensemble([checkpoint])
-            for task in tasks:
-                evaluate(model, task, sizes, run.results(sizes.home, weights, task))
+        for task in run.tasks:
+            results = run.results(sizes.home, weights, task)
+            if not is_evaluated(results):
+                evaluate(evaluations[task], checkpoint, sizes, results)
 
 
 def settings_of(run: Run, sizes: Sizes, settings: Any) -> Any:
@@ -210,6 +198,7 @@ def settings_of(run: Run, sizes: Sizes, settings: Any) -> Any:
     model = settings.model
     if run.config is not type(model):  # settings of another system
         model = run.config(**{field.name: getattr(model, field.name) for field in dataclasses.fields(run.config)})
+    model = dataclasses.replace(model, **run.changes)
     train, *extra_train = (sizes.data / folder for folder in run.train)
     schedule = dataclasses.replace(settings.optim.schedule, warmup_steps=min(100, sizes.steps // 4))
     own: dict[str, Any] = {}
@@ -218,12 +207,12 @@ def settings_of(run: Run, sizes: Sizes, settings: Any) -> Any:
     return dataclasses.replace(
         settings,
         **own,
-        model=dataclasses.replace(model, **(ENCODERS | run.changes)),
+        model=model,
         pretrained=False,
         init_from=None,
         data=dataclasses.replace(
             settings.data,
-            image=ConVIRTAugmentation.weak(ENCODERS["image_size"]),
+            image=ConVIRTAugmentation.weak(model.image_size),
             train=str(train),
             extra_train=tuple(extra_train),
             valid=None,
@@ -262,58 +251,17 @@ def cost(run_dir: Path) -> dict[str, float]:
     }
 
 
-def evaluate(model: DualEncoder, task: str, sizes: Sizes, folder: Path) -> None:
+def evaluate(evaluation: Evaluation, checkpoint: Path, sizes: Sizes, folder: Path) -> None:
     """Write the results of an evaluation into a folder, or the reason why it does not apply to the model."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        results = EVALUATIONS[task](model, sizes)
+        results = evaluation(checkpoint, sizes)
     except EvaluationError as error:
         if error.code != "unsupported":
             raise
         (folder / REFUSAL).write_text(f"{error}\n")
     else:
         write_results(results, folder)
-
-
-def _read(model: DualEncoder, sizes: Sizes, shards: str, **options: Any) -> Any:
-    source = ShardSource(sizes.data / shards)
-    return open_for_evaluation(source, model.transform, model.tokenizer, batch=64, workers=sizes.workers, **options)
-
-
-def _zero_shot(model: DualEncoder, sizes: Sizes) -> Results:
-    prompts = load_prompts("chexpert_ensemble")
-    return zero_shot([model], _read(model, sizes, "shards/test"), prompts, resamples=sizes.resamples).results
-
-
-def _retrieval(model: DualEncoder, sizes: Sizes) -> Results:
-    return image_text_retrieval(model, _read(model, sizes, "shards/test"), resamples=sizes.resamples).results
-
-
-def _grounding(model: DualEncoder, sizes: Sizes) -> Results:
-    loader = _read(model, sizes, "ms-cxr-shards/test")
-    return phrase_grounding(model, loader, maps="similarity", smoothing=0.7, resamples=sizes.resamples).results
-
-
-def _probe(model: DualEncoder, sizes: Sizes) -> Results:
-    encoder = ProbedEncoder.from_model(model, name=model.name)
-    parts = (_read(model, sizes, f"shards/{split}") for split in ("train", "validate", "test"))
-    features = [encode_features(encoder, part) for part in parts]
-    return linear_probe(*features, fractions=(0.01,), resamples=sizes.resamples).results
-
-
-def _change(model: DualEncoder, sizes: Sizes, *, use_prior: bool) -> Results:
-    loader = _read(model, sizes, "ms-cxr-t-shards/test", inputs=Inputs(prior_image=True))
-    return change_classification(model, loader, use_prior=use_prior, resamples=sizes.resamples).results
-
-
-EVALUATIONS: Mapping[str, Callable[[DualEncoder, Sizes], Results]] = {
-    "zero-shot": _zero_shot,
-    "retrieval": _retrieval,
-    "grounding": _grounding,
-    "probe": _probe,
-    "change": functools.partial(_change, use_prior=True),
-    "change-without-prior": functools.partial(_change, use_prior=False),
-}
 
 
 def failures(runs: Mapping[str, Run], sizes: Sizes, command: Sequence[str]) -> dict[str, str]:
@@ -334,3 +282,72 @@ def failures(runs: Mapping[str, Run], sizes: Sizes, command: Sequence[str]) -> d
             failed[name] = (log.read_text(encoding="utf-8").strip().splitlines() or [f"status {ended.returncode}"])[-1]
             print(f"{name} failed, see {log}: {failed[name]}", file=sys.stderr)
     return failed
+
+
+def merged(runs: Sequence[Run]) -> dict[str, Run]:
+    """Return runs by name and seed; equal ones are one run with the evaluations of both."""
+    planned: dict[str, Run] = {}
+    for run in runs:
+        other = planned.get(run.id, run)
+        planned[run.id] = dataclasses.replace(other, tasks=tuple(dict.fromkeys((*other.tasks, *run.tasks))))
+    return planned
+
+
+def prerequisites(runs: Sequence[Run], presets: Mapping[str, Preset | None]) -> list[Run]:
+    """Return the runs whose image encoders others take, without evaluations of their own."""
+    needed = [(run.image_from, presets[run.image_from], run.seed) for run in runs if run.image_from is not None]
+    return [make_run(name, preset, seed, tasks=()) for name, preset, seed in needed if preset is not None]
+
+
+def parse(description: str | None) -> argparse.Namespace:
+    """Read the command line, whose options are those of both scripts."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--systems", default="all", help="names separated by commas, all (default) or none")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of weights, order and training (default: 0)")
+    parser.add_argument("--extras", action="store_true", help="also the table of ways to train one system")
+    parser.add_argument("--data", type=Path, default=ROOT / "quickstart", help="folder of data and runs")
+    parser.add_argument("--patients", type=int, default=2800, help="patients of the phantom")
+    parser.add_argument("--side", type=int, default=256, help="height and width of the phantom's images")
+    parser.add_argument("--steps", type=int, default=1100, help="training steps")
+    parser.add_argument("--batch", type=int, default=64, help="pairs of a step")
+    parser.add_argument("--workers", type=int, default=1, help="loader processes")
+    parser.add_argument("--resamples", type=int, default=1000, help="bootstrap resamples")
+    parser.add_argument("--dry-run", action="store_true", help="list the runs")
+    parser.add_argument("--write", action="store_true", help="replace the tables in RESULTS.md")
+    parser.add_argument("--only", metavar="RUN", help="execute one run in this process, without data and tables")
+    return parser.parse_args()
+
+
+def presets_of(kind: type[TowersConfig]) -> dict[str, Preset]:
+    """Return the `tiny` preset of every system of a family that has a recipe.
+
+    A second one, such as `tiny-large`, is named "SYSTEM-large".
+    """
+    found: dict[str, Preset] = {}
+    for path in sorted((ROOT / "recipes").glob("*.py")):
+        for preset, settings in runpy.run_path(str(path))["PRESETS"].items():
+            model = getattr(settings, "model", None)
+            if preset.split("-")[0] != "tiny" or not isinstance(model, kind):
+                continue
+            name = model.system if model.system not in found else f"{model.system}-{preset.removeprefix('tiny-')}"
+            found[name] = Preset(recipe=path, preset=preset, config=type(model))
+    return found
+
+
+def selected(text: str, known: Collection[str]) -> list[str]:
+    """Return the systems that `--systems` names. Raises ConfigError for an unknown one."""
+    if text in ("all", "none"):
+        return list(known) if text == "all" else []
+    names = text.split(",")
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        message = f"expected systems out of {', '.join(known)}; got {', '.join(unknown)}"
+        raise ConfigError(message, "unknown_name", field="systems")
+    return names
+
+
+def list_runs(planned: Mapping[str, Run], home: Path) -> None:
+    """Print the runs and whether they are finished."""
+    for name, run in planned.items():
+        state = "finished" if run.finished(home) else "to do"
+        print(f"{name}: {run.recipe.name} {run.preset}, {', '.join(run.tasks)}, {state}")

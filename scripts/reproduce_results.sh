@@ -6,7 +6,7 @@
 #     bash scripts/reproduce_results.sh zero-shot grounding  # these only; tables of other parts keep their last results
 set -euo pipefail
 cd "$(dirname "$0")/.."
-all="zero-shot probe grounding chexzero dense vqa vqa-medvill reports pretraining dual-encoders"
+all="zero-shot probe grounding chexzero dense vqa vqa-medvill reports pretraining dual-encoders fusion-encoders"
 parts="${*:-$all}"
 for part in $parts; do
     case " $all " in *" $part "*) ;; *) echo "error: no part $part: take $all" >&2; exit 2 ;; esac
@@ -69,5 +69,9 @@ fi
 if wanted dual-encoders; then
     bash scripts/quickstart.sh
     $bin/python scripts/compare_dual.py --extras --write
+fi
+if wanted fusion-encoders; then
+    bash scripts/quickstart.sh
+    $bin/python scripts/compare_fusion.py --write
 fi
 $bin/python scripts/results.py --write

@@ -1,6 +1,7 @@
 """`scripts/compare_dual.py`: which systems it finds, one run from data to table, runs that fail."""
 
 import dataclasses
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from helpers.script_modules import SCRIPTS, load_script
 
 from medvl.cli import main as cli
 from medvl.errors import ConfigError, EvaluationError
-from medvl.models import ConVIRTConfig, DualEncoder, list_models, system
+from medvl.models import ConVIRTConfig, DualEncoder, FusionModel, list_models, system
 
 TINY = "--patients 22 --side 96 --steps 2 --batch 8 --workers 0 --resamples 5 --systems convirt"
 
@@ -25,7 +26,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     load_script("results")
     runs = load_script("compare_runs")
     monkeypatch.setattr(runs, "medvl", lambda *arguments: cli.main(list(map(str, arguments))))
-    load_script("compare_extras")
+    for name in ("compare_table", "compare_dual_tasks", "compare_extras"):
+        load_script(name)
     return load_script("compare_dual")
 
 
@@ -58,7 +60,7 @@ def test_every_system_takes_the_common_encoders(script: Any, tmp_path: Path) -> 
     for name, preset in script.presets_by_system().items():
         if preset is None:
             continue
-        presets = script.runpy.run_path(str(preset.recipe))["PRESETS"]
+        presets = runpy.run_path(str(preset.recipe))["PRESETS"]
         settings = runs.settings_of(runs.make_run(name, preset, 5), sizes, presets[preset.preset])
         encoders = runs.ENCODERS | ({"text_encoder": "static"} if settings.model.system == "umrl" else {})
         assert {key: getattr(settings.model, key) for key in runs.ENCODERS} == encoders
@@ -86,7 +88,7 @@ def test_run_from_data_to_table(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == times
     _, head, line, trained, at_random, *_ = capsys.readouterr().out.splitlines()
     columns = [text.strip() for text in head.strip("|").split("|")]
-    assert columns == ["", *script.METRICS, "pairs/s", "memory, GiB"]
+    assert columns == ["", *script.COLUMNS.metrics, "pairs/s", "memory, GiB"]
     assert line == "|" + "---|" * len(columns)
     assert trained.startswith("| convirt | ")
     assert at_random.startswith("| convirt, at random | ")
@@ -99,7 +101,9 @@ def test_a_failed_run_is_reported_and_the_others_go_on(script: Any, tmp_path: Pa
     program = "import sys; sys.exit('error: no memory' if sys.argv[1] == 'one' else 0)"
     failed = script.failures(runs, sizes, [sys.executable, "-c", program])
     assert failed == {"one": "error: no memory"}
-    table = script.table([convirt(script)], tmp_path, {"umrl": "trains on features"}, {"convirt-0": "error: no memory"})
+    table = script.COLUMNS.table(
+        [convirt(script)], tmp_path, {"umrl": "trains on features"}, {"convirt-0": "error: no memory"}
+    )
     assert "| convirt | – | – |" in table
     assert "| umrl | – | – |" in table
     assert "convirt: failed: error: no memory." in table
@@ -118,17 +122,14 @@ def test_an_evaluation_that_does_not_apply_is_a_dash_with_its_reason(
         return evaluate
 
     folder = convirt(script).results(tmp_path, "trained", "grounding")
-    monkeypatch.setattr(runs, "EVALUATIONS", {"grounding": refuse("unsupported")})
-    runs.evaluate(None, "grounding", None, folder)
+    runs.evaluate(refuse("unsupported"), tmp_path, None, folder)
     assert runs.is_evaluated(folder)
     notes: dict[str, str] = {}
-    metrics = {name: metric for name, metric in script.METRICS.items() if metric[0] == "grounding"}
-    monkeypatch.setattr(script, "METRICS", metrics)
-    assert list(script.scores(convirt(script), "trained", tmp_path, notes)) == ["–", "–"]
+    columns = script.Columns({name: m for name, m in script.COLUMNS.metrics.items() if m[0] == "grounding"})
+    assert list(columns.scores(convirt(script), "trained", tmp_path, notes)) == ["–", "–"]
     assert set(notes.values()) == {"no grid of patches"}
-    monkeypatch.setattr(runs, "EVALUATIONS", {"grounding": refuse("empty")})
     with raises(EvaluationError, "empty"):
-        runs.evaluate(None, "grounding", None, folder)
+        runs.evaluate(refuse("empty"), tmp_path, None, folder)
 
 
 def test_extras_share_the_run_of_their_system(script: Any) -> None:
@@ -151,13 +152,28 @@ def test_umrl_takes_the_image_encoder_of_convirts_run(script: Any, tmp_path: Pat
     assert planned["convirt-3"].tasks == ()
     sizes = runs.Sizes(data=tmp_path, patients=1, side=1, steps=3, batch=4, workers=0, resamples=0)
     for run in extras:
-        settings = runs.settings_of(run, sizes, script.runpy.run_path(str(run.recipe))["PRESETS"][run.preset])
+        settings = runs.settings_of(run, sizes, runpy.run_path(str(run.recipe))["PRESETS"][run.preset])
         assert settings.image_from == sizes.home / "convirt-3/run/last"
         assert (settings.model.paired_share, settings.model.text_encoder) == (0.01, "static")
         assert (settings.model.adversarial_weight > 0) == (run.name == "umrl-ea-adv")
 
 
-def test_both_tables_have_their_place_in_the_document() -> None:
+def test_fusion_encoders_are_listed_with_the_convirt_that_makes_shortlists(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    load_script("compare_fusion_tasks")
+    fusion = load_script("compare_fusion")
+    assert run(fusion, f"--dry-run --data {tmp_path}", monkeypatch) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("convirt-0: ")
+    known = {name for name in list_models() if issubclass(system(name), FusionModel)}
+    named = {line.split(":")[0].removesuffix("-0") for line in others}
+    assert {"m3ae", "medvill"} <= named
+    assert {name.split("-")[0] for name in named} <= known
+    assert not named & set(fusion.LEFT_OUT)
+
+
+def test_all_tables_have_their_place_in_the_document() -> None:
     text = (SCRIPTS.parent / "RESULTS.md").read_text(encoding="utf-8")
-    for name in ("dual-encoders", "dual-encoder-options"):
+    for name in ("dual-encoders", "dual-encoder-options", "fusion-encoders"):
         assert f"<!-- table {name} -->" in text

@@ -31,11 +31,19 @@ SLOW = {"benchmark_fusion", "benchmark_loader", "benchmark_train"}
 HELP = {
     **dict.fromkeys(("slake", "vqa_rad", "zeroshot_chexpert"), "run by tests of medvl.eval"),
     **dict.fromkeys(("fault_matrix", "fuzz", "soak"), "run tests; by a test of its own; trains for minutes"),
-    "compare_dual": "by tests of its own",
+    **dict.fromkeys(("compare_dual", "compare_fusion"), "by tests of their own"),
     **dict.fromkeys(("build_docs", "pretraining_helps", "results"), "need medvl[docs], a checkpoint, results of runs"),
 }
 """Scripts of which only the help is printed, and why."""
-MODULES = {"compare_extras", "compare_runs", "open_clip_baseline", "vqa_corpora"}
+MODULES = {
+    "compare_dual_tasks",
+    "compare_extras",
+    "compare_fusion_tasks",
+    "compare_runs",
+    "compare_table",
+    "open_clip_baseline",
+    "vqa_corpora",
+}
 """Parts of other scripts."""
 
 

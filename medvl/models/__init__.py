@@ -9,6 +9,7 @@ if TYPE_CHECKING:
         EncoderArguments as EncoderArguments,
         System as System,
         SystemConfig as SystemConfig,
+        TowersConfig as TowersConfig,
         TwoTowers as TwoTowers,
     )
     from medvl.models.checkpoint import (
