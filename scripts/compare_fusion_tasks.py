@@ -11,6 +11,7 @@ from compare_runs import ROOT, Evaluation, Sizes
 from medvl.data import QuestionSource, ShardSource
 from medvl.eval import (
     Results,
+    ShortlistModel,
     answer_questions,
     evaluate_answers,
     get_protocol,
@@ -20,7 +21,6 @@ from medvl.eval import (
     question_data,
     reranked_retrieval,
 )
-from medvl.eval.retrieval.rerank import ShortlistModel
 from medvl.models import load
 
 SHORTLIST = 16

@@ -104,7 +104,7 @@ def is_evaluated(folder: Path) -> bool:
 
 def make_run(name: str, preset: Preset, seed: int, **fields: Any) -> Run:
     """Return the run of a dual-encoder; `fields` are those of `Run`."""
-    changes = {**CHANGES.get(preset.config.system, {}), **fields.pop("changes", {})}
+    changes = {**ENCODERS, **CHANGES.get(preset.config.system, {}), **fields.pop("changes", {})}
     fields.setdefault("image_from", IMAGE_FROM.get(preset.config.system))
     return Run(name=name, seed=seed, **vars(preset), changes=changes, **fields)
 

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
         image_text_retrieval as image_text_retrieval,
     )
     from medvl.eval.retrieval.image_text_page import write_retrieval_page as write_retrieval_page
-    from medvl.eval.retrieval.rerank import reranked_retrieval as reranked_retrieval
+    from medvl.eval.retrieval.rerank import ShortlistModel as ShortlistModel, reranked_retrieval as reranked_retrieval
     from medvl.eval.vqa.answer_normalization import normalize_answer as normalize_answer
     from medvl.eval.vqa.answer_vocabulary import AnswerVocabulary as AnswerVocabulary
     from medvl.eval.vqa.evaluate import evaluate_answers as evaluate_answers
