@@ -101,6 +101,7 @@ if TYPE_CHECKING:
         AlignedFusionConfig as AlignedFusionConfig,
         AlignedFusionModel as AlignedFusionModel,
     )
+    from medvl.models.fusion_encoders.arl import ARL as ARL, ARLConfig as ARLConfig
     from medvl.models.fusion_encoders.base import FusionModel as FusionModel
     from medvl.models.fusion_encoders.bert_stream import BertStream as BertStream
     from medvl.models.fusion_encoders.config import FusionConfig as FusionConfig, StreamConfig as StreamConfig
@@ -117,6 +118,7 @@ if TYPE_CHECKING:
         Encoded as Encoded,
         Objective as Objective,
     )
+    from medvl.models.fusion_encoders.objectives.entities import EntityAlignment as EntityAlignment
     from medvl.models.fusion_encoders.objectives.matching import ImageTextMatching as ImageTextMatching
     from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling as MaskedImageModeling
     from medvl.models.fusion_encoders.objectives.words import MaskedLanguageModeling as MaskedLanguageModeling

@@ -40,10 +40,10 @@ class MaskedWords:
         return self.labels_BT.flatten()[self.position_N]
 
 
-def sample_masked_words(batch: Batch, masking: TextMasking) -> MaskedWords:
-    """Mask words of every text; samples without a text have none."""
+def sample_masked_words(batch: Batch, masking: TextMasking, span_BT: Tensor | None = None) -> MaskedWords:
+    """Mask words of every text, all of a span or none (`TextMasking`); samples without a text have none."""
     mask_BT = batch.mask_BT if batch.has_text_B is None else batch.mask_BT & batch.has_text_B[:, None]
-    masked = masking(batch.ids_BT, mask_BT, torch.default_generator)
+    masked = masking(batch.ids_BT, mask_BT, torch.default_generator, span_BT)
     position_N = masked_positions(masked.labels_BT)
     return MaskedWords(ids_BT=masked.ids_BT, labels_BT=masked.labels_BT, position_N=position_N)
 

@@ -1,12 +1,19 @@
 """Batches and tiny models that the tests of fusion-encoders share."""
 
+import atexit
 import dataclasses
+import functools
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import medvl
+from medvl.data import KnowledgeGraph, TransEConfig, save_embeddings, write_knowledge
+from medvl.data.knowledge.transe import TransE
 from medvl.data.reports.laterality import swap_laterality
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
 from medvl.models.fusion_encoders.base import FusionModel
@@ -39,11 +46,21 @@ _ALBEF: dict[str, Any] = {
     "temperature": 0.5,
 }
 _CELLS: dict[str, Any] = {**_ENCODERS, "image_encoder": "resnet_tiny", "image_arguments": {}}
+_KNOWLEDGE: dict[str, Any] = {
+    "entity_width": 8,
+    "entity_heads": 2,
+    "entity_intermediate": 16,
+    "graph_heads": 2,
+    "graph_head_width": 4,
+}
+ENTITIES = ("effusion", "pneumothorax", "heart", "lungs", "right lower lobe", "consolidation", "mass", "device")
+"""Names of the entities of `knowledge_folder`; the texts mention the first six."""
 TINY: dict[str, dict[str, Any]] = {
     "dual_stream": _STREAM,
     "single_stream": _STREAM,
     "m3ae": {**_STREAM, **_DECODER},
     "albef": {**_ENCODERS, **_ALBEF},
+    "arl": {**_STREAM, **_DECODER, **_KNOWLEDGE},
     "m2i2": {**_ENCODERS, **_ALBEF, **_DECODER, "mask_ratio": 0.5},
     "mumc": {**_ENCODERS, **_ALBEF, "mask_ratio": 0.5},
     "medvill": {**_ENCODERS, "image_encoder": "resnet_tiny", "image_arguments": {}, "frozen_image_layers": 0},
@@ -59,10 +76,30 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 def tiny_model(name: str, tokenizer: Tokenizer | None, seed: int = 0, **settings: Any) -> FusionModel:
+    if name == "arl" and "graph" not in settings:
+        settings.setdefault("knowledge", knowledge_folder())
     torch.manual_seed(seed)
     model = medvl.create_model(name, tokenizer=tokenizer, **{**TINY[name], **settings})
     assert isinstance(model, FusionModel)
     return model
+
+
+@functools.cache
+def knowledge_folder() -> str:
+    """Return a folder with a small knowledge graph, removed at exit: the last entity has no relation."""
+    folder = tempfile.TemporaryDirectory(prefix="medvl-knowledge-")
+    atexit.register(folder.cleanup)
+    triples = [(0, 0, 3), (1, 0, 3), (5, 0, 4), (4, 1, 3), (3, 2, 4), (5, 0, 3), (6, 0, 3), (2, 1, 3), (5, 3, 3)]
+    graph = KnowledgeGraph(
+        identifiers=[f"C{number:07d}" for number in range(len(ENTITIES))],
+        names=[[name] for name in ENTITIES],
+        relations=["has_finding_site", "has_part", "part_of", "seen_in"],
+        triples_N3=np.array(triples),
+    )
+    graph = write_knowledge(graph, Path(folder.name))
+    torch.manual_seed(0)
+    save_embeddings(TransE(len(ENTITIES), 4, 8), graph, TransEConfig(dim=8), Path(folder.name))
+    return folder.name
 
 
 def shaken(model: Any) -> Any:

@@ -68,7 +68,9 @@ class TextMasking:
         self._ordinary_O = torch.tensor(ordinary)
         self._special_S = torch.tensor(sorted(special))
 
-    def __call__(self, ids_BT: Tensor, mask_BT: Tensor, generator: torch.Generator) -> MaskedText:
+    def __call__(
+        self, ids_BT: Tensor, mask_BT: Tensor, generator: torch.Generator, span_BT: Tensor | None = None
+    ) -> MaskedText:
         """Mask a batch.
 
         Args:
@@ -76,6 +78,8 @@ class TextMasking:
             mask_BT: bool, True on real tokens.
             generator: on the CPU or the ids' device. A CPU generator gives the same masks on every device. The masks
                 depend on the shape of the batch; to avoid that, mask texts one by one with a generator each.
+            span_BT: int64: tokens of a text with one number are selected together, such as the mention of an entity; -1
+                on all others.
         """
         if ids_BT.numel() == 0:
             return MaskedText(ids_BT, ids_BT)
@@ -84,19 +88,21 @@ class TextMasking:
         def uniform() -> Tensor:
             return torch.rand(ids_BT.shape, generator=generator, device=generator.device).to(device)
 
-        selected_BT = self._select(self._units(ids_BT, mask_BT), uniform())
+        selected_BT = self._select(self._units(ids_BT, mask_BT, span_BT), uniform())
         action_BT, other_BT = uniform(), self._ordinary_O.to(device)
         other_BT = other_BT[(uniform() * len(other_BT)).long().clamp(max=len(other_BT) - 1)]
         masked_BT = torch.where(action_BT < _MASK_SHARE + _RANDOM_SHARE, other_BT, ids_BT)
         masked_BT = masked_BT.masked_fill(action_BT < _MASK_SHARE, self.mask_id)
         return MaskedText(torch.where(selected_BT, masked_BT, ids_BT), ids_BT.masked_fill(~selected_BT, IGNORED))
 
-    def _units(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    def _units(self, ids_BT: Tensor, mask_BT: Tensor, span_BT: Tensor | None) -> Tensor:
         """Return (B, T) int64: the index of the word or token that is selected as a unit; -1 where never selected."""
         position_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
         unit_BT = self._tokenizer.word_ids(ids_BT, mask_BT) if self.whole_words else position_BT
         excluded_BT = torch.isin(ids_BT, self._special_S.to(ids_BT.device)) | ~mask_BT
         unit_BT = unit_BT.masked_fill(excluded_BT, -1)
+        if span_BT is not None:
+            unit_BT = _join_spans(unit_BT, span_BT)
         if not self.mask_end:
             return unit_BT
         end_BT = (ids_BT == self._tokenizer.sep_id) & (position_BT == mask_BT.sum(dim=1, keepdim=True) - 1)
@@ -107,3 +113,12 @@ class TextMasking:
         draw_BT = draw_BT.gather(1, unit_BT.clamp(min=0)).masked_fill(unit_BT < 0, torch.inf)
         lowest_B1 = draw_BT.amin(dim=1, keepdim=True)
         return ((draw_BT < self.rate) | (draw_BT == lowest_B1)) & (unit_BT >= 0)
+
+
+def _join_spans(unit_BT: Tensor, span_BT: Tensor) -> Tensor:
+    """Return the units with those of one span replaced by its first one."""
+    inside_BT = (span_BT >= 0) & (unit_BT >= 0)
+    place_BT = torch.where(inside_BT, span_BT, span_BT.shape[1])  # a column beyond all spans
+    first_BS = torch.full_like(unit_BT, unit_BT.shape[1])
+    first_BS = torch.cat([first_BS, first_BS[:, :1]], dim=1).scatter_reduce(1, place_BT, unit_BT, "amin")
+    return torch.where(inside_BT, first_BS.gather(1, place_BT), unit_BT)

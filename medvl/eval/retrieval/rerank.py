@@ -21,7 +21,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.errors import EvaluationError
@@ -34,7 +33,7 @@ from medvl.eval.retrieval.image_text import Gallery, Ranks, RetrievalResult
 from medvl.eval.retrieval.similarity import Similarity, encode_images, normalized_texts, take
 from medvl.models.eval_mode import evaluating
 from medvl.models.fusion_encoders.base import FusionModel
-from medvl.models.fusion_encoders.layers.encoder import Tokens
+from medvl.models.fusion_encoders.layers.encoder import Tokens, stack
 from medvl.schema import Batch, Embeddings
 
 PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval_reranked", 1
@@ -213,8 +212,8 @@ def _rows(tokens: Tokens, index_B: Tensor, device: torch.device) -> Tokens:
     rows = tokens.rows(unique)
     if rows.mask_BN is not None:
         longest = int(rows.mask_BN.any(dim=0).nonzero().max()) + 1
-        rows = Tokens(rows.states_BND[:, :longest], rows.mask_BN[:, :longest])
-    return _to(rows, device).rows(inverse_B.to(device))
+        rows = rows.cut(longest)
+    return rows.to(device).rows(inverse_B.to(device))
 
 
 def _encode(model: FusionModel, loader: Loader) -> tuple[Encoded, Gallery]:
@@ -238,16 +237,16 @@ def encode_images_with_text(model: FusionModel, batches: Iterable[Batch]) -> tup
         if kept_B.any():
             on_device = batch.to(model.device, non_blocking=True)
             image = model.image_tokens(model.image_input_of(on_device), on_device.has_image_B)
-            parts.append(_to(image.rows(kept_B.nonzero().squeeze(1).to(model.device)), torch.device("cpu")))
+            parts.append(image.rows(kept_B.nonzero().squeeze(1).to(model.device)).to(torch.device("cpu")))
     if not parts:
         raise EvaluationError("no image has a text; choose other sections", "empty", field="data")
-    return _concatenate(parts), texts
+    return stack(parts), texts
 
 
 def encode_texts(model: FusionModel, texts: Sequence[str]) -> Tokens:
     """Return the tokens of texts in host memory."""
     chunks = (texts[start : start + _TEXTS] for start in range(0, len(texts), _TEXTS))
-    return _concatenate([_to(model.text_tokens(*model.tokenize(chunk)), torch.device("cpu")) for chunk in chunks])
+    return stack([model.text_tokens(*model.tokenize(chunk)).to(torch.device("cpu")) for chunk in chunks])
 
 
 def _own_embeddings(model: FusionModel, encoded: Encoded) -> tuple[ComparesTokens, Embeddings, Embeddings]:
@@ -266,19 +265,3 @@ def _other_embeddings(
             message = "the dual-encoder's loader gives other images: open both loaders on the same data"
             raise EvaluationError(message, "mismatch")
         return shortlist_model.model, take(images, gallery.index_N), embed_texts(shortlist_model.model, gallery.texts)
-
-
-def _concatenate(parts: Sequence[Tokens]) -> Tokens:
-    """Concatenate tokens, padded to the longest."""
-    longest = max(part.states_BND.shape[1] for part in parts)
-    if all(part.mask_BN is None and part.states_BND.shape[1] == longest for part in parts):
-        return Tokens(torch.cat([part.states_BND for part in parts]), None)
-    short = [longest - part.states_BND.shape[1] for part in parts]
-    states = [F.pad(part.states_BND, (0, 0, 0, missing)) for part, missing in zip(parts, short, strict=True)]
-    masks = [F.pad(part.real_BN(), (0, missing)) for part, missing in zip(parts, short, strict=True)]
-    return Tokens(torch.cat(states), torch.cat(masks))
-
-
-def _to(tokens: Tokens, device: torch.device) -> Tokens:
-    mask_BN = None if tokens.mask_BN is None else tokens.mask_BN.to(device)
-    return Tokens(tokens.states_BND.to(device), mask_BN)

@@ -129,8 +129,11 @@ class FusionModel(TwoTowers):
 
     def features(self, batch: Batch) -> Fused:
         """Fuse every text of a batch with its own image, nothing masked: the input of downstream heads."""
-        text = self.text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B)
-        return self.fuse(text, self.images_of_rows(batch))
+        return self.fuse(self.texts_of(batch), self.images_of_rows(batch))
+
+    def texts_of(self, batch: Batch) -> Tokens:
+        """Encode the texts of a batch, with what the loader knows of them."""
+        return self.text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B)
 
     def images_of_rows(self, batch: Batch) -> Tokens:
         """Encode the image of each row; an image that several rows share is encoded once."""

@@ -3,6 +3,7 @@
 N masked positions, M pairs, V vocabulary; the other letters as in `medvl.schema`.
 """
 
+import dataclasses
 import functools
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from medvl.models.fusion_encoders.layers.encoder import Fused, Tokens
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
 from medvl.models.fusion_encoders.objectives.matching import ImageTextMatching
 from medvl.models.fusion_encoders.objectives.words import MaskedLanguageModeling
-from medvl.models.masked_words import WordHead
+from medvl.models.masked_words import MaskedWords, WordHead
 from medvl.schema import Batch
 
 
@@ -79,7 +80,7 @@ class MaskedMatchingModel(FusionModel):
         """Fuse masked texts with their images and whole texts with sampled ones, in one pass of twice the rows."""
         words, pairs = corruption.of(self.mlm), corruption.of(self.itm)
         image = self.image_tokens(self.image_input_of(batch), batch.has_image_B)
-        masked, text = self.masked_and_unmasked(batch, words.ids_BT)
+        masked, text = self.masked_and_unmasked(batch, words)
         own, sampled = self.fuse_all((masked, image), (text.rows(pairs.text_N), image.rows(pairs.image_N)))
         return Encoded(
             batch=batch,
@@ -118,9 +119,13 @@ class MaskedMatchingModel(FusionModel):
         image: Tokens = functools.reduce(Tokens.beside, images)
         return self.fuse(text, image).split([len(tokens.states_BND) for tokens in texts])
 
-    def masked_and_unmasked(self, batch: Batch, masked_ids_BT: Tensor) -> tuple[Tokens, Tokens]:
+    def masked_and_unmasked(self, batch: Batch, words: MaskedWords) -> tuple[Tokens, Tokens]:
         """Encode the texts masked and unmasked in one pass of the text encoder."""
-        twice_2B = None if batch.has_text_B is None else batch.has_text_B.repeat(2)
-        both = self.text_tokens(torch.cat([masked_ids_BT, batch.ids_BT]), batch.mask_BT.repeat(2, 1), twice_2B)
-        first_B = torch.arange(len(batch), device=both.states_BND.device)
-        return both.rows(first_B), both.rows(first_B + len(batch))
+        twice = dataclasses.replace(
+            batch,
+            ids_BT=torch.cat([words.ids_BT, batch.ids_BT]),
+            mask_BT=batch.mask_BT.repeat(2, 1),
+            has_text_B=None if batch.has_text_B is None else batch.has_text_B.repeat(2),
+        )
+        masked, text = self.texts_of(twice).split([len(batch), len(batch)])
+        return masked, text

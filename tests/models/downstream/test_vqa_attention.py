@@ -17,6 +17,7 @@ from medvl.schema import Batch
 LAST = {
     "dual_stream": "fusion.text_layers.3.cross_attention",
     "m3ae": "fusion.text_layers.3.cross_attention",
+    "arl": "fusion.text_layers.3.text.cross_attention",
     "single_stream": "fusion.layers.3.attention",
     "albef": "fusion.1.cross_attention",
     **dict.fromkeys(("medvill", "pixelbert", "visualbert"), "text_encoder.backbone.encoder.layer.1.attention.self"),

@@ -69,15 +69,17 @@ def test_every_trainable_parameter_gets_a_gradient(model: FusionModel, tokenizer
 
 
 def test_losses_start_at_their_expectations(model: FusionModel, tokenizer: Tokenizer) -> None:
-    """ln V, ln 2, (D - 1) / D, ln B; the total is their weighted sum."""
+    """ln V, ln 2, (D - 1) / D, ln B, 2 ln 2; the total is their weighted sum."""
     batch = make_batch(tokenizer, 12)
     result = step(model, batch)
     expected = {"mlm": math.log(tokenizer.vocab_size), "itm": math.log(2)}
-    if model.name == "m3ae":
+    if model.name in ("m3ae", "arl"):
         values = 3 * 16 * 16
         expected["mim"] = (values - 1) / values
     if model.name in ("albef", "m2i2", "mumc"):
         expected["itc"] = math.log(12)
+    if model.name == "arl":
+        expected["align"] = 2 * math.log(2)
     if model.name == "m2i2":  # pixels as the encoder reads them
         expected["mim"] = model.image_encoder.normalize(batch.image_BCHW).square().mean().item()
     if model.name == "mumc":

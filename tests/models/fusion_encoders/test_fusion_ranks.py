@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.schema import Batch
 
-SYSTEMS = ("m3ae", "medvill", "single_stream", "dual_stream", "vilt")
+SYSTEMS = ("m3ae", "medvill", "single_stream", "dual_stream", "vilt", "arl")
 CASES = ("complete", "without text", "without images", "without sides")
 """Samples of rank 1; rank 0 always has complete pairs."""
 

@@ -43,7 +43,7 @@ def question_attention(model: FusionModel, batch: Batch) -> QuestionAttention:
     """
     if model.training:
         raise ConfigError("attention maps need eval mode; call eval() first", "conflict")
-    text = model.text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B)
+    text = model.texts_of(batch)
     maps = model.cross_attention(text, model.images_of_rows(batch))
     words_BT = _words(batch).float()
     count_B1 = words_BT.sum(dim=1, keepdim=True).clamp(min=1)

@@ -4,10 +4,13 @@ Letters: B batch, N tokens, T text tokens, P image tokens, S = P + T, D width.
 """
 
 import abc
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.models.bert_init import init_weights
@@ -18,12 +21,24 @@ _TEXT, _IMAGE = 0, 1
 """Rows of the modality embedding."""
 
 
+class EntityTokens(NamedTuple):
+    """The entities that each text mentions, a sequence of its own beside the text's words (ARL)."""
+
+    states_BND: Tensor
+    mask_BN: Tensor
+    """bool, True on entities, False on padding."""
+    mention_BT: Tensor
+    """int64: the entity whose mention a word is part of, -1 for none."""
+
+
 class Tokens(NamedTuple):
     """A sequence of vectors for each sample."""
 
     states_BND: Tensor
     mask_BN: Tensor | None
     """bool, True on real tokens. None: all are real, and attention runs without a mask."""
+    entities: EntityTokens | None = None
+    """Of texts, in systems with a knowledge graph."""
 
     def real_BN(self) -> Tensor:
         """Return the mask, all True if it is None."""
@@ -33,11 +48,21 @@ class Tokens(NamedTuple):
 
     def rows(self, index_M: Tensor) -> "Tokens":
         """Select samples by index."""
-        return Tokens(self.states_BND[index_M], None if self.mask_BN is None else self.mask_BN[index_M])
+        return self._map(lambda tensor: tensor[index_M])
+
+    def to(self, device: torch.device) -> "Tokens":
+        """Return the same tokens on a device."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def cut(self, length: int) -> "Tokens":
+        """Return the first `length` tokens of every sample."""
+        entities = self.entities and self.entities._replace(mention_BT=self.entities.mention_BT[:, :length])
+        mask_BN = None if self.mask_BN is None else self.mask_BN[:, :length]
+        return Tokens(self.states_BND[:, :length], mask_BN, entities)
 
     def beside(self, other: "Tokens") -> "Tokens":
-        """Concatenate two batches of samples with equal numbers of tokens."""
-        return _concatenate(self, other, dim=0)
+        """Concatenate two batches of samples, padded to the longer one."""
+        return stack([self, other])
 
     def part(self, places: slice) -> "Tokens":
         """Select tokens of all samples."""
@@ -45,21 +70,48 @@ class Tokens(NamedTuple):
 
     def split(self, sizes: Sequence[int]) -> list["Tokens"]:
         """Return batches of these numbers of samples; the reverse of `beside`."""
-        states = self.states_BND.split(list(sizes))
-        masks = [None] * len(states) if self.mask_BN is None else self.mask_BN.split(list(sizes))
-        return [Tokens(*part) for part in zip(states, masks, strict=True)]
+        ends = list(itertools.accumulate(sizes))
+        return [self._map(operator.itemgetter(rows)) for rows in map(slice, [0, *ends], ends)]
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "Tokens":
+        mask_BN = None if self.mask_BN is None else function(self.mask_BN)
+        entities = None if self.entities is None else EntityTokens(*map(function, self.entities))
+        return Tokens(function(self.states_BND), mask_BN, entities)
 
 
 def join(first: Tokens, second: Tokens) -> Tokens:
-    """Concatenate the sequences of the same samples."""
-    return _concatenate(first, second, dim=1)
-
-
-def _concatenate(first: Tokens, second: Tokens, dim: int) -> Tokens:
-    states_BND = torch.cat([first.states_BND, second.states_BND], dim=dim)
+    """Concatenate the sequences of the same samples, without entities."""
+    states_BND = torch.cat([first.states_BND, second.states_BND], dim=1)
     if first.mask_BN is None and second.mask_BN is None:
         return Tokens(states_BND, None)
-    return Tokens(states_BND, torch.cat([first.real_BN(), second.real_BN()], dim=dim))
+    return Tokens(states_BND, torch.cat([first.real_BN(), second.real_BN()], dim=1))
+
+
+def stack(parts: Sequence[Tokens]) -> Tokens:
+    """Concatenate batches of samples, padded to the longest sequence."""
+    states_BND = _stack([part.states_BND for part in parts])
+    lengths = {part.states_BND.shape[1] for part in parts}
+    all_real = all(part.mask_BN is None for part in parts) and len(lengths) == 1
+    entities = [part.entities for part in parts if part.entities is not None]
+    return Tokens(
+        states_BND,
+        None if all_real else _stack([part.real_BN() for part in parts]),
+        EntityTokens(
+            _stack([part.states_BND for part in entities]),
+            _stack([part.mask_BN for part in entities]),
+            _stack([part.mention_BT for part in entities], -1),
+        )
+        if entities
+        else None,
+    )
+
+
+def _stack(parts: Sequence[Tensor], value: float = 0) -> Tensor:
+    """Concatenate tensors (B, N, ...) along B, padded along N."""
+    longest = max(part.shape[1] for part in parts)
+    padding = [[0, 0] * (part.ndim - 2) + [0, longest - part.shape[1]] for part in parts]
+    padded = [F.pad(part, pad, value=value) if pad[-1] else part for part, pad in zip(parts, padding, strict=True)]
+    return torch.cat(padded)
 
 
 class Fused(NamedTuple):
@@ -132,12 +184,15 @@ class FusionEncoder(nn.Module, abc.ABC):
 
 
 class DualStream(FusionEncoder):
-    """A stream for each modality; each layer of both reads the states of the layer below (METER, LXMERT, M3AE)."""
+    """A stream for each modality; each layer of both reads the states of the layer below (METER, LXMERT, M3AE).
 
-    def __init__(self, sizes: Sizes) -> None:
+    `text_layers` replaces the layers of the text's stream.
+    """
+
+    def __init__(self, sizes: Sizes, text_layers: Iterable[nn.Module] | None = None) -> None:
         super().__init__(sizes.width)
         self.pooled_dim = 2 * sizes.width
-        self.text_layers = nn.ModuleList(CoAttentionLayer(sizes) for _ in range(sizes.layers))
+        self.text_layers = nn.ModuleList(text_layers or (CoAttentionLayer(sizes) for _ in range(sizes.layers)))
         self.image_layers = nn.ModuleList(CoAttentionLayer(sizes) for _ in range(sizes.layers))
         self.text_pooler, self.image_pooler = Pooler(sizes.width), Pooler(sizes.width)
         init_weights(self)

@@ -1,0 +1,139 @@
+"""ARL: align, reason and learn with a knowledge graph (Chen et al., arXiv 2209.07118, ACM MM 2022)."""
+
+import dataclasses
+from typing import Any, Self, Unpack
+
+import torch
+from torch import Tensor
+
+from medvl.data.knowledge.linker import LinkedEntities
+from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.data.transforms.mlm_masking import IGNORED
+from medvl.encoders import TextEncoder
+from medvl.models.base import Parts
+from medvl.models.config_checks import check_within
+from medvl.models.fusion_encoders.layers.encoder import FusionEncoder, Tokens
+from medvl.models.fusion_encoders.layers.inputs import ImageSource
+from medvl.models.fusion_encoders.layers.knowledge import (
+    EntityGraph,
+    EntityHead,
+    KnowledgeConfig,
+    KnowledgeStream,
+    find_entities,
+    read_graph,
+    without_masked,
+)
+from medvl.models.fusion_encoders.layers.transformer import Sizes
+from medvl.models.fusion_encoders.m3ae import M3AE, M3AEConfig
+from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
+from medvl.models.fusion_encoders.objectives.entities import EntityAlignment
+from medvl.models.masked_words import MaskedWords, sample_masked_words
+from medvl.models.registry import register_system
+from medvl.schema import Batch
+
+# V entities of the graph, N entities of a text; the other letters as in `medvl.schema`.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ARLConfig(KnowledgeConfig, M3AEConfig):
+    """Published settings of ARL."""
+
+    whole_entities: bool = True
+    """Mask all words of an entity's mention or none."""
+    itm_weight: float = 0.1
+    align_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_knowledge()
+        check_within(self, "(0, inf)", "align_weight")
+
+
+@register_system("arl")
+class ARL(M3AE):
+    """M3AE that aligns images and texts with a knowledge graph, reasons with it in fusion and masks whole entities.
+
+    A text's entities are encoded by graph attention over the whole graph, once a step, and form a stream of their own
+    in the text's fusion layers; for masked words, entities with a masked word are left out. Batches that medvl's
+    loaders did not make may lack entities: those of a text are found in its ids, and an image has those of its text.
+
+    Deviations: entities are found by a dictionary of names instead of scispaCy's linker (`medvl.data.EntityFinder`);
+    words outside of entities are masked as whole words, where the released code masks RoBERTa's tokens; the last fusion
+    layer reads no entities, for which no gradient reached its weights (`KnowledgeStream`). Otherwise as in `M3AE`.
+    """
+
+    Config = ARLConfig
+
+    def __init__(
+        self, config: ARLConfig, image_encoder: ImageSource, text_encoder: TextEncoder, **parts: Unpack[Parts]
+    ) -> None:
+        super().__init__(config, image_encoder, text_encoder, **parts)
+        self.align_head = EntityHead(config.width, EntityGraph(config))
+        self.objectives = (*self.objectives, EntityAlignment(config.align_weight, self.score_entities))
+        self.register_load_state_dict_post_hook(_set_finder)
+
+    @classmethod
+    def build(cls, config: ARLConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
+        """See the base class. Raises as `read_graph` too."""
+        if config.graph is not None or config.knowledge is None:
+            return super().build(config, pretrained=pretrained, tokenizer=tokenizer)
+        sizes, tensors = read_graph(config.knowledge, config.entity_width)
+        model = super().build(dataclasses.replace(config, graph=sizes), pretrained=pretrained, tokenizer=tokenizer)
+        model.align_head.graph.set_graph(tensors)
+        _set_finder(model)
+        return model
+
+    def make_fusion(self, config: Any) -> FusionEncoder:
+        """See the base class."""
+        return KnowledgeStream(Sizes.of(config, config.width), config)
+
+    def score_entities(self, image: Tokens, text: Tokens) -> tuple[Tensor, Tensor]:
+        """Return the scores (B, V) of all entities for images and for texts, by their first tokens."""
+        text_BTD, image_BPD = self.fusion.mark(text, image)
+        return self.align_head(image_BPD[:, 0], text_BTD[:, 0])
+
+    def predict(self, batch: Batch, corruption: Corruption) -> dict[str, Any]:
+        """See the base class; the graph is encoded once."""
+        with self.align_head.graph.once():
+            return super().predict(batch, corruption)
+
+    def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
+        """See the base class."""
+        linked, targets = self.link(batch), batch.image_entity_BN
+        targets = linked.entity_BN if targets is None else targets
+        return super().encode(dataclasses.replace(batch, **linked._asdict(), image_entity_BN=targets), corruption)
+
+    def mask_words(self, batch: Batch) -> MaskedWords:
+        """See the base class."""
+        span_BT = self.link(batch).mention_BT if self.config.whole_entities else None
+        return sample_masked_words(batch, self.masking, span_BT)
+
+    def masked_and_unmasked(self, batch: Batch, words: MaskedWords) -> tuple[Tokens, Tokens]:
+        """See the base class; entities with a masked word are left out of the masked texts."""
+        whole = self.link(batch)
+        kept = without_masked(whole, words.labels_BT != IGNORED)
+        twice = LinkedEntities(*(torch.cat(pair) for pair in zip(kept, whole, strict=True)))
+        return super().masked_and_unmasked(dataclasses.replace(batch, **twice._asdict()), words)
+
+    def link(self, batch: Batch) -> LinkedEntities:
+        """Return the entities of a batch's texts, found in the ids if the loader did not find them."""
+        if batch.entity_BN is None or batch.mention_BT is None:
+            return find_entities(self.inputs, self.tokenizer, batch.ids_BT, batch.mask_BT)
+        return LinkedEntities(batch.entity_BN, batch.mention_BT)
+
+    def texts_of(self, batch: Batch) -> Tokens:
+        """See the base class."""
+        text = super().text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B)
+        return self.align_head.attach(text, self.link(batch), batch.has_text_B)
+
+    def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
+        """See the base class; the entities are found in the ids."""
+        text = super().text_tokens(ids_BT, mask_BT, has_text_B)
+        return self.align_head.attach(text, find_entities(self.inputs, self.tokenizer, ids_BT, mask_BT), has_text_B)
+
+
+def _set_finder(model: ARL, *_: object) -> None:
+    """Let loaders find the entities of the model's graph."""
+    model.inputs = dataclasses.replace(
+        model.inputs, entities=model.align_head.graph.finder(), max_entities=model.config.max_entities
+    )
