@@ -89,7 +89,7 @@ class ViLT(JointStream):
 
     def encode_sequence(self, sequence: Tokens, mask_BQS: Tensor | None) -> Sequence[Tensor]:
         """See the base class."""
-        return self.image_encoder.encode_tokens(*sequence)
+        return self.image_encoder.encode_tokens(sequence.states_BND, sequence.mask_BN)
 
     def last_attention(self, below_BSD: Tensor, mask_BQS: Tensor | None) -> Tensor:
         """See the base class."""
