@@ -247,8 +247,15 @@ def test_files_and_functions_are_short(path: Path) -> None:
             assert node.end_lineno - node.lineno < 60, f"{node.name} is too long"
 
 
-SHORT = ("vilt", "pixelbert", "visualbert")
-SYSTEM_LINES = {"gloria": 150, "clip chexzero": 150, "albef": 200, "medvill": 200, **dict.fromkeys(SHORT, 100)}
+SHORT = ("vilt", "pixelbert", "visualbert", "uniter")
+SYSTEM_LINES = {
+    "gloria": 150,
+    "clip chexzero": 150,
+    "albef": 200,
+    "medvill": 200,
+    **dict.fromkeys(SHORT, 100),
+    "lxmert": 150,
+}
 
 
 @pytest.mark.parametrize("systems", SYSTEM_LINES)

@@ -10,6 +10,7 @@ from medvl.losses.mim import mim
 from medvl.losses.mlm import mlm, mlm_by_text, mlm_distilled
 from medvl.losses.mutual_information import SeparableCritic, dv_bound, info_nce_bound, information_bound
 from medvl.losses.prototypes import prototype_swap, sinkhorn
+from medvl.losses.regions import region_kl, region_labels, region_regression
 from medvl.losses.reverse_gradient import modality_confusion, reverse_gradient
 from medvl.losses.soft_targets import label_similarity, soft_targets
 from medvl.losses.transport import word_patch_alignment
@@ -42,6 +43,9 @@ __all__ = [
     "modality_confusion",
     "multilabel_bce",
     "prototype_swap",
+    "region_kl",
+    "region_labels",
+    "region_regression",
     "reverse_gradient",
     "siglip",
     "sinkhorn",

@@ -107,6 +107,7 @@ if TYPE_CHECKING:
     from medvl.models.fusion_encoders.config import FusionConfig as FusionConfig, StreamConfig as StreamConfig
     from medvl.models.fusion_encoders.joint_bert import JointBERT as JointBERT
     from medvl.models.fusion_encoders.joint_stream import JointStream as JointStream
+    from medvl.models.fusion_encoders.lxmert import LXMERT as LXMERT, LXMERTConfig as LXMERTConfig
     from medvl.models.fusion_encoders.m2i2 import M2I2 as M2I2, M2I2Config as M2I2Config
     from medvl.models.fusion_encoders.m3ae import M3AE as M3AE, M3AEConfig as M3AEConfig
     from medvl.models.fusion_encoders.masked_matching import MaskedMatchingModel as MaskedMatchingModel
@@ -121,8 +122,15 @@ if TYPE_CHECKING:
     from medvl.models.fusion_encoders.objectives.entities import EntityAlignment as EntityAlignment
     from medvl.models.fusion_encoders.objectives.matching import ImageTextMatching as ImageTextMatching
     from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling as MaskedImageModeling
+    from medvl.models.fusion_encoders.objectives.regions import (
+        MaskedObjectLabels as MaskedObjectLabels,
+        MaskedRegionClassification as MaskedRegionClassification,
+        MaskedRegionFeatures as MaskedRegionFeatures,
+        MaskedRegionRegression as MaskedRegionRegression,
+    )
     from medvl.models.fusion_encoders.objectives.words import MaskedLanguageModeling as MaskedLanguageModeling
     from medvl.models.fusion_encoders.pixelbert import PixelBERT as PixelBERT, PixelBERTConfig as PixelBERTConfig
+    from medvl.models.fusion_encoders.region_model import RegionConfig as RegionConfig, RegionModel as RegionModel
     from medvl.models.fusion_encoders.streams import (
         DualStreamConfig as DualStreamConfig,
         DualStreamModel as DualStreamModel,
@@ -130,6 +138,7 @@ if TYPE_CHECKING:
         SingleStreamModel as SingleStreamModel,
         StreamModel as StreamModel,
     )
+    from medvl.models.fusion_encoders.uniter import UNITER as UNITER, UNITERConfig as UNITERConfig
     from medvl.models.fusion_encoders.vilt import ViLT as ViLT, ViLTConfig as ViLTConfig
     from medvl.models.fusion_encoders.visualbert import (
         VisualBERT as VisualBERT,

@@ -63,8 +63,10 @@ TINY: dict[str, dict[str, Any]] = {
     "arl": {**_STREAM, **_DECODER, **_KNOWLEDGE},
     "m2i2": {**_ENCODERS, **_ALBEF, **_DECODER, "mask_ratio": 0.5},
     "mumc": {**_ENCODERS, **_ALBEF, "mask_ratio": 0.5},
+    "lxmert": {**_CELLS, "image_layers": 1, "layers": 2, "heads": 2, "intermediate": 64},
     "medvill": {**_ENCODERS, "image_encoder": "resnet_tiny", "image_arguments": {}, "frozen_image_layers": 0},
     "pixelbert": _CELLS,
+    "uniter": {**_CELLS, "task_mix": False},
     "vilt": {**_ENCODERS, "text_arguments": {**_TEXT, "hidden_size": 64, "num_hidden_layers": 0}},
     "visualbert": _CELLS,
 }

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -63,17 +63,23 @@ class FusionModel(TwoTowers):
     @property
     def _all_objectives(self) -> tuple[Objective[Any, Any, Any], ...]:
         weight = self.config.mirror_weight
-        return (*self.objectives, MirroredTextMatching(weight, self)) if weight else self.objectives
+        return (*self.step_objectives, MirroredTextMatching(weight, self)) if weight else self.step_objectives
+
+    @property
+    def step_objectives(self) -> tuple[Objective[Any, Any, Any], ...]:
+        """The objectives of this step: all, unless a system trains one task a step."""
+        return self.objectives
 
     def forward(self, batch: Batch) -> Losses:
         """Return the losses of `objectives`.
 
-        Where samples lack an image or a text, unused parameters get zero gradients, so that DDP does not hang on a rank
-        on which all samples lack one.
+        Where samples lack an image or a text, or the step leaves objectives out, unused parameters get zero gradients,
+        so that DDP does not wait for those of a rank that has none.
         """
         corruption = self.corrupt(batch)
         losses = self.losses(self.predict(batch, corruption), corruption)
-        if batch.has_image_B is None and batch.has_text_B is None:
+        is_whole = len(self.step_objectives) == len(self.objectives)
+        if batch.has_image_B is None and batch.has_text_B is None and is_whole:
             return losses
         learning = [parameter for parameter in self.parameters() if parameter.requires_grad]
         # FSDP parameters are of another type, and no rank waits for their gradients.
@@ -92,13 +98,18 @@ class FusionModel(TwoTowers):
         }
 
     def losses(self, predictions: Mapping[str, Any], corruption: Corruption) -> Losses:
-        """Return the weighted sum of the objectives' losses and its terms, which are not weighted."""
+        """Return the weighted sum of the objectives' losses and its terms, which are not weighted.
+
+        Terms of objectives that the step leaves out are 0.
+        """
         terms = {
             objective.name: objective.loss(predictions[objective.name], corruption.of(objective))
             for objective in self._all_objectives
         }
         weighted = [objective.weight * terms[objective.name] for objective in self._all_objectives]
-        return Losses(total=functools.reduce(torch.add, weighted), terms=terms)
+        total = functools.reduce(torch.add, weighted)
+        left_out = {objective.name: torch.zeros_like(total) for objective in self.objectives}
+        return Losses(total=total, terms=left_out | terms)
 
     @abc.abstractmethod
     def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
@@ -148,6 +159,10 @@ class FusionModel(TwoTowers):
     def answer_memory(self, fused: Fused) -> Tokens:
         """Return the states that an answer decoder attends to: those of the text, then those of the image."""
         return join(fused.text, fused.image)
+
+    def unread_by_pooled(self) -> Sequence[nn.Module]:
+        """Return modules that `Fused.pooled_BD` does not depend on; a head that reads it alone freezes them."""
+        return ()
 
     def init_decoder(self, decoder: DecoderLayers) -> None:
         """Initialise the layers of an answer decoder from the fusion-encoder, where the paper does so.

@@ -94,23 +94,26 @@ class MaskedMatchingModel(FusionModel):
 
     def encode_together(self, batch: Batch, corruption: Corruption) -> Encoded:
         """Fuse every masked text with the image sampled for it, or its own in a system without matching."""
-        words, image = corruption.of(self.mlm), self.image_tokens(self.image_input_of(batch), batch.has_image_B)
+        image = self.image_tokens(self.image_input_of(batch), batch.has_image_B)
+        return self.fuse_together(batch, corruption, image)[0]
+
+    def fuse_together(self, batch: Batch, corruption: Corruption, image: Tokens) -> tuple[Encoded, Fused, Tensor]:
+        """See `encode_together`; also return what was fused, and the image of each row (B,)."""
+        words = corruption.of(self.mlm)
         text = self.masked_text_tokens(batch, words.ids_BT)
+        row_B = image_B = torch.arange(len(batch), device=batch.ids_BT.device)
         if self.itm in self.objectives:
             pairs = corruption.of(self.itm)
-            row_B = torch.arange(len(batch), device=batch.ids_BT.device)
-            fused = self.fuse(text, image.rows(row_B.index_copy(0, pairs.text_N, pairs.image_N)))
-            pooled_MD = fused.pooled_BD[pairs.text_N]
-        else:
-            fused = self.fuse(text, image)
-            pooled_MD = fused.pooled_BD
-        return Encoded(
+            image_B, row_B = row_B.index_copy(0, pairs.text_N, pairs.image_N), pairs.text_N
+        fused = self.fuse(text, image.rows(image_B))
+        encoded = Encoded(
             batch=batch,
             image=image,
             text=text,
             word_states_ND=self.word_states(fused, words.position_N, batch.ids_BT.shape[1]),
-            pooled_MD=pooled_MD,
+            pooled_MD=fused.pooled_BD[row_B],
         )
+        return encoded, fused, image_B
 
     def fuse_all(self, *inputs: tuple[Tokens, Tokens]) -> list[Fused]:
         """Fuse several batches of texts and images in one pass."""

@@ -20,16 +20,19 @@ LAST = {
     "arl": "fusion.text_layers.3.text.cross_attention",
     "single_stream": "fusion.layers.3.attention",
     "albef": "fusion.1.cross_attention",
-    **dict.fromkeys(("medvill", "pixelbert", "visualbert"), "text_encoder.backbone.encoder.layer.1.attention.self"),
+    **dict.fromkeys(
+        ("medvill", "pixelbert", "uniter", "visualbert"), "text_encoder.backbone.encoder.layer.1.attention.self"
+    ),
+    "lxmert": "cross_layers.1.cross_attention",
     "vilt": "image_encoder.backbone.blocks.1.attn",
 }
 """The module whose attention is mapped."""
-FOUR_CELLS = ("medvill", "pixelbert", "visualbert")
+FOUR_CELLS = ("medvill", "pixelbert", "uniter", "visualbert")
 """BERTs over the 2 x 2 grid of a ResNet."""
 CELLS = {
     "medvill": slice(1, 5),
     "single_stream": slice(1, 17),
-    **dict.fromkeys(("pixelbert", "visualbert"), slice(-4, None)),
+    **dict.fromkeys(("lxmert", "pixelbert", "uniter", "visualbert"), slice(-4, None)),
     "vilt": slice(-16, None),
 }
 """Places of the grid's cells in the keys of that attention; by default those after the first."""
@@ -67,7 +70,7 @@ def last_attention(model: Any, name: str, batch: Batch) -> tuple[Any, Tensor, Te
     with torch.no_grad():
         model.features(batch)
     hook.remove()
-    ((inputs, named),) = seen
+    inputs, named = seen[0]
     if name in FOUR_CELLS:  # a module of transformers
         mask = named["attention_mask"]
         return module, inputs[0], inputs[0], mask[:, 0].expand(-1, inputs[0].shape[1], -1)
@@ -122,7 +125,7 @@ def test_maps_equal_the_attention_of_the_forward_pass(name: str, tokenizer: Any)
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_shapes_and_sums(name: str, tokenizer: Any) -> None:
     maps = question_attention(random_model(name, tokenizer), make_batch(tokenizer))
-    grid = (2, 2) if name in FOUR_CELLS else (4, 4)
+    grid = (2, 2) if name in (*FOUR_CELLS, "lxmert") else (4, 4)
     assert maps.grid == grid
     for map_BP in (maps.pooled_BP, maps.words_BP):
         assert map_BP.shape == (6, grid[0] * grid[1])

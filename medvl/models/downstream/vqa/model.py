@@ -37,6 +37,8 @@ class VQA(FusionTask):
         for module in fusion_model.modules():
             if isinstance(module, Pooler):  # frozen in a MedViLL that was trained for reports
                 module.requires_grad_(self.answer_head.reads_pooled)
+        for module in fusion_model.unread_by_pooled():
+            module.requires_grad_(not self.answer_head.reads_pooled)
 
     @classmethod
     def on(

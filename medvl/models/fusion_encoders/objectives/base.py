@@ -17,13 +17,24 @@ other letters as in `medvl.schema`.
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from medvl.losses.itc import Keys
 from medvl.models.fusion_encoders.layers.encoder import Fused, Tokens
 from medvl.schema import Batch
+
+
+class MaskedRegions(NamedTuple):
+    """The masked regions of a batch."""
+
+    states_ND: Tensor
+    """Fused states."""
+    features_ND: Tensor
+    """True features, without gradient."""
+    classes_NK: Tensor | None
+    """The detector's distributions over its classes; None without a detector."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +55,8 @@ class Encoded:
     texts."""
     matched_M: Tensor | None = None
     """bool: which of `pairs` match."""
+    regions: MaskedRegions | None = None
+    """The masked regions, in systems that mask some."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,143 @@
+"""LXMERT: layers over words, over regions, and across both (Tan and Bansal, arXiv 1908.07490, EMNLP 2019)."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl.models.base import EncoderArguments, Parts
+from medvl.models.bert_init import init_weights
+from medvl.models.config_checks import check_within
+from medvl.models.fusion_encoders.layers.attention_masks import padding_mask
+from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Pooler, Tokens
+from medvl.models.fusion_encoders.layers.inputs import encode_present
+from medvl.models.fusion_encoders.layers.regions import RegionInput, RegionMask
+from medvl.models.fusion_encoders.layers.transformer import Attention, FeedForward, SelfAttentionLayer, Sizes
+from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective
+from medvl.models.fusion_encoders.objectives.regions import MaskedObjectLabels, MaskedRegionFeatures
+from medvl.models.fusion_encoders.region_model import RegionConfig, RegionHead, RegionModel
+from medvl.models.registry import register_system
+from medvl.schema import Batch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LXMERTConfig(RegionConfig):
+    """Published settings of LXMERT."""
+
+    text_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: {"num_hidden_layers": 9})
+    image_layers: int = 5
+    """Layers over regions alone."""
+    layers: int = 5
+    """Layers across both."""
+    heads: int = 12
+    intermediate: int = 3072
+    dropout: float = 0.1
+    max_tokens: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_within(self, "(0, inf)", "layers", "heads", "intermediate")
+        check_within(self, "[0, inf)", "image_layers")
+        check_within(self, "[0, 1)", "dropout")
+
+
+class CrossLayer(nn.Module):
+    """Attention of each side to the other with the same weights, then to itself, then feed-forward (section 2.2)."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.cross_attention = Attention(sizes)
+        self.text_attention, self.text_feed_forward = Attention(sizes), FeedForward(sizes)
+        self.image_attention, self.image_feed_forward = Attention(sizes), FeedForward(sizes)
+
+    def forward(self, text: Tokens, image: Tokens) -> tuple[Tokens, Tokens]:
+        """Return both after the layer."""
+        masks = text_mask, image_mask = padding_mask(text.mask_BN), padding_mask(image.mask_BN)
+        states = text.states_BND, image.states_BND
+        text_BTD, image_BPD = (
+            self.cross_attention(mine, other, mask)
+            for mine, other, mask in zip(states, states[::-1], masks[::-1], strict=True)
+        )
+        text_BTD = self.text_feed_forward(self.text_attention(text_BTD, text_BTD, text_mask))
+        image_BPD = self.image_feed_forward(self.image_attention(image_BPD, image_BPD, image_mask))
+        return Tokens(text_BTD, text.mask_BN), Tokens(image_BPD, image.mask_BN)
+
+
+@register_system("lxmert")
+class LXMERT(RegionModel):
+    """Masked words and masked regions of pairs of which half match, from one pass; the text's first token is pooled.
+
+    Of the paper's objectives, attributes of objects are left out, which medvl's detectors do not have, and question
+    answering, which is fine-tuning here. Objects are predicted at masked regions, as the paper says; its released code
+    predicts them at all regions.
+    """
+
+    Config = LXMERTConfig
+    zeros, replaced = 0.8, 0.1
+
+    def __init__(self, config: LXMERTConfig, *encoders: Any, **parts: Unpack[Parts]) -> None:
+        super().__init__(config, *encoders, **parts)
+        width = self.text_encoder.token_dim
+        sizes = Sizes.of(config, width)
+        self.image_input = RegionInput(self.image_encoder, 4, width)
+        self.image_layers = nn.ModuleList(SelfAttentionLayer(sizes) for _ in range(config.image_layers))
+        self.cross_layers = nn.ModuleList(CrossLayer(sizes) for _ in range(config.layers))
+        self.pooler = Pooler(width)
+        for module in (self.image_input, self.image_layers, self.cross_layers, self.pooler):
+            init_weights(module)
+        self.make_heads(width, width, tied=True)
+        self.feature_head = RegionHead(width, self.image_input.features)
+        regions: list[Objective[Any, Any, Any]] = [MaskedRegionFeatures(1.0, self.sample_mask, self.feature_head)]
+        if config.region_classes:
+            self.object_head = RegionHead(width, config.region_classes)
+            regions.append(MaskedObjectLabels(1.0, self.sample_mask, self.object_head))
+        self.objectives = (self.mlm, self.itm, *regions)
+        self.require_classes()
+
+    def embed_regions(self, regions: Tokens, mask: RegionMask | None = None) -> Tokens:
+        """Embed regions and encode them without the text."""
+        states_BPD = self.image_input(regions.states_BND, mask) / 2
+        states_BPD = F.dropout(states_BPD, self.config.dropout, self.training)
+        for layer in self.image_layers:
+            states_BPD = layer(states_BPD, padding_mask(regions.mask_BN))
+        return Tokens(states_BPD, regions.mask_BN)
+
+    def text_tokens(self, ids_BT: Tensor, mask_BT: Tensor, has_text_B: Tensor | None = None) -> Tokens:
+        """See the base class."""
+        return encode_present(has_text_B, self.fused_dim, self._encode_texts, ids_BT, mask_BT)
+
+    def _encode_texts(self, ids_BT: Tensor, mask_BT: Tensor) -> Tokens:
+        features = self.text_encoder(ids_BT, mask_BT)
+        return Tokens(features.tokens_BTD, features.mask_BT)
+
+    def fuse(self, text: Tokens, image: Tokens) -> Fused:
+        """See the base class."""
+        for layer in self.cross_layers:
+            text, image = layer(text, image)
+        return Fused(text, image, self.pooler(text.states_BND))
+
+    def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
+        """See the base class."""
+        *below, last = self.cross_layers
+        for layer in below:
+            text, image = layer(text, image)
+        attention: Any = last.cross_attention
+        weights_BHTP = attention.weights(text.states_BND, image.states_BND, padding_mask(image.mask_BN))
+        maps_BTP = weights_BHTP.mean(dim=1)
+        return AttentionMaps(maps_BTP[:, 0], maps_BTP).cells(image, leading=0)
+
+    def unread_by_pooled(self) -> Sequence[nn.Module]:
+        """See the base class."""
+        last: Any = self.cross_layers[-1]
+        return last.image_attention, last.image_feed_forward
+
+    def encode(self, batch: Batch, corruption: Corruption) -> Encoded:
+        """See the base class; both sides are masked in the pass that matches them."""
+        regions, mask = self.read_regions(self.image_input_of(batch), batch.has_image_B), self.mask_of(corruption)
+        assert mask is not None
+        encoded, fused, image_B = self.fuse_together(batch, corruption, self.embed_regions(regions, mask))
+        truth = self.masked_regions(fused, regions, mask, batch, image_B)
+        whole = self.embed_regions(regions) if self.config.mirror_weight else encoded.image
+        return dataclasses.replace(encoded, image=whole, regions=truth)
