@@ -23,6 +23,7 @@ from medvl.cli import (
     eval_retrieval_by_class,
     eval_vqa,
     eval_zero_shot,
+    fit_pixelhop,
     import_export,
     knowledge,
     phantom,
@@ -103,6 +104,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
 _COMMANDS: dict[str, Callable[..., Any]] = {
     "merge": shards.merge,
     "vocab": vocab.vocab,
+    "fit-pixelhop": fit_pixelhop.fit_pixelhop,
     "verify": verify.verify,
     "regions": regions.regions,
     "compare": compare.compare,

@@ -20,6 +20,7 @@ from medvl.encoders.finetuning import (
 )
 from medvl.encoders.image.encoder import ImageEncoder
 from medvl.encoders.image.factory import create_image_encoder, list_image_encoders
+from medvl.encoders.image.pixelhop import pixelhop_arguments
 from medvl.encoders.pretrained import read_tensors
 from medvl.encoders.text.encoder import TextEncoder
 from medvl.encoders.text.factory import create_text_encoder, list_text_encoders
@@ -37,5 +38,6 @@ __all__ = [
     "list_text_encoders",
     "merge_lora",
     "parameter_groups",
+    "pixelhop_arguments",
     "read_tensors",
 ]

@@ -104,6 +104,7 @@ if TYPE_CHECKING:
     from medvl.models.fusion_encoders.arl import ARL as ARL, ARLConfig as ARLConfig
     from medvl.models.fusion_encoders.base import FusionModel as FusionModel
     from medvl.models.fusion_encoders.bert_stream import BertStream as BertStream
+    from medvl.models.fusion_encoders.berthop import BERTHop as BERTHop, BERTHopConfig as BERTHopConfig
     from medvl.models.fusion_encoders.config import FusionConfig as FusionConfig, StreamConfig as StreamConfig
     from medvl.models.fusion_encoders.joint_bert import JointBERT as JointBERT
     from medvl.models.fusion_encoders.joint_stream import JointStream as JointStream

@@ -30,6 +30,7 @@ ENTRY_POINTS = "medvl.systems"
 _MODULES = {
     "albef": "medvl.models.fusion_encoders.albef",
     "arl": "medvl.models.fusion_encoders.arl",
+    "berthop": "medvl.models.fusion_encoders.berthop",
     "biovil": "medvl.models.dual_encoders.biovil",
     "bfspr": "medvl.models.dual_encoders.bfspr",
     "biovil_t": "medvl.models.dual_encoders.biovil_t",

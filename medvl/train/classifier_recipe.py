@@ -50,6 +50,7 @@ def classifier_run(
     policy: "Callable[..., Any]",
     evaluator: "Callable[..., Evaluator]",
     phantom: str = "bash scripts/quickstart.sh",
+    complete: "Callable[[Any], ClassifierRecipe] | None" = None,
 ) -> "Callable[[ClassifierRecipe], Run]":
     """Return the `prepare` function of a recipe for labels.
 
@@ -59,11 +60,13 @@ def classifier_run(
         policy: `medvl.eval.LabelPolicy`.
         evaluator: `medvl.eval.ClassifyEval`.
         phantom: as in `pretraining_run`.
+        complete: called with the settings after the check of the data; returns those of the run.
     """
 
     def prepare(recipe: ClassifierRecipe) -> "Run":
         """Create the model, the loaders and the evaluator."""
         recipe.data.check(data_advice(name, make_data, phantom))
+        recipe = recipe if complete is None else complete(recipe)
         labels = policy(uncertain=recipe.uncertain, missing=recipe.missing)
         run = fused_classification(name, recipe, labels.apply)
         return run.with_evaluator(lambda images: evaluator(images, policy=labels))

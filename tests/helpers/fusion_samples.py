@@ -64,6 +64,18 @@ TINY: dict[str, dict[str, Any]] = {
     "m2i2": {**_ENCODERS, **_ALBEF, **_DECODER, "mask_ratio": 0.5},
     "mumc": {**_ENCODERS, **_ALBEF, "mask_ratio": 0.5},
     "lxmert": {**_CELLS, "image_layers": 1, "layers": 2, "heads": 2, "intermediate": 64},
+    "berthop": {
+        **_ENCODERS,
+        "image_encoder": "pixelhop",
+        "image_arguments": {
+            "nodes": (4, 6),
+            "intermediate": (2, 0),
+            "tokens": 5,
+            "token_dim": 8,
+            "cells": 4,
+            "window": 3,
+        },
+    },
     "medvill": {**_ENCODERS, "image_encoder": "resnet_tiny", "image_arguments": {}, "frozen_image_layers": 0},
     "pixelbert": _CELLS,
     "uniter": {**_CELLS, "task_mix": False},

@@ -2,7 +2,8 @@
 
 A name is a preset (`medvl.encoders.presets`), or the name of a timm, torchvision or open_clip model, looked up in this
 order; `timm:NAME`, `torchvision:NAME` and `open_clip:NAME` select the library. `patches:SIDE` is the image source of
-ViLT: raw patches of SIDE pixels, without parameters. Values of `pretrained` are described in
+ViLT: raw patches of SIDE pixels, without parameters; `pixelhop` with `pretrained=FOLDER` is a PixelHop++ that
+`medvl fit-pixelhop` fitted. Values of `pretrained` are described in
 `medvl.encoders.pretrained`.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 from medvl.encoders.image.adapter import Size, VisionBackbone
 from medvl.encoders.image.encoder import ImageEncoder, ImageOptions, Pool
 from medvl.encoders.image.open_clip_models import build_open_clip
+from medvl.encoders.image.pixelhop import build_pixelhop, pixelhop_arguments
 from medvl.encoders.image.raw_patches import build_raw_patches
 from medvl.encoders.image.six_stage_resnet import build_six_stage_resnet
 from medvl.encoders.image.timm_models import build_timm
@@ -35,6 +37,7 @@ from medvl.errors import ConfigError, WeightsError
 
 _LIBRARIES = ("timm", "torchvision", "open_clip")
 _PATCHES = "patches"
+_PIXELHOP = "pixelhop"
 _TEXT_KEYS = (*CLIP_TEXT_PARTS, "text_projection", "text.", *CLIP_SCALARS)
 """Key prefixes of an open_clip checkpoint outside its image encoder."""
 
@@ -77,6 +80,9 @@ def create_image_encoder(
         WeightsError: the weights are not available ("not_found") or do not fit ("mismatch").
     """
     library, model, preset = _resolve(name)
+    if name == _PIXELHOP and not arguments and not isinstance(pretrained, bool):
+        arguments = pixelhop_arguments(pretrained)
+        mean, std = arguments.pop("mean"), arguments.pop("std")
     if projection and library != "open_clip":
         raise ConfigError(f"{name} has no projection: use an open_clip encoder", "unsupported", field="projection")
     options = ImageOptions(
@@ -148,7 +154,7 @@ def _resolve(name: str) -> tuple[str, str, ImagePreset | None]:
     """Return (library, model, preset) of a name, searching the presets first, then library by library."""
     preset = IMAGE_PRESETS.get(name)
     library, separator, model = (preset.model if preset else name).partition(":")
-    if preset is not None or (library == _PATCHES and separator):
+    if preset is not None or name == _PIXELHOP or (library == _PATCHES and separator):
         return library, model, preset
     if separator and library not in _LIBRARIES:
         raise ConfigError(f"{name!r}: expected library in {_LIBRARIES}, got {library!r}", "unknown_name", field="name")
@@ -171,6 +177,8 @@ def _build(library: str, model: str, arguments: dict[str, Any], options: ImageOp
         return build_torchvision(model, arguments, options.patch_level, options.image_size)
     if library == _PATCHES:
         return build_raw_patches(model, arguments)
+    if library == _PIXELHOP:
+        return build_pixelhop(arguments)
     if library == "medvl":
         return build_six_stage_resnet(arguments)
     return build_open_clip(model, arguments, options.projection)
