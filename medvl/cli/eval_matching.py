@@ -8,7 +8,7 @@ from medvl.cli.eval_common import EvalOptions, open_evaluation, publish_result
 def matching(shared: EvalOptions, *, sections: tuple[str, ...] = (), examples: int = 4) -> None:
     """Evaluate whether a model prefers an image's own text to another patient's, and to the text with sides exchanged.
 
-    The checkpoint is a fusion-encoder or a dual-encoder; the shards have texts.
+    The checkpoint is a dual-encoder, a fusion-encoder, or one of recipes/retrieval_finetune.py; the shards have texts.
 
     Args:
         sections: sections of the text; default the whole text.
@@ -16,9 +16,10 @@ def matching(shared: EvalOptions, *, sections: tuple[str, ...] = (), examples: i
     """
     from medvl.eval.matching.evaluate import image_text_matching
     from medvl.eval.matching.page import write_matching_page
-    from medvl.models.base import System
+    from medvl.models import RetrievalModel, System
 
     model, source, read = open_evaluation(shared, System, "give a dual-encoder or a fusion-encoder", text=True)
+    model = model.as_matcher() if isinstance(model, RetrievalModel) else model
     result = image_text_matching(
         model, read(source, sections=sections), resamples=shared.resamples, checkpoint=shared.checkpoint
     )

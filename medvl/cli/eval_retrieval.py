@@ -19,14 +19,14 @@ def retrieval(shared: EvalOptions, *, rerank: Path | None = None, shortlist: int
     """Evaluate image-text retrieval in both directions; equal texts are positives of each other.
 
     Args:
-        rerank: checkpoint of a fusion-encoder that re-ranks the shortlists of the dual-encoder; the same folder if the
-            model is both.
+        rerank: checkpoint of a fusion-encoder, or of recipes/retrieval_finetune.py on one, that re-ranks the shortlists
+            of the dual-encoder; the same folder if the model is both.
         shortlist: candidates per query that are re-ranked.
     """
     from medvl.eval.core.open import load_model, open_source, unsupported_model
     from medvl.eval.retrieval.image_text import image_text_retrieval
     from medvl.eval.retrieval.rerank import ShortlistModel, reranked_retrieval
-    from medvl.models import DualEncoder, FusionModel
+    from medvl.models import DualEncoder, FusionModel, RetrievalModel
 
     checkpoint, resamples = shared.checkpoint, shared.resamples
     advice = "give the checkpoint of a dual-encoder, and --rerank"
@@ -38,6 +38,7 @@ def retrieval(shared: EvalOptions, *, rerank: Path | None = None, shortlist: int
         same = rerank.resolve() == checkpoint.resolve()
         shortlist_model = None if same else ShortlistModel(model, loader, checkpoint)
         fusion = model if same else load_model(rerank, shared.device)
+        fusion = fusion.as_matcher() if isinstance(fusion, RetrievalModel) else fusion
         if not isinstance(fusion, FusionModel):
             raise unsupported_model(rerank, fusion, "give the checkpoint of a fusion-encoder", field="rerank")
         if not same:

@@ -42,6 +42,11 @@ if TYPE_CHECKING:
     from medvl.models.downstream.mask_model import MaskModel as MaskModel
     from medvl.models.downstream.regions.create import create_region_detector as create_region_detector
     from medvl.models.downstream.regions.selection import RegionSelection as RegionSelection
+    from medvl.models.downstream.retrieval import (
+        RetrievalConfig as RetrievalConfig,
+        RetrievalModel as RetrievalModel,
+        create_retrieval as create_retrieval,
+    )
     from medvl.models.downstream.segmenter import Segmenter as Segmenter, SegmenterConfig as SegmenterConfig
     from medvl.models.downstream.vqa.config import DecoderConfig as DecoderConfig, VQAConfig as VQAConfig
     from medvl.models.downstream.vqa.model import VQA as VQA, create_vqa as create_vqa

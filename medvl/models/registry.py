@@ -54,6 +54,7 @@ _MODULES = {
     "mumc": "medvl.models.fusion_encoders.mumc",
     "mutual_info": "medvl.models.dual_encoders.mutual_info",
     "pixelbert": "medvl.models.fusion_encoders.pixelbert",
+    "retrieval": "medvl.models.downstream.retrieval",
     "segmenter": "medvl.models.downstream.segmenter",
     "siglip": "medvl.models.dual_encoders.siglip",
     "single_stream": "medvl.models.fusion_encoders.streams",
