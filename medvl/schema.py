@@ -103,6 +103,8 @@ class Inputs:
     """The sentence of each token."""
     prior_image: bool = False
     """The patient's previous image, from sources that have the order of a patient's studies (`Sample.order`)."""
+    other_view: bool = False
+    """Another image of the same study. The loader then yields each study once (`medvl.data.loading.studies`)."""
     labels: bool = False
     """Labels: sources without them are refused."""
     regions: bool = False
@@ -175,6 +177,10 @@ class Batch:
     """uint8: the patient's previous image (`Inputs.prior_image`)."""
     has_prior_B: Tensor | None = None
     """bool: False where a sample has no previous image and its pixels are a placeholder."""
+    other_view_BCHW: Tensor | None = None
+    """uint8: another image of the same study (`Inputs.other_view`)."""
+    has_other_view_B: Tensor | None = None
+    """bool: False where a study has one image only and these pixels are a placeholder."""
 
     def __len__(self) -> int:
         return len(self.keys)

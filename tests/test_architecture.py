@@ -53,6 +53,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "dual_encoders": set(),
         "fusion_encoders": {"dual_encoders"},
         "downstream": {"dual_encoders", "fusion_encoders"},
+        "report_generators": {"fusion_encoders"},
     },
     "train": {
         "parallel": set(),
@@ -255,6 +256,7 @@ SYSTEM_LINES = {
     "medvill": 200,
     **dict.fromkeys(SHORT, 100),
     "lxmert": 150,
+    "r2gen": 150,
 }
 
 

@@ -155,5 +155,7 @@ if TYPE_CHECKING:
         register_system as register_system,
         system as system,
     )
+    from medvl.models.report_generators.base import ReportGenerator as ReportGenerator
+    from medvl.models.report_generators.r2gen import R2Gen as R2Gen, R2GenConfig as R2GenConfig
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -55,6 +55,7 @@ _MODULES = {
     "mutual_info": "medvl.models.dual_encoders.mutual_info",
     "pixelbert": "medvl.models.fusion_encoders.pixelbert",
     "retrieval": "medvl.models.downstream.retrieval",
+    "r2gen": "medvl.models.report_generators.r2gen",
     "segmenter": "medvl.models.downstream.segmenter",
     "siglip": "medvl.models.dual_encoders.siglip",
     "single_stream": "medvl.models.fusion_encoders.streams",

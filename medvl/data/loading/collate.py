@@ -45,6 +45,8 @@ class Item:
     second_text: str | None = None
     prior_image_HWC: np.ndarray | None = None
     """None: the sample has no previous image, or the system needs none."""
+    other_view_HWC: np.ndarray | None = None
+    """None: the study has no other image, or the system needs none."""
     has_image: bool = True
     """False: the sample has no image, and its pixels are a placeholder."""
     entities: tuple[int, ...] = ()
@@ -72,6 +74,7 @@ class Views:
     image: Transformed
     second: Transformed | None = None
     prior: Transformed | None = None
+    other: Transformed | None = None
     has_image: bool = True
     regions: Regions | None = None
 
@@ -125,26 +128,34 @@ class ItemMaker:
         return self.row(sample, self.views(sample.key, pixels, epoch, texts=sample.sections.values()), epoch)
 
     def views(
-        self, key: str, pixels: np.ndarray, epoch: int, prior: np.ndarray | None = None, texts: Iterable[str] = ()
+        self,
+        key: str,
+        pixels: np.ndarray,
+        epoch: int,
+        prior: np.ndarray | None = None,
+        texts: Iterable[str] = (),
+        other: np.ndarray | None = None,
     ) -> Views:
         """Return the augmented images.
 
-        `key` seeds the augmentation, `prior` are the pixels of the previous image, and `texts` those of the sample, for
-        transforms that flip an image only where its text allows it.
+        `key` seeds the augmentation, `prior` are the pixels of the previous image, `other` those of another image of
+        the study, and `texts` those of the sample, for transforms that flip an image only where its text allows it.
         """
         built = self._built(texts)
         image = built(pixels, sample_rng(self.seed, epoch, key, "image"))
 
-        def other(pixels: np.ndarray, purpose: str) -> Transformed:
+        def augment(pixels: np.ndarray | None, purpose: str) -> Transformed | None:
             """Return another augmentation, flipped like `image` where the text names sides."""
+            if pixels is None:
+                return None
             rng = sample_rng(self.seed, epoch, key, purpose)
             while True:
-                other = built(pixels, rng)
-                if self.image.flip != "swap_text" or other.flipped == image.flipped:
-                    return other
+                augmented = built(pixels, rng)
+                if self.image.flip != "swap_text" or augmented.flipped == image.flipped:
+                    return augmented
 
-        second = other(pixels, "second image") if self.inputs.second_image else None
-        return Views(image, second, None if prior is None else other(prior, "prior image"))
+        second = augment(pixels if self.inputs.second_image else None, "second image")
+        return Views(image, second, augment(prior, "prior image"), augment(other, "other view"))
 
     def placeholder(self, color: bool) -> Views:
         """Return black images of the transform's size, for a sample without an image."""
@@ -177,6 +188,7 @@ class ItemMaker:
             None if views.second is None else views.second.image_HWC,
             self._text(sample, views, epoch, "second text") if self.inputs.second_text else None,
             None if views.prior is None else views.prior.image_HWC,
+            None if views.other is None else views.other.image_HWC,
             views.has_image,
             self._entities(sample, views),
             views.regions,
@@ -283,9 +295,10 @@ class Collate:
             batch.image_entity_BN = pad_entities([item.entities for item in items])
         if self.inputs.prior_image:
             priors = [item.prior_image_HWC for item in items]
-            blank_HWC = np.zeros_like(items[0].image_HWC)
-            batch.prior_image_BCHW = _stack([blank_HWC if prior is None else prior for prior in priors])
-            batch.has_prior_B = torch.tensor([prior is not None for prior in priors])
+            batch.prior_image_BCHW, batch.has_prior_B = _stack_some(priors, items[0].image_HWC)
+        if self.inputs.other_view:
+            others = [item.other_view_HWC for item in items]
+            batch.other_view_BCHW, batch.has_other_view_B = _stack_some(others, items[0].image_HWC)
 
 
 def _stack(images: Sequence[np.ndarray]) -> Tensor:
@@ -302,6 +315,13 @@ def _pad_rows(arrays: Sequence[np.ndarray | None]) -> Tensor:
         if array is not None:
             padded[row, : len(array)] = array
     return torch.from_numpy(padded)
+
+
+def _stack_some(images: Sequence[np.ndarray | None], like_HWC: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Return (B, C, H, W) with black images for those that are missing, and (B,) bool: which are there."""
+    blank_HWC = np.zeros_like(like_HWC)
+    there_B = torch.tensor([image is not None for image in images])
+    return _stack([blank_HWC if image is None else image for image in images]), there_B
 
 
 def _present(image_HWC: np.ndarray | None) -> np.ndarray:

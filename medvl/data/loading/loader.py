@@ -30,6 +30,7 @@ from medvl.data.loading.concat import ConcatSource
 from medvl.data.loading.priors import NO_PRIOR, prior_positions
 from medvl.data.loading.sampler import BatchSampler, EvalSampler, MixedSampler, TrainSampler
 from medvl.data.loading.sources import Source, region_manifest_of
+from medvl.data.loading.studies import StudySource
 from medvl.data.loading.worker_errors import TIMEOUT, with_worker_errors
 from medvl.data.transforms.image import ImageTransform
 from medvl.data.transforms.text import TextPolicy
@@ -106,7 +107,8 @@ class SampleDataset(Dataset[Item | SkippedSample]):
             return self.maker.placeholder(self.color)
         prior = NO_PRIOR if self._prior_N is None else int(self._prior_N[position])
         prior_pixels = None if prior == NO_PRIOR else self._pixels(prior)
-        return self.maker.views(key, pixels, epoch, prior_pixels, sample.sections.values())
+        other = self.source.other_pixels(position, self.color) if isinstance(self.source, StudySource) else None
+        return self.maker.views(key, pixels, epoch, prior_pixels, sample.sections.values(), other)
 
     def _region_views(self, position: int) -> Views:
         """Return the regions of the image; its pixels are not decoded."""
@@ -275,7 +277,8 @@ def open_loader(
         together: in training, up to this many samples of one image follow one another and share the augmented image.
         timeout: seconds without a batch after which a worker is considered hung.
         inputs: optional parts of the batches, `System.inputs`; None: no optional parts. With `regions`, pixels are not
-            decoded: `image` is not applied, and `Batch.image_BCHW` has no pixels.
+            decoded: `image` is not applied, and `Batch.image_BCHW` has no pixels. With `other_view`, a row is a study,
+            and the loader's `source` is a `StudySource`.
         targets: makes training targets in the workers, for example `DenseTargets`.
         keep_imageless: keep samples without an image (`Batch.has_image_B`) instead of leaving them out and counting
             them as `no_image`. None: keep them in training only.
@@ -286,6 +289,9 @@ def open_loader(
         BudgetError, ShardError: while iterating, when too many samples, or all of a batch, are unreadable.
         LoaderError: while iterating, when a worker process died or hangs.
     """
+    if inputs is not None and inputs.other_view:
+        _check_views(source)
+        source = StudySource(source)
     image_keys: Sequence[str] | None = getattr(source, "image_keys", None)
     rank, world = check_ranks(rank, world, train=train)
     _check_settings(len(source), batch, train, world, workers)
@@ -313,6 +319,13 @@ def _check_together(together: int, image_keys: Sequence[str] | None) -> None:
     if together < 1 or (together > 1 and image_keys is None):
         reason = f"expected together=1, or more for a source whose samples share images, got {together}"
         raise ConfigError(reason, "out_of_range", field="together")
+
+
+def _check_views(source: Source) -> None:
+    weights = getattr(source, "weights", None)
+    if weights is not None or getattr(source, "image_keys", None) is not None:
+        message = "other_view reads each study once: leave weights out, and take a source with one row for each image"
+        raise ConfigError(message, "conflict", field="other_view")
 
 
 def _check_inputs(inputs: Inputs, source: Source, image_keys: Sequence[str] | None) -> None:

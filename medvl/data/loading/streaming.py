@@ -226,8 +226,14 @@ def open_remote_loader(
     """
     rank, world = check_ranks(rank, world, train=True)
     manifest = open_manifest(address)
-    if inputs is not None and (inputs.prior_image or inputs.regions or (inputs.labels and not manifest.label_names)):
-        field = "prior_image" if inputs.prior_image else "regions" if inputs.regions else "labels"
+    wanted = inputs or Inputs()
+    missing = {
+        "prior_image": wanted.prior_image,
+        "other_view": wanted.other_view,
+        "regions": wanted.regions,
+        "labels": wanted.labels and not manifest.label_names,
+    }
+    for field in (field for field, is_missing in missing.items() if is_missing):
         raise ConfigError(f"the system needs {field}, which {address} does not have", "unsupported", field=field)
     readers = world * max(1, workers)
     if batch < 1 or batch % world or batch > manifest.samples:

@@ -1,0 +1,1 @@
+"""Systems that only write reports: one file each, and the layers that they share."""
