@@ -113,7 +113,7 @@ def publish_result(
     folder: Path,
     write_page: "WritePage | None",
     model: str,
-    manifest: "Manifest",
+    data: "Manifest | str",
     table: str | None = None,
 ) -> None:
     """Write the files of an evaluation; print the table (default: of all rows) and the paths."""
@@ -121,7 +121,5 @@ def publish_result(
     from medvl.eval.core.results import format_table
 
     predictions = result.predictions()
-    paths = publish(
-        result.results, folder, predictions=predictions, write_page=write_page, model=model, manifest=manifest
-    )
+    paths = publish(result.results, folder, predictions=predictions, write_page=write_page, model=model, data=data)
     print_results(format_table(result.results.rows) if table is None else table, paths)

@@ -42,7 +42,7 @@ def class_retrieval(shared: EvalOptions, *, candidates: Path | None = None, ks: 
         shared.folder(checkpoint, results.protocol),
         write_page=functools.partial(write_class_retrieval_page, results),
         model=f"{model.name} ({checkpoint})",
-        manifest=source.manifest,
+        data=source.manifest,
     )
     print_results(format_table(results.rows), paths)
 

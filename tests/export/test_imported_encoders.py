@@ -53,23 +53,18 @@ def test_cxrbert_import_includes_its_projection(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("grey", [False, True])
-def test_resnet_imports_from_named_and_sequential_keys(tmp_path: Path, grey: bool) -> None:
-    """torchvision's names, and the indices of a Sequential; one channel as in PRIOR."""
+def test_resnet_imports_from_named_keys(tmp_path: Path, grey: bool) -> None:
+    """torchvision's names; one channel as in PRIOR."""
     blocks = (1, 2, 1, 1)
     file = random_tensors(resnet_shapes("", blocks, grey))
     pixels = torch.randn(2, 1 if grey else 3, 64, 64, generator=torch.Generator().manual_seed(3))
     expected = resnet(pixels, file, "", blocks)
-    sequential = {"conv1": "0", "bn1": "1", **{f"layer{stage}": str(stage + 3) for stage in range(1, 5)}}
-    renamed = {
-        f"visual_extractor.model.{sequential[key.split('.')[0]]}.{key.partition('.')[2]}": t for key, t in file.items()
-    }
     named = {f"encoder.encoder.{key}": tensor for key, tensor in file.items()}
-    for tensors, system in ((named, "biovil_image"), (renamed, "r2gen")):
-        encoder = imported(tensors, system, tmp_path).image_encoder
-        with torch.no_grad():
-            features = encoder(pixels)
-        torch.testing.assert_close(features.patches_BPD, expected.flatten(2).transpose(1, 2), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(features.pooled_BD, expected.mean(dim=(2, 3)), atol=1e-4, rtol=1e-4)
+    encoder = imported(named, "biovil_image", tmp_path).image_encoder
+    with torch.no_grad():
+        features = encoder(pixels)
+    torch.testing.assert_close(features.patches_BPD, expected.flatten(2).transpose(1, 2), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(features.pooled_BD, expected.mean(dim=(2, 3)), atol=1e-4, rtol=1e-4)
 
 
 def test_swin_import_equals_transformers(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ LISTS = {
     "prior": "prior",
     "ptunifier": "ptunifier",
     "r2gen_iu_xray": "r2gen",
-    "r2gen_mimic_cxr": "r2gen",
+    "r2gen_mimic_cxr": "r2gen_mimic",
 }
 """List, or those of several files -> importer."""
 

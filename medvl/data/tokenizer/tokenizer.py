@@ -85,6 +85,10 @@ class Tokenizer:
         length_B = torch.tensor([len(ids) for ids in encoded], dtype=torch.int64)
         return ids_BT, torch.arange(width) < length_B[:, None]
 
+    def truncates(self, text: str) -> bool:
+        """Return whether a text is longer than `max_tokens`, so that encoding it truncates it."""
+        return bool(self._backend.encode(files.clean_text(text, self._loaded.cleaning)).overflowing)
+
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         """Return the text of a sequence of ids without special tokens; case and spacing may have changed."""
         numbers = ids.tolist() if isinstance(ids, Tensor) else list(ids)

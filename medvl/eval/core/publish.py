@@ -28,7 +28,7 @@ def publish(
     predictions: Iterable[Mapping[str, Any]] | None = None,
     write_page: WritePage | None = None,
     model: str,
-    manifest: Manifest,
+    data: Manifest | str,
 ) -> list[Path]:
     """Write the files of an evaluation and return their paths.
 
@@ -38,10 +38,11 @@ def publish(
         predictions: lines of predictions.jsonl; None for no such file.
         write_page: writer of index.html, called with today's date; None for no page.
         model: name of the model on the page.
-        manifest: manifest of the evaluated shards, which names corpus and split on the page.
+        data: manifest of the evaluated shards, or a name, for the page.
     """
     paths = write_results(results, folder, predictions)
     if write_page is not None:
-        today, data = datetime.date.today().isoformat(), f"{manifest.corpus}, split {manifest.split}"
-        paths.append(write_page(folder / "index.html", model=model, data=data, date=today))
+        named = data if isinstance(data, str) else f"{data.corpus}, split {data.split}"
+        today = datetime.date.today().isoformat()
+        paths.append(write_page(folder / "index.html", model=model, data=named, date=today))
     return paths

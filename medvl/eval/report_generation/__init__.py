@@ -2,7 +2,8 @@
 
     references + generated texts -> shared n-grams, shared findings -> rows with intervals -> results.json
 
-`nlg_metrics` computes BLEU, ROUGE-L and METEOR, `clinical_f1` compares the findings that the rule-based labeler
-extracts, `evaluate` combines them, `generate` runs a model, and `page` writes the page. References are complete reports
-as stored in the shards: they are neither truncated nor tokenized by the model.
+`nlg_metrics` computes BLEU, ROUGE-L, METEOR and CIDEr, `clinical_f1` compares the findings that the rule-based labeler
+extracts, `external_scores` reads files of CheXbert, RadGraph and CXR-Report-Metric, `evaluate` combines them,
+`generate` runs a model, `read_reports` reads the reports of other systems, and `page` writes the page. References are
+complete reports as stored in the shards: they are neither truncated nor tokenized by the model.
 """

@@ -24,6 +24,7 @@ from medvl.data.reports.labeler import label_report
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, measure
 from medvl.eval.core.results import Results, format_table
+from medvl.eval.report_generation.cider import Cider
 from medvl.eval.report_generation.clinical_f1 import METRICS, Uncertain, clinical_metrics, positive_findings
 from medvl.eval.report_generation.nlg_metrics import MEANS, overlap_metrics, report_scores, words
 
@@ -77,10 +78,18 @@ class ReportResult:
         distinct = (
             f"distinct texts of {details['reports']:,}: {counts}, {details['distinct_references']:,} (references)"
         )
-        return "\n\n".join([*(format_table(rows) for rows in (overlap, findings)), distinct])
+        tables = [format_table(rows) for rows in (overlap, findings)]
+        cut = details.get("references_cut_in_training")
+        lines = (
+            [distinct]
+            if cut is None
+            else [f"references longer than the model's texts: {cut:,}, compared in full", distinct]
+        )
+        return "\n\n".join([*tables, "\n".join(lines)])
 
     def predictions(self) -> list[dict[str, Any]]:
         """Return one JSON object per image: the texts, their findings, and the report's own scores."""
+        cider = Cider([words(report.reference) for report in self.reports])
         return [
             {
                 **dataclasses.asdict(report),
@@ -91,7 +100,7 @@ class ReportResult:
                 ),
                 "reference_findings": label_report(report.reference),
                 "generated_findings": label_report(report.generated),
-                **dict(zip(MEANS, report_scores(words(report.generated), words(report.reference)), strict=True)),
+                **dict(zip(MEANS, report_scores(words(report.generated), words(report.reference), cider), strict=True)),
             }
             for row, report in enumerate(self.reports)
         ]
@@ -102,6 +111,7 @@ def evaluate_reports(
     *,
     others: Mapping[str, Sequence[GeneratedReport]] | None = None,
     uncertain: Uncertain = "negative",
+    extra: Sequence[MetricGroup] = (),
     resamples: int = 1000,
     seed: int = 0,
     config: Mapping[str, Any] | None = None,
@@ -114,6 +124,7 @@ def evaluate_reports(
         reports: one per image. Leave out images without a reference, and count them in `details`.
         others: reports of the same images, in the same order, by the name of their decoding.
         uncertain: label of findings that a report mentions as uncertain.
+        extra: further metrics of `reports`, such as those of `medvl.eval.report_generation.external_scores`.
         resamples, seed: of the bootstrap.
         config, inputs, details: further entries of the results.
 
@@ -130,7 +141,7 @@ def evaluate_reports(
             message = f"expected reports {name!r} of the same images in the same order"
             raise EvaluationError(message, "mismatch", field="others")
     rows = measure(
-        _metric_groups(reports, others, uncertain),
+        [*_metric_groups(reports, others, uncertain), *extra],
         len(reports),
         resamples=resamples,
         seed=seed,

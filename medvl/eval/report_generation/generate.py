@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from torch import Tensor, nn
+from torch import nn
 
 from medvl.data.loading.sources import Source
 from medvl.data.tokenizer.tokenizer import Tokenizer
@@ -17,13 +17,13 @@ from medvl.schema import FINDINGS, Batch, Sample
 
 
 @runtime_checkable
-class ReportGenerator(Protocol):
+class ReportWriter(Protocol):
     """A model that generates text for images."""
 
     tokenizer: Tokenizer | None
 
-    def generate(self, image: Tensor, has_image_B: Tensor | None = None, *, decoding: Decoding) -> Generated:
-        """Return one or more texts per image, in eval mode."""
+    def write_reports(self, batch: Batch, *, decoding: Decoding) -> Generated:
+        """Return one or more texts per image of a batch, in eval mode; the batch's texts are not read."""
 
     def modules(self) -> Iterator[nn.Module]:
         """Return all submodules, as in torch."""
@@ -43,7 +43,7 @@ class ImageLoader(Protocol):
 
 
 def generate_reports(
-    model: ReportGenerator,
+    model: ReportWriter,
     loader: ImageLoader,
     *,
     sections: Sequence[str] = REPORT_SECTIONS,
@@ -54,7 +54,7 @@ def generate_reports(
 
 
 def generate_by_decoding(
-    model: ReportGenerator,
+    model: ReportWriter,
     loader: ImageLoader,
     decodings: Mapping[str, Decoding],
     *,
@@ -106,11 +106,9 @@ def generate_by_decoding(
     return reports
 
 
-def _generate(model: ReportGenerator, tokenizer: Tokenizer, batch: Batch, decoding: Decoding) -> list[tuple[str, bool]]:
+def _generate(model: ReportWriter, tokenizer: Tokenizer, batch: Batch, decoding: Decoding) -> list[tuple[str, bool]]:
     """Return (text, whether it ended) for each image of a batch."""
-    device = next(model.parameters()).device
-    has_image_B = None if batch.has_image_B is None else batch.has_image_B.to(device)
-    output = model.generate(batch.image_BCHW.to(device), has_image_B, decoding=decoding)
+    output = model.write_reports(batch.to(next(model.parameters()).device), decoding=decoding)
     rows = zip(output.ids_BT.cpu(), output.mask_BT.cpu(), strict=True)
     texts = [tokenizer.decode(ids_T[mask_T]) for ids_T, mask_T in rows]
     samples, ended = len(texts) // len(batch), output.ended_B.tolist()
@@ -128,6 +126,14 @@ def _labels(sample: Sample, labels: Mapping[str, Mapping[str, int]] | None, sour
     return labels[sample.key]
 
 
+def count_cut(tokenizer: Tokenizer, reports: Sequence[GeneratedReport]) -> int:
+    """Return how many references are longer than the model's texts, and were cut in training if they were seen there.
+
+    They are compared in full in an evaluation.
+    """
+    return sum(tokenizer.truncates(report.reference) for report in reports)
+
+
 class ReportEval:
     """Scores during training: `ReportEval(loader)(model)` returns a flat mapping of metrics without intervals."""
 
@@ -136,7 +142,7 @@ class ReportEval:
     ) -> None:
         self.loader, self.sections, self.decoding = loader, sections, decoding
 
-    def __call__(self, model: ReportGenerator) -> Mapping[str, float]:
+    def __call__(self, model: ReportWriter) -> Mapping[str, float]:
         """Return report/corpus_bleu_4, report/mean_rouge_l, report/f1_micro and report/f1_macro."""
         reports = generate_reports(model, self.loader, sections=self.sections, decoding=self.decoding)
         results = evaluate_reports(reports, resamples=0).results

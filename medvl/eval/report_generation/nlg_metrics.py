@@ -1,4 +1,4 @@
-"""n-gram overlap of generated reports and references: BLEU, ROUGE-L and METEOR.
+"""n-gram overlap of generated reports and references: BLEU, ROUGE-L, METEOR and CIDEr.
 
 Words are compared in lower case without punctuation and masks; a decimal point between two digits is a word of its own,
 so that `3.2 cm` differs from `32 cm` whatever the spacing.
@@ -14,6 +14,7 @@ Means over reports:
   in the COCO caption code that most papers on reports use.
 * mean_meteor_exact_stem (Banerjee and Lavie, ACL workshop 2005): nltk's METEOR with exact and Porter stem matches.
   It is lower than METEOR in papers, because it omits WordNet's synonyms, which would require a download.
+* mean_cider_d, mean_cider: see `cider`; the rarity of n-grams is that among all references, also in resamples.
 
 Shape letters: N reports, R resamples, K n-gram orders.
 """
@@ -27,6 +28,7 @@ import numpy as np
 
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics
 from medvl.eval.core.metrics import Array
+from medvl.eval.report_generation.cider import Cider
 
 REPORT = "report"
 """Target of the rows."""
@@ -42,7 +44,8 @@ def words(text: str) -> list[str]:
 def overlap_metrics(generated: Sequence[str], references: Sequence[str], *, subgroup: str = "") -> list[MetricGroup]:
     """Return all metrics of this module for pairs of texts. An empty text scores zero."""
     pairs = [(words(text), words(reference)) for text, reference in zip(generated, references, strict=True)]
-    means_NK = np.array([report_scores(*pair) for pair in pairs])
+    cider = Cider([reference for _, reference in pairs])
+    means_NK = np.array([report_scores(*pair, cider) for pair in pairs])
     means = [
         mean_metrics(name, scores_N[:, None], [REPORT], subgroup=subgroup)
         for name, scores_N in zip(MEANS, means_NK.T, strict=True)
@@ -50,13 +53,15 @@ def overlap_metrics(generated: Sequence[str], references: Sequence[str], *, subg
     return [_bleu_metrics(pairs, subgroup), *means]
 
 
-MEANS = ("mean_rouge_l", "mean_rouge_l_beta_1.2", "mean_meteor_exact_stem")
+MEANS = ("mean_rouge_l", "mean_rouge_l_beta_1.2", "mean_meteor_exact_stem", "mean_cider_d", "mean_cider")
 
 
-def report_scores(generated: Sequence[str], reference: Sequence[str]) -> tuple[float, ...]:
-    """Return `MEANS` of one report, given as words."""
+def report_scores(generated: Sequence[str], reference: Sequence[str], cider: Cider) -> tuple[float, ...]:
+    """Return `MEANS` of one report, given as words; `cider` is of all references."""
     common, lengths = common_subsequence(generated, reference), (len(generated), len(reference))
-    return _f_measure(common, *lengths, 1.0), _f_measure(common, *lengths, 1.2), _meteor(generated, reference)
+    rouge = _f_measure(common, *lengths, 1.0), _f_measure(common, *lengths, 1.2)
+    plain, clipped = cider.scores(generated, reference)
+    return *rouge, _meteor(generated, reference), clipped, plain
 
 
 def _bleu_metrics(pairs: Sequence[tuple[list[str], list[str]]], subgroup: str) -> MetricGroup:

@@ -16,6 +16,7 @@ _OVERLAP = {
     "corpus_bleu_4": "BLEU-4",
     "mean_rouge_l": "ROUGE-L",
     "mean_meteor_exact_stem": "METEOR, without synonyms",
+    "mean_cider_d": "CIDEr-D",
 }
 _AVERAGES = {
     "micro of five": "F1 of five, micro",

@@ -160,15 +160,4 @@ IMPORTERS = (
         ),
         note=_STATISTICS,
     ),
-    Importer(
-        name="r2gen",
-        title="R2Gen (Chen et al. 2020): ResNet-101",
-        source="zhjohnchan/R2Gen @ e8cd3cf",
-        image={},
-        table=(
-            *sequential_resnet("visual_extractor.model."),
-            drop("encoder_decoder.**", "the report decoder, which medvl does not have"),
-        ),
-        note=_STATISTICS,
-    ),
 )

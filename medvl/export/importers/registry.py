@@ -4,14 +4,20 @@ import difflib
 from collections.abc import Mapping, Sequence
 
 from medvl.errors import ConfigError
-from medvl.export.importers import biovil, dual_encoders, encoders_only, fusion_encoders
+from medvl.export.importers import biovil, dual_encoders, encoders_only, fusion_encoders, report_generators
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import count_covered
 
 _IMPORTERS: Mapping[str, Importer] = {
     importer.name: importer
     for importer in sorted(
-        (*biovil.IMPORTERS, *dual_encoders.IMPORTERS, *fusion_encoders.IMPORTERS, *encoders_only.IMPORTERS),
+        (
+            *biovil.IMPORTERS,
+            *dual_encoders.IMPORTERS,
+            *fusion_encoders.IMPORTERS,
+            *report_generators.IMPORTERS,
+            *encoders_only.IMPORTERS,
+        ),
         key=lambda importer: importer.name,
     )
 }

@@ -117,6 +117,10 @@ class JointBERT(BertStream):
             never=[token for token in special if token is not None],
         )
 
+    def write_reports(self, batch: Batch, *, decoding: Decoding = _GREEDY) -> Generated:
+        """Write a report for every image of a batch, as `generate`; its texts are not read."""
+        return self.generate(batch.image_BCHW, batch.has_image_B, decoding=decoding)
+
     def _check_decoding(self, decoding: Decoding) -> tuple[Tokenizer, int]:
         """Return the tokenizer and the maximum number of tokens. Raises ConfigError as `generate` does."""
         if self.config.attention not in CAUSAL_ATTENTIONS:

@@ -110,11 +110,10 @@ def test_other_views_are_flipped_with_their_text() -> None:
 
 
 def test_sources_that_cannot_be_read_by_study_are_refused() -> None:
-    class Shared(Images):
-        image_keys = [str(position) for position in range(len(IMAGES))]
-
+    shared = Images()
+    shared.image_keys = ["a"] * len(IMAGES)
     with raises(ConfigError, "conflict", "other_view"):
-        open_it(source=Shared())
+        open_it(source=shared)
     weighted = ConcatSource.__new__(ConcatSource)
     weighted.weights = (1.0, 2.0)
     with raises(ConfigError, "conflict", "other_view"):

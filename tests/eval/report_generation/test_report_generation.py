@@ -23,6 +23,7 @@ from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import GeneratedReport, ReportEval, evaluate_reports, generate_reports, read_results
 from medvl.eval.core.bootstrap import bootstrap_indices
 from medvl.eval.report_generation import generate
+from medvl.eval.report_generation.cider import Cider
 from medvl.eval.report_generation.clinical_f1 import positive_findings
 from medvl.eval.report_generation.consensus import mbr_select
 from medvl.eval.report_generation.evaluate import OTHER_IMAGES
@@ -118,12 +119,15 @@ def test_common_subsequence_equals_a_naive_search() -> None:
 
 
 def test_scores_of_one_report_match_their_formulas() -> None:
-    rouge, weighted, meteor = report_scores(words("no left effusion"), words("there is no effusion"))
+    texts = words("no left effusion"), words("there is no effusion")
+    rouge, weighted, meteor, *_ = report_scores(*texts, Cider([texts[1]]))
     assert rouge == pytest.approx(2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4))
     assert weighted == pytest.approx((1 + 1.44) * (2 / 3) * (2 / 4) / (2 / 4 + 1.44 * 2 / 3))
     assert meteor == pytest.approx(10 * (2 / 3) * (2 / 4) / (2 / 4 + 9 * 2 / 3) * (1 - 0.5 * (2 / 2) ** 3))
-    assert report_scores(["effusion"], ["effusions"])[2] == pytest.approx(0.5)  # a stem match, one chunk of one word
-    assert report_scores([], ["effusion"]) == (0.0, 0.0, 0.0)
+    assert report_scores(["effusion"], ["effusions"], Cider([["effusions"]]))[2] == pytest.approx(
+        0.5
+    )  # a stem match, one chunk of one word
+    assert report_scores([], ["effusion"], Cider([["effusion"]])) == (0.0,) * 5
 
 
 def test_clinical_f1_equals_scikit_learn(pairs: list[GeneratedReport]) -> None:

@@ -1,0 +1,63 @@
+"""Generated reports of any system, read from JSON lines."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from medvl.common.untrusted import parse_json
+from medvl.data.loading.sources import Source
+from medvl.data.transforms.text import choose_sections
+from medvl.errors import EvaluationError
+from medvl.eval.report_generation.evaluate import GeneratedReport
+
+
+def read_reports(path: Path, references: Mapping[str, tuple[str, str]] | None = None) -> list[GeneratedReport]:
+    """Read lines with `key`, `generated`, and without `references` also `reference`; optionally `patient` and `ended`.
+
+    predictions.jsonl of an evaluation is such a file. A reference must be the complete text, as it was before any model
+    truncated or tokenized it.
+
+    Args:
+        path: the file.
+        references: key -> (patient, reference), of every report that is evaluated; one without a line is empty.
+
+    Raises EvaluationError where a line is malformed, a key is repeated, or one is not in `references`.
+    """
+    if not path.is_file():
+        raise EvaluationError(f"{path} does not exist: give a file with one JSON object per line", "not_found")
+    found: dict[str, GeneratedReport] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line)
+            key, generated = str(row["key"]), row["generated"]
+            patient, reference = (
+                (str(row.get("patient", key)), row["reference"]) if references is None else references[key]
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            wanted = "key and generated" if references is not None else "key, generated and reference"
+            reason = "of a report that is not in the data" if isinstance(error, KeyError) and references else ""
+            message = f"{path}, line {number}: expected an object with {wanted} {reason}".rstrip()
+            raise EvaluationError(message, "malformed") from error
+        if not isinstance(generated, str) or not isinstance(reference, str):
+            raise EvaluationError(f"{path}, line {number}: texts must be strings", "wrong_type", field="generated")
+        if key in found:
+            raise EvaluationError(f"{path}, line {number}: {key} has a second report", "conflict", field="key")
+        ended = bool(row.get("ended", True))
+        found[key] = GeneratedReport(
+            key=key, patient=patient, reference=reference, generated=generated, ended=ended, labels=row.get("labels")
+        )
+    for key, (patient, reference) in (references or {}).items():
+        found.setdefault(key, GeneratedReport(key=key, patient=patient, reference=reference, generated=""))
+    return list(found.values())
+
+
+def references_of(source: Source, sections: tuple[str, ...]) -> dict[str, tuple[str, str]]:
+    """Return key -> (patient, complete reference) of the samples that have one."""
+    references = {}
+    for position in range(len(source)):
+        sample = source.sample(position)
+        text = " ".join(choose_sections(sample.sections, sections))
+        if text:
+            references[sample.key] = (sample.patient, text)
+    return references

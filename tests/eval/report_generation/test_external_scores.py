@@ -1,0 +1,170 @@
+"""Files of CheXbert, RadGraph and CXR-Report-Metric, and reports of other systems."""
+
+import csv
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.errors import raises
+
+from medvl.cli import main as cli
+from medvl.errors import EvaluationError
+from medvl.eval import GeneratedReport, evaluate_reports, read_results
+from medvl.eval.core.metric_rows import MetricGroup, measure
+from medvl.eval.report_generation.external_scores import (
+    annotate_radgraph,
+    chexbert_metrics,
+    radgraph_metrics,
+    read_radgraph,
+    report_metric_scores,
+)
+from medvl.eval.report_generation.read_reports import read_reports
+from medvl.schema import FINDINGS
+
+GENERATED = ["There is edema.", "No edema.", "Cardiomegaly."]
+REFERENCES = ["There is edema and cardiomegaly.", "Edema.", "Clear lungs."]
+TEXTS = list(zip(GENERATED, REFERENCES, strict=True))
+
+
+def write_chexbert(path: Path, texts: list[str], labels: list[dict[str, object]]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["Report Impression", *reversed(FINDINGS)])
+        writer.writeheader()
+        for text, row in zip(texts, labels, strict=True):
+            writer.writerow({"Report Impression": text, **{name: row.get(name, "") for name in FINDINGS}})
+    return path
+
+
+def values(groups: MetricGroup | list[MetricGroup]) -> dict[str, float]:
+    groups = groups if isinstance(groups, list) else [groups]
+    return {row.name: row.value for row in measure(groups, 3, resamples=0)}
+
+
+def test_chexbert_labels_give_clinical_f1(tmp_path: Path) -> None:
+    ours = write_chexbert(tmp_path / "g.csv", GENERATED, [{"Edema": "1.0"}, {"Edema": "0.0"}, {"Cardiomegaly": "-1.0"}])
+    theirs = write_chexbert(
+        tmp_path / "r.csv",
+        REFERENCES,
+        [{"Edema": "1.0", "Cardiomegaly": "1.0"}, {"Edema": "1.0"}, {"No Finding": "1.0"}],
+    )
+    found = values(chexbert_metrics(ours, theirs, TEXTS))
+    assert found["f1/Edema (CheXbert)"] == pytest.approx(2 / 3)
+    assert found["precision/micro of five (CheXbert)"] == 1
+    assert found["recall/micro of five (CheXbert)"] == pytest.approx(1 / 3)
+    uncertain = values(chexbert_metrics(ours, theirs, TEXTS, "positive"))
+    assert uncertain["precision/micro of five (CheXbert)"] == pytest.approx(1 / 2)
+    with raises(EvaluationError, "mismatch", "chexbert", names="row 1"):
+        chexbert_metrics(theirs, ours, TEXTS)
+    with raises(EvaluationError, "mismatch", "chexbert"):
+        chexbert_metrics(ours, theirs, TEXTS[:2])
+    (tmp_path / "bad.csv").write_text("Report Impression,Edema\nx,1\n")
+    with raises(EvaluationError, "missing", "chexbert"):
+        chexbert_metrics(tmp_path / "bad.csv", theirs, TEXTS)
+    with raises(EvaluationError, "not_found", "chexbert"):
+        chexbert_metrics(tmp_path / "none.csv", theirs, TEXTS)
+
+
+def annotation(*entities: tuple[str, str, list[list[str]]]) -> dict[str, Any]:
+    return {"text": "", "entities": {
+        str(number): {"tokens": tokens, "label": label, "start_ix": 0, "end_ix": 0, "relations": relations}
+        for number, (tokens, label, relations) in enumerate(entities, 1)
+    }}  # fmt: skip
+
+
+def test_radgraph_f1_at_three_levels(tmp_path: Path) -> None:
+    """As the reward levels of the package radgraph 0.1.18: one side has a relation that the other lacks."""
+    small = ("small", "OBS-DP", [["modify", "2"]])
+    ours = [
+        annotation(small, ("effusion", "OBS-DP", [["located_at", "3"]]), ("left", "ANAT-DP", [])),
+        annotation(),
+        annotation(),
+    ]
+    theirs = [
+        annotation(small, ("effusion", "OBS-DP", []), ("right", "ANAT-DP", [])),
+        annotation(),
+        annotation((*small[:2], [])),
+    ]
+    files = [tmp_path / "g.json", tmp_path / "r.json"]
+    for path, side in zip(files, (ours, theirs), strict=True):
+        path.write_text(json.dumps({str(number): report for number, report in enumerate(side)}))
+    found = values(radgraph_metrics(*(read_radgraph(path, 3) for path in files)))
+    assert found == pytest.approx({
+        "mean_radgraph_f1_simple/report": 2 / 3 / 3,  # small, effusion of three and three
+        "mean_radgraph_f1_partial/report": 1 / 3 / 3,  # small with a relation
+        "mean_radgraph_f1_complete/report": 1 / 3 / 3,  # small modifies effusion
+    })  # fmt: skip
+    with raises(EvaluationError, "mismatch", "radgraph"):
+        read_radgraph(files[0], 4)
+    for content in (
+        "[]",
+        "{",
+        '{"0": {}}',
+        '{"0": {"entities": {"1": {"tokens": "a", "label": "b", "relations": [["m", "9"]]}}}}',
+    ):
+        files[0].write_text(content)
+        with raises(EvaluationError, "malformed", "radgraph"):
+            read_radgraph(files[0], 1)
+
+
+def test_radgraph_is_optional() -> None:
+    if importlib.util.find_spec("radgraph") is None:
+        with raises(EvaluationError, "not_found", "radgraph"):
+            annotate_radgraph(["Edema."])
+
+
+def test_scores_by_report_are_averaged(tmp_path: Path) -> None:
+    path = tmp_path / "report_scores.csv"
+    path.write_text("study_id,report,bertscore,radgraph_combined\n0,a,0.5,0.2\n1,b,0.7,0.4\n2,c,0.6,0.3\n")
+    assert values(report_metric_scores(path, 3)) == pytest.approx(
+        {"mean_bertscore/report": 0.6, "mean_radgraph_combined/report": 0.3}
+    )
+    with raises(EvaluationError, "mismatch", "scores"):
+        report_metric_scores(path, 2)
+    path.write_text("study_id,bertscore\n0,x\n")
+    with raises(EvaluationError, "malformed", "bertscore"):
+        report_metric_scores(path, 1)
+    path.write_text("study_id\n0\n")
+    with raises(EvaluationError, "missing", "scores"):
+        report_metric_scores(path, 1)
+
+
+def test_the_command_scores_reports_of_another_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [{"key": str(row), "generated": ours, "reference": theirs} for row, (ours, theirs) in enumerate(TEXTS)]
+    path = tmp_path / "reports.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    labels: list[dict[str, object]] = [{"Edema": 1}, {}, {}]
+    files = [str(write_chexbert(tmp_path / f"{side}.csv", texts, labels))
+             for side, texts in (("g", GENERATED), ("r", REFERENCES))]  # fmt: skip
+    cli.main(["eval", "report-generation", "--predictions", str(path), "--out", str(tmp_path / "out"), "--resamples", "5",
+              "--chexbert", *files])  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "mean cider d" in printed
+    assert "CheXbert" in printed
+    results = read_results(tmp_path / "out")
+    assert results.row("f1", "Edema", "CheXbert").value == 1
+    assert set(results.inputs) == {"predictions", "chexbert_generated", "chexbert_references"}
+    again = read_reports(tmp_path / "out" / "predictions.jsonl")
+    assert [(report.generated, report.reference) for report in again] == TEXTS
+    plain = evaluate_reports([GeneratedReport(key=str(n), patient=str(n), generated=g, reference=r)
+                              for n, (g, r) in enumerate(TEXTS)], resamples=0)  # fmt: skip
+    assert plain.results.row("mean_cider_d", "report").value == results.row("mean_cider_d", "report").value
+
+
+def test_malformed_files_of_reports_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "reports.jsonl"
+    for line, code in (('{"key": "a"}', "malformed"), ('{"key": "a", "generated": 3, "reference": "x"}', "wrong_type")):
+        path.write_text(line)
+        with raises(EvaluationError, code):
+            read_reports(path)
+    path.write_text('{"key": "a", "generated": "x"}\n{"key": "a", "generated": "x"}\n')
+    references = {"a": ("p", "Edema."), "b": ("p", "Clear.")}
+    with raises(EvaluationError, "conflict", "key"):
+        read_reports(path, references)
+    path.write_text('{"key": "c", "generated": "x"}\n')
+    with raises(EvaluationError, "malformed"):
+        read_reports(path, references)
+    path.write_text('{"key": "a", "generated": "Edema"}\n')
+    reports = read_reports(path, references)
+    assert [(report.key, report.generated) for report in reports] == [("a", "Edema"), ("b", "")]
