@@ -68,6 +68,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "roco": shards.roco,
         "medicat": shards.medicat,
         "openi": shards.openi,
+        "r2gen-annotation": shards.r2gen_annotation,
         "padchest": shards.padchest,
         "vqa-rad": shards_vqa.vqa_rad,
         "slake": shards_vqa.slake,

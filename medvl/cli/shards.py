@@ -147,6 +147,22 @@ def openi(
     return convert_corpus(corpus, root, run, options, images=images, views=views, fractions=split_fractions(splits))
 
 
+def r2gen_annotation(
+    root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, images: Path | None = None
+) -> str:
+    """Convert R2Gen's preparation of IU X-ray (two views) or MIMIC-CXR, with its split.
+
+    Args:
+        root: folder with annotation.json.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        images: folder of the images; default images/ in root.
+    """
+    from medvl.data.corpora import r2gen_annotation as corpus
+
+    return convert_corpus(corpus, root, run, options, images=images)
+
+
 def table(
     table: Path,
     columns: Flat[TableColumns],

@@ -77,7 +77,10 @@ def _facts(result: ReportResult) -> list[tuple[str, str]]:
 def _overlap(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
     subgroups = dict.fromkeys(subgroup for metric, _, subgroup in rows if metric in _OVERLAP)
     lines: list[Sequence[Cell | str]] = [
-        [_name(subgroup), *(metric_cell(rows[metric, REPORT, subgroup], bar=True) for metric in _OVERLAP)]
+        [
+            _name(subgroup),
+            *(metric_cell(rows[metric, REPORT, subgroup], bar="cider" not in metric) for metric in _OVERLAP),
+        ]
         for subgroup in subgroups
     ]
     return Table(
