@@ -277,8 +277,7 @@ def open_loader(
         together: in training, up to this many samples of one image follow one another and share the augmented image.
         timeout: seconds without a batch after which a worker is considered hung.
         inputs: optional parts of the batches, `System.inputs`; None: no optional parts. With `regions`, pixels are not
-            decoded: `image` is not applied, and `Batch.image_BCHW` has no pixels. With `other_view`, a row is a study,
-            and the loader's `source` is a `StudySource`.
+            decoded: `image` is not applied, and `Batch.image_BCHW` has no pixels. With `other_view`, a row is a study.
         targets: makes training targets in the workers, for example `DenseTargets`.
         keep_imageless: keep samples without an image (`Batch.has_image_B`) instead of leaving them out and counting
             them as `no_image`. None: keep them in training only.
@@ -289,9 +288,7 @@ def open_loader(
         BudgetError, ShardError: while iterating, when too many samples, or all of a batch, are unreadable.
         LoaderError: while iterating, when a worker process died or hangs.
     """
-    if inputs is not None and inputs.other_view:
-        _check_views(source)
-        source = StudySource(source)
+    source = _by_study(source) if inputs is not None and inputs.other_view else source
     image_keys: Sequence[str] | None = getattr(source, "image_keys", None)
     rank, world = check_ranks(rank, world, train=train)
     _check_settings(len(source), batch, train, world, workers)
@@ -321,11 +318,12 @@ def _check_together(together: int, image_keys: Sequence[str] | None) -> None:
         raise ConfigError(reason, "out_of_range", field="together")
 
 
-def _check_views(source: Source) -> None:
+def _by_study(source: Source) -> StudySource:
     weights = getattr(source, "weights", None)
     if weights is not None or getattr(source, "image_keys", None) is not None:
         message = "other_view reads each study once: leave weights out, and take a source with one row for each image"
         raise ConfigError(message, "conflict", field="other_view")
+    return StudySource(source)
 
 
 def _check_inputs(inputs: Inputs, source: Source, image_keys: Sequence[str] | None) -> None:
