@@ -300,8 +300,7 @@ def open_loader(
     _check_inputs(inputs or Inputs(), source, shared)
     maker = ItemMaker(image, text, source.label_names, seed, inputs, targets)
     samples = SampleDataset(source, maker, color, shared, train if keep_imageless is None else keep_imageless)
-    budget = {"max_skipped": max_skipped, "timeout": timeout}
-    return Loader(source, sampler, samples, tokenizer, workers=workers, **budget)
+    return Loader(source, sampler, samples, tokenizer, workers=workers, max_skipped=max_skipped, timeout=timeout)
 
 
 def _train_sampler(source: Source, batch: int, seed: int, rank: int, world: int, together: int) -> TrainSampler:
