@@ -71,6 +71,8 @@ class System(nn.Module, abc.ABC):
     """Name for `create_model`; set by `medvl.models.registry.register_system`."""
     Config: ClassVar[type[SystemConfig]]
     """Frozen dataclass of settings."""
+    shared_encoders: ClassVar[tuple[str, ...]] = ()
+    """Encoders that a checkpoint of another system can initialise."""
     inputs: Inputs = Inputs()
     """Optional parts of a batch that `forward` needs; loaders of a training run make them."""
 
@@ -147,6 +149,8 @@ class TwoTowers(System):
         image_encoder, text_encoder: the same classes under the same names in every system, so that the towers of one
             system's checkpoint can initialise another system (`medvl.models.load_towers`).
     """
+
+    shared_encoders = ("image_encoder", "text_encoder")
 
     def __init__(
         self, config: Any, image_encoder: nn.Module, text_encoder: TextEncoder, **parts: Unpack[Parts]

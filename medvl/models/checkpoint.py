@@ -20,7 +20,7 @@ from medvl.data.tokenizer.tokenizer import load_tokenizer
 from medvl.encoders.base import Encoder
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.allocation import AllocationLimit
-from medvl.models.base import System, TwoTowers
+from medvl.models.base import System
 from medvl.models.fusion_encoders.layers.inputs import RegionEncoder
 from medvl.models.registry import system
 
@@ -33,8 +33,6 @@ _log = logging.getLogger(__name__)
 _FORMAT = 2
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar")
 _SHOWN = 4
-_TOWERS = ("image_encoder", "text_encoder")
-"""Submodules that all pretrained systems have."""
 
 
 def save(model: System, folder: Path, run: Mapping[str, Any] | None = None) -> None:
@@ -111,8 +109,8 @@ def load_weights(model: nn.Module, folder: Path | str) -> None:
     model.load_state_dict(tensors, strict=True)
 
 
-def load_towers(model: TwoTowers, folder: Path | str) -> None:
-    """Load the image encoder and the text encoder of a checkpoint of any system into a model, and nothing else.
+def load_towers(model: System, folder: Path | str) -> None:
+    """Load the model's `shared_encoders` from a checkpoint of any system, such as both encoders, and nothing else.
 
     Raises CheckpointError when the checkpoint is incomplete, or its encoders or vocabulary differ from the model's.
     """
@@ -120,16 +118,16 @@ def load_towers(model: TwoTowers, folder: Path | str) -> None:
     tensors = _read_weights(folder)
     towers = {
         name: {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
-        for name in _TOWERS
+        for name in model.shared_encoders
     }
     for name, tower in towers.items():
         _check_fit(model.get_submodule(name), tower, f"{name} of {folder / WEIGHTS}")
-    for name, tower in towers.items():  # both or none
+    for name, tower in towers.items():  # all or none
         model.get_submodule(name).load_state_dict(tower, strict=True)
         _record_training(model.get_submodule(name), folder)
 
 
-def warm_start(model: TwoTowers, folder: Path | str) -> None:
+def warm_start(model: System, folder: Path | str) -> None:
     """Load all weights of a checkpoint of the same system into a model, or the encoders of another system's.
 
     Raises CheckpointError as `load_weights` and `load_towers` do.
@@ -154,12 +152,16 @@ def described_model(folder: Path | str) -> Mapping[str, Any]:
     return described
 
 
-def _check_start(model: TwoTowers, folder: Path | str) -> Path:
-    """Return the folder of a complete checkpoint with the model's vocabulary. Raises CheckpointError otherwise."""
+def _check_start(model: System, folder: Path | str) -> Path:
+    """Return the folder of a complete checkpoint with the vocabulary of what the model takes from it.
+
+    Raises CheckpointError otherwise.
+    """
     folder = _check_folder(Path(folder))
     if (folder / MARKER).is_file():
         check_marker(folder, exclude=TRAIN_STATE)
-    mine = None if model.tokenizer is None else model.tokenizer.vocabulary
+    shares_words = "text_encoder" in model.shared_encoders or described_model(folder)["name"] == model.name
+    mine = model.tokenizer.vocabulary if model.tokenizer is not None and shares_words else None
     folder_has_one = (folder / TOKENIZER).is_dir()
     if mine is not None and folder_has_one and load_tokenizer(folder / TOKENIZER).vocabulary != mine:
         message = f"{folder} has another vocabulary: create the model with tokenizer={str(folder / TOKENIZER)!r}"

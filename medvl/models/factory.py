@@ -58,7 +58,9 @@ def create_model(
             raise ConfigError(f"give init_from or {own[0]}, not both", "conflict", field=own[0])
         config, continues = _continued(cls, config, Path(init_from))
     own_text = "text_weights" in own
-    folder = Path(init_from) / TOKENIZER if init_from is not None else Path(config.text_weights) if own_text else None
+    folder = Path(config.text_weights) if own_text else None
+    if init_from is not None and (continues or "text_encoder" in cls.shared_encoders):
+        folder = Path(init_from) / TOKENIZER
     if tokenizer is None and folder is not None and has_tokenizer(folder):
         tokenizer = folder
     if tokenizer is None and pretrained:
@@ -73,7 +75,6 @@ def create_model(
         return _from_own_weights(cls.build(config, pretrained=False, tokenizer=tokenizer), bool(pretrained))
     model = cls.build(config, pretrained=bool(pretrained) and not continues, tokenizer=tokenizer)
     if init_from is not None:
-        assert isinstance(model, TwoTowers)
         warm_start(model, init_from)
     return model
 
@@ -89,8 +90,8 @@ def _from_own_weights(model: System, pretrained: bool) -> System:
 
 def _continued(cls: type[System], config: Any, folder: Path) -> tuple[Any, bool]:
     """Return the config with the vocabulary size of a checkpoint of the same system, and whether it is of the same."""
-    if not issubclass(cls, TwoTowers):
-        message = f"init_from needs a system with an image and a text encoder, got {cls.name}; use its own function"
+    if not cls.shared_encoders:
+        message = f"init_from needs a system with an image or a text encoder, got {cls.name}; use its own function"
         raise ConfigError(message, "unsupported", field="init_from")
     described = described_model(folder)
     if described["name"] != cls.name:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medvl.models.base import TowersConfig
+from medvl.models.base import ImageConfig, TowersConfig
 from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.tasks.pretraining import DataConfig
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Recipe:
     """All settings of a run."""
 
-    model: TowersConfig
+    model: ImageConfig
     """Settings of the system; those of its own type are options of the command line."""
     pretrained: bool
     """Start from published weights: of both encoders, or of the complete model that `model` names."""
@@ -47,6 +47,8 @@ class Recipe:
 class ZeroShotRecipe(Recipe):
     """All settings of a run with a zero-shot evaluation."""
 
+    model: TowersConfig
+    """Settings of the system."""
     prompts: str | None = "chexpert_ensemble"
     """Prompt set of the zero-shot evaluation during training; None for a corpus without labels."""
 

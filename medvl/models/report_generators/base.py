@@ -28,6 +28,8 @@ class ReportGenerator(System):
     been cut, so its last token is no target. The unknown word is a target, and is never written.
     """
 
+    shared_encoders = ("image_encoder",)
+
     @abc.abstractmethod
     def image_tokens(self, image: Tensor, other: Tensor | None = None, has_other_B: Tensor | None = None) -> Tokens:
         """Encode images, and other views of them where `has_other_B` is True (None: everywhere)."""

@@ -125,5 +125,6 @@ def _valid_loaders(data: DataConfig, valid: Any, model: Any, options: dict[str, 
     if valid is None:
         return None, None
     options = {**options, "image": model.transform}
+    needed = Inputs(regions=model.inputs.regions, other_view=model.inputs.other_view)
     losses = open_valid(data, valid, inputs=model.inputs, keep_imageless=True, **options)
-    return losses, open_valid(data, valid, shared=False, inputs=Inputs(regions=model.inputs.regions), **options)
+    return losses, open_valid(data, valid, shared=False, inputs=needed, **options)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.errors import raises
-from helpers.fusion_samples import TEXTS, flags, make_batch, shaken
+from helpers.fusion_samples import TEXTS, flags, make_batch, shaken, tiny_model, tiny_tokenizer
 from torch import Tensor
 
 import medvl
@@ -273,6 +273,23 @@ def test_reports_are_learned_from_pixels(tokenizer: Tokenizer, tmp_path: Path) -
             assert texts == expected
             assert generated.ended_B.all()
     assert "small left effusion ." in texts[0]
+
+
+def test_the_image_encoder_starts_from_any_system(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """With the model's own words, whatever the vocabulary of the other system; all weights from its own kind."""
+    other = tiny_model("dual_stream", tiny_tokenizer(), image_arguments={"depth": 1})
+    save(other, tmp_path)
+    model = generator(tokenizer, init_from=tmp_path)
+    assert model.tokenizer is tokenizer
+    assert torch.equal(next(model.image_encoder.parameters()), next(other.image_encoder.parameters()))
+    with raises(ConfigError, "missing", "tokenizer"):
+        generator(None, init_from=tmp_path)
+    own = tmp_path / "own"
+    own.mkdir()
+    save(shaken(model), own)
+    again = generator(None, init_from=own)
+    assert torch.equal(again.word_head.weight, model.word_head.weight)
+    assert again.tokenizer is not None
 
 
 def test_rates_and_errors(tokenizer: Tokenizer) -> None:
