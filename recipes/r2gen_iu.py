@@ -23,7 +23,6 @@ import dataclasses
 from pathlib import Path
 
 from medvl.data import ConVIRTAugmentation, WholeText
-from medvl.eval import ReportEval
 from medvl.models import R2GenConfig
 from medvl.train import Cosine, DataConfig, OptimConfig, Recipe, Run, StepDecay, TrainConfig, launch, pretraining_run
 
@@ -113,6 +112,8 @@ PHANTOM = """bash scripts/quickstart.sh
 def prepare(recipe: Recipe) -> Run:
     """Create the model, the loaders and the evaluator of reports."""
     run = pretraining_run("r2gen_iu", MAKE_DATA, PHANTOM)(recipe)
+    from medvl.eval import ReportEval
+
     return run.with_evaluator(lambda images: ReportEval(images, sections=FINDINGS))
 
 
