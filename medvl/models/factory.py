@@ -58,9 +58,8 @@ def create_model(
             raise ConfigError(f"give init_from or {own[0]}, not both", "conflict", field=own[0])
         config, continues = _continued(cls, config, Path(init_from))
     own_text = "text_weights" in own
-    folder = Path(config.text_weights) if own_text else None
-    if init_from is not None and (continues or "text_encoder" in cls.shared_encoders):
-        folder = Path(init_from) / TOKENIZER
+    takes_words = continues or "text_encoder" in cls.shared_encoders
+    folder = _words_folder(config, init_from if takes_words else None)
     if tokenizer is None and folder is not None and has_tokenizer(folder):
         tokenizer = folder
     if tokenizer is None and pretrained:
@@ -77,6 +76,14 @@ def create_model(
     if init_from is not None:
         warm_start(model, init_from)
     return model
+
+
+def _words_folder(config: Any, init_from: Path | str | None) -> Path | None:
+    """Return the folder that may have the vocabulary of the weights that a model starts from."""
+    if init_from is not None:
+        return Path(init_from) / TOKENIZER
+    own = getattr(config, "text_weights", None)
+    return None if own is None else Path(own)
 
 
 def _from_own_weights(model: System, pretrained: bool) -> System:
