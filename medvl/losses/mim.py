@@ -9,6 +9,7 @@ B images, P patches, K kept patches; D, for patches, the numbers of one: patch *
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +61,32 @@ def mask_patches(
     kept_BK, taken_BM = order_BP[:, :kept].sort(dim=1).values, order_BP[:, kept:].sort(dim=1).values
     restore_BP = torch.cat([kept_BK, taken_BM], dim=1).argsort(dim=1)
     return PatchMask(kept_BK, restore_BP, restore_BP >= kept)
+
+
+def mask_blocks(
+    batch: int, grid: tuple[int, int], scales: Sequence[int], ratio: float, generator: torch.Generator
+) -> Tensor:
+    """(B, P) bool: mask square blocks of s x s cells, with one of the scales drawn for each image.
+
+    At each scale `round(ratio * blocks)` blocks are masked, but at least one, and not all if there are several.
+
+    Args:
+        batch: B.
+        grid: (h, w) of the cells, multiples of every scale; P = h * w.
+        scales: sides of the blocks in cells.
+        ratio: share of the blocks to mask.
+        generator: on the CPU.
+    """
+    choices = []
+    for scale in scales:
+        blocks = (grid[0] // scale, grid[1] // scale)
+        count = blocks[0] * blocks[1]
+        masked = min(max(round(ratio * count), 1), max(count - 1, 1))
+        rank_BQ = torch.rand(batch, count, generator=generator).argsort(dim=1).argsort(dim=1)
+        mask_Bhw = (rank_BQ < masked).unflatten(1, blocks)
+        choices.append(mask_Bhw.repeat_interleave(scale, dim=1).repeat_interleave(scale, dim=2).flatten(1))
+    drawn_B = torch.randint(len(choices), (batch,), generator=generator)
+    return torch.stack(choices)[drawn_B, torch.arange(batch)]
 
 
 def patchify(image_BCHW: Tensor, patch: int) -> Tensor:

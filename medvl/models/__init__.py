@@ -118,6 +118,7 @@ if TYPE_CHECKING:
     from medvl.models.fusion_encoders.m3ae import M3AE as M3AE, M3AEConfig as M3AEConfig
     from medvl.models.fusion_encoders.masked_matching import MaskedMatchingModel as MaskedMatchingModel
     from medvl.models.fusion_encoders.medvill import MedViLL as MedViLL, MedViLLConfig as MedViLLConfig
+    from medvl.models.fusion_encoders.mixed import MixedConfig as MixedConfig, MixedModel as MixedModel
     from medvl.models.fusion_encoders.mumc import MUMC as MUMC, MUMCConfig as MUMCConfig
     from medvl.models.fusion_encoders.objectives.alignment import WordPatchAlignment as WordPatchAlignment
     from medvl.models.fusion_encoders.objectives.base import (
@@ -136,6 +137,7 @@ if TYPE_CHECKING:
     )
     from medvl.models.fusion_encoders.objectives.words import MaskedLanguageModeling as MaskedLanguageModeling
     from medvl.models.fusion_encoders.pixelbert import PixelBERT as PixelBERT, PixelBERTConfig as PixelBERTConfig
+    from medvl.models.fusion_encoders.ptunifier import PTUnifier as PTUnifier, PTUnifierConfig as PTUnifierConfig
     from medvl.models.fusion_encoders.region_model import RegionConfig as RegionConfig, RegionModel as RegionModel
     from medvl.models.fusion_encoders.streams import (
         DualStreamConfig as DualStreamConfig,

@@ -14,7 +14,7 @@ from medvl.export.importers.registry import NOT_IMPORTED, find_importer, list_im
 
 SYSTEMS = {
     *("biomedclip", "biovil", "biovil_t", "chexzero", "convirt_lovt", "convirt_pytorch", "convirt_vilmedic", "gloria"),
-    *("lovt", "m3ae", "medclip", "medvill", "mgca", "r2gen", "r2gen_mimic"),
+    *("lovt", "m3ae", "medclip", "medvill", "mgca", "ptunifier", "r2gen", "r2gen_mimic"),
 }
 
 

@@ -76,6 +76,8 @@ TINY: dict[str, dict[str, Any]] = {
             "window": 3,
         },
     },
+    "ptunifier": {**_STREAM, "prompts": 12, "image_prompts": 5, "text_prompts": 4},
+    "mixed": {**_STREAM, "scales": (1, 2)},
     "medvill": {**_ENCODERS, "image_encoder": "resnet_tiny", "image_arguments": {}, "frozen_image_layers": 0},
     "pixelbert": _CELLS,
     "uniter": {**_CELLS, "task_mix": False},

@@ -35,22 +35,39 @@ class VisionOutput(NamedTuple):
 
 
 class PatchSelection(nn.Module):
-    """Module that keeps the patches of `keep_BK`, in place of a vision Transformer's patch dropout.
+    """Module that keeps or replaces patches, in place of a vision Transformer's patch dropout.
 
-    It runs between the position embeddings and the first block. `keep_BK` is set for one forward pass only; None keeps
-    all patches. It has no state.
+    It runs between the position embeddings and the first block. Its attributes are set for one forward pass only; it
+    has no state.
+
+    Attributes:
+        keep_BK: the patches to keep; None keeps all.
+        replace_BKD: vectors that replace the patches of one image, whose prefix they all get; None: keep them.
+        recorded: a list that gets the embedded patches of each forward pass (B, P, D), before they are dropped.
     """
 
     def __init__(self, prefix: int) -> None:
         super().__init__()
         self.prefix = prefix
         self.keep_BK: Tensor | None = None
+        self.replace_BKD: Tensor | None = None
+        self.recorded: list[Tensor] | None = None
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the tokens behind the prefix are no complete grid of patches."""
+        return self.keep_BK is not None or self.replace_BKD is not None
 
     def forward(self, tokens_BTD: Tensor) -> Tensor:
         """Map (B, N + P, D) to (B, N + K, D)."""
+        prefix_BND, patches_BPD = tokens_BTD[:, : self.prefix], tokens_BTD[:, self.prefix :]
+        if self.recorded is not None:
+            self.recorded.append(patches_BPD)
+        if self.replace_BKD is not None:
+            prefix_BND = prefix_BND.expand(len(self.replace_BKD), -1, -1)
+            return torch.cat([prefix_BND, self.replace_BKD.to(prefix_BND.dtype)], dim=1)
         if self.keep_BK is None:
             return tokens_BTD
-        prefix_BND, patches_BPD = tokens_BTD[:, : self.prefix], tokens_BTD[:, self.prefix :]
         index_BKD = self.keep_BK[:, :, None].expand(-1, -1, patches_BPD.shape[2])
         return torch.cat([prefix_BND, patches_BPD.gather(1, index_BKD)], dim=1)
 

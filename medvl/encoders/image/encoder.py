@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl.encoders.base import Encoder
-from medvl.encoders.image.adapter import Size, VisionBackbone
+from medvl.encoders.image.adapter import Size, VisionBackbone, VisionOutput
 from medvl.errors import ConfigError
 from medvl.schema import ImageFeatures
 
@@ -128,13 +128,16 @@ class ImageEncoder(Encoder):
             message = f"{self.name} expects images of {self.image_size} pixels, got {size}: {advice}"
             raise ConfigError(message, "mismatch", field="image_size")
         attention_BP = None
-        with self._keeping(keep_BK):
+        with self._selecting(keep_BK=keep_BK):
             if output_attention:
                 with self._adapter.record_attention(self.backbone) as recorded:
                     output = self._adapter.encode(self.backbone, prepared, self._level)
                 (attention_BP,) = recorded
             else:
                 output = self._adapter.encode(self.backbone, prepared, self._level)
+        return self._pooled(output, attention_BP)
+
+    def _pooled(self, output: VisionOutput, attention_BP: Tensor | None = None) -> ImageFeatures:
         pooled_BD = output.pooled_BD
         if self._pool == "avg":
             pooled_BD = output.patches_BPD.mean(dim=1)
@@ -166,6 +169,23 @@ class ImageEncoder(Encoder):
         """
         attend_B1T = None if mask_BT is None else mask_BT[:, None]
         return self._adapter.encode_tokens(self.backbone, hidden_BTD, attend_B1T)
+
+    def encode_patches(self, embedded_BKD: Tensor) -> ImageFeatures:
+        """Encode vectors in place of an image's embedded patches, behind its class token: learned prompts (PTUnifier).
+
+        `embedded_BKD` get no positions. Raises ConfigError ("unsupported") unless `can_drop_patches`.
+        """
+        blank_1CHW = embedded_BKD.new_zeros(1, self.in_channels, *self.image_size)  # only the class token is used
+        with self._selecting(replace_BKD=embedded_BKD):
+            return self._pooled(self._adapter.encode(self.backbone, blank_1CHW, self._level))
+
+    def record_patches(self) -> contextlib.AbstractContextManager[list[Tensor]]:
+        """Return a context whose list gets the embedded patches, with positions, of each forward pass, (B, P, D).
+
+        Raises ConfigError ("unsupported") unless `can_drop_patches`.
+        """
+        recorded: list[Tensor] = []
+        return self._selecting(recorded=recorded)
 
     def normalize(self, image_BCHW: Tensor) -> Tensor:
         """Return float pixels with `in_channels` channels, normalised as `forward` does it.
@@ -231,19 +251,22 @@ class ImageEncoder(Encoder):
         return self._measure((height, width))[2]
 
     @contextlib.contextmanager
-    def _keeping(self, keep_BK: Tensor | None) -> Iterator[None]:
-        """Encode only these patches within the context; None: all."""
-        if keep_BK is None:
+    def _selecting(self, **attributes: Any) -> Iterator[Any]:
+        """Set attributes of the `PatchSelection` within the context, which yields the last; None changes nothing."""
+        if all(value is None for value in attributes.values()):
             yield
             return
         if self._adapter.keep is None:
-            raise ConfigError(f"{self.name} cannot drop patches: use a ViT", "unsupported", field="keep_BK")
+            name = next(iter(attributes))
+            raise ConfigError(f"{self.name} cannot drop patches: use a ViT", "unsupported", field=name)
         selection: Any = self.backbone.get_submodule(self._adapter.keep)
-        selection.keep_BK = keep_BK
+        for name, value in attributes.items():
+            setattr(selection, name, value)
         try:
-            yield
+            yield value
         finally:
-            selection.keep_BK = None
+            for name in attributes:
+                setattr(selection, name, None)
 
     def _measure(self, size: Size) -> tuple[int, int, Size]:
         """Return both widths and the grid for an image size, from a forward pass on the meta device."""

@@ -46,8 +46,8 @@ class ClipTransformerAdapter(VisionAdapter):
         pooled_BD, patches_BPD = net(image_BCHW)
         if net.final_ln_after_pool:
             patches_BPD = net.ln_post(patches_BPD)
-        kept = None if self.keep is None else getattr(net, self.keep).keep_BK
-        return VisionOutput(pooled_BD, None, patches_BPD, net.grid_size if kept is None else None)
+        is_partial = self.keep is not None and getattr(net, self.keep).is_partial
+        return VisionOutput(pooled_BD, None, patches_BPD, None if is_partial else net.grid_size)
 
     def layers(self, net: Any) -> list[list[str]]:
         """Return the parameters of the embeddings, the blocks, and the final norm with the projection."""

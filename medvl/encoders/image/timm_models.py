@@ -48,13 +48,13 @@ class TimmAdapter(VisionAdapter):
             map_BDHW = features.permute(0, 3, 1, 2) if is_channels_last else features
             return VisionOutput(_vector(net.forward_head(features, pre_logits=True)), None, *flatten_map(map_BDHW))
         grid = self._grid(net, image_BCHW)
-        kept = None if self.keep is None else getattr(net, self.keep).keep_BK
-        if kept is None and (grid is None or self.prefix + grid[0] * grid[1] != features.shape[1]):
+        is_partial = self.keep is not None and getattr(net, self.keep).is_partial
+        if not is_partial and (grid is None or self.prefix + grid[0] * grid[1] != features.shape[1]):
             self.by_stage = True
             return self._encode_stage(net, image_BCHW, level)
         pooled_BD = net.forward_head(features, pre_logits=True)
         prefix_BND = features[:, : self.prefix] if self.prefix else None
-        return VisionOutput(pooled_BD, prefix_BND, features[:, self.prefix :], grid if kept is None else None)
+        return VisionOutput(pooled_BD, prefix_BND, features[:, self.prefix :], None if is_partial else grid)
 
     def embed(self, net: Any, image_BCHW: Tensor) -> Tensor:
         """See the base class."""

@@ -53,17 +53,6 @@ IMPORTERS = (
         table=_METER_TOWERS,
     ),
     Importer(
-        name="ptunifier",
-        title="PTUnifier (Chen et al. 2023): CLIP ViT-B/16 without its last block, RoBERTa",
-        source="zhjohnchan/PTUnifier @ eee60eb",
-        image={},
-        text={"name": "roberta"},
-        table=(
-            *_METER_TOWERS,
-            drop("pseudo_*_token_pool", "prompts for a missing modality, which medvl does not have"),
-        ),
-    ),
-    Importer(
         name="medklip",
         title="MedKLIP (Wu et al. 2023): the first three stages of a ResNet-50",
         source="MedKLIP's train_MedKLIP.py",

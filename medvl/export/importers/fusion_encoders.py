@@ -8,6 +8,7 @@ from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import KeyRule, Shapes, drop, keep, same
 from medvl.models.fusion_encoders.m3ae import M3AEConfig
 from medvl.models.fusion_encoders.medvill import MedViLLConfig
+from medvl.models.fusion_encoders.ptunifier import PTUnifierConfig
 
 _CLIP_LEFTOVER = "a remainder of CLIP's text encoder, never used"
 
@@ -65,50 +66,63 @@ def _encoders(shapes: Shapes, text_preset: str) -> dict[str, Any]:
     return {**fields, "image_arguments": image, "text_arguments": text}
 
 
-def _m3ae(shapes: Shapes) -> M3AEConfig:
-    layers = count(shapes, "fusion.text_layers.")
+def _streams(shapes: Shapes) -> dict[str, Any]:
     intermediate, width = shapes["fusion.text_layers.0.feed_forward.inner.weight"]
+    return {
+        **_encoders(shapes, "roberta"),
+        "width": width,
+        "layers": count(shapes, "fusion.text_layers."),
+        "heads": attention_heads(width),
+        "intermediate": intermediate,
+    }
+
+
+def _m3ae(shapes: Shapes) -> M3AEConfig:
     decoder = shapes["mim_head.embed.weight"][0]
     return M3AEConfig(
-        **_encoders(shapes, "roberta"),
-        width=width,
-        layers=layers,
-        heads=attention_heads(width),
-        intermediate=intermediate,
+        **_streams(shapes),
         decoder_width=decoder,
         decoder_layers=count(shapes, "mim_head.blocks."),
         decoder_heads=attention_heads(decoder),
-        mim_layer=min(M3AEConfig.mim_layer, layers),
+        mim_layer=min(M3AEConfig.mim_layer, count(shapes, "fusion.text_layers.")),
     )
+
+
+def _ptunifier(shapes: Shapes) -> PTUnifierConfig:
+    size = shapes["image_prompts.prompts_RD"][0]
+    selected = {name: min(getattr(PTUnifierConfig, name), size) for name in ("image_prompts", "text_prompts")}
+    return PTUnifierConfig(**_streams(shapes), prompts=size, **selected)
 
 
 def _medvill(shapes: Shapes) -> MedViLLConfig:
     return MedViLLConfig(**_encoders(shapes, "bert"))
 
 
+_METER = (
+    *clip_image("vision_encoder.visual."),
+    drop("vision_encoder.positional_embedding", _CLIP_LEFTOVER),
+    drop("vision_encoder.token_embedding.weight", _CLIP_LEFTOVER),
+    drop("vision_encoder.ln_final.*", _CLIP_LEFTOVER),
+    *bert("language_encoder."),
+    keep("multi_modal_language_proj.*", "text_input.*"),
+    keep("multi_modal_vision_proj.*", "image_input.project.*"),
+    keep("modality_type_embeddings.weight", "fusion.modality.weight"),
+    *_co_attention("multi_modal_language_layers", "fusion.text_layers"),
+    *_co_attention("multi_modal_vision_layers", "fusion.image_layers"),
+    keep("multi_modal_language_pooler.dense.*", "fusion.text_pooler.dense.*"),
+    keep("multi_modal_vision_pooler.dense.*", "fusion.image_pooler.dense.*"),
+    *(keep(f"mlm_head.{source}", f"mlm_head.{target}") for source, target in WORD_HEAD.items()),
+    keep("mlm_head.decoder.weight", "mlm_head.words.weight"),
+    keep("itm_head.fc.*", "itm_head.*"),
+    *(drop(f"{head}_head.**", "a downstream head") for head in ("vqa", "cls", "irtr", "mlc", "clm")),
+)
+"""Both encoders, two streams and the heads for words and matching, as in METER's code."""
+
 _M3AE = Importer(
     name="m3ae",
     title="M3AE (Chen et al. 2022): CLIP ViT-B/16 without its last block, RoBERTa, six layers of co-attention",
     source="zhjohnchan/M3AE @ 14da377",
-    table=(
-        *clip_image("vision_encoder.visual."),
-        drop("vision_encoder.positional_embedding", _CLIP_LEFTOVER),
-        drop("vision_encoder.token_embedding.weight", _CLIP_LEFTOVER),
-        drop("vision_encoder.ln_final.*", _CLIP_LEFTOVER),
-        *bert("language_encoder."),
-        keep("multi_modal_language_proj.*", "text_input.*"),
-        keep("multi_modal_vision_proj.*", "image_input.project.*"),
-        keep("modality_type_embeddings.weight", "fusion.modality.weight"),
-        *_co_attention("multi_modal_language_layers", "fusion.text_layers"),
-        *_co_attention("multi_modal_vision_layers", "fusion.image_layers"),
-        keep("multi_modal_language_pooler.dense.*", "fusion.text_pooler.dense.*"),
-        keep("multi_modal_vision_pooler.dense.*", "fusion.image_pooler.dense.*"),
-        *(keep(f"mlm_head.{source}", f"mlm_head.{target}") for source, target in WORD_HEAD.items()),
-        keep("mlm_head.decoder.weight", "mlm_head.words.weight"),
-        *_pixel_decoder(),
-        keep("itm_head.fc.*", "itm_head.*"),
-        *(drop(f"{head}_head.**", "a downstream head") for head in ("vqa", "cls", "irtr")),
-    ),
+    table=(*_METER, *_pixel_decoder()),
     system=_m3ae,
 )
 _MEDVILL = Importer(
@@ -132,4 +146,22 @@ _MEDVILL = Importer(
     "contain the attention mask of its training: the config has the paper's best one, bar.",
 )
 
-IMPORTERS = (_M3AE, _MEDVILL)
+_PTUNIFIER = Importer(
+    name="ptunifier",
+    title="PTUnifier (Chen et al. 2023): M3AE's encoders and fusion-encoder, with pools of prompts",
+    source="zhjohnchan/PTUnifier @ eee60eb",
+    table=(
+        *_METER,
+        keep("pseudo_vision_token_pool", "image_prompts.prompts_RD"),
+        keep("pseudo_language_token_pool", "text_prompts.prompts_RD"),
+        *(
+            keep(f"itc_head.{source}_{part}.*", f"itc_head.{target}.{number}.*")
+            for source, target in (("vision", "image"), ("language", "text"))
+            for number, part in enumerate(("ln", "proj"))
+        ),
+    ),
+    system=_ptunifier,
+    note="The released code trains neither the pools nor the contrastive head, which are then random in its files.",
+)
+
+IMPORTERS = (_M3AE, _MEDVILL, _PTUNIFIER)

@@ -76,18 +76,24 @@ class MaskedMatchingModel(FusionModel):
         """See the base class."""
         return self.encode_apart(batch, corruption)
 
-    def encode_apart(self, batch: Batch, corruption: Corruption) -> Encoded:
-        """Fuse masked texts with their images and whole texts with sampled ones, in one pass of twice the rows."""
+    def encode_apart(
+        self, batch: Batch, corruption: Corruption, image: Tokens | None = None, own_image: Tokens | None = None
+    ) -> Encoded:
+        """Fuse masked texts with their images and whole texts with sampled ones, in one pass of twice the rows.
+
+        `image` are the images if they are encoded already, `own_image` those for masked texts if they differ.
+        """
         words, pairs = corruption.of(self.mlm), corruption.of(self.itm)
-        image = self.image_tokens(self.image_input_of(batch), batch.has_image_B)
+        image = image or self.image_tokens(self.image_input_of(batch), batch.has_image_B)
         masked, text = self.masked_and_unmasked(batch, words)
-        own, sampled = self.fuse_all((masked, image), (text.rows(pairs.text_N), image.rows(pairs.image_N)))
+        own, sampled = self.fuse_all((masked, own_image or image), (text.rows(pairs.text_N), image.rows(pairs.image_N)))
         return Encoded(
             batch=batch,
             image=image,
             text=text,
             word_states_ND=self.word_states(own, words.position_N, batch.ids_BT.shape[1]),
             pooled_MD=sampled.pooled_BD,
+            own=own,
             pairs=sampled,
             matched_M=pairs.matched_N,
         )

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.schema import Batch
 
-SYSTEMS = ("m3ae", "medvill", "single_stream", "dual_stream", "vilt", "arl")
-CASES = ("complete", "without text", "without images", "without sides")
+SYSTEMS = ("m3ae", "medvill", "mixed", "single_stream", "dual_stream", "vilt", "arl")
+CASES = ("complete", "without text", "without images", "without sides", "without pairs")
 """Samples of rank 1; rank 0 always has complete pairs."""
 
 
@@ -37,6 +37,9 @@ def batch_of(rank: int, case: str) -> Batch:
         return with_mirrors(make_batch(tokenizer, size=4, texts=TEXTS[1:3] if rank else TEXTS[:2]), tokenizer)
     if rank == 0 or case == "complete":
         return make_batch(tokenizer, size=4 + 2 * rank)
+    if case == "without pairs":
+        alone = flags(1, 1, 1, 0, 0, 1)
+        return make_batch(tokenizer, has_image_B=alone, has_text_B=~alone)
     nothing = flags(*[0] * 6)
     return make_batch(tokenizer, **{"has_text_B" if case == "without text" else "has_image_B": nothing})
 

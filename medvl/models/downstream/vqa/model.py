@@ -14,6 +14,7 @@ from medvl.models.downstream.vqa.heads import AnswerPredictions, create_head
 from medvl.models.fusion_encoders.base import FusionModel
 from medvl.models.fusion_encoders.config import StreamConfig
 from medvl.models.fusion_encoders.layers.encoder import Pooler
+from medvl.models.fusion_encoders.layers.prompts import PromptPool
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
@@ -37,6 +38,8 @@ class VQA(FusionTask):
         for module in fusion_model.modules():
             if isinstance(module, Pooler):  # frozen in a MedViLL that was trained for reports
                 module.requires_grad_(self.answer_head.reads_pooled)
+            if isinstance(module, PromptPool):  # as published
+                module.requires_grad_(False)
         for module in fusion_model.unread_by_pooled():
             module.requires_grad_(not self.answer_head.reads_pooled)
 

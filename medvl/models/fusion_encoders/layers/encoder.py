@@ -64,6 +64,12 @@ class Tokens(NamedTuple):
         """Concatenate two batches of samples, padded to the longer one."""
         return stack([self, other])
 
+    def replaced(self, index_M: Tensor, other: "Tokens") -> "Tokens":
+        """Return the same samples with those of `other` in place of some."""
+        row_B = torch.arange(len(self.states_BND), device=index_M.device)
+        place_M = len(row_B) + torch.arange(len(index_M), device=index_M.device)
+        return self.beside(other).rows(row_B.index_copy(0, index_M, place_M))
+
     def part(self, places: slice) -> "Tokens":
         """Select tokens of all samples."""
         return Tokens(self.states_BND[:, places], None if self.mask_BN is None else self.mask_BN[:, places])

@@ -1,12 +1,13 @@
-"""Pretraining head of fusion-encoders for the pixels of removed patches.
+"""Pretraining heads of fusion-encoders: pixels of removed patches, a space that images and texts share.
 
-Letters: B batch, N positions, P patches, K kept patches, D width, C values of a patch's pixels.
+Letters: B batch, E shared embedding dim, N positions, P patches, K kept patches, D width, C values of a patch's pixels.
 """
 
 import dataclasses
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl.encoders import ImageEncoder
@@ -114,3 +115,28 @@ def sinusoids(grid: tuple[int, int], width: int) -> Tensor:
         halves += [angle_PQ.sin(), angle_PQ.cos()]
     patches_PD = torch.cat(halves, dim=1)
     return torch.cat([torch.zeros_like(patches_PD[:1]), patches_PD]).float()
+
+
+class ContrastHead(nn.Module):
+    """Projections of images and texts to a shared space (PTUnifier): LayerNorm and a linear layer without a bias."""
+
+    def __init__(self, pooled_dim: int, width: int) -> None:
+        super().__init__()
+        self.image, self.text = (
+            nn.Sequential(nn.LayerNorm(pooled_dim), nn.Linear(pooled_dim, width, bias=False)) for _ in range(2)
+        )
+        init_weights(self)
+
+    def forward(self, image_BD: Tensor, text_BD: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, E) twice, L2-normalised float32."""
+        return F.normalize(self.image(image_BD).float(), dim=-1), F.normalize(self.text(text_BD).float(), dim=-1)
+
+
+class BlockHead(nn.Module):
+    """Linear heads for the pixels of masked blocks, one for each scale, and the token of a masked cell."""
+
+    def __init__(self, width: int, values: int, scales: int) -> None:
+        super().__init__()
+        self.mask_token = nn.Parameter(torch.empty(width).normal_(std=INIT_STD))
+        self.scales = nn.ModuleList(nn.Linear(width, values) for _ in range(scales))
+        init_weights(self)

@@ -50,6 +50,8 @@ class Encoded:
     """Fused states of the masked texts at the masked positions."""
     pooled_MD: Tensor
     """Pooled vectors of the sampled pairs; of all rows in systems that sample none."""
+    own: Fused | None = None
+    """The masked texts fused with their own images; None in systems that match masked texts."""
     pairs: Fused | None = None
     """The sampled pairs, fused, for objectives that read their words and patches; None in systems that match masked
     texts."""
@@ -60,17 +62,23 @@ class Encoded:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ContrastiveEncoded(Encoded):
+class AlignedEncoded(Encoded):
+    """The shared states of a system with contrastive embeddings."""
+
+    image_KE: Tensor
+    text_KE: Tensor
+    """L2-normalised float32 embeddings of the complete samples, unmasked."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ContrastiveEncoded(AlignedEncoded):
     """The shared states of a system with contrastive embeddings and a moving-average teacher."""
 
     row_K: Tensor
     """int64: the complete samples."""
-    image_KE: Tensor
-    text_KE: Tensor
-    """L2-normalised float32 embeddings of the complete samples, unmasked."""
     image_GE: Tensor
     text_GE: Tensor
-    """Those of all ranks."""
+    """Embeddings of the complete samples of all ranks."""
     keys: Keys
     """The teacher's embeddings of all ranks and of its queue, with which those are compared."""
     teacher_words_NV: Tensor
