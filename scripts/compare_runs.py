@@ -18,6 +18,7 @@ from medvl.data import ConVIRTAugmentation, ShardSource, encode_png, label_fract
 from medvl.errors import ConfigError, EvaluationError
 from medvl.eval import Results, write_results
 from medvl.models import TowersConfig, save
+from medvl.train import Recipe
 
 ROOT = Path(__file__).parents[1]
 Evaluation = Callable[[Path, "Sizes"], Results]
@@ -326,9 +327,10 @@ def presets_of(kind: type[TowersConfig]) -> dict[str, Preset]:
     found: dict[str, Preset] = {}
     for path in sorted((ROOT / "recipes").glob("*.py")):
         for preset, settings in runpy.run_path(str(path))["PRESETS"].items():
-            model = getattr(settings, "model", None)
-            if preset.split("-")[0] != "tiny" or not isinstance(model, kind):
+            pretrains = isinstance(settings, Recipe) and isinstance(settings.model, kind)
+            if preset.split("-")[0] != "tiny" or not pretrains:
                 continue
+            model = settings.model
             name = model.system if model.system not in found else f"{model.system}-{preset.removeprefix('tiny-')}"
             found[name] = Preset(recipe=path, preset=preset, config=type(model))
     return found
