@@ -1,6 +1,8 @@
 """`scripts/compare_dual.py`: which systems it finds, one run from data to table, runs that fail."""
 
+import argparse
 import dataclasses
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -171,6 +173,24 @@ def test_fusion_encoders_are_listed_with_the_convirt_that_makes_shortlists(
     assert {"m3ae", "medvill"} <= named
     assert {name.split("-")[0] for name in named} <= known
     assert not named & set(fusion.LEFT_OUT)
+
+
+def test_comparison_on_real_data_starts_all_systems_alike(script: Any, tmp_path: Path) -> None:
+    real, runs = load_script("compare_real_dual"), sys.modules["compare_runs"]
+    options = argparse.Namespace(starts=["imagenet"], systems=real.SYSTEMS, seeds=[0])
+    sizes = runs.Sizes(data=tmp_path, patients=0, side=0, steps=3, batch=4, workers=0, resamples=0)
+    for run in real.planned(options, tmp_path):
+        settings = runs.settings_of(run, sizes, runpy.run_path(str(run.recipe))["PRESETS"][run.preset])
+        image = {**settings.model.image_arguments, **vars(settings.model)}
+        assert image["image_encoder"] == "timm:mobilenetv2_035"
+        assert (image.get("mean", image.get("pixel_mean")), image.get("std", image.get("pixel_std"))) == (0.5, 0.5)
+        assert settings.model.image_weights.startswith(str(tmp_path))
+        assert run.tasks == ("labels", "retrieval")
+    row = {"image": "i.jpg", "case_id": "c", "caption": "A mass.", "split": "val", "location_category": "Head"}
+    (tmp_path / "medpix").mkdir()
+    (tmp_path / "medpix/captions.jsonl").write_text(json.dumps({**row, "modality_type": "CT"}) + "\n")
+    (found,) = real.medpix(tmp_path)
+    assert (found["image"], found["split"], found["Head"], found["MR"]) == ("medpix/i.jpg", "validate", 1, 0)
 
 
 def test_all_tables_have_their_place_in_the_document() -> None:
