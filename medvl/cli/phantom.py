@@ -124,6 +124,13 @@ COMMANDS: dict[str, Callable[..., str]] = {
     "siim": _command(
         "siim", "the SIIM-ACR pneumothorax challenge: images with masks", _shards("siim"), size=1024, seed=41
     ),
+    "qata": _command(
+        "qata",
+        "QaTa-COV19 in LViT's layout: images, masks, and texts that name their places",
+        _shards("qata"),
+        size=224,
+        seed=46,
+    ),
     "vindr-cxr": _command(
         "vindr_cxr",
         "VinDr-CXR: DICOM files with labels and boxes of three readers",

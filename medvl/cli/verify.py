@@ -68,7 +68,9 @@ def _compare_counts(manifests: "Mapping[str, Manifest]", full: bool) -> None:
         chestxdet10,
         chexpert,
         covidx,
+        lvit_layout,
         medicat,
+        melinda,
         mimic_cxr,
         nih_cxr14,
         object_cxr,
@@ -87,9 +89,9 @@ def _compare_counts(manifests: "Mapping[str, Manifest]", full: bool) -> None:
 
     modules = (
         mimic_cxr, chexpert, medicat, openi, vqa_rad, slake, vqa_med, path_vqa, rsna, siim, nih_cxr14, covidx,
-        vindr_cxr, padchest, chestxdet10, object_cxr,
+        vindr_cxr, padchest, chestxdet10, object_cxr, melinda,
     )  # fmt: skip
-    corpora = {**{module.NAME: module.COUNTS for module in modules}, **roco.COUNTS}
+    corpora = {**{module.NAME: module.COUNTS for module in modules}, **roco.COUNTS, **lvit_layout.COUNTS}
     expected = corpora.get(next(iter(manifests.values())).corpus)
     if expected is None:
         return

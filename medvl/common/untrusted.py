@@ -1,4 +1,4 @@
-"""Reading of files that others have made: regular files inside the folders that the user named, and bounded JSON."""
+"""Reading of files that others have made: regular files inside the folders that the user named, bounded JSON, XML."""
 
 import contextlib
 import dataclasses
@@ -10,8 +10,9 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Self
+from xml.etree import ElementTree
 
-from medvl.errors import ConfigError, MedvlError
+from medvl.errors import ConfigError, CorpusError, MedvlError
 
 MAX_JSON_DEPTH = 64
 """Largest nesting of JSON; the deepest file that medvl reads has seven levels."""
@@ -90,6 +91,20 @@ def parse_json(data: str | bytes, object_pairs_hook: Callable[[list[tuple[str, A
     if _SURROGATE.search(text):
         json.dumps(value, ensure_ascii=False).encode()  # a UnicodeEncodeError is a ValueError
     return value
+
+
+class _PlainTreeBuilder(ElementTree.TreeBuilder):
+    def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
+        raise CorpusError("a document type is not allowed", "unsupported")
+
+
+def parse_xml(data: bytes) -> ElementTree.Element:
+    """Parse XML without a document type, and therefore without entities.
+
+    Raises ElementTree.ParseError when it is not well-formed, CorpusError for a document type.
+    """
+    root: ElementTree.Element = ElementTree.fromstring(data, ElementTree.XMLParser(target=_PlainTreeBuilder()))
+    return root
 
 
 def _check_depth(value: Any) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from medvl.phantom.layouts.object_cxr import write_object_cxr as write_object_cxr
     from medvl.phantom.layouts.openi import write_openi as write_openi
     from medvl.phantom.layouts.padchest import write_padchest as write_padchest
+    from medvl.phantom.layouts.qata import write_qata as write_qata
     from medvl.phantom.layouts.roco import write_roco as write_roco
     from medvl.phantom.layouts.rsna import write_rsna as write_rsna
     from medvl.phantom.layouts.siim import write_siim as write_siim

@@ -1,14 +1,15 @@
 """Conversion of records: read report and image, encode both as the members of a shard."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from medvl.common.untrusted import InputFolders
-from medvl.data.annotations.boxes import add_size
+from medvl.data.annotations.boxes import add_size, region_fields
+from medvl.data.annotations.mask_rle import encode_runs
 from medvl.data.convert.note import ShardNote
 from medvl.data.convert.options import ShardOptions
 from medvl.data.corpora.common.tables import Record, read_record
@@ -67,7 +68,7 @@ def _convert(record: Record, options: ShardOptions, folders: InputFolders, note:
         )
         _check_shape(pixels, sample.image)
         sample = sample if header is None else _fill_in(sample, header)
-        sample = _with_size(sample, pixels)
+        sample = _with_masks(_with_size(sample, pixels), pixels, record.masks, folders)
         image = _encode(pixels, options)
     except (DicomError, ImageError) as error:
         note.skipped.append((key, error.code, str(error)))
@@ -99,6 +100,22 @@ def _with_size(sample: Sample, pixels: np.ndarray) -> Sample:
         return dataclasses.replace(sample, extra=add_size(sample.extra, pixels.shape))
     except ImageError as error:
         raise error.prefixed(f"{sample.image}: ") from None
+
+
+def _with_masks(sample: Sample, pixels: np.ndarray, masks: Mapping[str, Path], folders: InputFolders) -> Sample:
+    """Return the sample with the masks of its files: pixels above half of a file's maximum; empty ones are left out."""
+    if not masks:
+        return sample
+    entries: list[dict[str, str]] = []
+    for label, path in masks.items():
+        plane_HW, _ = read_pixels(path, folders=folders)
+        if plane_HW.shape[:2] != pixels.shape[:2]:
+            message = f"{path}: expected a mask of {pixels.shape[0]} x {pixels.shape[1]} pixels as its image"
+            raise ImageError(f"{message}, got {plane_HW.shape[0]} x {plane_HW.shape[1]}", "mismatch", field="masks")
+        if plane_HW.any():
+            entries.append({"label": label, "runs": encode_runs(plane_HW > plane_HW.max() // 2)})
+    fields = region_fields((pixels.shape[1], pixels.shape[0]), {"masks": entries})
+    return dataclasses.replace(sample, extra={**sample.extra, **fields})
 
 
 def _fill_in(sample: Sample, header: DicomHeader) -> Sample:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from xml.etree import ElementTree
 
-from medvl.common.untrusted import ANYWHERE, InputFolders, read_limited
+from medvl.common.untrusted import ANYWHERE, InputFolders, parse_xml, read_limited
 from medvl.errors import CorpusError
 
 MAX_XML_BYTES = 1 << 20
@@ -78,19 +78,11 @@ def read_openi_xml(source: Path | str | bytes) -> OpeniReport:
     return _parse(_read_bounded(path, ANYWHERE), str(path))
 
 
-class _PlainTreeBuilder(ElementTree.TreeBuilder):
-    """Tree builder that rejects document types, and thereby entities."""
-
-    def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
-        raise CorpusError("a document type is not allowed", "unsupported")
-
-
 def _parse(data: bytes, where: str) -> OpeniReport:
     if len(data) > MAX_XML_BYTES:
         raise CorpusError(f"{where} has more than {MAX_XML_BYTES} bytes: not a report", "too_large")
     try:
-        root = ElementTree.fromstring(data, ElementTree.XMLParser(target=_PlainTreeBuilder()))
-        return _report(root)
+        return _report(parse_xml(data))
     except ElementTree.ParseError as error:
         message = f"{where}, line {error.position[0]}: not well-formed XML: download it again"
         raise CorpusError(message, "malformed") from None

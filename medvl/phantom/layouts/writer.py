@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from medvl.common.interrupts import interrupts_blocked
 from medvl.errors import ConfigError, CorpusError
+from medvl.phantom.layouts.workbook import workbook_bytes
 from medvl.phantom.population.world import MAX_PATIENTS, Patient, Study, View, World
 from medvl.phantom.rendering.ground_truth import boxes
 from medvl.phantom.seeds import generator
@@ -204,6 +205,8 @@ class _Task:
 
 
 def _table_bytes(name: str, header: Sequence[str] | None, rows: Iterable[Sequence[object]]) -> bytes:
+    if name.endswith(".xlsx") and header is not None:
+        return workbook_bytes(header, rows)
     text = io.StringIO()
     if name.endswith(".json"):
         text.write("[\n" + ",\n".join(str(line) for (line,) in rows) + "\n]\n")

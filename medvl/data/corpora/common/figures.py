@@ -80,8 +80,9 @@ def apply_split_rule(plan: Plan, rule: SplitRule, order: Sequence[str]) -> Plan:
     misplaced = Counter(owner[r.sample.patient] for r in plan.records if owner[r.sample.patient] != r.sample.split)
     if shared and rule == "official":
         message = (
-            f"{plan.corpus}: {len(shared)} articles have figures in several published splits. --splits repaired leaves "
-            f"out {misplaced.total()} of {len(plan.records)} figures; --splits by-article makes new splits"
+            f"{plan.corpus}: {len(shared)} articles or patients have images in several published splits. "
+            f"--splits repaired leaves out {misplaced.total()} of {len(plan.records)} images; "
+            "--splits by-article makes new splits"
         )
         raise SplitError(message, "leak", field="splits")
     excluded = plan.excluded + Counter({f"article_in_{split}": count for split, count in misplaced.items()})

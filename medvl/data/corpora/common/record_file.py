@@ -84,10 +84,11 @@ def _to_json(record: Record) -> bytes:
     values = {name: value for name in _FIELDS if (value := getattr(record.sample, name)) not in (None, {})}
     image, report = record.sample.image, record.report
     paths = [None if path is None else str(path) for path in (image, report)]
-    return json.dumps([values, *paths], separators=(",", ":")).encode()
+    masks = {label: str(path) for label, path in record.masks.items()}
+    return json.dumps([values, *paths, masks], separators=(",", ":")).encode()
 
 
 def _from_json(data: bytes) -> Record:
-    values, image, report = json.loads(data)
+    values, image, report, masks = json.loads(data)
     sample = Sample(**values, image=None if image is None else Path(image))
-    return Record(sample, None if report is None else Path(report))
+    return Record(sample, None if report is None else Path(report), {label: Path(masks[label]) for label in masks})

@@ -36,6 +36,8 @@ class Record:
     sample: Sample
     report: Path | None = None
     """Report file that the sample's sections are read from; None where the sample has them already."""
+    masks: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    """Label -> file of its mask, an image of the size of the sample's; read into `Sample.extra` by the conversion."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,173 @@
+"""QaTa-COV19, MosMedData+ and MoNuSeg with LViT's texts: images, masks and descriptions.
+
+Layouts, counts and access: `data_cards/qata.md`, `data_cards/mosmed.md`, `data_cards/monuseg.md`.
+"""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal, get_args
+
+from medvl.common.untrusted import InputFolders
+from medvl.data.corpora.common.figures import SplitRule, apply_split_rule
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.spreadsheet import read_sheet
+from medvl.data.corpora.common.tables import Plan, Record, check_choice, malformed
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.errors import CorpusError
+from medvl.schema import Sample
+
+COUNTS: Mapping[str, Mapping[str, int]] = {
+    "qata": {"train": 5_716, "validate": 1_429, "test": 2_113},
+    "mosmed": {"train": 2_183, "validate": 273, "test": 273},
+    "monuseg": {"train": 24, "validate": 6, "test": 14},
+}
+"""Corpus name -> images of each split, which `medvl verify --full` compares with."""
+LABELS: Mapping[str, str] = {"qata": "Infection", "mosmed": "Infection", "monuseg": "Nucleus"}
+SPLITS = ("train", "validate", "test")
+
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
+_FOLDERS = {"train": "Train_Folder", "validate": "Val_Folder", "test": "Test_Folder"}
+_SETS = {"train": "Train Set", "test": "Test Set"}
+_SUBJECT = re.compile(r"sub-[A-Za-z0-9]+|study_\d+|TCGA-\w{2}-\w{4}|P\d{3,}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Folder:
+    """A folder of images and masks, and the tables of its texts."""
+
+    images: Path
+    masks: Path
+    tables: tuple[Path, ...]
+    lists: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    """Split -> table of its images, for a folder that holds two splits."""
+    split: str = "train"
+
+
+def plan(
+    root: Path,
+    deid: Deidentifier,
+    *,
+    name: str,
+    patients: Literal["image", "file"] = "image",
+    splits: SplitRule = "official",
+    follow_links: bool = False,
+) -> Plan:
+    """Plan the samples of one of the three corpora; no image is opened.
+
+    Args:
+        root: folder with `Train_Folder`, `Val_Folder` and `Test_Folder` (LViT's layout), or with `Train Set`,
+            `Test Set`, `Train_ID.xlsx` and `Val_ID.xlsx`.
+        deid: hashes the images and patients.
+        name: qata, mosmed or monuseg.
+        patients: "image" takes every image as a patient, as the published splits do; "file" takes the patient or study
+            in the file name, where it has one (`sub-...`, `study_...`, `TCGA-...`).
+        splits: rule for patients in several published splits; see `apply_split_rule`.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+
+    Raises CorpusError when a folder or table is missing or does not match the data card; SplitError when `splits` is
+    "official" and a patient is in two splits; ConfigError when an option is unknown.
+    """
+    root = Path(root)
+    check_choice(name, tuple(COUNTS), "name")
+    check_choice(patients, get_args(Literal["image", "file"]), "patients")
+    allowed = InputFolders.of(root, follow_links=follow_links)
+    records, excluded, warnings = Records(), Counter[str](), Counter[str]()
+    for folder in _folders(root):
+        for split, image, mask, text in _images(folder, allowed, warnings):
+            if mask is None:
+                excluded["no_mask"] += 1
+                continue
+            warnings["no_text"] += not text
+            subject = _SUBJECT.search(image.stem) if patients == "file" else None
+            patient = deid.patient(f"{name} {subject[0] if subject else image.stem}")
+            sample = Sample(
+                key=deid.image(f"{name} {split} {image.name}"),
+                corpus=name,
+                split=split,
+                patient=patient,
+                study=deid.study(patient, image.stem),
+                image=image,
+                sections={"description": text} if text else {},
+            )
+            records.append(Record(sample, masks={LABELS[name]: mask}))
+    result = Plan(name, records, (), excluded, warnings, allowed)
+    return apply_split_rule(result, splits, SPLITS)
+
+
+def _folders(root: Path) -> list[_Folder]:
+    """Return the folders of images of whichever layout is there."""
+    if (root / _FOLDERS["train"]).is_dir():
+        parts = {split: root / name for split, name in _FOLDERS.items() if (root / name).is_dir()}
+        return [
+            _Folder(part / "img", part / "labelcol", _tables(split, part, root, parts["train"]), split=split)
+            for split, part in parts.items()
+        ]
+    if (root / _SETS["train"]).is_dir():
+        folders = []
+        for split, name in _SETS.items():
+            part = root / name
+            places = (part, part / "Text", root)
+            lists = {} if split == "test" else {each: _id_table(each, places) for each in ("train", "validate")}
+            tables = _tables(split, *places) + (_tables("validate", *places) if lists else ())
+            folders.append(_Folder(part / "Images", part / "Ground-truths", tables, lists, split))
+        return folders
+    names = ", ".join([*_FOLDERS.values(), *_SETS.values()])
+    raise CorpusError(f"{root} contains none of {names}: is it the root of the release? See the card.", "not_found")
+
+
+def _tables(split: str, *places: Path) -> tuple[Path, ...]:
+    """Return the tables of a split's texts: `Train_text.xlsx`, `Train_Val_text.xlsx`, `Test_text_for_...`."""
+    words = {"train": ("train",), "validate": ("val", "train_val"), "test": ("test",)}[split]
+    found: dict[Path, None] = {}
+    for place in places:
+        for path in sorted(place.iterdir()) if place.is_dir() else ():
+            low = path.name.lower()
+            if path.suffix.lower() in (".xlsx", ".csv") and "text" in low and low.startswith(words):
+                found[path] = None
+    return tuple(found)
+
+
+def _id_table(split: str, places: tuple[Path, ...]) -> Path:
+    name = {"train": "Train_ID", "validate": "Val_ID"}[split]
+    for place in places:
+        for suffix in (".xlsx", ".csv"):
+            if (place / f"{name}{suffix}").is_file():
+                return place / f"{name}{suffix}"
+    raise CorpusError(f"{places[-1]} has no {name}.xlsx, which names the images of a split; see the card", "not_found")
+
+
+def _images(
+    folder: _Folder, allowed: InputFolders, warnings: Counter[str]
+) -> Iterator[tuple[str, Path, Path | None, str]]:
+    """Yield split, image, mask and text of each image of a folder, in the order of the names."""
+    texts: dict[str, str] = {}
+    for table in folder.tables:
+        for row in read_sheet(table, ("Image", "Description"), allowed):
+            text = " ".join(row["Description"].split())
+            repeated = texts.setdefault(_stem(row["Image"]), text)
+            warnings["second_text_ignored"] += repeated != text
+    split_of = {
+        _stem(row["Image"]): split
+        for split, table in folder.lists.items()
+        for row in read_sheet(table, ("Image",), allowed)
+    }
+    for path in (folder.images, folder.masks):
+        if not path.is_dir():
+            raise CorpusError(f"{path} does not exist: see the data card", "not_found")
+    masks = {_stem(path.name): path for path in sorted(folder.masks.iterdir()) if path.suffix.lower() in _SUFFIXES}
+    for image in sorted(folder.images.iterdir()):
+        stem = _stem(image.name)
+        if image.suffix.lower() not in _SUFFIXES:
+            continue
+        if split_of and stem not in split_of:
+            raise malformed(folder.images, f"{image.name} is in none of the tables of splits", "Image")
+        yield split_of.get(stem, folder.split), image, masks.get(stem), texts.get(stem, "")
+
+
+def _stem(file: str) -> str:
+    """Return a file name without folder, suffix and the `mask_` of masks."""
+    name = file.strip().replace("\\", "/").rpartition("/")[2]
+    return (name.rpartition(".")[0] or name).removeprefix("mask_")

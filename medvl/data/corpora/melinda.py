@@ -1,0 +1,91 @@
+"""MELINDA (2021): figures of articles with captions and experiment methods. Data card: `data_cards/melinda.md`."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal, get_args
+
+from medvl.common.untrusted import InputFolders
+from medvl.data.corpora.common.figures import SplitRule, apply_split_rule, figure_sections
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record, check_choice, find_file, malformed, read_table
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.schema import Sample
+
+NAME = "melinda"
+COUNTS: Mapping[str, int] = {"images": 5_371}
+"""Figures with captions of all splits, which `medvl verify --full` compares with."""
+Level = Literal["i_meth", "p_meth", "i_meth_label", "p_meth_label"]
+"""Method of detecting the interaction or the participant, in fine (85 and 45) or coarse classes (15 and 7)."""
+SPLITS = ("train", "dev", "test")
+
+_FILE = re.compile(r"[^/\\]{1,200}\.(?:png|jpe?g)", re.IGNORECASE)
+_ARTICLE = re.compile(r"PMC\d+|(?<!\d)\d{7,8}(?!\d)")
+_IDS = ("pmcid", "pmc", "pmid", "ID", "id")
+
+
+def plan(
+    root: Path,
+    deid: Deidentifier,
+    *,
+    level: Level = "i_meth_label",
+    splits: SplitRule = "official",
+    follow_links: bool = False,
+) -> Plan:
+    """Plan the samples of MELINDA from its tables; no image is opened.
+
+    Args:
+        root: folder with `train.csv`, `dev.csv`, `test.csv` and `melinda_images/`.
+        deid: hashes articles and figures.
+        level: column whose classes are the labels, each 1 or 0; all four are in `Sample.extra`.
+        splits: rule for articles with figures in several published splits; see `apply_split_rule`.
+        follow_links: also read files that links outside of the folders lead to, as in trees of git-annex.
+
+    Raises CorpusError when a table is missing or does not match the data card; SplitError when `splits` is "official"
+    and an article is in two splits; ConfigError when an option is unknown.
+    """
+    root = Path(root)
+    check_choice(level, get_args(Level), "level")
+    allowed = InputFolders.of(root, follow_links=follow_links)
+    find_file(root, "train.csv")
+    classes = tuple(sorted({row[level].strip() for _, row in _rows(root, allowed)}))
+    records, warnings = Records(), Counter[str]()
+    for split, row in _rows(root, allowed):
+        figure = row["figure_file"].strip()
+        patient = deid.patient(_article(row, figure))
+        sample = Sample(
+            key=deid.image(f"{split} {figure} {row['caption']}"),
+            corpus=NAME,
+            split=split,
+            patient=patient,
+            study=deid.study(patient, figure),
+            image=root / "melinda_images" / figure,
+            sections=figure_sections(row["caption"], None, warnings),
+            labels={name: int(name == row[level].strip()) for name in classes},
+            extra={name: row[name].strip() for name in get_args(Level)},
+        )
+        records.append(Record(sample))
+    return apply_split_rule(Plan(NAME, records, classes, Counter(), warnings, allowed), splits, SPLITS)
+
+
+def _rows(root: Path, allowed: InputFolders) -> Iterator[tuple[str, dict[str, str]]]:
+    for split in SPLITS:
+        table = root / f"{split}.csv"
+        if not table.is_file():
+            continue
+        for row in read_table(table, ("figure_file", "caption", *get_args(Level)), allowed):
+            if not _FILE.fullmatch(row["figure_file"].strip()):
+                raise malformed(table, "expected the name of a PNG or JPEG file", "figure_file")
+            if not all(row[level].strip() for level in get_args(Level)):
+                raise malformed(table, "expected a class in each of the four columns of methods", "i_meth")
+            yield split, row
+
+
+def _article(row: Mapping[str, str], figure: str) -> str:
+    """Return the article of a figure from an id column or the file name; the file where neither names one."""
+    for value in (*(row[name] for name in _IDS if name in row), figure):
+        match = _ARTICLE.search(value)
+        if match is not None:
+            return match[0]
+    return figure
