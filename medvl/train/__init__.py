@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from medvl.train.config import (
         Constant as Constant,
         Cosine as Cosine,
+        CosineRestarts as CosineRestarts,
         Linear as Linear,
         OptimConfig as OptimConfig,
         Plateau as Plateau,

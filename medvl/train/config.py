@@ -102,7 +102,18 @@ class StepDecay:
         _at_least(self, 0, "warmup_steps")
 
 
-Schedule = Constant | Linear | Cosine | Plateau | StepDecay
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CosineRestarts(_Falling):
+    """Cosine decay from `lr` to `min_lr` every `epochs` epochs, as torch's CosineAnnealingWarmRestarts."""
+
+    epochs: int = 10
+
+    def __post_init__(self) -> None:
+        _Falling.__post_init__(self)
+        _at_least(self, 1, "epochs")
+
+
+Schedule = Constant | Linear | Cosine | CosineRestarts | Plateau | StepDecay
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from medvl.train.config import Constant, Cosine, Linear, OptimConfig, Plateau, StepDecay
+from medvl.train.config import Constant, Cosine, CosineRestarts, Linear, OptimConfig, Plateau, StepDecay
 
 
 class LearningRate:
@@ -17,7 +17,7 @@ class LearningRate:
         optim: `lr` and `schedule`.
         total_steps: updates of the run.
         mode: whether a smaller or a larger metric is better in `observe`.
-        steps_per_epoch: updates of an epoch, for `StepDecay`.
+        steps_per_epoch: updates of an epoch, for `StepDecay` and `CosineRestarts`.
     """
 
     def __init__(
@@ -43,6 +43,8 @@ class LearningRate:
             return self._after_warmup(0.0) * (step + 1) / warmup
         if isinstance(self._schedule, StepDecay):
             return self._lr * self._schedule.factor ** (step // self._steps_per_epoch // self._schedule.epochs)
+        if isinstance(self._schedule, CosineRestarts):
+            return self._after_warmup(step // self._steps_per_epoch % self._schedule.epochs / self._schedule.epochs)
         return self._after_warmup((step - warmup) / max(self.total_steps - warmup, 1))
 
     def observe(self, value: float) -> bool:
@@ -77,7 +79,7 @@ class LearningRate:
                 return lr
             case Linear(min_lr=low):
                 return low + (lr - low) * (1 - progress)
-            case Cosine(min_lr=low):
+            case Cosine(min_lr=low) | CosineRestarts(min_lr=low):
                 return low + (lr - low) * (1 + math.cos(math.pi * progress)) / 2
             case Plateau(factor=factor, min_lr=low):
                 return max(lr * factor**self.plateaus, low)

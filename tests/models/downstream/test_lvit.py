@@ -1,6 +1,7 @@
 """LViT: its network against the released one's arithmetic, its sizes, its text, and its unlabelled images."""
 
 import dataclasses
+import runpy
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -402,3 +403,32 @@ def test_unlabelled_images_are_those_outside_of_the_fraction(shards: Path) -> No
     assert next(iter(opened.valid)).unlabelled_B is None
     with raises(ConfigError, "conflict", "unlabelled"):
         dataclasses.replace(data, fraction=1.0)
+
+
+def test_recipe_trains_and_starts_from_a_u_net(shards: Path, tmp_path: Path) -> None:
+    names = runpy.run_path(str(Path(__file__).parents[3] / "recipes" / "lvit_qata.py"))
+    tiny = names["PRESETS"]["tiny"]
+    TOKENIZER.save(tmp_path / "vocab")
+    data = dataclasses.replace(
+        tiny.data, train=shards / "train", valid=shards / "validate", workers=0, valid_batch=8, fraction=0.5,
+        image=LViTAugmentation(size=SIZE), unlabelled=True,
+    )  # fmt: skip
+    settings = dataclasses.replace(
+        tiny,
+        model=dataclasses.replace(tiny.model, labels=("Half",), image_size=SIZE, text_arguments=TINY["text_arguments"]),
+        tokenizer=tmp_path / "vocab",
+        data=data,
+        train=dataclasses.replace(
+            tiny.train, run_dir=tmp_path / "unet", epochs=1, global_batch=8, tensorboard=False, num_threads=1
+        ),
+    )
+    unet = dataclasses.replace(settings, model=dataclasses.replace(settings.model, network="unet"))
+    first = names["prepare"](unet)
+    best = first.train().best
+    assert best is not None
+    second = names["prepare"](dataclasses.replace(settings, init_from=best))
+    model = second.model
+    assert model.config.unlabelled == 8
+    assert torch.equal(model.network.enter[0].weight, load(best).network.enter[0].weight)
+    losses = [model.train()(batch).total.item() for batch in second.data.train]
+    assert np.isfinite(losses).all()

@@ -15,7 +15,7 @@ from medvl.data import EvalTransform
 from medvl.errors import ConfigError, TrainingError
 from medvl.models import System
 from medvl.schema import Batch, Losses
-from medvl.train import Constant, Cosine, Linear, OptimConfig, Plateau, StepDecay, seeded
+from medvl.train import Constant, Cosine, CosineRestarts, Linear, OptimConfig, Plateau, StepDecay, seeded
 from medvl.train.optim.optimizer import build_optimizer, parameter_groups, set_lr
 from medvl.train.optim.schedule import LearningRate
 from medvl.train.parallel.batches import BatchStream
@@ -215,6 +215,17 @@ def test_schedules_equal_their_closed_forms() -> None:
     cosine = [0.1 + 0.3 * (1 + math.cos(math.pi * step / 10)) / 2 for step in range(10)]
     assert rates(Cosine(min_lr=0.1), 10) == pytest.approx(cosine)
     assert rates(Cosine(warmup_steps=4), 3) == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_cosine_restarts_are_those_of_torch() -> None:
+    rate = LearningRate(OptimConfig(lr=0.4, schedule=CosineRestarts(epochs=3, min_lr=0.1)), 50, steps_per_epoch=2)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.4)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=3, eta_min=0.1)
+    for epoch in range(8):
+        assert rate.at(2 * epoch) == rate.at(2 * epoch + 1) == pytest.approx(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert not rate.depends_on_length
 
 
 def test_step_decay_equals_torch_by_epochs() -> None:

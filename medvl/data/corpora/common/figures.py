@@ -81,7 +81,7 @@ def apply_split_rule(plan: Plan, rule: SplitRule, order: Sequence[str]) -> Plan:
     if shared and rule == "official":
         message = (
             f"{plan.corpus}: {len(shared)} articles or patients have images in several published splits. "
-            f"--splits repaired leaves out {misplaced.total()} of {len(plan.records)} images; "
+            f"--splits repaired leaves out {misplaced.total()} of {len(plan.records)} figures; "
             "--splits by-article makes new splits"
         )
         raise SplitError(message, "leak", field="splits")

@@ -47,11 +47,9 @@ def read_sheet(path: Path, required: Iterable[str], folders: InputFolders) -> It
 
 
 def _parse(book: zipfile.ZipFile, name: str) -> ElementTree.Element:
-    with book.open(name) as member:
-        data = member.read(MAX_SHEET_BYTES + 1)
-    if len(data) > MAX_SHEET_BYTES:
+    if book.getinfo(name).file_size > MAX_SHEET_BYTES:  # zipfile reads no more than the size that it states
         raise CorpusError(f"{name} has more than {MAX_SHEET_BYTES} bytes; save it as CSV", "too_large")
-    return parse_xml(data)
+    return parse_xml(book.read(name))
 
 
 def _rows(sheet: ElementTree.Element, strings: list[str]) -> list[dict[str, str]]:
