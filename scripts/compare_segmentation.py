@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 import medvl
-from medvl.data import OtherTexts, ShardSource
+from medvl.data import OtherTexts, ShardSource, WholeText, no_text, open_loader
 from medvl.eval import mask_segmentation
-from medvl.eval.core.open import open_for_evaluation
 
 NETWORKS: Mapping[str, Mapping[str, Any]] = {
     "LViT": {},
@@ -62,7 +61,8 @@ def evaluate(checkpoint: Path, data: Path) -> Any:
     model: Any = medvl.load(checkpoint)
 
     def read(source: Any) -> Any:
-        return open_for_evaluation(source, model.transform, model.tokenizer, batch=32, workers=0)
+        tokenizer = model.tokenizer or no_text
+        return open_loader(source, batch=32, image=model.transform, text=WholeText(), tokenizer=tokenizer, train=False)
 
     test = ShardSource(data / "test")
     others = {name: read(OtherTexts(test, texts)) for name, texts in TEXTS.items() if model.tokenizer is not None}
