@@ -2,13 +2,23 @@
 
 from typing import Any
 
-from medvl.export.importers.backbones import TEXT, WORD_HEAD, bert, clip_image, sequential_resnet
+from medvl.export.importers.backbones import (
+    TEXT,
+    WORD_HEAD,
+    bert,
+    clip_image,
+    sequential_resnet,
+    vision_transformer,
+)
 from medvl.export.importers.encoders_from_shapes import attention_heads, count, image_arguments, text_arguments
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import KeyRule, Shapes, drop, keep, same
+from medvl.models.fusion_encoders.lxmert import LXMERTConfig
 from medvl.models.fusion_encoders.m3ae import M3AEConfig
 from medvl.models.fusion_encoders.medvill import MedViLLConfig
 from medvl.models.fusion_encoders.ptunifier import PTUnifierConfig
+from medvl.models.fusion_encoders.vilt import ViLTConfig
+from medvl.models.fusion_encoders.visualbert import VisualBERTConfig
 
 _CLIP_LEFTOVER = "a remainder of CLIP's text encoder, never used"
 
@@ -164,4 +174,132 @@ _PTUNIFIER = Importer(
     note="The released code trains neither the pools nor the contrastive head, which are then random in its files.",
 )
 
-IMPORTERS = (_M3AE, _MEDVILL, _PTUNIFIER)
+
+def _joint_text(shapes: Shapes) -> dict[str, Any]:
+    text = text_arguments(shapes, {"name": "bert"})
+    return {"text_encoder": text.pop("name"), "vocab_size": text.pop("vocab_size", None), "text_arguments": text}
+
+
+def _visualbert(shapes: Shapes) -> VisualBERTConfig:
+    return VisualBERTConfig(image_encoder=f"regions:{shapes['image_input.weight'][1]}", **_joint_text(shapes))
+
+
+def _lxmert(shapes: Shapes) -> LXMERTConfig:
+    width, features = shapes["image_input.project.weight"]
+    return LXMERTConfig(
+        image_encoder=f"regions:{features}+4",
+        region_classes=shapes["object_head.weight"][0],
+        image_layers=count(shapes, "image_layers."),
+        layers=count(shapes, "cross_layers."),
+        heads=attention_heads(width),
+        intermediate=shapes["cross_layers.0.text_feed_forward.inner.weight"][0],
+        **_joint_text(shapes),
+    )
+
+
+def _vilt(shapes: Shapes) -> ViLTConfig:
+    image = image_arguments(shapes, {})
+    embeddings = f"{TEXT}embeddings."
+    words, width = shapes[f"{embeddings}word_embeddings.weight"]
+    positions = shapes[f"{embeddings}position_embeddings.weight"][0]
+    return ViLTConfig(
+        image_encoder=image.pop("name"),
+        image_size=image.pop("image_size"),
+        image_arguments=image,
+        vocab_size=words,
+        text_arguments={"num_hidden_layers": 0, "hidden_size": width, "max_position_embeddings": positions},
+        max_tokens=positions,
+    )
+
+
+_PREDICTIONS = (
+    *(keep(f"cls.predictions.{source}", f"mlm_head.{target}") for source, target in WORD_HEAD.items()),
+    same("cls.predictions.decoder.bias", "cls.predictions.bias"),
+)
+_VISUALBERT = Importer(
+    name="visualbert",
+    title="VisualBERT (Li et al. 2019): BERT over words and regions",
+    source="transformers' VisualBertForPreTraining",
+    table=(
+        drop("visual_bert.embeddings.position_ids", "a counter that older transformers stored"),
+        keep("visual_bert.embeddings.visual_token_type_embeddings.*", "image_types.*"),
+        keep("visual_bert.embeddings.visual_position_embeddings.*", "image_positions.*"),
+        keep("visual_bert.embeddings.visual_projection.*", "image_input.*"),
+        keep("visual_bert.embeddings.**", f"{TEXT}embeddings.**"),
+        keep("visual_bert.encoder.layer.**", f"{TEXT}encoder.layer.**"),
+        keep("visual_bert.pooler.dense.*", "pooler.dense.*"),
+        *_PREDICTIONS,
+        same("cls.predictions.decoder.weight", "visual_bert.embeddings.word_embeddings.weight"),
+        keep("cls.seq_relationship.*", "itm_head.*", change="reverse"),
+    ),
+    system=_visualbert,
+)
+_CROSS = {"lang": "text", "visn": "image"}
+_LXMERT = Importer(
+    name="lxmert",
+    title="LXMERT (Tan and Bansal 2019): layers over words, over regions, and across both",
+    source="transformers' LxmertForPreTraining",
+    table=(
+        drop("lxmert.embeddings.position_ids", "a counter that older transformers stored"),
+        keep("lxmert.embeddings.**", f"{TEXT}embeddings.**"),
+        keep("lxmert.encoder.layer.**", f"{TEXT}encoder.layer.**"),
+        keep("lxmert.encoder.visn_fc.visn_fc.*", "image_input.project.*"),
+        keep("lxmert.encoder.visn_fc.visn_layer_norm.*", "image_input.norm.*"),
+        keep("lxmert.encoder.visn_fc.box_fc.*", "image_input.project_boxes.*"),
+        keep("lxmert.encoder.visn_fc.box_layer_norm.*", "image_input.norm_boxes.*"),
+        *_bert_attention("lxmert.encoder.r_layers.*.attention", "image_layers.*.attention"),
+        keep("lxmert.encoder.r_layers.*.intermediate.dense.*", "image_layers.*.feed_forward.inner.*"),
+        keep("lxmert.encoder.r_layers.*.output.dense.*", "image_layers.*.feed_forward.outer.*"),
+        keep("lxmert.encoder.r_layers.*.output.LayerNorm.*", "image_layers.*.feed_forward.norm.*"),
+        *(
+            keep(f"lxmert.encoder.x_layers.*.visual_attention.{source}.*", f"cross_layers.*.cross_attention.{target}.*")
+            for source, target in {
+                **{f"att.{name}": name for name in ("query", "key", "value")},
+                "output.dense": "out",
+                "output.LayerNorm": "norm",
+            }.items()
+        ),
+        *(
+            rule
+            for old, new in _CROSS.items()
+            for rule in (
+                *_bert_attention(f"lxmert.encoder.x_layers.*.{old}_self_att", f"cross_layers.*.{new}_attention"),
+                keep(f"lxmert.encoder.x_layers.*.{old}_inter.dense.*", f"cross_layers.*.{new}_feed_forward.inner.*"),
+                keep(f"lxmert.encoder.x_layers.*.{old}_output.dense.*", f"cross_layers.*.{new}_feed_forward.outer.*"),
+                keep(
+                    f"lxmert.encoder.x_layers.*.{old}_output.LayerNorm.*", f"cross_layers.*.{new}_feed_forward.norm.*"
+                ),
+            )
+        ),
+        keep("lxmert.pooler.dense.*", "pooler.dense.*"),
+        *_PREDICTIONS,
+        same("cls.predictions.decoder.weight", "lxmert.embeddings.word_embeddings.weight"),
+        keep("cls.seq_relationship.*", "itm_head.*"),
+        keep("obj_predict_head.transform.dense.*", "region_head.0.*"),
+        keep("obj_predict_head.transform.LayerNorm.*", "region_head.2.*"),
+        keep("obj_predict_head.decoder_dict.obj.*", "object_head.*"),
+        keep("obj_predict_head.decoder_dict.feat.*", "feature_head.*"),
+        drop("obj_predict_head.decoder_dict.attr.*", "attributes of objects, which medvl's detectors do not have"),
+        drop("answer_head.**", "a downstream head"),
+    ),
+    system=_lxmert,
+)
+_VILT = Importer(
+    name="vilt",
+    title="ViLT (Kim et al. 2021): a ViT-B/32 over words and patches",
+    source="dandelin/ViLT, vilt/modules/vilt_module.py",
+    table=(
+        *vision_transformer("transformer."),
+        drop("text_embeddings.position_ids", "a counter that older transformers stored"),
+        keep("text_embeddings.**", f"{TEXT}embeddings.**"),
+        keep("token_type_embeddings.weight", "modality.weight"),
+        keep("pooler.dense.*", "pooler.dense.*"),
+        *(keep(f"mlm_score.{source}", f"mlm_head.{target}") for source, target in WORD_HEAD.items()),
+        keep("mlm_score.decoder.weight", "mlm_head.words.weight"),
+        keep("itm_score.fc.*", "itm_head.*"),
+        drop("mpp_score.**", "a pretraining head that medvl's ViLT does not have"),
+    ),
+    system=_vilt,
+)
+
+IMPORTERS = (_M3AE, _MEDVILL, _PTUNIFIER, _VISUALBERT, _LXMERT, _VILT)

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Change = Literal["none", "transpose", "flatten", "scalar", "conv to linear"]
+Change = Literal["none", "transpose", "flatten", "scalar", "conv to linear", "reverse"]
 Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of tensors by key."""
 _NORMS = {"gamma": "weight", "beta": "bias"}
@@ -175,6 +175,8 @@ def _change(tensor: Tensor, change: Change) -> Tensor:
         return tensor.T
     if change == "conv to linear":  # a 1 x 1 convolution is a linear layer
         return tensor.flatten(1)
+    if change == "reverse":  # of two classes
+        return tensor.flip(0)
     if change == "scalar" and tensor.numel() == 1:
         return tensor.reshape(())
     return tensor.flatten() if change == "flatten" else tensor

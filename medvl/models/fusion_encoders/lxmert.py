@@ -88,11 +88,13 @@ class LXMERT(RegionModel):
         for module in (self.image_input, self.image_layers, self.cross_layers, self.pooler):
             init_weights(module)
         self.make_heads(width, width, tied=True)
-        self.feature_head = RegionHead(width, self.image_input.features)
-        regions: list[Objective[Any, Any, Any]] = [MaskedRegionFeatures(1.0, self.sample_mask, self.feature_head)]
+        self.region_head, self.feature_head = RegionHead(width), nn.Linear(width, self.image_input.features)
+        features = nn.Sequential(self.region_head, self.feature_head)
+        regions: list[Objective[Any, Any, Any]] = [MaskedRegionFeatures(1.0, self.sample_mask, features)]
         if config.region_classes:
-            self.object_head = RegionHead(width, config.region_classes)
-            regions.append(MaskedObjectLabels(1.0, self.sample_mask, self.object_head))
+            self.object_head = nn.Linear(width, config.region_classes)
+            objects = nn.Sequential(self.region_head, self.object_head)
+            regions.append(MaskedObjectLabels(1.0, self.sample_mask, objects))
         self.objectives = (self.mlm, self.itm, *regions)
         self.require_classes()
 

@@ -131,11 +131,11 @@ class RegionModel(MaskedMatchingModel):
 
 
 class RegionHead(nn.Sequential):
-    """The layers below the predictions of a region, as those of BERT's words, and a linear layer."""
+    """The layers below the predictions of a region, as those of BERT's words, and a linear layer unless it is None."""
 
-    def __init__(self, width: int, values: int) -> None:
-        norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
-        super().__init__(nn.Linear(width, width), nn.GELU(), norm, nn.Linear(width, values))
+    def __init__(self, width: int, values: int | None = None) -> None:
+        layers = [nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width, eps=LAYER_NORM_EPS)]
+        super().__init__(*layers, *([] if values is None else [nn.Linear(width, values)]))
         init_weights(self)
 
 

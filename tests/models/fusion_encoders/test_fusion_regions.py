@@ -121,8 +121,10 @@ def test_region_terms_are_those_of_a_pass_over_masked_regions(name: str, tokeniz
         }
     else:
         expected = {
-            "region_features": losses.region_regression(model.feature_head(states_ND), features_ND, smooth=True),
-            "object_labels": losses.region_labels(model.object_head(states_ND), classes_NK),
+            "region_features": losses.region_regression(
+                model.feature_head(model.region_head(states_ND)), features_ND, smooth=True
+            ),
+            "object_labels": losses.region_labels(model.object_head(model.region_head(states_ND)), classes_NK),
         }
     for key, value in expected.items():
         torch.testing.assert_close(terms[key], value, rtol=1e-4, atol=1e-5)
