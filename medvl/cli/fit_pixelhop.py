@@ -1,12 +1,17 @@
 """`medvl fit-pixelhop`: PixelHop++ fitted to the images of shards."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from medvl.data.loading.subset import Subset
+    from medvl.data.shards.source import ShardSource
+    from medvl.data.transforms.image import EvalTransform
 
 
 def fit_pixelhop(
@@ -46,13 +51,9 @@ def fit_pixelhop(
         batch: images at once.
         workers: loader processes.
     """
-    import numpy as np
-
-    from medvl.data.loading.subset import Subset
     from medvl.data.shards.source import ShardSource
     from medvl.data.transforms.image import EvalTransform
     from medvl.encoders.image.pixelhop_fit import PixelHopSettings, fit_pixelhop as fit_encoder, save_pixelhop
-    from medvl.eval.core.open import open_for_evaluation
 
     settings = PixelHopSettings(
         units=units,
@@ -65,17 +66,26 @@ def fit_pixelhop(
         image_size=image_size,
     )
     source = ShardSource(data)
-    chosen = np.sort(np.random.default_rng(0).permutation(len(source))[: images or len(source)])
-    transform = EvalTransform(size=image_size, fit=fit)
-
-    def passes() -> "Iterator[Tensor]":
-        loader = open_for_evaluation(Subset(source, chosen), transform, batch=batch, workers=workers)
-        return (part.image_BCHW for part in loader)
-
+    chosen = choose_images(source, images)
+    passes = functools.partial(_read, chosen, EvalTransform(size=image_size, fit=fit), batch, workers)
     encoder = fit_encoder(passes, settings)
     described = {"shards": source.fingerprint, "images": len(chosen), "settings": dataclasses.asdict(settings)}
     save_pixelhop(encoder, out, described)
     nodes, further = encoder.config["nodes"], encoder.config["intermediate"]
     of_units = ", ".join(f"{count} ({kept})" for count, kept in zip(nodes, further, strict=True))
-    fitted = f"Fitted {tokens} tokens to {len(chosen)} images of {data}"
-    return f"{fitted}; nodes of the units (transformed further): {of_units}"
+    return f"Fitted {tokens} tokens to {len(chosen)} images of {data}; nodes (transformed further): {of_units}"
+
+
+def _read(images: "Subset", transform: "EvalTransform", batch: int, workers: int) -> "Iterator[Tensor]":
+    from medvl.eval.core.open import open_for_evaluation
+
+    return (part.image_BCHW for part in open_for_evaluation(images, transform, batch=batch, workers=workers))
+
+
+def choose_images(source: "ShardSource", count: int) -> "Subset":
+    """Return a random choice of images in the order of the shards; 0 takes all."""
+    import numpy as np
+
+    from medvl.data.loading.subset import Subset
+
+    return Subset(source, np.sort(np.random.default_rng(0).permutation(len(source))[: count or len(source)]))
