@@ -257,7 +257,7 @@ class _Run:
 def _identity(manifest: RegionManifest) -> dict[str, Any]:
     """Return what a resumed run must have in common with the one before."""
     values = {"detector": manifest.detector_sha256, "shards": manifest.source, **manifest.settings}
-    stored: dict[str, Any] = json.loads(json.dumps(values))  # as it is read back: lists for tuples
+    stored: dict[str, Any] = parse_json(json.dumps(values))  # as it is read back: lists for tuples
     return stored
 
 

@@ -17,7 +17,6 @@ Kernels are buffers: nothing of the encoder is trained. `medvl fit-pixelhop` fit
 K pixels of a window, N nodes of a unit, Q tokens, D their width, G cells; the other letters as in `medvl.schema`.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from medvl.common.untrusted import parse_json
 from medvl.encoders.image.adapter import Size, VisionAdapter, VisionBackbone, VisionOutput, check_level
 from medvl.errors import ConfigError, WeightsError
 
@@ -168,7 +168,7 @@ def pixelhop_arguments(folder: Path | str) -> dict[str, Any]:
     """
     path = Path(folder) / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))["encoder"]
+        config = parse_json(path.read_bytes())["encoder"]
         names = ("nodes", "intermediate", "tokens", "token_dim", "cells", "window", "mean", "std")
         return {name: tuple(value) if isinstance(value := config[name], list) else value for name in names}
     except FileNotFoundError:

@@ -31,7 +31,6 @@ from medvl.schema import Batch, Losses
 from medvl.train import TrainResult, rank_and_world
 from medvl.train.config import TrainConfig
 from medvl.train.fault_tolerance import checkpoint
-from medvl.train.loop.prepare import parallelize
 from medvl.train.optim.optimizer import trainable
 from medvl.train.parallel.distributed import RankInfo, join, shared_buffers
 from medvl.train.parallel.fsdp import FSDPModel, repeated_blocks
@@ -344,16 +343,6 @@ def test_sharding_refuses_unsupported_batches(folder: Path) -> None:
 def test_train_config_refuses_settings_that_cannot_be_sharded(field: str, value: Any, tmp_path: Path) -> None:
     with raises(ConfigError, "conflict", field):
         TrainConfig(run_dir=tmp_path, steps=1, global_batch=4, shard_weights=True, **{field: value})
-
-
-def test_models_that_recompute_attention_are_refused(tmp_path: Path) -> None:
-    class Weighing(nn.Linear):
-        weighs_words = True
-
-    config = TrainConfig(run_dir=tmp_path, steps=1, global_batch=4, shard_weights=True)
-    ranks = RankInfo(rank=0, size=2, local_size=2, device=torch.device("cpu"))
-    with raises(ConfigError, "unsupported", "shard_weights"):
-        parallelize(Weighing(2, 2), config, ranks)
 
 
 @pytest.mark.parametrize(
