@@ -32,6 +32,9 @@ HELP = {
     **dict.fromkeys(("slake", "vqa_rad", "zeroshot_chexpert"), "run by tests of medvl.eval"),
     **dict.fromkeys(("fault_matrix", "fuzz", "soak"), "run tests; by a test of its own; trains for minutes"),
     **dict.fromkeys(("compare_dual", "compare_fusion"), "by tests of their own"),
+    **dict.fromkeys(
+        ("compare_berthop", "compare_real_dual"), "train for minutes; the second one needs MEDVL_REAL_DATA"
+    ),
     "compare_segmentation": "trains for minutes",
     **dict.fromkeys(("build_docs", "pretraining_helps", "results"), "need medvl[docs], a checkpoint, results of runs"),
 }

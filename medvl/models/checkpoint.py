@@ -21,7 +21,6 @@ from medvl.encoders.base import Encoder
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.allocation import AllocationLimit
 from medvl.models.base import System
-from medvl.models.fusion_encoders.layers.inputs import RegionEncoder
 from medvl.models.registry import system
 
 CONFIG, WEIGHTS, TOKENIZER, TRAIN_MANIFEST = "config.json", "model.safetensors", "tokenizer", "train_manifest.json"
@@ -182,7 +181,10 @@ def detector_of(folder: Path | str) -> str | None:
         return None
 
 
-def _encoders(model: nn.Module) -> list[Encoder | RegionEncoder]:
+def _encoders(model: nn.Module) -> list[Any]:
+    """Return the encoders of images, of texts and of regions."""
+    from medvl.models.fusion_encoders.layers.inputs import RegionEncoder  # dual-encoders start without these modules
+
     return [module for module in model.modules() if isinstance(module, Encoder | RegionEncoder)]
 
 
@@ -191,7 +193,7 @@ def _record_training(model: nn.Module, folder: Path) -> None:
     training = tuple(_read_training(folder))
     for encoder in _encoders(model):
         encoder.trained_on = training
-        if isinstance(encoder, RegionEncoder):
+        if not isinstance(encoder, Encoder):
             encoder.detector = detector_of(folder)
 
 

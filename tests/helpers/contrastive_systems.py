@@ -74,7 +74,9 @@ def mutual_info(**settings: Any) -> ContrastiveEncoder:
 class EverySecondWord:
     """Masking without chance, so that all ranks and parts mask alike."""
 
-    def __call__(self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, generator: torch.Generator) -> MaskedText:
+    def __call__(
+        self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, generator: torch.Generator, span_BT: None = None
+    ) -> MaskedText:
         masked_BT = mask_BT & (torch.arange(ids_BT.shape[1]) % 2 == 1)
         return MaskedText(ids_BT.masked_fill(masked_BT, 4), ids_BT.masked_fill(~masked_BT, IGNORED))
 

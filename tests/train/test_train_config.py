@@ -70,7 +70,12 @@ def test_from_dict_converts_integers_to_floats() -> None:
         ({"schedule": {"kind": "Cosin"}}, "unknown_name", "schedule", "did you mean 'Cosine'"),
         ({"schedule": {"kind": "Cosine", "warmup": 1}}, "unknown_name", "schedule.warmup", "'warmup_steps'"),
         ({"schedule": {"kind": "Cosine", "min_lr": -1}}, "out_of_range", "schedule.min_lr", ""),
-        ({"schedule": 3}, "wrong_type", "schedule", "Constant, Linear, Cosine, Plateau, StepDecay, got 3"),
+        (
+            {"schedule": 3},
+            "wrong_type",
+            "schedule",
+            "Constant, Linear, Cosine, CosineRestarts, Plateau, StepDecay, got 3",
+        ),
     ],
 )
 def test_from_dict_names_the_invalid_field(data: dict[str, object], code: str, field: str, names: str) -> None:

@@ -202,9 +202,9 @@ def test_each_loader_stage_is_timed(loader: Loader, monkeypatch: pytest.MonkeyPa
         return decode(position, color)
 
     def slow(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-        def slowed(*arguments: Any) -> Any:
+        def slowed(*arguments: Any, **named: Any) -> Any:
             now[0] += seconds
-            return function(*arguments)
+            return function(*arguments, **named)
 
         return slowed
 
