@@ -11,7 +11,7 @@ from medvl.losses.gather import gather
 from medvl.losses.precision import full_precision, shapes
 
 _SMOOTH, _TINY = 1e-5, 1e-12
-"""Of `lvit`: smoothing of Dice, and the least divisor."""
+"""Smoothing of Dice and smallest divisor in `lvit`."""
 
 
 def detection(

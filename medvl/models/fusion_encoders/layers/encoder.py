@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
     mask_BN: Tensor | None
     """bool, True on real tokens. None: all are real, and attention runs without a mask."""
     entities: EntityTokens | None = None
-    """Of texts, in systems with a knowledge graph."""
+    """Entities of each text, in systems with a knowledge graph."""
 
     def real_BN(self) -> Tensor:
         """Return the mask, all True if it is None."""

@@ -28,7 +28,7 @@ from medvl.models.fusion_encoders.layers.transformer import Attention, CoAttenti
 from medvl.schema import Inputs
 
 _SLOPE = 0.2
-"""Of the leaky ReLU, as in GAT."""
+"""Negative slope of the leaky ReLU, as in GAT."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
