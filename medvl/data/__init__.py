@@ -83,6 +83,7 @@ if TYPE_CHECKING:
         verify_folder as verify_folder,
     )
     from medvl.data.splits import check_disjoint as check_disjoint, hash_split as hash_split
+    from medvl.data.tokenizer.encoded import EncodedPairs as EncodedPairs, EncodedWords as EncodedWords
     from medvl.data.tokenizer.tokenizer import (
         Tokenizer as Tokenizer,
         load_tokenizer as load_tokenizer,

@@ -7,6 +7,8 @@
     tokenizer = train_wordpiece(texts, vocab_size=8000)        # from the shards' own text
     tokenizer = train_words(texts, min_frequency=3)            # complete words, as R2Gen
     ids_BT, mask_BT = tokenizer(["small left effusion", "no effusion"])
+    pairs = tokenizer.pairs([question], [context], truncation="only_second")    # ids_BT, mask_BT, types_BT
+    words = tokenizer.given_words([["IL-2", "gene"]])                           # ids_BT, mask_BT, word_BT
 
 Texts are encoded one by one with the `tokenizers` library: its threads are no faster on a batch, and they make it warn
 when a loader forks its workers afterwards.
@@ -18,13 +20,14 @@ import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from torch import Tensor
 
 from medvl.data.tokenizer import files
+from medvl.data.tokenizer.encoded import EncodedPairs, EncodedWords, Truncation, pad_rows, row_mask
 from medvl.data.tokenizer.word_boundaries import WordBoundaries, token_texts
 from medvl.data.tokenizer.wordpiece_trainer import learn_pieces
 from medvl.errors import ConfigError
@@ -79,11 +82,48 @@ class Tokenizer:
         if isinstance(texts, str):
             raise ConfigError("expected a list of texts, got a single text", "wrong_type", field="texts")
         encoded = [self._backend.encode(files.clean_text(text, self._loaded.cleaning)).ids for text in texts]
-        width = max(map(len, encoded), default=0)
-        padded = [ids + [self.pad_id] * (width - len(ids)) for ids in encoded]
-        ids_BT = torch.tensor(padded, dtype=torch.int64).view(len(encoded), width)
-        length_B = torch.tensor([len(ids) for ids in encoded], dtype=torch.int64)
-        return ids_BT, torch.arange(width) < length_B[:, None]
+        return pad_rows(encoded, self.pad_id), row_mask(encoded)
+
+    def pairs(
+        self, first: Sequence[str], second: Sequence[str], truncation: Truncation = "longest_first"
+    ) -> EncodedPairs:
+        """Encode pairs of texts, such as `[CLS] first [SEP] second [SEP]`, truncated to `max_tokens`.
+
+        Raises ConfigError for a vocabulary without pairs (CLIP, SigLIP, complete words), or where the text that
+        `truncation` names is shorter than what has to be removed.
+        """
+        if truncation not in get_args(Truncation):
+            message = f"truncation must be one of {', '.join(get_args(Truncation))}, got {truncation!r}"
+            raise ConfigError(message, "unknown_name", field="truncation")
+        if self._loaded.cleaning is not None or self._backend.num_special_tokens_to_add(True) < 3:
+            raise ConfigError(f"{self.source} has no special tokens for pairs; use a BERT vocabulary", "unsupported")
+        self._backend.enable_truncation(self.max_tokens, strategy=truncation)
+        try:
+            encoded = [self._backend.encode(a, b) for a, b in zip(first, second, strict=True)]
+        except Exception as error:  # the backend raises bare Exception
+            if "Truncation" not in str(error):
+                raise
+            message = f"a pair does not fit into {self.max_tokens} tokens with truncation {truncation!r}"
+            raise ConfigError(f"{message}; use 'longest_first'", "too_large", field="truncation") from None
+        finally:
+            self._backend.enable_truncation(self.max_tokens)
+        ids = [each.ids for each in encoded]
+        return EncodedPairs(pad_rows(ids, self.pad_id), row_mask(ids), pad_rows([each.type_ids for each in encoded], 0))
+
+    def given_words(self, sequences: Sequence[Sequence[str]]) -> EncodedWords:
+        """Encode sequences of words that a corpus has tokenized, each word apart, truncated to `max_tokens`.
+
+        The tokenizer's own words differ: `IL-2` is one given word and three of BERT's. Raises ConfigError for a
+        tokenizer that cleans its texts (CLIP, SigLIP, complete words).
+        """
+        if self._loaded.cleaning is not None:
+            message = f"the tokenizer of {self.source} cleans whole texts and takes no given words; use another"
+            raise ConfigError(message, "unsupported")
+        space = " " if self._words.joins_spaces else ""  # byte-level BPE marks the beginning of a word by its space
+        encoded = [self._backend.encode([space + word for word in words], is_pretokenized=True) for words in sequences]
+        ids = [each.ids for each in encoded]
+        places = [[-1 if word is None else word for word in each.word_ids] for each in encoded]
+        return EncodedWords(pad_rows(ids, self.pad_id), row_mask(ids), pad_rows(places, -1))
 
     def truncates(self, text: str) -> bool:
         """Return whether a text is longer than `max_tokens`, so that encoding it truncates it."""

@@ -45,6 +45,8 @@ class WordBoundaries:
         else:
             begins = [True] * len(tokens)  # a vocabulary of words
         self._begins_V = torch.tensor(begins)
+        self.joins_spaces = self._kinds_V2 is not None
+        """Whether a space belongs to the word after it (byte-level BPE)."""
 
     def starts(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Return (B, T) bool: True on the first sub-word of every word; False on special tokens and padding."""
