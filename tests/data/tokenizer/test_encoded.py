@@ -1,6 +1,5 @@
 """Pairs of texts and given words, compared with transformers' tokenizers."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
