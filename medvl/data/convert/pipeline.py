@@ -179,7 +179,7 @@ def _run_tasks(tasks: Iterable[ShardTask], workers: int) -> Generator[tuple[Shar
         for task in tasks:
             with interrupts_blocked():
                 running.add(pool.submit(_build_in_worker, task))
-            if len(running) >= 2 * workers:  # pickled tasks are large, so only a few are queued
+            while len(running) >= 2 * workers:  # pickled tasks are large, so only a few are queued
                 yield from _collect(running, counter)
         while running:
             yield from _collect(running, counter)

@@ -10,7 +10,9 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,9 +22,10 @@ from helpers.errors import raises
 from helpers.mimic_files import IMAGES, textured
 from helpers.shard_plans import OPTIONS, contents, make_plan
 
+from medvl.common.untrusted import ANYWHERE
 from medvl.data.convert import pipeline, record
 from medvl.data.convert.options import ShardOptions, ShardRun
-from medvl.data.convert.pipeline import write_shards
+from medvl.data.convert.pipeline import ShardTask, write_shards
 from medvl.data.corpora import mimic_cxr
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.images.codecs import decode_image, encode_png
@@ -251,6 +254,20 @@ def test_dead_worker_raises(tmp_path: Path, deid: Deidentifier, monkeypatch: pyt
     monkeypatch.setattr(pipeline, "_start_worker", os._exit)
     with raises(ShardError, "worker"):
         write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=2), OPTIONS)
+
+
+def test_slow_shards_do_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks hold all records of a shard: four are queued for two workers, however long the shards take."""
+    pool, submitted = Mock(), list[ShardTask]()
+    pool.submit = lambda _, task: submitted.append(task) or Future[object]()
+    monkeypatch.setattr(pipeline, "ProcessPoolExecutor", lambda *_, **__: pool)
+    monkeypatch.setattr(pipeline, "wait", lambda running, **_: (set(), running))
+    task = ShardTask("a", "train", Path("a"), (), OPTIONS, ANYWHERE)
+    results = pipeline._run_tasks([task] * 20, workers=2)
+    for _ in range(10):
+        assert next(results) == (None, 0)
+    results.close()
+    assert len(submitted) == 4
 
 
 def test_mimic_cxr_is_converted_without_identifiers(mimic_root: Path, tmp_path: Path, deid: Deidentifier) -> None:
