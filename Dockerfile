@@ -16,10 +16,10 @@ ENV PATH=/opt/medvl/bin:$PATH \
 WORKDIR /home/medvl/project
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY medvl ./medvl
-RUN python3.12 -m venv /opt/medvl && pip install --no-cache-dir ".[wandb]"
 COPY recipes ./recipes
-COPY scripts ./scripts
 COPY data_cards ./data_cards
+RUN python3.12 -m venv /opt/medvl && pip install --no-cache-dir ".[wandb]"
+COPY scripts ./scripts
 RUN chown medvl:medvl /home/medvl/project
 
 USER medvl

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from medvl.cli.recipes import find_recipe
 from medvl.errors import ConfigError
 from medvl.train.recipe_cli import choose
 
@@ -21,7 +22,7 @@ def doctor(arguments: Sequence[str]) -> str:
     Raises ConfigError if the file is no recipe, and the errors of its data and model.
     """
     options, recipe_arguments = _parser(add_help=arguments[:1] in (["-h"], ["--help"])).parse_known_args(arguments)
-    recipe, settings = load_recipe(options.recipe, recipe_arguments)
+    recipe, settings = load_recipe(find_recipe(options.recipe), recipe_arguments)
     run = recipe.prepare(settings)
     from medvl.train.doctor.diagnosis import advice, describe, limit
     from medvl.train.doctor.examine import examine
@@ -65,5 +66,5 @@ def _parser(add_help: bool) -> argparse.ArgumentParser:
         "--seconds", type=float, default=10.0, help="seconds of each of about six measurements (default 10)"
     )
     parser.add_argument("--json", type=Path, help="output file of the measurements")
-    parser.add_argument("recipe", type=Path, help="file of the recipe, such as recipes/convirt_mimic.py")
+    parser.add_argument("recipe", help="name or file of the recipe, such as convirt or recipes/convirt_mimic.py")
     return parser

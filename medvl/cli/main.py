@@ -27,6 +27,8 @@ from medvl.cli import (
     import_export,
     knowledge,
     phantom,
+    quickstart,
+    recipes,
     regions,
     shards,
     shards_labels,
@@ -62,7 +64,7 @@ def list_everything(kind: Literal["models", "image-encoders", "text-encoders", "
 
 
 _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
-    "phantom": phantom.COMMANDS,
+    "phantom": {"quickstart": quickstart.quickstart, **phantom.COMMANDS},
     "shards": {
         "mimic-cxr": shards.mimic_cxr,
         "chexpert": shards.chexpert,
@@ -106,6 +108,8 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "report-generation": eval_report_generation.report_generation,
     },
     "knowledge": {"build": knowledge.build, "train": knowledge.train, "find": knowledge.find},
+    "recipes": recipes.RECIPES,
+    "cards": recipes.CARDS,
 }
 _COMMANDS: dict[str, Callable[..., Any]] = {
     "merge": shards.merge,
@@ -118,9 +122,9 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "export": import_export.export_checkpoint,
     "list": list_everything,
 }
-_RECIPE_COMMANDS: dict[str, Callable[[list[str]], str]] = {"doctor": doctor.doctor}
+_RECIPE_COMMANDS: dict[str, Callable[[list[str]], str | None]] = {"train": recipes.train, "doctor": doctor.doctor}
 """Commands whose arguments are the command line of a recipe."""
-_RESUMABLE = {"shards", "merge", "regions"}
+_RESUMABLE = {"shards", "merge", "regions", "train"}
 """Commands that continue where they were interrupted."""
 
 
@@ -187,7 +191,7 @@ def _fail(message: str, status: int = 1) -> NoReturn:
 
 def _usage() -> str:
     lines = [f"  {name:24} {_summary(function)}" for name, function in commands().items()]
-    closing = "Options: medvl COMMAND --help. Training: torchrun recipes/convirt_mimic.py --help"
+    closing = "Options: medvl COMMAND --help. Settings of a recipe: medvl train convirt tiny --help"
     return "\n".join(["usage: medvl COMMAND ...", "       medvl --version", "", *lines, "", closing])
 
 

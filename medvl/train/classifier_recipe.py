@@ -49,7 +49,7 @@ def classifier_run(
     make_data: str,
     policy: "Callable[..., Any]",
     evaluator: "Callable[..., Evaluator]",
-    phantom: str = "bash scripts/quickstart.sh",
+    phantom: str = "",
     complete: "Callable[[Any], ClassifierRecipe] | None" = None,
 ) -> "Callable[[ClassifierRecipe], Run]":
     """Return the `prepare` function of a recipe for labels.

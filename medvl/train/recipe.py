@@ -53,15 +53,13 @@ class ZeroShotRecipe(Recipe):
     """Prompt set of the zero-shot evaluation during training; None for a corpus without labels."""
 
 
-def pretraining_run(
-    name: str, make_data: str, phantom: str = "bash scripts/quickstart.sh"
-) -> "Callable[[Recipe], Run]":
+def pretraining_run(name: str, make_data: str, phantom: str = "") -> "Callable[[Recipe], Run]":
     """Return the `prepare` function of a recipe.
 
     Args:
         name: of the recipe's file, without the ending.
         make_data: command that makes the shards of the preset `paper`.
-        phantom: command that makes those of `tiny`.
+        phantom: commands that make those of `tiny` and train on them; default the data of `medvl phantom quickstart`.
 
     The function raises ConfigError, which names both commands, if the shards are missing.
     """
@@ -98,7 +96,8 @@ def zero_shot_run(
 
 def data_advice(name: str, make_data: str, phantom: str) -> str:
     """Return the message for missing shards."""
+    phantom = phantom or f"medvl phantom quickstart\n    medvl train {name} tiny"
     return (
-        f"Make the shards first:\n    {make_data}\nand then\n    torchrun recipes/{name}.py\n"
+        f"Make the shards first:\n    {make_data}\nand then\n    medvl train {name}\n"
         f"Without any data, on the phantom corpus:\n    {phantom}"
     )

@@ -15,6 +15,8 @@ from medvl.cli import main as cli
 from medvl.data.tokenizer import tokenizer
 from medvl.schema import FINDINGS
 
+WITHOUT_DEFAULTS = ("merge", "phantom umls", "knowledge find", "cards list", "cards show")
+
 
 def ends(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Return status and error output of a command that must fail."""
@@ -51,7 +53,7 @@ def test_command_help_shows_options(name: str, capsys: pytest.CaptureFixture[str
     assert caught.value.code == 0
     out = capsys.readouterr().out
     assert f"usage: medvl {name}" in out
-    assert "(default" in out or name in ("merge", "phantom umls", "knowledge find")
+    assert "(default" in out or name in WITHOUT_DEFAULTS
 
 
 def test_help_does_not_import_heavy_libraries() -> None:

@@ -270,7 +270,9 @@ def test_every_recipe_can_be_examined(path: Path, tmp_path: Path, monkeypatch: p
         doctor([str(path), "tiny"])
 
 
-def test_options_may_follow_the_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_may_follow_the_recipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     loaded: list[tuple[Path, list[str]]] = []
 
     def load(path: Path, arguments: list[str]) -> None:
@@ -278,6 +280,8 @@ def test_options_may_follow_the_recipe(monkeypatch: pytest.MonkeyPatch, capsys: 
         raise ConfigError("stop here", "unsupported")
 
     monkeypatch.setattr(doctor_module, "load_recipe", load)
+    monkeypatch.chdir(tmp_path)
+    Path("r.py").touch()
     for arguments in (
         ["r.py", "tiny", "--seconds", "3", "--data.train", "DIR", "--json", "o.json"],
         ["--seconds", "3", "r.py", "tiny", "--data.train", "DIR"],

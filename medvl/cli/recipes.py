@@ -1,0 +1,151 @@
+"""`medvl train`, `medvl recipes` and `medvl cards`: the recipes and data cards that come with the package."""
+
+import argparse
+import ast
+import difflib
+import os
+import runpy
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+import medvl
+from medvl.common.config_io import nearest
+from medvl.errors import ConfigError
+
+_PACKAGE = Path(medvl.__file__).parent
+
+
+def train(arguments: Sequence[str]) -> None:
+    """Train a recipe, by the name of its system or by its file.
+
+    With `ranks`, the process is replaced by torchrun; under torchrun, it is one of its ranks. Raises ConfigError if
+    there is no such recipe.
+    """
+    options, settings = _train_parser(add_help=arguments[:1] in ([], ["-h"], ["--help"])).parse_known_args(
+        list(arguments) or ["--help"]
+    )
+    path = find_recipe(options.recipe)
+    if options.ranks is not None and "RANK" not in os.environ:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", options.ranks]
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun warns without; the trainer sets threads itself
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, *launcher, str(path), *settings])
+    sys.argv = [str(path), *settings]
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def _train_parser(add_help: bool) -> argparse.ArgumentParser:
+    """Return the parser of `train`'s own options, which may stand before or after the recipe and its settings."""
+    parser = argparse.ArgumentParser(
+        prog="medvl train",
+        usage="medvl train [--ranks N] RECIPE [PRESET] [settings of the recipe ...]",
+        description="Train a recipe: medvl train convirt tiny --optim.lr 3e-4. RECIPE [PRESET] --help lists its "
+        "settings; medvl recipes list, all recipes. torchrun -m medvl train RECIPE ... trains on several machines.",
+        add_help=add_help,  # --help after the recipe is that of the recipe
+        allow_abbrev=False,
+    )
+    parser.add_argument("--ranks", help="processes on this machine: a number, gpu, cpu or auto (default 1)")
+    parser.add_argument("recipe", help="convirt, m3ae, vqa, ..., or a file such as recipes/convirt_mimic.py")
+    return parser
+
+
+def list_recipes(*, match: str = "") -> None:
+    """List the recipes with their presets and what they train.
+
+    Args:
+        match: show only recipes whose name or summary contains this text.
+    """
+    shown = [(stem, *_outline(path)) for stem, path in _files("recipes", ".py").items()]
+    for stem, presets, summary in shown:
+        if match.lower() in f"{stem} {summary}".lower():
+            print(f"{stem:22} {summary}\n{'':22} presets: {', '.join(presets)}")
+
+
+def copy_recipe(
+    recipe: Annotated[str, tyro.conf.Positional], dest: Annotated[Path, tyro.conf.Positional] = Path()
+) -> None:
+    """Copy a recipe, to edit it and train it as `medvl train FILE.py`.
+
+    Args:
+        recipe: name of the recipe, such as convirt_mimic or convirt.
+        dest: folder or file of the copy; existing files are not overwritten.
+    """
+    source = find_recipe(recipe)
+    target = dest / source.name if dest.is_dir() or dest.suffix != ".py" else dest
+    if target.exists():
+        raise ConfigError(f"{target} exists; name another file, or remove it", "exists", field="dest")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    print(f"Wrote {target}. Next: medvl train {target} tiny --help")
+
+
+def list_cards() -> None:
+    """List the data cards: access, licence, layout, counts and defects of each corpus."""
+    for stem, path in _files("data_cards", ".md").items():
+        print(f"{stem:18} {path.read_text(encoding='utf-8').partition(chr(10))[0].lstrip('# ')}")
+
+
+def show_card(card: Annotated[str, tyro.conf.Positional]) -> None:
+    """Print a data card.
+
+    Args:
+        card: name of the card, such as mimic-cxr.
+    """
+    cards = _files("data_cards", ".md")
+    if card not in cards:
+        raise ConfigError(f"no data card {card!r}: {nearest(card, cards)}", "unknown_name", field="card")
+    print(cards[card].read_text(encoding="utf-8"), end="")
+
+
+RECIPES: dict[str, Callable[..., None]] = {"list": list_recipes, "copy": copy_recipe}
+CARDS: dict[str, Callable[..., None]] = {"list": list_cards, "show": show_card}
+
+
+def find_recipe(name: str) -> Path:
+    """Return the file of a recipe: a path, a full name (convirt_mimic) or the first words of one (convirt).
+
+    Of several that begin with the words, the one with the fewest further words is meant: `biovil` is biovil_mimic, not
+    biovil_t_mimic. Raises ConfigError if none or more than one fits.
+    """
+    if name.endswith(".py") or "/" in name:
+        path = Path(name)
+        if not path.is_file():
+            message = f"{path} is no file; give a recipe by name (medvl recipes list) or a file"
+            raise ConfigError(message, "not_found", field="recipe")
+        return path
+    recipes, stem = _files("recipes", ".py"), name.replace("-", "_")
+    if stem in recipes:
+        return recipes[stem]
+    fitting = sorted((one.count("_"), one) for one in recipes if one.startswith(f"{stem}_"))
+    best = [one for words, one in fitting if words == fitting[0][0]]
+    if len(best) == 1:
+        return recipes[best[0]]
+    best = best or difflib.get_close_matches(stem, [*recipes, *(one.partition("_")[0] for one in recipes)], n=1)
+    advice = f"did you mean {' or '.join(best)}?" if best else "see medvl recipes list"
+    raise ConfigError(f"expected the name of a recipe, got {name!r}; {advice}", "unknown_name", field="recipe")
+
+
+def _files(folder: str, suffix: str) -> Mapping[str, Path]:
+    """Return stem -> file of a folder: within the installed package, else beside it, in a checkout."""
+    inside = _PACKAGE / folder
+    found = sorted((inside if inside.is_dir() else _PACKAGE.parent / folder).glob(f"*{suffix}"))
+    if not found:
+        raise ConfigError(f"this installation of medvl has no {folder}; install it again", "not_found", field=folder)
+    return {path.stem: path for path in found}
+
+
+def _outline(path: Path) -> tuple[list[str], str]:
+    """Return the names of the presets and the first line of the docstring, without importing the recipe."""
+    module = ast.parse(path.read_text(encoding="utf-8"))
+    summary = (ast.get_docstring(module) or "").partition("\n")[0]
+    for node in module.body:
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Dict):
+            continue
+        if ast.unparse(node.targets[0]) == "PRESETS":
+            return [str(key.value) if isinstance(key, ast.Constant) else "..." for key in node.value.keys], summary
+    return [], summary
