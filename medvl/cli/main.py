@@ -33,6 +33,7 @@ from medvl.cli import (
     shards,
     shards_labels,
     shards_masks,
+    shards_text,
     shards_vqa,
     verify,
     vocab,
@@ -90,6 +91,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "vindr-cxr": shards_labels.vindr_cxr,
         "chestxdet10": shards_labels.chestxdet10,
         "object-cxr": shards_labels.object_cxr,
+        "text": shards_text.text,
         "table": shards.table,
     },
     "eval": {

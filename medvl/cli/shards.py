@@ -201,7 +201,7 @@ def table(
         deid,
         name=name,
         image_root=image_root,
-        where=_pairs(where, "--where"),
+        where=named_values(where, "--where"),
         fractions=split_fractions(splits),
         parse_reports=parse_reports,
         follow_links=options.follow_links,
@@ -294,7 +294,7 @@ def convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOpt
 def split_fractions(items: tuple[str, ...]) -> dict[str, float]:
     """Parse `NAME=FRACTION ...`. Raises ConfigError."""
     try:
-        return {name: float(value) for name, value in _pairs(items, "--splits").items()}
+        return {name: float(value) for name, value in named_values(items, "--splits").items()}
     except ValueError:
         message = f"expected --splits as NAME=FRACTION, got {' '.join(items)}"
         raise ConfigError(message, "malformed", field="splits") from None
@@ -324,7 +324,7 @@ def _summary(split: str, manifest: "Manifest") -> str:
     return f"{split}: {manifest.samples} samples of {len(manifest.patients)} patients{omitted}"
 
 
-def _pairs(items: tuple[str, ...], option: str) -> dict[str, str]:
+def named_values(items: tuple[str, ...], option: str) -> dict[str, str]:
     pairs = {}
     for item in items:
         name, equals, value = item.partition("=")

@@ -23,19 +23,18 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, models
 from torch import Tensor
 
 from medvl.data.tokenizer import files
 from medvl.data.tokenizer.encoded import EncodedPairs, EncodedWords, Truncation, pad_rows, row_mask
 from medvl.data.tokenizer.word_boundaries import WordBoundaries, token_texts
+from medvl.data.tokenizer.word_counts import MASKED_OUT, count_words, pieces_per_word
 from medvl.data.tokenizer.wordpiece_trainer import learn_pieces
 from medvl.errors import ConfigError
 
 DEFAULT_TOKENS = 512
 """Maximum length where neither the caller nor the tokenizer's files set one."""
-MASKED_OUT = "___"
-"""MIMIC's mask for removed words, a token of its own in trained vocabularies."""
 _END, _UNKNOWN = "<end>", "<unk>"
 _SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -128,6 +127,13 @@ class Tokenizer:
     def truncates(self, text: str) -> bool:
         """Return whether a text is longer than `max_tokens`, so that encoding it truncates it."""
         return bool(self._backend.encode(files.clean_text(text, self._loaded.cleaning)).overflowing)
+
+    def pieces_per_word(self, words: Mapping[str, int]) -> tuple[float, float, float]:
+        """Return the mean pieces of a word, the share of words of one piece, and the share with an unknown piece.
+
+        `words` has the frequency of each word, by which it weighs.
+        """
+        return pieces_per_word(self._backend, words, self._loaded.special["unk"])
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
         """Return the text of a sequence of ids without special tokens; case and spacing may have changed."""
@@ -249,7 +255,9 @@ def train_wordpiece(
 ) -> Tokenizer:
     """Train a lower-casing WordPiece tokenizer.
 
-    The same texts in any order give the same vocabulary with the same ids. `___` is one token.
+    The most frequent pair of pieces is merged first, as in Hugging Face's trainer; the rule of the paper divides by the
+    frequencies of both pieces. The same texts in any order give the same vocabulary with the same ids. `___` is one
+    token. Memory is bounded: see `medvl.data.tokenizer.word_counts`.
 
     Args:
         texts: read once.
@@ -260,7 +268,7 @@ def train_wordpiece(
     Raises:
         ConfigError: the texts have no word, or `vocab_size` is too small for their characters.
     """
-    words, count = _count_words(texts)
+    words, count = count_words(texts)
     if not words:
         raise ConfigError(f"cannot train a vocabulary: {count} texts contain no word", "empty", field="texts")
     reserved = [*_SPECIAL_TOKENS, MASKED_OUT]
@@ -310,19 +318,3 @@ def train_words(
         cleaning=cleaning,
     )
     return Tokenizer(loaded, max_tokens=max_tokens)
-
-
-def _count_words(texts: Iterable[str]) -> tuple[Mapping[str, int], int]:
-    """Return (word -> frequency, number of texts), with words split and lower-cased as by the tokenizer."""
-    normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
-    chunks: collections.Counter[str] = collections.Counter()
-    count = 0
-    for text in texts:
-        count += 1
-        chunks.update(text.split())
-    words: collections.Counter[str] = collections.Counter()
-    for chunk, frequency in chunks.items():  # each distinct chunk is split once
-        for part in chunk.split(MASKED_OUT):
-            for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(part)):
-                words[word] += frequency
-    return words, count
