@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.losses import gloria_local
-from medvl.losses.gloria import gloria_contrast  # internal: contrast of the published loop's similarities
+from medvl.losses.local.gloria import gloria_contrast  # internal: contrast of the published loop's similarities
 
 REGIONS, WORDS, DIM = 19 * 19, 97, 768
 

@@ -37,7 +37,7 @@ from medvl.data import (
     train_wordpiece,
     write_shards,
 )
-from medvl.data.corpora import mimic_cxr
+from medvl.data.corpora.reports import mimic_cxr
 
 
 def main() -> None:

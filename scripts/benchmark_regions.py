@@ -32,7 +32,7 @@ from medvl.data import (
     write_regions,
     write_shards,
 )
-from medvl.data.corpora import mimic_cxr
+from medvl.data.corpora.reports import mimic_cxr
 from medvl.models import RegionSelection, create_region_detector
 from medvl.schema import Inputs
 

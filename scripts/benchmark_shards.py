@@ -23,7 +23,7 @@ import pydicom
 from medvl import phantom
 from medvl.common.untrusted import ANYWHERE
 from medvl.data import Deidentifier, Plan, Record, ShardOptions, ShardRun, ShardTask, build_shard, write_shards
-from medvl.data.corpora import mimic_cxr
+from medvl.data.corpora.reports import mimic_cxr
 
 OPTIONS = ShardOptions(keep_textless=True)
 

@@ -42,7 +42,7 @@ from medvl.data import (
     load_tokenizer,
     write_shards,
 )
-from medvl.data.corpora import mimic_cxr
+from medvl.data.corpora.reports import mimic_cxr
 from medvl.models import CLIPConfig, create_model
 from medvl.schema import Batch
 from medvl.train import OptimConfig, Run, TrainConfig

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from vqa_corpora import parser_of, run_script
 
 from medvl.data import Deidentifier
-from medvl.data.corpora import slake
+from medvl.data.corpora.questions import slake
 from medvl.schema import Sample
 
 

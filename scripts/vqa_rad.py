@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from vqa_corpora import parser_of, run_script
 
 from medvl.data import Deidentifier
-from medvl.data.corpora import vqa_rad
+from medvl.data.corpora.questions import vqa_rad
 from medvl.schema import Sample
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from medvl.data import Deidentifier, FileSource, default_salt_file
-from medvl.data.corpora import chexpert
+from medvl.data.corpora.labels import chexpert
 from medvl.errors import MedvlError, SplitError
 from medvl.eval import (
     LabelPolicy,

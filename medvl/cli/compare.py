@@ -3,7 +3,7 @@
 import datetime
 from pathlib import Path
 
-from medvl.cli.eval_common import print_results
+from medvl.cli.eval.options import print_results
 
 
 def compare(

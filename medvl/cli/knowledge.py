@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from medvl.cli.shards import Flat
+from medvl.cli.shards.corpora import Flat
 from medvl.data.knowledge.settings import TransEConfig, UMLSOptions
 
 

@@ -9,35 +9,10 @@ from typing import Any, Literal, NoReturn
 import tyro
 
 from medvl import __version__
-from medvl.cli import (
-    compare,
-    doctor,
-    eval_change,
-    eval_classify,
-    eval_dense,
-    eval_grounding,
-    eval_matching,
-    eval_probe,
-    eval_report_generation,
-    eval_retrieval,
-    eval_retrieval_by_class,
-    eval_vqa,
-    eval_zero_shot,
-    fit_pixelhop,
-    import_export,
-    knowledge,
-    phantom,
-    quickstart,
-    recipes,
-    regions,
-    shards,
-    shards_labels,
-    shards_masks,
-    shards_text,
-    shards_vqa,
-    verify,
-    vocab,
-)
+from medvl.cli import compare, doctor, fit_pixelhop, import_export, knowledge, phantom, quickstart, recipes
+from medvl.cli.eval import commands as evaluation
+from medvl.cli.shards import commands as conversion
+from medvl.cli.shards import corpora, regions, verify, vocab
 from medvl.errors import ConfigError, MedvlError
 
 
@@ -66,55 +41,14 @@ def list_everything(kind: Literal["models", "image-encoders", "text-encoders", "
 
 _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
     "phantom": {"quickstart": quickstart.quickstart, **phantom.COMMANDS},
-    "shards": {
-        "mimic-cxr": shards.mimic_cxr,
-        "chexpert": shards.chexpert,
-        "roco": shards.roco,
-        "medicat": shards.medicat,
-        "melinda": shards_masks.melinda,
-        "openi": shards.openi,
-        "r2gen-annotation": shards.r2gen_annotation,
-        "padchest": shards.padchest,
-        "vqa-rad": shards_vqa.vqa_rad,
-        "slake": shards_vqa.slake,
-        "vqa-med": shards_vqa.vqa_med,
-        "path-vqa": shards_vqa.path_vqa,
-        "rsna": shards_labels.rsna,
-        "siim": shards_labels.siim,
-        "qata": shards_masks.qata,
-        "mosmed": shards_masks.mosmed,
-        "monuseg": shards_masks.monuseg,
-        "ms-cxr": shards_labels.ms_cxr,
-        "ms-cxr-t": shards_labels.ms_cxr_t,
-        "nih-cxr14": shards_labels.nih_cxr14,
-        "covidx": shards_labels.covidx,
-        "vindr-cxr": shards_labels.vindr_cxr,
-        "chestxdet10": shards_labels.chestxdet10,
-        "object-cxr": shards_labels.object_cxr,
-        "text": shards_text.text,
-        "table": shards.table,
-    },
-    "eval": {
-        "zero-shot": eval_zero_shot.zero_shot,
-        "retrieval": eval_retrieval.retrieval,
-        "classify": eval_classify.classify,
-        "class-retrieval": eval_retrieval_by_class.class_retrieval,
-        "make-retrieval-list": eval_retrieval_by_class.make_retrieval_list,
-        "grounding": eval_grounding.grounding,
-        "matching": eval_matching.matching,
-        "change": eval_change.change,
-        "detection": eval_dense.detection,
-        "segmentation": eval_dense.segmentation,
-        "probe": eval_probe.probe,
-        "vqa": eval_vqa.vqa,
-        "report-generation": eval_report_generation.report_generation,
-    },
+    "shards": conversion.COMMANDS,
+    "eval": evaluation.COMMANDS,
     "knowledge": {"build": knowledge.build, "train": knowledge.train, "find": knowledge.find},
     "recipes": recipes.RECIPES,
     "cards": recipes.CARDS,
 }
 _COMMANDS: dict[str, Callable[..., Any]] = {
-    "merge": shards.merge,
+    "merge": corpora.merge,
     "vocab": vocab.vocab,
     "fit-pixelhop": fit_pixelhop.fit_pixelhop,
     "verify": verify.verify,

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from medvl.cli import phantom, shards, vocab
+from medvl.cli import phantom, shards
+from medvl.cli.shards import vocab
 from medvl.data.convert.options import ShardOptions, ShardRun
 
 _DEFAULTS = phantom.ViewsOptions(patients=2800, size=256, frontal_only=True)

@@ -1,21 +1,21 @@
 """Losses: pure, differentiable functions of tensors, computed in float32 whatever the inputs' precision."""
 
-from medvl.losses.classification import multilabel_bce
-from medvl.losses.contrastive import clip, convirt, siglip
-from medvl.losses.dense import bce_dice, contrastive_mask, detection, lvit
-from medvl.losses.gloria import gloria_local
-from medvl.losses.itc import itc, unimodal_itc
-from medvl.losses.itm import itm
-from medvl.losses.mim import mim
-from medvl.losses.mlm import mlm, mlm_by_text, mlm_distilled
-from medvl.losses.mutual_information import SeparableCritic, dv_bound, info_nce_bound, information_bound
-from medvl.losses.prototypes import prototype_swap, sinkhorn
-from medvl.losses.regions import region_kl, region_labels, region_regression
-from medvl.losses.reverse_gradient import modality_confusion, reverse_gradient
-from medvl.losses.soft_targets import label_similarity, soft_targets
-from medvl.losses.transport import word_patch_alignment
-from medvl.losses.vqa import answer_words, vqa_bce
-from medvl.losses.within_sample import grid_positives, local_alignment, local_uniformity, within_sample_nce
+from medvl.losses.local.gloria import gloria_local
+from medvl.losses.local.transport import word_patch_alignment
+from medvl.losses.local.within_sample import grid_positives, local_alignment, local_uniformity, within_sample_nce
+from medvl.losses.masked.mim import mim
+from medvl.losses.masked.mlm import mlm, mlm_by_text, mlm_distilled
+from medvl.losses.masked.regions import region_kl, region_labels, region_regression
+from medvl.losses.pairs.contrastive import clip, convirt, siglip
+from medvl.losses.pairs.itc import itc, unimodal_itc
+from medvl.losses.pairs.itm import itm
+from medvl.losses.pairs.mutual_information import SeparableCritic, dv_bound, info_nce_bound, information_bound
+from medvl.losses.pairs.prototypes import prototype_swap, sinkhorn
+from medvl.losses.pairs.reverse_gradient import modality_confusion, reverse_gradient
+from medvl.losses.pairs.soft_targets import label_similarity, soft_targets
+from medvl.losses.supervised.classification import multilabel_bce
+from medvl.losses.supervised.dense import bce_dice, contrastive_mask, detection, lvit
+from medvl.losses.supervised.vqa import answer_words, vqa_bce
 
 __all__ = [
     "SeparableCritic",

@@ -102,21 +102,22 @@ if TYPE_CHECKING:
     from medvl.models.dual_encoders.umrl import UMRL as UMRL, UMRLConfig as UMRLConfig
     from medvl.models.factory import create_model as create_model
     from medvl.models.fusion_encoders.albef import ALBEF as ALBEF, ALBEFConfig as ALBEFConfig
-    from medvl.models.fusion_encoders.aligned import (
+    from medvl.models.fusion_encoders.arl import ARL as ARL, ARLConfig as ARLConfig
+    from medvl.models.fusion_encoders.bases.aligned import (
         AlignedFusionConfig as AlignedFusionConfig,
         AlignedFusionModel as AlignedFusionModel,
     )
-    from medvl.models.fusion_encoders.arl import ARL as ARL, ARLConfig as ARLConfig
-    from medvl.models.fusion_encoders.base import FusionModel as FusionModel
-    from medvl.models.fusion_encoders.bert_stream import BertStream as BertStream
+    from medvl.models.fusion_encoders.bases.base import FusionModel as FusionModel
+    from medvl.models.fusion_encoders.bases.bert_stream import BertStream as BertStream
+    from medvl.models.fusion_encoders.bases.config import FusionConfig as FusionConfig, StreamConfig as StreamConfig
+    from medvl.models.fusion_encoders.bases.joint_bert import JointBERT as JointBERT
+    from medvl.models.fusion_encoders.bases.joint_stream import JointStream as JointStream
+    from medvl.models.fusion_encoders.bases.masked_matching import MaskedMatchingModel as MaskedMatchingModel
+    from medvl.models.fusion_encoders.bases.region_model import RegionConfig as RegionConfig, RegionModel as RegionModel
     from medvl.models.fusion_encoders.berthop import BERTHop as BERTHop, BERTHopConfig as BERTHopConfig
-    from medvl.models.fusion_encoders.config import FusionConfig as FusionConfig, StreamConfig as StreamConfig
-    from medvl.models.fusion_encoders.joint_bert import JointBERT as JointBERT
-    from medvl.models.fusion_encoders.joint_stream import JointStream as JointStream
     from medvl.models.fusion_encoders.lxmert import LXMERT as LXMERT, LXMERTConfig as LXMERTConfig
     from medvl.models.fusion_encoders.m2i2 import M2I2 as M2I2, M2I2Config as M2I2Config
     from medvl.models.fusion_encoders.m3ae import M3AE as M3AE, M3AEConfig as M3AEConfig
-    from medvl.models.fusion_encoders.masked_matching import MaskedMatchingModel as MaskedMatchingModel
     from medvl.models.fusion_encoders.medvill import MedViLL as MedViLL, MedViLLConfig as MedViLLConfig
     from medvl.models.fusion_encoders.mixed import MixedConfig as MixedConfig, MixedModel as MixedModel
     from medvl.models.fusion_encoders.mumc import MUMC as MUMC, MUMCConfig as MUMCConfig
@@ -138,7 +139,6 @@ if TYPE_CHECKING:
     from medvl.models.fusion_encoders.objectives.words import MaskedLanguageModeling as MaskedLanguageModeling
     from medvl.models.fusion_encoders.pixelbert import PixelBERT as PixelBERT, PixelBERTConfig as PixelBERTConfig
     from medvl.models.fusion_encoders.ptunifier import PTUnifier as PTUnifier, PTUnifierConfig as PTUnifierConfig
-    from medvl.models.fusion_encoders.region_model import RegionConfig as RegionConfig, RegionModel as RegionModel
     from medvl.models.fusion_encoders.streams import (
         DualStreamConfig as DualStreamConfig,
         DualStreamModel as DualStreamModel,

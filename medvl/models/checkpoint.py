@@ -183,7 +183,7 @@ def detector_of(folder: Path | str) -> str | None:
 
 def _encoders(model: nn.Module) -> list[Any]:
     """Return the encoders of images, of texts and of regions."""
-    from medvl.models.fusion_encoders.layers.inputs import RegionEncoder  # dual-encoders start without these modules
+    from medvl.models.fusion_encoders.parts.inputs import RegionEncoder  # dual-encoders start without these modules
 
     return [module for module in model.modules() if isinstance(module, Encoder | RegionEncoder)]
 

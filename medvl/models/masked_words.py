@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from medvl.data.transforms.mlm_masking import TextMasking
 from medvl.errors import ConfigError
-from medvl.losses.mlm import masked_positions
+from medvl.losses.masked.mlm import masked_positions
 from medvl.models.base import System
 from medvl.models.bert_init import LAYER_NORM_EPS, init_weights
 from medvl.schema import Batch

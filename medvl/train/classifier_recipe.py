@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from medvl.common.seeding import seeded
-from medvl.models.fusion_encoders.config import FusionConfig
+from medvl.models.fusion_encoders.bases.config import FusionConfig
 from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.recipe import data_advice
 from medvl.train.tasks.classification import ApplyPolicy, ClassificationDataConfig, open_classification

@@ -16,7 +16,7 @@ from medvl.data import KnowledgeGraph, TransEConfig, save_embeddings, write_know
 from medvl.data.knowledge.transe import TransE
 from medvl.data.reports.laterality import swap_laterality
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
-from medvl.models.fusion_encoders.base import FusionModel
+from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.schema import Batch
 
 TEXTS = (

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers import train_fakes as fakes
 from medvl import losses
 from medvl.errors import TrainingError
-from medvl.losses.blockwise import info_nce, pairwise_sigmoid
 from medvl.losses.gather import gather, no_gather
+from medvl.losses.pairs.blockwise import info_nce, pairwise_sigmoid
 from medvl.models.dual_encoders.parts.heads import MaskedBatchNorm
 from medvl.models.eval_mode import evaluating
 from medvl.schema import Batch, Losses

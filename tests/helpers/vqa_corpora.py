@@ -10,7 +10,7 @@ import cv2
 from helpers.mimic_files import textured
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.corpora import vqa_rad
+from medvl.data.corpora.questions import vqa_rad
 from medvl.data.privacy.deidentify import Deidentifier
 
 

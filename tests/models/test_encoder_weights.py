@@ -12,7 +12,7 @@ from helpers.fusion_samples import TINY, tiny_tokenizer
 from helpers.script_modules import load_script
 
 import medvl
-from medvl.cli.eval_probe import EncoderOptions, _open_encoder
+from medvl.cli.eval.probe import EncoderOptions, _open_encoder
 from medvl.encoders import create_image_encoder, create_text_encoder
 from medvl.errors import ConfigError, WeightsError
 from medvl.models import VQA, Detector, create_classifier, create_dense, load, save

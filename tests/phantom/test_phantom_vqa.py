@@ -10,13 +10,13 @@ from helpers.errors import raises
 from PIL import Image
 
 from medvl.cli import main as cli
-from medvl.data.corpora import slake, vqa_rad
+from medvl.data.corpora.questions import slake, vqa_rad
 from medvl.errors import CorpusError
 from medvl.eval import VQAData, evaluate_answers
 from medvl.phantom import World, sample_slice, vqa_images, write_slake, write_vqa_rad
 from medvl.phantom.language.lexicon import NAMES
 from medvl.phantom.language.vqa import KINDS, balanced_rows
-from medvl.phantom.layouts.vqa_rad_slake import CANDIDATES
+from medvl.phantom.layouts.questions.vqa_rad_slake import CANDIDATES
 from medvl.phantom.population.slices import MODALITIES, ORGANS
 from medvl.phantom.rendering.ct_mr_slices import _TISSUES, draw_slice
 

@@ -38,7 +38,7 @@ from medvl.eval.retrieval.similarity import encode_images, paired_similarity
 from medvl.models.base import System
 from medvl.models.dual_encoders.bases.base import DualEncoder
 from medvl.models.eval_mode import evaluating
-from medvl.models.fusion_encoders.base import FusionModel
+from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.schema import Sample
 
 PROTOCOL, PROTOCOL_VERSION = "image_text_matching", 1

@@ -18,8 +18,8 @@ from typing import Any
 
 from medvl.common.files import write_atomic
 from medvl.common.untrusted import ANYWHERE, parse_json
-from medvl.data.corpora import chexpert
 from medvl.data.corpora.common.tables import check_columns, read_lines
+from medvl.data.corpora.labels import chexpert
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError, EvaluationError
 from medvl.eval.core.interfaces import Source

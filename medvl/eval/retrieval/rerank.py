@@ -32,8 +32,8 @@ from medvl.eval.retrieval import image_text
 from medvl.eval.retrieval.image_text import Gallery, Ranks, RetrievalResult
 from medvl.eval.retrieval.similarity import Similarity, encode_images, normalized_texts, take
 from medvl.models.eval_mode import evaluating
-from medvl.models.fusion_encoders.base import FusionModel
-from medvl.models.fusion_encoders.layers.encoder import Tokens, stack
+from medvl.models.fusion_encoders.bases.base import FusionModel
+from medvl.models.fusion_encoders.parts.encoder import Tokens, stack
 from medvl.schema import Batch, Embeddings
 
 PROTOCOL, PROTOCOL_VERSION = "image_text_retrieval_reranked", 1

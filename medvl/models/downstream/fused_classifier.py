@@ -14,10 +14,10 @@ from medvl.models.bert_init import LAYER_NORM_EPS, init_weights
 from medvl.models.config_checks import check_choice, check_labels
 from medvl.models.downstream.classifier import LabelModel
 from medvl.models.downstream.fusion_task import FusionTask, FusionTaskConfig, described_fusion, open_fusion
-from medvl.models.fusion_encoders.base import FusionModel
-from medvl.models.fusion_encoders.config import FusionConfig
-from medvl.models.fusion_encoders.joint_bert import text_ends
-from medvl.models.fusion_encoders.layers.encoder import Fused
+from medvl.models.fusion_encoders.bases.base import FusionModel
+from medvl.models.fusion_encoders.bases.config import FusionConfig
+from medvl.models.fusion_encoders.bases.joint_bert import text_ends
+from medvl.models.fusion_encoders.parts.encoder import Fused
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 

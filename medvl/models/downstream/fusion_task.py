@@ -13,8 +13,8 @@ from medvl.models.checkpoint import load, load_towers
 from medvl.models.config_checks import check_within
 from medvl.models.downstream.image_size import at_image_size
 from medvl.models.factory import create_model
-from medvl.models.fusion_encoders.base import FusionModel
-from medvl.models.fusion_encoders.config import FusionConfig
+from medvl.models.fusion_encoders.bases.base import FusionModel
+from medvl.models.fusion_encoders.bases.config import FusionConfig
 from medvl.schema import Inputs
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from medvl.models.base import complete_rows
 from medvl.models.config_checks import check_within
 from medvl.models.downstream.fusion_task import FusionTask, FusionTaskConfig, described_fusion, open_fusion
-from medvl.models.fusion_encoders.base import FusionModel
+from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 

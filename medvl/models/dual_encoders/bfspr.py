@@ -11,7 +11,7 @@ from medvl import losses
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
-from medvl.losses.gloria import gloria_contrast
+from medvl.losses.local.gloria import gloria_contrast
 from medvl.losses.precision import full_precision
 from medvl.models.config_checks import check_choice, check_within
 from medvl.models.dual_encoders.bases.base import Positives

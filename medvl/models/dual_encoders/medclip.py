@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from medvl.encoders import ImageEncoder, TextEncoder
-from medvl.losses.soft_targets import LabelSimilarity, label_similarity, soft_targets
+from medvl.losses.pairs.soft_targets import LabelSimilarity, label_similarity, soft_targets
 from medvl.models.config_checks import check_choice, check_within
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
 from medvl.models.dual_encoders.bases.pairs import Pairs

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.losses import modality_confusion
 from medvl.losses.gather import mean_over_ranks
-from medvl.losses.positives import in_share
+from medvl.losses.pairs.positives import in_share
 from medvl.losses.precision import full_precision
 from medvl.models.base import EncoderArguments
 from medvl.models.config_checks import check_choice, check_weights, check_within

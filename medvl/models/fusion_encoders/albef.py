@@ -9,9 +9,9 @@ from medvl.encoders import ImageEncoder, TextEncoder, create_text_encoder
 from medvl.encoders.pretrained import Pretrained
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, Parts
-from medvl.models.fusion_encoders.aligned import AlignedFusionConfig, AlignedFusionModel
-from medvl.models.fusion_encoders.encoders import create_pixel_encoders
-from medvl.models.fusion_encoders.layers.bert import init_from_bert
+from medvl.models.fusion_encoders.bases.aligned import AlignedFusionConfig, AlignedFusionModel
+from medvl.models.fusion_encoders.bases.encoders import create_pixel_encoders
+from medvl.models.fusion_encoders.parts.bert import init_from_bert
 from medvl.models.registry import register_system
 
 

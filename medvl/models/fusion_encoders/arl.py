@@ -12,9 +12,12 @@ from medvl.data.transforms.mlm_masking import IGNORED
 from medvl.encoders import TextEncoder
 from medvl.models.base import Parts
 from medvl.models.config_checks import check_within
-from medvl.models.fusion_encoders.layers.encoder import FusionEncoder, Tokens
-from medvl.models.fusion_encoders.layers.inputs import ImageSource
-from medvl.models.fusion_encoders.layers.knowledge import (
+from medvl.models.fusion_encoders.m3ae import M3AE, M3AEConfig
+from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
+from medvl.models.fusion_encoders.objectives.entities import EntityAlignment
+from medvl.models.fusion_encoders.parts.encoder import FusionEncoder, Tokens
+from medvl.models.fusion_encoders.parts.inputs import ImageSource
+from medvl.models.fusion_encoders.parts.knowledge import (
     EntityGraph,
     EntityHead,
     KnowledgeConfig,
@@ -23,10 +26,7 @@ from medvl.models.fusion_encoders.layers.knowledge import (
     read_graph,
     without_masked,
 )
-from medvl.models.fusion_encoders.layers.transformer import Sizes
-from medvl.models.fusion_encoders.m3ae import M3AE, M3AEConfig
-from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
-from medvl.models.fusion_encoders.objectives.entities import EntityAlignment
+from medvl.models.fusion_encoders.parts.transformer import Sizes
 from medvl.models.masked_words import MaskedWords, sample_masked_words
 from medvl.models.registry import register_system
 from medvl.schema import Batch

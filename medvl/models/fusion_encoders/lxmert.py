@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.bert_init import init_weights
 from medvl.models.config_checks import check_within
-from medvl.models.fusion_encoders.layers.attention_masks import padding_mask
-from medvl.models.fusion_encoders.layers.encoder import AttentionMaps, Fused, Pooler, Tokens
-from medvl.models.fusion_encoders.layers.inputs import encode_present
-from medvl.models.fusion_encoders.layers.regions import RegionInput, RegionMask
-from medvl.models.fusion_encoders.layers.transformer import Attention, FeedForward, SelfAttentionLayer, Sizes
+from medvl.models.fusion_encoders.bases.region_model import RegionConfig, RegionHead, RegionModel
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective
 from medvl.models.fusion_encoders.objectives.regions import MaskedObjectLabels, MaskedRegionFeatures
-from medvl.models.fusion_encoders.region_model import RegionConfig, RegionHead, RegionModel
+from medvl.models.fusion_encoders.parts.attention_masks import padding_mask
+from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Pooler, Tokens
+from medvl.models.fusion_encoders.parts.inputs import encode_present
+from medvl.models.fusion_encoders.parts.regions import RegionInput, RegionMask
+from medvl.models.fusion_encoders.parts.transformer import Attention, FeedForward, SelfAttentionLayer, Sizes
 from medvl.models.registry import register_system
 from medvl.schema import Batch
 

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.encoders.presets import CLIP_MEAN, CLIP_STD
-from medvl.losses.mim import PatchMask
+from medvl.losses.masked.mim import PatchMask
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.config_checks import check_within
 from medvl.models.fusion_encoders.albef import ALBEF, ALBEFConfig
-from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.models.fusion_encoders.layers.heads import Patches, PixelDecoder, PixelDecoderConfig
 from medvl.models.fusion_encoders.objectives.base import Corruption
 from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling
+from medvl.models.fusion_encoders.parts.encoder import Tokens
+from medvl.models.fusion_encoders.parts.heads import Patches, PixelDecoder, PixelDecoderConfig
 from medvl.models.registry import register_system
 from medvl.schema import Batch
 

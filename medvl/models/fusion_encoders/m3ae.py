@@ -6,14 +6,14 @@ from typing import Unpack
 from torch import Tensor
 
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
-from medvl.losses.mim import PatchMask
+from medvl.losses.masked.mim import PatchMask
 from medvl.models.base import Parts
 from medvl.models.config_checks import check_within
-from medvl.models.fusion_encoders.encoders import check_pixels
-from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.models.fusion_encoders.layers.heads import Patches, PixelDecoder, PixelDecoderConfig
-from medvl.models.fusion_encoders.layers.inputs import ImageSource
+from medvl.models.fusion_encoders.bases.encoders import check_pixels
 from medvl.models.fusion_encoders.objectives.patches import MaskedImageModeling
+from medvl.models.fusion_encoders.parts.encoder import Tokens
+from medvl.models.fusion_encoders.parts.heads import Patches, PixelDecoder, PixelDecoderConfig
+from medvl.models.fusion_encoders.parts.inputs import ImageSource
 from medvl.models.fusion_encoders.streams import DualStreamConfig, DualStreamModel
 from medvl.models.registry import register_system
 

@@ -10,17 +10,17 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
 from medvl.errors import ConfigError
-from medvl.losses.itm import MatchingPairs
+from medvl.losses.pairs.itm import MatchingPairs
 from medvl.models.base import Parts
 from medvl.models.config_checks import check_choice, check_within
-from medvl.models.fusion_encoders.config import FusionConfig, check_attention
-from medvl.models.fusion_encoders.corruption import sample_pairs
-from medvl.models.fusion_encoders.encoders import create_pixel_encoders
-from medvl.models.fusion_encoders.joint_bert import IMAGE, JointBERT
-from medvl.models.fusion_encoders.layers.attention_masks import CAUSAL_ATTENTIONS, Attention
-from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.models.fusion_encoders.layers.inputs import encode_present, sample_cells
+from medvl.models.fusion_encoders.bases.config import FusionConfig, check_attention
+from medvl.models.fusion_encoders.bases.encoders import create_pixel_encoders
+from medvl.models.fusion_encoders.bases.joint_bert import IMAGE, JointBERT
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
+from medvl.models.fusion_encoders.parts.attention_masks import CAUSAL_ATTENTIONS, Attention
+from medvl.models.fusion_encoders.parts.corruption import sample_pairs
+from medvl.models.fusion_encoders.parts.encoder import Tokens
+from medvl.models.fusion_encoders.parts.inputs import encode_present, sample_cells
 from medvl.models.registry import register_system
 from medvl.schema import Batch
 

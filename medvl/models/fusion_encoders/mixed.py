@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from medvl.encoders import ImageEncoder, TextEncoder
-from medvl.losses.mim import blank
+from medvl.losses.masked.mim import blank
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.config_checks import check_within
-from medvl.models.fusion_encoders.encoders import check_pixels
-from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.models.fusion_encoders.layers.heads import BlockHead, Patches
-from medvl.models.fusion_encoders.layers.inputs import ImageSource
+from medvl.models.fusion_encoders.bases.encoders import check_pixels
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded
 from medvl.models.fusion_encoders.objectives.patches import MultiScaleMaskedImageModeling
+from medvl.models.fusion_encoders.parts.encoder import Tokens
+from medvl.models.fusion_encoders.parts.heads import BlockHead, Patches
+from medvl.models.fusion_encoders.parts.inputs import ImageSource
 from medvl.models.fusion_encoders.streams import DualStreamConfig, DualStreamModel
 from medvl.models.registry import register_system
 from medvl.schema import Batch

@@ -5,9 +5,9 @@ import dataclasses
 from torch import Tensor
 
 from medvl.models.config_checks import check_within
-from medvl.models.fusion_encoders.bert_stream import BertStream
-from medvl.models.fusion_encoders.config import FusionConfig
-from medvl.models.fusion_encoders.layers.inputs import sample_tokens
+from medvl.models.fusion_encoders.bases.bert_stream import BertStream
+from medvl.models.fusion_encoders.bases.config import FusionConfig
+from medvl.models.fusion_encoders.parts.inputs import sample_tokens
 from medvl.models.registry import register_system
 from medvl.schema import ImageFeatures
 

@@ -12,10 +12,12 @@ from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.models.base import Parts, complete_rows
 from medvl.models.config_checks import check_within
-from medvl.models.fusion_encoders.layers.encoder import Fused, Tokens
-from medvl.models.fusion_encoders.layers.heads import ContrastHead
-from medvl.models.fusion_encoders.layers.inputs import ImageSource, RegionEncoder
-from medvl.models.fusion_encoders.layers.prompts import (
+from medvl.models.fusion_encoders.objectives.base import AlignedEncoded, Corruption
+from medvl.models.fusion_encoders.objectives.contrast import ImageTextContrast
+from medvl.models.fusion_encoders.parts.encoder import Fused, Tokens
+from medvl.models.fusion_encoders.parts.heads import ContrastHead
+from medvl.models.fusion_encoders.parts.inputs import ImageSource, RegionEncoder
+from medvl.models.fusion_encoders.parts.prompts import (
     PromptPool,
     encode_between,
     fill,
@@ -24,8 +26,6 @@ from medvl.models.fusion_encoders.layers.prompts import (
     mean_words,
     with_mean_patches,
 )
-from medvl.models.fusion_encoders.objectives.base import AlignedEncoded, Corruption
-from medvl.models.fusion_encoders.objectives.contrast import ImageTextContrast
 from medvl.models.fusion_encoders.streams import DualStreamConfig, DualStreamModel
 from medvl.models.registry import register_system
 from medvl.schema import Batch

@@ -13,9 +13,10 @@ from medvl.encoders import TextEncoder
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.bert_init import init_weights
 from medvl.models.config_checks import check_within
-from medvl.models.fusion_encoders.config import StreamConfig, check_attention
-from medvl.models.fusion_encoders.layers.attention_masks import Attention
-from medvl.models.fusion_encoders.layers.encoder import (
+from medvl.models.fusion_encoders.bases.config import StreamConfig, check_attention
+from medvl.models.fusion_encoders.bases.masked_matching import MaskedMatchingModel
+from medvl.models.fusion_encoders.parts.attention_masks import Attention
+from medvl.models.fusion_encoders.parts.encoder import (
     AttentionMaps,
     DualStream,
     Fused,
@@ -23,15 +24,14 @@ from medvl.models.fusion_encoders.layers.encoder import (
     SingleStream,
     Tokens,
 )
-from medvl.models.fusion_encoders.layers.inputs import (
+from medvl.models.fusion_encoders.parts.inputs import (
     ImageInput,
     ImageSource,
     RegionEncoder,
     encode_present,
     encode_visible,
 )
-from medvl.models.fusion_encoders.layers.transformer import Sizes
-from medvl.models.fusion_encoders.masked_matching import MaskedMatchingModel
+from medvl.models.fusion_encoders.parts.transformer import Sizes
 from medvl.models.registry import register_system
 
 

@@ -12,12 +12,12 @@ from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.bert_init import init_weights
 from medvl.models.config_checks import check_within
-from medvl.models.fusion_encoders.config import FusionConfig
-from medvl.models.fusion_encoders.joint_stream import JointStream
-from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.models.fusion_encoders.layers.inputs import encode_present, sample_tokens
-from medvl.models.fusion_encoders.layers.transformer import attention_weights
+from medvl.models.fusion_encoders.bases.config import FusionConfig
+from medvl.models.fusion_encoders.bases.joint_stream import JointStream
 from medvl.models.fusion_encoders.objectives.alignment import WordPatchAlignment
+from medvl.models.fusion_encoders.parts.encoder import Tokens
+from medvl.models.fusion_encoders.parts.inputs import encode_present, sample_tokens
+from medvl.models.fusion_encoders.parts.transformer import attention_weights
 from medvl.models.registry import register_system
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from medvl.errors import ConfigError
 from medvl.models.base import System, complete_rows
-from medvl.models.fusion_encoders.layers.encoder import Tokens
+from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.text_decoding import Decoding, Generated, NextToken, search
 from medvl.schema import Batch, Losses
 

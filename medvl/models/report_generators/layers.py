@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.models.fusion_encoders.layers.attention_masks import open_empty_rows, padding_mask
-from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.models.fusion_encoders.layers.transformer import KeysValues, Sizes, split_heads
+from medvl.models.fusion_encoders.parts.attention_masks import open_empty_rows, padding_mask
+from medvl.models.fusion_encoders.parts.encoder import Tokens
+from medvl.models.fusion_encoders.parts.transformer import KeysValues, Sizes, split_heads
 
 _EPS, _SMALLEST_VARIANCE = 1e-6, 1e-12
 _PERIODS, _INITIAL_BIAS = 10_000.0, 0.1

@@ -13,9 +13,9 @@ from medvl.encoders import ImageEncoder, create_image_encoder, parameter_groups
 from medvl.errors import ConfigError
 from medvl.models.base import EncoderArguments, ImageConfig, Parts
 from medvl.models.config_checks import check_choice, check_within
-from medvl.models.fusion_encoders.layers.encoder import Tokens, join
-from medvl.models.fusion_encoders.layers.inputs import encode_present
-from medvl.models.fusion_encoders.layers.transformer import Sizes
+from medvl.models.fusion_encoders.parts.encoder import Tokens, join
+from medvl.models.fusion_encoders.parts.inputs import encode_present
+from medvl.models.fusion_encoders.parts.transformer import Sizes
 from medvl.models.registry import register_system
 from medvl.models.report_generators.base import ReportGenerator
 from medvl.models.report_generators.layers import ImageLayers

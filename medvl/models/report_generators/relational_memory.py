@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.models.fusion_encoders.layers.attention_masks import padding_mask
-from medvl.models.fusion_encoders.layers.encoder import Tokens
-from medvl.models.fusion_encoders.layers.transformer import Sizes
+from medvl.models.fusion_encoders.parts.attention_masks import padding_mask
+from medvl.models.fusion_encoders.parts.encoder import Tokens
+from medvl.models.fusion_encoders.parts.transformer import Sizes
 from medvl.models.report_generators.layers import Attention, DecoderLayer, Norm, WritingState, sines
 
 

@@ -94,7 +94,7 @@ def bind_regions(model: Any, source: Any) -> dict[str, Any]:
     Returns the entry for `describe`, empty without regions. Raises ConfigError as `RegionEncoder.bind` does.
     """
     from medvl.data.loading.sources import region_manifest_of
-    from medvl.models.fusion_encoders.layers.inputs import RegionEncoder
+    from medvl.models.fusion_encoders.parts.inputs import RegionEncoder
 
     manifest = region_manifest_of(source)
     if manifest is None:

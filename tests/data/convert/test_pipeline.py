@@ -26,8 +26,8 @@ from medvl.common.untrusted import ANYWHERE
 from medvl.data.convert import pipeline, record
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import ShardTask, write_shards
-from medvl.data.corpora import mimic_cxr
 from medvl.data.corpora.common.tables import Plan, Record
+from medvl.data.corpora.reports import mimic_cxr
 from medvl.data.images.codecs import decode_image, encode_png
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.format import Index, Manifest, check_key, sample_from_json, sample_to_json

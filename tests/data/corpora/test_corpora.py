@@ -17,8 +17,10 @@ from helpers.errors import raises
 from helpers.mimic_files import IMAGES, LABELS, textured, write_csv_gz
 
 from medvl.common.untrusted import ANYWHERE
-from medvl.data.corpora import chexpert, mimic_cxr, table
+from medvl.data.corpora import table
 from medvl.data.corpora.common.tables import Record, read_record
+from medvl.data.corpora.labels import chexpert
+from medvl.data.corpora.reports import mimic_cxr
 from medvl.data.corpora.table import TableColumns
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.format import sample_to_json

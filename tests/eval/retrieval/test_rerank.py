@@ -14,8 +14,8 @@ from helpers.fusion_samples import SIDE, TEXTS, tiny_model, tiny_tokenizer
 from helpers.shard_plans import OPTIONS, make_plan
 from torch import Tensor, nn
 
-from medvl.cli.eval_common import EvalOptions
-from medvl.cli.eval_retrieval import retrieval
+from medvl.cli.eval.options import EvalOptions
+from medvl.cli.eval.retrieval import retrieval
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.privacy.deidentify import Deidentifier
@@ -25,7 +25,7 @@ from medvl.eval import reranked_retrieval
 from medvl.eval.retrieval import rerank
 from medvl.eval.retrieval.rerank import ShortlistModel, reranked_ranks
 from medvl.models.checkpoint import save
-from medvl.models.fusion_encoders.base import FusionModel
+from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.schema import Batch
 
 REPORTS = [*TEXTS, "The heart is enlarged.", "Dense left consolidation of the lungs.", "", "No effusion."]

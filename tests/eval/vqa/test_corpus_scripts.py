@@ -8,7 +8,7 @@ from pathlib import Path
 from helpers.errors import raises
 from helpers.vqa_corpora import rad_row, write_image, write_slake
 
-from medvl.data.corpora import vqa_rad
+from medvl.data.corpora.questions import vqa_rad
 from medvl.errors import EvaluationError
 from medvl.eval import VQAData, read_results
 

@@ -9,7 +9,7 @@ from helpers.errors import raises
 
 import medvl
 from medvl.data.annotations.questions import Question
-from medvl.data.corpora import vqa_rad
+from medvl.data.corpora.questions import vqa_rad
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import EvaluationError
 from medvl.eval import AnswerVocabulary, VQAData, VQAProtocol, evaluate_answers, read_results

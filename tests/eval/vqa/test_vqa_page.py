@@ -19,11 +19,11 @@ from helpers.script_modules import load_script
 from helpers.vqa_corpora import rad_row, write_image
 
 from medvl.cli import main as cli
-from medvl.cli.eval_common import RunOptions
-from medvl.cli.eval_vqa import vqa
+from medvl.cli.eval.options import RunOptions
+from medvl.cli.eval.vqa import vqa
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
-from medvl.data.corpora import vqa_rad
+from medvl.data.corpora.questions import vqa_rad
 from medvl.data.loading.loader import Loader
 from medvl.data.loading.vqa_source import QuestionSource
 from medvl.data.privacy.deidentify import Deidentifier

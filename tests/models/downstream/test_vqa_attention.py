@@ -11,7 +11,7 @@ from torch import Tensor
 
 from medvl.errors import ConfigError
 from medvl.models.downstream.vqa.attention import QuestionAttention, question_attention
-from medvl.models.fusion_encoders.layers.transformer import Attention
+from medvl.models.fusion_encoders.parts.transformer import Attention
 from medvl.schema import Batch
 
 LAST = {
@@ -212,8 +212,8 @@ def test_forward_pass_computes_no_maps(name: str, tokenizer: Any, monkeypatch: p
     with torch.no_grad():
         before = model.features(batch).pooled_BD
         question_attention(model, batch)
-        monkeypatch.setattr("medvl.models.fusion_encoders.layers.transformer.attention_weights", None)
-        monkeypatch.setattr("medvl.models.fusion_encoders.bert_stream.attention_weights", None)
+        monkeypatch.setattr("medvl.models.fusion_encoders.parts.transformer.attention_weights", None)
+        monkeypatch.setattr("medvl.models.fusion_encoders.bases.bert_stream.attention_weights", None)
         after = model.features(batch).pooled_BD
     assert torch.equal(before, after)
 

@@ -12,8 +12,8 @@ from helpers.fusion_samples import TEXTS, TINY, make_batch, shaken, tiny_model
 from helpers.vqa_corpora import write_rad_shards
 
 import medvl
-from medvl.cli.eval_common import RunOptions
-from medvl.cli.eval_vqa import vqa as eval_vqa
+from medvl.cli.eval.options import RunOptions
+from medvl.cli.eval.vqa import vqa as eval_vqa
 from medvl.data.loading.loader import open_loader
 from medvl.data.loading.vqa_source import QuestionSource
 from medvl.data.shards.source import ShardSource

@@ -16,7 +16,7 @@ from medvl.models import VQA
 from medvl.models.downstream.vqa.config import DecoderConfig, Head
 from medvl.models.downstream.vqa.heads import DecoderHead
 from medvl.models.fusion_encoders.albef import ALBEF
-from medvl.models.fusion_encoders.layers.encoder import Fused, Tokens
+from medvl.models.fusion_encoders.parts.encoder import Fused, Tokens
 from medvl.models.text_decoding import Decoding, search
 from medvl.schema import Batch
 

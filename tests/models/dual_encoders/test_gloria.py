@@ -23,7 +23,7 @@ from medvl.eval.core.embeddings import concatenate
 from medvl.eval.retrieval.similarity import Similarity, take
 from medvl.eval.zero_shot_classification.prompts import load_prompts
 from medvl.eval.zero_shot_classification.scores import PromptScorer
-from medvl.losses.gloria import gloria_attention, gloria_similarity
+from medvl.losses.local.gloria import gloria_attention, gloria_similarity
 from medvl.models import GLoRIAConfig, load_towers, save
 from medvl.models.dual_encoders.gloria import GLoRIA
 from medvl.models.dual_encoders.parts.words import most_slots, sum_by_slot, word_slots
@@ -162,7 +162,7 @@ def test_losses_equal_the_published_ones(tokenizer: Tokenizer, change: dict[str,
 
 
 def test_the_global_loss_starts_near_its_expectation(model: GLoRIA) -> None:
-    """The local loss does not: texts of more words have an advantage (tests/losses/test_losses_gloria.py)."""
+    """The local loss does not: texts of more words have an advantage (tests/losses/local/test_losses_gloria.py)."""
     actual = model.eval()(make_batch(model.tokenizer))
     assert actual.terms["global"].item() == pytest.approx(2 * math.log(7), abs=1.0)
 

@@ -20,8 +20,8 @@ from medvl.data.transforms.mlm_masking import IGNORED, TextMasking
 from medvl.errors import ConfigError, CorpusError
 from medvl.models.checkpoint import save
 from medvl.models.fusion_encoders.arl import ARL, ARLConfig
-from medvl.models.fusion_encoders.layers.knowledge import GraphAttention, GraphSizes, at_mentions, without_masked
 from medvl.models.fusion_encoders.objectives.entities import mentioned
+from medvl.models.fusion_encoders.parts.knowledge import GraphAttention, GraphSizes, at_mentions, without_masked
 from medvl.schema import Batch, Sample
 
 SIZES = GraphSizes(entities=50, triples=120, names=90, longest_name=4, sha256="")

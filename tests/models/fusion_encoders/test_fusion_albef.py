@@ -20,12 +20,12 @@ import medvl
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import create_image_encoder, create_text_encoder
 from medvl.errors import ConfigError, WeightsError
-from medvl.losses.itc import ramped_alpha
+from medvl.losses.pairs.itc import ramped_alpha
 from medvl.models.checkpoint import load_towers, save
 from medvl.models.downstream.vqa.model import VQA
 from medvl.models.fusion_encoders import albef
 from medvl.models.fusion_encoders.albef import ALBEF, ALBEFConfig
-from medvl.models.fusion_encoders.layers.bert import init_from_bert
+from medvl.models.fusion_encoders.parts.bert import init_from_bert
 from medvl.schema import Batch, Losses
 from medvl.train.config import OptimConfig
 from medvl.train.optim.optimizer import build_optimizer

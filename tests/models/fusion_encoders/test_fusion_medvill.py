@@ -10,8 +10,8 @@ from torch import Tensor
 
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import ConfigError
-from medvl.models.fusion_encoders.layers.attention_masks import Attention, attention_mask
 from medvl.models.fusion_encoders.medvill import MedViLL, MedViLLConfig
+from medvl.models.fusion_encoders.parts.attention_masks import Attention, attention_mask
 from medvl.schema import Batch
 
 

@@ -19,7 +19,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import create_text_encoder
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.checkpoint import load_towers, save, warm_start
-from medvl.models.fusion_encoders.base import FusionModel
+from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.fusion_encoders.m3ae import M3AEConfig
 from medvl.models.fusion_encoders.medvill import MedViLLConfig
 from medvl.models.fusion_encoders.objectives.base import Encoded, Objective

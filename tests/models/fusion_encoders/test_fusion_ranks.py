@@ -14,7 +14,7 @@ from helpers.two_ranks import run_two_ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from medvl.models.fusion_encoders.base import FusionModel
+from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.schema import Batch
 
 SYSTEMS = ("m3ae", "medvill", "mixed", "single_stream", "dual_stream", "vilt", "arl")

@@ -13,8 +13,8 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import create_image_encoder
 from medvl.errors import ConfigError
 from medvl.models.downstream.image_size import at_image_size
-from medvl.models.fusion_encoders.layers.box_codes import box_code, relative_boxes
-from medvl.models.fusion_encoders.layers.inputs import ImageInput, RegionEncoder, sample_cells
+from medvl.models.fusion_encoders.parts.box_codes import box_code, relative_boxes
+from medvl.models.fusion_encoders.parts.inputs import ImageInput, RegionEncoder, sample_cells
 from medvl.schema import ImageFeatures
 
 

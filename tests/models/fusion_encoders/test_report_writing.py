@@ -16,8 +16,8 @@ from medvl.data.transforms.mlm_masking import TextMasking
 from medvl.errors import ConfigError
 from medvl.models.checkpoint import save
 from medvl.models.downstream.vqa.model import VQA
-from medvl.models.fusion_encoders.layers.attention_masks import Attention, attention_mask
 from medvl.models.fusion_encoders.medvill import MedViLL, MedViLLConfig
+from medvl.models.fusion_encoders.parts.attention_masks import Attention, attention_mask
 from medvl.models.text_decoding import Decoding, Generated, search
 from medvl.schema import Batch
 

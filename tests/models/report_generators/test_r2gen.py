@@ -16,7 +16,7 @@ import medvl
 from medvl.data.tokenizer.tokenizer import Tokenizer, train_words
 from medvl.errors import ConfigError
 from medvl.models import R2Gen, R2GenConfig, save
-from medvl.models.fusion_encoders.layers.encoder import Tokens
+from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.models.text_decoding import Decoding, search
 from medvl.schema import Batch
 from medvl.train import OptimConfig

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import medvl
 from medvl.errors import ConfigError, TrainingError
-from medvl.losses.itc import MomentumQueue
+from medvl.losses.pairs.itc import MomentumQueue
 from medvl.schema import Batch, Losses
 from medvl.train import TrainResult, rank_and_world
 from medvl.train.config import TrainConfig

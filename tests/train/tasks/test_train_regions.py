@@ -20,7 +20,7 @@ from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, ShardError, SplitError
 from medvl.eval.core.open import open_for_evaluation, open_source
 from medvl.models.checkpoint import detector_of, load, save
-from medvl.models.fusion_encoders.layers.inputs import RegionEncoder
+from medvl.models.fusion_encoders.parts.inputs import RegionEncoder
 from medvl.train.tasks.pretraining import DataConfig, open_data
 
 TOKENIZER = train_wordpiece(["the left lung of number is clear"], vocab_size=60, min_frequency=1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from medvl.encoders import ImageEncoder
 from medvl.errors import ConfigError
-from medvl.models.fusion_encoders.base import FusionModel
+from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.schema import Batch
 
 # P cells of the image's grid in row-major order; the other letters as in `medvl.schema`.

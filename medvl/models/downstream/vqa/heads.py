@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from medvl import losses
 from medvl.errors import ConfigError
-from medvl.losses.vqa import word_log_probability
+from medvl.losses.supervised.vqa import word_log_probability
 from medvl.models.bert_init import init_weights
 from medvl.models.downstream.vqa.config import VQAConfig
 from medvl.models.downstream.vqa.decoder import AnswerDecoder, AnswerWriter, Memory, init_decoder
-from medvl.models.fusion_encoders.base import FusionModel
-from medvl.models.fusion_encoders.layers.encoder import Fused
+from medvl.models.fusion_encoders.bases.base import FusionModel
+from medvl.models.fusion_encoders.parts.encoder import Fused
 from medvl.models.text_decoding import Decoding, search
 
 _ANSWERS_AT_ONCE = 128

@@ -11,10 +11,10 @@ from medvl.errors import ConfigError
 from medvl.models.downstream.fusion_task import FusionTask, described_fusion, open_fusion
 from medvl.models.downstream.vqa.config import DecoderConfig, Head, VQAConfig
 from medvl.models.downstream.vqa.heads import AnswerPredictions, create_head
-from medvl.models.fusion_encoders.base import FusionModel
-from medvl.models.fusion_encoders.config import StreamConfig
-from medvl.models.fusion_encoders.layers.encoder import Pooler
-from medvl.models.fusion_encoders.layers.prompts import PromptPool
+from medvl.models.fusion_encoders.bases.base import FusionModel
+from medvl.models.fusion_encoders.bases.config import StreamConfig
+from medvl.models.fusion_encoders.parts.encoder import Pooler
+from medvl.models.fusion_encoders.parts.prompts import PromptPool
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 

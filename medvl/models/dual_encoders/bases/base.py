@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import rows_by_rank
-from medvl.losses.mim import mask_patches
-from medvl.losses.positives import name_ids, text_ids
+from medvl.losses.masked.mim import mask_patches
+from medvl.losses.pairs.positives import name_ids, text_ids
 from medvl.models.base import Parts, TowersConfig, TwoTowers, complete_rows
 from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.pairs import Pairs

@@ -21,8 +21,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from medvl.losses.itc import Keys
-from medvl.models.fusion_encoders.layers.encoder import Fused, Tokens
+from medvl.losses.pairs.itc import Keys
+from medvl.models.fusion_encoders.parts.encoder import Fused, Tokens
 from medvl.schema import Batch
 
 

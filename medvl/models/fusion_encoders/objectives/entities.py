@@ -8,8 +8,8 @@ from torch import Tensor
 
 from medvl import losses
 from medvl.errors import ConfigError
-from medvl.models.fusion_encoders.layers.encoder import Tokens
 from medvl.models.fusion_encoders.objectives.base import Encoded, Objective
+from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.schema import Batch
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from medvl import losses
 from medvl.errors import ConfigError
-from medvl.losses.itm import MatchingPairs
-from medvl.models.fusion_encoders.layers.encoder import Tokens
+from medvl.losses.pairs.itm import MatchingPairs
 from medvl.models.fusion_encoders.objectives.base import ContrastiveEncoded, Encoded, Objective
+from medvl.models.fusion_encoders.parts.encoder import Tokens
 from medvl.schema import Batch
 
 

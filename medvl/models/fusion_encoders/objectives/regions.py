@@ -9,8 +9,8 @@ from torch import Tensor
 
 from medvl import losses
 from medvl.errors import ConfigError
-from medvl.models.fusion_encoders.layers.regions import RegionMask
 from medvl.models.fusion_encoders.objectives.base import Encoded, MaskedRegions, Objective
+from medvl.models.fusion_encoders.parts.regions import RegionMask
 from medvl.schema import Batch
 
 RegionPredictions = tuple[Tensor, MaskedRegions]

@@ -1,0 +1,1 @@
+"""Commands that evaluate a checkpoint: `medvl eval TASK`."""

@@ -1,0 +1,35 @@
+"""`medvl eval classify`: a trained multi-label classifier."""
+
+import functools
+from pathlib import Path
+
+from medvl.cli.eval.options import EvalOptions, LabelOptions, open_evaluation, publish_result
+
+
+def classify(shared: EvalOptions, label: LabelOptions, *, valid: Path | None = None) -> None:
+    """Evaluate a classifier of recipes/linear_probe.py or recipes/classify_openi.py, with intervals and a page.
+
+    Args:
+        valid: folder of shards of other patients, on which thresholds are chosen; without it, no yes/no metrics.
+    """
+    from medvl.data.shards.source import ShardSource
+    from medvl.eval.classification import evaluate
+    from medvl.eval.classification.page import write_classification_page
+    from medvl.models import LabelModel
+
+    checkpoint, advice = shared.checkpoint, "train a classifier on it with recipes/linear_probe.py"
+    model, source, read = open_evaluation(shared, LabelModel, advice, text=True)
+    result = evaluate.classify(
+        model,
+        read(source),
+        valid_loader=None if valid is None else read(ShardSource(valid)),
+        policy=label.policy(),
+        threshold_rule=label.threshold_rule,
+        resamples=shared.resamples,
+        checkpoint=checkpoint,
+    )
+    page = functools.partial(write_classification_page, result, pixels=source.pixels)
+    folder = shared.folder(checkpoint, "classify")
+    publish_result(
+        result, folder, page, f"{model.name} of {model.reads} ({checkpoint})", source.manifest, result.table()
+    )

@@ -1,0 +1,35 @@
+"""Table of the `medvl eval` commands."""
+
+from collections.abc import Callable
+from typing import Any
+
+from medvl.cli.eval import (
+    change,
+    classify,
+    dense,
+    grounding,
+    matching,
+    probe,
+    report_generation,
+    retrieval,
+    retrieval_by_class,
+    vqa,
+    zero_shot,
+)
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "zero-shot": zero_shot.zero_shot,
+    "retrieval": retrieval.retrieval,
+    "classify": classify.classify,
+    "class-retrieval": retrieval_by_class.class_retrieval,
+    "make-retrieval-list": retrieval_by_class.make_retrieval_list,
+    "grounding": grounding.grounding,
+    "matching": matching.matching,
+    "change": change.change,
+    "detection": dense.detection,
+    "segmentation": dense.segmentation,
+    "probe": probe.probe,
+    "vqa": vqa.vqa,
+    "report-generation": report_generation.report_generation,
+}
+"""Name after `medvl eval` -> function, in the order of the help."""

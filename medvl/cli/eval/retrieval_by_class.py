@@ -1,0 +1,87 @@
+"""`medvl eval class-retrieval` and `medvl eval make-retrieval-list`: retrieval of images by their labels."""
+
+import functools
+from pathlib import Path
+
+from medvl.cli.eval.options import EvalOptions, open_evaluation, print_results
+from medvl.errors import ConfigError
+
+
+def class_retrieval(shared: EvalOptions, *, candidates: Path | None = None, ks: tuple[int, ...] = (5, 10, 50)) -> None:
+    """Evaluate precision at k of the images or texts nearest to a query, by labels or over a fixed candidate list.
+
+    The checkpoint is a dual-encoder; the shards have labels. Default folders are eval/class_retrieval with a list and
+    eval/image_retrieval without.
+
+    Args:
+        candidates: candidates and queries from `medvl eval make-retrieval-list`, such as CheXpert 8x200; default every
+            image against the images of all other patients.
+        ks: numbers of nearest candidates.
+    """
+    from medvl.data.loading.subset import Subset
+    from medvl.eval.core.publish import publish
+    from medvl.eval.core.results import format_table
+    from medvl.eval.retrieval import by_class
+    from medvl.eval.retrieval.by_class_page import write_class_retrieval_page
+    from medvl.eval.retrieval.candidate_lists import RetrievalList
+    from medvl.models import DualEncoder
+
+    fixed = None if candidates is None else RetrievalList.read(candidates)
+    model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True)
+    resamples, checkpoint = shared.resamples, shared.checkpoint
+    if fixed is None:
+        results = by_class.image_retrieval(model, read(source), ks=ks, resamples=resamples, checkpoint=checkpoint)
+    else:  # a folder may hold a hundred times as many images as the list
+        keys = fixed.keys
+        listed = Subset(source, [position for position in range(len(source)) if source.key(position) in keys])
+        results = by_class.class_retrieval(
+            model, read(listed), fixed, ks=ks, resamples=resamples, checkpoint=checkpoint
+        )
+    paths = publish(
+        results,
+        shared.folder(checkpoint, results.protocol),
+        write_page=functools.partial(write_class_retrieval_page, results),
+        model=f"{model.name} ({checkpoint})",
+        data=source.manifest,
+    )
+    print_results(format_table(results.rows), paths)
+
+
+def make_retrieval_list(
+    out: Path,
+    *,
+    data: Path | None = None,
+    per_class: int = 200,
+    classes: tuple[str, ...] = (),
+    seed: int = 0,
+    chexpert_8x200: Path | None = None,
+    salt_file: Path | None = None,
+) -> str:
+    """Write candidates and queries for class-retrieval: sampled once from shards, or as published.
+
+    Args:
+        out: file of the list.
+        data: folder of shards to sample from: images that show exactly one class, as in GLoRIA's 5x200.
+        per_class: images per class.
+        classes: class names; default the five of the CheXpert competition.
+        seed: seed of the sampling.
+        chexpert_8x200: folder of ConVIRT's published lists (image-retrieval/ and text-retrieval/), instead of --data.
+        salt_file: salt file of the CheXpert shards; default $MEDVL_SALT_FILE or ~/.config/medvl/salt.
+    """
+    from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
+    from medvl.data.shards.source import ShardSource
+    from medvl.eval.retrieval.candidate_lists import read_chexpert_8x200, sample_list
+    from medvl.schema import COMPETITION_FINDINGS
+
+    if data is not None and chexpert_8x200 is None:
+        chosen = sample_list(ShardSource(data), classes=classes or COMPETITION_FINDINGS, per_class=per_class, seed=seed)
+    elif chexpert_8x200 is not None and data is None:
+        chosen = read_chexpert_8x200(chexpert_8x200, Deidentifier.from_file(salt_file or default_salt_file()))
+    else:
+        raise ConfigError("expected --data to sample from or --chexpert-8x200; give exactly one", "conflict",
+                          field="data")  # fmt: skip
+    chosen.write(out)
+    return (
+        f"Wrote {out}: {chosen.name}, {len(chosen.candidates)} candidates, {len(chosen.image_queries)} image queries "
+        f"and {len(chosen.text_queries)} text queries of {len(chosen.classes)} classes, sha256 {chosen.sha256[:12]}"
+    )

@@ -1,0 +1,1 @@
+"""Commands that convert corpora to shards, and commands on shards."""

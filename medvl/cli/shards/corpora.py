@@ -1,0 +1,334 @@
+"""`medvl shards` and `medvl merge`: convert a corpus to shards. Each command returns the text to print."""
+
+import dataclasses
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import tyro
+
+from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.data.corpora.table import TableColumns
+from medvl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from medvl.data.corpora.common.tables import Plan
+    from medvl.data.privacy.deidentify import Deidentifier
+    from medvl.data.shards.format import Manifest
+
+T = TypeVar("T")
+Flat = Annotated[T, tyro.conf.arg(name="")]
+"""A dataclass whose fields become options without a prefix: --out, not --run.out."""
+
+_IDENTIFYING = (
+    "Texts and pixels are stored unchanged. Those counted as possible_* or says_burned_in may name a person: check "
+    "them, and de-identify the corpus and convert it again before you share the shards."
+)
+_FRACTIONS = ("train=0.8", "validate=0.1", "test=0.1")
+
+
+def mimic_cxr(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    reports: Path | None = None,
+    labeler: Literal["chexpert", "negbio"] = "chexpert",
+    views: tuple[str, ...] = (),
+    without: tuple[Path, ...] = (),
+) -> str:
+    """Convert MIMIC-CXR (DICOM) or MIMIC-CXR-JPG, with the official split.
+
+    Args:
+        root: folder of the release: files/ and the tables.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        reports: folder with the reports' files/; default root.
+        labeler: labels of CheXpert or NegBio.
+        views: keep only these values of ViewPosition, such as PA AP.
+        without: folders of shards whose patients are excluded, such as MS-CXR for evaluation.
+    """
+    from medvl.data.convert.hold_out import hold_out
+    from medvl.data.corpora.reports import mimic_cxr as corpus
+
+    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
+    plan = corpus.plan(root, deid, reports=reports, labeler=labeler, views=views, follow_links=options.follow_links)
+    return convert(hold_out(plan, without, deid), deid, run, options)
+
+
+def chexpert(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, frontal_only: bool = False) -> str:
+    """Convert CheXpert, which has labels and no text.
+
+    Args:
+        root: the folder CheXpert-v1.0-small or CheXpert-v1.0.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        frontal_only: exclude lateral views.
+    """
+    from medvl.data.corpora.labels import chexpert as corpus
+
+    return convert_corpus(
+        corpus, root, run, dataclasses.replace(options, keep_textless=True), frontal_only=frontal_only
+    )
+
+
+def roco(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    references: Path | None = None,
+    non_radiology: bool = False,
+    splits: Literal["official", "repaired", "by-article"] = "official",
+) -> str:
+    """Convert ROCO or ROCOv2, figures with captions.
+
+    Args:
+        root: folder with train/, validation/ and test/ (ROCO) or train_captions.csv (ROCOv2).
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        references: folder of MedICaT's roco_*_references.jsonl: sentences about the figures of ROCO.
+        non_radiology: convert the drawings and photographs of ROCO instead of its radiology.
+        splits: official refuses splits that share an article; repaired excludes the figures of shared articles from
+            the training splits; by-article draws new splits.
+    """
+    from medvl.data.corpora.figures import roco as corpus
+
+    return convert_corpus(corpus, root, run, options, references=references, non_radiology=non_radiology, splits=splits)
+
+
+def medicat(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    radiology_only: bool = False,
+    splits: tuple[str, ...] = _FRACTIONS,
+) -> str:
+    """Convert MedICaT, figures with captions and the sentences that refer to them.
+
+    Args:
+        root: folder of the release: the table of figures and figures/.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        radiology_only: only figures that the release classifies as radiology.
+        splits: fractions of the splits, by article.
+    """
+    from medvl.data.corpora.figures import medicat as corpus
+
+    return convert_corpus(corpus, root, run, options, radiology_only=radiology_only, fractions=split_fractions(splits))
+
+
+def openi(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    images: Path | None = None,
+    views: tuple[str, ...] = (),
+    splits: tuple[str, ...] = _FRACTIONS,
+) -> str:
+    """Convert Open-i, chest radiographs of Indiana University with reports and 15 labels from their MeSH terms.
+
+    Args:
+        root: folder with ecgen-radiology/ or NLMCXR_reports.tgz.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        images: folder of the PNG files; default NLMCXR_png in root.
+        views: keep only FRONTAL or LATERAL images; needs the table of projections.
+        splits: fractions of the splits, by report.
+    """
+    from medvl.data.corpora.reports import openi as corpus
+
+    return convert_corpus(corpus, root, run, options, images=images, views=views, fractions=split_fractions(splits))
+
+
+def r2gen_annotation(
+    root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, images: Path | None = None
+) -> str:
+    """Convert R2Gen's preparation of IU X-ray (two views) or MIMIC-CXR, with its split.
+
+    Args:
+        root: folder with annotation.json.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        images: folder of the images; default images/ in root.
+    """
+    from medvl.data.corpora.reports import r2gen_annotation as corpus
+
+    return convert_corpus(corpus, root, run, options, images=images)
+
+
+def table(
+    table: Path,
+    columns: Flat[TableColumns],
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    name: str = "table",
+    image_root: Path | None = None,
+    where: tuple[str, ...] = (),
+    splits: tuple[str, ...] = _FRACTIONS,
+    parse_reports: bool = False,
+    keep_imageless: bool = False,
+) -> str:
+    """Convert your own table with one row per image, or per text without an image.
+
+    Without a text column, all images are kept, for their labels; without an image column, all texts.
+
+    Args:
+        table: .csv, .jsonl (also .gz) or .parquet.
+        columns: names of its columns.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        name: name of the corpus.
+        image_root: folder that image paths are relative to; default that of the table.
+        where: keep only rows with these values, such as source=nih.
+        splits: fractions of the splits, for a table without a split column.
+        parse_reports: split each text into report sections.
+        keep_imageless: keep rows with an empty image cell, as texts without an image.
+    """
+    from medvl.data.corpora import table as corpus
+
+    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
+    plan = corpus.plan(
+        table,
+        columns,
+        deid,
+        name=name,
+        image_root=image_root,
+        where=named_values(where, "--where"),
+        fractions=split_fractions(splits),
+        parse_reports=parse_reports,
+        follow_links=options.follow_links,
+        keep_imageless=keep_imageless,
+    )
+    textless = options.keep_textless or not columns.text_column
+    return convert(plan, deid, run, dataclasses.replace(options, keep_textless=textless))
+
+
+def merge(out: Path, parts: tuple[Path, ...]) -> str:
+    """Merge the parts of `medvl shards ... --part i/n` and verify the result.
+
+    Args:
+        out: output folder with one subfolder per split, byte-identical to one run over the whole corpus.
+        parts: the --out of every part, in any order, with their private folders beside them.
+    """
+    from medvl.data.convert.merge import merge_parts
+
+    lines = _report(out, merge_parts(out, parts, progress=sys.stderr.isatty()))
+    lines.append(f"Wrote {out} and verified every byte. The parts and their private folders can be deleted.")
+    return "\n".join(lines)
+
+
+def deidentifier(salt_file: Path | None, *, new_salt: bool = False) -> "Deidentifier":
+    """Return a hasher with the salt of the file, or of the default one, which is created on first use.
+
+    Raises ConfigError where a salt file that was named, by option or variable, does not exist and `new_salt` is False:
+    with a new salt by mistake, patients would no longer be recognised in other corpora.
+    """
+    from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
+
+    path = salt_file or default_salt_file()
+    create = new_salt or not (salt_file or os.environ.get("MEDVL_SALT_FILE"))
+    if not path.exists():
+        if not create:
+            message = f"the salt file {path} does not exist; correct its path, or create it with --new-salt"
+            raise ConfigError(message, "not_found", field="salt_file")
+        print(f"Creating the salt file {path}: keep it, all corpora need the same one.", file=sys.stderr)
+    return Deidentifier.from_file(path, create=create)
+
+
+def padchest(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    images: Path | None = None,
+    annotators: Literal["all", "physician"] = "all",
+    text: Literal["english", "spanish"] = "english",
+    views: tuple[str, ...] = (),
+    splits: tuple[str, ...] = _FRACTIONS,
+) -> str:
+    """Convert PadChest: labels, and sentences of findings with their places.
+
+    Args:
+        root: folder with the table.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        images: folder with 0/ to 54/, or with all PNG files; default root.
+        annotators: physician excludes images labelled by a model only.
+        text: english writes sentences from the names of findings and places; spanish keeps the reports' word stems.
+        views: keep only these of PA, AP, LATERAL and COSTAL.
+        splits: fractions of the splits, by patient.
+    """
+    from medvl.data.corpora.reports import padchest as corpus
+
+    return convert_corpus(
+        corpus, root, run, options, images=images, annotators=annotators, text=text, views=views,
+        fractions=split_fractions(splits),
+    )  # fmt: skip
+
+
+def convert_corpus(corpus: ModuleType, root: Path, run: ShardRun, options: ShardOptions, **settings: Any) -> str:
+    """Plan a corpus with these settings and convert it, as `convert`."""
+    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
+    return convert(corpus.plan(root, deid, follow_links=options.follow_links, **settings), deid, run, options)
+
+
+def convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOptions) -> str:
+    """Convert a plan. Returns one line per split with its counts, and the warnings."""
+    from medvl.data.convert.pipeline import write_shards
+
+    lines = _report(run.out, write_shards(plan, deid, run, options))
+    if run.part is not None:
+        lines.append(f"Part {run.part} is finished. When all are: medvl merge OUT PART ..., with the --out of each.")
+    lines.append(f"Wrote {run.out}. Do not share {run.out.name}-private: it names the source of each sample.")
+    return "\n".join(lines)
+
+
+def split_fractions(items: tuple[str, ...]) -> dict[str, float]:
+    """Parse `NAME=FRACTION ...`. Raises ConfigError."""
+    try:
+        return {name: float(value) for name, value in named_values(items, "--splits").items()}
+    except ValueError:
+        message = f"expected --splits as NAME=FRACTION, got {' '.join(items)}"
+        raise ConfigError(message, "malformed", field="splits") from None
+
+
+def _report(out: Path, manifests: "Mapping[str, Manifest]") -> list[str]:
+    """Return one line per split, the warnings of all splits, and what to do about them."""
+    from medvl.data.convert.conversion import Conversion
+    from medvl.data.convert.private_folder import PrivateFolder
+
+    lines = [_summary(split, manifest) for split, manifest in manifests.items()]
+    warnings = sum((Counter(manifest.warnings) for manifest in manifests.values()), Counter[str]())
+    of_corpus = Conversion.read(PrivateFolder(out)).corpus_warnings  # included in every manifest
+    warnings -= Counter({name: count * (len(manifests) - 1) for name, count in of_corpus.items()})
+    if warnings:
+        lines.append("warnings: " + ", ".join(f"{count} {name}" for name, count in sorted(warnings.items())))
+    if any(name.startswith("possible_") or name == "says_burned_in" for name in warnings):
+        lines.append(_IDENTIFYING)
+    if not any(manifest.samples for manifest in manifests.values()):
+        lines.append("No sample was written. To keep images without text, use --keep-textless and another --out.")
+    return lines
+
+
+def _summary(split: str, manifest: "Manifest") -> str:
+    counts = sorted({**manifest.excluded, **manifest.skipped}.items())
+    omitted = "".join(f", {count} {reason}" for reason, count in counts)
+    return f"{split}: {manifest.samples} samples of {len(manifest.patients)} patients{omitted}"
+
+
+def named_values(items: tuple[str, ...], option: str) -> dict[str, str]:
+    pairs = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"expected {option} as NAME=VALUE, got {item!r}", "malformed", field=option.strip("-"))
+        pairs[name] = value
+    return pairs

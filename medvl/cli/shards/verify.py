@@ -1,0 +1,105 @@
+"""`medvl verify`: folders of shards against their manifests, data cards and other folders."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from medvl.errors import ShardError, SplitError
+
+if TYPE_CHECKING:
+    from medvl.data.shards.format import Manifest
+    from medvl.data.shards.verify_regions import RegionVerification
+
+_MAX_SHOWN = 20
+"""Problems that are printed per split."""
+
+
+def verify(folder: Path, *, against: Path | None = None, decode: bool = False, full: bool = False) -> None:
+    """Verify a folder of shards, or of splits, and its regions against the manifests, and that splits share no patient.
+
+    Args:
+        folder: folder of a split, or folder that contains all splits.
+        against: folder that must share neither patients nor images with it; prints pairs of images with nearly equal
+            pixels (key, other key, and how many of the 255 bits of their perceptual hashes differ).
+        decode: also decode every image.
+        full: require the counts of the full release (see the data card).
+    """
+    from medvl.data.shards.format import split_folders
+    from medvl.data.shards.verify import verify_folder
+    from medvl.data.splits import check_disjoint
+
+    results = [verify_folder(part, decode=decode, progress=sys.stderr.isatty()) for part in split_folders(folder)]
+    for result in results:
+        manifest = result.manifest
+        left_out = sum(manifest.excluded.values()) + sum(manifest.skipped.values())
+        state = "intact" if not result.problems else f"{len(result.problems)} PROBLEMS"
+        print(
+            f"{manifest.corpus}/{manifest.split}: {manifest.samples} samples of {len(manifest.patients)} patients "
+            f"in {len(manifest.shards)} shards, {left_out} left out: {state}"
+        )
+        for problem in result.problems[:_MAX_SHOWN]:
+            print(f"  {problem}")
+        for regions in result.regions:
+            _print_regions(regions)
+    manifests = {result.manifest.split: result.manifest for result in results}
+    check_disjoint({split: manifest.patients for split, manifest in manifests.items()}, str(folder))
+    _compare_counts(manifests, full)
+    if any(result.problems or any(regions.problems for regions in result.regions) for result in results):
+        raise ShardError(f"{folder} is damaged; copy or convert it again", "malformed", field="folder")
+    if against is not None:
+        _compare_folders(folder, against)
+
+
+def _print_regions(result: "RegionVerification") -> None:
+    state = "intact" if not result.problems else f"{len(result.problems)} PROBLEMS"
+    if result.manifest is None:
+        print(f"  regions {result.name}: {state}")
+    else:
+        manifest = result.manifest
+        counts = f"{manifest.regions} regions of {manifest.images} images, {manifest.skipped} images skipped"
+        print(f"  regions {result.name} by {manifest.detector}: {counts}: {state}")
+    for problem in result.problems[:_MAX_SHOWN]:
+        print(f"    {problem}")
+
+
+def _compare_counts(manifests: "Mapping[str, Manifest]", full: bool) -> None:
+    from medvl.data.corpora.boxes_and_masks import chestxdet10, lvit_layout, object_cxr, rsna, siim, vindr_cxr
+    from medvl.data.corpora.figures import medicat, melinda, roco
+    from medvl.data.corpora.labels import chexpert, covidx, nih_cxr14
+    from medvl.data.corpora.questions import path_vqa, slake, vqa_med, vqa_rad
+    from medvl.data.corpora.reports import mimic_cxr, openi, padchest
+    from medvl.data.shards.verify import compare_counts
+
+    modules = (
+        mimic_cxr, chexpert, medicat, openi, vqa_rad, slake, vqa_med, path_vqa, rsna, siim, nih_cxr14, covidx,
+        vindr_cxr, padchest, chestxdet10, object_cxr, melinda,
+    )  # fmt: skip
+    corpora = {**{module.NAME: module.COUNTS for module in modules}, **roco.COUNTS, **lvit_layout.COUNTS}
+    expected = corpora.get(next(iter(manifests.values())).corpus)
+    if expected is None:
+        return
+    differing = compare_counts(manifests, expected)
+    for name, (count, full_count) in differing.items():
+        print(f"not the full release: {count} of {full_count} {name}")
+    if differing and full:
+        raise ShardError("expected the counts of the full release, got those above", "mismatch", field="full")
+
+
+def _compare_folders(folder: Path, against: Path) -> None:
+    from medvl.data.shards.format import split_folders
+    from medvl.data.shards.verify import find_overlaps
+
+    images = patients = 0
+    for overlap in find_overlaps(split_folders(folder), split_folders(against), progress=sys.stderr.isatty()):
+        shared = overlap.patients
+        text = "unknown patients (hashed with different salts)" if shared is None else f"{len(shared)} patients"
+        print(f"{overlap.name} and {overlap.other} share {len(overlap.images)} images, {text}")
+        for pair in overlap.images:
+            print(f"  {pair.key} {pair.other} {pair.distance}")
+        for reason, count in sorted(overlap.not_compared.items()):
+            print(f"  {count} images not compared: {reason}")
+        images, patients = images + len(overlap.images), patients + len(shared or ())
+    if images or patients:
+        message = f"{folder} and {against} share {images} pairs of images and {patients} patients: neither is held out"
+        raise SplitError(message, "leak", field="against")

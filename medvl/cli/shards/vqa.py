@@ -1,0 +1,88 @@
+"""`medvl shards` for VQA corpora: a sample is an image with its list of questions."""
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from medvl.cli.shards.corpora import Flat, convert, deidentifier
+from medvl.data.convert.options import ShardOptions, ShardRun
+
+if TYPE_CHECKING:
+    from medvl.data.corpora.common.tables import Plan
+    from medvl.data.privacy.deidentify import Deidentifier
+
+
+def vqa_rad(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    split: Literal["official", "image-disjoint"] = "official",
+) -> str:
+    """Convert VQA-RAD, from the original release or from MEVF's split files.
+
+    Args:
+        root: folder of the questions (VQA_RAD Dataset Public.json, or trainset.json and testset.json) and the images.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        split: official divides the questions, so that every test image is also in train; the output is one folder
+            "mixed", and each question has its own split. image-disjoint divides the images by a fixed hash.
+    """
+    from medvl.data.corpora.questions import vqa_rad as corpus
+
+    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
+    return _convert(corpus.plan(root, deid, split=split, follow_links=options.follow_links), deid, run, options)
+
+
+def slake(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, language: Literal["en", "zh"] = "en") -> str:
+    """Convert SLAKE, with the questions of one language.
+
+    Args:
+        root: folder of train.json, validate.json, test.json and imgs/.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        language: language of the questions.
+    """
+    from medvl.data.corpora.questions import slake as corpus
+
+    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
+    return _convert(corpus.plan(root, deid, language=language, follow_links=options.follow_links), deid, run, options)
+
+
+def vqa_med(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> str:
+    """Convert ImageCLEF VQA-Med 2019.
+
+    Args:
+        root: folder that contains the unpacked archives.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+    """
+    from medvl.data.corpora.questions import vqa_med as corpus
+
+    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
+    return _convert(corpus.plan(root, deid, follow_links=options.follow_links), deid, run, options)
+
+
+def path_vqa(root: Path, run: Flat[ShardRun], options: Flat[ShardOptions]) -> str:
+    """Convert PathVQA, in colour.
+
+    Args:
+        root: folder of qas/ and images/.
+        run: output folder, budget, workers.
+        options: storage format of the images; colour is always kept, for the stains of pathology.
+    """
+    from medvl.data.corpora.questions import path_vqa as corpus
+
+    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
+    return _convert(
+        corpus.plan(root, deid, follow_links=options.follow_links), deid, run, dataclasses.replace(options, color=True)
+    )
+
+
+def _convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOptions) -> str:
+    from medvl.data.annotations.questions import questions_of
+
+    summary = convert(plan, deid, run, dataclasses.replace(options, keep_textless=True))
+    counts = Counter(question.split for record in plan.records for question in questions_of(record.sample))
+    return "\n".join([", ".join(f"{count} questions in {split}" for split, count in counts.items()), summary])

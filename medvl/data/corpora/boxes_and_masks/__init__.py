@@ -1,0 +1,1 @@
+"""Corpora of images with boxes or masks."""

@@ -1,0 +1,1 @@
+"""Corpora of figures with captions."""

@@ -1,0 +1,1 @@
+"""Corpora of images with questions and answers."""

@@ -1,0 +1,1 @@
+"""Losses of words, regions and sentences within a sample."""

@@ -1,0 +1,1 @@
+"""Losses of masked words, pixels and regions."""

@@ -1,0 +1,1 @@
+"""Losses that compare the images and texts of a batch."""

@@ -1,0 +1,299 @@
+"""Contrastive losses in blocks of rows: the same value and gradient without the full matrix of logits.
+
+    loss = info_nce(scale * image_BE, text_BE, image_weight=0.5)
+    loss = pairwise_sigmoid(scale * image_BE, text_BE, bias)
+
+The scale is multiplied into one side beforehand, so that autograd computes its gradient. A matrix that fits into one
+block is computed in the plain form, which the blocks must equal. Only a few matrices of a block's size exist at a time;
+tensors kept for the backward pass are no larger than the embeddings.
+
+On a GPU, torch.compile fuses the passes over a block, and the operands of its products may be rounded to 16 bits; sums,
+logits and everything else stay in float32.
+
+B pairs, R rows of a block, E shared embedding dim.
+"""
+
+import functools
+import importlib.util
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from medvl.losses.pairs.positives import same_pairs
+from medvl.losses.precision import full_precision
+
+_CPU_BLOCK_BYTES, _GPU_BLOCK_BYTES = 2**24, 2**29
+"""Memory of one block of logits: a few blocks fit into a CPU's caches; a GPU is faster with large products."""
+
+
+def info_nce(
+    image_BE: Tensor,
+    text_BE: Tensor,
+    image_weight: float,
+    groups: Sequence[Tensor] = (),
+    *,
+    block_rows: int | None = None,
+    products: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the cross-entropy of both directions over logits `image_BE @ text_BE.T`, a scalar.
+
+    The log-sum-exp of a block's complete rows is computed at once, that of the columns with a running maximum. The
+    backward pass recomputes each block, puts the softmax of both directions less the targets into one matrix, and
+    multiplies it with either side: four products instead of three, without passes over (B, B) in memory.
+
+    Args:
+        image_BE, text_BE: float32, one of them times the scale.
+        image_weight: weight of the image-to-text direction; the other has 1 - image_weight.
+        groups: (B,) each, int64: a row's target is uniform over all rows that agree with it in any of them.
+        block_rows: R; None: as many as the memory of a block allows.
+        products: dtype of the operands of a block's products. In 16 bits gradients have the rounding error of single
+            numbers: 4e-3 for bfloat16, 5e-4 for float16.
+    """
+    rows = block_rows or _rows_of_a_block(image_BE)
+    if rows >= len(image_BE):
+        return _plain_info_nce(image_BE, text_BE, image_weight, groups)
+    loss: Tensor = _InfoNCE.apply(image_BE, text_BE, image_weight, groups, rows, products)
+    return loss
+
+
+def pairwise_sigmoid(
+    image_BE: Tensor,
+    text_BE: Tensor,
+    bias: Tensor | float,
+    groups: Sequence[Tensor] = (),
+    *,
+    block_rows: int | None = None,
+    products: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return -log sigmoid of every pair's logit, negated for negatives, summed and divided by B; a scalar.
+
+    Blocks are independent, so the gradient, if needed, is computed in the forward pass.
+
+    Args:
+        image_BE, text_BE: float32, one of them times the scale.
+        bias: added to all logits.
+        groups: (B,) each, int64: rows that agree in any of them are positives, too.
+        block_rows, products: as in `info_nce`.
+    """
+    bias = torch.as_tensor(bias, dtype=image_BE.dtype, device=image_BE.device)
+    rows = block_rows or _rows_of_a_block(image_BE)
+    if rows >= len(image_BE):
+        signed_BB = _negate_positives(image_BE @ text_BE.T + bias, groups, slice(0, len(image_BE)))
+        return -F.logsigmoid(-signed_BB).sum() / len(image_BE)
+    loss: Tensor = _PairwiseSigmoid.apply(image_BE, text_BE, bias, groups, rows, products, torch.is_grad_enabled())
+    return loss
+
+
+def _rows_of_a_block(image_BE: Tensor) -> int:
+    budget = _CPU_BLOCK_BYTES if image_BE.device.type == "cpu" else _GPU_BLOCK_BYTES
+    return max(1, budget // (4 * len(image_BE)))
+
+
+def _blocks(batch: int, rows: int) -> Iterator[slice]:
+    return (slice(start, min(start + rows, batch)) for start in range(0, batch, rows))
+
+
+def _plain_info_nce(image_BE: Tensor, text_BE: Tensor, image_weight: float, groups: Sequence[Tensor]) -> Tensor:
+    logits_BB = image_BE @ text_BE.T
+    if groups:
+        # The groups are symmetric, so the target of a column is that of the row with the same number.
+        target = F.normalize(same_pairs(*groups).to(logits_BB.dtype), p=1.0, dim=1)
+    else:
+        target = torch.arange(len(logits_BB), device=logits_BB.device)
+    image_to_text = F.cross_entropy(logits_BB, target)
+    text_to_image = F.cross_entropy(logits_BB.T, target)
+    return image_weight * image_to_text + (1 - image_weight) * text_to_image
+
+
+class _PositiveLogits:
+    """Mean logits of the positives of each row and of each column."""
+
+    def __init__(self, image_BE: Tensor, groups: Sequence[Tensor]) -> None:
+        self._groups = groups
+        self._row_B, self._column_B = image_BE.new_zeros(len(image_BE)), image_BE.new_zeros(len(image_BE))
+        self._count_B = image_BE.new_ones(len(image_BE))
+
+    def add(self, logits_RB: Tensor, block: slice) -> None:
+        """Add one block."""
+        if not self._groups:
+            own_R = logits_RB.diagonal(block.start)
+            self._row_B[block], self._column_B[block] = own_R, own_R
+            return
+        same_RB = same_pairs(*self._groups, rows=block)
+        own_RB = logits_RB.masked_fill(~same_RB, 0.0)
+        self._row_B[block], self._count_B[block] = own_RB.sum(dim=1), same_RB.sum(dim=1).to(own_RB.dtype)
+        self._column_B += own_RB.sum(dim=0)
+
+    def means(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the means of rows and of columns, and the number of positives of each."""
+        return self._row_B / self._count_B, self._column_B / self._count_B, self._count_B
+
+
+class _Products:
+    """Products of a block of rows, their operands rounded to a dtype, summed in float32."""
+
+    def __init__(self, image_BE: Tensor, text_BE: Tensor, dtype: torch.dtype) -> None:
+        self._image_BE, self._text_BE, self.dtype = image_BE.to(dtype), text_BE.to(dtype), dtype
+
+    def logits(self, block: slice) -> Tensor:
+        """(R, B) float32."""
+        return _multiply(self._image_BE[block], self._text_BE.T)
+
+    def add_gradients(self, slope_RB: Tensor, block: slice, image_BE: Tensor | None, text_BE: Tensor | None) -> None:
+        """Add the gradient of a block, from its slopes in the products' dtype, to that of either side if needed."""
+        if image_BE is not None:
+            image_BE[block] = _multiply(slope_RB, self._text_BE)
+        if text_BE is not None and self.dtype == torch.float32:
+            text_BE.addmm_(slope_RB.T, self._image_BE[block])
+        elif text_BE is not None:
+            text_BE += _multiply(slope_RB.T, self._image_BE[block])
+
+
+def _multiply(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product in float32; on a CPU, 16-bit operands are converted first."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+def _gather_columns(logits_RB: Tensor, highest_B: Tensor, sum_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-sum-exp of a block's rows, and the running maximum and sum of exponentials of the columns."""
+    higher_B = torch.maximum(highest_B, logits_RB.amax(dim=0))
+    sum_B = sum_B * (highest_B - higher_B).exp_() + (logits_RB - higher_B).exp_().sum(dim=0)
+    return logits_RB.logsumexp(dim=1), higher_B, sum_B
+
+
+def _softmaxes(logits_RB: Tensor, row_R: Tensor, column_B: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of both directions' softmax of a block."""
+    both_RB = (logits_RB - row_R[:, None]).exp_()
+    both_RB += (logits_RB - column_B).exp_()
+    return both_RB.to(dtype)
+
+
+@functools.cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+@functools.cache
+def _can_fuse() -> bool:
+    """Return whether Triton and a C compiler, which it calls, are installed."""
+    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("gcc", "clang", "cc")))
+
+
+def _fused_if_possible(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
+    """Return the function compiled into one kernel, where the tensor's device has a compiler."""
+    return _fused(function) if tensor.is_cuda and _can_fuse() else function
+
+
+class _InfoNCE(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        image_BE: Tensor,
+        text_BE: Tensor,
+        image_weight: float,
+        groups: Sequence[Tensor],
+        rows: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        batch, products = len(image_BE), _Products(image_BE, text_BE, dtype)
+        gather = _fused_if_possible(_gather_columns, image_BE)
+        row_lse_B, own = image_BE.new_empty(batch), _PositiveLogits(image_BE, groups)
+        highest_B, sum_B = image_BE.new_full((batch,), -torch.inf), image_BE.new_zeros(batch)
+        for block in _blocks(batch, rows):
+            logits_RB = products.logits(block)
+            own.add(logits_RB, block)
+            row_lse_B[block], highest_B, sum_B = gather(logits_RB, highest_B, sum_B)
+        column_lse_B = sum_B.log().add_(highest_B)
+        row_own_B, column_own_B, count_B = own.means()
+        ctx.save_for_backward(image_BE, text_BE, row_lse_B, column_lse_B, count_B, *groups)
+        ctx.image_weight, ctx.rows, ctx.dtype = image_weight, rows, dtype
+        image_to_text, text_to_image = (row_lse_B - row_own_B).mean(), (column_lse_B - column_own_B).mean()
+        return image_weight * image_to_text + (1 - image_weight) * text_to_image
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        image_BE, text_BE, row_lse_B, column_lse_B, count_B, *groups = ctx.saved_tensors
+        weight, (wants_image, wants_text) = ctx.image_weight, ctx.needs_input_grad[:2]
+        image_grad_BE = torch.empty_like(image_BE) if wants_image else None
+        text_grad_BE = torch.zeros_like(text_BE) if wants_text else None
+        # The weight of a direction goes into its log-sum-exp: exp(x - lse + ln w) is w times the softmax.
+        row_B, column_B = row_lse_B - _log(weight), column_lse_B - _log(1 - weight)
+        products, softmaxes = _Products(image_BE, text_BE, ctx.dtype), _fused_if_possible(_softmaxes, image_BE)
+        with full_precision(image_BE):
+            for block in _blocks(len(image_BE), ctx.rows):
+                logits_RB = products.logits(block)
+                # Subtract the targets before rounding: for a well aligned pair, two close numbers are subtracted.
+                if groups:
+                    slope_RB = softmaxes(logits_RB, row_B[block], column_B, torch.float32)
+                    target_RB = weight / count_B[block, None] + (1 - weight) / count_B
+                    slope_RB -= target_RB.masked_fill_(~same_pairs(*groups, rows=block), 0.0)
+                    slope_RB = slope_RB.to(ctx.dtype)
+                else:
+                    slope_RB = softmaxes(logits_RB, row_B[block], column_B, ctx.dtype)
+                    own_R = logits_RB.diagonal(block.start)
+                    own_R = (own_R - row_B[block]).exp() + (own_R - column_B[block]).exp()
+                    slope_RB.diagonal(block.start).copy_(own_R - 1.0)
+                products.add_gradients(slope_RB, block, image_grad_BE, text_grad_BE)
+        share = grads[0] / len(image_BE)
+        of_inputs = (None if grad is None else grad.mul_(share) for grad in (image_grad_BE, text_grad_BE))
+        return *of_inputs, None, None, None, None
+
+
+class _PairwiseSigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        image_BE: Tensor,
+        text_BE: Tensor,
+        bias: Tensor,
+        groups: Sequence[Tensor],
+        rows: int,
+        dtype: torch.dtype,
+        needs_gradient: bool,
+    ) -> Tensor:
+        total, bias_grad = image_BE.new_zeros(()), torch.zeros_like(bias)
+        wants_image, wants_text, _ = (needs_gradient and wanted for wanted in ctx.needs_input_grad[:3])
+        image_grad_BE = torch.empty_like(image_BE) if wants_image else None
+        text_grad_BE = torch.zeros_like(text_BE) if wants_text else None
+        products = _Products(image_BE, text_BE, dtype)
+        for block in _blocks(len(image_BE), rows):
+            signed_RB = _negate_positives(products.logits(block).add_(bias), groups, block)
+            total -= F.logsigmoid(-signed_RB).sum()
+            if not needs_gradient:
+                continue
+            slope_RB = _negate_positives(signed_RB.sigmoid_(), groups, block)
+            bias_grad += slope_RB.sum()
+            products.add_gradients(slope_RB.to(dtype), block, image_grad_BE, text_grad_BE)
+        ctx.grads, ctx.batch = (image_grad_BE, text_grad_BE, bias_grad), len(image_BE)
+        return total / ctx.batch
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        share = grads[0] / ctx.batch
+        return *(None if grad is None else grad * share for grad in ctx.grads), None, None, None, None, None
+
+
+def _negate_positives(values_RB: Tensor, groups: Sequence[Tensor], block: slice) -> Tensor:
+    """Return the logits with the sign of positives changed."""
+    if not groups:
+        own_R = torch.arange(len(values_RB), device=values_RB.device)
+        return values_RB.index_put((own_R, own_R + block.start), -values_RB.diagonal(block.start))
+    return torch.where(same_pairs(*groups, rows=block), -values_RB, values_RB)
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():  # the caller wants a gradient of the backward pass
+        raise RuntimeError("a contrastive loss in blocks has no second derivative; use a batch that fits in one block")
+
+
+def _log(share: float) -> float:
+    return math.log(share) if share else -math.inf

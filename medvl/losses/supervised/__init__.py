@@ -1,0 +1,1 @@
+"""Losses of labels, boxes, masks and answers."""

@@ -1,0 +1,1 @@
+"""Base classes of fusion-encoders and their settings."""

@@ -1,0 +1,1 @@
+"""Layers and functions that several fusion-encoders use."""

@@ -1,0 +1,150 @@
+"""Post-LN Transformer layers as in BERT (Devlin et al., arXiv 1810.04805), over torch's scaled_dot_product_attention.
+
+Letters: B batch, Q queries, K keys, N tokens, D width.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl.models.bert_init import LAYER_NORM_EPS
+from medvl.models.fusion_encoders.parts.attention_masks import open_empty_rows, padding_mask
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a Transformer's layers."""
+
+    width: int
+    layers: int
+    heads: int
+    intermediate: int
+    dropout: float = 0.0
+    """Dropout of hidden states and of attention."""
+
+    @classmethod
+    def of(cls, config: Any, width: int) -> Self:
+        """Return the sizes in a configuration's fields of these names, with the given width."""
+        return cls(width, config.layers, config.heads, config.intermediate, config.dropout)
+
+
+def split_heads(states_BND: Tensor, heads: int) -> Tensor:
+    """(B, heads, N, D / heads)."""
+    return states_BND.unflatten(2, (heads, -1)).transpose(1, 2)
+
+
+def attention_weights(query_BQD: Tensor, key_BKD: Tensor, heads: int, mask_BQK: Tensor | None) -> Tensor:
+    """(B, heads, Q, K): softmax of scaled products over the keys that the mask allows, as in `Attention`."""
+    query_BHQD, key_BHKD = split_heads(query_BQD, heads), split_heads(key_BKD, heads)
+    scores_BHQK = query_BHQD @ key_BHKD.transpose(2, 3) / query_BHQD.shape[-1] ** 0.5
+    if mask_BQK is not None:
+        scores_BHQK = scores_BHQK.masked_fill(~open_empty_rows(mask_BQK)[:, None], float("-inf"))
+    return scores_BHQK.softmax(dim=-1)
+
+
+KeysValues = tuple[Tensor, Tensor]
+"""Keys and values of an attention, (rows, heads, tokens, D / heads) each."""
+
+
+class Attention(nn.Module):
+    """Multi-head attention of one sequence to another (or to itself), residual and LayerNorm.
+
+    `context_width` is the width of the other sequence if it differs.
+    """
+
+    def __init__(self, sizes: Sizes, context_width: int | None = None) -> None:
+        super().__init__()
+        self.heads, self.dropout = sizes.heads, sizes.dropout
+        context = context_width or sizes.width
+        self.query, self.key = nn.Linear(sizes.width, sizes.width), nn.Linear(context, sizes.width)
+        self.value, self.out = nn.Linear(context, sizes.width), nn.Linear(sizes.width, sizes.width)
+        self.norm = nn.LayerNorm(sizes.width, eps=LAYER_NORM_EPS)
+
+    def forward(self, states_BQD: Tensor, context_BKD: Tensor, mask_BQK: Tensor | None) -> Tensor:
+        """(B, Q, D). `mask_BQK` is True where a query may attend, with Q = 1 for all queries alike; None: no mask.
+
+        A query with an empty mask attends to everything.
+        """
+        return self.attend(states_BQD, self.keys_values(context_BKD), mask_BQK)
+
+    def keys_values(self, context_BKD: Tensor) -> KeysValues:
+        """Project the other tokens to keys and values, which can be cached and attended to again."""
+        return self._split(self.key(context_BKD)), self._split(self.value(context_BKD))
+
+    def attend(self, states_BQD: Tensor, kept: KeysValues, mask_BQK: Tensor | None) -> Tensor:
+        """Attend to cached keys and values; the rest of `forward`."""
+        attended_BHQd = F.scaled_dot_product_attention(
+            self._split(self.query(states_BQD)),
+            *kept,
+            attn_mask=None if mask_BQK is None else open_empty_rows(mask_BQK)[:, None],
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        attended_BQD = self.out(attended_BHQd.transpose(1, 2).flatten(2))
+        added_BQD: Tensor = self.norm(states_BQD + F.dropout(attended_BQD, self.dropout, self.training))
+        return added_BQD
+
+    def weights(self, states_BQD: Tensor, context_BKD: Tensor, mask_BQK: Tensor | None) -> Tensor:
+        """(B, heads, Q, K): the attention weights of `forward` without dropout, for plots."""
+        return attention_weights(self.query(states_BQD), self.key(context_BKD), self.heads, mask_BQK)
+
+    def _split(self, states_BND: Tensor) -> Tensor:
+        return split_heads(states_BND, self.heads)
+
+
+class FeedForward(nn.Module):
+    """Linear, GELU, Linear; residual and LayerNorm."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.dropout = sizes.dropout
+        self.inner, self.outer = (
+            nn.Linear(sizes.width, sizes.intermediate),
+            nn.Linear(sizes.intermediate, sizes.width),
+        )
+        self.norm = nn.LayerNorm(sizes.width, eps=LAYER_NORM_EPS)
+
+    def forward(self, states_BND: Tensor) -> Tensor:
+        """(B, N, D) to the same shape."""
+        changed_BND = F.dropout(self.outer(F.gelu(self.inner(states_BND))), self.dropout, self.training)
+        added_BND: Tensor = self.norm(states_BND + changed_BND)
+        return added_BND
+
+
+class SelfAttentionLayer(nn.Module):
+    """A BERT layer, for single streams."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = Attention(sizes), FeedForward(sizes)
+
+    def forward(self, states_BND: Tensor, mask_BNN: Tensor | None) -> Tensor:
+        """(B, N, D) to the same shape; the mask as in `Attention`."""
+        fed_BND: Tensor = self.feed_forward(self.attention(states_BND, states_BND, mask_BNN))
+        return fed_BND
+
+
+class CoAttentionLayer(nn.Module):
+    """A layer of one stream: self-attention, attention to the other stream, feed-forward (METER, figure 2)."""
+
+    def __init__(self, sizes: Sizes, context_width: int | None = None) -> None:
+        super().__init__()
+        self.attention, self.cross_attention = Attention(sizes), Attention(sizes, context_width)
+        self.feed_forward = FeedForward(sizes)
+
+    def forward(
+        self, states_BND: Tensor, other_BKD: Tensor, mask_BN: Tensor | None, other_mask_BK: Tensor | None
+    ) -> Tensor:
+        """(B, N, D) to the same shape. Masks are True on real tokens; None: all are real."""
+        attended_BND = self.attention(states_BND, states_BND, padding_mask(mask_BN))
+        crossed_BND = self.cross_attention(attended_BND, other_BKD, padding_mask(other_mask_BK))
+        fed_BND: Tensor = self.feed_forward(crossed_BND)
+        return fed_BND
+
+    def cross_weights(
+        self, states_BND: Tensor, other_BKD: Tensor, mask_BN: Tensor | None, other_mask_BK: Tensor | None
+    ) -> Tensor:
+        """(B, N, K): attention weights of `forward` to the other stream, mean over the heads."""
+        attended_BND = self.attention(states_BND, states_BND, padding_mask(mask_BN))
+        return self.cross_attention.weights(attended_BND, other_BKD, padding_mask(other_mask_BK)).mean(dim=1)

@@ -1,0 +1,1 @@
+"""Layouts of corpora of images with boxes or masks."""

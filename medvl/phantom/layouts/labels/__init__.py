@@ -1,0 +1,1 @@
+"""Layouts of corpora of radiographs with labels."""

@@ -1,0 +1,219 @@
+"""QaTa-COV19, MosMedData+, MoNuSeg and MELINDA: both layouts, workbooks, masks, splits; the phantom's texts."""
+
+import csv
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from helpers.errors import raises
+
+from medvl.cli import main as cli
+from medvl.common.untrusted import InputFolders
+from medvl.data import Deidentifier, decode_runs
+from medvl.data.corpora.boxes_and_masks import lvit_layout
+from medvl.data.corpora.common.spreadsheet import read_sheet
+from medvl.data.corpora.figures import melinda
+from medvl.data.shards.source import ShardSource
+from medvl.errors import ConfigError, CorpusError, SplitError
+from medvl.phantom import World, masks
+from medvl.phantom.layouts.boxes_and_masks.kaggle import image_uid_hex, square_frontal_views
+from medvl.phantom.layouts.boxes_and_masks.qata import describe
+from medvl.phantom.layouts.workbook import workbook_bytes
+
+DEID = Deidentifier(b"0123456789abcdef")
+
+
+def write_folder(images: Path, masks: Path, names: list[str], mask: str = "mask_{}.png") -> None:
+    for folder in (images, masks):
+        folder.mkdir(parents=True, exist_ok=True)
+    for number, name in enumerate(names):
+        plane = np.zeros((20, 24), np.uint8)
+        plane[4 : 8 + number, 5:9] = 1 if number % 2 else 255  # masks of both kinds are published
+        cv2.imwrite(str(images / f"{name}.png"), np.full((20, 24), 90, np.uint8))
+        cv2.imwrite(str(masks / mask.format(name)), plane)
+
+
+def write_table(path: Path, header: list[str], rows: list[list[str]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".xlsx":
+        path.write_bytes(workbook_bytes(header, rows))
+        return
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+
+
+@pytest.fixture
+def released(tmp_path: Path) -> Path:
+    """LViT's layout, with `study_1` in training and test, one image without a mask and one without a text."""
+    for split, names in (
+        ("Train", ["study_1_a", "study_2_a", "study_3_a"]),
+        ("Val", ["study_4_a"]),
+        ("Test", ["study_1_b"]),
+    ):
+        part = tmp_path / f"{split}_Folder"
+        write_folder(part / "img", part / "labelcol", names)
+        rows = [[f"mask_{name}.png", f" one area of {name} "] for name in names if name != "study_3_a"]
+        write_table(part / f"{split}_text.xlsx", ["Image", "Description"], rows)
+    (tmp_path / "Train_Folder" / "labelcol" / "mask_study_2_a.png").unlink()
+    return tmp_path
+
+
+def test_masks_and_texts_of_lvits_layout(released: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    plan = lvit_layout.plan(released, DEID, name="mosmed")
+    assert plan.excluded == {"no_mask": 1}
+    assert plan.warnings["no_text"] == 1
+    assert sorted(record.sample.split for record in plan.records) == ["test", "train", "train", "validate"]
+    out = tmp_path_factory.mktemp("out")
+    arguments = ["--out", str(out / "shards"), "--workers", "1", "--short-side", "20"]
+    cli.main(["shards", "mosmed", "--root", str(released), *arguments])
+    source = ShardSource(out / "shards" / "train")
+    samples = [source.sample(place) for place in range(len(source))]
+    assert sorted(sample.sections.get("description", "") for sample in samples) == ["", "one area of study_1_a"]
+    for sample in samples:
+        ((entry,), height, width) = (sample.extra[name] for name in ("masks", "image_height", "image_width"))
+        mask_HW = decode_runs(entry["runs"], height, width)
+        assert (height, width, entry["label"]) == (20, 24, "Infection")
+        assert mask_HW[4:8, 5:9].all()
+        assert mask_HW.sum() in (16, 24)
+
+
+def test_patients_in_file_names_and_splits(released: Path) -> None:
+    with raises(SplitError, "leak", "splits"):
+        lvit_layout.plan(released, DEID, name="mosmed", patients="file")
+    repaired = lvit_layout.plan(released, DEID, name="mosmed", patients="file", splits="repaired")
+    assert repaired.excluded["article_in_test"] == 1
+    with raises(ConfigError, "unknown_name", "name"):
+        lvit_layout.plan(released, DEID, name="other")
+    with raises(CorpusError, "not_found"):
+        lvit_layout.plan(released / "Val_Folder", DEID, name="qata")
+
+
+def test_layout_with_tables_of_splits(tmp_path: Path) -> None:
+    write_folder(tmp_path / "Train Set" / "Images", tmp_path / "Train Set" / "Ground-truths", ["a", "b", "c"])
+    write_folder(tmp_path / "Test Set" / "Images", tmp_path / "Test Set" / "Ground-truths", ["d"])
+    write_table(tmp_path / "Train_ID.xlsx", ["", "Image"], [["0", "mask_a.png"], ["1", "mask_b.png"]])
+    write_table(tmp_path / "Val_ID.csv", ["Image"], [["mask_c.png"]])
+    texts = [[f"mask_{name}.png", f"text {name}"] for name in "abc"]
+    write_table(tmp_path / "Train Set" / "Text" / "Train_text_for_Covid19.xlsx", ["Image", "Description"], texts)
+    write_table(tmp_path / "Test_text_for_Covid19.csv", ["Image", "Description"], [["d.png", "text d"]])
+    plan = lvit_layout.plan(tmp_path, DEID, name="qata")
+    got = {record.sample.sections["description"]: record.sample.split for record in plan.records}
+    assert got == {"text a": "train", "text b": "train", "text c": "validate", "text d": "test"}
+    write_table(tmp_path / "Val_ID.csv", ["Image"], [["mask_other.png"]])
+    with raises(CorpusError, "malformed", "Image"):
+        lvit_layout.plan(tmp_path, DEID, name="qata")
+
+
+def test_a_mask_of_another_size_is_skipped(released: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    cv2.imwrite(str(released / "Val_Folder" / "labelcol" / "mask_study_4_a.png"), np.zeros((9, 9), np.uint8))
+    out = tmp_path_factory.mktemp("out") / "shards"
+    arguments = ["--root", str(released), "--out", str(out), "--workers", "1", "--max-skipped", "2"]
+    cli.main(["shards", "mosmed", *arguments])
+    assert ShardSource(out / "train").manifest.skipped == {}
+    assert sum(ShardSource(out / split).manifest.samples for split in ("train", "test")) == 3
+
+
+# Workbooks
+
+
+def sheet(path: Path, xml: str, strings: str | None = None) -> Path:
+    with zipfile.ZipFile(path, "w") as book:
+        book.writestr("xl/worksheets/sheet1.xml", xml)
+        if strings is not None:
+            book.writestr("xl/sharedStrings.xml", strings)
+    return path
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    return list(read_sheet(path, ("Image",), InputFolders()))
+
+
+def test_workbooks_with_shared_strings_runs_and_gaps(tmp_path: Path) -> None:
+    space = 'xmlns="http://schemas.openxmlformats.org/spreadsheetml/2006/main"'
+    strings = f"<sst {space}><si><t>Image</t></si><si><r><t>a </t></r><r><t>b</t></r><rPh><t>no</t></rPh></si></sst>"
+    cells = '<row r="1"><c r="B1" t="s"><v>0</v></c><c r="D1" t="str"><v>N</v></c></row><row r="2"/>'
+    cells += '<row r="3"><c r="B3" t="s"><v>1</v></c><c r="D3"><v>7</v></c></row>'
+    path = sheet(tmp_path / "a.xlsx", f"<worksheet {space}><sheetData>{cells}</sheetData></worksheet>", strings)
+    assert rows_of(path) == [{"Image": "a b", "N": "7"}]
+
+
+@pytest.mark.parametrize(
+    ("xml", "code"),
+    [
+        ("<worksheet", "malformed"),
+        ('<!DOCTYPE a [<!ENTITY b "c">]><worksheet/>', "unsupported"),
+        ("<worksheet><sheetData><row><c t='s' r='A1'><v>3</v></c></row></sheetData></worksheet>", "malformed"),
+        ("<worksheet><sheetData><row><c><v>3</v></c></row></sheetData></worksheet>", "malformed"),
+        ("<worksheet/>", "missing"),
+    ],
+)
+def test_damaged_workbooks_are_refused(xml: str, code: str, tmp_path: Path) -> None:
+    with raises(CorpusError, code):
+        rows_of(sheet(tmp_path / "a.xlsx", xml))
+
+
+def test_files_that_are_no_workbooks(tmp_path: Path) -> None:
+    (tmp_path / "a.xlsx").write_bytes(b"Image\n")
+    with raises(CorpusError, "malformed"):
+        rows_of(tmp_path / "a.xlsx")
+    with raises(CorpusError, "not_found"):
+        rows_of(tmp_path / "b.xlsx")
+
+
+# Phantom
+
+
+def test_phantom_texts_agree_with_the_masks(tmp_path: Path) -> None:
+    root, size = tmp_path / "qata", 64
+    arguments = ["--out", str(root), "--patients", "10", "--size", str(size), "--seed", "46", "--workers", "1"]
+    cli.main(["phantom", "qata", *arguments])
+    views = {
+        image_uid_hex(view): view for patient in World(46).patients(10) for _, view in square_frontal_views(patient)
+    }
+    plan = lvit_layout.plan(root, DEID, name="qata")
+    assert len(plan.records) > 3
+    assert not plan.excluded
+    for record in plan.records:
+        assert record.sample.image is not None
+        view, text = views[record.sample.image.stem], record.sample.sections["description"]
+        mask_HW = cv2.imread(str(record.masks["Infection"]), cv2.IMREAD_GRAYSCALE) > 0
+        found = [mask for label, mask in masks(view, size).items() if label in ("Consolidation", "Lung Opacity")]
+        np.testing.assert_array_equal(mask_HW, np.logical_or.reduce(found))
+        assert text == describe(view, mask_HW)
+        columns = np.flatnonzero(mask_HW.any(axis=0))  # the patient's left lung is on the right of the image
+        sides = {"left": columns.max() > size / 2, "right": columns.min() < size / 2}
+        assert {side for side in sides if f"{side} lung" in text} <= {side for side, there in sides.items() if there}
+        assert text.startswith("Bilateral" if "left lung and" in text else "Unilateral")
+
+
+# MELINDA
+
+
+def test_melinda(tmp_path: Path) -> None:
+    header = ["figure_file", "caption", "i_meth", "p_meth", "i_meth_label", "p_meth_label", "pmcid"]
+    (tmp_path / "melinda_images").mkdir()
+    for split, number in (("train", 1), ("dev", 2), ("test", 3)):
+        kind = "blot" if number % 2 else "array"
+        row = [f"{number}.png", "A blot of three proteins.", "anti tag", "western", kind, "western", f"PMC10{number}"]
+        write_table(tmp_path / f"{split}.csv", header, [row])
+    plan = melinda.plan(tmp_path, DEID)
+    assert plan.label_names == ("array", "blot")
+    samples = {record.sample.split: record.sample for record in plan.records}
+    assert samples["dev"].labels == {"array": 1, "blot": 0}
+    assert samples["train"].extra["p_meth"] == "western"
+    assert samples["test"].sections == {"caption": "A blot of three proteins."}
+    assert melinda.plan(tmp_path, DEID, level="i_meth").label_names == ("anti tag",)
+    row[-1] = "PMC101"
+    write_table(tmp_path / "test.csv", header, [row])
+    with raises(SplitError, "leak", "splits"):
+        melinda.plan(tmp_path, DEID)
+    row[2] = ""
+    write_table(tmp_path / "test.csv", header, [row])
+    with raises(CorpusError, "malformed", "i_meth"):
+        melinda.plan(tmp_path, DEID)
+    bad: Any = "other"
+    with raises(ConfigError, "unknown_name", "level"):
+        melinda.plan(tmp_path, DEID, level=bad)
