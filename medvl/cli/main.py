@@ -11,8 +11,7 @@ import tyro
 from medvl import __version__
 from medvl.cli import compare, doctor, fit_pixelhop, import_export, knowledge, phantom, quickstart, recipes
 from medvl.cli.eval import commands as evaluation
-from medvl.cli.shards import commands as conversion
-from medvl.cli.shards import corpora, regions, verify, vocab
+from medvl.cli.shards import commands as conversion, corpora, regions, verify, vocab
 from medvl.errors import ConfigError, MedvlError
 
 
