@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from medvl.cli.shards import Flat, convert, deidentifier, named_values, split_fractions
+from medvl.cli.shards.corpora import Flat, convert, deidentifier, named_values, split_fractions
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.corpora.common.documents import Document, DocumentFormat
 from medvl.data.corpora.text import TextOptions
