@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from medvl.cli import phantom, shards
-from medvl.cli.shards import vocab
+from medvl.cli import phantom
+from medvl.cli.shards import corpora, vocab
 from medvl.data.convert.options import ShardOptions, ShardRun
 
 _DEFAULTS = phantom.ViewsOptions(patients=2800, size=256, frontal_only=True)
@@ -27,7 +27,7 @@ def quickstart(out: Path = Path("quickstart"), options: phantom.ViewsOptions = _
     write(corpus, options)
     run = ShardRun(out=of_shards, salt_file=salt, workers=options.workers)
     made = [
-        shards.mimic_cxr(corpus, run, ShardOptions(short_side=160), views=("PA", "AP")),
+        corpora.mimic_cxr(corpus, run, ShardOptions(short_side=160), views=("PA", "AP")),
         vocab.vocab(of_shards / "train", out / "vocab", size=4000),
     ]
     return "\n".join([*made, "Next: medvl train convirt tiny"])
