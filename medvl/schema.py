@@ -101,6 +101,8 @@ class Inputs:
     """The sample's text with left and right exchanged."""
     sentences: bool = False
     """The sentence of each token."""
+    statements: bool = False
+    """All statements of the sample: several short texts, from a policy such as `medvl.data.Statements`."""
     prior_image: bool = False
     """The patient's previous image, from sources that have the order of a patient's studies (`Sample.order`)."""
     other_view: bool = False
@@ -167,6 +169,10 @@ class Batch:
     """bool: False where a text names no side, so that its mirror is the text itself."""
     sentence_BT: Tensor | None = None
     """int64: number of each token's sentence, from 0; -1 outside of sentences (`Inputs.sentences`)."""
+    statement_ids_BST: Tensor | None = None
+    """int64 token ids of the sample's statements (`Inputs.statements`), padded to the most and the longest of them."""
+    statement_mask_BST: Tensor | None = None
+    """bool, True on real tokens of `statement_ids_BST`; a statement without any is padding."""
     entity_BN: Tensor | None = None
     """int64: entities that each text mentions, in the order of the text; -1 is padding (`Inputs.entities`)."""
     mention_BT: Tensor | None = None
@@ -251,6 +257,8 @@ class Embeddings:
     """float32 weights of words or regions, for losses that use them."""
     pair_N: Tensor | None = None
     """int64: the pair that each row belongs to, where pairs have unequal numbers of rows. None: row i is of pair i."""
+    group_N: Tensor | None = None
+    """int64: equal for rows with equal texts, on every rank; None where the loss does not ask."""
 
     def __len__(self) -> int:
         return len(self.global_NE)

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from medvl.data.reports.labeler import label_report as label_report
     from medvl.data.reports.laterality import swap_laterality as swap_laterality
     from medvl.data.reports.sections import Report as Report, parse_report as parse_report, read_report as read_report
+    from medvl.data.reports.statements import statement as statement, statements_of as statements_of
     from medvl.data.shards.format import (
         Index as Index,
         Manifest as Manifest,
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
         RandomCrop as RandomCrop,
     )
     from medvl.data.transforms.mlm_masking import MaskedText as MaskedText, TextMasking as TextMasking
+    from medvl.data.transforms.statements import Statements as Statements, TextOrLabels as TextOrLabels
     from medvl.data.transforms.text import (
         RandomSection as RandomSection,
         RandomSentence as RandomSentence,

@@ -187,6 +187,7 @@ _SCIBERT = _bin("allenai/scibert_scivocab_uncased", "24f92d32b1bfb0bcaf9ab193ff3
 _CXR_BERT = _bin("microsoft/BiomedVLP-CXR-BERT-specialized", "f1cc2c6b7fac60f3724037746a129a5baf194dbc")
 _RADBERT = _bin("StanfordAIMI/RadBERT", "c8f97547ff6dd96debf4e50022d9679219e6987b")
 _BIOLINKBERT = _bin("michiyasunaga/BioLinkBERT-base", "b71f5d70f063d1c8f1124070ce86f1ee463ca1fe")
+_MPNET = _weights("sentence-transformers/all-mpnet-base-v2", "e8c3b32edf5434bc2275fc9bab85f82640a19130")
 _ROBERTA = _weights("FacebookAI/roberta-base", "e2da8e2f811d1448a5b465c236feacd80ffbac7b")
 
 _TINY_RESNET_SIZES = _frozen(layers=(1, 1, 1, 1), channels=(32, 64, 128, 256), stem_chs=32)
@@ -300,6 +301,14 @@ TEXT_PRESETS: Mapping[str, TextPreset] = _frozen(
         weights=_ROBERTA,
         licence="MIT",
         note="M3AE",
+    ),
+    mpnet=TextPreset(
+        model="hf:mpnet",
+        arguments=_frozen(vocab_size=30527, max_position_embeddings=514, layer_norm_eps=1e-5),
+        weights=_MPNET,
+        licence="Apache-2.0",
+        pool="mean",
+        note="all-mpnet-base-v2, vectors of sentences (RadZero)",
     ),
     clip_text=TextPreset(
         model="open_clip:ViT-B-32-quickgelu",

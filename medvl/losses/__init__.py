@@ -1,6 +1,7 @@
 """Losses: pure, differentiable functions of tensors, computed in float32 whatever the inputs' precision."""
 
 from medvl.losses.local.gloria import gloria_local
+from medvl.losses.local.statements import patch_cosine, statement_contrast
 from medvl.losses.local.transport import word_patch_alignment
 from medvl.losses.local.within_sample import grid_positives, local_alignment, local_uniformity, within_sample_nce
 from medvl.losses.masked.mim import mim
@@ -42,6 +43,7 @@ __all__ = [
     "mlm_distilled",
     "modality_confusion",
     "multilabel_bce",
+    "patch_cosine",
     "prototype_swap",
     "region_kl",
     "region_labels",
@@ -50,6 +52,7 @@ __all__ = [
     "siglip",
     "sinkhorn",
     "soft_targets",
+    "statement_contrast",
     "unimodal_itc",
     "vqa_bce",
     "within_sample_nce",

@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     )
     from medvl.models.dual_encoders.parts.sentences import pool_sentences as pool_sentences
     from medvl.models.dual_encoders.parts.tfidf import fit_tfidf as fit_tfidf
+    from medvl.models.dual_encoders.radzero import RadZero as RadZero, RadZeroConfig as RadZeroConfig
     from medvl.models.dual_encoders.siglip import SigLIP as SigLIP, SigLIPConfig as SigLIPConfig
     from medvl.models.dual_encoders.umrl import UMRL as UMRL, UMRLConfig as UMRLConfig
     from medvl.models.factory import create_model as create_model

@@ -57,6 +57,7 @@ _MODULES = {
     "pixelbert": "medvl.models.fusion_encoders.pixelbert",
     "ptunifier": "medvl.models.fusion_encoders.ptunifier",
     "r2gen": "medvl.models.report_generators.r2gen",
+    "radzero": "medvl.models.dual_encoders.radzero",
     "retrieval": "medvl.models.downstream.retrieval",
     "segmenter": "medvl.models.downstream.segmenter",
     "siglip": "medvl.models.dual_encoders.siglip",

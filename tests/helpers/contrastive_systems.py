@@ -110,6 +110,12 @@ def biovil_t(**settings: Any) -> ContrastiveEncoder:
     return model
 
 
+def radzero(**settings: Any) -> ContrastiveEncoder:
+    torch.manual_seed(0)
+    sizes = {"image_encoder": "resnet_tiny", "image_size": 32, "frozen_image": False, **BERT}
+    return medvl.create_model("radzero", **{**sizes, **settings})
+
+
 SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "clip": lambda: clip(positives="study"),
     "siglip": siglip,
@@ -125,6 +131,7 @@ SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "biovil": biovil,
     "medclip": medclip,
     "biovil_t": biovil_t,
+    "radzero": radzero,
 }
 
 
@@ -152,6 +159,10 @@ def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
         )
     if name == "medclip":
         batch.second_ids_BT, batch.second_mask_BT = batch.ids_BT % 20 + 10, batch.mask_BT
+    if name == "radzero":
+        words = torch.tensor([[1, 2], [2, 0], [3, 3], [1, 4], [2, 5], [6, 0], [4, 1]])[rows]  # some in several samples
+        batch.statement_ids_BST = torch.stack([words * 3 + 7, words * 2 + 9, words + 11], dim=2)
+        batch.statement_mask_BST = (words > 0)[:, :, None] & (torch.arange(3) < words[:, :, None] % 3 + 1)
     if name == "biovil_t":
         pixels = torch.randint(
             0, 256, (PAIRS, 2, 64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(7)

@@ -5,7 +5,7 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import cv2
@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from medvl.data.knowledge.linker import EntityLinker, pad_entities
+from medvl.data.loading.padding import grouped, pad_rows, stack, stack_some
 from medvl.data.reports.laterality import swap_laterality
 from medvl.data.reports.sentences import sentence_spans
 from medvl.data.shards.format import label_row
 from medvl.data.shards.regions import Regions
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import BuiltTransform, ImageTransform, ReadsTexts, Transformed
+from medvl.data.transforms.statements import SamplePolicy, StatementPolicy
 from medvl.data.transforms.text import PairPolicy, TextPolicy
 from medvl.errors import BudgetError, ConfigError, ShardError
 from medvl.schema import Batch, Inputs, Sample
@@ -55,6 +57,8 @@ class Item:
     """None: the system reads pixels, or the sample has no image."""
     target: Any = None
     """What a `TargetMaker` computed; None without one."""
+    statements: tuple[str, ...] = ()
+    """All statements, where the system needs them."""
 
 
 class TargetMaker(Protocol):
@@ -193,7 +197,19 @@ class ItemMaker:
             self._entities(sample, views),
             views.regions,
             None if self.targets is None else self.targets(sample, views.image),
+            self._statements(sample, views, epoch) if self.inputs.statements else (),
         )
+
+    def _statements(self, sample: Sample, views: Views, epoch: int) -> tuple[str, ...]:
+        """Return all statements; under a policy without statements, the sample's text is its only one."""
+        if not isinstance(self.text, StatementPolicy):
+            text = self._text(sample, views, epoch, "text")
+            return (text,) if text.strip() else ()
+        rng = sample_rng(self.seed, epoch, sample.key, "statements")
+        return tuple(self._as_image(text, views) for text in self.text.all_of(self._sections(sample), rng))
+
+    def _sections(self, sample: Sample) -> Mapping[str, str]:
+        return self.text.of_sample(sample) if isinstance(self.text, SamplePolicy) else sample.sections
 
     def _entities(self, sample: Sample, views: Views) -> tuple[int, ...]:
         """Return the distinct entities of all sections, whichever of them is the item's text."""
@@ -209,7 +225,7 @@ class ItemMaker:
             first = self.text(sample.sections, sample_rng(self.seed, epoch, sample.key, "text"))
             text = self.text.other(sample.sections, first, rng)
         else:
-            text = self.text(sample.sections, rng)
+            text = self.text(self._sections(sample), rng)
         return self._as_image(text, views)
 
     def _as_image(self, text: str, views: Views) -> str:
@@ -250,7 +266,7 @@ class Collate:
         regions = dict(zip(names, (item.regions for item in kept), strict=True))
         batch = Batch(
             keys=[item.key for item in kept],
-            image_BCHW=_stack(list(images.values())),
+            image_BCHW=stack(list(images.values())),
             image_of_B=torch.tensor([image_row[name] for name in names]) if len(images) < len(kept) else None,
             ids_BT=ids_BT[:rows],
             mask_BT=mask_BT[:rows],
@@ -275,14 +291,14 @@ class Collate:
         boxes, features = (
             [None if each is None else getattr(each, name) for each in regions] for name in ("boxes_P4", "features_PD")
         )
-        batch.regions_BPD, batch.region_boxes_BP4 = _pad_rows(features), _pad_rows(boxes)
+        batch.regions_BPD, batch.region_boxes_BP4 = pad_rows(features), pad_rows(boxes)
         if self.inputs.region_classes:
-            batch.region_classes_BPK = _pad_rows([None if each is None else each.classes_PK for each in regions])
+            batch.region_classes_BPK = pad_rows([None if each is None else each.classes_PK for each in regions])
 
     def _add_inputs(self, batch: Batch, items: Sequence[Item]) -> None:
         """Add the optional parts that the system needs."""
         if self.inputs.second_image:
-            batch.second_image_BCHW = _stack([_present(item.second_image_HWC) for item in items])
+            batch.second_image_BCHW = stack([_present(item.second_image_HWC) for item in items])
         if self.inputs.second_text:
             texts = [item.second_text or "" for item in items]
             batch.second_ids_BT, batch.second_mask_BT = self.tokenizer(texts)
@@ -290,38 +306,19 @@ class Collate:
         if self.inputs.sentences:
             assert isinstance(self.tokenizer, Tokenizer)
             batch.sentence_BT = self.tokenizer.sentence_ids(batch.texts, [sentence_spans(text) for text in batch.texts])
+        if self.inputs.statements:
+            texts = [text for item in items for text in item.statements]
+            sizes = [len(item.statements) for item in items]
+            batch.statement_ids_BST, batch.statement_mask_BST = grouped(self.tokenizer(texts or [""]), sizes)
         if self._linker is not None:
             batch.entity_BN, batch.mention_BT = self._linker(batch.ids_BT, batch.mask_BT)
             batch.image_entity_BN = pad_entities([item.entities for item in items])
         if self.inputs.prior_image:
             priors = [item.prior_image_HWC for item in items]
-            batch.prior_image_BCHW, batch.has_prior_B = _stack_some(priors, items[0].image_HWC)
+            batch.prior_image_BCHW, batch.has_prior_B = stack_some(priors, items[0].image_HWC)
         if self.inputs.other_view:
             others = [item.other_view_HWC for item in items]
-            batch.other_view_BCHW, batch.has_other_view_B = _stack_some(others, items[0].image_HWC)
-
-
-def _stack(images: Sequence[np.ndarray]) -> Tensor:
-    """Return (B, C, H, W) from images (H, W, C)."""
-    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
-
-
-def _pad_rows(arrays: Sequence[np.ndarray | None]) -> Tensor:
-    """Return float32 (B, P, D) from arrays (P, D) of unequal length, zeros for None; P is 0 if all are None."""
-    given = [array for array in arrays if array is not None]
-    rows, columns = max(map(len, given), default=0), given[0].shape[1] if given else 0
-    padded = np.zeros((len(arrays), rows, columns), np.float32)
-    for row, array in enumerate(arrays):
-        if array is not None:
-            padded[row, : len(array)] = array
-    return torch.from_numpy(padded)
-
-
-def _stack_some(images: Sequence[np.ndarray | None], like_HWC: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return (B, C, H, W) with black images for those that are missing, and (B,) bool: which are there."""
-    blank_HWC = np.zeros_like(like_HWC)
-    there_B = torch.tensor([image is not None for image in images])
-    return _stack([blank_HWC if image is None else image for image in images]), there_B
+            batch.other_view_BCHW, batch.has_other_view_B = stack_some(others, items[0].image_HWC)
 
 
 def _present(image_HWC: np.ndarray | None) -> np.ndarray:

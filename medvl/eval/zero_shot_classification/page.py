@@ -55,6 +55,7 @@ def _scoring(scoring: str, temperature: float, ensemble: str) -> str:
         "pair_softmax": f"softmax of positive and negative similarity, temperature {temperature:g}",
         "class_softmax": f"softmax over the classes, temperature {temperature:g}",
         "margin": "positive minus negative similarity",
+        "positive": "positive similarity",
         "gloria_best_word": "GLoRIA's similarity by the best word, standardised over these images",
         "gloria_published": "GLoRIA's published similarity, which counts characters as words, standardised over these "
         "images",

@@ -14,6 +14,7 @@ A class is evaluated on the label column of the same name. Scoring rules:
   uses temperature 1: the ranking does not depend on the temperature, but the probabilities stay near 0.5.
 * "class_softmax": softmax over the positive similarities of all classes, divided by the temperature.
 * "margin": positive minus negative similarity; not a probability.
+* "positive": the positive similarity alone, without negative sentences; not a probability (RadZero, CARZero).
 * "gloria_best_word": the positive similarity that GLoRIA's zero-shot code is meant to compute, by the best word
   (`GLoRIA.best_word_similarity`), standardised over the test images per class; not a probability. A score then depends
   on the other images: use it only to compare with published results.
@@ -34,11 +35,12 @@ from typing import Any, Literal, get_args
 from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
 
-Scoring = Literal["pair_softmax", "class_softmax", "margin", "gloria_best_word", "gloria_published"]
+Scoring = Literal["pair_softmax", "class_softmax", "margin", "positive", "gloria_best_word", "gloria_published"]
 STANDARDIZED: tuple[Scoring, ...] = ("gloria_best_word", "gloria_published")
 """GLoRIA's scoring rules, whose scores are standardised over the images of a test set."""
 COMPETING: tuple[Scoring, ...] = ("class_softmax", *STANDARDIZED)
 """Scoring rules in which classes compete with each other, without negative sentences."""
+WITHOUT_NEGATIVES: tuple[Scoring, ...] = ("positive", *COMPETING)
 Ensemble = Literal["similarity_mean", "similarity_max", "embedding_mean", "embedding_mean_raw"]
 
 _OPTIONAL = {"version": 1, "description": "", "ensemble": "similarity_mean"}
@@ -76,7 +78,7 @@ class PromptSet:
     @property
     def gives_probabilities(self) -> bool:
         """Whether scores are probabilities, so that calibration is defined."""
-        return self.scoring not in ("margin", *STANDARDIZED)
+        return self.scoring not in ("margin", "positive", *STANDARDIZED)
 
     def select(self, names: Sequence[str]) -> "PromptSet":
         """Return the set with only these classes, in this order. Raises `EvaluationError` naming unknown ones."""
@@ -192,12 +194,12 @@ def _combine(data: Mapping[str, Any], where: str, side: str) -> list[str]:
 
 
 def _check_classes(where: str, prompts: PromptSet) -> None:
-    if prompts.scoring in COMPETING:
+    if prompts.scoring in WITHOUT_NEGATIVES:
         with_negative = [name for name, sides in prompts.classes.items() if sides.negative]
         if with_negative:
             text = f"{where}: {prompts.scoring} does not use negative sentences, but {with_negative[0]!r} has some"
             raise _malformed(text, "scoring", "conflict")
-        if len(prompts.classes) < 2:
+        if prompts.scoring in COMPETING and len(prompts.classes) < 2:
             raise _malformed(f"{where}: {prompts.scoring} needs at least two classes", "classes")
         return
     without = [name for name, sides in prompts.classes.items() if not sides.negative]

@@ -135,7 +135,7 @@ class PromptScorer:
         """Return scores_BL in float64 on the CPU."""
         similarity_BM = self._compare(images, self.texts).cpu().double()
         positive_BL = self._pool(similarity_BM, self._positive)
-        if self.prompts.scoring in STANDARDIZED:
+        if self.prompts.scoring in ("positive", *STANDARDIZED):
             return positive_BL
         if self.prompts.scoring == "class_softmax":
             return torch.softmax(positive_BL / self.prompts.temperature, dim=1)

@@ -6,16 +6,20 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.errors import raises
+from helpers.eval_fakes import WIDTH, FakeModel
 from helpers.shard_plans import OPTIONS, make_plan
 
 from medvl.cli.main import main
+from medvl.data import statement
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.errors import EvaluationError
 from medvl.eval import list_prompts, load_prompts
 from medvl.eval.zero_shot_classification import prompts
-from medvl.schema import COMPETITION_FINDINGS, FINDINGS
+from medvl.eval.zero_shot_classification.scores import PromptScorer
+from medvl.schema import COMPETITION_FINDINGS, FINDINGS, Embeddings
 
 OURS = ("chexpert_classes", "chexpert_ensemble", "chexpert_pairs")
 DENIED = re.compile(
@@ -209,3 +213,19 @@ def test_errors_of_prompts_come_before_the_model_is_loaded(tmp_path, deid, monke
 def test_load_prompts_lists_known_names():
     with raises(EvaluationError, "unknown_name", "prompts", names="chexpert_classes, chexpert_ens"):
         load_prompts("chexpert")
+
+
+def test_statements_are_those_of_training_and_scored_alone(tmp_path):
+    prompts_of = load_prompts("statements")
+    assert {name: sides.positive for name, sides in prompts_of.classes.items()} == {
+        name: (statement(name),) for name in FINDINGS
+    }
+    assert not prompts_of.gives_probabilities
+    model = FakeModel().eval().requires_grad_(False)
+    images = Embeddings(torch.eye(WIDTH)[:3])
+    scores_NL = PromptScorer(model, prompts_of)(images)
+    expected_NL = model.similarity(images, model.embed_texts([statement(name) for name in FINDINGS]))
+    torch.testing.assert_close(scores_NL, expected_NL.double())
+    both = {"CT": {"positive": ["A CT image."], "negative": ["An MR image."]}}
+    with raises(EvaluationError, "conflict", "scoring"):
+        load_prompts(written(tmp_path, valid_file(scoring="positive", classes=both)))

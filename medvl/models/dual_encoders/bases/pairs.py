@@ -102,10 +102,12 @@ class Pairs:
 
         def of_side(side: Embeddings) -> Embeddings:
             mask_NP = None if side.mask_NP is None else side.mask_NP.new_ones(2, max(side.mask_NP.shape[1], 1))
-            pair_N = None if side.pair_N is None else torch.arange(2, device=side.pair_N.device)
+            pair_N, group_N = (
+                None if each is None else torch.arange(2, device=each.device) for each in (side.pair_N, side.group_N)
+            )
             global_NE = constant(side.global_NE)
             assert global_NE is not None
-            return Embeddings(global_NE, constant(side.local_NPE), mask_NP, constant(side.weight_NP), pair_N)
+            return Embeddings(global_NE, constant(side.local_NPE), mask_NP, constant(side.weight_NP), pair_N, group_N)
 
         return self._with_sides(
             {name: of_side(side) for name, side in self.sides.items()},
@@ -124,7 +126,7 @@ class Pairs:
 
 def take(side: Embeddings, index: Tensor | slice) -> Embeddings:
     """Return some rows of a side; differentiable."""
-    others = (side.local_NPE, side.mask_NP, side.weight_NP, side.pair_N)
+    others = (side.local_NPE, side.mask_NP, side.weight_NP, side.pair_N, side.group_N)
     return Embeddings(side.global_NE[index], *(None if tensor is None else tensor[index] for tensor in others))
 
 
@@ -139,27 +141,29 @@ def cat(parts: Sequence[Embeddings]) -> Embeddings:
         return torch.cat([F.pad(each, (*before, 0, longest - each.shape[1])) for each in present]) if present else None
 
     pair = [part.pair_N for part in parts if part.pair_N is not None]
+    group = [part.group_N for part in parts if part.group_N is not None]
     return Embeddings(
         torch.cat([part.global_NE for part in parts]),
         padded(locals_, 3),
         padded([part.mask_NP for part in parts], 2),
         padded([part.weight_NP for part in parts], 2),
         torch.cat(pair) if pair else None,
+        torch.cat(group) if group else None,
     )
 
 
 def gather_side(side: Embeddings, *, local: bool = True) -> Embeddings:
     """Return the rows of all ranks; with `local` False, without local features. `pair_N` is gathered as it is."""
     global_NE = gather(side.global_NE)
-    pair_N = None if side.pair_N is None else gather(side.pair_N)
+    pair_N, group_N = (None if each is None else gather(each) for each in (side.pair_N, side.group_N))
     if side.local_NPE is None or not local:
-        return Embeddings(global_NE, pair_N=pair_N)
+        return Embeddings(global_NE, pair_N=pair_N, group_N=group_N)
     if side.mask_NP is None:  # regions: as many in every image
         weight_NP = None if side.weight_NP is None else gather(side.weight_NP)
-        return Embeddings(global_NE, gather(side.local_NPE), None, weight_NP, pair_N)
+        return Embeddings(global_NE, gather(side.local_NPE), None, weight_NP, pair_N, group_N)
     local_NPE, mask_NP = gather_padded(side.local_NPE, side.mask_NP)
     weight_NP = None if side.weight_NP is None else gather_padded(side.weight_NP, side.mask_NP)[0]
-    return Embeddings(global_NE, local_NPE, mask_NP, weight_NP, pair_N)
+    return Embeddings(global_NE, local_NPE, mask_NP, weight_NP, pair_N, group_N)
 
 
 def gather_global(pairs: Pairs) -> tuple[Tensor, Tensor, list[Tensor]]:

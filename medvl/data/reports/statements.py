@@ -1,0 +1,108 @@
+"""Canonical statements about findings, "There is [no|possible] X of the Y.", for systems that compare statements.
+
+    statements_of("Small left effusion. No pneumothorax.")
+    # ["There is pleural effusion of the left side.", "There is no pneumothorax."]
+
+Published systems (RadZero, CARZero) have a large language model rewrite reports into such statements. Here the labeler
+writes one for each mention of a finding, with the side and the zone that its clause names: reproducible and offline.
+Statements of a language model are read from a file (`read_statements`).
+"""
+
+import functools
+import itertools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from medvl.common.untrusted import parse_json
+from medvl.data.reports.labeler import Mention, find_mentions
+from medvl.errors import ConfigError
+from medvl.schema import NEGATIVE, POSITIVE, UNCERTAIN
+
+_WORDS = {POSITIVE: "", NEGATIVE: "no ", UNCERTAIN: "possible "}
+_NAMES = {"Pleural Other": "pleural thickening", "Support Devices": "support device"}
+"""Findings whose names are no noun of a sentence."""
+_CLAUSE_END = re.compile(r"[;:,.]|\b(?:but|while|whereas|although|with)\b")
+_SIDES = {
+    "left": "left|lt|l[ul]l",
+    "right": "right|rt|r[uml]l",
+    "bilateral": "bilateral(?:ly)?|both|bibasilar|biapical",
+}
+_ZONES = {
+    "upper": "upper|[lr]ul",
+    "middle": "mid|middle|rml",
+    "lower": "lower|[lr]ll",
+    "apical": "apical|apex|apices|biapical",
+    "basal": "basal|basilar|bases?|bibasilar",
+    "hilar": "hilum|hilar|hila|perihilar",
+    "retrocardiac": "retrocardiac",
+    "lingular": "lingular?",
+}
+_PLACES = {name: re.compile(rf"\b(?:{words})\b") for name, words in (_SIDES | _ZONES).items()}
+
+
+def statement(finding: str, value: int = POSITIVE, place: str = "") -> str:
+    """Return the statement about a finding: 1 is "There is", 0 "There is no", -1 "There is possible".
+
+    `place` is appended as "of the PLACE". Prompts for zero-shot classification are `statement(finding)`.
+    """
+    name = _NAMES.get(finding, finding).lower()
+    return f"There is {_WORDS[value]}{name}{f' of the {place}' if place else ''}."
+
+
+def statements_of(text: str) -> list[str]:
+    """Return the statements of a text, one for each mention of a finding, in order and without repetition.
+
+    "There is no finding." is the last one where all findings except devices are negative, and at least one is.
+    """
+    mentions = find_mentions(text)
+    found = [statement(each.finding, each.value, _place(each)) for each in mentions]
+    values = {each.value for each in mentions if each.finding != "Support Devices"}
+    return list(dict.fromkeys([*found, statement("No Finding")] if values == {NEGATIVE} else found))
+
+
+def _place(mention: Mention) -> str:
+    """Return the side and the zones that the clause of a mention names: "left side", "right lower lung"; or ""."""
+    start = mention.sentence.find(mention.phrase)
+    ends = [0, *itertools.chain.from_iterable(end.span() for end in _CLAUSE_END.finditer(mention.sentence))]
+    before = max((end for end in ends if end <= start), default=0)
+    after = min((end for end in ends if end >= start + len(mention.phrase)), default=len(mention.sentence))
+    clause = mention.sentence[before:after]
+    found = [name for name, pattern in _PLACES.items() if pattern.search(clause)]
+    sides, zones = [name for name in found if name in _SIDES], [name for name in found if name in _ZONES]
+    if len(sides) > 1:
+        sides = ["bilateral"]
+    if not (sides or zones):
+        return ""
+    if zones:
+        return " ".join([*sides, " and ".join(zones), "lung"])
+    return "both sides" if sides == ["bilateral"] else f"{sides[0]} side"
+
+
+@functools.cache
+def read_statements(path: Path) -> Mapping[str, tuple[str, ...]]:
+    """Return study -> statements from a JSONL file with lines {"study": NAME, "statements": [TEXT, ...]}.
+
+    Studies have the names that they have in the shards (`Sample.study`). Blank statements are left out.
+
+    Raises ConfigError naming the line: "not_found", "malformed", or "exists" for a study that occurs twice.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist: expected a JSONL file of statements", "not_found", field="file")
+    found: dict[str, tuple[str, ...]] = {}
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line)
+                study, texts = row["study"], row["statements"]
+                if not (isinstance(study, str) and isinstance(texts, list) and all(isinstance(x, str) for x in texts)):
+                    raise ValueError("wrong types")
+            except (ValueError, KeyError, TypeError):
+                message = f'{path}, line {number}: expected {{"study": NAME, "statements": [TEXT, ...]}}'
+                raise ConfigError(message, "malformed", field="file") from None
+            if study in found:
+                raise ConfigError(f"{path}, line {number}: the study occurs twice", "exists", field="file")
+            found[study] = tuple(dict.fromkeys(" ".join(text.split()) for text in texts if text.strip()))
+    return found

@@ -1,0 +1,108 @@
+"""Text policies of systems that compare statements: several short texts of a sample, and labels as sentences."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, Protocol, get_args, runtime_checkable
+
+import numpy as np
+
+from medvl.data.reports.sentences import split_sentences
+from medvl.data.reports.statements import read_statements, statement, statements_of
+from medvl.data.transforms.text import REPORT_SECTIONS, RandomSentence, WholeText, choose_sections
+from medvl.errors import ConfigError
+from medvl.schema import Sample
+
+StatementSource = Literal["labeler", "sentences", "labels", "file"]
+"""Where statements come from: the labeler, which writes "There is [no|possible] X of the Y." for each mention in the
+report (`medvl.data.reports.statements`); the report's sentences as they are; the sample's labels; or a file."""
+
+
+@runtime_checkable
+class SamplePolicy(Protocol):
+    """Text policy that reads more of a sample than its sections."""
+
+    def of_sample(self, sample: Sample) -> Mapping[str, str]:
+        """Return the sections with which the policy is called in place of the sample's own."""
+
+
+@runtime_checkable
+class StatementPolicy(Protocol):
+    """Text policy with several texts of a sample, for systems that need `Inputs.statements`."""
+
+    def all_of(self, sections: Mapping[str, str], rng: np.random.Generator) -> list[str]:
+        """Return the sample's statements, in order; empty if there is none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Statements:
+    """Statements of a report: one, drawn uniformly (CARZero), or all of them (RadZero), by the system's `inputs`.
+
+    A sample without statements has no text, so that pair losses leave it out (`Batch.has_text_B`).
+    """
+
+    source: StatementSource = "labeler"
+    sections: tuple[str, ...] = REPORT_SECTIONS
+    file: Path | None = None
+    """JSONL with lines {"study": NAME, "statements": [TEXT, ...]}, for the source "file": statements that a language
+    model wrote. Studies are named as in the shards."""
+    most: int = 16
+    """Largest number of statements of a sample; of more, these many are drawn."""
+
+    def __post_init__(self) -> None:
+        if self.source not in get_args(StatementSource):
+            message = f"source must be one of {', '.join(get_args(StatementSource))}, got {self.source!r}"
+            raise ConfigError(message, "unknown_name", field="source")
+        if (self.source == "file") != (self.file is not None):
+            raise ConfigError("the source 'file', and no other one, needs a file", "conflict", field="file")
+        if self.most < 1:
+            raise ConfigError(f"most must be 1 or above, got {self.most}", "out_of_range", field="most")
+
+    def of_sample(self, sample: Sample) -> Mapping[str, str]:
+        """See `SamplePolicy`."""
+        if self.file is not None:
+            return {"statements": "\n\n".join(read_statements(self.file).get(sample.study, ()))}
+        if self.source == "labels":
+            return {"statements": "\n\n".join(label_statements(sample.labels))}
+        text = "\n\n".join(choose_sections(sample.sections, self.sections))
+        found = statements_of(text) if self.source == "labeler" else split_sentences(text)
+        return {"statements": "\n\n".join(dict.fromkeys(found))}
+
+    def all_of(self, sections: Mapping[str, str], rng: np.random.Generator) -> list[str]:
+        """See `StatementPolicy`."""
+        found = [text for text in sections["statements"].split("\n\n") if text]
+        if len(found) <= self.most:
+            return found
+        return [found[place] for place in sorted(rng.choice(len(found), self.most, replace=False).tolist())]
+
+    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
+        found = [text for text in sections["statements"].split("\n\n") if text]
+        return found[int(rng.integers(len(found)))] if found else ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TextOrLabels:
+    """A text of the report, or of a sample without one the statements of its labels, in random order (CXR-CLIP).
+
+    So images with labels only, such as CheXpert's or ChestX-ray14's, join a corpus with reports.
+    """
+
+    text: RandomSentence | WholeText
+    """Policy for reports; it is applied to the labels' statements as well."""
+
+    def of_sample(self, sample: Sample) -> Mapping[str, str]:
+        """See `SamplePolicy`."""
+        if choose_sections(sample.sections, self.text.sections):
+            return sample.sections
+        return {"labels": "\n\n".join(label_statements(sample.labels))}
+
+    def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
+        if set(sections) != {"labels"}:
+            return self.text(sections, rng)
+        found = [text for text in sections["labels"].split("\n\n") if text]
+        return self.text({"labels": " ".join(rng.permutation(found).tolist())}, rng)
+
+
+def label_statements(labels: Mapping[str, int]) -> list[str]:
+    """Return the statement of each label, in their order; "No Finding" is one only if it is positive."""
+    return [statement(name, value) for name, value in labels.items() if name != "No Finding" or value == 1]

@@ -1,0 +1,164 @@
+"""RadZero: statements compared with the patches of an image (Park et al., arXiv 2504.07416, NeurIPS 2025)."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
+from medvl.errors import ConfigError
+from medvl.losses.gather import gather
+from medvl.losses.local.statements import patch_cosine, statement_contrast
+from medvl.models.config_checks import check_within
+from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
+from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.dual_encoders.bases.scale import LearnedScale
+from medvl.models.dual_encoders.parts.statements import embed_statements, first_of_equal, positives
+from medvl.models.heatmaps import on_originals
+from medvl.models.registry import register_system
+from medvl.schema import Batch, Embeddings, Inputs, Losses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RadZeroConfig(BertDualConfig):
+    """Settings of the paper and the released code, with RAD-DINO, which the paper reports as its best start.
+
+    The shared space has the image encoder's width; `projection_dim` has no meaning. A text encoder of another width
+    gets a linear layer, which the published one of 768 does not need.
+    """
+
+    image_encoder: str = "rad_dino"
+    text_encoder: str = "mpnet"
+    image_size: int = 518
+    trained_layers: int = 2
+    """Transformer layers above the image encoder."""
+    frozen_image: bool = True
+    """Do not train the image encoder."""
+    temperature: float = 0.07
+    """Initial temperature of attention and logits; the logarithm of its inverse, the scale, is learned."""
+    max_scale: float | None = None
+    """Upper bound of the scale, applied before each training step; None, as published, has no bound."""
+    equal_are_positives: bool = True
+    """An image's statement is a positive of all images that have it. False, as published, makes "There is no pleural
+    effusion." of one study a negative of another one, although canonical sentences repeat."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_within(self, "(0, inf)", "temperature")
+        check_within(self, "[0, inf)", "trained_layers")
+        check_within(self, f"[{1 / self.temperature}, inf)", "max_scale")
+
+
+@register_system("radzero")
+class RadZero(LearnedScale, BertDualEncoder):
+    """Each statement against the mean of an image's tokens that it attends to (VL-CABS, section 3.2).
+
+    The loss is the mean of the contrast of a statement over images and of an image over statements, as in the released
+    code; the paper has their sum. The released code takes exponentials without a log-sum-exp, so that hard pairs have
+    no gradient and a scale above 88 overflows; here they do not.
+    """
+
+    Config = RadZeroConfig
+    inputs = Inputs(statements=True)
+
+    def __init__(self, config: Any, *args: Any, layers: nn.Module, norm: nn.Module, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.layers, self.norm = layers, norm
+
+    @classmethod
+    def build(cls, config: RadZeroConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
+        """See the base class."""
+        model = super().build(config, pretrained=pretrained, tokenizer=tokenizer)
+        if config.frozen_image:
+            freeze_layers(model.image_encoder, "all")
+        return model
+
+    @classmethod
+    def encoder_arguments(cls, config: RadZeroConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """See the base class."""
+        return {}, {"pool": "mean"}
+
+    @classmethod
+    def make_heads(
+        cls, config: RadZeroConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder
+    ) -> dict[str, nn.Module]:
+        """See the base class. Raises ConfigError for an image encoder whose vector is not as wide as its patches."""
+        from timm.models.vision_transformer import Block
+
+        width, text_width = image_encoder.patch_dim, text_encoder.feature_dim
+        if image_encoder.feature_dim != width:
+            message = f"{image_encoder.name} has {width} dimensions a patch and {image_encoder.feature_dim} an image"
+            raise ConfigError(f"{message}: take one with equal widths", "unsupported", field="image_encoder")
+        options: dict[str, Any] = {"dim": width, "num_heads": max(1, width // 64), "qkv_bias": True, "init_values": 1.0}
+        return {
+            "image_head": nn.Identity(),
+            "text_head": nn.Identity() if text_width == width else nn.Linear(text_width, width),
+            "layers": nn.Sequential(*(Block(**options) for _ in range(config.trained_layers))),
+            "norm": nn.LayerNorm(width),
+        }
+
+    def encode_image(self, image_BCHW: Tensor) -> Tensor:
+        """See the base class: the class token behind the trained layers."""
+        return self.embed_images(image_BCHW).global_NE
+
+    def embed_images(self, image_BCHW: Tensor) -> Embeddings:
+        """Return images as `similarity` takes them; `local_NPE` has the class token (or mean) and the patches."""
+        features = self.image_encoder(image_BCHW)
+        tokens_BKD = self.layers(torch.cat([features.pooled_BD[:, None], features.patches_BPD], dim=1))
+        tokens_BKD = F.normalize(self.norm(tokens_BKD).float(), dim=2)
+        return Embeddings(tokens_BKD[:, 0], tokens_BKD)
+
+    def embed_regions(self, image_BCHW: Tensor) -> Tensor:
+        """Return (B, P, E): the patches, in the space of texts."""
+        return self._tokens(self.embed_images(image_BCHW))[:, 1:]
+
+    def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """See the base class. The norm is the one of the image's tokens."""
+        normed_BE: Tensor = self.norm(super().unnormalized_text(texts, mask_BT))
+        return normed_BE.float()
+
+    def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
+        """Return (N, M): the cosine of each text with what it attends to in each image."""
+        image, text = self.embedded(images, texts)
+        return patch_cosine(self._tokens(image), text.global_NE, self.logit_scale.exp())
+
+    def embed_pairs(self, batch: Batch) -> Pairs:
+        """See the base class."""
+        return Pairs(texts=embed_statements(batch, self.embed_ids), images=self.embed_images(batch.image_BCHW))
+
+    def compare_pairs(self, pairs: Pairs) -> Losses:
+        """See the base class. A rank compares its own images with the statements of all ranks."""
+        if self.training:
+            self.clamp_scale()
+        every, scale = pairs.gather(local=False), self.logit_scale.exp()
+        pair_N, group_N = every.texts.pair_N, every.texts.group_N
+        assert pair_N is not None, "embed_pairs numbers the statements"
+        assert group_N is not None, "embed_pairs numbers the texts"
+        first_U, column_N = first_of_equal(group_N if self.config.equal_are_positives else torch.arange(len(group_N)))
+        texts_UE = every.texts.global_NE[first_U]
+        logits_NU = scale * gather(patch_cosine(self._tokens(pairs.images), texts_UE, scale))
+        positive_NU = positives(pair_N, column_N, len(every), len(first_U))
+        to_image, to_statement = statement_contrast(logits_NU, positive_NU)
+        return Losses.weighted(statement_to_image=(to_image, 0.5), image_to_statement=(to_statement, 0.5))
+
+    @torch.no_grad()
+    def attention_maps(
+        self, image_BCHW: Tensor, texts: Sequence[str], original_sizes: Sequence[tuple[int, int]] | None = None
+    ) -> list[Tensor]:
+        """Return the map of each text in its image, the sigmoid of the scaled cosine of every patch.
+
+        One (H, W) float32 a pair, in pixels of the original, as `LocalDualEncoder.attention_maps`.
+        """
+        patches_BPE, text_BE = self.embed_regions(image_BCHW), self.embed_texts(texts).global_NE
+        score_BP = self.logit_scale.exp() * (patches_BPE @ text_BE[:, :, None]).squeeze(2)
+        map_Bhw = score_BP.sigmoid().unflatten(1, self.image_encoder.grid(*image_BCHW.shape[2:]))
+        return on_originals(map_Bhw, self.transform, image_BCHW, original_sizes)
+
+    @staticmethod
+    def _tokens(images: Embeddings) -> Tensor:
+        assert images.local_NPE is not None, "embed_images keeps all tokens"
+        return images.local_NPE

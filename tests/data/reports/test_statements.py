@@ -1,0 +1,142 @@
+"""Canonical statements of reports, and the policies that train with them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.errors import raises
+
+from medvl.data import Statements, TextOrLabels, WholeText, swap_laterality, train_wordpiece
+from medvl.data.loading.collate import Collate, ItemMaker
+from medvl.data.reports.statements import read_statements, statement, statements_of
+from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform
+from medvl.errors import ConfigError
+from medvl.schema import FINDINGS, Inputs, Sample
+
+REPORT = "Small left effusion, opacity at the right base. No pneumothorax. The heart may be enlarged."
+ALL = [
+    "There is lung opacity of the right basal lung.",
+    "There is pleural effusion of the left side.",
+    "There is no pneumothorax.",
+    "There is possible cardiomegaly.",
+]
+
+
+def sample(key: str = "k", report: str = REPORT, **fields: Any) -> Sample:
+    sections = {"findings": report} if report else {}
+    return Sample(key=key, corpus="c", split="train", patient="p", study=f"s{key}", sections=sections, **fields)
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (REPORT, ALL),
+        ("LLL opacity. Bibasilar atelectasis.", [
+            "There is lung opacity of the left lower lung.", "There is atelectasis of the bilateral basal lung."]),
+        ("Left base is clear, right effusion.", ["There is pleural effusion of the right side."]),
+        ("No edema. No edema.", ["There is no edema.", "There is no finding."]),
+        ("A PICC is in place. No edema.", ["There is support device.", "There is no edema.", "There is no finding."]),
+        ("CT of the chest.", []),
+    ],
+)  # fmt: skip
+def test_statements_of_a_report(text: str, expected: list[str]) -> None:
+    assert sorted(statements_of(text)) == sorted(expected)
+
+
+def test_statements_of_findings_are_read_back_by_the_labeler_and_change_sides_with_the_image() -> None:
+    for finding in FINDINGS[:-1]:
+        for value in (1, 0, -1):
+            text = statement(finding, value, "left lower lung")
+            if finding not in ("No Finding", "Enlarged Cardiomediastinum"):
+                assert statement(finding, value, "left lower lung") in statements_of(text)
+            assert swap_laterality(text) == text.replace("left", "right")
+    assert swap_laterality(ALL[1]) == "There is pleural effusion of the right side."
+
+
+def test_a_policy_draws_one_statement_or_gives_all() -> None:
+    policy = Statements()
+    sections = policy.of_sample(sample())
+    assert sorted(policy.all_of(sections, rng())) == sorted(ALL)
+    assert {policy(sections, np.random.default_rng(seed)) for seed in range(40)} == set(ALL)
+    some = Statements(most=2).all_of(sections, rng())
+    assert len(some) == 2
+    assert set(some) < set(ALL)
+    assert policy(policy.of_sample(sample(report="")), rng()) == ""
+    sentences = Statements(source="sentences")
+    assert sentences.all_of(sentences.of_sample(sample()), rng())[1] == "No pneumothorax."
+    labels = Statements(source="labels")
+    assert labels.all_of(labels.of_sample(sample(labels={"Edema": 0, "No Finding": 0})), rng()) == [
+        "There is no edema."
+    ]
+
+
+def test_labels_become_sentences_where_there_is_no_report() -> None:
+    policy = TextOrLabels(text=WholeText())
+    assert policy(policy.of_sample(sample(labels={"Edema": 1})), rng()) == REPORT
+    text = policy(policy.of_sample(sample(report="", labels={"Edema": 1, "Fracture": -1})), rng())
+    assert text in ("There is edema. There is possible fracture.", "There is possible fracture. There is edema.")
+
+
+def test_statements_are_read_from_a_file_by_study(tmp_path: Path) -> None:
+    file = tmp_path / "statements.jsonl"
+    rows = [{"study": "sk", "statements": ["There is a  wire.", " ", "There is a  wire."]}]
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    policy = Statements(source="file", file=file)
+    assert policy.all_of(policy.of_sample(sample()), rng()) == ["There is a wire."]
+    assert policy.all_of(policy.of_sample(sample("other")), rng()) == []
+    for name, content, code in (
+        ("cut", '{"study": "a", "statem', "malformed"),
+        ("types", '{"study": "a", "statements": "text"}', "malformed"),
+        ("twice", '{"study": "a", "statements": []}\n' * 2, "exists"),
+    ):
+        (tmp_path / name).write_text(content)
+        with raises(ConfigError, code, "file"):
+            read_statements(tmp_path / name)
+    with raises(ConfigError, "not_found", "file"):
+        read_statements(tmp_path / "none")
+
+
+def test_settings_of_statements_are_checked() -> None:
+    with raises(ConfigError, "unknown_name", "source"):
+        Statements(source="reports")  # type-checked callers cannot
+    for settings in ({"source": "file"}, {"file": Path("x")}):
+        with raises(ConfigError, "conflict", "file"):
+            Statements(**settings)
+    with raises(ConfigError, "out_of_range", "most"):
+        Statements(most=0)
+
+
+@pytest.mark.parametrize("policy", [Statements(), WholeText()])
+def test_a_batch_has_all_statements_with_the_sides_of_its_images(policy: Any) -> None:
+    tokenizer = train_wordpiece([*ALL, REPORT, swap_laterality(REPORT)], vocab_size=200, min_frequency=1)
+    inputs = Inputs(statements=True)
+    maker = ItemMaker(ConVIRTAugmentation(size=16, flip="swap_text"), policy, (), 0, inputs)
+    pixels = np.zeros((20, 20), np.uint8)
+    samples = [sample("a"), sample("b", "No pneumothorax."), sample("c", "")]
+    items = [maker(each, pixels, 0) for each in samples]
+    sides = {
+        maker(sample(str(key)), pixels, 0).statements[-3 if isinstance(policy, Statements) else 0] for key in range(9)
+    }
+    assert len(sides) == 2  # some are mirrored, and say so
+    batch, _ = Collate(tokenizer, inputs)(items)
+    assert batch is not None
+    counts = [len(item.statements) for item in items]
+    assert counts == ([4, 2, 0] if isinstance(policy, Statements) else [1, 1, 0])
+    assert batch.statement_mask_BST.any(dim=2).sum(dim=1).tolist() == counts
+    ids_NT, mask_NT = tokenizer([text for item in items for text in item.statements])
+    real_BS = batch.statement_mask_BST.any(dim=2)
+    assert torch.equal(batch.statement_ids_BST[real_BS], ids_NT)
+    assert torch.equal(batch.statement_mask_BST[real_BS], mask_NT)
+    assert len(batch.rows([1]).statement_ids_BST) == 1
+    empty, _ = Collate(tokenizer, inputs)([maker(sample("c", ""), pixels, 0)])
+    assert empty is not None
+    assert empty.statement_ids_BST.shape[:2] == (1, 1)
+    assert not empty.statement_mask_BST.any()
+    assert ItemMaker(EvalTransform(size=16), policy, (), 0)(sample(), pixels, 0).statements == ()
