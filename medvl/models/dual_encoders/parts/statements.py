@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from medvl.errors import ConfigError
-from medvl.losses.positives import text_ids
+from medvl.losses.pairs.positives import text_ids
 from medvl.schema import Batch, Embeddings
 
 
