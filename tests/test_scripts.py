@@ -12,6 +12,7 @@ import torch
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 SMALLEST = {
+    "benchmark_engine": "--images 0 --small 8 --engines local --workers 1 --plan 10 60",
     "benchmark_eval": "--images 40 --loop-resamples 2 --repeats 1",
     "benchmark_fusion": "--size tiny --batch 2",
     "benchmark_generation": "--size tiny --tokens 4 --batch 2",

@@ -12,16 +12,13 @@ if TYPE_CHECKING:
     from medvl.data.convert.hold_out import hold_out as hold_out
     from medvl.data.convert.merge import merge_parts as merge_parts
     from medvl.data.convert.options import ShardOptions as ShardOptions, ShardRun as ShardRun
-    from medvl.data.convert.pipeline import (
-        ShardTask as ShardTask,
-        build_shard as build_shard,
-        write_shards as write_shards,
-    )
+    from medvl.data.convert.pipeline import write_shards as write_shards
     from medvl.data.convert.regions import (
         RegionDetector as RegionDetector,
         RegionOptions as RegionOptions,
         write_regions as write_regions,
     )
+    from medvl.data.convert.shard_task import ShardTask as ShardTask, build_shard as build_shard
     from medvl.data.corpora.common.record_file import Records as Records
     from medvl.data.corpora.common.tables import Plan as Plan, Record as Record, read_record as read_record
     from medvl.data.dicom.reader import DicomImage as DicomImage, read_dicom as read_dicom

@@ -57,7 +57,7 @@ class Conversion:
             excluded=_nonzero(plan.excluded),
             corpus_warnings=_nonzero(plan.warnings),
             planned=dict(count_by_split(plan.shards)),
-            packages={name: importlib.metadata.version(name) for name in _PACKAGES},
+            packages=package_versions(),
         )
 
     @classmethod
@@ -106,6 +106,11 @@ class Conversion:
             for number in range(-(-planned // self.options["samples_per_shard"]))
         ]
         return list(select_part(names, self.part))
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that determine the bytes of a shard."""
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
 def _load(path: Path) -> dict[str, Any]:

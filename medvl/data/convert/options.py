@@ -1,6 +1,7 @@
 """Options of a conversion. The command line imports this module, so it imports nothing heavy."""
 
 import dataclasses
+import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +59,12 @@ class ShardRun:
     max_skipped: float = 0.01
     """Budget of unreadable images: below 1 a fraction of all, else a number."""
     workers: int | None = None
-    """Number of processes; default one per core."""
+    """Number of processes; default one per core (of the cluster, for Ray)."""
+    engine: Literal["local", "ray"] = "local"
+    """local: processes of this machine; ray: a Ray cluster, or Ray on this machine (needs medvl[ray])."""
+    address: str | None = None
+    """Address of a Ray cluster whose nodes all have the corpus and --out under the same paths; default $RAY_ADDRESS, or
+    the cores of this machine."""
     salt_file: Path | None = None
     """Salt file for hashing ids; default $MEDVL_SALT_FILE, or ~/.config/medvl/salt, which is created on first use."""
     new_salt: bool = False
@@ -74,6 +80,12 @@ class ShardRun:
             )
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"expected workers of 1 or more, got {self.workers}", "out_of_range", field="workers")
+        if self.engine not in ("local", "ray"):
+            raise ConfigError(f"expected engine local or ray, got {self.engine!r}", "unknown_name", field="engine")
+        if self.engine == "ray" and importlib.util.find_spec("ray") is None:
+            raise ConfigError("engine ray needs Ray; install medvl[ray]", "missing", field="engine")
+        if self.address is not None and self.engine != "ray":
+            raise ConfigError(f"address is for engine ray, got engine {self.engine}", "conflict", field="address")
         if self.part is not None:
             parse_part(self.part)
 

@@ -4,7 +4,8 @@ A record moves one way:
 
     medvl.data.corpora   records of the corpus: sample fields, and paths of image and report
     plan.py              order by key and cut into shards of a fixed number of records, before any file is read
-    pipeline.py          pass the records of each missing shard to a worker
+    pipeline.py          make a task of each missing shard
+    local_engine.py      run the tasks in processes of this machine; ray_engine.py: on a Ray cluster
     record.py            worker: read report and image, encode both
     writer.py            worker: write the tar and its index under a temporary name, then rename them
 
@@ -13,51 +14,29 @@ resumes with the shards that have none. When all shards are finished, manifests.
 merge.py combines the parts of a conversion, and `medvl.data.shards.verify` checks a folder against its manifest.
 """
 
-import dataclasses
 import errno
-import multiprocessing
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import closing
-from multiprocessing.sharedctypes import Synchronized
-from multiprocessing.synchronize import Event
-from pathlib import Path
 
-import cv2
 from tqdm import tqdm
 
-from medvl.common.interrupts import interrupts_blocked
-from medvl.common.untrusted import ANYWHERE, InputFolders
+from medvl.common.untrusted import ANYWHERE
 from medvl.data.convert.conversion import Conversion
+from medvl.data.convert.engine import Engine
+from medvl.data.convert.local_engine import LocalEngine
 from medvl.data.convert.manifests import build_manifests, write_manifests
-from medvl.data.convert.memory_limit import WORKER_BYTES, limit_memory, memory_limited
 from medvl.data.convert.note import ShardNote
 from medvl.data.convert.options import ShardOptions, ShardRun, select_part
 from medvl.data.convert.plan import PlannedShard, ShardPlan, count_by_split
 from medvl.data.convert.private_folder import PrivateFolder
-from medvl.data.convert.record import convert_records
-from medvl.data.convert.writer import write_shard
-from medvl.data.corpora.common.tables import Plan, Record
+from medvl.data.convert.shard_task import ShardTask
+from medvl.data.corpora.common.tables import Plan
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.format import Manifest
 from medvl.errors import BudgetError, ShardError
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShardTask:
-    """Work of one worker: the records of a shard, and where to write it."""
-
-    name: str
-    split: str
-    folder: Path
-    records: tuple[Record, ...]
-    options: ShardOptions
-    folders: InputFolders
-    """Folders that images and reports must be in."""
 
 
 def write_shards(
@@ -119,16 +98,6 @@ def _write_claimed(
         raise
 
 
-def build_shard(task: ShardTask, tick: Callable[[], None]) -> ShardNote:
-    """Convert and write one shard; unreadable images are noted, not raised. `tick` is called after each record.
-
-    Raises OSError when writing fails.
-    """
-    note = ShardNote(task.name, task.split)
-    samples = convert_records(task.records, task.options, task.folders, note, tick)
-    return note.complete(write_shard(task.folder, task.name, samples))
-
-
 def _convert(
     shard_plan: ShardPlan,
     shards: Sequence[PlannedShard],
@@ -147,11 +116,11 @@ def _convert(
         ShardTask(shard.name, shard.split, run.out / shard.split, tuple(shard_plan.records(shard)), options, folders)
         for shard in missing
     )
-    workers = min(run.workers or os.cpu_count() or 1, len(missing))
+    engine = _create_engine(run, len(missing))
     quiet = not sys.stderr.isatty()
     with (
         tqdm(total=planned, initial=done, unit="img", desc="shards", mininterval=10 if quiet else 0.2) as bar,
-        closing(_run_tasks(tasks, workers)) as results,
+        closing(engine.run(tasks)) as results,
     ):
         for note, converted in results:
             if note is not None:
@@ -160,67 +129,12 @@ def _convert(
         bar.update(planned - bar.n)
 
 
-def _run_tasks(tasks: Iterable[ShardTask], workers: int) -> Generator[tuple[ShardNote | None, int], None, None]:
-    """Yield notes of finished shards, or None every half second, with the number of converted images so far."""
-    if workers == 1:
-        converted = 0
-        for task in tasks:
-            with memory_limited(WORKER_BYTES):  # the same limit as in a worker process, only while files are decoded
-                note = build_shard(task, _tick)
-            converted += len(task.records)
-            yield note, converted
-        return
-    # Spawn, not fork: codecs and progress bars start threads, and forking a threaded process may deadlock.
-    context = multiprocessing.get_context("spawn")
-    counter, stop = context.Value("q", 0), context.Event()
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(counter, stop))
-    try:
-        running = set[Future[ShardNote]]()
-        for task in tasks:
-            with interrupts_blocked():
-                running.add(pool.submit(_build_in_worker, task))
-            while len(running) >= 2 * workers:  # pickled tasks are large, so only a few are queued
-                yield from _collect(running, counter)
-        while running:
-            yield from _collect(running, counter)
-    except BrokenProcessPool:
-        advice = "run the same command again with fewer --workers"
-        raise ShardError(f"a worker process died, probably for lack of memory; {advice}", "worker") from None
-    finally:
-        stop.set()  # after Ctrl-C or an error, workers leave their shard at the next image
-        pool.shutdown(wait=True, cancel_futures=True)
+def _create_engine(run: ShardRun, shards: int) -> Engine:
+    if run.engine == "ray":
+        from medvl.data.convert.ray_engine import RayEngine
 
-
-def _collect(running: set[Future[ShardNote]], counter: "Synchronized[int]") -> Iterator[tuple[ShardNote | None, int]]:
-    finished, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
-    if not finished:
-        yield None, counter.value
-    for future in finished:
-        running.discard(future)
-        yield future.result(), counter.value
-
-
-_counter: "Synchronized[int] | None" = None
-_stop: "Event | None" = None
-
-
-def _start_worker(counter: "Synchronized[int]", stop: "Event") -> None:
-    global _counter, _stop
-    _counter, _stop = counter, stop
-    cv2.setNumThreads(0)  # one process per core already
-    limit_memory(WORKER_BYTES)
-
-
-def _tick() -> None:
-    if _stop is not None and _stop.is_set():
-        raise KeyboardInterrupt
-    if _counter is not None:
-        with _counter.get_lock():
-            _counter.value += 1
-
-
-def _build_in_worker(task: ShardTask) -> ShardNote:
-    return build_shard(task, _tick)
+        return RayEngine(run.address, run.workers)
+    return LocalEngine(min(run.workers or os.cpu_count() or 1, shards))
 
 
 def _check_budget(notes: Collection[ShardNote], budget: int, private: PrivateFolder) -> None:

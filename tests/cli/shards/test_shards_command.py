@@ -17,7 +17,7 @@ from helpers.shard_plans import OPTIONS, make_plan
 
 from medvl.cli import main as cli
 from medvl.common.folders import RunLock
-from medvl.data.convert import pipeline
+from medvl.data.convert import local_engine
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.images.codecs import encode_png
@@ -96,7 +96,7 @@ def test_named_salt_file_must_exist(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_two_conversions_into_one_folder_exclude_each_other(tmp_path: Path, deid: Deidentifier) -> None:
     plan, run = make_plan(tmp_path / "images"), ShardRun(out=tmp_path / "out", workers=1)
     seen: list[MedvlError] = []
-    original = pipeline.build_shard
+    original = local_engine.build_shard
 
     def second(*arguments: object) -> object:
         if not seen:
@@ -106,7 +106,7 @@ def test_two_conversions_into_one_folder_exclude_each_other(tmp_path: Path, deid
         return original(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "build_shard", second)
+        patch.setattr(local_engine, "build_shard", second)
         assert write_shards(plan, deid, run, OPTIONS)["train"].samples == 12
     assert len(seen) == 1
     with RunLock(tmp_path / "out-private"), raises(ConfigError, "in_use", "out"):

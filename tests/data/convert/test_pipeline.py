@@ -23,9 +23,10 @@ from helpers.mimic_files import IMAGES, textured
 from helpers.shard_plans import OPTIONS, contents, make_plan
 
 from medvl.common.untrusted import ANYWHERE
-from medvl.data.convert import pipeline, record
+from medvl.data.convert import local_engine, record
 from medvl.data.convert.options import ShardOptions, ShardRun
-from medvl.data.convert.pipeline import ShardTask, write_shards
+from medvl.data.convert.pipeline import write_shards
+from medvl.data.convert.shard_task import ShardTask
 from medvl.data.corpora.common.tables import Plan, Record
 from medvl.data.corpora.reports import mimic_cxr
 from medvl.data.images.codecs import decode_image, encode_png
@@ -251,7 +252,7 @@ def test_full_disk_keeps_finished_shards(tmp_path: Path, deid: Deidentifier, mon
 
 @pytest.mark.fault("F6")
 def test_dead_worker_raises(tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_start_worker", os._exit)
+    monkeypatch.setattr(local_engine, "_start_worker", os._exit)
     with raises(ShardError, "worker"):
         write_shards(make_plan(tmp_path / "images"), deid, ShardRun(out=tmp_path / "out", workers=2), OPTIONS)
 
@@ -260,10 +261,10 @@ def test_slow_shards_do_not_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> N
     """Tasks hold all records of a shard: four are queued for two workers, however long the shards take."""
     pool, submitted = Mock(), list[ShardTask]()
     pool.submit = lambda _, task: submitted.append(task) or Future[object]()
-    monkeypatch.setattr(pipeline, "ProcessPoolExecutor", lambda *_, **__: pool)
-    monkeypatch.setattr(pipeline, "wait", lambda running, **_: (set(), running))
+    monkeypatch.setattr(local_engine, "ProcessPoolExecutor", lambda *_, **__: pool)
+    monkeypatch.setattr(local_engine, "wait", lambda running, **_: (set(), running))
     task = ShardTask("a", "train", Path("a"), (), OPTIONS, ANYWHERE)
-    results = pipeline._run_tasks([task] * 20, workers=2)
+    results = local_engine.LocalEngine(2).run([task] * 20)
     for _ in range(10):
         assert next(results) == (None, 0)
     results.close()

@@ -18,7 +18,7 @@ import pytest
 from helpers.errors import raises
 from helpers.shard_plans import OPTIONS, contents, make_plan
 
-from medvl.data.convert import pipeline
+from medvl.data.convert import local_engine
 from medvl.data.convert.memory_limit import memory_limited
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
@@ -117,7 +117,7 @@ def _convert_with_a_small_limit(folder: Path, deid: Deidentifier) -> tuple[int, 
     """Convert a plan with a PNG bomb. Returns (samples, skipped by reason, whether the limit was lifted afterwards)."""
     plan = make_plan(folder / "images", 4, bad={2: png_bomb(8000)})
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    pipeline.WORKER_BYTES = 48 << 20
+    local_engine.WORKER_BYTES = 48 << 20
     (manifest,) = write_shards(plan, deid, ShardRun(out=folder / "out", workers=1, max_skipped=1), OPTIONS).values()
     np.empty(256 << 20, np.uint8).fill(1)
     return manifest.samples, dict(manifest.skipped), resource.getrlimit(resource.RLIMIT_DATA) == before
