@@ -26,7 +26,8 @@ import numpy as np
 
 from medvl import phantom
 from medvl.data import Deidentifier, Plan, ShardOptions, ShardRun, encode_png, write_shards
-from medvl.data.corpora import mimic_cxr, table
+from medvl.data.corpora import table
+from medvl.data.corpora.reports import mimic_cxr
 from medvl.errors import ShardError
 
 CORPORA = {"MIMIC-CXR, 377,110 DICOM": 377_110, "15,000,000 figures": 15_000_000}
