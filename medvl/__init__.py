@@ -2,7 +2,8 @@
 
     import medvl
     model = medvl.create_model("convirt")
-    model = medvl.load("runs/convirt/best")
+    model = medvl.load("runs/convirt")
+    medvl.infer(model, "chest.dcm", ["pleural effusion"])
 
 Everything is imported on first use: `import medvl` costs milliseconds.
 """
@@ -19,11 +20,18 @@ if TYPE_CHECKING:
         errors as errors,
         eval as eval,
         export as export,
+        inference as inference,
         losses as losses,
         models as models,
         phantom as phantom,
         schema as schema,
         train as train,
+    )
+    from medvl.inference import (
+        answer as answer,
+        heatmap as heatmap,
+        infer as infer,
+        write_report as write_report,
     )
     from medvl.models import create_model as create_model, list_models as list_models, load as load
 

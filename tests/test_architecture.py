@@ -15,7 +15,7 @@ SOURCES = sorted((ROOT / "medvl").rglob("*.py"))
 SCRIPTS = sorted([*(ROOT / "recipes").glob("*.py"), *(ROOT / "scripts").glob("*.py")])
 FACES = (
     *("medvl", "medvl.data", "medvl.encoders", "medvl.losses", "medvl.models"),
-    *("medvl.train", "medvl.eval", "medvl.export", "medvl.phantom"),
+    *("medvl.train", "medvl.eval", "medvl.inference", "medvl.export", "medvl.phantom"),
 )
 
 FREE = {"schema", "errors", "common"}
@@ -28,8 +28,9 @@ ROOMS: dict[str, set[str]] = {
     "models": {"losses", "data", "encoders"},
     "train": {"losses", "data", "encoders", "models"},
     "eval": {"losses", "data", "encoders", "models"},
+    "inference": {"data", "encoders", "models", "eval"},
     "export": {"data", "encoders", "models"},
-    "cli": {"losses", "data", "encoders", "models", "train", "eval", "export", "phantom"},
+    "cli": {"losses", "data", "encoders", "models", "train", "eval", "inference", "export", "phantom"},
 }
 """Package -> packages that it may import."""
 _DATA_READERS = {"annotations", "dicom", "images", "knowledge", "reports", "tokenizer", "transforms", "splits"}
@@ -43,7 +44,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "splits": set(),
         "dicom": {"privacy"},
         "images": {"dicom", "privacy"},
-        "transforms": {"reports", "tokenizer"},
+        "transforms": {"images", "reports", "tokenizer"},
         "shards": {"images", "splits"},
         "loading": {*_DATA_READERS, "shards"},
         "corpora": {*_DATA_READERS, "privacy"},

@@ -128,7 +128,7 @@ def test_readme_python_runs(
     for block in python_blocks():
         exec(compile(block, "README.md", "exec"), {})
     printed = capsys.readouterr().out
-    assert "torch.Size([1, 2])" in printed
+    assert "left apical nodule" in printed
     assert "torch.Size([2, 1024]) torch.Size([2, 49, 1024]) (7, 7)" in printed
 
 

@@ -5,14 +5,21 @@ move, and one configuration would then give two models. A commit never changes, 
 access.
 """
 
+import contextlib
+import functools
+import logging
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from medvl.common.files import sha256 as _digest
 from medvl.errors import WeightsError
 
+HUB_PREFIX = "hf-hub:"
+"""Prefix of the name of a repository on the hub, as in open_clip and timm."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _PROBE_SECONDS = 5.0
+_log = logging.getLogger(__name__)
 
 
 def is_commit(revision: str | None) -> bool:
@@ -44,6 +51,43 @@ def fetch(hub_id: str, filename: str, revision: str | None, *, sha256: str | Non
     return path
 
 
+def fetch_snapshot(hub_id: str, revision: str | None, files: Sequence[str]) -> Path:
+    """Return the local folder of a repository on the hub, with those files that match one of the patterns `files`.
+
+    `revision` is a commit, branch or tag; None is the default branch, whose latest commit is downloaded, or without a
+    network the latest that is cached. The commit is logged: name it to get the same model again.
+
+    Raises WeightsError "not_found" if the repository is not available (offline, access denied, no such name).
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    where = f"{hub_id}{f' at revision {revision}' if revision else ''}"
+    get = functools.partial(huggingface_hub.snapshot_download, hub_id, allow_patterns=list(files))
+    if not constants.HF_HUB_OFFLINE:
+        with hub_errors(f"{where} cannot be downloaded"):
+            revision = huggingface_hub.HfApi().model_info(hub_id, revision=revision, timeout=_PROBE_SECONDS).sha
+            _log.info("%s%s is commit %s", HUB_PREFIX, where, revision)
+            return Path(get(revision=revision))
+    with hub_errors(f"{where} is not in the local cache and HF_HUB_OFFLINE is set"):
+        return Path(get(revision=revision, local_files_only=True))
+
+
+@contextlib.contextmanager
+def hub_errors(message: str, advice: str = "") -> Iterator[None]:
+    """Raise WeightsError "not_found" with `message` for errors of the hub's client and of the network."""
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    try:
+        yield
+    except (EntryNotFoundError, HfHubHTTPError, HFValidationError, ConnectionError) as error:
+        raise WeightsError(f"{message} ({type(error).__name__}){advice}", "not_found") from error
+    except Exception as error:  # errors of the HTTP client, which depends on the hub library's version
+        if type(error).__module__.split(".")[0] not in {"httpx", "httpx2", "httpcore", "httpcore2", "requests"}:
+            raise
+        raise WeightsError(f"{message}: hub unreachable ({type(error).__name__}){advice}", "not_found") from error
+
+
 def _cached(hub_id: str, filename: str, revision: str | None) -> Path | None:
     import huggingface_hub
     from huggingface_hub.errors import EntryNotFoundError
@@ -57,20 +101,13 @@ def _cached(hub_id: str, filename: str, revision: str | None) -> Path | None:
 def _download(hub_id: str, filename: str, revision: str | None) -> Path:
     import huggingface_hub
     from huggingface_hub import constants
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
     where = f"{filename} of {hub_id} at revision {revision}"
     command = f"hf download {hub_id} {filename} --revision {revision}"
     remedy = f"run `{command}` on another machine and pass the path of the local copy"
     if constants.HF_HUB_OFFLINE:
         raise WeightsError(f"{where} is not in the local cache and HF_HUB_OFFLINE is set; {remedy}", "not_found")
-    try:
+    with hub_errors(f"{where} cannot be downloaded", f"; {remedy}"):
         url = huggingface_hub.hf_hub_url(hub_id, filename, revision=revision)
         huggingface_hub.get_hf_file_metadata(url, timeout=_PROBE_SECONDS)  # fails at once; the download retries
         return Path(huggingface_hub.hf_hub_download(hub_id, filename, revision=revision))
-    except (EntryNotFoundError, HfHubHTTPError) as error:
-        raise WeightsError(f"{where} cannot be downloaded ({type(error).__name__}); {remedy}", "not_found") from error
-    except Exception as error:  # errors of the HTTP client, which depends on the hub library's version
-        if type(error).__module__.split(".")[0] not in {"httpx", "httpx2", "httpcore", "httpcore2", "requests"}:
-            raise
-        raise WeightsError(f"{where}: hub unreachable ({type(error).__name__}); {remedy}", "not_found") from error

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         encode_png as encode_png,
         resize_short_side as resize_short_side,
     )
+    from medvl.data.images.inputs import ImageInput as ImageInput, read_image as read_image
     from medvl.data.images.read import read_pixels as read_pixels
     from medvl.data.knowledge.finder import EntityFinder as EntityFinder
     from medvl.data.knowledge.graph import (
@@ -91,6 +92,7 @@ if TYPE_CHECKING:
     from medvl.data.transforms.image import (
         ConVIRTAugmentation as ConVIRTAugmentation,
         EvalTransform as EvalTransform,
+        OriginalTransform as OriginalTransform,
         RandomCrop as RandomCrop,
     )
     from medvl.data.transforms.mlm_masking import MaskedText as MaskedText, TextMasking as TextMasking

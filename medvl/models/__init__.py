@@ -153,6 +153,7 @@ if TYPE_CHECKING:
         VisualBERT as VisualBERT,
         VisualBERTConfig as VisualBERTConfig,
     )
+    from medvl.models.locate import find_checkpoint as find_checkpoint
     from medvl.models.registry import (
         list_models as list_models,
         register_system as register_system,
@@ -160,5 +161,6 @@ if TYPE_CHECKING:
     )
     from medvl.models.report_generators.base import ReportGenerator as ReportGenerator
     from medvl.models.report_generators.r2gen import R2Gen as R2Gen, R2GenConfig as R2GenConfig
+    from medvl.models.text_decoding import Decoding as Decoding
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

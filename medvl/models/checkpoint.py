@@ -17,15 +17,14 @@ from medvl.common.files import MARKER, check_marker, follow_umask
 from medvl.common.untrusted import parse_json
 from medvl.data.shards.format import Manifest
 from medvl.data.tokenizer.tokenizer import load_tokenizer
+from medvl.data.transforms.image import EvalTransform, OriginalTransform
 from medvl.encoders.base import Encoder
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.allocation import AllocationLimit
 from medvl.models.base import System
+from medvl.models.locate import ANCESTORS, CONFIG, TOKENIZER, TRAIN_MANIFEST, WEIGHTS, find_checkpoint
 from medvl.models.registry import system
 
-CONFIG, WEIGHTS, TOKENIZER, TRAIN_MANIFEST = "config.json", "model.safetensors", "tokenizer", "train_manifest.json"
-ANCESTORS = "ancestor_manifests.json"
-"""File of a checkpoint with the training manifests of the checkpoints that its run started from, and of theirs."""
 TRAIN_STATE = "train_state"
 """Folder of a checkpoint with the state of the training run, which a model does not need."""
 _log = logging.getLogger(__name__)
@@ -68,7 +67,9 @@ def save(model: System, folder: Path, run: Mapping[str, Any] | None = None) -> N
 
 
 def load(folder: Path | str) -> System:
-    """Load the model of a checkpoint directory, in eval mode, with `.tokenizer` and `.transform`.
+    """Load a model in eval mode, with `.tokenizer` and `.transform`.
+
+    `folder` is a checkpoint, a run (its best checkpoint), or `hf-hub:OWNER/NAME` (`find_checkpoint`).
 
     Raises CheckpointError when the checkpoint is incomplete, a file differs from what training wrote, or a weight is
     missing, unexpected or of another shape; a file that needs pickle is refused.
@@ -89,7 +90,20 @@ def load(folder: Path | str) -> System:
         model = cls.build(config, pretrained=False, tokenizer=tokenizer)
     load_weights(model, folder)
     _record_training(model, folder)
+    model.transform = _transform_of_originals(model, folder)
     return model.eval()
+
+
+def _transform_of_originals(model: System, folder: Path) -> EvalTransform:
+    """Return the model's transform, which prepares original images as the shards of its training were made.
+
+    Without a training manifest, original images go through the model's transform only.
+    """
+    if not (folder / TRAIN_MANIFEST).is_file():
+        return model.transform
+    options = train_manifests(folder)[0].options
+    stored = {name: options[name] for name in ("short_side", "image_format", "quality", "color") if name in options}
+    return OriginalTransform(**model.transform.settings(), **stored) if len(stored) == 4 else model.transform
 
 
 def train_manifests(folder: Path | str) -> list[Manifest]:
@@ -97,8 +111,8 @@ def train_manifests(folder: Path | str) -> list[Manifest]:
 
     Empty for weights of unknown origin. Raises CheckpointError or ShardError when one is damaged.
     """
-    where = str(Path(folder) / TRAIN_MANIFEST)
-    return [Manifest.parse(content, where) for content in _read_training(Path(folder))]
+    folder = find_checkpoint(folder)
+    return [Manifest.parse(content, str(folder / TRAIN_MANIFEST)) for content in _read_training(folder)]
 
 
 def load_weights(model: nn.Module, folder: Path | str) -> None:
@@ -251,6 +265,8 @@ def _check_fit(module: nn.Module, tensors: Mapping[str, Tensor], source: str) ->
 
 
 def _check_folder(folder: Path) -> Path:
+    """Return the folder of a checkpoint (`find_checkpoint`). Raises CheckpointError where there is none."""
+    folder = find_checkpoint(folder)
     if folder.is_file():
         kind = "it may need pickle, which can run foreign code" if folder.suffix in _PICKLES else "it is a file"
         message = f"{folder} is not loaded: {kind}; give a folder with {CONFIG} and {WEIGHTS}"

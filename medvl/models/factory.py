@@ -12,7 +12,8 @@ from medvl.encoders.presets import TEXT_PRESETS
 from medvl.encoders.text.builders import uses_canonical_text, uses_clip_tokenizer
 from medvl.errors import ConfigError
 from medvl.models.base import System, SystemConfig, TwoTowers
-from medvl.models.checkpoint import TOKENIZER, described_model, load, warm_start
+from medvl.models.checkpoint import described_model, load, warm_start
+from medvl.models.locate import TOKENIZER, find_checkpoint, on_hub
 from medvl.models.registry import system
 
 
@@ -27,7 +28,7 @@ def create_model(
     """Create a system by name or configuration, or load one from a checkpoint directory.
 
     Args:
-        name: "convirt", ...; or a configuration such as `ConVIRTConfig(...)`; or the folder of a checkpoint.
+        name: "convirt", ...; or a configuration such as `ConVIRTConfig(...)`; or a checkpoint, as `load` takes it.
         pretrained: True starts both encoders from their presets' published weights (hub, pinned revision); None and
             False initialise at random from torch's generator and never use the network. An encoder whose weights are
             named by `image_weights` or `text_weights` starts from those in either case.
@@ -43,7 +44,7 @@ def create_model(
         WeightsError: pretrained weights are not available or do not fit.
         CheckpointError: `init_from` is not a complete checkpoint, or does not fit the model.
     """
-    if isinstance(name, str | Path) and Path(name).is_dir():
+    if isinstance(name, str | Path) and (Path(name).is_dir() or on_hub(name)):
         if settings or (pretrained, tokenizer, init_from) != (None, None, None):
             raise ConfigError(f"{name} is a checkpoint: it has its own settings and tokenizer, give none", "conflict")
         return load(name)
@@ -81,7 +82,7 @@ def create_model(
 def _words_folder(config: Any, init_from: Path | str | None) -> Path | None:
     """Return the folder that may have the vocabulary of the weights that a model starts from."""
     if init_from is not None:
-        return Path(init_from) / TOKENIZER
+        return find_checkpoint(init_from) / TOKENIZER
     own = getattr(config, "text_weights", None)
     return None if own is None else Path(own)
 

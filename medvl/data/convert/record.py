@@ -14,13 +14,11 @@ from medvl.data.convert.note import ShardNote
 from medvl.data.convert.options import ShardOptions
 from medvl.data.corpora.common.tables import Record, read_record
 from medvl.data.dicom.reader import DicomHeader
-from medvl.data.images.codecs import encode_jpeg, encode_png, resize_short_side
-from medvl.data.images.read import read_pixels
+from medvl.data.images.codecs import encode_stored
+from medvl.data.images.read import check_sides, read_pixels
 from medvl.data.shards.format import NO_IMAGE, sample_to_json
 from medvl.errors import DicomError, ImageError, ReportError
 from medvl.schema import Sample
-
-_MIN_SIDE, _MAX_ASPECT = 16, 50
 
 
 class EncodedSample(NamedTuple):
@@ -66,10 +64,10 @@ def _convert(record: Record, options: ShardOptions, folders: InputFolders, note:
         pixels, header = read_pixels(
             sample.image, color=options.color, frame=options.frame, warnings=note.warnings, folders=folders
         )
-        _check_shape(pixels, sample.image)
+        check_sides(pixels, sample.image)
         sample = sample if header is None else _fill_in(sample, header)
         sample = _with_masks(_with_size(sample, pixels), pixels, record.masks, folders)
-        image = _encode(pixels, options)
+        image = encode_stored(pixels, options.short_side, options.image_format, options.quality)
     except (DicomError, ImageError) as error:
         note.skipped.append((key, error.code, str(error)))
     except MemoryError:
@@ -85,14 +83,6 @@ def _convert(record: Record, options: ShardOptions, folders: InputFolders, note:
         note.patients.append(sample.patient)
         return EncodedSample(key, options.image_format, image, sample_to_json(sample))
     return None
-
-
-def _check_shape(pixels: np.ndarray, path: Path | None) -> None:
-    """Raise ImageError for strips, which a transform would enlarge to gigabytes."""
-    short, long = sorted(pixels.shape[:2])
-    if short < _MIN_SIDE or long > _MAX_ASPECT * short:
-        expected = f"expected sides of {_MIN_SIDE} pixels or more that differ by a factor of at most {_MAX_ASPECT}"
-        raise ImageError(f"{path}: {expected}, got {pixels.shape[0]} x {pixels.shape[1]}", "too_small")
 
 
 def _with_size(sample: Sample, pixels: np.ndarray) -> Sample:
@@ -126,8 +116,3 @@ def _fill_in(sample: Sample, header: DicomHeader) -> Sample:
         sex=sample.sex or (header.patient_sex if header.patient_sex in ("F", "M") else None),
         age=sample.age if sample.age is not None else header.patient_age,
     )
-
-
-def _encode(pixels: np.ndarray, options: ShardOptions) -> bytes:
-    small = resize_short_side(pixels, options.short_side)
-    return encode_jpeg(small, options.quality) if options.image_format == "jpg" else encode_png(small)

@@ -16,7 +16,7 @@ import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 
@@ -124,7 +124,7 @@ def read_dicom(
     file = folders.open(path, DicomError)
     try:
         with file:
-            return _read(open_dicom(file, limits), bits, frame)
+            return decode_dicom(file, bits=bits, frame=frame, limits=limits)
     except DicomError as error:
         raise error.prefixed(f"{path}: ") from error
     except OSError as error:
@@ -133,7 +133,11 @@ def read_dicom(
         raise DicomError(f"{path}: not enough memory to decode the image", "too_large") from error
 
 
-def _read(file: DicomFile, bits: int, frame: int | None) -> DicomImage:
+def decode_dicom(
+    stream: BinaryIO, *, bits: Literal[8, 16] = 8, frame: int | None = None, limits: DicomLimits = DEFAULT_LIMITS
+) -> DicomImage:
+    """Read one image from an open file, as `read_dicom` does. Raises DicomError."""
+    file = open_dicom(stream, limits)
     layout = PixelLayout.from_file(file)
     if frame is None and layout.frames > 1:
         message = f"the file has {layout.frames} frames; select one with the option frame"

@@ -117,6 +117,12 @@ def resize_short_side(image: np.ndarray, size: int, *, enlarge: bool = False) ->
     return cv2.resize(image, target, interpolation=cv2.INTER_AREA if short > size else cv2.INTER_CUBIC)
 
 
+def encode_stored(image: np.ndarray, short_side: int, image_format: str, quality: int) -> bytes:
+    """Encode an image as shards store it: shrunk to a short side, as "jpg" of a quality or as "png"."""
+    small = resize_short_side(image, short_side)
+    return encode_jpeg(small, quality) if image_format == "jpg" else encode_png(small)
+
+
 def _check_size(height: int, width: int, max_pixels: int) -> None:
     if height * width > max_pixels:
         raise ImageError(f"the image has {height} x {width} pixels, over the limit of {max_pixels}", "too_large")
@@ -174,12 +180,12 @@ def _decode_png(data: bytes, color: bool, max_pixels: int) -> np.ndarray:
         truncated = "truncated" in str(error).lower()
         raise _damaged("PNG", truncated) from None
     if image.mode.startswith("I"):  # 16-bit grey; Pillow's convert would clip it at 255
-        grey_HW = _to_8_bits(np.asarray(image))
+        grey_HW = to_8_bits(np.asarray(image))
         return cv2.cvtColor(grey_HW, cv2.COLOR_GRAY2RGB) if color else grey_HW
     if data[24] == 16:  # 16-bit colour, of which Pillow keeps the upper 8 bits
         samples_HWC = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
         if samples_HWC is not None and samples_HWC.dtype == np.uint16 and _depth(samples_HWC[:, :, :3]) < 16:
-            rgb_HWC = cv2.cvtColor(_to_8_bits(samples_HWC[:, :, :3]), cv2.COLOR_BGR2RGB)
+            rgb_HWC = cv2.cvtColor(to_8_bits(samples_HWC[:, :, :3]), cv2.COLOR_BGR2RGB)
             return rgb_HWC if color else np.array(Image.fromarray(rgb_HWC).convert("L"))
     return np.array(image.convert("RGB" if color else "L"))
 
@@ -190,6 +196,6 @@ def _depth(samples: np.ndarray) -> int:
     return next(bits for bits in _DEPTHS if largest < 1 << bits)
 
 
-def _to_8_bits(samples: np.ndarray) -> np.ndarray:
+def to_8_bits(samples: np.ndarray) -> np.ndarray:
     """Scale 16-bit samples to uint8 by their depth."""
     return (samples.astype(np.float32) / (((1 << _depth(samples)) - 1) / 255)).round().astype(np.uint8)

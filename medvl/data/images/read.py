@@ -2,16 +2,18 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from medvl.common.untrusted import ANYWHERE, InputFolders, read_limited
-from medvl.data.dicom.reader import DicomHeader, read_dicom
+from medvl.data.dicom.reader import DicomHeader, decode_dicom, read_dicom
 from medvl.data.images.codecs import decode_image, exif_orientation, make_upright
 from medvl.data.privacy.burned_in_text import has_burned_in_text
 from medvl.errors import DicomError, ImageError
 
 _MAX_FILE_BYTES = 1 << 30
+_MIN_SIDE, _MAX_ASPECT = 16, 50
 
 
 def read_pixels(
@@ -55,6 +57,24 @@ def read_pixels(
     if warnings is not None and orientation != 1:
         warnings["turned_by_exif"] += 1
     return make_upright(pixels, orientation), None
+
+
+def decode_file(file: BinaryIO, *, color: bool = False, frame: int | None = None) -> np.ndarray:
+    """Return the pixels of a DICOM, JPEG or PNG file in memory, as `read_pixels`. Raises DicomError and ImageError."""
+    start = file.read(132)
+    file.seek(0)
+    if _starts_like_dicom(start):
+        return decode_dicom(file, frame=frame).pixels_HW
+    data = file.read()
+    return make_upright(decode_image(data, color=color), exif_orientation(data))
+
+
+def check_sides(pixels: np.ndarray, name: object) -> None:
+    """Raise ImageError for strips, which a transform would enlarge to gigabytes."""
+    short, long = sorted(pixels.shape[:2])
+    if short < _MIN_SIDE or long > _MAX_ASPECT * short:
+        expected = f"expected sides of {_MIN_SIDE} pixels or more that differ by a factor of at most {_MAX_ASPECT}"
+        raise ImageError(f"{name}: {expected}, got {pixels.shape[0]} x {pixels.shape[1]}", "too_small")
 
 
 def _starts_like_dicom(data: bytes) -> bool:

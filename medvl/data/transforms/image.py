@@ -7,12 +7,16 @@ the worker or rank.
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple, Protocol, Self, get_args, runtime_checkable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, Self, get_args, runtime_checkable
 
 import cv2
 import numpy as np
+import torch
+from torch import Tensor
 
+from medvl.data.images.codecs import decode_image, encode_stored
+from medvl.data.images.inputs import ImageInput, read_image, stack_images
 from medvl.data.reports.laterality import names_side
 from medvl.errors import ConfigError
 
@@ -68,7 +72,7 @@ class ReadsTexts(Protocol):
         """Return the transform for an image with these texts."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EvalTransform:
     """Deterministic resize to a square: area averaging for shrinking, bilinear for enlarging."""
 
@@ -100,10 +104,38 @@ class EvalTransform:
         """Return the function that loader workers call."""
         return self._apply
 
-    def __call__(self, image: np.ndarray) -> np.ndarray:
-        """Prepare one image, uint8 grey (H, W) or RGB (H, W, 3), for a model: return uint8 (1 or 3, size, size)."""
-        square_HWC = self._apply(image, np.random.default_rng(0)).image_HWC
-        return np.ascontiguousarray(square_HWC.transpose(2, 0, 1))
+    def __call__(self, images: ImageInput | Sequence[ImageInput], *, frame: int | None = None) -> Tensor:
+        """Prepare images for a model: return uint8 (B, C, size, size), C = 1 if all are grey, else 3.
+
+        Args:
+            images: one image (`medvl.data.ImageInput`) or a list of them; an array or tensor with four dimensions is a
+                list.
+            frame: index of the frame in multi-frame DICOM files, from 0; with None, they are refused.
+
+        Raises ImageError, DicomError or FileNotFoundError if an image cannot be read, ConfigError for an empty list.
+        """
+        squares = [self._square_of(self.read(image, frame=frame)) for image in as_list(images)]
+        if not squares:
+            raise ConfigError("expected at least one image, got an empty list", "empty", field="images")
+        return torch.from_numpy(stack_images(squares))
+
+    def read(self, image: ImageInput, *, frame: int | None = None) -> np.ndarray:
+        """Return the pixels of an original image, uint8 (H, W) or (H, W, 3). Raises as a call does."""
+        return read_image(image, frame=frame)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields that make up the transform of stored pixels: those of an `EvalTransform`."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(EvalTransform)}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EvalTransform) and self.settings() == other.settings()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.settings().values()))
+
+    def _square_of(self, pixels: np.ndarray) -> np.ndarray:
+        """Return uint8 (C, size, size) of the pixels of an original image."""
+        return self._apply(pixels, np.random.default_rng(0)).image_HWC.transpose(2, 0, 1)
 
     def box(self, height: int, width: int) -> Box:
         """Return the rectangle of an image (height, width) that the output shows, including borders."""
@@ -140,6 +172,32 @@ class EvalTransform:
         scaled_height, scaled_width = max(1, round(height * size / side)), max(1, round(width * size / side))
         top, left = abs(size - scaled_height) // 2, abs(size - scaled_width) // 2
         return scaled_height, scaled_width, *((-top, -left) if self.fit == "crop" else (top, left))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OriginalTransform(EvalTransform):
+    """The transform of a model that was trained on shards; it prepares original images as conversion to shards does.
+
+    Images that are larger than those of the shards are shrunk and compressed like them first, so that a model gets the
+    same pixels from an original file as from the shards that the file is converted to. Smaller images, and pixels from
+    shards, are taken as they are.
+    """
+
+    short_side: int
+    image_format: Literal["jpg", "png"]
+    quality: int
+    color: bool
+
+    def read(self, image: ImageInput, *, frame: int | None = None) -> np.ndarray:
+        """See the base class."""
+        return read_image(image, color=self.color, frame=frame)
+
+    def _square_of(self, pixels: np.ndarray) -> np.ndarray:
+        """See the base class."""
+        if min(pixels.shape[:2]) > self.short_side:
+            stored = encode_stored(pixels, self.short_side, self.image_format, self.quality)
+            pixels = decode_image(stored, color=self.color)
+        return EvalTransform._square_of(self, pixels)  # super() does not work in a dataclass with slots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,6 +314,15 @@ class ConVIRTAugmentation:
             return Transformed(_with_channels(pipeline(image=_with_channels(source))["image"]), flipped)
 
         return apply
+
+
+def as_list(images: Any) -> Sequence[Any]:
+    """Return a list of images: of one, those of a list, or the rows of an array or tensor with four dimensions."""
+    if isinstance(images, list | tuple):
+        return images
+    if isinstance(images, np.ndarray | Tensor) and images.ndim == 4:
+        return list(images)
+    return [images]
 
 
 def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:

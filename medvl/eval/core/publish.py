@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from medvl.data.shards.format import Manifest
 from medvl.eval.core.results import Results, write_results
+from medvl.models.locate import find_checkpoint, on_hub
 
 
 class WritePage(Protocol):
@@ -17,8 +18,8 @@ class WritePage(Protocol):
 
 
 def default_folder(checkpoint: Path, task: str) -> Path:
-    """Return `RUN/eval/TASK` for the checkpoint `RUN/best`."""
-    return checkpoint.parent / "eval" / task
+    """Return `RUN/eval/TASK` for the checkpoint `RUN/best` or the run `RUN`, and `eval/TASK` for a model of the hub."""
+    return (Path() if on_hub(checkpoint) else find_checkpoint(checkpoint).parent) / "eval" / task
 
 
 def publish(

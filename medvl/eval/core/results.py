@@ -19,6 +19,7 @@ from medvl.common.files import sha256, write_atomic
 from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricRow
+from medvl.models.locate import find_checkpoint
 
 RESULTS_VERSION = 1
 _PACKAGES = ("numpy", "open_clip_torch", "timm", "torch", "transformers")
@@ -129,7 +130,7 @@ def checkpoint_sha256(checkpoint: str | Path) -> str:
 
     Raises `EvaluationError` if it does not exist.
     """
-    path = Path(checkpoint)
+    path = find_checkpoint(checkpoint)
     path = path / "model.safetensors" if path.is_dir() else path
     if not path.is_file():
         message = f"{path} does not exist; give a checkpoint directory with model.safetensors"

@@ -135,7 +135,7 @@ def _describe(encoder: ProbedEncoder, source: Source) -> str:
     description: dict[str, Any] = {
         "encoder": encoder.sha256,
         "source": source.fingerprint,
-        "transform": [type(encoder.transform).__name__, dataclasses.asdict(encoder.transform)],
+        "transform": ["EvalTransform", encoder.transform.settings()],
         "versions": [medvl.__version__, str(torch.__version__)],
     }
     return json.dumps(description, sort_keys=True)

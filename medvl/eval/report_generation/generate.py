@@ -83,7 +83,8 @@ def generate_by_decoding(
     with evaluating(model):
         for batch in loader:
             for name, decoding in decodings.items():
-                texts_by_key[name] |= zip(batch.keys, _generate(model, model.tokenizer, batch, decoding), strict=True)
+                texts = decode_texts(model, model.tokenizer, batch, decoding)
+                texts_by_key[name] |= zip(batch.keys, texts, strict=True)
     reports: dict[str, list[GeneratedReport]] = {name: [] for name in decodings}
     for position in range(len(loader.source)):
         sample = loader.source.sample(position)
@@ -91,8 +92,8 @@ def generate_by_decoding(
         if not reference:
             continue
         of_image = _labels(sample, labels, loader.source)
-        for name, texts in texts_by_key.items():
-            text, ended = texts.get(sample.key, ("", True))
+        for name, of_key in texts_by_key.items():
+            text, ended = of_key.get(sample.key, ("", True))
             reports[name].append(
                 GeneratedReport(
                     key=sample.key,
@@ -106,7 +107,7 @@ def generate_by_decoding(
     return reports
 
 
-def _generate(model: ReportWriter, tokenizer: Tokenizer, batch: Batch, decoding: Decoding) -> list[tuple[str, bool]]:
+def decode_texts(model: ReportWriter, tokenizer: Tokenizer, batch: Batch, decoding: Decoding) -> list[tuple[str, bool]]:
     """Return (text, whether it ended) for each image of a batch."""
     output = model.write_reports(batch.to(next(model.parameters()).device), decoding=decoding)
     rows = zip(output.ids_BT.cpu(), output.mask_BT.cpu(), strict=True)

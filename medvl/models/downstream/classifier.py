@@ -103,7 +103,7 @@ class Classifier(LabelModel):
         """Put a new head on an encoder, which is not copied."""
         config = ClassifierConfig(
             encoder=image_encoder.config,
-            transform=dataclasses.asdict(transform),
+            transform=transform.settings(),
             labels=tuple(labels),
             frozen_encoder=frozen_encoder,
             head_lr_mult=head_lr_mult,

@@ -128,7 +128,7 @@ class DenseModel(System):
     def on(cls, image_encoder: ImageEncoder, labels: Sequence[str], transform: EvalTransform, **settings: Any) -> Self:
         """Put a new decoder on an encoder, which is not copied; `settings` are fields of `Config`."""
         config = cls.Config(
-            encoder=image_encoder.config, transform=dataclasses.asdict(transform), labels=tuple(labels), **settings
+            encoder=image_encoder.config, transform=transform.settings(), labels=tuple(labels), **settings
         )
         return cls(config, image_encoder, transform)
 

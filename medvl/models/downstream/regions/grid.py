@@ -1,6 +1,5 @@
 """The grid of an image encoder as regions: no detector is needed."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ class GridRegions:
         self.encoder = encoder.eval().requires_grad_(False)
         self.width = encoder.patch_dim
         self.trained_on = encoder.trained_on
-        self.settings: Mapping[str, Any] = {"encoder": encoder.config, "transform": dataclasses.asdict(transform)}
+        self.settings: Mapping[str, Any] = {"encoder": encoder.config, "transform": transform.settings()}
         self.sha256 = weights_sha256(encoder, self.settings)
         rows, columns = encoder.grid(transform.size, transform.size)
         y, x = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")

@@ -107,7 +107,8 @@ class PreparedImage:
 
 def prepare(transform: EvalTransform, pixels: np.ndarray) -> PreparedImage:
     """Return an image, uint8 (H, W) or (H, W, 3), as an encoder reads it."""
-    return PreparedImage(transform(pixels), (pixels.shape[0], pixels.shape[1]))
+    square_HWC = transform.build()(pixels, np.random.default_rng(0)).image_HWC
+    return PreparedImage(square_HWC.transpose(2, 0, 1), (pixels.shape[0], pixels.shape[1]))
 
 
 def stack(images: list[PreparedImage], device: torch.device) -> Tensor:

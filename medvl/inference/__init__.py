@@ -1,0 +1,19 @@
+"""Answers about single images: probabilities of findings, heat maps, answers to questions, and reports.
+
+    model = medvl.load("runs/convirt")
+    medvl.infer(model, "chest.dcm", ["pleural effusion"])    # {"pleural effusion": 0.71}
+
+Each function takes what a model can do and refuses other models with an error that names those that can.
+"""
+
+from typing import TYPE_CHECKING
+
+from medvl.common.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from medvl.inference.heatmaps import heatmap as heatmap
+    from medvl.inference.prompts import prompts_for as prompts_for
+    from medvl.inference.scores import Scorer as Scorer, infer as infer
+    from medvl.inference.texts import answer as answer, write_report as write_report
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

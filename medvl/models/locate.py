@@ -1,0 +1,56 @@
+"""Folders of checkpoints by what users write: a checkpoint, a run, or a model on the Hugging Face hub."""
+
+import re
+from pathlib import Path
+
+from medvl.common.hub import HUB_PREFIX, fetch_snapshot
+from medvl.errors import CheckpointError, WeightsError
+
+CONFIG, WEIGHTS, TOKENIZER, TRAIN_MANIFEST = "config.json", "model.safetensors", "tokenizer", "train_manifest.json"
+ANCESTORS = "ancestor_manifests.json"
+"""File of a checkpoint with the training manifests of the checkpoints that its run started from, and of theirs."""
+CARD = "README.md"
+"""File of a checkpoint with its model card."""
+MODEL_FILES = (CONFIG, WEIGHTS, f"{TOKENIZER}/*", TRAIN_MANIFEST, ANCESTORS, CARD)
+"""Files of a checkpoint that make up the model; the others belong to the training run."""
+BEST, LAST = "best", "last"
+"""Links in the folder of a run."""
+_HUB_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}(@[\w./-]{1,96})?", re.ASCII)
+
+
+def find_checkpoint(source: Path | str) -> Path:
+    """Return the folder of a checkpoint.
+
+    Args:
+        source: the folder of a checkpoint; or of a run, for its best checkpoint, or its last one where it has no best;
+            or `hf-hub:OWNER/NAME[@REVISION]`, which is downloaded. The prefix may be left out where no folder OWNER
+            exists. Other paths are returned as they are.
+
+    Raises CheckpointError "not_found" for a model of the hub that is not available.
+    """
+    name = str(source)
+    if not on_hub(source):
+        return _of_run(Path(source))
+    if not _HUB_NAME.fullmatch(name.removeprefix(HUB_PREFIX)):
+        message = f"expected {HUB_PREFIX}OWNER/NAME, or with @REVISION at the end, got {name!r}"
+        raise CheckpointError(message, "malformed")
+    hub_id, _, revision = name.removeprefix(HUB_PREFIX).partition("@")
+    try:
+        return fetch_snapshot(hub_id, revision or None, MODEL_FILES)
+    except WeightsError as error:
+        also = "" if name.startswith(HUB_PREFIX) else f"{name} is no folder, and as a name on the hub: "
+        raise CheckpointError(f"{also}{error}", error.code) from error
+
+
+def on_hub(source: Path | str) -> bool:
+    """Return whether `find_checkpoint` takes a name from the hub."""
+    folder, name = Path(source), str(source)
+    if name.startswith(HUB_PREFIX):
+        return True
+    return not (folder.exists() or folder.parent.exists()) and _HUB_NAME.fullmatch(name) is not None
+
+
+def _of_run(folder: Path) -> Path:
+    if (folder / CONFIG).is_file():
+        return folder
+    return next((folder / name for name in (BEST, LAST) if (folder / name / CONFIG).is_file()), folder)
