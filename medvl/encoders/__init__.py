@@ -22,11 +22,13 @@ from medvl.encoders.image.encoder import ImageEncoder
 from medvl.encoders.image.factory import create_image_encoder, list_image_encoders
 from medvl.encoders.image.pixelhop import pixelhop_arguments
 from medvl.encoders.pretrained import read_tensors
+from medvl.encoders.regions import RegionEncoder
 from medvl.encoders.text.encoder import TextEncoder
 from medvl.encoders.text.factory import create_text_encoder, list_text_encoders
 
 __all__ = [
     "ImageEncoder",
+    "RegionEncoder",
     "TextEncoder",
     "add_lora",
     "checkpoint_activations",

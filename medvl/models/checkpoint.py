@@ -19,6 +19,7 @@ from medvl.data.shards.format import Manifest
 from medvl.data.tokenizer.tokenizer import load_tokenizer
 from medvl.data.transforms.image import EvalTransform, OriginalTransform
 from medvl.encoders.base import Encoder
+from medvl.encoders.regions import RegionEncoder
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.allocation import AllocationLimit
 from medvl.models.base import System
@@ -207,7 +208,7 @@ def _record_training(model: nn.Module, folder: Path) -> None:
     training = tuple(_read_training(folder))
     for encoder in _encoders(model):
         encoder.trained_on = training
-        if not isinstance(encoder, Encoder):
+        if isinstance(encoder, RegionEncoder):
             encoder.detector = detector_of(folder)
 
 

@@ -17,7 +17,7 @@ from medvl.data.shards.verify import check_against
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
-from medvl.errors import CheckpointError, ConfigError
+from medvl.errors import ConfigError
 from medvl.models.base import System
 from medvl.models.checkpoint import detector_of, load, train_manifests
 from medvl.models.dual_encoders.bases.base import DualEncoder
@@ -68,11 +68,12 @@ def open_source(data: Path, checkpoints: Sequence[Path] = ()) -> ShardSource:
     """Open a folder of shards for evaluating checkpoints, with its regions for those that were trained with regions.
 
     Raises:
+        CheckpointError: a checkpoint is missing or damaged.
         ConfigError: the checkpoints were trained with regions of different detectors.
         ShardError: the folder is missing or damaged, or has no regions of the checkpoint's detector.
         SplitError: a checkpoint, or one that its training started from, was trained on a patient of the folder.
     """
-    detectors = {detector for checkpoint in checkpoints if (detector := _detector(checkpoint)) is not None}
+    detectors = {detector for checkpoint in checkpoints if (detector := detector_of(checkpoint)) is not None}
     if len(detectors) > 1:
         message = "the checkpoints were trained with regions of different detectors; evaluate them separately"
         raise ConfigError(message, "mismatch", field="checkpoint")
@@ -80,14 +81,6 @@ def open_source(data: Path, checkpoints: Sequence[Path] = ()) -> ShardSource:
     for checkpoint in checkpoints:
         refuse_training_patients(checkpoint, source)
     return source
-
-
-def _detector(checkpoint: Path) -> str | None:
-    """Return the hash of a checkpoint's detector. A damaged checkpoint has none: loading it raises the error."""
-    try:
-        return detector_of(checkpoint)
-    except CheckpointError:
-        return None
 
 
 def refuse_training_patients(checkpoint: Path, source: ShardSource) -> None:

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medvl.encoders import ImageEncoder
+from medvl.encoders.regions import RegionEncoder
 from medvl.errors import ConfigError
 from medvl.models.factory import create_model
 from medvl.models.fusion_encoders.bases.base import FusionModel
-from medvl.models.fusion_encoders.parts.inputs import RegionEncoder
 
 
 def at_image_size(model: FusionModel, size: int) -> FusionModel:

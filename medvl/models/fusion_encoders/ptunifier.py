@@ -8,6 +8,7 @@ from torch import Tensor
 
 from medvl import losses
 from medvl.encoders import TextEncoder
+from medvl.encoders.regions import RegionEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.models.base import Parts, complete_rows
@@ -16,7 +17,7 @@ from medvl.models.fusion_encoders.objectives.base import AlignedEncoded, Corrupt
 from medvl.models.fusion_encoders.objectives.contrast import ImageTextContrast
 from medvl.models.fusion_encoders.parts.encoder import Fused, Tokens
 from medvl.models.fusion_encoders.parts.heads import ContrastHead
-from medvl.models.fusion_encoders.parts.inputs import ImageSource, RegionEncoder
+from medvl.models.fusion_encoders.parts.inputs import ImageSource
 from medvl.models.fusion_encoders.parts.prompts import (
     PromptPool,
     encode_between,

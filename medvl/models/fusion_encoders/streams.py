@@ -10,6 +10,7 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 
 from medvl.encoders import TextEncoder
+from medvl.encoders.regions import RegionEncoder
 from medvl.models.base import EncoderArguments, Parts
 from medvl.models.bert_init import init_weights
 from medvl.models.config_checks import check_within
@@ -24,13 +25,7 @@ from medvl.models.fusion_encoders.parts.encoder import (
     SingleStream,
     Tokens,
 )
-from medvl.models.fusion_encoders.parts.inputs import (
-    ImageInput,
-    ImageSource,
-    RegionEncoder,
-    encode_present,
-    encode_visible,
-)
+from medvl.models.fusion_encoders.parts.inputs import ImageInput, ImageSource, encode_present, encode_visible
 from medvl.models.fusion_encoders.parts.transformer import Sizes
 from medvl.models.registry import register_system
 

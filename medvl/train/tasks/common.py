@@ -94,7 +94,7 @@ def bind_regions(model: Any, source: Any) -> dict[str, Any]:
     Returns the entry for `describe`, empty without regions. Raises ConfigError as `RegionEncoder.bind` does.
     """
     from medvl.data.loading.sources import region_manifest_of
-    from medvl.models.fusion_encoders.parts.inputs import RegionEncoder
+    from medvl.encoders.regions import RegionEncoder
 
     manifest = region_manifest_of(source)
     if manifest is None:
@@ -104,7 +104,7 @@ def bind_regions(model: Any, source: Any) -> dict[str, Any]:
         message = f"{model.name} reads pixels: leave data.regions out, or set image_encoder to regions:{manifest.width}"
         raise ConfigError(message, "conflict", field="data.regions")
     for encoder in encoders:
-        encoder.bind(manifest)
+        encoder.bind(manifest.detector, manifest.detector_sha256, manifest.width, manifest.trained_on)
     return {"regions": manifest.summary()}
 
 

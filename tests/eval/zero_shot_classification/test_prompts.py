@@ -201,6 +201,7 @@ def test_errors_of_prompts_come_before_the_model_is_loaded(tmp_path, deid, monke
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr("medvl.eval.core.open.load_ensemble", load)
+    monkeypatch.setattr("medvl.eval.core.open.detector_of", lambda checkpoint: None)
     write_shards(make_plan(tmp_path / "images", 2), deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
     (tmp_path / "broken.json").write_text("{")
     common = ["eval", "zero-shot", "--checkpoint", str(tmp_path), "--data", str(tmp_path / "out/train")]

@@ -11,10 +11,11 @@ from torch import nn
 
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import create_image_encoder
+from medvl.encoders.box_codes import box_code, relative_boxes
+from medvl.encoders.regions import RegionEncoder
 from medvl.errors import ConfigError
 from medvl.models.downstream.image_size import at_image_size
-from medvl.models.fusion_encoders.parts.box_codes import box_code, relative_boxes
-from medvl.models.fusion_encoders.parts.inputs import ImageInput, RegionEncoder, sample_cells
+from medvl.models.fusion_encoders.parts.inputs import ImageInput, sample_cells
 from medvl.schema import ImageFeatures
 
 

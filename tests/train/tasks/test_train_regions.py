@@ -17,10 +17,10 @@ from medvl.data.shards.source import ShardSource
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
-from medvl.errors import ConfigError, ShardError, SplitError
+from medvl.encoders.regions import RegionEncoder
+from medvl.errors import CheckpointError, ConfigError, ShardError, SplitError
 from medvl.eval.core.open import open_for_evaluation, open_source
 from medvl.models.checkpoint import detector_of, load, save
-from medvl.models.fusion_encoders.parts.inputs import RegionEncoder
 from medvl.train.tasks.pretraining import DataConfig, open_data
 
 TOKENIZER = train_wordpiece(["the left lung of number is clear"], vocab_size=60, min_frequency=1)
@@ -110,6 +110,15 @@ def test_patients_of_the_detectors_training_are_refused_at_the_test(shards: Path
     described = open_data(config(shards, regions="trained"), model, micro_batch=4).described
     save(model, tmp_path, json.loads(json.dumps(described)))
     with raises(SplitError, "leak"):
+        open_source(shards / "validate", [tmp_path])
+
+
+def test_damaged_checkpoints_are_named_before_their_regions_are_looked_for(shards: Path, tmp_path: Path) -> None:
+    with raises(CheckpointError, "not_found"):
+        open_source(shards / "validate", [tmp_path / "nowhere"])
+    save(make_model(), tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with raises(CheckpointError, "malformed"):
         open_source(shards / "validate", [tmp_path])
 
 

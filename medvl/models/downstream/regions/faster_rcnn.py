@@ -13,10 +13,10 @@ from torch import Tensor
 
 from medvl.common.seeding import seeded
 from medvl.data.shards.regions import Regions
+from medvl.encoders.box_codes import relative_boxes
 from medvl.encoders.pretrained import weights_sha256
 from medvl.errors import ConfigError, WeightsError
 from medvl.models.downstream.regions.selection import RegionSelection, suppress
-from medvl.models.fusion_encoders.parts.box_codes import relative_boxes
 
 _CLASS_BIAS = "roi_heads.box_predictor.cls_score.bias"
 _COCO_CLASSES = 91

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from medvl.data.transforms.mlm_masking import TextMasking
 from medvl.encoders import parameter_groups
+from medvl.encoders.regions import RegionEncoder
 from medvl.models.base import TwoTowers
 from medvl.models.fusion_encoders.objectives.base import Corruption, Encoded, Objective
 from medvl.models.fusion_encoders.objectives.matching import MirroredTextMatching
 from medvl.models.fusion_encoders.parts.encoder import AttentionMaps, Fused, Tokens, join
-from medvl.models.fusion_encoders.parts.inputs import RegionEncoder
 from medvl.models.fusion_encoders.parts.transformer import Sizes
 from medvl.models.masked_words import MaskedWords, WordHead, sample_masked_words, text_masking
 from medvl.schema import Batch, Losses

@@ -9,12 +9,13 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 
 from medvl.encoders import TextEncoder
+from medvl.encoders.regions import RegionEncoder
 from medvl.errors import ConfigError
 from medvl.models.base import Parts
 from medvl.models.bert_init import init_weights
 from medvl.models.fusion_encoders.bases.joint_stream import JointStream
 from medvl.models.fusion_encoders.parts.encoder import Tokens
-from medvl.models.fusion_encoders.parts.inputs import ImageSource, RegionEncoder, encode_present
+from medvl.models.fusion_encoders.parts.inputs import ImageSource, encode_present
 from medvl.models.fusion_encoders.parts.transformer import attention_weights
 from medvl.schema import ImageFeatures
 

@@ -4,10 +4,11 @@ import re
 from typing import Any, cast
 
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
+from medvl.encoders.box_codes import BoxCode
+from medvl.encoders.regions import RegionEncoder
 from medvl.errors import ConfigError
 from medvl.models.fusion_encoders.bases.config import FusionConfig
-from medvl.models.fusion_encoders.parts.box_codes import BoxCode
-from medvl.models.fusion_encoders.parts.inputs import ImageSource, RegionEncoder
+from medvl.models.fusion_encoders.parts.inputs import ImageSource
 
 _REGIONS = re.compile(r"regions:([1-9][0-9]*)(?:\+([47]))?")
 

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from medvl.encoders.box_codes import BoxCode, box_code
+from medvl.encoders.regions import RegionEncoder
 from medvl.errors import ConfigError
 from medvl.models.bert_init import LAYER_NORM_EPS
-from medvl.models.fusion_encoders.parts.box_codes import BoxCode, box_code
 from medvl.models.fusion_encoders.parts.encoder import Tokens
-from medvl.models.fusion_encoders.parts.inputs import ImageSource, RegionEncoder, encode_present
+from medvl.models.fusion_encoders.parts.inputs import ImageSource, encode_present
 from medvl.schema import Batch
 
 

@@ -22,7 +22,7 @@ from medvl.phantom.layouts.boxes_and_masks.chestxdet10 import NAMES as DET10_NAM
 from medvl.phantom.layouts.boxes_and_masks.vindr_cxr import findings
 from medvl.schema import Sample
 
-CARDS = Path(__file__).parents[3] / "data_cards"
+CARDS = Path(__file__).parents[4] / "data_cards"
 
 
 @pytest.mark.parametrize("module", [vindr_cxr, chestxdet10])

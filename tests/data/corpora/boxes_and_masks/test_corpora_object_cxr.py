@@ -12,7 +12,7 @@ from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import CorpusError
 from medvl.phantom import read_truth
 
-CARD = Path(__file__).parents[3] / "data_cards" / "object-cxr.md"
+CARD = Path(__file__).parents[4] / "data_cards" / "object-cxr.md"
 OBJECTS = """image_name,annotation
 00001.jpg,0 10 20 30 40;2 5 6 15 4 11 16
 00002.jpg,

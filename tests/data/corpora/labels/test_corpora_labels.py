@@ -21,7 +21,7 @@ from medvl.data.shards.format import sample_to_json
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError
 
-CARDS = Path(__file__).parents[3] / "data_cards"
+CARDS = Path(__file__).parents[4] / "data_cards"
 MAPPING = "pneumonia-challenge-dataset-mappings_2018.json"
 
 

@@ -31,7 +31,7 @@ from medvl.data.shards.format import Manifest
 from medvl.data.shards.source import ShardSource
 from medvl.errors import ConfigError, CorpusError
 
-CARDS = Path(__file__).parents[3] / "data_cards"
+CARDS = Path(__file__).parents[4] / "data_cards"
 
 
 def by_id(plan: Plan) -> dict[str, Question]:

@@ -20,7 +20,7 @@ from medvl.phantom import World, read_truth
 from medvl.phantom.layouts.reports.padchest import COLUMNS, NAMES
 from medvl.schema import Sample
 
-CARD = Path(__file__).parents[3] / "data_cards" / "padchest.md"
+CARD = Path(__file__).parents[4] / "data_cards" / "padchest.md"
 TABLE = "PADCHEST_chest_x_ray_images_labels_160K_01.02.19.csv"
 PREFIX = "2168401113669640138295431665120133"
 FIRST = {
