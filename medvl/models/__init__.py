@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from medvl.models.dual_encoders.bfspr import BFSPR as BFSPR, BFSPRConfig as BFSPRConfig
     from medvl.models.dual_encoders.biovil import BioViL as BioViL, BioViLConfig as BioViLConfig
     from medvl.models.dual_encoders.biovil_t import BioViLT as BioViLT, BioViLTConfig as BioViLTConfig
+    from medvl.models.dual_encoders.carzero import CARZero as CARZero, CARZeroConfig as CARZeroConfig
     from medvl.models.dual_encoders.chexzero import CheXzero as CheXzero, CheXzeroConfig as CheXzeroConfig
     from medvl.models.dual_encoders.clip import CLIP as CLIP, CLIPConfig as CLIPConfig
     from medvl.models.dual_encoders.convirt import ConVIRT as ConVIRT, ConVIRTConfig as ConVIRTConfig

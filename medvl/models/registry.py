@@ -34,6 +34,7 @@ _MODULES = {
     "biovil": "medvl.models.dual_encoders.biovil",
     "bfspr": "medvl.models.dual_encoders.bfspr",
     "biovil_t": "medvl.models.dual_encoders.biovil_t",
+    "carzero": "medvl.models.dual_encoders.carzero",
     "chexzero": "medvl.models.dual_encoders.chexzero",
     "classifier": "medvl.models.downstream.classifier",
     "clip": "medvl.models.dual_encoders.clip",

@@ -18,7 +18,7 @@ TOWERS = {"image_encoder": "open_clip:ViT-B-32", "image_arguments": VIT, "image_
 CONVIRT = {"image_encoder": "resnet_tiny", "image_size": 32, "projection_dim": 16, "frozen_text_layers": 0}
 STUDIES = ["a", "b", "a", "c", "d", "c", "e"]
 PAIRS = len(STUDIES)
-LOCAL = ("gloria", "mgca")
+LOCAL = ("gloria", "mgca", "carzero")
 """Systems with words, which need a tokenizer."""
 
 
@@ -116,6 +116,14 @@ def radzero(**settings: Any) -> ContrastiveEncoder:
     return medvl.create_model("radzero", **{**sizes, **settings})
 
 
+def carzero(**settings: Any) -> ContrastiveEncoder:
+    torch.manual_seed(0)
+    towers = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}}
+    sizes = {"image_size": 64, "projection_dim": 24, "decoder_layers": 2, "decoder_hidden": 32, "head_dims": (16,)}
+    settings = {"text_layers": 1, **settings}
+    return medvl.create_model("carzero", tokenizer=gloria_ranks.tiny_tokenizer(), **{**towers, **sizes, **settings})
+
+
 SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "clip": lambda: clip(positives="study"),
     "siglip": siglip,
@@ -132,6 +140,7 @@ SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "medclip": medclip,
     "biovil_t": biovil_t,
     "radzero": radzero,
+    "carzero": carzero,
 }
 
 

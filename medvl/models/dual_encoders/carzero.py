@@ -1,0 +1,152 @@
+"""CARZero: similarity of an image and a statement by cross-attention (Lai et al., CVPR 2024, arXiv 2402.17417)."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.losses.gather import gather
+from medvl.losses.local.statements import in_chunks, statement_contrast
+from medvl.losses.pairs.positives import same_pairs
+from medvl.models.config_checks import check_within
+from medvl.models.dual_encoders.bases.base import Positives
+from medvl.models.dual_encoders.bases.local import LocalDualConfig, LocalDualEncoder, local_features
+from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder
+from medvl.models.heatmaps import on_originals
+from medvl.models.registry import register_system
+from medvl.schema import Embeddings, Losses
+
+_CHUNK_BYTES, _CHUNK_TENSORS = 2**29, 4
+"""Memory of the decoder's widest states for one chunk of queries, and how many of them it holds at once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CARZeroConfig(LocalDualConfig):
+    """Settings of the paper and the released code.
+
+    The published text encoder is BioBERT, trained further on reports, and the image encoder is a ViT-B/16 of a masked
+    record model (`image_weights` takes a file). The released code pads each text to 97 words and attends to the
+    padding, which moves a score by a tenth to a third of its spread; here padding has no part in anything.
+    """
+
+    image_encoder: str = "vit_b16"
+    text_encoder: str = "biobert"
+    fit: Any = "pad"
+    pixel_mean: float | None = 0.4978
+    pixel_std: float | None = 0.2449
+    projection_dim: int = 768
+    text_layers: int = 4
+    max_tokens: int = 97
+    decoder_layers: int = 4
+    decoder_heads: int = 4
+    decoder_hidden: int = 1024
+    dropout: float = 0.1
+    """Of the decoder and the head."""
+    head_dims: tuple[int, ...] = (1024, 512, 256)
+    """Hidden widths of the head that makes a score of a query; none: one linear layer, the paper's variant."""
+    positives: Positives = "text"
+    """"own", as published, makes "There is no pleural effusion." of one study a negative of another one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_within(self, "[1, inf)", "decoder_layers", "decoder_heads", "decoder_hidden")
+        check_within(self, "[0, 1)", "dropout")
+
+
+@register_system("carzero")
+class CARZero(LocalDualEncoder):
+    """A decoder reads the regions of an image for a statement, and the words of a statement for an image (section 3).
+
+    Both directions have a score, without a temperature; each is compared over images and over statements, and the loss
+    is the sum over directions of the mean of both. Equal statements are positives of all their images.
+    """
+
+    Config = CARZeroConfig
+
+    def __init__(self, config: Any, *args: Any, decoder: QueryDecoder, score: nn.Module, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.decoder, self.score = decoder, score
+
+    @classmethod
+    def make_heads(
+        cls, config: LocalDualConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder
+    ) -> dict[str, nn.Module]:
+        """See the base class. Encoders as wide as the shared space have no heads, as published."""
+        assert isinstance(config, CARZeroConfig)
+        heads = super().make_heads(config, image_encoder, text_encoder)
+        for name, width in (("image_head", image_encoder.feature_dim), ("region_head", image_encoder.patch_dim)):
+            heads[name] = nn.Identity() if width == config.projection_dim else heads[name]
+        decoder = QueryDecoder(
+            config.projection_dim,
+            layers=config.decoder_layers,
+            heads=config.decoder_heads,
+            hidden=config.decoder_hidden,
+            dropout=config.dropout,
+            self_attention=False,
+            shared_norm=True,
+        )
+        widths = [config.projection_dim, *config.head_dims]
+        layers = [
+            nn.Sequential(nn.Linear(before, after), nn.ReLU(), nn.Dropout(config.dropout))
+            for before, after in itertools.pairwise(widths)
+        ]
+        return {**heads, "decoder": decoder, "score": nn.Sequential(*layers, nn.Linear(widths[-1], 1))}
+
+    def score_pairs(self, memory: Embeddings, query_ME: Tensor, chunk: int | None = None) -> Tensor:
+        """Return (N, M) float32: the score of each query with the vector and the local features of each row.
+
+        `chunk` is the number of queries at a time, by default as many as fit in 512 MiB; exact.
+        """
+        local_NKE, mask_NK = local_features(memory)
+        memory_NKE = torch.cat([memory.global_NE[:, None], local_NKE], dim=1)
+        mask_NK = torch.cat([mask_NK.new_ones(len(mask_NK), 1), mask_NK], dim=1)
+
+        def score(memory_NKE: Tensor, query_CE: Tensor, mask_NK: Tensor) -> Tensor:
+            query_NCE = query_CE.expand(len(memory_NKE), -1, -1)
+            scores_NC: Tensor = self.score(self.decoder(query_NCE, memory_NKE, mask_NK)).squeeze(2)
+            return scores_NC.float()
+
+        width = max(query_ME.shape[1], self.config.decoder_hidden)
+        chunk = chunk or max(1, _CHUNK_BYTES // (4 * _CHUNK_TENSORS * width * max(1, len(memory))))
+        return in_chunks(score, memory_NKE, query_ME, mask_NK, chunk=chunk)
+
+    def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
+        """Return (N, M): the mean of both directions' scores; no cosine."""
+        image, text = self.embedded(images, texts)
+        return (self.score_pairs(image, text.global_NE) + self.score_pairs(text, image.global_NE).T) / 2
+
+    def compare_pairs(self, pairs: Pairs) -> Losses:
+        """See the base class. A rank keeps the regions and words of its own pairs, and gathers scores."""
+        every = pairs.gather(local=False)
+        row_N = torch.arange(len(every), device=every.images.global_NE.device)
+        positive_NN = same_pairs(row_N, *every.groups)
+        terms = {}
+        for name, side, other in (("image", pairs.images, every.texts), ("text", pairs.texts, every.images)):
+            scores_NN = gather(self.score_pairs(side, other.global_NE))
+            terms[f"{name}_memory"] = torch.stack(statement_contrast(scores_NN, positive_NN)).mean()
+        return Losses.sum(**terms)
+
+    def attend(self, regions_BPE: Tensor, words_BWE: Tensor, mask_BW: Tensor) -> Tensor:
+        """See the base class: the decoder's attention with words as queries, averaged over heads and layers."""
+        _, attention_BWP = self.decoder.with_attention(words_BWE, regions_BPE)
+        return attention_BWP.float().masked_fill(~mask_BW[:, :, None], 0.0)
+
+    def weigh_words(self, match_BW: Tensor, mask_BW: Tensor) -> Tensor:
+        """See the base class: equal shares."""
+        return mask_BW / mask_BW.sum(dim=1, keepdim=True).clamp(min=1)
+
+    @torch.no_grad()
+    def attention_maps(
+        self, image_BCHW: Tensor, texts: Sequence[str], original_sizes: Sequence[tuple[int, int]] | None = None
+    ) -> list[Tensor]:
+        """Return the decoder's attention of each text's vector over its image; otherwise as the base class."""
+        images, texts_BE = self.embed_images(image_BCHW), self.embed_texts(texts).global_NE
+        memory_BKE = torch.cat([images.global_NE[:, None], local_features(images)[0]], dim=1)
+        _, attention_B1K = self.decoder.with_attention(texts_BE[:, None], memory_BKE)
+        map_Bhw = attention_B1K[:, 0, 1:].float().unflatten(1, self._grid(image_BCHW))
+        return on_originals(map_Bhw, self.transform, image_BCHW, original_sizes)

@@ -1,0 +1,91 @@
+"""Transformer decoder whose queries read a memory with padding: statements over patches, images over words, entities.
+
+    decoder = QueryDecoder(768, self_attention=False)                  # CARZero: no query knows another one
+    states_BQD = decoder(query_BQD, memory_BKD, mask_BK)
+    states_BQD, attention_BQK = decoder.with_attention(query_BQD, memory_BKD, mask_BK)
+
+Parameters have the names of torch's `TransformerDecoder`, which those of MedKLIP, KAD and MAVL share. Shape letters: Q
+queries, K positions of the memory; the others as in `medvl.schema`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medvl.models.dual_encoders.parts.heads import mask_of
+
+
+class QueryDecoder(nn.Module):
+    """Pre-norm layers of attention among queries, attention to the memory, and a feed-forward network with ReLU.
+
+    Args:
+        dim, layers, heads, hidden, dropout: sizes; the defaults are those of MedKLIP, KAD, MAVL and CARZero.
+        self_attention: whether queries attend to each other. The score of a query then depends on the others: score
+            unseen queries beside the trained ones, as the papers do.
+        shared_norm: apply the last norm to queries and memory as well (KAD, CARZero).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        layers: int = 4,
+        heads: int = 4,
+        hidden: int = 1024,
+        dropout: float = 0.1,
+        self_attention: bool = True,
+        shared_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(dim, heads, hidden, dropout, self_attention) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.shared_norm = shared_norm
+
+    def forward(self, query_BQD: Tensor, memory_BKD: Tensor, mask_BK: Tensor | None = None) -> Tensor:
+        """Return (B, Q, D). `mask_BK` is True on real positions; None: all are. A memory without any adds nothing."""
+        return self._decode(query_BQD, memory_BKD, mask_BK, attention=False)[0]
+
+    def with_attention(
+        self, query_BQD: Tensor, memory_BKD: Tensor, mask_BK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (B, Q, D), and (B, Q, K), the attention to the memory, averaged over heads and layers (MedKLIP)."""
+        states_BQD, weights = self._decode(query_BQD, memory_BKD, mask_BK, attention=True)
+        return states_BQD, torch.stack(weights).mean(dim=0)
+
+    def _decode(
+        self, query_BQD: Tensor, memory_BKD: Tensor, mask_BK: Tensor | None, *, attention: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        mask_BK = mask_of(memory_BKD, mask_BK)
+        memory_BKD = memory_BKD.masked_fill(~mask_BK[:, :, None], 0.0)
+        if self.shared_norm:
+            query_BQD, memory_BKD = self.norm(query_BQD), self.norm(memory_BKD)
+        weights = []
+        for layer in self.layers:
+            query_BQD, weight_BQK = layer(query_BQD, memory_BKD, mask_BK, attention)
+            weights.append(weight_BQK)
+        return self.norm(query_BQD), weights
+
+
+class _Layer(nn.TransformerDecoderLayer):
+    """Layer of torch with optional self-attention, which returns the attention to the memory."""
+
+    def __init__(self, dim: int, heads: int, hidden: int, dropout: float, self_attention: bool) -> None:
+        super().__init__(dim, heads, hidden, dropout, batch_first=True, norm_first=True)
+        if not self_attention:
+            del self.self_attn, self.norm1, self.dropout1
+
+    def forward(self, *inputs: Any) -> Any:
+        """Return the states (B, Q, D) and, if wanted, the attention (B, Q, K)."""
+        x_BQD, memory_BKD, mask_BK, attention = inputs
+        if hasattr(self, "self_attn"):
+            normed_BQD = self.norm1(x_BQD)
+            x_BQD = x_BQD + self.dropout1(self.self_attn(normed_BQD, normed_BQD, normed_BQD, need_weights=False)[0])
+        some_B1 = mask_BK.any(dim=1, keepdim=True)  # without any, attend to the padding, whose result is not used
+        hidden_BK = ~mask_BK & some_B1
+        read_BQD, weight_BQK = self.multihead_attn(
+            self.norm2(x_BQD), memory_BKD, memory_BKD, key_padding_mask=hidden_BK, need_weights=attention
+        )
+        x_BQD = x_BQD + self.dropout2(read_BQD.masked_fill(~some_B1[:, :, None], 0.0))
+        wide_BQD = self.dropout(torch.relu(self.linear1(self.norm3(x_BQD))))
+        return x_BQD + self.dropout3(self.linear2(wide_BQD)), weight_BQK
