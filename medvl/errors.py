@@ -17,6 +17,8 @@ wrong and what to do about it. It never quotes a header value or a line of a rep
 | exists | the output exists already and belongs to something else |
 | in_use | another process holds the folder |
 | unreadable | the operating system refuses to read or write |
+| denied | a remote store refuses access or a request: credentials, their expiry, their rights |
+| network | a remote store does not answer, or breaks off |
 | truncated, malformed, undecodable | the file is damaged: it ends early, breaks its format, or its codec fails |
 | too_large | over a limit of size, count or memory |
 | mismatch | two things that must agree do not: a hash, a shape, a manifest, ranks |
@@ -81,6 +83,10 @@ class SplitError(MedvlError):
 
 class ShardError(MedvlError):
     """A shard, its index or its manifest is missing or damaged, or belongs to another conversion."""
+
+
+class StorageError(MedvlError):
+    """A remote store cannot be reached or refuses access, or holds other bytes than it should."""
 
 
 class LoaderError(MedvlError):

@@ -75,7 +75,7 @@ def measure(source: ShardSource, detector: RegionDetector, options: RegionOption
     """Return images per second of reading, of detecting, of the whole command, and of loading what it wrote."""
     positions = range(len(source))
     groups = [positions[start : start + options.batch] for start in range(0, len(source), options.batch)]
-    folder = source.folder / "regions" / "benchmark"
+    folder = Path(str(source.folder)) / "regions" / "benchmark"
 
     def read() -> None:
         for position in positions:

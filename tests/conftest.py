@@ -1,7 +1,10 @@
 """Shared by all tests: no network, one thread a process, the folder of real data where there is one."""
 
 import os
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
@@ -11,13 +14,16 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import cv2
+import fsspec
 import pytest
 import torch
 from helpers.mimic_files import IMAGES, LABELS, REPORTS, textured, write_csv_gz
+from helpers.object_store import Bucket, Proxy, proxied
 
 from medvl.data.privacy.deidentify import (
     Deidentifier,  # importing medvl puts in the torchvision hook, before timm or transformers
 )
+from medvl.data.storage import store
 from medvl.schema import FINDINGS
 
 torch.set_num_threads(1)
@@ -75,3 +81,36 @@ def _one_salt(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture
 def deid() -> Deidentifier:
     return Deidentifier(SALT)
+
+
+@pytest.fixture(scope="session")
+def store_proxy() -> Iterator[tuple[Proxy, Any]]:
+    """An object store on this machine behind a proxy, to which s3:// leads, and a client of its own."""
+    pytest.importorskip("s3fs")
+    moto = pytest.importorskip("moto.server")
+    boto3 = pytest.importorskip("boto3")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    secrets = {"aws_access_key_id": "access", "aws_secret_access_key": "secret-key", "region_name": "us-east-1"}
+    client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", **secrets)
+    with proxied(host, port) as proxy:
+        options = {"endpoint_url": proxy.url, "client_kwargs": secrets}
+        fsspec.config.conf["s3"] = options
+        yield proxy, client
+        del fsspec.config.conf["s3"]
+    server.stop()
+
+
+@pytest.fixture
+def bucket(store_proxy: tuple[Proxy, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """An empty bucket of the object store, a cache of its own, and short pauses between repeated requests."""
+    proxy, client = store_proxy
+    monkeypatch.setenv("MEDVL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MEDVL_CACHE_SIZE", "1GB")
+    monkeypatch.setattr(store, "FIRST_PAUSE", 0.001)
+    found = Bucket(f"bucket-{uuid.uuid4().hex[:8]}", proxy, client)
+    client.create_bucket(Bucket=found.name)
+    yield found
+    proxy.heal()
+    proxy.requests.clear()

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     )
     from medvl.data.loading.loader import Loader as Loader, open_loader as open_loader
     from medvl.data.loading.sources import FileSource as FileSource, Source as Source
-    from medvl.data.loading.streaming import RemoteLoader as RemoteLoader, open_remote_loader as open_remote_loader
     from medvl.data.loading.subset import (
         LabelPolicyView as LabelPolicyView,
         OtherTexts as OtherTexts,
@@ -82,6 +81,8 @@ if TYPE_CHECKING:
         verify_folder as verify_folder,
     )
     from medvl.data.splits import check_disjoint as check_disjoint, hash_split as hash_split
+    from medvl.data.storage.cache import Cache as Cache
+    from medvl.data.storage.location import RemotePath as RemotePath, locate as locate
     from medvl.data.tokenizer.encoded import EncodedPairs as EncodedPairs, EncodedWords as EncodedWords
     from medvl.data.tokenizer.tokenizer import (
         Tokenizer as Tokenizer,

@@ -19,15 +19,16 @@ def verify(folder: Path, *, against: Path | None = None, decode: bool = False, f
     """Verify a folder of shards, or of splits, and its regions against the manifests, and that splits share no patient.
 
     Args:
-        folder: folder of a split, or folder that contains all splits.
-        against: folder that must share neither patients nor images with it; prints pairs of images with nearly equal
-            pixels (key, other key, and how many of the 255 bits of their perceptual hashes differ).
+        folder: folder of a split, or folder that contains all splits; or its address.
+        against: folder or address that must share neither patients nor images with it; prints pairs of images with
+            nearly equal pixels (key, other key, and how many of the 255 bits of their perceptual hashes differ).
         decode: also decode every image.
         full: require the counts of the full release (see the data card).
     """
     from medvl.data.shards.format import split_folders
     from medvl.data.shards.verify import verify_folder
     from medvl.data.splits import check_disjoint
+    from medvl.data.storage.location import RemotePath, locate
 
     results = [verify_folder(part, decode=decode, progress=sys.stderr.isatty()) for part in split_folders(folder)]
     for result in results:
@@ -42,11 +43,13 @@ def verify(folder: Path, *, against: Path | None = None, decode: bool = False, f
             print(f"  {problem}")
         for regions in result.regions:
             _print_regions(regions)
+        if isinstance(result.folder, RemotePath) and not result.folder.can_list:
+            print("  a web server lists no files: regions and files that are not in the manifest are not looked for")
     manifests = {result.manifest.split: result.manifest for result in results}
-    check_disjoint({split: manifest.patients for split, manifest in manifests.items()}, str(folder))
+    check_disjoint({split: manifest.patients for split, manifest in manifests.items()}, str(locate(folder)))
     _compare_counts(manifests, full)
     if any(result.problems or any(regions.problems for regions in result.regions) for result in results):
-        raise ShardError(f"{folder} is damaged; copy or convert it again", "malformed", field="folder")
+        raise ShardError(f"{locate(folder)} is damaged; copy or convert it again", "malformed", field="folder")
     if against is not None:
         _compare_folders(folder, against)
 

@@ -25,6 +25,7 @@ from medvl.data.shards.format import REGION_SUFFIX, Shard
 from medvl.data.shards.regions import REGION_MANIFEST, RegionManifest, Regions, RegionShard, index_text, region_folder
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.tar_writer import TarWriter, new_tar
+from medvl.data.storage.location import require_local
 from medvl.errors import BudgetError, ConfigError, ImageError, ShardError
 
 _PROGRESS, _PLAN = ".progress", "plan.json"
@@ -93,12 +94,13 @@ def write_regions(
         The manifest. Finished regions of the same detector and options are left as they are.
 
     Raises:
-        ConfigError: the folder holds regions of another detector, other shards or options ("exists"), or another
-            process writes them ("in_use").
+        ConfigError: the shards are remote ("unsupported"), the folder holds regions of another detector, other shards
+            or options ("exists"), or another process writes them ("in_use").
         BudgetError: too many images cannot be read.
         ShardError: a shard is damaged, or the detector's output is empty, not finite or of another form.
     """
-    run = _Run(source, detector, options or RegionOptions(), region_folder(source.folder, name))
+    folder = region_folder(require_local(source.folder, "shards"), name)
+    run = _Run(source, detector, options or RegionOptions(), require_local(folder, "shards"))
     with RunLock(run.folder, error=ConfigError, field="name"):
         if (run.folder / REGION_MANIFEST).is_file():
             return run.check_finished()

@@ -5,6 +5,8 @@ r-th part of it. The state of a loader is therefore two numbers, (epoch, batch),
 randomness of a sample comes from (seed, epoch, key).
 """
 
+import collections
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -29,12 +31,13 @@ from medvl.data.loading.collate import (
 from medvl.data.loading.concat import ConcatSource
 from medvl.data.loading.priors import NO_PRIOR, prior_positions
 from medvl.data.loading.sampler import BatchSampler, EvalSampler, MixedSampler, TrainSampler
-from medvl.data.loading.sources import Source, region_manifest_of
+from medvl.data.loading.sources import Source, is_remote, region_manifest_of
 from medvl.data.loading.studies import StudySource
-from medvl.data.loading.worker_errors import TIMEOUT, with_worker_errors
+from medvl.data.loading.worker_errors import TIMEOUT, PassErrors, with_worker_errors
+from medvl.data.storage.store import map_threads
 from medvl.data.transforms.image import ImageTransform
 from medvl.data.transforms.text import TextPolicy
-from medvl.errors import ConfigError, CorpusError, DicomError, ImageError, ShardError
+from medvl.errors import ConfigError, CorpusError, DicomError, ImageError, ShardError, StorageError
 from medvl.schema import Batch, Inputs, Sample
 
 
@@ -59,15 +62,25 @@ class SampleDataset(Dataset[Item | SkippedSample]):
             message = "no sample has a prior image: convert a corpus that has the order of a patient's studies"
             raise ConfigError(message, "unsupported", field="prior_image")
         self._last: tuple[tuple[int, str], Views] | None = None
+        self._is_remote = is_remote(source)
 
     def __getitem__(self, place: tuple[int, int]) -> Item | SkippedSample:
-        return self.__getitems__([place])[0]
+        return self._items([place])[0]
 
-    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[Item | SkippedSample]:
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[Item | SkippedSample] | StorageError:
         """Return the items of a batch; torch's DataLoader calls this.
 
-        Stage by stage over the batch (read, then decode and augment, then select texts) for better cache locality.
+        An error of a remote store is returned: raised in a worker process, it would lose its code on the way.
         """
+        try:
+            return self._items(places)
+        except StorageError as error:
+            return error
+
+    def _items(self, places: Sequence[tuple[int, int]]) -> list[Item | SkippedSample]:
+        """Stage by stage over the batch (read, then decode and augment, then select texts): better cache locality."""
+        if self._is_remote:  # in threads; what is read again below is in memory by then
+            collections.deque(map_threads(self._request, [position for _, position in places]), maxlen=0)
         samples = [self._sample(position) for _, position in places]
         images = [self._image(*place, sample) for place, sample in zip(places, samples, strict=True)]
         rows = zip(places, samples, images, strict=True)
@@ -78,6 +91,16 @@ class SampleDataset(Dataset[Item | SkippedSample]):
             return self.source.sample(position)
         except ShardError as error:
             return SkippedSample(str(error), "sample_unreadable")
+
+    def _request(self, position: int) -> None:
+        """Request what an item is made of from a remote store."""
+        self._sample(position)
+        if self._prior_N is not None and self._prior_N[position] != NO_PRIOR:
+            self._sample(int(self._prior_N[position]))
+        if self.maker.inputs.regions:
+            with contextlib.suppress(ImageError, ShardError):  # raised again where the item is made
+                source: Any = self.source
+                source.regions(position)
 
     def _image(self, epoch: int, position: int, sample: Sample | SkippedSample) -> Views | SkippedSample:
         """Return the augmented images. Samples that share an image are adjacent, so the last image is cached."""
@@ -170,7 +193,7 @@ class Loader:
             samples,
             batch_sampler=sampler,
             num_workers=workers,
-            collate_fn=self.collate,
+            collate_fn=PassErrors(self.collate),
             worker_init_fn=init_worker,
             prefetch_factor=4 if workers else None,
             persistent_workers=workers > 0,
@@ -285,8 +308,8 @@ def open_loader(
     Raises:
         ConfigError: the batch is not divisible by the ranks, or larger than the data; the source lacks an input;
             `world` is 1 in training on several ranks.
-        BudgetError, ShardError: while iterating, when too many samples, or all of a batch, are unreadable.
-        LoaderError: while iterating, when a worker process died or hangs.
+        BudgetError, ShardError, LoaderError, StorageError: while iterating, when too many samples, or all of a batch,
+            are unreadable, a worker process died or hangs, or a remote store fails for good.
     """
     source = _by_study(source) if inputs is not None and inputs.other_view else source
     image_keys: Sequence[str] | None = getattr(source, "image_keys", None)

@@ -35,6 +35,12 @@ def region_manifest_of(source: Any) -> RegionManifest | None:
     return manifest
 
 
+def is_remote(source: Any) -> bool:
+    """Return whether a source, or one that it is a view of, reads from a remote store."""
+    parts = getattr(source, "sources", None) or [getattr(source, "source", None)]
+    return bool(getattr(source, "is_remote", False)) or any(is_remote(part) for part in parts if part is not None)
+
+
 class FileSource:
     """Samples that are read from the files of their corpus: for evaluation without shards."""
 

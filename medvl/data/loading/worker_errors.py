@@ -1,22 +1,34 @@
 """Loader workers that die or hang: raised as LoaderError instead of waiting forever."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
 
-from medvl.errors import LoaderError
+from medvl.errors import LoaderError, StorageError
 
 T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
 
 TIMEOUT = 600.0
 """Default seconds without a batch after which a worker is considered hung. A batch normally takes about a second."""
 
 
-def with_worker_errors(batches: Iterable[T]) -> Iterator[T]:
+class PassErrors(Generic[A, B]):
+    """A function of the items of a batch that returns the error which comes in place of them as it is."""
+
+    def __init__(self, collate: Callable[[A], B]) -> None:
+        self.collate = collate
+
+    def __call__(self, items: A | StorageError) -> B | StorageError:
+        return items if isinstance(items, StorageError) else self.collate(items)
+
+
+def with_worker_errors(batches: Iterable[T | StorageError]) -> Iterator[T]:
     """Yield the batches of a DataLoader.
 
-    Raises LoaderError when a worker process died, or returned nothing within the DataLoader's timeout. Hung workers are
-    killed: otherwise Python waits for them at exit.
+    Raises LoaderError when a worker process died, or returned nothing within the DataLoader's timeout, and a
+    StorageError that comes in place of a batch. Hung workers are killed: otherwise Python waits for them at exit.
     """
     iterator = iter(batches)
     while True:
@@ -33,6 +45,8 @@ def with_worker_errors(batches: Iterable[T]) -> Iterator[T]:
                     process.kill()
                     process.join()
             raise explanation from error
+        if isinstance(batch, StorageError):
+            raise batch
         yield batch
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from medvl.common.files import write_atomic
 from medvl.common.untrusted import parse_json
+from medvl.data.storage.location import Location, locate
 from medvl.errors import ShardError
 from medvl.schema import SCHEMA_VERSION, Sample
 
@@ -88,19 +89,26 @@ class Manifest:
         content = [self.corpus, self.split, list(self.label_names), [shard.sha256 for shard in self.shards]]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
+    def to_text(self) -> str:
+        """Return the content of `manifest.json`."""
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+
     def write(self, folder: Path) -> None:
         """Write `manifest.json` atomically."""
-        write_atomic(folder / MANIFEST, json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n")
+        write_atomic(folder / MANIFEST, self.to_text())
 
     @classmethod
-    def read(cls, folder: Path, name: str = MANIFEST) -> "Manifest":
-        """Read the manifest of a folder. Raises ShardError when it is missing, damaged or of another schema version."""
-        path = Path(folder) / name
+    def read(cls, folder: str | Location, name: str = MANIFEST) -> "Manifest":
+        """Read the manifest of a folder or an address.
+
+        Raises ShardError when it is missing, damaged or of another schema version, StorageError.
+        """
+        path = locate(folder) / name
         try:
             content = parse_json(path.read_bytes())
         except FileNotFoundError:
             advice = "`medvl shards --help` lists the commands that create shards"
-            raise ShardError(f"{path} does not exist: conversion not finished; {advice}", "not_found") from None
+            raise ShardError(f"{path} does not exist: not finished, or not shards; {advice}", "not_found") from None
         except (ValueError, OSError) as error:
             code = "malformed" if isinstance(error, ValueError) else "unreadable"
             raise ShardError(f"cannot read {path} ({type(error).__name__}); convert the corpus again", code) from error
@@ -126,11 +134,13 @@ class Manifest:
             raise ShardError(f"{where}: missing or unknown fields ({error}); convert again", "malformed") from error
 
 
-def split_folders(folder: Path) -> list[Path]:
+def split_folders(folder: str | Location) -> list[Location]:
     """Return the folders of shards in a folder of splits; the folder itself if it is one, or contains none."""
-    if (folder / MANIFEST).is_file():
-        return [folder]
-    return sorted(path.parent for path in folder.glob(f"*/{MANIFEST}")) or [folder]
+    root = locate(folder)
+    if (root / MANIFEST).is_file():
+        return [root]
+    found = [path.parent for path in root.glob(f"*/{MANIFEST}")]
+    return sorted(found, key=str) or [root]
 
 
 def sample_to_json(sample: Sample) -> bytes:
@@ -209,10 +219,10 @@ class Index:
         return "\n".join(lines) + "\n"
 
     @classmethod
-    def read(cls, path: Path) -> "Index":
-        """Read an index file. Raises ShardError when it is missing or damaged."""
+    def read(cls, path: Location, data: bytes | None = None) -> "Index":
+        """Read an index file, or its content if given. Raises ShardError when it is missing or damaged."""
         try:
-            lines = path.read_text(encoding="ascii").splitlines()
+            lines = (path.read_bytes() if data is None else data).decode("ascii").splitlines()
             if not lines or lines[0] != _INDEX_HEADER or len(lines) % 2 == 0:
                 raise ValueError("header or number of lines")
             rows = [line.split("\t") for line in lines[1:]]

@@ -24,7 +24,10 @@ import safetensors.numpy
 from medvl.common.files import write_atomic
 from medvl.common.untrusted import parse_json
 from medvl.data.shards.format import MAX_MEMBER_BYTES, Manifest
-from medvl.data.shards.mapped_tars import MappedTars
+from medvl.data.storage.cache import Cache
+from medvl.data.storage.folder_files import FolderFiles
+from medvl.data.storage.location import Location, locate
+from medvl.data.storage.tars import open_tars
 from medvl.errors import ConfigError, ShardError
 
 REGIONS, REGION_MANIFEST = "regions", "regions.json"
@@ -149,7 +152,7 @@ class RegionManifest:
         write_atomic(folder / REGION_MANIFEST, json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n")
 
     @classmethod
-    def read(cls, folder: Path) -> "RegionManifest":
+    def read(cls, folder: Location) -> "RegionManifest":
         """Read the manifest of a folder. Raises ShardError when it is missing, damaged or of another version."""
         path = folder / REGION_MANIFEST
         try:
@@ -171,7 +174,7 @@ class RegionManifest:
         except (TypeError, KeyError, ValueError) as error:
             raise ShardError(f"{path}: missing or unknown fields ({error}); {_AGAIN}", "malformed") from error
 
-    def check_shards(self, manifest: Manifest, folder: Path) -> None:
+    def check_shards(self, manifest: Manifest, folder: Location) -> None:
         """Raise ShardError unless the regions were computed from the shards of a manifest."""
         ours = [(shard.name, shard.shard_sha256, shard.samples) for shard in self.shards]
         if self.source != manifest.fingerprint or ours != [(s.name, s.sha256, s.samples) for s in manifest.shards]:
@@ -179,20 +182,20 @@ class RegionManifest:
             raise ShardError(message, "mismatch", field="regions")
 
 
-def region_folder(shards: Path, name: str) -> Path:
+def region_folder(shards: str | Location, name: str) -> Location:
     """Return the folder of the regions `name` of a folder of shards. Raises ConfigError for a name with a path."""
     if not _NAME.fullmatch(name):
         message = f"expected a name of letters, digits, '.', '-' and '_' for the regions, got {name!r}"
         raise ConfigError(message, "malformed", field="regions")
-    return shards / REGIONS / name
+    return locate(shards) / REGIONS / name
 
 
-def list_regions(shards: Path) -> list[str]:
-    """Return the names of the finished regions of a folder of shards."""
-    return sorted(path.parent.name for path in (shards / REGIONS).glob(f"*/{REGION_MANIFEST}"))
+def list_regions(shards: str | Location) -> list[str]:
+    """Return the names of the finished regions of a folder of shards; none of a web server, which lists no files."""
+    return sorted(path.parent.name for path in (locate(shards) / REGIONS).glob(f"*/{REGION_MANIFEST}"))
 
 
-def find_regions(shards: Path, detector_sha256: str) -> str:
+def find_regions(shards: str | Location, detector_sha256: str) -> str:
     """Return the name of a detector's regions of a folder of shards. Raises ShardError if it has none."""
     for name in list_regions(shards):
         if RegionManifest.read(region_folder(shards, name)).detector_sha256 == detector_sha256:
@@ -210,10 +213,10 @@ def index_text(keys: Sequence[str], place_N2: np.ndarray) -> str:
     return "\n".join([_INDEX_HEADER, *lines]) + "\n"
 
 
-def read_index(path: Path) -> tuple[tuple[str, ...], np.ndarray]:
-    """Read an index file: keys, and int64 (N, 2) offsets and sizes. Raises ShardError when it is missing or damaged."""
+def read_index(path: Location, data: bytes | None = None) -> tuple[tuple[str, ...], np.ndarray]:
+    """Read an index file, or its content if given: keys, and int64 (N, 2) offsets and sizes. Raises ShardError."""
     try:
-        lines = path.read_text(encoding="ascii").splitlines()
+        lines = (path.read_bytes() if data is None else data).decode("ascii").splitlines()
         if not lines or lines[0] != _INDEX_HEADER:
             raise ValueError("header")
         rows = [line.split("\t") for line in lines[1:]]
@@ -237,19 +240,27 @@ class RegionReader:
         name: name of the regions.
         manifest: manifest of the shards.
         keys: keys of the samples of each shard.
+        cache: local cache of remote regions.
 
     Raises ShardError when a file is missing, truncated, damaged, or belongs to other shards.
     """
 
-    def __init__(self, shards: Path, name: str, manifest: Manifest, keys: Sequence[tuple[str, ...]]) -> None:
+    def __init__(
+        self,
+        shards: Location,
+        name: str,
+        manifest: Manifest,
+        keys: Sequence[tuple[str, ...]],
+        cache: Cache | None = None,
+    ) -> None:
         self.folder = region_folder(shards, name)
         self.manifest = RegionManifest.read(self.folder)
         self.manifest.check_shards(manifest, self.folder)
-        self._tars = MappedTars([self.folder / f"{shard.name}.tar" for shard in self.manifest.shards])
-        self._places = [
-            self._open_index(path, shard, expected)
-            for path, shard, expected in zip(self._tars.paths, self.manifest.shards, keys, strict=True)
-        ]
+        files = FolderFiles(self.folder, cache)
+        paths = [self.folder / f"{shard.name}.tar" for shard in self.manifest.shards]
+        self._tars = open_tars(paths, self.manifest.shards, cache)
+        rows = list(zip(paths, self.manifest.shards, keys, strict=True))
+        self._places = list(files.map(lambda row: self._open_index(*row, files), rows))
 
     def read(self, shard: int, row: int) -> Regions | None:
         """Return the regions of a sample, None where it has none. Raises ShardError, naming the file."""
@@ -264,17 +275,23 @@ class RegionReader:
             message = f"{self._tars.paths[shard]} is damaged at sample {row} ({error}); run `medvl verify`"
             raise ShardError(message, code, field="regions") from error
 
-    def _open_index(self, path: Path, shard: RegionShard, expected: tuple[str, ...]) -> np.ndarray:
+    def _open_index(
+        self, path: Location, shard: RegionShard, expected: tuple[str, ...], files: FolderFiles
+    ) -> np.ndarray:
         try:
-            size = path.stat().st_size
+            size = files.size(path)
         except FileNotFoundError:
             raise ShardError(f"{path} does not exist; copy it, or {_AGAIN}", "not_found", field="regions") from None
         if size != shard.bytes:
             message = f"{path}: expected {shard.bytes} bytes, got {size}; copy it again"
             raise ShardError(message, "truncated" if size < shard.bytes else "mismatch", field="regions")
-        keys, place_N2 = read_index(path.with_suffix(".index"))
+        place = path.with_suffix(".index")
+        try:
+            keys, place_N2 = read_index(place, files.verified(place, shard.index_sha256))
+        except FileNotFoundError:
+            raise ShardError(f"{place} does not exist; copy it, or {_AGAIN}", "not_found") from None
         if keys != expected or (len(place_N2) and place_N2.sum(axis=1).max() > size):
-            message = f"{path.with_suffix('.index')} does not fit its shard; {_AGAIN}"
+            message = f"{place} does not fit its shard; {_AGAIN}"
             raise ShardError(message, "mismatch", field="regions")
         return place_N2
 

@@ -2,16 +2,21 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from medvl.data.images.codecs import decode_image
 from medvl.data.shards.format import NO_IMAGE, Index, Manifest, Shard, label_row, sample_from_json
-from medvl.data.shards.mapped_tars import MappedTars
 from medvl.data.shards.regions import NO_REGIONS, RegionManifest, RegionReader, Regions
+from medvl.data.storage.cache import Cache
+from medvl.data.storage.folder_files import FolderFiles
+from medvl.data.storage.location import Location, RemotePath, locate
+from medvl.data.storage.tars import open_tars
 from medvl.errors import ImageError, ShardError
 from medvl.schema import Sample
+
+_NEIGHBOURS = 4096
+"""Largest gap between the image and the JSON of a sample that are requested together."""
 
 
 class ShardSource:
@@ -21,30 +26,38 @@ class ShardSource:
     training starts. Tars are opened on first use in each process, so a source can be passed to loader workers.
 
     Args:
-        folder: folder of shards.
+        folder: folder of shards, or its address: s3://, gs://, az://, hf:// or https:// (`medvl.data.storage`).
         regions: name of the region features to read too (`medvl regions`); None for none.
+        cache: local cache of remote shards; default that of MEDVL_CACHE and MEDVL_CACHE_SIZE.
 
     Attributes:
         region_manifest: manifest of the regions, None without.
 
-    Raises ShardError when a file is missing or damaged, or belongs to another folder.
+    Raises:
+        ShardError: a file is missing or damaged, or belongs to another folder.
+        StorageError: a remote store cannot be reached or refuses access.
     """
 
-    def __init__(self, folder: Path | str, *, regions: str | None = None) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: Location | str, *, regions: str | None = None, cache: Cache | None = None) -> None:
+        self.folder = locate(folder)
+        self.is_remote = isinstance(self.folder, RemotePath)
+        cache = cache or (Cache.from_environment() if self.is_remote else None)
         self.manifest = Manifest.read(self.folder)
         self.label_names = self.manifest.label_names
         self.fingerprint = self.manifest.fingerprint
-        self._indexes = [self._open_index(shard) for shard in self.manifest.shards]
+        files = FolderFiles(self.folder, cache)
+        self._indexes = list(files.map(lambda shard: self._open_index(shard, files), self.manifest.shards))
         counts = [len(index.keys) for index in self._indexes]
         self._first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self._tars = MappedTars([self.folder / f"{shard.name}.tar" for shard in self.manifest.shards])
+        paths = [self.folder / f"{shard.name}.tar" for shard in self.manifest.shards]
+        self._tars = open_tars(paths, self.manifest.shards, cache)
         if len(self) != self.manifest.samples:
             expected = f"expected {self.manifest.samples} samples by the manifest, got {len(self)} in the indexes"
             raise ShardError(f"{self.folder}: {expected}; convert the corpus again", "mismatch")
         self.region_manifest: RegionManifest | None = None
         if regions is not None:
-            self._regions = RegionReader(self.folder, regions, self.manifest, [index.keys for index in self._indexes])
+            keys = [index.keys for index in self._indexes]
+            self._regions = RegionReader(self.folder, regions, self.manifest, keys, cache)
             self.region_manifest = self._regions.manifest
             content = f"{self.fingerprint} {self.region_manifest.fingerprint}"
             self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
@@ -70,7 +83,7 @@ class ShardSource:
         """Return the sample at `position`, without its pixels. Raises ShardError naming the shard and the key."""
         shard, row = self._locate(position)
         index = self._indexes[shard]
-        data = self._read(shard, index.meta[row], index.keys[row])
+        data = self._read(shard, row, index.meta[row])
         try:
             sample = sample_from_json(data)
         except ValueError as error:
@@ -85,7 +98,7 @@ class ShardSource:
         index = self._indexes[shard]
         if index.suffixes[row] == NO_IMAGE:
             raise ImageError(f"{self.folder}: sample {index.keys[row]} has no image", "no_image")
-        return self._read(shard, index.image[row], index.keys[row])
+        return self._read(shard, row, index.image[row])
 
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
         """Return the decoded image: uint8 (H, W), or (H, W, 3) with `color`. Raises ImageError or ShardError."""
@@ -110,18 +123,22 @@ class ShardSource:
         """Return the labels in the order of `label_names`: float32 (L,), 1, 0, -1 or NaN."""
         return label_row(sample.labels, self.label_names)
 
-    def _open_index(self, shard: Shard) -> Index:
+    def _open_index(self, shard: Shard, files: FolderFiles) -> Index:
         path = self.folder / f"{shard.name}.tar"
         try:
-            size = path.stat().st_size
+            size = files.size(path)
         except FileNotFoundError:
             raise ShardError(f"{path} does not exist; copy it, or convert the corpus again", "not_found") from None
         if size != shard.bytes:
             raise ShardError(f"{path}: expected {shard.bytes} bytes, got {size}; copy it again", "mismatch")
-        index = Index.read(path.with_suffix(".index"))
+        place = path.with_suffix(".index")
+        try:
+            index = Index.read(place, files.verified(place, shard.index_sha256))
+        except FileNotFoundError:
+            raise ShardError(f"{place} does not exist; copy the .index files too", "not_found") from None
         ends = np.concatenate([index.image.sum(axis=1), index.meta.sum(axis=1)])
         if len(index.keys) != shard.samples or (len(ends) and ends.max() > size):
-            raise ShardError(f"{path.with_suffix('.index')} does not fit its tar; convert again", "mismatch")
+            raise ShardError(f"{place} does not fit its tar; convert again", "mismatch")
         return index
 
     def _locate(self, position: int) -> tuple[int, int]:
@@ -130,11 +147,18 @@ class ShardSource:
         shard = int(np.searchsorted(self._first, position, side="right")) - 1
         return shard, position - int(self._first[shard])
 
-    def _read(self, shard: int, place: np.ndarray, key: str) -> bytes:
+    def _read(self, shard: int, row: int, place: np.ndarray) -> bytes:
+        """Return a member. A remote one is requested with the sample's other one: they are neighbours in the tar."""
+        index = self._indexes[shard]
+        span = None
+        if self.is_remote and index.suffixes[row] != NO_IMAGE:
+            members_22 = np.stack([index.image[row], index.meta[row]])
+            start, end = int(members_22[:, 0].min()), int(members_22.sum(axis=1).max())
+            span = (start, end - start) if end - start <= members_22[:, 1].sum() + _NEIGHBOURS else None
         try:
-            return self._tars.read(shard, int(place[0]), int(place[1]))
-        except EOFError:
-            raise self._damaged(shard, key, "the tar ends before it", "truncated") from None
+            return self._tars.read(shard, int(place[0]), int(place[1]), span)
+        except (EOFError, FileNotFoundError):
+            raise self._damaged(shard, index.keys[row], "the tar ends before it", "truncated") from None
 
     def _damaged(self, shard: int, key: str, problem: str, code: str) -> ShardError:
         path = self.folder / f"{self.manifest.shards[shard].name}.tar"

@@ -15,6 +15,7 @@ from medvl.data.shards.format import IMAGE_SUFFIXES, NO_IMAGE, Index, Manifest, 
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.tar_reader import read_members
 from medvl.data.shards.verify_regions import RegionVerification, verify_regions
+from medvl.data.storage.location import Location, local_copy, locate
 from medvl.errors import ImageError, ShardError, SplitError
 
 _MAX_PROBLEMS = 1000
@@ -25,7 +26,7 @@ _MAX_PROBLEMS = 1000
 class Verification:
     """Result of verifying one folder."""
 
-    folder: Path
+    folder: Location
     manifest: Manifest
     problems: tuple[str, ...]
     """Empty when the folder is intact."""
@@ -33,26 +34,32 @@ class Verification:
     """Results of the folder's regions (`medvl regions`)."""
 
 
-def verify_folder(folder: Path, *, decode: bool = False, progress: bool = False) -> Verification:
-    """Check every byte of a folder of shards against its manifest.
+def verify_folder(folder: str | Location, *, decode: bool = False, progress: bool = False) -> Verification:
+    """Check every byte of a folder of shards, or of a remote one, against its manifest.
 
     Compares the sha256 of each tar and index, compares the members of each tar with its index, parses each sample, and
     compares the numbers of samples, patients and planned images; likewise for the folder's regions. With `decode`,
     decodes every image too.
 
-    Raises ShardError when there is no readable manifest; everything else is returned as a problem.
+    Remote shards are downloaded one after another; the cache is not used.
+
+    Raises ShardError when there is no readable manifest, StorageError when a store cannot be reached; everything else
+    is returned as a problem.
     """
     return verify_shards(folder, Manifest.read(folder), decode=decode, progress=progress)
 
 
-def verify_shards(folder: Path, manifest: Manifest, *, decode: bool = False, progress: bool = False) -> Verification:
+def verify_shards(
+    folder: str | Location, manifest: Manifest, *, decode: bool = False, progress: bool = False
+) -> Verification:
     """Check a folder as `verify_folder` does, against a manifest that need not be in the folder."""
-    folder = Path(folder)
+    folder = locate(folder)
     problems: list[str] = []
     patients: set[str] = set()
     keys: set[str] = set()
     for shard in tqdm(manifest.shards, desc=f"verify {manifest.split}", disable=not progress):
-        problems += _check_shard(folder, shard, manifest, keys, patients, decode)
+        with local_copy(folder, [f"{shard.name}.tar", f"{shard.name}.index"]) as local:
+            problems += _check_shard(local, shard, manifest, keys, patients, decode)
     listed = {shard.name + suffix for shard in manifest.shards for suffix in (".tar", ".index")}
     unlisted = sorted(
         path.name for path in folder.glob("*") if path.suffix in (".tar", ".index") and path.name not in listed
@@ -95,7 +102,9 @@ class Overlap:
     """Images of either folder without a perceptual hash, by reason."""
 
 
-def find_overlaps(folders: Sequence[Path], others: Sequence[Path], *, progress: bool = False) -> Iterator[Overlap]:
+def find_overlaps(
+    folders: Sequence[Location], others: Sequence[Location], *, progress: bool = False
+) -> Iterator[Overlap]:
     """Compare each of `folders` with each of `others`; every image is hashed once. Raises ShardError."""
     left, right = ([ShardSource(folder) for folder in part] for part in (folders, others))
     hashed, hashed_others = ([hash_images(source, progress=progress) for source in part] for part in (left, right))

@@ -9,6 +9,7 @@ from medvl.common.files import sha256
 from medvl.data.shards.format import REGION_SUFFIX, Manifest
 from medvl.data.shards.regions import REGIONS, RegionManifest, Regions, RegionShard, read_index
 from medvl.data.shards.tar_reader import read_members
+from medvl.data.storage.location import Location, local_copy
 from medvl.errors import ShardError
 
 
@@ -22,13 +23,13 @@ class RegionVerification:
     """Empty when the folder is intact."""
 
 
-def verify_regions(folder: Path, manifest: Manifest) -> list[RegionVerification]:
+def verify_regions(folder: Location, manifest: Manifest) -> list[RegionVerification]:
     """Check every byte of the regions of a folder of shards: hashes, members, indexes, form, and the shards' hashes."""
-    found = sorted(path for path in (folder / REGIONS).glob("*") if path.is_dir())
-    return [_verify(path, manifest) for path in found]
+    found = [path for path in (folder / REGIONS).glob("*") if path.is_dir()]
+    return [_verify(path, manifest) for path in sorted(found, key=str)]
 
 
-def _verify(folder: Path, shards: Manifest) -> RegionVerification:
+def _verify(folder: Location, shards: Manifest) -> RegionVerification:
     try:
         manifest = RegionManifest.read(folder)
     except ShardError as error:
@@ -40,7 +41,8 @@ def _verify(folder: Path, shards: Manifest) -> RegionVerification:
         problems.append(str(error))
     for shard in manifest.shards:
         try:
-            problems += _check_shard(folder, shard, manifest)
+            with local_copy(folder, [f"{shard.name}.tar", f"{shard.name}.index"]) as local:
+                problems += _check_shard(local, shard, manifest)
         except (ShardError, FileNotFoundError) as error:
             problems.append(f"{shard.name}.tar: {error}")
     listed = {shard.name + suffix for shard in manifest.shards for suffix in (".tar", ".index")}

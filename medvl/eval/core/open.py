@@ -14,6 +14,7 @@ from medvl.data.loading.subset import no_text
 from medvl.data.shards.regions import find_regions
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import check_against
+from medvl.data.storage.location import Location
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
@@ -64,8 +65,12 @@ def unsupported_model(checkpoint: Path, model: System, advice: str, *, field: st
                        "unsupported", field=field)  # fmt: skip
 
 
-def open_source(data: Path, checkpoints: Sequence[Path] = ()) -> ShardSource:
-    """Open a folder of shards for evaluating checkpoints, with its regions for those that were trained with regions.
+def open_source(data: str | Location, checkpoints: Sequence[Path] = ()) -> ShardSource:
+    """Open shards for evaluating checkpoints, with their regions for those that were trained with regions.
+
+    Args:
+        data: folder of shards, or its address.
+        checkpoints: folders of the checkpoints.
 
     Raises:
         CheckpointError: a checkpoint is missing or damaged.

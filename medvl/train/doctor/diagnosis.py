@@ -14,7 +14,7 @@ _LABELS: dict[Limit, str] = {
     "decode": "decode: JSON and images",
     "augmentation": "augmentation of the images",
     "text": "text: choosing and tokenising",
-    "loading": "loading from a streamed address",
+    "loading": "loading: its stages are unknown",
     "transfer": "transfer to the GPU",
     "compute": "compute: the step itself",
     "cores": "cores: loader and step share them",
@@ -109,7 +109,7 @@ def _faster_loader(exam: Examination, data: Any, part: Limit) -> Iterator[str]:
     elif part == "text":
         yield "shorter texts, or a text policy that takes one section"
     else:
-        yield "shards on a local disk instead of a streamed address"
+        yield "medvl shards instead of webdataset tars (medvl shards webdataset)"
 
 
 def describe(exam: Examination, settings: Settings) -> str:

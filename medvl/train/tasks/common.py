@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from medvl.data.shards.format import MANIFEST, Manifest
 from medvl.data.shards.verify import check_against
+from medvl.data.storage.location import locate
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,9 +23,9 @@ class LoaderConfig:
     """Folders of shards and settings of their loaders."""
 
     train: str | Path
-    """Folder of shards for training."""
+    """Folder of shards for training, or its address: s3://, gs://, az://, hf:// or https://."""
     valid: Path | None
-    """Folder of shards for validation, of other patients; None disables validation."""
+    """Folder of shards for validation, of other patients, or its address; None disables validation."""
     workers: int = 8
     """Prefetching processes per rank. They affect nothing but the speed."""
     valid_batch: int = 128
@@ -38,14 +39,18 @@ class LoaderConfig:
     `regions:WIDTH`; None reads pixels."""
 
     def check(self, advice: str) -> None:
-        """Raise ConfigError where a folder is missing. `advice` names the commands that create them."""
-        missing = [(name, path) for name, path, file in self.inputs() if not (path / file).is_file()]
+        """Raise ConfigError where a folder is missing, StorageError where a store cannot be reached.
+
+        `advice` names the commands that create the folders.
+        """
+        located = [(name, locate(path), file) for name, path, file in self.inputs()]
+        missing = [(name, path) for name, path, file in located if not (path / file).is_file()]
         if missing:
             listed = ", ".join(f"data.{name} {path}" for name, path in missing)
             raise ConfigError(f"not found: {listed}\n{advice}", "not_found", field=f"data.{missing[0][0]}")
 
     def inputs(self) -> Iterator[tuple[str, Path, str]]:
-        """Yield (field, folder, file that it must contain) of the local folders that the run reads."""
+        """Yield (field, folder, file that it must contain) of the folders that the run reads."""
         yield "train", Path(self.train), MANIFEST
         if self.valid is not None:
             yield "valid", self.valid, MANIFEST

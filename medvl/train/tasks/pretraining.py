@@ -28,7 +28,7 @@ class DataConfig(LoaderConfig):
     """Shards, text and augmentation for pretraining."""
 
     train: str
-    """Folder of shards, or its address to stream from: https://... or s3://... (`medvl.data.loading.streaming`)."""
+    """Folder of shards, or its address: s3://, gs://, az://, hf:// or https://."""
     extra_train: tuple[Path, ...] = ()
     """Further folders of shards, shuffled together with `train`: pairs, images alone or texts alone."""
     weights: tuple[float, ...] = ()
@@ -46,9 +46,8 @@ class DataConfig(LoaderConfig):
     """Policy that selects the text of a sample; `TextPair` for systems that read two."""
 
     def inputs(self) -> Iterator[tuple[str, Path, str]]:
-        """Yield (field, folder, file that it must contain) of the local folders that the run reads."""
-        if "://" not in self.train:
-            yield "train", Path(self.train), MANIFEST
+        """Yield (field, folder, file that it must contain) of the folders that the run reads."""
+        yield "train", Path(self.train), MANIFEST
         for path in self.extra_train:
             yield "extra_train", path, MANIFEST
         if self.valid is not None:
@@ -64,15 +63,12 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
     where the batch does not fit the ranks or the model has no tokenizer.
     """
     from medvl.data.loading.concat import ConcatSource
-    from medvl.data.loading.streaming import is_address
     from medvl.data.loading.unpair import UnpairedSource
     from medvl.data.shards.source import ShardSource
 
     if model.tokenizer is None:
         raise ConfigError("the model has no tokenizer; set data.tokenizer", "missing", field="data.tokenizer")
     options: dict[str, Any] = {"tokenizer": model.tokenizer, "text": data.text}
-    if is_address(data.train):
-        return _open_streamed(data, model, micro_batch, options)
     train, valid = open_split(data)
     source: Any = train
     if data.paired_fraction < 1:
@@ -89,36 +85,6 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
         chosen["weights"] = list(data.weights)
     described = describe(source.manifest, None if valid is None else valid.manifest, **chosen)
     loader = open_train(data, source, micro_batch, image=data.image, inputs=model.inputs, **options)
-    return DataLoaders(loader, *_valid_loaders(data, valid, model, options), described)
-
-
-def _open_streamed(data: DataConfig, model: Any, micro_batch: int, options: dict[str, Any]) -> DataLoaders:
-    from medvl.data.loading.streaming import open_remote_loader
-    from medvl.data.shards.source import ShardSource
-
-    unsupported = {
-        "extra_train": data.extra_train,
-        "weights": data.weights,
-        "paired_fraction": data.paired_fraction < 1,
-        "regions": data.regions,
-    }
-    for name in (name for name, is_set in unsupported.items() if is_set):
-        message = f"data.{name} needs folders of shards; it cannot be combined with a streamed data.train"
-        raise ConfigError(message, "conflict", field=f"data.{name}")
-    loader = open_remote_loader(
-        data.train,
-        batch=micro_batch,
-        image=data.image,
-        inputs=model.inputs,
-        workers=data.workers,
-        seed=data.seed,
-        max_skipped=data.max_skipped,
-        **options,
-    )
-    valid = None if data.valid is None else ShardSource(data.valid)
-    if valid is not None:
-        check_against(loader.manifest, valid.manifest)
-    described = describe(loader.manifest, None if valid is None else valid.manifest)
     return DataLoaders(loader, *_valid_loaders(data, valid, model, options), described)
 
 

@@ -4,10 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import webdataset
 from helpers.errors import raises
 from helpers.mimic_files import textured
 from helpers.shard_plans import OPTIONS
@@ -18,7 +16,6 @@ from medvl.data.corpora import table
 from medvl.data.corpora.table import TableColumns
 from medvl.data.images.codecs import encode_png
 from medvl.data.loading.loader import Loader, open_loader
-from medvl.data.loading.streaming import open_remote_loader
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.format import Index, Manifest
 from medvl.data.shards.source import ShardSource
@@ -149,22 +146,3 @@ def test_evaluation_leaves_them_out_and_counts_them(source: ShardSource) -> None
     kept = open_it(source, train=False, image=EvalTransform(size=32), batch=2, keep_imageless=True)
     assert sum(map(len, kept)) == ROWS
     assert not kept.skipped
-
-
-def test_streamed_shards_yield_them_too(source: ShardSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    def local(url: str, *arguments: Any, **options: Any) -> Any:
-        return (source.folder / url.rpartition("/")[2]).open("rb")
-
-    monkeypatch.setattr(webdataset, "gopen", local)
-    loader = open_remote_loader(
-        "https://host/mixed",
-        batch=4,
-        image=ConVIRTAugmentation(size=32, flip="off"),
-        text=WholeText(),
-        tokenizer=TOKENIZER,
-        workers=0,
-    )
-    batches = list(loader)
-    present = np.concatenate([np.ones(4) if b.has_image_B is None else b.has_image_B.numpy() for b in batches])
-    assert 0 < present.sum() < len(present)
-    assert not loader.skipped

@@ -7,14 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import webdataset
 from helpers.errors import raises
 from helpers.region_shards import QuarterDetector, region_table, with_regions
 
 from medvl.data.convert.regions import write_regions
 from medvl.data.loading.concat import ConcatSource
 from medvl.data.loading.loader import Loader, open_loader
-from medvl.data.loading.streaming import open_remote_loader
 from medvl.data.loading.subset import LabelPolicyView, Subset
 from medvl.data.loading.unpair import UnpairedSource
 from medvl.data.shards.source import ShardSource
@@ -188,7 +186,7 @@ def test_samples_without_an_image_are_left_out_of_an_evaluation(source: ShardSou
     assert batch.regions_BPD.shape[:2] == (1, 0)
 
 
-def test_missing_regions_are_named(source: ShardSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_regions_are_named(source: ShardSource) -> None:
     with raises(ConfigError, "missing", "regions"):
         open_it(ShardSource(source.folder))
 
@@ -209,9 +207,3 @@ def test_missing_regions_are_named(source: ShardSource, monkeypatch: pytest.Monk
     ):
         with raises(ConfigError, "conflict", field):
             open_it(source, inputs=inputs)
-    monkeypatch.setattr(webdataset, "gopen", lambda url: (source.folder / url.rpartition("/")[2]).open("rb"))
-    with raises(ConfigError, "unsupported", "regions"):
-        open_remote_loader(
-            "https://host/lab", batch=4, image=ConVIRTAugmentation(size=16), text=WholeText(),
-            tokenizer=TOKENIZER, inputs=REGIONS,
-        )  # fmt: skip

@@ -96,7 +96,6 @@ def test_ranks_together_read_the_batches_of_one_process(
 
 def test_check_names_missing_folders_with_advice(shards: Path, tmp_path: Path) -> None:
     config(shards).check("make it")
-    config(shards, train="s3://bucket/train", valid=None).check("make it")
     with raises(ConfigError, "not_found", "data.train"):
         config(shards, train=str(tmp_path / "train")).check("make it")
     with raises(ConfigError, "not_found", "data.valid"):

@@ -26,8 +26,8 @@ class MappedTars:
         self._mapped: dict[int, _MappedTar] = {}
         self._lock = threading.Lock()
 
-    def read(self, number: int, offset: int, size: int) -> bytes:
-        """Return bytes of a tar. Raises EOFError where it ends before them, OSError where it cannot be opened."""
+    def read(self, number: int, offset: int, size: int, span: tuple[int, int] | None = None) -> bytes:
+        """Return bytes of a tar; `span` is for remote ones. Raises EOFError where it ends before them, OSError."""
         tar = self._open(number)
         # Reading a mapped file past its end kills the process, so check that it was not truncated after it was opened.
         if os.fstat(tar.descriptor).st_size < offset + size:

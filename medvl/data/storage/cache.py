@@ -1,0 +1,257 @@
+"""The local cache of remote files: bounded, verified, and shared by all processes of a machine.
+
+A file enters under its sha256, after its bytes were compared with it, by one rename. The least recently used files make
+room for new ones; those used within the last minute stay, so that a data set larger than the cache does not replace the
+same files over and over. Locks are record locks of the operating system, so those of a killed process are gone, and
+what it had begun is removed by the next one.
+
+    MEDVL_CACHE        folder; default ~/.cache/medvl/shards
+    MEDVL_CACHE_SIZE   limit, such as 200GB; 0 for no cache; default 100 GB, at most half of the free space
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Self
+
+from medvl.errors import ConfigError, StorageError
+
+PROTECTED = 60.0
+"""Seconds after its last use for which a file is not replaced."""
+_DEFAULT_LIMIT = 100 * 10**9
+_TOUCH = 15.0
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+_log = logging.getLogger(__name__)
+_locks: dict[tuple[int, str], threading.Lock] = {}
+"""Lock of each file of locks: record locks do not exclude threads of one process."""
+
+
+def parse_bytes(text: str) -> int:
+    """Return the number of bytes of `200GB`, `1.5 TB` or `1000`. Raises ConfigError."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)b?\s*", text.lower())
+    if match is None:
+        message = f"expected a size such as 200GB, got {text!r}; correct MEDVL_CACHE_SIZE"
+        raise ConfigError(message, "malformed", field="MEDVL_CACHE_SIZE")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CacheUse:
+    """Content of a cache."""
+
+    files: int
+    bytes: int
+
+
+class Cache:
+    """A folder of files by sha256, with a limit of bytes.
+
+    Args:
+        folder: created on first use.
+        limit: largest sum of sizes, files in progress included; 0 keeps nothing.
+        protected: seconds after its last use for which a file is not replaced.
+    """
+
+    def __init__(self, folder: Path | str, limit: int, *, protected: float = PROTECTED) -> None:
+        self.folder, self.limit, self.protected = Path(folder), limit, protected
+        self._touched: dict[str, float] = {}
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """Return the cache that MEDVL_CACHE and MEDVL_CACHE_SIZE describe."""
+        folder = Path(os.environ.get("MEDVL_CACHE") or Path.home() / ".cache/medvl/shards")
+        stated = os.environ.get("MEDVL_CACHE_SIZE")
+        if stated:
+            return cls(folder, parse_bytes(stated))
+        parent = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+        used = sum(size for _, _, size in cls(folder, 0)._entries())
+        return cls(folder, min(_DEFAULT_LIMIT, (shutil.disk_usage(parent).free + used) // 2))
+
+    def find(self, sha256: str) -> Path | None:
+        """Return the path of a file, and note its use; None if the cache does not have it."""
+        path = self._path(sha256)
+        now = time.time()
+        if now - self._touched.get(sha256, 0.0) > _TOUCH:
+            try:
+                os.utime(path, (now, now))
+            except OSError:
+                return None
+            self._touched[sha256] = now
+        return path if path.exists() else None
+
+    def add(
+        self, sha256: str, size: int, fetch: Callable[[], Iterable[bytes]], *, name: str, wait: bool = True
+    ) -> Path | None:
+        """Return the path of a file, fetched if the cache does not have it; None where there is no room for it.
+
+        Args:
+            sha256: hash of the content.
+            size: its bytes.
+            fetch: returns the content in blocks.
+            name: address of the file, for errors.
+            wait: wait for another process or thread that fetches the same file; otherwise return None.
+
+        Raises StorageError `mismatch` where the content has another size or hash: it does not enter the cache.
+        """
+        if size > self.limit:
+            return None
+        try:
+            with self._lock(sha256[:16], wait=wait) as locked:
+                found = self.find(sha256)
+                if found is not None or not locked:
+                    return found
+                partial = self._path(sha256).with_name(f"{sha256}.partial")
+                partial.unlink(missing_ok=True)
+                if not self._reserve(partial, size):
+                    return None
+                try:
+                    self._fill(partial, sha256, size, fetch, name)
+                    return partial.replace(self._path(sha256))
+                finally:
+                    partial.unlink(missing_ok=True)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and error.filename == name:
+                raise
+            _warn_once(f"the cache {self.folder} cannot be used ({error.strerror}): shards are read without it")
+            return None
+
+    def read(self, sha256: str, fetch: Callable[[], bytes], *, name: str) -> bytes:
+        """Return the content of a small file, fetched if the cache does not have it. Raises StorageError `mismatch`."""
+        found = self.find(sha256)
+        if found is not None:
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                return found.read_bytes()
+        data = fetch()
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise _differs(name, "another sha256 than its manifest")
+        self.add(sha256, len(data), lambda: [data], name=name, wait=False)
+        return data
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Take one of the two turns of this machine for fetching in the background. Yields whether one was free."""
+        with self._lock("turn-0", wait=False) as first:
+            if first:
+                yield True
+                return
+            with self._lock("turn-1", wait=False) as second:
+                yield second
+
+    def use(self) -> CacheUse:
+        """Return the number and size of the files."""
+        entries = list(self._entries())
+        return CacheUse(len(entries), sum(size for _, _, size in entries))
+
+    def clear(self) -> CacheUse:
+        """Remove every file that is not in use by a process that fetches it. Returns what was removed."""
+        removed = self.use()
+        for _, path, _ in self._entries():
+            path.unlink(missing_ok=True)
+        self._touched.clear()
+        return removed
+
+    def _path(self, sha256: str) -> Path:
+        if not _HASH.fullmatch(sha256):
+            raise StorageError("a manifest has an entry that is no sha256; convert the corpus again", "malformed")
+        return self.folder / sha256
+
+    def _entries(self) -> Iterator[tuple[float, Path, int]]:
+        """Yield (time of last use, path, size) of every file."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as found:
+            for entry in found:
+                if _HASH.fullmatch(entry.name):
+                    with contextlib.suppress(FileNotFoundError):
+                        stat = entry.stat()
+                        yield stat.st_mtime, Path(entry.path), stat.st_size
+
+    def _reserve(self, partial: Path, size: int) -> bool:
+        """Create the partial file with its full size, after making room. Returns whether there is room."""
+        with self._lock("cache"):
+            reserved = sum(self._pending())
+            entries = sorted(self._entries())
+            total = reserved + sum(entry[2] for entry in entries)
+            replaceable = [entry for entry in entries if time.time() - entry[0] > self.protected]
+            if total - sum(entry[2] for entry in replaceable) + size > self.limit:
+                return False
+            for _, path, freed in replaceable:
+                if total + size <= self.limit:
+                    break
+                path.unlink(missing_ok=True)
+                total -= freed
+            with partial.open("wb") as file:
+                file.truncate(size)
+            return True
+
+    def _pending(self) -> Iterator[int]:
+        """Yield the sizes of files in progress; those of processes that were killed are removed."""
+        for path in self.folder.glob("*.partial"):
+            with self._lock(path.name[:16], wait=False) as is_abandoned:
+                if is_abandoned:
+                    path.unlink(missing_ok=True)
+                    continue
+            with contextlib.suppress(FileNotFoundError):
+                yield path.stat().st_size
+
+    def _fill(self, partial: Path, sha256: str, size: int, fetch: Callable[[], Iterable[bytes]], name: str) -> None:
+        written, content = 0, hashlib.sha256()
+        with partial.open("r+b") as file:
+            for block in fetch():
+                written += len(block)
+                if written > size:
+                    break
+                content.update(block)
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        if written != size or content.hexdigest() != sha256:
+            found = f"{written} bytes of {size}" if written != size else "another sha256 than its manifest"
+            raise _differs(name, found)
+
+    @contextlib.contextmanager
+    def _lock(self, name: str, *, wait: bool = True) -> Iterator[bool]:
+        """Exclude other processes and threads from a part of the cache. Yields whether the lock was taken."""
+        folder = self.folder / "locks"
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True)
+        lock = _locks.setdefault((os.getpid(), str(folder / name)), threading.Lock())
+        if not lock.acquire(blocking=wait):
+            yield False
+            return
+        try:
+            with (folder / name).open("a+b") as file:
+                try:
+                    fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                except OSError as error:
+                    if wait or error.errno not in (errno.EACCES, errno.EAGAIN):
+                        raise
+                    yield False
+                    return
+                yield True
+        finally:
+            lock.release()
+
+
+def _differs(name: str, found: str) -> StorageError:
+    message = f"{name} has {found}: it was replaced or damaged in the store; upload it again, or convert again"
+    return StorageError(message, "mismatch")
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        _log.warning(message)

@@ -1,0 +1,197 @@
+"""Random access to the bytes of tars: memory-mapped where they are local, by ranges where they are remote.
+
+A remote shard that is in the cache is read as a local one. Of another, the wanted bytes are requested, and the whole
+shard is fetched into the cache meanwhile, by a thread of this process, two at a time on the machine. Where a process
+reads the samples of a shard one after another, it fetches the shard first. So the first batch takes one round of
+requests, and what was fetched once is read from the disk. Which way a sample comes never changes its bytes.
+"""
+
+import collections
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from medvl.data.storage import store
+from medvl.data.storage.cache import Cache
+from medvl.data.storage.location import Location, RemotePath
+from medvl.data.storage.mapped_tars import MappedTars
+from medvl.errors import MedvlError, StorageError
+
+_RECENT, _DENSE = 64, 24
+"""A shard that got 24 of the last 64 reads is read one sample after another."""
+_KEPT_BYTES = 256 * 2**20
+_CHECK, _PAUSE = 15.0, 60.0  # seconds between notes of a file's use; between attempts to add to a full cache
+
+
+class TarEntry(Protocol):
+    """What a manifest says of a tar."""
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def sha256(self) -> str: ...
+
+
+class Tars(Protocol):
+    """Tars by number."""
+
+    @property
+    def paths(self) -> Sequence[Location]: ...
+
+    def read(self, number: int, offset: int, size: int, span: tuple[int, int] | None = None) -> bytes:
+        """Return bytes of a tar. `span`: offset and size of a part that is likely to be read next, them included."""
+
+
+class RemoteTar(NamedTuple):
+    """A remote tar."""
+
+    path: RemotePath
+    sha256: str
+    bytes: int
+
+
+def open_tars(paths: Sequence[Location], entries: Iterable[TarEntry], cache: Cache | None = None) -> Tars:
+    """Return the tars of a folder; remote ones use `cache`, by default that of the environment."""
+    local = [path for path in paths if not isinstance(path, RemotePath)]
+    if len(local) == len(paths):
+        return MappedTars(local)
+    remote = [
+        RemoteTar(path, entry.sha256, entry.bytes)
+        for path, entry in zip(paths, entries, strict=True)
+        if isinstance(path, RemotePath)
+    ]
+    return RemoteTars(remote, cache or Cache.from_environment())
+
+
+class RemoteTars:
+    """Remote tars. Everything is opened on first use in each process, so this can be passed to loader workers."""
+
+    def __init__(self, tars: Sequence[RemoteTar], cache: Cache) -> None:
+        self.tars, self.cache = tuple(tars), cache
+        self.paths = tuple(tar.path for tar in tars)
+        self._state: _State | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"tars": self.tars, "cache": self.cache, "paths": self.paths, "_state": None}
+
+    def read(self, number: int, offset: int, size: int, span: tuple[int, int] | None = None) -> bytes:
+        """Return bytes of a tar, requested together with those of `span`.
+
+        Raises StorageError, and FileNotFoundError where the tar does not exist any more.
+        """
+        state = self._state
+        if state is None or state.process != os.getpid():
+            state = self._state = _State()
+        if state.error is not None:
+            raise state.error.prefixed("")  # a new object, so that tracebacks do not pile up
+        tar = self._cached(state, number)
+        if tar is not None:
+            return tar.read(0, offset, size)
+        start, length = span or (offset, size)
+        part = state.part(number, start)
+        if part is None:
+            state.recent.append(number)
+            if self._should_add(state, number) and self._add(state, number):
+                return self.read(number, offset, size, span)
+            part = self.tars[number].path.read_range(start, length)
+            state.keep_part(number, start, part)
+        return part[offset - start : offset - start + size]
+
+    def _cached(self, state: "_State", number: int) -> MappedTars | None:
+        """Return the tar if the cache has it; its use is noted now and then, so that it is not replaced."""
+        found, checked = state.mapped.get(number, (None, 0.0))
+        now = time.monotonic()
+        if found is not None and now - checked < _CHECK:
+            return found
+        path = self.cache.find(self.tars[number].sha256)
+        if path is None:
+            state.mapped.pop(number, None)  # a mapped file takes space even after it was removed
+            return None
+        found = found or MappedTars([path])
+        state.mapped[number] = found, now
+        return found
+
+    def _should_add(self, state: "_State", number: int) -> bool:
+        """Return whether to fetch a tar now. Otherwise it is fetched in the background."""
+        if time.monotonic() < state.full_until or self.tars[number].bytes > self.cache.limit:
+            return False
+        if state.recent.count(number) >= _DENSE or not store.sends_ranges(self.tars[number].path.url):
+            return True
+        if state.begin(number):
+            threading.Thread(target=self._work, args=(state,), daemon=True, name="medvl-shards").start()
+        return False
+
+    def _add(self, state: "_State", number: int, threads: int = 4) -> bool:
+        """Fetch a tar into the cache. Returns whether it is there; if not, the next attempts wait."""
+        tar = self.tars[number]
+        url = tar.path.url
+        path = self.cache.add(tar.sha256, tar.bytes, lambda: store.stream(url, tar.bytes, threads), name=url)
+        if path is None:
+            state.full_until = time.monotonic() + _PAUSE
+        return path is not None
+
+    def _work(self, state: "_State") -> None:
+        """Fetch the tars that are waiting, in a thread."""
+        while True:
+            number = state.waiting.get()
+            try:
+                while not self._add_in_turn(state, number):
+                    time.sleep(0.2)
+            except StorageError as error:
+                if error.code == "mismatch":
+                    state.error = error  # the next read raises it
+                state.full_until = time.monotonic() + _PAUSE  # others are met, and repeated, by the reads themselves
+            except OSError:
+                state.full_until = time.monotonic() + _PAUSE
+            state.queued.discard(number)
+
+    def _add_in_turn(self, state: "_State", number: int) -> bool:
+        """Fetch a tar if few others are being fetched on this machine. Returns whether it is settled."""
+        if time.monotonic() < state.full_until:
+            return True
+        with self.cache.turn() as is_mine:
+            if is_mine:
+                self._add(state, number, threads=1)
+            return is_mine
+
+
+class _State:
+    """What a process knows of remote tars."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.mapped: dict[int, tuple[MappedTars, float]] = {}
+        self.recent: collections.deque[int] = collections.deque(maxlen=_RECENT)
+        self.full_until = 0.0
+        self.error: MedvlError | None = None
+        self.waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.queued: set[int] = set()
+        self._has_thread = False
+        self._lock = threading.Lock()
+        self._parts: collections.OrderedDict[tuple[int, int], bytes] = collections.OrderedDict()
+        self._bytes = 0
+
+    def begin(self, number: int) -> bool:
+        """Queue a tar for fetching. Returns whether the thread that does so must be started."""
+        with self._lock:
+            if number not in self.queued:
+                self.queued.add(number)
+                self.waiting.put(number)
+            is_first, self._has_thread = not self._has_thread, True
+            return is_first
+
+    def part(self, number: int, start: int) -> bytes | None:
+        """Return a part that was requested before."""
+        return self._parts.get((number, start))
+
+    def keep_part(self, number: int, start: int, data: bytes) -> None:
+        """Keep a part: the image of a sample is usually read after its JSON, which is in the same part."""
+        with self._lock:
+            self._bytes += len(data) - len(self._parts.pop((number, start), b""))
+            self._parts[number, start] = data
+            while self._bytes > _KEPT_BYTES:
+                self._bytes -= len(self._parts.popitem(last=False)[1])
