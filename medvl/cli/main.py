@@ -9,7 +9,7 @@ from typing import Any, Literal, NoReturn
 import tyro
 
 from medvl import __version__
-from medvl.cli import compare, doctor, fit_pixelhop, import_export, knowledge, phantom, quickstart, recipes
+from medvl.cli import compare, doctor, fit_pixelhop, import_export, infer, knowledge, phantom, quickstart, recipes
 from medvl.cli.eval import commands as evaluation
 from medvl.cli.shards import commands as conversion, corpora, regions, verify, vocab
 from medvl.errors import ConfigError, MedvlError
@@ -52,6 +52,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "fit-pixelhop": fit_pixelhop.fit_pixelhop,
     "verify": verify.verify,
     "regions": regions.regions,
+    "infer": infer.infer,
     "compare": compare.compare,
     "import": import_export.import_published,
     "export": import_export.export_checkpoint,
@@ -59,7 +60,9 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
 }
 _RECIPE_COMMANDS: dict[str, Callable[[list[str]], str | None]] = {"train": recipes.train, "doctor": doctor.doctor}
 """Commands whose arguments are the command line of a recipe."""
-_RESUMABLE = {"shards", "merge", "regions", "train"}
+_WITH_FLAGS = {"infer"}
+"""Commands whose required arguments are flags, unless marked as positional."""
+_RESUMABLE = {"shards", "merge", "regions", "train", "infer"}
 """Commands that continue where they were interrupted."""
 
 
@@ -103,8 +106,10 @@ def _run(command: str, arguments: list[str]) -> str | None:
             group, prog=f"medvl {command}", args=arguments, config=[tyro.conf.OmitArgPrefixes]
         )
     if command in _COMMANDS:
-        positional = tyro.conf.configure(tyro.conf.PositionalRequiredArgs)(_COMMANDS[command])
-        return tyro.cli(positional, prog=f"medvl {command}", args=arguments)
+        function = _COMMANDS[command]
+        if command not in _WITH_FLAGS:
+            function = tyro.conf.configure(tyro.conf.PositionalRequiredArgs)(function)
+        return tyro.cli(function, prog=f"medvl {command}", args=arguments)
     if command in _RECIPE_COMMANDS:
         return _RECIPE_COMMANDS[command](arguments)
     raise _unknown(command)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from medvl.data.images.inputs import ImageInput
-from medvl.errors import ConfigError
+from medvl.errors import ConfigError, EvaluationError
 from medvl.eval.zero_shot_classification.prompts import PromptSet
 from medvl.eval.zero_shot_classification.scores import PromptScorer
 from medvl.inference.models import AnyImage, Images, batches, is_single, make_batch, open_model, refuse
@@ -60,9 +60,13 @@ class Scorer:
         with evaluating(self.model):
             if self._score is not None:
                 assert isinstance(self.model, DualEncoder)
-                return self._score(self.model.embed_images(image_BCHW))
-            assert isinstance(self.model, LabelModel)
-            return self.model.probabilities(make_batch(self.model, image_BCHW))[:, self._columns].double().cpu()
+                score_BL = self._score(self.model.embed_images(image_BCHW))
+            else:
+                assert isinstance(self.model, LabelModel)
+                score_BL = self.model.probabilities(make_batch(self.model, image_BCHW))[:, self._columns].double().cpu()
+        if not score_BL.isfinite().all():
+            raise EvaluationError("a probability is not finite: check the model's weights", "nonfinite")
+        return score_BL
 
 
 @overload

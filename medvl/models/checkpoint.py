@@ -15,6 +15,7 @@ import medvl
 from medvl.common.config_io import differences, from_dict, to_dict
 from medvl.common.files import MARKER, check_marker, follow_umask
 from medvl.common.untrusted import parse_json
+from medvl.data.convert.options import ShardOptions
 from medvl.data.shards.format import Manifest
 from medvl.data.tokenizer.tokenizer import load_tokenizer
 from medvl.data.transforms.image import EvalTransform, OriginalTransform
@@ -102,9 +103,16 @@ def _transform_of_originals(model: System, folder: Path) -> EvalTransform:
     """
     if not (folder / TRAIN_MANIFEST).is_file():
         return model.transform
-    options = train_manifests(folder)[0].options
+    options = _read_training(folder)[0].get("options", {})
     stored = {name: options[name] for name in ("short_side", "image_format", "quality", "color") if name in options}
-    return OriginalTransform(**model.transform.settings(), **stored) if len(stored) == 4 else model.transform
+    if len(stored) < 4:
+        return model.transform
+    try:
+        ShardOptions(**stored)
+    except (ConfigError, TypeError) as error:
+        message = f"{folder / TRAIN_MANIFEST} has impossible options of the shards: {error}"
+        raise CheckpointError(message, "malformed") from error
+    return OriginalTransform(**model.transform.settings(), **stored)
 
 
 def train_manifests(folder: Path | str) -> list[Manifest]:

@@ -45,7 +45,7 @@ def read_pixels(
         raise ImageError("the sample has no image path", "no_image")
     with folders.open(path, ImageError) as file:
         named_dicom = path.suffix.lower() in (".dcm", ".dicom")
-        if named_dicom or _starts_like_dicom(file.read(132)):
+        if named_dicom or starts_like_dicom(file.read(132)):
             return _read_dicom(path, frame, warnings, folders)
         file.seek(0)
         data = read_limited(file, _MAX_FILE_BYTES, ImageError)
@@ -63,7 +63,7 @@ def decode_file(file: BinaryIO, *, color: bool = False, frame: int | None = None
     """Return the pixels of a DICOM, JPEG or PNG file in memory, as `read_pixels`. Raises DicomError and ImageError."""
     start = file.read(132)
     file.seek(0)
-    if _starts_like_dicom(start):
+    if starts_like_dicom(start):
         return decode_dicom(file, frame=frame).pixels_HW
     data = file.read()
     return make_upright(decode_image(data, color=color), exif_orientation(data))
@@ -77,7 +77,7 @@ def check_sides(pixels: np.ndarray, name: object) -> None:
         raise ImageError(f"{name}: {expected}, got {pixels.shape[0]} x {pixels.shape[1]}", "too_small")
 
 
-def _starts_like_dicom(data: bytes) -> bool:
+def starts_like_dicom(data: bytes) -> bool:
     """Return whether a file has DICOM's preamble, or begins with an element of group 2 or 8."""
     return data[128:132] == b"DICM" or data[:2] in (b"\x02\0", b"\x08\0", b"\0\x08")
 

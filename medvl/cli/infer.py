@@ -1,0 +1,105 @@
+"""`medvl infer`: what a model says about images."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import tyro
+
+if TYPE_CHECKING:
+    from medvl.inference.folder import ImageResult
+
+_SHOWN, _WIDTH = 20, 100
+
+
+def infer(
+    images: tyro.conf.Positional[tuple[Path, ...]],
+    *,
+    checkpoint: str,
+    texts: tuple[str, ...] = (),
+    prompts: str = "chexpert_ensemble",
+    out: Path | None = None,
+    overlays: int = 1,
+    batch: int = 32,
+    frame: int | None = None,
+    device: str = "auto",
+) -> str:
+    """Score images against texts, answer questions about them, or write their reports; print a table.
+
+    Args:
+        images: DICOM, JPEG and PNG files, and folders with them.
+        checkpoint: a run or a checkpoint, such as runs/convirt, or hf-hub:OWNER/NAME.
+        texts: findings or phrases for a dual-encoder, labels of a classifier (default: all of them), questions for a
+            VQA model; report generators take none.
+        prompts: prompt set of dual-encoders: a name (`medvl list prompts`) or a JSON file.
+        out: folder for results.jsonl, results.csv and overlays; the same command again continues it.
+        overlays: heat maps for each image, of the texts with the highest probabilities, written to OUT/overlays.
+        batch: images a batch.
+        frame: frame of multi-frame DICOM files, from 0; without it they are skipped.
+        device: auto, cpu or cuda.
+    """
+    from medvl.errors import ConfigError
+    from medvl.eval.core.open import load_model
+    from medvl.eval.core.results import checkpoint_sha256
+    from medvl.inference.files import find_images
+    from medvl.inference.folder import ImageModel, can_draw, count_skipped, infer_files
+
+    for field, value, low in (("batch", batch, 1), ("overlays", overlays, 0), ("frame", frame or 0, 0)):
+        if value < low:
+            raise ConfigError(f"expected {field} of {low} or more, got {value}", "out_of_range", field=field)
+    paths = find_images(images)
+    model = ImageModel(load_model(Path(checkpoint), device), texts or None, prompts=prompts)
+    drawn = overlays if out is not None and overlays and can_draw(model) else 0
+    settings = {"checkpoint": checkpoint_sha256(checkpoint), "texts": list(texts), "prompts": prompts, "frame": frame,
+                "overlays": drawn}  # fmt: skip
+    results = infer_files(model, paths, out=out, settings=settings, overlays=drawn, batch=batch, frame=frame)
+    skipped = count_skipped(results)
+    if sum(skipped.values()) == len(results):
+        raise ConfigError(f"no image could be read: {_counts(skipped)}", "empty", field="images")
+    lines = [format_results(results, model.names, model.gives)]
+    if skipped:
+        lines.append(f"\n{sum(skipped.values())} of {len(results)} images skipped: {_counts(skipped)}")
+    if out is None:
+        return "\n".join(lines)
+    if overlays and not drawn:
+        lines.append(f"\nno overlays: {model.model.name} has no heat maps of texts")
+    return "\n".join([*lines, "", *(str(out / name) for name in sorted(path.name for path in out.iterdir()))])
+
+
+def format_results(results: "Sequence[ImageResult]", names: Sequence[str], gives: str) -> str:
+    """Return the results as a table: an image a row, or a text a row for one image; the first 20 images."""
+    shown = [result for result in results if result.skipped is None][:_SHOWN]
+    if gives == "report":
+        return "\n\n".join(f"{result.image}\n{result.values['report']}" for result in shown)
+    if len(results) == 1:
+        values = results[0].values
+        order = sorted(names, key=lambda name: -value if isinstance(value := values[name], float) else 0)
+        table = _table([[name, _cell(values[name])] for name in order], ["", gives])
+        return f"{results[0].image}\n\n{table}"
+    columns = list(names)
+    while len(columns) > 1 and sum(max(len(name), 6) + 2 for name in columns) > _WIDTH:
+        columns.pop()
+    rows = [[_ending(result.image), *(_cell(result.values[name]) for name in columns)] for result in shown]
+    more = [f"{len(names) - len(columns)} more columns"] if len(columns) < len(names) else []
+    readable = sum(result.skipped is None for result in results)
+    more += [f"{readable - len(shown)} more images"] if readable > len(shown) else []
+    return _table(rows, ["image", *columns]) + ("\n... " + " and ".join(more) if more else "")
+
+
+def _table(rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+    )
+
+
+def _cell(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.3f}"
+
+
+def _ending(path: str, width: int = 60) -> str:
+    return path if len(path) <= width else "..." + path[3 - width :]
+
+
+def _counts(skipped: dict[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items(), key=lambda pair: -pair[1]))

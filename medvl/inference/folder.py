@@ -1,0 +1,260 @@
+"""Inference on many files: in batches, with broken images skipped and counted, and a folder of results.
+
+    OUT/settings.json       model, texts and prompt set; a second run over the folder must have the same
+    OUT/results.jsonl       one line for each image: {"image": PATH, "values": {TEXT: VALUE}}, or "skipped": CODE
+    OUT/results.csv         the same as a table, written at the end
+    OUT/overlays/           heat maps on the images
+
+A line is written when its image is finished, so that an interrupted run continues where it stopped.
+"""
+
+import csv
+import dataclasses
+import hashlib
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from tqdm import tqdm
+
+from medvl.common.files import write_atomic
+from medvl.common.untrusted import parse_json
+from medvl.data.images.codecs import encode_png
+from medvl.errors import ConfigError, EvaluationError, MedvlError
+from medvl.eval.grounding.page import draw_grounding
+from medvl.eval.report_generation.generate import ReportWriter
+from medvl.inference.heatmaps import heatmap
+from medvl.inference.models import batches, refuse
+from medvl.inference.scores import ABLE, Scorer
+from medvl.inference.texts import answer, write_report
+from medvl.models import VQA, DualEncoder, LabelModel
+from medvl.models.base import System
+
+SETTINGS, LINES, TABLE, OVERLAYS = "settings.json", "results.jsonl", "results.csv", "overlays"
+_OVERLAY_SIDE = 1024
+_READERS = 4
+
+Value = float | str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ImageResult:
+    """What a model gave for an image."""
+
+    image: str
+    values: Mapping[str, Value] = dataclasses.field(default_factory=dict)
+    """Text -> probability, question -> answer, or "report" -> text."""
+    skipped: str | None = None
+    """Reason why the image was skipped: the code of an error."""
+    overlays: tuple[str, ...] = ()
+    """Files in the folder of results."""
+
+    def as_json(self) -> str:
+        """Return a line of `results.jsonl`."""
+        reason = {} if self.skipped is None else {"skipped": self.skipped}
+        drawn = {"overlays": list(self.overlays)} if self.overlays else {}
+        return json.dumps({"image": self.image, "values": dict(self.values), **drawn, **reason}, ensure_ascii=False)
+
+
+class ImageModel:
+    """What a model can do with images and texts: probabilities, answers, or reports.
+
+    Attributes:
+        names: columns of the results: texts or labels, questions, or "report".
+        gives: "probability", "answer" or "report".
+    """
+
+    def __init__(self, model: System, texts: Sequence[str] | None, **scoring: Any) -> None:
+        """Raise ConfigError for a model that does none of it, EvaluationError as `infer`."""
+        self.model = model
+        self._run: Callable[[Tensor], list[dict[str, Value]]]
+        if isinstance(model, VQA):
+            if not texts:
+                raise ConfigError("a VQA model needs questions: give --texts", "missing", field="texts")
+            self.gives, self.names = "answer", tuple(texts)
+            self._run = self._answer
+        elif isinstance(model, DualEncoder | LabelModel):
+            scorer = Scorer(model, texts, **scoring)
+            self.gives, self.names = "probability", scorer.names
+            self._run = lambda image_BCHW: _rows(self.names, scorer.prepared(image_BCHW).tolist())
+        elif isinstance(model, ReportWriter):
+            if texts:
+                raise ConfigError(f"a {model.name} writes reports and takes no texts", "conflict", field="texts")
+            self.gives, self.names = "report", ("report",)
+            self._run = lambda image_BCHW: [{"report": text} for text in write_report(model, list(image_BCHW))]
+        else:
+            raise refuse(model, "be asked about single images", f"{ABLE}, a VQA model or a report generator")
+
+    def __call__(self, pixels: Sequence[np.ndarray]) -> list[dict[str, Value]]:
+        """Return the values of images, from the pixels that `transform.read` returned."""
+        return [row for image_BCHW in batches(self.model, list(pixels), len(pixels)) for row in self._run(image_BCHW)]
+
+    def _answer(self, image_BCHW: Tensor) -> list[dict[str, Value]]:
+        columns = [answer(self.model, list(image_BCHW), question) for question in self.names]
+        return _rows(self.names, zip(*columns, strict=True))
+
+
+def infer_files(
+    model: ImageModel,
+    images: Sequence[Path],
+    *,
+    out: Path | None = None,
+    settings: Mapping[str, Any] | None = None,
+    overlays: int = 0,
+    batch: int = 32,
+    frame: int | None = None,
+    progress: bool | None = None,
+) -> list[ImageResult]:
+    """Return the results of image files, in order; those that cannot be read are skipped with their reason.
+
+    Args:
+        model: the model with its texts.
+        images: paths of the files (`find_images`).
+        out: folder for the results; None writes none. A folder with results of the same settings is continued.
+        settings: content of `settings.json`.
+        overlays: number of heat maps to draw for each image, of the texts with the highest values; needs `out`.
+        batch: images a batch.
+        frame: index of the frame in multi-frame DICOM files, from 0; with None, these are skipped.
+        progress: True for a progress bar, None for one on a terminal.
+
+    Raises ConfigError if `out` holds something else, or results of other settings.
+    """
+    finished = {} if out is None else _open_folder(out, dict(settings or {}))
+    todo = [path for path in images if _name(path) not in finished]
+    with tqdm(total=len(images), initial=len(images) - len(todo), unit="img", disable=_hidden(progress)) as bar:
+        for start in range(0, len(todo), batch):
+            results = _infer_batch(model, todo[start : start + batch], frame, out, overlays)
+            if out is not None:
+                with (out / LINES).open("a", encoding="utf-8") as file:
+                    file.writelines(f"{result.as_json()}\n" for result in results)
+            finished |= {result.image: result for result in results}
+            bar.update(len(results))
+    ordered = [finished[_name(path)] for path in images]
+    if out is not None:
+        write_atomic(out / TABLE, _csv(ordered, model.names))
+    return ordered
+
+
+def count_skipped(results: Sequence[ImageResult]) -> dict[str, int]:
+    """Return reason -> number of skipped images."""
+    return dict(Counter(result.skipped for result in results if result.skipped is not None))
+
+
+def _infer_batch(
+    model: ImageModel, paths: Sequence[Path], frame: int | None, out: Path | None, overlays: int
+) -> list[ImageResult]:
+    def read(path: Path) -> np.ndarray | str:
+        try:
+            return model.model.transform.read(path, frame=frame)
+        except MedvlError as error:
+            return error.code or type(error).__name__
+        except OSError:
+            return "unreadable"
+
+    with ThreadPoolExecutor(_READERS) as pool:  # decoders run outside of Python's lock
+        read_images = list(pool.map(read, paths))
+    readable = [pixels for pixels in read_images if not isinstance(pixels, str)]
+    values = iter(model(readable) if readable else [])
+    results = []
+    for path, pixels in zip(paths, read_images, strict=True):
+        if isinstance(pixels, str):
+            results.append(ImageResult(image=_name(path), skipped=pixels))
+            continue
+        row = next(values)
+        drawn = _draw(model, path, pixels, row, out, overlays) if out is not None and overlays else ()
+        results.append(ImageResult(image=_name(path), values=row, overlays=drawn))
+    return results
+
+
+def _draw(
+    model: ImageModel, path: Path, pixels: np.ndarray, values: Mapping[str, Value], out: Path, count: int
+) -> tuple[str, ...]:
+    """Write the heat maps of the texts with the highest values. Returns their paths in `out`."""
+    order = sorted(values, key=lambda name: values[name] if isinstance(values[name], float) else 0.0, reverse=True)
+    names = []
+    for text in order[:count]:
+        map_HW = heatmap(model.model, pixels, text)
+        drawn_HWC = draw_grounding(pixels, map_HW, [], side=min(_OVERLAY_SIDE, max(pixels.shape[:2])))
+        digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]  # files of equal names
+        names.append(f"{OVERLAYS}/{_name(Path(path.stem))[:60]}-{digest}-{_slug(text)}.png")
+        (out / OVERLAYS).mkdir(exist_ok=True)
+        write_atomic(out / names[-1], encode_png(drawn_HWC))
+    return tuple(names)
+
+
+def can_draw(model: ImageModel) -> bool:
+    """Return whether the model has heat maps of its texts."""
+    if not isinstance(model.model, DualEncoder | VQA):
+        return False
+    try:
+        heatmap(model.model, np.zeros((64, 64), np.uint8), model.names[0])
+    except (ConfigError, EvaluationError):
+        return False
+    return True
+
+
+def _name(path: Path) -> str:
+    """Return the path as text; bytes that are not UTF-8 are escaped."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def _slug(text: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in text.lower())[:40].strip("-")
+
+
+def _rows(names: Sequence[str], rows: Any) -> list[dict[str, Value]]:
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def _hidden(progress: bool | None) -> bool | None:
+    return None if progress is None else not progress
+
+
+def _open_folder(out: Path, settings: dict[str, Any]) -> dict[str, ImageResult]:
+    """Return the results that a folder has already. Raises ConfigError if it belongs to something else."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file; give a folder", "exists", field="out")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / SETTINGS
+    if not path.is_file():
+        if any(out.iterdir()):
+            raise ConfigError(f"{out} is not empty and has no results to continue; give another", "exists", field="out")
+        write_atomic(path, json.dumps(settings, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+        return {}
+    try:
+        same = parse_json(path.read_bytes()) == json.loads(json.dumps(settings))
+    except ValueError:
+        same = False
+    if not same:
+        message = f"{out} has results of another model, other texts or options; give another folder, or remove it"
+        raise ConfigError(message, "exists", field="out")
+    return {result.image: result for result in _read_lines(out / LINES)}
+
+
+def _read_lines(path: Path) -> Iterator[ImageResult]:
+    """Yield the finished results; cut off a last line that an interruption left half written."""
+    if not path.is_file():
+        return
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        write_atomic(path, whole)
+    for line in whole.decode().splitlines():
+        data = parse_json(line)
+        yield ImageResult(**{**data, "overlays": tuple(data.get("overlays", ()))})
+
+
+def _csv(results: Sequence[ImageResult], names: Sequence[str]) -> str:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(["image", *names, "skipped"])
+    for result in results:
+        writer.writerow([result.image, *(result.values.get(name, "") for name in names), result.skipped or ""])
+    return buffer.getvalue()

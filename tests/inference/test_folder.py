@@ -1,0 +1,144 @@
+"""Inference on folders: what is read, what is skipped, what is written, and resuming."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from helpers.dicom_builder import image_dataset, write_dataset
+from helpers.errors import raises
+from helpers.fusion_samples import tiny_model, tiny_tokenizer
+
+import medvl
+from medvl.cli import main as cli
+from medvl.errors import ConfigError, ImageError
+from medvl.inference import folder as module
+from medvl.inference.files import find_images
+from medvl.inference.folder import ImageModel, infer_files
+from medvl.models import VQA, save
+
+TEXTS = ["cardiomegaly", "left apical nodule"]
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("convirt")
+    settings = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "projection_dim": 8}
+    save(medvl.create_model("convirt", tokenizer=tiny_tokenizer(), frozen_text_layers=0, **settings), folder)
+    return folder
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """A tree with four images, of which one is truncated, and files that are none."""
+    root = tmp_path / "images"
+    (root / "study" / ".hidden").mkdir(parents=True)
+    for name in ("b.png", "a.jpg"):
+        cv2.imwrite(str(root / name), RNG.integers(0, 256, (40, 50), dtype=np.uint8))
+    write_dataset(root / "study" / "IM000001", image_dataset(RNG.integers(0, 256, (40, 30), dtype=np.uint8)))
+    (root / "study" / "cut.PNG").write_bytes((root / "b.png").read_bytes()[:500])
+    (root / "study" / "notes.txt").write_text("no image")
+    shutil.copy(root / "b.png", root / "study" / ".hidden" / "c.png")
+    shutil.copy(root / "study" / "IM000001", root / "DICOMDIR")
+    return root
+
+
+def test_files_of_a_tree(images: Path, tmp_path: Path) -> None:
+    names = ["a.jpg", "b.png", "study/IM000001", "study/cut.PNG"]
+    assert [str(path.relative_to(images)) for path in find_images([images])] == names
+    assert find_images([images / "b.png", images])[0] == images / "b.png"
+    assert len(find_images([images / "b.png", images])) == 4
+    assert find_images([images / "study/notes.txt"]) == [images / "study/notes.txt"]  # as the user says
+    (tmp_path / "empty").mkdir()
+    with raises(ImageError, "empty", "images"):
+        find_images([tmp_path / "empty"])
+    with raises(ImageError, "not_found", "images", names="nowhere"):
+        find_images([tmp_path / "nowhere"])
+
+
+def test_the_command_writes_a_folder(
+    checkpoint: Path, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command = ["infer", str(images), "--checkpoint", str(checkpoint), "--texts", *TEXTS, "--out", str(out)]
+    cli.main(command)
+    printed = capsys.readouterr().out
+    assert "1 of 4 images skipped: 1 truncated" in printed
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    expected = medvl.infer(checkpoint, images / "b.png", TEXTS)
+    assert lines[1]["values"] == pytest.approx(expected, rel=1e-5)
+    assert lines[3] == {"image": str(images / "study/cut.PNG"), "values": {}, "skipped": "truncated"}
+    with (out / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(rows[1][text]) for text in TEXTS] == pytest.approx(list(expected.values()), rel=1e-5)
+    assert rows[3]["skipped"] == "truncated"
+    overlay = cv2.imread(str(out / lines[0]["overlays"][0]))
+    assert overlay.shape == (40, 50, 3)
+    assert len(list((out / "overlays").iterdir())) == 3
+    cli.main(command)  # nothing is left to do
+    assert len((out / "results.jsonl").read_text().splitlines()) == 4
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--prompts", "chexpert_pairs"])
+    assert "other texts or options" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_continues(
+    checkpoint: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = ImageModel(medvl.load(checkpoint), TEXTS), tmp_path / "out"
+    paths, settings = find_images([images]), {"texts": TEXTS}
+    whole = infer_files(model, paths, batch=2)
+    real, calls = module._infer_batch, []
+
+    def fails_at_second(*arguments: Any) -> Any:
+        calls.append(arguments[1])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(module, "_infer_batch", fails_at_second)
+    with pytest.raises(KeyboardInterrupt):
+        infer_files(model, paths, out=out, settings=settings, batch=2)
+    with (out / "results.jsonl").open("a") as file:
+        file.write('{"image": "half')
+    assert infer_files(model, paths, out=out, settings=settings, batch=2) == whole
+    assert calls[2] == paths[2:]
+    assert len((out / "results.jsonl").read_text().splitlines()) == 4
+    with raises(ConfigError, "exists", "out"):
+        infer_files(model, paths, out=out, settings={"texts": ["other"]})
+    (out / "settings.json").unlink()
+    with raises(ConfigError, "exists", "out"):
+        infer_files(model, paths, out=out, settings=settings)
+
+
+def test_tables(checkpoint: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["infer", str(images / "a.jpg"), "--checkpoint", str(checkpoint)])
+    printed = capsys.readouterr().out
+    values = [float(line.split()[-1]) for line in printed.splitlines()[3:]]
+    assert len(values) == 14
+    assert values == sorted(values, reverse=True)
+    cli.main(["infer", str(images), "--checkpoint", str(checkpoint)])
+    assert "more columns" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["infer", str(images / "study/cut.PNG"), "--checkpoint", str(checkpoint)])
+    assert "no image could be read: 1 truncated" in capsys.readouterr().err
+
+
+def test_questions_and_reports(images: Path) -> None:
+    vqa = VQA.on(tiny_model("m3ae", tiny_tokenizer()), ("yes", "no"))
+    model, paths = ImageModel(vqa, ["is the heart enlarged"]), [images / "a.jpg", images / "b.png"]
+    results = infer_files(model, paths)
+    assert [result.values["is the heart enlarged"] for result in results] == medvl.answer(
+        vqa, paths, "is the heart enlarged"
+    )
+    with raises(ConfigError, "missing", "texts"):
+        ImageModel(vqa, None)
+    writer = tiny_model("medvill", tiny_tokenizer(), objective="report")
+    assert infer_files(ImageModel(writer, None), paths)[0].values == {"report": medvl.write_report(writer, paths[0])}
+    with raises(ConfigError, "unsupported", "model"):
+        ImageModel(tiny_model("vilt", tiny_tokenizer()), TEXTS)
