@@ -7,7 +7,12 @@ from medvl.cli.eval.options import print_results
 
 
 def compare(
-    runs: tuple[Path, ...], *, out: Path = Path("comparison"), force: bool = False, resamples: int = 1000
+    runs: tuple[Path, ...],
+    *,
+    out: Path = Path("comparison"),
+    force: bool = False,
+    resamples: int = 1000,
+    all: bool = False,
 ) -> None:
     """Compare the evaluations of several runs, with paired differences from the first.
 
@@ -16,6 +21,7 @@ def compare(
         out: folder for comparison.json and index.html.
         force: compare even if data or settings of the evaluations differ.
         resamples: resamples of the paired bootstrap.
+        all: print all rows; by default, those that fit on one screen.
     """
     from medvl.eval.compare import compare as library
     from medvl.eval.compare.page import format_comparison, write_comparison
@@ -23,4 +29,4 @@ def compare(
     by_protocol = library.find_runs(runs).values()
     comparisons = [library.compare(of_protocol, force=force, resamples=resamples) for of_protocol in by_protocol]
     paths = write_comparison(comparisons, out, date=datetime.date.today().isoformat())
-    print_results("\n\n".join(map(format_comparison, comparisons)), paths)
+    print_results("\n\n".join(map(format_comparison, comparisons)), paths, everything=all)

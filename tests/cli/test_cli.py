@@ -13,6 +13,7 @@ from helpers.mimic_files import write_csv_gz
 
 import medvl
 from medvl.cli import main as cli
+from medvl.cli.eval.options import print_results
 from medvl.data.tokenizer import tokenizer
 from medvl.schema import FINDINGS
 
@@ -121,6 +122,25 @@ def test_unknown_command_names_the_nearest(
     assert repr(" ".join(arguments)) in message
     assert nearest in message
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_results_fit_on_one_screen(everything: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = [[f"{name} {line}" for line in range(20)] for name in "abcd"] + [["note"]]
+    text = "\n\n".join("\n".join(lines) for lines in tables)
+    print_results(text, [Path("index.html")], everything=everything)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == "index.html"
+    assert "a 19" in printed
+    assert "note" in printed
+    if everything:
+        assert "d 19" in printed
+    else:
+        assert len(printed) <= 40
+        assert "b 0" not in printed, "no table without its end"
+        assert "... 60 more lines with --all, and on the page" in printed
+    print_results("\n".join(map(str, range(90))), [], everything=everything)
+    assert (len(capsys.readouterr().out.splitlines()) <= 40) == (not everything)
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

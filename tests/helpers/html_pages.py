@@ -1,5 +1,6 @@
 """Parser of the HTML pages of evaluations."""
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -37,4 +38,24 @@ def read(path: Path) -> Reader:
     return reader
 
 
-VOID = {"img", "meta", "rect"}  # rects close themselves
+def check_resources(path: Path) -> None:
+    """Assert that a page runs nothing and loads nothing, and that its links lead to its own parts and files."""
+    reader = read(path)
+    assert not {tag for tag, _ in reader.tags} & {"script", "link", "iframe", "object", "form", "base"}
+    anchors = {attributes["id"] for _, attributes in reader.tags if "id" in attributes}
+    for tag, attributes in reader.tags:
+        assert not [name for name in attributes if name.startswith("on")]
+        for name in ("src", "srcset", "action"):
+            assert attributes.get(name, "data:image/").startswith("data:image/")
+        if "href" in attributes:
+            assert tag == "a"
+            target = attributes["href"]
+            assert target[1:] in anchors if target.startswith("#") else (path.parent / target).stat().st_size
+        if tag == "img":
+            assert len(attributes["alt"]) > 20, "it says what is seen"
+    html = path.read_text(encoding="utf-8")
+    assert "url(" not in html
+    assert "http" not in re.sub(r"http-equiv|data:image[^\"]*", "", html)
+
+
+VOID = {"img", "meta", "rect", "input"}  # rects close themselves

@@ -42,4 +42,4 @@ def change(shared: EvalOptions, *, prompts: Path | None = None, use_prior: bool 
         examples=examples,
     )
     folder = shared.folder(shared.checkpoint, "change" if use_prior else "change-without-prior")
-    publish_result(result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest)
+    publish_result(result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest, everything=shared.all)

@@ -31,5 +31,11 @@ def classify(shared: EvalOptions, label: LabelOptions, *, valid: Path | None = N
     page = functools.partial(write_classification_page, result, pixels=source.pixels)
     folder = shared.folder(checkpoint, "classify")
     publish_result(
-        result, folder, page, f"{model.name} of {model.reads} ({checkpoint})", source.manifest, result.table()
+        result,
+        folder,
+        page,
+        f"{model.name} of {model.reads} ({checkpoint})",
+        source.manifest,
+        result.table(),
+        everything=shared.all,
     )

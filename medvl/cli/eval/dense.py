@@ -46,7 +46,7 @@ def detection(
     )
     page = functools.partial(write_detection_page, result, pixels=source.pixels, examples=examples)
     folder = shared.folder(checkpoint, "detection")
-    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest)
+    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, everything=shared.all)
 
 
 def segmentation(
@@ -95,4 +95,4 @@ def segmentation(
     )
     page = functools.partial(write_segmentation_page, result, pixels=source.pixels)
     folder = shared.folder(checkpoint, "segmentation")
-    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest)
+    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, everything=shared.all)

@@ -54,4 +54,4 @@ def grounding(
     page = functools.partial(write_grounding_page, result, pixels=source.pixels)
     table = format_table([row for row in result.results.rows if not row.metric.startswith("iou@")])
     folder = shared.folder(checkpoint, "grounding")
-    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, table)
+    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, table, everything=shared.all)

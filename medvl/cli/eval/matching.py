@@ -25,4 +25,4 @@ def matching(shared: EvalOptions, *, sections: tuple[str, ...] = (), examples: i
     )
     page = functools.partial(write_matching_page, result, pixels=source.pixels, examples=examples)
     folder = shared.folder(shared.checkpoint, "matching")
-    publish_result(result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest)
+    publish_result(result, folder, page, f"{model.name} ({shared.checkpoint})", source.manifest, everything=shared.all)

@@ -41,6 +41,8 @@ class RunOptions:
     """loader processes"""
     device: str = "auto"
     """auto, cpu or cuda"""
+    all: bool = False
+    """print all rows; by default, those that fit on one screen"""
 
     def folder(self, checkpoint: Path, task: str) -> Path:
         """Return the output folder."""
@@ -85,9 +87,27 @@ class LabelOptions:
         return LabelPolicy(uncertain=self.uncertain, missing=self.missing)
 
 
-def print_results(table: str, paths: Sequence[Path]) -> None:
-    """Print the table of results and the paths of the files written."""
-    print(table, "", *paths, sep="\n")
+_SCREEN_LINES = 38
+
+
+def print_results(table: str, paths: Sequence[Path], *, everything: bool = False) -> None:
+    """Print the tables of results, and the paths of the files written.
+
+    Tables are separated by empty lines. Those that do not fit on one screen are left out unless `everything` is set; of
+    a first table that is too long, the first lines are printed.
+    """
+    tables = [part.splitlines() for part in table.split("\n\n")]
+    left = _SCREEN_LINES - len(paths) - 2
+    shown: list[str] = []
+    for lines in tables:
+        kept = lines if everything or len(lines) <= left else [] if shown else lines[:left]
+        if kept:
+            shown += [*([""] if shown else []), *kept]
+            left -= len(kept) + 1
+    hidden = sum(map(len, tables)) - sum(bool(line) for line in shown)
+    if hidden > 0:
+        shown.append(f"... {hidden} more lines with --all, and on the page")
+    print(*shown, "", *paths, sep="\n")
 
 
 def open_evaluation(
@@ -115,11 +135,16 @@ def publish_result(
     model: str,
     data: "Manifest | str",
     table: str | None = None,
+    *,
+    everything: bool,
 ) -> None:
-    """Write the files of an evaluation; print the table (default: of all rows) and the paths."""
+    """Write the files of an evaluation; print the table (default: of all rows) and the paths.
+
+    `everything` prints what does not fit on one screen as well.
+    """
     from medvl.eval.core.publish import publish
     from medvl.eval.core.results import format_table
 
     predictions = result.predictions()
     paths = publish(result.results, folder, predictions=predictions, write_page=write_page, model=model, data=data)
-    print_results(format_table(result.results.rows) if table is None else table, paths)
+    print_results(format_table(result.results.rows) if table is None else table, paths, everything=everything)

@@ -75,7 +75,7 @@ def probe(
     )
     source = open_source(test)
     page = functools.partial(write_probe_page, result, pixels=source.pixels)
-    publish_result(result, folder, page, probed.name, source.manifest, result.table())
+    publish_result(result, folder, page, probed.name, source.manifest, result.table(), everything=shared.all)
 
 
 def _open_encoder(options: EncoderOptions, test: Path, device: str) -> "ProbedEncoder":

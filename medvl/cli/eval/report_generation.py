@@ -168,7 +168,7 @@ def report_generation(
     )
     folder = shared.folder(given.path, "report_generation")
     page = functools.partial(write_report_page, result)
-    publish_result(result, folder, page, given.name, given.data, result.table())
+    publish_result(result, folder, page, given.name, given.data, result.table(), everything=shared.all)
 
 
 def _from_file(predictions: Path, data: Path | None, sections: tuple[str, ...]) -> _Reports:

@@ -49,7 +49,7 @@ def retrieval(shared: EvalOptions, *, rerank: Path | None = None, shortlist: int
         )
     page = None if result.examples is None else _page(result, source)
     folder = shared.folder(rerank or checkpoint, "retrieval")
-    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest)
+    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, everything=shared.all)
 
 
 def _page(result: "RetrievalResult", source: "ShardSource") -> "WritePage":

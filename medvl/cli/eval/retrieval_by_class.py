@@ -44,7 +44,7 @@ def class_retrieval(shared: EvalOptions, *, candidates: Path | None = None, ks: 
         model=f"{model.name} ({checkpoint})",
         data=source.manifest,
     )
-    print_results(format_table(results.rows), paths)
+    print_results(format_table(results.rows), paths, everything=shared.all)
 
 
 def make_retrieval_list(

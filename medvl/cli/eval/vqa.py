@@ -65,7 +65,15 @@ def vqa(
         inputs=answers.inputs,
     )
     page = _page(result, answers, shards, split, examples)
-    publish_result(result, shared.folder(answers.path, "vqa"), page, answers.name, shards.manifest, result.table())
+    publish_result(
+        result,
+        shared.folder(answers.path, "vqa"),
+        page,
+        answers.name,
+        shards.manifest,
+        result.table(),
+        everything=shared.all,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,4 +52,4 @@ def zero_shot(
     folder = shared.folder(checkpoint[0], "zero_shot" if len(models) == 1 else "zero_shot_ensemble")
     page = functools.partial(write_zero_shot_page, result, pixels=source.pixels)
     name = f"{models[0].name} ({', '.join(map(str, checkpoint))})"
-    publish_result(result, folder, page, name, source.manifest, result.table())
+    publish_result(result, folder, page, name, source.manifest, result.table(), everything=shared.all)

@@ -8,19 +8,8 @@ import numpy as np
 from medvl.eval.change.evaluate import ChangeResult
 from medvl.eval.change.prompts import CHANGES
 from medvl.eval.html.header import header_facts, headline
-from medvl.eval.html.page import (
-    Cell,
-    Page,
-    Picture,
-    Pictures,
-    Pixels,
-    Section,
-    Strip,
-    Table,
-    metric_cell,
-    thumbnail_uri,
-    write_page,
-)
+from medvl.eval.html.page import Page, Picture, Pictures, Pixels, Section, Strip, thumbnail_uri, write_page
+from medvl.eval.html.tables import Cell, Table, metric_cell
 
 _LIMITS = (
     "A research evaluation, not for clinical use. Labels are one reading of two images.",
@@ -66,6 +55,7 @@ def write_change_page(
         facts=header_facts(results, model=model, data=data, date=date, units="patients", extra=extra),
         sections=sections,
         limits=_LIMITS,
+        findings=result.findings,
     )
     return write_page(page, path)
 
@@ -89,7 +79,7 @@ def _accuracy_table(result: ChangeResult) -> Table:
             ]
         )
     return Table(
-        title="Findings",
+        title="Summary by finding",
         columns=["", "Macro accuracy", "Accuracy", *map(str.capitalize, CHANGES)],
         rows=rows,
         strong_rows=1,
@@ -134,5 +124,9 @@ def _pair(result: ChangeResult, row: int, column: int, pixels: Pixels, prior_pix
     finding, position = result.findings[column], result.positions[row]
     predicted = CHANGES[int(result.scores_NLC[row, column].argmax())]
     lines = (finding, f"label {CHANGES[result.truth_NL[row, column]]}", f"predicted {predicted}")
-    yield Picture(source=thumbnail_uri(prior_pixels(position)), alternative="prior image", lines=("prior image",))
-    yield Picture(source=thumbnail_uri(pixels(position)), alternative=", ".join(lines), lines=lines)
+    yield Picture(
+        source=thumbnail_uri(prior_pixels(position)),
+        alternative=f"prior image of the image on its right ({finding})",
+        lines=("prior image",),
+    )
+    yield Picture(source=thumbnail_uri(pixels(position)), alternative=f"current image: {', '.join(lines)}", lines=lines)

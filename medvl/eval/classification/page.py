@@ -8,11 +8,11 @@ import numpy as np
 
 from medvl.errors import MedvlError
 from medvl.eval.classification.scored_images import ClassificationResult
-from medvl.eval.core.curves import calibration_bins, roc_curve
+from medvl.eval.core.curves import RocCurve, calibration_bins, roc_curve
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.metrics import CALIBRATION_METRICS, DECISION_METRICS, ECE_BINS
 from medvl.eval.core.results import format_value
-from medvl.eval.html import page as html, plots
+from medvl.eval.html import page as html, plots, tables
 from medvl.eval.html.header import header_facts, headline
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,13 @@ LIMITS = (
 
 def sections(result: ClassificationResult, pixels: html.Pixels | None, examples: int) -> list[html.Section]:
     """Return tables, curves and, with `pixels`, galleries with `examples` images of each kind per finding."""
-    parts: list[html.Section] = [_findings_table(result), *_decisions(result), _plots(result), *_subgroups(result)]
+    curves = {name: curve for index, name in enumerate(result.images.names) if (curve := _curve(result, index))}
+    parts: list[html.Section] = [_findings_table(result)]
+    if curves:
+        parts.append(_overlay(result, curves))
+    parts += [*_decisions(result), *_subgroups(result)]
+    if curves:
+        parts.append(_plots(result, curves))
     if pixels is not None:
         parts.append(_gallery(result, pixels, examples))
     return parts
@@ -64,6 +70,7 @@ def write_classification_page(
         facts=facts(result, model=model, data=data, date=date),
         sections=sections(result, pixels, examples),
         limits=LIMITS,
+        findings=result.images.names,
     )
     return html.write_page(page, path)
 
@@ -124,10 +131,10 @@ def _targets(result: ClassificationResult, metric: str) -> dict[str, str]:
     return {**means, **{name: name for name in result.images.names if (metric, name, "") in rows}}
 
 
-def _findings_table(result: ClassificationResult) -> html.Table:
+def _findings_table(result: ClassificationResult) -> tables.Table:
     rows, counts = _rows(result), result.results.details["labels"]
     targets = _targets(result, "auroc")
-    lines: list[list[html.Cell | str]] = []
+    lines: list[list[tables.Cell | str]] = []
     for target, label in targets.items():
         auroc = rows["auroc", target, ""]
         prevalence = auroc.n_positive / auroc.n if auroc.n_positive is not None and auroc.n else None
@@ -139,32 +146,33 @@ def _findings_table(result: ClassificationResult) -> html.Table:
                 f"{auroc.n:,}",
                 f"{counts[target]['left_out']:,}",
             ]
-        precision = html.metric_cell(rows["average_precision", target, ""], reference=prevalence, bar=True)
-        lines.append([label, html.metric_cell(auroc, reference=0.5, bar=True), precision, *sizes])
-    return html.Table(
-        title="Findings",
+        precision = tables.metric_cell(rows["average_precision", target, ""], reference=prevalence, bar=True)
+        lines.append([label, tables.metric_cell(auroc, reference=0.5, bar=True), precision, *sizes])
+    return tables.Table(
+        title="Summary by finding",
         columns=["", "AUROC", "Average precision", "Positive", "Prevalence", "Evaluated", "Left out"],
         rows=lines,
         strong_rows=sum(target in _MEANS for target in targets),
-        caption="With 95% intervals. The tick in a bar is chance level: 0.5 for AUROC, the prevalence for average "
-        "precision. Left out: uncertain or missing labels, by the policy.",
+        caption="With 95% intervals. The ends of a column's bars are below its title. The tick in a bar is chance "
+        "level: 0.5 for AUROC, the prevalence for average precision. Left out: uncertain or missing labels, by the "
+        "policy.",
     )
 
 
-def _decisions(result: ClassificationResult) -> list[html.Table]:
+def _decisions(result: ClassificationResult) -> list[tables.Table]:
     rows = _rows(result)
     metrics = [metric for metric in (*CALIBRATION_METRICS, *DECISION_METRICS) if (metric, "macro", "") in rows]
     if not metrics:
         return []
     thresholds = result.thresholds or {}
     decided = result.thresholds is not None
-    lines: list[list[html.Cell | str]] = []
+    lines: list[list[tables.Cell | str]] = []
     for target, label in _targets(result, metrics[0]).items():
         threshold = thresholds.get(target, float("nan"))
         shown = [] if not decided else ["" if np.isnan(threshold) else f"{threshold:.3f}"]
-        lines.append([label, *shown, *(html.metric_cell(rows.get((metric, target, ""))) for metric in metrics)])
+        lines.append([label, *shown, *(tables.metric_cell(rows.get((metric, target, ""))) for metric in metrics)])
     return [
-        html.Table(
+        tables.Table(
             title="Calibration and decisions" if decided else "Calibration",
             columns=["", *(["Threshold"] if decided else []), *(_METRIC_NAMES[metric] for metric in metrics)],
             rows=lines,
@@ -175,46 +183,101 @@ def _decisions(result: ClassificationResult) -> list[html.Table]:
     ]
 
 
-def _plots(result: ClassificationResult) -> html.Pictures:
+def _curve(result: ClassificationResult, index: int) -> RocCurve | None:
     images, config = result.images, result.results.config
-    rows, strips = _rows(result), []
-    for index, name in enumerate(images.names):
-        scores_N, labels_N = images.scores_NL[:, index], images.labels_NL[:, index]
-        curve = roc_curve(scores_N, labels_N, resamples=config["resamples"], seed=config["seed"], groups=result.groups)
-        if curve is None:
-            continue
-        threshold = (result.thresholds or {}).get(name)
-        images_by_title = {
-            "ROC curve": plots.roc_plot(curve),
-            "scores": plots.score_plot(scores_N, labels_N, threshold),
-        }
-        if result.gives_probabilities:
-            images_by_title["calibration"] = plots.calibration_plot(calibration_bins(scores_N, labels_N))
-        pictures = [
-            html.Picture(source=html.png_uri(png), alternative=f"{name}: {title}")
-            for title, png in images_by_title.items()
-        ]
-        strips.append(html.Strip(title=name, note=f"AUROC {format_value(rows['auroc', name, ''])}", pictures=pictures))
+    return roc_curve(
+        images.scores_NL[:, index],
+        images.labels_NL[:, index],
+        resamples=config["resamples"],
+        seed=config["seed"],
+        groups=result.groups,
+    )
+
+
+def _overlay(result: ClassificationResult, curves: Mapping[str, RocCurve]) -> html.Pictures:
+    rows = _rows(result)
+    order = sorted(curves, key=lambda name: -rows["auroc", name, ""].value)
+    named = {f"{name}  {rows['auroc', name, ''].value:.3f}": curves[name] for name in order}
+    best, worst = order[0], order[-1]
+    picture = html.plot_picture(
+        plots.roc_overlay("roc-all", named),
+        alternative=f"ROC curves of {len(order)} findings in one square. Highest: {best}, AUROC "
+        f"{format_value(rows['auroc', best, ''])}; lowest: {worst}, {format_value(rows['auroc', worst, ''])}.",
+        lines=["ROC curves of all findings", "in the order of their AUROC, which follows the name"],
+    )
     return html.Pictures(
-        title="Curves",
+        title="ROC curves",
+        kind="wide",
+        strips=[html.Strip(title="", pictures=[picture])],
+        caption="All findings in one plot; the diagonal is chance. Bands of each finding are in its own plot below.",
+    )
+
+
+def _plots(result: ClassificationResult, curves: Mapping[str, RocCurve]) -> html.Pictures:
+    rows = _rows(result)
+    strips = [
+        html.Strip(
+            title=name,
+            note=f"AUROC {format_value(rows['auroc', name, ''])}",
+            pictures=_plots_of(result, result.images.names.index(name), curve),
+        )
+        for name, curve in curves.items()
+    ]
+    return html.Pictures(
+        title="Curves by finding",
         strips=strips,
         caption="ROC curve with pointwise 95% band; normalised histograms of the scores of positive and negative "
         "images; fraction of positives in bins of about equal size, with Wilson's 95% interval.",
     )
 
 
-def _subgroups(result: ClassificationResult) -> list[html.Table]:
+def _plots_of(result: ClassificationResult, index: int, curve: RocCurve) -> list[html.Picture]:
+    images, name = result.images, result.images.names[index]
+    scores_N, labels_N = images.scores_NL[:, index], images.labels_NL[:, index]
+    threshold = (result.thresholds or {}).get(name)
+    at_tenth = float(np.interp(0.1, curve.false_positive_rate, curve.true_positive_rate))
+    positive, negative = (float(np.median(scores_N[labels_N == label])) for label in (1, 0))
+    cut = "" if threshold is None or np.isnan(threshold) else f" The threshold is {threshold:.3f}."
+    pictures = [
+        html.plot_picture(
+            plots.roc_plot(f"roc-{html.slug(name)}", curve),
+            alternative=f"ROC curve of {name}: true positive rate {at_tenth:.2f} at a false positive rate of 0.1, "
+            f"AUROC {format_value(_rows(result)['auroc', name, ''])}.",
+            lines=["ROC curve", f"sensitivity {at_tenth:.2f} at specificity 0.9"],
+        ),
+        html.plot_picture(
+            plots.score_plot(f"scores-{html.slug(name)}", scores_N, labels_N, threshold),
+            alternative=f"Histograms of the scores for {name}: the median is {positive:.3f} of the positive images and "
+            f"{negative:.3f} of the negative ones.{cut}",
+            lines=["Scores", f"median {positive:.3f} of positive, {negative:.3f} of negative images"],
+        ),
+    ]
+    if result.gives_probabilities:
+        bins = calibration_bins(scores_N, labels_N)
+        told, seen = float(bins.probability_Q[-1]), float(bins.observed_Q[-1])
+        pictures.append(
+            html.plot_picture(
+                plots.calibration_plot(f"calibration-{html.slug(name)}", bins),
+                alternative=f"Calibration of {name}: of the images with the highest probabilities, {told:.2f} on "
+                f"average, {seen:.0%} are positive.",
+                lines=["Calibration", f"highest bin: probability {told:.2f}, {seen:.0%} positive"],
+            )
+        )
+    return pictures
+
+
+def _subgroups(result: ClassificationResult) -> list[tables.Table]:
     rows = _rows(result)
     groups = list(dict.fromkeys(row.subgroup for row in result.results.rows if row.subgroup and row.metric == "auroc"))
     if not groups:
         return []
-    lines: list[list[html.Cell | str]] = []
+    lines: list[list[tables.Cell | str]] = []
     for target, label in {"macro": "Mean", **{name: name for name in result.images.names}}.items():
         cells = [rows.get(("auroc", target, group)) for group in groups]
         if any(cells):
-            lines.append([label, *(html.metric_cell(row) for row in cells)])
+            lines.append([label, *(tables.metric_cell(row) for row in cells)])
     return [
-        html.Table(
+        tables.Table(
             title="Subgroups",
             columns=["AUROC", *groups],
             rows=lines,
@@ -226,16 +289,16 @@ def _subgroups(result: ClassificationResult) -> list[html.Table]:
     ]
 
 
-def _gaps(result: ClassificationResult) -> list[html.Table]:
+def _gaps(result: ClassificationResult) -> list[tables.Table]:
     gaps = [row for row in result.results.rows if row.metric == "auroc_gap"]
     if not gaps:
         return []
     order = sorted(gaps, key=lambda row: row.target != "macro")
-    lines: list[Sequence[html.Cell | str]] = [
-        ["Mean" if row.target == "macro" else row.target, row.subgroup, html.metric_cell(row)] for row in order
+    lines: list[Sequence[tables.Cell | str]] = [
+        ["Mean" if row.target == "macro" else row.target, row.subgroup, tables.metric_cell(row)] for row in order
     ]
     return [
-        html.Table(
+        tables.Table(
             title="Gaps between subgroups",
             columns=["", "Best - worst", "AUROC"],
             rows=lines,
@@ -260,7 +323,7 @@ def _gallery(result: ClassificationResult, pixels: html.Pixels, examples: int) -
             "lowest scores, positive": positive[::-1][:examples],
         }
         for kind, rows_N in kinds.items():
-            pictures = [_thumbnail(result, int(row), index, pixels) for row in rows_N]
+            pictures = [_thumbnail(result, int(row), index, pixels, kind.rpartition(",")[0]) for row in rows_N]
             strips.append(html.Strip(title=name, note=kind, pictures=[picture for picture in pictures if picture]))
     return html.Pictures(
         title="Images",
@@ -271,7 +334,9 @@ def _gallery(result: ClassificationResult, pixels: html.Pixels, examples: int) -
     )
 
 
-def _thumbnail(result: ClassificationResult, row: int, label: int, pixels: html.Pixels) -> html.Picture | None:
+def _thumbnail(
+    result: ClassificationResult, row: int, label: int, pixels: html.Pixels, kind: str
+) -> html.Picture | None:
     sample, images = result.images.samples[row], result.images
     try:
         image = pixels(images.positions[row])
@@ -281,4 +346,6 @@ def _thumbnail(result: ClassificationResult, row: int, label: int, pixels: html.
     value = "positive" if images.labels_NL[row, label] == 1 else "negative"
     view = f", {sample.view}" if sample.view else ""
     lines = (f"{images.scores_NL[row, label]:.3f}, {value}", f"{sample.key[:16]}{view}")
-    return html.Picture(source=html.thumbnail_uri(image), alternative=f"image {sample.key}", lines=lines)
+    seen = f"{sample.view} view" if sample.view else "image"
+    alternative = f"{seen}, {value} for {images.names[label]}, score {lines[0].partition(',')[0]} (one of the {kind})"
+    return html.Picture(source=html.thumbnail_uri(image), alternative=alternative, lines=lines)

@@ -11,7 +11,8 @@ from medvl.eval.compare.compare import Comparison
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.results import format_table, format_value, to_json
 from medvl.eval.html.header import dated
-from medvl.eval.html.page import Cell, Page, Section, Table, metric_cell, write_page
+from medvl.eval.html.page import Page, Section, write_page
+from medvl.eval.html.tables import Cell, Table, metric_cell
 
 _LIMITS = (
     "Differences are the named run minus the first, on the same resamples of the same items, with 95% intervals. An "

@@ -22,6 +22,8 @@ from medvl.eval.core.metric_rows import MetricRow
 from medvl.models.locate import find_checkpoint
 
 RESULTS_VERSION = 1
+SUMMARY_TARGETS = ("macro_competition", "macro", "micro", "overall", "macro of five", "micro of five", "one class")
+"""Targets that are means over others; they come first in tables."""
 _PACKAGES = ("numpy", "open_clip_torch", "timm", "torch", "transformers")
 
 
@@ -150,10 +152,11 @@ def format_value(row: MetricRow | None) -> str:
 def format_table(rows: Sequence[MetricRow], width: int = 120) -> str:
     """Return rows as aligned plain text: one line per target (and subgroup), one column per metric.
 
-    Metrics that do not fit into `width` characters go into further tables below.
+    Means over targets come first. Metrics that do not fit into `width` characters go into further tables below, after
+    an empty line; each table leaves out the lines without a value in it.
     """
     lines: dict[tuple[str, str], dict[str, MetricRow]] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: bool(row.subgroup) or row.target not in SUMMARY_TARGETS):
         lines.setdefault((row.target, row.subgroup), {})[row.metric] = row
     names = [f"{target} ({subgroup})" if subgroup else target for target, subgroup in lines]
     first = [next(iter(by_metric.values())) for by_metric in lines.values()]
@@ -172,7 +175,7 @@ def format_table(rows: Sequence[MetricRow], width: int = 120) -> str:
         if used > width and len(tables[-1]) > len(leading):
             tables.append(list(leading))
         tables[-1].append(column)
-    return "\n\n".join(_join(table) for table in tables)
+    return "\n\n".join(_join(table, len(leading)) for table in tables)
 
 
 def _align(cells: Sequence[str], *, left: bool = False) -> list[str]:
@@ -180,5 +183,7 @@ def _align(cells: Sequence[str], *, left: bool = False) -> list[str]:
     return [cell.ljust(width) if left else cell.rjust(width) for cell in cells]
 
 
-def _join(columns: Sequence[Sequence[str]]) -> str:
-    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+def _join(columns: Sequence[Sequence[str]], leading: int) -> str:
+    header, *lines = zip(*columns, strict=True)
+    known = [line for line in lines if any(cell.strip() != "-" for cell in line[leading:])]
+    return "\n".join("  ".join(line).rstrip() for line in (header, *known))

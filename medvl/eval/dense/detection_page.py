@@ -104,7 +104,9 @@ def _picture(result: DetectionResult, image: DetectedImage, pixels: NDArray[np.u
     if kept:
         lines.append("scores " + ", ".join(f"{score:.2f}" for _, score in kept))
     drawn_HWC = draw_boxes(pixels, published_size(image.sample), truth, [box for box, _ in kept])
-    return Picture(source=thumbnail_uri(drawn_HWC, SIDE), alternative="an image with boxes", lines=lines)
+    return Picture(
+        source=thumbnail_uri(drawn_HWC, SIDE), alternative=f"radiograph with boxes: {'; '.join(lines)}", lines=lines
+    )
 
 
 def draw_boxes(

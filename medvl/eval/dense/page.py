@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from medvl.eval.core.results import Results
 from medvl.eval.dense.annotated_images import headline_target
 from medvl.eval.html.header import header_facts, headline
-from medvl.eval.html.page import Cell, Page, Pictures, Section, Table, metric_cell, write_page
+from medvl.eval.html.page import Page, Pictures, Section, write_page
+from medvl.eval.html.tables import Cell, Table, metric_cell
 
 SIDE = 384
 """Longer side of a picture, in pixels."""
@@ -66,7 +67,7 @@ def _table(results: Results, labels: Sequence[str], names: Mapping[str, str], ca
         ]
         for target in targets
     ]
-    return Table(title="By label", columns=["", *names.values()], rows=lines, caption=caption)
+    return Table(title="Summary by label", columns=["", *names.values()], rows=lines, caption=caption)
 
 
 def dense_facts(

@@ -10,7 +10,8 @@ from medvl.data.loading.dense_targets import mask_at
 from medvl.eval.dense.annotated_images import headline_target
 from medvl.eval.dense.page import PREDICTION_COLOR, SIDE, TRUTH_COLOR, dense_facts, resize_to_picture, write_dense_page
 from medvl.eval.dense.segmentation import SegmentationResult, SegmentedImage
-from medvl.eval.html.page import Cell, Picture, Pictures, Pixels, Strip, Table, metric_cell, thumbnail_uri
+from medvl.eval.html.page import Picture, Pictures, Pixels, Strip, thumbnail_uri
+from medvl.eval.html.tables import Cell, Table, metric_cell
 
 _NAMES = {
     "dice": "Dice",
@@ -118,7 +119,11 @@ def _picture(
         f"predicted {predicted_HW.mean():.1%} of the image, mask {truth_HW.mean():.1%}",
     ]
     drawn_HWC = draw_masks(pixels, truth_HW, predicted_HW)
-    return Picture(source=thumbnail_uri(drawn_HWC, SIDE), alternative=f"an image with masks of {label}", lines=lines)
+    return Picture(
+        source=thumbnail_uri(drawn_HWC, SIDE),
+        alternative=f"image with masks of {label}: {'; '.join(lines)}",
+        lines=lines,
+    )
 
 
 def draw_masks(

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from medvl.data.transforms.image import Box
 from medvl.eval.grounding.evaluate import GroundedPhrase, GroundingResult, stored_boxes
-from medvl.eval.html import page as html
+from medvl.eval.html import page as html, tables
 from medvl.eval.html.header import header_facts, headline
-from medvl.eval.html.overlay import draw_map
+from medvl.eval.html.overlay import color_ends, draw_map, mark_peak
 
 _NAMES = {"pointing_game": "Pointing game", "miou": "Mean IoU", "cnr": "CNR", "signed_cnr": "Signed CNR"}
 _TARGETS = {"overall": "All phrases", "macro": "Mean over findings"}
@@ -54,6 +54,7 @@ def write_grounding_page(
         facts=header_facts(results, model=model, data=data, date=date, units="patients", extra=_facts(result)),
         sections=sections,
         limits=LIMITS,
+        findings=[target for target in _targets(result) if target not in _TARGETS],
     )
     return html.write_page(page, path)
 
@@ -83,25 +84,25 @@ def _targets(result: GroundingResult) -> list[str]:
     return [row.target for row in result.results.rows if row.metric == "cnr"]
 
 
-def _table(result: GroundingResult) -> html.Table:
+def _table(result: GroundingResult) -> tables.Table:
     chance = result.results.details["chance"]
     chance = {**chance, "macro": float(np.mean([value for name, value in chance.items() if name != "overall"]))}
-    lines: list[Sequence[html.Cell | str]] = []
+    lines: list[Sequence[tables.Cell | str]] = []
     for target in _targets(result):
         rows = {metric: result.results.row(metric, target) for metric in _NAMES}
         lines.append(
             [
                 _TARGETS.get(target, target),
-                html.metric_cell(rows["pointing_game"], reference=chance[target], bar=True),
-                html.metric_cell(rows["miou"], bar=True),
-                html.metric_cell(rows["cnr"]),
-                html.metric_cell(rows["signed_cnr"]),
+                tables.metric_cell(rows["pointing_game"], reference=chance[target], bar=True),
+                tables.metric_cell(rows["miou"], bar=True),
+                tables.metric_cell(rows["cnr"]),
+                tables.metric_cell(rows["signed_cnr"]),
                 f"{chance[target]:.3f}",
                 f"{rows['cnr'].n:,}",
             ]
         )
-    return html.Table(
-        title="By finding",
+    return tables.Table(
+        title="Summary by finding",
         columns=["", *_NAMES.values(), "Box share", "Phrases"],
         rows=lines,
         strong_rows=2,
@@ -112,13 +113,13 @@ def _table(result: GroundingResult) -> html.Table:
     )
 
 
-def _thresholds(result: GroundingResult) -> html.Table:
+def _thresholds(result: GroundingResult) -> tables.Table:
     metrics = [f"iou@{threshold:g}" for threshold in result.results.config["thresholds"]]
-    lines: list[Sequence[html.Cell | str]] = [
-        [_TARGETS.get(target, target), *(html.metric_cell(result.results.row(metric, target)) for metric in metrics)]
+    lines: list[Sequence[tables.Cell | str]] = [
+        [_TARGETS.get(target, target), *(tables.metric_cell(result.results.row(metric, target)) for metric in metrics)]
         for target in _targets(result)
     ]
-    return html.Table(
+    return tables.Table(
         title="Overlap by threshold",
         columns=["", *(f"IoU at {metric.removeprefix('iou@')}" for metric in metrics)],
         rows=lines,
@@ -142,8 +143,9 @@ def _pictures(result: GroundingResult, pixels: html.Pixels) -> html.Pictures:
     return html.Pictures(
         title="Heatmaps of phrases",
         strips=strips,
-        caption="Color starts at the mean of a map and is full at its maximum; the boxes are those of the data set. "
-        "Darkened pixels are outside of the model's crop.",
+        caption="Color starts at the mean of a map and is full at its maximum, or at twice the mean above the lowest "
+        "value if that is higher; the values are below each picture. The ring is at the maximum, the point that the "
+        "pointing game uses. The boxes are those of the data set. Darkened pixels are outside of the model's crop.",
     )
 
 
@@ -152,12 +154,23 @@ def _picture(item: GroundedPhrase, map_HW: NDArray[np.float32], pixels: NDArray[
     pointing = values["pointing_game"]
     hit = "left out" if np.isnan(pointing) else f"maximum inside: {_share(pointing)}"
     text = f"{hit}, CNR {values['signed_cnr']:+.2f}, IoU {values['miou']:.2f}"
-    drawn_HWC = draw_grounding(pixels, map_HW, stored_boxes(item.phrase, item.sample, map_HW.shape))
+    boxes = stored_boxes(item.phrase, item.sample, map_HW.shape)
+    seen = map_HW[np.isfinite(map_HW)]
+    start, full = (float(seen.min()) + end for end in color_ends(seen - seen.min()))
     return html.Picture(
-        source=html.thumbnail_uri(drawn_HWC, _SIDE),
-        alternative=f"map of a phrase about {item.phrase.label}, with its boxes",
+        source=html.thumbnail_uri(draw_grounding(pixels, map_HW, boxes), _SIDE),
+        alternative=f"heat map of the phrase “{item.phrase.text}” ({item.phrase.label}), {_place(map_HW)}, with "
+        f"{len(boxes)} boxes of the data set; {text}",
         lines=[item.phrase.text, text],
+        scale=html.ColorScale(low=f"{start:.2f}", high=f"{full:.2f}"),
     )
+
+
+def _place(map_HW: NDArray[np.floating]) -> str:
+    """Return where the maximum of a map is, for readers who do not see it."""
+    row, column = np.unravel_index(np.nanargmax(map_HW), map_HW.shape)
+    down, across = row / map_HW.shape[0], column / map_HW.shape[1]
+    return f"highest {across:.0%} from the left and {down:.0%} from the top"
 
 
 def _share(value: float) -> str:
@@ -167,7 +180,7 @@ def _share(value: float) -> str:
 def draw_grounding(
     pixels: NDArray[np.uint8], map_HW: NDArray[np.floating], boxes: Sequence[Box], side: int = _SIDE
 ) -> NDArray[np.uint8]:
-    """Return the image (H, W, 3) with a longer side of `side` pixels, the heatmap and the outlines of the boxes.
+    """Return the image (H, W, 3) with a longer side of `side` pixels, the heatmap, its peak and the boxes' outlines.
 
     Args:
         pixels: (H, W) or (H, W, 3).
@@ -189,6 +202,8 @@ def draw_grounding(
         _UNSEEN + (1 - _UNSEEN) * shown_HW1
     )
     drawn_HWC = np.ascontiguousarray(drawn_HWC.round().astype(np.uint8))
+    row, column = np.unravel_index(np.nanargmax(map_HW), map_HW.shape)
+    drawn_HWC = mark_peak(drawn_HWC, int((row + 0.5) * scale), int((column + 0.5) * scale))
     for box in boxes:
         corners = (box.left, box.top, box.left + box.width, box.top + box.height)
         left, top, right, bottom = (round(corner * scale) for corner in corners)

@@ -27,7 +27,26 @@ def peak_ratio(map_hw: NDArray[np.floating]) -> float:
     return float(map_hw.max()) / mean if mean > 0 else 0.0
 
 
-def draw_map(pixels: NDArray[np.uint8], map_hw: NDArray[np.floating], box: Box) -> NDArray[np.uint8]:
+def color_ends(map_hw: NDArray[np.floating]) -> tuple[float, float]:
+    """Return the values at which color starts and is full: the mean, and the maximum or twice the mean if higher."""
+    mean = float(map_hw.mean())
+    return mean, mean * max(peak_ratio(map_hw), _FULL_COLOR_PEAK)
+
+
+def mark_peak(image_HWC: NDArray[np.uint8], row: int, column: int) -> NDArray[np.uint8]:
+    """Return the image (H, W, 3) with a ring, white with black edges, around a pixel."""
+    import cv2
+
+    marked_HWC = np.ascontiguousarray(image_HWC)
+    radius = max(4, round(max(marked_HWC.shape[:2]) / 40))
+    for gray, width in ((0, 4), (255, 2)):
+        cv2.circle(marked_HWC, (column, row), radius, (gray, gray, gray), width, cv2.LINE_AA)
+    return marked_HWC
+
+
+def draw_map(
+    pixels: NDArray[np.uint8], map_hw: NDArray[np.floating], box: Box, *, peak: bool = False
+) -> NDArray[np.uint8]:
     """Return the image (H, W, 3) with the heatmap on it, darkened outside the model's input.
 
     Color starts at the mean of the map and is full at its maximum, or at twice the mean if that is higher.
@@ -36,6 +55,7 @@ def draw_map(pixels: NDArray[np.uint8], map_hw: NDArray[np.floating], box: Box) 
         pixels: image (H, W) or (H, W, 3).
         map_hw: non-negative map.
         box: part of the image that the map covers (`EvalTransform.box`).
+        peak: mark the center of the highest cell with a ring.
     """
     import matplotlib
 
@@ -49,4 +69,10 @@ def draw_map(pixels: NDArray[np.uint8], map_hw: NDArray[np.floating], box: Box) 
     overlay_HWC = (1 - opacity_HW1) * image_HWC + opacity_HW1 * color_HWC
     inside_HW = to_pixels(np.ones((1, 1)), box, height, width)[:, :, None]
     overlay_HWC *= _OUTSIDE_BRIGHTNESS + (1 - _OUTSIDE_BRIGHTNESS) * inside_HW
-    return np.asarray(overlay_HWC.round().astype(np.uint8))
+    drawn_HWC = np.asarray(overlay_HWC.round().astype(np.uint8))
+    if not peak:
+        return drawn_HWC
+    row, column = np.unravel_index(np.argmax(map_hw), map_hw.shape)
+    top = box.top + (row + 0.5) / map_hw.shape[0] * box.height
+    left = box.left + (column + 0.5) / map_hw.shape[1] * box.width
+    return mark_peak(drawn_HWC, int(top), int(left))

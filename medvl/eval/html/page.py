@@ -1,60 +1,55 @@
 """Self-contained HTML page of an evaluation, composed of sections.
 
 The page is one file with embedded styles and pictures. It runs no script, and its content security policy forbids
-loading anything. All text is escaped. Evaluators list sections (tables, plots, galleries), `write_page` renders them.
+loading anything. All text is escaped. Evaluators list sections (tables, plots, galleries), `write_page` renders them:
+the first section is the summary, and sections beyond about four screens are folded. Beside `index.html`, the folder
+`index_files` has every table as CSV, Markdown and LaTeX and every plot as SVG and PDF.
 """
 
 import base64
 import dataclasses
 import io
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from medvl.common.files import write_atomic
-from medvl.eval.core.metric_rows import MetricRow
-from medvl.eval.core.results import format_value
+from medvl.eval.html.plots import Plot
+from medvl.eval.html.tables import Table, as_csv, as_latex, as_markdown
 
 Pixels = Callable[[int], NDArray[np.uint8]]
 """Position in the source -> stored image."""
 _TEMPLATES = Path(__file__).parent / "templates"
+_OPEN_PIXELS = 3500  # estimated height of the sections that are not folded: about four screens with the header
+_LONG_TEXT = 160  # characters; longer texts are shown by their beginning and open to the full text
+_TABLE_FORMATS = {"csv": as_csv, "md": as_markdown, "tex": as_latex}
+_PLOT_FORMATS = ("svg", "pdf")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
-    """Table cell: text, and optionally a bar for an interval in [0, 1]."""
+class ColorScale:
+    """Values at the two ends of a heat map's colors."""
 
-    text: str
-    small: str = ""
-    """Small text after the text: an interval."""
-    bar: tuple[float, float, float] | None = None
-    """(low, value, high) of the bar; None for no bar."""
-    reference: float | None = None
-    """Chance level, drawn as a tick in the bar."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
-    """Table whose first column names the row; the first `strong_rows` rows are summaries."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Cell | str]]
-    caption: str = ""
-    strong_rows: int = 0
-    kind: str = "table"
+    low: str
+    high: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """Image with alternative text and a few short lines below it."""
+    """Image, or a plot, with alternative text and a few short lines below it."""
 
     source: str
-    """Data URI from `png_uri` or `thumbnail_uri`."""
+    """Data URI from `thumbnail_uri`, or of the plot (`plot_picture`)."""
     alternative: str
+    """What is seen, for readers who do not see it."""
     lines: Sequence[str] = ()
+    scale: ColorScale | None = None
+    plot: Plot | None = None
+    """Plot that is also written as a file."""
+    wide: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,12 +130,15 @@ class Page:
     facts: Sequence[tuple[str, str]]
     """(name, value) pairs that describe data, model and protocol."""
     sections: Sequence[Section]
+    """The first is the summary."""
     limits: Sequence[str]
     """Limitations, one paragraph each."""
+    findings: Sequence[str] = ()
+    """Names to filter by: rows of tables, and strips, of other findings are hidden."""
 
 
 def write_page(page: Page, path: str | Path) -> Path:
-    """Write the page atomically as one HTML file and return its path."""
+    """Write the page and its files atomically, and return the path of the page."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -150,24 +148,94 @@ def write_page(page: Page, path: str | Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    html = environment.get_template("page.html").render(page=page)
     path = Path(path)
+    files = {**_table_files(page), **_plot_files(page)}
+    html = environment.get_template("page.html").render(
+        page=page,
+        ids=_ids([section.title for section in page.sections]),
+        folded=_folded(page.sections),
+        folder=_folder(path).name,
+        found={name: number for number, name in enumerate(page.findings)},
+        long_text=_LONG_TEXT,
+        table_formats=("csv", "md", "tex"),
+        plot_formats=_PLOT_FORMATS,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
+    _write_files(_folder(path), files)
     return write_atomic(path, html)
 
 
-def metric_cell(row: MetricRow | None, *, reference: float | None = None, bar: bool = False) -> Cell:
-    """Return the cell of a metric with its interval; a dash without a value."""
-    text, _, interval = format_value(row).partition(" ")
-    if row is None or text == "-":
-        return Cell(text="–")
-    ends = (row.low, row.value, row.high) if bar and interval else None
-    return Cell(text=text, small=interval, bar=ends, reference=reference)
+def _folder(path: Path) -> Path:
+    return path.with_name(f"{path.stem}_files")
 
 
-def png_uri(png: bytes) -> str:
-    """Return a PNG file as a data URI."""
-    return "data:image/png;base64," + base64.b64encode(png).decode()
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write the files into their own folder, and remove those of an earlier page."""
+    if files:
+        folder.mkdir(exist_ok=True)
+    if folder.is_dir():
+        for old in folder.iterdir():
+            if old.name not in files and old.suffix[1:] in {*_TABLE_FORMATS, *_PLOT_FORMATS}:
+                old.unlink()
+    for name, content in files.items():
+        write_atomic(folder / name, content)
+
+
+def _table_files(page: Page) -> dict[str, bytes]:
+    named = zip(_ids([section.title for section in page.sections]), page.sections, strict=True)
+    tables = [(name, section) for name, section in named if isinstance(section, Table)]
+    return {
+        f"{name}.{suffix}": write(table).encode() for name, table in tables for suffix, write in _TABLE_FORMATS.items()
+    }
+
+
+def _plot_files(page: Page) -> dict[str, bytes]:
+    strips = [strip for section in page.sections if isinstance(section, Pictures) for strip in section.strips]
+    found = [picture.plot for strip in strips for picture in strip.pictures if picture.plot is not None]
+    return {f"{plot.name}.{suffix}": getattr(plot, suffix) for plot in found for suffix in _PLOT_FORMATS}
+
+
+def _ids(titles: Sequence[str]) -> list[str]:
+    """Return a unique name of letters, digits and hyphens for each title."""
+    names: list[str] = []
+    for title in titles:
+        name = slug(title)
+        names.append(name if name not in names else f"{name}-{len(names)}")
+    return names
+
+
+def slug(text: str) -> str:
+    """Return a name for files and anchors: lower-case letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:80] or "section"
+
+
+def _folded(sections: Sequence[Section]) -> list[bool]:
+    """Return which sections are folded: those that do not fit into the first screens, and never the summary."""
+    left, folded = float(_OPEN_PIXELS), []
+    for number, section in enumerate(sections):
+        height = _height(section)
+        folded.append(number > 0 and height > left)
+        left -= 60 if folded[-1] else height
+    return folded
+
+
+def _height(section: Section) -> float:
+    """Return the estimated height in pixels at a width of 1,100."""
+    if isinstance(section, Table):
+        bars = any(axis is not None for axis in section.axes())
+        return 190 + (62 if bars else 50) * len(section.rows)
+    if isinstance(section, Cards):
+        return 120 + sum(50 + 330 * ((len(deck.cards) + 1) // 2) for deck in section.decks)
+    if section.kind == "thumbnails":
+        return 120 + 95 * len(section.strips)
+    row = 620 if section.kind == "wide" else 330
+    return 120 + sum(30 + row * ((len(strip.pictures) + 2) // 3) for strip in section.strips)
+
+
+def plot_picture(plot: Plot, *, alternative: str, lines: Sequence[str] = (), wide: bool = False) -> Picture:
+    """Return the picture of a plot."""
+    source = "data:image/svg+xml;base64," + base64.b64encode(plot.svg).decode()
+    return Picture(source=source, alternative=alternative, lines=lines, plot=plot, wide=wide)
 
 
 def thumbnail_uri(pixels: NDArray[np.uint8], size: int = 192) -> str:

@@ -1,4 +1,4 @@
-"""Plots of the pages as PNG files, without global matplotlib state."""
+"""Plots of the pages as SVG and PDF, without pyplot's global state."""
 
 import dataclasses
 import io
@@ -15,7 +15,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POSITIVE_COLOR, NEGATIVE_COLOR, LINE_COLOR, GREY = "#c2410c", "#64748b", "#1d4ed8", "#94a3b8"
-_INCHES, _DPI = (2.9, 2.5), 200  # shown at about 290 CSS pixels: two device pixels each
+LINE_COLORS = ("#1d4ed8", "#c2410c", "#15803d", "#7e22ce", "#0e7490", "#be185d", "#a16207")
+_INCHES, _DPI = (2.9, 2.5), 200  # the resolution is that of images within a plot
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plot:
+    """Plot as two files of one name."""
+
+    name: str
+    """Name of the files without an ending, unique on the page."""
+    svg: bytes
+    pdf: bytes
 
 
 def _canvas(inches: tuple[float, float] = _INCHES) -> tuple["Figure", "Axes"]:
@@ -31,12 +42,20 @@ def _canvas(inches: tuple[float, float] = _INCHES) -> tuple["Figure", "Axes"]:
     return figure, axes
 
 
-def _finish(figure: "Figure", axes: "Axes", x: str, y: str) -> bytes:
+def _finish(name: str, figure: "Figure", axes: "Axes", x: str, y: str) -> Plot:
+    import matplotlib
+
     axes.set_xlabel(x, fontsize=8, color="#334155")
     axes.set_ylabel(y, fontsize=8, color="#334155")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+    files = []
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "medvl", "pdf.fonttype": 42}
+    ):  # text stays text
+        for kind, dated in (("svg", "Date"), ("pdf", "CreationDate")):
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format=kind, metadata={dated: None}, transparent=True)
+            files.append(buffer.getvalue())
+    return Plot(name, *files)
 
 
 def _unit_square(axes: "Axes") -> None:
@@ -47,25 +66,42 @@ def _unit_square(axes: "Axes") -> None:
     axes.set_yticks([0, 0.5, 1], ["0", "0.5", "1"])
 
 
-def roc_plot(curve: RocCurve) -> bytes:
+def roc_plot(name: str, curve: RocCurve) -> Plot:
     """Plot a ROC curve with its pointwise 95 % band."""
     figure, axes = _canvas()
     _unit_square(axes)
     axes.fill_between(curve.grid_G, curve.low_G, curve.high_G, color=LINE_COLOR, alpha=0.16, linewidth=0)
     axes.plot(curve.false_positive_rate, curve.true_positive_rate, color=LINE_COLOR, linewidth=1.4)
-    return _finish(figure, axes, "false positive rate", "true positive rate")
+    return _finish(name, figure, axes, "false positive rate", "true positive rate")
 
 
-def score_plot(scores_N: Array, labels_N: Array, threshold: float | None) -> bytes:
+def roc_overlay(name: str, curves: Mapping[str, RocCurve], *, inches: tuple[float, float] = (6.4, 3.9)) -> Plot:
+    """Plot several ROC curves in one square, with their names beside it in the given order."""
+    import matplotlib
+
+    figure, axes = _canvas(inches)
+    _unit_square(axes)
+    axes.set_aspect("equal")
+    table = matplotlib.colormaps["tab10"]
+    colors = LINE_COLORS if len(curves) <= len(LINE_COLORS) else tuple(table(number) for number in range(table.N))
+    for number, (label, curve) in enumerate(curves.items()):
+        dashes = "-" if number < len(colors) else "--"
+        color = colors[number % len(colors)]
+        axes.plot(curve.false_positive_rate, curve.true_positive_rate, dashes, color=color, linewidth=1.3, label=label)
+    axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=7, frameon=False)
+    return _finish(name, figure, axes, "false positive rate", "true positive rate")
+
+
+def score_plot(name: str, scores_N: Array, labels_N: Array, threshold: float | None) -> Plot:
     """Plot normalised histograms of the scores of positives and negatives, with the threshold as a line."""
     figure, axes = _canvas()
     known = ~np.isnan(labels_N)
     edges = np.histogram_bin_edges(scores_N[known], bins=24).tolist()
     sides = ((labels_N == 0, NEGATIVE_COLOR, "negative"), (labels_N == 1, POSITIVE_COLOR, "positive"))
-    for chosen, color, name in sides:
+    for chosen, color, side in sides:
         if chosen.any():
             axes.hist(scores_N[chosen], bins=edges, density=True, color=color, alpha=0.28)
-            label = f"{name} ({int(chosen.sum())})"
+            label = f"{side} ({int(chosen.sum())})"
             axes.hist(scores_N[chosen], bins=edges, density=True, histtype="step", color=color, label=label)
     if threshold is not None and not np.isnan(threshold):
         axes.axvline(threshold, color="#0f172a", linewidth=0.9, linestyle=(0, (4, 2)), label="threshold")
@@ -73,7 +109,7 @@ def score_plot(scores_N: Array, labels_N: Array, threshold: float | None) -> byt
     axes.locator_params(axis="x", nbins=4)
     anchor = (0.5, 1.0)  # above the axes
     axes.legend(loc="lower center", bbox_to_anchor=anchor, ncols=3, fontsize=6.5, frameon=False, columnspacing=1)
-    return _finish(figure, axes, "score", "density")
+    return _finish(name, figure, axes, "score", "density")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,35 +123,56 @@ class Series:
     color: str = GREY
 
 
-def accuracy_plot(names: Sequence[str], systems: Sequence[Series], baselines: Sequence[Series] = ()) -> bytes:
-    """Plot one line per name: points with intervals for the systems, ticks for the baselines."""
-    figure, axes = _canvas((7.6, 0.62 + 0.3 * len(names)))
-    rows_K = np.arange(len(names), dtype=np.float64)
-    axes.hlines(rows_K, 0, 1, color="#e2e8f0", linewidth=0.6, zorder=0)
+def interval_plot(
+    name: str,
+    rows: Sequence[str],
+    systems: Sequence[Series],
+    baselines: Sequence[Series] = (),
+    *,
+    axis: str,
+    line: float | None = None,
+) -> Plot:
+    """Plot one line per row: points with intervals for the systems, ticks for the baselines.
+
+    The axis holds all values and intervals, and no more.
+
+    Args:
+        name: of the files.
+        rows: names of the lines, from the top.
+        systems: values with intervals.
+        baselines: values drawn as ticks.
+        axis: label of the axis.
+        line: value of a vertical line, such as a difference of 0.
+    """
+    figure, axes = _canvas((7.6, 0.7 + (0.2 + 0.1 * max(len(systems), 1)) * len(rows)))
+    rows_K = np.arange(len(rows), dtype=np.float64)
+    axes.grid(axis="y", color="#e2e8f0", linewidth=0.6)
+    axes.set_axisbelow(True)
+    if line is not None:
+        axes.axvline(line, color="#0f172a", linewidth=0.9)
     for number, series in enumerate(systems):
-        at_K = rows_K + 0.24 * (number - (len(systems) - 1) / 2)
+        at_K = rows_K + 0.7 / max(len(systems), 2) * (number - (len(systems) - 1) / 2)
         axes.hlines(at_K, series.low_K, series.high_K, color=series.color, linewidth=1.4, alpha=0.55)
-        axes.plot(series.value_K, at_K, "o", color=series.color, markersize=4.5, label=series.name)
+        axes.plot(series.value_K, at_K, "o", color=series.color, markersize=4, label=series.name)
     for series in baselines:
         axes.scatter(series.value_K, rows_K, s=80, marker="|", color=series.color, linewidth=1.6, label=series.name)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_yticks(rows_K, names)
-    axes.set_xlim(-0.01, 1.01)
-    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "0.25", "0.5", "0.75", "1"])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_yticks(rows_K, rows)
+    axes.locator_params(axis="x", nbins=7)
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=6, fontsize=7, frameon=False, columnspacing=1.2)
-    return _finish(figure, axes, "accuracy", "")
+    return _finish(name, figure, axes, axis, "")
 
 
-def calibration_plot(bins: CalibrationBins) -> bytes:
+def calibration_plot(name: str, bins: CalibrationBins) -> Plot:
     """Plot the fraction of positives against mean probability, with Wilson intervals."""
     figure, axes = _canvas()
     _unit_square(axes)
     axes.vlines(bins.probability_Q, bins.low_Q, bins.high_Q, color=LINE_COLOR, linewidth=0.8)
     axes.plot(bins.probability_Q, bins.observed_Q, "o-", color=LINE_COLOR, linewidth=1, markersize=3)
-    return _finish(figure, axes, "mean probability", "fraction of positives")
+    return _finish(name, figure, axes, "mean probability", "fraction of positives")
 
 
-def matrix_plot(values_KK: Array, x_label: str, y_label: str) -> bytes:
+def matrix_plot(name: str, values_KK: Array, x_label: str, y_label: str) -> Plot:
     """Plot a matrix as an image, first row on top, with a color bar."""
     figure, axes = _canvas()
     image = axes.imshow(values_KK, cmap="viridis", interpolation="nearest")
@@ -126,15 +183,17 @@ def matrix_plot(values_KK: Array, x_label: str, y_label: str) -> bytes:
     for edge in scale.ax.spines.values():
         edge.set_visible(False)
     scale.ax.tick_params(labelsize=7, colors="#475569", length=2)
-    return _finish(figure, axes, x_label, y_label)
+    return _finish(name, figure, axes, x_label, y_label)
 
 
-def points_plot(points: Mapping[str, Array], colors: Mapping[str, str], axis_names: Sequence[str]) -> bytes:
+def points_plot(name: str, points: Mapping[str, Array], colors: Mapping[str, str], axis_names: Sequence[str]) -> Plot:
     """Plot named sets of points (N, 2) in their colors; `axis_names` label the two axes."""
     figure, axes = _canvas()
-    for name, points_N2 in points.items():
-        label = f"{name} ({len(points_N2):,})"
-        axes.scatter(points_N2[:, 0], points_N2[:, 1], s=5, alpha=0.5, linewidth=0, color=colors[name], label=label)
+    for side, points_N2 in points.items():
+        label, color = f"{side} ({len(points_N2):,})", colors[side]
+        axes.scatter(
+            points_N2[:, 0], points_N2[:, 1], s=5, alpha=0.5, linewidth=0, color=color, label=label, rasterized=True
+        )
     axes.set_xticks([])
     axes.set_yticks([])
     anchor = (0.5, 1.0)
@@ -144,4 +203,4 @@ def points_plot(points: Mapping[str, Array], colors: Mapping[str, str], axis_nam
     for handle in legend.legend_handles:
         if handle is not None:
             handle.set_alpha(1)
-    return _finish(figure, axes, axis_names[0], axis_names[1])
+    return _finish(name, figure, axes, axis_names[0], axis_names[1])

@@ -5,18 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from medvl.eval.html.header import header_facts, headline
-from medvl.eval.html.page import (
-    Page,
-    Picture,
-    Pictures,
-    Pixels,
-    Section,
-    Strip,
-    Table,
-    metric_cell,
-    thumbnail_uri,
-    write_page,
-)
+from medvl.eval.html.page import Page, Picture, Pictures, Pixels, Section, Strip, thumbnail_uri, write_page
+from medvl.eval.html.tables import Table, metric_cell
 from medvl.eval.matching.evaluate import MIRROR, OTHER, OWN, MatchingResult
 
 _LIMITS = (
@@ -54,7 +44,7 @@ def write_matching_page(
     rows = [row for row in results.rows if row.n]
     sections: list[Section] = [
         Table(
-            title="Matching",
+            title="Summary",
             columns=["", "Share", "Images"],
             rows=[[_ROWS[row.metric], metric_cell(row, reference=0.5, bar=True), f"{row.n:,}"] for row in rows],
             caption="Mirrors have left and right exchanged; only texts that name a side have one. The tick is chance.",
@@ -86,10 +76,8 @@ def _gallery(result: MatchingResult, pixels: Pixels, examples: int) -> Pictures:
 
 
 def _picture(result: MatchingResult, row: int, column: int, pixels: Pixels) -> Picture:
-    texts = tuple(_short(result, row, columns) for columns in (OWN, column))
-    return Picture(source=thumbnail_uri(pixels(result.positions[row])), alternative=texts[0], lines=texts)
-
-
-def _short(result: MatchingResult, row: int, column: int) -> str:
-    text = result.text(row, column)
-    return text if len(text) <= 120 else text[:119] + "…"
+    own, preferred = (result.text(row, columns) for columns in (OWN, column))
+    scores_3 = result.scores_N3[row]
+    alternative = f"image whose own text scores {scores_3[OWN]:.2f} and the other text {scores_3[column]:.2f}"
+    lines = (f"own, {scores_3[OWN]:.2f}: {own}", f"preferred, {scores_3[column]:.2f}: {preferred}")
+    return Picture(source=thumbnail_uri(pixels(result.positions[row])), alternative=alternative, lines=lines)

@@ -7,7 +7,8 @@ import numpy as np
 
 from medvl.eval.classification.page import LIMITS, facts, sections, subtitle
 from medvl.eval.html.header import headline
-from medvl.eval.html.page import Cell, Page, Pixels, Table, metric_cell, write_page
+from medvl.eval.html.page import Page, Pixels, write_page
+from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.probing.evaluate import ProbeResult, suffix
 
 
@@ -29,6 +30,7 @@ def write_probe_page(
         facts=facts(result, model=model, data=data, date=date, extra=_probe_facts(result)),
         sections=[_by_fraction(result), *sections(result, pixels, examples)],
         limits=LIMITS,
+        findings=result.images.names,
     )
     return write_page(page, path)
 
@@ -65,10 +67,11 @@ def _by_fraction(result: ProbeResult) -> Table:
         lines.append(cells)
     columns = [name for fraction in result.fractions for name in (f"AUROC, {100 * fraction:g}%", "SD over runs")]
     return Table(
-        title="By fraction of the labels",
+        title="Summary by fraction of the labels",
         columns=["", *columns],
         rows=lines,
         strong_rows=len(means),
+        one_axis=True,
         caption="Mean over the runs of a fraction with 95% interval over test patients, and standard deviation (SD) "
         "over the runs. The sections below show the first run of the largest fraction.",
     )

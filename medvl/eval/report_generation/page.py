@@ -5,7 +5,8 @@ from pathlib import Path
 
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.html.header import header_facts, headline
-from medvl.eval.html.page import Cell, Page, Table, metric_cell, write_page
+from medvl.eval.html.page import Page, write_page
+from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.report_generation.clinical_f1 import METRICS
 from medvl.eval.report_generation.evaluate import ONE_REPORT, ReportResult
 from medvl.eval.report_generation.nlg_metrics import REPORT
@@ -51,6 +52,7 @@ def write_report_page(
         facts=header_facts(results, model=model, data=data, date=date, units="patients", extra=_facts(result)),
         sections=[_overlap(rows), _findings(rows), _by_finding(rows)],
         limits=_LIMITS,
+        findings=FINDINGS,
     )
     return write_page(page, path)
 
@@ -84,7 +86,7 @@ def _overlap(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
         for subgroup in subgroups
     ]
     return Table(
-        title="Overlap with the references",
+        title="Summary: overlap with the references",
         columns=["", *_OVERLAP.values()],
         rows=lines,
         strong_rows=1,
@@ -104,6 +106,7 @@ def _findings(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
         columns=["", *_AVERAGES.values()],
         rows=lines,
         strong_rows=1,
+        one_axis=True,
         caption="F1 of the findings that the reports assert, against the labeler's reading of the references or "
         "against the labels of the images. The labeler's reading of the references against labels is what a perfect "
         "generator would have.",
@@ -120,7 +123,12 @@ def _by_finding(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
         for name in FINDINGS
     ]
     return Table(
-        title="By finding", columns=["", *(name.capitalize() for name in METRICS), "In references"], rows=lines
+        title="By finding",
+        columns=["", *(name.capitalize() for name in METRICS), "In references"],
+        rows=lines,
+        one_axis=True,
+        caption="Of the generated reports, with 95% intervals; the references are read by the same labeler. F1 is the "
+        "harmonic mean of precision and recall.",
     )
 
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from medvl.eval.core.results import Results
 from medvl.eval.html.header import hashed, header_facts, headline
-from medvl.eval.html.page import Cell, Page, Table, metric_cell, write_page
+from medvl.eval.html.page import Page, write_page
+from medvl.eval.html.tables import Cell, Table, metric_cell
 
 _LIMITS = (
     "A research evaluation, not for clinical use: a hit is an image or text with the same label; other content may "
@@ -28,6 +29,7 @@ def write_class_retrieval_page(
         facts=header_facts(results, model=model, data=data, date=date, units="queries", extra=extra),
         sections=[_table(results, direction) for direction in directions],
         limits=_LIMITS,
+        findings=list(results.details["chance"]),
     )
     return write_page(page, path)
 
@@ -56,6 +58,7 @@ def _table(results: Results, direction: str) -> Table:
         columns=["", *(metric.capitalize() for metric in metrics), "Queries", "Chance"],
         rows=lines,
         strong_rows=1,
+        one_axis=True,
         caption="The share of a query's nearest candidates that have its class, with 95% intervals. The tick in a bar "
         "is chance, the expected value of a random order.",
     )

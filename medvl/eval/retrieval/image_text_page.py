@@ -7,13 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medvl.eval.core.metrics import Array
-from medvl.eval.html import page as html, plots
+from medvl.eval.html import page as html, plots, tables
 from medvl.eval.html.header import header_facts, headline
 from medvl.eval.retrieval.examples import NearestCandidates, RetrievalExamples
 from medvl.eval.retrieval.image_text import RetrievalResult
 
 _DIRECTIONS = {"image_to_text": "Image to text", "text_to_image": "Text to image"}
-_MAX_CHARACTERS = 140  # maximum length of a displayed text
 _FINDINGS = 2
 _MIN_IMAGES = 5  # minimum number of images with, and without, a finding that colors the embeddings
 LIMITS = (
@@ -70,21 +69,21 @@ def _headline(result: RetrievalResult, direction: str) -> tuple[str, str, str]:
     return headline(f"{metric}, {_DIRECTIONS[direction].lower()}", result.results.row(metric, direction))
 
 
-def _table(result: RetrievalResult) -> html.Table:
+def _table(result: RetrievalResult) -> tables.Table:
     chance: Mapping[str, float] = result.results.details["chance"]
     recalls = [f"recall@{k}" for k in result.results.config["ks"]]
     gains = list(dict.fromkeys(row.metric for row in result.results.rows if row.metric.startswith("ndcg@")))
-    lines: list[Sequence[html.Cell | str]] = []
+    lines: list[Sequence[tables.Cell | str]] = []
     for direction, title in _DIRECTIONS.items():
         rows = {row.metric: row for row in result.results.rows if row.target == direction}
         cells = [
-            html.metric_cell(rows[each], reference=chance[f"{each}/{direction}"], bar=True)
+            tables.metric_cell(rows[each], reference=chance[f"{each}/{direction}"], bar=True)
             for each in (*recalls, *gains)
         ]
-        ranks = [html.metric_cell(rows[each]) for each in ("mrr", "median_rank")]
+        ranks = [tables.metric_cell(rows[each]) for each in ("mrr", "median_rank")]
         lines.append([title, *cells, *ranks, f"{rows['median_rank'].n:,}"])
-    return html.Table(
-        title="Recall",
+    return tables.Table(
+        title="Summary: recall",
         columns=[
             "",
             *(metric.capitalize() for metric in recalls),
@@ -104,9 +103,12 @@ def _plots(
     result: RetrievalResult, examples: RetrievalExamples, labels: Callable[[str], Mapping[str, int]] | None
 ) -> html.Pictures:
     count = len(examples.similarity_KK)
-    matrix = html.Picture(
-        source=html.png_uri(plots.matrix_plot(examples.similarity_KK, "text", "image")),
-        alternative=f"similarities of {count} images with their texts",
+    own = np.diag(examples.similarity_KK)
+    others = float((examples.similarity_KK.sum() - own.sum()) / max(count * (count - 1), 1))
+    matrix = html.plot_picture(
+        plots.matrix_plot("similarities", examples.similarity_KK, "text", "image"),
+        alternative=f"Matrix of the similarities of {count} images (rows) with {count} texts (columns): "
+        f"{own.mean():.2f} on average with the own text, on the diagonal, and {others:.2f} with others.",
         lines=["Similarities", f"{count} random images, each with its own text on the diagonal"],
     )
     sides = {"images": examples.image_N2, "texts": examples.text_M2}
@@ -128,8 +130,16 @@ def _plane(
     name: str, sides: Mapping[str, Array], colors: Mapping[str, str], examples: RetrievalExamples
 ) -> html.Picture:
     axes = tuple(f"component {n} ({share:.0%})" for n, share in enumerate(examples.explained_variance, 1))
-    plot = plots.points_plot(sides, colors, axes)
-    return html.Picture(source=html.png_uri(plot), alternative=f"embeddings in a plane: {name}", lines=[name])
+    centers = ", ".join(
+        f"{side} {len(points)} points around ({points[:, 0].mean():.2f}, {points[:, 1].mean():.2f})"
+        for side, points in sides.items()
+        if len(points)
+    )
+    return html.plot_picture(
+        plots.points_plot(f"embeddings-{html.slug(name)}", sides, colors, axes),
+        alternative=f"Embeddings in the plane of their first two principal components, by {name.lower()}: {centers}.",
+        lines=[name],
+    )
 
 
 def _finding_colors(
@@ -155,17 +165,18 @@ def _image_cards(
     def card(query: NearestCandidates) -> html.Card:
         own, rank = int(examples.text_of_N[query.query]), int(result.image_rank_N[query.query])
         choices = [
-            html.Choice(text=_short(examples.texts[text]), score=value, right=text == own, full=full)
+            html.Choice(text=examples.texts[text], score=value, right=text == own, full=full)
             for text, value in zip(query.candidates, query.similarities, strict=True)
         ]
         picture = html.Picture(
-            source=html.thumbnail_uri(pixels(result.keys[query.query]), 256), alternative="the image"
+            source=html.thumbnail_uri(pixels(result.keys[query.query]), 256),
+            alternative=f"query image, whose own text is {_ordinal(rank)} of {len(examples.texts):,}",
         )
         return html.Card(
             title=f"Its own text is {_ordinal(rank)} of {len(examples.texts):,}",
             pictures=[picture],
             choices=choices,
-            lines=[] if own in query.candidates else [("Its own", _short(examples.texts[own]))],
+            lines=[] if own in query.candidates else [("Its own", examples.texts[own])],
             tags=[],
         )
 
@@ -191,11 +202,15 @@ def _text_strips(
     def picture(image: int, similarity: float, text: int) -> html.Picture:
         own = "✓ its own" if int(examples.text_of_N[image]) == text else "of another text"
         source = html.thumbnail_uri(pixels(result.keys[image]))
-        return html.Picture(source=source, alternative="a retrieved image", lines=[own, f"{similarity:.2f}"])
+        return html.Picture(
+            source=source,
+            alternative=f"retrieved image, {own}, similarity {similarity:.2f}",
+            lines=[own, f"{similarity:.2f}"],
+        )
 
     strips = [
         html.Strip(
-            title=_short(examples.texts[query.query]),
+            title=examples.texts[query.query],
             note=f"own image {_ordinal(int(result.text_rank_M[query.query]))} of {len(examples.text_of_N):,}",
             pictures=[
                 picture(image, similarity, query.query)
@@ -210,10 +225,6 @@ def _text_strips(
         strips=strips,
         caption="Random texts, with the nearest images of the gallery and their similarities.",
     )
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 2].rsplit(" ", 1)[0] + " …"
 
 
 def _ordinal(number: int) -> str:

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from medvl.data.annotations.questions import Question
 from medvl.errors import MedvlError
-from medvl.eval.html.overlay import draw_map, peak_ratio
-from medvl.eval.html.page import Card, Cards, Choice, Deck, Picture, shrink, thumbnail_uri
+from medvl.eval.html.overlay import color_ends, draw_map, peak_ratio
+from medvl.eval.html.page import Card, Cards, Choice, ColorScale, Deck, Picture, shrink, thumbnail_uri
 from medvl.eval.vqa.evaluate import MODEL, VQAResult
 from medvl.eval.vqa.explain import Explanation
 from medvl.eval.vqa.predictions import Prediction
@@ -24,7 +24,8 @@ _SIZE = 300  # longer side of the images of a card, in pixels; they are displaye
 _HEATMAP_CAPTION = (
     " Heatmaps show the attention to the image in the last fusion layer: of the pooled token, and of the question's "
     "words. Color starts at the mean over the cells and is full at the peak, or at twice the mean if the peak is "
-    "lower. The text below gives the peak as a multiple of the mean, and the share of attention on the image. "
+    "lower; the ring is at the peak. The text below gives the peak as a multiple of the mean, and the share of "
+    "attention on the image. "
     "Dark borders are outside of the model's crop."
 )
 
@@ -117,12 +118,17 @@ def _pictures(question: Question, pixels: Pixels | None, explanation: Explanatio
     except (MedvlError, OSError):
         _log.warning("the image of question %s is not shown: it could not be read", question.id)
         return []
-    pictures = [Picture(source=thumbnail_uri(image, _SIZE), alternative=f"image of question {question.id}")]
+    about = f"question {question.id} ({question.kind or 'no type'})"
+    pictures = [Picture(source=thumbnail_uri(image, _SIZE), alternative=f"the image of {about}")]
     if explanation is not None:
         box = explanation.transform.box(*image.shape[:2])
         for name, map_hw in explanation.maps:
-            drawn = draw_map(image, map_hw, box)
+            drawn = draw_map(image, map_hw, box, peak=True)
+            row, column = np.unravel_index(np.argmax(map_hw), map_hw.shape)
+            place = f"{(column + 0.5) / map_hw.shape[1]:.0%} from the left and {(row + 0.5) / map_hw.shape[0]:.0%} down"
+            scale = ColorScale(low="mean", high=f"{color_ends(map_hw)[1] / (float(map_hw.mean()) or 1):.1f}× mean")
             line = f"peak {peak_ratio(map_hw):.1f}×, sum {map_hw.sum():.0%}"
-            picture = Picture(source=thumbnail_uri(drawn, _SIZE), alternative=f"attention: {name}", lines=(name, line))
-            pictures.append(picture)
+            alternative = f"attention heat map ({name}) of {about}: highest {place} of the crop, {line}"
+            source = thumbnail_uri(drawn, _SIZE)
+            pictures.append(Picture(source=source, alternative=alternative, lines=(name, line), scale=scale))
     return pictures

@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from medvl.eval.core.metric_rows import MetricRow
+from medvl.eval.core.results import format_value
 from medvl.eval.html import plots
 from medvl.eval.html.header import dated, hashed, headline, software
-from medvl.eval.html.page import Cell, Page, Picture, Pictures, Section, Strip, Table, metric_cell, png_uri, write_page
+from medvl.eval.html.page import Page, Pictures, Section, Strip, plot_picture, write_page
+from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.vqa.baselines import QUESTION_ONLY
 from medvl.eval.vqa.evaluate import ACCURACY, CEILING, GAIN, MODEL, TYPES, VQAResult, subgroup_of
 from medvl.eval.vqa.examples import Explain, Pixels, choose_examples, example_cards
@@ -138,7 +140,7 @@ def _accuracy_table(result: VQAResult) -> Table:
     lines.append(["Best possible with the vocabulary", *ceiling])
     counts = [rows[CEILING, target, ""].n for target in TYPES]
     return Table(
-        title="Accuracy",
+        title="Summary: accuracy",
         columns=["", *(f"{target.capitalize()} ({n:,})" for target, n in zip(TYPES, counts, strict=True))],
         rows=lines,
         strong_rows=int(MODEL in result.systems),
@@ -196,12 +198,18 @@ def _plot(result: VQAResult) -> list[Pictures]:
     lines = [(MODEL, plots.LINE_COLOR), (QUESTION_ONLY, plots.NEGATIVE_COLOR)]
     ticks = [("majority_by_kind", plots.POSITIVE_COLOR), ("majority", plots.GREY)]
     counts = [rows[ACCURACY, group, subgroup_of(QUESTION_ONLY)].n for group in groups]
-    plot = plots.accuracy_plot(
+    plot = plots.interval_plot(
+        "question-types",
         [f"{group.removeprefix('kind: ')} ({n})" for group, n in zip(groups, counts, strict=True)],
         [series(*each) for each in lines if each[0] in result.systems],
         [series(*each) for each in ticks],
+        axis="accuracy",
     )
-    picture = Picture(source=png_uri(plot), alternative="accuracy by question type, with the baselines")
+    values = ", ".join(
+        f"{group.removeprefix('kind: ')} {format_value(rows[ACCURACY, group, subgroup_of(_shown(result))])}"
+        for group in groups
+    )
+    picture = plot_picture(plot, alternative=f"Accuracy by question type with 95% intervals: {values}.")
     return [
         Pictures(
             title="Question types",

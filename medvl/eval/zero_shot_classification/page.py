@@ -35,6 +35,7 @@ def write_zero_shot_page(
         facts=facts(result, model=model, data=data, date=date, extra=_prompt_facts(result)),
         sections=sections(result, pixels, examples),
         limits=LIMITS,
+        findings=result.images.names,
     )
     return write_page(page, path)
 

@@ -456,7 +456,8 @@ def test_picture_has_heat_boxes_and_a_darkened_border() -> None:
     map_HW[:, :10] = np.nan
     drawn = draw_grounding(np.full((20, 40), 100, np.uint8), map_HW, [Box(4, 24, 8, 8)], side=80).astype(int)
     assert drawn.shape == (40, 80, 3)
-    assert drawn[15, 55, 0] > drawn[15, 55, 2] + 60  # heat
+    assert drawn[18, 58, 0] > drawn[18, 58, 2] + 60  # heat
+    assert (drawn[11, 51 - 4 : 51 + 5] > 200).all(axis=1).any()  # the ring around the peak
     assert (drawn[20, 5] < 50).all()  # outside of the crop
     assert (drawn[8:10, 48:64] == (34, 211, 238)).all(axis=2).any()  # the upper edge of the box
     assert (drawn[30, 30] == 100).all()

@@ -94,11 +94,18 @@ def test_principal_plane_of_equal_or_collinear_points() -> None:
 def test_plots_are_valid_images(examples: RetrievalExamples) -> None:
     points = {"images": examples.image_N2, "none": np.zeros((0, 2))}
     colors = {"images": plots.LINE_COLOR, "none": plots.GREY}
-    pngs = [plots.matrix_plot(examples.similarity_KK, "text", "image"), plots.points_plot(points, colors, ["a", "b"])]
-    for png in pngs:
-        pixels = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
-        assert pixels.shape[0] > 400
-        assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 20
+    drawn = [
+        plots.matrix_plot("m", examples.similarity_KK, "text", "image"),
+        plots.points_plot("p", points, colors, ["a", "b"]),
+    ]
+    for plot in drawn:
+        assert plot.pdf.startswith(b"%PDF")
+        (image, *_) = re.findall(
+            rb'base64,([^"]+)"', plot.svg
+        )  # the matrix and the points are an image within the plot
+        pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(image))).convert("RGBA"))
+        assert min(pixels.shape[:2]) > 200
+        assert len(np.unique(pixels.reshape(-1, 4), axis=0)) > 5
 
 
 def test_page_shows_queries_and_candidates_and_escapes_texts(result: RetrievalResult, tmp_path: Path) -> None:
@@ -115,7 +122,7 @@ def test_page_shows_queries_and_candidates_and_escapes_texts(result: RetrievalRe
         labels=labels,
     )
     html = path.read_text(encoding="utf-8")
-    plots, images = (re.findall(rf'src="data:image/{kind};base64,([^"]+)"', html) for kind in ("png", "jpeg"))
+    plots, images = (re.findall(rf'src="data:image/{kind};base64,([^"]+)"', html) for kind in (r"svg\+xml", "jpeg"))
     assert len(plots) == 3  # the matrix, images and texts, Edema; no image is positive for Fracture
     assert len(images) == 2 + 2 * 6
     assert Image.open(io.BytesIO(base64.b64decode(images[0]))).size == (40, 30)

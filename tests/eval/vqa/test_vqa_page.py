@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 from helpers.errors import raises
 from helpers.fusion_samples import tiny_model, tiny_tokenizer
-from helpers.html_pages import Reader, read
+from helpers.html_pages import Reader, check_resources, read
 from helpers.script_modules import load_script
 from helpers.vqa_corpora import rad_row, write_image
 
@@ -149,10 +148,12 @@ def test_page_shows_data_protocol_and_hashes(page: Path, result: VQAResult) -> N
 def test_page_shows_every_row_with_all_baselines(page: Path, result: VQAResult) -> None:
     text = read(page).text
     start = text.index("By question type, organ and side")
-    assert text[start + 2 : start + 10] == [
+    columns = [
         "Model", "Always yes", "Always no", "Most frequent answer", "Most frequent of its type",
         "Same question in train", "Question-only model", "Questions",
     ]  # fmt: skip
+    start = text.index("Questions", start)
+    assert [word for word in text[start - 9 : start + 1] if not word[0].isdigit()] == columns
     for group in ("kind: PRES", "kind: COUNT", "kind: POS", "organ: CHEST", "organ: HEAD"):
         position = text.index(group, start)
         row = result.results.row("accuracy", group)
@@ -167,13 +168,7 @@ def test_page_shows_every_row_with_all_baselines(page: Path, result: VQAResult) 
 
 
 def test_page_has_no_scripts_or_external_resources(page: Path) -> None:
-    reader = read(page)
-    assert not {tag for tag, _ in reader.tags} & {"script", "link", "iframe", "object", "form", "base"}
-    for _, attributes in reader.tags:
-        assert not [name for name in attributes if name.startswith("on")]
-        for name in ("src", "href", "srcset", "action"):
-            assert attributes.get(name, "data:image/").startswith("data:image/")
-    assert "http" not in re.sub(r"http-equiv|data:image[^\"]*", "", page.read_text())
+    check_resources(page)
 
 
 def test_html_in_questions_and_answers_is_escaped(page: Path) -> None:
@@ -199,8 +194,8 @@ def test_cards_show_image_question_answers_and_both_maps(
     }
     count = sum(map(len, chosen.values()))
     kinds = Counter(image["alt"].split(" ")[0].rstrip(":") for image in images(reader))
-    assert kinds == {"accuracy": 1, "image": count, "attention": 2 * count}
-    assert Counter(image["alt"] for image in images(reader))["attention: Summary token"] == count
+    assert kinds == {"Accuracy": 1, "the": count, "attention": 2 * count}
+    assert sum("heat map (Summary token)" in image["alt"] for image in images(reader)) == count
     question = result.data.questions[chosen[False, "open"][0]]
     start = reader.text.index("Wrong, open")
     explanation = explain(model, source, [question.id])[question.id]
@@ -273,7 +268,7 @@ def test_page_without_a_checkpoint_shows_images_and_answers(result: VQAResult, s
     reader = read(path)
     alternatives = [image["alt"] for image in images(reader)]
     shown = sum(map(len, choose_examples(result).values()))
-    assert sum(alternative.startswith("image of question") for alternative in alternatives) == shown
+    assert sum(alternative.startswith("the image of question") for alternative in alternatives) == shown
     assert not [alternative for alternative in alternatives if alternative.startswith("attention")]
     assert "Heatmaps show" not in "\n".join(reader.text)
     assert "Date" not in reader.text
@@ -325,7 +320,7 @@ def test_page_is_reproducible(
 ) -> None:
     repeated = write_vqa_page(
         result,
-        tmp_path / "page.html",
+        tmp_path / "index.html",
         model="dual_stream",
         date="2026-01-31",
         pixels=pixels_of(source),
@@ -376,7 +371,7 @@ def test_vqa_command_writes_the_page(home: Path, capsys: pytest.CaptureFixture[s
     out = home / "run" / "eval" / "vqa"
     assert str(out / "index.html") in capsys.readouterr().out
     reader = read(out / "index.html")
-    assert "attention: Words" in {image["alt"] for image in images(reader)}
+    assert any("heat map (Words)" in image["alt"] for image in images(reader))
     assert json.loads((out / "results.json").read_text())["inputs"]["checkpoint"]
 
     answers = home / "answers.jsonl"
@@ -405,7 +400,7 @@ def test_scripts_write_the_page_with_images_of_the_corpus(home: Path, tmp_path: 
     output = scripts.report(VQAData.from_samples(samples), options, scripts._pixels(samples))
     assert output.endswith("index.html")
     reader = read(tmp_path / "out" / "index.html")
-    assert sum(image["alt"].startswith("image of question") for image in images(reader)) == 4 + 6
+    assert sum(image["alt"].startswith("the image of question") for image in images(reader)) == 4 + 6
 
 
 def test_checkpoint_without_a_vqa_head_is_refused(home: Path, tmp_path: Path) -> None:

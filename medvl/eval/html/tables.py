@@ -1,0 +1,178 @@
+"""Tables of the pages: cells, axes of their interval bars, and files for papers (CSV, Markdown, LaTeX)."""
+
+import csv
+import dataclasses
+import io
+import math
+import re
+from collections.abc import Sequence
+
+from medvl.eval.core.metric_rows import MetricRow
+from medvl.eval.core.results import format_value
+
+Interval = tuple[float, float, float]
+"""(low, value, high)."""
+_STEPS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
+_MARGIN = 0.04  # space on both sides of the bars, as a share of the axis
+_LATEX = {
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "–": "--",
+    "▲": r"$\uparrow$",
+    "▼": r"$\downarrow$",
+    "−": "$-$",
+    "×": r"$\times$",
+    "≥": r"$\geq$",
+    "→": r"$\to$",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """Table cell: text, and optionally a number with its interval."""
+
+    text: str
+    small: str = ""
+    """Small text after the text: an interval."""
+    interval: Interval | None = None
+    """The number with its interval, for the bar and for files; NaN ends for a number without an interval."""
+    bar: bool = False
+    """Draw a bar, on an axis shared by the column."""
+    reference: float | None = None
+    """Chance level, drawn as a tick in the bar."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Table whose first column names the row; the first `strong_rows` rows are summaries."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell | str]]
+    caption: str = ""
+    strong_rows: int = 0
+    one_axis: bool = False
+    """Draw the bars of all columns on one axis, to compare columns."""
+    kind: str = "table"
+
+    def axes(self) -> list[tuple[float, float] | None]:
+        """Return (start, end) of the axis of each column after the first; None for a column without bars."""
+        columns = [
+            [row[place] for row in self.rows if place < len(row)]
+            for place in range(1, max(map(len, self.rows), default=1))
+        ]
+        bars = [[cell for cell in column if isinstance(cell, Cell) and cell.bar] for column in columns]
+        if self.one_axis:
+            shared = _axis([cell for column in bars for cell in column])
+            return [shared if column else None for column in bars]
+        return [_axis(column) for column in bars]
+
+
+def metric_cell(row: MetricRow | None, *, reference: float | None = None, bar: bool = False) -> Cell:
+    """Return the cell of a metric with its interval; a dash without a value."""
+    text, _, interval = format_value(row).partition(" ")
+    if row is None or text == "-":
+        return Cell(text="–")
+    ends = (row.low, row.value, row.high)
+    return Cell(text=text, small=interval, interval=ends, bar=bar and bool(interval), reference=reference)
+
+
+def _axis(cells: Sequence[Cell]) -> tuple[float, float] | None:
+    """Return round ends that hold all intervals and references, within 0 and 1 if these are."""
+    numbers = [number for cell in cells if cell.interval for number in cell.interval if not math.isnan(number)]
+    if not numbers:
+        return None
+    numbers += [cell.reference for cell in cells if cell.reference is not None]
+    low, high = min(numbers), max(numbers)
+    margin = _MARGIN * (high - low or 1)
+    step = next((step for step in _STEPS if (high - low) / step <= 10), 10.0 ** math.ceil(math.log10(high - low or 1)))
+    start, end = math.floor((low - margin) / step) * step, math.ceil((high + margin) / step) * step
+    return max(start, 0.0) if low >= 0 else start, min(end, 1.0) if high <= 1 else end
+
+
+def as_csv(table: Table) -> str:
+    """Return the table as CSV. A column of numbers with intervals becomes three: value, low and high, in full."""
+    lines = _complete(table)
+    numeric = [any(isinstance(cell, Cell) and cell.interval for cell in column) for column in zip(*lines, strict=True)]
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    header = zip(table.columns, numeric or [False] * len(table.columns), strict=True)
+    names = [[name or "name", *([f"{name} low", f"{name} high"] if three else [])] for name, three in header]
+    writer.writerow([name for group in names for name in group])
+    for line in lines:
+        fields: list[str] = []
+        for cell, three in zip(line, numeric, strict=True):
+            interval = cell.interval if isinstance(cell, Cell) else None
+            if interval is not None:
+                fields += [_plain(number) for number in (interval[1], interval[0], interval[2])]
+            else:
+                text = _text(cell).replace("–", "") if three else _text(cell)
+                fields += [text, *([""] * (2 * three))]
+        writer.writerow(fields)
+    return file.getvalue()
+
+
+def as_markdown(table: Table) -> str:
+    """Return the table in Markdown, with its title and caption."""
+    header = [_cell_markdown(column) or " " for column in table.columns]
+    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    for number, line in enumerate(_complete(table)):
+        cells = [_cell_markdown(_text(cell)) for cell in line]
+        lines.append([f"**{cell}**" if number < table.strong_rows and cell else cell for cell in cells])
+    body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"**{table.title}.** {table.caption}".rstrip() + f"\n\n{body}\n"
+
+
+def as_latex(table: Table) -> str:
+    """Return the table as a LaTeX float with the rules of the package booktabs."""
+    lines = []
+    for number, line in enumerate(_complete(table)):
+        cells = [_cell_latex(cell) for cell in line]
+        lines.append([rf"\textbf{{{cell}}}" if number < table.strong_rows and cell else cell for cell in cells])
+    rows = [" & ".join(line) + r" \\" for line in lines]
+    if 0 < table.strong_rows < len(rows):
+        rows.insert(table.strong_rows, r"\midrule")
+    return "\n".join(
+        [
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{_latex(f'{table.title}. {table.caption}'.rstrip())}}}",
+            rf"\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}",
+            r"\toprule",
+            " & ".join(map(_latex, table.columns)) + r" \\",
+            r"\midrule",
+            *rows,
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+def _complete(table: Table) -> list[list[Cell | str]]:
+    return [[*row, *[""] * (len(table.columns) - len(row))] for row in table.rows]
+
+
+def _text(cell: Cell | str) -> str:
+    return cell if isinstance(cell, str) else f"{cell.text} {cell.small}".strip()
+
+
+def _plain(number: float) -> str:
+    return "" if math.isnan(number) else f"{number:.6g}"
+
+
+def _cell_markdown(text: str) -> str:
+    return re.sub(r"([|*_`<>\[\]\\])", r"\\\1", text.replace("\n", " "))
+
+
+def _cell_latex(cell: Cell | str) -> str:
+    if isinstance(cell, str):
+        return _latex(cell)
+    return _latex(cell.text) + (rf" {{\scriptsize {_latex(cell.small)}}}" if cell.small else "")
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in text.replace("\n", " "))
