@@ -39,6 +39,7 @@ _MODULES = {
     "classifier": "medvl.models.downstream.classifier",
     "clip": "medvl.models.dual_encoders.clip",
     "convirt": "medvl.models.dual_encoders.convirt",
+    "cxrclip": "medvl.models.dual_encoders.cxrclip",
     "detector": "medvl.models.downstream.detector",
     "dual_stream": "medvl.models.fusion_encoders.streams",
     "fused_classifier": "medvl.models.downstream.fused_classifier",

@@ -97,6 +97,34 @@ def test_medclip_import_includes_its_heads(tmp_path: Path) -> None:
     assert model.logit_scale.item() == 2.5
 
 
+def test_cxrclip_import_includes_its_heads(tmp_path: Path) -> None:
+    """The last real token and the image's average, each projected with a bias."""
+    blocks = (1, 1, 1, 1)
+    file = random_tensors(
+        {
+            **resnet_shapes("image_encoder.resnet.", blocks),
+            **bert_shapes("text_encoder.text_encoder.", 1),
+            "image_projection.projection.weight": (EMBED, 64),
+            "image_projection.projection.bias": (EMBED,),
+            "text_projection.projection.weight": (EMBED, WIDTH),
+            "text_projection.projection.bias": (EMBED,),
+        }
+    )
+    file["logit_scale"] = torch.tensor(2.5)
+    model = imported(file, "cxrclip", tmp_path)
+    ids, mask = texts()
+    states = bert_states(ids, mask, file, "text_encoder.text_encoder.", 1)
+    last = states[1][torch.arange(len(mask)), mask.sum(dim=1) - 1]
+    pixels = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(6))
+    vector = resnet(pixels, file, "image_encoder.resnet.", blocks).mean(dim=(2, 3))
+    with torch.no_grad():
+        text, image = model.encode_text(ids, mask), model.encode_image(pixels)
+    for actual, pooled, name in ((text, last, "text"), (image, vector, "image")):
+        expected = F.normalize(linear(pooled, file, f"{name}_projection.projection"), dim=-1)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+    assert model.logit_scale.item() == 2.5
+
+
 def mgca_head_shapes(name: str, width: int, hidden: int = 32, local: bool = False) -> dict[str, tuple[int, ...]]:
     kernel = (1,) if local else ()
     return {

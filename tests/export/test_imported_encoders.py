@@ -81,8 +81,14 @@ def test_swin_import_equals_transformers(tmp_path: Path) -> None:
         tensors = {key.replace(f".{new}", f".{old}"): tensor for key, tensor in tensors.items()}
     file = {f"image_encoder.image_encoder.{key}": tensor for key, tensor in tensors.items()}
     file |= random_tensors(bert_shapes("text_encoder.text_encoder.", 1))
-    encoder = imported(file, "cxrclip", tmp_path).image_encoder
+    heads = {"image_projection.projection": (8, 48), "text_projection.projection": (8, 32)}
+    file |= random_tensors({f"{name}.weight": size for name, size in heads.items()})
+    file |= random_tensors({f"{name}.bias": size[:1] for name, size in heads.items()})
+    model = imported({**file, "logit_scale": torch.tensor(2.5)}, "cxrclip", tmp_path)
+    encoder = model.image_encoder
     pixels = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         expected = swin(pixels).last_hidden_state
         torch.testing.assert_close(encoder(pixels).patches_BPD, expected, atol=1e-4, rtol=1e-4)
+        first = torch.nn.functional.normalize(model.image_head(expected[:, 0]), dim=1)
+        torch.testing.assert_close(model.encode_image(pixels), first, atol=1e-4, rtol=1e-4)

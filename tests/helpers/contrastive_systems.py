@@ -124,6 +124,11 @@ def carzero(**settings: Any) -> ContrastiveEncoder:
     return medvl.create_model("carzero", tokenizer=gloria_ranks.tiny_tokenizer(), **{**towers, **sizes, **settings})
 
 
+def cxrclip(**settings: Any) -> ContrastiveEncoder:
+    torch.manual_seed(0)
+    return medvl.create_model("cxrclip", **{**TOWERS, **settings})
+
+
 SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "clip": lambda: clip(positives="study"),
     "siglip": siglip,
@@ -141,6 +146,7 @@ SYSTEMS: dict[str, Callable[[], ContrastiveEncoder]] = {
     "biovil_t": biovil_t,
     "radzero": radzero,
     "carzero": carzero,
+    "cxrclip": lambda: cxrclip(positives="study"),
 }
 
 
@@ -166,7 +172,10 @@ def make_batch(name: str = "clip", rows: slice = slice(None)) -> Batch:
             sentence_BT=sentence_BT[rows],
             second_image_BCHW=torch.randint(0, 256, (PAIRS, 1, 32, 32), dtype=torch.uint8, generator=generator)[rows],
         )
-    if name == "medclip":
+    if name == "cxrclip":
+        batch.other_view_BCHW, batch.has_other_view_B = batch.image_BCHW.flip(2), (torch.arange(PAIRS) % 3 == 1)[rows]
+        batch.has_second_text_B = (torch.arange(PAIRS) != 1)[rows]
+    if name in ("medclip", "cxrclip"):
         batch.second_ids_BT, batch.second_mask_BT = batch.ids_BT % 20 + 10, batch.mask_BT
     if name == "radzero":
         words = torch.tensor([[1, 2], [2, 0], [3, 3], [1, 4], [2, 5], [6, 0], [4, 1]])[rows]  # some in several samples

@@ -9,7 +9,7 @@ import numpy as np
 
 from medvl.data.reports.sentences import split_sentences
 from medvl.data.reports.statements import read_statements, statement, statements_of
-from medvl.data.transforms.text import REPORT_SECTIONS, RandomSentence, WholeText, choose_sections
+from medvl.data.transforms.text import REPORT_SECTIONS, RandomSection, RandomSentence, WholeText, choose_sections
 from medvl.errors import ConfigError
 from medvl.schema import Sample
 
@@ -87,12 +87,13 @@ class TextOrLabels:
     So images with labels only, such as CheXpert's or ChestX-ray14's, join a corpus with reports.
     """
 
-    text: RandomSentence | WholeText
+    text: RandomSentence | WholeText | RandomSection
     """Policy for reports; it is applied to the labels' statements as well."""
 
     def of_sample(self, sample: Sample) -> Mapping[str, str]:
         """See `SamplePolicy`."""
-        if choose_sections(sample.sections, self.text.sections):
+        names = () if isinstance(self.text, RandomSection) else self.text.sections
+        if choose_sections(sample.sections, names):
             return sample.sections
         return {"labels": "\n\n".join(label_statements(sample.labels))}
 

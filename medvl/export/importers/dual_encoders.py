@@ -14,13 +14,14 @@ from medvl.export.importers.key_map import KeyRule, Shapes, ZeroTensor, drop, ke
 from medvl.models.dual_encoders.chexzero import CheXzeroConfig
 from medvl.models.dual_encoders.clip import CLIPConfig
 from medvl.models.dual_encoders.convirt import ConVIRTConfig
+from medvl.models.dual_encoders.cxrclip import CXRCLIPConfig
 from medvl.models.dual_encoders.gloria import GLoRIAConfig
 from medvl.models.dual_encoders.lovt import LoVTConfig
 from medvl.models.dual_encoders.medclip import MedCLIPConfig
 from medvl.models.dual_encoders.mgca import MGCAConfig
 from medvl.models.dual_encoders.siglip import SigLIPConfig
 
-Config = TypeVar("Config", CLIPConfig, MedCLIPConfig)
+Config = TypeVar("Config", CLIPConfig, MedCLIPConfig, CXRCLIPConfig)
 _SIZES = ("input_resolution", "context_length", "vocab_size")
 
 _OPEN_CLIP: tuple[KeyRule, ...] = (
@@ -56,6 +57,12 @@ def _biomedclip(shapes: Shapes) -> CLIPConfig:
 def _medclip(shapes: Shapes) -> MedCLIPConfig:
     settings = {"projection_dim": shapes["image_head.weight"][0]}
     return _clip(MedCLIPConfig, shapes, {}, {"name": "bioclinicalbert"}, settings)
+
+
+def _cxrclip(shapes: Shapes) -> CXRCLIPConfig:
+    swin = any(".relative_position_bias_table" in name for name in shapes)
+    settings = {"projection_dim": shapes["image_head.weight"][0], "image_pool": "first" if swin else "encoder"}
+    return _clip(CXRCLIPConfig, shapes, {}, {"name": "bioclinicalbert"}, settings)
 
 
 def _gloria(shapes: Shapes) -> GLoRIAConfig:
@@ -245,6 +252,21 @@ IMPORTERS = (
         ),
         system=_medclip,
         note="The released code averages over padding as well; here the mean is over real tokens.",
+    ),
+    Importer(
+        name="cxrclip",
+        title="CXR-CLIP (You et al. 2023): ResNet-50 or Swin-T, Bio_ClinicalBERT",
+        source="Soombit-ai/cxr-clip @ 3118885",
+        table=(
+            *resnet("image_encoder.resnet."),
+            *backbones.hugging_face_swin("image_encoder.image_encoder."),
+            *bert("text_encoder.text_encoder."),
+            keep("image_projection.projection.*", "image_head.*"),
+            keep("text_projection.projection.*", "text_head.*"),
+            keep("logit_scale", "logit_scale", change="scalar"),
+        ),
+        system=_cxrclip,
+        note="The pixel statistics are ImageNet's, the encoder's default; those of this system are not known.",
     ),
     Importer(
         name="lovt",

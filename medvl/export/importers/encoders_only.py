@@ -29,22 +29,6 @@ _METER_TOWERS = (
 
 IMPORTERS = (
     Importer(
-        name="cxrclip",
-        title="CXR-CLIP (You et al. 2023): ResNet-50 or Swin-T, Bio_ClinicalBERT",
-        source="Soombit-ai/cxr-clip @ 3118885",
-        image={},
-        text={"name": "bioclinicalbert", "pool": "eos"},
-        table=(
-            *resnet("image_encoder.resnet."),
-            *backbones.hugging_face_swin("image_encoder.image_encoder."),
-            *bert("text_encoder.text_encoder."),
-            drop("image_projection.**", _HEAD),
-            drop("text_projection.**", _HEAD),
-            drop("logit_scale", _SCALE),
-        ),
-        note=f"With Swin, the system's image vector is its first token, not the average. {_STATISTICS}",
-    ),
-    Importer(
         name="arl",
         title="ARL (Chen et al. 2022): CLIP ViT-B/16 without its last block, RoBERTa",
         source="zhjohnchan/ARL @ 527fe06",

@@ -1,0 +1,118 @@
+"""CXR-CLIP: two views and two texts of a study, and labels as sentences (You et al., MICCAI 2023, arXiv 2310.13292)."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl import losses
+from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.errors import ConfigError
+from medvl.models.config_checks import check_choice, check_within
+from medvl.models.dual_encoders.bases.base import Positives
+from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
+from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.dual_encoders.bases.scale import LearnedScale
+from medvl.models.registry import register_system
+from medvl.schema import Batch, Embeddings, Inputs, Losses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CXRCLIPConfig(BertDualConfig):
+    """Settings of the paper and the released code; `image_encoder` is "resnet50" or "swin_tiny" there."""
+
+    image_pool: Literal["encoder", "first"] = "encoder"
+    """An image's vector: the encoder's own, or its first patch, as the released code does it with Swin."""
+    views: Literal["study", "augmented"] = "study"
+    """The second view: another image of the study if it has one, and else the same image augmented again; or always the
+    latter. With "study", the loader yields a study once, not once for each of its images."""
+    temperature: float = 0.07
+    """Initial temperature; the logarithm of its inverse, the scale, is learned."""
+    max_scale: float | None = None
+    """Upper bound of the scale, applied before each training step; None, as published, has no bound."""
+    image_weight: float = 1.0
+    """Weight of the contrast of the two views."""
+    text_weight: float = 0.5
+    """Weight of the contrast of the two texts."""
+    positives: Positives = "own"
+    max_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "image_pool", ("encoder", "first"))
+        check_choice(self, "views", ("study", "augmented"))
+        check_within(self, "(0, inf)", "temperature")
+        check_within(self, "[0, inf)", "image_weight", "text_weight")
+        check_within(self, f"[{1 / self.temperature}, inf)", "max_scale")
+
+
+@register_system("cxrclip")
+class CXRCLIP(LearnedScale, BertDualEncoder):
+    """Mean InfoNCE of each view with each text, of the views, and of the texts (section 2.3), with one learned scale.
+
+    The second text is another draw of the text policy, such as another section or sentence; published are
+    back-translated reports. A sample without one compares its text again. Images with labels alone join in with the
+    policy `medvl.data.TextOrLabels`.
+    """
+
+    Config = CXRCLIPConfig
+
+    def __init__(self, config: CXRCLIPConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.inputs = Inputs(second_image=True, second_text=True, other_view=config.views == "study")
+
+    @classmethod
+    def encoder_arguments(cls, config: CXRCLIPConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """See the base class. A text's vector is its last token, [SEP]."""
+        return {}, {"pool": "eos"}
+
+    @classmethod
+    def make_heads(
+        cls, config: CXRCLIPConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder
+    ) -> dict[str, nn.Module]:
+        """See the base class."""
+        first = config.image_pool == "first"
+        image_width = image_encoder.patch_dim if first else image_encoder.feature_dim
+        return {
+            "image_head": nn.Linear(image_width, config.projection_dim),
+            "text_head": nn.Linear(text_encoder.feature_dim, config.projection_dim),
+        }
+
+    def encode_image(self, image_BCHW: Tensor) -> Tensor:
+        """See the base class."""
+        features = self.image_encoder(image_BCHW)
+        vector_BD = features.pooled_BD if self.config.image_pool == "encoder" else features.patches_BPD[:, 0]
+        return F.normalize(self.image_head(vector_BD).float(), dim=-1)
+
+    def embed_pairs(self, batch: Batch) -> Pairs:
+        """See the base class. Raises ConfigError for a batch without second views and texts."""
+        second_BCHW, ids_BT, mask_BT = batch.second_image_BCHW, batch.second_ids_BT, batch.second_mask_BT
+        if second_BCHW is None or ids_BT is None or mask_BT is None:
+            message = "expected a second image and text of each sample: open the loader with inputs=model.inputs"
+            raise ConfigError(message, "missing", field="second_image_BCHW")
+        if self.config.views == "study" and batch.other_view_BCHW is not None:
+            assert batch.has_other_view_B is not None, "loaders set it with the other views"
+            second_BCHW = torch.where(batch.has_other_view_B[:, None, None, None], batch.other_view_BCHW, second_BCHW)
+        pairs, second_BE = super().embed_pairs(batch), self.encode_text(ids_BT, mask_BT)
+        if batch.has_second_text_B is not None:
+            second_BE = torch.where(batch.has_second_text_B[:, None], second_BE, pairs.texts.global_NE)
+        others = {"second image": self.embed_images(second_BCHW), "second text": Embeddings(second_BE)}
+        return dataclasses.replace(pairs, others=others)
+
+    def compare_pairs(self, pairs: Pairs) -> Losses:
+        """See the base class."""
+        if self.training:
+            self.clamp_scale()
+        every, scale, config = pairs.gather(), self.logit_scale.exp(), self.config
+        images = every.images.global_NE, every.others["second image"].global_NE
+        texts = every.texts.global_NE, every.others["second text"].global_NE
+
+        def contrast(one_NE: Tensor, other_NE: Tensor) -> Tensor:
+            return losses.clip(one_NE, other_NE, scale, groups=every.groups)
+
+        across = torch.stack([contrast(image_NE, text_NE) for image_NE in images for text_NE in texts]).mean()
+        within = (contrast(*images), config.image_weight), (contrast(*texts), config.text_weight)
+        return Losses.weighted(image_text=(across, 1.0), image_image=within[0], text_text=within[1])
