@@ -81,7 +81,7 @@ def test_swin_import_equals_transformers(tmp_path: Path) -> None:
         tensors = {key.replace(f".{new}", f".{old}"): tensor for key, tensor in tensors.items()}
     file = {f"image_encoder.image_encoder.{key}": tensor for key, tensor in tensors.items()}
     file |= random_tensors(bert_shapes("text_encoder.text_encoder.", 1))
-    heads = {"image_projection.projection": (8, 48), "text_projection.projection": (8, 32)}
+    heads = {"image_projection.projection": (8, 48), "text_projection.projection": (8, 128)}
     file |= random_tensors({f"{name}.weight": size for name, size in heads.items()})
     file |= random_tensors({f"{name}.bias": size[:1] for name, size in heads.items()})
     model = imported({**file, "logit_scale": torch.tensor(2.5)}, "cxrclip", tmp_path)
