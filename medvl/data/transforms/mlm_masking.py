@@ -29,6 +29,21 @@ class MaskedText:
     """int64: the original id at masked tokens, -100 elsewhere."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class MaskingDraw:
+    """Random numbers with which a batch of texts is masked at any rate; a higher rate masks the same tokens and more."""
+
+    order_BT: Tensor
+    """float32: a token is selected at rates above this; infinity where it never is."""
+    masked_BT: Tensor
+    """int64: the id in place of each token if it is selected."""
+
+    def at(self, rate: float, ids_BT: Tensor) -> MaskedText:
+        """Return the texts masked at a rate."""
+        selected_BT = self.order_BT < rate
+        return MaskedText(torch.where(selected_BT, self.masked_BT, ids_BT), ids_BT.masked_fill(~selected_BT, IGNORED))
+
+
 class TextMasking:
     """BERT's masking (Devlin et al., arXiv 1810.04805, section 3.1) of words or tokens.
 
@@ -42,6 +57,9 @@ class TextMasking:
         rate: probability of a word, within (0, 1).
         whole_words: False selects each token independently.
         mask_end: also select the last token of a text, so that a generative model learns where to stop.
+        longest_span: above 1, select spans of up to this many words, n of them with P(n) proportional to 1 / n, in
+            random order until the rate is reached (ALBERT, Lan et al., arXiv 1909.11942, section 4.1: 3). ALBERT draws
+            the places of spans one by one; here they divide the text.
 
     Attributes:
         mask_id: id of the mask token.
@@ -51,14 +69,20 @@ class TextMasking:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, rate: float = 0.15, whole_words: bool = True, mask_end: bool = False
+        self,
+        tokenizer: Tokenizer,
+        *,
+        rate: float = 0.15,
+        whole_words: bool = True,
+        mask_end: bool = False,
+        longest_span: int = 1,
     ) -> None:
         if not 0 < rate < 1:
             raise ConfigError(f"the masking rate must be between 0 and 1, got {rate}", "out_of_range", field="rate")
         if tokenizer.mask_id is None:
             message = f"{tokenizer.source} has no mask token: use a WordPiece or RoBERTa vocabulary"
             raise ConfigError(message, "unsupported")
-        self.rate, self.whole_words, self.mask_end = rate, whole_words, mask_end
+        self.rate, self.whole_words, self.mask_end, self.longest_span = rate, whole_words, mask_end, longest_span
         self._tokenizer, self.mask_id = tokenizer, tokenizer.mask_id
         roles = (tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.unk_id, tokenizer.mask_id)
         special = {number for number in roles if number is not None}
@@ -83,17 +107,24 @@ class TextMasking:
         """
         if ids_BT.numel() == 0:
             return MaskedText(ids_BT, ids_BT)
-        device = ids_BT.device
+        uniform_3BT = torch.stack(
+            [torch.rand(ids_BT.shape, generator=generator, device=generator.device) for _ in range(3)]
+        )
+        return self.draw(ids_BT, mask_BT, uniform_3BT.to(ids_BT.device), span_BT).at(self.rate, ids_BT)
 
-        def uniform() -> Tensor:
-            return torch.rand(ids_BT.shape, generator=generator, device=generator.device).to(device)
-
-        selected_BT = self._select(self._units(ids_BT, mask_BT, span_BT), uniform())
-        action_BT, other_BT = uniform(), self._ordinary_O.to(device)
-        other_BT = other_BT[(uniform() * len(other_BT)).long().clamp(max=len(other_BT) - 1)]
+    def draw(
+        self, ids_BT: Tensor, mask_BT: Tensor, uniform_3BT: Tensor, span_BT: Tensor | None = None
+    ) -> "MaskingDraw":
+        """Return what masks the texts at any rate, from random numbers in [0, 1)."""
+        first_BT, action_BT, choice_BT = uniform_3BT
+        other_O = self._ordinary_O.to(ids_BT.device)
+        other_BT = other_O[(choice_BT * len(other_O)).long().clamp(max=len(other_O) - 1)]
         masked_BT = torch.where(action_BT < _MASK_SHARE + _RANDOM_SHARE, other_BT, ids_BT)
         masked_BT = masked_BT.masked_fill(action_BT < _MASK_SHARE, self.mask_id)
-        return MaskedText(torch.where(selected_BT, masked_BT, ids_BT), ids_BT.masked_fill(~selected_BT, IGNORED))
+        unit_BT = self._units(ids_BT, mask_BT, span_BT)
+        if self.longest_span > 1:
+            return MaskingDraw(_order_spans(unit_BT, first_BT, self.longest_span), masked_BT)
+        return MaskingDraw(_order(unit_BT, first_BT), masked_BT)
 
     def _units(self, ids_BT: Tensor, mask_BT: Tensor, span_BT: Tensor | None) -> Tensor:
         """Return (B, T) int64: the index of the word or token that is selected as a unit; -1 where never selected."""
@@ -108,11 +139,37 @@ class TextMasking:
         end_BT = (ids_BT == self._tokenizer.sep_id) & (position_BT == mask_BT.sum(dim=1, keepdim=True) - 1)
         return torch.where(end_BT, position_BT, unit_BT)  # no word has this index, as there are fewer words than tokens
 
-    def _select(self, unit_BT: Tensor, draw_BT: Tensor) -> Tensor:
-        """Return (B, T) bool: units whose draw is below the rate, and the unit with the lowest draw of each text."""
-        draw_BT = draw_BT.gather(1, unit_BT.clamp(min=0)).masked_fill(unit_BT < 0, torch.inf)
-        lowest_B1 = draw_BT.amin(dim=1, keepdim=True)
-        return ((draw_BT < self.rate) | (draw_BT == lowest_B1)) & (unit_BT >= 0)
+
+def _order(unit_BT: Tensor, draw_BT: Tensor) -> Tensor:
+    """Return the rate above which each token is selected: its unit's draw, 0 for the lowest draw of a text."""
+    draw_BT = draw_BT.gather(1, unit_BT.clamp(min=0)).masked_fill(unit_BT < 0, torch.inf)
+    is_lowest_BT = (draw_BT == draw_BT.amin(dim=1, keepdim=True)) & (unit_BT >= 0)
+    return draw_BT.masked_fill(is_lowest_BT, 0.0)
+
+
+def _order_spans(unit_BT: Tensor, draw_BT: Tensor, longest: int) -> Tensor:
+    """Return the rate above which each token is selected: the share of tokens in spans that come before its own.
+
+    The units of a text are divided into consecutive spans of n units with P(n) proportional to 1 / n, which come in
+    random order.
+    """
+    order_BT = torch.full(unit_BT.shape, torch.inf)
+    odds_n = 1 / torch.arange(1, longest + 1)
+    ends_n = (odds_n / odds_n.sum()).cumsum(0)
+    for row, (unit_T, draw_T) in enumerate(zip(unit_BT.cpu(), draw_BT.cpu(), strict=True)):
+        place_K = (unit_T >= 0).nonzero()[:, 0]
+        if not len(place_K):
+            continue
+        unit_K = unit_T[place_K].unique(return_inverse=True)[1]
+        length_W = 1 + torch.searchsorted(ends_n, draw_T[: int(unit_K.max()) + 1], right=True).clamp(max=longest - 1)
+        start_W = torch.cat([torch.zeros(1, dtype=torch.int64), length_W.cumsum(0)[:-1]])
+        span_K = torch.searchsorted(start_W, unit_K, right=True) - 1
+        tokens_S = torch.bincount(span_K)
+        rank_S = (draw_T[: len(tokens_S)] * 4096 % 1).argsort()  # the lower half of the random bits
+        before_S = torch.empty(len(tokens_S))
+        before_S[rank_S] = (tokens_S[rank_S].cumsum(0) - tokens_S[rank_S]) / len(place_K)
+        order_BT[row, place_K] = before_S[span_K]
+    return order_BT.to(unit_BT.device)
 
 
 def _join_spans(unit_BT: Tensor, span_BT: Tensor) -> Tensor:

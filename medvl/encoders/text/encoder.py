@@ -94,12 +94,15 @@ class TextEncoder(Encoder):
             self._adapter.prepare_packing(self.backbone)
         self._is_packing = enabled
 
-    def forward(self, ids_BT: Tensor, mask_BT: Tensor, *, output_attention: bool = False) -> TextFeatures:
+    def forward(
+        self, ids_BT: Tensor, mask_BT: Tensor, *, types_BT: Tensor | None = None, output_attention: bool = False
+    ) -> TextFeatures:
         """Encode a batch of texts.
 
         Args:
             ids_BT: int64 token ids, padded on the right.
             mask_BT: bool (or 0 and 1), True on real tokens. A text without tokens gives zeros.
+            types_BT: int64: 0 and 1 in the first and second text of a pair (`Tokenizer.pairs`); None: all 0.
             output_attention: compute `attention_BT`, the last layer's attention from the first token to all tokens,
                 averaged over heads, without dropout, zero behind the mask; without gradient where weights are sharded.
 
@@ -109,10 +112,15 @@ class TextEncoder(Encoder):
 
         Raises:
             ConfigError: "too_large" if a text is longer than `max_tokens`, "mismatch" if the shapes differ,
-                "unsupported" for the attention of a backbone that is not BERT-like.
+                "unsupported" for the attention or the types of a backbone that is not BERT-like.
         """
+        types = {} if types_BT is None else {"token_type_ids": types_BT}
+        hidden_BTD = self.embed(ids_BT, mask_BT, **types)
+        return self.features(hidden_BTD, mask_BT, output_attention=output_attention)
+
+    def features(self, hidden_BTD: Tensor, mask_BT: Tensor, *, output_attention: bool = False) -> TextFeatures:
+        """Encode a batch of embedded texts, the output of `embed` or `embed_vectors`; see `forward`."""
         mask_BT = mask_BT.bool()
-        hidden_BTD = self.embed(ids_BT, mask_BT)
         packing = Packing.from_mask(mask_BT) if self._is_packing else None
         if packing is not None and len(packing):  # transformers rejects a row without tokens
             states = self._adapter.encode_packed(self.backbone, packing.pack(hidden_BTD)[None], packing)
