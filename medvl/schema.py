@@ -153,6 +153,10 @@ class Batch:
     """float32: the detector's distribution over its K classes for each region (`Inputs.region_classes`); zeros for
     padding. Its maximum is the confidence of a region, its argmax the object's id."""
 
+    mean_counts_K: Tensor | None = None
+    """float32: for models with `loss_counts`, the mean counts of an update's batches over micro-batches and ranks, set
+    by the training step; None: losses are means over this batch alone."""
+
     second_image_BCHW: Tensor | None = None
     """uint8: another random augmentation of the same images (`Inputs.second_image`)."""
     second_ids_BT: Tensor | None = None

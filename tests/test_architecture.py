@@ -57,6 +57,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "fusion_encoders": {"dual_encoders"},
         "downstream": {"dual_encoders", "fusion_encoders"},
         "report_generators": {"fusion_encoders"},
+        "language": set(),
     },
     "train": {
         "parallel": set(),

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         label_fraction as label_fraction,
         no_text as no_text,
     )
+    from medvl.data.loading.text_loader import open_text_loader as open_text_loader
     from medvl.data.loading.unpair import UnpairedSource as UnpairedSource
     from medvl.data.loading.vqa_source import QuestionSource as QuestionSource
     from medvl.data.privacy.deidentify import Deidentifier as Deidentifier, default_salt_file as default_salt_file
@@ -105,6 +106,7 @@ if TYPE_CHECKING:
         TextPair as TextPair,
         WholeText as WholeText,
     )
+    from medvl.data.transforms.text_sequences import TextBatch as TextBatch, TextSequences as TextSequences
     from medvl.data.transforms.turning import LViTAugmentation as LViTAugmentation
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

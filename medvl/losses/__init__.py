@@ -5,7 +5,7 @@ from medvl.losses.local.statements import patch_cosine, statement_contrast
 from medvl.losses.local.transport import word_patch_alignment
 from medvl.losses.local.within_sample import grid_positives, local_alignment, local_uniformity, within_sample_nce
 from medvl.losses.masked.mim import mim
-from medvl.losses.masked.mlm import mlm, mlm_by_text, mlm_distilled
+from medvl.losses.masked.mlm import mlm, mlm_by_text, mlm_distilled, symmetric_kl
 from medvl.losses.masked.regions import region_kl, region_labels, region_regression
 from medvl.losses.pairs.contrastive import clip, convirt, siglip
 from medvl.losses.pairs.itc import itc, unimodal_itc
@@ -53,6 +53,7 @@ __all__ = [
     "sinkhorn",
     "soft_targets",
     "statement_contrast",
+    "symmetric_kl",
     "unimodal_itc",
     "vqa_bce",
     "within_sample_nce",

@@ -115,6 +115,13 @@ class System(nn.Module, abc.ABC):
             arguments["vocabulary"] = self.tokenizer.vocabulary
         encoder.load_state_dict(create(**arguments, pretrained=source).state_dict())
 
+    def loss_counts(self, batch: Batch) -> Tensor | None:
+        """Return how many elements each loss of a batch is a sum over, on its device; None for losses of whole batches.
+
+        The training step sets `batch.mean_counts_K` to the mean counts of an update's batches over all ranks.
+        """
+        return None
+
     def before_step(self, step: int) -> None:
         """Update state before the forward pass of optimiser step `step`, from 0: clamps, freezing, normalisation."""
 

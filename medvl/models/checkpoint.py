@@ -134,14 +134,20 @@ def load_weights(model: nn.Module, folder: Path | str) -> None:
 def load_towers(model: System, folder: Path | str) -> None:
     """Load the model's `shared_encoders` from a checkpoint of any system, such as both encoders, and nothing else.
 
-    Raises CheckpointError when the checkpoint is incomplete, or its encoders or vocabulary differ from the model's.
+    Of a system with a text encoder alone (`masked_text`), that one is loaded. Raises CheckpointError when the
+    checkpoint is incomplete, or its encoders or vocabulary differ from the model's.
     """
     folder = _check_start(model, folder)
     tensors = _read_weights(folder)
+    theirs = _shared_encoders(folder) or model.shared_encoders
     towers = {
         name: {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
         for name in model.shared_encoders
+        if name in theirs
     }
+    if not towers:
+        message = f"{folder} has {' and '.join(theirs)}, {model.name} shares {' and '.join(model.shared_encoders)}"
+        raise CheckpointError(f"{message}: nothing to load", "mismatch")
     for name, tower in towers.items():
         _check_fit(model.get_submodule(name), tower, f"{name} of {folder / WEIGHTS}")
     for name, tower in towers.items():  # all or none
@@ -152,8 +158,12 @@ def load_towers(model: System, folder: Path | str) -> None:
 def warm_start(model: System, folder: Path | str) -> None:
     """Load all weights of a checkpoint of the same system into a model, or the encoders of another system's.
 
-    Raises CheckpointError as `load_weights` and `load_towers` do.
+    With `config.new_vocabulary`, the model's table of words and their biases stay as they are. Raises CheckpointError
+    as `load_weights` and `load_towers` do.
     """
+    if getattr(model.config, "new_vocabulary", False):
+        _load_but_words(model, Path(folder))
+        return
     folder = _check_start(model, folder)
     described = described_model(folder)
     if described["name"] == model.name:
@@ -163,6 +173,19 @@ def warm_start(model: System, folder: Path | str) -> None:
         _record_training(model, folder)
     else:
         load_towers(model, folder)
+
+
+def _load_but_words(model: System, folder: Path) -> None:
+    """Load everything but what belongs to single words, where the same system, else the shared encoders."""
+    described, tensors = described_model(folder), _read_weights(_check_folder(folder))
+    own = model.state_dict()
+    words = {name for name in own if name.endswith(("word_embeddings.weight", "word_head.bias"))}
+    start = "" if described["name"] == model.name else tuple(f"{name}." for name in model.shared_encoders)
+    kept = {name: tensor for name, tensor in own.items() if name in words or not name.startswith(start)}
+    loaded = {name: tensor for name, tensor in tensors.items() if name.startswith(start) and name not in words}
+    _check_fit(model, kept | loaded, str(folder / WEIGHTS))
+    model.load_state_dict(kept | loaded, strict=True)
+    _record_training(model, folder)
 
 
 def described_model(folder: Path | str) -> Mapping[str, Any]:
@@ -189,6 +212,14 @@ def _check_start(model: System, folder: Path | str) -> Path:
         message = f"{folder} has another vocabulary: create the model with tokenizer={str(folder / TOKENIZER)!r}"
         raise CheckpointError(message, "mismatch", field="tokenizer")
     return folder
+
+
+def _shared_encoders(folder: Path) -> tuple[str, ...]:
+    """Return the encoders that the system of a checkpoint shares; empty for a system of another version."""
+    try:
+        return system(described_model(folder)["name"]).shared_encoders
+    except ConfigError:
+        return ()
 
 
 def detector_of(folder: Path | str) -> str | None:

@@ -1,6 +1,7 @@
 """Creation of a model by name, by configuration, or from a checkpoint."""
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from medvl.models.base import System, SystemConfig, TwoTowers
 from medvl.models.checkpoint import described_model, load, warm_start
 from medvl.models.locate import TOKENIZER, find_checkpoint, on_hub
 from medvl.models.registry import system
+
+_LOG = logging.getLogger(__name__)
 
 
 def create_model(
@@ -61,6 +64,9 @@ def create_model(
     own_text = "text_weights" in own
     takes_words = continues or "text_encoder" in cls.shared_encoders
     folder = _words_folder(config, init_from if takes_words else None)
+    new_words = getattr(config, "new_vocabulary", False)
+    if new_words and tokenizer is None:
+        raise ConfigError("new_vocabulary needs its tokenizer; give one", "missing", field="tokenizer")
     if tokenizer is None and folder is not None and has_tokenizer(folder):
         tokenizer = folder
     if tokenizer is None and pretrained:
@@ -70,13 +76,24 @@ def create_model(
         canonical = family == "open_clip" and uses_canonical_text(model)
         tokenizer = load_tokenizer(tokenizer, max_tokens=config.max_tokens, cleaning="canonical" if canonical else None)
     if tokenizer is not None:
-        config = _fit_vocabulary(config, tokenizer, bool(pretrained) or continues or own_text)
+        has_words = bool(pretrained) or continues or own_text
+        config = _fit_vocabulary(config, tokenizer, has_words and not new_words)
+        if own_text and not new_words and folder is not None and has_tokenizer(folder):
+            _compare_vocabularies(tokenizer, folder)
     if own:
         return _from_own_weights(cls.build(config, pretrained=False, tokenizer=tokenizer), bool(pretrained))
     model = cls.build(config, pretrained=bool(pretrained) and not continues, tokenizer=tokenizer)
     if init_from is not None:
         warm_start(model, init_from)
     return model
+
+
+def _compare_vocabularies(tokenizer: Tokenizer, folder: Path) -> None:
+    """Warn where the weights in a folder have another vocabulary; equal sizes say nothing (BERT, PubMedBERT)."""
+    if load_tokenizer(folder).vocabulary != tokenizer.vocabulary:
+        _LOG.warning(
+            "the weights in %s have another vocabulary than the tokenizer: its words get wrong vectors", folder
+        )
 
 
 def _words_folder(config: Any, init_from: Path | str | None) -> Path | None:
@@ -104,7 +121,7 @@ def _continued(cls: type[System], config: Any, folder: Path) -> tuple[Any, bool]
     described = described_model(folder)
     if described["name"] != cls.name:
         return config, False
-    if config.vocab_size is None:
+    if config.vocab_size is None and not getattr(config, "new_vocabulary", False):
         config = dataclasses.replace(config, vocab_size=described["settings"].get("vocab_size"))
     return config, True
 

@@ -11,6 +11,7 @@ B batch, T text tokens, N masked positions, V vocabulary, D width.
 """
 
 import dataclasses
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,9 @@ def sample_masked_words(batch: Batch, masking: TextMasking, span_BT: Tensor | No
     return MaskedWords(ids_BT=masked.ids_BT, labels_BT=masked.labels_BT, position_N=position_N)
 
 
-def text_masking(model: System, *, rate: float, whole_words: bool, mask_end: bool = False) -> TextMasking:
+def text_masking(
+    model: System, *, rate: float, whole_words: bool, mask_end: bool = False, longest_span: int = 1
+) -> TextMasking:
     """Return the masking of a model's texts.
 
     Raises ConfigError when the model has no tokenizer, or a vocabulary without a mask token.
@@ -56,7 +59,9 @@ def text_masking(model: System, *, rate: float, whole_words: bool, mask_end: boo
     if model.tokenizer is None:
         message = f"{model.name} needs a tokenizer to mask words; use create_model(..., tokenizer=FOLDER)"
         raise ConfigError(message, "missing", field="tokenizer")
-    return TextMasking(model.tokenizer, rate=rate, whole_words=whole_words, mask_end=mask_end)
+    return TextMasking(
+        model.tokenizer, rate=rate, whole_words=whole_words, mask_end=mask_end, longest_span=longest_span
+    )
 
 
 class WordHead(nn.Module):
@@ -66,18 +71,29 @@ class WordHead(nn.Module):
         width: D of the states.
         vocab_size: V.
         tied: use the text encoder's table of word embeddings, passed to `forward`, as the linear layer's matrix.
+        table_width: width of that table, where it is another one (ALBERT).
+        approximate: "tanh" for the approximation of GELU in ALBERT.
     """
 
-    def __init__(self, width: int, vocab_size: int, *, tied: bool = False) -> None:
+    def __init__(
+        self,
+        width: int,
+        vocab_size: int,
+        *,
+        tied: bool = False,
+        table_width: int | None = None,
+        approximate: Literal["none", "tanh"] = "none",
+    ) -> None:
         super().__init__()
-        self.dense, self.norm = nn.Linear(width, width), nn.LayerNorm(width, eps=LAYER_NORM_EPS)
-        self.words = None if tied else nn.Linear(width, vocab_size, bias=False)
+        inner, self.approximate = table_width or width, approximate
+        self.dense, self.norm = nn.Linear(width, inner), nn.LayerNorm(inner, eps=LAYER_NORM_EPS)
+        self.words = None if tied else nn.Linear(inner, vocab_size, bias=False)
         self.bias = nn.Parameter(torch.zeros(vocab_size))
         init_weights(self)
 
     def forward(self, states_ND: Tensor, table_VD: Tensor | None = None) -> Tensor:
         """(N, V): scores of every word. Pass the states of masked positions only: the head is expensive."""
-        hidden_ND = self.norm(F.gelu(self.dense(states_ND)))
+        hidden_ND = self.norm(F.gelu(self.dense(states_ND), approximate=self.approximate))
         if self.words is None:
             assert table_VD is not None, "a tied head needs the table of word embeddings"
             return F.linear(hidden_ND, table_VD, self.bias)

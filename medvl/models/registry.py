@@ -29,6 +29,7 @@ ENTRY_POINTS = "medvl.systems"
 
 _MODULES = {
     "albef": "medvl.models.fusion_encoders.albef",
+    "albert_text": "medvl.models.language.albert_text",
     "arl": "medvl.models.fusion_encoders.arl",
     "berthop": "medvl.models.fusion_encoders.berthop",
     "biovil": "medvl.models.dual_encoders.biovil",
@@ -50,6 +51,7 @@ _MODULES = {
     "m2i2": "medvl.models.fusion_encoders.m2i2",
     "lxmert": "medvl.models.fusion_encoders.lxmert",
     "m3ae": "medvl.models.fusion_encoders.m3ae",
+    "masked_text": "medvl.models.language.masked_text",
     "medclip": "medvl.models.dual_encoders.medclip",
     "medvill": "medvl.models.fusion_encoders.medvill",
     "mgca": "medvl.models.dual_encoders.mgca",

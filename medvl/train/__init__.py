@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from medvl.train.tasks.common import DataLoaders as DataLoaders
     from medvl.train.tasks.dense import DenseDataConfig as DenseDataConfig, open_dense as open_dense
     from medvl.train.tasks.pretraining import DataConfig as DataConfig, open_data as open_data
+    from medvl.train.tasks.text import TextDataConfig as TextDataConfig, open_text as open_text
     from medvl.train.tasks.vqa import VQADataConfig as VQADataConfig, open_vqa as open_vqa
+    from medvl.train.text_recipe import TextRecipe as TextRecipe, text_run as text_run
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -120,13 +120,14 @@ Schedule = Constant | Linear | Cosine | CosineRestarts | Plateau | StepDecay
 class OptimConfig:
     """Optimiser and learning rate."""
 
-    optimizer: Literal["adam", "adamw", "sgd"] = "adamw"
-    """`adam` and `sgd` add weight decay to the gradient, `adamw` subtracts it from the weights."""
+    optimizer: Literal["adam", "adamw", "lamb", "sgd"] = "adamw"
+    """`adam` and `sgd` add weight decay to the gradient, `adamw` subtracts it from the weights. `lamb` scales the
+    update of each tensor to the norm of its weights, for large batches of text (`medvl.train.optim.lamb`)."""
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.999)
-    """Coefficients of the moving averages of `adam` and `adamw`."""
+    """Coefficients of the moving averages of `adam`, `adamw` and `lamb`."""
     eps: float = 1e-8
-    """Denominator term of `adam` and `adamw`."""
+    """Denominator term of `adam`, `adamw` and `lamb`; 1e-6 is usual for `lamb`."""
     amsgrad: bool = False
     """Divide by the largest second moment so far (Reddi et al., ICLR 2018), for `adam` and `adamw`."""
     momentum: float = 0.9
@@ -142,7 +143,7 @@ class OptimConfig:
     schedule: Schedule = Constant()
 
     def __post_init__(self) -> None:
-        _one_of("optimizer", self.optimizer, ("adam", "adamw", "sgd"))
+        _one_of("optimizer", self.optimizer, ("adam", "adamw", "lamb", "sgd"))
         _above(self, 0, "lr", "eps", "clip_norm", "clip_value")
         _above(self, 0, "layer_decay", high=1)
         _at_least(self, 0, "momentum", "weight_decay")

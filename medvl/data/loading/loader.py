@@ -8,7 +8,7 @@ randomness of a sample comes from (seed, epoch, key).
 import collections
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -176,15 +176,15 @@ class Loader:
         self,
         source: Source,
         sampler: BatchSampler,
-        samples: SampleDataset,
-        tokenizer: Tokenize,
+        samples: Any,
+        collate: Callable[[Any], tuple[Batch | None, list[SkippedSample]]],
         *,
         workers: int,
         max_skipped: float,
         timeout: float,
     ) -> None:
         self.source = source
-        self.samples, self.collate = samples, Collate(tokenizer, samples.maker.inputs, samples.maker.targets)
+        self.samples, self.collate = samples, collate
         self.global_batch = sampler.global_batch
         self._sampler = sampler
         self._skips = SkipBudget(str(getattr(source, "folder", "the files")), max_skipped, len(source))
@@ -314,19 +314,21 @@ def open_loader(
     source = _by_study(source) if inputs is not None and inputs.other_view else source
     image_keys: Sequence[str] | None = getattr(source, "image_keys", None)
     rank, world = check_ranks(rank, world, train=train)
-    _check_settings(len(source), batch, train, world, workers)
+    check_settings(len(source), batch, train, world, workers)
     _check_together(together, image_keys)
     sampler: BatchSampler = EvalSampler(len(source), batch, seed, rank, world)
     if train:
-        sampler = _train_sampler(source, batch, seed, rank, world, together)
+        sampler = train_sampler(source, batch, seed, rank, world, together)
     shared = None if train and together == 1 else image_keys
     _check_inputs(inputs or Inputs(), source, shared)
     maker = ItemMaker(image, text, source.label_names, seed, inputs, targets)
     samples = SampleDataset(source, maker, color, shared, train if keep_imageless is None else keep_imageless)
-    return Loader(source, sampler, samples, tokenizer, workers=workers, max_skipped=max_skipped, timeout=timeout)
+    collate = Collate(tokenizer, maker.inputs, maker.targets)
+    return Loader(source, sampler, samples, collate, workers=workers, max_skipped=max_skipped, timeout=timeout)
 
 
-def _train_sampler(source: Source, batch: int, seed: int, rank: int, world: int, together: int) -> TrainSampler:
+def train_sampler(source: Source, batch: int, seed: int, rank: int, world: int, together: int = 1) -> TrainSampler:
+    """Return the shuffled batches of this rank, in stated shares where the source has any."""
     if isinstance(source, ConcatSource) and source.weights is not None:
         return MixedSampler(source.counts, source.weights, batch, seed, rank, world)
     image_keys: Sequence[str] | None = getattr(source, "image_keys", None)
@@ -369,7 +371,8 @@ def _check_regions(inputs: Inputs, source: Source) -> None:
         raise ConfigError(f"{message}; use a detector", "missing", field="region_classes")
 
 
-def _check_settings(samples: int, batch: int, train: bool, world: int, workers: int) -> None:
+def check_settings(samples: int, batch: int, train: bool, world: int, workers: int) -> None:
+    """Raise ConfigError where a batch does not fit the data or the ranks."""
     if batch < 1:
         raise ConfigError(f"expected a batch size of at least 1, got {batch}", "out_of_range", field="batch")
     if workers < 0:

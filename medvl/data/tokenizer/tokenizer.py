@@ -124,6 +124,23 @@ class Tokenizer:
         places = [[-1 if word is None else word for word in each.word_ids] for each in encoded]
         return EncodedWords(pad_rows(ids, self.pad_id), row_mask(ids), pad_rows(places, -1))
 
+    def encode_whole(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the ids of a text of any length without special tokens, and the (start, end) of each in characters.
+
+        Raises ConfigError for a tokenizer that cleans its texts (CLIP, SigLIP, complete words).
+        """
+        if self._loaded.cleaning is not None:
+            message = f"the tokenizer of {self.source} cleans texts, so it cannot locate tokens; use another"
+            raise ConfigError(message, "unsupported")
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        parts = [encoding, *encoding.overflowing]
+        return [number for part in parts for number in part.ids], [place for part in parts for place in part.offsets]
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether pairs have one closing token each, as in BERT and ALBERT."""
+        return self._loaded.cleaning is None and bool(self._backend.num_special_tokens_to_add(True) == 3)
+
     def truncates(self, text: str) -> bool:
         """Return whether a text is longer than `max_tokens`, so that encoding it truncates it."""
         return bool(self._backend.encode(files.clean_text(text, self._loaded.cleaning)).overflowing)

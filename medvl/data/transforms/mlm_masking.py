@@ -31,7 +31,7 @@ class MaskedText:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MaskingDraw:
-    """Random numbers with which a batch of texts is masked at any rate; a higher rate masks the same tokens and more."""
+    """Random numbers that mask a batch of texts at any rate; a higher rate masks the same tokens and more."""
 
     order_BT: Tensor
     """float32: a token is selected at rates above this; infinity where it never is."""

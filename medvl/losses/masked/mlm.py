@@ -20,7 +20,7 @@ IGNORED = -100
 """Label of a position that is not masked; torch's cross-entropy ignores it by default."""
 
 
-def mlm(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+def mlm(logits_BTV: Tensor, labels_BT: Tensor, count: Tensor | None = None) -> Tensor:
     """Mean cross-entropy over the masked positions of the whole batch (Devlin et al., arXiv 1810.04805, task 1).
 
     The mean is over positions, not over texts: a text with more masked tokens weighs more.
@@ -28,11 +28,13 @@ def mlm(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     Args:
         logits_BTV: scores of all positions, or (N, V) of the masked ones.
         labels_BT: int64, the masked ids, -100 elsewhere; or (N,).
+        count: divisor of the sum in place of the number of masked positions. With the mean number of the micro-batches
+            of all ranks, the mean of these losses is the mean over all masked positions.
 
     Returns a scalar, near ln V for an untrained head; 0 with a zero gradient where nothing is masked. Raises
     ValueError on inconsistent shapes.
     """
-    return _hard(*_masked_only(logits_BTV, labels_BT))
+    return _hard(*_masked_only(logits_BTV, labels_BT), count)
 
 
 def mlm_by_text(logits_NV: Tensor, labels_N: Tensor, text_N: Tensor, texts: int) -> Tensor:
@@ -69,14 +71,30 @@ def mlm_distilled(logits_BTV: Tensor, labels_BT: Tensor, teacher_BTV: Tensor, al
         return (1 - alpha) * _hard(logits_NV, labels_N) + alpha * soft
 
 
+def symmetric_kl(logits_NV: Tensor, other_NV: Tensor, count: Tensor | None = None) -> Tensor:
+    """KL(p || q) + KL(q || p) of two predictions at masked positions, the mean over positions (`count` as in `mlm`).
+
+    In each term only the second distribution has a gradient (ALUM, Liu et al., arXiv 2004.08994). Raises ValueError on
+    different shapes.
+    """
+    if logits_NV.shape != other_NV.shape:
+        raise ValueError(f"expected logits of one shape (N, V), got {shapes(logits_NV, other_NV)}")
+    with full_precision(logits_NV):
+        log_p_NV, log_q_NV = logits_NV.float().log_softmax(dim=-1), other_NV.float().log_softmax(dim=-1)
+        total = F.kl_div(log_q_NV, log_p_NV.detach(), log_target=True, reduction="sum")
+        total = total + F.kl_div(log_p_NV, log_q_NV.detach(), log_target=True, reduction="sum")
+        return total / (max(len(logits_NV), 1) if count is None else count.clamp(min=1))
+
+
 def masked_positions(labels_BT: Tensor) -> Tensor:
     """Return (N,) int64: the positions of labels other than -100 in the flattened (B * T) batch, in order."""
     return (labels_BT.flatten() != IGNORED).nonzero().squeeze(1)
 
 
-def _hard(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+def _hard(logits_NV: Tensor, labels_N: Tensor, count: Tensor | None = None) -> Tensor:
     with full_precision(logits_NV):
-        return F.cross_entropy(logits_NV.float(), labels_N, reduction="sum") / max(len(labels_N), 1)
+        total = F.cross_entropy(logits_NV.float(), labels_N, reduction="sum")
+        return total / (max(len(labels_N), 1) if count is None else count.clamp(min=1))
 
 
 def _masked_only(logits_BTV: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:

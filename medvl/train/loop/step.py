@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from medvl.common.seeding import derive, reseed
+from medvl.models.base import System
 from medvl.schema import Batch, Losses
 from medvl.train.fault_tolerance.nonfinite import BufferGuard, LossSpikeDetector, propagate_nonfinite
 from medvl.train.optim.grad_cache import GradCache
@@ -87,7 +88,7 @@ class Step:
         self._buffers.save()
         self.model.before_step(step)
         losses, keys = [], []
-        for micro, batch in enumerate(batches):
+        for micro, batch in enumerate(self._with_counts(batches, count)):
             self.model.check(batch)
             losses.append(self._accumulate(step, micro, batch, count))
             keys.append(batch.keys)
@@ -110,6 +111,20 @@ class Step:
         return StepResult(
             losses=losses, grad_norm=grad_norm, keys=keys, updated=updated, spike=spike, scale_search=scale_search
         )
+
+    def _with_counts(self, batches: Iterable[Batch], count: int) -> Iterable[Batch]:
+        """Give each batch the mean counts of all micro-batches and ranks, where the model's losses are sums over them.
+
+        A loss divided by its mean count is, averaged over micro-batches and ranks, the mean over all elements, however
+        unevenly they are divided. Such an update's batches are held at once.
+        """
+        model = self.model.trained
+        if not isinstance(model, System) or type(model).loss_counts is System.loss_counts:
+            return batches
+        placed = [self.place(batch) for batch in batches]
+        counts = [counts_K for batch in placed if (counts_K := model.loss_counts(batch)) is not None]
+        mean_K = self.model.ranks.sum(torch.stack(counts).sum(dim=0)) / (count * self.model.ranks.size)
+        return [dataclasses.replace(batch, mean_counts_K=mean_K) for batch in placed]
 
     def place(self, batch: Batch) -> Batch:
         """Return the batch on this rank's device, in the model's memory format."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from medvl import encoders
 from medvl.errors import CheckpointError, ConfigError, TrainingError
 from medvl.train.config import OptimConfig
+from medvl.train.optim.lamb import Lamb
 from medvl.train.parallel.model import STATE_SEPARATOR
 
 
@@ -55,6 +56,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     fused = all(parameter.is_cuda for group in groups for parameter in group["params"]) or None
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=fused)
+    if config.optimizer == "lamb":
+        return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
     return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, amsgrad=config.amsgrad, fused=fused)
 

@@ -61,6 +61,14 @@ class RankInfo:
         dist.all_gather(texts, torch.nn.functional.pad(payload, (0, longest - len(payload))), group=self.hosts)
         return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
 
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over all ranks, on its device. Collective call."""
+        if self.size == 1:
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
     def from_main(self, value: Any) -> Any:
         """Return rank 0's value on every rank. Collective call."""
         return self.exchange(value if self.is_main else None)[0]

@@ -66,8 +66,12 @@ class FSDPModel(ParallelModel):
 
         The model would skip an encoder on this rank while other ranks wait for its shard of the weights.
         """
-        for part, has_B in (("an image", batch.has_image_B), ("a text", batch.has_text_B)):
-            if has_B is not None and not has_B.any():
+        encoders = getattr(self.trained, "shared_encoders", ())
+        for part, encoder, has_B in (
+            ("an image", "image_encoder", batch.has_image_B),
+            ("a text", "text_encoder", batch.has_text_B),
+        ):
+            if (not encoders or encoder in encoders) and has_B is not None and not has_B.any():
                 keys = ", ".join(batch.keys[:_SHOWN_KEYS])
                 message = f"none of the {len(batch)} samples of rank {self.ranks.rank} has {part} ({keys})"
                 advice = "use larger batches, leave out such samples, or leave shard_weights unset"

@@ -1,0 +1,104 @@
+"""Loader of training sequences of text alone, with the order, resuming and randomness of `open_loader`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from medvl.common.ranks import check_ranks
+from medvl.data.loading.collate import SkippedSample, sample_rng
+from medvl.data.loading.loader import Loader, check_settings, train_sampler
+from medvl.data.loading.sampler import BatchSampler, EvalSampler
+from medvl.data.loading.sources import Source
+from medvl.data.loading.worker_errors import TIMEOUT
+from medvl.data.transforms.text_sequences import TextBatch, TextSequence, TextSequences
+from medvl.errors import ShardError
+from medvl.schema import Sample
+
+_TRIES = 20
+
+
+class SequenceDataset(Dataset[TextSequence | SkippedSample]):
+    """Sequences of a source, indexed by (epoch, position); runs in the loader's workers.
+
+    A sample's text is all or some of its sections, a line each. Samples without text are skipped.
+    """
+
+    def __init__(self, source: Source, sequences: TextSequences, seed: int, sections: Sequence[str] = ()) -> None:
+        self.source, self.sequences, self.seed, self.sections = source, sequences, seed, tuple(sections)
+
+    def __getitem__(self, place: tuple[int, int]) -> TextSequence | SkippedSample:
+        epoch, position = place
+        try:
+            sample = self.source.sample(position)
+        except ShardError as error:
+            return SkippedSample(str(error), "sample_unreadable")
+        text = self._text(sample)
+        if not text:
+            return SkippedSample(sample.key, "no_text")
+        rng = sample_rng(self.seed, epoch, sample.key, "sequence")
+        return self.sequences(sample.key, sample.patient, text, lambda: self._other(sample, rng), rng)
+
+    def _text(self, sample: Sample) -> str:
+        names = self.sections or sample.sections
+        return "\n".join(sample.sections[name] for name in names if sample.sections.get(name, "").strip())
+
+    def _other(self, sample: Sample, rng: np.random.Generator) -> str:
+        """Return the text of a random other document; empty where there is none that can be read."""
+        for _ in range(_TRIES):
+            try:
+                other = self.source.sample(int(rng.integers(len(self.source))))
+            except ShardError:  # counted when the sample itself is drawn
+                continue
+            if other.patient != sample.patient and (text := self._text(other)):
+                return text
+        return ""
+
+
+class SequenceCollate:
+    """Stack sequences into a batch."""
+
+    def __init__(self, sequences: TextSequences) -> None:
+        self.sequences = sequences
+
+    def __call__(self, items: Sequence[TextSequence | SkippedSample]) -> tuple[TextBatch | None, list[SkippedSample]]:
+        kept = [item for item in items if isinstance(item, TextSequence)]
+        skipped = [item for item in items if isinstance(item, SkippedSample)]
+        return self.sequences.collate(kept) if kept else None, skipped
+
+
+def open_text_loader(
+    source: Source,
+    sequences: TextSequences,
+    *,
+    batch: int,
+    train: bool,
+    seed: int = 0,
+    rank: int | None = None,
+    world: int | None = None,
+    workers: int = 0,
+    max_skipped: float = 0.001,
+    timeout: float = TIMEOUT,
+    sections: Sequence[str] = (),
+) -> Loader:
+    """Open a loader of training sequences over a source with texts.
+
+    Args:
+        source: for example `ShardSource(folder)`, of text alone or of images with reports.
+        sequences: maker of the sequences, of the model that is trained.
+        batch, train, seed, rank, world, workers, max_skipped, timeout: as for `open_loader`. In evaluation the windows,
+            pairs and masks are the same in every pass.
+        sections: names of the sections that form the text; default all.
+
+    Raises:
+        ConfigError, BudgetError, ShardError, LoaderError: as `open_loader`.
+    """
+    rank, world = check_ranks(rank, world, train=train)
+    check_settings(len(source), batch, train, world, workers)
+    sampler: BatchSampler = EvalSampler(len(source), batch, seed, rank, world)
+    if train:
+        sampler = train_sampler(source, batch, seed, rank, world)
+    dataset: Any = SequenceDataset(source, sequences, seed, sections)
+    collate = SequenceCollate(sequences)
+    return Loader(source, sampler, dataset, collate, workers=workers, max_skipped=max_skipped, timeout=timeout)

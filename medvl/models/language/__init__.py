@@ -1,0 +1,1 @@
+"""Systems that pretrain a text encoder on text alone."""

@@ -1,0 +1,68 @@
+"""Data settings and loaders for pretraining on text alone."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from medvl.data.shards.format import MANIFEST
+from medvl.data.shards.verify import check_against
+from medvl.errors import ConfigError
+from medvl.train.tasks.common import DataLoaders, LoaderConfig, describe, open_split
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TextDataConfig(LoaderConfig):
+    """Shards with texts, and the tokenizer."""
+
+    tokenizer: Path | None = None
+    """Folder of a tokenizer, as written by `medvl vocab`; None uses the text encoder's own from the hub."""
+    sections: tuple[str, ...] = ()
+    """Sections that form a text, a line each; empty takes all. For shards of images with reports."""
+    extra_train: tuple[Path, ...] = ()
+    """Further folders of shards, shuffled together with `train`."""
+    weights: tuple[float, ...] = ()
+    """Shares of `train` and of each of `extra_train` in an epoch, of any sum; empty: by size."""
+
+    def inputs(self) -> Iterator[tuple[str, Path, str]]:
+        """Yield (field, folder, file that it must contain) of the local folders that the run reads."""
+        yield from LoaderConfig.inputs(self)
+        for path in self.extra_train:
+            yield "extra_train", path, MANIFEST
+        if self.tokenizer is not None:
+            yield "tokenizer", self.tokenizer, "tokenizer.json"
+
+
+def open_text(data: TextDataConfig, model: Any, micro_batch: int) -> DataLoaders:
+    """Open the loaders of a run on text for this rank.
+
+    Raises ShardError where a folder is damaged, SplitError where training and validation share a document, ConfigError
+    where the batch does not fit the ranks, or the model's tokenizer cannot mask words.
+    """
+    from medvl.common.ranks import rank_and_world
+    from medvl.data.loading.concat import ConcatSource
+    from medvl.data.loading.text_loader import open_text_loader
+    from medvl.data.shards.source import ShardSource
+
+    if model.tokenizer is None:
+        raise ConfigError("the model has no tokenizer; set data.tokenizer", "missing", field="data.tokenizer")
+    train, valid = open_split(data)
+    source: Any = train
+    if data.extra_train or data.weights:
+        source = ConcatSource([train, *map(ShardSource, data.extra_train)], data.weights or None)
+        if valid is not None:
+            check_against(source.manifest, valid.manifest)
+    options: dict[str, Any] = {"seed": data.seed, "max_skipped": data.max_skipped, "sections": data.sections}
+    loader = open_text_loader(source, model.sequences, batch=micro_batch, train=True, workers=data.workers, **options)
+    chosen = {"weights": list(data.weights)} if data.weights else {}
+    described = describe(source.manifest, None if valid is None else valid.manifest, **chosen)
+    if valid is None:
+        return DataLoaders(loader, None, None, described)
+
+    def open_valid(**ranks: Any) -> Any:
+        workers = min(data.workers, 2) if not ranks or rank_and_world()[0] == 0 else 0
+        return open_text_loader(
+            valid, model.sequences, batch=data.valid_batch, train=False, workers=workers, **options, **ranks
+        )
+
+    return DataLoaders(loader, open_valid(), open_valid(rank=0, world=1), described)
