@@ -2,7 +2,7 @@
 
     medvl shards text --sources pubmed/baseline --out shards/pubmed --name pubmed
     torchrun --nproc-per-node 8 recipes/bioalbert.py --init-from ALBERT      # `medvl import albert_text`
-    torchrun recipes/bioalbert.py tiny                # reports of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/bioalbert.py tiny                # reports of `medvl phantom quickstart`
 
 Preset `paper`: ALBERT-base v2 with its SentencePiece vocabulary, masked words and sentence order prediction, LAMB,
 3,125 steps of warm-up, 200,000 steps of 1,024 sequences (variant Base1). The rate of 1.76e-3 is ALBERT's for batches

@@ -3,7 +3,7 @@
     medvl shards text --sources pubmed/baseline --out shards/pubmed --name pubmed --min-words 128
     medvl vocab shards/pubmed/train vocab/pubmed --size 30522 --max-tokens 512
     torchrun --nproc-per-node 8 recipes/pubmedbert.py
-    torchrun recipes/pubmedbert.py tiny               # reports of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/pubmedbert.py tiny               # reports of `medvl phantom quickstart`
     torchrun recipes/pubmedbert.py tiny --data.train shards/mlm/train --data.valid shards/mlm/validate \\
         --data.tokenizer vocab/mlm --data.sections text
 

@@ -30,7 +30,7 @@ class TextRecipe:
     train: TrainConfig
 
 
-def text_run(name: str, make_data: str, phantom: str = "bash scripts/quickstart.sh") -> "Callable[[TextRecipe], Run]":
+def text_run(name: str, make_data: str, phantom: str = "") -> "Callable[[TextRecipe], Run]":
     """Return the `prepare` function of a recipe; arguments and errors as for `medvl.train.pretraining_run`.
 
     Validation prints, besides the losses, what `MaskedWordScore` returns.
