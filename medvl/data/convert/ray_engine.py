@@ -11,6 +11,7 @@ they differ ends the conversion, because it would write other bytes.
 
 import logging
 import os
+import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from medvl.errors import ConfigError, ShardError
 _RETRIES = 3
 """Times that a shard is started again after its worker or node was lost."""
 _STOP_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0
 
 
 class RayEngine:
@@ -64,8 +66,11 @@ class RayEngine:
         if self.address is None:
             where = {"address": "local", "num_cpus": self.workers, "include_dashboard": False}
         try:
+            host, _, port = (self.address or "").rpartition(":")
+            if host and port.isdecimal():  # Ray itself retries for minutes
+                socket.create_connection((host.rpartition("/")[2], int(port)), timeout=_CONNECT_SECONDS).close()
             ray.init(log_to_driver=False, logging_level=logging.WARNING, **where)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             message = f"no Ray cluster answers at {self.address} ({type(error).__name__}); start one with ray start"
             raise ConfigError(message, "not_found", field="address") from error
 

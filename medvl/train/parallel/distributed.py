@@ -129,11 +129,14 @@ def _init_process_group(backend: str) -> None:
     """Initialise the process group under an unused prefix of torchrun's store.
 
     torchrun reuses its store across restarts: without a fresh prefix the ranks would find the addresses of the killed
-    processes, and fail or wait for half an hour. The same holds for the second group of one process.
+    processes, and fail or wait for half an hour. The same holds for the second group of one process. With
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which a lost node needs to be replaced, each start has a store of its own; the
+    agents' counts of restarts differ then, so they are no part of the prefix.
     """
     rank, size = rank_and_world()
     store, _, _ = next(rendezvous("env://"))
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    reused = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if reused else "0"
     prefixed = dist.PrefixStore(f"medvl/restart {restart}/group {next(_group_numbers)}", store)
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=size)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from helpers.shard_plans import OPTIONS, contents, make_plan
 from medvl.common.untrusted import InputFolders
 from medvl.data.convert.options import ShardRun
 from medvl.data.convert.pipeline import write_shards
+from medvl.data.convert.ray_engine import RayEngine
 from medvl.data.images.codecs import encode_png
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.errors import ConfigError, ShardError
@@ -31,6 +33,15 @@ def test_settings_of_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with raises(ConfigError, "missing", "engine", names="medvl[ray]"):
         ShardRun(out=tmp_path, engine="ray")
+
+
+def test_an_address_without_a_cluster_is_refused_at_once() -> None:
+    pytest.importorskip("ray")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"  # bound, and nobody listens
+        with raises(ConfigError, "not_found", "address"):
+            next(RayEngine(address, None).run([]))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,44 @@
+"""Two nodes of two ranks each, one torchrun agent per node; the second node is lost once and replaced.
+
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id ID node_ranks.py FOLDER
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from helpers import train_fakes as fakes
+from helpers.train_ranks import training
+from medvl.schema import Batch
+from medvl.train import rank_and_world
+from medvl.train.fault_tolerance import checkpoint
+
+
+class LosesItsNode(fakes.FakeLoader):
+    """Kills this rank and its agent in the second epoch, on the node that LOSES_NODE names."""
+
+    def change(self, batch: Batch) -> Batch:
+        if os.environ.get("LOSES_NODE") and (self.epoch, self.position) == (1, 4):
+            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch
+
+
+def main(folder: Path) -> None:
+    """Finish the run that loses a node, then an undisturbed one."""
+    rank, world = rank_and_world()
+    options = {"epochs": 4, "log_every": 1, "checkpoint_every": 1, "keep_last": 20}
+    training(folder / "lost", LosesItsNode(20, 4, rank, world), **options)
+    training(folder / "whole", **options)
+    found = {"restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"]), "node": int(os.environ["GROUP_RANK"])}
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    checkpoint.model_files = fakes.FakeModelFiles
+    main(Path(sys.argv[1]))

@@ -1,0 +1,53 @@
+"""Training on two nodes, each with a torchrun agent of its own: one node is lost and replaced."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import node_ranks, train_fakes as fakes
+
+
+def start_agent(endpoint: str, folder: Path, *, host: bool = False, **environment: str) -> subprocess.Popen[str]:
+    """Start the agent of one node, as `examples/cluster` does."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "run", "--max-restarts", "3"]
+    command += ["--rdzv-conf", f"is_host={int(host)}"]  # both nodes have the address of this machine
+    return subprocess.Popen(
+        [*command, str(node_ranks.__file__), str(folder)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment},
+    )
+
+
+@pytest.mark.slow
+def test_a_lost_node_is_replaced_and_the_run_is_the_undisturbed_one(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    first = start_agent(endpoint, tmp_path, host=True)
+    second = start_agent(endpoint, tmp_path, LOSES_NODE="1")
+    agents = [first, second]
+    try:
+        second.wait(timeout=240)
+        assert second.returncode == -signal.SIGKILL, second.stderr and second.stderr.read()
+        agents.append(start_agent(endpoint, tmp_path))
+        for agent in (first, agents[-1]):
+            _, errors = agent.communicate(timeout=240)
+            assert agent.returncode == 0, errors
+    finally:
+        for agent in agents:
+            agent.kill()
+    found = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(4)]
+    assert sorted(rank["node"] for rank in found) == [0, 0, 1, 1]
+    assert sorted({rank["restarts"] for rank in found}) == [0, 1], "the replaced node counts from zero"
+    assert fakes.records(tmp_path / "lost") == fakes.records(tmp_path / "whole")
+    assert len(fakes.records(tmp_path / "whole", "train")) == 12
+    names = [folder.name for folder in (tmp_path / "whole/checkpoints").iterdir()]
+    assert len(names) >= 12
