@@ -1,10 +1,11 @@
-"""`medvl doctor`: training speed of a recipe on this machine, and its bottleneck."""
+"""`medvl doctor`: training speed of a recipe on this machine, its bottleneck, and checks of several nodes."""
 
 import argparse
 import dataclasses
 import json
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -12,15 +13,18 @@ from types import ModuleType
 from typing import Any
 
 from medvl.cli.recipes import find_recipe
-from medvl.errors import ConfigError
+from medvl.errors import ConfigError, TrainingError
 from medvl.train.recipe_cli import choose
 
 
 def doctor(arguments: Sequence[str]) -> str:
-    """Measure the training speed of a recipe and find its bottleneck.
+    """Measure the training speed of a recipe and find its bottleneck, or check several nodes.
 
-    Raises ConfigError if the file is no recipe, and the errors of its data and model.
+    Raises ConfigError if the file is no recipe, and the errors of its data and model; `nodes` raises TrainingError if a
+    check fails.
     """
+    if arguments[:1] == ["nodes"]:
+        return _nodes(arguments[1:])
     options, recipe_arguments = _parser(add_help=arguments[:1] in (["-h"], ["--help"])).parse_known_args(arguments)
     recipe, settings = load_recipe(find_recipe(options.recipe), recipe_arguments)
     run = recipe.prepare(settings)
@@ -53,11 +57,40 @@ def load_recipe(path: Path, arguments: Sequence[str]) -> tuple[ModuleType, Any]:
     return module, choose(module.PRESETS, list(arguments), description=module.__doc__)
 
 
+def _nodes(arguments: Sequence[str]) -> str:
+    """Check rendezvous, collectives, versions, clocks and storage of several nodes. Rank 0 returns the report."""
+    parser = argparse.ArgumentParser(
+        prog="medvl doctor nodes",
+        usage="torchrun --nnodes N ... -m medvl doctor nodes [--storage DIR] [--megabytes M] [--json FILE]",
+        description="Check several nodes before a run: rendezvous, all-reduce, versions, clocks, shared storage.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--storage", type=Path, help="folder that all nodes mount, for shards and checkpoints")
+    parser.add_argument("--megabytes", type=int, default=64, help="size of the measured all-reduce (default 64)")
+    parser.add_argument("--json", type=Path, help="output file of the report")
+    options = parser.parse_args(arguments)
+    from medvl.train.doctor.nodes import check_nodes
+    from medvl.train.parallel.distributed import join
+
+    started = time.perf_counter()
+    with join() as ranks:
+        report = check_nodes(ranks, time.perf_counter() - started, options.storage, options.megabytes)
+        if ranks.is_main and options.json is not None:
+            options.json.write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n")
+        if report.problems and ranks.is_main:
+            print(report)
+        if report.problems:
+            problems = f"{len(report.problems)} checks of the nodes failed; see the report of rank 0"
+            raise TrainingError(problems, "mismatch", field="nodes")
+        return str(report) if ranks.is_main else ""
+
+
 def _parser(add_help: bool) -> argparse.ArgumentParser:
     """Return the parser of doctor's own options, which may stand before or after the recipe and its settings."""
     parser = argparse.ArgumentParser(
         prog="medvl doctor",
-        usage="medvl doctor [--seconds S] [--json FILE] RECIPE [PRESET] [settings of the recipe ...]",
+        usage="medvl doctor [--seconds S] [--json FILE] RECIPE [PRESET] [settings of the recipe ...]\n"
+        "       torchrun --nnodes N ... -m medvl doctor nodes [--storage DIR]",
         description="Measure a recipe and find its bottleneck. RECIPE --help lists its settings.",
         add_help=add_help,  # --help after the recipe is that of the recipe
         allow_abbrev=False,

@@ -15,7 +15,9 @@ from helpers import train_fakes as fakes
 from helpers.train_ranks import training
 from medvl.schema import Batch
 from medvl.train import rank_and_world
+from medvl.train.doctor.nodes import check_nodes
 from medvl.train.fault_tolerance import checkpoint
+from medvl.train.parallel.distributed import join
 
 
 class LosesItsNode(fakes.FakeLoader):
@@ -29,12 +31,18 @@ class LosesItsNode(fakes.FakeLoader):
 
 
 def main(folder: Path) -> None:
-    """Finish the run that loses a node, then an undisturbed one."""
+    """Finish the run that loses a node, then an undisturbed one, and check the nodes."""
     rank, world = rank_and_world()
     options = {"epochs": 4, "log_every": 1, "checkpoint_every": 1, "keep_last": 20}
     training(folder / "lost", LosesItsNode(20, 4, rank, world), **options)
     training(folder / "whole", **options)
-    found = {"restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"]), "node": int(os.environ["GROUP_RANK"])}
+    with join() as ranks:
+        report = check_nodes(ranks, 0.0, folder, megabytes=1)
+    found = {
+        "restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+        "nodes": [rank["node"] for rank in report.ranks],
+        "problems": list(report.problems),
+    }
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
 
 

@@ -7,9 +7,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import node_ranks, train_fakes as fakes
+from helpers.errors import raises
+
+from medvl.errors import ConfigError
+from medvl.train.doctor import nodes
 
 
 def start_agent(endpoint: str, folder: Path, *, host: bool = False, **environment: str) -> subprocess.Popen[str]:
@@ -45,9 +50,33 @@ def test_a_lost_node_is_replaced_and_the_run_is_the_undisturbed_one(tmp_path: Pa
         for agent in agents:
             agent.kill()
     found = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(4)]
-    assert sorted(rank["node"] for rank in found) == [0, 0, 1, 1]
+    assert [(rank["nodes"], rank["problems"]) for rank in found] == [([0, 0, 1, 1], [])] * 4
+    assert not list(tmp_path.glob(".medvl-doctor-*"))
     assert sorted({rank["restarts"] for rank in found}) == [0, 1], "the replaced node counts from zero"
     assert fakes.records(tmp_path / "lost") == fakes.records(tmp_path / "whole")
     assert len(fakes.records(tmp_path / "whole", "train")) == 12
-    names = [folder.name for folder in (tmp_path / "whole/checkpoints").iterdir()]
-    assert len(names) >= 12
+    assert fakes.weights_hash(tmp_path / "lost") == fakes.weights_hash(tmp_path / "whole")
+
+
+def rank(**changes: Any) -> dict[str, Any]:
+    versions = {"medvl": "1", "torch": "2"}
+    return {"node": 0, "host": "a", "device": "cpu", "versions": versions, "clock": 0.0, "storage": 0.1, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"versions": {"medvl": "1", "torch": "1"}}, "rank 1 on b has torch 1, rank 0 has 2"),
+        ({"clock": -9.0}, "rank 1 on b has a clock -9.0 s off"),
+        ({"storage": "cannot write"}, "rank 1 on b: storage: cannot write"),
+        ({"storage": 12.0}, "rank 1 on b sees a new file after 12.0 s"),
+    ],
+)
+def test_doctor_names_the_node_that_differs(changes: dict[str, Any], problem: str) -> None:
+    (found,) = nodes._disagreements([rank(), rank(node=1, host="b", **changes)])
+    assert found.startswith(problem)
+
+
+def test_doctor_of_nodes_needs_several_ranks() -> None:
+    with raises(ConfigError, "missing", "ranks"):
+        nodes.check_nodes(fakes.ONE_RANK, 0.0, None)
