@@ -40,8 +40,8 @@ def test_a_lost_node_is_replaced_and_the_run_is_the_undisturbed_one(tmp_path: Pa
     second = start_agent(endpoint, tmp_path, LOSES_NODE="1")
     agents = [first, second]
     try:
-        second.wait(timeout=240)
-        assert second.returncode == -signal.SIGKILL, second.stderr and second.stderr.read()
+        _, errors = second.communicate(timeout=240)
+        assert second.returncode == -signal.SIGKILL, errors
         agents.append(start_agent(endpoint, tmp_path))
         for agent in (first, agents[-1]):
             _, errors = agent.communicate(timeout=240)
