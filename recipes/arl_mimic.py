@@ -16,7 +16,6 @@ Preset `tiny`: the phantom's radiographs and its ontology instead of UMLS. It st
 three-layer BERT of `scripts/quickstart.sh`'s ConVIRT; masked patches are cells of the ResNet's grid.
 """
 
-import dataclasses
 from pathlib import Path
 
 from medvl.data import EvalTransform, RandomSection
@@ -45,20 +44,13 @@ paper = Recipe(
         checkpoint_every=5000,
     ),
 )
-tiny = Recipe(
-    model=ARLConfig(
+tiny = quickstart.fusion_recipe(
+    "arl",
+    ARLConfig(
+        **quickstart.ENCODERS,
+        **quickstart.FASTER_FUSION,
         knowledge="quickstart/knowledge",
-        image_encoder="resnet_tiny",
-        image_arguments={},
-        text_encoder="tiny_bert",
-        text_arguments={"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
-        image_size=112,
-        fit="squash",
         width=192,
-        layers=2,
-        heads=3,
-        intermediate=768,
-        dropout=0,
         image_positions=True,
         mim_layer=1,
         decoder_width=96,
@@ -67,18 +59,9 @@ tiny = Recipe(
         entity_width=64,
         entity_intermediate=256,
         graph_head_width=16,
-        fusion_lr_mult=2.0,
-        head_lr_mult=2.0,
         mlm_probability=0.3,
-        max_tokens=48,
     ),
-    pretrained=False,
-    init_from=Path("quickstart/convirt/best"),
-    data=quickstart.DATA,
-    optim=dataclasses.replace(quickstart.OPTIM, lr=5e-4),
-    train=dataclasses.replace(
-        quickstart.TRAIN, run_dir=Path("quickstart/arl"), epochs=6, best_metric="loss", best_mode="min"
-    ),
+    epochs=6,
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}

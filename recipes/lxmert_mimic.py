@@ -14,7 +14,6 @@ Regions of a detector as in the paper: `--model.image-encoder regions:1024+4 --m
 Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of the quickstart's ConVIRT.
 """
 
-import dataclasses
 from pathlib import Path
 
 from medvl.data import EvalTransform, WholeText
@@ -35,28 +34,7 @@ paper = Recipe(
         run_dir=Path("runs/lxmert-mimic"), epochs=20, global_batch=256, precision="bf16", channels_last=True
     ),
 )
-tiny = Recipe(
-    model=LXMERTConfig(
-        image_encoder="resnet_tiny",
-        text_encoder="tiny_bert",
-        image_size=112,
-        fit="squash",
-        text_arguments={"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
-        image_layers=1,
-        layers=2,
-        heads=3,
-        intermediate=768,
-        dropout=0,
-        max_tokens=48,
-    ),
-    pretrained=False,
-    init_from=Path("quickstart/convirt/best"),
-    data=quickstart.DATA,
-    optim=dataclasses.replace(quickstart.OPTIM, lr=5e-4),
-    train=dataclasses.replace(
-        quickstart.TRAIN, run_dir=Path("quickstart/lxmert"), epochs=12, best_metric="loss", best_mode="min"
-    ),
-)
+tiny = quickstart.fusion_recipe("lxmert", LXMERTConfig(**quickstart.ENCODERS, **quickstart.FUSION, image_layers=1))
 
 PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr-frontal"

@@ -14,7 +14,6 @@ Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of the quickst
 two layers, a short queue, and a teacher that follows faster. Cells of the ResNet's grid are removed, a quarter of them.
 """
 
-import dataclasses
 from pathlib import Path
 
 from medvl.data import ConVIRTAugmentation, RandomSection
@@ -33,37 +32,8 @@ paper = Recipe(
     optim=OptimConfig(optimizer="adamw", lr=1e-4, weight_decay=0.02, schedule=Cosine(warmup_steps=2000, min_lr=1e-5)),
     train=TrainConfig(run_dir=Path("runs/m2i2"), epochs=30, global_batch=16, precision="bf16"),
 )
-tiny = Recipe(
-    model=M2I2Config(
-        image_encoder="resnet_tiny",
-        image_arguments={},
-        text_encoder="tiny_bert",
-        text_arguments={"num_hidden_layers": 3, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
-        image_size=112,
-        fit="squash",
-        layers=2,
-        heads=3,
-        intermediate=768,
-        dropout=0,
-        projection_dim=128,
-        queue_size=1024,
-        momentum=0.98,
-        ramp_steps=120,
-        mask_ratio=0.25,
-        decoder_width=96,
-        decoder_layers=2,
-        decoder_heads=3,
-        fusion_lr_mult=2.0,
-        head_lr_mult=2.0,
-        max_tokens=48,
-    ),
-    pretrained=False,
-    init_from=Path("quickstart/convirt/best"),
-    data=quickstart.DATA,
-    optim=dataclasses.replace(quickstart.OPTIM, lr=5e-4),
-    train=dataclasses.replace(
-        quickstart.TRAIN, run_dir=Path("quickstart/m2i2"), epochs=12, best_metric="loss", best_mode="min"
-    ),
+tiny = quickstart.fusion_recipe(
+    "m2i2", M2I2Config(**quickstart.ALIGNED, mask_ratio=0.25, decoder_width=96, decoder_layers=2, decoder_heads=3)
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}

@@ -41,25 +41,8 @@ paper = Recipe(
         run_dir=Path("runs/medvill-mimic"), epochs=50, global_batch=128, precision="bf16", channels_last=True
     ),
 )
-SMALL = MedViLLConfig(
-    image_encoder="resnet_tiny",
-    text_encoder="tiny_bert",
-    image_size=112,
-    fit="squash",
-    frozen_image_layers=0,
-    text_arguments={"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
-    max_tokens=48,
-)
-tiny = Recipe(
-    model=SMALL,
-    pretrained=False,
-    init_from=Path("quickstart/convirt/best"),
-    data=quickstart.DATA,
-    optim=dataclasses.replace(quickstart.OPTIM, lr=5e-4),
-    train=dataclasses.replace(
-        quickstart.TRAIN, run_dir=Path("quickstart/medvill"), epochs=12, best_metric="loss", best_mode="min"
-    ),
-)
+SMALL = MedViLLConfig(**quickstart.ENCODERS, frozen_image_layers=0)
+tiny = quickstart.fusion_recipe("medvill", SMALL)
 
 paper_report = dataclasses.replace(
     paper,

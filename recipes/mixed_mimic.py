@@ -41,31 +41,10 @@ paper = Recipe(
         run_dir=Path("runs/mixed-mimic"), epochs=30, global_batch=128, precision="bf16", channels_last=True
     ),
 )
-tiny = Recipe(
-    model=MixedConfig(
-        image_encoder="resnet_tiny",
-        text_encoder="tiny_bert",
-        text_arguments={"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
-        image_size=112,
-        fit="squash",
-        width=192,
-        layers=2,
-        heads=3,
-        intermediate=768,
-        dropout=0,
-        scales=(1, 2),
-        fusion_lr_mult=2.0,
-        head_lr_mult=2.0,
-        max_tokens=48,
-    ),
-    pretrained=False,
-    init_from=Path("quickstart/convirt/best"),
-    data=dataclasses.replace(quickstart.DATA, paired_fraction=0.5),
-    optim=dataclasses.replace(quickstart.OPTIM, lr=5e-4),
-    train=dataclasses.replace(
-        quickstart.TRAIN, run_dir=Path("quickstart/mixed"), epochs=12, best_metric="loss", best_mode="min"
-    ),
+tiny = quickstart.fusion_recipe(
+    "mixed", MixedConfig(**quickstart.ENCODERS, **quickstart.FASTER_FUSION, width=192, scales=(1, 2))
 )
+tiny = dataclasses.replace(tiny, data=dataclasses.replace(tiny.data, paired_fraction=0.5))
 
 PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = """medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr

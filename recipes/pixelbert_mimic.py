@@ -13,7 +13,6 @@ Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of the quickst
 sampled.
 """
 
-import dataclasses
 from pathlib import Path
 
 from medvl.data import EvalTransform, WholeText
@@ -34,24 +33,7 @@ paper = Recipe(
         run_dir=Path("runs/pixelbert-mimic"), epochs=40, global_batch=256, precision="bf16", channels_last=True
     ),
 )
-tiny = Recipe(
-    model=PixelBERTConfig(
-        image_encoder="resnet_tiny",
-        text_encoder="tiny_bert",
-        image_size=112,
-        fit="squash",
-        text_arguments={"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
-        image_tokens=8,
-        max_tokens=48,
-    ),
-    pretrained=False,
-    init_from=Path("quickstart/convirt/best"),
-    data=quickstart.DATA,
-    optim=dataclasses.replace(quickstart.OPTIM, lr=5e-4),
-    train=dataclasses.replace(
-        quickstart.TRAIN, run_dir=Path("quickstart/pixelbert"), epochs=12, best_metric="loss", best_mode="min"
-    ),
-)
+tiny = quickstart.fusion_recipe("pixelbert", PixelBERTConfig(**quickstart.ENCODERS, image_tokens=8))
 
 PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr-frontal"

@@ -15,7 +15,6 @@ Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of the quickst
 prompts stand for.
 """
 
-import dataclasses
 from pathlib import Path
 
 from medvl.data import ConVIRTAugmentation, RandomSection
@@ -44,33 +43,16 @@ paper = Recipe(
         checkpoint_every=5000,
     ),
 )
-tiny = Recipe(
-    model=PTUnifierConfig(
-        image_encoder="resnet_tiny",
-        image_arguments={},
-        text_encoder="tiny_bert",
-        text_arguments={"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
-        image_size=112,
-        fit="squash",
+tiny = quickstart.fusion_recipe(
+    "ptunifier",
+    PTUnifierConfig(
+        **quickstart.ENCODERS,
+        **quickstart.FASTER_FUSION,
         width=192,
-        layers=2,
-        heads=3,
-        intermediate=768,
-        dropout=0,
         image_positions=True,
         prompts=256,
         image_prompts=16,
         text_prompts=16,
-        fusion_lr_mult=2.0,
-        head_lr_mult=2.0,
-        max_tokens=48,
-    ),
-    pretrained=False,
-    init_from=Path("quickstart/convirt/best"),
-    data=quickstart.DATA,
-    optim=dataclasses.replace(quickstart.OPTIM, lr=5e-4),
-    train=dataclasses.replace(
-        quickstart.TRAIN, run_dir=Path("quickstart/ptunifier"), epochs=12, best_metric="loss", best_mode="min"
     ),
 )
 

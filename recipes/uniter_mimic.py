@@ -13,7 +13,6 @@ Preset `paper`: BERT-base over the cells of a ResNet-50 at 224 pixels and 60 wor
 Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of the quickstart's ConVIRT.
 """
 
-import dataclasses
 from pathlib import Path
 
 from medvl.data import EvalTransform, WholeText
@@ -41,23 +40,7 @@ paper = Recipe(
         run_dir=Path("runs/uniter-mimic"), steps=200_000, global_batch=160, precision="bf16", channels_last=True
     ),
 )
-tiny = Recipe(
-    model=UNITERConfig(
-        image_encoder="resnet_tiny",
-        text_encoder="tiny_bert",
-        image_size=112,
-        fit="squash",
-        text_arguments={"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
-        max_tokens=48,
-    ),
-    pretrained=False,
-    init_from=Path("quickstart/convirt/best"),
-    data=quickstart.DATA,
-    optim=dataclasses.replace(quickstart.OPTIM, lr=5e-4),
-    train=dataclasses.replace(
-        quickstart.TRAIN, run_dir=Path("quickstart/uniter"), epochs=12, best_metric="loss", best_mode="min"
-    ),
-)
+tiny = quickstart.fusion_recipe("uniter", UNITERConfig(**quickstart.ENCODERS))
 
 PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr-frontal"

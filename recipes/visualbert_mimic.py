@@ -12,7 +12,6 @@ ten epochs, gradients clipped at 1, as in the released configuration for COCO, w
 Preset `tiny`: starts from the ResNet-10 and the three-layer BERT of the quickstart's ConVIRT; cells have positions.
 """
 
-import dataclasses
 from pathlib import Path
 
 from medvl.data import EvalTransform, WholeText
@@ -33,24 +32,7 @@ paper = Recipe(
         run_dir=Path("runs/visualbert-mimic"), epochs=10, global_batch=48, precision="bf16", channels_last=True
     ),
 )
-tiny = Recipe(
-    model=VisualBERTConfig(
-        image_encoder="resnet_tiny",
-        text_encoder="tiny_bert",
-        image_size=112,
-        fit="squash",
-        text_arguments={"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
-        image_positions=True,
-        max_tokens=48,
-    ),
-    pretrained=False,
-    init_from=Path("quickstart/convirt/best"),
-    data=quickstart.DATA,
-    optim=dataclasses.replace(quickstart.OPTIM, lr=5e-4),
-    train=dataclasses.replace(
-        quickstart.TRAIN, run_dir=Path("quickstart/visualbert"), epochs=12, best_metric="loss", best_mode="min"
-    ),
-)
+tiny = quickstart.fusion_recipe("visualbert", VisualBERTConfig(**quickstart.ENCODERS, image_positions=True))
 
 PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --views PA AP --out shards/mimic-cxr-frontal"

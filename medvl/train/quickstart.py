@@ -1,10 +1,14 @@
 """Settings of the presets `tiny`: the phantom of `scripts/quickstart.sh`, and minutes on two CPU cores."""
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 from medvl.data.transforms.image import ConVIRTAugmentation
 from medvl.data.transforms.text import WholeText
+from medvl.models.base import ImageConfig
 from medvl.train.config import Cosine, OptimConfig, TrainConfig
+from medvl.train.recipe import Recipe
 from medvl.train.tasks.pretraining import DataConfig
 
 DATA = DataConfig(
@@ -33,3 +37,51 @@ TRAIN = TrainConfig(
     best_mode="max",
 )
 """About a thousand steps, minutes on two CPU cores; `best` has the highest zero-shot AUROC."""
+
+_NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+ENCODERS: dict[str, Any] = {
+    "image_encoder": "resnet_tiny",
+    "image_arguments": {},
+    "text_encoder": "tiny_bert",
+    "text_arguments": _NO_DROPOUT,
+    "image_size": 112,
+    "fit": "squash",
+    "max_tokens": 48,
+}
+"""Model settings of fusion-encoders: the ResNet-10 and the three-layer BERT of the quickstart's ConVIRT."""
+
+FUSION: dict[str, Any] = {"layers": 2, "heads": 3, "intermediate": 768, "dropout": 0}
+"""Model settings of a small fusion-encoder over `ENCODERS`."""
+
+FASTER_FUSION: dict[str, Any] = {**FUSION, "fusion_lr_mult": 2.0, "head_lr_mult": 2.0}
+"""The same, where fusion-encoder and heads learn faster than the encoders, as in METER and its successors."""
+
+ALIGNED: dict[str, Any] = {
+    **ENCODERS,
+    **FASTER_FUSION,
+    "text_arguments": {"num_hidden_layers": 3, **_NO_DROPOUT},
+    "projection_dim": 128,
+    "queue_size": 1024,
+    "momentum": 0.98,
+    "ramp_steps": 120,
+}
+"""Model settings of ALBEF and its successors: a short queue, and a teacher that follows faster."""
+
+
+def fusion_recipe(name: str, model: ImageConfig, epochs: int = 12) -> Recipe:
+    """Return the preset `tiny` of a fusion-encoder that starts from the encoders of the quickstart's ConVIRT.
+
+    Args:
+        name: folder of the run in quickstart/.
+        model: settings of the system.
+        epochs: length of the run.
+    """
+    run_dir = Path("quickstart") / name
+    return Recipe(
+        model=model,
+        pretrained=False,
+        init_from=Path("quickstart/convirt/best"),
+        data=DATA,
+        optim=dataclasses.replace(OPTIM, lr=5e-4),
+        train=dataclasses.replace(TRAIN, run_dir=run_dir, epochs=epochs, best_metric="loss", best_mode="min"),
+    )

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
@@ -14,7 +14,10 @@ from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.loop.trainer import TrainResult, train
 from medvl.train.loop.validate import Evaluator
 from medvl.train.tasks.common import DataLoaders, LoaderConfig
-from medvl.train.tasks.pretraining import DataConfig, open_data
+from medvl.train.tasks.pretraining import open_data
+
+if TYPE_CHECKING:
+    from medvl.train.recipe import Recipe
 
 
 class Settings(Protocol):
@@ -31,22 +34,6 @@ class Settings(Protocol):
     @property
     def data(self) -> LoaderConfig:
         """Folders of shards and loaders."""
-
-
-class PretrainingSettings(Settings, Protocol):
-    """Settings of recipes that train a system on images and texts."""
-
-    @property
-    def model(self) -> Any:
-        """Configuration of a system."""
-
-    @property
-    def pretrained(self) -> bool:
-        """Whether the encoders start from their published weights."""
-
-    @property
-    def data(self) -> DataConfig:
-        """Shards, text and augmentation."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +72,7 @@ class Run:
         return {name: value for name, value in settings.items() if name not in ("model", "optim", "train")}
 
 
-def pretraining(recipe: str, settings: PretrainingSettings, start: Path | None = None) -> Run:
+def pretraining(recipe: str, settings: "Recipe", start: Path | None = None) -> Run:
     """Create the run of a system from its configuration, optionally from the weights of the checkpoint `start`.
 
     Raises what `create_model` and `open_data` raise.

@@ -31,13 +31,31 @@ def _bert_attention(source: str, target: str) -> list[KeyRule]:
     ]
 
 
+def _bert_feed_forward(inner: str, outer: str, target: str) -> list[KeyRule]:
+    return [
+        keep(f"{inner}.dense.*", f"{target}.inner.*"),
+        keep(f"{outer}.dense.*", f"{target}.outer.*"),
+        keep(f"{outer}.LayerNorm.*", f"{target}.norm.*"),
+    ]
+
+
+def _bert_words(source: str) -> list[KeyRule]:
+    """Return the rules of a head for masked words, without its table of words."""
+    return [keep(f"{source}.{old}", f"mlm_head.{new}") for old, new in WORD_HEAD.items()]
+
+
+def _bert_embeddings(source: str) -> list[KeyRule]:
+    return [
+        drop(f"{source}.position_ids", "a counter that older transformers stored"),
+        keep(f"{source}.**", f"{TEXT}embeddings.**"),
+    ]
+
+
 def _co_attention(source: str, target: str) -> list[KeyRule]:
     return [
         *_bert_attention(f"{source}.*.attention", f"{target}.*.attention"),
         *_bert_attention(f"{source}.*.crossattention", f"{target}.*.cross_attention"),
-        keep(f"{source}.*.intermediate.dense.*", f"{target}.*.feed_forward.inner.*"),
-        keep(f"{source}.*.output.dense.*", f"{target}.*.feed_forward.outer.*"),
-        keep(f"{source}.*.output.LayerNorm.*", f"{target}.*.feed_forward.norm.*"),
+        *_bert_feed_forward(f"{source}.*.intermediate", f"{source}.*.output", f"{target}.*.feed_forward"),
     ]
 
 
@@ -121,7 +139,7 @@ _METER = (
     *_co_attention("multi_modal_vision_layers", "fusion.image_layers"),
     keep("multi_modal_language_pooler.dense.*", "fusion.text_pooler.dense.*"),
     keep("multi_modal_vision_pooler.dense.*", "fusion.image_pooler.dense.*"),
-    *(keep(f"mlm_head.{source}", f"mlm_head.{target}") for source, target in WORD_HEAD.items()),
+    *_bert_words("mlm_head"),
     keep("mlm_head.decoder.weight", "mlm_head.words.weight"),
     keep("itm_head.fc.*", "itm_head.*"),
     *(drop(f"{head}_head.**", "a downstream head") for head in ("vqa", "cls", "irtr", "mlc", "clm")),
@@ -140,14 +158,13 @@ _MEDVILL = Importer(
     title="MedViLL (Moon et al. 2022): ResNet-50, BERT",
     source="MedViLL's train_origin.py; save_pretrained",
     table=(
-        drop("enc.txt_embeddings.position_ids", "a counter that older transformers stored"),
-        keep("enc.txt_embeddings.**", f"{TEXT}embeddings.**"),
+        *_bert_embeddings("enc.txt_embeddings"),
         keep("enc.img_embeddings.img_embeddings.*", "image_input.*"),
         same("enc.img_embeddings.**", "enc.txt_embeddings.**"),
         *sequential_resnet("enc.img_encoder.model."),
         keep("enc.encoder.layer.**", f"{TEXT}encoder.layer.**"),
         keep("enc.pooler.dense.*", "pooler.dense.*"),
-        *(keep(f"mlm.predictions.{source}", f"mlm_head.{target}") for source, target in WORD_HEAD.items()),
+        *_bert_words("mlm.predictions"),
         same("mlm.predictions.decoder.weight", "enc.txt_embeddings.word_embeddings.weight"),
         keep("itm.linear.*", "itm_head.*"),
     ),
@@ -213,7 +230,7 @@ def _vilt(shapes: Shapes) -> ViLTConfig:
 
 
 _PREDICTIONS = (
-    *(keep(f"cls.predictions.{source}", f"mlm_head.{target}") for source, target in WORD_HEAD.items()),
+    *_bert_words("cls.predictions"),
     same("cls.predictions.decoder.bias", "cls.predictions.bias"),
 )
 _VISUALBERT = Importer(
@@ -221,11 +238,10 @@ _VISUALBERT = Importer(
     title="VisualBERT (Li et al. 2019): BERT over words and regions",
     source="transformers' VisualBertForPreTraining",
     table=(
-        drop("visual_bert.embeddings.position_ids", "a counter that older transformers stored"),
         keep("visual_bert.embeddings.visual_token_type_embeddings.*", "image_types.*"),
         keep("visual_bert.embeddings.visual_position_embeddings.*", "image_positions.*"),
         keep("visual_bert.embeddings.visual_projection.*", "image_input.*"),
-        keep("visual_bert.embeddings.**", f"{TEXT}embeddings.**"),
+        *_bert_embeddings("visual_bert.embeddings"),
         keep("visual_bert.encoder.layer.**", f"{TEXT}encoder.layer.**"),
         keep("visual_bert.pooler.dense.*", "pooler.dense.*"),
         *_PREDICTIONS,
@@ -234,25 +250,23 @@ _VISUALBERT = Importer(
     ),
     system=_visualbert,
 )
+_REGIONS, _BOTH = "lxmert.encoder.r_layers.*", "lxmert.encoder.x_layers.*"
 _CROSS = {"lang": "text", "visn": "image"}
 _LXMERT = Importer(
     name="lxmert",
     title="LXMERT (Tan and Bansal 2019): layers over words, over regions, and across both",
     source="transformers' LxmertForPreTraining",
     table=(
-        drop("lxmert.embeddings.position_ids", "a counter that older transformers stored"),
-        keep("lxmert.embeddings.**", f"{TEXT}embeddings.**"),
+        *_bert_embeddings("lxmert.embeddings"),
         keep("lxmert.encoder.layer.**", f"{TEXT}encoder.layer.**"),
         keep("lxmert.encoder.visn_fc.visn_fc.*", "image_input.project.*"),
         keep("lxmert.encoder.visn_fc.visn_layer_norm.*", "image_input.norm.*"),
         keep("lxmert.encoder.visn_fc.box_fc.*", "image_input.project_boxes.*"),
         keep("lxmert.encoder.visn_fc.box_layer_norm.*", "image_input.norm_boxes.*"),
-        *_bert_attention("lxmert.encoder.r_layers.*.attention", "image_layers.*.attention"),
-        keep("lxmert.encoder.r_layers.*.intermediate.dense.*", "image_layers.*.feed_forward.inner.*"),
-        keep("lxmert.encoder.r_layers.*.output.dense.*", "image_layers.*.feed_forward.outer.*"),
-        keep("lxmert.encoder.r_layers.*.output.LayerNorm.*", "image_layers.*.feed_forward.norm.*"),
+        *_bert_attention(f"{_REGIONS}.attention", "image_layers.*.attention"),
+        *_bert_feed_forward(f"{_REGIONS}.intermediate", f"{_REGIONS}.output", "image_layers.*.feed_forward"),
         *(
-            keep(f"lxmert.encoder.x_layers.*.visual_attention.{source}.*", f"cross_layers.*.cross_attention.{target}.*")
+            keep(f"{_BOTH}.visual_attention.{source}.*", f"cross_layers.*.cross_attention.{target}.*")
             for source, target in {
                 **{f"att.{name}": name for name in ("query", "key", "value")},
                 "output.dense": "out",
@@ -263,11 +277,9 @@ _LXMERT = Importer(
             rule
             for old, new in _CROSS.items()
             for rule in (
-                *_bert_attention(f"lxmert.encoder.x_layers.*.{old}_self_att", f"cross_layers.*.{new}_attention"),
-                keep(f"lxmert.encoder.x_layers.*.{old}_inter.dense.*", f"cross_layers.*.{new}_feed_forward.inner.*"),
-                keep(f"lxmert.encoder.x_layers.*.{old}_output.dense.*", f"cross_layers.*.{new}_feed_forward.outer.*"),
-                keep(
-                    f"lxmert.encoder.x_layers.*.{old}_output.LayerNorm.*", f"cross_layers.*.{new}_feed_forward.norm.*"
+                *_bert_attention(f"{_BOTH}.{old}_self_att", f"cross_layers.*.{new}_attention"),
+                *_bert_feed_forward(
+                    f"{_BOTH}.{old}_inter", f"{_BOTH}.{old}_output", f"cross_layers.*.{new}_feed_forward"
                 ),
             )
         ),
@@ -290,11 +302,10 @@ _VILT = Importer(
     source="dandelin/ViLT, vilt/modules/vilt_module.py",
     table=(
         *vision_transformer("transformer."),
-        drop("text_embeddings.position_ids", "a counter that older transformers stored"),
-        keep("text_embeddings.**", f"{TEXT}embeddings.**"),
+        *_bert_embeddings("text_embeddings"),
         keep("token_type_embeddings.weight", "modality.weight"),
         keep("pooler.dense.*", "pooler.dense.*"),
-        *(keep(f"mlm_score.{source}", f"mlm_head.{target}") for source, target in WORD_HEAD.items()),
+        *_bert_words("mlm_score"),
         keep("mlm_score.decoder.weight", "mlm_head.words.weight"),
         keep("itm_score.fc.*", "itm_head.*"),
         drop("mpp_score.**", "a pretraining head that medvl's ViLT does not have"),
