@@ -8,7 +8,7 @@ the worker or rank.
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, Self, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, get_args, runtime_checkable
 
 import cv2
 import numpy as np
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from medvl.data.images.codecs import decode_image, encode_stored
-from medvl.data.images.inputs import ImageInput, read_image, stack_images
 from medvl.data.reports.laterality import names_side
 from medvl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from medvl.data.images.inputs import ImageInput
 
 Flip = Literal["off", "swap_text", "sideless", "plain"]
 """Handling of horizontal flips: off (no flips); swap_text (left and right are exchanged in the text); sideless (only
@@ -104,7 +106,7 @@ class EvalTransform:
         """Return the function that loader workers call."""
         return self._apply
 
-    def __call__(self, images: ImageInput | Sequence[ImageInput], *, frame: int | None = None) -> Tensor:
+    def __call__(self, images: "ImageInput | Sequence[ImageInput]", *, frame: int | None = None) -> Tensor:
         """Prepare images for a model: return uint8 (B, C, size, size), C = 1 if all are grey, else 3.
 
         Args:
@@ -117,10 +119,14 @@ class EvalTransform:
         squares = [self._square_of(self.read(image, frame=frame)) for image in as_list(images)]
         if not squares:
             raise ConfigError("expected at least one image, got an empty list", "empty", field="images")
+        from medvl.data.images.inputs import stack_images
+
         return torch.from_numpy(stack_images(squares))
 
-    def read(self, image: ImageInput, *, frame: int | None = None) -> np.ndarray:
+    def read(self, image: "ImageInput", *, frame: int | None = None) -> np.ndarray:
         """Return the pixels of an original image, uint8 (H, W) or (H, W, 3). Raises as a call does."""
+        from medvl.data.images.inputs import read_image
+
         return read_image(image, frame=frame)
 
     def settings(self) -> dict[str, Any]:
@@ -188,8 +194,10 @@ class OriginalTransform(EvalTransform):
     quality: int
     color: bool
 
-    def read(self, image: ImageInput, *, frame: int | None = None) -> np.ndarray:
+    def read(self, image: "ImageInput", *, frame: int | None = None) -> np.ndarray:
         """See the base class."""
+        from medvl.data.images.inputs import read_image
+
         return read_image(image, color=self.color, frame=frame)
 
     def _square_of(self, pixels: np.ndarray) -> np.ndarray:

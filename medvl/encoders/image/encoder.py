@@ -9,10 +9,11 @@ Shape letters are those of `medvl.schema`; K is the number of patches that are k
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from medvl.encoders.base import Encoder
 from medvl.encoders.image.adapter import Size, VisionBackbone, VisionOutput
@@ -76,7 +77,7 @@ class ImageEncoder(Encoder):
         self._adapter = vision.adapter
         self._pool = options.pool
         self._level = options.patch_level
-        self._measured: dict[Size, tuple[int, int, Size]] = {}
+        self._measured: dict[Size, _Measured] = {}
         self._range_checked = False
         self.in_channels = options.in_channels
         self.image_size = options.image_size or vision.image_size
@@ -93,7 +94,7 @@ class ImageEncoder(Encoder):
         has_stem = any(True for _ in self.backbone.parameters())
         if self.in_channels == 1 and has_stem:  # last, because resizing may run the model on an RGB image
             _grey_stem(self.backbone)
-        self.feature_dim, self.patch_dim, _ = self._measure(self.image_size)
+        self.feature_dim, self.patch_dim = self._measure(self.image_size)[:2]
 
     def forward(
         self,
@@ -128,7 +129,7 @@ class ImageEncoder(Encoder):
             message = f"{self.name} expects images of {self.image_size} pixels, got {size}: {advice}"
             raise ConfigError(message, "mismatch", field="image_size")
         attention_BP = None
-        with self._selecting(keep_BK=keep_BK):
+        with self._selecting(keep_BK=keep_BK), self._usable_statistics(prepared):
             if output_attention:
                 with self._adapter.record_attention(self.backbone) as recorded:
                     output = self._adapter.encode(self.backbone, prepared, self._level)
@@ -248,7 +249,7 @@ class ImageEncoder(Encoder):
 
     def grid(self, height: int, width: int) -> Size:
         """Return the patch grid (h, w) of an image of this size."""
-        return self._measure((height, width))[2]
+        return self._measure((height, width)).grid
 
     @contextlib.contextmanager
     def _selecting(self, **attributes: Any) -> Iterator[Any]:
@@ -268,17 +269,51 @@ class ImageEncoder(Encoder):
             for name in attributes:
                 setattr(selection, name, None)
 
-    def _measure(self, size: Size) -> tuple[int, int, Size]:
-        """Return both widths and the grid for an image size, from a forward pass on the meta device."""
+    @contextlib.contextmanager
+    def _usable_statistics(self, image_BCHW: Tensor) -> Iterator[None]:
+        """Use the running statistics of batch norms within the context for a single image that is very small.
+
+        The last features of a CNN are then one value per channel, of which torch takes no statistics.
+        """
+        norms: list[nn.Module] = []
+        height, width = image_BCHW.shape[2:]
+        if self.training and len(image_BCHW) == 1 and self._measure((height, width)).single_values:
+            norms = [norm for norm in self.modules() if isinstance(norm, _BatchNorm) and norm.training]
+        for norm in norms:
+            norm.eval()
+        try:
+            yield
+        finally:
+            for norm in norms:
+                norm.train()
+
+    def _measure(self, size: Size) -> "_Measured":
+        """Return what the features of an image size are like, from a forward pass on the meta device."""
         if size not in self._measured:
+            values: list[int] = []  # of each channel of two images, in every batch norm
+            hooks = [
+                norm.register_forward_pre_hook(lambda _, inputs: values.append(inputs[0][:, 0].numel()))
+                for norm in self.modules()
+                if isinstance(norm, _BatchNorm)
+            ]
             state = [*self.named_parameters(), *self.named_buffers()]
             meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in state}
             image_BCHW = torch.empty(2, self.in_channels, *size, device="meta")
             with torch.no_grad():
                 features = torch.func.functional_call(self, meta, (image_BCHW,))
+            for hook in hooks:
+                hook.remove()
             width, patches = features.pooled_BD.shape[1], features.patches_BPD
-            self._measured[size] = (width, patches.shape[2], features.grid)
+            self._measured[size] = _Measured(width, patches.shape[2], features.grid, 2 in values)
         return self._measured[size]
+
+
+class _Measured(NamedTuple):
+    width: int
+    patch_width: int
+    grid: Size
+    single_values: bool
+    """A batch norm reads one value per channel of an image."""
 
 
 def _out_of_range(field: str, expected: str, value: object) -> ConfigError:

@@ -15,6 +15,8 @@ from medvl.models.downstream.image_size import at_image_size
 from medvl.models.factory import create_model
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.fusion_encoders.bases.config import FusionConfig
+from medvl.models.fusion_encoders.parts.encoder import Pooler
+from medvl.models.fusion_encoders.parts.prompts import PromptPool
 from medvl.schema import Inputs
 
 
@@ -45,7 +47,8 @@ class FusionTaskConfig(SystemConfig):
 class FusionTask(System):
     """A fusion-encoder and a head, whose attribute name is `head_name`.
 
-    Pretraining heads are kept and frozen, so that a checkpoint of this model can initialise another pretraining.
+    Pretraining heads are kept and frozen, so that a checkpoint of this model can initialise another pretraining; so are
+    prompts, as published, and layers that the head does not read.
     """
 
     head_name: ClassVar[str]
@@ -57,6 +60,10 @@ class FusionTask(System):
         for name, child in fusion_model.named_children():
             if name.endswith("head"):
                 child.requires_grad_(False)
+        for module in fusion_model.modules():
+            if isinstance(module, PromptPool):
+                module.requires_grad_(False)
+        self.freeze_unread(reads_pooled=True)
 
     @classmethod
     def build(cls, config: FusionTaskConfig, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
@@ -69,6 +76,18 @@ class FusionTask(System):
             message = f"fusion must name a fusion-encoder such as dual_stream or m3ae, got {config.fusion!r}"
             raise ConfigError(message, "wrong_type", field="fusion")
         return cls(config, model)
+
+    def freeze_unread(self, *, reads_pooled: bool) -> None:
+        """Freeze the layers that the head does not read, and train those that it reads.
+
+        Args:
+            reads_pooled: the head reads `Fused.pooled_BD` alone; False: the states, and no pooler.
+        """
+        for module in self.fusion_model.modules():
+            if isinstance(module, Pooler):  # frozen in a MedViLL that was trained for reports
+                module.requires_grad_(reads_pooled)
+        for module in self.fusion_model.unread_by_pooled():
+            module.requires_grad_(not reads_pooled)
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
         """Return the fusion model's groups, and the head at `head_lr_mult` times `lr`."""

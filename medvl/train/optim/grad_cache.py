@@ -79,7 +79,7 @@ class GradCache:
 
 
 def _split(batch: Batch, size: int) -> Iterator[Batch]:
-    """Yield the rows of a batch in as few and as even parts as possible: batch norm fails on a part of one row."""
+    """Yield the rows of a batch in as few and as even parts as possible, so that batch norms have rows enough."""
     columns = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     parts = -(-len(batch) // size)
     for number in range(parts):

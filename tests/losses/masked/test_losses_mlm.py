@@ -164,15 +164,6 @@ def test_masking_and_loss_use_the_same_ignored_label() -> None:
     assert mlm_masking.IGNORED == IGNORED
 
 
-def test_function_and_module_of_the_same_name_are_both_importable() -> None:
-    import medvl.losses.masked.mim
-    import medvl.losses.masked.mlm
-    import medvl.losses.pairs.itm
-
-    for function in (medvl.losses.masked.mlm, medvl.losses.pairs.itm, medvl.losses.masked.mim, medvl.losses.pairs.itc):
-        assert callable(function)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -70,6 +70,18 @@ def test_rows_that_are_left_out_do_not_enter_batch_norms(name: str) -> None:
         torch.testing.assert_close(value, right[key], msg=key)
 
 
+@pytest.mark.parametrize("name", [name for name in SYSTEMS if name != "medclip"])
+@pytest.mark.parametrize("complete", [0, 1])
+def test_one_complete_row_and_none_leave_the_statistics_of_batch_norms(name: str, complete: int) -> None:
+    model, batch = SYSTEMS[name]().train(), make_batch(name)
+    before = {key: value.clone() for key, value in model.named_buffers() if "running_" in key}
+    flags_B = torch.arange(len(batch)) < complete
+    pairs = model.encode_pairs(dataclasses.replace(batch, has_text_B=flags_B))
+    assert all(tensor.isfinite().all() for tensor in pairs.tensors())
+    for key, value in model.named_buffers():
+        assert key not in before or torch.equal(value, before[key]), key
+
+
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_a_batch_without_pairs_has_zero_losses_and_zero_gradients(name: str) -> None:
     model = SYSTEMS[name]().eval()

@@ -68,6 +68,18 @@ def test_grad_cache_gradient_equals_that_of_the_complete_batch(name: str, part: 
     assert_same(gradients(model), at_once)
 
 
+def test_grad_cache_in_parts_of_one_row_trains_batch_norms() -> None:
+    """Of tiny images the last batch norm has one value per channel, of which torch takes no statistics."""
+    model, batch = convirt().train(), make_batch("convirt")
+    losses = cached(model, 1, batch)
+    assert losses.total.isfinite()
+    found = gradients(model)
+    norms = [name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
+    assert all(f"{name}.weight" in found for name in norms)
+    assert all(gradient.isfinite().all() for gradient in found.values())
+    assert all(module.training for module in model.modules())
+
+
 def test_grad_cache_passes_use_the_same_dropout() -> None:
     """Against one graph over all parts, each drawn with its own seed."""
     model, batch = clip(), make_batch()

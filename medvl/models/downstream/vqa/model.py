@@ -13,8 +13,6 @@ from medvl.models.downstream.vqa.config import DecoderConfig, Head, VQAConfig
 from medvl.models.downstream.vqa.heads import AnswerPredictions, create_head
 from medvl.models.fusion_encoders.bases.base import FusionModel
 from medvl.models.fusion_encoders.bases.config import StreamConfig
-from medvl.models.fusion_encoders.parts.encoder import Pooler
-from medvl.models.fusion_encoders.parts.prompts import PromptPool
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Losses
 
@@ -25,8 +23,6 @@ class VQA(FusionTask):
 
     The text of a batch is the question and its labels are the answers: column v of `labels_BL` is 1 if answer v of
     `config.answers` is right (`medvl.data.loading.vqa_source.QuestionSource`).
-
-    Poolers that the answer head does not read are frozen like pretraining heads.
     """
 
     Config = VQAConfig
@@ -35,13 +31,7 @@ class VQA(FusionTask):
     def __init__(self, config: VQAConfig, fusion_model: FusionModel) -> None:
         super().__init__(config, fusion_model)
         self.answer_head = create_head(config, fusion_model)
-        for module in fusion_model.modules():
-            if isinstance(module, Pooler):  # frozen in a MedViLL that was trained for reports
-                module.requires_grad_(self.answer_head.reads_pooled)
-            if isinstance(module, PromptPool):  # as published
-                module.requires_grad_(False)
-        for module in fusion_model.unread_by_pooled():
-            module.requires_grad_(not self.answer_head.reads_pooled)
+        self.freeze_unread(reads_pooled=self.answer_head.reads_pooled)
 
     @classmethod
     def on(

@@ -1,6 +1,7 @@
 """Base classes of dual-encoders, which embed images and texts apart and compare them in one space."""
 
 import abc
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Unpack, final
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.encoders import ImageEncoder, TextEncoder, freeze_batch_norm_statistics
 from medvl.errors import ConfigError
 from medvl.losses.gather import rows_by_rank
 from medvl.losses.masked.mim import mask_patches
@@ -154,14 +155,18 @@ class ContrastiveEncoder(DualEncoder):
         """Return the embeddings of a batch, or of a part of it; where `needs_pairs`, of its complete rows.
 
         Other rows are not encoded, so that their placeholders do not enter batch norms; only where no row is complete,
-        all are, because every rank must use all weights.
+        all are, because every rank must use all weights. Running statistics are not updated then, nor from one row.
         """
         row_K = None
+        statistics: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.needs_pairs and not (batch.has_image_B is None and batch.has_text_B is None):
             row_K = complete_rows(batch)
+            if len(row_K) < 2:
+                statistics = freeze_batch_norm_statistics(self)
             if len(row_K):
                 batch, row_K = batch.rows(row_K.tolist()), None
-        pairs = self.embed_pairs(batch)
+        with statistics:
+            pairs = self.embed_pairs(batch)
         groups = groups_of(batch, getattr(self.config, "positives", "own"))
         pairs = dataclasses.replace(pairs, groups=groups, labels_BL=batch.labels_BL)
         return pairs if row_K is None else pairs.rows(row_K)
