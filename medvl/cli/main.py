@@ -11,7 +11,7 @@ import tyro
 from medvl import __version__
 from medvl.cli import compare, doctor, fit_pixelhop, import_export, infer, knowledge, phantom, quickstart, recipes
 from medvl.cli.eval import commands as evaluation
-from medvl.cli.shards import commands as conversion, corpora, regions, verify, vocab
+from medvl.cli.shards import commands as conversion, corpora, regions, upload, verify, vocab
 from medvl.errors import ConfigError, MedvlError
 
 
@@ -48,6 +48,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 _COMMANDS: dict[str, Callable[..., Any]] = {
     "merge": corpora.merge,
+    "upload": upload.upload,
     "vocab": vocab.vocab,
     "fit-pixelhop": fit_pixelhop.fit_pixelhop,
     "verify": verify.verify,
@@ -62,7 +63,7 @@ _RECIPE_COMMANDS: dict[str, Callable[[list[str]], str | None]] = {"train": recip
 """Commands whose arguments are the command line of a recipe."""
 _WITH_FLAGS = {"infer"}
 """Commands whose required arguments are flags, unless marked as positional."""
-_RESUMABLE = {"shards", "merge", "regions", "train", "infer"}
+_RESUMABLE = {"shards", "merge", "upload", "regions", "train", "infer"}
 """Commands that continue where they were interrupted."""
 
 

@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from medvl.data.shards.regions import RegionManifest as RegionManifest, Regions as Regions
     from medvl.data.shards.source import ShardSource as ShardSource
     from medvl.data.shards.tar_reader import read_samples as read_samples
+    from medvl.data.shards.upload import Upload as Upload, upload_shards as upload_shards
     from medvl.data.shards.verify import (
         Verification as Verification,
         check_against as check_against,

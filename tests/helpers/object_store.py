@@ -153,6 +153,6 @@ class Bucket:
         body: bytes = self.client.get_object(Bucket=self.name, Key=key)["Body"].read()
         return body
 
-    def keys(self) -> list[str]:
+    def objects(self) -> list[str]:
         found = self.client.list_objects_v2(Bucket=self.name).get("Contents", [])
         return sorted(item["Key"] for item in found)

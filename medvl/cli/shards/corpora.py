@@ -13,6 +13,7 @@ import tyro
 
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.corpora.table import TableColumns
+from medvl.data.storage.location import locate
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -284,10 +285,13 @@ def convert(plan: "Plan", deid: "Deidentifier", run: ShardRun, options: ShardOpt
     """Convert a plan. Returns one line per split with its counts, and the warnings."""
     from medvl.data.convert.pipeline import write_shards
 
-    lines = _report(run.out, write_shards(plan, deid, run, options))
+    lines = _report(run.local_out, write_shards(plan, deid, run, options))
     if run.part is not None:
         lines.append(f"Part {run.part} is finished. When all are: medvl merge OUT PART ..., with the --out of each.")
-    lines.append(f"Wrote {run.out}. Do not share {run.out.name}-private: it names the source of each sample.")
+    if run.staging is not None:
+        lines.append(f"Uploaded to {locate(run.out)} and compared every byte. {run.local_out} can be deleted.")
+    private = run.local_out.with_name(f"{run.local_out.name}-private")
+    lines.append(f"Wrote {run.local_out}. Do not share {private.name}: it names the source of each sample.")
     return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ from medvl.data.convert.private_folder import PrivateFolder
 from medvl.data.shards.format import Manifest
 from medvl.data.shards.verify import verify_shards
 from medvl.data.splits import check_disjoint
+from medvl.data.storage.location import require_local
 from medvl.errors import ConfigError, ShardError
 
 _SHOWN = 5
@@ -60,6 +61,7 @@ def merge_parts(out: Path, folders: Sequence[Path], *, progress: bool = False) -
         ShardError: a part is missing, given twice, unfinished or damaged.
         SplitError: a patient is in two splits.
     """
+    require_local(out, "out")
     parts = _read_parts(folders)
     notes = _read_notes(parts)
     private = PrivateFolder(out)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from medvl.data.storage.location import is_address, locate
 from medvl.errors import ConfigError
 
 T = TypeVar("T")
@@ -55,7 +56,10 @@ class ShardRun:
     """Output folder and resources of a conversion. Except for the salt, nothing here changes the bytes of a shard."""
 
     out: Path
-    """Output folder, one subfolder per split. Run the same command again to resume after an interruption."""
+    """Output folder, one subfolder per split, or the address of a remote one (s3://, gs://, az://, hf://). Run the same
+    command again to resume after an interruption."""
+    staging: Path | None = None
+    """Local folder where shards for a remote --out are made before they are uploaded, with the private folder."""
     max_skipped: float = 0.01
     """Budget of unreadable images: below 1 a fraction of all, else a number."""
     workers: int | None = None
@@ -88,6 +92,23 @@ class ShardRun:
             raise ConfigError(f"address is for engine ray, got engine {self.engine}", "conflict", field="address")
         if self.part is not None:
             parse_part(self.part)
+        self._check_remote()
+
+    def _check_remote(self) -> None:
+        is_remote = is_address(self.out)
+        if is_remote and self.staging is None:
+            message = f"{locate(self.out)} is remote: name a local folder with --staging, where its shards are made"
+            raise ConfigError(message, "missing", field="staging")
+        if is_remote and self.part is not None:
+            message = "parts are converted into local folders: give a local --out, and upload after medvl merge"
+            raise ConfigError(message, "conflict", field="part")
+        if not is_remote and self.staging is not None:
+            raise ConfigError("staging is for a remote --out; leave it out", "conflict", field="staging")
+
+    @property
+    def local_out(self) -> Path:
+        """Local output folder: `out`, or one of the same name in `staging`."""
+        return self.out if self.staging is None else self.staging / locate(self.out).name
 
 
 def parse_part(part: str) -> tuple[int, int]:

@@ -14,6 +14,7 @@ resumes with the shards that have none. When all shards are finished, manifests.
 merge.py combines the parts of a conversion, and `medvl.data.shards.verify` checks a folder against its manifest.
 """
 
+import dataclasses
 import errno
 import os
 import sys
@@ -36,6 +37,8 @@ from medvl.data.convert.shard_task import ShardTask
 from medvl.data.corpora.common.tables import Plan
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.format import Manifest
+from medvl.data.shards.upload import upload_shards, writable
+from medvl.data.storage.location import is_address
 from medvl.errors import BudgetError, ShardError
 
 
@@ -49,7 +52,8 @@ def write_shards(
     Args:
         plan: records of the whole corpus, from a module of `medvl.data.corpora`.
         deid: hasher that the plan was made with; the manifests store the fingerprint of its salt.
-        run: output folder, budget, workers. A second run of the same plan resumes.
+        run: output folder, budget, workers. A second run of the same plan resumes. Shards for an address are made in
+            `run.staging` and uploaded, manifests last.
         options: storage format of the images.
 
     Raises:
@@ -58,8 +62,14 @@ def write_shards(
         ConfigError: `run.out` holds another conversion, or another process converts into it.
         BudgetError: more images are unreadable than the budget allows.
         ShardError: the disk is full, or a worker died.
+        StorageError: a remote store cannot be reached or refuses access.
     """
     options = options or ShardOptions()
+    if is_address(run.out):
+        address = writable(run.out)
+        manifests = write_shards(plan, deid, dataclasses.replace(run, out=run.local_out, staging=None), options)
+        upload_shards(run.local_out, address, progress=sys.stderr.isatty())
+        return manifests
     private = PrivateFolder(run.out)
     shard_plan = ShardPlan(plan, options.samples_per_shard)
     conversion = Conversion.from_plan(shard_plan, options, deid.fingerprint, run.part)

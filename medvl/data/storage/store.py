@@ -18,9 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import fsspec
-import fsspec.asyn
-
 from medvl.errors import ConfigError, StorageError
 
 _log = logging.getLogger(__name__)
@@ -143,8 +140,8 @@ def write(url: str, path: Path) -> None:
     size = path.stat().st_size
 
     def put_once(files: Any, remote: str) -> None:
-        if isinstance(files, fsspec.asyn.AsyncFileSystem):
-            fsspec.asyn.sync(files.loop, files._put_file, str(path), remote, timeout=_deadline(size))
+        if files.async_impl:
+            _wait(files, files._put_file, str(path), remote, timeout=_deadline(size))
         else:
             files.put_file(str(path), remote)
 
@@ -191,6 +188,8 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 
 def _open(scheme: str) -> Any:
+    import fsspec  # slow to import, and the command line imports this module
+
     if importlib.util.find_spec(PACKAGES[scheme]) is None:
         message = f"{scheme}:// needs the package {PACKAGES[scheme]}: pip install 'medvl[remote]'"
         raise ConfigError(message, "missing", field="address")
@@ -202,18 +201,29 @@ def _open(scheme: str) -> Any:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_SILENCE)
         options["client_kwargs"] = {"timeout": timeout, "trust_env": True, **stated.get("client_kwargs", {})}
     elif scheme == "s3":
-        limits = {"connect_timeout": 10, "read_timeout": _SILENCE, "max_pool_connections": 2 * THREADS}
+        limits: dict[str, Any] = {"connect_timeout": 10, "read_timeout": _SILENCE, "max_pool_connections": 2 * THREADS}
+        limits["retries"] = {"total_max_attempts": 1}  # repeated here, not in three places
         options["config_kwargs"] = limits | stated.get("config_kwargs", {})
-    return fsspec.filesystem(scheme, **options)
+    files = fsspec.filesystem(scheme, **options)
+    if scheme == "s3":
+        files.retries = 1
+    return files
 
 
 def _deadline(size: int) -> float:
     return 2 * _SILENCE + size / _LEAST_RATE
 
 
+def _wait(files: Any, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Run a function of an asynchronous file system in its thread, at most for `timeout` seconds."""
+    from fsspec.asyn import sync
+
+    return sync(files.loop, function, *arguments, **options)
+
+
 def _cat(files: Any, path: str, *, size: int, **limits: int) -> bytes:
-    if isinstance(files, fsspec.asyn.AsyncFileSystem):
-        data: bytes = fsspec.asyn.sync(files.loop, files._cat_file, path, timeout=_deadline(size), **limits)
+    if files.async_impl:
+        data: bytes = _wait(files, files._cat_file, path, timeout=_deadline(size), **limits)
         return data
     with files.open(path, "rb", cache_type="none") as file:
         file.seek(limits.get("start", 0))
