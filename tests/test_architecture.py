@@ -15,7 +15,7 @@ SOURCES = sorted((ROOT / "medvl").rglob("*.py"))
 SCRIPTS = sorted([*(ROOT / "recipes").glob("*.py"), *(ROOT / "scripts").glob("*.py")])
 FACES = (
     *("medvl", "medvl.data", "medvl.encoders", "medvl.losses", "medvl.models"),
-    *("medvl.train", "medvl.eval", "medvl.inference", "medvl.export", "medvl.phantom"),
+    *("medvl.train", "medvl.eval", "medvl.inference", "medvl.export", "medvl.phantom", "medvl.serve"),
 )
 
 FREE = {"schema", "errors", "common"}
@@ -30,7 +30,8 @@ ROOMS: dict[str, set[str]] = {
     "eval": {"losses", "data", "encoders", "models"},
     "inference": {"data", "encoders", "models", "eval"},
     "export": {"data", "encoders", "models"},
-    "cli": {"losses", "data", "encoders", "models", "train", "eval", "inference", "export", "phantom"},
+    "serve": {"losses", "data", "encoders", "models", "eval", "inference"},
+    "cli": {"losses", "data", "encoders", "models", "train", "eval", "inference", "export", "phantom", "serve"},
 }
 """Package -> packages that it may import."""
 _DATA_READERS = {"annotations", "dicom", "images", "knowledge", "reports", "tokenizer", "transforms", "splits"}

@@ -23,12 +23,13 @@ SMALLEST = {
     "benchmark_phantom": "--images 8 --size 64 --rounds 1",
     "benchmark_plan": "20",
     "benchmark_regions": "--images 4 --size 64 --repeats 1 --batch 2 --workers 1 --detectors grid:resnet_tiny",
+    "benchmark_serve": "--users 4 --rounds 1 --routes scores",
     "benchmark_shards": "--images 2 --size 64 --repeats 1",
     "benchmark_text": "--size small --batch 2 --steps 1",
     "benchmark_train": "--batch 4 --workers 0 --steps 1 --repeats 1 --patients 12 --image-size 64",
 }
 """Arguments of the smallest run of a script."""
-SLOW = {"benchmark_fusion", "benchmark_loader", "benchmark_train"}
+SLOW = {"benchmark_fusion", "benchmark_loader", "benchmark_serve", "benchmark_train"}
 HELP = {
     **dict.fromkeys(("slake", "vqa_rad", "zeroshot_chexpert"), "run by tests of medvl.eval"),
     **dict.fromkeys(("fault_matrix", "fuzz", "soak"), "run tests; by a test of its own; trains for minutes"),

@@ -9,7 +9,18 @@ from typing import Any, Literal, NoReturn
 import tyro
 
 from medvl import __version__
-from medvl.cli import compare, doctor, fit_pixelhop, import_export, infer, knowledge, phantom, quickstart, recipes
+from medvl.cli import (
+    compare,
+    doctor,
+    fit_pixelhop,
+    import_export,
+    infer,
+    knowledge,
+    phantom,
+    quickstart,
+    recipes,
+    serve,
+)
 from medvl.cli.eval import commands as evaluation
 from medvl.cli.shards import commands as conversion, corpora, regions, upload, verify, vocab
 from medvl.errors import ConfigError, MedvlError
@@ -55,6 +66,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "regions": regions.regions,
     "infer": infer.infer,
     "compare": compare.compare,
+    "serve": serve.serve,
     "import": import_export.import_published,
     "export": import_export.export_checkpoint,
     "list": list_everything,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from medvl.cli.eval import (
+    calibrate,
     change,
     classify,
     dense,
@@ -19,6 +20,7 @@ from medvl.cli.eval import (
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "zero-shot": zero_shot.zero_shot,
+    "calibrate": calibrate.calibrate,
     "retrieval": retrieval.retrieval,
     "classify": classify.classify,
     "class-retrieval": retrieval_by_class.class_retrieval,

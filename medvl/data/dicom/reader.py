@@ -23,11 +23,11 @@ import numpy as np
 from medvl.common.untrusted import ANYWHERE, InputFolders
 from medvl.data.dicom.parser import DicomFile, DicomLimits, Elements, Tag, open_dicom
 from medvl.data.dicom.pixels import PixelLayout, decode_frame
-from medvl.data.dicom.rendering import Display, Shading, render
+from medvl.data.dicom.rendering import Display, LinearValues, Shading, Window, linear_values, render
 from medvl.data.privacy.deidentify import cap_age
 from medvl.errors import ConfigError, DicomError
 
-__all__ = ["DicomHeader", "DicomImage", "DicomLimits", "read_dicom"]
+__all__ = ["DicomHeader", "DicomImage", "DicomLimits", "decode_dicom", "decode_dicom_values", "read_dicom"]
 
 DEFAULT_LIMITS = DicomLimits()
 
@@ -134,10 +134,60 @@ def read_dicom(
 
 
 def decode_dicom(
-    stream: BinaryIO, *, bits: Literal[8, 16] = 8, frame: int | None = None, limits: DicomLimits = DEFAULT_LIMITS
+    stream: BinaryIO,
+    *,
+    bits: Literal[8, 16] = 8,
+    frame: int | None = None,
+    limits: DicomLimits = DEFAULT_LIMITS,
+    window: tuple[float, float] | None = None,
 ) -> DicomImage:
-    """Read one image from an open file, as `read_dicom` does. Raises DicomError."""
+    """Read one image from an open file.
+
+    Args:
+        stream: content of a DICOM file.
+        bits, frame, limits: as in `read_dicom`.
+        window: center and width, in values after the modality LUT, of a linear window in place of the file's own
+            VOI LUT or window. Colour has none and stays as it is.
+
+    Raises:
+        DicomError: as `read_dicom`.
+        ConfigError: the width of the window is not positive.
+    """
+    if window is not None and not (all(map(math.isfinite, window)) and window[1] > 0):
+        raise ConfigError("expected a finite center and a width above 0", "out_of_range", field="window")
+    try:
+        return _read(open_dicom(stream, limits), bits, frame, window)
+    except MemoryError as error:
+        raise DicomError("not enough memory to decode the image", "too_large") from error
+
+
+def decode_dicom_values(
+    stream: BinaryIO, *, frame: int | None = None, limits: DicomLimits = DEFAULT_LIMITS
+) -> LinearValues | None:
+    """Return the values that a viewer applies a window to; None for colour, which has no window.
+
+    Raises DicomError as `read_dicom`.
+    """
     file = open_dicom(stream, limits)
+    try:
+        layout, index = _layout(file, frame)
+        display = Display.from_elements(file.elements, layout, index)
+        return linear_values(decode_frame(file, layout, index), display, layout)
+    except MemoryError as error:
+        raise DicomError("not enough memory to decode the image", "too_large") from error
+
+
+def _read(file: DicomFile, bits: int, frame: int | None, window: tuple[float, float] | None = None) -> DicomImage:
+    layout, index = _layout(file, frame)
+    header, display = _header(file, layout), Display.from_elements(file.elements, layout, index)
+    if window is not None:
+        display = dataclasses.replace(display, voi=Window(*window, "LINEAR_EXACT"))
+    pixels_HW, shading = render(decode_frame(file, layout, index), display, layout, bits)
+    return DicomImage(pixels_HW, header, shading)
+
+
+def _layout(file: DicomFile, frame: int | None) -> tuple[PixelLayout, int]:
+    """Return the layout of the file and the index of the frame to read."""
     layout = PixelLayout.from_file(file)
     if frame is None and layout.frames > 1:
         message = f"the file has {layout.frames} frames; select one with the option frame"
@@ -145,9 +195,7 @@ def decode_dicom(
     index = frame or 0
     if index >= layout.frames:
         raise DicomError(f"frame must be below {layout.frames}, got {index}", "multi_frame", field="frame")
-    header, display = _header(file, layout), Display.from_elements(file.elements, layout, index)
-    pixels_HW, shading = render(decode_frame(file, layout, index), display, layout, bits)
-    return DicomImage(pixels_HW, header, shading)
+    return layout, index
 
 
 def _header(file: DicomFile, layout: PixelLayout) -> DicomHeader:

@@ -113,6 +113,19 @@ class Display:
         )
 
 
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class LinearValues:
+    """Values of a frame before a window is applied, for a viewer."""
+
+    values_HW: np.ndarray
+    """float32, after the modality LUT; NaN is padding, which is shown black."""
+    center: float
+    width: float
+    """Window of the file; where it has a VOI LUT or none at all, the range of values that is shown."""
+    inverted: bool
+    """Whether the shades of a window are inverted (MONOCHROME1)."""
+
+
 def _modality(elements: Elements, layout: PixelLayout) -> tuple[Callable[[np.ndarray], np.ndarray] | None, bool]:
     """Return the modality LUT or rescale, and whether it can produce negative values."""
     item = elements.item(Tag.MODALITY_LUT)
@@ -236,6 +249,28 @@ def render(frame: Frame, display: Display, layout: PixelLayout, bits: int) -> tu
     if frame.samples.itemsize > 2:
         return _render_wide(frame, display, layout, top)
     return _render_narrow(frame, display, layout, top)
+
+
+def linear_values(frame: Frame, display: Display, layout: PixelLayout) -> LinearValues | None:
+    """Return the values that a window applies to; None for colour and palettes."""
+    if frame.space in ("rgb", "luma") or display.palette:
+        return None
+    narrow = frame.samples.itemsize <= 2
+    stored = _stored_values(frame, layout) if narrow else frame.samples.astype(np.float64)
+    values = (display.modality(stored) if display.modality else stored).astype(np.float32)
+    values[_is_padding(stored, display) | ~np.isfinite(stored)] = np.nan
+    values_HW = values[_codes(frame.samples)] if narrow else values
+    shade, _ = _choose(display, layout)
+    if isinstance(shade, Window):
+        return LinearValues(values_HW, shade.center, shade.width, display.inverted)
+    if isinstance(shade, Table):
+        low, high = float(shade.first), float(shade.first + len(shade.entries) - 1)
+    else:
+        sample = values_HW.ravel()[:: max(1, values_HW.size // _SAMPLE)]
+        sample = sample[np.isfinite(sample)]
+        chosen = shade if isinstance(shade, Range) else _percentile_range(sample, np.ones(sample.shape))
+        low, high = chosen.low, chosen.high
+    return LinearValues(values_HW, (low + high) / 2, max(high - low, 1e-6), display.inverted)
 
 
 def _render_narrow(frame: Frame, display: Display, layout: PixelLayout, top: int) -> tuple[np.ndarray, Shading]:

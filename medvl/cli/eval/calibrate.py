@@ -1,0 +1,58 @@
+"""`medvl eval calibrate`: probabilities for zero-shot scores."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Compute:
+    """Compute options."""
+
+    batch: int = 64
+    """batch size"""
+    workers: int = 2
+    """loader processes"""
+    device: str = "auto"
+    """auto, cpu or cuda"""
+
+
+def calibrate(
+    checkpoint: Path,
+    data: Path,
+    shared: _Compute,
+    *,
+    prompts: str = "chexpert_ensemble",
+    uncertain: Literal["ignore", "zeros", "ones", "per_class"] = "ignore",
+    missing: Literal["ignore", "negative"] = "negative",
+    out: Path | None = None,
+) -> None:
+    """Calibrate the zero-shot scores of a checkpoint on validation shards, for `medvl serve`.
+
+    Args:
+        checkpoint: folder of a checkpoint, such as runs/convirt/best.
+        data: folder of shards with labels, of patients that the model was not trained on.
+        prompts: name of a prompt set (`medvl list prompts`) or path of a JSON file of your own.
+        uncertain: treatment of uncertain labels (-1).
+        missing: treatment of missing labels.
+        out: file to write; default eval/calibration/PROMPTS.json in the run of the checkpoint.
+    """
+    from medvl.eval.classification.label_policy import LabelPolicy
+    from medvl.eval.core.open import load_ensemble, open_for_evaluation, open_source
+    from medvl.eval.zero_shot_classification import calibration as fit
+    from medvl.eval.zero_shot_classification.evaluate import common_classes
+    from medvl.eval.zero_shot_classification.prompts import load_prompts
+
+    prompt_set, source = load_prompts(prompts), open_source(data, [checkpoint])
+    common_classes(prompt_set, source)
+    (model,) = load_ensemble([checkpoint], shared.device)
+    result = fit.calibrate(
+        model,
+        open_for_evaluation(source, model.transform, batch=shared.batch, workers=shared.workers),
+        prompt_set,
+        checkpoint=checkpoint,
+        policy=LabelPolicy(uncertain=uncertain, missing=missing),
+        data={"corpus": source.manifest.corpus, "split": source.manifest.split},
+    )
+    path = fit.write_calibration(result, out or fit.calibration_path(checkpoint, prompt_set.name))
+    print(fit.calibration_table(result), "", path, sep="\n")

@@ -1,0 +1,243 @@
+"""Calibration of zero-shot scores: Platt scaling of each finding, fitted on validation images.
+
+    probability = sigmoid(slope * logit(score) + intercept)
+
+`medvl eval calibrate` fits it and writes `RUN/eval/calibration/PROMPTS.json` beside the checkpoint; `medvl serve`
+reads it from there. A calibration belongs to one checkpoint and one prompt set, whose hashes it holds. Probabilities
+are those of patients like the validation patients: with another prevalence they are off.
+
+Shape letters: N images, L classes.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medvl.common.files import write_atomic
+from medvl.common.untrusted import parse_json
+from medvl.errors import EvaluationError
+from medvl.eval.classification.label_policy import LabelPolicy
+from medvl.eval.classification.scored_images import ScoredImages
+from medvl.eval.core.interfaces import Loader, Model
+from medvl.eval.core.metrics import Array, ProbabilityColumn
+from medvl.eval.core.publish import default_folder
+from medvl.eval.core.results import checkpoint_sha256
+from medvl.eval.zero_shot_classification.evaluate import score_images
+from medvl.eval.zero_shot_classification.prompts import STANDARDIZED, PromptSet
+
+_VERSION = 1
+_FOLDS = 5
+_FEWEST = 10
+"""Positives, and negatives, that a finding needs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FindingCalibration:
+    """Calibration of one finding, and how good it is on validation patients that it was not fitted on."""
+
+    slope: float
+    intercept: float
+    images: int
+    positives: int
+    brier_before: float
+    brier_after: float
+    ece_before: float
+    ece_after: float
+    """Brier score and calibration error, before and after, in a cross-validation over patients."""
+
+    def probability(self, score: float) -> float:
+        """Return the calibrated probability of a score of the prompt set."""
+        return float(_sigmoid(self.slope * _logit(np.array([score])) + self.intercept)[0])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """Calibrations of the findings of a prompt set."""
+
+    prompts: str
+    prompts_sha256: str
+    checkpoint_sha256: str
+    data: Mapping[str, Any]
+    """Corpus, split and fingerprint of the validation images, and the policy of their labels."""
+    findings: Mapping[str, FindingCalibration]
+    left_out: Mapping[str, str]
+    """Finding -> why it has no calibration."""
+
+
+def calibration_path(checkpoint: Path, prompts: str) -> Path:
+    """Return the path of the calibration of a checkpoint, such as RUN/best, for a prompt set."""
+    return default_folder(checkpoint, "calibration") / f"{prompts}.json"
+
+
+def calibrate(
+    model: Model,
+    loader: Loader,
+    prompts: PromptSet,
+    *,
+    checkpoint: Path,
+    policy: LabelPolicy | None = None,
+    data: Mapping[str, Any] | None = None,
+) -> Calibration:
+    """Fit a calibration on validation images.
+
+    Args:
+        model: a dual-encoder.
+        loader: validation images with labels, opened for evaluation.
+        prompts: whose scores are probabilities.
+        checkpoint: folder of the model.
+        policy: conversion of uncertain and missing labels.
+        data: description of the validation images.
+
+    Raises EvaluationError if no finding can be calibrated.
+    """
+    if prompts.scoring in STANDARDIZED or not prompts.gives_probabilities:
+        message = f"{prompts.name!r} gives no probabilities to calibrate: its scoring is {prompts.scoring!r}"
+        raise EvaluationError(message, "unsupported", field="prompts")
+    policy = policy or LabelPolicy()
+    images = score_images(model, loader, prompts, policy)
+    findings, left_out = _fit_all(images)
+    if not findings:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        raise EvaluationError(f"no finding can be calibrated ({reasons}); use more validation images", "empty")
+    return Calibration(
+        prompts=prompts.name,
+        prompts_sha256=prompts.sha256,
+        checkpoint_sha256=checkpoint_sha256(checkpoint),
+        data={**(data or {}), "fingerprint": loader.source.fingerprint, "policy": dataclasses.asdict(policy)},
+        findings=findings,
+        left_out=left_out,
+    )
+
+
+def _fit_all(images: ScoredImages) -> tuple[dict[str, FindingCalibration], dict[str, str]]:
+    findings: dict[str, FindingCalibration] = {}
+    left_out: dict[str, str] = {}
+    patients = np.array(images.patients)
+    for name, score_N, label_N in zip(images.names, images.scores_NL.T, images.labels_NL.T, strict=True):
+        known_N = ~np.isnan(label_N)
+        logit_N, positive_N = _logit(score_N[known_N]), label_N[known_N] == 1
+        if min(positive_N.sum(), (~positive_N).sum()) < _FEWEST:
+            left_out[name] = f"needs {_FEWEST} positive and {_FEWEST} negative images, has {positive_N.sum()} and "
+            left_out[name] += str((~positive_N).sum())
+            continue
+        slope, intercept = fit_platt(logit_N, positive_N)
+        if slope <= 0:
+            left_out[name] = "higher scores do not mean that the finding is likelier"
+            continue
+        held_out_N = _held_out(logit_N, positive_N, patients[known_N])
+        before, after = _quality(score_N[known_N], positive_N), _quality(held_out_N, positive_N)
+        findings[name] = FindingCalibration(
+            slope=slope,
+            intercept=intercept,
+            images=len(positive_N),
+            positives=int(positive_N.sum()),
+            brier_before=before[0],
+            brier_after=after[0],
+            ece_before=before[1],
+            ece_after=after[1],
+        )
+    return findings, left_out
+
+
+def fit_platt(logit_N: Array, positive_N: np.ndarray, iterations: int = 100) -> tuple[float, float]:
+    """Return (slope, intercept) of the likeliest logistic function of one score, by Newton's method.
+
+    Targets are those of Platt (1999): (P + 1) / (P + 2) for the P positives and 1 / (M + 2) for the M negatives, so
+    that the fit is finite where the classes do not overlap.
+    """
+    positives, negatives = positive_N.sum(), (~positive_N).sum()
+    target_N = np.where(positive_N, (positives + 1) / (positives + 2), 1 / (negatives + 2))
+    center, spread = logit_N.mean(), logit_N.std() or 1.0
+    design_N2 = np.stack([(logit_N - center) / spread, np.ones(len(logit_N))], axis=1)
+    weight_2 = np.array([0.0, _logit(np.array([target_N.mean()]))[0]])
+    loss = _log_loss(design_N2 @ weight_2, target_N)
+    for _ in range(iterations):
+        probability_N = _sigmoid(design_N2 @ weight_2)
+        gradient_2 = design_N2.T @ (probability_N - target_N)
+        variance_N = probability_N * (1 - probability_N)
+        hessian_22 = (design_N2 * variance_N[:, None]).T @ design_N2 + 1e-9 * np.eye(2)
+        step_2 = np.linalg.solve(hessian_22, gradient_2)
+        rate = 1.0
+        while (new := _log_loss(design_N2 @ (weight_2 - rate * step_2), target_N)) > loss and rate > 1e-6:
+            rate /= 2
+        if loss - new < 1e-12 * len(target_N):
+            break
+        weight_2, loss = weight_2 - rate * step_2, new
+    return float(weight_2[0] / spread), float(weight_2[1] - weight_2[0] * center / spread)
+
+
+def _held_out(logit_N: Array, positive_N: np.ndarray, patients_N: np.ndarray) -> Array:
+    """Return the probability of each image by a fit on the patients of the other folds."""
+    _, patient_N = np.unique(patients_N, return_inverse=True)
+    probability_N = np.empty(len(logit_N))
+    for fold in range(_FOLDS):
+        held_N = patient_N % _FOLDS == fold
+        if held_N.any():
+            slope, intercept = fit_platt(logit_N[~held_N], positive_N[~held_N])
+            probability_N[held_N] = _sigmoid(slope * logit_N[held_N] + intercept)
+    return probability_N
+
+
+def _quality(probability_N: Array, positive_N: np.ndarray) -> tuple[float, float]:
+    """Return the Brier score and the calibration error."""
+    column = ProbabilityColumn(probability_N, positive_N.astype(np.float64))
+    brier, error = column.metrics_RK(np.ones((len(probability_N), 1)))[0]
+    return float(brier), float(error)
+
+
+def _logit(score_N: Array) -> Array:
+    clipped_N = np.clip(score_N, 1e-9, 1 - 1e-9)
+    return np.asarray(np.log(clipped_N / (1 - clipped_N)))
+
+
+def _sigmoid(logit_N: Array) -> Array:
+    return np.asarray(1 / (1 + np.exp(-np.clip(logit_N, -700, 700))))
+
+
+def _log_loss(logit_N: Array, target_N: Array) -> float:
+    return float((np.logaddexp(0, logit_N) - target_N * logit_N).sum())
+
+
+def write_calibration(calibration: Calibration, path: Path) -> Path:
+    """Write a calibration as JSON and return its path; missing folders are created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"calibration_version": _VERSION, **dataclasses.asdict(calibration)}
+    return write_atomic(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Read a calibration. Raises EvaluationError naming the file."""
+    try:
+        content = parse_json(path.read_bytes())
+        if content.pop("calibration_version") != _VERSION:
+            raise EvaluationError(f"{path} has another version; run medvl eval calibrate again", "version")
+        findings = {name: FindingCalibration(**values) for name, values in content.pop("findings").items()}
+        numbers = [value for each in findings.values() for value in dataclasses.astuple(each)]
+        if not all(isinstance(value, int | float) and math.isfinite(value) for value in numbers):
+            raise ValueError("a number is not finite")
+        return Calibration(findings=findings, **content)
+    except FileNotFoundError:
+        raise EvaluationError(f"{path} does not exist; run medvl eval calibrate", "not_found") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        message = f"{path} is not a calibration of medvl ({type(error).__name__}); run medvl eval calibrate again"
+        raise EvaluationError(message, "malformed") from error
+
+
+def calibration_table(calibration: Calibration) -> str:
+    """Return the calibration as plain text: one line for each finding."""
+    head = ["finding", "images", "positive", "slope", "intercept", "Brier", "after", "ECE", "after"]
+    rows: list[Sequence[str]] = [head]
+    for name, each in calibration.findings.items():
+        numbers = (each.slope, each.intercept, each.brier_before, each.brier_after, each.ece_before, each.ece_after)
+        rows.append([name, str(each.images), str(each.positives), *(f"{number:.3f}" for number in numbers)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = [
+        "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(cells))
+        for cells in ([*zip(row, widths, strict=True)] for row in rows)
+    ]
+    return "\n".join([*lines, *(f"{name}: uncalibrated, {reason}" for name, reason in calibration.left_out.items())])

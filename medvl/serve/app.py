@@ -1,0 +1,191 @@
+"""The application: a page, and an API of forms and JSON that the page uses.
+
+    GET  /api/models      what is served
+    POST /api/view        the image for display, with its window
+    POST /api/scores      findings            (text=... for each)
+    POST /api/heatmap     a map of one text   (text=...)
+    POST /api/answer      a question          (text=...)
+    POST /api/report      a generated report
+    POST /api/neighbors   the most similar images of the gallery
+
+Every POST is a form with the file `image`, see `medvl.serve.requests`; nothing of it is kept after the answer. Errors
+are `{"error": {"code", "message"}}`.
+"""
+
+import contextlib
+import logging
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from importlib import resources
+from typing import Any
+
+import torch
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from medvl.errors import DicomError, ImageError, MedvlError
+from medvl.serve import images
+from medvl.serve.config import ServeConfig
+from medvl.serve.engine import Engine
+from medvl.serve.gallery import Gallery
+from medvl.serve.guard import Guard, Refused
+from medvl.serve.models import ServedModel, each_model
+from medvl.serve.requests import ImageRequest, read_request
+
+_log = logging.getLogger("medvl.serve")
+_STATIC = {
+    "index.html": "text/html; charset=utf-8",
+    "style.css": "text/css; charset=utf-8",
+    "app.js": "text/javascript; charset=utf-8",
+    "viewer.js": "text/javascript; charset=utf-8",
+}
+Answer = Callable[[ImageRequest], Awaitable[Any]]
+
+
+def create_app(
+    models: Sequence[ServedModel], gallery: Gallery | None = None, config: ServeConfig | None = None
+) -> Guard:
+    """Return the ASGI application that serves models.
+
+    Args:
+        models: one, or two that are shown side by side.
+        gallery: images for nearest neighbours.
+        config: access and limits.
+    """
+    config = (config or ServeConfig()).with_token()
+    engine = Engine(config.waiting)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        engine.close()
+
+    app = FastAPI(title="medvl", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.add_exception_handler(404, _not_found)
+    app.add_exception_handler(405, _not_found)
+    _add_files(app)
+    served = _Served(tuple(models), gallery, config, engine)
+    app.add_api_route("/api/models", served.describe, methods=["GET"])
+    for name in ("view", "scores", "heatmap", "answer", "report", "neighbors"):
+        app.add_api_route(f"/api/{name}", served.route(getattr(served, name)), methods=["POST"])
+    return Guard(app, config)
+
+
+class _Served:
+    """The routes of the API."""
+
+    def __init__(
+        self, models: tuple[ServedModel, ...], gallery: Gallery | None, config: ServeConfig, engine: Engine
+    ) -> None:
+        self._models, self._gallery, self._config, self._engine = models, gallery, config, engine
+        self._described = [served.describe() for served in models]
+
+    async def describe(self) -> JSONResponse:
+        """Return what is served."""
+        prompts = self._models[0].prompts
+        return JSONResponse(
+            {
+                "models": self._described,
+                "findings": list(prompts.classes),
+                "prompts": prompts.name,
+                "gallery": None if self._gallery is None else len(self._gallery),
+                "max_bytes": self._config.max_bytes,
+            }
+        )
+
+    def route(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+        """Return the route of a function that answers requests about an image."""
+
+        async def respond(request: Request) -> Response:
+            try:
+                with self._engine.place():
+                    return JSONResponse(await answer(await read_request(request, self._config)))
+            except Refused as refused:
+                return refused.response()
+            except MedvlError as error:
+                return _bad_input(error)
+            except Exception as error:
+                return _unexpected(error)
+
+        return respond
+
+    async def view(self, request: ImageRequest) -> Any:
+        """Return the image for display."""
+        return await self._engine.decode(lambda: images.view(request))
+
+    async def scores(self, request: ImageRequest) -> Any:
+        """Return the scores of the findings by each model."""
+        return await self._ask(request, lambda served, pixels: served.scores(pixels, request.texts))
+
+    async def heatmap(self, request: ImageRequest) -> Any:
+        """Return a map of one text by each model."""
+        text = _only(request)
+        return await self._ask(request, lambda served, pixels: served.heatmap(pixels, text))
+
+    async def answer(self, request: ImageRequest) -> Any:
+        """Return the answers to a question."""
+        question = _only(request)
+        return await self._ask(request, lambda served, pixels: served.answer(pixels, question))
+
+    async def report(self, request: ImageRequest) -> Any:
+        """Return a report by each model that writes."""
+        return await self._ask(request, lambda served, pixels: served.report(pixels))
+
+    async def neighbors(self, request: ImageRequest) -> Any:
+        """Return the most similar images of the gallery by each model."""
+        gallery = self._gallery
+        if gallery is None:
+            raise Refused(404, "not_found", "the server was started without a gallery")
+        number = {id(served): index for index, served in enumerate(self._models)}
+        return await self._ask(
+            request, lambda served, pixels: gallery.neighbors(number[id(served)], served.embed([pixels]))
+        )
+
+    async def _ask(self, request: ImageRequest, ask: Callable[[ServedModel, Any], Any]) -> Any:
+        decoded = await self._engine.decode(lambda: images.decode(request))
+        return {
+            "models": await self._engine.infer(
+                lambda: each_model(self._models, lambda served: ask(served, decoded.pixels))
+            )
+        }
+
+
+def _only(request: ImageRequest) -> str:
+    if len(request.texts) != 1:
+        raise Refused(400, "missing", "expected one field `text`")
+    return request.texts[0]
+
+
+def _bad_input(error: MedvlError) -> JSONResponse:
+    status = {"too_large": 413, "unknown_format": 415}.get(error.code, 422)
+    kind = "image" if isinstance(error, DicomError | ImageError) else "input"
+    return JSONResponse({"error": {"code": error.code or kind, "message": str(error)}}, status)
+
+
+def _unexpected(error: Exception) -> JSONResponse:
+    """Answer a defect; its place is logged, its message is not, which may quote what a client sent."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown"
+    _log.error("%s at %s", type(error).__name__, where)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return Refused(503, "memory", "not enough memory for this image", 5).response()
+    return Refused(500, "internal", "an error inside of the server; its log names the place").response()
+
+
+async def _not_found(_: Request, error: Exception) -> JSONResponse:
+    status = getattr(error, "status_code", 404)
+    return Refused(status, "not_found", "expected one of the routes of this server").response()
+
+
+def _add_files(app: FastAPI) -> None:
+    """Add the page and its files, which are read once."""
+    folder = resources.files("medvl.serve") / "static"
+
+    def add(path: str, content: bytes, kind: str) -> None:
+        async def respond() -> Response:
+            return Response(content, headers={"content-type": kind})
+
+        app.add_api_route(path, respond, methods=["GET"])
+
+    for name, kind in _STATIC.items():
+        add("/" if name == "index.html" else f"/{name}", (folder / name).read_bytes(), kind)

@@ -1,0 +1,62 @@
+"""Settings of the server."""
+
+import dataclasses
+import ipaddress
+import os
+import secrets
+
+from medvl.errors import ConfigError
+
+TOKEN_VARIABLE = "MEDVL_SERVE_TOKEN"
+_SHORTEST_TOKEN = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Address, access and limits of the server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; any but this machine's own needs a token."""
+    port: int = 8765
+    """Port to listen on; 0 takes a free one."""
+    token: str | None = None
+    """Token that requests must carry, at least 16 characters; None: that of the environment variable
+    MEDVL_SERVE_TOKEN, else none on this machine and a random one elsewhere."""
+    max_megabytes: int = 40
+    """Largest upload; a radiograph has 5 to 30 MB."""
+    requests_per_minute: int = 120
+    """Requests of one address in a minute."""
+    waiting: int = 32
+    """Requests that are read or wait for the model at a time. Together with `max_megabytes` it bounds the memory."""
+    upload_seconds: float = 60.0
+    """Seconds within which a request must have arrived."""
+
+    def __post_init__(self) -> None:
+        if self.token is not None and (len(self.token) < _SHORTEST_TOKEN or not self.token.isascii()):
+            message = f"expected a token of {_SHORTEST_TOKEN} ASCII characters or more, got {len(self.token)}"
+            raise ConfigError(message, "out_of_range", field="token")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"expected a port from 0 to 65535, got {self.port}", "out_of_range", field="port")
+        for field in ("max_megabytes", "requests_per_minute", "waiting", "upload_seconds"):
+            if not getattr(self, field) > 0:
+                raise ConfigError(f"expected more than 0, got {getattr(self, field)}", "out_of_range", field=field)
+
+    @property
+    def max_bytes(self) -> int:
+        """Largest body of a request."""
+        return self.max_megabytes * 1_000_000
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can connect."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def with_token(self) -> "ServeConfig":
+        """Return the settings with the token of the environment, or a random one where other machines can connect."""
+        if self.token is not None:
+            return self
+        named = os.environ.get(TOKEN_VARIABLE)
+        return dataclasses.replace(self, token=named or (None if self.is_local else secrets.token_urlsafe(24)))

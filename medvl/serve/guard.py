@@ -1,0 +1,141 @@
+"""What a request must pass before it is read: addresses, token, rate, and the headers of every answer.
+
+Nothing here logs or returns anything that a client has sent.
+"""
+
+import hmac
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from medvl.serve.config import ServeConfig
+
+_log = logging.getLogger("medvl.serve")
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_MOST_ADDRESSES = 4096
+"""Addresses whose requests are counted at a time."""
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+    "cache-control": "no-store",
+}
+
+
+class Refused(Exception):
+    """A request that is not served.
+
+    Attributes:
+        status: HTTP status.
+        code, message: fields of the answer.
+        retry_after: seconds after which it may be sent again, None: never.
+    """
+
+    def __init__(self, status: int, code: str, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.retry_after = status, code, message, retry_after
+
+    def response(self) -> JSONResponse:
+        """Return the answer."""
+        headers = {} if self.retry_after is None else {"retry-after": str(math.ceil(self.retry_after))}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return JSONResponse({"error": {"code": self.code, "message": self.message}}, self.status, headers)
+
+
+class RateLimit:
+    """Token buckets, one for each address: `per_minute` at once, refilled evenly."""
+
+    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._full, self._clock = float(per_minute), clock
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, address: str) -> None:
+        """Count a request. Raises `Refused` where the address has none left."""
+        now = self._clock()
+        left, before = self._buckets.pop(address, (self._full, now))
+        left = min(self._full, left + (now - before) * self._full / 60)
+        self._buckets[address] = (left - 1 if left >= 1 else left, now)
+        while len(self._buckets) > _MOST_ADDRESSES:
+            self._buckets.popitem(last=False)
+        if left < 1:
+            wait = (1 - left) * 60 / self._full
+            raise Refused(429, "rate", f"too many requests; try again in {math.ceil(wait)} seconds", wait)
+
+
+class Guard:
+    """ASGI middleware around the application.
+
+    Every path under /api needs the token and counts for the rate. On this machine alone, only its own names are
+    accepted as host, so that no page on the web can reach the server under a name of its own (DNS rebinding); nowhere
+    is a request of another origin accepted.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
+        self._app, self._config, self._rate = app, config, RateLimit(config.requests_per_minute)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 500
+
+        async def send_guarded(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self._app(scope, receive, send_guarded)
+        except Refused as refused:
+            await refused.response()(scope, receive, send_guarded)
+        # The route is one of the application's own: a path that a client invented is not logged.
+        route = getattr(scope.get("route"), "path", "other")
+        _log.info("%s %s %d %.0f ms", _method(scope), route, status, 1000 * (time.perf_counter() - started))
+
+    def _check(self, scope: Scope) -> None:
+        """Raise `Refused` for a request that may not pass."""
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if self._config.is_local and _name_of(host) not in (*_LOCAL_NAMES, self._config.host):
+            raise Refused(421, "host", "this server answers to names of its own machine only")
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != host:
+            raise Refused(403, "origin", "requests of other origins are not served")
+        if not scope["path"].startswith("/api"):
+            return
+        client = scope.get("client")
+        self._rate.take(client[0] if client else "")
+        if self._config.token is not None and not self._has_token(headers):
+            raise Refused(401, "token", "expected the token that the server printed when it started")
+
+    def _has_token(self, headers: Headers) -> bool:
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        expected = self._config.token or ""
+        return hmac.compare_digest(given.encode("latin-1"), expected.encode("latin-1"))
+
+
+def _name_of(host: str) -> str:
+    """Return a host header without its port."""
+    return host if host.endswith("]") else host.rpartition(":")[0] or host
+
+
+def _method(scope: Scope) -> str:
+    return scope["method"] if scope["method"] in ("GET", "HEAD", "POST") else "other"

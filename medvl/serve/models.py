@@ -1,0 +1,224 @@
+"""Models behind the server: what each can do, and its results as JSON values.
+
+All methods run in the one thread of `medvl.serve.engine`.
+"""
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from medvl.errors import EvaluationError, MedvlError
+from medvl.eval.core.open import resolve_device
+from medvl.eval.core.results import checkpoint_sha256
+from medvl.eval.report_generation.generate import ReportWriter, decode_texts
+from medvl.eval.zero_shot_classification.calibration import Calibration, calibration_path, read_calibration
+from medvl.eval.zero_shot_classification.prompts import COMPETING, PromptSet
+from medvl.inference.heatmaps import heatmap
+from medvl.inference.models import make_batch, open_model, refuse
+from medvl.inference.prompts import prompts_for
+from medvl.inference.scores import Scorer
+from medvl.inference.texts import CAN_ANSWER, CAN_WRITE
+from medvl.models import VQA, DualEncoder
+from medvl.models.base import System
+from medvl.models.eval_mode import evaluating
+from medvl.models.locate import find_checkpoint, on_hub
+from medvl.models.text_decoding import Decoding
+
+_MAP_SIDE = 256
+_PLACES = (
+    ("upper left", "upper middle", "upper right"),
+    ("left", "middle", "right"),
+    ("lower left", "lower middle", "lower right"),
+)
+
+
+class ServedModel:
+    """A model, the prompts that it scores findings with, and its calibration.
+
+    Args:
+        title: name on the page.
+        model: in eval mode.
+        prompts: findings that the page offers.
+        calibration: of the model under these prompts; None: none.
+        uncalibrated: why there is no calibration.
+
+    Attributes:
+        abilities: what the model can do: scores, heatmap, answer, report, neighbors.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        model: System,
+        prompts: PromptSet,
+        calibration: Calibration | None = None,
+        uncalibrated: str = "no calibration was made (medvl eval calibrate)",
+    ) -> None:
+        self.title, self.model, self.prompts, self.calibration = title, model, prompts, calibration
+        self._uncalibrated = uncalibrated
+        self._scorer: Scorer | None = None
+        self.abilities = {
+            "scores": self._can(self._prepare_scorer),
+            "heatmap": self._can(lambda: self.heatmap(_BLACK, "opacity")),
+            "answer": isinstance(model, VQA) and model.tokenizer is not None,
+            "report": self._can(lambda: self.report(_BLACK, max_tokens=2)),
+            "neighbors": isinstance(model, DualEncoder),
+        }
+
+    @classmethod
+    def open(
+        cls, source: str | Path, prompts: PromptSet, device: str = "auto", calibration: Path | None = None
+    ) -> "ServedModel":
+        """Load what `medvl.load` takes, with its calibration: the given file, else that beside the checkpoint.
+
+        Raises CheckpointError, ConfigError for a model of precomputed regions, EvaluationError for a damaged
+        calibration.
+        """
+        model = open_model(source).to(resolve_device(device))
+        if on_hub(source):
+            return cls(str(source), model, prompts)
+        checkpoint, folder = find_checkpoint(source), Path(source)
+        title = (folder if checkpoint != folder else folder.absolute().parent).resolve().name
+        if not isinstance(model, DualEncoder):
+            return cls(title, model, prompts, uncalibrated="only scores by prompts are calibrated")
+        path = calibration or calibration_path(checkpoint, prompts.name)
+        if calibration is None and not path.exists():
+            return cls(title, model, prompts)
+        found = read_calibration(path)
+        for name, expected in (("checkpoint", checkpoint_sha256(checkpoint)), ("prompts", prompts.sha256)):
+            if getattr(found, f"{name}_sha256") != expected:
+                return cls(title, model, prompts, uncalibrated=f"the calibration was made for another {name}")
+        return cls(title, model, prompts, found)
+
+    def describe(self) -> dict[str, Any]:
+        """Return title, system, abilities and the state of the calibration."""
+        found = self.calibration
+        state = self._uncalibrated
+        if found is not None:
+            state = f"calibrated on {found.data.get('corpus')}, split {found.data.get('split')}"
+        return {
+            "title": self.title,
+            "system": self.model.name,
+            "abilities": self.abilities,
+            "calibrated": found is not None,
+            "calibration": state,
+        }
+
+    def scores(self, pixels: np.ndarray, texts: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the score of each text, or of all findings, as `medvl.infer`.
+
+        `score` is the model's probability; `probability` is calibrated, None where there is no calibration.
+        """
+        findings = self._prepare_scorer()
+        known = {name.casefold(): name for name in findings.names}
+        named = {text: known.get(text.casefold(), text) for text in texts} or {name: name for name in findings.names}
+        encoded = self.prompts.scoring not in COMPETING and all(text.casefold() in known for text in named)
+        scorer = findings if encoded or not texts else Scorer(self.model, list(named), prompts=self.prompts)
+        scores = dict(zip(scorer.names, scorer(pixels)[0].tolist(), strict=True))
+        return [self._scored(name, scores[text if text in scores else name]) for text, name in named.items()]
+
+    def _scored(self, text: str, score: float) -> dict[str, Any]:
+        fitted = self.calibration.findings.get(text) if self.calibration else None
+        by_prompts = isinstance(self.model, DualEncoder)
+        sides = next(iter(prompts_for([text], self.prompts).classes.values())) if by_prompts else None
+        return {
+            "text": text,
+            "score": score,
+            "probability": None if fitted is None else fitted.probability(score),
+            "images": None if fitted is None else fitted.images,
+            "positives": None if fitted is None else fitted.positives,
+            "positive": [] if sides is None else list(sides.positive),
+            "negative": [] if sides is None else list(sides.negative),
+        }
+
+    def heatmap(self, pixels: np.ndarray, text: str) -> dict[str, Any]:
+        """Return the map of a text over the image: uint8 in base64, 0 outside of the model's crop, 1 low to 255 high.
+
+        Color begins at the mean of the map, as on the pages of `medvl eval grounding`.
+        """
+        full_HW = heatmap(self.model, pixels, text)
+        height, width = (max(1, round(side * min(1.0, _MAP_SIDE / max(full_HW.shape)))) for side in full_HW.shape)
+        rows, columns = (
+            ((np.arange(count) + 0.5) * side / count).astype(int)
+            for count, side in zip((height, width), full_HW.shape, strict=True)
+        )
+        map_HW = full_HW[np.ix_(rows, columns)].astype(np.float64)
+        seen_HW = np.isfinite(map_HW)
+        if not seen_HW.any():
+            raise EvaluationError("the model's crop shows nothing of the image", "empty")
+        low, high, mean = (float(function(map_HW[seen_HW])) for function in (np.min, np.max, np.mean))
+        heat_HW = np.where(seen_HW, np.clip((map_HW - mean) / max(high - mean, 1e-12), 0, 1), 0)
+        row, column = np.unravel_index(int(np.where(seen_HW, map_HW, -np.inf).argmax()), map_HW.shape)
+        peak = (float(column + 0.5) / width, float(row + 0.5) / height)
+        codes_HW = np.where(seen_HW, 1 + np.rint(254 * heat_HW), 0).astype(np.uint8)
+        return {
+            "height": height,
+            "width": width,
+            "map": base64.b64encode(codes_HW.tobytes()).decode(),
+            "low": low,
+            "mean": mean,
+            "high": high,
+            "peak": peak,
+            "place": _PLACES[min(2, int(3 * peak[1]))][min(2, int(3 * peak[0]))],
+        }
+
+    def answer(self, pixels: np.ndarray, question: str) -> dict[str, Any]:
+        """Return the answer to a question, as `medvl.answer`, and the model's own probability of it."""
+        if not isinstance(self.model, VQA):
+            raise refuse(self.model, "answer questions", CAN_ANSWER)
+        with evaluating(self.model):
+            predicted = self.model.predict(make_batch(self.model, self._input(pixels), [question]))
+        return {"answer": predicted.answers[0], "score": float(predicted.score_B[0])}
+
+    def report(self, pixels: np.ndarray, max_tokens: int | None = None) -> dict[str, Any]:
+        """Return a report by greedy search, as `medvl.write_report`, and whether it ended by itself."""
+        model = self.model
+        if not isinstance(model, ReportWriter) or model.tokenizer is None:
+            raise refuse(self.model, "write reports", CAN_WRITE)
+        batch = make_batch(self.model, self._input(pixels))
+        with evaluating(self.model):
+            text, ended = decode_texts(model, model.tokenizer, batch, Decoding(max_tokens=max_tokens))[0]
+        return {"report": text, "ended": ended}
+
+    def embed(self, images: Sequence[np.ndarray]) -> torch.Tensor:
+        """Return (N, E): normalised embeddings of images, on the CPU."""
+        if not isinstance(self.model, DualEncoder):
+            raise refuse(self.model, "embed images alone", "use a dual-encoder")
+        with evaluating(self.model):
+            return F.normalize(self.model.embed_images(self._input(images)).global_NE.float(), dim=1).cpu()
+
+    def _input(self, images: np.ndarray | Sequence[np.ndarray]) -> torch.Tensor:
+        image_BCHW: torch.Tensor = self.model.transform(images).to(self.model.device)
+        return image_BCHW
+
+    def _prepare_scorer(self) -> Scorer:
+        """Return the scorer of all findings, whose sentences are encoded once."""
+        if self._scorer is None:
+            self._scorer = Scorer(self.model, prompts=self.prompts)
+        return self._scorer
+
+    def _can(self, run: Callable[[], Any]) -> bool:
+        try:
+            run()
+        except MedvlError:
+            return False
+        return True
+
+
+_BLACK = np.zeros((64, 64), np.uint8)
+
+
+def each_model(models: Sequence[ServedModel], run: Callable[[ServedModel], Any]) -> list[Mapping[str, Any]]:
+    """Return the result of every model, or its error, so that one that cannot do something does not hide the other."""
+    results: list[Mapping[str, Any]] = []
+    for served in models:
+        try:
+            results.append({"title": served.title, "result": run(served)})
+        except MedvlError as error:
+            results.append({"title": served.title, "error": {"code": error.code, "message": str(error)}})
+    return results
