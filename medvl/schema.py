@@ -101,6 +101,8 @@ class Inputs:
     """The sample's text with left and right exchanged."""
     sentences: bool = False
     """The sentence of each token."""
+    positions: bool = False
+    """The place of each labelled finding that the sample's text names (`medvl.data.reports.entities`)."""
     statements: bool = False
     """All statements of the sample: several short texts, from a policy such as `medvl.data.Statements`."""
     prior_image: bool = False
@@ -173,6 +175,9 @@ class Batch:
     """bool: False where a text names no side, so that its mirror is the text itself."""
     sentence_BT: Tensor | None = None
     """int64: number of each token's sentence, from 0; -1 outside of sentences (`Inputs.sentences`)."""
+    position_BL: Tensor | None = None
+    """int64: class of the place of the finding in each label column (`Inputs.positions`), with the sides of the image;
+    -1 where the text names none."""
     statement_ids_BST: Tensor | None = None
     """int64 token ids of the sample's statements (`Inputs.statements`), padded to the most and the longest of them."""
     statement_mask_BST: Tensor | None = None

@@ -86,6 +86,7 @@ if TYPE_CHECKING:
         LoVTConfig as LoVTConfig,
     )
     from medvl.models.dual_encoders.medclip import MedCLIP as MedCLIP, MedCLIPConfig as MedCLIPConfig
+    from medvl.models.dual_encoders.medklip import MedKLIP as MedKLIP, MedKLIPConfig as MedKLIPConfig
     from medvl.models.dual_encoders.mgca import MGCA as MGCA, MGCAConfig as MGCAConfig
     from medvl.models.dual_encoders.mutual_info import MutualInfo as MutualInfo, MutualInfoConfig as MutualInfoConfig
     from medvl.models.dual_encoders.parts.attention import (

@@ -53,6 +53,7 @@ _MODULES = {
     "m3ae": "medvl.models.fusion_encoders.m3ae",
     "masked_text": "medvl.models.language.masked_text",
     "medclip": "medvl.models.dual_encoders.medclip",
+    "medklip": "medvl.models.dual_encoders.medklip",
     "medvill": "medvl.models.fusion_encoders.medvill",
     "mgca": "medvl.models.dual_encoders.mgca",
     "mixed": "medvl.models.fusion_encoders.mixed",

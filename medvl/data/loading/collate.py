@@ -15,6 +15,7 @@ from torch import Tensor
 
 from medvl.data.knowledge.linker import EntityLinker, pad_entities
 from medvl.data.loading.padding import grouped, pad_rows, stack, stack_some
+from medvl.data.reports.entities import mirrored_positions, positions_of
 from medvl.data.reports.laterality import swap_laterality
 from medvl.data.reports.sentences import sentence_spans
 from medvl.data.shards.format import label_row
@@ -22,7 +23,7 @@ from medvl.data.shards.regions import Regions
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import BuiltTransform, ImageTransform, ReadsTexts, Transformed
 from medvl.data.transforms.statements import SamplePolicy, StatementPolicy
-from medvl.data.transforms.text import PairPolicy, TextPolicy
+from medvl.data.transforms.text import REPORT_SECTIONS, PairPolicy, TextPolicy, choose_sections
 from medvl.errors import BudgetError, ConfigError, ShardError
 from medvl.schema import Batch, Inputs, Sample
 
@@ -57,6 +58,8 @@ class Item:
     """None: the system reads pixels, or the sample has no image."""
     target: Any = None
     """What a `TargetMaker` computed; None without one."""
+    positions: tuple[int, ...] = ()
+    """Classes of places of the labels, where the system needs them."""
     statements: tuple[str, ...] = ()
     """All statements, where the system needs them."""
 
@@ -197,8 +200,15 @@ class ItemMaker:
             self._entities(sample, views),
             views.regions,
             None if self.targets is None else self.targets(sample, views.image),
+            self._positions(sample, views) if self.inputs.positions else (),
             self._statements(sample, views, epoch) if self.inputs.statements else (),
         )
+
+    def _positions(self, sample: Sample, views: Views) -> tuple[int, ...]:
+        """Return the class of the place of each label's finding, with the sides of the image."""
+        positions = positions_of("\n\n".join(choose_sections(sample.sections, REPORT_SECTIONS)), self.label_names)
+        mirrored = views.image.flipped and self.image.flip == "swap_text"
+        return tuple(mirrored_positions(positions) if mirrored else positions)
 
     def _statements(self, sample: Sample, views: Views, epoch: int) -> tuple[str, ...]:
         """Return all statements; under a policy without statements, the sample's text is its only one."""
@@ -306,6 +316,8 @@ class Collate:
         if self.inputs.sentences:
             assert isinstance(self.tokenizer, Tokenizer)
             batch.sentence_BT = self.tokenizer.sentence_ids(batch.texts, [sentence_spans(text) for text in batch.texts])
+        if self.inputs.positions:
+            batch.position_BL = torch.tensor([item.positions for item in items])
         if self.inputs.statements:
             texts = [text for item in items for text in item.statements]
             sizes = [len(item.statements) for item in items]

@@ -11,7 +11,7 @@ Statements of a language model are read from a file (`read_statements`).
 import functools
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medvl.common.untrusted import parse_json
@@ -23,12 +23,12 @@ _WORDS = {POSITIVE: "", NEGATIVE: "no ", UNCERTAIN: "possible "}
 _NAMES = {"Pleural Other": "pleural thickening", "Support Devices": "support device"}
 """Findings whose names are no noun of a sentence."""
 _CLAUSE_END = re.compile(r"[;:,.]|\b(?:but|while|whereas|although|with)\b")
-_SIDES = {
+SIDES = {
     "left": "left|lt|l[ul]l",
     "right": "right|rt|r[uml]l",
     "bilateral": "bilateral(?:ly)?|both|bibasilar|biapical",
 }
-_ZONES = {
+ZONES = {
     "upper": "upper|[lr]ul",
     "middle": "mid|middle|rml",
     "lower": "lower|[lr]ll",
@@ -38,7 +38,7 @@ _ZONES = {
     "retrocardiac": "retrocardiac",
     "lingular": "lingular?",
 }
-_PLACES = {name: re.compile(rf"\b(?:{words})\b") for name, words in (_SIDES | _ZONES).items()}
+_PLACES = {name: re.compile(rf"\b(?:{words})\b") for name, words in (SIDES | ZONES).items()}
 
 
 def statement(finding: str, value: int = POSITIVE, place: str = "") -> str:
@@ -56,27 +56,28 @@ def statements_of(text: str) -> list[str]:
     "There is no finding." is the last one where all findings except devices are negative, and at least one is.
     """
     mentions = find_mentions(text)
-    found = [statement(each.finding, each.value, _place(each)) for each in mentions]
+    found = [statement(each.finding, each.value, place_of(*place_words(each))) for each in mentions]
     values = {each.value for each in mentions if each.finding != "Support Devices"}
     return list(dict.fromkeys([*found, statement("No Finding")] if values == {NEGATIVE} else found))
 
 
-def _place(mention: Mention) -> str:
-    """Return the side and the zones that the clause of a mention names: "left side", "right lower lung"; or ""."""
+def place_of(sides: Sequence[str], zones: Sequence[str]) -> str:
+    """Return the name of a place: "left side", "both sides", "right lower lung", "basal lung"; "" without any word."""
+    if zones:
+        return " ".join([*sides, " and ".join(zones), "lung"])
+    return "" if not sides else "both sides" if list(sides) == ["bilateral"] else f"{sides[0]} side"
+
+
+def place_words(mention: Mention) -> tuple[list[str], list[str]]:
+    """Return the side (at most one: left, right or bilateral) and the zones that the clause of a mention names."""
     start = mention.sentence.find(mention.phrase)
     ends = [0, *itertools.chain.from_iterable(end.span() for end in _CLAUSE_END.finditer(mention.sentence))]
     before = max((end for end in ends if end <= start), default=0)
     after = min((end for end in ends if end >= start + len(mention.phrase)), default=len(mention.sentence))
     clause = mention.sentence[before:after]
     found = [name for name, pattern in _PLACES.items() if pattern.search(clause)]
-    sides, zones = [name for name in found if name in _SIDES], [name for name in found if name in _ZONES]
-    if len(sides) > 1:
-        sides = ["bilateral"]
-    if not (sides or zones):
-        return ""
-    if zones:
-        return " ".join([*sides, " and ".join(zones), "lung"])
-    return "both sides" if sides == ["bilateral"] else f"{sides[0]} side"
+    sides, zones = [name for name in found if name in SIDES], [name for name in found if name in ZONES]
+    return ["bilateral"] if len(sides) > 1 else sides, zones
 
 
 @functools.cache

@@ -1,0 +1,63 @@
+"""Descriptions of findings and classes of places, for systems that ask an image about a list of entities.
+
+    describe("Pneumothorax")                       # "Air between the lung and the chest wall ..."
+    positions_of(text, FINDINGS)                   # class of the place of each finding, of PLACES; -1 for none
+
+A place is that of `medvl.data.reports.statements`: a side and a zone. Mirrored images exchange the classes of sides
+(`mirrored_positions`).
+"""
+
+import itertools
+from collections.abc import Sequence
+
+from medvl.data.reports.labeler import find_mentions
+from medvl.data.reports.laterality import swap_laterality
+from medvl.data.reports.statements import SIDES, ZONES, place_of, place_words, statement
+from medvl.schema import POSITIVE
+
+_DESCRIPTIONS = {
+    "Atelectasis": "Part of a lung has lost air and volume: linear or triangular opacities, displaced fissures.",
+    "Cardiomegaly": "The heart is enlarged: its shadow is wider than half of the chest.",
+    "Consolidation": "Airspaces are filled with fluid, pus or cells: a dense opacity with air bronchograms.",
+    "Edema": "Fluid in the interstitium and airspaces of the lungs: hazy vessels, septal lines, perihilar opacity.",
+    "Enlarged Cardiomediastinum": "The shadow of the heart and great vessels in the middle of the chest is widened.",
+    "Fracture": "A break in a bone such as a rib, a clavicle or a vertebra.",
+    "Lung Lesion": "A nodule or mass: a round opacity in a lung with distinct borders.",
+    "Lung Opacity": "An area of a lung that is whiter than normal, of any cause.",
+    "No Finding": "The heart, the lungs and the pleura are normal, without any disease.",
+    "Pleural Effusion": "Fluid between the lung and the chest wall, which blunts the costophrenic angle.",
+    "Pleural Other": "Thickening, scars or plaques of the pleura.",
+    "Pneumonia": "An infection of a lung, seen as a patchy or lobar opacity.",
+    "Pneumothorax": "Air between the lung and the chest wall: a thin pleural line without vessels beyond it.",
+    "Support Devices": "Tubes, lines, wires, pacemakers and other equipment in or on the patient.",
+}
+PLACES: tuple[str, ...] = tuple(
+    name
+    for side, zone in itertools.product(("", *SIDES), ("", *ZONES))
+    if (name := place_of([side] if side else [], [zone] if zone else []))
+)
+"""Names of the classes of places: sides alone, zones alone, and zones of a side."""
+_MIRRORED = [PLACES.index(swap_laterality(name)) for name in PLACES]
+
+
+def describe(finding: str) -> str:
+    """Return a sentence that describes a finding; of an unknown one, the statement that it is there."""
+    return _DESCRIPTIONS.get(finding, statement(finding))
+
+
+def positions_of(text: str, findings: Sequence[str]) -> list[int]:
+    """Return the class of the place of each finding that is positive in a text and whose clause names a place, else -1.
+
+    Of several places of a finding the first one counts; of several zones, the first one.
+    """
+    found: dict[str, int] = {}
+    for mention in find_mentions(text):
+        sides, zones = place_words(mention)
+        if mention.value == POSITIVE and (sides or zones):
+            found.setdefault(mention.finding, PLACES.index(place_of(sides, zones[:1])))
+    return [found.get(name, -1) for name in findings]
+
+
+def mirrored_positions(positions: Sequence[int]) -> list[int]:
+    """Return the classes in a mirrored image: left and right are exchanged."""
+    return [position if position < 0 else _MIRRORED[position] for position in positions]

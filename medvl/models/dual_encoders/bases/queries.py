@@ -1,0 +1,214 @@
+"""Base of systems that ask an image about a list of entities with a decoder over its grid (MedKLIP, KAD, MAVL)."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl.data.reports.entities import describe
+from medvl.data.reports.statements import statement
+from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.data.transforms.image import EvalTransform
+from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
+from medvl.errors import ConfigError
+from medvl.losses.gather import mean_over_ranks
+from medvl.models.config_checks import check_within
+from medvl.models.dual_encoders.bases.base import DualEncoder, DualEncoderConfig, projection_head
+from medvl.models.dual_encoders.bases.build import create_encoders
+from medvl.models.dual_encoders.parts.query_book import QueryBook
+from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder
+from medvl.models.heatmaps import on_originals
+from medvl.schema import FINDINGS, Batch, Embeddings, Inputs, Losses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryConfig(DualEncoderConfig):
+    """Settings of a system that asks about entities."""
+
+    entities: tuple[str, ...] = FINDINGS
+    """Names of the entities: the label columns of the shards, in their order."""
+    descriptions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Name -> sentence that is its query; of others, `medvl.data.reports.entities.describe`."""
+    decoder_layers: int = 4
+    decoder_heads: int = 4
+    decoder_hidden: int = 1024
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_within(self, "[1, inf)", "decoder_layers", "decoder_heads", "decoder_hidden")
+        check_within(self, "[0, 1)", "dropout")
+
+
+class QueryEncoder(DualEncoder):
+    """A frozen text encoder makes a query of each entity; a decoder over the image's grid says which are there.
+
+    A text that names an entity of the book (its name, its statement or its description) asks that entity's query. Any
+    other text is asked beside the book, one at a time, as the papers do: queries attend to each other, so that its
+    score depends on the book, but never on the other texts of an evaluation.
+
+    Attributes:
+        image_head: from the cells of the grid to the decoder's width.
+        text_head: from the text encoder's vector to a query.
+        book: vectors of the entities' descriptions.
+        presence: from a query's state to absent and present.
+    """
+
+    def __init__(
+        self, config: Any, *args: Any, book: QueryBook, decoder: QueryDecoder, presence: nn.Module, **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.book, self.decoder, self.presence = book, decoder, presence
+        self.inputs = Inputs(labels=True)
+        sentences = {name: config.descriptions.get(name, describe(name)) for name in config.entities}
+        self._named = {alias: text for name, text in sentences.items() for alias in (name, statement(name))}
+
+    @classmethod
+    def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
+        """See the base class."""
+        image, text = cls.encoder_arguments(config)
+        image_encoder, text_encoder = create_encoders(
+            config,
+            {"pretrained": pretrained, "image_size": config.image_size, **image},
+            {"pretrained": pretrained, "vocab_size": config.vocab_size, **text},
+        )
+        freeze_layers(text_encoder, "all")
+        heads = cls.make_heads(config, image_encoder, text_encoder)
+        transform = EvalTransform(size=config.image_size, fit=config.fit)
+        return cls(config, image_encoder, text_encoder, **heads, transform=transform, tokenizer=tokenizer)
+
+    @classmethod
+    def encoder_arguments(cls, config: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Return arguments of `create_image_encoder` and `create_text_encoder` that this system sets."""
+        return {}, {"pool": "cls"}
+
+    @classmethod
+    def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
+        """Return the modules behind the encoders, by name of the constructor's argument."""
+        width = config.projection_dim
+        sentences = [config.descriptions.get(name, describe(name)) for name in config.entities]
+        decoder = QueryDecoder(
+            width,
+            layers=config.decoder_layers,
+            heads=config.decoder_heads,
+            hidden=config.decoder_hidden,
+            dropout=config.dropout,
+        )
+        return {
+            "image_head": projection_head(image_encoder.patch_dim, width),
+            "text_head": nn.Linear(text_encoder.feature_dim, width),
+            "book": QueryBook(sentences, text_encoder.feature_dim),
+            "decoder": decoder,
+            "presence": nn.Linear(width, 2),
+        }
+
+    def encode_image(self, image_BCHW: Tensor) -> Tensor:
+        """See the base class: the mean of the projected grid."""
+        return self.embed_images(image_BCHW).global_NE
+
+    def embed_images(self, image_BCHW: Tensor) -> Embeddings:
+        """Return images as `similarity` takes them, with their projected grid."""
+        grid_BPD = self.image_head(self.image_encoder(image_BCHW).patches_BPD)
+        return Embeddings(F.normalize(grid_BPD.mean(dim=1).float(), dim=-1), grid_BPD)
+
+    def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """Return (B, D) float32: the vectors of the frozen text encoder, before `text_head`."""
+        if not isinstance(texts, Tensor):
+            texts = [self._named.get(text, text) for text in ([texts] if isinstance(texts, str) else texts)]
+        features: Tensor = self.text_encoder(*self.tokenize(texts, mask_BT)).pooled_BD
+        return features.float()
+
+    def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor) -> Embeddings:
+        """Return texts as `similarity` takes them: vectors of any length."""
+        return Embeddings(self.unnormalized_text(ids_BT, mask_BT))
+
+    def embed_texts(self, texts: Sequence[str]) -> Embeddings:
+        """Return texts as `similarity` takes them. Raises ConfigError without a tokenizer."""
+        return Embeddings(self.unnormalized_text(texts))
+
+    def ask(self, grid_BPD: Tensor, more_MD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the states of all queries (B, Q, D) and their attention to the grid (B, Q, P).
+
+        The queries are those of the book, then those of `more_MD`, vectors of the text encoder.
+        """
+        self.book.fill(self.unnormalized_text)
+        vectors_QD = self.book.vectors_QD if more_MD is None else torch.cat([self.book.vectors_QD, more_MD])
+        query_QD = self.text_head(vectors_QD.to(self.text_head.weight.dtype))
+        return self.decoder.with_attention(query_QD.expand(len(grid_BPD), -1, -1), grid_BPD)
+
+    def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
+        """Return (N, M): the logarithm of the odds that what a text names is there; no cosine."""
+        image, text = self.embedded(images, texts)
+        grid_NPD = self._grid_of(image)
+        known_NQ = self._odds(self.ask(grid_NPD)[0])
+        columns = []
+        for number, row in enumerate(self._rows(text.global_NE)):
+            more_1D = text.global_NE[number : number + 1]
+            columns.append(known_NQ[:, row] if row >= 0 else self._odds(self.ask(grid_NPD, more_1D)[0])[:, -1])
+        return torch.stack(columns, dim=1) if columns else known_NQ[:, :0]
+
+    @torch.no_grad()
+    def attention_maps(
+        self, image_BCHW: Tensor, texts: Sequence[str], original_sizes: Sequence[tuple[int, int]] | None = None
+    ) -> list[Tensor]:
+        """Return the attention of each text's query over its image, the mean of heads and layers (MedKLIP).
+
+        One (H, W) float32 a pair, in pixels of the original, as `LocalDualEncoder.attention_maps`.
+        """
+        grid_BPD, vectors_BD = self._grid_of(self.embed_images(image_BCHW)), self.embed_texts(texts).global_NE
+        attention_BQP, rows = self.ask(grid_BPD)[1], self._rows(vectors_BD)
+        maps = [
+            attention_BQP[number, row]
+            if row >= 0
+            else self.ask(grid_BPD[number : number + 1], vectors_BD[number : number + 1])[1][0, -1]
+            for number, row in enumerate(rows)
+        ]
+        map_Bhw = torch.stack(maps).float().unflatten(1, self.image_encoder.grid(*image_BCHW.shape[2:]))
+        return on_originals(map_Bhw, self.transform, image_BCHW, original_sizes)
+
+    def forward(self, batch: Batch) -> Losses:
+        """Return the losses of a batch. Samples without an image are left out; means are over all ranks."""
+        labels_BL = batch.labels_BL
+        if labels_BL.shape[1] != len(self.config.entities):
+            message = f"expected a label column for each of {len(self.config.entities)} entities"
+            raise ConfigError(f"{message}, got {labels_BL.shape[1]}: set entities", "mismatch", field="entities")
+        if batch.has_image_B is not None:
+            labels_BL = labels_BL.masked_fill(~batch.has_image_B[:, None], torch.nan)
+        images = self.embed_images(batch.image_BCHW)
+        states_BQD, _ = self.ask(self._grid_of(images))
+        terms = {"presence": (self.presence_loss(states_BQD, labels_BL), 1.0)}
+        return Losses.weighted(**terms, **self.more_terms(batch, images, states_BQD, labels_BL))
+
+    def more_terms(
+        self, batch: Batch, images: Embeddings, states_BQD: Tensor, labels_BL: Tensor
+    ) -> Mapping[str, tuple[Tensor, float]]:
+        """Return further losses and their weights, of a system that has some."""
+        return {}
+
+    def presence_loss(self, states_BQD: Tensor, labels_BL: Tensor) -> Tensor:
+        """Return the cross-entropy of absent and present over the labels 0 and 1; others have no gradient."""
+        counted_BL = (labels_BL == 0) | (labels_BL == 1)
+        logits_BL2 = self.presence(states_BQD).float()
+        target_BL = torch.where(counted_BL, labels_BL, 0).long()
+        entropy_BL = F.cross_entropy(logits_BL2.flatten(0, 1), target_BL.flatten(), reduction="none")
+        return mean_over_ranks(entropy_BL, counted_BL.flatten())
+
+    def _odds(self, states_BQD: Tensor) -> Tensor:
+        logits_BQ2 = self.presence(states_BQD).float()
+        return logits_BQ2[..., 1] - logits_BQ2[..., 0]
+
+    def _rows(self, vectors_MD: Tensor) -> list[int]:
+        """Return the row of the book that has each vector, -1 for none."""
+        self.book.fill(self.unnormalized_text)
+        distance_MQ = torch.cdist(vectors_MD.float(), self.book.vectors_QD.float())
+        nearest, rows_M = distance_MQ.min(dim=1)
+        known_M = nearest <= 1e-3 * self.book.vectors_QD.norm(dim=1).mean()
+        return torch.where(known_M, rows_M, -1).tolist()
+
+    @staticmethod
+    def _grid_of(images: Embeddings) -> Tensor:
+        assert images.local_NPE is not None, "embed_images keeps the grid"
+        return images.local_NPE

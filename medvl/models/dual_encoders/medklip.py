@@ -1,0 +1,91 @@
+"""MedKLIP: queries of described entities, and where they are (Wu et al., ICCV 2023, arXiv 2301.02228)."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl.data.reports.entities import PLACES
+from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.errors import ConfigError
+from medvl.losses.gather import mean_over_ranks
+from medvl.models.base import EncoderArguments
+from medvl.models.config_checks import check_within
+from medvl.models.dual_encoders.bases.queries import QueryConfig, QueryEncoder
+from medvl.models.dual_encoders.parts.query_book import QueryBook
+from medvl.models.registry import register_system
+from medvl.schema import Batch, Embeddings, Inputs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedKLIPConfig(QueryConfig):
+    """Settings of the paper and the released code, with the entities and places that the library's labeler reads.
+
+    Published are 75 entities and 51 places from RadGraph. Here the entities are the label columns, and the places those
+    of `medvl.data.reports.entities.PLACES`.
+    """
+
+    image_arguments: EncoderArguments = dataclasses.field(
+        default_factory=lambda: {"layers": (3, 4, 6), "channels": (64, 128, 256)}
+    )
+    """The first three stages of a ResNet-50, which the paper trains from scratch; 14 x 14 cells."""
+    projection_dim: int = 256
+    negative_places: int | None = 7
+    """Places drawn at random that a present entity's place is compared with; None: all others. Only entities whose
+    place the report names count: published, "unspecified" is a place as well, and a report's silence an error."""
+    place_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_within(self, f"[1, {len(PLACES) - 1}]", "negative_places")
+        check_within(self, "[0, inf)", "place_weight")
+
+
+@register_system("medklip")
+class MedKLIP(QueryEncoder):
+    """Cross-entropy of each mentioned entity's presence, and of the place of each present one (section 3)."""
+
+    Config = MedKLIPConfig
+
+    def __init__(self, config: MedKLIPConfig, *args: Any, places: QueryBook, place: nn.Module, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.places, self.place = places, place
+        self.inputs = Inputs(labels=True, positions=config.place_weight > 0)
+
+    @classmethod
+    def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
+        """See the base class. `place` maps a query's state to the text encoder's space."""
+        sentences = [f"It is located at the {name}." for name in PLACES]
+        return {
+            **super().make_heads(config, image_encoder, text_encoder),
+            "places": QueryBook(sentences, text_encoder.feature_dim),
+            "place": nn.Linear(config.projection_dim, text_encoder.feature_dim),
+        }
+
+    def more_terms(
+        self, batch: Batch, images: Embeddings, states_BQD: Tensor, labels_BL: Tensor
+    ) -> Mapping[str, tuple[Tensor, float]]:
+        """See the base class: the place of each present entity against others, by products with their vectors."""
+        if not self.config.place_weight:
+            return {}
+        if batch.position_BL is None:
+            message = "expected Batch.position_BL: open the loader with inputs=model.inputs"
+            raise ConfigError(message, "missing", field="position_BL")
+        self.places.fill(self.unnormalized_text)
+        counted_BL = (labels_BL == 1) & (batch.position_BL >= 0)
+        target_N = batch.position_BL.clamp(min=0).flatten()
+        logits_NP = (self.place(states_BQD).float() @ self.places.vectors_QD.float().T).flatten(0, 1)
+        entropy_N = F.cross_entropy(self._with_negatives(logits_NP, target_N), target_N, reduction="none")
+        return {"place": (mean_over_ranks(entropy_N, counted_BL.flatten()), self.config.place_weight)}
+
+    def _with_negatives(self, logits_NP: Tensor, target_N: Tensor) -> Tensor:
+        """Return the logits of the true place and of those that are drawn; others are lowest."""
+        count = self.config.negative_places
+        if count is None:
+            return logits_NP
+        draw_NP = torch.rand_like(logits_NP).scatter(1, target_N[:, None], 2.0)
+        kept_NP = torch.zeros_like(logits_NP, dtype=torch.bool).scatter(1, draw_NP.topk(count + 1).indices, value=True)
+        return logits_NP.masked_fill(~kept_NP, torch.finfo(torch.float32).min)

@@ -1,0 +1,47 @@
+"""Books of queries: vectors of fixed sentences, encoded once by a frozen text encoder and saved with the model."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from medvl.errors import CheckpointError
+
+
+class QueryBook(nn.Module):
+    """Vectors of sentences, (Q, D), and the hash of these sentences: buffers that move and are saved with the model.
+
+    Released systems keep such vectors as plain tensors, so that another text encoder silently gives other queries.
+
+    Args:
+        sentences: in the order of the rows.
+        dim: D.
+    """
+
+    def __init__(self, sentences: Sequence[str], dim: int) -> None:
+        super().__init__()
+        self.sentences = tuple(sentences)
+        digest = hashlib.sha256("\n".join(self.sentences).encode()).digest()
+        self._expected = torch.tensor(list(digest), dtype=torch.uint8)
+        self.register_buffer("vectors_QD", torch.zeros(len(self.sentences), dim))
+        self.register_buffer("sha256", torch.zeros(len(digest), dtype=torch.uint8))
+        self.vectors_QD: Tensor
+        self.sha256: Tensor
+        self._is_checked = False
+
+    def fill(self, encode: Callable[[Sequence[str]], Tensor]) -> None:
+        """Encode the sentences unless the book has them already.
+
+        Raises CheckpointError where the loaded vectors are those of other sentences.
+        """
+        if self._is_checked:
+            return
+        if not self.sha256.any():
+            with torch.no_grad():
+                self.vectors_QD.copy_(encode(self.sentences))
+            self.sha256.copy_(self._expected)
+        elif not torch.equal(self.sha256.cpu(), self._expected):
+            message = "the saved queries are those of other sentences: load the checkpoint with its own settings"
+            raise CheckpointError(message, "mismatch", field="entities")
+        self._is_checked = True

@@ -1,0 +1,155 @@
+"""MedKLIP and the base of entity queries: losses against the formulas, the book, queries of unseen texts."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import gloria_ranks
+from helpers.errors import raises
+from helpers.published import shapes_of
+
+import medvl
+from medvl.data import ConVIRTAugmentation, WholeText, statement
+from medvl.data.loading.collate import Collate, ItemMaker
+from medvl.data.reports.entities import PLACES, describe, mirrored_positions, positions_of
+from medvl.errors import CheckpointError, ConfigError
+from medvl.models import MedKLIP
+from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder
+from medvl.schema import Batch, Inputs, Sample
+
+ENTITIES = ("Edema", "Pneumothorax", "Pleural Effusion")
+
+
+def medklip(**settings: Any) -> MedKLIP:
+    torch.manual_seed(0)
+    sizes = {"image_encoder": "resnet_tiny", "image_arguments": {}, "image_size": 64, "projection_dim": 16}
+    text = {"text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}}
+    decoder = {"decoder_layers": 2, "decoder_heads": 2, "decoder_hidden": 24}
+    options = {**sizes, **text, **decoder, "entities": ENTITIES, "max_tokens": 64, **settings}
+    return medvl.create_model("medklip", tokenizer=gloria_ranks.tiny_tokenizer(), **options)
+
+
+def make_batch() -> Batch:
+    batch = gloria_ranks.make_batch(gloria_ranks.tiny_tokenizer(), [0, 1, 2, 3])
+    nan = torch.nan
+    labels_BL = torch.tensor([[1, 0, nan], [-1, 1, 1], [nan, nan, nan], [0, 0, 1]])
+    position_BL = torch.tensor([[3, -1, -1], [-1, -1, 8], [-1, -1, -1], [-1, 5, 2]])
+    return dataclasses.replace(batch, labels_BL=labels_BL, position_BL=position_BL)
+
+
+def test_losses_are_cross_entropies_over_what_the_report_says() -> None:
+    """Uncertain and unmentioned entities, and places that are not named or of absent entities, do not count."""
+    model, batch = medklip(negative_places=None).eval(), make_batch()
+    losses = model(batch)
+    states_BQD, _ = model.ask(model.embed_images(batch.image_BCHW).local_NPE)
+    known = [(0, 0, 1), (0, 1, 0), (1, 1, 1), (1, 2, 1), (3, 0, 0), (3, 1, 0), (3, 2, 1)]
+    presence = [F.cross_entropy(model.presence(states_BQD[b, q]), torch.tensor(value)) for b, q, value in known]
+    places = [(0, 0, 3), (1, 2, 8), (3, 2, 2)]
+    logits_BQP = model.place(states_BQD) @ model.places.vectors_QD.T
+    place = [F.cross_entropy(logits_BQP[b, q], torch.tensor(target)) for b, q, target in places]
+    torch.testing.assert_close(losses.terms["presence"], torch.stack(presence).mean())
+    torch.testing.assert_close(losses.terms["place"], torch.stack(place).mean())
+    torch.testing.assert_close(losses.total, losses.terms["presence"] + losses.terms["place"])
+    without = dataclasses.replace(batch, has_image_B=torch.tensor([False, True, True, True]))
+    torch.testing.assert_close(model(without).terms["presence"], torch.stack(presence[2:]).mean())
+    nothing = model(dataclasses.replace(batch, labels_BL=torch.full_like(batch.labels_BL, torch.nan)))
+    assert nothing.total.item() == 0
+
+
+def test_masked_entities_have_no_gradient_and_all_trained_parameters_have_one() -> None:
+    model, batch = medklip().train(), make_batch()
+    losses = model(batch)
+    losses.total.backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == (not name.startswith("text_encoder.")), name
+    states_BQD = torch.randn(4, 3, 16, requires_grad=True)
+    model.presence_loss(states_BQD, batch.labels_BL).backward()
+    counted_BL = (batch.labels_BL == 0) | (batch.labels_BL == 1)
+    assert torch.equal(states_BQD.grad.abs().sum(dim=2) > 0, counted_BL)
+
+
+def test_the_true_place_is_compared_with_seven_others() -> None:
+    model = medklip()
+    logits_NP, target_N = torch.randn(50, len(PLACES)), torch.arange(50) % len(PLACES)
+    chosen_NP = model._with_negatives(logits_NP, target_N) > -1e30
+    assert chosen_NP.sum(dim=1).tolist() == [8] * 50
+    assert chosen_NP.gather(1, target_N[:, None]).all()
+    assert chosen_NP.any(dim=0).all()
+
+
+def test_named_entities_ask_the_book_and_others_do_not_change_each_other() -> None:
+    model, batch = medklip().eval(), make_batch()
+    images = model.embed_images(batch.image_BCHW)
+    asked = [
+        statement("Edema"),
+        "Pneumothorax",
+        describe("Pleural Effusion"),
+        "There is a wire.",
+        "The heart is large.",
+    ]
+    scores_NM = model.similarity(images, model.embed_texts(asked))
+    logits_NQ2 = model.presence(model.ask(images.local_NPE)[0])
+    torch.testing.assert_close(scores_NM[:, :3], logits_NQ2[..., 1] - logits_NQ2[..., 0])
+    torch.testing.assert_close(model.similarity(images, model.embed_texts(asked[4:])), scores_NM[:, 4:])
+    maps = model.attention_maps(batch.image_BCHW[:2], ["Edema", "There is a wire."], [(64, 64), (70, 64)])
+    assert [tuple(map_HW.shape) for map_HW in maps] == [(64, 64), (70, 64)]
+
+
+def test_swapped_entities_have_swapped_scores() -> None:
+    model, other = medklip().eval(), medklip(entities=ENTITIES[::-1]).eval()
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("book.")}
+    other.load_state_dict(state, strict=False)
+    grid_BPD = model.embed_images(make_batch().image_BCHW).local_NPE
+    torch.testing.assert_close(other.ask(grid_BPD)[0].flip(1), model.ask(grid_BPD)[0])
+
+
+def test_the_book_is_saved_and_belongs_to_its_sentences(tmp_path: Path) -> None:
+    model, batch = medklip().eval(), make_batch()
+    total = model(batch).terms["presence"]
+    medvl.models.save(model, tmp_path)
+    again = medvl.models.load(tmp_path).eval()
+    for parameter in again.text_encoder.parameters():
+        parameter.data.zero_()  # the book does not need it any more
+    torch.testing.assert_close(again(batch).terms["presence"], total)
+    other = medklip(descriptions={"Edema": "Fluid."})
+    other.load_state_dict(model.state_dict())
+    with raises(CheckpointError, "mismatch", "entities"):
+        other(batch)
+
+
+def test_a_batch_with_other_labels_or_without_positions_is_refused() -> None:
+    model, batch = medklip(), make_batch()
+    with raises(ConfigError, "mismatch", "entities"):
+        model(dataclasses.replace(batch, labels_BL=batch.labels_BL[:, :2]))
+    with raises(ConfigError, "missing", "position_BL"):
+        model(dataclasses.replace(batch, position_BL=None))
+    assert "place" not in medklip(place_weight=0.0)(dataclasses.replace(batch, position_BL=None)).terms
+
+
+@pytest.mark.parametrize("text", ["Edema of the left lower lung.", "Right effusion. No left pneumothorax."])
+def test_places_change_their_sides_with_the_image(text: str) -> None:
+    """Published systems mirror images, and 25 of MedKLIP's 51 places name a side."""
+    maker = ItemMaker(ConVIRTAugmentation(size=16), WholeText(), ENTITIES, 0, Inputs(labels=True, positions=True))
+    expected = positions_of(text, ENTITIES)
+    assert any(position >= 0 for position in expected)
+    seen = set()
+    for key in map(str, range(12)):
+        sample = Sample(key=key, corpus="c", split="train", patient="p", study="s", sections={"findings": text})
+        item = maker(sample, np.zeros((20, 20), np.uint8), 0)
+        seen.add(item.positions)
+        assert list(item.positions) == (expected if item.text == text else mirrored_positions(expected))
+    assert len(seen) == 2
+    batch, _ = Collate(gloria_ranks.tiny_tokenizer(), maker.inputs)([item, item])
+    assert batch is not None
+    assert batch.position_BL.tolist() == [list(item.positions)] * 2
+
+
+def test_published_shapes() -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in QueryDecoder(256).state_dict().items()}
+    of_decoder = {name.partition("decoder.")[2]: shape for name, shape in shapes_of("medklip").items()}
+    of_decoder.pop("")
+    assert shapes == of_decoder
