@@ -12,6 +12,7 @@ from medvl.data.reports.entities import PLACES
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import ConfigError
 from medvl.losses.gather import mean_over_ranks
+from medvl.losses.precision import full_precision
 from medvl.models.base import EncoderArguments
 from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.queries import QueryConfig, QueryEncoder
@@ -77,7 +78,8 @@ class MedKLIP(QueryEncoder):
         self.places.fill(self.unnormalized_text)
         counted_BL = (labels_BL == 1) & (batch.position_BL >= 0)
         target_N = batch.position_BL.clamp(min=0).flatten()
-        logits_NP = (self.place(states_BQD).float() @ self.places.vectors_QD.float().T).flatten(0, 1)
+        with full_precision(states_BQD):
+            logits_NP = (self.place(states_BQD.float()) @ self.places.vectors_QD.float().T).flatten(0, 1)
         entropy_N = F.cross_entropy(self._with_negatives(logits_NP, target_N), target_N, reduction="none")
         return {"place": (mean_over_ranks(entropy_N, counted_BL.flatten()), self.config.place_weight)}
 

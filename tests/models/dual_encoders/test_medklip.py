@@ -72,6 +72,16 @@ def test_masked_entities_have_no_gradient_and_all_trained_parameters_have_one() 
     assert torch.equal(states_BQD.grad.abs().sum(dim=2) > 0, counted_BL)
 
 
+def test_losses_under_autocast_are_close() -> None:
+    model, batch = medklip(negative_places=None).eval(), make_batch()
+    expected = model(batch).terms
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = medklip().train()(batch)
+        terms = model(batch).terms
+    assert actual.total.isfinite()
+    torch.testing.assert_close(dict(terms), dict(expected), rtol=0.05, atol=0.05)
+
+
 def test_the_true_place_is_compared_with_seven_others() -> None:
     model = medklip()
     logits_NP, target_N = torch.randn(50, len(PLACES)), torch.arange(50) % len(PLACES)
