@@ -88,22 +88,24 @@ class LabelOptions:
 
 
 _SCREEN_LINES = 38
+_NOTE_LINES = 3  # parts up to this length are notes, which are always printed
 
 
 def print_results(table: str, paths: Sequence[Path], *, everything: bool = False) -> None:
     """Print the tables of results, and the paths of the files written.
 
-    Tables are separated by empty lines. Those that do not fit on one screen are left out unless `everything` is set; of
-    a first table that is too long, the first lines are printed.
+    Parts are separated by empty lines. Unless `everything` is set, tables are cut where the screen ends; their first
+    lines are means.
     """
     tables = [part.splitlines() for part in table.split("\n\n")]
-    left = _SCREEN_LINES - len(paths) - 2
+    notes = [lines for lines in tables if len(lines) <= _NOTE_LINES]
+    left = _SCREEN_LINES - len(paths) - 2 - sum(len(lines) + 1 for lines in notes)
     shown: list[str] = []
     for lines in tables:
-        kept = lines if everything or len(lines) <= left else [] if shown else lines[:left]
-        if kept:
+        kept = lines if everything or lines in notes else lines[: max(left, 0)]
+        if len(kept) > 1 or lines in notes:
             shown += [*([""] if shown else []), *kept]
-            left -= len(kept) + 1
+            left -= 0 if lines in notes else len(kept) + 1
     hidden = sum(map(len, tables)) - sum(bool(line) for line in shown)
     if hidden > 0:
         shown.append(f"... {hidden} more lines with --all, and on the page")

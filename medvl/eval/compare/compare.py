@@ -20,9 +20,10 @@ import numpy as np
 from medvl.errors import EvaluationError
 from medvl.eval.compare.predictions import Items, read_items
 from medvl.eval.core.bootstrap import bootstrap
+from medvl.eval.core.curves import RocCurve, roc_curve
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.core.metrics import Array
-from medvl.eval.core.results import Results, read_results
+from medvl.eval.core.results import SUMMARY_TARGETS, Results, read_results
 
 _RUN_INPUTS = frozenset({"checkpoint", "predictions", "vocabulary"})
 """Inputs that may differ between runs; all others must agree."""
@@ -44,9 +45,11 @@ class Comparison:
 
     runs: tuple[Run, ...]
     rows: tuple[str, ...]
-    """Names of all rows, in the order of the first run that has them."""
+    """Names of all rows: means first, then in the order of the first run that has them, subgroups last."""
     differences: tuple[Mapping[str, MetricRow], ...]
     """Row name -> difference for each run except the first; empty if its items cannot be paired."""
+    curves: Mapping[str, Mapping[str, RocCurve]]
+    """Class -> run -> ROC curve, for protocols whose predictions have scores of classes."""
     notes: tuple[str, ...]
     """Notes on differing inputs and settings, and on runs that cannot be paired."""
 
@@ -145,8 +148,29 @@ def compare(runs: Sequence[Run], *, force: bool = False, resamples: int = 1000, 
         differences.append({} if isinstance(paired, str) else paired)
     if any(differences) and items[0] is not None and items[0].groups is None:
         notes.append("predictions without patients: items are resampled independently, so intervals are too narrow")
-    rows = dict.fromkeys(row.name for run in runs for row in run.results.rows)
-    return Comparison(runs=tuple(runs), rows=tuple(rows), differences=tuple(differences), notes=tuple(notes))
+    ordered = sorted((row for run in runs for row in run.results.rows), key=row_order)
+    return Comparison(
+        runs=tuple(runs),
+        rows=tuple(dict.fromkeys(row.name for row in ordered)),
+        differences=tuple(differences),
+        curves=_curves(runs, items),
+        notes=tuple(notes),
+    )
+
+
+def row_order(row: MetricRow) -> int:
+    """Return 0 for means over classes, 1 for single classes, 2 for subgroups."""
+    return 2 if row.subgroup else int(row.target not in SUMMARY_TARGETS)
+
+
+def _curves(runs: Sequence[Run], items: Sequence[Items | None]) -> dict[str, dict[str, RocCurve]]:
+    curves: dict[str, dict[str, RocCurve]] = {}
+    for run, of_run in zip(runs, items, strict=True):
+        for name, scores_N, labels_N in of_run.scores if of_run else ():
+            curve = roc_curve(scores_N, labels_N, resamples=0)
+            if curve is not None:
+                curves.setdefault(name, {})[run.name] = curve
+    return curves
 
 
 def _disagreements(runs: Sequence[Run]) -> list[str]:

@@ -3,17 +3,34 @@
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from medvl.common.files import write_atomic
-from medvl.eval.compare.compare import Comparison
+from medvl.eval.compare.compare import Comparison, row_order
 from medvl.eval.core.metric_rows import MetricRow
-from medvl.eval.core.results import format_table, format_value, to_json
-from medvl.eval.html.header import dated
-from medvl.eval.html.page import Page, Section, write_page
+from medvl.eval.core.results import SUMMARY_TARGETS, format_table, format_value, to_json
+from medvl.eval.html import plots
+from medvl.eval.html.header import dated, headline
+from medvl.eval.html.page import Page, Pictures, Section, Strip, plot_picture, slug, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
 
+_METRICS = {
+    "auroc": "AUROC",
+    "auroc_gap": "AUROC gap",
+    "ece": "calibration error",
+    "f1": "F1",
+    "mcc": "MCC",
+    "cnr": "CNR",
+}
+_TARGETS = {
+    "macro": "mean over classes",
+    "macro_competition": "mean of the five competition findings",
+    "overall": "all items",
+    "one class": "images of one class",
+}
 _LIMITS = (
     "Differences are the named run minus the first, on the same resamples of the same items, with 95% intervals. An "
     "arrow marks intervals that exclude 0. With many rows, some intervals exclude 0 by chance.",
@@ -34,68 +51,203 @@ def write_comparison(comparisons: Sequence[Comparison], folder: str | Path, *, d
         for run in comparison.runs:
             weights = run.results.inputs.get("checkpoint")
             facts.append((run.name, f"{comparison.protocol}{f', checkpoint sha256 {weights[:12]}' if weights else ''}"))
-        facts += [(f"{_title(comparison.protocol)} differs", note) for note in comparison.notes]
+        facts += [(f"{_name(comparison)} differs", note) for note in comparison.notes]
+    targets = {row.target for comparison in comparisons for row in _rows(comparison) if row_order(row) == 1}
+    findings = [name for comparison in comparisons for name in comparison.curves] or sorted(targets)
+    prefixes = {one.protocol: f"{_name(one)}: " if len(comparisons) > 1 else "" for one in comparisons}
     page = Page(
         title="Comparison of runs",
         subtitle=", ".join(names),
-        headlines=[],
+        headlines=[box for comparison in comparisons for box in _headlines(comparison)],
         facts=dated(date, facts),
-        sections=[section for comparison in comparisons for section in _sections(comparison)],
+        sections=[
+            *(_summary(comparison) for comparison in comparisons),
+            *(
+                section
+                for comparison in comparisons
+                for section in _sections(comparison, prefixes[comparison.protocol])
+            ),
+        ],
         limits=_LIMITS,
+        findings=list(dict.fromkeys(findings)),
     )
     return [written, write_page(page, folder / "index.html")]
 
 
 def format_comparison(comparison: Comparison) -> str:
-    """Return every row with the values of all runs and their differences from the first, and notes, as text."""
-    rows = []
-    for name in comparison.rows:
+    """Return every row with the values of all runs and their differences from the first, and notes, as text.
+
+    Means come first, then classes, then subgroups in a table of their own.
+    """
+    by_kind: dict[bool, list[MetricRow]] = {False: [], True: []}
+    for known in _rows(comparison):
         for number, run in enumerate(comparison.runs):
-            own = comparison.value(number, name)
-            rows.append(_renamed(own, name, run.name))
-            if number and name in comparison.differences[number - 1]:
-                rows.append(_renamed(comparison.differences[number - 1][name], name, f"{run.name} difference"))
-    return "\n".join([comparison.protocol, format_table(rows), *comparison.notes])
+            rows = by_kind[bool(known.subgroup)]
+            rows.append(_renamed(comparison.value(number, known.name), known.name, run.name))
+            if number and known.name in comparison.differences[number - 1]:
+                rows.append(
+                    _renamed(comparison.differences[number - 1][known.name], known.name, f"{run.name} difference")
+                )
+    return "\n\n".join(
+        [comparison.protocol, *(format_table(rows) for rows in by_kind.values() if rows), *comparison.notes]
+    )
 
 
 def _renamed(row: MetricRow | None, name: str, column: str) -> MetricRow:
     """Return a row whose metric is the name of a run, for a table with one column per run."""
     blank = MetricRow(metric=column, target=name)
-    return blank if row is None else dataclasses.replace(row, metric=column, target=name, subgroup="")
+    return blank if row is None else dataclasses.replace(row, metric=column, target=name, subgroup="", n_positive=None)
 
 
-def _sections(comparison: Comparison) -> list[Section]:
-    metrics = list(dict.fromkeys(name.split("/")[0] for name in comparison.rows))
-    return [_table(comparison, metric) for metric in metrics]
+def _rows(comparison: Comparison) -> list[MetricRow]:
+    """Return one row of each name, of the first run that has it, in the order of `comparison.rows`."""
+    known = {row.name: row for run in reversed(comparison.runs) for row in run.results.rows}
+    return [known[name] for name in comparison.rows]
 
 
-def _table(comparison: Comparison, metric: str) -> Table:
-    names = [name for name in comparison.rows if name.split("/")[0] == metric]
-    runs = range(len(comparison.runs))
-    values = [row for name in names for number in runs if (row := comparison.value(number, name)) is not None]
-    bar = all(math.isnan(row.value) or 0 <= row.low <= row.high <= 1 for row in values if not math.isnan(row.low))
-    bar = bar and all(math.isnan(row.value) or 0 <= row.value <= 1 for row in values)
-    paired = [number for number in runs[1:] if any(name in comparison.differences[number - 1] for name in names)]
+def _main_rows(comparison: Comparison) -> list[MetricRow]:
+    """Return the rows of the summary: means over classes, or all rows of a protocol without means."""
+    rows = [row for row in _rows(comparison) if not row.subgroup]
+    return [row for row in rows if row_order(row) == 0] or rows
+
+
+def _headlines(comparison: Comparison) -> list[tuple[str, str, str]]:
+    row = next(iter(_main_rows(comparison)), None)
+    if row is None:
+        return []
+    label = _label(row)
+    return [
+        headline(f"{label}, {run.name}", comparison.value(n, row.name) or MetricRow(metric=row.metric, target=""))
+        for n, run in enumerate(comparison.runs)
+    ]
+
+
+def _label(row: MetricRow) -> str:
+    target = _TARGETS.get(row.target, row.target.replace("_", " "))
+    return f"{_metric(row.metric)}, {target}"
+
+
+def _sections(comparison: Comparison, prefix: str) -> Iterator[Section]:
+    """Yield the plots, then a table for each metric: means and classes, and subgroups."""
+    rows = _rows(comparison)
+    whole, parts = [row for row in rows if not row.subgroup], [row for row in rows if row.subgroup]
+    yield from _difference_plots(comparison, whole, parts, prefix)
+    if comparison.curves:
+        yield _roc_curves(comparison, prefix)
+    for metric in dict.fromkeys(row.metric for row in rows):
+        for chosen, title in ((whole, ""), (parts, " in subgroups")):
+            of_metric = [row for row in chosen if row.metric == metric]
+            if of_metric:
+                yield _table(comparison, of_metric, f"{prefix}{_metric(metric)}{title}", "")
+
+
+def _summary(comparison: Comparison) -> Table:
+    rows = _main_rows(comparison)
+    named = "Means over classes" if row_order(rows[0]) == 0 else "All metrics"
+    caption = f"{named}, with 95% intervals. The bars of the runs have one axis, those of the differences another. "
+    return _table(comparison, rows, f"Summary: {_name(comparison).lower()}", caption, full_names=True)
+
+
+def _table(
+    comparison: Comparison, rows: Sequence[MetricRow], title: str, caption: str, *, full_names: bool = False
+) -> Table:
+    runs, parts = range(len(comparison.runs)), any(row.subgroup for row in rows)
+    paired = [n for n in runs[1:] if any(row.name in comparison.differences[n - 1] for row in rows)]
     lines: list[Sequence[Cell | str]] = []
-    for name in names:
-        own = [comparison.value(number, name) for number in runs]
-        differences = [_difference(comparison.differences[number - 1].get(name)) for number in paired]
-        count = next((f"{row.n:,}" for row in own if row is not None), "")
-        lines.append([name.split("/", 1)[1], *(metric_cell(row, bar=bar) for row in own), *differences, count])
+    for row in rows:
+        values = [metric_cell(comparison.value(number, row.name), bar=True) for number in runs]
+        differences = [_difference(comparison.differences[number - 1].get(row.name)) for number in paired]
+        name = (
+            _label(row)
+            if full_names
+            else _TARGETS.get(row.target, row.target).capitalize()
+            if row_order(row) == 0
+            else row.target
+        )
+        lines.append([name, *([row.subgroup] if parts else []), *values, *differences, f"{row.n:,}"])
+    first, shift = comparison.runs[0].name, int(parts)
     return Table(
-        title=f"{_title(comparison.protocol)}: {metric.replace('_', ' ')}",
+        title=title[:1].upper() + title[1:],
         columns=[
             "",
+            *(["Subgroup"] if parts else []),
             *(run.name for run in comparison.runs),
-            *(f"{comparison.runs[number].name} minus {comparison.runs[0].name}" for number in paired),
+            *(f"{comparison.runs[number].name} minus {first}" for number in paired),
             "n",
         ],
         rows=lines,
+        strong_rows=0 if full_names else sum(row_order(row) == 0 for row in rows),
+        one_axis=frozenset(number + shift for number in runs),
+        caption=caption + ("Differences are paired; an arrow marks those whose interval excludes 0." if paired else ""),
     )
 
 
-def _title(protocol: str) -> str:
-    return protocol.replace("_", " ").capitalize()
+def _difference_plots(
+    comparison: Comparison, whole: Sequence[MetricRow], parts: Sequence[MetricRow], prefix: str
+) -> Iterator[Pictures]:
+    """Yield the paired differences of the first metric by class, and of its means by subgroup."""
+    metric = whole[0].metric if whole else ""
+    for title, rows in (
+        ("by class", [row for row in whole if row.metric == metric]),
+        ("by subgroup", [row for row in parts if row.metric == metric and row.target in SUMMARY_TARGETS]),
+    ):
+        known = [row for row in rows if any(row.name in of_run for of_run in comparison.differences)]
+        if known:
+            yield _difference_plot(comparison, known, title, prefix)
+
+
+def _difference_plot(comparison: Comparison, rows: Sequence[MetricRow], title: str, prefix: str) -> Pictures:
+    first, others = comparison.runs[0].name, comparison.runs[1:]
+    metric = _metric(rows[0].metric)
+    systems, told = [], []
+    for number, run in enumerate(others):
+        found = [comparison.differences[number].get(row.name) or MetricRow(metric=metric, target="") for row in rows]
+        value_K, low_K, high_K = np.array([(row.value, row.low, row.high) for row in found]).T
+        color = plots.LINE_COLORS[number % len(plots.LINE_COLORS)]
+        systems.append(plots.Series(name=run.name, value_K=value_K, low_K=low_K, high_K=high_K, color=color))
+        higher, lower = int((low_K > 0).sum()), int((high_K < 0).sum())
+        told.append(
+            f"{run.name} is higher in {higher} and lower in {lower} of {len(rows)} rows, by intervals without 0"
+        )
+    names = [row.subgroup or _TARGETS.get(row.target, row.target) for row in rows]
+    name = slug(f"differences {comparison.protocol} {title}")
+    plot = plots.interval_plot(name, names, systems, axis=f"{metric}: difference from {first}", line=0.0)
+    alternative = f"Paired differences in {metric} from {first}, {title}, with 95% intervals: {'; '.join(told)}."
+    return Pictures(
+        title=f"{prefix}Differences {title}",
+        kind="wide",
+        strips=[Strip(title="", pictures=[plot_picture(plot, alternative=alternative, lines=told)])],
+        caption=f"Each run minus {first}, on the same resamples: right of the line, the run has the higher value.",
+    )
+
+
+def _roc_curves(comparison: Comparison, prefix: str) -> Pictures:
+    strips = []
+    for name, curves in comparison.curves.items():
+        of_runs = enumerate(run.name for run in comparison.runs)
+        rows = {run: comparison.value(number, f"auroc/{name}") for number, run in of_runs}
+        values = {run: format_value(row).partition(" ")[0] for run, row in rows.items()}
+        labelled = {f"{run}  {values[run]}": curve for run, curve in curves.items()}
+        told = ", ".join(f"{run} {values[run]}" for run in curves)
+        plot = plots.roc_overlay(f"roc-{comparison.protocol}-{slug(name)}", labelled, beside=False)
+        picture = plot_picture(
+            plot, alternative=f"ROC curves of the runs for {name}; AUROC: {told}.", lines=[f"AUROC: {told}"]
+        )
+        strips.append(Strip(title=name, pictures=[picture]))
+    return Pictures(
+        title=f"{prefix}ROC curves",
+        kind="grid",
+        strips=strips,
+        caption="The runs in one plot for each class. The diagonal is chance.",
+    )
+
+
+def _metric(name: str) -> str:
+    return _METRICS.get(name, name.replace("_", " "))
+
+
+def _name(comparison: Comparison) -> str:
+    return comparison.protocol.replace("_", " ").capitalize()
 
 
 def _difference(row: MetricRow | None) -> Cell:
@@ -103,4 +255,10 @@ def _difference(row: MetricRow | None) -> Cell:
         return Cell(text="–")
     number, _, interval = format_value(row).partition(" ")
     arrow = "▲ " if row.low > 0 else "▼ " if row.high < 0 else ""
-    return Cell(text=f"{arrow}{'+' if row.value >= 0 else ''}{number}", small=interval)
+    return Cell(
+        text=f"{arrow}{'+' if row.value >= 0 else ''}{number}",
+        small=interval,
+        interval=(row.low, row.value, row.high),
+        bar=bool(interval),
+        reference=0.0,
+    )

@@ -8,7 +8,7 @@ Shape letters: N items, K rows.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, label_mean_metrics, mean_metrics, median_metric, ranking_metrics
 from medvl.eval.core.metrics import Array
 from medvl.eval.core.results import Results
+from medvl.eval.core.subgroup_metrics import subgroup_metrics
 from medvl.schema import COMPETITION_FINDINGS
 
 Line = Mapping[str, Any]
@@ -33,6 +34,8 @@ class Items:
     groups: tuple[Any, ...] | None
     """Bootstrap group (patient or text) of each item; None if the lines have none and items are resampled."""
     metric_groups: tuple[MetricGroup, ...]
+    scores: tuple[tuple[str, Array, Array], ...] = ()
+    """(class, scores_N, labels_N) of each class, for ROC curves."""
 
     @property
     def rows(self) -> list[str]:
@@ -48,7 +51,8 @@ class Items:
 class _Reader:
     item: tuple[str, ...]  # fields that identify an item
     group: str  # field of the bootstrap group
-    metric_groups: Callable[[Sequence[Line]], list[MetricGroup]]
+    metric_groups: Callable[[Sequence[Line], Results], list[MetricGroup]]
+    scores: Callable[[Sequence[Line]], tuple[list[str], Array, Array]] | None = None
 
 
 def read_items(folder: Path, results: Results) -> Items | None:
@@ -66,7 +70,8 @@ def read_items(folder: Path, results: Results) -> Items | None:
         )
         names, lines = tuple(name for name, _ in named), [line for _, line in named]
         groups = tuple(line[reader.group] for line in lines) if all(reader.group in line for line in lines) else None
-        items = Items(names, groups, tuple(reader.metric_groups(lines)))
+        scores = () if reader.scores is None else tuple(_columns(*reader.scores(lines)))
+        items = Items(names, groups, tuple(reader.metric_groups(lines, results)), scores)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         message = f"{path} is not a predictions file of {results.protocol} ({type(error).__name__})"
         raise EvaluationError(message, "malformed") from error
@@ -87,35 +92,55 @@ def _check(items: Items, results: Results, path: Path) -> None:
             raise EvaluationError(message, "mismatch")
 
 
-def _ranking(lines: Sequence[Line]) -> list[MetricGroup]:
-    """Return AUROC and average precision of every class and their means, for zero-shot and classifiers."""
+def _scores(lines: Sequence[Line]) -> tuple[list[str], Array, Array]:
+    """Return classes, scores_NL and labels_NL."""
     names = list(lines[0]["scores"])
     scores_NL, labels_NL = (
         np.array([[_number(line[field][name]) for name in names] for line in lines]) for field in ("scores", "labels")
     )
+    return names, scores_NL, labels_NL
+
+
+def _columns(names: Sequence[str], scores_NL: Array, labels_NL: Array) -> Iterator[tuple[str, Array, Array]]:
+    yield from zip(names, scores_NL.T, labels_NL.T, strict=True)
+
+
+def _ranking(lines: Sequence[Line], results: Results) -> list[MetricGroup]:
+    """Return AUROC and average precision of every class, their means, and AUROC in subgroups."""
+    names, scores_NL, labels_NL = _scores(lines)
     both_L = (labels_NL == 1).any(axis=0) & (labels_NL == 0).any(axis=0)
     evaluable = [name for name, both in zip(names, both_L.tolist(), strict=True) if both]
     means = {"macro": evaluable}
     if set(COMPETITION_FINDINGS) <= set(evaluable):
         means["macro_competition"] = list(COMPETITION_FINDINGS)
     metrics = ("auroc", "average_precision")
-    return [ranking_metrics(metric, scores_NL, labels_NL, names, means=means) for metric in metrics]
+    overall = [ranking_metrics(metric, scores_NL, labels_NL, names, means=means) for metric in metrics]
+    groups = [line.get("subgroups", {}) for line in lines]
+    masks_of = {
+        attribute: {
+            name: np.array([of_line.get(attribute) == name for of_line in groups])
+            for name in sorted({of_line[attribute] for of_line in groups if attribute in of_line})
+        }
+        for attribute in dict.fromkeys(attribute for of_line in groups for attribute in of_line)
+    }
+    smallest = results.config["smallest_subgroup"] if masks_of else 0
+    return [*overall, *subgroup_metrics(scores_NL, labels_NL, names, masks_of, smallest)[0]]
 
 
-def _grounding(lines: Sequence[Line]) -> list[MetricGroup]:
+def _grounding(lines: Sequence[Line], results: Results) -> list[MetricGroup]:
     labels = [line["label"] for line in lines]
     metrics = [field for field in lines[0] if field not in ("key", "phrase", "patient", "label")]
     return [label_mean_metrics(name, np.array([_number(line[name]) for line in lines]), labels) for name in metrics]
 
 
-def _retrieval(lines: Sequence[Line]) -> list[MetricGroup]:
+def _retrieval(lines: Sequence[Line], results: Results) -> list[MetricGroup]:
     """Return image-to-text metrics; the lines have no ranks of texts."""
     rank_N = np.array([float(line["rank"]) for line in lines])
     recalls = [mean_metrics(f"recall@{k}", (rank_N <= k)[:, None].astype(float), ["image_to_text"]) for k in (1, 5, 10)]
     return [*recalls, median_metric("median_rank", rank_N, "image_to_text")]
 
 
-def _answers(lines: Sequence[Line]) -> list[MetricGroup]:
+def _answers(lines: Sequence[Line], results: Results) -> list[MetricGroup]:
     credit_N1 = np.array([[_number(line["model_credit"])] for line in lines])
     return [mean_metrics("accuracy", credit_N1, ["overall"])]
 
@@ -124,7 +149,7 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-_RANKING = _Reader(("key",), "patient", _ranking)
+_RANKING = _Reader(("key",), "patient", _ranking, _scores)
 _RANKS = _Reader(("key",), "text", _retrieval)
 _READERS = {
     "zero_shot": _RANKING,

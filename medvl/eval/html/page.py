@@ -63,7 +63,7 @@ class Strip:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pictures:
-    """Section of strips of plots ("plots", "wide") or small images ("thumbnails")."""
+    """Section of strips of plots ("plots", "wide", "grid" of strips) or small images ("thumbnails")."""
 
     title: str
     strips: Sequence[Strip]
@@ -228,6 +228,8 @@ def _height(section: Section) -> float:
         return 120 + sum(50 + 330 * ((len(deck.cards) + 1) // 2) for deck in section.decks)
     if section.kind == "thumbnails":
         return 120 + 95 * len(section.strips)
+    if section.kind == "grid":
+        return 120 + 360 * ((len(section.strips) + 2) // 3)
     row = 620 if section.kind == "wide" else 330
     return 120 + sum(30 + row * ((len(strip.pictures) + 2) // 3) for strip in section.strips)
 

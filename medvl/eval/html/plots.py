@@ -75,11 +75,11 @@ def roc_plot(name: str, curve: RocCurve) -> Plot:
     return _finish(name, figure, axes, "false positive rate", "true positive rate")
 
 
-def roc_overlay(name: str, curves: Mapping[str, RocCurve], *, inches: tuple[float, float] = (6.4, 3.9)) -> Plot:
-    """Plot several ROC curves in one square, with their names beside it in the given order."""
+def roc_overlay(name: str, curves: Mapping[str, RocCurve], *, beside: bool = True) -> Plot:
+    """Plot several ROC curves in one square, with their names, in the given order, beside it or in the corner."""
     import matplotlib
 
-    figure, axes = _canvas(inches)
+    figure, axes = _canvas((6.4, 3.9) if beside else _INCHES)
     _unit_square(axes)
     axes.set_aspect("equal")
     table = matplotlib.colormaps["tab10"]
@@ -88,7 +88,10 @@ def roc_overlay(name: str, curves: Mapping[str, RocCurve], *, inches: tuple[floa
         dashes = "-" if number < len(colors) else "--"
         color = colors[number % len(colors)]
         axes.plot(curve.false_positive_rate, curve.true_positive_rate, dashes, color=color, linewidth=1.3, label=label)
-    axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=7, frameon=False)
+    if beside:
+        axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=7, frameon=False)
+    else:
+        axes.legend(loc="lower right", fontsize=6, frameon=False)
     return _finish(name, figure, axes, "false positive rate", "true positive rate")
 
 

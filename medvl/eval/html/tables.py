@@ -53,8 +53,9 @@ class Table:
     rows: Sequence[Sequence[Cell | str]]
     caption: str = ""
     strong_rows: int = 0
-    one_axis: bool = False
-    """Draw the bars of all columns on one axis, to compare columns."""
+    one_axis: bool | frozenset[int] = False
+    """Draw the bars of all columns on one axis, to compare columns; or those of some (numbers of columns after the
+    first) on one, and the others on another."""
     kind: str = "table"
 
     def axes(self) -> list[tuple[float, float] | None]:
@@ -64,10 +65,15 @@ class Table:
             for place in range(1, max(map(len, self.rows), default=1))
         ]
         bars = [[cell for cell in column if isinstance(cell, Cell) and cell.bar] for column in columns]
-        if self.one_axis:
-            shared = _axis([cell for column in bars for cell in column])
-            return [shared if column else None for column in bars]
-        return [_axis(column) for column in bars]
+        if self.one_axis is False:
+            return [_axis(column) for column in bars]
+        first = frozenset(range(len(bars))) if self.one_axis is True else self.one_axis
+        groups = [number in first for number in range(len(bars))]
+        shared = {
+            group: _axis([cell for column, own in zip(bars, groups, strict=True) if own == group for cell in column])
+            for group in (True, False)
+        }
+        return [shared[group] if column else None for column, group in zip(bars, groups, strict=True)]
 
 
 def metric_cell(row: MetricRow | None, *, reference: float | None = None, bar: bool = False) -> Cell:

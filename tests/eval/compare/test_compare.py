@@ -1,7 +1,9 @@
 """Comparison of runs: compatibility checks, paired differences compared with a loop, output files."""
 
+import csv
 import dataclasses
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from helpers.errors import raises
 from helpers.eval_fakes import FakeLoader, FakeModel, make_source
+from helpers.html_pages import check_resources, read
 from sklearn.metrics import roc_auc_score
 
 from medvl.cli import main as cli
@@ -34,7 +37,7 @@ def evaluated(seed: int, patients: int | None = None) -> ZeroShotResult:
     source = make_source((rng.random((40, 2)) < 0.5).astype(float), NAMES, patients=patients)
     pixels = np.random.default_rng(seed)
     source.images = [pixels.integers(0, 256, image.shape, dtype=np.uint8) for image in source.images]
-    return zero_shot(FakeModel(), FakeLoader(source), resamples=20)
+    return zero_shot(FakeModel(), FakeLoader(source), resamples=20, smallest_subgroup=3)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,59 @@ def test_paired_difference_matches_loop(home: Path) -> None:
     assert (row.low, row.high) == pytest.approx(tuple(np.quantile(values, [0.025, 0.975])))
     assert {"auroc/macro", "average_precision/macro"} <= set(comparison.differences[0])
     assert comparison.notes == ()
+
+
+def test_subgroups_are_paired(home: Path) -> None:
+    comparison = compared(home / "first", home / "second", resamples=20)
+    names = [name for name in comparison.rows if name.startswith("auroc/macro (sex: ")]
+    assert names
+    for name in names:
+        first, second = (comparison.value(number, name) for number in range(2))
+        assert first is not None
+        assert second is not None
+        row = comparison.differences[0][name]
+        assert row.value == pytest.approx(second.value - first.value)
+        assert row.low <= row.value <= row.high
+    assert [name.startswith("auroc/macro") for name in comparison.rows[:1]] == [True], "means come first"
+
+
+def test_predictions_without_subgroups_are_paired_over_all_images(home: Path, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        shutil.copytree(home / name, tmp_path / name)
+        path = tmp_path / name / "eval" / "zero_shot" / "predictions.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        kept = [{key: value for key, value in line.items() if key != "subgroups"} for line in lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    (differences,) = compared(tmp_path / "first", tmp_path / "second", resamples=5).differences
+    assert "auroc/macro" in differences
+    assert not [name for name in differences if "sex" in name]
+
+
+def test_page_has_summary_differences_curves_and_subgroups(home: Path, tmp_path: Path) -> None:
+    comparison = compared(home / "first", home / "second", resamples=20)
+    path = write_comparison([comparison], tmp_path)[1]
+    check_resources(path)
+    reader = read(path)
+    contents = [attributes["href"] for tag, attributes in reader.tags if tag == "a"][:6]
+    assert contents == [
+        *("#summary-zero-shot", "#differences-by-class", "#differences-by-subgroup", "#roc-curves"),
+        *("#auroc", "#auroc-in-subgroups"),
+    ]
+    assert [text for text in reader.text if text in (*NAMES, "all")][:3] == ["all", *NAMES], "the filter"
+    alternatives = [attributes["alt"] for tag, attributes in reader.tags if tag == "img"]
+    assert len(alternatives) == 2 + len(NAMES)
+    row = comparison.value(1, "auroc/Edema")
+    assert row is not None
+    assert any(
+        text.startswith("ROC curves of the runs for Edema") and f"second {row.value:.3f}" in text
+        for text in alternatives
+    )
+    with (tmp_path / "index_files" / "auroc.csv").open(newline="") as file:
+        lines = {line["name"]: line for line in csv.DictReader(file)}
+    assert list(lines) == ["Mean over classes", *NAMES]
+    difference = comparison.differences[0]["auroc/Edema"]
+    assert float(lines["Edema"]["second minus first low"]) == pytest.approx(difference.low, abs=1e-5)
+    assert (tmp_path / "index_files" / "differences-zero-shot-by-class.pdf").is_file()
 
 
 def test_paired_interval_excludes_zero_where_separate_intervals_overlap(tmp_path: Path) -> None:
@@ -218,8 +274,8 @@ def test_comparison_shows_dash_for_missing_rows(tmp_path: Path) -> None:
     own = read_results(tmp_path / "a")
     b = Run("b", tmp_path / "a", dataclasses.replace(own, rows=(*own.rows, extra)))
     comparison = compare([Run("a", tmp_path / "a", own), b], resamples=10)
-    assert comparison.rows[-1] == "miou/overall"
-    assert comparison.as_json()["rows"][-1]["values"][0] is None
+    assert comparison.rows == ("cnr/overall", "cnr/macro", "miou/overall", "cnr/Edema"), "means first"
+    assert comparison.as_json()["rows"][2]["values"][0] is None
     assert "–" in write_comparison([comparison], tmp_path / "out")[1].read_text()
     noted = dataclasses.replace(comparison, notes=("maps: attention (a), similarity (b)",))
     assert "maps: attention (a)" in write_comparison([noted], tmp_path / "noted")[1].read_text()
