@@ -1,13 +1,16 @@
 """Profile of a loader: seconds of one core per sample, by stage."""
 
 import dataclasses
+import functools
 from time import perf_counter
 
 import numpy as np
 
-from medvl.data.loading.collate import SkippedSample
+from medvl.data.loading.collate import ItemMaker, SkippedSample, Views
 from medvl.data.loading.loader import Loader
+from medvl.data.shards.regions import Regions
 from medvl.errors import ImageError, MedvlError
+from medvl.schema import Sample
 
 STAGES = ("disk", "decode", "augmentation", "text")
 
@@ -19,7 +22,7 @@ class Stages:
     disk: float
     """First read minus second read of a sample: zero if its pages were already in memory."""
     decode: float
-    """JSON and image, read from memory."""
+    """JSON and image, read from memory; for models of regions, the stored regions in place of the image."""
     augmentation: float
     text: float
     """Text selection, tokenization and stacking, per sample."""
@@ -36,18 +39,20 @@ def time_stages(loader: Loader, batch: int, batches: int = 2, seed: int = 0) -> 
     Unreadable samples are left out. Raises ImageError when no sample can be read.
     """
     samples, spent, count = loader.samples, np.zeros(len(STAGES)), 0
+    read = functools.partial(samples.source.pixels, color=samples.color)
+    if samples.maker.inputs.regions:
+        read = samples.source.regions
     positions = np.random.default_rng(seed).integers(len(loader.source), size=(batches, batch)).tolist()
     for row in positions:
         items = []
         for position in row:
             clock = _Stopwatch()
             try:
-                samples.source.pixels(position, samples.color)
+                read(position)
                 first = clock.lap()
-                sample = samples.source.sample(position)
-                pixels = samples.source.pixels(position, samples.color)
+                sample, stored = samples.source.sample(position), read(position)
                 second = clock.lap()
-                image = samples.maker.views(sample.key, pixels, 0, texts=sample.sections.values())
+                image = _views(samples.maker, sample, stored)
                 augmented = clock.lap()
                 items.append(samples.maker.row(sample, image, 0, None))
             except (MedvlError, FileNotFoundError):
@@ -61,6 +66,12 @@ def time_stages(loader: Loader, batch: int, batches: int = 2, seed: int = 0) -> 
         raise ImageError("no sample can be read; run `medvl verify` to list the damage", "unreadable")
     disk, decode, augmentation, text = (float(seconds) / count for seconds in spent)
     return Stages(disk=disk, decode=decode, augmentation=augmentation, text=text)
+
+
+def _views(maker: ItemMaker, sample: Sample, stored: Regions | np.ndarray) -> Views:
+    if isinstance(stored, Regions):
+        return maker.region_views(stored)
+    return maker.views(sample.key, stored, 0, texts=sample.sections.values())
 
 
 class _Stopwatch:

@@ -16,7 +16,7 @@ from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.errors import ConfigError
 
 IGNORED = -100
-"""Label of tokens that are not masked, which `medvl.losses.masked.mlm` ignores."""
+"""Label of tokens that are not masked, which `medvl.losses.mlm` ignores."""
 _MASK_SHARE, _RANDOM_SHARE = 0.8, 0.1
 
 
