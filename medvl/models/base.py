@@ -73,6 +73,8 @@ class System(nn.Module, abc.ABC):
     """Frozen dataclass of settings."""
     shared_encoders: ClassVar[tuple[str, ...]] = ()
     """Encoders that a checkpoint of another system can initialise."""
+    optional_parts: ClassVar[tuple[str, ...]] = ()
+    """Modules that a model may have although the checkpoint that it starts from has none, or the reverse."""
     inputs: Inputs = Inputs()
     """Optional parts of a batch that `forward` needs; loaders of a training run make them."""
 

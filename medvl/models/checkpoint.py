@@ -169,10 +169,20 @@ def warm_start(model: System, folder: Path | str) -> None:
     if described["name"] == model.name:
         for field, theirs, ours in differences(described["settings"], to_dict(model.config)):
             _log.warning("%s was trained with %s %r, this model has %r", folder, field, theirs, ours)
-        load_weights(model, folder)
+        _load_with_optional_parts(model, folder)
         _record_training(model, folder)
     else:
         load_towers(model, folder)
+
+
+def _load_with_optional_parts(model: System, folder: Path) -> None:
+    """Load all weights; `optional_parts` that only one side has are left out, or stay as they are."""
+    optional = tuple(f"{part}." for part in model.optional_parts)
+    own, tensors = model.state_dict(), _read_weights(folder)
+    loaded = {name: tensor for name, tensor in tensors.items() if name in own or not name.startswith(optional)}
+    loaded |= {name: tensor for name, tensor in own.items() if name not in loaded and name.startswith(optional)}
+    _check_fit(model, loaded, str(folder / WEIGHTS))
+    model.load_state_dict(loaded, strict=True)
 
 
 def _load_but_words(model: System, folder: Path) -> None:

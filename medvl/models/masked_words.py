@@ -73,6 +73,7 @@ class WordHead(nn.Module):
         tied: use the text encoder's table of word embeddings, passed to `forward`, as the linear layer's matrix.
         table_width: width of that table, where it is another one (ALBERT).
         approximate: "tanh" for the approximation of GELU in ALBERT.
+        eps: of the LayerNorm.
     """
 
     def __init__(
@@ -83,10 +84,11 @@ class WordHead(nn.Module):
         tied: bool = False,
         table_width: int | None = None,
         approximate: Literal["none", "tanh"] = "none",
+        eps: float = LAYER_NORM_EPS,
     ) -> None:
         super().__init__()
         inner, self.approximate = table_width or width, approximate
-        self.dense, self.norm = nn.Linear(width, inner), nn.LayerNorm(inner, eps=LAYER_NORM_EPS)
+        self.dense, self.norm = nn.Linear(width, inner), nn.LayerNorm(inner, eps=eps)
         self.words = None if tied else nn.Linear(inner, vocab_size, bias=False)
         self.bias = nn.Parameter(torch.zeros(vocab_size))
         init_weights(self)

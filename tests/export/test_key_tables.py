@@ -13,6 +13,7 @@ from medvl.export.importers.import_checkpoint import match_checkpoint
 from medvl.export.importers.registry import NOT_IMPORTED, find_importer, list_importers, matching_importers
 
 SYSTEMS = {
+    *("albert_mlm", "albert_mlm_sop", "bert_mlm", "bert_mlm_nsp"),
     *("biomedclip", "biovil", "biovil_t", "chexzero", "convirt_lovt", "convirt_pytorch", "convirt_vilmedic", "gloria"),
     *(
         "lovt",
@@ -63,6 +64,7 @@ def test_every_entry_is_mapped_or_left_out_and_every_parameter_is_filled(listed:
 
 def test_importers_and_published_lists_correspond() -> None:
     without_list = {"convirt_vilmedic", "lxmert", "vilt", "visualbert"}  # layouts of libraries, or known by prefixes
+    without_list |= {"albert_mlm", "albert_mlm_sop", "bert_mlm", "bert_mlm_nsp"}
     assert {importer.name for importer in list_importers()} == set(LISTS.values()) | without_list
     assert {importer.name for importer in list_importers() if importer.kind == "system"} == SYSTEMS
     assert set(NOT_IMPORTED) == {"lvit", "benchx_converters"}

@@ -11,7 +11,7 @@ from torch import Tensor
 import medvl
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.errors import CheckpointError
-from medvl.models.base import TwoTowers
+from medvl.models.base import System, TwoTowers
 
 TOLERANCE = 1e-3
 """Largest accepted difference of an output, relative to its largest value; other float32 kernels give about 1e-6."""
@@ -64,9 +64,11 @@ def difference(name: str, actual: Tensor, expected: Tensor) -> float:
     return largest
 
 
-def write_card(folder: Path, model: TwoTowers, *, usage: str, left_out: Mapping[str, str], library: str) -> None:
+def write_card(folder: Path, model: System, *, usage: str, left_out: Mapping[str, str], library: str) -> None:
     """Write `README.md`: content, usage, missing parts and limits."""
     missing = [f"- {part}: {why}" for part, why in left_out.items()] or ["- nothing"]
+    names = (getattr(model.config, f"{side}_encoder", None) for side in ("image", "text"))
+    encoders = [name for name in names if name is not None]
     lines = [
         "---",
         f"library_name: {library}",
@@ -75,7 +77,7 @@ def write_card(folder: Path, model: TwoTowers, *, usage: str, left_out: Mapping[
         "",
         f"# {model.name}, exported by medvl {medvl.__version__}",
         "",
-        f"A `{model.name}` of medvl ({model.config.image_encoder}, {model.config.text_encoder}).",
+        f"A `{model.name}` of medvl ({' and '.join(encoders)}).",
         "",
         "## Use",
         "",
@@ -83,8 +85,7 @@ def write_card(folder: Path, model: TwoTowers, *, usage: str, left_out: Mapping[
         *usage.splitlines(),
         "```",
         "",
-        f"Pixels: {_pixels(model)}",
-        "",
+        *([f"Pixels: {_pixels(model)}", ""] if isinstance(model, TwoTowers) else []),
         "## Left out",
         "",
         *missing,

@@ -22,6 +22,7 @@ from medvl.encoders.presets import IMAGE_PRESETS
 from medvl.encoders.text.projections import MatrixHead
 from medvl.errors import CheckpointError, ConfigError
 from medvl.export.exporters.common import Exported, difference, random_ids, random_pixels, write_card
+from medvl.export.exporters.language import export_language_model
 from medvl.export.exporters.zero_shot_heads import write_heads
 from medvl.export.importers import backbones
 from medvl.export.importers.backbones import IMAGE, TEXT_PROJECTION
@@ -29,6 +30,7 @@ from medvl.export.importers.import_checkpoint import load_encoder, save_encoder
 from medvl.export.importers.key_map import KeyRule, keep, to_published
 from medvl.models.base import System, TwoTowers
 from medvl.models.dual_encoders.clip import CLIP
+from medvl.models.language.base import LanguageModel
 
 _HIGHEST_ID_IS_END = 2  # transformers' code for "the end token is the one of the highest id"
 _ENCODERS = ("image_encoder", "text_encoder")
@@ -45,13 +47,16 @@ def export_hugging_face(model: System, out: Path | str) -> Exported:
     Everything is loaded again, and the outputs are compared with medvl's before the folder is kept.
 
     Args:
-        model: any system with an image and a text encoder.
-        out: new folder: that of a `CLIPModel`, or with `image_encoder` and `text_encoder` in it.
+        model: any system with an image and a text encoder, or a language model.
+        out: new folder: that of a `CLIPModel`, of a model for `AutoModelForMaskedLM`, or with `image_encoder` and
+            `text_encoder` in it.
 
     Raises:
         ConfigError: the model does not have both encoders.
         CheckpointError: the outputs differ.
     """
+    if isinstance(model, LanguageModel):
+        return export_language_model(model, out)
     if not isinstance(model, TwoTowers) or not isinstance(model.image_encoder, ImageEncoder):
         message = f"{model.name} does not have an image and a text encoder: export the system that it was made from"
         raise ConfigError(message, "unsupported")

@@ -38,10 +38,4 @@ class AlbertText(LanguageModel):
         if getattr(config, "model_type", None) != "albert":
             message = f"expected an ALBERT, got {text_encoder.name}; use the system masked_text"
             raise ConfigError(message, "unsupported", field="text_encoder")
-        return WordHead(
-            text_encoder.token_dim,
-            text_encoder.vocab_size,
-            tied=True,
-            table_width=config.embedding_size,
-            approximate="tanh" if config.hidden_act == "gelu_new" else "none",
-        )
+        return super().make_word_head(text_encoder)

@@ -93,6 +93,7 @@ class LanguageModel(System):
     """
 
     shared_encoders = ("text_encoder",)
+    optional_parts = ("pooler", "pair_head")
     pair_dropout: ClassVar[float] = 0.0
     """Dropout between pooler and pair head."""
 
@@ -126,8 +127,16 @@ class LanguageModel(System):
 
     @classmethod
     def make_word_head(cls, text_encoder: TextEncoder) -> WordHead:
-        """Return the head over the vocabulary: BERT's."""
-        return WordHead(text_encoder.token_dim, text_encoder.vocab_size, tied=True)
+        """Return the head over the vocabulary: BERT's, as wide as the word embeddings."""
+        backbone: Any = text_encoder.backbone
+        return WordHead(
+            text_encoder.token_dim,
+            text_encoder.vocab_size,
+            tied=True,
+            table_width=backbone.get_input_embeddings().embedding_dim,
+            approximate="tanh" if backbone.config.hidden_act == "gelu_new" else "none",
+            eps=backbone.config.layer_norm_eps,
+        )
 
     def _load_encoder(self, part: str, source: Any) -> None:
         """Load weights as the base class does; of another vocabulary without their table of words."""
