@@ -1,8 +1,8 @@
 """Profile of a loader: seconds of one core per sample, by stage."""
 
 import dataclasses
-import functools
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -39,18 +39,15 @@ def time_stages(loader: Loader, batch: int, batches: int = 2, seed: int = 0) -> 
     Unreadable samples are left out. Raises ImageError when no sample can be read.
     """
     samples, spent, count = loader.samples, np.zeros(len(STAGES)), 0
-    read = functools.partial(samples.source.pixels, color=samples.color)
-    if samples.maker.inputs.regions:
-        read = samples.source.regions
     positions = np.random.default_rng(seed).integers(len(loader.source), size=(batches, batch)).tolist()
     for row in positions:
         items = []
         for position in row:
             clock = _Stopwatch()
             try:
-                read(position)
+                _read(samples, position)
                 first = clock.lap()
-                sample, stored = samples.source.sample(position), read(position)
+                sample, stored = samples.source.sample(position), _read(samples, position)
                 second = clock.lap()
                 image = _views(samples.maker, sample, stored)
                 augmented = clock.lap()
@@ -66,6 +63,14 @@ def time_stages(loader: Loader, batch: int, batches: int = 2, seed: int = 0) -> 
         raise ImageError("no sample can be read; run `medvl verify` to list the damage", "unreadable")
     disk, decode, augmentation, text = (float(seconds) / count for seconds in spent)
     return Stages(disk=disk, decode=decode, augmentation=augmentation, text=text)
+
+
+def _read(samples: Any, position: int) -> Regions | np.ndarray:
+    if samples.maker.inputs.regions:
+        regions: Regions = samples.source.regions(position)
+        return regions
+    pixels: np.ndarray = samples.source.pixels(position, samples.color)
+    return pixels
 
 
 def _views(maker: ItemMaker, sample: Sample, stored: Regions | np.ndarray) -> Views:
