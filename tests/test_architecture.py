@@ -261,6 +261,21 @@ def test_files_and_functions_are_short(path: Path) -> None:
             assert node.end_lineno - node.lineno < 60, f"{node.name} is too long"
 
 
+def undocumented(body: list[ast.stmt]) -> Iterator[str]:
+    """Public functions without a docstring, and those of public classes; overloads share that of their function."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from (f"{node.name}.{name}" for name in undocumented(node.body))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            if not ast.get_docstring(node) and "overload" not in map(ast.unparse, node.decorator_list):
+                yield node.name
+
+
+def test_public_functions_have_docstrings() -> None:
+    lacking = {str(path.relative_to(ROOT)): list(undocumented(parse(path).body)) for path in SOURCES}
+    assert {path: names for path, names in lacking.items() if names} == {}
+
+
 SHORT = ("vilt", "pixelbert", "visualbert", "uniter")
 SYSTEM_LINES = {
     "gloria": 150,

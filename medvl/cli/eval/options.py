@@ -22,9 +22,11 @@ class EvaluationResult(Protocol):
     """Result of an evaluation: metric rows and predictions."""
 
     @property
-    def results(self) -> "Results": ...
+    def results(self) -> "Results":
+        """Rows of metrics, with the settings of the protocol."""
 
-    def predictions(self) -> Iterable[Mapping[str, Any]]: ...
+    def predictions(self) -> Iterable[Mapping[str, Any]]:
+        """Yield one JSON object for each image, question or pair."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

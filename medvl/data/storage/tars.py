@@ -27,20 +27,23 @@ _CHECK, _PAUSE = 15.0, 60.0  # seconds between notes of a file's use; between at
 
 
 class TarEntry(Protocol):
-    """What a manifest says of a tar."""
+    """Entry of a tar in a manifest."""
 
     @property
-    def bytes(self) -> int: ...
+    def bytes(self) -> int:
+        """Size of the file."""
 
     @property
-    def sha256(self) -> str: ...
+    def sha256(self) -> str:
+        """Hash of the file, in hexadecimal digits."""
 
 
 class Tars(Protocol):
     """Tars by number."""
 
     @property
-    def paths(self) -> Sequence[Location]: ...
+    def paths(self) -> Sequence[Location]:
+        """Place of each tar, local or remote."""
 
     def read(self, number: int, offset: int, size: int, span: tuple[int, int] | None = None) -> bytes:
         """Return bytes of a tar. `span`: offset and size of a part that is likely to be read next, them included."""

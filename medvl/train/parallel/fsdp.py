@@ -58,6 +58,7 @@ class FSDPModel(ParallelModel):
         super().__init__(whole, trained, ranks)
 
     def forward(self, batch: Batch) -> Losses:
+        """Return the losses of this rank's batch; weights are gathered from all ranks block by block."""
         losses: Losses = self.trained(batch)
         return losses
 
@@ -78,11 +79,13 @@ class FSDPModel(ParallelModel):
                 raise TrainingError(f"{message}; {advice}", "empty", field="shard_weights")
 
     def before_step(self, step: int) -> None:
+        """Copy rank 0's buffers to all ranks, then call the model's `before_step`."""
         broadcast(shared_buffers(self.trained))  # as DDP does
         super().before_step(step)
 
     @contextlib.contextmanager
     def reduction(self, on: bool) -> Iterator[None]:
+        """Scatter averaged gradients to the shards after a backward pass, or accumulate complete ones on this rank."""
         self._fsdp.set_requires_gradient_sync(on)
         yield
         if on:
@@ -91,6 +94,10 @@ class FSDPModel(ParallelModel):
     def clip(
         self, parameters: Sequence[nn.Parameter], clip_norm: float | None, clip_value: float | None = None
     ) -> Tensor:
+        """Scale gradients down to `clip_norm`, then limit each value; return their norm before that, over all ranks.
+
+        The norm is that of the complete gradients: squares are summed over the shards, and scalars are not sharded.
+        """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         shards = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
         scalars = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
@@ -106,6 +113,7 @@ class FSDPModel(ParallelModel):
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[nn.Module]:
+        """Move the gathered model to the device within the context; every rank needs the memory for it."""
         broadcast(list(self.trained.buffers()))
         self.gather()
         self.whole.to(self.ranks.device)
@@ -116,6 +124,7 @@ class FSDPModel(ParallelModel):
 
     @torch.no_grad()
     def gather(self) -> None:
+        """Copy the weights of all shards, and this rank's buffers, into `whole`. Collective."""
         for parameter, shard in zip(self.whole.parameters(), self.trained.parameters(), strict=True):
             parameter.copy_(_full(shard))
         for buffer, own in zip(self.whole.buffers(), self.trained.buffers(), strict=True):

@@ -99,15 +99,21 @@ class DDPModel(ParallelModel):
             )
 
     def forward(self, batch: Batch) -> Losses:
+        """Return the losses of this rank's batch, through DDP where there are several ranks."""
         losses: Losses = (self.ddp or self.trained)(batch)
         return losses
 
     def reduction(self, on: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which DDP averages gradients (`on`) or leaves them on this rank."""
         return contextlib.nullcontext() if on or self.ddp is None else self.ddp.no_sync()
 
     def clip(
         self, parameters: Sequence[nn.Parameter], clip_norm: float | None, clip_value: float | None = None
     ) -> Tensor:
+        """Scale gradients down to `clip_norm`, then limit each value; return their norm before that.
+
+        DDP has averaged the gradients, so the norm is the same on all ranks.
+        """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if clip_norm is not None:
@@ -118,6 +124,7 @@ class DDPModel(ParallelModel):
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[nn.Module]:
+        """Yield the model, its buffers those of rank 0."""
         if self.ranks.size > 1:  # rank 0's buffers are those that a checkpoint holds
             broadcast(list(self.whole.buffers()))
         yield self.whole
