@@ -329,7 +329,7 @@ def _summary(split: str, manifest: "Manifest") -> str:
 
 
 def named_values(items: tuple[str, ...], option: str) -> dict[str, str]:
-    """Return NAME -> VALUE of items NAME=VALUE. Raises ConfigError ("malformed"), its field the `option`, for others."""
+    """Return NAME -> VALUE of items NAME=VALUE. Raises ConfigError ("malformed"), which names `option`, for others."""
     pairs = {}
     for item in items:
         name, equals, value = item.partition("=")
