@@ -80,6 +80,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "matching": {"core", "html", "retrieval"},
         "vqa": {"core", "html"},
         "report_generation": {"core", "html"},
+        "text_tasks": {"core", "html", "probing"},
         "compare": {"core", "html"},
     },
     "phantom": {"population": set(), "language": {"population"}, "rendering": {"population"}},

@@ -4,8 +4,8 @@
 
 `core` has metrics, bootstrap and results, `html` the pages. Each task has its own package with the protocol in the
 docstring of its evaluator: `zero_shot_classification`, `classification`, `probing`, `retrieval`, `matching`,
-`grounding`, `change`, `dense` (detection and segmentation), `vqa` and `report_generation`; `compare` compares results
-of several models.
+`grounding`, `change`, `dense` (detection and segmentation), `vqa`, `report_generation` and `text_tasks`; `compare`
+compares results of several models.
 Submodules are imported on first use: the statistics need numpy only.
 """
 
@@ -69,6 +69,18 @@ if TYPE_CHECKING:
     )
     from medvl.eval.retrieval.image_text_page import write_retrieval_page as write_retrieval_page
     from medvl.eval.retrieval.rerank import ShortlistModel as ShortlistModel, reranked_retrieval as reranked_retrieval
+    from medvl.eval.text_tasks.blurb_score import blurb_score as blurb_score
+    from medvl.eval.text_tasks.evaluate import (
+        EvaluatedEncoder as EvaluatedEncoder,
+        TextTaskOptions as TextTaskOptions,
+        evaluate_text_tasks as evaluate_text_tasks,
+    )
+    from medvl.eval.text_tasks.finetune import FinetuneGrid as FinetuneGrid, FinetuneSettings as FinetuneSettings
+    from medvl.eval.text_tasks.open import (
+        encoder_by_name as encoder_by_name,
+        encoder_of_checkpoint as encoder_of_checkpoint,
+    )
+    from medvl.eval.text_tasks.page import write_text_page as write_text_page
     from medvl.eval.vqa.answer_normalization import normalize_answer as normalize_answer
     from medvl.eval.vqa.answer_vocabulary import AnswerVocabulary as AnswerVocabulary
     from medvl.eval.vqa.evaluate import evaluate_answers as evaluate_answers

@@ -14,6 +14,7 @@ from medvl.cli.eval import (
     report_generation,
     retrieval,
     retrieval_by_class,
+    text,
     vqa,
     zero_shot,
 )
@@ -32,6 +33,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "segmentation": dense.segmentation,
     "probe": probe.probe,
     "vqa": vqa.vqa,
+    "text": text.text,
     "report-generation": report_generation.report_generation,
 }
 """Name after `medvl eval` -> function, in the order of the help."""

@@ -1,0 +1,125 @@
+"""`medvl eval text`: a text encoder on BLURB and clinical sentence tasks, by fine-tuning."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from medvl.cli.eval.options import publish_result
+from medvl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from medvl.eval.text_tasks.evaluate import EvaluatedEncoder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextEncoderOptions:
+    """The text encoder: give exactly one of --checkpoint and --encoder."""
+
+    checkpoint: Path | None = None
+    """folder of a checkpoint of any system with a text encoder"""
+    random_weights: bool = False
+    """reinitialise the encoder of the checkpoint, as a baseline without pretraining"""
+    encoder: str | None = None
+    """name of a text encoder, or a folder in Hugging Face's layout"""
+    vocab: Path | None = None
+    """folder of the vocabulary of --encoder"""
+    text_weights: str | None = None
+    """weights of --encoder: a file, a folder with one, or OWNER/NAME@COMMIT on the hub; default random ones"""
+    text_arguments: Mapping[str, bool | int | float | str] = dataclasses.field(default_factory=dict)
+    """arguments of --encoder, such as num_hidden_layers 3 hidden_size 192"""
+
+
+def text(
+    data: Path,
+    text: TextEncoderOptions,
+    *,
+    task: tuple[str, ...] = ("all",),
+    out: Path | None = None,
+    lrs: tuple[float, ...] = (1e-5, 3e-5, 5e-5),
+    batches: tuple[int, ...] = (16, 32),
+    epochs: tuple[int, ...] = (20,),
+    seeds: int = 5,
+    compare_random: bool = False,
+    relation_form: Literal["dummies", "markers", "original"] = "dummies",
+    relation_pool: Literal["first", "mentions", "starts"] = "first",
+    train_limit: int | None = None,
+    bf16: bool = False,
+    examples: int = 5,
+    resamples: int = 1000,
+    device: str = "auto",
+) -> None:
+    """Evaluate a text encoder by fine-tuning on BLURB's tasks, MedNLI, RadNLI and sentence similarity.
+
+    Learning rate, batch size and epochs are chosen on the dev split; every score stands beside baselines without an
+    encoder. data_cards/blurb.md says which files each task needs.
+
+    Args:
+        data: folder with a folder for each task.
+        task: names of tasks, or all whose folder exists.
+        out: folder for the output files; default eval/text in the run of the checkpoint.
+        lrs: learning rates of the grid.
+        batches: batch sizes of the grid.
+        epochs: numbers of epochs of the grid.
+        seeds: fine-tunings of the chosen settings.
+        compare_random: also fine-tune the same encoder from random weights, with paired differences.
+        relation_form: how a relation's text shows its two mentions.
+        relation_pool: what the head reads of a relation: the first token, both mentions, or their first tokens.
+        train_limit: first training examples that are used; default all.
+        bf16: 16-bit matrix products.
+        examples: mistakes of each task on the page; 0 for a page without texts.
+        resamples: bootstrap resamples.
+        device: auto, cpu or cuda.
+    """
+    import torch
+
+    from medvl.data.text_tasks.read import available_tasks
+    from medvl.eval.core.open import resolve_device
+    from medvl.eval.text_tasks.evaluate import TextTaskOptions, evaluate_text_tasks
+    from medvl.eval.text_tasks.finetune import FinetuneGrid
+    from medvl.eval.text_tasks.page import write_text_page
+
+    names = tuple(available_tasks(data)) if task == ("all",) else task
+    if not names:
+        raise ConfigError(f"{data} has a folder of no task; see data_cards/blurb.md", "not_found", field="data")
+    folder = out or _default_folder(text)
+    encoder = _open_encoder(text, random=text.random_weights)
+    options = TextTaskOptions(
+        grid=FinetuneGrid(lrs=lrs, batches=batches, epochs=epochs),
+        seeds=seeds,
+        relation_form=relation_form,
+        relation_pool=relation_pool,
+        train_limit=train_limit,
+        autocast=torch.bfloat16 if bf16 else None,
+        resamples=resamples,
+    )
+    other = _open_encoder(text, random=True) if compare_random else None
+    result = evaluate_text_tasks(
+        encoder, data, names, options, other=other, device=resolve_device(device), report=print
+    )
+    page = functools.partial(write_text_page, result, examples=examples)
+    publish_result(result, folder, page, encoder.name, str(data.name))
+
+
+def _default_folder(options: TextEncoderOptions) -> Path:
+    from medvl.eval.core.publish import default_folder
+
+    if options.checkpoint is None:
+        raise ConfigError("--encoder needs --out: there is no run to hold the results", "missing", field="out")
+    return default_folder(options.checkpoint, "text_random" if options.random_weights else "text")
+
+
+def _open_encoder(options: TextEncoderOptions, *, random: bool) -> "EvaluatedEncoder":
+    from medvl.eval.text_tasks.open import encoder_by_name, encoder_of_checkpoint
+
+    if (options.checkpoint is None) == (options.encoder is None):
+        message = "expected --checkpoint or --encoder; give exactly one"
+        raise ConfigError(message, "conflict", field="checkpoint")
+    if options.checkpoint is not None:
+        return encoder_of_checkpoint(options.checkpoint, random=random)
+    if options.encoder is None or options.vocab is None:
+        raise ConfigError("--encoder needs --vocab, the folder of its vocabulary", "missing", field="vocab")
+    arguments: dict[str, Any] = dict(options.text_arguments)
+    weights = None if random else options.text_weights
+    return encoder_by_name(options.encoder, options.vocab, weights, arguments)

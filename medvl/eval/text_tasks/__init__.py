@@ -1,0 +1,1 @@
+"""Text encoders on BLURB and on clinical sentence tasks: fine-tuning, metrics, baselines."""

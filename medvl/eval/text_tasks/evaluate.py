@@ -1,0 +1,274 @@
+"""Evaluation of a text encoder by fine-tuning on text tasks.
+
+Protocol "text_tasks", version 1:
+
+* One linear layer on the last hidden states; the whole encoder is trained with it. Tags are predicted at the first
+  piece of each given word; words that were truncated count as the first tag (no entity).
+* Learning rate, batch size and epochs are those of the grid with the best metric on the dev split, from the first seed.
+  A grid of one setting is not searched.
+* The metric of a task is the mean over the seeds. Seeds change the head, dropout and the order of examples; with random
+  weights also the encoder. Its standard deviation over seeds is the row "..._sd".
+* Baselines without an encoder are rows of their own, from the same training examples.
+* "difference" rows compare with a second encoder, or with the best baseline, on the same resamples.
+* Intervals: documents are resampled where they are known, else examples. They do not include the choice of seeds.
+
+Letters: N examples, R resamples.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medvl.data.text_tasks.read import Splits, read_text_task
+from medvl.data.text_tasks.relations import RelationText
+from medvl.data.text_tasks.tasks import TASKS, Split, TextExample, TextTask
+from medvl.data.tokenizer.tokenizer import Tokenizer
+from medvl.encoders import TextEncoder
+from medvl.errors import ConfigError, EvaluationError
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, measure
+from medvl.eval.core.results import Results
+from medvl.eval.text_tasks.baselines import baselines
+from medvl.eval.text_tasks.blurb_score import blurb_score
+from medvl.eval.text_tasks.encoding import encode_task
+from medvl.eval.text_tasks.finetune import FinetuneGrid, FinetuneSettings, finetune, predict
+from medvl.eval.text_tasks.metrics import Predicted, Summed, difference, mean_over_seeds, summed_metric
+from medvl.models.downstream.text_head import TextPool
+
+PROTOCOL, PROTOCOL_VERSION = "text_tasks", 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluatedEncoder:
+    """A text encoder to fine-tune, with its vocabulary."""
+
+    name: str
+    make: Callable[[int], TextEncoder]
+    """Seed -> a new encoder; the same weights for every seed unless they are random."""
+    tokenizer: Callable[[int], Tokenizer]
+    """Maximum length -> tokenizer."""
+    max_tokens: int
+    sha256: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TextTaskOptions:
+    """Settings of the evaluation."""
+
+    grid: FinetuneGrid = dataclasses.field(default_factory=FinetuneGrid)
+    seeds: int = 5
+    relation_form: RelationText = "dummies"
+    relation_pool: TextPool = "first"
+    train_limit: int | None = None
+    """first training examples that are used; None for all"""
+    autocast: torch.dtype | None = None
+    resamples: int = 1000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1 or (self.train_limit is not None and self.train_limit < 1):
+            raise ConfigError("seeds and train_limit must be at least 1", "out_of_range", field="seeds")
+        if self.relation_pool == "tokens":
+            raise ConfigError("relations are read from the first token, mentions or starts", "unknown_name")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TaskRun:
+    """What one encoder predicted on the test split of a task."""
+
+    settings: FinetuneSettings
+    dev: float | None
+    """Metric of the chosen settings on the dev split; None without a search."""
+    predictions: tuple[Predicted, ...]
+    """Of each seed."""
+    metrics: tuple[Summed, ...]
+    cut: int
+    """Test words without a token."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TextTaskResult:
+    """Results of all tasks, with the test examples and the predictions of each seed."""
+
+    results: Results
+    examples: Mapping[str, Sequence[TextExample]]
+    runs: Mapping[str, TaskRun]
+    baselines: Mapping[str, Mapping[str, Predicted]]
+
+    def predictions(self) -> Iterator[Mapping[str, Any]]:
+        """Yield one JSON line per test example: task, key, and the prediction of each seed."""
+        for name, examples in self.examples.items():
+            for row, example in enumerate(examples):
+                found = [predicted[row] for predicted in self.runs[name].predictions]
+                yield {"task": name, "key": example.key, "predictions": found}
+
+
+def evaluate_text_tasks(
+    encoder: EvaluatedEncoder,
+    root: Path | str,
+    tasks: Sequence[str],
+    options: TextTaskOptions | None = None,
+    *,
+    other: EvaluatedEncoder | None = None,
+    device: str = "cpu",
+    report: Callable[[str], None] = lambda line: None,
+) -> TextTaskResult:
+    """Evaluate a text encoder by the protocol of this module.
+
+    Args:
+        encoder: fine-tuned on each task.
+        root: folder with the data, see `medvl.data.text_tasks.read`.
+        tasks: names from `medvl.data.text_tasks.tasks.TASKS`.
+        options: settings; default: the paper's grid and five seeds.
+        other: a second encoder with the same settings and seeds, for rows of differences: the same encoder with random
+            weights, say.
+        device: where to train.
+        report: called with a line after each task.
+
+    Raises:
+        ConfigError: a task is unknown, or the encoder's vocabulary cannot encode it.
+        CorpusError: the data of a task is missing or malformed.
+        EvaluationError: a task has no training, dev or test examples.
+    """
+    options = options or TextTaskOptions()
+    for name in tasks:
+        if name not in TASKS:
+            raise ConfigError(f"no task {name!r}; the tasks are {', '.join(TASKS)}", "unknown_name", field="task")
+    rows: list[MetricRow] = []
+    examples: dict[str, Sequence[TextExample]] = {}
+    runs: dict[str, TaskRun] = {}
+    without: dict[str, Mapping[str, Predicted]] = {}
+    for name in tasks:
+        task, splits = TASKS[name], _splits(root, TASKS[name], options)
+        examples[name] = splits["test"]
+        runs[name] = _run(encoder, task, splits, options, torch.device(device))
+        second = None if other is None else _run(other, task, splits, options, torch.device(device))
+        without[name] = baselines(task, splits["train"], splits["test"])
+        rows += _rows(task, splits["test"], runs[name], second, without[name], options)
+        report(f"{name}: {task.metric} {rows_value(rows, task):.3f}, {runs[name].settings}")
+    score = blurb_score({name: rows_value(rows, TASKS[name]) for name in tasks})
+    if score is not None:
+        covered = sum(len(examples[name]) for name in tasks)
+        rows.append(MetricRow(metric="blurb", target=score.name, n=covered, value=score.value))
+    results = Results(
+        protocol=PROTOCOL,
+        protocol_version=PROTOCOL_VERSION,
+        rows=tuple(rows),
+        config={
+            "tasks": list(tasks),
+            **{name: value for name, value in dataclasses.asdict(options).items() if name != "autocast"},
+            "autocast": options.autocast and str(options.autocast),
+            "other": other and other.name,
+        },
+        inputs={"checkpoint": encoder.sha256, "other": None if other is None else other.sha256},
+        details={name: _details(TASKS[name], run) for name, run in runs.items()},
+    )
+    return TextTaskResult(results=results, examples=examples, runs=runs, baselines=without)
+
+
+def rows_value(rows: Sequence[MetricRow], task: TextTask) -> float:
+    """Return the value of a task's main row."""
+    return next(row.value for row in rows if row.metric == task.metric and row.target == task.name)
+
+
+def _splits(root: Path | str, task: TextTask, options: TextTaskOptions) -> Splits:
+    found = dict(read_text_task(root, task, options.relation_form))
+    if task.evaluation_only:
+        source = read_text_task(root, TASKS[task.evaluation_only], options.relation_form)
+        found = {"train": source.get("train", []), "dev": source.get("dev", []), "test": found.get("test", [])}
+    needed: tuple[Split, ...] = ("train", "dev", "test")
+    missing = [split for split in needed if not found.get(split)]
+    if missing:
+        message = f"{task.name} has no {' and no '.join(missing)} split in {root}; see data_cards/blurb.md"
+        raise EvaluationError(message, "missing", field="data")
+    if options.train_limit is not None:
+        found["train"] = found["train"][: options.train_limit]
+    return found
+
+
+def _run(
+    encoder: EvaluatedEncoder, task: TextTask, splits: Splits, options: TextTaskOptions, device: torch.device
+) -> TaskRun:
+    tokenizer = encoder.tokenizer(min(task.max_tokens, encoder.max_tokens))
+    tagging = task.kind in ("entities", "words")
+    pool: TextPool = "tokens" if tagging else options.relation_pool if task.kind == "relations" else "first"
+    mentions = pool in ("mentions", "starts")
+    encoded = {split: encode_task(task, rows, tokenizer, mentions=mentions) for split, rows in splits.items()}
+    if mentions and encoded["train"].mentions is None:
+        message = f"{task.name} does not say where its mentions are; use the first token"
+        raise ConfigError(message, "unsupported", field="relation_pool")
+
+    def score(settings: FinetuneSettings, seed: int, split: Split) -> tuple[Predicted, Summed]:
+        model = finetune(
+            lambda: encoder.make(seed),
+            encoded["train"],
+            settings,
+            pool=pool,
+            seed=seed,
+            device=device,
+            autocast=options.autocast,
+        )
+        predicted = predict(model, encoded[split], autocast=options.autocast)
+        return predicted, summed_metric(task, splits[split], predicted)
+
+    settings, dev = _chosen(list(options.grid), lambda each: score(each, options.seed, "dev")[1]())
+    scored = [score(settings, options.seed + number, "test") for number in range(options.seeds)]
+    predictions, metrics = zip(*scored, strict=True)
+    return TaskRun(settings=settings, dev=dev, predictions=predictions, metrics=metrics, cut=encoded["test"].cut)
+
+
+def _chosen(
+    grid: Sequence[FinetuneSettings], judge: Callable[[FinetuneSettings], float]
+) -> tuple[FinetuneSettings, float | None]:
+    """Return the settings with the best dev metric (undefined counts as worst), the first of equals."""
+    if not grid:
+        raise ConfigError("the grid has no settings", "empty", field="grid")
+    if len(grid) == 1:
+        return grid[0], None
+    values = [judge(settings) for settings in grid]
+    best = max(range(len(grid)), key=lambda index: (values[index] == values[index], values[index], -index))
+    return grid[best], values[best]
+
+
+def _rows(
+    task: TextTask,
+    test: Sequence[TextExample],
+    run: TaskRun,
+    other: TaskRun | None,
+    without: Mapping[str, Predicted],
+    options: TextTaskOptions,
+) -> list[MetricRow]:
+    def row(target: str) -> MetricRow:
+        return MetricRow(metric=task.metric, target=target, n=len(test))
+
+    plain = {name: summed_metric(task, test, predicted) for name, predicted in without.items()}
+    groups: list[MetricGroup] = [mean_over_seeds(run.metrics, row(task.name))]
+    groups += [metric.group(row(f"{task.name}: {name}")) for name, metric in plain.items()]
+    best = max(plain, key=lambda name: _defined(plain[name]()))
+    groups.append(difference(run.metrics, [plain[best]], row(f"{task.name} - {best}")))
+    if other is not None:
+        groups.append(mean_over_seeds(other.metrics, row(f"{task.name}: other encoder")))
+        groups.append(difference(run.metrics, other.metrics, row(f"{task.name} - other encoder")))
+    documents = [example.document for example in test]
+    rows = list(measure(groups, len(test), resamples=options.resamples, seed=options.seed, groups=documents))
+    if options.seeds > 1:
+        spread = statistics.stdev(metric() for metric in run.metrics)
+        rows.append(MetricRow(metric=f"{task.metric}_sd", target=task.name, n=options.seeds, value=spread))
+    return rows
+
+
+def _defined(value: float) -> float:
+    return value if value == value else -1.0
+
+
+def _details(task: TextTask, run: TaskRun) -> Mapping[str, Any]:
+    return {
+        "metric": task.metric,
+        "settings": dataclasses.asdict(run.settings),
+        "dev": run.dev,
+        "seeds": [metric() for metric in run.metrics],
+        "truncated_test_words": run.cut,
+    }

@@ -1,0 +1,81 @@
+"""Text encoders for an evaluation: of a checkpoint, by name, or with random weights."""
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from medvl.common.seeding import seeded
+from medvl.data.tokenizer.tokenizer import load_tokenizer
+from medvl.encoders import TextEncoder, create_text_encoder
+from medvl.errors import ConfigError
+from medvl.eval.core.open import load_model, unsupported_model
+from medvl.eval.core.results import checkpoint_sha256
+from medvl.eval.text_tasks.evaluate import EvaluatedEncoder
+from medvl.models.locate import find_checkpoint
+
+
+def encoder_of_checkpoint(checkpoint: Path, *, random: bool = False) -> EvaluatedEncoder:
+    """Return the text encoder of a checkpoint, or the same encoder with random weights.
+
+    Raises CheckpointError for a checkpoint that cannot be loaded, ConfigError for a system without a text encoder or a
+    checkpoint without a vocabulary.
+    """
+    model = load_model(checkpoint, "cpu")
+    encoder = getattr(model, "text_encoder", None)
+    if not isinstance(encoder, TextEncoder):
+        raise unsupported_model(checkpoint, model, "give a system with a text encoder")
+    vocabulary = find_checkpoint(checkpoint) / "tokenizer"
+    if not vocabulary.is_dir():
+        raise ConfigError(f"{checkpoint} has no vocabulary", "missing", field="checkpoint")
+    state = None if random else encoder.state_dict()
+    config = dict(encoder.config)
+
+    def make(seed: int) -> TextEncoder:
+        with seeded(seed):
+            new = create_text_encoder(**config)
+        if state is not None:
+            new.load_state_dict(state)
+        return new
+
+    return EvaluatedEncoder(
+        name=f"{model.name} ({checkpoint}{', random weights' if random else ''})",
+        make=make,
+        tokenizer=lambda length: load_tokenizer(vocabulary, max_tokens=length),
+        max_tokens=encoder.max_tokens,
+        sha256=None if random else checkpoint_sha256(checkpoint),
+    )
+
+
+def encoder_by_name(
+    name: str, vocabulary: Path, weights: str | None, arguments: Mapping[str, Any] | None = None
+) -> EvaluatedEncoder:
+    """Return a text encoder by name with weights from a file or the hub, or random ones for None.
+
+    Raises ConfigError for unknown names and arguments, WeightsError for weights that are not there or do not fit.
+    """
+    tokenizer = load_tokenizer(vocabulary)
+    create = functools.partial(
+        create_text_encoder,
+        name,
+        vocab_size=tokenizer.vocab_size,
+        pad_id=tokenizer.pad_id,
+        **(arguments or {}),
+    )
+    with seeded(0):
+        first = create(pretrained=weights or False)
+    state = None if weights is None else first.state_dict()
+
+    def make(seed: int) -> TextEncoder:
+        with seeded(seed):
+            encoder = create()
+        if state is not None:
+            encoder.load_state_dict(state)
+        return encoder
+
+    return EvaluatedEncoder(
+        name=f"{name}{'' if weights else ', random weights'}",
+        make=make,
+        tokenizer=lambda length: load_tokenizer(vocabulary, max_tokens=length),
+        max_tokens=first.max_tokens,
+    )

@@ -1,0 +1,220 @@
+"""Data sets of text tasks: compact files, original releases, the texts of relations, damaged files."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.errors import raises
+
+from medvl.data.text_tasks.read import available_tasks, read_text_task
+from medvl.data.text_tasks.relations import RelationText, relation_text
+from medvl.data.text_tasks.tasks import TASKS, TextExample
+from medvl.errors import CorpusError
+from medvl.eval.text_tasks.metrics import entity_spans, summed_metric
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+
+
+def test_compact_files_of_every_kind(tmp_path: Path) -> None:
+    write_rows(tmp_path / "bc2gm/test.jsonl.gz", {"id": "s1", "tokens": ["IL-2", "gene"], "tags": ["B", "I"]})
+    write_rows(tmp_path / "ebm-pico/dev.jsonl.gz", {"id": "p", "doc": "7", "tokens": ["rest"], "tags": ["INT"]})
+    write_rows(tmp_path / "hoc/test.jsonl.gz", {"id": "3", "sentences": ["A b.", "C."], "labels": [1, 9]})
+    write_rows(tmp_path / "biosses/dev.jsonl.gz", {"id": "4", "sentence1": "a", "sentence2": "b", "score": 2.5})
+    write_rows(
+        tmp_path / "pubmedqa/train.jsonl.gz", {"id": "5", "question": "Is it?", "context": ["a", "b"], "label": "yes"}
+    )
+    words = read_text_task(tmp_path, TASKS["bc2gm"])["test"][0]
+    assert (words.texts, words.label, words.document) == (("IL-2", "gene"), ("B", "I"), "s1")
+    assert read_text_task(tmp_path, TASKS["ebm-pico"])["dev"][0].document == "7"
+    document = read_text_task(tmp_path, TASKS["hoc"])["test"][0]
+    assert document.texts == ("A b. C.",)
+    assert document.label == ("avoiding immune destruction", "tumor promoting inflammation")
+    assert read_text_task(tmp_path, TASKS["biosses"])["dev"][0].label == 2.5
+    assert read_text_task(tmp_path, TASKS["pubmedqa"])["train"][0].texts == ("Is it?", "a b")
+    assert available_tasks(tmp_path) == ["bc2gm", "ebm-pico", "biosses", "hoc", "pubmedqa"]
+
+
+TEXT = "Aspirin raises warfarin levels."
+RELATION = {"id": "d.p0", "doc": "d", "text": TEXT, "e1": [0, 7], "e2": [15, 23], "label": "effect"}
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("dummies", "@DRUG$ raises @DRUG$ levels."),
+        ("markers", "<e1>Aspirin</e1> raises <e2>warfarin</e2> levels."),
+        ("original", TEXT),
+    ],
+)
+def test_relations_show_their_mentions(tmp_path: Path, form: RelationText, expected: str) -> None:
+    untyped = RELATION | {"id": "d.p1", "label": "None"}
+    write_rows(tmp_path / "ddi/train.jsonl.gz", RELATION, untyped)
+    (example,) = read_text_task(tmp_path, TASKS["ddi"], form)["train"]
+    assert example.texts == (expected,)
+    assert example.spans is not None
+    shown = [expected[start:end] for start, end in example.spans]
+    marked = [("<e1>Aspirin</e1>", "<e2>warfarin</e2>"), ("Aspirin", "warfarin"), ("@DRUG$", "@DRUG$")]
+    assert tuple(shown) in marked
+
+
+def test_overlapping_mentions_are_one_dummy() -> None:
+    example = TextExample(key="k", document="d", texts=(TEXT,), label="false", spans=((0, 7), (0, 14)))
+    assert relation_text(example, TASKS["ddi"], "dummies")[0] == "@DRUG-DRUG$ warfarin levels."
+    marked, _ = relation_text(example, TASKS["ddi"], "markers")
+    assert marked == "<e1><e2>Aspirin raises</e2></e1> warfarin levels."
+    with raises(CorpusError, "out_of_range", "data"):
+        relation_text(
+            TextExample(key="k", document="d", texts=("a",), label="false", spans=((0, 7), (8, 9))),
+            TASKS["ddi"],
+            "dummies",
+        )
+
+
+def test_releases_of_tagged_words(tmp_path: Path) -> None:
+    lines = "-DOCSTART- (1)\n\nBRCA1\tB-GENE\nis\tO\n\nIL-2\tB-GENE\ngene\tI-GENE\n"
+    write(tmp_path / "BC2GM-IOB/train.tsv", lines)
+    write(tmp_path / "BC2GM-IOB/devel.tsv", lines)
+    splits = read_text_task(tmp_path, TASKS["bc2gm"])
+    assert set(splits) == {"train", "dev"}
+    assert [example.label for example in splits["train"]] == [("B", "O"), ("B", "I")]
+    assert len({example.document for example in splits["train"]}) == 1
+    write(tmp_path / "jnlpba/Genia4ERtask2.iob2", "###MEDLINE:1\n\nNF-kappa\tB-protein\nB\tI-protein\n\n")
+    write(tmp_path / "jnlpba/Genia4EReval2.iob2", "x\tO\n")
+    assert read_text_task(tmp_path, TASKS["jnlpba"])["train"][0].label == ("B", "I")
+
+
+def test_release_of_pico_keeps_the_last_element(tmp_path: Path) -> None:
+    root = tmp_path / "ebm_nlp_2_00"
+    write(root / "documents/1.tokens", "Men took zinc . Done .")
+    spans = root / "annotations/aggregated/starting_spans"
+    for element, marks in (
+        ("participants", "1 0 0 0 0 0"),
+        ("interventions", "0 0 1 0 0 0"),
+        ("outcomes", "1 0 0 0 0 0"),
+    ):
+        write(spans / element / "train/1.AGGREGATED.ann", " ".join(marks.split()))
+    for split, ids in (("train", "1"), ("dev", ""), ("test", "")):
+        write(root / f"{split}_pmid.tsv", ids)
+    first, second = read_text_task(tmp_path, TASKS["ebm-pico"])["train"]
+    assert (first.label, second.texts) == (("OUT", "O", "INT", "O"), ("Done", "."))
+
+
+def test_releases_of_relations(tmp_path: Path) -> None:
+    sentence = (
+        '<document id="D"><sentence id="s" text="a b c"><entity id="e0" charOffset="0-0"/><entity id="e1" charOffset="4-4"/>'
+        '<pair id="p" e1="e1" e2="e0" ddi="true" type="effect"/></sentence></document>'
+    )
+    write(tmp_path / "DDICorpus/Train/x.xml", sentence)
+    for split, names in (("train", "/Train/x.xml\n"), ("dev", ""), ("test", "")):
+        write(tmp_path / f"DDICorpus/{split}_files.tsv", names)
+    (pair,) = read_text_task(tmp_path, TASKS["ddi"], "original")["train"]
+    assert (pair.texts, pair.spans, pair.label, pair.document) == (("a b c",), ((0, 1), (4, 5)), "effect", "D")
+    write(tmp_path / "GAD/1/train.tsv", "".join(f"s{n} @GENE$\t{n % 2}\n" for n in range(4270)))
+    write(tmp_path / "GAD/1/test.tsv", "index\tsentence\tlabel\n0\tx\t1\n")
+    gad = read_text_task(tmp_path, TASKS["gad"])
+    assert {split: len(rows) for split, rows in gad.items()} == {"train": 4261, "dev": 9, "test": 1}
+    folder = tmp_path / "ChemProt_Corpus/chemprot_training"
+    write(folder / "chemprot_training_abstracts.tsv", "1\tZinc helps.\tZinc blocks XYZ1 now.\n")
+    entities = "1\tT1\tCHEMICAL\t12\t16\tZinc\n1\tT2\tGENE-Y\t24\t28\tXYZ1\n"
+    write(folder / "chemprot_training_entities.tsv", entities)
+    write(folder / "chemprot_training_relations.tsv", "1\tCPR:4\tY\tINHIBITOR\tArg1:T1\tArg2:T2\n")
+    (chem,) = read_text_task(tmp_path, TASKS["chemprot"])["train"]
+    assert (chem.texts, chem.label) == (("@CHEMICAL$ blocks @GENE$ now.",), "CPR:4")
+
+
+def test_releases_of_documents_and_questions(tmp_path: Path) -> None:
+    write(tmp_path / "HoC/text/1.txt", "First.\nSecond.\n")
+    labels = "< <Resisting cell death--Apoptosis AND Inducing angiogenesis<NULL "
+    write(tmp_path / "HoC/labels/1.txt", labels)
+    for split, ids in (("train", "1"), ("dev", ""), ("test", "")):
+        write(tmp_path / f"HoC/{split}_pmid.tsv", ids)
+    (document,) = read_text_task(tmp_path, TASKS["hoc"])["train"]
+    assert document.label == ("inducing angiogenesis", "resisting cell death")
+    answer = {"QUESTION": "Q?", "CONTEXTS": ["a", "b"], "final_decision": "no"}
+    write(tmp_path / "pubmedqa/test_set.json", json.dumps({"9": answer}))
+    assert read_text_task(tmp_path, TASKS["pubmedqa"])["test"][0].texts == ("Q?", "a b")
+    question = {"id": "q", "type": "yesno", "body": "B?", "exact_answer": "Yes", "snippets": [{"text": "s"}]}
+    write(tmp_path / "BioASQ/training7b.json", json.dumps({"questions": [question, question | {"type": "list"}]}))
+    for split, ids in (("train", "q"), ("dev", ""), ("test", "")):
+        write(tmp_path / f"BioASQ/{split}_id.tsv", ids)
+    assert read_text_task(tmp_path, TASKS["bioasq"])["train"][0].label == "yes"
+    row = {"sentence1": "a", "sentence2": "b", "gold_label": "neutral", "pairID": "x"}
+    write(tmp_path / "mednli/mli_train_v1.jsonl", json.dumps(row))
+    assert read_text_task(tmp_path, TASKS["mednli"])["train"][0].label == "neutral"
+    write(tmp_path / "medsts/train.tsv", "a\tb\t3.5\n")
+    assert read_text_task(tmp_path, TASKS["medsts"])["train"][0].label == 3.5
+
+
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+    with raises(CorpusError, "not_found", "data", names="hoc"):
+        read_text_task(tmp_path, TASKS["hoc"])
+    (tmp_path / "gad").mkdir()
+    path = tmp_path / "gad/train.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"id": 1, "dummy": "x", "label": 1}\n' * 50)[:-12])
+    with raises(CorpusError, "malformed", "data", names=str(path)):
+        read_text_task(tmp_path, TASKS["gad"])
+    write_rows(path, {"id": 1, "dummy": "x"})
+    with raises(CorpusError, "malformed", "data", names=f"{path}, line 1"):
+        read_text_task(tmp_path, TASKS["gad"])
+    write_rows(path, {"id": 1, "dummy": "x", "label": 7})
+    with raises(CorpusError, "unknown_name", "label"):
+        read_text_task(tmp_path, TASKS["gad"])
+    write_rows(path, {"id": 1, "dummy": "x", "label": 1})
+    with raises(CorpusError, "unsupported", "relation_form"):
+        read_text_task(tmp_path, TASKS["gad"], "markers")
+    write_rows(tmp_path / "bc2gm/test.jsonl.gz", {"id": "s1", "tokens": ["a", "b"], "tags": ["B"]})
+    with raises(CorpusError, "malformed", "data"):
+        read_text_task(tmp_path, TASKS["bc2gm"])
+    with raises(CorpusError, "not_found", "data", names="train_files.tsv"):
+        (tmp_path / "DDICorpus").mkdir()
+        read_text_task(tmp_path, TASKS["ddi"])
+
+
+@pytest.mark.real
+def test_counts_are_those_of_the_paper(real_data: Path) -> None:
+    complete = ("bc5-chem", "ncbi-disease", "bc2gm", "jnlpba", "gad", "biosses", "hoc", "pubmedqa", "ddi")
+    for name in complete:
+        task, splits = TASKS[name], read_text_task(real_data / "blurb", TASKS[name])
+        counts = [len(splits[split]) for split in ("train", "dev", "test")]
+        if task.kind == "entities":
+            counts = [
+                sum(len(entity_spans(e.label)) for e in splits[split] if isinstance(e.label, tuple))
+                for split in ("train", "dev", "test")
+            ]
+        if name == "ddi":
+            counts[0] += 1  # the interaction without a type is left out
+        assert tuple(counts) == task.counts, name
+
+
+@pytest.mark.real
+def test_original_text_caps_relations(real_data: Path) -> None:
+    """A reader that must give all pairs of a sentence one label, and knows the best one (Gu et al. 2021, Table 14)."""
+    test = read_text_task(real_data / "blurb", TASKS["ddi"], "original")["test"]
+    by_text: dict[str, list[str]] = {}
+    for example in test:
+        by_text.setdefault(example.texts[0], []).append(str(example.label))
+    right = sum(max(labels.count(name) for name in set(labels)) for labels in by_text.values())
+    assert right / len(test) == pytest.approx(0.870, abs=5e-4)
+    best, penalty = 0.0, 0.5
+    for _ in range(20):  # F1 = 2 tp / (found + true) is largest where tp - f / 2 found is, with f the F1 itself
+        chosen = {text: _best_label(labels, penalty) for text, labels in by_text.items()}
+        predicted = [chosen[example.texts[0]] for example in test]
+        best, penalty = summed_metric(TASKS["ddi"], test, predicted)(), best / 2
+    assert best == pytest.approx(0.550, abs=5e-4)
+
+
+def _best_label(labels: list[str], penalty: float) -> str:
+    gains = {name: labels.count(name) - penalty * len(labels) for name in set(labels) - {"false"}}
+    name = max(gains, key=lambda each: gains[each], default="false")
+    return name if gains.get(name, 0) > 0 else "false"

@@ -1,0 +1,282 @@
+"""Evaluation of text encoders: BLURB's score, metrics, baselines, fine-tuning, the command and its page."""
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.errors import raises
+from sklearn.metrics import f1_score
+
+from medvl.cli import main as cli
+from medvl.cli.eval import text as text_command
+from medvl.data.text_tasks.tasks import TASKS, TextExample
+from medvl.data.tokenizer.tokenizer import Tokenizer, train_wordpiece
+from medvl.encoders import create_text_encoder
+from medvl.errors import ConfigError, EvaluationError
+from medvl.eval import (
+    EvaluatedEncoder,
+    FinetuneGrid,
+    FinetuneSettings,
+    TextTaskOptions,
+    blurb_score,
+    encoder_by_name,
+    evaluate_text_tasks,
+    read_results,
+)
+from medvl.eval.text_tasks.baselines import baselines
+from medvl.eval.text_tasks.encoding import encode_task
+from medvl.eval.text_tasks.finetune import finetune, predict
+from medvl.eval.text_tasks.metrics import entity_spans, summed_metric
+from medvl.models.downstream.text_head import TextHead
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+NAMES = (
+    *("bc5-chem", "bc5-disease", "ncbi-disease", "bc2gm", "jnlpba", "ebm-pico", "chemprot", "ddi", "gad", "biosses"),
+    *("hoc", "pubmedqa", "bioasq"),
+)
+PUBLISHED = {
+    "BERT": (76.11, "89.25 81.44 85.67 80.90 77.69 72.34 71.86 80.04 80.41 82.68 80.20 51.62 70.36"),
+    "BERT cased": (75.86, "89.99 79.92 85.87 81.23 77.51 71.70 71.54 79.34 79.61 81.40 80.12 49.96 74.44"),
+    "RoBERTa": (76.46, "89.43 80.65 86.62 80.90 77.86 73.02 72.98 79.52 80.63 81.25 79.66 52.84 75.20"),
+    "BioBERT": (80.34, "92.85 84.70 89.13 83.82 78.55 73.18 76.14 80.88 82.36 89.52 81.54 60.24 84.14"),
+    "SciBERT": (78.86, "92.49 84.54 88.10 83.36 78.68 73.12 75.24 81.06 82.38 86.25 80.66 57.38 78.86"),
+    "SciBERT cased": (78.14, "92.51 84.70 88.25 83.36 78.51 73.06 75.00 81.22 81.34 87.15 81.16 51.40 74.22"),
+    "ClinicalBERT": (77.29, "90.80 83.04 86.32 81.71 78.07 72.06 72.04 78.20 80.48 91.23 80.74 49.08 68.50"),
+    "BlueBERT": (76.27, "91.19 83.69 88.04 81.87 77.71 72.54 71.46 77.78 79.15 85.38 80.48 48.44 68.71"),
+    "PubMedBERT": (81.16, "93.33 85.62 87.82 84.52 79.10 73.38 77.24 82.36 83.96 92.30 82.32 55.84 87.56"),
+    "BioLinkBERT": (83.39, "93.75 86.10 88.18 84.90 79.03 73.97 77.57 82.72 84.39 93.25 84.35 70.20 91.43"),
+}
+"""Gu et al. 2021, Table 6, and the survey's column of BioLinkBERT: score, and the sets in the order of NAMES."""
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_score_equals_the_published_table(model: str) -> None:
+    printed, values = PUBLISHED[model]
+    score = blurb_score(dict(zip(NAMES, map(float, values.split()), strict=True)))
+    assert score is not None
+    assert score.value == pytest.approx(printed, abs=0.01)
+    assert (score.name, score.missing) == ("BLURB", ())
+
+
+def test_partial_score_names_what_it_leaves_out() -> None:
+    score = blurb_score({"ddi": 0.8, "gad": 0.6, "hoc": 0.5, "mednli": 1.0})
+    assert score is not None
+    assert score.value == pytest.approx((0.7 + 0.5) / 2)
+    assert "chemprot" in score.name
+    assert "hoc" not in score.name
+    assert blurb_score({"mednli": 1.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("tags", "spans"),
+    [
+        ("O B I O", {(1, 3)}),
+        ("I I O I", {(0, 2), (3, 4)}),
+        ("B B I I", {(0, 1), (1, 4)}),
+        ("B O I", {(0, 1), (2, 3)}),
+        ("O O", set()),
+    ],
+)
+def test_entities_of_tags(tags: str, spans: set[tuple[int, int]]) -> None:
+    assert entity_spans(tags.split()) == spans
+
+
+def make(labels: list[Any], texts: list[tuple[str, ...]] | None = None) -> list[TextExample]:
+    texts = texts or [("x",)] * len(labels)
+    return [
+        TextExample(key=str(n), document=str(n), texts=text, label=label)
+        for n, (label, text) in enumerate(zip(labels, texts, strict=True))
+    ]
+
+
+def test_metrics_equal_their_definitions() -> None:
+    rng = random.Random(0)
+    names = list(TASKS["ddi"].labels)
+    truth, guess = ([rng.choice(names) for _ in range(200)] for _ in range(2))
+    expected = f1_score(truth, guess, labels=names[1:], average="micro")
+    assert summed_metric(TASKS["ddi"], make(truth), guess)() == pytest.approx(expected)
+    elements = list(TASKS["ebm-pico"].labels)
+    words = [tuple(rng.choice(elements) for _ in range(5)) for _ in range(2 * 30)]
+    flat = [[tag for tags in part for tag in tags] for part in (words[:30], words[30:])]
+    expected = f1_score(*flat, labels=elements[1:], average="macro")
+    assert summed_metric(TASKS["ebm-pico"], make(words[:30]), words[30:])() == pytest.approx(expected)
+    topics = TASKS["hoc"].labels
+    sets = [tuple(topic for topic in topics if rng.random() < 0.3) for _ in range(60)]
+    binary = [np.array([[topic in row for topic in topics] for row in part]) for part in (sets[:30], sets[30:])]
+    expected = f1_score(*binary, average="micro")
+    assert summed_metric(TASKS["hoc"], make(sets[:30]), sets[30:])() == pytest.approx(expected)
+    a, b = [1000 + rng.random() for _ in range(40)], [rng.random() for _ in range(40)]
+    assert summed_metric(TASKS["biosses"], make(a), b)() == pytest.approx(np.corrcoef(a, b)[0, 1])
+    assert np.isnan(summed_metric(TASKS["biosses"], make([1.0, 1.0]), [1.0, 2.0])())
+    answers = summed_metric(TASKS["pubmedqa"], make(["yes", "no", "maybe"]), ["yes", "no", "no"])
+    assert answers() == pytest.approx(2 / 3)
+    tags = summed_metric(TASKS["bc2gm"], make([("B", "I", "O"), ("B", "O", "B")]), [("B", "O", "O"), ("B", "O", "B")])
+    assert tags() == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
+
+
+def test_baselines() -> None:
+    train = make([("B", "I", "O"), ("O", "B")], [("Lung", "cancer", "is"), ("and", "cancer")])
+    test = make([("O",) * 4], [("big", "lung", "CANCER", "cancer")])
+    assert baselines(TASKS["ncbi-disease"], train, test) == {"dictionary": [("O", "B", "I", "B")]}
+    tagged = baselines(TASKS["ebm-pico"], make([("PAR", "O")], [("men", "took")]), make([("O",) * 2], [("Men", "new")]))
+    assert tagged == {"dictionary": [("PAR", "O")]}
+    assert baselines(TASKS["biosses"], [], make([1.0], [("a b c", "b c d")])) == {"word overlap": [0.5]}
+    texts = [("good study",), ("bad study",)] * 10
+    found = baselines(TASKS["gad"], make(["1", "0"] * 10, texts), make(["0", "1"], [("bad",), ("good",)]))
+    assert found == {"constant": ["1", "1"], "bag of words": ["0", "1"]}
+    answers = baselines(TASKS["pubmedqa"], make(["yes", "yes", "no"], texts[:3]), make(["no"], [("x",)]))
+    assert answers["constant"] == ["yes"]
+
+
+WORDS = ("alpha", "beta", "gamma", "delta", "zinc", "iron", "lead", "gold")
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vocabulary")
+    train_wordpiece([" ".join(WORDS)] * 5, vocab_size=120, max_tokens=32).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def encoder(vocabulary: Path) -> EvaluatedEncoder:
+    return encoder_by_name("hf:bert", vocabulary, None, SIZES)
+
+
+def sentences(count: int, seed: int) -> list[TextExample]:
+    rng = random.Random(seed)
+    rows = [tuple(rng.choice(WORDS) for _ in range(rng.randint(2, 6))) for _ in range(count)]
+    return make([tuple("B" if word in ("zinc", "gold") else "O" for word in row) for row in rows], rows)
+
+
+def tokenizer_of(encoder: EvaluatedEncoder) -> Tokenizer:
+    return encoder.tokenizer(32)
+
+
+def test_fine_tuning_learns_and_repeats_itself(encoder: EvaluatedEncoder) -> None:
+    task = TASKS["bc5-chem"]
+    train, test = (encode_task(task, sentences(*sizes), tokenizer_of(encoder)) for sizes in ((64, 0), (32, 1)))
+    settings = FinetuneSettings(lr=3e-3, batch=16, epochs=8)
+    device = torch.device("cpu")
+
+    def run(seed: int) -> tuple[TextHead, Any]:
+        model = finetune(lambda: encoder.make(seed), train, settings, pool="tokens", seed=seed, device=device)
+        return model, predict(model, test)
+
+    (first, predicted), (second, again) = run(3), run(3)
+    assert summed_metric(task, test.examples, predicted)() > 0.95
+    assert predicted == again
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(parameter.grad is not None for parameter in first.parameters())
+
+
+def test_batches_hold_each_example_once(encoder: EvaluatedEncoder) -> None:
+    data = encode_task(TASKS["bc5-chem"], sentences(50, 0), tokenizer_of(encoder))
+    for seed in (None, 1, 2):
+        assert sorted(row for batch in data.batches(8, seed) for row in batch.rows) == list(range(50))
+    orders = [[batch.rows for batch in data.batches(8, seed)] for seed in (1, 2)]
+    assert orders[0] != orders[1]
+
+
+def test_truncated_words_are_no_entities(encoder: EvaluatedEncoder) -> None:
+    rows = make([("B",) * 40], [("zinc",) * 40])
+    data = encode_task(TASKS["bc5-chem"], rows, tokenizer_of(encoder))
+    assert data.cut == 10  # 32 tokens without the first and the last
+    model = TextHead(encoder.make(0), 3, "tokens").eval()
+    with torch.no_grad():
+        model.linear.weight.zero_()
+        model.linear.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))
+    assert predict(model, data) == [("B",) * 30 + ("O",) * 10]
+
+
+@pytest.mark.parametrize("pool", ["mentions", "starts"])
+def test_mentions_are_pooled(encoder: EvaluatedEncoder, pool: Any) -> None:
+    example = TextExample(
+        key="k", document="d", texts=("alpha zinc iron beta",), label="false", spans=((6, 15), (16, 20))
+    )
+    data = encode_task(TASKS["ddi"], [example], tokenizer_of(encoder), mentions=True)
+    batch = next(data.batches(1))
+    assert batch.mention_BST is not None
+    model = TextHead(encoder.make(0), 5, pool).eval()
+    tokens_TD = model.encoder.encode(model.encoder.embed(batch.ids_BT, batch.mask_BT), batch.mask_BT)[-1][0]
+    counts = [int(row.sum()) for row in batch.mention_BST[0]]
+    places = [row.nonzero()[:, 0].tolist() for row in batch.mention_BST[0]]
+    assert counts[0] >= 2
+    if pool == "starts":
+        places = [place[:1] for place in places]
+    pooled = torch.cat([tokens_TD[place].mean(dim=0) for place in places])
+    logits = model(batch.ids_BT, batch.mask_BT, None, batch.mention_BST)
+    assert torch.allclose(logits[0], model.linear(pooled), atol=1e-6)
+    with raises(ConfigError, "missing", "mention_BST"):
+        model(batch.ids_BT, batch.mask_BT)
+
+
+def test_padding_changes_no_logit() -> None:
+    torch.manual_seed(0)
+    model = TextHead(create_text_encoder("hf:bert", vocab_size=50, pad_id=0, **SIZES), 2).eval()
+    ids_BT, types_BT = torch.randint(1, 50, (1, 6)), torch.tensor([[0, 0, 0, 1, 1, 1]])
+    alone = model(ids_BT, torch.ones(1, 6, dtype=torch.bool), types_BT)
+    mask_BT = torch.arange(9)[None] < 6
+    padded = model(
+        *(torch.nn.functional.pad(x, (0, 3)) for x in (ids_BT,)), mask_BT, torch.nn.functional.pad(types_BT, (0, 3))
+    )
+    assert torch.allclose(alone, padded, atol=1e-6)
+    assert not torch.allclose(alone, model(ids_BT, torch.ones(1, 6, dtype=torch.bool)), atol=1e-4)
+
+
+def write_data(root: Path) -> Path:
+    for name, rows in (
+        ("bc5-chem", [{"tokens": e.texts, "tags": e.label} for e in sentences(40, 5)]),
+        ("gad", [{"dummy": f"{WORDS[n % 8]} beta", "label": int(n % 8 > 3)} for n in range(40)]),
+        ("biosses", [{"sentence1": "zinc", "sentence2": WORDS[n % 8], "score": n % 5} for n in range(12)]),
+    ):
+        for split in ("train", "dev", "test"):
+            path = root / name / f"{split}.jsonl.gz"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = [json.dumps({"id": f"{split}-{n}", **row}) for n, row in enumerate(rows)]
+            path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    return root
+
+
+def test_command_writes_results_and_a_page(
+    tmp_path: Path, vocabulary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = write_data(tmp_path / "data"), tmp_path / "out"
+    sizes = [part for name, value in SIZES.items() for part in (name, str(value))]
+    chosen = "--lrs 1e-3 3e-3 --batches 16 --epochs 2 --seeds 2 --resamples 50 --compare-random".split()
+    encoder = ["--encoder", "hf:bert", "--vocab", str(vocabulary), "--text-arguments", *sizes]
+    cli.main(["eval", "text", "--data", str(data), "--out", str(out), *encoder, *chosen])
+    printed = capsys.readouterr().out
+    assert "bc5-chem: entity_f1" in printed
+    results = read_results(out)
+    assert results.details["gad"]["settings"]["lr"] in (1e-3, 3e-3)
+    assert results.row("micro_f1", "gad: bag of words").value == 1.0
+    assert results.row("entity_f1", "bc5-chem - other encoder").value == pytest.approx(0)  # both have random weights
+    (score,) = [row for row in results.rows if row.metric == "blurb"]
+    assert score.target.startswith("mean without")
+    lines = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+    assert len(lines) == 40 + 40 + 12
+    assert len(lines[0]["predictions"]) == 2
+    page = (out / "index.html").read_text()
+    assert "dictionary" in page
+    assert "Test by seed" in page
+
+
+def test_missing_splits_and_wrong_settings(tmp_path: Path, encoder: EvaluatedEncoder) -> None:
+    data = write_data(tmp_path)
+    (data / "gad/dev.jsonl.gz").unlink()
+    with raises(EvaluationError, "missing", "data", names="dev"):
+        evaluate_text_tasks(encoder, data, ["gad"])
+    with raises(ConfigError, "unknown_name", "task"):
+        evaluate_text_tasks(encoder, data, ["glue"])
+    with raises(ConfigError, "out_of_range", "epochs"):
+        FinetuneSettings(epochs=0)
+    with raises(ConfigError, "empty", "grid"):
+        evaluate_text_tasks(encoder, data, ["biosses"], TextTaskOptions(grid=FinetuneGrid(lrs=())))
+    with raises(ConfigError, "conflict", "checkpoint"):
+        text_command.text(tmp_path, text_command.TextEncoderOptions(), out=tmp_path / "out")
