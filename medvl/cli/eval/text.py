@@ -10,7 +10,7 @@ from medvl.cli.eval.options import publish_result
 from medvl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from medvl.eval.text_tasks.evaluate import EvaluatedEncoder
+    from medvl.eval.text_tasks.evaluate import EvaluatedEncoder, TextTaskOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,24 +31,57 @@ class TextEncoderOptions:
     """arguments of --encoder, such as num_hidden_layers 3 hidden_size 192"""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FinetuneOptions:
+    """Fine-tuning: the grid of which the best setting on the dev split is used, and what is read."""
+
+    lrs: tuple[float, ...] = (1e-5, 3e-5, 5e-5)
+    """learning rates"""
+    batches: tuple[int, ...] = (16, 32)
+    """batch sizes"""
+    epochs: tuple[int, ...] = (20,)
+    """numbers of epochs"""
+    seeds: int = 5
+    """fine-tunings with the chosen setting"""
+    relation_form: Literal["dummies", "markers", "original"] = "dummies"
+    """how a relation's text shows its two mentions"""
+    relation_pool: Literal["first", "mentions", "starts"] = "first"
+    """what the head reads of a relation: the first token, both mentions, or their first tokens"""
+    train_limit: int | None = None
+    """first training examples that are used; default all"""
+    bf16: bool = False
+    """16-bit matrix products"""
+
+    def settings(self, resamples: int) -> "TextTaskOptions":
+        """Return the settings of the evaluation."""
+        import torch
+
+        from medvl.eval.text_tasks.evaluate import TextTaskOptions
+        from medvl.eval.text_tasks.finetune import FinetuneGrid
+
+        return TextTaskOptions(
+            grid=FinetuneGrid(lrs=self.lrs, batches=self.batches, epochs=self.epochs),
+            seeds=self.seeds,
+            relation_form=self.relation_form,
+            relation_pool=self.relation_pool,
+            train_limit=self.train_limit,
+            autocast=torch.bfloat16 if self.bf16 else None,
+            resamples=resamples,
+        )
+
+
 def text(
     data: Path,
     text: TextEncoderOptions,
+    tuning: FinetuneOptions,
     *,
     task: tuple[str, ...] = ("all",),
     out: Path | None = None,
-    lrs: tuple[float, ...] = (1e-5, 3e-5, 5e-5),
-    batches: tuple[int, ...] = (16, 32),
-    epochs: tuple[int, ...] = (20,),
-    seeds: int = 5,
     compare_random: bool = False,
-    relation_form: Literal["dummies", "markers", "original"] = "dummies",
-    relation_pool: Literal["first", "mentions", "starts"] = "first",
-    train_limit: int | None = None,
-    bf16: bool = False,
     examples: int = 5,
     resamples: int = 1000,
     device: str = "auto",
+    all: bool = False,
 ) -> None:
     """Evaluate a text encoder by fine-tuning on BLURB's tasks, MedNLI, RadNLI and sentence similarity.
 
@@ -59,47 +92,26 @@ def text(
         data: folder with a folder for each task.
         task: names of tasks, or all whose folder exists.
         out: folder for the output files; default eval/text in the run of the checkpoint.
-        lrs: learning rates of the grid.
-        batches: batch sizes of the grid.
-        epochs: numbers of epochs of the grid.
-        seeds: fine-tunings of the chosen settings.
         compare_random: also fine-tune the same encoder from random weights, with paired differences.
-        relation_form: how a relation's text shows its two mentions.
-        relation_pool: what the head reads of a relation: the first token, both mentions, or their first tokens.
-        train_limit: first training examples that are used; default all.
-        bf16: 16-bit matrix products.
         examples: mistakes of each task on the page; 0 for a page without texts.
         resamples: bootstrap resamples.
         device: auto, cpu or cuda.
+        all: print all rows; by default, those that fit on one screen.
     """
-    import torch
-
     from medvl.data.text_tasks.read import available_tasks
     from medvl.eval.core.open import resolve_device
-    from medvl.eval.text_tasks.evaluate import TextTaskOptions, evaluate_text_tasks
-    from medvl.eval.text_tasks.finetune import FinetuneGrid
+    from medvl.eval.text_tasks.evaluate import evaluate_text_tasks
     from medvl.eval.text_tasks.page import write_text_page
 
     names = tuple(available_tasks(data)) if task == ("all",) else task
     if not names:
         raise ConfigError(f"{data} has a folder of no task; see data_cards/blurb.md", "not_found", field="data")
-    folder = out or _default_folder(text)
-    encoder = _open_encoder(text, random=text.random_weights)
-    options = TextTaskOptions(
-        grid=FinetuneGrid(lrs=lrs, batches=batches, epochs=epochs),
-        seeds=seeds,
-        relation_form=relation_form,
-        relation_pool=relation_pool,
-        train_limit=train_limit,
-        autocast=torch.bfloat16 if bf16 else None,
-        resamples=resamples,
-    )
+    folder, encoder = out or _default_folder(text), _open_encoder(text, random=text.random_weights)
     other = _open_encoder(text, random=True) if compare_random else None
-    result = evaluate_text_tasks(
-        encoder, data, names, options, other=other, device=resolve_device(device), report=print
-    )
+    options, where = tuning.settings(resamples), resolve_device(device)
+    result = evaluate_text_tasks(encoder, data, names, options, other=other, device=where, report=print)
     page = functools.partial(write_text_page, result, examples=examples)
-    publish_result(result, folder, page, encoder.name, str(data.name))
+    publish_result(result, folder, page, encoder.name, str(data.name), everything=all)
 
 
 def _default_folder(options: TextEncoderOptions) -> Path:

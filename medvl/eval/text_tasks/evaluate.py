@@ -74,6 +74,10 @@ class TextTaskOptions:
         if self.relation_pool == "tokens":
             raise ConfigError("relations are read from the first token, mentions or starts", "unknown_name")
 
+    def described(self) -> Mapping[str, Any]:
+        """Return the settings as JSON values."""
+        return dataclasses.asdict(self) | {"autocast": self.autocast and str(self.autocast)}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TaskRun:
@@ -134,9 +138,7 @@ def evaluate_text_tasks(
         EvaluationError: a task has no training, dev or test examples.
     """
     options = options or TextTaskOptions()
-    for name in tasks:
-        if name not in TASKS:
-            raise ConfigError(f"no task {name!r}; the tasks are {', '.join(TASKS)}", "unknown_name", field="task")
+    _check_names(tasks)
     rows: list[MetricRow] = []
     examples: dict[str, Sequence[TextExample]] = {}
     runs: dict[str, TaskRun] = {}
@@ -157,12 +159,7 @@ def evaluate_text_tasks(
         protocol=PROTOCOL,
         protocol_version=PROTOCOL_VERSION,
         rows=tuple(rows),
-        config={
-            "tasks": list(tasks),
-            **{name: value for name, value in dataclasses.asdict(options).items() if name != "autocast"},
-            "autocast": options.autocast and str(options.autocast),
-            "other": other and other.name,
-        },
+        config={"tasks": list(tasks), **options.described(), "other": other and other.name},
         inputs={"checkpoint": encoder.sha256, "other": None if other is None else other.sha256},
         details={name: _details(TASKS[name], run) for name, run in runs.items()},
     )
@@ -172,6 +169,12 @@ def evaluate_text_tasks(
 def rows_value(rows: Sequence[MetricRow], task: TextTask) -> float:
     """Return the value of a task's main row."""
     return next(row.value for row in rows if row.metric == task.metric and row.target == task.name)
+
+
+def _check_names(tasks: Sequence[str]) -> None:
+    for name in tasks:
+        if name not in TASKS:
+            raise ConfigError(f"no task {name!r}; the tasks are {', '.join(TASKS)}", "unknown_name", field="task")
 
 
 def _splits(root: Path | str, task: TextTask, options: TextTaskOptions) -> Splits:

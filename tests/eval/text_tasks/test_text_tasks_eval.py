@@ -248,7 +248,20 @@ def test_command_writes_results_and_a_page(
 ) -> None:
     data, out = write_data(tmp_path / "data"), tmp_path / "out"
     sizes = [part for name, value in SIZES.items() for part in (name, str(value))]
-    chosen = "--lrs 1e-3 3e-3 --batches 16 --epochs 2 --seeds 2 --resamples 50 --compare-random".split()
+    chosen = [
+        "--lrs",
+        "1e-3",
+        "3e-3",
+        "--batches",
+        "16",
+        "--epochs",
+        "2",
+        "--seeds",
+        "2",
+        "--resamples",
+        "50",
+        "--compare-random",
+    ]
     encoder = ["--encoder", "hf:bert", "--vocab", str(vocabulary), "--text-arguments", *sizes]
     cli.main(["eval", "text", "--data", str(data), "--out", str(out), *encoder, *chosen])
     printed = capsys.readouterr().out
@@ -279,4 +292,6 @@ def test_missing_splits_and_wrong_settings(tmp_path: Path, encoder: EvaluatedEnc
     with raises(ConfigError, "empty", "grid"):
         evaluate_text_tasks(encoder, data, ["biosses"], TextTaskOptions(grid=FinetuneGrid(lrs=())))
     with raises(ConfigError, "conflict", "checkpoint"):
-        text_command.text(tmp_path, text_command.TextEncoderOptions(), out=tmp_path / "out")
+        text_command.text(
+            tmp_path, text_command.TextEncoderOptions(), text_command.FinetuneOptions(), out=tmp_path / "out"
+        )
