@@ -78,6 +78,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "retrieval": {"core", "html", "classification"},
         "dense": {"core", "html"},
         "matching": {"core", "html", "retrieval"},
+        "zero_shot_masks": {"core", "html", "dense", "grounding"},
         "vqa": {"core", "html"},
         "report_generation": {"core", "html"},
         "text_tasks": {"core", "html", "probing"},

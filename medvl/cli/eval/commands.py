@@ -17,6 +17,7 @@ from medvl.cli.eval import (
     text,
     vqa,
     zero_shot,
+    zero_shot_masks,
 )
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -31,6 +32,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "change": change.change,
     "detection": dense.detection,
     "segmentation": dense.segmentation,
+    "zero-shot-masks": zero_shot_masks.zero_shot_masks,
     "probe": probe.probe,
     "vqa": vqa.vqa,
     "text": text.text,

@@ -9,6 +9,7 @@ Protocol "segmentation", version 2:
 * The probability threshold, and the minimum share of the image below which a mask counts as empty, are chosen only on
   validation images of other patients. Without them they are 0.5 and 0.
 * Pixels outside of the model's crop are not in a predicted mask.
+* "pixel_auroc" is the AUROC of the pixels of an image with a mask, without a threshold.
 * "dice_pooled" and "iou_pooled" count the pixels of all images together.
 * For a model that reads text, the Dice without the texts, or with those of other images, is a subgroup, and "dice_gain"
   how much higher Dice is with the images' own texts; thresholds stay those chosen with the own texts.
@@ -57,6 +58,8 @@ class SegmentedImage(AnnotatedImage):
 
     areas: tuple[MaskAreas, ...]
     """By label, at every threshold."""
+    pixel_auroc_L: NDArray[np.float64]
+    """By label; NaN for an image without its mask."""
     map_LHW: NDArray[np.float32] | None
     """Subsampled maps for the page; None for images that are not shown."""
 
@@ -129,7 +132,8 @@ def mask_segmentation(
     patients = [image.sample.patient for image in images]
     source = "fixed" if valid_loader is None else "chosen on validation images"
     config = {"empty": empty, "side": side, "threshold_source": source, "resamples": resamples, "seed": seed}
-    groups = mask_groups(areas, empty)
+    auroc_NL = np.stack([image.pixel_auroc_L for image in images])
+    groups = [*mask_groups(areas, empty), with_macro(mean_metrics("pixel_auroc", auroc_NL, list(labels)))]
     for name, other in (other_texts or {}).items():
         groups += _text_groups(name, areas, _at_thresholds(segment_images(model, other, side)[0], thresholds), empty)
     results = Results(
@@ -162,14 +166,14 @@ def segment_images(
         sizes = [_limit_side(published_size(image.sample), side) for image in images]
         for image, tensor, size in zip(images, model.maps(batch, sizes), sizes, strict=True):
             map_LHW, stride = tensor.cpu().numpy(), -(-max(size) // _STORED_SIDE)
-            areas = [
-                mask_metrics.mask_areas(map_HW, mask_at(image.sample, label, size), THRESHOLDS)
-                for label, map_HW in zip(labels, map_LHW, strict=True)
+            pairs = [
+                (map_HW, mask_at(image.sample, label, size)) for label, map_HW in zip(labels, map_LHW, strict=True)
             ]
             yield SegmentedImage(
                 position=image.position,
                 sample=image.sample,
-                areas=tuple(areas),
+                areas=tuple(mask_metrics.mask_areas(*pair, THRESHOLDS) for pair in pairs),
+                pixel_auroc_L=np.array([mask_metrics.pixel_auroc(*pair) for pair in pairs]),
                 map_LHW=map_LHW[:, ::stride, ::stride].copy() if image.sample.key in shown else None,
             )
 

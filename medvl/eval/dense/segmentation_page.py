@@ -18,6 +18,7 @@ _NAMES = {
     "iou": "IoU",
     "dice_masked": "Dice, masked images",
     "left_empty": "Normal, empty prediction",
+    "pixel_auroc": "AUROC of pixels, masked images",
     "dice_pooled": "Dice, pooled pixels",
     "iou_pooled": "IoU, pooled pixels",
 }

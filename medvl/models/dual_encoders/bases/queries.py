@@ -136,7 +136,7 @@ class QueryEncoder(DualEncoder):
         """
         self.book.fill(self.unnormalized_text)
         vectors_QD = self.book.vectors_QD if more_MD is None else torch.cat([self.book.vectors_QD, more_MD])
-        query_QD = self.text_head(vectors_QD.to(self.text_head.weight.dtype))
+        query_QD = self.text_head(vectors_QD)
         return self.decoder.with_attention(query_QD.expand(len(grid_BPD), -1, -1), grid_BPD)
 
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:

@@ -1,0 +1,59 @@
+"""`medvl eval zero-shot-masks`: segmentation by the maps of a dual-encoder."""
+
+import functools
+from pathlib import Path
+from typing import Literal
+
+from medvl.cli.eval.options import SmallBatchOptions, open_evaluation, publish_result
+
+
+def zero_shot_masks(
+    shared: SmallBatchOptions,
+    *,
+    valid: Path | None = None,
+    labels: tuple[str, ...] = (),
+    maps: Literal["attention", "similarity"] | None = None,
+    scale: Literal["unit", "none"] = "unit",
+    smoothing: float = 0.0,
+    empty: Literal["one_if_both_empty", "skip_empty", "lvit"] = "one_if_both_empty",
+    side: int | None = None,
+    examples: int = 6,
+) -> None:
+    """Evaluate the maps of a dual-encoder as masks of findings: Dice, and AUROC of pixels, without any training.
+
+    The checkpoint is a dual-encoder; the shards have masks (siim, qata, ...) or boxes (rsna).
+
+    Args:
+        valid: folder of shards of other patients, on which thresholds are chosen; without it they are 0.5.
+        labels: findings; default all that have masks. Each is asked as "There is FINDING."
+        maps: attention of statements to regions, or similarity with patches; default that of the model.
+        scale: range to which each map is scaled: 0..1 within its image, or none, for maps that are probabilities.
+        smoothing: Gaussian smoothing of similarity maps, in cells of the grid.
+        empty: score of an image without a mask, as in `medvl eval segmentation`.
+        side: longer side of the images in which masks are compared; default that of the published images.
+        examples: images with a mask on the page, and as many without.
+    """
+    from medvl.data.shards.source import ShardSource
+    from medvl.eval.dense.segmentation_page import write_segmentation_page
+    from medvl.eval.zero_shot_masks import evaluate
+    from medvl.models import DualEncoder
+
+    checkpoint = shared.checkpoint
+    model, source, read = open_evaluation(shared, DualEncoder, "give the checkpoint of a dual-encoder", text=True)
+    result = evaluate.zero_shot_masks(
+        model,
+        read(source),
+        valid_loader=None if valid is None else read(ShardSource(valid)),
+        labels=labels,
+        maps=maps,
+        scale=scale,
+        smoothing=smoothing,
+        empty=empty,
+        side=side,
+        resamples=shared.resamples,
+        keep_maps=examples,
+        checkpoint=checkpoint,
+    )
+    page = functools.partial(write_segmentation_page, result, pixels=source.pixels)
+    folder = shared.folder(checkpoint, "zero-shot-masks")
+    publish_result(result, folder, page, f"{model.name} ({checkpoint})", source.manifest, everything=shared.all)

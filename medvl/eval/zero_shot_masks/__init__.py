@@ -1,0 +1,1 @@
+"""Zero-shot segmentation by the maps of a dual-encoder."""
