@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         models as models,
         phantom as phantom,
         schema as schema,
+        serve as serve,
         train as train,
     )
     from medvl.inference import (

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from fastapi.testclient import TestClient
 
 import medvl
@@ -27,7 +28,9 @@ def tiny_convirt() -> System:
     """Return a dual-encoder of random weights whose prompts are words of its vocabulary."""
     tokenizer = train_wordpiece(load_prompts("chexpert_ensemble").texts(), vocab_size=200)
     sizes = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 64, "frozen_text_layers": 0}
-    return medvl.create_model("convirt", tokenizer=tokenizer, **sizes).eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return medvl.create_model("convirt", tokenizer=tokenizer, **sizes).eval()
 
 
 def tiny_vqa() -> VQA:

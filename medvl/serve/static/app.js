@@ -189,8 +189,9 @@ async function score() {
   const used = windowed();
   const answer = await ask("scores", lines(), "Scoring the findings …");
   if (!answer) return;
-  const rows = merge(answer.models);
-  find("scores").replaceChildren(scoreTable(answer.models, rows, used));
+  const models = having("scores", answer.models);
+  const rows = merge(models);
+  find("scores").replaceChildren(scoreTable(models, rows, used));
   if (rows.length) say(`Scored ${rows.length} ${rows.length === 1 ? "text" : "texts"}. ${spoken(rows[0])}`);
 }
 
@@ -218,10 +219,13 @@ function merge(models) {
     .map(([, row]) => row);
 }
 
+// Results of the models that have an ability; those of others are only errors.
+const having = (ability, models) => models.filter((_, number) => served.models[number].abilities[ability]);
+
 function scoreTable(models, rows, used) {
   const able = served.models.some((model) => model.abilities.heatmap);
   const seen = used ? `the image in the window ${used.center.toFixed(0)} / ${used.width.toFixed(0)}` : "the image as its file renders it";
-  const head = models.map((model) => element("th", { scope: "col" }, models.length > 1 ? model.title : "Probability"));
+  const head = models.map((model) => element("th", { scope: "col" }, served.models.length > 1 ? model.title : "Probability"));
   const body = rows.map(({ text, results }) => {
     const button = element("button", { type: "button", "aria-pressed": "false", "aria-label": `Show the map of ${text}` }, "Map");
     button.addEventListener("click", () => showMap(text, button));
@@ -234,7 +238,7 @@ function scoreTable(models, rows, used) {
     element("caption", {}, `Scores of ${seen}. Solid bars are probabilities among patients like those of the calibration; hatched bars are scores without a calibration.`),
     element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "Finding"), ...head, ...(able ? [element("th", { scope: "col" }, "Where")] : []))),
     element("tbody", {}, ...body));
-  return element("div", {}, ...failed, ...(rows.length ? [table] : []));
+  return element("div", { class: models.length > 1 ? "scroll pair" : "scroll" }, ...failed, ...(rows.length ? [table] : []));
 }
 
 function scoreCell(row) {
@@ -257,10 +261,10 @@ async function showMap(text, button) {
   const failed = [];
   answer.models.forEach((model, number) => {
     if (model.result) viewer.setMap(number, model.result, text);
-    else failed.push(element("p", { class: "warning" }, `${model.title}: ${model.error.message}`));
+    else if (served.models[number].abilities.heatmap) failed.push(element("p", { class: "warning" }, `${model.title}: ${model.error.message}`));
   });
   find("map-notes").replaceChildren(...failed);
-  find("opacity").disabled = find("clear-map").disabled = failed.length === answer.models.length;
+  find("opacity").disabled = find("clear-map").disabled = !answer.models.some((model) => model.result);
   say(viewer.panels.map((panel) => panel.note).filter(Boolean).join(" "));
   if (find("panels").getBoundingClientRect().bottom < 120) find("panels").scrollIntoView(); // on a phone it is far above
 }
@@ -271,8 +275,8 @@ function hideMap() {
   for (const pressed of document.querySelectorAll("[aria-pressed=true]")) pressed.setAttribute("aria-pressed", "false");
 }
 
-function articles(models, render) {
-  return element("div", { class: "answers" }, ...models.map((model) => element("article", {},
+function articles(ability, models, render) {
+  return element("div", { class: `answers ${ability}` }, ...having(ability, models).map((model) => element("article", {},
     ...(models.length > 1 ? [element("h3", {}, model.title)] : []),
     ...(model.result ? render(model.result) : [element("p", { class: "hint" }, model.error.message)]))));
 }
@@ -282,7 +286,7 @@ async function answerQuestion() {
   if (!question) return;
   const answer = await ask("answer", [question], "Looking for an answer …");
   if (!answer) return;
-  find("answers").replaceChildren(articles(answer.models, (result) => [
+  find("answers").replaceChildren(articles("answer", answer.models, (result) => [
     element("p", { class: "text" }, result.answer),
     element("p", { class: "hint" }, `The model's own probability: ${percent(result.score)}, uncalibrated.`)]));
   const first = answer.models.find((model) => model.result);
@@ -292,7 +296,7 @@ async function answerQuestion() {
 async function writeReport() {
   const answer = await ask("report", [], "Writing a report …");
   if (!answer) return;
-  find("reports").replaceChildren(articles(answer.models, (result) => [
+  find("reports").replaceChildren(articles("report", answer.models, (result) => [
     element("p", { class: "text" }, result.report || "(empty)"),
     element("p", { class: "hint" }, result.ended ? "Generated text. It may be wrong." : "Generated text, cut at the longest length. It may be wrong.")]));
   say("The report is written.");
@@ -301,7 +305,7 @@ async function writeReport() {
 async function findNeighbors() {
   const answer = await ask("neighbors", [], "Searching the gallery …");
   if (!answer) return;
-  find("neighbor-list").replaceChildren(articles(answer.models, (result) => [element("ol", { class: "cards" }, ...result.map(card))]));
+  find("neighbor-list").replaceChildren(articles("neighbors", answer.models, (result) => [element("ol", { class: "cards" }, ...result.map(card))]));
   say("The similar images are shown.");
 }
 

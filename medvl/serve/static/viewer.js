@@ -124,8 +124,8 @@ export class Viewer {
       context.drawImage(this.base, 0, 0);
       if (panel.overlay) {
         const [heat, outside] = panel.overlay;
-        context.drawImage(outside, 0, 0, this.view.width, this.view.height);
         context.globalAlpha = this.opacity;
+        context.drawImage(outside, 0, 0, this.view.width, this.view.height);
         context.drawImage(heat, 0, 0, this.view.width, this.view.height);
         if (this.opacity > 0) this.ring(context, ...panel.peak);
       }
