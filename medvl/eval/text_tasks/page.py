@@ -6,7 +6,7 @@ from pathlib import Path
 from medvl.data.text_tasks.tasks import TASKS, TextExample
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.html.header import header_facts, headline
-from medvl.eval.html.page import Page, Section, write_page
+from medvl.eval.html.page import Card, Cards, Deck, Page, Section, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.text_tasks.evaluate import TextTaskResult
 from medvl.eval.text_tasks.metrics import entity_spans
@@ -90,22 +90,25 @@ def _settings_table(result: TextTaskResult) -> Table:
     )
 
 
-def _mistakes(result: TextTaskResult, examples: int) -> Table:
-    rows: list[Sequence[Cell | str]] = []
+def _mistakes(result: TextTaskResult, examples: int) -> Cards:
+    decks = []
     for name, run in result.runs.items():
-        if TASKS[name].kind == "similarity":
-            continue
         guesses = run.predictions[0]
         wrong = [row for row, example in enumerate(result.examples[name]) if guesses[row] != example.label]
-        for row in wrong[:: max(1, len(wrong) // examples)][:examples]:
-            example = result.examples[name][row]
-            rows.append([name, _shown(example), _label(example, example.label), _label(example, guesses[row])])
-    return Table(
-        title="Mistakes",
-        columns=["", "Text", "Label", "Predicted"],
-        rows=rows,
-        caption="Of the first seed, evenly spaced in the order of the data.",
-    )
+        if wrong and TASKS[name].kind != "similarity":
+            shown = wrong[:: max(1, len(wrong) // examples)][:examples]
+            cards = [_card(result.examples[name][row], guesses[row]) for row in shown]
+            decks.append(Deck(title=f"{name}: {len(wrong):,} of {len(guesses):,}", cards=cards, good=False))
+    return Cards(title="Mistakes", decks=decks, caption="Of the first seed, evenly spaced in the order of the data.")
+
+
+def _card(example: TextExample, guess: str | float | tuple[str, ...]) -> Card:
+    lines = [
+        ("Text", _shown(example)),
+        ("Label", _label(example, example.label)),
+        ("Predicted", _label(example, guess)),
+    ]
+    return Card(title=example.key, pictures=(), choices=(), lines=lines, tags=())
 
 
 def _shown(example: TextExample) -> str:
