@@ -1,79 +1,68 @@
-"""Reader of the first sheet of an .xlsx workbook: a ZIP file of XML, read without a spreadsheet library."""
+"""Reader of the first sheet of an .xlsx workbook."""
 
-import re
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any, BinaryIO
+from xml.etree.ElementTree import ParseError
 
-from medvl.common.untrusted import InputFolders, parse_xml
+from medvl.common.untrusted import InputFolders
 from medvl.data.corpora.common.tables import MAX_CELL_CHARACTERS, check_columns, malformed, read_table
 from medvl.errors import CorpusError
 
-MAX_SHEET_BYTES = 1 << 27
-"""Largest accepted unpacked sheet; LViT's tables have under 2 MB."""
-_SHEET, _STRINGS = "xl/worksheets/sheet1.xml", "xl/sharedStrings.xml"
-_COLUMN = re.compile(r"([A-Z]{1,3})\d+")
+MAX_UNPACKED_BYTES = 1 << 27
+"""Largest accepted unpacked workbook; LViT's tables have under 2 MB."""
+MAX_ROWS, MAX_COLUMNS = 1 << 20, 256
+"""Rows of the largest sheet that spreadsheets write; columns that are read."""
 
 
 def read_sheet(path: Path, required: Iterable[str], folders: InputFolders) -> Iterator[dict[str, str]]:
     """Yield the rows of the first sheet of an .xlsx file, or of a CSV table, by the names in the first row.
 
-    Empty rows and columns without a name are left out; numbers are text as stored. Raises CorpusError when the file
-    cannot be read, is too large, or lacks a column.
+    Empty rows and columns without a name are left out. Raises CorpusError when the file cannot be read, is too large,
+    or lacks a column.
     """
     required = tuple(required)
     if path.suffix.lower() != ".xlsx":
         yield from read_table(path, required, folders)
         return
     try:
-        with folders.open(path, CorpusError) as file, zipfile.ZipFile(file) as book:
-            names = set(book.namelist())
-            strings = [_text(item) for item in _parse(book, _STRINGS)] if _STRINGS in names else []
-            rows = _rows(_parse(book, _SHEET), strings)
+        with folders.open(path, CorpusError) as file:
+            _check_size(path, file)
+            rows = list(_rows(file))
     except FileNotFoundError:
         raise CorpusError(f"{path} does not exist", "not_found") from None
-    except (zipfile.BadZipFile, KeyError, IndexError, ValueError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, ParseError, *_FAILURES) as error:
         raise malformed(path, f"not readable as an .xlsx workbook ({type(error).__name__}); save it again") from error
-    except ElementTree.ParseError as error:
-        raise malformed(path, "not readable as an .xlsx workbook (XML); save it again") from error
-    except CorpusError as error:
-        raise error.prefixed(f"{path}: ") from None
     header = {column: name.strip() for column, name in (rows[0] if rows else {}).items() if name.strip()}
     check_columns(path, list(header.values()), required)
     for row in rows[1:]:
-        if row:
-            yield {name: row.get(column, "") for column, name in header.items()}
+        if max(map(len, row.values())) > MAX_CELL_CHARACTERS:
+            message = f"{path}: a cell of more than {MAX_CELL_CHARACTERS} characters; shorten it"
+            raise CorpusError(message, "too_large")
+        yield {name: row.get(column, "") for column, name in header.items()}
 
 
-def _parse(book: zipfile.ZipFile, name: str) -> ElementTree.Element:
-    if book.getinfo(name).file_size > MAX_SHEET_BYTES:  # zipfile reads no more than the size that it states
-        raise CorpusError(f"{name} has more than {MAX_SHEET_BYTES} bytes; save it as CSV", "too_large")
-    return parse_xml(book.read(name))
+_FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""Errors of openpyxl for damaged workbooks; those of defusedxml are ValueErrors."""
 
 
-def _rows(sheet: ElementTree.Element, strings: list[str]) -> list[dict[str, str]]:
-    """Return column letters -> text of each row."""
-    rows = []
-    for row in sheet.iterfind("{*}sheetData/{*}row"):
-        cells: dict[str, str] = {}
-        for cell in row:
-            match = _COLUMN.fullmatch(cell.get("r", ""))
-            if match is None:
-                raise ValueError("a cell without a place")
-            kind, value = cell.get("t"), cell.find("{*}v")
-            text = _text(cell) if kind == "inlineStr" else "" if value is None else value.text or ""
-            if kind == "s" and text:
-                text = strings[int(text)]
-            if len(text) > MAX_CELL_CHARACTERS:
-                raise CorpusError(f"a cell of more than {MAX_CELL_CHARACTERS} characters; shorten it", "too_large")
-            if text:
-                cells[match[1]] = text
-        rows.append(cells)
-    return rows
+def _check_size(path: Path, file: BinaryIO) -> None:
+    with zipfile.ZipFile(file) as book:  # zipfile reads no more of a part than the size that it states
+        size = sum(part.file_size for part in book.infolist())
+    if size > MAX_UNPACKED_BYTES:
+        message = f"{path} has {size} bytes when unpacked, over the limit of {MAX_UNPACKED_BYTES}; save it as CSV"
+        raise CorpusError(message, "too_large")
 
 
-def _text(element: ElementTree.Element) -> str:
-    """Return the text of a string, which may be divided into runs; phonetic guides are left out."""
-    phonetic = {id(part) for guide in element.iterfind(".//{*}rPh") for part in guide.iter()}
-    return "".join(part.text or "" for part in element.iter() if part.tag.endswith("}t") and id(part) not in phonetic)
+def _rows(file: BinaryIO) -> Iterator[dict[int, str]]:
+    """Yield number of the column -> text of each row that is not empty."""
+    import openpyxl
+
+    book: Any = openpyxl.load_workbook(file, read_only=True, data_only=True, keep_links=False)
+    sheet = book.worksheets[0]
+    sheet.reset_dimensions()  # the file states them, and may be wrong
+    for row in sheet.iter_rows(max_row=MAX_ROWS, max_col=MAX_COLUMNS, values_only=True):
+        if row.count(None) < len(row):  # before a row with a large number, openpyxl yields empty ones
+            texts = {column: str(value) for column, value in enumerate(row) if value not in (None, "")}
+            yield from [texts] if texts else []

@@ -1,12 +1,14 @@
 """QaTa-COV19, MosMedData+, MoNuSeg and MELINDA: both layouts, workbooks, masks, splits; the phantom's texts."""
 
 import csv
+import io
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
+import openpyxl
 import pytest
 from helpers.errors import raises
 
@@ -14,6 +16,7 @@ from medvl.cli import main as cli
 from medvl.common.untrusted import InputFolders
 from medvl.data import Deidentifier, decode_runs
 from medvl.data.corpora.boxes_and_masks import lvit_layout
+from medvl.data.corpora.common import spreadsheet
 from medvl.data.corpora.common.spreadsheet import read_sheet
 from medvl.data.corpora.figures import melinda
 from medvl.data.shards.source import ShardSource
@@ -119,11 +122,22 @@ def test_a_mask_of_another_size_is_skipped(released: Path, tmp_path_factory: pyt
 # Workbooks
 
 
+SPACE = 'xmlns="http://schemas.openxmlformats.org/spreadsheetml/2006/main"'
+SHEET, STRINGS = "xl/worksheets/sheet1.xml", "xl/sharedStrings.xml"
+
+
 def sheet(path: Path, xml: str, strings: str | None = None) -> Path:
+    """Write the phantom's workbook with another sheet, and with shared strings."""
+    empty = zipfile.ZipFile(io.BytesIO(workbook_bytes([], [])))
+    parts = {name: empty.read(name).decode() for name in empty.namelist()} | {SHEET: xml}
+    if strings is not None:
+        kind = "application/vnd.openxmlformats-officedocument.spreadsheetml.sharedStrings+xml"
+        parts[STRINGS] = strings
+        entry = f'<Override PartName="/{STRINGS}" ContentType="{kind}"/></Types>'
+        parts["[Content_Types].xml"] = parts["[Content_Types].xml"].replace("</Types>", entry)
     with zipfile.ZipFile(path, "w") as book:
-        book.writestr("xl/worksheets/sheet1.xml", xml)
-        if strings is not None:
-            book.writestr("xl/sharedStrings.xml", strings)
+        for name, text in parts.items():
+            book.writestr(name, text)
     return path
 
 
@@ -132,27 +146,51 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def test_workbooks_with_shared_strings_runs_and_gaps(tmp_path: Path) -> None:
-    space = 'xmlns="http://schemas.openxmlformats.org/spreadsheetml/2006/main"'
-    strings = f"<sst {space}><si><t>Image</t></si><si><r><t>a </t></r><r><t>b</t></r><rPh><t>no</t></rPh></si></sst>"
+    strings = f"<sst {SPACE}><si><t>Image</t></si><si><r><t>a </t></r><r><t>b</t></r><rPh sb='0' eb='1'><t>no</t></rPh></si></sst>"
     cells = '<row r="1"><c r="B1" t="s"><v>0</v></c><c r="D1" t="str"><v>N</v></c></row><row r="2"/>'
     cells += '<row r="3"><c r="B3" t="s"><v>1</v></c><c r="D3"><v>7</v></c></row>'
-    path = sheet(tmp_path / "a.xlsx", f"<worksheet {space}><sheetData>{cells}</sheetData></worksheet>", strings)
+    path = sheet(tmp_path / "a.xlsx", f"<worksheet {SPACE}><sheetData>{cells}</sheetData></worksheet>", strings)
     assert rows_of(path) == [{"Image": "a b", "N": "7"}]
+
+
+def test_workbooks_of_a_spreadsheet_program(tmp_path: Path) -> None:
+    """The first sheet is read, whatever its file is called."""
+    book = openpyxl.Workbook()
+    book.active.title = "texts"
+    for row in (["Image", None, "n"], ["a.png", "left out", 3], [], ["b.png", None, 0.5]):
+        book.active.append(row)
+    book.create_sheet("more").append(["Image"])
+    book.save(tmp_path / "a.xlsx")
+    assert rows_of(tmp_path / "a.xlsx") == [{"Image": "a.png", "n": "3"}, {"Image": "b.png", "n": "0.5"}]
+
+
+FAR = "<row r='99999999999'><c r='XFD99999999999' t='str'><v>far</v></c></row>"
 
 
 @pytest.mark.parametrize(
     ("xml", "code"),
     [
         ("<worksheet", "malformed"),
-        ('<!DOCTYPE a [<!ENTITY b "c">]><worksheet/>', "unsupported"),
-        ("<worksheet><sheetData><row><c t='s' r='A1'><v>3</v></c></row></sheetData></worksheet>", "malformed"),
-        ("<worksheet><sheetData><row><c><v>3</v></c></row></sheetData></worksheet>", "malformed"),
-        ("<worksheet/>", "missing"),
+        (f'<!DOCTYPE a [<!ENTITY b "c">]><worksheet {SPACE}/>', "malformed"),
+        (f"<worksheet {SPACE}><sheetData><row><c t='s' r='A1'><v>3</v></c></row></sheetData></worksheet>", "malformed"),
+        (f"<worksheet {SPACE}/>", "missing"),
+        (f"<worksheet {SPACE}><dimension ref='A1:XFD1048576'/><sheetData>{FAR}</sheetData></worksheet>", "missing"),
     ],
 )
 def test_damaged_workbooks_are_refused(xml: str, code: str, tmp_path: Path) -> None:
     with raises(CorpusError, code):
         rows_of(sheet(tmp_path / "a.xlsx", xml))
+
+
+def test_large_workbooks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spreadsheet, "MAX_UNPACKED_BYTES", 2000)
+    (tmp_path / "a.xlsx").write_bytes(workbook_bytes(["Image"], [["a" * 3000]]))
+    with raises(CorpusError, "too_large"):
+        rows_of(tmp_path / "a.xlsx")
+    monkeypatch.setattr(spreadsheet, "MAX_UNPACKED_BYTES", 1 << 20)
+    monkeypatch.setattr(spreadsheet, "MAX_CELL_CHARACTERS", 2999)
+    with raises(CorpusError, "too_large"):
+        rows_of(tmp_path / "a.xlsx")
 
 
 def test_files_that_are_no_workbooks(tmp_path: Path) -> None:
