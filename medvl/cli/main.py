@@ -15,6 +15,7 @@ from medvl.cli import (
     fit_pixelhop,
     import_export,
     infer,
+    interpolate,
     knowledge,
     phantom,
     quickstart,
@@ -69,6 +70,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "serve": serve.serve,
     "import": import_export.import_published,
     "export": import_export.export_checkpoint,
+    "interpolate": interpolate.interpolate,
     "list": list_everything,
 }
 _RECIPE_COMMANDS: dict[str, Callable[[list[str]], str | None]] = {"train": recipes.train, "doctor": doctor.doctor}

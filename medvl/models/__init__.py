@@ -156,6 +156,7 @@ if TYPE_CHECKING:
         VisualBERT as VisualBERT,
         VisualBERTConfig as VisualBERTConfig,
     )
+    from medvl.models.interpolation import interpolate as interpolate
     from medvl.models.language.albert_text import AlbertText as AlbertText, AlbertTextConfig as AlbertTextConfig
     from medvl.models.language.base import LanguageConfig as LanguageConfig, LanguageModel as LanguageModel
     from medvl.models.language.masked_text import MaskedText as MaskedText, MaskedTextConfig as MaskedTextConfig

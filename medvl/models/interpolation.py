@@ -1,0 +1,53 @@
+"""Interpolation of a model's weights before and after fine-tuning (WiSE-FT, Wortsman et al., arXiv 2109.01903).
+
+    model = interpolate("checkpoints/siglip", "runs/siglip-mimic/best", 0.5)
+
+Continued training on radiographs makes a model forget what it could do before. A point on the line between the start
+and the end keeps most of both; choose the share on validation data of both kinds.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medvl.encoders.base import Encoder
+from medvl.errors import CheckpointError, ConfigError
+from medvl.models.base import System
+from medvl.models.checkpoint import load
+
+
+def interpolate(start: Path | str, end: Path | str, share: float) -> System:
+    """Return the model of `end` with each weight at this share of the way from that of `start`: 0 is the start.
+
+    Counters and other integers are those of `end`. The model's encoders have the training manifests of both, so that
+    evaluations refuse the patients of either.
+
+    Raises ConfigError for a share outside of [0, 1], CheckpointError as `load` does, or where the two are not the same
+    system with weights of the same names and shapes and the same vocabulary.
+    """
+    if not 0 <= share <= 1:
+        raise ConfigError(f"share must be within [0, 1], got {share}", "out_of_range", field="share")
+    model, other = load(end), load(start)
+    ours, theirs = model.state_dict(), other.state_dict()
+    shapes, their_shapes = ({name: tensor.shape for name, tensor in each.items()} for each in (ours, theirs))
+    if model.name != other.name or shapes != their_shapes:
+        different = sorted(name for name in {*shapes, *their_shapes} if shapes.get(name) != their_shapes.get(name))
+        detail = f"a {other.name} and a {model.name}, {len(different)} weights differ: {', '.join(different[:3])}"
+        raise CheckpointError(f"{start} and {end} cannot be interpolated: {detail}", "mismatch")
+    words, their_words = (None if each.tokenizer is None else each.tokenizer.vocabulary for each in (model, other))
+    if words != their_words:
+        raise CheckpointError(f"{start} and {end} have different vocabularies", "mismatch", field="tokenizer")
+    with torch.no_grad():
+        for name, tensor in ours.items():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.lerp(theirs[name].to(tensor.dtype), tensor, share))
+    for encoder, before in zip(_encoders(model), _encoders(other), strict=True):
+        more: list[Any] = [each for each in before.trained_on if each not in encoder.trained_on]
+        encoder.trained_on = (*encoder.trained_on, *more)
+    return model
+
+
+def _encoders(model: System) -> Iterator[Encoder]:
+    return (module for module in model.modules() if isinstance(module, Encoder))
