@@ -32,8 +32,10 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device."""
-        moved = [None if tensor is None else tensor.to(device) for tensor in (self.types_BT, self.mention_BST)]
-        return Batch(self.rows, self.ids_BT.to(device), self.mask_BT.to(device), *moved, self.target.to(device))
+        types_BT = None if self.types_BT is None else self.types_BT.to(device)
+        mention_BST = None if self.mention_BST is None else self.mention_BST.to(device)
+        moved = [tensor.to(device) for tensor in (self.ids_BT, self.mask_BT, self.target)]
+        return Batch(self.rows, moved[0], moved[1], types_BT, mention_BST, moved[2])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
