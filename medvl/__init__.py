@@ -34,7 +34,15 @@ if TYPE_CHECKING:
         infer as infer,
         write_report as write_report,
     )
-    from medvl.models import create_model as create_model, list_models as list_models, load as load
+    from medvl.models import (
+        create_model as create_model,
+        create_model_and_transforms as create_model_and_transforms,
+        from_pretrained as from_pretrained,
+        get_tokenizer as get_tokenizer,
+        list_models as list_models,
+        list_pretrained as list_pretrained,
+        load as load,
+    )
 
 __version__ = "0.1.0"
 

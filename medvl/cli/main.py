@@ -27,8 +27,10 @@ from medvl.cli.shards import commands as conversion, corpora, regions, upload, v
 from medvl.errors import ConfigError, MedvlError
 
 
-def list_everything(kind: Literal["models", "image-encoders", "text-encoders", "prompts"], *, match: str = "*") -> None:
-    """List available models, encoders or prompt sets.
+def list_everything(
+    kind: Literal["models", "image-encoders", "text-encoders", "pretrained", "prompts"], *, match: str = "*"
+) -> None:
+    """List available models, encoders, published weights or prompt sets.
 
     Args:
         kind: what to list.
@@ -45,6 +47,7 @@ def list_everything(kind: Literal["models", "image-encoders", "text-encoders", "
             "models": models.list_models,
             "image-encoders": encoders.list_image_encoders,
             "text-encoders": encoders.list_text_encoders,
+            "pretrained": lambda pattern: ["  ".join(pair) for pair in models.list_pretrained(pattern)],
         }
         names = listers[kind](match)
     print("\n".join(names))

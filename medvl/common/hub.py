@@ -17,9 +17,15 @@ from medvl.errors import WeightsError
 
 HUB_PREFIX = "hf-hub:"
 """Prefix of the name of a repository on the hub, as in open_clip and timm."""
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _PROBE_SECONDS = 5.0
 _log = logging.getLogger(__name__)
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether `name` is OWNER/NAME, as repositories on the hub are called."""
+    return _HUB_ID.fullmatch(name) is not None
 
 
 def is_commit(revision: str | None) -> bool:

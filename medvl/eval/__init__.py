@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from medvl.eval.html.page import write_page as write_page
     from medvl.eval.matching.evaluate import image_text_matching as image_text_matching
     from medvl.eval.matching.page import write_matching_page as write_matching_page
+    from medvl.eval.metric_classes import LabelMetrics as LabelMetrics, RetrievalMetrics as RetrievalMetrics
     from medvl.eval.probing.evaluate import linear_probe as linear_probe
     from medvl.eval.probing.features import ProbedEncoder as ProbedEncoder, encode_features as encode_features
     from medvl.eval.probing.page import write_probe_page as write_probe_page

@@ -161,6 +161,14 @@ if TYPE_CHECKING:
     from medvl.models.language.base import LanguageConfig as LanguageConfig, LanguageModel as LanguageModel
     from medvl.models.language.masked_text import MaskedText as MaskedText, MaskedTextConfig as MaskedTextConfig
     from medvl.models.language.score import MaskedWordScore as MaskedWordScore
+    from medvl.models.hub import (
+        create_model_and_transforms as create_model_and_transforms,
+        from_pretrained as from_pretrained,
+        get_tokenizer as get_tokenizer,
+        list_pretrained as list_pretrained,
+        push_to_hub as push_to_hub,
+        save_pretrained as save_pretrained,
+    )
     from medvl.models.locate import find_checkpoint as find_checkpoint
     from medvl.models.registry import (
         list_models as list_models,

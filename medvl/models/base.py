@@ -3,11 +3,13 @@
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
+import medvl
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, TextEncoder, create_image_encoder, create_text_encoder
@@ -65,6 +67,7 @@ class System(nn.Module, abc.ABC):
         config: settings, sufficient to build the system again.
         transform: preparation of an image for inference.
         tokenizer: None in a model that takes token ids only.
+        provenance: how the weights were trained, as the checkpoint that they were loaded from records it; else empty.
     """
 
     name: ClassVar[str]
@@ -81,6 +84,7 @@ class System(nn.Module, abc.ABC):
     def __init__(self, config: Any, *, transform: EvalTransform, tokenizer: Tokenizer | None) -> None:
         super().__init__()
         self.config, self.transform, self.tokenizer = config, transform, tokenizer
+        self.provenance: Mapping[str, Any] = {}
 
     @classmethod
     @abc.abstractmethod
@@ -93,6 +97,23 @@ class System(nn.Module, abc.ABC):
     @abc.abstractmethod
     def forward(self, batch: Batch) -> Losses:
         """Return the losses of a training batch."""
+
+    @classmethod
+    def from_pretrained(cls, name: Path | str, *, revision: str | None = None) -> Self:
+        """Load a model of this class in eval mode (`medvl.from_pretrained`). Raises ConfigError for another system."""
+        model = medvl.models.from_pretrained(name, revision=revision)
+        if not isinstance(model, cls):
+            message = f"expected a {cls.__name__}, got a {model.name} in {name}; use medvl.load"
+            raise ConfigError(message, "wrong_type", field="name")
+        return model
+
+    def save_pretrained(self, folder: Path | str, **options: Any) -> Path:
+        """Write the model into a new folder that `medvl.load` reads (`medvl.models.save_pretrained`)."""
+        return medvl.models.save_pretrained(self, folder, **options)
+
+    def push_to_hub(self, hub_id: str, **options: Any) -> str:
+        """Upload the model to the Hugging Face hub (`medvl.models.push_to_hub`)."""
+        return medvl.models.push_to_hub(self, hub_id, **options)
 
     def load_encoders(self, image: Pretrained, text: Pretrained) -> None:
         """Load initial weights of the encoders; an encoder whose source is False keeps its own.

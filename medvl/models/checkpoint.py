@@ -24,7 +24,8 @@ from medvl.encoders.regions import RegionEncoder
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.allocation import AllocationLimit
 from medvl.models.base import System
-from medvl.models.locate import ANCESTORS, CONFIG, TOKENIZER, TRAIN_MANIFEST, WEIGHTS, find_checkpoint
+from medvl.models.card import model_card
+from medvl.models.locate import ANCESTORS, CARD, CONFIG, TOKENIZER, TRAIN_MANIFEST, WEIGHTS, find_checkpoint
 from medvl.models.registry import system
 
 TRAIN_STATE = "train_state"
@@ -35,15 +36,23 @@ _PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar")
 _SHOWN = 4
 
 
-def save(model: System, folder: Path, run: Mapping[str, Any] | None = None) -> None:
-    """Write the model into an existing folder.
+def save(
+    model: System,
+    folder: Path,
+    run: Mapping[str, Any] | None = None,
+    *,
+    licence: str | None = None,
+    results: Mapping[str, float] | None = None,
+) -> None:
+    """Write the model into an existing folder, with a model card.
 
     Args:
         model: a system.
-        folder: gets `config.json`, `model.safetensors` and, if the model has a tokenizer, `tokenizer/`.
+        folder: gets `config.json`, `model.safetensors`, `README.md` and, if the model has a tokenizer, `tokenizer/`.
         run: how the model was trained (recipe, data, versions); JSON values only. The manifest of the training data,
             under `train_manifest`, gets a file of its own, and so do those of the encoders' earlier training
             (`Encoder.trained_on`): evaluators refuse data that shares a patient with one of them.
+        licence, results: for the card (`medvl.models.card`).
     """
     run = dict(run or {})
     manifest = json.loads(json.dumps(run.pop(TRAIN_MANIFEST.removesuffix(".json"), None)))
@@ -54,13 +63,17 @@ def save(model: System, folder: Path, run: Mapping[str, Any] | None = None) -> N
         ancestors += [each for each in encoder.trained_on if each != manifest and each not in ancestors]
     if ancestors:
         (folder / ANCESTORS).write_text(json.dumps(ancestors, sort_keys=True) + "\n")
-    config = {
+    config: dict[str, Any] = {
         "format": _FORMAT,
         "medvl": medvl.__version__,
         "model": {"name": model.name, "settings": to_dict(model.config)},
         "run": run,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    settings, manifests = config["model"]["settings"], [*([] if manifest is None else [manifest]), *ancestors]
+    dual = hasattr(model, "similarity")
+    card = model_card(model.name, settings, manifests, run, dual=dual, licence=licence, results=results)
+    (folder / CARD).write_text(card, encoding="utf-8")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     safetensors.torch.save_file(tensors, folder / WEIGHTS)
     follow_umask(folder / WEIGHTS)
@@ -92,6 +105,7 @@ def load(folder: Path | str) -> System:
         model = cls.build(config, pretrained=False, tokenizer=tokenizer)
     load_weights(model, folder)
     _record_training(model, folder)
+    model.provenance = _read_config(folder).get("run") or {}
     model.transform = _transform_of_originals(model, folder)
     return model.eval()
 

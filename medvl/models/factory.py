@@ -70,7 +70,7 @@ def create_model(
     if tokenizer is None and folder is not None and has_tokenizer(folder):
         tokenizer = folder
     if tokenizer is None and pretrained:
-        tokenizer = _tokenizer_of_preset(config)
+        tokenizer = preset_tokenizer(getattr(config, "text_encoder", ""), config.max_tokens)
     if isinstance(tokenizer, str | Path):
         family, _, model = getattr(config, "text_encoder", "").partition(":")
         canonical = family == "open_clip" and uses_canonical_text(model)
@@ -137,17 +137,18 @@ def _configuration(name: str | Path | SystemConfig, settings: Mapping[str, Any])
     return cls, from_dict(cls.Config, {**vars(name), **settings})
 
 
-def _tokenizer_of_preset(config: Any) -> Tokenizer | None:
-    preset = TEXT_PRESETS.get(getattr(config, "text_encoder", ""))
+def preset_tokenizer(text_encoder: str, max_tokens: int | None) -> Tokenizer | None:
+    """Return the published tokenizer of a text encoder; None where there is none. Raises WeightsError offline."""
+    preset = TEXT_PRESETS.get(text_encoder)
     if preset is None:
-        family, _, model = config.text_encoder.partition(":")
+        family, _, model = text_encoder.partition(":")
         clip = family == "open_clip" and uses_clip_tokenizer(model)
-        return load_tokenizer("clip", max_tokens=config.max_tokens) if clip else None
+        return load_tokenizer("clip", max_tokens=max_tokens) if clip else None
     if preset.tokenizer is not None:
-        return load_tokenizer(preset.tokenizer, max_tokens=config.max_tokens)
+        return load_tokenizer(preset.tokenizer, max_tokens=max_tokens)
     if preset.hub_id is None:
         return None
-    return load_tokenizer(preset.hub_id, revision=preset.revision, max_tokens=config.max_tokens)
+    return load_tokenizer(preset.hub_id, revision=preset.revision, max_tokens=max_tokens)
 
 
 def _fit_vocabulary(config: Any, tokenizer: Tokenizer, pretrained: bool) -> Any:

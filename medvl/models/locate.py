@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from medvl.common.hub import HUB_PREFIX, fetch_snapshot
+from medvl.common.hub import HUB_PREFIX, fetch_snapshot, is_hub_id
 from medvl.errors import CheckpointError, WeightsError
 
 CONFIG, WEIGHTS, TOKENIZER, TRAIN_MANIFEST = "config.json", "model.safetensors", "tokenizer", "train_manifest.json"
@@ -15,7 +15,7 @@ MODEL_FILES = (CONFIG, WEIGHTS, f"{TOKENIZER}/*", TRAIN_MANIFEST, ANCESTORS, CAR
 """Files of a checkpoint that make up the model; the others belong to the training run."""
 BEST, LAST = "best", "last"
 """Links in the folder of a run."""
-_HUB_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}(@[\w./-]{1,96})?", re.ASCII)
+_REVISION = re.compile(r"[\w./-]{1,96}", re.ASCII)
 
 
 def find_checkpoint(source: Path | str) -> Path:
@@ -31,7 +31,7 @@ def find_checkpoint(source: Path | str) -> Path:
     name = str(source)
     if not on_hub(source):
         return _of_run(Path(source))
-    if not _HUB_NAME.fullmatch(name.removeprefix(HUB_PREFIX)):
+    if not _is_hub_name(name.removeprefix(HUB_PREFIX)):
         message = f"expected {HUB_PREFIX}OWNER/NAME, or with @REVISION at the end, got {name!r}"
         raise CheckpointError(message, "malformed")
     hub_id, _, revision = name.removeprefix(HUB_PREFIX).partition("@")
@@ -47,7 +47,12 @@ def on_hub(source: Path | str) -> bool:
     folder, name = Path(source), str(source)
     if name.startswith(HUB_PREFIX):
         return True
-    return not (folder.exists() or folder.parent.exists()) and _HUB_NAME.fullmatch(name) is not None
+    return not (folder.exists() or folder.parent.exists()) and _is_hub_name(name)
+
+
+def _is_hub_name(name: str) -> bool:
+    hub_id, at, revision = name.partition("@")
+    return is_hub_id(hub_id) and (not at or _REVISION.fullmatch(revision) is not None)
 
 
 def _of_run(folder: Path) -> Path:

@@ -80,9 +80,9 @@ class BioViL(TextTaskEncoder):
         """See the base class."""
         return EvalTransform(size=config.image_size, fit=config.fit, margin=config.margin)
 
-    def encode_image(self, image_BCHW: Tensor) -> Tensor:
+    def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
         """See the base class."""
-        return F.normalize(self.embed_regions(image_BCHW).mean(dim=1), dim=-1)
+        return self.embed_regions(image_BCHW).mean(dim=1)
 
     def embed_regions(self, image_BCHW: Tensor) -> Tensor:
         """Return (B, P, E) float32: the projected cells of the image encoder's last grid in row-major order."""

@@ -67,9 +67,10 @@ class BioViLT(BioViL):
             "pooler": TemporalPooler(dim, grid, config.pooler_heads, config.pooler_blocks),
         }
 
-    def encode_image(self, image_BCHW: Tensor, prior_BCHW: Tensor | None = None) -> Tensor:
-        """Return (B, E), L2-normalised, float32, of images alone or with a prior image each."""
-        return F.normalize(self.embed_regions(image_BCHW, prior_BCHW).mean(dim=1), dim=-1)
+    def encode_image(self, image_BCHW: Tensor, prior_BCHW: Tensor | None = None, *, normalize: bool = True) -> Tensor:
+        """See the base class; of images alone or with a prior image each."""
+        vector_BE = self.embed_regions(image_BCHW, prior_BCHW).mean(dim=1)
+        return F.normalize(vector_BE, dim=-1) if normalize else vector_BE
 
     def embed_with_prior(self, image_BCHW: Tensor, prior_BCHW: Tensor, has_prior_B: Tensor) -> Embeddings:
         """Return embeddings for `similarity`; where `has_prior_B` is False, of pixels alone."""

@@ -101,16 +101,21 @@ class RadZero(LearnedScale, BertDualEncoder):
             "norm": nn.LayerNorm(width),
         }
 
-    def encode_image(self, image_BCHW: Tensor) -> Tensor:
+    def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
         """See the base class: the class token behind the trained layers."""
-        return self.embed_images(image_BCHW).global_NE
+        return self._layers_of(image_BCHW)[:, 0]
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
         """Return images as `similarity` takes them; `local_NPE` has the class token (or mean) and the patches."""
+        tokens_BKD = F.normalize(self._layers_of(image_BCHW), dim=2)
+        return Embeddings(tokens_BKD[:, 0], tokens_BKD)
+
+    def _layers_of(self, image_BCHW: Tensor) -> Tensor:
+        """Return (B, 1 + P, D) float32: the class token (or mean) and the patches, not normalised."""
         features = self.image_encoder(image_BCHW)
         tokens_BKD = self.layers(torch.cat([features.pooled_BD[:, None], features.patches_BPD], dim=1))
-        tokens_BKD = F.normalize(self.norm(tokens_BKD).float(), dim=2)
-        return Embeddings(tokens_BKD[:, 0], tokens_BKD)
+        normed_BKD: Tensor = self.norm(tokens_BKD)
+        return normed_BKD.float()
 
     def embed_regions(self, image_BCHW: Tensor) -> Tensor:
         """Return (B, P, E): the patches, in the space of texts."""

@@ -28,6 +28,8 @@ from medvl.common.untrusted import parse_json
 from medvl.data.loading.worker_errors import worker_error
 from medvl.errors import CheckpointError
 from medvl.models import checkpoint as model_checkpoint
+from medvl.models.card import add_results
+from medvl.models.locate import CARD
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +118,8 @@ class Checkpoints:
         folder = self.folder / f"step-{state['step']:08d}"
         with folders.new_folder(folder) as aside:
             model_files().save(model, aside, run)
+            if state.get("metrics") and (aside / CARD).is_file():
+                add_results(aside, state["metrics"])
             (aside / "train_state").mkdir()
             folders.write_json(aside / STATE, {"format": FORMAT, **state})
             save_file(
@@ -229,7 +233,7 @@ def _inventory(folder: Path) -> dict[str, dict[str, Any]]:
     return {
         path.relative_to(folder).as_posix(): {"sha256": sha256(path), "bytes": path.stat().st_size}
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.name != CARD  # owners complete the card
     }
 
 

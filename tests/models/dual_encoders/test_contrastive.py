@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torch.nn.functional as F
 from helpers import contrastive_ranks
 from helpers.contrastive_ranks import FIRST, flat, sample_pairs
 from helpers.contrastive_systems import PAIRS, SYSTEMS, make_batch
@@ -213,3 +214,19 @@ def test_grad_cache_takes_any_side(monkeypatch: pytest.MonkeyPatch) -> None:
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, rtol=1e-4, atol=1e-6 + 1e-5 * tensor.abs().max().item())
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_vectors_with_and_without_normalisation(name: str) -> None:
+    model, batch = SYSTEMS[name]().eval(), make_batch(name)
+    with torch.no_grad():
+        for encode, arguments in (
+            (model.encode_image, [batch.image_BCHW]),
+            (model.encode_text, [batch.ids_BT, batch.mask_BT]),
+        ):
+            raw_BE, unit_BE = encode(*arguments, normalize=False), encode(*arguments)
+            torch.testing.assert_close(F.normalize(raw_BE, dim=1), unit_BE)
+            torch.testing.assert_close(unit_BE.norm(dim=1), torch.ones(len(unit_BE)))
+            assert not torch.allclose(raw_BE.norm(dim=1), torch.ones(len(unit_BE)))
+        torch.testing.assert_close(model.encode_image(batch.image_BCHW),
+                                   F.normalize(model.embed_images(batch.image_BCHW).global_NE, dim=1))  # fmt: skip

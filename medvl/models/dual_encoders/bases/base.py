@@ -69,17 +69,29 @@ class DualEncoder(TwoTowers):
             message = f"{image_encoder.name} cannot drop patches: take a vision Transformer, or patch_dropout 0"
             raise ConfigError(message, "conflict", field="patch_dropout")
 
-    def encode_image(self, image_BCHW: Tensor) -> Tensor:
-        """Return (B, E), L2-normalised, float32, from uint8 pixels or from normalised floats."""
-        features = self.image_encoder(image_BCHW, self._draw_patches(image_BCHW))
-        return F.normalize(self.image_head(features.pooled_BD).float(), dim=-1)
+    def encode_image(self, image_BCHW: Tensor, *, normalize: bool = True) -> Tensor:
+        """Return (B, E), float32, from uint8 pixels or from normalised floats; L2-normalised unless `normalize=False`.
 
-    def encode_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
-        """Return (B, E), L2-normalised, float32, from strings or from token ids (B, T) with their mask.
+        open_clip's `encode_image` does not normalise by default.
+        """
+        vector_BE = self.unnormalized_image(image_BCHW)
+        return F.normalize(vector_BE, dim=-1) if normalize else vector_BE
+
+    def encode_text(
+        self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None, *, normalize: bool = True
+    ) -> Tensor:
+        """Return (B, E), float32, from strings or from token ids (B, T) with their mask, as `encode_image`.
 
         Raises ConfigError for strings without a tokenizer, and for ids without a mask.
         """
-        return F.normalize(self.unnormalized_text(texts, mask_BT), dim=-1)
+        vector_BE = self.unnormalized_text(texts, mask_BT)
+        return F.normalize(vector_BE, dim=-1) if normalize else vector_BE
+
+    def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
+        """Return (B, E) float32: `encode_image` before the normalisation."""
+        features = self.image_encoder(image_BCHW, self._draw_patches(image_BCHW))
+        projected_BE: Tensor = self.image_head(features.pooled_BD)
+        return projected_BE.float()
 
     def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
         """Return (B, E) float32: `encode_text` before the normalisation. Arguments and errors are the same."""

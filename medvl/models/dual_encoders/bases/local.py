@@ -113,12 +113,18 @@ class LocalDualEncoder(BertDualEncoder):
         Shares sum to 1, and to 0 for a text without words.
         """
 
-    def encode_image(self, image_BCHW: Tensor) -> Tensor:
-        """Return (B, E), L2-normalised, float32, from uint8 pixels or from normalised floats."""
-        return self.embed_images(image_BCHW).global_NE
+    def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
+        """See the base class."""
+        return self._pooled_images(image_BCHW)[0]
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
         """Return images as `similarity` takes them, with their regions."""
+        vector_BE, patches_BPD, weight_BP = self._pooled_images(image_BCHW)
+        local_BPE = self._project(self.region_head, patches_BPD)
+        return Embeddings(F.normalize(vector_BE, dim=-1), local_BPE, None, weight_BP)
+
+    def _pooled_images(self, image_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return (B, E) float32, not normalised, the patches (B, P, D), and the weights of regions."""
         pixels_BCHW = self.image_encoder.normalize(image_BCHW)
         side = self.config.encoder_size
         if side is not None and tuple(pixels_BCHW.shape[2:]) != (side, side):
@@ -126,8 +132,7 @@ class LocalDualEncoder(BertDualEncoder):
         output_attention = self.weighs_words and self.image_encoder.has_attention
         features = self.image_encoder(pixels_BCHW, normalized=True, output_attention=output_attention)
         pooled_BD, weight_BP = self.pool_regions(features)
-        global_BE = F.normalize(self.image_head(pooled_BD).float(), dim=-1)
-        return Embeddings(global_BE, self._project(self.region_head, features.patches_BPD), None, weight_BP)
+        return self.image_head(pooled_BD).float(), features.patches_BPD, weight_BP
 
     def pool_regions(self, features: ImageFeatures) -> tuple[Tensor, Tensor | None]:
         """Return (B, D), the vector of each image for `image_head`, and (B, P), weights of its regions, or None."""

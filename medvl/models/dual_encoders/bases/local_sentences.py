@@ -40,25 +40,33 @@ class LocalSentenceEncoder(SentenceTexts, LocalDualEncoder):
         pooled_BD, weight_BP = self.region_pool(features.patches_BPD)
         return pooled_BD, weight_BP.detach()
 
-    def encode_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
+    def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
         """See the base class."""
-        if isinstance(texts, Tensor):
-            return self.embed_ids(*self.tokenize(texts, mask_BT)).global_NE
-        return self.embed_texts(texts).global_NE
+        if not isinstance(texts, Tensor):
+            return self._pooled_texts(*self.tokenize_sentences(texts))[0]
+        ids_BT, mask_BT = self.tokenize(texts, mask_BT)
+        return self._pooled_texts(ids_BT, mask_BT, None)[0]
 
     def embed_ids(self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None = None) -> Embeddings:
         """See the base class."""
-        return self.embed_slots(ids_BT, mask_BT, torch.full_like(ids_BT, -1) if sentence_BT is None else sentence_BT)
+        report_BE, sentences_BSD, mask_BS, weight_BS = self._pooled_texts(ids_BT, mask_BT, sentence_BT)
+        local_BSE = self._project(self.word_head, sentences_BSD, mask_BS)
+        return Embeddings(F.normalize(report_BE, dim=-1), local_BSE, mask_BS, weight_BS.detach())
 
     def embed_slots(self, ids_BT: Tensor, mask_BT: Tensor, slot_BT: Tensor) -> Embeddings:
         """See the base class; `slot_BT` has the number of each token's sentence."""
-        sentence_BT = whole_if_none(slot_BT, mask_BT)
+        return self.embed_ids(ids_BT, mask_BT, slot_BT)
+
+    def _pooled_texts(
+        self, ids_BT: Tensor, mask_BT: Tensor, sentence_BT: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (B, E) float32, not normalised, and sentences_BSD, mask_BS and weight_BS."""
+        sentence_BT = torch.full_like(ids_BT, -1) if sentence_BT is None else sentence_BT
+        sentence_BT = whole_if_none(sentence_BT, mask_BT)
         width = most_slots(sentence_BT)  # before the encoder, because it waits for the device
         sentences_BSD, mask_BS = pool_sentences(self.text_encoder(ids_BT, mask_BT).tokens_BTD, sentence_BT, width)
         report_BD, weight_BS = self.sentence_pool(sentences_BSD, mask_BS)
-        global_BE = F.normalize(self.text_head(report_BD).float(), dim=-1)
-        local_BSE = self._project(self.word_head, sentences_BSD, mask_BS)
-        return Embeddings(global_BE, local_BSE, mask_BS, weight_BS.detach())
+        return self.text_head(report_BD).float(), sentences_BSD, mask_BS, weight_BS
 
     def without_first_token(self, texts: Embeddings) -> Embeddings:
         """Return the texts as they are: sentences do not include the text's first token."""

@@ -29,12 +29,16 @@ class SentenceTexts(ContrastiveEncoder):
 
     def embed_texts(self, texts: Sequence[str]) -> Embeddings:
         """Return texts as `similarity` takes them, with their sentences. Raises ConfigError without a tokenizer."""
+        return self.embed_ids(*self.tokenize_sentences(texts))
+
+    def tokenize_sentences(self, texts: Sequence[str]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return (ids_BT, mask_BT, sentence_BT) of strings; None where the system needs no sentences."""
         texts = [texts] if isinstance(texts, str) else list(texts)
         ids_BT, mask_BT = self.tokenize(texts)
         if not self.inputs.sentences or self.tokenizer is None:
-            return self.embed_ids(ids_BT, mask_BT)
+            return ids_BT, mask_BT, None
         sentence_BT = self.tokenizer.sentence_ids(texts, [sentence_spans(text) for text in texts])
-        return self.embed_ids(ids_BT, mask_BT, sentence_BT.to(ids_BT.device))
+        return ids_BT, mask_BT, sentence_BT.to(ids_BT.device)
 
     def embed_pairs(self, batch: Batch) -> Pairs:
         """See the base class. Raises ConfigError for a batch without the sentences of its tokens."""

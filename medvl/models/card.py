@@ -1,0 +1,103 @@
+"""Model cards: the README.md of a checkpoint, in the format of the Hugging Face hub."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from medvl.models.locate import CARD
+
+NO_LICENCE = "not-stated"
+_RESULTS = "## Results\n\n", "\n## Licence"
+_SHOWN = 24
+_PIPELINES = {"vqa": "visual-question-answering", "classifier": "image-classification", "r2gen": "image-to-text"}
+
+
+def model_card(
+    name: str,
+    settings: Mapping[str, Any],
+    manifests: Sequence[Mapping[str, Any]],
+    run: Mapping[str, Any],
+    *,
+    dual: bool = False,
+    licence: str | None = None,
+    results: Mapping[str, float] | None = None,
+) -> str:
+    """Return the card of a model as Markdown with YAML front matter. It has no path and no hash of a patient.
+
+    Args:
+        name: the system.
+        settings: its configuration.
+        manifests: manifests of the training data, own first, then those of earlier training.
+        run: how it was trained, as checkpoints record it.
+        dual: whether it is a dual-encoder.
+        licence: SPDX identifier of the weights' licence; None: not stated.
+        results: metric -> value.
+    """
+    pipeline = "zero-shot-image-classification" if dual else _PIPELINES.get(name)
+    front = ["library_name: medvl", f"license: {'other' if licence is None else json.dumps(licence)}"]
+    front += [f"license_name: {NO_LICENCE}"] if licence is None else []
+    front += [f"pipeline_tag: {pipeline}"] if pipeline else []
+    front += [f"tags: [medvl, medical-imaging, vision-language, {json.dumps(name)}]"]
+    call = 'medvl.infer(model, "image.dcm", ["pleural effusion"])' if dual else 'model.transform("image.dcm")'
+    parts = [
+        "\n".join(["---", *front, "---"]),
+        f"# {name}",
+        "Research model of [medvl](https://github.com/medvl/medvl). It is not a medical device; do not use it for "
+        "clinical decisions.",
+        f'## Use\n\n```python\nimport medvl\n\nmodel = medvl.load("FOLDER")  # or "hf-hub:OWNER/NAME"\n{call}\n```',
+        f"## Data\n\n{_data(manifests)}",
+        f"## Training\n\n{_training(settings, run)}",
+        f"{_RESULTS[0]}{_results(results)}{_RESULTS[1]}\n\n{_licence(licence, manifests)}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def add_results(folder: Path, results: Mapping[str, float]) -> None:
+    """Write the results of a run's validation into the card of a checkpoint, in place of those it has."""
+    path = folder / CARD
+    before, _, rest = path.read_text(encoding="utf-8").partition(_RESULTS[0])
+    _, _, after = rest.partition(_RESULTS[1])
+    note = "Validation data of the run, without intervals; the checkpoint may have been selected by one of them."
+    path.write_text(f"{before}{_RESULTS[0]}{_results(results, note)}{_RESULTS[1]}{after}", encoding="utf-8")
+
+
+def _data(manifests: Sequence[Mapping[str, Any]]) -> str:
+    if not manifests:
+        return "Not recorded: weights of unknown origin, or without training."
+    rows = [
+        f"| {each.get('corpus', '-')} | {each.get('split', '-')} | {each.get('samples', '-')} "
+        f"| {len(each.get('patients', ()))} | {'this training' if number == 0 else 'earlier training'} |"
+        for number, each in enumerate(manifests)
+    ]
+    head = "| Corpus | Split | Samples | Patients (or articles) | Used in |\n|---|---|---|---|---|"
+    note = "Evaluations refuse data that shares a patient with it: the salted hashes are in the JSON manifests."
+    return "\n".join([head, *rows, "", note])
+
+
+def _training(settings: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+    recipe = run.get("recipe")
+    facts = {
+        "Recipe": f"`{recipe}`" if recipe else None,
+        "Image encoder": settings.get("image_encoder"),
+        "Text encoder": settings.get("text_encoder"),
+        "Image size": settings.get("image_size"),
+        "Imported from": (run.get("imported") or {}).get("system"),
+    }
+    lines = [f"- {label}: {value}" for label, value in facts.items() if value is not None]
+    return "\n".join([*lines, "- All settings: `config.json`"])
+
+
+def _results(results: Mapping[str, float] | None, note: str = "As given by the owner of the weights.") -> str:
+    if not results:
+        return "None recorded. `medvl eval` writes them with confidence intervals.\n"
+    rows = [f"| {name} | {value:.4g} |" for name, value in list(results.items())[:_SHOWN]]
+    more = [f"\n{len(results) - _SHOWN} more are in the run's log."] if len(results) > _SHOWN else []
+    return "\n".join([note, "", "| Metric | Value |", "|---|---|", *rows, *more]) + "\n"
+
+
+def _licence(licence: str | None, manifests: Sequence[Mapping[str, Any]]) -> str:
+    corpora = ", ".join(dict.fromkeys(str(each.get("corpus")) for each in manifests))
+    terms = f" The terms of the training data apply as well ({corpora}: see medvl's data cards)." if corpora else ""
+    stated = "Not stated: the owner of the weights has not named one." if licence is None else f"{licence}."
+    return f"{stated}{terms}"
