@@ -124,7 +124,9 @@ def test_names_of_open_clip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert ("bioclinicalbert", "emilyalsentzer/Bio_ClinicalBERT@d5892b39a4adaed74b92212a44081509db72f87b") in (
         medvl.list_pretrained("bio*")
     )
-    plain = medvl.create_model("convirt", **TINY, vocab_size=50).save_pretrained(tmp_path / "plain")
+    plain = medvl.create_model("convirt", **TINY, vocab_size=50, frozen_text_layers=0).save_pretrained(
+        tmp_path / "plain"
+    )
     assert json.loads((plain / "config.json").read_text())["run"] == {}
     with raises(CheckpointError, "not_found"):
         medvl.get_tokenizer(plain)
