@@ -12,7 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "medvl").rglob("*.py"))
-SCRIPTS = sorted([*(ROOT / "recipes").glob("*.py"), *(ROOT / "scripts").glob("*.py")])
+SCRIPTS = sorted(
+    [*(ROOT / "recipes").glob("*.py"), *(ROOT / "scripts").glob("*.py"), *(ROOT / "examples").glob("*.py")]
+)
 FACES = (
     *("medvl", "medvl.data", "medvl.encoders", "medvl.losses", "medvl.models"),
     *("medvl.train", "medvl.eval", "medvl.inference", "medvl.export", "medvl.phantom", "medvl.serve"),

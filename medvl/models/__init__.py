@@ -169,6 +169,10 @@ if TYPE_CHECKING:
         push_to_hub as push_to_hub,
         save_pretrained as save_pretrained,
     )
+    from medvl.models.language.albert_text import AlbertText as AlbertText, AlbertTextConfig as AlbertTextConfig
+    from medvl.models.language.base import LanguageConfig as LanguageConfig, LanguageModel as LanguageModel
+    from medvl.models.language.masked_text import MaskedText as MaskedText, MaskedTextConfig as MaskedTextConfig
+    from medvl.models.language.score import MaskedWordScore as MaskedWordScore
     from medvl.models.locate import find_checkpoint as find_checkpoint
     from medvl.models.registry import (
         list_models as list_models,

@@ -81,11 +81,12 @@ class CXRCLIP(LearnedScale, BertDualEncoder):
             "text_head": nn.Linear(text_encoder.feature_dim, config.projection_dim),
         }
 
-    def encode_image(self, image_BCHW: Tensor) -> Tensor:
+    def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
         """See the base class."""
         features = self.image_encoder(image_BCHW)
         vector_BD = features.pooled_BD if self.config.image_pool == "encoder" else features.patches_BPD[:, 0]
-        return F.normalize(self.image_head(vector_BD).float(), dim=-1)
+        projected_BE: Tensor = self.image_head(vector_BD)
+        return projected_BE.float()
 
     def embed_pairs(self, batch: Batch) -> Pairs:
         """See the base class. Raises ConfigError for a batch without second views and texts."""

@@ -105,14 +105,18 @@ class QueryEncoder(DualEncoder):
             "presence": nn.Linear(width, 2),
         }
 
-    def encode_image(self, image_BCHW: Tensor) -> Tensor:
+    def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
         """See the base class: the mean of the projected grid."""
-        return self.embed_images(image_BCHW).global_NE
+        return self._project_grid(image_BCHW).mean(dim=1).float()
 
     def embed_images(self, image_BCHW: Tensor) -> Embeddings:
         """Return images as `similarity` takes them, with their projected grid."""
-        grid_BPD = self.image_head(self.image_encoder(image_BCHW).patches_BPD)
+        grid_BPD = self._project_grid(image_BCHW)
         return Embeddings(F.normalize(grid_BPD.mean(dim=1).float(), dim=-1), grid_BPD)
+
+    def _project_grid(self, image_BCHW: Tensor) -> Tensor:
+        grid_BPD: Tensor = self.image_head(self.image_encoder(image_BCHW).patches_BPD)
+        return grid_BPD
 
     def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
         """Return (B, D) float32: the vectors of the frozen text encoder, before `text_head`."""
