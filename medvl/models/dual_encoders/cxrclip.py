@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medvl import losses
