@@ -156,11 +156,6 @@ if TYPE_CHECKING:
         VisualBERT as VisualBERT,
         VisualBERTConfig as VisualBERTConfig,
     )
-    from medvl.models.interpolation import interpolate as interpolate
-    from medvl.models.language.albert_text import AlbertText as AlbertText, AlbertTextConfig as AlbertTextConfig
-    from medvl.models.language.base import LanguageConfig as LanguageConfig, LanguageModel as LanguageModel
-    from medvl.models.language.masked_text import MaskedText as MaskedText, MaskedTextConfig as MaskedTextConfig
-    from medvl.models.language.score import MaskedWordScore as MaskedWordScore
     from medvl.models.hub import (
         create_model_and_transforms as create_model_and_transforms,
         from_pretrained as from_pretrained,
@@ -169,6 +164,7 @@ if TYPE_CHECKING:
         push_to_hub as push_to_hub,
         save_pretrained as save_pretrained,
     )
+    from medvl.models.interpolation import interpolate as interpolate
     from medvl.models.language.albert_text import AlbertText as AlbertText, AlbertTextConfig as AlbertTextConfig
     from medvl.models.language.base import LanguageConfig as LanguageConfig, LanguageModel as LanguageModel
     from medvl.models.language.masked_text import MaskedText as MaskedText, MaskedTextConfig as MaskedTextConfig
