@@ -51,7 +51,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "storage": set(),
         "shards": {"images", "splits", "storage"},
         "loading": {*_DATA_READERS, "shards", "storage"},
-        "corpora": {*_DATA_READERS, "privacy"},
+        "corpora": {*_DATA_READERS, "privacy", "storage"},
         "convert": {*_DATA_READERS, "privacy", "shards", "storage", "corpora"},
     },
     "encoders": {"image": set(), "text": set()},

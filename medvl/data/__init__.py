@@ -62,6 +62,10 @@ if TYPE_CHECKING:
     from medvl.data.loading.text_loader import open_text_loader as open_text_loader
     from medvl.data.loading.unpair import UnpairedSource as UnpairedSource
     from medvl.data.loading.vqa_source import QuestionSource as QuestionSource
+    from medvl.data.loading.webdataset_loader import (
+        WebdatasetLoader as WebdatasetLoader,
+        open_webdataset_loader as open_webdataset_loader,
+    )
     from medvl.data.privacy.deidentify import Deidentifier as Deidentifier, default_salt_file as default_salt_file
     from medvl.data.reports.labeler import label_report as label_report
     from medvl.data.reports.laterality import swap_laterality as swap_laterality
@@ -85,6 +89,7 @@ if TYPE_CHECKING:
     from medvl.data.splits import check_disjoint as check_disjoint, hash_split as hash_split
     from medvl.data.storage.cache import Cache as Cache
     from medvl.data.storage.location import RemotePath as RemotePath, locate as locate
+    from medvl.data.storage.webdataset_tars import TarFields as TarFields
     from medvl.data.tokenizer.encoded import EncodedPairs as EncodedPairs, EncodedWords as EncodedWords
     from medvl.data.tokenizer.tokenizer import (
         Tokenizer as Tokenizer,

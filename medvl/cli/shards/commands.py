@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from medvl.cli.shards import corpora, labels, masks, text, vqa
+from medvl.cli.shards import corpora, labels, masks, text, vqa, webdataset
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "mimic-cxr": corpora.mimic_cxr,
@@ -31,6 +31,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "chestxdet10": labels.chestxdet10,
     "object-cxr": labels.object_cxr,
     "text": text.text,
+    "webdataset": webdataset.webdataset,
     "table": corpora.table,
 }
 """Name after `medvl shards` -> function, in the order of the help."""

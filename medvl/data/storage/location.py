@@ -135,7 +135,11 @@ class RemotePath:
         """Return a buffered stream of the content, read in blocks."""
         if mode != "rb":
             raise ValueError(f"expected mode 'rb', got {mode!r}")
-        return io.BufferedReader(_BlockStream(self), buffer_size=store.BLOCK)
+        stream = io.BufferedReader(_BlockStream(self), buffer_size=store.BLOCK)
+        stream.peek(1)
+        if store.sends_ranges(self.url):
+            return stream
+        return io.BytesIO(b"".join(store.stream(self.url, self.stat().st_size)))
 
 
 Location = Path | RemotePath

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from medvl.data.annotations.questions import MIXED
+from medvl.data.convert.webdataset import cached_shards
 from medvl.data.loading.loader import Loader, open_loader
 from medvl.data.loading.sources import Source, region_manifest_of
 from medvl.data.loading.subset import no_text
@@ -15,6 +16,7 @@ from medvl.data.shards.regions import find_regions
 from medvl.data.shards.source import ShardSource
 from medvl.data.shards.verify import check_against
 from medvl.data.storage.location import Location
+from medvl.data.storage.webdataset_tars import is_tar_pattern
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import EvalTransform
 from medvl.data.transforms.text import WholeText
@@ -69,7 +71,8 @@ def open_source(data: str | Location, checkpoints: Sequence[Path] = ()) -> Shard
     """Open shards for evaluating checkpoints, with their regions for those that were trained with regions.
 
     Args:
-        data: folder of shards, or its address.
+        data: folder of shards, or its address; or webdataset tars (with braces, ending in .tar), which are converted to
+            shards in the folder of the cache, once.
         checkpoints: folders of the checkpoints.
 
     Raises:
@@ -82,6 +85,8 @@ def open_source(data: str | Location, checkpoints: Sequence[Path] = ()) -> Shard
     if len(detectors) > 1:
         message = "the checkpoints were trained with regions of different detectors; evaluate them separately"
         raise ConfigError(message, "mismatch", field="checkpoint")
+    if is_tar_pattern(data):
+        data = cached_shards(str(data))
     source = ShardSource(data, regions=find_regions(data, detectors.pop()) if detectors else None)
     for checkpoint in checkpoints:
         refuse_training_patients(checkpoint, source)

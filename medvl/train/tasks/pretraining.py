@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from medvl.data.shards.format import MANIFEST
 from medvl.data.shards.verify import check_against
+from medvl.data.storage.webdataset_tars import TarFields, is_tar_pattern
 from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, RandomCrop
 from medvl.data.transforms.statements import Statements, TextOrLabels
 from medvl.data.transforms.text import RandomSection, RandomSentence, SwappedSentences, TextPair, WholeText
@@ -28,7 +29,12 @@ class DataConfig(LoaderConfig):
     """Shards, text and augmentation for pretraining."""
 
     train: str
-    """Folder of shards, or its address: s3://, gs://, az://, hf:// or https://."""
+    """Folder of shards, or its address: s3://, gs://, az://, hf:// or https://. Or webdataset tars without a manifest,
+    as a path or address with braces that ends in .tar (`medvl.data.loading.webdataset_loader`)."""
+    samples: int | None = None
+    """Samples that make an epoch of webdataset tars, usually all of them; shards know theirs."""
+    fields: TarFields = dataclasses.field(default_factory=TarFields)
+    """Suffixes of image and text in webdataset tars."""
     extra_train: tuple[Path, ...] = ()
     """Further folders of shards, shuffled together with `train`: pairs, images alone or texts alone."""
     weights: tuple[float, ...] = ()
@@ -47,7 +53,8 @@ class DataConfig(LoaderConfig):
 
     def inputs(self) -> Iterator[tuple[str, Path, str]]:
         """Yield (field, folder, file that it must contain) of the folders that the run reads."""
-        yield "train", Path(self.train), MANIFEST
+        if not is_tar_pattern(self.train):
+            yield "train", Path(self.train), MANIFEST
         for path in self.extra_train:
             yield "extra_train", path, MANIFEST
         if self.valid is not None:
@@ -69,6 +76,8 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
     if model.tokenizer is None:
         raise ConfigError("the model has no tokenizer; set data.tokenizer", "missing", field="data.tokenizer")
     options: dict[str, Any] = {"tokenizer": model.tokenizer, "text": data.text}
+    if is_tar_pattern(data.train):
+        return _open_tars(data, model, micro_batch, options)
     train, valid = open_split(data)
     source: Any = train
     if data.paired_fraction < 1:
@@ -85,6 +94,42 @@ def open_data(data: DataConfig, model: Any, micro_batch: int) -> DataLoaders:
         chosen["weights"] = list(data.weights)
     described = describe(source.manifest, None if valid is None else valid.manifest, **chosen)
     loader = open_train(data, source, micro_batch, image=data.image, inputs=model.inputs, **options)
+    return DataLoaders(loader, *_valid_loaders(data, valid, model, options), described)
+
+
+def _open_tars(data: DataConfig, model: Any, micro_batch: int, options: dict[str, Any]) -> DataLoaders:
+    """Open loaders where the training data are webdataset tars. Checkpoints do not know their patients."""
+    from medvl.data.loading.webdataset_loader import open_webdataset_loader
+    from medvl.data.shards.source import ShardSource
+
+    unsupported = {
+        "extra_train": data.extra_train,
+        "weights": data.weights,
+        "paired_fraction": data.paired_fraction < 1,
+        "regions": data.regions,
+    }
+    for name in (name for name, is_set in unsupported.items() if is_set):
+        message = f"data.{name} needs folders of shards; convert the tars with `medvl shards webdataset`"
+        raise ConfigError(message, "conflict", field=f"data.{name}")
+    if data.samples is None:
+        raise ConfigError("set data.samples to the number of samples in the tars", "missing", field="data.samples")
+    loader = open_webdataset_loader(
+        [data.train],
+        samples=data.samples,
+        batch=micro_batch,
+        fields=data.fields,
+        image=data.image,
+        inputs=model.inputs,
+        workers=data.workers,
+        seed=data.seed,
+        max_skipped=data.max_skipped,
+        **options,
+    )
+    valid = None if data.valid is None else ShardSource(data.valid)
+    entry = {"corpus": "webdataset", "split": "train", "samples": data.samples, "fingerprint": loader.fingerprint}
+    described: dict[str, Any] = {"data": {"train": entry}}
+    if valid is not None:
+        described["data"]["valid"] = describe(valid.manifest, None)["data"]["train"]
     return DataLoaders(loader, *_valid_loaders(data, valid, model, options), described)
 
 

@@ -1,0 +1,49 @@
+"""Webdataset tars without a manifest as shards: the conversion, and its use by evaluations."""
+
+import hashlib
+import json
+import logging
+import shutil
+from pathlib import Path
+
+from medvl.common.folders import RunLock
+from medvl.data.convert.options import ShardOptions, ShardRun
+from medvl.data.convert.pipeline import write_shards
+from medvl.data.convert.private_folder import PrivateFolder
+from medvl.data.corpora import webdataset_tars as corpus
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.shards.format import MANIFEST
+from medvl.data.storage.cache import Cache
+from medvl.data.storage.webdataset_tars import TarFields, check_tars, describe_tars, expand_tars
+from medvl.errors import ConfigError
+
+_SPLIT = "test"
+
+_log = logging.getLogger(__name__)
+
+
+def cached_shards(pattern: str, fields: TarFields | None = None) -> Path:
+    """Return a folder of shards with the samples of webdataset tars; it is made on first use, and kept in the cache.
+
+    Every sample counts as a patient of its own, so that nothing can be said about patients or articles that a model was
+    trained on, which is logged. The folder is found again by the names and sizes of the tars.
+
+    Raises ConfigError, ShardError, StorageError and CorpusError as `medvl.data.corpora.webdataset_tars.plan`.
+    """
+    tars, fields = expand_tars([pattern]), fields or TarFields()
+    check_tars(tars)
+    sizes = [(str(tar), tar.stat().st_size) for tar in tars]
+    identity = hashlib.sha256(json.dumps([sizes, fields.image, fields.text]).encode()).hexdigest()
+    out = Cache.from_environment().folder / "webdataset" / identity[:32]
+    _log.warning(
+        "%s: tars without a manifest; patients or articles that the model was trained on are not noticed",
+        describe_tars(tars),
+    )
+    with RunLock(out.with_name(f"{out.name}-lock"), error=ConfigError, field="data"):
+        if not (out / _SPLIT / MANIFEST).is_file():
+            deid = Deidentifier(hashlib.sha256(b"webdataset tars").digest())
+            unpacked = PrivateFolder(out).path / "images"
+            plan = corpus.plan([pattern], deid, unpacked, fields=fields, fractions={_SPLIT: 1.0})
+            write_shards(plan, deid, ShardRun(out=out, max_skipped=0.05), ShardOptions(color=True, keep_textless=True))
+            shutil.rmtree(PrivateFolder(out).path)
+    return out / _SPLIT

@@ -1,0 +1,117 @@
+"""Tars that other projects wrote for webdataset (PMC-OA, BIOMEDICA, open_clip's), as a corpus.
+
+Their images are unpacked under hashed names first, because the conversion reads files. A sample's key is the hash of
+corpus, tar and key, as the tars of one data set often number their samples alike.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from medvl.common.files import write_atomic
+from medvl.common.untrusted import InputFolders
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.splits import DEFAULT_FRACTIONS, check_fractions, check_name, hash_split
+from medvl.data.storage.location import Location
+from medvl.data.storage.webdataset_tars import TarFields, describe_tars, expand_tars, member_value, read_tar
+from medvl.errors import CorpusError
+from medvl.schema import Sample
+
+SECTION = "caption"
+"""Section of the texts."""
+
+
+def plan(
+    tars: Sequence[str | Path],
+    deid: Deidentifier,
+    unpacked: Path,
+    *,
+    name: str = "webdataset",
+    fields: TarFields | None = None,
+    group: str | None = None,
+    fractions: Mapping[str, float] = DEFAULT_FRACTIONS,
+) -> Plan:
+    """Read tars through webdataset, unpack their images and plan their samples.
+
+    Args:
+        tars: paths or addresses, with webdataset's braces.
+        deid: hasher of keys and groups.
+        unpacked: folder that the images are unpacked into; images that are there are kept.
+        name: name of the corpus.
+        fields: suffixes of image and text.
+        group: member or field that names the patient or article of a sample, such as `json:pmcid`: splits are disjoint
+            by it, and shared ones are found in other shards. None: each sample is a group of its own.
+        fractions: fractions of the splits.
+
+    Raises:
+        ConfigError: a pattern, the name or the fractions cannot be used.
+        ShardError: a tar is missing or damaged.
+        StorageError: a remote store cannot be reached.
+        CorpusError: there is no sample.
+    """
+    check_name(name, "name")
+    check_fractions(fractions)
+    found = expand_tars(tars)
+    unpacked.mkdir(parents=True, exist_ok=True, mode=0o700)
+    reader = _Reader(deid, unpacked, name, fields or TarFields(), group, fractions)
+    records = Records(map(Record, itertools.chain.from_iterable(map(reader.samples, found))))
+    if not records:
+        detail = ", ".join(f"{count} {reason}" for reason, count in sorted(reader.excluded.items())) or "none read"
+        message = f"{describe_tars(found)}: no sample is left ({detail}); check the suffixes of image and text"
+        raise CorpusError(message, "empty")
+    return Plan(name, records, (), reader.excluded, reader.warnings, InputFolders.of(unpacked))
+
+
+class _Reader:
+    def __init__(
+        self,
+        deid: Deidentifier,
+        unpacked: Path,
+        name: str,
+        fields: TarFields,
+        group: str | None,
+        fractions: Mapping[str, float],
+    ) -> None:
+        self.deid, self.unpacked, self.name, self.fields, self.group = deid, unpacked, name, fields, group
+        self.fractions = fractions
+        self.excluded, self.warnings = Counter[str](), Counter[str]()
+
+    def samples(self, tar: Location) -> Iterator[Sample]:
+        """Yield the samples of a tar, with their images unpacked."""
+        for members in read_tar(tar, self.fields.suffixes(self.group)):
+            sample = self._sample(tar.name, members)
+            if sample is not None:
+                yield sample
+
+    def _sample(self, tar: str, members: Mapping[str, Any]) -> Sample | None:
+        identity = f"{self.name} {tar} {members['__key__']}"
+        try:
+            text = self.fields.text_of(members)
+            group = None if self.group is None else member_value(members, self.group)
+        except ValueError:
+            self.excluded["text_unreadable"] += 1
+            return None
+        image = self.fields.image_of(members)
+        if image is None:
+            self.excluded["no_image"] += 1
+            return None
+        if self.group is not None and group is None:
+            self.warnings["no_group"] += 1
+        key = self.deid.image(identity)
+        path = self.unpacked / key
+        if not path.is_file() or path.stat().st_size != len(image):
+            write_atomic(path, image)
+        patient = self.deid.patient(identity if group is None else f"{self.name} {group}")
+        return Sample(
+            key=key,
+            corpus=self.name,
+            split=hash_split(patient, self.fractions),
+            patient=patient,
+            study=self.deid.study(patient, identity),
+            image=path,
+            sections={SECTION: text} if text else {},
+        )
