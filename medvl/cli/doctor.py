@@ -1,4 +1,4 @@
-"""`medvl doctor`: training speed of a recipe on this machine, its bottleneck, and checks of several nodes."""
+"""`medvl doctor`: training speed of a recipe on this machine; checks of several nodes, and of remote shards."""
 
 import argparse
 import dataclasses
@@ -13,18 +13,22 @@ from types import ModuleType
 from typing import Any
 
 from medvl.cli.recipes import find_recipe
+from medvl.data.storage.location import is_address
+from medvl.data.storage.webdataset_tars import is_tar_pattern
 from medvl.errors import ConfigError, TrainingError
 from medvl.train.recipe_cli import choose
 
 
 def doctor(arguments: Sequence[str]) -> str:
-    """Measure the training speed of a recipe and find its bottleneck, or check several nodes.
+    """Measure the training speed of a recipe and find its bottleneck, or check several nodes or remote shards.
 
     Raises ConfigError if the file is no recipe, and the errors of its data and model; `nodes` raises TrainingError if a
     check fails.
     """
     if arguments[:1] == ["nodes"]:
         return _nodes(arguments[1:])
+    if arguments[:1] == ["shards"]:
+        return _shards(arguments[1:])
     options, recipe_arguments = _parser(add_help=arguments[:1] in (["-h"], ["--help"])).parse_known_args(arguments)
     recipe, settings = load_recipe(find_recipe(options.recipe), recipe_arguments)
     run = recipe.prepare(settings)
@@ -37,7 +41,12 @@ def doctor(arguments: Sequence[str]) -> str:
         measured = {**dataclasses.asdict(examination), "mfu": examination.mfu}
         diagnosis = {"limit": limit(examination), "advice": advice(examination, settings)}
         options.json.write_text(json.dumps(measured | diagnosis, indent=1) + "\n")
-    return describe(examination, settings)
+    described = describe(examination, settings)
+    if is_address(settings.data.train) and not is_tar_pattern(settings.data.train):
+        from medvl.train.doctor.remote_shards import check_remote_shards, describe_remote_shards
+
+        described = f"{described}\n{describe_remote_shards(check_remote_shards(settings.data.train))}"
+    return described
 
 
 def load_recipe(path: Path, arguments: Sequence[str]) -> tuple[ModuleType, Any]:
@@ -55,6 +64,25 @@ def load_recipe(path: Path, arguments: Sequence[str]) -> tuple[ModuleType, Any]:
     if not (hasattr(module, "PRESETS") and hasattr(module, "prepare")):
         raise ConfigError(f"{path} is no recipe: it does not define PRESETS and prepare", "malformed", field="recipe")
     return module, choose(module.PRESETS, list(arguments), description=module.__doc__)
+
+
+def _shards(arguments: Sequence[str]) -> str:
+    """Check remote shards from this machine. Returns the report."""
+    parser = argparse.ArgumentParser(
+        prog="medvl doctor shards",
+        usage="medvl doctor shards ADDRESS [--json FILE]",
+        description="Check remote shards: access, latency, throughput, and the local cache.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("address", help="folder of shards in a store: s3://, gs://, az://, hf:// or https://")
+    parser.add_argument("--json", type=Path, help="output file of the measurements")
+    options = parser.parse_args(arguments)
+    from medvl.train.doctor.remote_shards import check_remote_shards, describe_remote_shards
+
+    found = check_remote_shards(options.address)
+    if options.json is not None:
+        options.json.write_text(json.dumps(dataclasses.asdict(found), indent=1) + "\n")
+    return describe_remote_shards(found)
 
 
 def _nodes(arguments: Sequence[str]) -> str:
@@ -90,7 +118,8 @@ def _parser(add_help: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="medvl doctor",
         usage="medvl doctor [--seconds S] [--json FILE] RECIPE [PRESET] [settings of the recipe ...]\n"
-        "       torchrun --nnodes N ... -m medvl doctor nodes [--storage DIR]",
+        "       torchrun --nnodes N ... -m medvl doctor nodes [--storage DIR]\n"
+        "       medvl doctor shards ADDRESS [--json FILE]",
         description="Measure a recipe and find its bottleneck. RECIPE --help lists its settings.",
         add_help=add_help,  # --help after the recipe is that of the recipe
         allow_abbrev=False,

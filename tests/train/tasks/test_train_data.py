@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 from helpers.errors import raises
+from helpers.object_store import Bucket
 from helpers.shard_plans import make_plan
 
 import medvl
+from medvl.cli.main import main
 from medvl.data.convert.options import ShardOptions, ShardRun
 from medvl.data.convert.pipeline import write_shards
 from medvl.data.corpora.common.tables import Record
 from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.storage.webdataset_tars import TarFields
 from medvl.data.tokenizer.tokenizer import train_wordpiece
 from medvl.data.transforms.image import ConVIRTAugmentation
 from medvl.data.transforms.text import RandomSentence
@@ -124,3 +127,33 @@ def test_described_holds_the_training_patients(shards: Path, model: Any) -> None
     assert opened.described["data"]["valid"]["patients"] == 3
     without = open_data(config(shards, valid=None), model, micro_batch=4)
     assert (without.valid, without.valid_images) == (None, None)
+
+
+def test_shards_in_a_store_are_those_of_the_folder(shards: Path, model: Any, bucket: Bucket, tmp_path: Path) -> None:
+    address = bucket.upload(shards, "lab")
+    data = config(shards, train=f"{address}/train", valid=Path(f"{address}/validate"))
+    data.check("make it")
+    remote, local = open_data(data, model, micro_batch=4), open_data(config(shards), model, micro_batch=4)
+    assert remote.described == local.described
+    for part in ("train", "valid", "valid_images"):
+        assert [batch.keys for batch in getattr(remote, part)] == [batch.keys for batch in getattr(local, part)]
+    with raises(ConfigError, "not_found", "data.train", names=f"{address}/nowhere"):
+        config(shards, train=f"{address}/nowhere").check("make it")
+    main(["vocab", f"{address}/train", str(tmp_path / "vocab"), "--size", "60"])
+    assert (tmp_path / "vocab/tokenizer.json").is_file()
+
+
+def test_webdataset_tars_need_the_number_of_their_samples(shards: Path, model: Any) -> None:
+    """Shards are webdataset tars as well, with their text in the JSON."""
+    pattern = str(shards / "train/lab-train-{000000..000003}.tar")
+    fields = TarFields(text="json:key")
+    with raises(ConfigError, "missing", "data.samples"):
+        open_data(config(shards, train=pattern), model, micro_batch=4)
+    with raises(ConfigError, "conflict", "data.weights"):
+        open_data(config(shards, train=pattern, weights=(1.0,), samples=16), model, micro_batch=4)
+    data = config(shards, train=pattern, samples=16, fields=fields)
+    data.check("make it")
+    opened = open_data(data, model, micro_batch=4)
+    assert [len(batch) for batch in opened.train] == [4] * 4
+    assert "train_manifest" not in opened.described
+    assert opened.described["data"]["valid"]["patients"] == 3
