@@ -292,10 +292,9 @@ def open_loader(
         image, text: image transform, and text policy, which selects the text of a sample.
         tokenizer: runs in the workers; `medvl.data.no_text` for models without a text encoder.
         train: shuffle and drop the incomplete last batch; otherwise yield every sample once, in order.
-        seed: seed of the order and of the augmentation.
+        seed, color: seed of the order and of the augmentation; three image channels instead of one.
         rank, world: by default those of the process group, or of torchrun. In evaluation 0 and 1 read all batches.
         workers: number of prefetching processes; 0 reads in this process.
-        color: three image channels instead of one.
         max_skipped: budget of unreadable samples: below 1 a fraction of the source, else a number.
         together: in training, up to this many samples of one image follow one another and share the augmented image.
         timeout: seconds without a batch after which a worker is considered hung.
