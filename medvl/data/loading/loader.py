@@ -301,8 +301,7 @@ def open_loader(
         inputs: optional parts of the batches, `System.inputs`; None: no optional parts. With `regions`, pixels are not
             decoded: `image` is not applied, and `Batch.image_BCHW` has no pixels. With `other_view`, a row is a study.
         targets: makes training targets in the workers, for example `DenseTargets`.
-        keep_imageless: keep samples without an image (`Batch.has_image_B`) instead of leaving them out and counting
-            them as `no_image`. None: keep them in training only.
+        keep_imageless: keep samples without an image, else count them as `no_image`. None: keep them in training only.
 
     Raises:
         ConfigError: the batch is not divisible by the ranks, or larger than the data; the source lacks an input;
