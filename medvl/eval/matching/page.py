@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from medvl.eval.html.header import header_facts, headline
-from medvl.eval.html.page import Page, Picture, Pictures, Pixels, Section, Strip, thumbnail_uri, write_page
+from medvl.eval.html.page import Card, Cards, Choice, Deck, Page, Picture, Pixels, Section, thumbnail_uri, write_page
 from medvl.eval.html.tables import Table, metric_cell
 from medvl.eval.matching.evaluate import MIRROR, OTHER, OWN, MatchingResult
 
@@ -51,7 +51,7 @@ def write_matching_page(
         )
     ]
     if pixels is not None:
-        sections.append(_gallery(result, pixels, examples))
+        sections.append(_mistakes(result, pixels, examples))
     page = Page(
         title=f"Image-text matching: {model}",
         subtitle=f"{data}: {results.details['images']:,} images, "
@@ -64,20 +64,29 @@ def write_matching_page(
     return write_page(page, path)
 
 
-def _gallery(result: MatchingResult, pixels: Pixels, examples: int) -> Pictures:
-    strips = []
+def _mistakes(result: MatchingResult, pixels: Pixels, examples: int) -> Cards:
+    decks = []
     for title, column in (("Another text scored higher", OTHER), ("The mirror scored higher", MIRROR)):
         wrong = np.flatnonzero(result.scores_N3[:, column] > result.scores_N3[:, OWN])
         shown = wrong[np.linspace(0, len(wrong) - 1, min(examples, len(wrong))).astype(int)] if len(wrong) else wrong
         if len(shown):
-            strips.append(Strip(title=title, pictures=[_picture(result, int(row), column, pixels) for row in shown]))
-    caption = "Own text first, then the text that scored higher; evenly spaced in the order of the data."
-    return Pictures(title="Mistakes", kind="thumbnails", strips=strips, caption=caption)
+            cards = [_card(result, int(row), column, pixels) for row in shown]
+            decks.append(Deck(title=f"{title}: {len(wrong):,} images", cards=cards, good=False))
+    caption = "The text that scored higher, then the image's own (✓); evenly spaced in the order of the data."
+    return Cards(title="Mistakes", decks=decks, caption=caption)
 
 
-def _picture(result: MatchingResult, row: int, column: int, pixels: Pixels) -> Picture:
-    own, preferred = (result.text(row, columns) for columns in (OWN, column))
-    scores_3 = result.scores_N3[row]
+def _card(result: MatchingResult, row: int, column: int, pixels: Pixels) -> Card:
+    scores_3, full = result.scores_N3[row], float(max(1.0, np.nanmax(np.abs(result.scores_N3))))
+    margin = f"{scores_3[column] - scores_3[OWN]:.2f}"
     alternative = f"image whose own text scores {scores_3[OWN]:.2f} and the other text {scores_3[column]:.2f}"
-    lines = (f"own, {scores_3[OWN]:.2f}: {own}", f"preferred, {scores_3[column]:.2f}: {preferred}")
-    return Picture(source=thumbnail_uri(pixels(result.positions[row])), alternative=alternative, lines=lines)
+    return Card(
+        title=f"Preferred by {margin}",
+        pictures=[Picture(source=thumbnail_uri(pixels(result.positions[row]), 256), alternative=alternative)],
+        choices=[
+            Choice(text=result.text(row, place), score=float(scores_3[place]), right=place == OWN, full=full)
+            for place in (column, OWN)
+        ],
+        lines=[],
+        tags=[],
+    )

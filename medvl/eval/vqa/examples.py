@@ -119,7 +119,7 @@ def _pictures(question: Question, pixels: Pixels | None, explanation: Explanatio
         _log.warning("the image of question %s is not shown: it could not be read", question.id)
         return []
     about = f"question {question.id} ({question.kind or 'no type'})"
-    pictures = [Picture(source=thumbnail_uri(image, _SIZE), alternative=f"the image of {about}")]
+    pictures = [Picture(source=thumbnail_uri(image, _SIZE), alternative=f"the image of {about}", lines=("Image",))]
     if explanation is not None:
         box = explanation.transform.box(*image.shape[:2])
         for name, map_hw in explanation.maps:

@@ -144,6 +144,7 @@ def _accuracy_table(result: VQAResult) -> Table:
         columns=["", *(f"{target.capitalize()} ({n:,})" for target, n in zip(TYPES, counts, strict=True))],
         rows=lines,
         strong_rows=int(MODEL in result.systems),
+        one_axis=True,
         caption="With 95% intervals, over all questions; a question without an answer is wrong. Only the model uses "
         f"the image. The tick in a bar is the {_NAMES[QUESTION_ONLY].lower()}.",
     )
