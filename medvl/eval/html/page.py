@@ -225,7 +225,8 @@ def _height(section: Section) -> float:
         bars = any(axis is not None for axis in section.axes())
         return 190 + (62 if bars else 50) * len(section.rows)
     if isinstance(section, Cards):
-        return 120 + sum(50 + 330 * ((len(deck.cards) + 1) // 2) for deck in section.decks)
+        longest = max((len(card.choices) for deck in section.decks for card in deck.cards), default=0)
+        return 120 + sum(50 + (230 + 80 * longest) * ((len(deck.cards) + 1) // 2) for deck in section.decks)
     if section.kind == "thumbnails":
         return 120 + 95 * len(section.strips)
     if section.kind == "grid":

@@ -27,6 +27,8 @@ class Plot:
     """Name of the files without an ending, unique on the page."""
     svg: bytes
     pdf: bytes
+    color_coded: bool = False
+    """Colors are values, so that dark pages show the plot unchanged, on white."""
 
 
 def _canvas(inches: tuple[float, float] = _INCHES) -> tuple["Figure", "Axes"]:
@@ -42,7 +44,7 @@ def _canvas(inches: tuple[float, float] = _INCHES) -> tuple["Figure", "Axes"]:
     return figure, axes
 
 
-def _finish(name: str, figure: "Figure", axes: "Axes", x: str, y: str) -> Plot:
+def _finish(name: str, figure: "Figure", axes: "Axes", x: str, y: str, *, color_coded: bool = False) -> Plot:
     import matplotlib
 
     axes.set_xlabel(x, fontsize=8, color="#334155")
@@ -55,7 +57,7 @@ def _finish(name: str, figure: "Figure", axes: "Axes", x: str, y: str) -> Plot:
             buffer = io.BytesIO()
             figure.savefig(buffer, format=kind, metadata={dated: None}, transparent=True)
             files.append(buffer.getvalue())
-    return Plot(name, *files)
+    return Plot(name, *files, color_coded=color_coded)
 
 
 def _unit_square(axes: "Axes") -> None:
@@ -186,7 +188,7 @@ def matrix_plot(name: str, values_KK: Array, x_label: str, y_label: str) -> Plot
     for edge in scale.ax.spines.values():
         edge.set_visible(False)
     scale.ax.tick_params(labelsize=7, colors="#475569", length=2)
-    return _finish(name, figure, axes, x_label, y_label)
+    return _finish(name, figure, axes, x_label, y_label, color_coded=True)
 
 
 def points_plot(name: str, points: Mapping[str, Array], colors: Mapping[str, str], axis_names: Sequence[str]) -> Plot:
