@@ -87,6 +87,19 @@ class PhraseSegmenter:
         return (map_HW - low) / (high - low).clamp(min=1e-12)
 
 
+def _choose_labels(loader: Loader, labels: Sequence[str]) -> tuple[str, ...]:
+    """Return the labels, by default all with a mask. Raises EvaluationError where no sample has a mask of one."""
+    known = annotated_labels([loader.source.sample(position) for position in range(len(loader.source))], "masks")
+    chosen = tuple(labels) or known
+    missing = [name for name in chosen if name not in known]
+    if missing or not chosen:
+        message = (
+            f"no sample has a mask of {', '.join(missing) or 'any finding'}; there are {', '.join(known) or 'none'}"
+        )
+        raise EvaluationError(message, "unknown_name" if known else "empty", field="labels")
+    return chosen
+
+
 def zero_shot_masks(
     model: DualEncoder,
     loader: Loader,
@@ -121,14 +134,7 @@ def zero_shot_masks(
     if scale not in get_args(Scale):
         message = f"expected scale to be one of {', '.join(get_args(Scale))}, got {scale!r}"
         raise EvaluationError(message, "unknown_name", field="scale")
-    known = annotated_labels([loader.source.sample(position) for position in range(len(loader.source))], "masks")
-    chosen = tuple(labels) or known
-    missing = [name for name in chosen if name not in known]
-    if missing or not chosen:
-        message = (
-            f"no sample has a mask of {', '.join(missing) or 'any finding'}; there are {', '.join(known) or 'none'}"
-        )
-        raise EvaluationError(message, "unknown_name" if known else "empty", field="labels")
+    chosen = _choose_labels(loader, labels)
     asked = tuple((phrases or {}).get(name, statement(name)) for name in chosen)
     kind = choose_maps(model, maps)
     segmenter = PhraseSegmenter(
