@@ -1,30 +1,40 @@
-"""Benchmark of a text encoder's training step on reports of different lengths: padded and packed.
+"""Benchmark of a text encoder's training step on texts of different lengths: padded and packed.
 
     python scripts/benchmark_text.py                                          # a small BERT on the CPU
     python scripts/benchmark_text.py --device cuda --size base --batch 256    # in bf16, also with compiled layers
+    python scripts/benchmark_text.py --pretraining                            # masked words, beside a plain loop
 
 Forward and backward. Lengths follow a normal distribution of 70 +- 30 tokens, clipped to 8 to 128, and are padded to
 the longest text of a batch. Attention dropout is 0, so that a GPU can use its variable-length kernel. CPU times are CPU
 seconds of this process, to reduce the influence of other load.
+
+With `--pretraining`, the complete update of a masked language model (AdamW, 15 % of the tokens) is compared with a
+plain loop on transformers' `BertForMaskedLM` with the same weights: padded batches, scores of the vocabulary at all
+positions. The forms take turns, and the median of the steps is printed, with the losses of the first step, which are
+equal.
 """
 
 import argparse
 import functools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from medvl.data import TextBatch
 from medvl.encoders import TextEncoder, create_text_encoder
+from medvl.models import MaskedText, MaskedTextConfig
 
 SIZES: dict[str, dict[str, int]] = {
     "small": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024},
+    "tiny": {"hidden_size": 192, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 768},
     "base": {},
 }
 MAX_LENGTH, MIN_LENGTH, MEAN_LENGTH, LENGTH_STD = 128, 8, 70.0, 30.0
-VOCABULARY = 28_996
+VOCABULARY, MASK_ID, RATE = 28_996, 4, 0.15
 
 
 def main() -> None:
@@ -34,6 +44,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each form")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--pretraining", action="store_true", help="masked language models, beside a plain loop")
+    parser.add_argument("--bf16", action="store_true", help="with --pretraining: 16-bit autocast on a CPU too")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="with --pretraining: number of words")
     options = parser.parse_args()
     torch.set_num_threads(1)  # threads would wait for cores that are busy
     device = torch.device(options.device)
@@ -41,6 +54,9 @@ def main() -> None:
     real = sum(int(mask_BT.sum()) for _, mask_BT in batches)
     share = real / sum(mask_BT.numel() for _, mask_BT in batches)
     print(f"{options.size}, batches of {options.batch}, {share:.0%} of the tokens real")
+    if options.pretraining:
+        compare_pretraining(options, batches, device)
+        return
     seconds: dict[str, float] = {}
     for name, packed, compiled in list_forms(device):
         encoder = make_encoder(options.size, device, packed, compiled)
@@ -49,6 +65,103 @@ def main() -> None:
         seconds[name] = measure(functools.partial(run_all, run, batches), device)
         rate, ratio = real / seconds[name], seconds["padded"] / seconds[name]
         print(f"{name:16} {rate:12,.0f} real tokens/s  {ratio:5.2f} of padded")
+
+
+def compare_pretraining(
+    options: argparse.Namespace, batches: Sequence[tuple[Tensor, Tensor]], device: torch.device
+) -> None:
+    """Time complete updates of the three forms in turns, and print their rates."""
+    known = [(5 + ids_BT % (options.vocabulary - 5), mask_BT) for ids_BT, mask_BT in batches]
+    masked = [mask_words(ids_BT, mask_BT, seed) for seed, (ids_BT, mask_BT) in enumerate(known)]
+    forms = {name: make_update(name, options, device) for name in ("plain loop", "padded", "packed")}
+    losses = {name: update(*masked[0]) for name, update in forms.items()}  # the first step is not timed
+    seconds: dict[str, list[float]] = {name: [] for name in forms}
+    for batch in masked:
+        real = int(batch[1].sum())
+        for name, update in forms.items():
+            seconds[name].append(measure(functools.partial(update, *batch), device) / real)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    for name, median in medians.items():
+        ratio = medians["plain loop"] / median
+        print(f"{name:16} {1 / median:12,.0f} real tokens/s  {ratio:5.2f} of plain loop  first loss {losses[name]:.4f}")
+    print(f"packing alone: {medians['padded'] / medians['packed']:.2f} of padded")
+
+
+def mask_words(ids_BT: Tensor, mask_BT: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, mask and a random order of masking for 15 % of the tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    order_BT = torch.rand(ids_BT.shape, generator=generator).to(ids_BT.device)
+    return ids_BT, mask_BT, order_BT.masked_fill(~mask_BT, torch.inf)
+
+
+def make_update(
+    name: str, options: argparse.Namespace, device: torch.device
+) -> Callable[[Tensor, Tensor, Tensor], float]:
+    """Return a function that makes one update on masked texts and returns the loss."""
+    half = options.bf16 or device.type == "cuda"
+    model = make_language_model(options.size, options.vocabulary, packed=name == "packed").to(device).train()
+    net: nn.Module = plain_model(model).to(device).train() if name == "plain loop" else model
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=device.type == "cuda" or None)
+
+    def update(ids_BT: Tensor, mask_BT: Tensor, order_BT: Tensor) -> float:
+        replaced_BT = torch.full_like(ids_BT, MASK_ID)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=half):
+            if name == "plain loop":
+                chosen_BT = order_BT < RATE
+                ids = torch.where(chosen_BT, replaced_BT, ids_BT)
+                labels_BT = ids_BT.masked_fill(~chosen_BT, -100)
+                loss = net(input_ids=ids, attention_mask=mask_BT.long(), labels=labels_BT).loss
+            else:
+                loss = net(text_batch(ids_BT, mask_BT, order_BT, replaced_BT)).total
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return update
+
+
+def text_batch(ids_BT: Tensor, mask_BT: Tensor, order_BT: Tensor, masked_BT: Tensor) -> TextBatch:
+    """Return a batch as the loader makes it."""
+    rows = len(ids_BT)
+    return TextBatch(
+        keys=[str(row) for row in range(rows)],
+        image_BCHW=ids_BT.new_zeros(rows, 1, 0, 0),
+        ids_BT=ids_BT,
+        mask_BT=mask_BT,
+        labels_BL=ids_BT.new_zeros(rows, 0),
+        texts=[""] * rows,
+        types_BT=torch.zeros_like(ids_BT),
+        order_BT=order_BT,
+        masked_BT=masked_BT,
+        pair_B=ids_BT.new_full((rows,), -100),
+    )
+
+
+def make_language_model(size: str, vocabulary: int, packed: bool) -> MaskedText:
+    """Return medvl's model with the same random weights in each call, without dropout."""
+    torch.manual_seed(0)
+    dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    arguments = {**SIZES[size], **dropout}
+    config = MaskedTextConfig(text_encoder="bert", text_arguments=arguments, vocab_size=vocabulary, pairs="none")
+    model = MaskedText.build(config, pretrained=False, tokenizer=None)
+    model.text_encoder.pack(packed)
+    return model
+
+
+def plain_model(model: MaskedText) -> nn.Module:
+    """Return transformers' model with the same weights."""
+    import transformers
+
+    backbone: Any = model.text_encoder.backbone
+    net: Any = transformers.BertForMaskedLM(backbone.config)
+    net.bert.load_state_dict(backbone.state_dict())
+    head = net.cls.predictions
+    head.transform.dense.load_state_dict(model.word_head.dense.state_dict())
+    head.transform.LayerNorm.load_state_dict(model.word_head.norm.state_dict())
+    net.tie_weights()
+    plain: nn.Module = net
+    return plain
 
 
 def run_all(run: Callable[[Tensor, Tensor], None], batches: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -104,7 +217,7 @@ def make_step(encoder: TextEncoder, device: torch.device) -> Callable[[Tensor, T
     return run
 
 
-def measure(work: Callable[[], None], device: torch.device) -> float:
+def measure(work: Callable[[], object], device: torch.device) -> float:
     """Return wall-clock seconds on a GPU, CPU seconds of this process on a CPU."""
     if device.type == "cpu":
         started = time.process_time()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from medvl.common.seeding import preserve_generators
-from medvl.data.loading.loader import Loader
+from medvl.data.loading.loader import Loader, SampleDataset
 from medvl.data.loading.profile import Stages, time_stages
 from medvl.errors import ConfigError
 from medvl.schema import Batch
@@ -147,9 +147,13 @@ def _measure(training: Training, run: Run, workers: int, seconds: float) -> Exam
         first_batch_seconds=first_batch,
         checkpoint_seconds=seconds_of(lambda: training.save(must=True), device),
         memory_gb=torch.cuda.get_device_properties(device).total_memory / 1e9 if on_gpu else None,
-        stages=time_stages(loader, min(config.micro_batch, 64)) if isinstance(loader, Loader) else None,
+        stages=time_stages(loader, min(config.micro_batch, 64)) if _reads_images(loader) else None,
         **step,
     )
+
+
+def _reads_images(loader: object) -> bool:
+    return isinstance(loader, Loader) and isinstance(loader.samples, SampleDataset)
 
 
 def _measure_step(training: Training, updates: Sequence[list[Batch]], seconds: float) -> dict[str, float]:
