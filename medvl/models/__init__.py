@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from medvl.models.dual_encoders.convirt import ConVIRT as ConVIRT, ConVIRTConfig as ConVIRTConfig
     from medvl.models.dual_encoders.cxrclip import CXRCLIP as CXRCLIP, CXRCLIPConfig as CXRCLIPConfig
     from medvl.models.dual_encoders.gloria import GLoRIA as GLoRIA, GLoRIAConfig as GLoRIAConfig
+    from medvl.models.dual_encoders.kad import KAD as KAD, KADConfig as KADConfig
     from medvl.models.dual_encoders.lovt import (
         LocalAnalysis as LocalAnalysis,
         LocalAnalysisConfig as LocalAnalysisConfig,

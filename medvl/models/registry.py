@@ -45,6 +45,7 @@ _MODULES = {
     "dual_stream": "medvl.models.fusion_encoders.streams",
     "fused_classifier": "medvl.models.downstream.fused_classifier",
     "gloria": "medvl.models.dual_encoders.gloria",
+    "kad": "medvl.models.dual_encoders.kad",
     "local_analysis": "medvl.models.dual_encoders.lovt",
     "lovt": "medvl.models.dual_encoders.lovt",
     "lvit": "medvl.models.downstream.lvit",

@@ -16,6 +16,8 @@ SYSTEMS = {
     *("albert_mlm", "albert_mlm_sop", "bert_mlm", "bert_mlm_nsp"),
     *("biomedclip", "biovil", "biovil_t", "chexzero", "convirt_lovt", "convirt_pytorch", "convirt_vilmedic", "gloria"),
     *(
+        "cxrclip",
+        "kad",
         "lovt",
         "lxmert",
         "m3ae",

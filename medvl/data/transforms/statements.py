@@ -48,6 +48,8 @@ class Statements:
     model wrote. Studies are named as in the shards."""
     most: int = 16
     """Largest number of statements of a sample; of more, these many are drawn."""
+    joined: bool = False
+    """All statements as one text, in order, in place of one of them (KAD's string of entities)."""
 
     def __post_init__(self) -> None:
         if self.source not in get_args(StatementSource):
@@ -76,8 +78,8 @@ class Statements:
         return [found[place] for place in sorted(rng.choice(len(found), self.most, replace=False).tolist())]
 
     def __call__(self, sections: Mapping[str, str], rng: np.random.Generator) -> str:
-        found = [text for text in sections["statements"].split("\n\n") if text]
-        return found[int(rng.integers(len(found)))] if found else ""
+        found = self.all_of(sections, rng) if self.joined else sections["statements"].split("\n\n")
+        return " ".join(found) if self.joined else found[int(rng.integers(len(found)))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

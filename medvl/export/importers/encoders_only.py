@@ -4,7 +4,7 @@ from medvl.encoders.presets import IMAGENET_MEAN, IMAGENET_STD
 from medvl.export.importers import backbones
 from medvl.export.importers.backbones import TEXT_PROJECTION, bert, resnet, sequential_resnet
 from medvl.export.importers.importer import Importer
-from medvl.export.importers.key_map import drop, keep, same
+from medvl.export.importers.key_map import drop, keep
 
 _HEAD = "a projection into this system's shared space, which medvl does not have"
 _SCALE = "the temperature of this system's loss"
@@ -51,31 +51,6 @@ IMPORTERS = (
             ),
         ),
         note=f"The file has no text encoder: its entities were encoded once by Bio_ClinicalBERT. {_STATISTICS}",
-    ),
-    Importer(
-        name="kad",
-        title="KAD (Zhang et al. 2023): ResNet-50 at 512 pixels and above, Med-KEBERT",
-        source="KAD's A3_CLIP/main.py",
-        image={"image_size": 512},
-        text={"name": "pubmedbert"},
-        parts=("image_encoder", "text_encoder", "model"),
-        table=(
-            *resnet("image_encoder/resnet."),
-            *(
-                same(f"image_encoder/res_features.{number}.**", f"image_encoder/resnet.{name}.**")
-                for number, name in {
-                    0: "conv1",
-                    1: "bn1",
-                    **{stage + 3: f"layer{stage}" for stage in (1, 2, 3, 4)},
-                }.items()
-            ),
-            drop("image_encoder/res_l*.*", _HEAD),
-            *bert("text_encoder/bert_model."),
-            drop("text_encoder/mlp_embed.**", _HEAD),
-            drop("*/logit_scale", _SCALE),
-            drop("model/**", "the decoder of queries, which medvl does not have"),
-        ),
-        note=f"The system's text vector goes through BERT's pooler and a head, which are left out. {_STATISTICS}",
     ),
     Importer(
         name="prior",

@@ -4,7 +4,15 @@ import difflib
 from collections.abc import Mapping, Sequence
 
 from medvl.errors import ConfigError
-from medvl.export.importers import biovil, dual_encoders, encoders_only, fusion_encoders, language, report_generators
+from medvl.export.importers import (
+    biovil,
+    dual_encoders,
+    encoders_only,
+    fusion_encoders,
+    language,
+    queries,
+    report_generators,
+)
 from medvl.export.importers.importer import Importer
 from medvl.export.importers.key_map import count_covered
 
@@ -17,6 +25,7 @@ _IMPORTERS: Mapping[str, Importer] = {
             *fusion_encoders.IMPORTERS,
             *report_generators.IMPORTERS,
             *language.IMPORTERS,
+            *queries.IMPORTERS,
             *encoders_only.IMPORTERS,
         ),
         key=lambda importer: importer.name,

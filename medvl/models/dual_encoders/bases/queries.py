@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,10 @@ class QueryEncoder(DualEncoder):
         text_head: from the text encoder's vector to a query.
         book: vectors of the entities' descriptions.
         presence: from a query's state to absent and present.
+        shared_norm: whether the decoder's last norm is applied to queries and grid as well.
     """
+
+    shared_norm: ClassVar[bool] = False
 
     def __init__(
         self, config: Any, *args: Any, book: QueryBook, decoder: QueryDecoder, presence: nn.Module, **kwargs: Any
@@ -63,8 +66,13 @@ class QueryEncoder(DualEncoder):
         super().__init__(config, *args, **kwargs)
         self.book, self.decoder, self.presence = book, decoder, presence
         self.inputs = Inputs(labels=True)
-        sentences = {name: config.descriptions.get(name, describe(name)) for name in config.entities}
-        self._named = {alias: text for name, text in sentences.items() for alias in (name, statement(name))}
+        named = zip(config.entities, self.sentences_of(config), strict=True)
+        self._named = {alias: text for name, text in named for alias in (name, statement(name))}
+
+    @classmethod
+    def sentences_of(cls, config: Any) -> list[str]:
+        """Return the sentence of each entity."""
+        return [config.descriptions.get(name, describe(name)) for name in config.entities]
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
@@ -89,18 +97,18 @@ class QueryEncoder(DualEncoder):
     def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
         """Return the modules behind the encoders, by name of the constructor's argument."""
         width = config.projection_dim
-        sentences = [config.descriptions.get(name, describe(name)) for name in config.entities]
         decoder = QueryDecoder(
             width,
             layers=config.decoder_layers,
             heads=config.decoder_heads,
             hidden=config.decoder_hidden,
             dropout=config.dropout,
+            shared_norm=cls.shared_norm,
         )
         return {
             "image_head": projection_head(image_encoder.patch_dim, width),
             "text_head": nn.Linear(text_encoder.feature_dim, width),
-            "book": QueryBook(sentences, text_encoder.feature_dim),
+            "book": QueryBook(cls.sentences_of(config), text_encoder.feature_dim),
             "decoder": decoder,
             "presence": nn.Linear(width, 2),
         }

@@ -22,10 +22,9 @@ class QueryBook(nn.Module):
     def __init__(self, sentences: Sequence[str], dim: int) -> None:
         super().__init__()
         self.sentences = tuple(sentences)
-        digest = hashlib.sha256("\n".join(self.sentences).encode()).digest()
-        self._expected = torch.tensor(list(digest), dtype=torch.uint8)
+        self._digest = hashlib.sha256("\n".join(self.sentences).encode()).digest()
         self.register_buffer("vectors_QD", torch.zeros(len(self.sentences), dim))
-        self.register_buffer("sha256", torch.zeros(len(digest), dtype=torch.uint8))
+        self.register_buffer("sha256", torch.zeros(len(self._digest), dtype=torch.uint8))
         self.vectors_QD: Tensor
         self.sha256: Tensor
         self._is_checked = False
@@ -37,11 +36,12 @@ class QueryBook(nn.Module):
         """
         if self._is_checked:
             return
+        expected = torch.tensor(list(self._digest), dtype=torch.uint8)
         if not self.sha256.any():
             with torch.no_grad():
                 self.vectors_QD.copy_(encode(self.sentences))
-            self.sha256.copy_(self._expected)
-        elif not torch.equal(self.sha256.cpu(), self._expected):
+            self.sha256.copy_(expected)
+        elif not torch.equal(self.sha256.cpu(), expected):
             message = "the saved queries are those of other sentences: load the checkpoint with its own settings"
             raise CheckpointError(message, "mismatch", field="entities")
         self._is_checked = True

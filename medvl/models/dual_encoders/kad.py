@@ -1,0 +1,98 @@
+"""KAD: queries of entity names, and images against reports (Zhang et al., Nature Communications 2023)."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl import losses
+from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.losses.gather import gather
+from medvl.losses.pairs.positives import text_ids
+from medvl.models.base import complete_rows
+from medvl.models.config_checks import check_choice, check_within
+from medvl.models.dual_encoders.bases.queries import QueryConfig, QueryEncoder
+from medvl.models.registry import register_system
+from medvl.schema import Batch, Embeddings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KADConfig(QueryConfig):
+    """Settings of the paper and the released code, with the label columns as entities in place of 40 from RadGraph.
+
+    The published text encoder is Med-KEBERT, a PubMedBERT trained on concepts of UMLS and their definitions;
+    `text_weights` takes such a file, and `medvl import kad` has it. Without it PubMedBERT is a start.
+    """
+
+    text_encoder: str = "pubmedbert"
+    image_size: int = 512
+    projection_dim: int = 768
+    unmentioned: Literal["absent", "ignored"] = "absent"
+    """Entities that a report does not mention: absent, as published, or without a loss."""
+    temperature: float = 0.07
+    """Initial temperature of the contrast; the logarithm of its inverse is learned. The released code makes a new scale
+    in each step, of 2.66 and not 14.3, and compares vectors of any length on one GPU alone."""
+    contrast_weight: float = 1.0
+    report_weight: float = 1.0
+    """Weight of the entities asked of the report in place of the image."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "unmentioned", ("absent", "ignored"))
+        check_within(self, "(0, inf)", "temperature")
+        check_within(self, "[0, inf)", "contrast_weight", "report_weight")
+
+
+@register_system("kad")
+class KAD(QueryEncoder):
+    """Cross-entropy of each entity's presence in image and report, and InfoNCE of both (knowledge-enhanced stage)."""
+
+    Config = KADConfig
+    shared_norm = True
+
+    def __init__(self, config: KADConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.logit_scale = nn.Parameter(torch.tensor(-math.log(config.temperature)))
+
+    @classmethod
+    def sentences_of(cls, config: Any) -> list[str]:
+        """See the base class: names."""
+        return [config.descriptions.get(name, name.lower()) for name in config.entities]
+
+    @classmethod
+    def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
+        """See the base class. `text_head` is BERT's pooler and the published head behind it."""
+        width, middle = config.projection_dim, text_encoder.feature_dim
+        layers = nn.Linear(middle, middle), nn.Tanh(), nn.Linear(middle, middle), nn.GELU(), nn.Linear(middle, width)
+        return {**super().make_heads(config, image_encoder, text_encoder), "text_head": nn.Sequential(*layers)}
+
+    def more_terms(
+        self, batch: Batch, images: Embeddings, states_BQD: Tensor, labels_BL: Tensor
+    ) -> Mapping[str, tuple[Tensor, float]]:
+        """See the base class. Samples without an image or a text are left out."""
+        report_BD = self.text_head(self.unnormalized_text(batch.ids_BT, batch.mask_BT))
+        complete_K = complete_rows(batch)
+        image_NE, report_NE = (gather(x[complete_K]) for x in (images.global_NE, F.normalize(report_BD.float(), dim=1)))
+        group_N = gather(text_ids(batch.ids_BT, batch.mask_BT)[complete_K])
+        scale = self.logit_scale.exp()
+        contrast = (images.global_NE.sum() + report_BD.sum() + scale) * 0
+        if len(image_NE):
+            contrast = losses.clip(image_NE, report_NE, scale, groups=(group_N,))
+        vectors_QD = self.text_head(self.book.vectors_QD)
+        asked_BQD = self.decoder(vectors_QD.expand(len(report_BD), -1, -1), report_BD[:, None])
+        has_text_B1 = batch.mask_BT.any(dim=1) if batch.has_text_B is None else batch.has_text_B
+        of_report = self.presence_loss(asked_BQD, labels_BL.masked_fill(~has_text_B1[:, None], torch.nan))
+        return {
+            "contrast": (contrast, self.config.contrast_weight),
+            "report": (of_report, self.config.report_weight),
+        }
+
+    def presence_loss(self, states_BQD: Tensor, labels_BL: Tensor) -> Tensor:
+        """See the base class. Rows without any label are left out also where unmentioned entities are absent."""
+        if self.config.unmentioned == "absent":
+            labels_BL = labels_BL.masked_fill(labels_BL.isnan() & ~labels_BL.isnan().all(dim=1, keepdim=True), 0.0)
+        return super().presence_loss(states_BQD, labels_BL)
