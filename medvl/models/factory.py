@@ -67,14 +67,7 @@ def create_model(
     new_words = getattr(config, "new_vocabulary", False)
     if new_words and tokenizer is None:
         raise ConfigError("new_vocabulary needs its tokenizer; give one", "missing", field="tokenizer")
-    if tokenizer is None and folder is not None and has_tokenizer(folder):
-        tokenizer = folder
-    if tokenizer is None and pretrained:
-        tokenizer = preset_tokenizer(getattr(config, "text_encoder", ""), config.max_tokens)
-    if isinstance(tokenizer, str | Path):
-        family, _, model = getattr(config, "text_encoder", "").partition(":")
-        canonical = family == "open_clip" and uses_canonical_text(model)
-        tokenizer = load_tokenizer(tokenizer, max_tokens=config.max_tokens, cleaning="canonical" if canonical else None)
+    tokenizer = _open_tokenizer(tokenizer, folder, config, bool(pretrained))
     if tokenizer is not None:
         has_words = bool(pretrained) or continues or own_text
         config = _fit_vocabulary(config, tokenizer, has_words and not new_words)
@@ -86,6 +79,21 @@ def create_model(
     if init_from is not None:
         warm_start(model, init_from)
     return model
+
+
+def _open_tokenizer(
+    tokenizer: Tokenizer | Path | str | None, folder: Path | None, config: Any, pretrained: bool
+) -> Tokenizer | None:
+    """Return the tokenizer that is given, or that of `folder`; with `pretrained` else that of the text encoder."""
+    if tokenizer is None and folder is not None and has_tokenizer(folder):
+        tokenizer = folder
+    if tokenizer is None and pretrained:
+        return preset_tokenizer(getattr(config, "text_encoder", ""), config.max_tokens)
+    if isinstance(tokenizer, str | Path):
+        family, _, model = getattr(config, "text_encoder", "").partition(":")
+        canonical = family == "open_clip" and uses_canonical_text(model)
+        return load_tokenizer(tokenizer, max_tokens=config.max_tokens, cleaning="canonical" if canonical else None)
+    return tokenizer
 
 
 def _compare_vocabularies(tokenizer: Tokenizer, folder: Path) -> None:
