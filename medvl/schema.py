@@ -96,7 +96,7 @@ class Inputs:
     second_image: bool = False
     """A second view: the same image under another random augmentation."""
     second_text: bool = False
-    """A second text of the sample: another random choice, or as a `medvl.data.TextPair` says."""
+    """A second text of the sample: another random choice, or the second of a `medvl.data.TextPair`."""
     mirrored_text: bool = False
     """The sample's text with left and right exchanged."""
     sentences: bool = False

@@ -1,4 +1,4 @@
-"""`medvl infer`: what a model says about images."""
+"""`medvl infer`: predictions of a model for images."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -113,7 +113,7 @@ def _words_folder(config: Any, init_from: Path | str | None) -> Path | None:
 
 
 def _from_own_weights(model: System, pretrained: bool) -> System:
-    """Load the weights that the model's config names; an encoder without any starts as `pretrained` says."""
+    """Load the weights that the model's config names; `pretrained` applies to an encoder without any."""
     config: Any = model.config
     published = pretrained and isinstance(model, TwoTowers)
     own_image, own_text = (getattr(config, f"{part}_weights", None) for part in ("image", "text"))

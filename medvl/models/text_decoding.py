@@ -1,6 +1,6 @@
 """Text generation token by token: greedy search, beam search or sampling, with any model that scores the next token.
 
-A model only sees the tokens that it has written itself, never a reference text.
+A model is given the tokens that it has generated so far, never a reference text.
 
 B samples, K hypotheses a sample, R = B * K rows (those of a sample side by side), V vocabulary, T tokens.
 """

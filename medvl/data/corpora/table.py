@@ -309,7 +309,7 @@ def _text(value: object) -> str:
 
 
 def _cell(value: object) -> str:
-    """Return the text of a cell; "" where it says that there is no value."""
+    """Return the text of a cell; "" for the usual marks of a missing value."""
     text = _text(value)
     return "" if text in _MISSING else text
 

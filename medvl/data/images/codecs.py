@@ -66,7 +66,7 @@ def exif_orientation(data: bytes) -> int:
 
 
 def make_upright(image: np.ndarray, orientation: int) -> np.ndarray:
-    """Turn and mirror `image`, (H, W) or (H, W, 3), as its EXIF orientation says, so that it is seen as in a viewer."""
+    """Turn and mirror `image`, (H, W) or (H, W, 3), by its EXIF orientation, as viewers do."""
     if orientation >= 5:  # rows and columns are exchanged
         image = image.swapaxes(0, 1)
     if orientation in (2, 3, 6, 7):

@@ -121,7 +121,7 @@ def _dicom_bytes(dataset: DicomDataset) -> bytes:
     buffer = BytesIO()
     try:
         dataset.save_as(buffer)
-    except Exception as error:  # pydicom raises what it likes for datasets without a transfer syntax or with bad values
+    except Exception as error:  # of any type, for datasets without a transfer syntax or with bad values
         message = f"the DICOM dataset cannot be written ({type(error).__name__}); give the path of its file"
         raise DicomError(message, "malformed", field="image") from None
     return buffer.getvalue()

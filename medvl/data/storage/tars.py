@@ -163,7 +163,7 @@ class RemoteTars:
 
 
 class _State:
-    """What a process knows of remote tars."""
+    """State of remote tars in this process."""
 
     def __init__(self) -> None:
         self.process = os.getpid()

@@ -298,7 +298,7 @@ class AlignedFusionModel(FusionModel, DualEncoder):
     def encode(self, batch: Batch, corruption: Corruption) -> ContrastiveEncoded:
         """Encode the batch by the model and by its teacher.
 
-        Raises ConfigError in training mode if `before_step` was never called: the teacher would not follow the model.
+        Raises ConfigError in training mode if `before_step` was never called: the teacher would keep its first weights.
         """
         steps = int(self.momentum.n_averaged)
         if self.training and not steps:

@@ -74,7 +74,7 @@ class FusionModel(TwoTowers):
         """Return the losses of `objectives`.
 
         Where samples lack an image or a text, or the step leaves objectives out, unused parameters get zero gradients,
-        so that DDP does not wait for those of a rank that has none.
+        so that DDP does not hang.
         """
         corruption = self.corrupt(batch)
         losses = self.losses(self.predict(batch, corruption), corruption)
@@ -125,11 +125,11 @@ class FusionModel(TwoTowers):
 
     @abc.abstractmethod
     def fuse(self, text: Tokens, image: Tokens) -> Fused:
-        """Let row i of both attend to each other."""
+        """Fuse row i of the text with row i of the image by attention."""
 
     @abc.abstractmethod
     def cross_attention(self, text: Tokens, image: Tokens) -> AttentionMaps:
-        """Attention of row i of the text to the grid cells (or regions) of row i of the images.
+        """Return the attention of row i of the text to the grid cells (or regions) of row i of the images.
 
         The text has one row for each of the `ids_BT` from which `text` was encoded.
         """
@@ -143,7 +143,7 @@ class FusionModel(TwoTowers):
         return self.fuse(self.texts_of(batch), self.images_of_rows(batch))
 
     def texts_of(self, batch: Batch) -> Tokens:
-        """Encode the texts of a batch, with what the loader knows of them."""
+        """Encode the texts of a batch; a system may also read what else the loader adds, such as their entities."""
         return self.text_tokens(batch.ids_BT, batch.mask_BT, batch.has_text_B)
 
     def images_of_rows(self, batch: Batch) -> Tokens:

@@ -49,7 +49,7 @@ class RegionConfig(FusionConfig):
 
 
 class RegionModel(MaskedMatchingModel):
-    """A system whose `image_input` is a `RegionInput`; `embed_regions` makes image tokens of what it reads."""
+    """A system whose `image_input` is a `RegionInput`; `embed_regions` makes image tokens of its regions."""
 
     image_input: RegionInput
     image_encoder: ImageSource
