@@ -46,7 +46,7 @@ class QueryConfig(DualEncoderConfig):
 class QueryEncoder(DualEncoder):
     """A frozen text encoder makes a query of each entity; a decoder over the image's grid predicts which are present.
 
-    A text that names an entity of the book (its name, its statement or its description) selects that entity's query. Any
+    A text that names an entity of the book (name, statement or description) selects that entity's query. Any
     other text is asked beside the book, one at a time, as the papers do: queries attend to each other, so that its
     score depends on the book, but never on the other texts of an evaluation.
 

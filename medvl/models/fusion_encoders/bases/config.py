@@ -69,7 +69,7 @@ class StreamConfig(FusionConfig):
 def check_attention(config: Any, *, matches: bool) -> None:
     """Raise ConfigError unless `attention` is known and `seq2seq_share` within [0, 1].
 
-    With `matches`, the model is trained by ITM, which cannot learn under "seq2seq": the pooled token cannot attend to it.
+    With `matches`, the model is trained by ITM, which is impossible under "seq2seq": its pooled token reads no text.
     """
     check_choice(config, "attention", ATTENTIONS)
     if matches and config.attention == "seq2seq":

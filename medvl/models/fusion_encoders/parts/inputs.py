@@ -29,8 +29,8 @@ ImageSource = ImageEncoder | RegionEncoder
 def encode_visible(encoder: ImageEncoder, image_BCHW: Tensor, keep_BK: Tensor) -> ImageFeatures:
     """Encode some patches of each image without information about the others.
 
-    A vision Transformer encodes the kept patches only. A CNN has no tokens to remove: pixels of the other patches (cells
-    of its last grid) are replaced by the mean, and their features are dropped.
+    A vision Transformer encodes the kept patches only. A CNN has no tokens to remove: the pixels of the others (a patch
+    is a cell of its last grid) are replaced by the mean, and their features are dropped.
     """
     if encoder.can_drop_patches:
         return encoder(image_BCHW, keep_BK)
