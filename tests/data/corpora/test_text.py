@@ -210,3 +210,12 @@ def test_command_writes_verified_shards_and_resumes(tmp_path: Path, capsys: pyte
     salt.write_text("ab" * 32)
     with raises(SplitError, "mismatch", "salt"):
         list(read_shard_documents(tmp_path / "out", Deidentifier.from_file(salt)))
+
+
+@pytest.mark.real
+def test_pretraining_text_that_is_in_an_evaluation_set_is_left_out(real_data: Path) -> None:
+    """HoC's abstracts are PubMed's: every document of the file overlaps; of case texts, none does."""
+    held_out = HeldOutTexts({"hoc": read_texts(real_data / "blurb/hoc")})
+    for name, overlapping in (("pubmed_abstracts_hoc", 1852), ("medpix2_case_text", 0)):
+        documents = read_documents(real_data / f"mlm/{name}.txt.gz", DocumentFormat())
+        assert sum(held_out.find(words_of(document.text)) is not None for document in documents) == overlapping
