@@ -25,6 +25,7 @@ _METRICS = {
     "mcc": "MCC",
     "cnr": "CNR",
 }
+_PAIRED = "Differences are paired; an arrow marks those whose interval excludes 0."
 _TARGETS = {
     "macro": "mean over classes",
     "macro_competition": "mean of the five competition findings",
@@ -178,7 +179,7 @@ def _table(
         rows=lines,
         strong_rows=0 if full_names else sum(row_order(row) == 0 for row in rows),
         one_axis=frozenset(number + shift for number in runs),
-        caption=caption + ("Differences are paired; an arrow marks those whose interval excludes 0." if paired else ""),
+        caption=(caption or "With 95% intervals. ") + (_PAIRED if paired else ""),
     )
 
 

@@ -57,7 +57,8 @@ def _finish(name: str, figure: "Figure", axes: "Axes", x: str, y: str, *, color_
             buffer = io.BytesIO()
             figure.savefig(buffer, format=kind, metadata={dated: None}, transparent=True)
             files.append(buffer.getvalue())
-    return Plot(name, *files, color_coded=color_coded)
+    svg, pdf = files
+    return Plot(name, svg, pdf, color_coded)
 
 
 def _unit_square(axes: "Axes") -> None:

@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
+from medvl.data.reports.labeler import label_report
 from medvl.eval.core.metric_rows import MetricRow
 from medvl.eval.html.header import header_facts, headline
-from medvl.eval.html.page import Page, write_page
+from medvl.eval.html.page import Card, Cards, Deck, Page, write_page
 from medvl.eval.html.tables import Cell, Table, metric_cell
 from medvl.eval.report_generation.clinical_f1 import METRICS
-from medvl.eval.report_generation.evaluate import ONE_REPORT, ReportResult
+from medvl.eval.report_generation.evaluate import ONE_REPORT, GeneratedReport, ReportResult
 from medvl.eval.report_generation.nlg_metrics import REPORT
 from medvl.schema import FINDINGS
 
@@ -31,13 +34,22 @@ _LIMITS = (
     "Findings are read by a rule-based labeler, in the generated report and, except in the rows against labels, in its "
     "reference. The consensus of samples is selected by the same labeler.",
     "Intervals are percentiles of a bootstrap over patients.",
+    "Texts on this page belong to the data set and stay under its terms of use.",
 )
 
 
 def write_report_page(
-    result: ReportResult, path: str | Path, *, model: str, data: str, date: str | None = None
+    result: ReportResult, path: str | Path, *, model: str, data: str, date: str | None = None, examples: int = 4
 ) -> Path:
-    """Write the page as one HTML file and return its path; `model` and `data` are names for the header."""
+    """Write the page as one HTML file and return its path.
+
+    Args:
+        result: result of `evaluate_reports` or `report_generation`.
+        path: path of the file; its folder is created if missing.
+        model, data: display names for the header.
+        date: display date; None for none.
+        examples: reports whose findings agree with those of the reference, and reports whose findings differ.
+    """
     results = result.results
     rows = {(row.metric, row.target, row.subgroup): row for row in results.rows}
     floor = rows["corpus_bleu_1", REPORT, ONE_REPORT]
@@ -50,7 +62,7 @@ def write_report_page(
             headline("F1 of findings, micro", results.row("f1", "micro")),
         ],
         facts=header_facts(results, model=model, data=data, date=date, units="patients", extra=_facts(result)),
-        sections=[_overlap(rows), _findings(rows), _by_finding(rows)],
+        sections=[_overlap(rows), _findings(rows), _by_finding(rows), _examples(result, examples)],
         limits=_LIMITS,
         findings=FINDINGS,
     )
@@ -130,6 +142,32 @@ def _by_finding(rows: dict[tuple[str, str, str], MetricRow]) -> Table:
         caption="Of the generated reports, with 95% intervals; the references are read by the same labeler. F1 is the "
         "harmonic mean of precision and recall.",
     )
+
+
+def _examples(result: ReportResult, examples: int) -> Cards:
+    """Return generated reports beside their references, evenly spaced in the order of the data."""
+    decks = []
+    read = [(report, _found(report.reference), _found(report.generated)) for report in result.reports]
+    for title, good in (("Findings agree with the reference", True), ("Findings differ from the reference", False)):
+        of_kind = [each for each in read if (each[1] == each[2]) == good]
+        places = np.linspace(0, len(of_kind) - 1, min(examples, len(of_kind))).astype(int).tolist() if of_kind else []
+        cards = [_card(*of_kind[place]) for place in places]
+        if cards:
+            decks.append(Deck(title=f"{title}: {len(of_kind):,} of {len(read):,}", cards=cards, good=good))
+    caption = "Evenly spaced in the order of the data. The labeler reads the findings in both texts."
+    return Cards(title="Reports", decks=decks, caption=caption)
+
+
+def _card(report: GeneratedReport, expected: frozenset[str], found: frozenset[str]) -> Card:
+    lines = [("Generated", report.generated or "(empty)"), ("Reference", report.reference)]
+    for name, findings in (("Both", expected & found), ("Missed", expected - found), ("Added", found - expected)):
+        if findings:
+            lines.append((name, ", ".join(sorted(findings))))
+    return Card(title=f"Image {report.key[:16]}", pictures=[], choices=[], lines=lines, tags=[])
+
+
+def _found(text: str) -> frozenset[str]:
+    return frozenset(name for name, value in label_report(text).items() if value == 1)
 
 
 def _name(subgroup: str) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers.errors import raises
 from helpers.fusion_samples import shaken, tiny_model, tiny_tokenizer
+from helpers.html_pages import check_resources, read
 from nltk.translate.bleu_score import corpus_bleu
 from sklearn.metrics import precision_recall_fscore_support
 
@@ -20,7 +21,7 @@ from medvl.data.loading.sources import FileSource
 from medvl.data.reports.labeler import label_report
 from medvl.data.transforms.text import WholeText
 from medvl.errors import ConfigError, EvaluationError
-from medvl.eval import GeneratedReport, ReportEval, evaluate_reports, generate_reports, read_results
+from medvl.eval import GeneratedReport, ReportEval, evaluate_reports, generate_reports, read_results, write_report_page
 from medvl.eval.core.bootstrap import bootstrap_indices
 from medvl.eval.report_generation import generate
 from medvl.eval.report_generation.cider import Cider
@@ -333,3 +334,21 @@ def test_models_that_cannot_generate_are_refused(tmp_path: Path, capsys: pytest.
     without = tiny_model("medvill", None)
     with raises(ConfigError, "missing", "tokenizer"):
         generate_reports(without, loader_of(tiny_generator(), samples(tmp_path, ["Edema."])))
+
+
+def test_page_shows_reports_beside_their_references(tmp_path: Path) -> None:
+    long = "Small left pleural effusion. " + "The heart is normal in size. " * 8
+    texts = [("Edema.", "Edema."), (long, "Edema."), ("No edema.", "")]
+    reports = [
+        GeneratedReport(key=f"k{n}", patient=f"p{n}", reference=reference, generated=generated)
+        for n, (reference, generated) in enumerate(texts)
+    ]
+    path = write_report_page(evaluate_reports(reports, resamples=5), tmp_path / "index.html", model="m", data="d")
+    check_resources(path)
+    text = read(path).text
+    assert "Findings agree with the reference: 1 of 3" in text
+    assert "Findings differ from the reference: 2 of 3" in text
+    assert long.strip() in text
+    for name, findings in (("Missed", "Pleural Effusion"), ("Added", "Edema"), ("Both", "Edema")):
+        assert text[text.index(name) + 1] == findings
+    assert "(empty)" in text
