@@ -1,6 +1,6 @@
 """Benchmark of remote shards against local ones, in samples per second of one process: cold and warm cache.
 
-    python scripts/benchmark_remote.py                                 # moto's server on this machine
+    python scripts/benchmark_remote.py                                 # a web server on this machine
     python scripts/benchmark_remote.py --latency-ms 30 --images 600    # with the latency of a store far away
     python scripts/benchmark_remote.py --address s3://bucket/train --shards shards/train
 
@@ -10,9 +10,11 @@ is the same for both. `ranges`: no cache, each sample is a request. `cold`: an e
 """
 
 import argparse
-import logging
+import functools
+import http.server
 import multiprocessing
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -20,37 +22,31 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 
 from medvl import phantom
-from medvl.data import Cache, Deidentifier, ShardOptions, ShardRun, ShardSource, upload_shards, write_shards
+from medvl.data import Cache, Deidentifier, ShardOptions, ShardRun, ShardSource, write_shards
 from medvl.data.corpora.reports import mimic_cxr
-from medvl.data.storage import store
 from medvl.data.storage.store import map_threads
 
 
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--address", help="remote shards; default: moto's server on this machine, with the phantom")
+    parser.add_argument("--address", help="remote shards; default: a web server on this machine, with the phantom")
     parser.add_argument("--shards", type=Path, help="the same shards on a local disk")
     parser.add_argument("--images", type=int, default=400, help="samples of an epoch")
     parser.add_argument("--patients", type=int, default=160, help="patients of the phantom")
     parser.add_argument("--per-shard", type=int, default=100, help="samples of a shard of the phantom")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--latency-ms", type=float, default=0.0, help="added to every request")
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="added by the web server to every request")
     options = parser.parse_args()
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        local_store = stack.enter_context(_store(options.address is None))
         shards = options.shards or phantom_shards(home, options.patients, options.per_shard)
-        if local_store is not None:
-            upload_shards(shards, local_store)
-        address = options.address or str(local_store)
-        stack.enter_context(_latency(options.latency_ms / 1000))
+        address = options.address or stack.enter_context(_server(shards, options.latency_ms / 1000))
         size = sum(shard.bytes for shard in ShardSource(shards).manifest.shards)
         print(f"{len(ShardSource(shards))} samples, {size / 1e6:.1f} MB, {options.latency_ms:g} ms of latency added")
         caches = iter(home / f"cache-{number}" for number in range(1000))
@@ -95,49 +91,51 @@ def phantom_shards(home: Path, patients: int, per_shard: int) -> Path:
     return home / "shards" / "train"
 
 
+class _Ranges(http.server.SimpleHTTPRequestHandler):
+    """A web server that sends parts of files, after a pause."""
+
+    protocol_version = "HTTP/1.1"
+    latency = 0.0
+
+    def do_GET(self) -> None:
+        """Send a file, or the part that is asked for."""
+        time.sleep(self.latency)
+        path = Path(self.translate_path(self.path))
+        if not path.is_file():
+            self.send_error(404)
+            return
+        wanted = re.fullmatch(r"bytes=([0-9]+)-([0-9]+)", self.headers.get("Range", ""))
+        with path.open("rb") as file:
+            file.seek(int(wanted[1]) if wanted else 0)
+            data = file.read(int(wanted[2]) - int(wanted[1]) + 1) if wanted else file.read()
+        self.send_response(206 if wanted else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Print nothing."""
+
+
+def _serve(folder: str, latency: float, port: "Synchronized[int]") -> None:
+    _Ranges.latency = latency
+    handler = functools.partial(_Ranges, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        port.value = server.server_port
+        server.serve_forever()
+
+
 @contextmanager
-def _latency(seconds: float) -> Iterator[None]:
-    """Add a latency to every request for a file or a part of one."""
-    plain = store.read
-
-    def delayed(url: str, offset: int | None = None, size: int | None = None) -> bytes:
-        time.sleep(seconds)
-        return plain(url, offset, size)
-
-    with mock.patch.object(store, "read", delayed if seconds else plain):
-        yield
-
-
-def _serve(port: "Synchronized[int]") -> None:
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    port.value = server.get_host_and_port()[1]
-    time.sleep(10**6)
-
-
-@contextmanager
-def _store(is_needed: bool) -> Iterator[str | None]:
-    """Run an object store in another process; yields the address of a folder in it."""
-    if not is_needed:
-        yield None
-        return
-    import fsspec
-
+def _server(folder: Path, latency: float) -> Iterator[str]:
+    """Serve a folder from another process. Yields its address."""
     context = multiprocessing.get_context("spawn")
     port = context.Value("i", 0)
-    server = context.Process(target=_serve, args=(port,), daemon=True)
+    server = context.Process(target=_serve, args=(str(folder), latency, port), daemon=True)
     server.start()
-    while not port.value:
-        time.sleep(0.05)
-    keys = {"aws_access_key_id": "access", "aws_secret_access_key": "secret", "region_name": "eu-west-1"}
-    endpoint = f"http://127.0.0.1:{port.value}"
-    fsspec.config.conf["s3"] = {"endpoint_url": endpoint, "client_kwargs": keys}
-    fsspec.filesystem("s3").mkdir("benchmark")
     try:
-        yield "s3://benchmark/train"
+        while not port.value and server.is_alive():
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port.value}"
     finally:
         server.terminate()
 

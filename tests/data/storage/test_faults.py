@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from helpers.errors import raises
 from helpers.object_store import Bucket, proxied
@@ -18,6 +19,7 @@ from medvl.data.loading.loader import open_loader
 from medvl.data.loading.subset import no_text
 from medvl.data.privacy.deidentify import Deidentifier
 from medvl.data.shards.source import ShardSource
+from medvl.data.shards.upload import upload_shards
 from medvl.data.shards.verify import verify_folder
 from medvl.data.storage import store
 from medvl.data.storage.cache import Cache
@@ -169,3 +171,16 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(store.PACKAGES, "gs", "no_such_package")
     with raises(ConfigError, "missing", "address", names="medvl[remote]"):
         ShardSource("gs://bucket/train")
+
+
+def test_store_without_asynchronous_requests(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As the Hugging Face hub's: read, listed and written through files of fsspec."""
+    files = fsspec.filesystem("memory")
+    monkeypatch.setattr(store, "_filesystem", lambda url: (files, f"/{url.partition('://')[2]}"))
+    address = "hf://datasets/lab/shards"
+    upload_shards(folder, address)
+    source = ShardSource(address, cache=Cache(tmp_path / "cache", 0))
+    assert keys(source) == keys(ShardSource(folder))
+    assert not verify_folder(address).problems
+    files.rm(f"/datasets/lab/shards/{TAR}")
+    assert verify_folder(address).problems == (f"{TAR} is missing",)
