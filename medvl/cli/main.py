@@ -4,6 +4,7 @@ import difflib
 import fnmatch
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal, NoReturn
 
 import tyro
@@ -120,9 +121,11 @@ def _run(command: str, arguments: list[str]) -> str | None:
         group = _GROUPS[command]
         if arguments and not arguments[0].startswith("-") and arguments[0] not in group:
             raise _unknown(f"{command} {arguments[0]}")
-        return tyro.extras.subcommand_cli_from_dict(
-            group, prog=f"medvl {command}", args=arguments, config=[tyro.conf.OmitArgPrefixes]
-        )
+        ranks = evaluation.joined_ranks(arguments[0]) if command == "eval" and arguments else nullcontext()
+        with ranks:
+            return tyro.extras.subcommand_cli_from_dict(
+                group, prog=f"medvl {command}", args=arguments, config=[tyro.conf.OmitArgPrefixes]
+            )
     if command in _COMMANDS:
         function = _COMMANDS[command]
         if command not in _WITH_FLAGS:

@@ -1,8 +1,11 @@
-"""Rank of this process and number of ranks, for loaders."""
+"""Rank of this process and number of ranks, and exchange of bytes between ranks."""
 
 import os
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 from medvl.errors import ConfigError
 
@@ -12,6 +15,17 @@ def rank_and_world() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def exchange_bytes(payload: bytes, group: Any = None) -> list[bytes]:
+    """Return the bytes of all ranks of a group that has a backend for the CPU, in rank order. Collective call."""
+    own = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.zeros(0, dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(own)]), group=group)
+    longest = int(max(lengths))
+    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(parts, pad(own, (0, longest - len(own))), group=group)
+    return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
 
 def check_ranks(rank: int | None, world: int | None, *, train: bool) -> tuple[int, int]:

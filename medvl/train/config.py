@@ -181,7 +181,8 @@ class TrainConfig:
     channels_last: bool = False
     """Use the channels-last memory format: faster convolutions on a GPU."""
     compile: bool = False
-    """Compile the model: a minute at the start, then faster steps on a GPU. Needs a C compiler and Python headers."""
+    """Compile the model (with `shard_weights` its repeated blocks): a minute at the start, then faster steps on a GPU.
+    Needs a C compiler and Python headers."""
     packed_text: bool = False
     """Leave padding out of the text encoders' computation: the same values and gradients at a cost proportional to the
     length of the reports. For BERT, RoBERTa and ALBERT; see `medvl.encoders.text.packing`."""
@@ -253,7 +254,6 @@ class TrainConfig:
             "grad_cache": ((None,), "weights are gathered for the complete forward pass"),
             "find_unused_parameters": ((False,), "ranks that use a block would wait for a rank that does not"),
             "precision": (("fp32", "bf16"), "each rank would search a loss scale for its own shard"),
-            "compile": ((False,), "the hooks that gather weights break the compiled graph"),
         }
         for name, (values, reason) in allowed.items():
             value = getattr(self, name)

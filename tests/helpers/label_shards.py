@@ -16,7 +16,7 @@ from medvl.data.privacy.deidentify import Deidentifier
 NAMES = ("Edema", "Fracture")
 
 
-def make_shards(folder: Path) -> Path:
+def make_shards(folder: Path, *, texts: bool = False) -> Path:
     """Write shards of 60 patients with one image each (32 train, 14 validate, 14 test).
 
     Bright images are labelled Edema; a quarter of the Fracture labels is uncertain and a quarter missing.
@@ -34,7 +34,13 @@ def make_shards(folder: Path) -> Path:
         patient = deid.patient(number)
         split = "train" if number < 32 else "validate" if number < 46 else "test"
         named = dataclasses.replace(
-            sample, key=f"k-{number:03d}", split=split, patient=patient, image=path, study=f"s{number}"
+            sample,
+            key=f"k-{number:03d}",
+            split=split,
+            patient=patient,
+            image=path,
+            study=f"s{number}",
+            sections={"caption": f"Image {number} is {'bright' if bright else 'dark'}."} if texts else {},
         )
         records.append(Record(named))
     plan = Plan("bright", records, NAMES, Counter())

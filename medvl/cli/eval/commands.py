@@ -1,6 +1,8 @@
-"""Table of the `medvl eval` commands."""
+"""Table of the `medvl eval` commands, and the ranks that run one."""
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from medvl.cli.eval import (
@@ -19,6 +21,7 @@ from medvl.cli.eval import (
     zero_shot,
     zero_shot_masks,
 )
+from medvl.errors import ConfigError
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "zero-shot": zero_shot.zero_shot,
@@ -39,3 +42,23 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "report-generation": report_generation.report_generation,
 }
 """Name after `medvl eval` -> function, in the order of the help."""
+SHARDED = ("zero-shot", "retrieval", "classify", "probe")
+"""Commands that divide the batches among the ranks of torchrun."""
+
+
+@contextlib.contextmanager
+def joined_ranks(name: str) -> Iterator[None]:
+    """Join the ranks that torchrun started, for the command of this name; a single process joins none.
+
+    Raises ConfigError where there are several ranks and the command runs on one.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        yield
+        return
+    if name not in SHARDED:
+        message = f"expected one process for medvl eval {name}, got several; start it without torchrun"
+        raise ConfigError(f"{message} (it divides {', '.join(SHARDED)})", "unsupported", field="ranks")
+    from medvl.train.parallel.distributed import join
+
+    with join():
+        yield

@@ -119,14 +119,17 @@ def open_evaluation(
 ) -> "tuple[SystemT, ShardSource, Callable[..., Loader]]":
     """Return the model, the shards, and a function that opens a loader of shards for the model.
 
-    Raises ConfigError with `advice` if the checkpoint is no `kind`; `text` tokenizes texts for the model.
+    Under torchrun the loader reads this rank's batches. Raises ConfigError with `advice` if the checkpoint is no
+    `kind`; `text` tokenizes texts for the model.
     """
+    from medvl.common.ranks import rank_and_world
     from medvl.eval.core.open import load_model, open_for_evaluation, open_source, unsupported_model
 
     model = load_model(shared.checkpoint, shared.device)
     if not isinstance(model, kind):
         raise unsupported_model(shared.checkpoint, model, advice)
     read = functools.partial(open_for_evaluation, transform=model.transform, batch=shared.batch, workers=shared.workers)
+    read = functools.partial(read, ranks=rank_and_world())
     if text:
         read = functools.partial(read, tokenizer=model.tokenizer)
     return model, open_source(shared.data, [shared.checkpoint]), read
@@ -142,12 +145,16 @@ def publish_result(
     *,
     everything: bool,
 ) -> None:
-    """Write the files of an evaluation; print the table (default: of all rows) and the paths.
+    """Write the files of an evaluation, on rank 0; print the table (default: of all rows) and the paths.
 
     `everything` prints what does not fit on one screen as well.
     """
+    from medvl.common.ranks import rank_and_world
     from medvl.eval.core.publish import publish
     from medvl.eval.core.results import format_table
+
+    if rank_and_world()[0] > 0:
+        return
 
     predictions = result.predictions()
     paths = publish(result.results, folder, predictions=predictions, write_page=write_page, model=model, data=data)

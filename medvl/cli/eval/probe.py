@@ -116,8 +116,11 @@ def _hashes(options: EncoderOptions, probed: "ProbedEncoder") -> dict[str, str |
 
 
 def _features(encoder: "ProbedEncoder", cache: Path, shared: RunOptions, data: Path) -> "FeatureTable":
+    from medvl.common.ranks import rank_and_world
     from medvl.eval.core.open import open_for_evaluation, open_source
     from medvl.eval.probing.features import encode_features
 
-    loader = open_for_evaluation(open_source(data), encoder.transform, batch=shared.batch, workers=shared.workers)
+    loader = open_for_evaluation(
+        open_source(data), encoder.transform, batch=shared.batch, workers=shared.workers, ranks=rank_and_world()
+    )
     return encode_features(encoder, loader, cache=cache)

@@ -24,6 +24,7 @@ def zero_shot(
         prompts: name of a prompt set (`medvl list prompts`) or path of a JSON file of your own, of the format in
             docs/pages/guides/evaluation.md.
     """
+    from medvl.common.ranks import rank_and_world
     from medvl.eval.core.open import load_ensemble, open_for_evaluation, open_source
     from medvl.eval.zero_shot_classification import evaluate
     from medvl.eval.zero_shot_classification.page import write_zero_shot_page
@@ -38,6 +39,7 @@ def zero_shot(
         tokenizer=models[0].tokenizer,
         batch=shared.batch,
         workers=shared.workers,
+        ranks=rank_and_world(),
     )
     result = evaluate.zero_shot(
         models,

@@ -189,6 +189,10 @@ class Loader:
         self._sampler = sampler
         self._skips = SkipBudget(str(getattr(source, "folder", "the files")), max_skipped, len(source))
         self._training = isinstance(sampler, TrainSampler)
+        self.ranks = sampler.rank, sampler.world
+        """Rank of this loader, and number of ranks."""
+        self.last_batch = -1
+        """Number of the last batch in this iteration on this rank; batches without a readable sample count too."""
         self._batches = DataLoader(
             samples,
             batch_sampler=sampler,
@@ -220,7 +224,8 @@ class Loader:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch, skipped in with_worker_errors(self._batches):
+        for number, (batch, skipped) in enumerate(with_worker_errors(self._batches)):
+            self.last_batch = number
             self._sampler.batch += self._training  # advance before yielding: a yielded batch counts as consumed
             if skipped:
                 self._skips.add(skipped)

@@ -25,7 +25,7 @@ from medvl.errors import EvaluationError
 from medvl.eval.classification import scored_images as scoring
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.classification.scored_images import BootstrapUnit, ClassificationResult, ScoredImages, ThresholdRule
-from medvl.eval.core.full_pass import FullPass, input_hashes, samples_by_key
+from medvl.eval.core.full_pass import FullPass, column, input_hashes, samples_by_key
 from medvl.eval.core.interfaces import Loader
 from medvl.eval.core.metric_rows import measure
 from medvl.models.eval_mode import HasModules, evaluating
@@ -116,15 +116,17 @@ def score_labels(model: ClassifierModel, loader: Loader, policy: LabelPolicy) ->
         message = f"expected labels of the classifier in the data, got {', '.join(source.label_names) or 'none'}"
         raise EvaluationError(message, "mismatch", field="labels")
     batches = FullPass(loader)
-    parts, tables = [], []
+
+    def score(batch: Batch) -> dict[str, torch.Tensor]:
+        probabilities_BL = model.probabilities(batch.to(model.device, non_blocking=True))
+        return {"probabilities": probabilities_BL, "labels": batch.labels_BL}
+
     with evaluating(model):
-        for batch in batches:
-            parts.append(model.probabilities(batch.to(model.device, non_blocking=True)).cpu())
-            tables.append(batch.labels_BL)
-    scores_NL = torch.cat(parts).numpy()[:, [model.config.labels.index(name) for name in names]]
+        parts = batches.compute(score)
+    scores_NL = column(parts, "probabilities").numpy()[:, [model.config.labels.index(name) for name in names]]
     if not np.isfinite(scores_NL).all():
         raise EvaluationError("expected finite scores of the classifier; check its weights", "nonfinite")
-    resolved = policy.resolve(torch.cat(tables).double().numpy(), source.label_names)
+    resolved = policy.resolve(column(parts, "labels").double().numpy(), source.label_names)
     by_key = samples_by_key(source)
     positions, samples = zip(*(by_key[key] for key in batches.keys), strict=True)
     return ScoredImages(

@@ -1,19 +1,32 @@
 """Complete passes over a loader, and the identity of what an evaluation read."""
 
+import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from medvl.common.ranks import exchange_bytes
 from medvl.errors import EvaluationError, ShardError, SplitError
 from medvl.eval.core.interfaces import Loader, Source
 from medvl.eval.core.results import checkpoint_sha256
 from medvl.schema import Batch, Sample
 
+Values = Mapping[str, Tensor | list[str]]
+"""Values that an evaluation computes from a batch: tensors and texts, by name."""
+
 
 class FullPass:
-    """Iterator over the batches of a loader that checks for every sample of the source to come exactly once.
+    """Pass over the batches of a loader that checks for every sample of the source to come exactly once.
 
-    After the last batch it raises `EvaluationError` if a sample came twice, was neither yielded nor skipped, or if
+    Iterating reads a loader of one rank. `compute` also reads loaders of several ranks, which take whole batches in
+    turn: a batch has the same samples on any number of ranks, so the values are the same.
+
+    After the last batch both raise `EvaluationError` if a sample came twice, was neither yielded nor skipped, or if
     there was no sample at all.
 
     Attributes:
@@ -23,16 +36,47 @@ class FullPass:
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
+        ranks: tuple[int, int] = getattr(loader, "ranks", (0, 1))
+        self._rank, self._world = ranks
         self.keys: list[str] = []
         self.unreadable: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[Batch]:
+        if self._world > 1:
+            message = "this evaluation cannot be divided among ranks; start it on one process"
+            raise EvaluationError(message, "unsupported", field="ranks")
         before = Counter(self._loader.skipped)
         for batch in self._loader:
             self.keys += batch.keys
             yield batch
         self.unreadable = dict(Counter(self._loader.skipped) - before)
         self._check(len(self._loader.source))
+
+    def compute(self, function: Callable[[Batch], Values]) -> list[Values]:
+        """Return the values of every batch, in the order of the loader, on all ranks; tensors are on the CPU.
+
+        Collective call where the loader is one of several ranks.
+        """
+        if self._world == 1:
+            return [_on_cpu(function(batch)) for batch in self]
+        loader: Any = self._loader  # `medvl.data.Loader` has more than the interface
+        before, own = Counter(self._loader.skipped), []
+        for batch in loader:
+            number = loader.last_batch * self._world + self._rank
+            own.append(_pack(number, batch.keys, _on_cpu(function(batch))))
+        skipped = Counter(self._loader.skipped) - before
+        counts = [json.loads(data) for data in exchange_bytes(json.dumps([len(own), skipped]).encode())]
+        self.unreadable = dict(sum((Counter(reasons) for _, reasons in counts), Counter[str]()))
+        gathered = {}
+        for turn in range(max(batches for batches, _ in counts)):  # a batch of each rank at a time
+            for data in exchange_bytes(own[turn] if turn < len(own) else b""):
+                if data:
+                    number, keys, values = _unpack(data)
+                    gathered[number] = keys, values
+        for number in sorted(gathered):
+            self.keys += gathered[number][0]
+        self._check(len(self._loader.source))
+        return [gathered[number][1] for number in sorted(gathered)]
 
     def _check(self, expected: int) -> None:
         yielded, skipped = len(self.keys), sum(self.unreadable.values())
@@ -45,6 +89,28 @@ class FullPass:
             raise EvaluationError(message, "mismatch")
         if not yielded:
             raise EvaluationError("expected images to evaluate, got none", "empty")
+
+
+def column(parts: Iterable[Values], name: str) -> Tensor:
+    """Return the tensor of this name over all batches."""
+    return torch.cat([value for part in parts if isinstance(value := part[name], Tensor)])
+
+
+def _on_cpu(values: Values) -> Values:
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def _pack(number: int, keys: Sequence[str], values: Values) -> bytes:
+    """Return the values of a batch as the bytes of safetensors, with keys and texts in their header."""
+    tensors = {name: value.contiguous() for name, value in values.items() if isinstance(value, Tensor)}
+    texts = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+    return safetensors.torch.save(tensors, {"batch": json.dumps([number, list(keys), texts])})
+
+
+def _unpack(data: bytes) -> tuple[int, list[str], Values]:
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    number, keys, texts = json.loads(header["__metadata__"]["batch"])
+    return number, keys, {**safetensors.torch.load(data), **texts}
 
 
 def samples_by_key(source: Source) -> dict[str, tuple[int, Sample]]:

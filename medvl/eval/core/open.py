@@ -122,8 +122,9 @@ def open_for_evaluation(
     workers: int,
     sections: Sequence[str] = (),
     inputs: Inputs | None = None,
+    ranks: tuple[int, int] = (0, 1),
 ) -> Loader:
-    """Open a loader that yields every sample of a source once, in order, on every rank.
+    """Open a loader that yields every sample of a source once, in order.
 
     Args:
         source: the samples.
@@ -133,6 +134,8 @@ def open_for_evaluation(
         workers: loader processes; 0 loads in this process.
         sections: report sections that make up the text; empty for the whole text.
         inputs: optional parts of the batches, such as prior images. Regions are read from a source that has them.
+        ranks: rank and number of ranks that take whole batches in turn; `FullPass.compute` brings the results together.
+            By default this process reads everything, also in a process group.
     """
     inputs = dataclasses.replace(inputs or Inputs(), regions=region_manifest_of(source) is not None)
     return open_loader(
@@ -142,8 +145,8 @@ def open_for_evaluation(
         text=WholeText(sections=tuple(sections)) if sections else WholeText(),
         tokenizer=tokenizer or no_text,
         train=False,
-        rank=0,
-        world=1,
+        rank=ranks[0],
+        world=ranks[1],
         workers=workers,
         inputs=inputs,
     )

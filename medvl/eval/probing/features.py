@@ -20,18 +20,19 @@ import torch
 
 import medvl
 from medvl.common.files import write_atomic
+from medvl.common.ranks import exchange_bytes
 from medvl.common.seeding import seeded
 from medvl.data.transforms.image import EvalTransform
 from medvl.encoders import ImageEncoder, create_image_encoder
 from medvl.encoders.pretrained import Pretrained, weights_sha256
 from medvl.errors import EvaluationError
-from medvl.eval.core.full_pass import FullPass, samples_by_key
+from medvl.eval.core.full_pass import FullPass, column, samples_by_key
 from medvl.eval.core.interfaces import Loader, Source
 from medvl.eval.core.metrics import Array
 from medvl.models.base import System
 from medvl.models.downstream.classifier import image_encoder_of
 from medvl.models.eval_mode import evaluating
-from medvl.schema import Sample
+from medvl.schema import Batch, Sample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,9 +108,12 @@ def encode_features(encoder: ProbedEncoder, loader: Loader, *, cache: Path | Non
     description = _describe(encoder, source)
     path = None if cache is None else cache / f"{hashlib.sha256(description.encode()).hexdigest()[:32]}.safetensors"
     encoded = None if path is None else _read(path, description)
+    rank, world = getattr(loader, "ranks", (0, 1))
+    if world > 1 and b"" in exchange_bytes(b"" if encoded is None else b"cached"):
+        encoded = None  # a shared folder may show a file late, and all ranks must take the same way
     if encoded is None:
         encoded = _encode(encoder, loader)
-        if path is not None:
+        if path is not None and rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             tensors = {"x_ND": encoded[0], "position_N": torch.from_numpy(encoded[1])}
             metadata = {"description": description, "unreadable": json.dumps(dict(encoded[2]))}
@@ -144,12 +148,12 @@ def _describe(encoder: ProbedEncoder, source: Source) -> str:
 def _encode(encoder: ProbedEncoder, loader: Loader) -> _Encoded:
     batches = FullPass(loader)
     device = next(encoder.module.parameters()).device
-    parts: list[torch.Tensor] = []
+
+    def encode(batch: Batch) -> dict[str, torch.Tensor]:
+        return {"x": encoder.module(batch.image_BCHW.to(device, non_blocking=True)).pooled_BD.float()}
+
     with evaluating(encoder.module):
-        for batch in batches:
-            features = encoder.module(batch.image_BCHW.to(device, non_blocking=True))
-            parts.append(features.pooled_BD.float().cpu())
-    x_ND = torch.cat(parts)
+        x_ND = column(batches.compute(encode), "x")
     if not x_ND.isfinite().all():
         raise EvaluationError(f"expected finite features of {encoder.name}; check its weights", "nonfinite")
     by_key = samples_by_key(loader.source)

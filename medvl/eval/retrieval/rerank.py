@@ -260,7 +260,7 @@ def _other_embeddings(
 ) -> tuple[Model, Embeddings, Embeddings]:
     assert shortlist_model is not None, "checked by reranked_retrieval"
     with evaluating(shortlist_model.model):
-        images, keys, _ = encode_images(shortlist_model.model, shortlist_model.loader, autocast)
+        images, keys, _ = encode_images(shortlist_model.model, FullPass(shortlist_model.loader), autocast)
         if tuple(keys[index] for index in gallery.index_N.tolist() if index < len(keys)) != gallery.keys:
             message = "the dual-encoder's loader gives other images: open both loaders on the same data"
             raise EvaluationError(message, "mismatch")

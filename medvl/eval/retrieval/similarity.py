@@ -3,16 +3,19 @@
 Shape letters: N images, M distinct texts, B images of a chunk, E shared embedding.
 """
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from medvl.errors import EvaluationError
 from medvl.eval.core.embeddings import concatenate, encode_batch
+from medvl.eval.core.full_pass import FullPass, Values
 from medvl.eval.core.interfaces import Model, SupportsSimilarity
 from medvl.schema import Batch, Embeddings
 
+_FIELDS = tuple(field.name for field in dataclasses.fields(Embeddings))
 _CHUNK = 256  # images and texts compared at a time; bounds the memory of models with a local similarity
 _PAIRS = 32  # pairs compared at a time, by the diagonal of all their combinations
 _CACHED_ELEMENTS = 64_000_000
@@ -25,22 +28,29 @@ def normalized_texts(batch: Batch) -> list[str]:
 
 
 def encode_images(
-    model: Model, batches: Iterable[Batch], autocast: torch.dtype | None
+    model: Model, batches: FullPass, autocast: torch.dtype | None
 ) -> tuple[Embeddings, list[str], list[str]]:
     """Return the embeddings of all images in host memory, their keys, and their texts with white space collapsed.
 
-    Raises `EvaluationError` if there is no batch.
+    Raises `EvaluationError` if the pass is incomplete.
     """
     device = next(model.parameters()).device
-    parts, keys, texts = [], [], []
-    for batch in batches:
+
+    def encode(batch: Batch) -> dict[str, Tensor | list[str]]:
         embeddings = encode_batch(model, batch, device, autocast)
-        parts.append(_to(embeddings, torch.device("cpu")))
-        keys += batch.keys
-        texts += normalized_texts(batch)
-    if not parts:
-        raise EvaluationError("expected images to evaluate, got none", "empty")
-    return concatenate(parts), keys, texts
+        tensors = {name: getattr(embeddings, name) for name in _FIELDS}
+        return {
+            "texts": normalized_texts(batch),
+            **{name: value for name, value in tensors.items() if value is not None},
+        }
+
+    parts = batches.compute(encode)
+    texts = [str(text) for part in parts for text in part["texts"]]
+    return concatenate([_embeddings(part) for part in parts]), list(batches.keys), texts
+
+
+def _embeddings(values: Values) -> Embeddings:
+    return Embeddings(**{name: value for name in _FIELDS if isinstance(value := values.get(name), Tensor)})
 
 
 class Similarity:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from medvl.errors import EvaluationError
 from medvl.eval.core.embeddings import embed_texts, encode_batch
-from medvl.eval.core.full_pass import FullPass
+from medvl.eval.core.full_pass import FullPass, column
 from medvl.eval.core.interfaces import Loader, Model
 from medvl.eval.core.metrics import Array
 from medvl.eval.zero_shot_classification.prompts import STANDARDIZED, PromptSet
@@ -56,30 +56,29 @@ def predict(
     if not members:
         raise EvaluationError("expected at least one model", "empty", field="model")
     batches = FullPass(loader)
-    labels: list[Tensor] = []
-    scores: list[list[Tensor]] = []
     with contextlib.ExitStack() as stack:
         for member in members:
             stack.enter_context(evaluating(member))
         scorers = [_MemberScorer(member, prompt_sets, autocast) for member in members]
-        for batch in batches:
+
+        def score(batch: Batch) -> dict[str, Tensor]:
             by_member = [scorer(batch) for scorer in scorers]
-            scores.append([torch.stack(of_members).mean(dim=0) for of_members in zip(*by_member, strict=True)])
-            labels.append(batch.labels_BL)
+            means = [torch.stack(of_members).mean(dim=0) for of_members in zip(*by_member, strict=True)]
+            return {"labels": batch.labels_BL, **{str(index): mean for index, mean in enumerate(means)}}
+
+        parts = batches.compute(score)
     return Predictions(
         keys=tuple(batches.keys),
-        scores_NL=tuple(
-            _set_scores(prompts, [batch[index] for batch in scores]) for index, prompts in enumerate(prompt_sets)
-        ),
-        labels_NL=torch.cat(labels).double().numpy(),
+        scores_NL=tuple(_set_scores(prompts, column(parts, str(index))) for index, prompts in enumerate(prompt_sets)),
+        labels_NL=column(parts, "labels").double().numpy(),
         label_names=tuple(loader.source.label_names),
         unreadable=batches.unreadable,
     )
 
 
-def _set_scores(prompts: PromptSet, parts: Sequence[Tensor]) -> Array:
-    """Concatenate the scores of the batches under one prompt set. Raises `EvaluationError` if one is not finite."""
-    scores_NL = _standardize(torch.cat(list(parts)).numpy(), prompts)
+def _set_scores(prompts: PromptSet, raw_NL: Tensor) -> Array:
+    """Return the final scores of all images under one prompt set. Raises `EvaluationError` if one is not finite."""
+    scores_NL = _standardize(raw_NL.numpy(), prompts)
     if not np.isfinite(scores_NL).all():
         bad = int((~np.isfinite(scores_NL)).any(axis=1).sum())
         message = f"expected finite scores, got others for {bad} of {len(scores_NL)} images; check weights and autocast"

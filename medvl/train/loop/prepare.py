@@ -42,9 +42,9 @@ def parallelize(model: nn.Module, config: TrainConfig, ranks: RankInfo) -> Paral
         return DDPModel(model, ranks, config.find_unused_parameters)
     from medvl.train.parallel.fsdp import FSDPModel  # torch's part of it takes seconds to import
 
-    # The complete model may not fit on the device, and sharding needs contiguous weights.
-    prepare(model, dataclasses.replace(config, channels_last=False), torch.device("cpu"))
-    return FSDPModel(model, ranks)
+    # The complete model may not fit on the device, and sharding needs contiguous weights. Blocks are compiled alone.
+    prepare(model, dataclasses.replace(config, channels_last=False, compile=False), torch.device("cpu"))
+    return FSDPModel(model, ranks, compile=config.compile)
 
 
 def _pack(encoders: Sequence[TextEncoder]) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
-from medvl.common.ranks import rank_and_world
+from medvl.common.ranks import exchange_bytes, rank_and_world
 from medvl.errors import ConfigError, TrainingError
 
 _log = logging.getLogger(__name__)
@@ -53,13 +53,7 @@ class RankInfo:
         """Return the JSON values of all ranks, in rank order. Collective call."""
         if self.size == 1:
             return [value]
-        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(payload)]), group=self.hosts)
-        longest = int(max(lengths))
-        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(texts, torch.nn.functional.pad(payload, (0, longest - len(payload))), group=self.hosts)
-        return [json.loads(bytes(text[: int(length)].tolist())) for text, length in zip(texts, lengths, strict=True)]
+        return [json.loads(data) for data in exchange_bytes(json.dumps(value).encode(), self.hosts)]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks, on its device. Collective call."""

@@ -41,15 +41,19 @@ class FSDPModel(ParallelModel):
     Args:
         whole: a model on the CPU, set up for training.
         ranks: two ranks or more.
+        compile: compile the repeated blocks, one by one: the hooks that gather weights run between compiled graphs.
     """
 
-    def __init__(self, whole: nn.Module, ranks: RankInfo) -> None:
+    def __init__(self, whole: nn.Module, ranks: RankInfo, *, compile: bool = False) -> None:
         _register_losses()
         for tensor in (*whole.parameters(), *whole.buffers()):
             broadcast([tensor], ranks.hosts)
         trained, self._scalars = _copy_to_shard(whole, ranks.device)
         mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-        for module in (*repeated_blocks(trained), trained):
+        blocks = repeated_blocks(trained)
+        for block in blocks if compile else ():
+            block.compile()
+        for module in (*blocks, trained):
             fully_shard(module, mesh=mesh, ignored_params=set(self._scalars))
         assert isinstance(trained, FSDPModule)
         # Parameters that a rank's samples do not use (no masked word, say) get zero gradients, so that no rank hangs.

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import eval_ranks
 from helpers.label_shards import NAMES, make_shards
+from helpers.two_ranks import run_two_ranks
 
 import medvl
 from medvl.cli import main as cli
@@ -20,7 +22,7 @@ COMMON = ["--workers", "0", "--resamples", "20"]
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with `shards/` and two checkpoints: `run/best` of ConVIRT, `labels/best` of a classifier on it."""
     folder = tmp_path_factory.mktemp("label-commands")
-    make_shards(folder)
+    make_shards(folder, texts=True)
     torch.manual_seed(0)
     settings = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "fit": "squash"}
     tokenizer = train_wordpiece(["edema is seen", "no fracture"], vocab_size=60, min_frequency=1)
@@ -104,3 +106,24 @@ def test_class_retrieval_uses_list_of_make_retrieval_list(home: Path, capsys: py
     text = error_text([*search[:3], str(home / "labels" / "best"), *search[4:]], capsys)
     assert "is a classifier" in text
     assert "dual-encoder" in text
+
+
+def test_two_ranks_write_the_files_of_one_process(home: Path, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    eval_ranks.main(home, tmp_path / "one")
+    torch.set_num_threads(threads)
+    run_two_ranks(eval_ranks.__file__, home, tmp_path / "two")
+    for name in eval_ranks.commands(home, tmp_path):
+        for file in ("results.json", "predictions.jsonl"):
+            assert (tmp_path / "one" / name / file).read_bytes() == (tmp_path / "two" / name / file).read_bytes()
+        assert (tmp_path / "two" / name / "index.html").is_file()
+
+
+def test_other_evaluations_are_refused_on_several_ranks(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    data = str(home / "shards/test")
+    message = error_text(["eval", "matching", "--checkpoint", str(home / "run/best"), "--data", data], capsys)
+    assert "expected one process for medvl eval matching, got several; start it without torchrun" in message

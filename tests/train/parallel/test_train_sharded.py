@@ -4,6 +4,7 @@ Run by torchrun it is one rank: `test_train_sharded.py FOLDER` trains into folde
 found to `FOLDER/RANK.json`.
 """
 
+import functools
 import json
 import shutil
 import sys
@@ -226,6 +227,9 @@ def main(folder: Path) -> None:
         run(folder / f"{name} sharded", name, epochs=epochs, shard_weights=True)
     run(folder / "options ddp", "clip", **OPTIONS)
     run(folder / "options sharded", "clip", **OPTIONS, shard_weights=True)
+    with pytest.MonkeyPatch.context() as patch:  # the default backend takes half a minute
+        patch.setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))
+        run(folder / "clip compiled", "clip", epochs=2, shard_weights=True, compile=True)
     if rank_and_world()[0] == 0:
         for copy in ("sharded, then ddp", "sharded, then alone", "sharded, then sharded"):
             shutil.copytree(folder / "clip sharded", folder / copy, symlinks=True)
@@ -295,6 +299,10 @@ def test_sharding_works_with_packed_text_checkpointing_and_16_bits(folder: Path)
     assert_same_run(folder / "options sharded", folder / "options ddp", near=2e-3)
 
 
+def test_compiled_blocks_of_a_sharded_model_make_the_same_run(folder: Path) -> None:
+    assert_same_run(folder / "clip compiled", folder / "clip sharded")
+
+
 @pytest.mark.parametrize("name", ["sharded, then ddp", "sharded, then alone", "alone, then sharded", "undisturbed"])
 def test_resume_with_or_without_shards_on_any_number_of_ranks(name: str, folder: Path) -> None:
     assert_same_run(folder / name, folder / "alone")
@@ -338,7 +346,7 @@ def test_sharding_refuses_unsupported_batches(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("grad_cache", 2), ("precision", "fp16"), ("compile", True), ("find_unused_parameters", True)]
+    ("field", "value"), [("grad_cache", 2), ("precision", "fp16"), ("find_unused_parameters", True)]
 )
 def test_train_config_refuses_settings_that_cannot_be_sharded(field: str, value: Any, tmp_path: Path) -> None:
     with raises(ConfigError, "conflict", field):
