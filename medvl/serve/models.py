@@ -117,10 +117,14 @@ class ServedModel:
         findings = self._prepare_scorer()
         known = {name.casefold(): name for name in findings.names}
         named = {text: known.get(text.casefold(), text) for text in texts} or {name: name for name in findings.names}
-        encoded = self.prompts.scoring not in COMPETING and all(text.casefold() in known for text in named)
-        scorer = findings if encoded or not texts else Scorer(self.model, list(named), prompts=self.prompts)
-        scores = dict(zip(scorer.names, scorer(pixels)[0].tolist(), strict=True))
-        return [self._scored(name, scores[text if text in scores else name]) for text, name in named.items()]
+        competing = bool(texts) and self.prompts.scoring in COMPETING  # then each score depends on the other texts
+        own = [text for text in named if competing or text.casefold() not in known]
+        scorers = [findings] * (len(own) < len(named))
+        scorers += [Scorer(self.model, own, prompts=self.prompts)] if own else []
+        image_BCHW, scores = self._input(pixels), dict[str, float]()
+        for scorer in scorers:
+            scores |= zip(scorer.names, scorer.prepared(image_BCHW)[0].tolist(), strict=True)
+        return [self._scored(name, scores[text if text in own else name]) for text, name in named.items()]
 
     def _scored(self, text: str, score: float) -> dict[str, Any]:
         fitted = self.calibration.findings.get(text) if self.calibration else None

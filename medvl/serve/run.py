@@ -108,7 +108,8 @@ def _announce(models: Sequence[ServedModel], config: ServeConfig, port: int, sch
     for served in models:
         able = ", ".join(name for name, able in served.abilities.items() if able)
         log.info("%s (%s): %s; %s", served.title, served.model.name, able, served.describe()["calibration"])
-    host = f"[{config.host}]" if ":" in config.host else config.host
+    host = socket.gethostname() if config.host in ("0.0.0.0", "::") else config.host
+    host = f"[{host}]" if ":" in host else host
     fragment = "" if config.token is None else f"/#token={config.token}"
     log.info("open %s://%s:%d%s", scheme, host, port, fragment)
     if not config.is_local and scheme == "http":

@@ -2,17 +2,22 @@
 
 import asyncio
 import logging
+import sys
 import tempfile
 from collections.abc import AsyncIterator
 
 import httpx2
 import numpy as np
 import pytest
+from helpers.errors import raises
 from helpers.served import HOST, PLENTY, client, dicom, png, post, served, tiny_convirt
 
+from medvl.cli import main as cli
 from medvl.data.images.codecs import encode_jpeg
+from medvl.errors import ConfigError
 from medvl.serve import ServeConfig, create_app
 from medvl.serve.guard import RateLimit, Refused
+from medvl.serve.run import listen
 
 TOKEN = "a-token-of-more-than-16"
 SERVED = served(tiny_convirt())
@@ -245,3 +250,17 @@ def test_32_users_at_once_get_the_scores_of_their_own_images() -> None:
             )
 
     assert [answer.json() for answer in asyncio.run(run())] == expected
+
+
+def test_missing_packages_and_ports_in_use_are_named(monkeypatch, capsys) -> None:
+    with listen(ServeConfig(port=0)) as taken:
+        taken.listen()
+        with raises(ConfigError, "in_use", "port"):
+            listen(ServeConfig(port=taken.getsockname()[1]))
+    with pytest.raises(SystemExit):
+        cli.main(["serve"])
+    assert "expected one or 2 checkpoints" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--checkpoint", "runs/convirt"])
+    assert "pip install 'medvl[serve]'" in capsys.readouterr().err
