@@ -6,12 +6,14 @@
 
 The server is a process of its own. Every user sends an image that nobody else sends, again and again, and waits for
 each answer. Before, every image is sent alone: an answer that differs from that one is counted as wrong. Prints, for
-each route and number of users, the median, the 95th percentile and the maximum of the latency, and the rate.
+each route and number of users, the median, the 95th percentile and the maximum of the latency, the rate, and the
+processor time of the server for an answer, which other programs on the machine hardly change.
 """
 
 import argparse
 import asyncio
 import contextlib
+import os
 import re
 import subprocess
 import sys
@@ -45,14 +47,16 @@ def main() -> int:
     images = [image(number, options.side) for number in range(max(options.users))]
     size = sum(map(len, images)) / len(images) / 1e6
     print(f"images of {options.side} x {options.side} pixels, {size:.2f} MB each")
-    print(f"{'route':10} {'users':>5} {'median':>9} {'95 %':>9} {'maximum':>9} {'answers/s':>10} {'wrong':>6}")
+    print(
+        f"{'route':10} {'users':>5} {'median':>9} {'95 %':>9} {'maximum':>9} {'answers/s':>10} {'CPU':>7} {'wrong':>6}"
+    )
     wrong = 0
     with (
         tempfile.TemporaryDirectory() as folder,
-        server(options.checkpoint or make_run(Path(folder)), options) as address,
+        server(options.checkpoint or make_run(Path(folder)), options) as served,
     ):
         for route in options.routes:
-            wrong += asyncio.run(measure(address, route, images, options.users, options.rounds))
+            wrong += asyncio.run(measure(served, route, images, options.users, options.rounds))
     return int(wrong > 0)
 
 
@@ -75,8 +79,8 @@ def make_run(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def server(run: Path, options: argparse.Namespace) -> Iterator[str]:
-    """Start `medvl serve` on a free port and yield its address."""
+def server(run: Path, options: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """Start `medvl serve` on a free port and yield its address and process id."""
     limits = ["--requests-per-minute", "1000000", "--waiting", str(max(options.users))]
     command = [
         sys.executable,
@@ -101,10 +105,17 @@ def server(run: Path, options: argparse.Namespace) -> Iterator[str]:
                 break
         else:
             raise SystemExit("the server did not start:\n" + "".join(lines))
-        yield found[1]
+        yield found[1], process.pid
     finally:
         process.terminate()
         process.communicate(timeout=30)
+
+
+def cpu_seconds(process: int) -> float:
+    """Return the processor time of a process so far; 0 where the system has no /proc."""
+    stat = Path(f"/proc/{process}/stat")
+    ticks = stat.read_text().rpartition(")")[2].split()[11:13] if stat.exists() else ["0"]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 async def ask(client: httpx2.AsyncClient, route: str, data: bytes) -> Any:
@@ -114,9 +125,11 @@ async def ask(client: httpx2.AsyncClient, route: str, data: bytes) -> Any:
     return response.json()
 
 
-async def measure(address: str, route: str, images: Sequence[bytes], users: Sequence[int], rounds: int) -> int:
+async def measure(
+    served: tuple[str, int], route: str, images: Sequence[bytes], users: Sequence[int], rounds: int
+) -> int:
     """Print the latencies of a route and return the number of wrong answers."""
-    total = 0
+    total, (address, process) = 0, served
     limits = httpx2.Limits(max_connections=max(users))
     async with httpx2.AsyncClient(base_url=address, timeout=300, limits=limits) as client:
         expected = [await ask(client, route, data) for data in images]
@@ -135,11 +148,12 @@ async def measure(address: str, route: str, images: Sequence[bytes], users: Sequ
                     differing += answer != expected[number]
                 return differing
 
-            started = time.perf_counter()
+            started, used = time.perf_counter(), cpu_seconds(process)
             wrong = sum(await asyncio.gather(*(user(number) for number in range(count))))
             rate = len(seconds) / (time.perf_counter() - started)
             times = " ".join(f"{1000 * float(value):6.0f} ms" for value in np.quantile(seconds, [0.5, 0.95, 1.0]))
-            print(f"{route:10} {count:5} {times} {rate:10.1f} {wrong:6}", flush=True)
+            spent = 1000 * (cpu_seconds(process) - used) / len(seconds)
+            print(f"{route:10} {count:5} {times} {rate:10.1f} {spent:4.0f} ms {wrong:6}", flush=True)
             total += wrong
     return total
 
