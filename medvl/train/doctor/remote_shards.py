@@ -110,6 +110,7 @@ def _advice(found: RemoteShards) -> list[str]:
         missing = f"{found.bytes / 1e9:.2f} GB of shards, {found.cache_limit / 1e9:.2f} GB of cache"
         advice.append(f"{missing}: the rest is requested in every epoch; raise MEDVL_CACHE_SIZE, or use a larger disk")
     elif found.samples_per_second:
-        first = found.bytes / _MEGABYTE / max(found.megabytes_per_second, 1e-9) / 60
-        advice.append(f"the cache has room for all shards: they are fetched once, in about {first:.0f} minutes")
+        seconds = found.bytes / _MEGABYTE / max(found.megabytes_per_second, 1e-9)
+        duration = f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+        advice.append(f"the cache has room for all shards: they are fetched once, in about {duration}")
     return advice
