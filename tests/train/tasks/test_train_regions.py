@@ -132,4 +132,4 @@ def test_settings_that_do_not_fit_are_named(shards: Path) -> None:
     with raises(ShardError, "not_found", "regions"):
         open_data(config(shards, regions="absent"), make_model(), micro_batch=4)
     with raises(ConfigError, "conflict", "data.regions"):
-        open_data(config(shards, train="https://host/lab"), make_model(), micro_batch=4)
+        open_data(config(shards, train="https://host/lab/{00..01}.tar"), make_model(), micro_batch=4)
