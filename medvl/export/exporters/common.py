@@ -72,7 +72,7 @@ def write_card(folder: Path, model: System, *, usage: str, left_out: Mapping[str
     lines = [
         "---",
         f"library_name: {library}",
-        "tags: [medical-imaging, vision-language]",
+        f"tags: [{'medical-imaging, vision-language' if isinstance(model, TwoTowers) else 'biomedical, fill-mask'}]",
         "---",
         "",
         f"# {model.name}, exported by medvl {medvl.__version__}",

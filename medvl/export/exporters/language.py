@@ -25,7 +25,7 @@ _HEADS: dict[str, tuple[str, tuple[KeyRule, ...], str, tuple[KeyRule, ...]]] = {
     "roberta": ("RobertaForMaskedLM", ROBERTA_WORDS, "", ()),
 }
 """Model type -> class with the word head, its rules, class with both heads, rules of the head for pairs."""
-_USAGE = """from transformers import AutoModelForMaskedLM, AutoTokenizer
+_USAGE = """from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 model, tokenizer = AutoModelForMaskedLM.from_pretrained("FOLDER"), AutoTokenizer.from_pretrained("FOLDER")
 encoder = AutoModel.from_pretrained("FOLDER", add_pooling_layer=False)    # without the head"""
 
