@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from medvl.cli import main as cli
+from medvl.train.parallel.distributed import join
 
 SPLITS = {"train": "train", "valid": "validate", "test": "test"}
 
@@ -28,9 +29,10 @@ def commands(home: Path, out: Path) -> dict[str, list[str]]:
 
 
 def main(home: Path, out: Path) -> None:
-    """Run all evaluations."""
-    for arguments in commands(home, out).values():
-        cli.main(arguments)
+    """Run all evaluations in one process group: a second one would need a store that rank 0 has not closed yet."""
+    with join("cpu"):
+        for arguments in commands(home, out).values():
+            cli.main(arguments)
 
 
 if __name__ == "__main__":
