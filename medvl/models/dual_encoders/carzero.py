@@ -106,6 +106,11 @@ class CARZero(LocalDualEncoder):
         memory_NKE = torch.cat([memory.global_NE[:, None], local_NKE], dim=1)
         mask_NK = torch.cat([mask_NK.new_ones(len(mask_NK), 1), mask_NK], dim=1)
 
+        rows = len(memory_NKE)
+        if not rows:  # a rank without pairs: attention needs a row, and DDP the gradients of all weights
+            memory_NKE = torch.cat([memory_NKE, memory_NKE.new_zeros(1, *memory_NKE.shape[1:])])
+            mask_NK = mask_NK.new_ones(1, mask_NK.shape[1])
+
         def score(memory_NKE: Tensor, query_CE: Tensor, mask_NK: Tensor) -> Tensor:
             query_NCE = query_CE.expand(len(memory_NKE), -1, -1)
             scores_NC: Tensor = self.score(self.decoder(query_NCE, memory_NKE, mask_NK)).squeeze(2)
@@ -113,7 +118,7 @@ class CARZero(LocalDualEncoder):
 
         width = max(query_ME.shape[1], self.config.decoder_hidden)
         chunk = chunk or max(1, _CHUNK_BYTES // (4 * _CHUNK_TENSORS * width * max(1, len(memory))))
-        return in_chunks(score, memory_NKE, query_ME, mask_NK, chunk=chunk)
+        return in_chunks(score, memory_NKE, query_ME, mask_NK, chunk=chunk)[:rows]
 
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
         """Return (N, M): the mean of both directions' scores; no cosine."""
