@@ -91,7 +91,8 @@ def _training(settings: Mapping[str, Any], run: Mapping[str, Any]) -> str:
 def _results(results: Mapping[str, float] | None, note: str = "As given by the owner of the weights.") -> str:
     if not results:
         return "None recorded. `medvl eval` writes them with confidence intervals.\n"
-    rows = [f"| {name} | {value:.4g} |" for name, value in list(results.items())[:_SHOWN]]
+    shown = list(results.items())[:_SHOWN]
+    rows = [f"| {name} | {'undefined' if value is None else f'{value:.4g}'} |" for name, value in shown]
     more = [f"\n{len(results) - _SHOWN} more are in the run's log."] if len(results) > _SHOWN else []
     return "\n".join([note, "", "| Metric | Value |", "|---|---|", *rows, *more]) + "\n"
 

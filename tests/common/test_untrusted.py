@@ -92,7 +92,8 @@ def test_json_is_bounded() -> None:
 
 ROOT = Path(__file__).parents[2] / "medvl"
 OWN_JSON = {
-    *("common/untrusted", "data/corpora/common/record_file", "eval/probing/features", "export/exporters/zero_shot"),
+    *("common/untrusted", "data/corpora/common/record_file", "eval/core/full_pass", "eval/probing/features"),
+    *("export/exporters/zero_shot", "inference/folder"),
     *("models/checkpoint", "phantom/layouts/writer", "train/loop/logger", "train/loop/state"),
     "train/parallel/distributed",
 }

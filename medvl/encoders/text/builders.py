@@ -26,7 +26,9 @@ from medvl.encoders.text.projections import MatrixHead
 from medvl.errors import ConfigError
 
 _BERT_LIKE = ("bert", "roberta", "camembert", "xlm-roberta")
-_WITH_POOLER = (*_BERT_LIKE, "albert")
+_EAGER_ONLY = ("mpnet",)
+"""Model types of transformers without the fused attention of torch."""
+_WITH_POOLER = (*_BERT_LIKE, "albert", "mpnet")
 _SIZES = {
     "hidden_size": "width",
     "num_hidden_layers": "layers",
@@ -86,7 +88,8 @@ def build_hugging_face(model_type: str, arguments: Mapping[str, Any]) -> TextBac
     options = {"add_pooling_layer": False} if model_type in _WITH_POOLER else {}
     try:
         config = transformers.AutoConfig.for_model(model_type, **arguments)
-        net: Any = transformers.AutoModel.from_config(config, attn_implementation="sdpa", **options)
+        attention = "eager" if model_type in _EAGER_ONLY else "sdpa"
+        net: Any = transformers.AutoModel.from_config(config, attn_implementation=attention, **options)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise ConfigError(f"cannot build {model_type} with {dict(arguments)}: {error}", "out_of_range") from error
     adapter: TextAdapter = FullModelAdapter()

@@ -52,7 +52,12 @@ def test_probe_and_random_baseline_share_run_and_feature_cache(home: Path, capsy
     cli.main([*probe, "--fractions", "0.5", "1.0", "--seeds", "2"])
     assert "auroc@50%" in capsys.readouterr().out
     folder = home / "run" / "eval" / "probe"
-    assert {path.name for path in folder.iterdir()} == {"results.json", "predictions.jsonl", "index.html"}
+    assert {path.name for path in folder.iterdir()} == {
+        "results.json",
+        "predictions.jsonl",
+        "index.html",
+        "index_files",
+    }
     assert len(list((home / "run" / "eval" / "features").iterdir())) == 3
     results = read_results(folder)
     assert results.row("auroc@100%", "Edema").value > 0.9

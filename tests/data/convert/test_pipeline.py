@@ -137,7 +137,7 @@ def test_interrupted_run_resumes_to_the_same_bytes(
 ) -> None:
     plan = make_plan(tmp_path / "images")
     write_shards(plan, deid, ShardRun(out=tmp_path / "whole", workers=1), OPTIONS)
-    original, seen = record._encode, [0]
+    original, seen = record.encode_stored, [0]
 
     def stop(*arguments: object) -> bytes:
         seen[0] += 1
@@ -146,12 +146,12 @@ def test_interrupted_run_resumes_to_the_same_bytes(
         return original(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(record, "_encode", stop)
+        patch.setattr(record, "encode_stored", stop)
         with pytest.raises(KeyboardInterrupt):
             write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
     seen[0] = -100
     with monkeypatch.context() as patch:
-        patch.setattr(record, "_encode", stop)
+        patch.setattr(record, "encode_stored", stop)
         write_shards(plan, deid, ShardRun(out=tmp_path / "out", workers=1), OPTIONS)
     assert seen[0] + 100 == 12 - stop_after // 5 * 5, "finished shards are converted again"
     assert contents(tmp_path / "out/train") == contents(tmp_path / "whole/train")

@@ -315,6 +315,6 @@ def test_doctor_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     with pytest.raises(SystemExit) as ended:
         cli.main(["doctor", str(tmp_path / "none.py"), "tiny"])
     assert ended.value.code == 1
-    assert capsys.readouterr().err.startswith(f"medvl: {tmp_path / 'none.py'} is no Python file")
+    assert capsys.readouterr().err.startswith(f"medvl: {tmp_path / 'none.py'} is no file")
     cli.main(["--help"])
     assert "  doctor                   Measure the training speed of a recipe" in capsys.readouterr().out
