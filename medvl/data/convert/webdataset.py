@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 def cached_shards(pattern: str, fields: TarFields | None = None) -> Path:
     """Return a folder of shards with the samples of webdataset tars; it is made on first use, and kept in the cache.
 
-    Every sample counts as a patient of its own, so that nothing can be said about patients or articles that a model was
-    trained on, which is logged. The folder is found again by the names and sizes of the tars.
+    Every sample is treated as its own patient, so training patients or articles in the tars cannot be detected; a
+    warning is logged. The folder is identified by the names and sizes of the tars.
 
     Raises ConfigError, ShardError, StorageError and CorpusError as `medvl.data.corpora.webdataset_tars.plan`.
     """

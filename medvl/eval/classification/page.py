@@ -254,13 +254,13 @@ def _plots_of(result: ClassificationResult, index: int, curve: RocCurve) -> list
     ]
     if result.gives_probabilities:
         bins = calibration_bins(scores_N, labels_N)
-        told, seen = float(bins.probability_Q[-1]), float(bins.observed_Q[-1])
+        predicted, observed = float(bins.probability_Q[-1]), float(bins.observed_Q[-1])
         pictures.append(
             html.plot_picture(
                 plots.calibration_plot(f"calibration-{html.slug(name)}", bins),
-                alternative=f"Calibration of {name}: of the images with the highest probabilities, {told:.2f} on "
-                f"average, {seen:.0%} are positive.",
-                lines=["Calibration", f"highest bin: probability {told:.2f}, {seen:.0%} positive"],
+                alternative=f"Calibration of {name}: of the images with the highest probabilities, {predicted:.2f} on "
+                f"average, {observed:.0%} are positive.",
+                lines=["Calibration", f"highest bin: probability {predicted:.2f}, {observed:.0%} positive"],
             )
         )
     return pictures

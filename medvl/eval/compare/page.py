@@ -200,24 +200,24 @@ def _difference_plots(
 def _difference_plot(comparison: Comparison, rows: Sequence[MetricRow], title: str, prefix: str) -> Pictures:
     first, others = comparison.runs[0].name, comparison.runs[1:]
     metric = _metric(rows[0].metric)
-    systems, told = [], []
+    systems, summaries = [], []
     for number, run in enumerate(others):
         found = [comparison.differences[number].get(row.name) or MetricRow(metric=metric, target="") for row in rows]
         value_K, low_K, high_K = np.array([(row.value, row.low, row.high) for row in found]).T
         color = plots.LINE_COLORS[number % len(plots.LINE_COLORS)]
         systems.append(plots.Series(name=run.name, value_K=value_K, low_K=low_K, high_K=high_K, color=color))
         higher, lower = int((low_K > 0).sum()), int((high_K < 0).sum())
-        told.append(
+        summaries.append(
             f"{run.name} is higher in {higher} and lower in {lower} of {len(rows)} rows, by intervals without 0"
         )
     names = [row.subgroup or _TARGETS.get(row.target, row.target) for row in rows]
     name = slug(f"differences {comparison.protocol} {title}")
     plot = plots.interval_plot(name, names, systems, axis=f"{metric}: difference from {first}", line=0.0)
-    alternative = f"Paired differences in {metric} from {first}, {title}, with 95% intervals: {'; '.join(told)}."
+    alternative = f"Paired differences in {metric} from {first}, {title}, with 95% intervals: {'; '.join(summaries)}."
     return Pictures(
         title=f"{prefix}Differences {title}",
         kind="wide",
-        strips=[Strip(title="", pictures=[plot_picture(plot, alternative=alternative, lines=told)])],
+        strips=[Strip(title="", pictures=[plot_picture(plot, alternative=alternative, lines=summaries)])],
         caption=f"Each run minus {first}, on the same resamples: right of the line, the run has the higher value.",
     )
 
@@ -229,10 +229,10 @@ def _roc_curves(comparison: Comparison, prefix: str) -> Pictures:
         rows = {run: comparison.value(number, f"auroc/{name}") for number, run in of_runs}
         values = {run: format_value(row).partition(" ")[0] for run, row in rows.items()}
         labelled = {f"{run}  {values[run]}": curve for run, curve in curves.items()}
-        told = ", ".join(f"{run} {values[run]}" for run in curves)
+        aurocs = ", ".join(f"{run} {values[run]}" for run in curves)
         plot = plots.roc_overlay(f"roc-{comparison.protocol}-{slug(name)}", labelled, beside=False)
         picture = plot_picture(
-            plot, alternative=f"ROC curves of the runs for {name}; AUROC: {told}.", lines=[f"AUROC: {told}"]
+            plot, alternative=f"ROC curves of the runs for {name}; AUROC: {aurocs}.", lines=[f"AUROC: {aurocs}"]
         )
         strips.append(Strip(title=name, pictures=[picture]))
     return Pictures(

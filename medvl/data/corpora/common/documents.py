@@ -18,7 +18,8 @@ _ARTICLE_START = re.compile(r"<PubmedArticle[\s>]")
 _ARTICLE_END = "</PubmedArticle>"
 
 Layout = Literal["lines", "paragraphs"]
-"""Of plain text files: a document a line; or a sentence a line, with a blank line after each document."""
+"""Layout of plain text files: "lines" has one document per line; "paragraphs" has one sentence per line and a
+blank line after each document."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +40,7 @@ class DocumentFormat:
     """How documents are stored in files."""
 
     layout: Layout = "lines"
-    """Of .txt files: lines, a document a line; or paragraphs, a sentence a line and a blank line after a document."""
+    """Layout of .txt files, see `Layout`."""
     text_field: str = "text"
     """Field of JSON lines with the text."""
     id_field: str | None = None
