@@ -28,6 +28,13 @@ if TYPE_CHECKING:
         encode_png as encode_png,
         resize_short_side as resize_short_side,
     )
+    from medvl.data.images.generated import (
+        GeneratedImage as GeneratedImage,
+        GeneratedImages as GeneratedImages,
+        GeneratedImagesWriter as GeneratedImagesWriter,
+        Generation as Generation,
+        pixel_hash as pixel_hash,
+    )
     from medvl.data.images.inputs import ImageInput as ImageInput, read_image as read_image
     from medvl.data.images.read import read_pixels as read_pixels
     from medvl.data.knowledge.finder import EntityFinder as EntityFinder
