@@ -72,8 +72,10 @@ setup() {
         if [ -n "${sources[*]}" ] && cpu_index_answers "$python"; then
             sources+=(--extra-index-url "$PYTORCH_CPU_INDEX")
         fi
-        # Without compiling ten thousand modules, most of which are never imported.
+        # Without compiling ten thousand modules, most of which are never imported: Python keeps what it compiles.
         .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "${sources[@]}" --editable ".$extras"
         echo "$stamp" > ".venv/medvl-setup$extras"
     fi
+    # Containers set this so that images stay small; every process would then compile torch and the rest anew.
+    export PYTHONDONTWRITEBYTECODE=
 }

@@ -9,4 +9,5 @@ export HF_HUB_OFFLINE=1 NO_ALBUMENTATIONS_UPDATE=1 TOKENIZERS_PARALLELISM=false 
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-.venv/bin/python -m pytest --numprocesses "${MEDVL_TEST_PROCESSES:-auto}" --dist loadfile "$@"
+# A file is one unit of work, in the order of tests/conftest.py: those with slow tests first.
+.venv/bin/python -m pytest --numprocesses "${MEDVL_TEST_PROCESSES:-auto}" --dist loadfile --no-loadscope-reorder "$@"

@@ -29,6 +29,12 @@ from medvl.schema import FINDINGS
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files with slow tests first: else one process runs the last of them while the others have ended."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder that MEDVL_REAL_DATA names; tests that ask for it are skipped without it."""

@@ -59,10 +59,12 @@ def pip_call(folder: Path, index: str, *, gpu: bool = False) -> str:
         "CALLS": str(calls),
         "REAL_PYTHON": sys.executable,
         "PYTORCH_CPU_INDEX": index,
+        "PYTHONDONTWRITEBYTECODE": "1",
         "no_proxy": "127.0.0.1",
     }
-    command = ["bash", "-ec", 'source scripts/setup.sh; setup ""; setup ""']
-    subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, timeout=60)
+    command = ["bash", "-ec", 'source scripts/setup.sh; setup ""; setup ""; echo "keeps bytecode: [$PYTHONDONTWRITEBYTECODE]"']
+    done = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("keeps bytecode: []\n")
     (line,) = [line for line in calls.read_text().splitlines() if line.startswith("-m pip")]
     return line
 
@@ -107,6 +109,7 @@ def test_documents_name_the_supported_versions() -> None:
 def test_recipes_run_on_one_rank_a_core(cores: int, gpu: bool, expected: int, tmp_path: Path) -> None:
     for name, text in (
         ("nproc", f"#!/bin/sh\necho {cores}\n"),
+        ("awk", "#!/bin/sh\necho 32\n"),  # free memory of 64 GB
         ("nvidia-smi", f"#!/bin/sh\nexit {int(not gpu)}\n"),
         (".venv/bin/torchrun", '#!/bin/sh\necho "$@" "$OMP_NUM_THREADS"\n'),
     ):
