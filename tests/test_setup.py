@@ -62,7 +62,11 @@ def pip_call(folder: Path, index: str, *, gpu: bool = False) -> str:
         "PYTHONDONTWRITEBYTECODE": "1",
         "no_proxy": "127.0.0.1",
     }
-    command = ["bash", "-ec", 'source scripts/setup.sh; setup ""; setup ""; echo "keeps bytecode: [$PYTHONDONTWRITEBYTECODE]"']
+    command = [
+        "bash",
+        "-ec",
+        'source scripts/setup.sh; setup ""; setup ""; echo "keeps bytecode: [$PYTHONDONTWRITEBYTECODE]"',
+    ]
     done = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.endswith("keeps bytecode: []\n")
     (line,) = [line for line in calls.read_text().splitlines() if line.startswith("-m pip")]
