@@ -86,6 +86,7 @@ if TYPE_CHECKING:
         LoVT as LoVT,
         LoVTConfig as LoVTConfig,
     )
+    from medvl.models.dual_encoders.mavl import MAVL as MAVL, MAVLConfig as MAVLConfig
     from medvl.models.dual_encoders.medclip import MedCLIP as MedCLIP, MedCLIPConfig as MedCLIPConfig
     from medvl.models.dual_encoders.medklip import MedKLIP as MedKLIP, MedKLIPConfig as MedKLIPConfig
     from medvl.models.dual_encoders.mgca import MGCA as MGCA, MGCAConfig as MGCAConfig

@@ -53,6 +53,7 @@ _MODULES = {
     "lxmert": "medvl.models.fusion_encoders.lxmert",
     "m3ae": "medvl.models.fusion_encoders.m3ae",
     "masked_text": "medvl.models.language.masked_text",
+    "mavl": "medvl.models.dual_encoders.mavl",
     "medclip": "medvl.models.dual_encoders.medclip",
     "medklip": "medvl.models.dual_encoders.medklip",
     "medvill": "medvl.models.fusion_encoders.medvill",

@@ -72,7 +72,7 @@ def create_image_encoder(
         projection: project `pooled_BD` into the shared space (open_clip only).
         mean, std: statistics of pixels in 0..1, one value or three. Default: the preset's or the library's.
         arguments: arguments of the library's constructor (`depth=11`, `channels=(32, 64, 128, 256)`). A vision
-            Transformer with fewer blocks than its published file loads the lower ones.
+            Transformer or a ResNet with fewer blocks or stages than its published file loads the lower ones.
 
     Raises:
         ConfigError: the name or an argument is unknown ("unknown_name", with the nearest names in the message) or out

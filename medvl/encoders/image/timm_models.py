@@ -132,7 +132,10 @@ def build_timm(name: str, arguments: Mapping[str, Any]) -> VisionBackbone:
         net=net,
         adapter=TimmAdapter(net),
         image_size=_size(getattr(getattr(net, "patch_embed", None), "img_size", None) or config["input_size"][1:]),
-        ignored_heads=[f"{head}." for head in ([classifiers] if isinstance(classifiers, str) else classifiers)],
+        ignored_heads=[
+            f"{name}."
+            for name in (*([classifiers] if isinstance(classifiers, str) else classifiers), *_absent_stages(net))
+        ],
         mean=config["mean"],
         std=config["std"],
         block_prefix="blocks." if is_vision_transformer(net) else None,
@@ -145,6 +148,11 @@ def is_vision_transformer(net: Any) -> bool:
     from timm.models import VisionTransformer
 
     return isinstance(net, VisionTransformer)
+
+
+def _absent_stages(net: Any) -> list[str]:
+    """Return the stages of a ResNet that was built without blocks in them: `layers=(3, 4, 6, 0)`."""
+    return [name for name, stage in net.named_children() if name.startswith("layer") and not list(stage.parameters())]
 
 
 def _has_attention(net: Any) -> bool:

@@ -11,6 +11,7 @@ N images, M texts, L labels, E shared embedding dim.
 
 from typing import Literal, get_args
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -44,6 +45,31 @@ def soft_targets(image_NE: Tensor, text_ME: Tensor, targets_NM: Tensor, logit_sc
         image_to_text = F.cross_entropy(logits_NM, targets_NM.softmax(dim=1), reduction="sum")
         text_to_image = F.cross_entropy(logits_NM.T, targets_NM.T.softmax(dim=1), reduction="sum")
         return (image_to_text / max(len(image_NE), 1) + text_to_image / max(len(text_ME), 1)) / 2
+
+
+def multi_positive(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor | None = None) -> Tensor:
+    """Mean of both directions' cross-entropy, whose targets are equal shares among the positives of a row or a column.
+
+    Args:
+        logits_NM: any dimensions before N and M, over which the mean is taken.
+        positive_NM: bool. Rows, and columns, without any positive do not count.
+        ignored_NM: bool: pairs that are left out of the comparison unless they are positive; None: none.
+
+    Returns a scalar: 0 with a zero gradient without a positive pair. Raises ValueError on inconsistent shapes.
+    """
+    if positive_NM.ndim != 2 or logits_NM.shape[-2:] != positive_NM.shape:
+        raise ValueError(f"expected logits (..., N, M) and positives (N, M), got {shapes(logits_NM, positive_NM)}")
+    logits_NM = logits_NM.float()
+    if ignored_NM is not None:
+        logits_NM = logits_NM.masked_fill(ignored_NM & ~positive_NM, torch.finfo(torch.float32).min)
+
+    def direction(dim: int) -> Tensor:
+        count_N1 = positive_NM.sum(dim=dim, keepdim=True)
+        share_NM = positive_NM / count_N1.clamp(min=1)
+        entropy_N1 = (share_NM * logits_NM.log_softmax(dim).masked_fill(~positive_NM, 0.0)).sum(dim, keepdim=True)
+        return -entropy_N1.flatten(-2).sum(dim=-1).mean() / (count_N1 > 0).sum().clamp(min=1)
+
+    return (direction(-1) + direction(-2)) / 2
 
 
 def label_similarity(image_labels_NL: Tensor, text_labels_ML: Tensor, kind: LabelSimilarity = "cosine") -> Tensor:

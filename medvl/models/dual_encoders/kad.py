@@ -59,9 +59,9 @@ class KAD(QueryEncoder):
         self.logit_scale = nn.Parameter(torch.tensor(-math.log(config.temperature)))
 
     @classmethod
-    def sentences_of(cls, config: Any) -> list[str]:
+    def sentences_of(cls, config: Any) -> list[tuple[str, ...]]:
         """See the base class: names."""
-        return [config.descriptions.get(name, name.lower()) for name in config.entities]
+        return [(config.descriptions.get(name, name.lower()),) for name in config.entities]
 
     @classmethod
     def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:

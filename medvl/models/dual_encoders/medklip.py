@@ -29,9 +29,7 @@ class MedKLIPConfig(QueryConfig):
     of `medvl.data.reports.entities.PLACES`.
     """
 
-    image_arguments: EncoderArguments = dataclasses.field(
-        default_factory=lambda: {"layers": (3, 4, 6), "channels": (64, 128, 256)}
-    )
+    image_arguments: EncoderArguments = dataclasses.field(default_factory=lambda: {"layers": (3, 4, 6, 0)})
     """The first three stages of a ResNet-50, which the paper trains from scratch; 14 x 14 cells."""
     projection_dim: int = 256
     negative_places: int | None = 7
@@ -58,12 +56,12 @@ class MedKLIP(QueryEncoder):
 
     @classmethod
     def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
-        """See the base class. `place` maps a query's state to the text encoder's space."""
+        """See the base class. `place` maps the states of an entity's queries to the text encoder's space."""
         sentences = [f"It is located at the {name}." for name in PLACES]
         return {
             **super().make_heads(config, image_encoder, text_encoder),
             "places": QueryBook(sentences, text_encoder.feature_dim),
-            "place": nn.Linear(config.projection_dim, text_encoder.feature_dim),
+            "place": nn.Linear(config.projection_dim * len(cls.sentences_of(config)[0]), text_encoder.feature_dim),
         }
 
     def more_terms(
@@ -75,7 +73,7 @@ class MedKLIP(QueryEncoder):
         if batch.position_BL is None:
             message = "expected Batch.position_BL: open the loader with inputs=model.inputs"
             raise ConfigError(message, "missing", field="position_BL")
-        self.places.fill(self.unnormalized_text)
+        self.places.fill(self.sentence_vectors)
         counted_BL = (labels_BL == 1) & (batch.position_BL >= 0)
         target_N = batch.position_BL.clamp(min=0).flatten()
         with full_precision(states_BQD):

@@ -16,6 +16,7 @@ import medvl
 from medvl.data import ConVIRTAugmentation, WholeText, statement
 from medvl.data.loading.collate import Collate, ItemMaker
 from medvl.data.reports.entities import PLACES, describe, mirrored_positions, positions_of
+from medvl.encoders import create_image_encoder
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models import MedKLIP
 from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder
@@ -156,6 +157,20 @@ def test_places_change_their_sides_with_the_image(text: str) -> None:
     batch, _ = Collate(gloria_ranks.tiny_tokenizer(), maker.inputs)([item, item])
     assert batch is not None
     assert batch.position_BL.tolist() == [list(item.positions)] * 2
+
+
+def test_first_stages_of_a_published_resnet(tmp_path: Path) -> None:
+    """As the presets `paper` of MedKLIP and MAVL have them: the last stage of the file is left out."""
+    whole = create_image_encoder("timm:resnet18", layers=(1, 1, 1, 1), patch_level=-2).eval()
+    torch.save(whole.backbone.state_dict(), tmp_path / "resnet.pt")
+    stages = create_image_encoder("timm:resnet18", layers=(1, 1, 1, 0), pretrained=str(tmp_path / "resnet.pt")).eval()
+    pixels = torch.randint(0, 256, (2, 1, 64, 64), dtype=torch.uint8)
+    torch.testing.assert_close(stages(pixels).patches_BPD, whole(pixels).patches_BPD)
+    assert not any(name.startswith("backbone.layer4") for name, _ in stages.named_parameters())
+    with torch.device("meta"):
+        published = medvl.create_model("medklip", vocab_size=100)
+    grid = published.image_encoder.grid(224, 224)
+    assert (grid, published.image_encoder.patch_dim, published.image_encoder.feature_dim) == ((14, 14), 1024, 1024)
 
 
 def test_published_shapes() -> None:

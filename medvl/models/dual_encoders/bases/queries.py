@@ -54,7 +54,8 @@ class QueryEncoder(DualEncoder):
         image_head: from the cells of the grid to the decoder's width.
         text_head: from the text encoder's vector to a query.
         book: vectors of the entities' descriptions.
-        presence: from a query's state to absent and present.
+        presence: from the states of an entity's queries to absent and present.
+        aspects: A, number of queries of an entity: 1, and 8 in MAVL.
         shared_norm: whether the decoder's last norm is applied to queries and grid as well.
     """
 
@@ -66,13 +67,14 @@ class QueryEncoder(DualEncoder):
         super().__init__(config, *args, **kwargs)
         self.book, self.decoder, self.presence = book, decoder, presence
         self.inputs = Inputs(labels=True)
-        named = zip(config.entities, self.sentences_of(config), strict=True)
-        self._named = {alias: text for name, text in named for alias in (name, statement(name))}
+        named = dict(zip(config.entities, self.sentences_of(config), strict=True))
+        self._named = {alias: each for name, each in named.items() for alias in (name, statement(name), each[0])}
+        self.aspects = len(next(iter(named.values())))
 
     @classmethod
-    def sentences_of(cls, config: Any) -> list[str]:
-        """Return the sentence of each entity."""
-        return [config.descriptions.get(name, describe(name)) for name in config.entities]
+    def sentences_of(cls, config: Any) -> list[tuple[str, ...]]:
+        """Return the sentences of each entity, a query each; all entities have equally many."""
+        return [(config.descriptions.get(name, describe(name)),) for name in config.entities]
 
     @classmethod
     def build(cls, config: Any, *, pretrained: bool, tokenizer: Tokenizer | None) -> Self:
@@ -96,7 +98,7 @@ class QueryEncoder(DualEncoder):
     @classmethod
     def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
         """Return the modules behind the encoders, by name of the constructor's argument."""
-        width = config.projection_dim
+        width, sentences = config.projection_dim, cls.sentences_of(config)
         decoder = QueryDecoder(
             width,
             layers=config.decoder_layers,
@@ -108,9 +110,9 @@ class QueryEncoder(DualEncoder):
         return {
             "image_head": projection_head(image_encoder.patch_dim, width),
             "text_head": nn.Linear(text_encoder.feature_dim, width),
-            "book": QueryBook(cls.sentences_of(config), text_encoder.feature_dim),
+            "book": QueryBook([text for each in sentences for text in each], text_encoder.feature_dim),
             "decoder": decoder,
-            "presence": nn.Linear(width, 2),
+            "presence": nn.Linear(width * len(sentences[0]), 2),
         }
 
     def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
@@ -127,9 +129,18 @@ class QueryEncoder(DualEncoder):
         return grid_BPD
 
     def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
-        """Return (B, D) float32: the vectors of the frozen text encoder, before `text_head`."""
-        if not isinstance(texts, Tensor):
-            texts = [self._named.get(text, text) for text in ([texts] if isinstance(texts, str) else texts)]
+        """Return (B, A x D) float32: vectors of the frozen text encoder, before `text_head`, of an entity's A aspects.
+
+        A text that names no entity stands for all of its aspects.
+        """
+        if isinstance(texts, Tensor):
+            return self.sentence_vectors(texts, mask_BT).repeat(1, self.aspects)
+        texts = [texts] if isinstance(texts, str) else texts
+        sentences = [each for text in texts for each in self._named.get(text, (text,) * self.aspects)]
+        return self.sentence_vectors(sentences).unflatten(0, (len(texts), self.aspects)).flatten(1)
+
+    def sentence_vectors(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
+        """Return (B, D) float32: the vector of each sentence by the frozen text encoder."""
         features: Tensor = self.text_encoder(*self.tokenize(texts, mask_BT)).pooled_BD
         return features.float()
 
@@ -142,14 +153,22 @@ class QueryEncoder(DualEncoder):
         return Embeddings(self.unnormalized_text(texts))
 
     def ask(self, grid_BPD: Tensor, more_MD: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the states of all queries (B, Q, D) and their attention to the grid (B, Q, P).
+        """Return the states of all entities (B, Q, A x D), aspect after aspect, and their mean attention (B, Q, P).
 
-        The queries are those of the book, then those of `more_MD`, vectors of the text encoder.
+        The entities are those of the book, then those of `more_MD`, from `unnormalized_text`.
         """
-        self.book.fill(self.unnormalized_text)
-        vectors_QD = self.book.vectors_QD if more_MD is None else torch.cat([self.book.vectors_QD, more_MD])
+        vectors_QD = self.queries()
+        if more_MD is not None:
+            vectors_QD = torch.cat([vectors_QD, more_MD.reshape(-1, vectors_QD.shape[1])])
         query_QD = self.text_head(vectors_QD)
-        return self.decoder.with_attention(query_QD.expand(len(grid_BPD), -1, -1), grid_BPD)
+        states_BQD, attention_BQP = self.decoder.with_attention(query_QD.expand(len(grid_BPD), -1, -1), grid_BPD)
+        by_entity = (-1, self.aspects)
+        return states_BQD.unflatten(1, by_entity).flatten(2), attention_BQP.unflatten(1, by_entity).mean(dim=2)
+
+    def queries(self) -> Tensor:
+        """Return (Q x A, D): the vectors of the book, before `text_head`."""
+        self.book.fill(self.sentence_vectors)
+        return self.book.vectors_QD
 
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
         """Return (N, M): the logarithm of the odds that what a text names is there; no cosine."""
@@ -214,10 +233,9 @@ class QueryEncoder(DualEncoder):
 
     def _rows(self, vectors_MD: Tensor) -> list[int]:
         """Return the row of the book that has each vector, -1 for none."""
-        self.book.fill(self.unnormalized_text)
-        distance_MQ = torch.cdist(vectors_MD.float(), self.book.vectors_QD.float())
-        nearest, rows_M = distance_MQ.min(dim=1)
-        known_M = nearest <= 1e-3 * self.book.vectors_QD.norm(dim=1).mean()
+        book_QD = self.queries().float().unflatten(0, (-1, self.aspects)).flatten(1)
+        nearest, rows_M = torch.cdist(vectors_MD.float(), book_QD).min(dim=1)
+        known_M = nearest <= 1e-3 * book_QD.norm(dim=1).mean()
         return torch.where(known_M, rows_M, -1).tolist()
 
     @staticmethod

@@ -131,3 +131,24 @@ class AttentionPool(nn.Module):
         pooled_B1D, weight_B1N = self.attention(query_B1D, x_BND, x_BND, key_padding_mask=~mask_BN & some_B1)
         weight_BN = weight_B1N.squeeze(1).float().masked_fill(~mask_BN, 0.0)
         return pooled_B1D.squeeze(1).masked_fill(~some_B1, 0.0), weight_BN
+
+
+class PositionedPool(nn.Module):
+    """Multi-head attention of a grid's mean to itself and to the cells, with learned positions (CLIP's ResNets, MAVL).
+
+    Args:
+        dim: D; a multiple of `heads`.
+        cells: P, number of cells.
+        heads: 8 in MAVL.
+    """
+
+    def __init__(self, dim: int, cells: int, heads: int = 8) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(1 + cells, dim) / dim**0.5)
+        self.attention = nn.MultiheadAttention(dim, heads, batch_first=True)
+
+    def forward(self, grid_BPD: Tensor) -> Tensor:
+        """Return (B, D)."""
+        tokens_BKD = torch.cat([grid_BPD.mean(dim=1, keepdim=True), grid_BPD], dim=1) + self.position
+        pooled_B1D: Tensor = self.attention(tokens_BKD[:, :1], tokens_BKD, tokens_BKD, need_weights=False)[0]
+        return pooled_B1D.squeeze(1)

@@ -1,0 +1,112 @@
+"""MAVL: queries of the visual aspects of each entity (Phan et al., CVPR 2024, arXiv 2403.07636)."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl.data.reports.aspects import ASPECTS, describe_aspects
+from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.errors import ConfigError
+from medvl.losses.gather import gather
+from medvl.losses.pairs.soft_targets import multi_positive
+from medvl.models.config_checks import check_choice, check_within
+from medvl.models.dual_encoders.medklip import MedKLIP, MedKLIPConfig
+from medvl.models.dual_encoders.parts.attention import PositionedPool
+from medvl.models.registry import register_system
+from medvl.schema import Batch, Embeddings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MAVLConfig(MedKLIPConfig):
+    """Settings of the paper and the released code, with entities and places as in `MedKLIPConfig`.
+
+    Published are 75 entities with a definition and seven aspects from a language model; here `describe_aspects` has
+    the aspects of the label columns.
+    """
+
+    aspects: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """Name of an entity -> its seven sentences, in the order of `medvl.data.reports.aspects.ASPECTS`; of others, those
+    of `describe_aspects`. The definition is that of `descriptions`."""
+    pool_heads: int = 8
+    """Heads of the attention that makes the image's vector of its grid."""
+    temperature: float = 0.07
+    """Initial temperature of each aspect's contrast; the logarithms of the inverse temperatures are learned."""
+    contrast_weight: float = 0.1
+    unmentioned: Literal["absent", "ignored"] = "absent"
+    """Entities that the report does not mention, in the contrast: negatives, as published, or left out as in the
+    cross-entropy of presence."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "unmentioned", ("absent", "ignored"))
+        check_within(self, "(0, inf)", "temperature")
+        check_within(self, "[0, inf)", "contrast_weight")
+        check_within(self, "[1, inf)", "pool_heads")
+        for name, sentences in self.aspects.items():
+            if len(sentences) != len(ASPECTS):
+                message = f"expected {len(ASPECTS)} sentences of {name}, for {', '.join(ASPECTS)}, got {len(sentences)}"
+                raise ConfigError(message, "mismatch", field="aspects")
+
+
+@register_system("mavl")
+class MAVL(MedKLIP):
+    """MedKLIP's losses on eight queries an entity, and a contrast of images with each aspect of their entities.
+
+    The contrast's targets, the present entities of an image or the images of an entity, sum to 1; images without one
+    have none. The released code does not normalise them, so that an image with ten entities weighs eight times one with
+    a single one. The convolution over an entity's aspects is the same function as the linear layer here.
+    """
+
+    Config = MAVLConfig
+
+    def __init__(self, config: MAVLConfig, *args: Any, pool: nn.Module, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.pool = pool
+        self.logit_scale = nn.Parameter(torch.full((self.aspects,), -math.log(config.temperature)))
+
+    @classmethod
+    def sentences_of(cls, config: Any) -> list[tuple[str, ...]]:
+        """See the base class: the definition and the aspects."""
+        known = {name: describe_aspects(name) for name in config.entities}
+        firsts = {name: config.descriptions.get(name, known[name][0]) for name in known}
+        return [(firsts[name], *config.aspects.get(name, known[name][1:])) for name in known]
+
+    @classmethod
+    def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
+        """See the base class."""
+        heads, width = super().make_heads(config, image_encoder, text_encoder), config.projection_dim
+        layers = nn.Linear(image_encoder.patch_dim, width), nn.PReLU(), nn.Linear(width, width)
+        cells = math.prod(image_encoder.grid(config.image_size, config.image_size))
+        pool = PositionedPool(width, cells, config.pool_heads)
+        return {**heads, "image_head": nn.Sequential(*layers), "pool": pool}
+
+    def unnormalized_image(self, image_BCHW: Tensor) -> Tensor:
+        """See the base class: the grid pooled by attention."""
+        pooled_BD: Tensor = self.pool(self._project_grid(image_BCHW))
+        return pooled_BD.float()
+
+    def embed_images(self, image_BCHW: Tensor) -> Embeddings:
+        """See the base class."""
+        grid_BPD = self._project_grid(image_BCHW)
+        return Embeddings(F.normalize(self.pool(grid_BPD).float(), dim=-1), grid_BPD)
+
+    def more_terms(
+        self, batch: Batch, images: Embeddings, states_BQD: Tensor, labels_BL: Tensor
+    ) -> Mapping[str, tuple[Tensor, float]]:
+        """See the base class."""
+        image_NE, labels_NL = gather(images.global_NE), gather(labels_BL)
+        query_LAE = F.normalize(self.text_head(self.queries()).float(), dim=-1).unflatten(0, (-1, self.aspects))
+        logits_ANL = torch.einsum("ne,lae->anl", image_NE, query_LAE) * self.logit_scale.exp()[:, None, None]
+        silent_NL = ~((labels_NL == 0) | (labels_NL == 1))
+        if self.config.unmentioned == "absent":  # except for rows without an image or without any label
+            silent_NL = labels_NL.isnan().all(dim=1, keepdim=True).expand_as(labels_NL)
+        contrast = multi_positive(logits_ANL, labels_NL == 1, silent_NL)
+        return {
+            **super().more_terms(batch, images, states_BQD, labels_BL),
+            "contrast": (contrast, self.config.contrast_weight),
+        }

@@ -1,0 +1,227 @@
+"""MAVL: losses against the formulas, aspects of named and unknown entities; query systems on two ranks."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers import gloria_ranks
+from helpers.errors import raises
+from helpers.two_ranks import run_two_ranks
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import medvl
+from medvl import losses
+from medvl.data import statement
+from medvl.data.reports.aspects import ASPECTS, describe_aspects
+from medvl.errors import ConfigError
+from medvl.models import KAD, MAVL, MedKLIP
+from medvl.models.dual_encoders.bases.queries import QueryEncoder
+from medvl.schema import FINDINGS, Batch
+
+ENTITIES = ("Edema", "Pneumothorax", "Pleural Effusion")
+NAN = torch.nan
+LABELS = torch.tensor([[1, 0, NAN], [-1, 1, 1], [NAN, NAN, NAN], [0, 0, 1], [0, 1, 0], [1, 1, 1], [NAN, 0, NAN]])
+POSITIONS = torch.tensor([[3, -1, -1], [-1, -1, 8], [-1] * 3, [-1, 5, 2], [-1] * 3, [1, -1, 4], [-1] * 3])
+
+
+def create(name: str = "mavl", **settings: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"image_encoder": "resnet_tiny", "image_size": 64, "projection_dim": 16, "entities": ENTITIES}
+    sizes |= {} if name == "kad" else {"image_arguments": {}}
+    text = {"text_encoder": "tiny_bert", "text_arguments": {"num_hidden_layers": 1}, "max_tokens": 64}
+    decoder = {"decoder_layers": 2, "decoder_heads": 2, "decoder_hidden": 24}
+    options = {**sizes, **text, **decoder, **settings}
+    return medvl.create_model(name, tokenizer=gloria_ranks.tiny_tokenizer(), **options)
+
+
+def make_batch(rows: list[int] | None = None) -> Batch:
+    rows = [0, 1, 2, 3] if rows is None else rows
+    batch = gloria_ranks.make_batch(gloria_ranks.tiny_tokenizer(), rows)
+    batch.labels_BL, batch.position_BL = LABELS[rows], POSITIONS[rows]
+    return batch
+
+
+def naive_contrast(logits_NM: Tensor, positive_NM: Tensor, ignored_NM: Tensor) -> Tensor:
+    """Cross-entropy with equal shares, pair by pair and in both directions."""
+    directions = []
+    for logits, positive, ignored in (
+        (logits_NM, positive_NM, ignored_NM),
+        (logits_NM.T, positive_NM.T, ignored_NM.T),
+    ):
+        rows = []
+        for row in range(len(logits)):
+            kept = positive[row] | ~ignored[row]
+            log_probability = logits[row] - logits[row][kept].exp().sum().log()
+            if positive[row].any():
+                rows.append(-log_probability[positive[row]].mean())
+        directions.append(torch.stack(rows).mean())
+    return torch.stack(directions).mean()
+
+
+def test_contrast_of_several_positives_is_the_formula_in_value_and_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_NM = 4 * torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    positive_NM = torch.rand(5, 4, generator=generator) < 0.4
+    positive_NM[1] = False
+    ignored_NM = torch.rand(5, 4, generator=generator) < 0.3
+    values, gradients = [], []
+    for loss in (losses.multi_positive, naive_contrast):
+        leaf = logits_NM.clone().requires_grad_()
+        value = loss(leaf, positive_NM, ignored_NM)
+        value.backward()
+        values.append(value.detach().double())
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*values, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+    assert losses.multi_positive(logits_NM, torch.zeros(5, 4, dtype=torch.bool)) == 0
+    with pytest.raises(ValueError, match="expected logits"):
+        losses.multi_positive(logits_NM, positive_NM.T)
+
+
+@pytest.mark.parametrize("present", [1, 3, 10])
+def test_a_row_weighs_the_same_with_one_entity_and_with_ten(present: int) -> None:
+    """MAVL's released targets are not normalised: 7.1, 12.9 and 55.7 of 75 entities at a scale of 14."""
+    logits_1M = torch.zeros(1, 75)
+    positive_1M = torch.arange(75)[None] < present
+    rows_only = 2 * losses.multi_positive(logits_1M, positive_1M)  # columns of a single image have a loss of 0
+    torch.testing.assert_close(rows_only, torch.tensor(75.0).log())
+
+
+@pytest.mark.parametrize("unmentioned", ["absent", "ignored"])
+def test_losses_are_presence_place_and_the_contrast_of_every_aspect(unmentioned: str) -> None:
+    model, batch = create(negative_places=None, unmentioned=unmentioned).eval(), make_batch()
+    found = model(batch)
+    images = model.embed_images(batch.image_BCHW)
+    query_QD = model.text_head(model.book.vectors_QD)
+    states_BQD = model.decoder(query_QD.expand(4, -1, -1), images.local_NPE)
+    by_entity_BLD = torch.stack([states_BQD[:, 8 * n : 8 * n + 8].flatten(1) for n in range(3)], dim=1)
+    known = [(0, 0, 1), (0, 1, 0), (1, 1, 1), (1, 2, 1), (3, 0, 0), (3, 1, 0), (3, 2, 1)]
+    presence = [F.cross_entropy(model.presence(by_entity_BLD[b, q]), torch.tensor(value)) for b, q, value in known]
+    torch.testing.assert_close(found.terms["presence"], torch.stack(presence).mean())
+    places = [(0, 0, 3), (1, 2, 8), (3, 2, 2)]
+    logits_BLP = model.place(by_entity_BLD) @ model.places.vectors_QD.T
+    place = [F.cross_entropy(logits_BLP[b, q], torch.tensor(target)) for b, q, target in places]
+    torch.testing.assert_close(found.terms["place"], torch.stack(place).mean())
+    rows = [0, 1, 3]  # the third report has no label
+    labels_NL = batch.labels_BL[rows]
+    ignored_NL = ((labels_NL != 0) & (labels_NL != 1)) & (unmentioned == "ignored")
+    contrasts = []
+    for aspect in range(8):
+        cosine_NL = images.global_NE[rows] @ F.normalize(query_QD[aspect::8], dim=1).T
+        contrasts.append(naive_contrast(cosine_NL / 0.07, labels_NL == 1, ignored_NL))
+    torch.testing.assert_close(found.terms["contrast"], torch.stack(contrasts).mean())
+    terms = found.terms
+    torch.testing.assert_close(found.total, terms["presence"] + terms["place"] + 0.1 * terms["contrast"])
+
+
+def test_the_image_vector_is_attention_of_the_mean_over_mean_and_cells() -> None:
+    pool = create().pool.eval()
+    grid_BPD = torch.randn(2, pool.position.shape[0] - 1, 16)
+    tokens_BKD = torch.cat([grid_BPD.mean(dim=1, keepdim=True), grid_BPD], dim=1) + pool.position
+    weight, bias = pool.attention.in_proj_weight.chunk(3), pool.attention.in_proj_bias.chunk(3)
+    query, key, value = (
+        (tokens_BKD @ w.T + b).unflatten(2, (8, 2)).transpose(1, 2) for w, b in zip(weight, bias, strict=True)
+    )
+    attention = (query[:, :, :1] @ key.transpose(2, 3) / 2**0.5).softmax(dim=3)
+    pooled_BD = pool.attention.out_proj((attention @ value).transpose(1, 2).flatten(2).squeeze(1))
+    torch.testing.assert_close(pool(grid_BPD), pooled_BD)
+
+
+def test_every_trained_parameter_has_a_gradient_also_without_labels_and_under_autocast() -> None:
+    batch = make_batch()
+    for labels_BL in (batch.labels_BL, torch.full_like(batch.labels_BL, NAN)):
+        model = create().train()
+        batch.labels_BL = labels_BL
+        with torch.autocast("cpu", torch.bfloat16):
+            total = model(batch).total
+        total.backward()
+        assert total.isfinite()
+        assert labels_BL.isnan().all() == (total.item() == 0)
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is not None) == (not name.startswith("text_encoder.")), name
+
+
+def test_images_that_are_missing_are_no_negatives() -> None:
+    model, batch = create(negative_places=None).eval(), make_batch([0, 1, 3])
+    batch.has_image_B = torch.tensor([True, False, True])
+    expected = model(make_batch([0, 3])).terms
+    torch.testing.assert_close(dict(model(batch).terms), dict(expected))
+
+
+def test_texts_ask_all_aspects_of_the_entity_that_they_name_or_of_themselves() -> None:
+    model, batch = create(descriptions={"Edema": "Wet lungs."}).eval(), make_batch()
+    images = model.embed_images(batch.image_BCHW)
+    asked = ["Wet lungs.", statement("Edema"), "Pleural Effusion", "There is a wire.", "The heart is large."]
+    scores_NM = model.similarity(images, model.embed_texts(asked))
+    states_BLD, attention_BLP = model.ask(images.local_NPE)
+    logits_BL2 = model.presence(states_BLD)
+    torch.testing.assert_close(scores_NM[:, :3], (logits_BL2[..., 1] - logits_BL2[..., 0])[:, [0, 0, 2]])
+    torch.testing.assert_close(model.similarity(images, model.embed_texts(asked[4:])), scores_NM[:, 4:])
+    torch.testing.assert_close(attention_BLP.sum(dim=2), torch.ones(4, 3))
+    (map_HW,) = model.attention_maps(batch.image_BCHW[:1], ["There is a wire."], [(70, 64)])
+    assert map_HW.shape == (70, 64)
+
+
+def test_every_finding_has_eight_sentences_and_others_repeat_theirs() -> None:
+    assert {len(describe_aspects(name)) for name in FINDINGS} == {1 + len(ASPECTS)}
+    assert len({text for name in FINDINGS for text in describe_aspects(name)}) == len(FINDINGS) * 8
+    assert set(describe_aspects("Hernia")) == {"There is hernia."}
+    own = create(aspects={"Edema": tuple("abcdefg")})
+    assert own.book.sentences[1:8] == tuple("abcdefg")
+    with raises(ConfigError, "mismatch", "aspects"):
+        create(aspects={"Edema": ("The opacity of edema is hazy.",)})
+
+
+QUERY_SYSTEMS: dict[str, Callable[[], QueryEncoder]] = {
+    "medklip": lambda: create("medklip", negative_places=None),
+    "kad": lambda: create("kad"),
+    "mavl": lambda: create("mavl", negative_places=None),
+}
+
+
+@pytest.fixture(scope="module")
+def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    run_two_ranks(__file__, folder)
+    return [safetensors.torch.load_file(folder / f"rank-{rank}.safetensors") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", QUERY_SYSTEMS)
+def test_two_ranks_equal_one(name: str, by_rank: list[dict[str, Tensor]]) -> None:
+    """With three and four rows: losses and gradients are those of one process."""
+    model = QUERY_SYSTEMS[name]().eval()
+    assert isinstance(model, MedKLIP | KAD | MAVL)
+    expected = model(make_batch(list(range(7))))
+    expected.total.backward()
+    for found in by_rank:
+        torch.testing.assert_close(found[f"{name}/loss"], expected.total.detach())
+        for key, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(found[f"{name}/{key}"], parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def main(folder: Path) -> None:
+    """Write the losses and gradients of every system on this rank, after DDP's average."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, results = dist.get_rank(), {}
+    for name, build in QUERY_SYSTEMS.items():
+        model = build().eval()
+        parallel = DistributedDataParallel(model)
+        total = parallel(make_batch([[0, 1, 2], [3, 4, 5, 6]][rank])).total
+        total.backward()
+        results |= {f"{name}/{key}": p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+        results[f"{name}/loss"] = total.detach()
+    safetensors.torch.save_file(results, folder / f"rank-{rank}.safetensors")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
