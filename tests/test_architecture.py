@@ -83,6 +83,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "zero_shot_masks": {"core", "html", "dense", "grounding"},
         "vqa": {"core", "html"},
         "report_generation": {"core", "html"},
+        "generation": {"core", "html", "classification", "probing"},
         "text_tasks": {"core", "html", "probing"},
         "compare": {"core", "html"},
     },

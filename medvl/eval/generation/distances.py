@@ -1,0 +1,173 @@
+"""Distances between two sets of features: Frechet distance and kernel distance, with intervals.
+
+Both depend on the features and, the Frechet distance strongly, on the number of images: its bias falls with 1 / N and
+is positive, so that it compares only with distances of equal counts. `matched_draws` therefore compares generated with
+real images, and real with other real images, at the same counts.
+
+Shape letters: N, M images, D feature dim, B blocks.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import scipy.linalg
+from numpy.typing import NDArray
+
+from medvl.errors import EvaluationError
+from medvl.eval.core.metrics import Array
+
+BLOCKS = 20
+"""Blocks of the jackknife."""
+_Z = 1.959964  # 97.5 % quantile of the normal distribution
+
+
+class Interval(NamedTuple):
+    """A value with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureSet:
+    """Features of images, and the patient (or prompt) of each."""
+
+    x_ND: Array
+    groups: Sequence[Hashable]
+
+    def __len__(self) -> int:
+        return len(self.x_ND)
+
+    def rows(self, index: NDArray[np.int64] | NDArray[np.bool_]) -> "FeatureSet":
+        """Return some of the images."""
+        return FeatureSet(x_ND=self.x_ND[index], groups=[self.groups[i] for i in np.arange(len(self))[index]])
+
+
+def frechet_distance(x_ND: Array, y_MD: Array) -> float:
+    """Return |mean x - mean y|^2 + tr(Cx + Cy - 2 (Cx Cy)^1/2), the squared Frechet distance of two Gaussians.
+
+    The covariances have the denominator N - 1. With QR decompositions Rx, Ry of the centred features, the trace of the
+    root is the sum of the singular values of Rx Ry^T: no root of a matrix is taken, also with fewer images than
+    features. Heusel et al., arXiv 1706.08500, equation 6 ("FID" with Inception's features).
+
+    Raises EvaluationError with fewer than two images, or other than equal feature dims.
+    """
+    _check(x_ND, y_MD)
+    parts = []
+    for z_ND in (x_ND, y_MD):
+        centred_ND = (z_ND - z_ND.mean(axis=0)) / np.sqrt(len(z_ND) - 1)
+        (r_KD,) = scipy.linalg.qr(centred_ND, mode="r", overwrite_a=True, check_finite=False)
+        parts.append(r_KD[: min(z_ND.shape)])
+    root = scipy.linalg.svdvals(parts[0] @ parts[1].T, check_finite=False).sum()
+    means = ((x_ND.mean(axis=0) - y_MD.mean(axis=0)) ** 2).sum()
+    return float(max(means + (parts[0] ** 2).sum() + (parts[1] ** 2).sum() - 2 * root, 0.0))
+
+
+def squared_mmd(x_ND: Array, y_MD: Array) -> float:
+    """Return the unbiased estimate of the squared maximum mean discrepancy; it may be below 0.
+
+    The kernel is (x . y / D + 1)^3, as in Binkowski et al., arXiv 1801.01401, section 3.1 ("KID" with Inception's
+    features); the estimator is that of Gretton et al., JMLR 2012, equation 3. Raises as `frechet_distance`.
+    """
+    _check(x_ND, y_MD)
+    within = 0.0
+    for z_ND in (x_ND, y_MD):
+        kernel_NN = _kernel(z_ND, z_ND)
+        within += float((kernel_NN.sum() - np.trace(kernel_NN)) / (len(z_ND) * (len(z_ND) - 1)))
+    return within - 2 * float(_kernel(x_ND, y_MD).mean())
+
+
+def kernel_distance(x_ND: Array, y_MD: Array, *, subsets: int = 100, size: int = 1000, seed: int = 0) -> float:
+    """Return the mean of `squared_mmd` over random subsets of `size` images of both sets.
+
+    A subset has at most half of the smaller set: subsets that are the whole set would all be the same.
+    """
+    size = subset_size(len(x_ND), len(y_MD), size)
+    rng = np.random.default_rng(seed)
+    return float(np.mean([squared_mmd(*_subsets(rng, size, x_ND, y_MD)) for _ in range(subsets)]))
+
+
+def subset_size(n: int, m: int, size: int) -> int:
+    """Return the size of the subsets of `kernel_distance`: `size`, or half of the smaller set. Raises EvaluationError
+    below four images."""
+    if min(n, m) < 4:
+        message = f"expected four or more images of each set for a kernel distance, got {n} and {m}"
+        raise EvaluationError(message, "empty", field="generated" if n < m else "data")
+    return min(size, min(n, m) // 2)
+
+
+def jackknife(
+    statistic: Callable[[Array, Array], float], x: FeatureSet, y: FeatureSet, *, seed: int = 0, blocks: int = BLOCKS
+) -> Interval:
+    """Return a distance of two sets with a 95 % interval by the delete-a-group jackknife.
+
+    Patients are divided into blocks at random; those in both sets are left out of both at once. Unlike the bootstrap,
+    nothing is drawn twice, which would move these distances. Efron and Tibshirani, 1993, section 11.5.
+    """
+    value = statistic(x.x_ND, y.x_ND)
+    block_of = _blocks([*x.groups, *y.groups], blocks, seed)
+    in_x, in_y = (np.array([block_of[group] for group in each.groups]) for each in (x, y))
+    count = max(block_of.values()) + 1
+    kept = [(in_x != block, in_y != block) for block in range(count)]
+    kept = [(a, b) for a, b in kept if min(a.sum(), b.sum()) >= 4]
+    if len(kept) < 2:
+        return Interval(value, np.nan, np.nan)
+    values_B = np.array([statistic(x.x_ND[a], y.x_ND[b]) for a, b in kept])
+    error = np.sqrt((len(kept) - 1) / len(kept) * ((values_B - values_B.mean()) ** 2).sum())
+    return Interval(value, value - _Z * error, value + _Z * error)
+
+
+def matched_draws(
+    sets: Mapping[str, FeatureSet], real: FeatureSet, *, draws: int = 20, seed: int = 0
+) -> tuple[int, Iterator[dict[str, tuple[Array, Array]]]]:
+    """Return a number of images, and draws of so many images of each set beside as many real ones.
+
+    In each draw the patients of the real images are divided into two halves at random. The second half is the
+    reference of every set, and the first half is the set "real": what a perfect generator would get at this number.
+    The number is that of the smallest set, and at most of a half.
+    """
+    halves = [_halves(real.groups, np.random.default_rng((seed, draw))) for draw in range(draws)]
+    count = min([*map(len, sets.values()), *(len(part) for pair in halves for part in pair)])
+
+    def generate() -> Iterator[dict[str, tuple[Array, Array]]]:
+        for draw, (first, second) in enumerate(halves):
+            rng = np.random.default_rng((seed, draw, 1))
+            reference_ND = real.x_ND[rng.permutation(second)[:count]]
+            drawn = {name: each.x_ND[rng.permutation(len(each))[:count]] for name, each in sets.items()}
+            yield {
+                name: (x_ND, reference_ND)
+                for name, x_ND in {**drawn, "real": real.x_ND[rng.permutation(first)[:count]]}.items()
+            }
+
+    return count, generate()
+
+
+def _halves(groups: Sequence[Hashable], rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    block_of = _blocks(groups, 2, int(rng.integers(2**31)))
+    side_N = np.array([block_of[group] for group in groups])
+    return np.flatnonzero(side_N == 0), np.flatnonzero(side_N == 1)
+
+
+def _blocks(groups: Sequence[Hashable], blocks: int, seed: int) -> dict[Hashable, int]:
+    """Return the block of each group: random blocks of nearly equal numbers of groups."""
+    distinct = list(dict.fromkeys(groups))
+    order = np.random.default_rng(seed).permutation(len(distinct)).tolist()
+    return {distinct[place]: number % blocks for number, place in enumerate(order)}
+
+
+def _subsets(rng: np.random.Generator, size: int, *parts: Array) -> list[Array]:
+    return [part[rng.permutation(len(part))[:size]] for part in parts]
+
+
+def _kernel(x_ND: Array, y_MD: Array) -> Array:
+    kernel_NM: Array = (x_ND @ y_MD.T / x_ND.shape[1] + 1) ** 3
+    return kernel_NM
+
+
+def _check(x_ND: Array, y_MD: Array) -> None:
+    if min(len(x_ND), len(y_MD)) < 2 or x_ND.shape[1] != y_MD.shape[1]:
+        message = f"expected two or more images of each set and equal features, got {x_ND.shape} and {y_MD.shape}"
+        raise EvaluationError(message, "mismatch", field="features")
