@@ -24,6 +24,7 @@ and what to do about it. It never quotes a header value or a line of a report: t
 | mismatch | two things that must agree do not: a hash, a shape, a manifest, ranks |
 | version | written by another version of medvl |
 | leak | a patient or article is on both sides of a split |
+| synthetic | generated images where real ones are needed |
 | empty | nothing is left to work on |
 | budget | more bad inputs than the budget allows |
 | worker | a worker process died or hangs |
@@ -78,7 +79,7 @@ class CorpusError(MedvlError):
 
 
 class SplitError(MedvlError):
-    """A patient (or an article) is in more than one split, or two manifests share patients."""
+    """A patient (or an article) is in more than one split, two manifests share patients, or a test set is synthetic."""
 
 
 class ShardError(MedvlError):

@@ -132,10 +132,12 @@ def _transform_of_originals(model: System, folder: Path) -> EvalTransform:
 def train_manifests(folder: Path | str) -> list[Manifest]:
     """Return the manifests of all data that a checkpoint was trained on: its own run's, then those of its ancestors.
 
-    Empty for weights of unknown origin. Raises CheckpointError or ShardError when one is damaged.
+    After a manifest of synthetic images come those of their generators' training data (`Manifest.lineage`). Empty for
+    weights of unknown origin. Raises CheckpointError or ShardError when one is damaged.
     """
     folder = find_checkpoint(folder)
-    return [Manifest.parse(content, str(folder / TRAIN_MANIFEST)) for content in _read_training(folder)]
+    stored = [Manifest.parse(content, str(folder / TRAIN_MANIFEST)) for content in _read_training(folder)]
+    return [manifest for each in stored for manifest in each.lineage()]
 
 
 def load_weights(model: nn.Module, folder: Path | str) -> None:

@@ -65,7 +65,9 @@ def probe(
     folder = shared.out or _default_folder(image)
     features = functools.partial(_features, probed, cache or folder.parent / "features", shared)
     result = linear_probe(
-        *map(features, (train, valid, test)),
+        features(train, synthetic=True),
+        features(valid),
+        features(test),
         fractions=fractions,
         seeds=seeds,
         policy=label.policy(),
@@ -115,12 +117,15 @@ def _hashes(options: EncoderOptions, probed: "ProbedEncoder") -> dict[str, str |
     return {"checkpoint": None if trained is None else checkpoint_sha256(trained), "encoder": probed.sha256}
 
 
-def _features(encoder: "ProbedEncoder", cache: Path, shared: RunOptions, data: Path) -> "FeatureTable":
+def _features(
+    encoder: "ProbedEncoder", cache: Path, shared: RunOptions, data: Path, *, synthetic: bool = False
+) -> "FeatureTable":
     from medvl.common.ranks import rank_and_world
     from medvl.eval.core.open import open_for_evaluation, open_source
     from medvl.eval.probing.features import encode_features
 
+    source = open_source(data, synthetic=synthetic)
     loader = open_for_evaluation(
-        open_source(data), encoder.transform, batch=shared.batch, workers=shared.workers, ranks=rank_and_world()
+        source, encoder.transform, batch=shared.batch, workers=shared.workers, ranks=rank_and_world()
     )
     return encode_features(encoder, loader, cache=cache)

@@ -172,10 +172,10 @@ def report_generation(
 
 
 def _from_file(predictions: Path, data: Path | None, sections: tuple[str, ...]) -> _Reports:
-    from medvl.data.shards.source import ShardSource
+    from medvl.eval.core.open import open_source
     from medvl.eval.report_generation.read_reports import read_reports, references_of
 
-    source = None if data is None else ShardSource(data)
+    source = None if data is None else open_source(data)
     references = None if source is None else references_of(source, sections)
     return _Reports(
         reports=read_reports(predictions, references),

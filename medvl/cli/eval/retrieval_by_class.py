@@ -69,12 +69,12 @@ def make_retrieval_list(
         salt_file: salt file of the CheXpert shards; default $MEDVL_SALT_FILE or ~/.config/medvl/salt.
     """
     from medvl.data.privacy.deidentify import Deidentifier, default_salt_file
-    from medvl.data.shards.source import ShardSource
+    from medvl.eval.core.open import open_source
     from medvl.eval.retrieval.candidate_lists import read_chexpert_8x200, sample_list
     from medvl.schema import COMPETITION_FINDINGS
 
     if data is not None and chexpert_8x200 is None:
-        chosen = sample_list(ShardSource(data), classes=classes or COMPETITION_FINDINGS, per_class=per_class, seed=seed)
+        chosen = sample_list(open_source(data), classes=classes or COMPETITION_FINDINGS, per_class=per_class, seed=seed)
     elif chexpert_8x200 is not None and data is None:
         chosen = read_chexpert_8x200(chexpert_8x200, Deidentifier.from_file(salt_file or default_salt_file()))
     else:

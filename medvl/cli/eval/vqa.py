@@ -44,11 +44,12 @@ def vqa(
         examples: correct and wrong answers on the page, per closed and open question type.
     """
     from medvl.data.shards.source import ShardSource
+    from medvl.eval.core.open import open_source
     from medvl.eval.vqa.evaluate import evaluate_answers
     from medvl.eval.vqa.predict import question_data
     from medvl.eval.vqa.protocol import get_protocol
 
-    rules, shards = get_protocol(protocol), ShardSource(data)
+    rules, shards = get_protocol(protocol), open_source(data)
     if checkpoint is not None and predictions is None:
         answers = _from_checkpoint(checkpoint, shards, split, rules, shared)
     elif predictions is not None and checkpoint is None:

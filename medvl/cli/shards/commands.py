@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from medvl.cli.shards import corpora, labels, masks, text, vqa, webdataset
+from medvl.cli.shards import corpora, generated, labels, masks, text, vqa, webdataset
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "mimic-cxr": corpora.mimic_cxr,
@@ -32,6 +32,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "object-cxr": labels.object_cxr,
     "text": text.text,
     "webdataset": webdataset.webdataset,
+    "generated": generated.generated,
     "table": corpora.table,
 }
 """Name after `medvl shards` -> function, in the order of the help."""

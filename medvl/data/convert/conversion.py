@@ -43,6 +43,8 @@ class Conversion:
     planned: Mapping[str, int]
     """Images per split, over all parts."""
     packages: Mapping[str, str]
+    generators: tuple[Mapping[str, Any], ...] = ()
+    """Generators of synthetic images (`Manifest.generators`)."""
 
     @classmethod
     def from_plan(cls, plan: ShardPlan, options: ShardOptions, salt: str, part: str | None) -> "Conversion":
@@ -58,6 +60,7 @@ class Conversion:
             corpus_warnings=_nonzero(plan.warnings),
             planned=dict(count_by_split(plan.shards)),
             packages=package_versions(),
+            generators=plan.generators,
         )
 
     @classmethod
@@ -67,7 +70,7 @@ class Conversion:
             raise ShardError(f"{private.plan} does not exist; copy it beside the shards", "not_found")
         try:
             content = _load(private.plan)
-            return cls(**{**content, "label_names": tuple(content["label_names"])})
+            return cls(**{**content, **{name: tuple(content.get(name, ())) for name in ("label_names", "generators")}})
         except (TypeError, KeyError) as error:
             raise ShardError(f"{private.plan} is damaged or of another version; convert again", "malformed") from error
 

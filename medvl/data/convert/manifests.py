@@ -44,6 +44,7 @@ def _manifest(conversion: Conversion, split: str, notes: Sequence[ShardNote], pl
         warnings=_total([*(note.warnings for note in notes), conversion.corpus_warnings]),
         options=conversion.options,
         packages=conversion.packages,
+        generators=conversion.generators,
     )
 
 

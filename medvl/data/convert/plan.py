@@ -54,7 +54,7 @@ class ShardPlan:
 
     def __init__(self, plan: Plan, samples_per_shard: int) -> None:
         self.corpus, self.label_names = plan.corpus, plan.label_names
-        self.excluded, self.warnings = plan.excluded, plan.warnings
+        self.excluded, self.warnings, self.generators = plan.excluded, plan.warnings, plan.generators
         self._records, self.folders = plan.records, plan.folders
         self.shards = tuple(
             PlannedShard(shard_name(plan.corpus, split, number), split, order_N[start : start + samples_per_shard])

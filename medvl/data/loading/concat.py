@@ -4,7 +4,8 @@ import bisect
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -99,4 +100,9 @@ def _merge(manifests: Sequence[Manifest]) -> Manifest:
         shards=tuple(shard for manifest in manifests for shard in manifest.shards),
         label_names=tuple(dict.fromkeys(name for manifest in manifests for name in manifest.label_names)),
         patients=tuple(sorted({patient for manifest in manifests for patient in manifest.patients})),
+        generators=_distinct([generator for manifest in manifests for generator in manifest.generators]),
     )
+
+
+def _distinct(generators: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    return tuple(each for place, each in enumerate(generators) if each not in generators[:place])

@@ -8,6 +8,7 @@ import numpy as np
 
 from medvl.data.images.read import read_pixels
 from medvl.data.shards.regions import RegionManifest
+from medvl.errors import SplitError
 from medvl.schema import Sample
 
 
@@ -39,6 +40,21 @@ def is_remote(source: Any) -> bool:
     """Return whether a source, or one that it is a view of, reads from a remote store."""
     parts = getattr(source, "sources", None) or [getattr(source, "source", None)]
     return bool(getattr(source, "is_remote", False)) or any(is_remote(part) for part in parts if part is not None)
+
+
+def is_synthetic(source: Any) -> bool:
+    """Return whether images of a source, or of one that it is a view of, are synthetic (`medvl shards generated`)."""
+    parts = getattr(source, "sources", None) or [getattr(source, "source", None)]
+    generators = getattr(getattr(source, "manifest", None), "generators", ())
+    return bool(generators) or any(is_synthetic(part) for part in parts if part is not None)
+
+
+def check_real(source: Any, field: str = "data") -> None:
+    """Raise SplitError where images of a source are synthetic: they may train a model, but not test or select one."""
+    if is_synthetic(source):
+        where = getattr(source, "folder", "the source")
+        message = f"{where} has synthetic images, which may only train a model; give shards of real images"
+        raise SplitError(message, "synthetic", field=field)
 
 
 class FileSource:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,9 @@ class Manifest:
     options: Mapping[str, Any]
     packages: Mapping[str, str]
     schema_version: int = SCHEMA_VERSION
+    generators: tuple[Mapping[str, Any], ...] = ()
+    """Generators of the synthetic images of the folder: `sha256` of the weights, and `trained_on`, the JSON of the
+    manifests of all their training data. Empty: no image is synthetic."""
 
     @property
     def fingerprint(self) -> str:
@@ -89,9 +92,26 @@ class Manifest:
         content = [self.corpus, self.split, list(self.label_names), [shard.sha256 for shard in self.shards]]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of `manifest.json`; `generators` only where there are any."""
+        content = dataclasses.asdict(self)
+        if not self.generators:
+            del content["generators"]
+        return content
+
     def to_text(self) -> str:
-        """Return the content of `manifest.json`."""
-        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+        """Return the text of `manifest.json`."""
+        return json.dumps(self.to_json(), indent=1, sort_keys=True) + "\n"
+
+    def lineage(self) -> Iterator["Manifest"]:
+        """Yield this manifest and those of all data that its generators were trained on, theirs included.
+
+        Who trains on a generator's images has seen its training data. Raises ShardError when one is damaged.
+        """
+        yield self
+        for generator in self.generators:
+            for content in generator["trained_on"]:
+                yield from Manifest.parse(content, f"training data of a generator of {self.corpus}").lineage()
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json` atomically."""
@@ -129,9 +149,19 @@ class Manifest:
             content["skipped_keys"] = tuple((key, reason) for key, reason in content["skipped_keys"])
             for name in ("label_names", "patients"):
                 content[name] = tuple(content[name])
+            content["generators"] = tuple(_parse_generator(each) for each in content.get("generators", ()))
             return cls(**content)
         except (TypeError, KeyError, ValueError) as error:
             raise ShardError(f"{where}: missing or unknown fields ({error}); convert again", "malformed") from error
+
+
+def _parse_generator(content: Any) -> Mapping[str, Any]:
+    """Raise TypeError unless a generator has a hash and a list of manifests."""
+    if not (isinstance(content, dict) and set(content) == {"sha256", "trained_on"}):
+        raise TypeError("a generator has sha256 and trained_on")
+    if not (isinstance(content["sha256"], str) and isinstance(content["trained_on"], list)):
+        raise TypeError("a generator has a hash and a list of manifests")
+    return content
 
 
 def split_folders(folder: str | Location) -> list[Location]:

@@ -1,6 +1,7 @@
 """Verification of a folder of shards against its manifest, and search for patients and images shared by two folders."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -71,7 +72,10 @@ def verify_shards(
 
 
 def check_against(manifest: Manifest, other: Manifest) -> None:
-    """Raise SplitError when two manifests share a patient, or cannot be compared because their salts differ."""
+    """Raise SplitError when two manifests share a patient, or cannot be compared because their salts differ.
+
+    Synthetic images count as the training data of their generators; where that has another salt, it is not compared.
+    """
     pair = f"{manifest.corpus}/{manifest.split} and {other.corpus}/{other.split}"
     if manifest.salt != other.salt:
         message = f"{pair} were hashed with different salts; convert both with one --salt-file"
@@ -80,6 +84,9 @@ def check_against(manifest: Manifest, other: Manifest) -> None:
     if shared:
         patients = f"{len(shared)} patients (first by hash: {min(shared)})"
         raise SplitError(f"{pair} share {patients}; a score on one is not held out from the other", "leak")
+    for seen in itertools.islice(manifest.lineage(), 1, None):
+        if seen.salt == other.salt:
+            check_against(seen, other)
 
 
 def shared_patients(manifest: Manifest, other: Manifest) -> set[str] | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from medvl.common.ranks import exchange_bytes
+from medvl.data.loading.sources import check_real
 from medvl.errors import EvaluationError, ShardError, SplitError
 from medvl.eval.core.interfaces import Loader, Source
 from medvl.eval.core.results import checkpoint_sha256
@@ -26,15 +27,18 @@ class FullPass:
     Iterating reads a loader of one rank. `compute` also reads loaders of several ranks, which take whole batches in
     turn: a batch has the same samples on any number of ranks, so the values are the same.
 
-    After the last batch both raise `EvaluationError` if a sample came twice, was neither yielded nor skipped, or if
-    there was no sample at all.
+    Raises SplitError where images of the source are synthetic, unless `synthetic` allows them: features of any images
+    may train a probe, but no test set is synthetic. After the last batch both raise `EvaluationError` if a sample came
+    twice, was neither yielded nor skipped, or if there was no sample at all.
 
     Attributes:
         keys: keys of all samples yielded, in the order of the loader.
         unreadable: counts of samples that the loader skipped, by reason; with `keys` they cover the whole source.
     """
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader, *, synthetic: bool = False) -> None:
+        if not synthetic:
+            check_real(loader.source)
         self._loader = loader
         ranks: tuple[int, int] = getattr(loader, "ranks", (0, 1))
         self._rank, self._world = ranks

@@ -10,7 +10,7 @@ import torch
 from medvl.data.annotations.questions import MIXED
 from medvl.data.convert.webdataset import cached_shards
 from medvl.data.loading.loader import Loader, open_loader
-from medvl.data.loading.sources import Source, region_manifest_of
+from medvl.data.loading.sources import Source, check_real, region_manifest_of
 from medvl.data.loading.subset import no_text
 from medvl.data.shards.regions import find_regions
 from medvl.data.shards.source import ShardSource
@@ -67,19 +67,21 @@ def unsupported_model(checkpoint: Path, model: System, advice: str, *, field: st
                        "unsupported", field=field)  # fmt: skip
 
 
-def open_source(data: str | Location, checkpoints: Sequence[Path] = ()) -> ShardSource:
+def open_source(data: str | Location, checkpoints: Sequence[Path] = (), *, synthetic: bool = False) -> ShardSource:
     """Open shards for evaluating checkpoints, with their regions for those that were trained with regions.
 
     Args:
         data: folder of shards, or its address; or webdataset tars (with braces, ending in .tar), which are converted to
             shards in the folder of the cache, once.
         checkpoints: folders of the checkpoints.
+        synthetic: allow synthetic images, for training a probe.
 
     Raises:
         CheckpointError: a checkpoint is missing or damaged.
         ConfigError: the checkpoints were trained with regions of different detectors.
         ShardError: the folder is missing or damaged, or has no regions of the checkpoint's detector.
-        SplitError: a checkpoint, or one that its training started from, was trained on a patient of the folder.
+        SplitError: a checkpoint, or one that its training started from, was trained on a patient of the folder; or the
+            images are synthetic.
     """
     detectors = {detector for checkpoint in checkpoints if (detector := detector_of(checkpoint)) is not None}
     if len(detectors) > 1:
@@ -88,6 +90,8 @@ def open_source(data: str | Location, checkpoints: Sequence[Path] = ()) -> Shard
     if is_tar_pattern(data):
         data = cached_shards(str(data))
     source = ShardSource(data, regions=find_regions(data, detectors.pop()) if detectors else None)
+    if not synthetic:
+        check_real(source)
     for checkpoint in checkpoints:
         refuse_training_patients(checkpoint, source)
     return source

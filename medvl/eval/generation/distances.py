@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy.linalg
 from numpy.typing import NDArray
 
 from medvl.errors import EvaluationError
@@ -59,9 +58,8 @@ def frechet_distance(x_ND: Array, y_MD: Array) -> float:
     parts = []
     for z_ND in (x_ND, y_MD):
         centred_ND = (z_ND - z_ND.mean(axis=0)) / np.sqrt(len(z_ND) - 1)
-        (r_KD,) = scipy.linalg.qr(centred_ND, mode="r", overwrite_a=True, check_finite=False)
-        parts.append(r_KD[: min(z_ND.shape)])
-    root = scipy.linalg.svdvals(parts[0] @ parts[1].T, check_finite=False).sum()
+        parts.append(np.linalg.qr(centred_ND, mode="r"))
+    root = np.linalg.svd(parts[0] @ parts[1].T, compute_uv=False).sum()
     means = ((x_ND.mean(axis=0) - y_MD.mean(axis=0)) ** 2).sum()
     return float(max(means + (parts[0] ** 2).sum() + (parts[1] ** 2).sum() - 2 * root, 0.0))
 

@@ -79,9 +79,7 @@ def pairs_within(
     return np.array(found, dtype=np.int64).reshape(-1, 2)
 
 
-def pairs_across(
-    groups: Sequence[Hashable], apart: Sequence[Hashable], count: int, seed: int = 0
-) -> NDArray[np.int64]:
+def pairs_across(groups: Sequence[Hashable], apart: Sequence[Hashable], count: int, seed: int = 0) -> NDArray[np.int64]:
     """Return at most `count` random (P, 2) pairs of rows that differ in the group and in `apart`."""
     rng = np.random.default_rng(seed)
     drawn = rng.integers(len(groups), size=(4 * count, 2)).tolist()

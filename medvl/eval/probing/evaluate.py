@@ -27,7 +27,7 @@ from torch import Tensor
 
 from medvl.data.loading.subset import label_fraction
 from medvl.data.splits import check_disjoint
-from medvl.errors import EvaluationError
+from medvl.errors import EvaluationError, SplitError
 from medvl.eval.classification import scored_images as scoring
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.classification.scored_images import BootstrapUnit, ClassificationResult, ScoredImages, ThresholdRule
@@ -111,7 +111,7 @@ def linear_probe(
 
     Raises:
         EvaluationError: no label can be evaluated, or fractions, seeds or penalties are empty or out of range.
-        SplitError: two of the sets share a patient.
+        SplitError: two of the sets share a patient, or validation or test images are synthetic.
     """
     scoring.check_bootstrap_unit(bootstrap_unit)
     policy = policy or LabelPolicy()
@@ -155,6 +155,8 @@ def _prepare(
         raise EvaluationError(message, "mismatch", field="labels")
     scored = {}
     for part, table in (("train", train), ("valid", valid), ("test", test)):
+        if part != "train" and any(sample.extra.get("synthetic") for sample in table.samples):
+            raise SplitError(f"the {part} images of the probe are synthetic; give real ones", "synthetic", field=part)
         resolved = policy.resolve(table.labels_NL, table.label_names)
         scored[part] = ScoredImages(
             names=names,

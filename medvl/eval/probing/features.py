@@ -146,7 +146,7 @@ def _describe(encoder: ProbedEncoder, source: Source) -> str:
 
 
 def _encode(encoder: ProbedEncoder, loader: Loader) -> _Encoded:
-    batches = FullPass(loader)
+    batches = FullPass(loader, synthetic=True)
     device = next(encoder.module.parameters()).device
 
     def encode(batch: Batch) -> dict[str, torch.Tensor]:

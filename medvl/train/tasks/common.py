@@ -77,9 +77,10 @@ def open_split(data: LoaderConfig, *, one_folder: bool = False) -> "tuple[ShardS
         data: the folders.
         one_folder: allow the same shards for both, for a corpus that splits questions instead of images.
 
-    Raises ShardError where a folder is damaged, SplitError where the two share a patient, ConfigError where they have
-    regions of different detectors.
+    Raises ShardError where a folder is damaged, SplitError where the two share a patient or the images of validation
+    are synthetic, ConfigError where they have regions of different detectors.
     """
+    from medvl.data.loading.sources import check_real
     from medvl.data.shards.regions import check_one_detector
     from medvl.data.shards.source import ShardSource
 
@@ -90,6 +91,7 @@ def open_split(data: LoaderConfig, *, one_folder: bool = False) -> "tuple[ShardS
     check_one_detector([train.region_manifest, valid.region_manifest])
     if not (one_folder and train.fingerprint == valid.fingerprint):
         check_against(train.manifest, valid.manifest)
+    check_real(valid, "data.valid")
     return train, valid
 
 
@@ -139,7 +141,7 @@ def describe(train: Manifest, valid: Manifest | None, **options: Any) -> dict[st
     data: dict[str, Mapping[str, Any]] = {"train": _summary(train) | options}
     if valid is not None:
         data["valid"] = _summary(valid)
-    return {"data": data, "train_manifest": dataclasses.asdict(train)}
+    return {"data": data, "train_manifest": train.to_json()}
 
 
 def _summary(manifest: Manifest) -> dict[str, Any]:

@@ -54,6 +54,8 @@ class Plan:
     """Repairs, and parts left out of an image (such as a question in another language), by rule."""
     folders: InputFolders = ANYWHERE
     """Folders that images and reports must be in, links resolved."""
+    generators: tuple[Mapping[str, Any], ...] = ()
+    """See `Manifest.generators`."""
 
     def iter_samples(self) -> Iterator[Sample]:
         """Yield the samples one by one, with their reports read. Raises ReportError when a report cannot be read."""

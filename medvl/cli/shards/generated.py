@@ -1,0 +1,34 @@
+"""`medvl shards generated`: convert a folder of `medvl generate` to shards, for training."""
+
+from pathlib import Path
+
+from medvl.cli.shards.corpora import Flat, convert, deidentifier
+from medvl.data.convert.options import ShardOptions, ShardRun
+
+
+def generated(
+    root: Path,
+    run: Flat[ShardRun],
+    options: Flat[ShardOptions],
+    *,
+    source: tuple[Path, ...] = (),
+    name: str = "generated",
+    split: str = "train",
+) -> str:
+    """Convert generated images to shards for training, with the generator's hash and training data in the manifest.
+
+    Evaluations refuse such shards as test data, and treat a model that is trained on them as trained on the generator's
+    training data too.
+
+    Args:
+        root: folder of medvl generate.
+        run: output folder, budget, workers.
+        options: storage format of the images.
+        source: folders of the shards whose texts are the prompts, for their patients.
+        name: name of the corpus.
+        split: name of the split.
+    """
+    from medvl.data.convert.generated import plan
+
+    deid = deidentifier(run.salt_file, new_salt=run.new_salt)
+    return convert(plan(root, deid, sources=source, name=name, split=split), deid, run, options)

@@ -1,0 +1,106 @@
+"""Folders of generated images (`medvl.data.images.generated`) as samples and as a corpus; `data_cards/generated.md`."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from medvl.common.untrusted import InputFolders
+from medvl.data.corpora.common.record_file import Records
+from medvl.data.corpora.common.tables import Plan, Record
+from medvl.data.images.generated import GeneratedImages
+from medvl.data.privacy.deidentify import Deidentifier
+from medvl.data.reports.labeler import label_report
+from medvl.data.shards.source import ShardSource
+from medvl.data.splits import check_name
+from medvl.errors import ConfigError, CorpusError, SplitError
+from medvl.schema import FINDINGS, Sample
+
+CORPUS = "generated"
+
+
+def plan(
+    root: Path, deid: Deidentifier, *, sources: Sequence[Path] = (), name: str = CORPUS, split: str = "train"
+) -> Plan:
+    """Return the records of a folder of generated images.
+
+    The text of an image is its prompt, and its labels are the findings that the prompt states
+    (`medvl.data.reports.labeler`). Its patient is that of the prompt, so that images of a test patient's report do not
+    train a model that is tested on that patient. Prompts without a source are their own patients.
+
+    Args:
+        root: the folder.
+        deid: hasher with the salt of the real shards.
+        sources: shards whose texts are the prompts; needed where they are.
+        name: name of the corpus.
+        split: the one split.
+
+    Raises:
+        ConfigError: `sources` are missing or have not all prompts.
+        CorpusError: the folder is damaged or not complete.
+        SplitError: `sources` were hashed with another salt.
+    """
+    check_name(name, "name")
+    check_name(split, "split")
+    images = GeneratedImages.open(root)
+    patients = _patients(images, deid, sources)
+    records, trained_on = Records(), images.train_manifests()
+    for number, row in enumerate(images.rows):
+        images.pixels(number)  # raises where they are not those that were generated
+        patient = deid.patient(f"prompt {row.prompt}") if row.source_key is None else patients[row.source_key]
+        sample = generated_sample(images, number, patient=patient, corpus=name, split=split)
+        records.append(Record(sample))
+    return Plan(
+        corpus=name,
+        records=records,
+        label_names=FINDINGS,
+        excluded=Counter(),
+        warnings=Counter(generator_of_unknown_training_data=0 if trained_on else len(images)),
+        folders=InputFolders.of(root),
+        generators=({"sha256": images.generation.generator, "trained_on": trained_on},),
+    )
+
+
+def generated_sample(
+    images: GeneratedImages, number: int, *, patient: str, corpus: str = CORPUS, split: str = "train"
+) -> Sample:
+    """Return a generated image as a sample, with the labels of its prompt and `synthetic` in its extra fields."""
+    row = images.rows[number]
+    sections = images.generation.prompt_source.get("sections") or ()
+    return Sample(
+        key=f"synthetic-{row.pixel_hash[:16]}-{number:06d}",
+        corpus=corpus,
+        split=split,
+        patient=patient,
+        study=f"synthetic-{images.generation.generator[:16]}-{number:06d}",
+        image=images.folder / row.file,
+        sections={sections[0] if len(sections) == 1 else "caption": row.prompt},
+        labels=label_report(row.prompt),
+        extra={
+            "synthetic": True,
+            "generator": images.generation.generator,
+            "prompt_key": row.prompt_key,
+            "seed": row.seed,
+            "guidance": row.guidance,
+        },
+    )
+
+
+def _patients(images: GeneratedImages, deid: Deidentifier, sources: Sequence[Path]) -> Mapping[str, str]:
+    """Return the patient of each key of the sources. Raises as `plan`."""
+    wanted = {row.source_key for row in images.rows if row.source_key is not None}
+    if wanted and not sources:
+        message = f"the prompts of {images.folder} are texts of shards; name these with --source, for their patients"
+        raise ConfigError(message, "missing", field="source")
+    patients = {}
+    for folder in sources:
+        source = ShardSource(folder)
+        if source.manifest.salt != deid.fingerprint:
+            raise SplitError(f"{folder} was hashed with another salt; give its --salt-file", "mismatch", field="salt")
+        for position in range(len(source)):
+            if source.key(position) in wanted:
+                patients[source.key(position)] = source.sample(position).patient
+    lacking = len(wanted) - len(patients)
+    if lacking:
+        message = f"{lacking} of {len(wanted)} prompts of {images.folder} are not texts of the shards of --source"
+        raise CorpusError(message, "not_found", field="source")
+    return patients
