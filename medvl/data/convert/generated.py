@@ -65,7 +65,7 @@ def generated_sample(
 ) -> Sample:
     """Return a generated image as a sample, with the labels of its prompt and `synthetic` in its extra fields."""
     row = images.rows[number]
-    sections = images.generation.prompt_source.get("sections") or ()
+    sections: list[str] = list(images.generation.prompt_source.get("sections") or [])
     return Sample(
         key=f"synthetic-{row.pixel_hash[:16]}-{number:06d}",
         corpus=corpus,

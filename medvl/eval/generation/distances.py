@@ -55,9 +55,9 @@ def frechet_distance(x_ND: Array, y_MD: Array) -> float:
     Raises EvaluationError with fewer than two images, or other than equal feature dims.
     """
     _check(x_ND, y_MD)
-    parts = []
+    parts: list[Array] = []
     for z_ND in (x_ND, y_MD):
-        centred_ND = (z_ND - z_ND.mean(axis=0)) / np.sqrt(len(z_ND) - 1)
+        centred_ND: Array = (z_ND - z_ND.mean(axis=0)) / np.sqrt(len(z_ND) - 1)
         parts.append(np.linalg.qr(centred_ND, mode="r"))
     root = np.linalg.svd(parts[0] @ parts[1].T, compute_uv=False).sum()
     means = ((x_ND.mean(axis=0) - y_MD.mean(axis=0)) ** 2).sum()

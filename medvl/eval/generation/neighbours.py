@@ -16,6 +16,7 @@ from medvl.errors import EvaluationError
 from medvl.eval.core.metrics import Array
 
 _BLOCK = 2048
+_ELEMENTS = 1 << 22  # distances at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +90,8 @@ class NearestImages:
 
     def add(self, image_ND: Tensor) -> None:
         """Compare the queries with the next images; their positions continue those of the images before."""
-        for part_ND in image_ND.float().split(_BLOCK):
+        rows = max(1, min(_BLOCK, _ELEMENTS // max(len(self._query_QD), 1)))
+        for part_ND in image_ND.float().split(rows):
             cross_QN = (self._query_QD @ part_ND.T).double()
             squared_QN = self._squared_Q[:, None] + part_ND.double().square().sum(dim=1) - 2 * cross_QN
             position_N = torch.arange(self._seen, self._seen + len(part_ND))
