@@ -81,6 +81,8 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "dense": {"core", "html"},
         "matching": {"core", "html", "retrieval"},
         "zero_shot_masks": {"core", "html", "dense", "grounding"},
+        "published": set(),
+        "robustness": {"core", "html", "classification", "zero_shot_classification", "retrieval", "matching"},
         "vqa": {"core", "html"},
         "report_generation": {"core", "html"},
         "generation": {"core", "html", "classification", "probing"},

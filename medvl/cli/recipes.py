@@ -7,6 +7,7 @@ import os
 import runpy
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -55,15 +56,48 @@ def _train_parser(add_help: bool) -> argparse.ArgumentParser:
 
 
 def list_recipes(*, match: str = "") -> None:
-    """List the recipes with their presets and what they train.
+    """List the recipes with their presets, what they train, and how many published numbers there are to compare with.
 
     Args:
         match: show only recipes whose name or summary contains this text.
     """
+    from medvl.eval.published.numbers import published_numbers
+
+    counts = Counter(number.recipe for number in published_numbers())
     shown = [(stem, *_outline(path)) for stem, path in _files("recipes", ".py").items()]
     for stem, presets, summary in shown:
         if match.lower() in f"{stem} {summary}".lower():
-            print(f"{stem:22} {summary}\n{'':22} presets: {', '.join(presets)}")
+            numbers = f"; published numbers: {counts[stem]}" if counts[stem] else ""
+            print(f"{stem:22} {summary}\n{'':22} presets: {', '.join(presets)}{numbers}")
+
+
+def show_numbers(recipe: Annotated[str, tyro.conf.Positional] = "", *, markdown: bool = False) -> None:
+    """Print the published numbers of a recipe, or of all, and the commands that should reproduce them.
+
+    The commands need the paper's weights or a whole training run, and the data.
+
+    Args:
+        recipe: name of a recipe, such as convirt_mimic or convirt.
+        markdown: print Markdown.
+    """
+    from medvl.eval.published.numbers import published_markdown, published_numbers, without_numbers
+
+    name, reasons = find_recipe(recipe).stem if recipe else None, without_numbers()
+    numbers = published_numbers(name)
+    reasons = reasons if name is None else {name: reasons[name]} if name in reasons else {}
+    if markdown:
+        print(published_markdown(numbers, reasons), end="")
+        return
+    command: tuple[str, str] | None = None
+    for one in numbers:
+        if (one.recipe, one.command) != command:
+            command = one.recipe, one.command
+            print(f"\n{one.recipe}: {one.command}")
+        notes = "; ".join(filter(None, ["" if one.checked else "not checked", one.note]))
+        print(f"  {one.value:<8g} {one.dataset}, {one.split}: {one.metric}\n{'':11}{one.source}"
+              f"{f' ({notes})' if notes else ''}")  # fmt: skip
+    for left_out, reason in reasons.items():
+        print(f"\n{left_out}: no numbers; {reason}")
 
 
 def copy_recipe(
@@ -102,7 +136,7 @@ def show_card(card: Annotated[str, tyro.conf.Positional]) -> None:
     print(cards[card].read_text(encoding="utf-8"), end="")
 
 
-RECIPES: dict[str, Callable[..., None]] = {"list": list_recipes, "copy": copy_recipe}
+RECIPES: dict[str, Callable[..., None]] = {"list": list_recipes, "copy": copy_recipe, "numbers": show_numbers}
 CARDS: dict[str, Callable[..., None]] = {"list": list_cards, "show": show_card}
 
 

@@ -4,8 +4,8 @@
 
 `core` has metrics, bootstrap and results, `html` the pages. Each task has its own package with the protocol in the
 docstring of its evaluator: `zero_shot_classification`, `classification`, `probing`, `retrieval`, `matching`,
-`grounding`, `change`, `dense` (detection and segmentation), `vqa`, `report_generation` and `text_tasks`; `compare`
-compares results of several models.
+`grounding`, `change`, `dense` (detection and segmentation), `vqa`, `report_generation`, `robustness` and `text_tasks`;
+`compare` compares results of several models, `published` has numbers of papers.
 Submodules are imported on first use: the statistics need numpy only.
 """
 
@@ -51,6 +51,10 @@ if TYPE_CHECKING:
     from medvl.eval.probing.evaluate import linear_probe as linear_probe
     from medvl.eval.probing.features import ProbedEncoder as ProbedEncoder, encode_features as encode_features
     from medvl.eval.probing.page import write_probe_page as write_probe_page
+    from medvl.eval.published.numbers import (
+        PublishedNumber as PublishedNumber,
+        published_numbers as published_numbers,
+    )
     from medvl.eval.report_generation.evaluate import (
         GeneratedReport as GeneratedReport,
         evaluate_reports as evaluate_reports,
@@ -70,6 +74,8 @@ if TYPE_CHECKING:
     )
     from medvl.eval.retrieval.image_text_page import write_retrieval_page as write_retrieval_page
     from medvl.eval.retrieval.rerank import ShortlistModel as ShortlistModel, reranked_retrieval as reranked_retrieval
+    from medvl.eval.robustness.evaluate import RobustnessSettings as RobustnessSettings, robustness as robustness
+    from medvl.eval.robustness.page import write_robustness_page as write_robustness_page
     from medvl.eval.text_tasks.blurb_score import blurb_score as blurb_score
     from medvl.eval.text_tasks.evaluate import (
         EvaluatedEncoder as EvaluatedEncoder,

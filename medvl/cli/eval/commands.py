@@ -16,6 +16,7 @@ from medvl.cli.eval import (
     report_generation,
     retrieval,
     retrieval_by_class,
+    robustness,
     text,
     vqa,
     zero_shot,
@@ -38,6 +39,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "zero-shot-masks": zero_shot_masks.zero_shot_masks,
     "probe": probe.probe,
     "vqa": vqa.vqa,
+    "robustness": robustness.robustness,
     "text": text.text,
     "report-generation": report_generation.report_generation,
 }

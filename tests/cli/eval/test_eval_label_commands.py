@@ -132,3 +132,29 @@ def test_other_evaluations_are_refused_on_several_ranks(
     data = str(home / "shards/test")
     message = error_text(["eval", "matching", "--checkpoint", str(home / "run/best"), "--data", data], capsys)
     assert "expected one process for medvl eval matching, got several; start it without torchrun" in message
+
+
+def test_robustness_of_a_dual_encoder_and_a_classifier(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = ["--data", str(home / "shards" / "test"), "--corruptions", "blur"]
+    test = ["eval", "robustness", "--checkpoint", str(home / "run" / "best"), *data, *COMMON]
+    cli.main([*test, "--sites", str(home / "shards" / "validate"), "--outside", str(home / "shards" / "validate")])
+    table = capsys.readouterr().out
+    folder = home / "run" / "eval" / "robustness"
+    results = read_results(folder)
+    row = results.row("above_other_change", "all", "all corruptions")
+    assert row.n == 14
+    assert "macro (all corruptions)" in table
+    assert results.row("ood_auroc", "all", "validate").n == 14
+    assert results.config["prompts"][:3] == ["chexpert_ensemble", "chexpert_pairs", "chexzero_template"]
+    page = (folder / "index.html").read_text()
+    assert "Corruptions: Own text above another patient" in page
+    assert "Images that are no chest radiographs" in page
+    before = (folder / "results.json").read_bytes()
+    cli.main([*test, "--sites", str(home / "shards" / "validate"), "--outside", str(home / "shards" / "validate")])
+    assert (folder / "results.json").read_bytes() == before
+    cli.main(["eval", "robustness", "--checkpoint", str(home / "labels" / "best"), *data, *COMMON])
+    results = read_results(home / "labels" / "eval" / "robustness")
+    assert results.row("auroc_change", "macro", "blur 5").value == 0  # its head is still zero
+    assert results.row("ood_auroc", "all", "inverted").value == 0.5
+    assert not any(row.metric == "negation" for row in results.rows)
+    assert "rain" in error_text([*test, "--corruptions", "rain"], capsys)

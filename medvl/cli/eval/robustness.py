@@ -1,0 +1,81 @@
+"""`medvl eval robustness`: subgroups, sites, calibration, prompts, corruptions, negation, sides, other images."""
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from medvl.cli.eval.options import EvalOptions, LabelOptions, open_evaluation, publish_result
+
+if TYPE_CHECKING:
+    from medvl.eval.zero_shot_classification.calibration import Calibration
+
+_ADVICE = "give a dual-encoder, a fusion-encoder or a classifier"
+
+
+def robustness(
+    shared: EvalOptions,
+    label: LabelOptions,
+    *,
+    prompts: tuple[str, ...] = ("chexpert_ensemble", "chexpert_pairs", "chexzero_template"),
+    corruptions: tuple[str, ...] = ("noise", "blur", "contrast", "crop", "rotation", "marks"),
+    sites: tuple[Path, ...] = (),
+    outside: tuple[Path, ...] = (),
+    calibration: Path | None = None,
+    seed: int = 0,
+) -> None:
+    """Test a model under other patients, sites, image quality and words, and on images that are no radiographs.
+
+    The checkpoint is a dual-encoder, a fusion-encoder or a classifier; the shards have labels, texts or both.
+
+    Args:
+        prompts: prompt sets of a dual-encoder (`medvl list prompts`, or JSON files); the first scores the findings.
+        corruptions: corruptions, each at five strengths.
+        sites: folders of labelled shards of other hospitals.
+        outside: folders of shards of images that are no chest radiographs, such as those of `medvl phantom roco`.
+        calibration: file of `medvl eval calibrate`; default the one beside the checkpoint, if there is one.
+        seed: seed of the corruptions and of the intervals.
+    """
+    from medvl.eval.core.open import open_source
+    from medvl.eval.robustness.evaluate import RobustnessSettings, robustness as evaluate
+    from medvl.eval.robustness.page import write_robustness_page
+    from medvl.eval.zero_shot_classification.prompts import load_prompts
+    from medvl.models import System
+
+    sets = [load_prompts(name) for name in prompts]
+    kind: type[System] = System
+    model, source, read = open_evaluation(shared, kind, _ADVICE, text=True)
+    result = evaluate(
+        model,
+        source,
+        read,
+        prompts=sets,
+        sites={path.name: open_source(path, [shared.checkpoint]) for path in sites},
+        outside={path.name: open_source(path) for path in outside},
+        calibration=_calibration(calibration, shared.checkpoint, sets[0].name),
+        settings=RobustnessSettings(
+            corruptions=corruptions, policy=label.policy(), resamples=shared.resamples, seed=seed
+        ),
+        checkpoint=shared.checkpoint,
+    )
+    page = functools.partial(write_robustness_page, result, pixels=source.pixels)
+    folder, name = shared.folder(shared.checkpoint, "robustness"), f"{model.name} ({shared.checkpoint})"
+    publish_result(result, folder, page, name, source.manifest, result.table(), everything=shared.all)
+
+
+def _calibration(path: Path | None, checkpoint: Path, prompts: str) -> "Calibration | None":
+    """Return the calibration of a checkpoint and its prompts; None if there is none and none is named.
+
+    Raises EvaluationError for a file of other weights or prompts.
+    """
+    from medvl.errors import EvaluationError
+    from medvl.eval.core.results import checkpoint_sha256
+    from medvl.eval.zero_shot_classification.calibration import calibration_path, read_calibration
+
+    default = calibration_path(checkpoint, prompts)
+    if path is None and not default.is_file():
+        return None
+    found = read_calibration(path or default)
+    if found.prompts != prompts or found.checkpoint_sha256 != checkpoint_sha256(checkpoint):
+        message = f"{path or default} belongs to another checkpoint or to the prompts {found.prompts!r}"
+        raise EvaluationError(f"{message}; run medvl eval calibrate again", "mismatch", field="calibration")
+    return found

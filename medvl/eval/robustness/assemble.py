@@ -1,0 +1,208 @@
+"""Metrics of all tests, from the scores of a model.
+
+Letters: N images of the data, T items (images of the data, then of the sites, then other images), L findings.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medvl.eval.classification.label_policy import LabelPolicy
+from medvl.eval.classification.subgroups import subgroups
+from medvl.eval.core.metric_rows import MetricGroup, calibration_metrics, mean_metrics, ranking_metrics
+from medvl.eval.core.metrics import Array
+from medvl.eval.core.subgroup_metrics import subgroup_metrics
+from medvl.eval.robustness import metric_groups as metrics
+from medvl.eval.robustness.passes import Scores
+from medvl.eval.zero_shot_classification.calibration import Calibration
+
+DATA = "these data"
+"""Name of the evaluated data among the sites."""
+_CLEAN = "clean"
+_OWN, _OTHER, _MIRROR = range(3)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tests:
+    """Metric groups over all items, with the patient of each item."""
+
+    groups: list[MetricGroup]
+    patients: list[str]
+    details: dict[str, Any]
+
+
+def assemble(scores: Scores, policy: LabelPolicy, smallest: int, calibration: Calibration | None) -> Tests:
+    """Return the metrics of all tests that the model and the data allow."""
+    clean = scores.clean
+    others = [*(images for _, images in scores.sites.values()), *scores.outside.values()]
+    patients = [*clean.patients, *(patient for images in others for patient in images.patients)]
+    resolved = policy.resolve(clean.labels_NL, scores.label_names)
+    labelled = [name for name in scores.scorer.statements or scores.scorer.names if name in scores.label_names]
+    names = list(scores.scorer.names) or labelled
+    columns = [scores.label_names.index(name) for name in names]
+    labels_TL = _padded(resolved.labels_NL[:, columns], len(patients))
+    evaluable = [index for index, labels_T in enumerate(labels_TL.T) if {0.0, 1.0} <= set(labels_T.tolist())]
+    kept = _Kept(scores, names, labels_TL, evaluable, len(patients))
+    groups: list[MetricGroup] = []
+    details: dict[str, Any] = {
+        "images": len(clean.samples),
+        "patients": len(set(clean.patients)),
+        "unreadable": dict(clean.unreadable),
+        "left_out": dict(scores.left_out),
+        "not_evaluable": [name for index, name in enumerate(names) if index not in evaluable],
+        "sites": {name: len(images.samples) for name, (_, images) in scores.sites.items()},
+        "outside": {name: len(images.samples) for name, images in scores.outside.items()},
+    }
+    if "findings" in clean.values and evaluable:
+        groups += [*_ranking(kept), *_calibration(kept, calibration), *_prompts(kept)]
+        of_groups, details["labels_in_subgroup_mean"] = _subgroups(kept, policy, smallest)
+        groups += of_groups
+    if "statements" in clean.values and evaluable:
+        groups.append(_negation(kept))
+    if "texts" in clean.values:
+        groups += _texts(kept)
+    return Tests(groups=[*groups, *_outside(kept)], patients=patients, details=details)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Kept:
+    """Scores with the labels of all items, NaN beyond the images of the data."""
+
+    scores: Scores
+    names: list[str]
+    labels_TL: Array
+    evaluable: list[int]
+    """Columns with both classes."""
+    items: int
+
+    def value(self, name: str) -> Array:
+        """Return a value of the clean images for all items."""
+        return _padded(self.scores.clean.values[name], self.items)
+
+    @property
+    def images(self) -> int:
+        """Number of images with a label that counts."""
+        return int((~np.isnan(self.labels_TL[:, self.evaluable])).any(axis=1).sum())
+
+    def macro(self, scores_TL: Array) -> metrics.Value:
+        """Return the mean AUROC over the findings with both classes."""
+        return metrics.macro_auroc(scores_TL[:, self.evaluable], self.labels_TL[:, self.evaluable])
+
+
+def _padded(values: Array, items: int) -> Array:
+    return np.concatenate([values, np.full((items - len(values), *values.shape[1:]), np.nan)])
+
+
+def _ranking(kept: _Kept) -> Iterator[MetricGroup]:
+    findings_TL, names = kept.value("findings"), [kept.names[index] for index in kept.evaluable]
+    scores_TL, labels_TL = np.nan_to_num(findings_TL)[:, kept.evaluable], kept.labels_TL[:, kept.evaluable]
+    yield ranking_metrics("auroc", scores_TL, labels_TL, names, means={"macro": names})
+    if kept.scores.of_versions:
+        findings_NVL = kept.scores.of_versions["findings"]
+        values = {
+            version: kept.macro(_padded(findings_NVL[:, number], kept.items))
+            for number, version in enumerate(kept.scores.versions)
+        }
+        yield metrics.corruption_metrics("auroc", "macro", kept.images, kept.macro(findings_TL), values)
+
+
+def _calibration(kept: _Kept, calibration: Calibration | None) -> Iterator[MetricGroup]:
+    if not kept.scores.scorer.probabilities:
+        return
+    names = [kept.names[index] for index in kept.evaluable]
+    probability_TL = np.nan_to_num(kept.value("findings"))[:, kept.evaluable]
+    yield calibration_metrics(probability_TL, kept.labels_TL[:, kept.evaluable], names)
+    fitted = [] if calibration is None else [name for name in names if name in calibration.findings]
+    if calibration is not None and fitted:
+        columns = [names.index(name) for name in fitted]
+        for column, name in zip(columns, fitted, strict=True):
+            probability_TL[:, column] = np.vectorize(calibration.findings[name].probability)(probability_TL[:, column])
+        labels_TL = kept.labels_TL[:, [kept.evaluable[column] for column in columns]]
+        group = calibration_metrics(probability_TL[:, columns], labels_TL, fitted)
+        yield MetricGroup([dataclasses.replace(row, subgroup="calibrated") for row in group.rows], group.statistic)
+
+
+def _prompts(kept: _Kept) -> Iterator[MetricGroup]:
+    sets = kept.scores.scorer.prompt_sets
+    if not sets:
+        return
+    prompts_TKL, named = kept.value("prompts"), kept.scores.scorer.named_sets
+    for kind, numbers in (("prompts", range(named)), ("paraphrases", range(named, len(sets)))):
+        values = {sets[number]: kept.macro(prompts_TKL[:, number]) for number in numbers}
+        if values:
+            yield metrics.prompt_metrics(kind, values, kept.images, kept.items)
+
+
+def _subgroups(kept: _Kept, policy: LabelPolicy, smallest: int) -> tuple[list[MetricGroup], dict[str, list[str]]]:
+    """Return the metrics of subgroups of the data, and of the sites on the findings that all sites have."""
+    scores, clean = kept.scores, kept.scores.clean
+    names = [kept.names[index] for index in kept.evaluable]
+    masks = {
+        attribute: {name: _padded(mask_N.astype(float), kept.items) == 1 for name, mask_N in groups.items()}
+        for attribute, groups in subgroups(clean.samples).items()
+    }
+    findings_TL, labels_TL = kept.value("findings")[:, kept.evaluable], kept.labels_TL[:, kept.evaluable]
+    if scores.sites:
+        findings_TL, labels_TL = findings_TL.copy(), labels_TL.copy()
+        masks["site"] = {DATA: np.arange(kept.items) < len(clean.samples)}
+        start = len(clean.samples)
+        for site, (columns, images) in scores.sites.items():
+            rows = slice(start, start + len(images.samples))
+            start = rows.stop
+            masks["site"][site] = _between(rows, kept.items)
+            findings_TL[rows] = images.values["findings"][:, kept.evaluable]
+            labels_ML = policy.resolve(images.labels_NL, columns).labels_NL
+            for column, name in enumerate(names):
+                labels_TL[rows, column] = labels_ML[:, columns.index(name)] if name in columns else np.nan
+    return subgroup_metrics(np.nan_to_num(findings_TL), labels_TL, names, masks, smallest)
+
+
+def _between(rows: slice, items: int) -> NDArray[np.bool_]:
+    mask_T = np.zeros(items, dtype=bool)
+    mask_T[rows] = True
+    return mask_T
+
+
+def _negation(kept: _Kept) -> MetricGroup:
+    pairs = list(kept.scores.scorer.statements)
+    chosen = [index for index in kept.evaluable if kept.names[index] in pairs]
+    statements_TS = kept.value("statements")
+    statements_TL2 = statements_TS.reshape(len(statements_TS), -1, 2)
+    statements_TL2 = statements_TL2[:, [pairs.index(kept.names[index]) for index in chosen]]
+    return metrics.negation_metrics(statements_TL2, kept.labels_TL[:, chosen], [kept.names[index] for index in chosen])
+
+
+def _texts(kept: _Kept) -> Iterator[MetricGroup]:
+    texts_T3 = kept.value("texts")
+    for name, column in (("above_other", _OTHER), ("above_mirror", _MIRROR)):
+        yield mean_metrics(name, _above(texts_T3, column)[:, None], ["all"])
+    if kept.scores.of_versions:
+        pairs_NV2, clean_T = kept.scores.of_versions["own_and_other"], _above(texts_T3, _OTHER)
+        values = {
+            version: metrics.share(_above(_padded(pairs_NV2[:, number], kept.items), _OTHER))
+            for number, version in enumerate(kept.scores.versions)
+        }
+        n = int((~np.isnan(clean_T)).sum())
+        yield metrics.corruption_metrics("above_other", "all", n, metrics.share(clean_T), values)
+
+
+def _above(texts_TK: Array, column: int) -> Array:
+    """Return 1, 1/2 or 0 where the own text scores higher, as high or lower than another one, NaN without one."""
+    above_T: Array = (np.sign(texts_TK[:, _OWN] - texts_TK[:, column]) + 1) / 2
+    return above_T
+
+
+def _outside(kept: _Kept) -> Iterator[MetricGroup]:
+    inside_T, start = kept.value("confidence"), len(kept.scores.clean.samples)
+    yield mean_metrics("confidence", inside_T[:, None], ["all"], subgroup=_CLEAN)
+    for name, confidence_N in kept.scores.made_up.items():
+        yield metrics.outside_metrics(name, inside_T, _padded(confidence_N, kept.items))
+    start += sum(len(images.samples) for _, images in kept.scores.sites.values())
+    for name, images in kept.scores.outside.items():
+        outside_T = np.full(kept.items, np.nan)
+        outside_T[start : start + len(images.samples)] = images.values["confidence"]
+        start += len(images.samples)
+        yield metrics.outside_metrics(name, inside_T, outside_T)

@@ -1,0 +1,168 @@
+"""Robustness of a dual-encoder, a fusion-encoder or a classifier, in one evaluation under one bootstrap.
+
+Protocol "robustness", version 1. A model is tested by what it has: findings (a dual-encoder by prompts, a classifier),
+texts compared with images (a dual-encoder by similarity, a fusion-encoder by the log-odds of a match), or both.
+
+* Clean: AUROC of each finding and their mean ("macro"); "above_other", the share of images that score higher with
+  their own text than with another patient's (`medvl.eval.matching`).
+* Subgroups: AUROC by view, projection, sex and age, and the gaps between groups (`medvl.eval.core.subgroup_metrics`).
+  Sites are a subgroup too: `sites` are shards of other hospitals, compared on the findings that all have.
+* Calibration: Brier score and calibration error of probabilities, and those after Platt scaling with a calibration of
+  `medvl eval calibrate`.
+* Prompts: the macro AUROC under several named prompt sets, and under paraphrases of one statement and its denial
+  (`sentences.PARAPHRASES`); "auroc_gap" is the best minus the worst set, chosen on all images, "auroc_sd" the standard
+  deviation over the sets.
+* Corruptions: macro AUROC and "above_other" of images under noise, blur, another contrast, crops, rotations and
+  burned-in marks at five strengths each (`image_versions`), their means, and the paired changes from the clean images.
+* Negation: an image of a finding should prefer "There is X." to "There is no X.", an image without it the reverse. Per
+  finding the mean of both shares ("negation"; ties count one half); "negation_present" and "negation_absent" are the
+  two shares. A model that does not read the "no", or always prefers one of the two, has 0.5.
+* Laterality: "above_mirror", the share of images whose text names a side that score higher with their own text than
+  with left and right exchanged.
+* Other images: "ood_auroc", how often an image of the data has more confidence than one that is no radiograph: noise
+  with the spectrum of natural images, inverted grey levels, shuffled tiles, and `outside`, shards of other images. The
+  confidence is the largest probability of a finding, or the largest similarity (log-odds of a match) with a statement
+  or denial. 0.5: the model is as confident about them; below 0.5: more.
+* Intervals: patients are resampled with all their images, in all tests together.
+
+Every image and version of an image is encoded once, every text once.
+
+Shape letters: N images of the data, T items (images of the data, the sites, and other images), L findings, V versions.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medvl.data.loading.sources import Source, region_manifest_of
+from medvl.errors import ConfigError
+from medvl.eval.classification.label_policy import LabelPolicy
+from medvl.eval.core.metric_rows import measure
+from medvl.eval.core.metrics import ECE_BINS
+from medvl.eval.core.results import Results, checkpoint_sha256, format_table
+from medvl.eval.robustness.assemble import assemble
+from medvl.eval.robustness.image_versions import CORRUPTIONS, corruption_versions
+from medvl.eval.robustness.passes import OpenLoader, Scores, score_everything
+from medvl.eval.robustness.scorers import Scorer, make_scorer
+from medvl.eval.zero_shot_classification.calibration import Calibration
+from medvl.eval.zero_shot_classification.prompts import PromptSet, load_prompts
+from medvl.models.base import System
+from medvl.models.eval_mode import evaluating
+
+PROTOCOL, PROTOCOL_VERSION = "robustness", 1
+DEFAULT_PROMPTS = ("chexpert_ensemble", "chexpert_pairs", "chexzero_template")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RobustnessSettings:
+    """Settings of the tests."""
+
+    corruptions: tuple[str, ...] = tuple(CORRUPTIONS)
+    policy: LabelPolicy = dataclasses.field(default_factory=LabelPolicy)
+    """Treatment of uncertain and missing labels."""
+    smallest_subgroup: int = 10
+    """Positives, and negatives, that the AUROC of a subgroup needs."""
+    resamples: int = 1000
+    seed: int = 0
+    """Seed of the corruptions and of the bootstrap."""
+    autocast: torch.dtype | None = None
+    """Dtype of the image encoder."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RobustnessResult:
+    """Results, with the scores of the clean images."""
+
+    results: Results
+    scores: Scores
+
+    def table(self) -> str:
+        """Return the means over findings and over the strengths of each corruption as plain text."""
+        single = {str(version) for version in self.scores.versions}
+        rows = [row for row in self.results.rows if row.target in ("macro", "all") and row.subgroup not in single]
+        return format_table(rows)
+
+    def predictions(self) -> Iterator[dict[str, Any]]:
+        """Yield key, patient and the values of every clean image: findings, confidence, statements and texts."""
+        clean, names = self.scores.clean, self.scores.scorer.names
+        values = {name: value.tolist() for name, value in clean.values.items() if name != "prompts"}
+        for row, sample in enumerate(clean.samples):
+            line = {name: column[row] for name, column in values.items()}
+            if "findings" in line:
+                line["findings"] = dict(zip(names, line["findings"], strict=True))
+            yield {"key": sample.key, "patient": sample.patient, **line}
+
+
+def robustness(
+    model: System,
+    source: Source,
+    open_loader: OpenLoader,
+    *,
+    prompts: Sequence[PromptSet | str | Path] = DEFAULT_PROMPTS,
+    sites: Mapping[str, Source] | None = None,
+    outside: Mapping[str, Source] | None = None,
+    calibration: Calibration | None = None,
+    settings: RobustnessSettings | None = None,
+    checkpoint: str | Path | None = None,
+) -> RobustnessResult:
+    """Test a model by the protocol of this module.
+
+    Args:
+        model: a dual-encoder, a fusion-encoder or a classifier.
+        source: test images with labels, texts or both.
+        open_loader: opens a loader of a source, prepared for the model.
+        prompts: prompt sets of a dual-encoder; the first one scores the findings in all tests.
+        sites: name -> labelled images of other hospitals.
+        outside: name -> images that are no chest radiographs.
+        calibration: of the model and the first prompt set.
+        settings: of the tests.
+        checkpoint: directory or file whose hash is recorded in the results.
+
+    Raises:
+        ConfigError: the model scores neither findings nor pairs, or reads regions in place of pixels.
+        EvaluationError: the data has neither labels of the model's findings nor texts, images are missing, or scores
+            are not finite.
+    """
+    settings, sites, outside = settings or RobustnessSettings(), sites or {}, outside or {}
+    if region_manifest_of(source) is not None:
+        message = f"{model.name} reads precomputed regions; corruptions of pixels do not reach it"
+        raise ConfigError(message, "unsupported", field="checkpoint")
+    versions = corruption_versions(settings.corruptions)
+    sets = [one if isinstance(one, PromptSet) else load_prompts(one) for one in prompts]
+    with evaluating(model):
+        scorer = make_scorer(model, sets, source.label_names, settings.autocast)
+        scores = score_everything(
+            scorer, source, open_loader, versions=versions, sites=sites, outside=outside, seed=settings.seed
+        )
+    tests = assemble(scores, settings.policy, settings.smallest_subgroup, calibration)
+    results = Results(
+        protocol=PROTOCOL,
+        protocol_version=PROTOCOL_VERSION,
+        rows=measure(
+            tests.groups, len(tests.patients), resamples=settings.resamples, seed=settings.seed, groups=tests.patients
+        ),
+        config=_describe(settings, scorer),
+        inputs={
+            "checkpoint": None if checkpoint is None else checkpoint_sha256(checkpoint),
+            "manifest": source.fingerprint,
+            **({f"prompts {one.name}": one.sha256 for one in sets} if scorer.prompt_sets else {}),
+            **{f"site {name}": one.fingerprint for name, one in sites.items()},
+            **{f"outside {name}": one.fingerprint for name, one in outside.items()},
+        },
+        details=tests.details,
+    )
+    return RobustnessResult(results=results, scores=scores)
+
+
+def _describe(settings: RobustnessSettings, scorer: Scorer) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(settings),
+        "corruptions": list(settings.corruptions),
+        "autocast": settings.autocast and str(settings.autocast),
+        "prompts": list(scorer.prompt_sets),
+        "confidence": scorer.confidence_is,
+        "ece_bins": ECE_BINS,
+    }

@@ -1,0 +1,232 @@
+"""What each kind of model computes from a batch of images: findings, statements, texts, and a confidence.
+
+Images are encoded once by `encode`; the other methods take what it returns. Values are float64 on the CPU.
+
+Letters: B images of a batch, L findings, K prompt sets, S statements and denials, Q pairs of an image and a text.
+"""
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medvl.errors import ConfigError
+from medvl.eval.classification.label_policy import NO_FINDING
+from medvl.eval.core.embeddings import embed_texts, encode_batch
+from medvl.eval.retrieval.rerank import Encoded, encode_texts, match_scores
+from medvl.eval.retrieval.similarity import paired_similarity
+from medvl.eval.robustness.sentences import paraphrases, statements
+from medvl.eval.zero_shot_classification.prompts import STANDARDIZED, PromptSet
+from medvl.eval.zero_shot_classification.scores import PromptScorer
+from medvl.models.base import System
+from medvl.models.downstream.classifier import LabelModel
+from medvl.models.dual_encoders.bases.base import DualEncoder
+from medvl.models.fusion_encoders.bases.base import FusionModel
+from medvl.models.fusion_encoders.parts.encoder import Tokens
+from medvl.schema import FINDINGS, Batch, Embeddings
+
+
+class Scorer(abc.ABC):
+    """The scores of one model.
+
+    Attributes:
+        names: findings that are scored; may be empty.
+        probabilities: whether scores of findings are probabilities.
+        prompt_sets: names of the prompt sets, the paraphrases last; the first one scores the findings.
+        named_sets: how many of them are no paraphrases.
+        statements: class -> a statement and its denial; may be empty.
+        compares_texts: whether images are compared with texts.
+        reads_text: whether findings also depend on the text of the batch.
+        confidence_is: what the confidence is, for the page.
+    """
+
+    names: tuple[str, ...] = ()
+    probabilities: bool = False
+    prompt_sets: tuple[str, ...] = ()
+    named_sets: int = 0
+    statements: Mapping[str, tuple[str, str]] = {}
+    compares_texts: bool = False
+    reads_text: bool = False
+    confidence_is: str
+
+    @abc.abstractmethod
+    def encode(self, batch: Batch) -> Any:
+        """Return the images of a batch as the other methods take them."""
+
+    @abc.abstractmethod
+    def confidence(self, images: Any) -> Tensor:
+        """Return (B,)."""
+
+    def findings(self, images: Any) -> Tensor:
+        """Return (B, L), columns as in `names`."""
+        raise NotImplementedError
+
+    def prompts(self, images: Any) -> Tensor:
+        """Return (B, K, L): the scores of the findings under every prompt set."""
+        raise NotImplementedError
+
+    def statement_scores(self, images: Any) -> Tensor:
+        """Return (B, S): the scores of each statement and its denial, in turn."""
+        raise NotImplementedError
+
+    def set_texts(self, texts: Sequence[str]) -> None:
+        """Encode the texts that `text_scores` counts by index."""
+        raise NotImplementedError
+
+    def text_scores(self, images: Any, image_Q: Tensor, text_Q: Tensor) -> Tensor:
+        """Return (Q,): the score of each pair of indices of an image and a text."""
+        raise NotImplementedError
+
+
+class ClassifierScorer(Scorer):
+    """Probabilities of a classifier."""
+
+    probabilities = True
+    confidence_is = "largest probability of a finding"
+
+    def __init__(self, model: LabelModel, names: Sequence[str]) -> None:
+        self.model, self.names, self.reads_text = model, tuple(names), model.tokenizer is not None
+        self._columns = [model.config.labels.index(name) for name in names]
+
+    def encode(self, batch: Batch) -> Tensor:
+        """Return the probabilities of all labels of the model."""
+        return self.model.probabilities(batch.to(self.model.device, non_blocking=True)).double().cpu()
+
+    def confidence(self, images: Tensor) -> Tensor:
+        """See the base class."""
+        return images.amax(dim=1)
+
+    def findings(self, images: Tensor) -> Tensor:
+        """See the base class."""
+        return images[:, self._columns]
+
+
+class DualScorer(Scorer):
+    """Zero-shot scores and similarities of a dual-encoder.
+
+    Args:
+        model: the model.
+        prompts: the named prompt sets.
+        names: findings that all of them have, without No Finding.
+        autocast: dtype of the image encoder.
+
+    Raises ConfigError for prompts whose scores depend on the other images.
+    """
+
+    compares_texts = True
+    confidence_is = "largest similarity with a statement about a finding or its denial"
+
+    def __init__(
+        self, model: DualEncoder, prompts: Sequence[PromptSet], names: Sequence[str], autocast: torch.dtype | None
+    ) -> None:
+        self.model, self.names, self._autocast = model, tuple(names), autocast
+        self.statements = statements(names or FINDINGS)
+        self._statements = embed_texts(model, _in_turn(self.statements))
+        self._texts = self._statements
+        sets = [_checked(prompt_set).select(names) for prompt_set in prompts] if names else []
+        self.named_sets = len(sets)
+        sets += paraphrases(names) if names else []
+        self.prompt_sets = tuple(prompt_set.name for prompt_set in sets)
+        self.probabilities = bool(sets) and sets[0].gives_probabilities
+        self._scorers = [PromptScorer(model, prompt_set) for prompt_set in sets]
+
+    def encode(self, batch: Batch) -> Embeddings:
+        """Return the embeddings of the images."""
+        return encode_batch(self.model, batch, self.model.device, self._autocast)
+
+    def confidence(self, images: Embeddings) -> Tensor:
+        """See the base class."""
+        return self.statement_scores(images).amax(dim=1)
+
+    def findings(self, images: Embeddings) -> Tensor:
+        """See the base class."""
+        return self._scorers[0](images)
+
+    def prompts(self, images: Embeddings) -> Tensor:
+        """See the base class."""
+        return torch.stack([scorer(images) for scorer in self._scorers], dim=1)
+
+    def statement_scores(self, images: Embeddings) -> Tensor:
+        """See the base class."""
+        return self.model.similarity(images, self._statements).double().cpu()
+
+    def set_texts(self, texts: Sequence[str]) -> None:
+        """See the base class."""
+        self._texts = embed_texts(self.model, texts)
+
+    def text_scores(self, images: Embeddings, image_Q: Tensor, text_Q: Tensor) -> Tensor:
+        """See the base class."""
+        return paired_similarity(self.model, images, self._texts, image_Q, text_Q).double()
+
+
+class FusionScorer(Scorer):
+    """Log-odds of a match of a fusion-encoder; it scores no findings."""
+
+    compares_texts = True
+    confidence_is = "largest log-odds of a match with a statement about a finding or its denial"
+
+    def __init__(self, model: FusionModel, names: Sequence[str], autocast: torch.dtype | None) -> None:
+        self.model, self._autocast = model, autocast
+        self.statements = statements(names or FINDINGS)
+        self._statements = encode_texts(model, _in_turn(self.statements))
+        self._texts = self._statements
+
+    def encode(self, batch: Batch) -> Tokens:
+        """Return the tokens of the images."""
+        batch = batch.to(self.model.device, non_blocking=True)
+        with torch.autocast(self.model.device.type, dtype=self._autocast, enabled=self._autocast is not None):
+            return self.model.image_tokens(self.model.image_input_of(batch), batch.has_image_B)
+
+    def confidence(self, images: Tokens) -> Tensor:
+        """See the base class."""
+        return self.statement_scores(images).amax(dim=1)
+
+    def statement_scores(self, images: Tokens) -> Tensor:
+        """See the base class."""
+        count, sentences = len(images.states_BND), len(self._statements.states_BND)
+        image_BS = torch.arange(count)[:, None].expand(count, sentences)
+        text_BS = torch.arange(sentences)[None].expand(count, sentences)
+        return self._scores(images, self._statements, image_BS.flatten(), text_BS.flatten()).view(count, sentences)
+
+    def set_texts(self, texts: Sequence[str]) -> None:
+        """See the base class."""
+        self._texts = encode_texts(self.model, texts)
+
+    def text_scores(self, images: Tokens, image_Q: Tensor, text_Q: Tensor) -> Tensor:
+        """See the base class."""
+        return self._scores(images, self._texts, image_Q, text_Q)
+
+    def _scores(self, images: Tokens, texts: Tokens, image_Q: Tensor, text_Q: Tensor) -> Tensor:
+        on_cpu = images.to(torch.device("cpu"))
+        return match_scores(self.model, Encoded(on_cpu, texts), image_Q, text_Q, self._autocast).double()
+
+
+def make_scorer(
+    model: System, prompts: Sequence[PromptSet], labels: Sequence[str], autocast: torch.dtype | None
+) -> Scorer:
+    """Return the scorer of a model for data with these labels.
+
+    Raises ConfigError for a system that scores neither findings nor pairs, and for prompts that cannot be used.
+    """
+    if isinstance(model, LabelModel):
+        return ClassifierScorer(model, [name for name in model.config.labels if name in labels])
+    if isinstance(model, DualEncoder):
+        common = [name for name in prompts[0].classes if all(name in one.classes for one in prompts)]
+        return DualScorer(model, prompts, [name for name in common if name in labels and name != NO_FINDING], autocast)
+    if isinstance(model, FusionModel):
+        return FusionScorer(model, [name for name in FINDINGS if name in labels], autocast)
+    message = f"{model.name} scores neither findings nor pairs; give a dual-encoder, a fusion-encoder or a classifier"
+    raise ConfigError(message, "unsupported", field="checkpoint")
+
+
+def _checked(prompts: PromptSet) -> PromptSet:
+    if prompts.scoring in STANDARDIZED:
+        message = f"{prompts.name!r} standardises scores over the images of a test set; use other prompts"
+        raise ConfigError(message, "unsupported", field="prompts")
+    return prompts
+
+
+def _in_turn(pairs: Mapping[str, tuple[str, str]]) -> list[str]:
+    return [text for pair in pairs.values() for text in pair]

@@ -1,0 +1,235 @@
+"""Robustness: versions of images, and tests that a model can fail."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from helpers.errors import raises
+from helpers.eval_fakes import make_source
+from torch import Tensor
+
+from medvl.errors import ConfigError, EvaluationError
+from medvl.eval import LabelPolicy, robustness
+from medvl.eval.core.metric_rows import MetricRow, measure
+from medvl.eval.robustness.assemble import assemble
+from medvl.eval.robustness.image_versions import CORRUPTIONS, MADE_UP, Version, VersionSource, corruption_versions
+from medvl.eval.robustness.passes import score_everything
+from medvl.eval.robustness.scorers import Scorer
+from medvl.eval.robustness.sentences import PARAPHRASES, paraphrases, statements
+from medvl.schema import Batch
+
+SIDE, NAMES = 32, ("Edema", "Pneumonia")
+STATEMENTS = statements(NAMES)
+
+
+def picture(level: int, seed: int) -> np.ndarray:
+    """Return a bright square on a gradient, whose brightness is `level`."""
+    image = np.random.default_rng(seed).integers(0, 30, (SIDE, SIDE)).astype(np.uint8) + np.uint8(60)
+    image[8:24, 8:24] = level
+    return image
+
+
+def patients(count: int = 40, *, prefix: str = "p") -> Any:
+    """Return images whose square is bright where both findings are present, with reports that name a side."""
+    labels_NL = np.repeat((np.arange(count) % 2)[:, None], 2, axis=1).astype(float)
+    source = make_source(labels_NL, NAMES, prefix=prefix)
+    source.images = [picture(200 if label else 100, seed) for seed, label in enumerate(labels_NL[:, 0])]
+    sides = ("left", "right")
+    source.samples = [
+        dataclasses.replace(sample, sections={"findings": f"Opacity {number} in the {sides[number % 2]} lung."})
+        for number, sample in enumerate(source.samples)
+    ]
+    return source
+
+
+class Loader:
+    """Loader of any source: squares of one size, in order."""
+
+    def __init__(self, source: Any) -> None:
+        self.source, self.skipped = source, dict[str, int]()
+
+    def __iter__(self) -> Iterator[Batch]:
+        for start in range(0, len(self.source), 16):
+            rows = range(start, min(start + 16, len(self.source)))
+            samples = [self.source.sample(row) for row in rows]
+            pixels = [cv2.resize(self.source.pixels(row), (SIDE, SIDE)) for row in rows]
+            labels = [[sample.labels.get(name, np.nan) for name in self.source.label_names] for sample in samples]
+            yield Batch(
+                keys=[sample.key for sample in samples],
+                image_BCHW=torch.from_numpy(np.stack(pixels))[:, None],
+                ids_BT=torch.zeros(len(samples), 1, dtype=torch.int64),
+                mask_BT=torch.ones(len(samples), 1, dtype=torch.bool),
+                labels_BL=torch.tensor(labels, dtype=torch.float32),
+                texts=["" for _ in samples],
+            )
+
+
+class MeanScorer(Scorer):
+    """Mean of the pixels in place of every score: it reads neither sentences nor texts."""
+
+    names, statements, compares_texts, confidence_is = NAMES, STATEMENTS, True, "mean of the pixels"
+    prompt_sets, named_sets = ("first", "second"), 2
+
+    def encode(self, batch: Batch) -> Tensor:
+        return batch.image_BCHW.double().mean(dim=(1, 2, 3))
+
+    def confidence(self, images: Tensor) -> Tensor:
+        return images
+
+    def findings(self, images: Tensor) -> Tensor:
+        return images[:, None].expand(-1, 2)
+
+    def prompts(self, images: Tensor) -> Tensor:
+        return torch.stack([self.findings(images), -self.findings(images)], dim=1)
+
+    def statement_scores(self, images: Tensor) -> Tensor:
+        return images[:, None].expand(-1, 4)
+
+    def set_texts(self, texts: Sequence[str]) -> None:
+        self.texts = list(texts)
+
+    def text_scores(self, images: Tensor, image_Q: Tensor, text_Q: Tensor) -> Tensor:
+        return images[image_Q]
+
+
+class ReadingScorer(MeanScorer):
+    """Reads statements, and prefers texts that name the side that the source's reports of the image name."""
+
+    def statement_scores(self, images: Tensor) -> Tensor:
+        present_B = images > 90
+        sign_B = torch.where(present_B, 1.0, -1.0).double()
+        return torch.stack([sign_B, -sign_B, sign_B, -sign_B], dim=1)
+
+    def text_scores(self, images: Tensor, image_Q: Tensor, text_Q: Tensor) -> Tensor:
+        side_Q = ["right" if present else "left" for present in (images[image_Q] > 90).tolist()]
+        found = [float(side in self.texts[text]) for side, text in zip(side_Q, text_Q.tolist(), strict=True)]
+        return torch.tensor(found, dtype=torch.float64)
+
+
+def evaluate(scorer: Scorer, corruptions: Sequence[str] = ("contrast",), **others: Any) -> dict[str, MetricRow]:
+    source = patients()
+    versions = corruption_versions(corruptions)
+    parts = {"sites": {}, "outside": {}, **others}
+    scores = score_everything(scorer, source, Loader, versions=versions, seed=0, **parts)
+    tests = assemble(scores, LabelPolicy(), 5, None)
+    rows = measure(tests.groups, len(tests.patients), resamples=50, groups=tests.patients)
+    return {row.name: row for row in rows}
+
+
+@pytest.mark.parametrize("shape", [(112, 96), (112, 96, 3)])
+@pytest.mark.parametrize("name", [*CORRUPTIONS, *MADE_UP])
+def test_versions_depend_on_the_key_alone(name: str, shape: tuple[int, ...]) -> None:
+    coarse, fine = (np.random.default_rng(seed).integers(0, 256, shape).astype(np.float32) for seed in (0, 1))
+    smooth = cv2.normalize(cv2.GaussianBlur(coarse, (0, 0), 12), np.zeros(shape, np.float32), 20, 200, cv2.NORM_MINMAX)
+    image = (smooth + fine / 8).astype(np.uint8)
+    before = image.copy()
+    versions = [Version(name)] if name in MADE_UP else [Version(name, strength) for strength in range(1, 6)]
+    found = [version.apply(image, "a", 0) for version in versions]
+    again = [version.apply(image, "a", 0) for version in versions]
+    assert all(np.array_equal(one, other) for one, other in zip(found, again, strict=True))
+    assert np.array_equal(image, before)
+    assert all(one.dtype == np.uint8 and one.ndim == image.ndim for one in found)
+    if name == "crop":
+        assert [one.shape[0] for one in found] == sorted((one.shape[0] for one in found), reverse=True)
+        return
+    changes = [np.abs(one.astype(float) - image).mean() for one in found]
+    assert changes == sorted(changes)
+    assert changes[0] > 0
+    if name not in ("blur", "inverted"):
+        others = (versions[-1].apply(image, key, 0) for key in "bcdefghi")
+        assert any(not np.array_equal(found[-1], other) for other in others)
+    if name == "shuffled tiles":
+        assert np.array_equal(np.sort(found[0].ravel()), np.sort(image.ravel()))
+
+
+def test_images_are_decoded_once_for_all_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, decoded = patients(3), []
+    pixels = source.pixels
+    monkeypatch.setattr(source, "pixels", lambda position, color=False: decoded.append(position) or pixels(position))
+    versions = VersionSource(source, corruption_versions(["blur", "noise"]), 0)
+    for position in range(len(versions)):
+        versions.pixels(position)
+    assert decoded == [0, 1, 2]
+    assert len({versions.sample(position).key for position in range(len(versions))}) == 30
+    assert not versions.sample(0).sections
+
+
+def test_a_mean_of_pixels_suffers_under_contrast_and_reads_no_text() -> None:
+    rows = evaluate(MeanScorer(), ["contrast", "blur"])
+    assert rows["auroc/macro"].value == 1
+    assert rows["auroc/macro (contrast 5)"].value < 0.9
+    assert rows["auroc_change/macro (contrast)"].high < 0
+    assert rows["auroc_change/macro (contrast 5)"].value == rows["auroc/macro (contrast 5)"].value - 1
+    assert rows["auroc_change/macro (blur 1)"].value == rows["auroc_change/macro (blur 1)"].low == 0
+    means = [rows[f"auroc/macro ({name})"].value for name in ("contrast", "blur")]
+    assert rows["auroc/macro (all corruptions)"].value == pytest.approx(np.mean(means))
+    for name in ("negation/macro", "negation/Edema", "above_mirror/all", "above_other/all"):
+        assert rows[name].value == rows[name].low == rows[name].high == 0.5, name
+    assert rows["auroc/macro (prompts: second)"].value == 0
+    assert rows["auroc_gap/macro (prompts: first - second)"].value == 1
+    assert rows["auroc_sd/macro (prompts: 2 sets)"].value == pytest.approx(0.5**0.5)
+    assert rows["ood_auroc/all (shuffled tiles)"].value == 0.5
+
+
+def test_a_model_that_reads_passes() -> None:
+    rows = evaluate(ReadingScorer(), ())
+    assert rows["negation/macro"].value == rows["negation_present/macro"].value == 1
+    assert rows["above_mirror/all"].value == 1
+    assert rows["above_other/all"].value == 1
+    assert not any("contrast" in name for name in rows)
+
+
+def test_always_preferring_the_statement_is_chance() -> None:
+    class Yes(MeanScorer):
+        def statement_scores(self, images: Tensor) -> Tensor:
+            return torch.tensor([[1.0, 0.0] * 2]).double().expand(len(images), -1)
+
+    rows = evaluate(Yes(), ())
+    assert rows["negation/macro"].value == 0.5
+    assert (rows["negation_present/macro"].value, rows["negation_absent/macro"].value) == (1, 0)
+
+
+def test_sites_and_other_images() -> None:
+    """Another site with its labels exchanged has AUROC 0; black images have less of the mean than all others."""
+    site, black = patients(20, prefix="q"), patients(6, prefix="r")
+    site.images = [picture(100 if sample.labels["Edema"] else 200, row) for row, sample in enumerate(site.samples)]
+    black.images = [np.zeros((SIDE, SIDE), np.uint8) for _ in black.images]
+    rows = evaluate(MeanScorer(), (), sites={"other": site}, outside={"black": black})
+    assert rows["auroc/macro (site: these data)"].value == 1
+    assert rows["auroc/macro (site: other)"].value == 0
+    assert rows["auroc_gap/macro (site: these data - other)"].value == 1
+    assert rows["ood_auroc/all (black)"].value == 1
+    assert (rows["ood_auroc/all (black)"].n, rows["confidence/all (black)"].value) == (6, 0)
+    assert rows["auroc/macro"].n == 40
+
+
+def test_sentences_and_their_denials() -> None:
+    assert STATEMENTS["Edema"] == ("There is pulmonary edema.", "There is no pulmonary edema.")
+    assert statements(["CT", "No Finding"]) == {"CT": ("There is ct.", "There is no ct.")}
+    sets = paraphrases(["Edema", "Support Devices"])
+    assert [one.name for one in sets] == ["there is", *PARAPHRASES]
+    assert sets[0].classes["Support Devices"].negative == ("There are no support devices.",)
+    assert sets[1].classes["Support Devices"].negative == ("No support devices can be seen.",)
+    assert len({one.sha256 for one in sets}) == len(sets)
+
+
+def test_what_cannot_be_tested_is_refused() -> None:
+    segmenter: Any = SimpleNamespace(name="segmenter", modules=lambda: iter(()))
+    with raises(ConfigError, "unsupported", "checkpoint"):
+        robustness(segmenter, patients(4), Loader)
+    with raises(EvaluationError, "unknown_name", "corruptions"):
+        corruption_versions(["rain"])
+    bare = patients(4)
+    bare.label_names = ()
+    bare.samples = [dataclasses.replace(sample, sections={}) for sample in bare.samples]
+    scorer = MeanScorer()
+    scorer.names = ()
+    with raises(EvaluationError, "mismatch", "data"):
+        score_everything(scorer, bare, Loader, versions=[], sites={}, outside={}, seed=0)
+    with raises(EvaluationError, "unsupported", "sites"):
+        score_everything(scorer, patients(4), Loader, versions=[], sites={"a": bare}, outside={}, seed=0)
