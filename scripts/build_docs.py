@@ -21,7 +21,15 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).parent.parent
 FACES = (
     *("medvl", "medvl.data", "medvl.encoders", "medvl.losses", "medvl.models"),
-    *("medvl.train", "medvl.eval", "medvl.inference", "medvl.export", "medvl.phantom", "medvl.serve"),
+    *(
+        "medvl.train",
+        "medvl.eval",
+        "medvl.inference",
+        "medvl.export",
+        "medvl.phantom",
+        "medvl.serve",
+        "medvl.benchmark",
+    ),
 )
 DOCUMENTS = ("RESULTS", "PERFORMANCE", "RELIABILITY", "CONTRIBUTING", "CHANGELOG", "SECURITY")
 _MODULES = ("medvl.schema", "medvl.errors")

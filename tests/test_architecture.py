@@ -17,7 +17,15 @@ SCRIPTS = sorted(
 )
 FACES = (
     *("medvl", "medvl.data", "medvl.encoders", "medvl.losses", "medvl.models"),
-    *("medvl.train", "medvl.eval", "medvl.inference", "medvl.export", "medvl.phantom", "medvl.serve"),
+    *(
+        "medvl.train",
+        "medvl.eval",
+        "medvl.inference",
+        "medvl.export",
+        "medvl.phantom",
+        "medvl.serve",
+        "medvl.benchmark",
+    ),
 )
 
 FREE = {"schema", "errors", "common"}
@@ -33,7 +41,11 @@ ROOMS: dict[str, set[str]] = {
     "inference": {"data", "encoders", "models", "eval"},
     "export": {"data", "encoders", "models"},
     "serve": {"losses", "data", "encoders", "models", "eval", "inference"},
-    "cli": {"losses", "data", "encoders", "models", "train", "eval", "inference", "export", "phantom", "serve"},
+    "benchmark": {"data", "models", "train", "eval"},
+    "cli": {
+        *("losses", "data", "encoders", "models", "train"),
+        *("eval", "inference", "export", "phantom", "serve", "benchmark"),
+    },
 }
 """Package -> packages that it may import."""
 _DATA_READERS = {"annotations", "dicom", "images", "knowledge", "reports", "tokenizer", "transforms", "splits"}

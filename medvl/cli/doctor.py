@@ -4,19 +4,17 @@ import argparse
 import dataclasses
 import json
 import logging
-import sys
 import time
 from collections.abc import Sequence
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from medvl.cli.recipes import find_recipe
 from medvl.data.storage.location import is_address
 from medvl.data.storage.webdataset_tars import is_tar_pattern
-from medvl.errors import ConfigError, TrainingError
+from medvl.errors import TrainingError
 from medvl.train.recipe_cli import choose
+from medvl.train.recipe_files import find_recipe, load_recipe_module
 
 
 def doctor(arguments: Sequence[str]) -> str:
@@ -54,15 +52,7 @@ def load_recipe(path: Path, arguments: Sequence[str]) -> tuple[ModuleType, Any]:
 
     Raises ConfigError if the file is missing or is no recipe.
     """
-    spec = spec_from_file_location(f"recipe_{path.stem}", path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        message = f"{path} is no Python file; give a recipe such as recipes/convirt_mimic.py"
-        raise ConfigError(message, "not_found", field="recipe")
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses resolve their annotations there
-    spec.loader.exec_module(module)
-    if not (hasattr(module, "PRESETS") and hasattr(module, "prepare")):
-        raise ConfigError(f"{path} is no recipe: it does not define PRESETS and prepare", "malformed", field="recipe")
+    module = load_recipe_module(path)
     return module, choose(module.PRESETS, list(arguments), description=module.__doc__)
 
 

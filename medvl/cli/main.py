@@ -11,6 +11,7 @@ import tyro
 
 from medvl import __version__
 from medvl.cli import (
+    benchmark,
     compare,
     doctor,
     fit_pixelhop,
@@ -29,9 +30,11 @@ from medvl.errors import ConfigError, MedvlError
 
 
 def list_everything(
-    kind: Literal["models", "image-encoders", "text-encoders", "pretrained", "prompts"], *, match: str = "*"
+    kind: Literal["models", "image-encoders", "text-encoders", "pretrained", "prompts", "benchmarks"],
+    *,
+    match: str = "*",
 ) -> None:
-    """List available models, encoders, published weights or prompt sets.
+    """List available models, encoders, published weights, prompt sets or benchmarks.
 
     Args:
         kind: what to list.
@@ -43,6 +46,10 @@ def list_everything(
         from medvl.eval.zero_shot_classification.prompts import list_prompts
 
         names = fnmatch.filter(list_prompts(), match)
+    elif kind == "benchmarks":
+        from medvl.benchmark.config import list_benchmarks
+
+        names = fnmatch.filter(list_benchmarks(), match)
     else:
         listers: dict[str, Callable[[str], list[str]]] = {
             "models": models.list_models,
@@ -71,6 +78,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "regions": regions.regions,
     "infer": infer.infer,
     "compare": compare.compare,
+    "benchmark": benchmark.benchmark,
     "serve": serve.serve,
     "import": import_export.import_published,
     "export": import_export.export_checkpoint,
@@ -81,7 +89,7 @@ _RECIPE_COMMANDS: dict[str, Callable[[list[str]], str | None]] = {"train": recip
 """Commands whose arguments are the command line of a recipe."""
 _WITH_FLAGS = {"infer"}
 """Commands whose required arguments are flags, unless marked as positional."""
-_RESUMABLE = {"shards", "merge", "upload", "regions", "train", "infer"}
+_RESUMABLE = {"shards", "merge", "upload", "regions", "train", "infer", "benchmark"}
 """Commands that continue where they were interrupted."""
 
 

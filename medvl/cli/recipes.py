@@ -1,24 +1,20 @@
 """`medvl train`, `medvl recipes` and `medvl cards`: the recipes and data cards that come with the package."""
 
 import argparse
-import ast
-import difflib
 import os
 import runpy
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-import medvl
 from medvl.common.config_io import nearest
 from medvl.errors import ConfigError
-
-_PACKAGE = Path(medvl.__file__).parent
+from medvl.train.recipe_files import find_recipe, outline, packaged_files
 
 
 def train(arguments: Sequence[str]) -> None:
@@ -64,7 +60,7 @@ def list_recipes(*, match: str = "") -> None:
     from medvl.eval.published.numbers import published_numbers
 
     counts = Counter(number.recipe for number in published_numbers())
-    shown = [(stem, *_outline(path)) for stem, path in _files("recipes", ".py").items()]
+    shown = [(stem, *outline(path)) for stem, path in packaged_files("recipes", ".py").items()]
     for stem, presets, summary in shown:
         if match.lower() in f"{stem} {summary}".lower():
             numbers = f"; published numbers: {counts[stem]}" if counts[stem] else ""
@@ -120,7 +116,7 @@ def copy_recipe(
 
 def list_cards() -> None:
     """List the data cards: access, licence, layout, counts and defects of each corpus."""
-    for stem, path in _files("data_cards", ".md").items():
+    for stem, path in packaged_files("data_cards", ".md").items():
         print(f"{stem:18} {path.read_text(encoding='utf-8').partition(chr(10))[0].lstrip('# ')}")
 
 
@@ -130,7 +126,7 @@ def show_card(card: Annotated[str, tyro.conf.Positional]) -> None:
     Args:
         card: name of the card, such as mimic-cxr.
     """
-    cards = _files("data_cards", ".md")
+    cards = packaged_files("data_cards", ".md")
     if card not in cards:
         raise ConfigError(f"no data card {card!r}: {nearest(card, cards)}", "unknown_name", field="card")
     print(cards[card].read_text(encoding="utf-8"), end="")
@@ -138,48 +134,3 @@ def show_card(card: Annotated[str, tyro.conf.Positional]) -> None:
 
 RECIPES: dict[str, Callable[..., None]] = {"list": list_recipes, "copy": copy_recipe, "numbers": show_numbers}
 CARDS: dict[str, Callable[..., None]] = {"list": list_cards, "show": show_card}
-
-
-def find_recipe(name: str) -> Path:
-    """Return the file of a recipe: a path, a full name (convirt_mimic) or the first words of one (convirt).
-
-    Of several that begin with the words, the one with the fewest further words is meant: `biovil` is biovil_mimic, not
-    biovil_t_mimic. Raises ConfigError if none or more than one fits.
-    """
-    if name.endswith(".py") or "/" in name:
-        path = Path(name)
-        if not path.is_file():
-            message = f"{path} is no file; give a recipe by name (medvl recipes list) or a file"
-            raise ConfigError(message, "not_found", field="recipe")
-        return path
-    recipes, stem = _files("recipes", ".py"), name.replace("-", "_")
-    if stem in recipes:
-        return recipes[stem]
-    fitting = sorted((one.count("_"), one) for one in recipes if one.startswith(f"{stem}_"))
-    best = [one for words, one in fitting if words == fitting[0][0]]
-    if len(best) == 1:
-        return recipes[best[0]]
-    best = best or difflib.get_close_matches(stem, [*recipes, *(one.partition("_")[0] for one in recipes)], n=1)
-    advice = f"did you mean {' or '.join(best)}?" if best else "see medvl recipes list"
-    raise ConfigError(f"expected the name of a recipe, got {name!r}; {advice}", "unknown_name", field="recipe")
-
-
-def _files(folder: str, suffix: str) -> Mapping[str, Path]:
-    """Return stem -> file of a folder: within the installed package, else beside it, in a checkout."""
-    inside = _PACKAGE / folder
-    found = sorted((inside if inside.is_dir() else _PACKAGE.parent / folder).glob(f"*{suffix}"))
-    if not found:
-        raise ConfigError(f"this installation of medvl has no {folder}; install it again", "not_found", field=folder)
-    return {path.stem: path for path in found}
-
-
-def _outline(path: Path) -> tuple[list[str], str]:
-    """Return the names of the presets and the first line of the docstring, without importing the recipe."""
-    module = ast.parse(path.read_text(encoding="utf-8"))
-    summary = (ast.get_docstring(module) or "").partition("\n")[0]
-    for node in module.body:
-        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Dict):
-            continue
-        if ast.unparse(node.targets[0]) == "PRESETS":
-            return [str(key.value) if isinstance(key, ast.Constant) else "..." for key in node.value.keys], summary
-    return [], summary

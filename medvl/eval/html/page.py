@@ -135,6 +135,8 @@ class Page:
     """Limitations, one paragraph each."""
     findings: Sequence[str] = ()
     """Names to filter by: rows of tables, and strips, of other findings are hidden."""
+    pages: Sequence[tuple[str, str]] = ()
+    """(title, file) of the pages of a site, for links at the top."""
 
 
 def write_page(page: Page, path: str | Path) -> Path:

@@ -210,3 +210,36 @@ def points_plot(name: str, points: Mapping[str, Array], colors: Mapping[str, str
         if handle is not None:
             handle.set_alpha(1)
     return _finish(name, figure, axes, axis_names[0], axis_names[1])
+
+
+def line_plot(
+    name: str,
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    x_label: str,
+    y_label: str,
+    *,
+    log_x: bool = False,
+) -> Plot:
+    """Plot named lines (x, y), with points where they are few and their names beside the axes."""
+    import matplotlib
+
+    figure, axes = _canvas((6.4, 3.9))
+    table = matplotlib.colormaps["tab20"]
+    for number, (label, (x, y)) in enumerate(lines.items()):
+        marker = "o" if len(x) <= 12 else ""
+        axes.plot(x, y, marker=marker, markersize=3, linewidth=1.2, color=table(number % table.N), label=label)
+    if log_x:
+        axes.set_xscale("log")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=6.5, frameon=False)
+    return _finish(name, figure, axes, x_label, y_label)
+
+
+def labelled_points(name: str, points: Mapping[str, tuple[float, float]], x_label: str, y_label: str) -> Plot:
+    """Plot named points (x, y) with their names; x is logarithmic."""
+    figure, axes = _canvas((6.4, 3.9))
+    for label, (x, y) in points.items():
+        axes.plot([x], [y], "o", markersize=4, color=LINE_COLOR)
+        axes.annotate(label, (x, y), xytext=(4, 2), textcoords="offset points", fontsize=6.5, color="#334155")
+    axes.set_xscale("log")
+    axes.margins(x=0.12)
+    return _finish(name, figure, axes, x_label, y_label)

@@ -1,0 +1,254 @@
+"""Configuration of a benchmark, read from a TOML file or a preset: systems, seeds, corpora, tasks, length, starts."""
+
+import dataclasses
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from medvl.common.config_io import from_dict, nearest
+from medvl.errors import ConfigError
+
+Family = Literal["dual", "fusion", "report"]
+FAMILIES: tuple[Family, ...] = ("dual", "fusion", "report")
+_PRESETS = Path(__file__).parent / "presets"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MakeStep:
+    """Commands of medvl that make a part of a corpus."""
+
+    creates: str
+    """File or folder below the corpus's root; the commands are left out where it exists."""
+    table: Literal["medpix", "radiographs", "nih", "paediatric"] | None = None
+    """Collection of `MEDVL_REAL_DATA` whose table is written first, as {root}/TABLE.csv, with prompts in TABLE.json."""
+    run: tuple[str, ...]
+    """Commands without `medvl`, such as "shards mimic-cxr --root {root}/mimic-cxr --out {root}/shards"; {root} is the
+    corpus's root, and variables of the environment are replaced."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorpusConfig:
+    """Shards of a corpus and of its evaluations. Paths are below `root`, unless absolute."""
+
+    name: str
+    root: str | None = None
+    """Folder; None for DIR/data/NAME of the benchmark's own folder. Variables of the environment are replaced."""
+    make: tuple[MakeStep, ...] = ()
+    """How to make what is missing."""
+    pairs: str = "shards"
+    """Shards of images and texts: folder of train and test; a linear probe also reads validate."""
+    tokenizer: str = "vocab"
+    extra_train: tuple[str, ...] = ()
+    """Further shards of training pairs."""
+    prompts: str = "chexpert_ensemble"
+    """Prompt set of the zero-shot classification: a name, or a .json file."""
+    phrases: str | None = None
+    """Test shards of phrases with boxes, for grounding."""
+    masks: str | None = None
+    """Test shards of masks, for commands of `CommandTask`."""
+    changes: str | None = None
+    """Test shards of pairs of studies, for change classification."""
+    questions: str | None = None
+    """Shards of questions: folder of train and test."""
+    questions_valid: str | None = None
+    """Shards of questions of other patients, for the fine-tuning."""
+    reports: str | None = None
+    """Shards for report generators: folder of train and test."""
+    words: str | None = None
+    """Tokenizer of report generators."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartConfig:
+    """Weights that the systems start from."""
+
+    name: str = "random"
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Settings of the recipe, such as {model = {image_encoder = "timm:mobilenetv2_035", image_weights = "FILE"}}; the
+    value "run:convirt" is the checkpoint of the benchmark's run of that system with the same seed."""
+    pixel_mean: float | None = None
+    """Mean of the pixels that the image encoder was trained with."""
+    pixel_std: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Length of the training; None takes the value of the recipe."""
+
+    steps: int | None = None
+    batch: int | None = None
+    finetune_steps: int | None = None
+    """Steps of fine-tuning for questions; None is a quarter of `steps`."""
+    augmentation: Literal["weak", "recipe"] = "weak"
+    weights: Literal["last", "best"] = "last"
+    """Checkpoint that is evaluated; "best" needs validation data, which "last" leaves out."""
+    checkpoint_every: int = 250
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "finetune_steps", "checkpoint_every"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}", "out_of_range", field=name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Settings of the evaluations."""
+
+    random_start: bool = False
+    """Evaluate the weights before the training as well."""
+    resamples: int = 1000
+    batch: int = 64
+    workers: int = 0
+    label_shares: tuple[float, ...] = (0.01,)
+    """Shares of the training labels of the linear probes."""
+    smoothing: float = 0.7
+    """Smoothing of grounding maps, in cells."""
+    sections: tuple[str, ...] = ("impression",)
+    """Sections of the texts that fusion-encoders match and rank."""
+    shortlist: int = 16
+    """Candidates that a fusion-encoder ranks again."""
+    shortlist_system: str = "convirt"
+    """Dual-encoder that proposes the candidates."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of the table: one metric of a task."""
+
+    title: str
+    metric: str
+    targets: tuple[str, ...]
+    """The first of these that the results have, such as the mean of five findings, else of all."""
+    higher_is_better: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommandTask:
+    """A task that is a command of medvl, which writes a results.json."""
+
+    name: str
+    command: str
+    """Such as "eval zero-shot --checkpoint {checkpoint} --data {pairs}/test --out {out}". {checkpoint}, {out},
+    {resamples} and the paths of the corpus ({root}, {pairs}, {phrases}, {masks}, ...) are replaced."""
+    families: tuple[Family, ...] = FAMILIES
+    corpora: tuple[str, ...] = ()
+    """Names of the corpora whose runs are evaluated; empty for all."""
+    columns: tuple[Column, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A system trained in another way, or a system of another package with a recipe of its own."""
+
+    name: str
+    system: str
+    recipe: str | None = None
+    """Name or file of a recipe; None for the system's."""
+    preset: str | None = None
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchmarkConfig:
+    """A benchmark: every system with every seed, corpus, start and share of the pairs."""
+
+    name: str
+    description: str = ""
+    systems: tuple[str, ...] = ("all",)
+    """Names of systems or variants; "dual", "fusion", "report" or "all" of them; "-NAME" leaves one out."""
+    preset: str = "tiny"
+    """Preset of the recipes. Presets that continue its name (tiny-local) are systems too, named SYSTEM-local."""
+    variants: tuple[Variant, ...] = ()
+    seeds: tuple[int, ...] = (0,)
+    corpora: tuple[CorpusConfig, ...]
+    tasks: tuple[str, ...] = ("all",)
+    """Names of tasks, or "all" that fit."""
+    commands: tuple[CommandTask, ...] = ()
+    shares: tuple[float, ...] = (1.0,)
+    """Shares of the patients of the pretraining pairs."""
+    starts: tuple[StartConfig, ...] = (StartConfig(),)
+    budget: Budget = Budget()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    settings: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """Settings of the recipes by "all", family or system, applied in this order, such as
+    settings.dual.model.image_size = 112."""
+
+    def __post_init__(self) -> None:
+        for name in ("systems", "seeds", "corpora", "tasks", "shares", "starts"):
+            values = getattr(self, name)
+            names = [value if isinstance(value, (str, int, float)) else value.name for value in values]
+            if not names or len(set(names)) < len(names):
+                message = f"expected {name} to be one or more, each once; got {names}"
+                raise ConfigError(message, "conflict" if names else "empty", field=name)
+        if not all(0 < share <= 1 for share in (*self.shares, *self.evaluation.label_shares)):
+            raise ConfigError("shares must be above 0 and at most 1", "out_of_range", field="shares")
+
+
+def list_benchmarks() -> list[str]:
+    """Return the names of the presets."""
+    return sorted(path.stem for path in _PRESETS.glob("*.toml"))
+
+
+def read_benchmark(source: str | Path, changes: Mapping[str, Any] | None = None) -> BenchmarkConfig:
+    """Read a benchmark from a TOML file or a preset.
+
+    Args:
+        source: path of a file, or the name of a preset (`list_benchmarks`).
+        changes: values by dotted name that replace those of the file: {"budget.steps": 100, "corpora.0.root": "DIR"}.
+
+    Raises ConfigError, with the dotted name in `field`, where the file is missing or malformed or a field is wrong.
+    """
+    path = Path(source)
+    if path.suffix != ".toml":
+        if str(source) not in list_benchmarks():
+            hint = nearest(str(source), list_benchmarks())
+            message = f"expected a .toml file or a preset of the benchmark, got {str(source)!r}; {hint}"
+            raise ConfigError(message, "unknown_name", field="benchmark")
+        path = _PRESETS / f"{source}.toml"
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        message = f"{path} does not exist; give a .toml file, or one of {', '.join(list_benchmarks())}"
+        raise ConfigError(message, "not_found", field="benchmark") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}", "malformed", field="benchmark") from None
+    for name, value in (changes or {}).items():
+        _change(data, name, value)
+    return from_dict(BenchmarkConfig, data)
+
+
+def _change(data: Any, name: str, value: Any) -> None:
+    """Set a value of nested tables and lists by its dotted name."""
+    *parents, last = name.split(".")
+    for part in parents:
+        if isinstance(data, dict):
+            data = data.setdefault(part, {})
+        else:
+            data = data[_place(data, part, name)]
+    if isinstance(data, dict):
+        data[last] = value
+    else:
+        data[_place(data, last, name)] = value
+
+
+def _place(data: Any, part: str, name: str) -> int:
+    """Return the number of an entry of a list. Raises ConfigError where there is no list or no such entry."""
+    if not isinstance(data, list):
+        raise ConfigError(f"{name}: expected a table or a list before {part!r}", "wrong_type", field=name)
+    if not part.isdecimal() or int(part) >= len(data):
+        message = f"{name}: expected a number below {len(data)}, got {part!r}"
+        raise ConfigError(message, "out_of_range", field=name)
+    return int(part)
+
+
+def expanded(text: str, field: str) -> str:
+    """Return a text with variables of the environment replaced. Raises ConfigError where one is not set."""
+    result = os.path.expandvars(text)
+    if "$" in result:
+        name = result[result.index("$") :].split("/")[0]
+        message = f"{field}: the environment has no {name}; set it to a folder"
+        raise ConfigError(message, "missing", field=field)
+    return result

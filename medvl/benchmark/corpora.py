@@ -1,0 +1,80 @@
+"""Data of a benchmark: what a corpus lacks is made by the commands of its configuration."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from medvl.benchmark.config import CorpusConfig, MakeStep, expanded
+from medvl.benchmark.real_tables import write_table
+from medvl.errors import CorpusError
+
+Command = Callable[[Sequence[str]], None]
+"""Function that runs a command of medvl."""
+
+
+def medvl_command(arguments: Sequence[str]) -> None:
+    """Run a command of medvl in a process of its own. Raises CorpusError where it fails."""
+    ended = subprocess.run([sys.executable, "-m", "medvl", *arguments], check=False)
+    if ended.returncode:
+        message = f"medvl {shlex.join(arguments)} ended with status {ended.returncode}; see its messages above"
+        raise CorpusError(message, "missing", field="corpora")
+
+
+def missing_steps(corpus: CorpusConfig) -> list[list[str]]:
+    """Return the commands that make what a located corpus lacks."""
+    assert corpus.root is not None
+    field = f"corpora.{corpus.name}.make"
+    lines = [line for step in _steps(corpus) for line in step.run]
+    return [[part.replace("{root}", corpus.root) for part in shlex.split(expanded(line, field))] for line in lines]
+
+
+def _steps(corpus: CorpusConfig) -> list[MakeStep]:
+    return [step for step in corpus.make if not (Path(corpus.root or "") / step.creates).exists()]
+
+
+def make_corpus(corpus: CorpusConfig, run: Command = medvl_command) -> None:
+    """Make what a located corpus lacks.
+
+    Raises CorpusError where a command fails, or where a folder is missing that no command makes.
+    """
+    assert corpus.root is not None
+    root = Path(corpus.root)
+    steps, commands = _steps(corpus), missing_steps(corpus)
+    if steps:
+        root.mkdir(parents=True, exist_ok=True)
+        salt = root / "salt"
+        if "MEDVL_SALT_FILE" not in os.environ and not salt.exists():  # as `medvl phantom quickstart`
+            salt.write_text(f"{0:064d}\n")
+        given = os.environ.get("MEDVL_SALT_FILE")
+        os.environ["MEDVL_SALT_FILE"] = given or str(salt)
+        try:
+            for step in steps:
+                if step.table is not None:
+                    write_table(step.table, root)
+            for arguments in commands:
+                run(arguments)
+        finally:
+            if given is None:
+                del os.environ["MEDVL_SALT_FILE"]
+    for name, path in _needed(corpus):
+        if not path.exists():
+            message = f"corpus {corpus.name} has no {path}; make it, or give another folder in corpora.{name}"
+            raise CorpusError(message, "not_found", field=f"corpora.{name}")
+
+
+def _needed(corpus: CorpusConfig) -> list[tuple[str, Path]]:
+    """Return (field, file) of what the runs read."""
+    shards = [("pairs", f"{corpus.pairs}/train"), ("pairs", f"{corpus.pairs}/test")]
+    shards += [("extra_train", path) for path in corpus.extra_train]
+    optional = ("phrases", "changes", "masks", "questions_valid")
+    shards += [(name, value) for name in optional if (value := getattr(corpus, name)) is not None]
+    for name, home in (("questions", corpus.questions), ("reports", corpus.reports)):
+        shards += [(name, f"{home}/{split}") for split in ("train", "test") if home is not None]
+    vocabularies = [("tokenizer", corpus.tokenizer), *([("words", corpus.words)] if corpus.words else [])]
+    return [
+        *((name, Path(path) / "manifest.json") for name, path in shards),
+        *((name, Path(path) / "tokenizer.json") for name, path in vocabularies),
+    ]

@@ -1,0 +1,136 @@
+"""Hours and memory of a benchmark before it is started: measured costs, else those that the doctor measures."""
+
+import contextlib
+import io
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from medvl.benchmark.corpora import missing_steps
+from medvl.benchmark.execute import settings_of
+from medvl.benchmark.plan import Plan
+from medvl.benchmark.run import Run
+from medvl.benchmark.settings import find_references
+from medvl.benchmark.store import COST, Store
+from medvl.benchmark.systems import recipe_module
+from medvl.common.files import write_atomic
+from medvl.errors import MedvlError
+
+_FILE = "estimates.json"
+Estimate = Mapping[str, Any]
+"""hours, memory_gb and source, or error."""
+
+
+def describe_plan(plan: Plan, store: Store, seconds: float, report: Callable[[str], Any] = print) -> str:
+    """Return the list of runs with state, hours and memory.
+
+    Args:
+        plan: the runs.
+        store: the folder of results; what is measured is kept there, in estimates.json.
+        seconds: seconds of each of about six measurements of a run that no earlier one estimates; 0 measures nothing.
+        report: called with lines of progress.
+    """
+    lines, total, unknown = [], 0.0, 0
+    corpora = {run.corpus.name: run.corpus for run in plan.runs}
+    commands = {name: missing_steps(corpus) for name, corpus in corpora.items()}
+    known = _known_costs(plan, store)
+    for run in plan.runs:
+        state = store.state(run)
+        estimate = estimate_run(run, store, known, 0.0 if commands[run.corpus.name] else seconds, report)
+        if state == "to do" and "hours" in estimate:
+            total += estimate["hours"]
+        elif state == "to do":
+            unknown += 1
+        lines.append(
+            f"{run.key}  {run.title}: {Path(run.recipe).stem} {run.preset}, {', '.join(run.tasks) or 'no tasks'}; "
+            f"{state}; {_text(estimate)}"
+        )
+    for name, reason in plan.left_out.items():
+        lines.append(f"{'':16}  {name}: left out, {reason}")
+    for name, missing in commands.items():
+        if missing:
+            lines.append(f"corpus {name} is made first, by {len(missing)} commands; --dry-run measures once it exists:")
+            lines += [f"    medvl {' '.join(arguments)}" for arguments in missing]
+    counts = [store.state(run) for run in plan.runs]
+    states = ", ".join(f"{counts.count(state)} {state}" for state in ("finished", "failed", "to do"))
+    rest = f", and {unknown} runs without an estimate" if unknown else ""
+    lines.append(f"{len(counts)} runs: {states}. Training to do: {total:.2f} h one after the other{rest}; evaluations")
+    lines.append("come on top.")
+    return "\n".join(lines)
+
+
+def estimate_run(
+    run: Run, store: Store, known: Mapping[tuple[Any, ...], Estimate], seconds: float, report: Callable[[str], Any]
+) -> Estimate:
+    """Return hours and memory of a run's training: its own, those of another seed, or what the doctor measures."""
+    cost = store.cost(run)
+    if cost is not None:
+        return _of_cost(cost, "measured")
+    if _alike(run) in known:
+        return known[_alike(run)]
+    path = store.out / _FILE
+    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if run.key not in kept and seconds > 0:
+        report(f"measuring {run.title}")
+        kept[run.key] = _examine(run, store, seconds)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(kept, indent=1) + "\n")
+    found: Estimate = kept.get(run.key, {})
+    return found
+
+
+def _known_costs(plan: Plan, store: Store) -> dict[tuple[Any, ...], Estimate]:
+    costs = ((run, store.cost(run)) for run in plan.runs)
+    return {_alike(run): _of_cost(cost, "from another run") for run, cost in costs if cost is not None}
+
+
+def _alike(run: Run) -> tuple[Any, ...]:
+    """Return what runs of equal cost share."""
+    train = run.settings["train"]
+    return run.name, run.corpus.name, run.start, train["steps"], train["epochs"], train["global_batch"], run.share
+
+
+def _of_cost(cost: Mapping[str, Any], source: str) -> Estimate:
+    seconds = cost["train_seconds"] or cost["wall_seconds"]
+    return {"hours": seconds / 3600, "memory_gb": cost["peak_memory_gb"], "source": source}
+
+
+def _examine(run: Run, store: Store, seconds: float) -> Estimate:
+    """Return the doctor's estimate, or why there is none."""
+    from medvl.train import examine
+
+    waits = set(find_references(run.settings))
+    if any(not (store.out / "runs" / run.needs[name] / COST).is_file() for name in waits):
+        return {"error": f"starts from {', '.join(sorted(waits))}"}
+    folder = store.folder(run)
+    existed = folder.is_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    log = logging.getLogger("medvl")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            prepared = recipe_module(Path(run.recipe)).prepare(settings_of(run, store))
+            measured = examine(prepared, seconds)
+    except MedvlError as error:
+        return {"error": str(error)}
+    finally:
+        log.setLevel(level)
+        if not existed:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+    train = run.settings["train"]
+    epoch = -(-prepared.data.train.steps_per_epoch // train["accumulate"])
+    steps = min(length for length in (train["steps"], (train["epochs"] or 0) * epoch) if length)
+    hours = steps * train["global_batch"] / measured.rate / 3600
+    return {"hours": hours, "memory_gb": measured.peak_gb / 1.073741824, "source": "doctor"}
+
+
+def _text(estimate: Estimate) -> str:
+    if "error" in estimate:
+        return f"no estimate: {estimate['error']}"
+    if not estimate:
+        return "no estimate"
+    return f"{estimate['hours']:.2f} h, {estimate['memory_gb']:.1f} GiB ({estimate['source']})"

@@ -1,0 +1,174 @@
+"""Execution of one run: training or its continuation, cost, and the evaluations that are missing."""
+
+import json
+import os
+import resource
+import shutil
+import statistics
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from medvl.benchmark.resamples import write_resamples
+from medvl.benchmark.run import Run
+from medvl.benchmark.settings import RUN, with_settings
+from medvl.benchmark.store import COST, FAILURE, REFUSAL, Store, Weights, is_evaluated, read_run
+from medvl.benchmark.systems import Entry, recipe_module
+from medvl.benchmark.tasks import TASKS, Trained, run_command
+from medvl.common.files import write_atomic
+from medvl.common.folders import RunLock
+from medvl.errors import ConfigError, MedvlError
+from medvl.eval.core.results import write_results
+from medvl.models import save
+
+THREADS = "MEDVL_BENCHMARK_THREADS"
+"""Variable of the environment: CPU threads of a run that shares the machine with others."""
+
+
+def execute_run(folder: Path) -> bool:
+    """Train the run of a folder (DIR/runs/KEY), or continue it, and evaluate what is missing.
+
+    What fails is written into the folder. Returns False where the training failed. Raises ConfigError where the folder
+    has no run, where another process executes it, or a run that it needs is not trained.
+    """
+    run, store = read_run(folder), Store(folder.absolute().parent.parent)
+    with RunLock(folder, error=ConfigError, field="run"):
+        try:
+            _train(run, store)
+        except Exception as error:  # a system of another package may raise anything
+            traceback.print_exc()
+            _write(folder / FAILURE, {"error": _reason(error)})
+            return False
+        for weights, task, results in store.evaluations(run):
+            if not is_evaluated(results):
+                _evaluate(run, store, weights, task, results)
+    return True
+
+
+def checkpoint_of(run: Run, store: Store) -> Path:
+    """Return the checkpoint of a trained run that is evaluated."""
+    return store.folder(run) / "run" / run.budget.weights
+
+
+def settings_of(run: Run, store: Store) -> Any:
+    """Return the settings of a run's recipe on this machine."""
+    entry = Entry(
+        name=run.name, system=run.system, family=run.family, recipe=Path(run.recipe), preset=run.preset
+    )  # fmt: skip
+    corpus, tree = run.corpus, _located(run, store, run.settings)
+    tokenizer = corpus.words if run.family == "report" else corpus.tokenizer
+    data = {"train": run.train_shards, "tokenizer": tokenizer, "workers": run.budget.workers}
+    data["extra_train"] = () if run.family == "report" else corpus.extra_train
+    if tree["data"].get("valid") is not None:
+        data["valid"] = str(Path(run.train_shards).parent / "validate")
+    train: dict[str, Any] = {"run_dir": str(store.folder(run) / "run")}
+    if THREADS in os.environ:
+        train["num_threads"] = int(os.environ[THREADS])
+    tree = {**tree, "data": tree["data"] | data, "train": tree["train"] | train}
+    return with_settings(entry.recipe_settings(), tree, run.name)
+
+
+def _located(run: Run, store: Store, value: Any) -> Any:
+    """Return settings with the checkpoints of other runs and the corpus's root in place of their names."""
+    if isinstance(value, Mapping):
+        return {name: _located(run, store, item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_located(run, store, item) for item in value]
+    if isinstance(value, str) and value.startswith(RUN):
+        return str(_other(run, store, value.removeprefix(RUN)))
+    return value.replace("{root}", str(run.corpus.root)) if isinstance(value, str) else value
+
+
+def _other(run: Run, store: Store, name: str) -> Path:
+    """Return the checkpoint of a run that this one needs. Raises ConfigError unless it is trained."""
+    folder = store.out / "runs" / run.needs[name]
+    if not (folder / COST).is_file():
+        raise ConfigError(f"the run of {name}, which this one needs, is not trained", "not_found", field="needs")
+    return folder / "run" / run.budget.weights
+
+
+def _train(run: Run, store: Store) -> None:
+    folder = store.folder(run)
+    if (folder / COST).is_file():
+        return
+    resumed = (folder / "run" / "metrics.jsonl").is_file()
+    settings = settings_of(run, store)
+    training = recipe_module(Path(run.recipe)).prepare(settings)
+    if run.evaluation.random_start and not resumed:
+        start = folder / "start-weights"
+        start.mkdir(parents=True, exist_ok=True)
+        save(training.model, start)
+    parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    began, used = time.monotonic(), _cpu_seconds()
+    training.train()
+    spent = {"wall_seconds": time.monotonic() - began, "cpu_seconds": _cpu_seconds() - used}
+    cost = {"parameters": parameters, "resumed": resumed, **spent, **_measured(folder / "run")}
+    _write(folder / COST, cost)
+    shutil.rmtree(folder / "run" / "tensorboard", ignore_errors=True)
+
+
+def _cpu_seconds() -> float:
+    """Return the processor time of this process and of its finished children."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def _measured(run_dir: Path) -> dict[str, Any]:
+    """Return speed, memory and device of a finished training, from its records."""
+    import torch
+
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    timings = [record["timing"] for record in records if record["kind"] == "train"]
+    rates = [timing["pairs_per_second"] for timing in timings]
+    seconds = [timing["seconds_per_step"] for timing in timings if "seconds_per_step" in timing]
+    on_gpu = [timing["peak_memory_gb"] for timing in timings if "peak_memory_gb" in timing]
+    steps = max((record["step"] for record in records if record["kind"] == "train"), default=0)
+    return {
+        "steps": steps,
+        "pairs_per_second": statistics.median(rates) if rates else None,
+        "train_seconds": statistics.median(seconds) * steps if seconds else None,
+        "peak_memory_gb": max(on_gpu, default=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20),
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "terms": sorted({name[5:] for record in records for name in record if name.startswith("loss/")}),
+    }
+
+
+def _evaluate(run: Run, store: Store, weights: Weights, task: str, folder: Path) -> None:
+    """Write the results of an evaluation, or the reason why there are none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    start = store.folder(run) / "start-weights"
+    try:
+        trained = Trained(
+            run=run,
+            checkpoint=checkpoint_of(run, store) if weights == "trained" else start,
+            folder=folder,
+            others={name: _other(run, store, name) for name in run.needs},
+        )
+        if task in TASKS:
+            result = TASKS[task].evaluate(trained)
+            write_results(result.results, folder, result.predictions())
+        else:
+            run_command(trained, task, folder)
+    except MedvlError as error:
+        _write(folder / REFUSAL, {"reason": _reason(error), "failed": error.code != "unsupported"})
+    except Exception as error:  # evaluations of a system of another package may raise anything
+        traceback.print_exc()
+        _write(folder / REFUSAL, {"reason": _reason(error), "failed": True})
+    else:
+        write_resamples(folder, run.evaluation.resamples)
+        _write(folder / "seconds.json", time.monotonic() - started)
+    finally:
+        shutil.rmtree(folder / "run" / "checkpoints", ignore_errors=True)
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error, with its type unless it is one of medvl's."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    return text if isinstance(error, MedvlError) else f"{type(error).__name__}: {text}"
+
+
+def _write(path: Path, value: Any) -> None:
+    write_atomic(path, json.dumps(value) + "\n")

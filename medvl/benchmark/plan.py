@@ -1,0 +1,136 @@
+"""Runs of a benchmark, each with a key: the hash of all settings that its weights depend on."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from medvl.benchmark.config import BenchmarkConfig, CorpusConfig, StartConfig, expanded
+from medvl.benchmark.run import Run
+from medvl.benchmark.settings import find_references, resolved_settings
+from medvl.benchmark.systems import Entry, find_systems
+from medvl.benchmark.tasks import fitting_tasks, task_names
+from medvl.common.config_io import nearest, to_dict
+from medvl.errors import ConfigError
+
+_NEEDS = {"report": ("reports", "words")}
+"""Family -> folders of a corpus that its systems train on."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Runs of a benchmark in an order in which those that others need come first."""
+
+    config: BenchmarkConfig
+    runs: tuple[Run, ...]
+    left_out: Mapping[str, str]
+    """Systems that cannot take part -> reason."""
+
+    def by_key(self) -> dict[str, Run]:
+        """Return the runs by key."""
+        return {run.key: run for run in self.runs}
+
+
+def plan_runs(config: BenchmarkConfig, out: Path) -> Plan:
+    """Return all runs of a benchmark whose folder is `out`.
+
+    Raises ConfigError where a system, task or setting does not exist, or a corpus lacks what was asked for.
+    """
+    entries, missing = find_systems(config)
+    known = [*task_names(), *(command.name for command in config.commands)]
+    for task in config.tasks:
+        if task not in ("all", *known):
+            raise ConfigError(f"tasks: no task {task!r}; {nearest(task, known)}", "unknown_name", field="tasks")
+    planner = _Planner(config, {entry.name: entry for entry in entries}, out)
+    places = itertools.product(entries, config.corpora, config.starts, config.shares, config.seeds)
+    for entry, corpus, start, share, seed in places:
+        lacking = [name for name in _NEEDS.get(entry.family, ()) if getattr(corpus, name) is None]
+        if lacking:
+            missing[entry.name] = f"corpus {corpus.name} has no {' and no '.join(lacking)}"
+        else:
+            planner.add(entry, corpus, start, share, seed)
+    return Plan(config=config, runs=tuple(planner.runs.values()), left_out=missing)
+
+
+class _Planner:
+    """Collector of runs, each after those that it needs."""
+
+    def __init__(self, config: BenchmarkConfig, entries: dict[str, Entry], out: Path) -> None:
+        self._config, self._entries, self._out = config, entries, out
+        self.runs: dict[str, Run] = {}
+
+    def add(
+        self, entry: Entry, corpus: CorpusConfig, start: StartConfig, share: float, seed: int, evaluated: bool = True
+    ) -> Run:
+        """Add a run and those that it needs, and return it."""
+        config = self._config
+        settings = resolved_settings(entry, config, start, seed, share)
+        tasks = fitting_tasks(config, entry.system, entry.family, corpus) if evaluated else ()
+        others = set(find_references(settings))
+        if "reranking" in tasks:
+            others.add(config.evaluation.shortlist_system)
+        needs = {}
+        for name in sorted(others):
+            other = self._entry(name)
+            if other.name == entry.name:
+                raise ConfigError(f"{entry.name} starts from a run of itself", "conflict", field="settings")
+            plain = StartConfig() if any(isinstance(value, str) for value in find_references(start.settings)) else start
+            needs[name] = self.add(other, corpus, plain, share, seed, evaluated=False).key
+        located = located_corpus(corpus, self._out)
+        key = _key(entry, settings, corpus, needs)
+        run = Run(
+            key=key,
+            name=entry.name,
+            system=entry.system,
+            family=entry.family,
+            recipe=str(entry.recipe),
+            preset=entry.preset,
+            seed=seed,
+            corpus=located,
+            share=share,
+            start=start.name,
+            settings=settings,
+            needs=needs,
+            tasks=tasks,
+            commands=tuple(command for command in config.commands if command.name in tasks),
+            budget=config.budget,
+            evaluation=config.evaluation,
+        )
+        if key not in self.runs or evaluated:
+            self.runs[key] = run
+        return self.runs[key]
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            [entry], _ = find_systems(dataclasses.replace(self._config, systems=(name,)))
+            self._entries[name] = entry
+        return self._entries[name]
+
+
+def located_corpus(corpus: CorpusConfig, out: Path) -> CorpusConfig:
+    """Return a corpus with absolute folders."""
+    text = expanded(corpus.root or str(out / "data" / corpus.name), f"corpora.{corpus.name}.root")
+    root = Path(text).absolute()
+    folders = {}
+    for field in dataclasses.fields(corpus):
+        value = getattr(corpus, field.name)
+        if isinstance(value, str) and field.name not in ("name", "root", "prompts"):
+            folders[field.name] = str(root / expanded(value, f"corpora.{corpus.name}.{field.name}"))
+    if corpus.prompts.endswith(".json"):
+        folders["prompts"] = str(root / expanded(corpus.prompts, f"corpora.{corpus.name}.prompts"))
+    extra = tuple(str(root / expanded(value, f"corpora.{corpus.name}.extra_train")) for value in corpus.extra_train)
+    return dataclasses.replace(corpus, root=str(root), extra_train=extra, **folders)
+
+
+def _key(entry: Entry, settings: Mapping[str, Any], corpus: CorpusConfig, needs: Mapping[str, str]) -> str:
+    """Return the hash of what the weights of a run depend on."""
+    data = {name: getattr(corpus, name) for name in ("name", "root", "pairs", "tokenizer", "extra_train")}
+    if entry.family == "report":
+        data |= {"reports": corpus.reports, "words": corpus.words}
+    made = [to_dict(step) for step in corpus.make]
+    used = {name: key for name, key in needs.items() if name in set(find_references(settings))}
+    content = [entry.system, entry.recipe.stem, settings, data, made, used]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,64 @@
+"""Values of a run's metrics on bootstrap resamples, the same for all runs, so that their differences are paired.
+
+Shape letters: N items, R resamples, K rows.
+"""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from medvl.eval import read_results
+from medvl.eval.compare.predictions import read_items
+from medvl.eval.core.bootstrap import resample_counts
+from medvl.eval.core.metrics import Array
+
+FILE = "resamples.npz"
+
+
+@dataclasses.dataclass(frozen=True)
+class Resampled:
+    """Metrics of a run on resamples of its items."""
+
+    items: str
+    """Hash of the items and their groups: runs with the same one are paired."""
+    values_R: Array
+
+
+def write_resamples(folder: Path, resamples: int) -> None:
+    """Write the resampled metrics of an evaluation, where its predictions determine them."""
+    results = read_results(folder)
+    items = read_items(folder, results)
+    if items is None or not resamples:
+        return
+    kept = [place for place, name in enumerate(items.rows) if "(" not in name]
+    values = [
+        items.statistic(counts_NR)[:, kept]
+        for counts_NR in resample_counts(len(items.names), resamples, 0, items.groups)
+    ]
+    content = json.dumps([items.names, items.groups], default=str).encode()
+    path = folder / FILE
+    aside = path.with_name(f".{FILE}")
+    with aside.open("wb") as file:
+        np.savez_compressed(
+            file,
+            names=np.array([items.rows[place] for place in kept]),
+            values_RK=np.concatenate(values).astype(np.float32),
+            items=np.array(hashlib.sha256(content).hexdigest()),
+        )
+    aside.replace(path)
+
+
+def read_resamples(folder: Path, name: str) -> Resampled | None:
+    """Return the resampled values of a row, such as "auroc/macro"; None where the evaluation has none."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    with np.load(path, allow_pickle=False) as stored:
+        names = stored["names"].tolist()
+        if name not in names:
+            return None
+        values_R = stored["values_RK"][:, names.index(name)].astype(np.float64)
+        return Resampled(items=str(stored["items"]), values_R=values_R)

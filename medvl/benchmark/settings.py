@@ -1,0 +1,114 @@
+"""Settings of a recipe with those of a benchmark."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from medvl.benchmark.config import BenchmarkConfig, StartConfig, expanded
+from medvl.benchmark.systems import Entry
+from medvl.common.config_io import from_dict, nearest, to_dict
+from medvl.data import ConVIRTAugmentation
+from medvl.errors import ConfigError
+
+RUN = "run:"
+"""Prefix of a setting that is the checkpoint of another run, such as "run:convirt"."""
+
+
+def resolved_settings(
+    entry: Entry, config: BenchmarkConfig, start: StartConfig, seed: int, share: float
+) -> dict[str, Any]:
+    """Return the recipe's settings with those of the benchmark, as JSON values without folders.
+
+    Raises ConfigError where a setting does not exist, with the nearest name.
+    """
+    settings = entry.recipe_settings()
+    for name in ("all", entry.family, entry.system, entry.name):
+        if name in config.settings and not (name == entry.name == entry.system and name in ("all", entry.family)):
+            settings = with_settings(settings, config.settings[name], f"settings.{name}")
+    settings = with_settings(settings, _of_start(settings.model, start), f"starts.{start.name}")
+    settings = with_settings(settings, entry.settings, f"variants.{entry.name}")
+    data: dict[str, Any] = {"seed": seed, "paired_fraction": share, "others": "drop"} if share < 1 else {"seed": seed}
+    train: dict[str, Any] = {"seed": seed, "tensorboard": False, "keep_last": 1}
+    budget = config.budget
+    if budget.augmentation == "weak" and entry.family != "report":
+        size = settings.model.image_size
+        data["image"] = ConVIRTAugmentation.weak(size if isinstance(size, int) else size[0])
+    optim: dict[str, Any] = {}
+    if budget.steps is not None:
+        train |= {"epochs": None, "steps": budget.steps, "checkpoint_every": budget.checkpoint_every}
+        warmup = min(getattr(settings.optim.schedule, "warmup_steps", 0), 100, budget.steps // 4)
+        optim["schedule"] = dataclasses.replace(settings.optim.schedule, warmup_steps=warmup)
+    if budget.batch is not None:
+        train |= {"global_batch": budget.batch, "accumulate": 1}
+    if budget.weights == "last":
+        data["valid"] = None
+        train |= {"best_metric": "loss", "best_mode": "min", "early_stop_patience": None, "validate_every": "epoch"}
+    written = to_dict(with_settings(settings, {"data": data, "train": train, "optim": optim}, "budget"))
+    for part, names in (
+        ("data", ("train", "extra_train", "tokenizer", "workers")),
+        ("train", ("run_dir", "num_threads")),
+    ):
+        for name in names:
+            written[part].pop(name)
+    if written["data"].get("valid") is not None:
+        written["data"]["valid"] = "validate"
+    return written
+
+
+def with_settings(config: Any, tree: Mapping[str, Any], path: str) -> Any:
+    """Return a config dataclass with the values of a tree of settings; nested dataclasses keep their other fields.
+
+    Raises ConfigError where a name or a type is wrong, with the dotted name in `field`.
+    """
+    names = [field.name for field in dataclasses.fields(config) if field.init]
+    changed: dict[str, Any] = {}
+    for name, value in tree.items():
+        if name not in names:
+            message = f"{path}: {type(config).__name__} has no field {name!r}; {nearest(name, names)}"
+            raise ConfigError(message, "unknown_name", field=f"{path}.{name}")
+        current = getattr(config, name)
+        nested = dataclasses.is_dataclass(current) and isinstance(value, Mapping) and "kind" not in value
+        changed[name] = with_settings(current, value, f"{path}.{name}") if nested else value
+    if not changed:
+        return config
+    try:
+        return from_dict(type(config), {name: getattr(config, name) for name in names} | changed)
+    except ConfigError as error:
+        field = path if error.field is None else f"{path}.{error.field}"
+        raise ConfigError(f"{path}: {error}", error.code, field=field) from None
+
+
+def find_references(tree: Any) -> Iterator[str]:
+    """Yield the names of the systems in values such as "run:convirt"."""
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from find_references(value)
+    elif isinstance(tree, str) and tree.startswith(RUN):
+        yield tree.removeprefix(RUN)
+
+
+def _of_start(model: Any, start: StartConfig) -> dict[str, Any]:
+    """Return the settings of a start, with the statistics of pixels where this system has them."""
+    settings = {"pretrained": False, "init_from": None} | {
+        name: _expanded(value, f"starts.{start.name}.{name}") for name, value in start.settings.items()
+    }
+    pixels = {"mean": start.pixel_mean, "std": start.pixel_std}
+    given = {name: value for name, value in pixels.items() if value is not None}
+    if given:
+        names = {field.name for field in dataclasses.fields(model)}
+        own = {f"pixel_{name}" for name in given} <= names
+        of_model = dict(settings.get("model", {}))
+        if own:
+            of_model |= {f"pixel_{name}": value for name, value in given.items()}
+        else:
+            of_model["image_arguments"] = {**of_model.get("image_arguments", {}), **given}
+        settings["model"] = of_model
+    return settings
+
+
+def _expanded(value: Any, field: str) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _expanded(item, f"{field}.{name}") for name, item in value.items()}
+    return expanded(value, field) if isinstance(value, str) else value

@@ -1,0 +1,329 @@
+"""Tasks of a benchmark: evaluations of a checkpoint, the systems and corpora that they fit, and their columns."""
+
+import dataclasses
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from medvl.benchmark.config import BenchmarkConfig, Column, CorpusConfig, Family
+from medvl.benchmark.run import Run
+from medvl.benchmark.settings import with_settings
+from medvl.benchmark.systems import recipe_module
+from medvl.data import QuestionSource, ShardSource
+from medvl.errors import EvaluationError
+from medvl.eval import (
+    ProbedEncoder,
+    ShortlistModel,
+    answer_questions,
+    change_classification,
+    encode_features,
+    evaluate_answers,
+    evaluate_reports,
+    generate_reports,
+    get_protocol,
+    image_text_matching,
+    image_text_retrieval,
+    linear_probe,
+    load_ensemble,
+    load_prompts,
+    open_for_evaluation,
+    phrase_grounding,
+    question_data,
+    reranked_retrieval,
+    zero_shot,
+)
+from medvl.models import DualEncoder, FusionModel, System, load, system
+from medvl.schema import Inputs
+from medvl.train.recipe_files import find_recipe
+
+_MEAN = ("macro_competition", "macro")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A checkpoint of a run that is evaluated."""
+
+    run: Run
+    checkpoint: Path
+    folder: Path
+    """Folder for what an evaluation trains itself."""
+    others: Mapping[str, Path]
+    """System -> checkpoint of a run that this one needs."""
+
+
+Evaluate = Callable[[Trained], Any]
+"""Function that returns a result of `medvl.eval`: `results`, and `predictions()`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """A task with the systems that it fits and the folders of a corpus that it needs."""
+
+    fits: Callable[[type[System]], bool]
+    needs: tuple[str, ...] = ()
+    evaluate: Evaluate
+    columns: Callable[[BenchmarkConfig], tuple[Column, ...]]
+
+
+def _read(trained: Trained, model: Any, shards: str | Path, **options: Any) -> Any:
+    given = trained.run.evaluation
+    return open_for_evaluation(
+        ShardSource(shards), model.transform, model.tokenizer, batch=given.batch, workers=given.workers, **options
+    )
+
+
+def _test(trained: Trained) -> Path:
+    return Path(trained.run.corpus.pairs) / "test"
+
+
+def _zero_shot(trained: Trained) -> Any:
+    [model] = load_ensemble([trained.checkpoint])
+    prompts = load_prompts(trained.run.corpus.prompts)
+    return zero_shot(
+        [model], _read(trained, model, _test(trained)), prompts, resamples=trained.run.evaluation.resamples
+    )
+
+
+def _retrieval(trained: Trained) -> Any:
+    [model] = load_ensemble([trained.checkpoint])
+    return image_text_retrieval(
+        model, _read(trained, model, _test(trained)), resamples=trained.run.evaluation.resamples
+    )
+
+
+def _grounding(trained: Trained) -> Any:
+    [model] = load_ensemble([trained.checkpoint])
+    given, phrases = trained.run.evaluation, trained.run.corpus.phrases
+    assert phrases is not None
+    return phrase_grounding(
+        model,
+        _read(trained, model, phrases),
+        maps="similarity",
+        smoothing=given.smoothing,
+        resamples=given.resamples,
+    )
+
+
+def _probe(trained: Trained) -> Any:
+    model = load(trained.checkpoint)
+    encoder = ProbedEncoder.from_model(model, name=model.name)
+    home = Path(trained.run.corpus.pairs)
+    parts = (_read(trained, model, home / split) for split in ("train", "validate", "test"))
+    features = [encode_features(encoder, part) for part in parts]
+    given = trained.run.evaluation
+    return linear_probe(*features, fractions=given.label_shares, resamples=given.resamples)
+
+
+def _change(trained: Trained) -> Any:
+    [model] = load_ensemble([trained.checkpoint])
+    changes = trained.run.corpus.changes
+    assert changes is not None
+    if not model.inputs.prior_image:
+        raise EvaluationError("the system reads no prior image", "unsupported", field="prior_image")
+    loader = _read(trained, model, changes, inputs=Inputs(prior_image=True))
+    return change_classification(model, loader, use_prior=True, resamples=trained.run.evaluation.resamples)
+
+
+def _sections(trained: Trained) -> tuple[str, ...]:
+    """Return the sections that the system was trained on; all that an evaluation reads where it draws them."""
+    text = trained.run.settings["data"]["text"]
+    return tuple(text.get("sections") or ("findings", "impression"))
+
+
+def _matching(trained: Trained) -> Any:
+    model: Any = load(trained.checkpoint)
+    loader = _read(trained, model, _test(trained), sections=trained.run.evaluation.sections)
+    return image_text_matching(model, loader, resamples=trained.run.evaluation.resamples)
+
+
+def _reranking(trained: Trained) -> Any:
+    given = trained.run.evaluation
+    [dual_encoder] = load_ensemble([trained.others[given.shortlist_system]])
+    model: Any = load(trained.checkpoint)
+    sections = given.sections
+    candidates = ShortlistModel(dual_encoder, _read(trained, dual_encoder, _test(trained), sections=sections))
+    loader = _read(trained, model, _test(trained), sections=sections)
+    return reranked_retrieval(
+        model, loader, shortlist=given.shortlist, shortlist_model=candidates, resamples=given.resamples
+    )
+
+
+def _questions(trained: Trained) -> Any:
+    """Fine-tune with the recipe for questions, and answer those of the test."""
+    run, run_dir = trained.run, trained.folder / "run"
+    corpus, budget = run.corpus, run.budget
+    assert corpus.questions is not None
+    home = Path(corpus.questions)
+    recipe = recipe_module(find_recipe("vqa_finetune"))
+    preset = recipe.PRESETS[run.preset if run.preset in recipe.PRESETS else "tiny"]
+    data: dict[str, Any] = {
+        "train": home / "train",
+        "valid": corpus.questions_valid,
+        "valid_split": Path(corpus.questions_valid or "").name,
+        "workers": budget.workers,
+    }
+    train: dict[str, Any] = {"run_dir": run_dir, "keep_last": 1, "tensorboard": False, "seed": run.seed}
+    train |= {"best_metric": "loss", "best_mode": "min"}
+    optim: dict[str, Any] = {}
+    steps = budget.finetune_steps or (None if budget.steps is None else max(1, budget.steps // 4))
+    if steps is not None:
+        schedule = preset.optim.schedule
+        optim["schedule"] = dataclasses.replace(schedule, warmup_steps=min(schedule.warmup_steps, 100, steps // 4))
+        train |= {"epochs": None, "steps": steps, "validate_every": steps}
+    if budget.batch is not None:
+        train["global_batch"] = budget.batch
+    tree = {"init_from": trained.checkpoint, "data": data, "train": train, "optim": optim}
+    recipe.prepare(with_settings(preset, tree, "questions")).train()
+    model: Any = load(run_dir / "last")
+    training, test = ShardSource(home / "train"), ShardSource(home / "test")
+    questions: Any = QuestionSource(test, "test", model.config.answers, get_protocol("medvl").normalize)
+    given = run.evaluation
+    loader: Any = open_for_evaluation(
+        questions, model.transform, model.tokenizer, batch=given.batch, workers=given.workers, sections=("question",)
+    )
+    return evaluate_answers(question_data([training, test]), answer_questions(model, loader), resamples=given.resamples)
+
+
+def _reports(trained: Trained) -> Any:
+    model: Any = load(trained.checkpoint)
+    run = trained.run
+    sections = _sections(trained)
+    inputs = Inputs(other_view=model.inputs.other_view)
+    test = Path((run.corpus.reports if run.family == "report" else None) or run.corpus.pairs) / "test"
+    loader = _read(trained, model, test, inputs=inputs)
+    reports = generate_reports(model, loader, sections=sections)
+    return evaluate_reports(reports, resamples=run.evaluation.resamples, config={"sections": list(sections)})
+
+
+def _is(*kinds: type[System]) -> Callable[[type[System]], bool]:
+    return lambda cls: issubclass(cls, kinds)
+
+
+def _fixed(*columns: Column) -> Callable[[BenchmarkConfig], tuple[Column, ...]]:
+    return lambda config: columns
+
+
+def _probe_columns(config: BenchmarkConfig) -> tuple[Column, ...]:
+    shares = [f"{100 * share:g}%" for share in config.evaluation.label_shares]
+    return tuple(Column(title=f"probe, {share}", metric=f"auroc@{share}", targets=_MEAN) for share in shares)
+
+
+TASKS: Mapping[str, Task] = {
+    "zero-shot": Task(
+        fits=_is(DualEncoder),
+        evaluate=_zero_shot,
+        columns=_fixed(Column(title="zero-shot AUROC", metric="auroc", targets=_MEAN)),
+    ),
+    "retrieval": Task(
+        fits=_is(DualEncoder),
+        evaluate=_retrieval,
+        columns=_fixed(
+            Column(title="R@10 image to text", metric="recall@10", targets=("image_to_text",)),
+            Column(title="R@10 text to image", metric="recall@10", targets=("text_to_image",)),
+        ),
+    ),
+    "grounding": Task(
+        fits=_is(DualEncoder),
+        needs=("phrases",),
+        evaluate=_grounding,
+        columns=_fixed(
+            Column(title="pointing game", metric="pointing_game", targets=("overall",)),
+            Column(title="CNR", metric="cnr", targets=("overall",)),
+        ),
+    ),
+    "probe": Task(fits=_is(DualEncoder, FusionModel), evaluate=_probe, columns=_probe_columns),
+    "change": Task(
+        fits=_is(DualEncoder),
+        needs=("changes",),
+        evaluate=_change,
+        columns=_fixed(Column(title="change", metric="macro_accuracy", targets=("macro",))),
+    ),
+    "matching": Task(
+        fits=_is(FusionModel),
+        evaluate=_matching,
+        columns=_fixed(
+            Column(title="matching", metric="accuracy", targets=("all",)),
+            Column(title="text above its mirror", metric="above_mirror", targets=("all",)),
+        ),
+    ),
+    "reranking": Task(
+        fits=_is(FusionModel),
+        evaluate=_reranking,
+        columns=_fixed(
+            Column(title="R@1 image to text", metric="recall@1", targets=("image_to_text",)),
+            Column(title="R@1 text to image", metric="recall@1", targets=("text_to_image",)),
+        ),
+    ),
+    "questions": Task(
+        fits=_is(FusionModel),
+        needs=("questions", "questions_valid"),
+        evaluate=_questions,
+        columns=_fixed(
+            Column(title="questions", metric="accuracy", targets=("overall",)),
+            Column(title="closed", metric="accuracy", targets=("closed",)),
+            Column(title="open", metric="accuracy", targets=("open",)),
+        ),
+    ),
+    "reports": Task(
+        fits=lambda cls: hasattr(cls, "write_reports"),
+        evaluate=_reports,
+        columns=_fixed(
+            Column(title="report F1", metric="f1", targets=("macro of five", "micro")),
+            Column(title="BLEU-4", metric="corpus_bleu_4", targets=("report",)),
+        ),
+    ),
+}  # fmt: skip
+
+
+def task_names() -> list[str]:
+    """Return the names of the tasks that come with medvl."""
+    return list(TASKS)
+
+
+def fitting_tasks(config: BenchmarkConfig, name: str, family: Family, corpus: CorpusConfig) -> tuple[str, ...]:
+    """Return the tasks of a benchmark that fit a system and a corpus; a system may still not support one."""
+    cls = system(name)
+    fitting = [
+        name
+        for name, task in TASKS.items()
+        if task.fits(cls) and all(getattr(corpus, need) is not None for need in task.needs)
+    ]
+    fitting += [
+        command.name
+        for command in config.commands
+        if family in command.families and corpus.name in (command.corpora or (corpus.name,))
+    ]
+    return tuple(name for name in fitting if "all" in config.tasks or name in config.tasks)
+
+
+def columns_of(config: BenchmarkConfig) -> dict[str, tuple[Column, ...]]:
+    """Return task -> columns, of the tasks of a benchmark."""
+    columns = {name: task.columns(config) for name, task in TASKS.items()}
+    columns |= {command.name: command.columns for command in config.commands}
+    return {name: found for name, found in columns.items() if "all" in config.tasks or name in config.tasks}
+
+
+def run_command(trained: Trained, name: str, out: Path) -> None:
+    """Run the command of a `CommandTask`, which writes results.json into `out`.
+
+    Raises EvaluationError with the last line of its errors where it fails or writes none.
+    """
+    run = trained.run
+    [task] = [command for command in run.commands if command.name == name]
+    fields = {field.name: getattr(run.corpus, field.name) for field in dataclasses.fields(run.corpus)}
+    values = {name: value for name, value in fields.items() if isinstance(value, str)}
+    values |= {"checkpoint": str(trained.checkpoint), "out": str(out), "resamples": str(run.evaluation.resamples)}
+    try:
+        arguments = [part.format(**values) for part in shlex.split(task.command)]
+    except (KeyError, IndexError) as error:
+        message = f"corpus {run.corpus.name} has no {error} for the task {name}"
+        raise EvaluationError(message, "unsupported", field=name) from None
+    ended = subprocess.run([sys.executable, "-m", "medvl", *arguments], capture_output=True, text=True, check=False)
+    if ended.returncode or not (out / "results.json").is_file():
+        last = (ended.stderr.strip().splitlines() or [f"status {ended.returncode}"])[-1]
+        raise EvaluationError(
+            f"{name}: {last.removeprefix('medvl: ')}", "unsupported" if "support" in last else "missing"
+        )

@@ -1,0 +1,154 @@
+"""`medvl benchmark`: all systems on all tasks, from a file or a preset to a site of pages."""
+
+import dataclasses
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from medvl.errors import ConfigError
+
+_IN_USE = 75
+"""Exit status where another process executes the run (EX_TEMPFAIL)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChangeOptions:
+    """Values in place of the file's."""
+
+    systems: str = ""
+    """names of systems separated by commas, in place of the file's"""
+    seeds: tuple[int, ...] = ()
+    """seeds in place of the file's"""
+    tasks: str = ""
+    """names of tasks separated by commas, in place of the file's"""
+    steps: int | None = None
+    """training steps in place of the file's"""
+    set: tuple[str, ...] = ()
+    """other values of the file, as NAME=VALUE: corpora.0.root=quickstart"""
+
+    def changes(self) -> dict[str, Any]:
+        """Return the values by dotted name."""
+        given = {
+            "systems": self.systems.split(",") if self.systems else None,
+            "seeds": list(self.seeds) or None,
+            "tasks": self.tasks.split(",") if self.tasks else None,
+            "budget.steps": self.steps,
+        }
+        named = {name: value for name, value in given.items() if value is not None}
+        return dict(map(_setting, self.set)) | named
+
+
+def benchmark(
+    source: str,
+    changes: tyro.conf.OmitArgPrefixes[ChangeOptions],
+    *,
+    out: Path = Path("benchmark"),
+    dry_run: bool = False,
+    seconds: float = 1.0,
+    engine: Literal["local", "ray", "slurm"] = "local",
+    jobs: int = 1,
+    gpus: tuple[str, ...] = (),
+    sbatch: str = "",
+    retry_failed: bool = False,
+) -> None:
+    """Train and evaluate systems by a TOML file or a preset, with one store of results and a site of pages.
+
+    What is finished is not repeated, and what was killed goes on. The exit status is 1 if anything failed.
+
+    Args:
+        source: a .toml file, the name of a preset (`medvl list benchmarks`), or a folder OUT/runs/KEY, whose run is
+            executed alone, as arrays of SLURM do.
+        changes: values in place of the file's.
+        out: folder of data, runs, results.jsonl and the pages.
+        dry_run: list the runs with hours and memory, which are measured on the corpora that exist.
+        seconds: seconds of each measurement of --dry-run; 0 lists only what earlier runs have measured.
+        engine: processes of this machine, a cluster of Ray, or scripts for SLURM.
+        jobs: processes of this machine at a time; 0 executes all runs in this process.
+        gpus: GPUs of this machine; each runs one process. With ray, the first is the number of GPUs of a run.
+        sbatch: options of the job arrays, such as "--gpus=1 --time=08:00:00".
+        retry_failed: repeat the runs and evaluations that failed.
+    """
+    from medvl.benchmark.config import read_benchmark
+    from medvl.benchmark.plan import plan_runs
+    from medvl.benchmark.store import RUN, Store
+
+    if (Path(source) / RUN).is_file():
+        _execute_alone(Path(source))
+        return
+    plan, store = plan_runs(read_benchmark(source, changes.changes()), out.absolute()), Store(out.absolute())
+    if dry_run:
+        from medvl.benchmark.estimate import describe_plan
+
+        print(describe_plan(plan, store, seconds))
+        return
+    if retry_failed:
+        for run in plan.runs:
+            store.clear_failures(run)
+    _make_data(plan, store)
+    store.write_runs(plan)
+    if engine == "slurm" and any(store.state(run) == "to do" for run in plan.runs):
+        from medvl.benchmark.spread import write_slurm
+
+        submit, *scripts = write_slurm(plan, store, sbatch)
+        print(f"Wrote {submit} and {len(scripts)} job arrays. Next: bash {submit}; afterwards the same command again")
+        return
+    _execute(plan, store, engine, jobs, gpus)
+    if _publish(plan, store):
+        sys.exit(1)
+
+
+def _execute(plan: Any, store: Any, engine: str, jobs: int, gpus: tuple[str, ...]) -> None:
+    if engine == "ray":
+        from medvl.benchmark.spread import execute_with_ray
+
+        execute_with_ray(plan, store, gpus_per_run=float(gpus[0]) if gpus else 0.0)
+    else:
+        from medvl.benchmark.queue import execute_locally
+
+        execute_locally(plan, store, jobs=jobs, gpus=gpus)
+
+
+def _publish(plan: Any, store: Any) -> bool:
+    """Write results.jsonl and the pages, and print the tables. Returns whether anything failed."""
+    from medvl.benchmark.site.write import print_site, write_site
+
+    site = write_site(plan, store)
+    print(print_site(site))
+    return bool(site.failures)
+
+
+def _make_data(plan: Any, store: Any) -> None:
+    """Make what the corpora lack, where a run is left to do."""
+    from medvl.benchmark.corpora import make_corpus
+
+    corpora = {run.corpus.name: run.corpus for run in plan.runs if store.state(run) == "to do"}
+    for corpus in corpora.values():
+        make_corpus(corpus)
+
+
+def _execute_alone(folder: Path) -> None:
+    from medvl.benchmark.execute import execute_run
+
+    try:
+        done = execute_run(folder)
+    except ConfigError as error:
+        if error.code != "in_use":
+            raise
+        print(f"medvl: {error}", file=sys.stderr)
+        sys.exit(_IN_USE)
+    if not done:
+        sys.exit(1)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Return name and value of NAME=VALUE; a value that is not TOML is a text."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"expected NAME=VALUE, got {text!r}", "malformed", field="set")
+    try:
+        return name, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, value

@@ -1,0 +1,73 @@
+"""Files of the recipes that come with the package, and their modules."""
+
+import ast
+import difflib
+import sys
+from collections.abc import Mapping
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import medvl
+from medvl.errors import ConfigError
+
+_PACKAGE = Path(medvl.__file__).parent
+
+
+def packaged_files(folder: str, suffix: str) -> Mapping[str, Path]:
+    """Return stem -> file of a folder: within the installed package, else beside it, in a checkout."""
+    inside = _PACKAGE / folder
+    found = sorted((inside if inside.is_dir() else _PACKAGE.parent / folder).glob(f"*{suffix}"))
+    if not found:
+        raise ConfigError(f"this installation of medvl has no {folder}; install it again", "not_found", field=folder)
+    return {path.stem: path for path in found}
+
+
+def find_recipe(name: str) -> Path:
+    """Return the file of a recipe: a path, a full name (convirt_mimic) or the first words of one (convirt).
+
+    Of several that begin with the words, the one with the fewest further words is meant: `biovil` is biovil_mimic, not
+    biovil_t_mimic. Raises ConfigError if none or more than one fits.
+    """
+    if name.endswith(".py") or "/" in name:
+        path = Path(name)
+        if not path.is_file():
+            message = f"{path} is no file; give a recipe by name (medvl recipes list) or a file"
+            raise ConfigError(message, "not_found", field="recipe")
+        return path
+    recipes, stem = packaged_files("recipes", ".py"), name.replace("-", "_")
+    if stem in recipes:
+        return recipes[stem]
+    fitting = sorted((one.count("_"), one) for one in recipes if one.startswith(f"{stem}_"))
+    best = [one for words, one in fitting if words == fitting[0][0]]
+    if len(best) == 1:
+        return recipes[best[0]]
+    best = best or difflib.get_close_matches(stem, [*recipes, *(one.partition("_")[0] for one in recipes)], n=1)
+    advice = f"did you mean {' or '.join(best)}?" if best else "see medvl recipes list"
+    raise ConfigError(f"expected the name of a recipe, got {name!r}; {advice}", "unknown_name", field="recipe")
+
+
+def load_recipe_module(path: Path) -> ModuleType:
+    """Import the module of a recipe. Raises ConfigError if the file is missing or is no recipe."""
+    spec = spec_from_file_location(f"recipe_{path.stem}", path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        message = f"{path} is no Python file; give a recipe such as recipes/convirt_mimic.py"
+        raise ConfigError(message, "not_found", field="recipe")
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses resolve their annotations there
+    spec.loader.exec_module(module)
+    if not (hasattr(module, "PRESETS") and hasattr(module, "prepare")):
+        raise ConfigError(f"{path} is no recipe: it does not define PRESETS and prepare", "malformed", field="recipe")
+    return module
+
+
+def outline(path: Path) -> tuple[list[str], str]:
+    """Return the names of a recipe's presets and the first line of its docstring, without importing it."""
+    module = ast.parse(path.read_text(encoding="utf-8"))
+    summary = (ast.get_docstring(module) or "").partition("\n")[0]
+    for node in module.body:
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Dict):
+            continue
+        if ast.unparse(node.targets[0]) == "PRESETS":
+            return [str(key.value) if isinstance(key, ast.Constant) else "..." for key in node.value.keys], summary
+    return [], summary

@@ -1,0 +1,149 @@
+"""Files of benchmarks: values, errors with the nearest name, the systems and runs that they plan."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from helpers.errors import raises
+
+from medvl.benchmark import BenchmarkConfig, CorpusConfig, Plan, list_benchmarks, plan_runs, read_benchmark
+from medvl.benchmark.settings import with_settings
+from medvl.errors import ConfigError
+from medvl.models import DualEncoder, FusionModel, list_models, system
+from medvl.train import quickstart
+
+FILE = """
+name = "mine"
+systems = ["convirt", "clip"]
+tasks = ["zero-shot"]
+[budget]
+steps = 3
+batch = 8
+[[corpora]]
+name = "own"
+root = "$OWN_DATA"
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def planned(config: BenchmarkConfig, out: Path) -> Plan:
+    """Return the plan with a corpus that needs no environment."""
+    corpora = tuple(dataclasses.replace(corpus, root=None) for corpus in config.corpora)
+    return plan_runs(dataclasses.replace(config, corpora=corpora), out)
+
+
+def test_a_file_is_read_and_its_values_can_be_replaced(tmp_path: Path) -> None:
+    path = write(tmp_path, FILE)
+    config = read_benchmark(path, {"budget.steps": 7, "corpora.0.root": "elsewhere"})
+    assert (config.budget.steps, config.budget.batch) == (7, 8)
+    assert config.corpora == (CorpusConfig(name="own", root="elsewhere"),)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "field"),
+    [
+        ("steps = 3", "stepps = 3", "unknown_name", "budget.stepps"),
+        ("steps = 3", "steps = 0", "out_of_range", "budget.steps"),
+        ("steps = 3", 'steps = "3"', "wrong_type", "budget.steps"),
+        ('name = "mine"', "", "missing", "name"),
+        ('"clip"]', '"convirt"]', "conflict", "systems"),
+        ("[budget]", "[budget", "malformed", "benchmark"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, old: str, new: str, code: str, field: str) -> None:
+    with raises(ConfigError, code, field):
+        read_benchmark(write(tmp_path, FILE.replace(old, new)))
+
+
+def test_missing_files_presets_and_places_are_refused(tmp_path: Path) -> None:
+    with raises(ConfigError, "not_found", "benchmark"):
+        read_benchmark(tmp_path / "none.toml")
+    with raises(ConfigError, "unknown_name", "benchmark", names="phantom-quick"):
+        read_benchmark("phantom-quik")
+    with raises(ConfigError, "out_of_range", "corpora.3.root"):
+        read_benchmark("phantom-quick", {"corpora.3.root": "x"})
+    with raises(ConfigError, "wrong_type", "name.x.y"):
+        read_benchmark("phantom-quick", {"name.x.y": "x"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"systems": ["convert"]}, "systems"),
+        ({"tasks": ["zeroshot"]}, "tasks"),
+        ({"settings": {"dual": {"model": {"image_sise": 64}}}}, "settings.dual.model.image_sise"),
+    ],
+)
+def test_unknown_names_of_a_plan_are_refused(tmp_path: Path, changes: dict[str, object], field: str) -> None:
+    config = read_benchmark(write(tmp_path, FILE), {"corpora.0.root": "x", **changes})
+    with raises(ConfigError, "unknown_name", field):
+        plan_runs(config, tmp_path)
+
+
+def test_a_variable_that_is_not_set_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OWN_DATA", raising=False)
+    with raises(ConfigError, "missing", "corpora.own.root", names="$OWN_DATA"):
+        plan_runs(read_benchmark(write(tmp_path, FILE)), tmp_path)
+
+
+def test_every_system_is_in_the_phantom_or_has_a_reason(tmp_path: Path) -> None:
+    plan = planned(read_benchmark("phantom-quick"), tmp_path)
+    kinds = (DualEncoder, FusionModel)
+    registered = {name for name in list_models() if issubclass(system(name), kinds) and name != "local_analysis"}
+    runs = {run.system for run in plan.runs}
+    assert registered <= runs | plan.left_out.keys()
+    assert {"convirt", "clip", "umrl", "albef", "vilt", "r2gen"} <= runs
+    assert len({run.key for run in plan.runs}) == len(plan.runs)
+    for run in plan.runs:
+        assert run.settings["train"]["steps"] == 200
+        assert run.settings["init_from"] is None
+        if run.family == "dual":
+            assert (run.settings["model"]["image_encoder"], run.settings["model"]["image_size"]) == ("resnet_tiny", 112)
+    [umrl] = [run for run in plan.runs if run.name == "umrl"]
+    names = [run.name for run in plan.runs]
+    assert umrl.needs == {"convirt": plan.runs[names.index("convirt")].key}
+    assert names.index("convirt") < names.index("umrl")
+
+
+@pytest.mark.parametrize("preset", list_benchmarks())
+def test_every_preset_plans(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MEDVL_REAL_DATA", "MIMIC_SHARDS"):
+        monkeypatch.setenv(name, str(tmp_path))
+    config = read_benchmark(preset, {"systems": ["convirt"], "seeds": [0]})
+    assert plan_runs(config, tmp_path).runs
+
+
+def test_keys_depend_on_what_changes_the_weights_only(tmp_path: Path) -> None:
+    config = planned(read_benchmark(write(tmp_path, FILE), {"systems": ["convirt"]}), tmp_path).config
+
+    def key(**changes: object) -> str:
+        [run] = plan_runs(dataclasses.replace(config, **changes), tmp_path / "elsewhere").runs
+        return run.key
+
+    assert key() == key(name="other", tasks=("retrieval",))
+    assert key() == key(evaluation=dataclasses.replace(config.evaluation, resamples=9))
+    assert key() == key(budget=dataclasses.replace(config.budget, workers=3))
+    different = [
+        key(),
+        key(seeds=(1,)),
+        key(shares=(0.1,)),
+        key(budget=dataclasses.replace(config.budget, steps=4)),
+        key(settings={"convirt": {"optim": {"lr": 0.5}}}),
+    ]
+    assert len(set(different)) == len(different)
+
+
+def test_settings_replace_fields_of_nested_configs() -> None:
+    changed = with_settings(quickstart.TRAIN, {"epochs": 3, "run_dir": "elsewhere"}, "train")
+    assert (changed.epochs, changed.run_dir) == (3, Path("elsewhere"))
+    optim = with_settings(quickstart.OPTIM, {"schedule": {"warmup_steps": 7}}, "optim")
+    assert optim.schedule == dataclasses.replace(quickstart.OPTIM.schedule, warmup_steps=7)
+    linear = with_settings(quickstart.OPTIM, {"schedule": {"kind": "Linear", "warmup_steps": 7}}, "optim")
+    assert type(linear.schedule).__name__ == "Linear"
+    with raises(ConfigError, "wrong_type", "optim.lr"):
+        with_settings(quickstart.OPTIM, {"lr": "fast"}, "optim")

@@ -1,0 +1,188 @@
+"""A benchmark of a few steps from data to pages: resumed, free the second time, with failures and an outside system."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.errors import raises
+
+from medvl.benchmark import Plan, Store, execute_locally, plan_runs, read_benchmark, tasks, write_slurm
+from medvl.benchmark.corpora import make_corpus
+from medvl.benchmark.estimate import describe_plan
+from medvl.benchmark.site.write import print_site, write_site
+from medvl.cli import main as cli
+from medvl.errors import ConfigError, CorpusError
+from medvl.models import ConVIRT, ConVIRTConfig, register_system, registry
+
+FILE = """
+name = "two"
+systems = ["convirt", "outside", "broken"]
+tasks = ["zero-shot", "retrieval", "grounding"]
+[budget]
+steps = 2
+batch = 8
+workers = 0
+[evaluation]
+resamples = 20
+[[variants]]
+name = "broken"
+system = "convirt"
+settings = { init_from = "no/checkpoint" }
+[settings.dual.model]
+image_encoder = "resnet_tiny"
+text_encoder = "tiny_bert"
+image_size = 64
+[[corpora]]
+name = "phantom"
+root = "ROOT"
+phrases = "nothing/test"
+[[corpora.make]]
+creates = "shards/test/manifest.json"
+run = [
+    "phantom mimic-cxr --out {root}/mimic-cxr --patients 20 --size 64 --frontal-only --workers 1",
+    "shards mimic-cxr --root {root}/mimic-cxr --out {root}/shards --views PA AP --short-side 64 --workers 1",
+]
+[[corpora.make]]
+creates = "vocab/tokenizer.json"
+run = ["vocab {root}/shards/train {root}/vocab --size 400"]
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of a benchmark whose data exist, without the phrases."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    path = folder / "two.toml"
+    path.write_text(FILE.replace("ROOT", str(folder / "data")))
+    [corpus] = read_benchmark(path).corpora
+    located = plan_runs(read_benchmark(path, {"systems": ["convirt"]}), folder).runs[0].corpus
+    with raises(CorpusError, "not_found", "corpora.phrases"):
+        make_corpus(located, run=lambda arguments: cli.main(list(arguments)))
+    assert (corpus.root, located.phrases) == (str(folder / "data"), str(folder / "data/nothing/test"))
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def outside() -> Iterator[None]:
+    """A system of another package, registered by name."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class OutsideConfig(ConVIRTConfig):
+        """Configuration of another package."""
+
+    @register_system("outside")
+    class Outside(ConVIRT):
+        """System of another package."""
+
+        Config = OutsideConfig
+
+    yield
+    del registry._CLASSES["outside"]
+
+
+@pytest.fixture(scope="module")
+def benchmark(file: Path) -> tuple[Plan, Store, list[str]]:
+    """A benchmark that was interrupted once within its evaluations, and then finished."""
+    lines: list[str] = []
+    out = file.parent / "out"
+    plan, store = plan_runs(read_benchmark(file), out), Store(out)
+    store.write_runs(plan)
+    patch = pytest.MonkeyPatch()
+
+    def interrupt(trained: Any) -> Any:
+        raise KeyboardInterrupt
+
+    patch.setattr(tasks, "TASKS", tasks.TASKS)
+    patch.setitem(tasks.TASKS, "retrieval", dataclasses.replace(tasks.TASKS["retrieval"], evaluate=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        execute_locally(plan, store, jobs=0, report=lines.append)
+    patch.undo()
+    first = store.folder(plan.runs[0])
+    assert [store.state(run) for run in plan.runs] == ["to do", "to do", "to do"]
+    kept = {path: path.stat().st_mtime_ns for path in first.rglob("[!.]*") if path.is_file()}
+    assert {"cost.json", "results.json"} <= {path.name for path in kept}
+    execute_locally(plan, store, jobs=0, report=lines.append)
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    return plan, store, lines
+
+
+@pytest.mark.slow
+def test_a_killed_benchmark_goes_on_and_failures_are_shown(benchmark: tuple[Plan, Store, list[str]]) -> None:
+    plan, store, lines = benchmark
+    assert [run.name for run in plan.runs] == ["convirt", "outside", "broken"]
+    assert [store.state(run) for run in plan.runs] == ["finished", "finished", "failed"]
+    assert any("failed: broken" in line for line in lines)
+    site = write_site(plan, store)
+    parts = {(failure.title.split(",")[0], failure.part) for failure in site.failures}
+    assert parts == {("broken", "training"), ("convirt", "grounding"), ("outside", "grounding")}
+    text = print_site(site)
+    [row] = [line for line in text.splitlines() if line.startswith("| outside | dual-encoder")]
+    assert "contrastive" in row
+    assert "resnet\\_tiny + tiny\\_bert" in row
+    assert "failed" in row  # grounding, whose phrases are missing
+    assert "\\[" in row
+    assert [path.name for path in site.pages] == [
+        *("index.html", "ranks.html", "cost.html", "curves.html", "systems.html", "failures.html")
+    ]
+    names = {path.suffix for path in (store.out / "index_files").iterdir()}
+    assert names == {".csv", ".md", ".tex"}
+    results = [json.loads(line) for line in (store.out / "results.jsonl").read_text().splitlines()]
+    assert {line["system"] for line in results} == {"convirt", "outside"}
+    cost = store.cost(plan.runs[0])
+    assert cost is not None
+    assert (cost["steps"], cost["device"], cost["terms"]) == (2, "CPU", ["contrastive"])
+
+
+@pytest.mark.slow
+def test_a_second_run_costs_nothing_and_prints_the_same(
+    benchmark: tuple[Plan, Store, list[str]],
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan, store, _ = benchmark
+    text = print_site(write_site(plan, store))
+    pages = {path: path.read_bytes() for path in store.out.glob("*.html")}
+    runs = {path: path.stat().st_mtime_ns for path in (store.out / "runs").rglob("*") if path.is_file()}
+    monkeypatch.setattr(sys, "executable", "/no/process/is/started")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["benchmark", str(file), "--out", str(store.out)])
+    assert ended.value.code == 1  # something failed
+    assert capsys.readouterr().out.strip() == text.strip()
+    assert {path: path.read_bytes() for path in store.out.glob("*.html")} == pages
+    assert {path: path.stat().st_mtime_ns for path in (store.out / "runs").rglob("*") if path.is_file()} == runs
+
+
+@pytest.mark.slow
+def test_the_dry_run_lists_states_hours_and_memory(benchmark: tuple[Plan, Store, list[str]], file: Path) -> None:
+    _, store, _ = benchmark
+    more = plan_runs(read_benchmark(file, {"seeds": [0, 1], "systems": ["convirt"]}), store.out)
+    text = describe_plan(more, store, 0.0)
+    first, second, *_ = text.splitlines()
+    assert "seed 0: convirt_mimic tiny" in first
+    assert "; finished; 0.00 h, " in first
+    assert first.endswith("GiB (measured)")
+    assert second.endswith("GiB (from another run)")
+    assert "2 runs: 1 finished, 0 failed, 1 to do" in text
+    assert not store.folder(more.runs[1]).exists()
+
+
+def test_job_arrays_hold_all_runs_after_those_they_need(file: Path, tmp_path: Path) -> None:
+    changes = {"systems": ["umrl", "convirt"], "settings": {"umrl": {"image_from": "run:convirt"}}}
+    plan = plan_runs(read_benchmark(file, changes), tmp_path)
+    submit, first, second = write_slurm(plan, Store(tmp_path), "--gpus=1")
+    assert plan.runs[0].key in first.read_text()
+    assert plan.runs[1].key in second.read_text()
+    assert "#SBATCH --gpus=1\n" in first.read_text()
+    assert submit.read_text().count("sbatch --parsable") == 2
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    from medvl.benchmark import execute_run
+
+    with raises(ConfigError, "not_found", "run"):
+        execute_run(tmp_path)

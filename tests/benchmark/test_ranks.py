@@ -1,0 +1,83 @@
+"""Ranks, Holm's correction and standard errors against formulas written out."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from medvl.benchmark.ranks import Measured, holm, p_value, rank_systems
+from medvl.benchmark.resamples import Resampled
+
+
+def naive_holm(p_values: list[float]) -> list[float]:
+    """Holm (1979), as in its definition: the k-th smallest times the number of hypotheses that are left."""
+    order = sorted(range(len(p_values)), key=lambda place: p_values[place])
+    adjusted = [0.0] * len(p_values)
+    for number, place in enumerate(order):
+        earlier = [p_values[order[k]] * (len(p_values) - k) for k in range(number + 1)]
+        adjusted[place] = min(1.0, max(earlier))
+    return adjusted
+
+
+def measured(
+    values: list[float], noise: list[np.ndarray] | None = None, items: str = "a", error: float = 0.1
+) -> Measured:
+    resampled = (
+        [None] * len(values) if noise is None else [Resampled(items, v + n) for v, n in zip(values, noise, strict=True)]
+    )
+    return Measured(values=tuple(values), errors=(error,) * len(values), resampled=tuple(resampled))
+
+
+def test_holm_is_the_naive_formula() -> None:
+    rng = np.random.default_rng(0)
+    for count in (1, 2, 5, 17):
+        p_values = rng.uniform(0, 0.2, count).tolist()
+        assert holm(p_values) == pytest.approx(naive_holm(p_values))
+    assert holm([0.01, math.nan, 0.04])[::2] == pytest.approx([0.02, 0.04])
+    assert math.isnan(holm([0.01, math.nan])[1])
+
+
+def test_paired_differences_are_those_of_the_shared_resamples() -> None:
+    rng = np.random.default_rng(1)
+    shared, own = rng.normal(0, 0.1, 4000), rng.normal(0, 0.01, 4000)
+    first, second = measured([0.80], [shared]), measured([0.77], [shared + own])
+    z = 0.03 / np.std(own, ddof=1)
+    assert p_value(first, second) == pytest.approx(math.erfc(z / math.sqrt(2)))
+    apart = measured([0.77], [shared + own], items="b")  # other items: the variances add up
+    z = 0.03 / math.hypot(np.std(shared, ddof=1), np.std(shared + own, ddof=1))
+    assert p_value(first, apart) == pytest.approx(math.erfc(z / math.sqrt(2)))
+
+
+def test_without_resamples_the_intervals_count() -> None:
+    z = 0.5 / math.hypot(0.1, 0.1)
+    assert p_value(measured([0.9]), measured([0.4])) == pytest.approx(math.erfc(z / math.sqrt(2)))
+    assert math.isnan(p_value(measured([0.9], error=math.nan), measured([0.4])))
+
+
+def test_several_seeds_add_the_variance_of_their_mean() -> None:
+    rng = np.random.default_rng(2)
+    noise = [rng.normal(0, 0.1, 2000) for _ in range(3)]
+    values = [0.70, 0.74, 0.81]
+    one = measured(values, noise)
+    of_items = np.std(np.mean([v + n for v, n in zip(values, noise, strict=True)], axis=0), ddof=1)
+    assert one.value == pytest.approx(0.75)
+    assert one.error == pytest.approx(math.hypot(of_items, np.std(values, ddof=1) / math.sqrt(3)))
+
+
+def test_rank_intervals_count_the_certain_differences() -> None:
+    rng = np.random.default_rng(3)
+    noise = rng.normal(0, 0.05, 2000)
+    values = {"good": 0.90, "middle": 0.60, "close": 0.599, "bad": 0.30}
+    systems = {name: measured([value], [noise + rng.normal(0, 0.01, 2000)]) for name, value in values.items()}
+    ranks = rank_systems(systems)
+    assert list(ranks) == ["good", "middle", "close", "bad"]
+    assert [(rank.rank, rank.low, rank.high) for rank in ranks.values()] == [(1, 1, 1), (2, 2, 3), (3, 2, 3), (4, 4, 4)]
+    pairs = list(itertools.combinations(values, 2))
+    adjusted = naive_holm([p_value(systems[a], systems[b]) for a, b in pairs])
+    worse = {
+        name: sum(p < 0.05 and pair[1] == name for pair, p in zip(pairs, adjusted, strict=True)) for name in values
+    }
+    assert {name: rank.low - 1 for name, rank in ranks.items()} == worse
+    lower = rank_systems(systems, higher_is_better=False)
+    assert [lower[name].rank for name in values] == [4, 3, 2, 1]
