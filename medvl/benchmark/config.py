@@ -224,10 +224,7 @@ def _change(data: Any, name: str, value: Any) -> None:
     """Set a value of nested tables and lists by its dotted name."""
     *parents, last = name.split(".")
     for part in parents:
-        if isinstance(data, dict):
-            data = data.setdefault(part, {})
-        else:
-            data = data[_place(data, part, name)]
+        data = data.setdefault(part, {}) if isinstance(data, dict) else data[_place(data, part, name)]
     if isinstance(data, dict):
         data[last] = value
     else:
