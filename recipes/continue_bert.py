@@ -22,8 +22,9 @@ from pathlib import Path
 from medvl.models import MaskedTextConfig
 from medvl.train import Linear, OptimConfig, TextDataConfig, TextRecipe, TrainConfig, launch, text_run
 
+MODEL = MaskedTextConfig(text_encoder="bert", attention_dropout=0.0)
 paper = TextRecipe(
-    model=MaskedTextConfig(text_encoder="bert", attention_dropout=0.0),
+    model=MODEL,
     pretrained=True,
     data=TextDataConfig(train=Path("shards/notes/train"), valid=Path("shards/notes/validate")),
     optim=OptimConfig(
@@ -43,7 +44,7 @@ paper = TextRecipe(
 )
 new_words = dataclasses.replace(
     paper,
-    model=dataclasses.replace(paper.model, new_vocabulary=True),
+    model=dataclasses.replace(MODEL, new_vocabulary=True),
     data=dataclasses.replace(paper.data, tokenizer=Path("vocab/notes")),
     train=dataclasses.replace(paper.train, run_dir=Path("runs/continue-bert-new-words")),
 )

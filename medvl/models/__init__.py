@@ -126,6 +126,7 @@ if TYPE_CHECKING:
     from medvl.models.fusion_encoders.m3ae import M3AE as M3AE, M3AEConfig as M3AEConfig
     from medvl.models.fusion_encoders.medvill import MedViLL as MedViLL, MedViLLConfig as MedViLLConfig
     from medvl.models.fusion_encoders.mixed import MixedConfig as MixedConfig, MixedModel as MixedModel
+    from medvl.models.fusion_encoders.mrm import MRM as MRM, MRMConfig as MRMConfig
     from medvl.models.fusion_encoders.mumc import MUMC as MUMC, MUMCConfig as MUMCConfig
     from medvl.models.fusion_encoders.objectives.alignment import WordPatchAlignment as WordPatchAlignment
     from medvl.models.fusion_encoders.objectives.base import (
@@ -168,7 +169,16 @@ if TYPE_CHECKING:
     )
     from medvl.models.interpolation import interpolate as interpolate
     from medvl.models.language.albert_text import AlbertText as AlbertText, AlbertTextConfig as AlbertTextConfig
-    from medvl.models.language.base import LanguageConfig as LanguageConfig, LanguageModel as LanguageModel
+    from medvl.models.language.base import (
+        LanguageConfig as LanguageConfig,
+        LanguageModel as LanguageModel,
+        TextModelConfig as TextModelConfig,
+    )
+    from medvl.models.language.kebert import (
+        KEBERT as KEBERT,
+        ConceptScore as ConceptScore,
+        KEBERTConfig as KEBERTConfig,
+    )
     from medvl.models.language.masked_text import MaskedText as MaskedText, MaskedTextConfig as MaskedTextConfig
     from medvl.models.language.score import MaskedWordScore as MaskedWordScore
     from medvl.models.locate import find_checkpoint as find_checkpoint

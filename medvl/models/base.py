@@ -180,7 +180,7 @@ class TwoTowers(System):
             system's checkpoint can initialise another system (`medvl.models.load_towers`).
     """
 
-    shared_encoders = ("image_encoder", "text_encoder")
+    shared_encoders: ClassVar[tuple[str, ...]] = ("image_encoder", "text_encoder")
 
     def __init__(
         self, config: Any, image_encoder: nn.Module, text_encoder: TextEncoder, **parts: Unpack[Parts]

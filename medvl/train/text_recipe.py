@@ -3,14 +3,15 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from medvl.models.language.base import LanguageConfig
+from medvl.models.language.base import TextModelConfig
 from medvl.train.config import OptimConfig, TrainConfig
 from medvl.train.recipe import data_advice
 from medvl.train.tasks.text import TextDataConfig
 
 if TYPE_CHECKING:
+    from medvl.train.loop.validate import Evaluator
     from medvl.train.run import Run
 
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 class TextRecipe:
     """All settings of a run."""
 
-    model: LanguageConfig
+    model: TextModelConfig
     """Settings of the system; those of its own type are options of the command line."""
     pretrained: bool
     """Start from published weights of the text encoder."""
@@ -30,10 +31,12 @@ class TextRecipe:
     train: TrainConfig
 
 
-def text_run(name: str, make_data: str, phantom: str = "") -> "Callable[[TextRecipe], Run]":
+def text_run(
+    name: str, make_data: str, phantom: str = "", *, evaluator: Callable[[Any], "Evaluator"] | None = None
+) -> "Callable[[TextRecipe], Run]":
     """Return the `prepare` function of a recipe; arguments and errors as for `medvl.train.pretraining_run`.
 
-    Validation prints, besides the losses, what `MaskedWordScore` returns.
+    Validation prints, besides the losses, what `evaluator` returns, by default `MaskedWordScore`.
     """
 
     def prepare(recipe: TextRecipe) -> "Run":
@@ -54,6 +57,6 @@ def text_run(name: str, make_data: str, phantom: str = "") -> "Callable[[TextRec
             )
         data = open_text(recipe.data, model, recipe.train.micro_batch)
         run = Run(recipe=name, settings=recipe, model=model, data=data)
-        return run.with_evaluator(MaskedWordScore)
+        return run.with_evaluator(evaluator or MaskedWordScore)
 
     return prepare

@@ -24,6 +24,7 @@ SYSTEMS = {
         "medclip",
         "medvill",
         "mgca",
+        "mrm",
         "vilt",
         "visualbert",
         "ptunifier",

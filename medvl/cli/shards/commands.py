@@ -31,6 +31,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "chestxdet10": labels.chestxdet10,
     "object-cxr": labels.object_cxr,
     "text": text.text,
+    "concepts": text.concepts,
     "webdataset": webdataset.webdataset,
     "generated": generated.generated,
     "table": corpora.table,

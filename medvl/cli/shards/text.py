@@ -1,4 +1,4 @@
-"""`medvl shards text`: convert text documents to shards, for pretraining text encoders."""
+"""`medvl shards text` and `concepts`: convert texts and knowledge to shards, for pretraining text encoders."""
 
 import itertools
 from collections.abc import Iterator
@@ -59,6 +59,35 @@ def text(
             f"Documents left out: {left_out or 'none'}",
         ]
     )
+
+
+def concepts(
+    knowledge: Path,
+    run: Flat[ShardRun],
+    *,
+    umls: Path | None = None,
+    name: str = "concepts",
+    splits: tuple[str, ...] = _FRACTIONS,
+    samples_per_shard: int = 10_000,
+) -> str:
+    """Convert the facts of a knowledge graph, for pretraining a text encoder on them (recipes/kebert.py).
+
+    Args:
+        knowledge: graph of `medvl knowledge build`.
+        run: output folder, budget, workers.
+        umls: release of UMLS with MRDEF.RRF, for definitions; default relations alone.
+        name: name of the corpus.
+        splits: fractions of the splits, by concept.
+        samples_per_shard: facts per shard.
+    """
+    from medvl.data.corpora import concepts as corpus
+    from medvl.data.knowledge.graph import read_knowledge
+    from medvl.data.knowledge.umls import read_definitions
+
+    deid, graph = deidentifier(run.salt_file, new_salt=run.new_salt), read_knowledge(knowledge)
+    definitions = {} if umls is None else read_definitions(umls, graph.identifiers)
+    plan = corpus.plan(graph, deid, definitions=definitions, name=name, fractions=split_fractions(splits))
+    return convert(plan, deid, run, ShardOptions(samples_per_shard=samples_per_shard))
 
 
 def _read(source: Path, deid: Deidentifier, files: DocumentFormat, sections: tuple[str, ...]) -> Iterator[Document]:

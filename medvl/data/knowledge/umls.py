@@ -23,8 +23,8 @@ from medvl.data.knowledge.graph import KnowledgeGraph
 from medvl.data.knowledge.settings import UMLSOptions
 from medvl.errors import CorpusError
 
-_CONCEPTS, _RELATIONS, _TYPES = "MRCONSO.RRF", "MRREL.RRF", "MRSTY.RRF"
-_COLUMNS = {_CONCEPTS: 18, _RELATIONS: 16, _TYPES: 6}
+_CONCEPTS, _RELATIONS, _TYPES, _DEFINITIONS = "MRCONSO.RRF", "MRREL.RRF", "MRSTY.RRF", "MRDEF.RRF"
+_COLUMNS = {_CONCEPTS: 18, _RELATIONS: 16, _TYPES: 6, _DEFINITIONS: 8}
 """File -> number of columns."""
 _CUI = re.compile(r"C\d{7}")
 _CUIS = 10**7
@@ -75,6 +75,22 @@ def read_umls(
     )
 
 
+def read_definitions(
+    folder: Path | str, identifiers: Iterable[str], options: UMLSOptions | None = None
+) -> dict[str, list[str]]:
+    """Return the definitions of some concepts from `MRDEF.RRF` of a release: CUI -> distinct texts.
+
+    Of the options, sources and `suppressible` apply. Raises CorpusError as `read_umls` does.
+    """
+    release, wanted = _Release(_meta(Path(folder)), options or UMLSOptions()), set(identifiers)
+    found: dict[str, dict[str, None]] = {}
+    for row in release.rows(_DEFINITIONS):
+        text = " ".join(row[5].split())
+        if row[0] in wanted and text and release.selects(row[4], row[6]):
+            found.setdefault(row[0], {})[text] = None
+    return {identifier: list(texts) for identifier, texts in found.items()}
+
+
 class _Release:
     """The files of a release, and the options of reading them."""
 
@@ -110,9 +126,9 @@ class _Release:
         """Return the names of relations and the distinct triples of CUIs (N, 3) among the kept concepts."""
         wanted, numbers = set(self.options.relations), dict[str, int]()
         values = array("q")
-        for row in self._rows(_RELATIONS):
+        for row in self.rows(_RELATIONS):
             relation = row[7] or (row[3] if wanted else "")
-            if not relation or (wanted and relation not in wanted) or not self._selected(row[10], row[14]):
+            if not relation or (wanted and relation not in wanted) or not self.selects(row[10], row[14]):
                 continue
             tail, head = _number(row[0]), _number(row[4])
             if head != tail and kept[head] and kept[tail]:
@@ -139,25 +155,26 @@ class _Release:
 
     def _names(self) -> Iterator[tuple[int, str, bool]]:
         """Yield concept, name and whether it is the preferred one, of the selected rows."""
-        for row in self._rows(_CONCEPTS):
-            if row[1] != self.options.language or not self._selected(row[11], row[16]):
+        for row in self.rows(_CONCEPTS):
+            if row[1] != self.options.language or not self.selects(row[11], row[16]):
                 continue
             cui, name = _number(row[0]), " ".join(row[14].split())
             if name and (self.typed is None or self.typed[cui]):
                 yield cui, name, (row[2], row[4], row[6]) == ("P", "PF", "Y")
 
-    def _selected(self, source: str, suppress: str) -> bool:
+    def selects(self, source: str, suppress: str) -> bool:
+        """Return whether rows of a source and with such a flag are read."""
         of_source = not self.options.sources or source in self.options.sources
         return of_source and (self.options.suppressible or suppress in ("N", ""))
 
     def _typed(self) -> bytearray:
         flags, wanted = bytearray(_CUIS), set(self.options.semantic_types)
-        for row in self._rows(_TYPES):
+        for row in self.rows(_TYPES):
             if row[1] in wanted:
                 flags[_number(row[0])] = 1
         return flags
 
-    def _rows(self, name: str) -> Iterator[list[str]]:
+    def rows(self, name: str) -> Iterator[list[str]]:
         """Yield the columns of a file's rows. Raises CorpusError naming the line that is not one of this file."""
         path, columns = self.meta / name, _COLUMNS[name]
         try:

@@ -1,7 +1,7 @@
 """Loader of training sequences of text alone, with the order, resuming and randomness of `open_loader`."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -12,23 +12,32 @@ from medvl.data.loading.loader import Loader, check_settings, train_sampler
 from medvl.data.loading.sampler import BatchSampler, EvalSampler
 from medvl.data.loading.sources import Source
 from medvl.data.loading.worker_errors import TIMEOUT
-from medvl.data.transforms.text_sequences import TextBatch, TextSequence, TextSequences
 from medvl.errors import ShardError
-from medvl.schema import Sample
+from medvl.schema import Batch, Sample
 
 _TRIES = 20
 
 
-class SequenceDataset(Dataset[TextSequence | SkippedSample]):
+class SequenceMaker(Protocol):
+    """Maker of the rows and the batches of a system: `TextSequences`, `ConceptPairs`."""
+
+    def __call__(self, key: str, document: str, text: str, other: Callable[[], str], rng: Any) -> Any:
+        """Return the row of a text; `other()` returns the text of another document."""
+
+    def collate(self, rows: Sequence[Any]) -> Batch:
+        """Return the batch of some rows."""
+
+
+class SequenceDataset(Dataset[Any]):
     """Sequences of a source, indexed by (epoch, position); runs in the loader's workers.
 
     A sample's text is all or some of its sections, a line each. Samples without text are skipped.
     """
 
-    def __init__(self, source: Source, sequences: TextSequences, seed: int, sections: Sequence[str] = ()) -> None:
+    def __init__(self, source: Source, sequences: SequenceMaker, seed: int, sections: Sequence[str] = ()) -> None:
         self.source, self.sequences, self.seed, self.sections = source, sequences, seed, tuple(sections)
 
-    def __getitem__(self, place: tuple[int, int]) -> TextSequence | SkippedSample:
+    def __getitem__(self, place: tuple[int, int]) -> Any:
         epoch, position = place
         try:
             sample = self.source.sample(position)
@@ -59,18 +68,18 @@ class SequenceDataset(Dataset[TextSequence | SkippedSample]):
 class SequenceCollate:
     """Stack sequences into a batch."""
 
-    def __init__(self, sequences: TextSequences) -> None:
+    def __init__(self, sequences: SequenceMaker) -> None:
         self.sequences = sequences
 
-    def __call__(self, items: Sequence[TextSequence | SkippedSample]) -> tuple[TextBatch | None, list[SkippedSample]]:
-        kept = [item for item in items if isinstance(item, TextSequence)]
+    def __call__(self, items: Sequence[Any]) -> tuple[Batch | None, list[SkippedSample]]:
+        kept = [item for item in items if not isinstance(item, SkippedSample)]
         skipped = [item for item in items if isinstance(item, SkippedSample)]
         return self.sequences.collate(kept) if kept else None, skipped
 
 
 def open_text_loader(
     source: Source,
-    sequences: TextSequences,
+    sequences: SequenceMaker,
     *,
     batch: int,
     train: bool,

@@ -47,3 +47,8 @@ def text_projection(kind: str, width: int) -> tuple[nn.Module, int]:
         layers = nn.Linear(width, middle, bias=False), nn.GELU(), nn.Linear(middle, projected, bias=False)
         return nn.Sequential(*layers), projected
     raise ConfigError(f"unknown projection head {kind!r}", "unknown_name", field="projection")
+
+
+def knowledge_head(width: int, out: int) -> nn.Sequential:
+    """Return BERT's pooler and the head behind it that KAD trains on knowledge."""
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, out))

@@ -78,22 +78,6 @@ IMPORTERS = (
         note=_STATISTICS,
     ),
     Importer(
-        name="mrm",
-        title="MRM (Zhou et al. 2023): ViT-B/16, a small BERT",
-        source="yangzhou12/BenchX @ b874fa6",
-        image={},
-        text={"name": "bert"},
-        table=(
-            *backbones.vision_transformer(""),
-            *bert("bert_encoder.model.bert."),
-            *backbones.vocabulary_head("bert_encoder.model.cls."),
-            drop("bert_mlp.*", "the connection from the image to masked words, for pretraining"),
-            drop("mask_token", "the placeholder for masked patches, for pretraining"),
-            drop("decoder_**", "the decoder of pixels, for pretraining"),
-        ),
-        note="Its ViT was trained with fixed positions, which are in the file.",
-    ),
-    Importer(
         name="mflag",
         title="M-FLAG (Liu et al. 2023): ResNet-50, CXR-BERT",
         source="yangzhou12/BenchX @ b874fa6",

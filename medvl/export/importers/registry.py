@@ -10,6 +10,7 @@ from medvl.export.importers import (
     encoders_only,
     fusion_encoders,
     language,
+    masked_records,
     queries,
     report_generators,
 )
@@ -25,6 +26,7 @@ _IMPORTERS: Mapping[str, Importer] = {
             *fusion_encoders.IMPORTERS,
             *report_generators.IMPORTERS,
             *language.IMPORTERS,
+            *masked_records.IMPORTERS,
             *queries.IMPORTERS,
             *encoders_only.IMPORTERS,
         ),

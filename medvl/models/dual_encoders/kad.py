@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from medvl import losses
 from medvl.encoders import ImageEncoder, TextEncoder
+from medvl.encoders.text.projections import knowledge_head
 from medvl.losses.gather import gather
 from medvl.losses.pairs.positives import text_ids
 from medvl.models.base import complete_rows
@@ -24,8 +25,8 @@ from medvl.schema import Batch, Embeddings
 class KADConfig(QueryConfig):
     """Settings of the paper and the released code, with the label columns as entities in place of 40 from RadGraph.
 
-    The published text encoder is Med-KEBERT, a PubMedBERT trained on concepts of UMLS and their definitions;
-    `text_weights` takes such a file, and `medvl import kad` has it. Without it PubMedBERT is a start.
+    The published text encoder is Med-KEBERT, trained on concepts of UMLS and their definitions: `init_from` takes a
+    checkpoint of the system `kebert` (encoder and head), and `medvl import kad` has it. PubMedBERT is a start without.
     """
 
     text_encoder: str = "pubmedbert"
@@ -52,6 +53,7 @@ class KAD(QueryEncoder):
     """Cross-entropy of each entity's presence in image and report, and InfoNCE of both (knowledge-enhanced stage)."""
 
     Config = KADConfig
+    shared_encoders = ("image_encoder", "text_encoder", "text_head")
     shared_norm = True
 
     def __init__(self, config: KADConfig, *args: Any, **kwargs: Any) -> None:
@@ -67,8 +69,7 @@ class KAD(QueryEncoder):
     def make_heads(cls, config: Any, image_encoder: ImageEncoder, text_encoder: TextEncoder) -> dict[str, Any]:
         """See the base class. `text_head` is BERT's pooler and the published head behind it."""
         width, middle = config.projection_dim, text_encoder.feature_dim
-        layers = nn.Linear(middle, middle), nn.Tanh(), nn.Linear(middle, middle), nn.GELU(), nn.Linear(middle, width)
-        return {**super().make_heads(config, image_encoder, text_encoder), "text_head": nn.Sequential(*layers)}
+        return {**super().make_heads(config, image_encoder, text_encoder), "text_head": knowledge_head(middle, width)}
 
     def more_terms(
         self, batch: Batch, images: Embeddings, states_BQD: Tensor, labels_BL: Tensor

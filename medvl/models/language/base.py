@@ -28,8 +28,8 @@ from medvl.schema import Batch, Losses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageConfig(SystemConfig):
-    """Settings of every system that pretrains a text encoder."""
+class TextModelConfig(SystemConfig):
+    """Settings of every system of a text encoder alone."""
 
     text_encoder: str
     text_arguments: EncoderArguments = dataclasses.field(default_factory=dict)
@@ -37,11 +37,20 @@ class LanguageConfig(SystemConfig):
     text_weights: str | None = None
     """Initial weights of the text encoder: a file, a folder with one, or `OWNER/NAME@COMMIT[:FILE]` on the hub; None
     takes those that `pretrained` selects. `create_model` reads them; a checkpoint has weights of its own."""
-    new_vocabulary: bool = False
-    """Start from weights of another vocabulary: their table of words is left out and drawn anew, all else is kept."""
     max_tokens: int = 512
     vocab_size: int | None = None
     """Embeddings of the text encoder; None takes the tokenizer's size where one is given, else the preset's."""
+
+    def __post_init__(self) -> None:
+        check_within(self, "[1, inf)", "max_tokens")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageConfig(TextModelConfig):
+    """Settings of every system that pretrains a text encoder by masked words."""
+
+    new_vocabulary: bool = False
+    """Start from weights of another vocabulary: their table of words is left out and drawn anew, all else is kept."""
     mlm_probability: float = 0.15
     """Share of words that are masked; with `rate_ramp`, in evaluation only."""
     rate_ramp: tuple[float, ...] = ()
@@ -68,6 +77,7 @@ class LanguageConfig(SystemConfig):
     """Largest change of a token's noise by the step."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_within(self, "(0, 1)", "mlm_probability")
         check_within(self, "[0, inf)", "pair_weight", "adversarial_weight", "adversarial_std", "adversarial_step")
         check_within(self, "[0, 1)", "attention_dropout", "short_probability")

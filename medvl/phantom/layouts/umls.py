@@ -1,4 +1,4 @@
-"""The phantom's ontology in the files of a UMLS release: concepts, relations and semantic types, made up."""
+"""The phantom's ontology in the files of a UMLS release: concepts, relations, semantic types, definitions; made up."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +11,14 @@ _FIRST_CUI = 9_000_000  # UMLS has no concepts with these numbers
 
 
 def write_umls(out: Path | str) -> Path:
-    """Write `META/MRCONSO.RRF`, `META/MRREL.RRF` and `META/MRSTY.RRF`, and return the folder above them.
+    """Write `MRCONSO.RRF`, `MRREL.RRF`, `MRSTY.RRF` and `MRDEF.RRF` into `META`, and return the folder above it.
 
     Nothing in it is from UMLS. As in UMLS, every relation is there with its inverse.
     """
     meta = Path(out) / "META"
     meta.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("MRCONSO", _names()), ("MRREL", _relations()), ("MRSTY", _types())):
+    files = {"MRCONSO": _names(), "MRREL": _relations(), "MRSTY": _types(), "MRDEF": _definitions()}
+    for name, rows in files.items():
         write_atomic(meta / f"{name}.RRF", "".join("|".join(row) + "|\n" for row in rows))
     return Path(out)
 
@@ -62,3 +63,11 @@ def _types() -> Iterator[list[str]]:
     }
     for place, concept in enumerate(concepts()):
         yield [_cui(place), concept.kind, *names[concept.kind], f"AT{place:08d}", ""]
+
+
+def _definitions() -> Iterator[list[str]]:
+    for place, concept in enumerate(concepts()):
+        if concept.relations:
+            facts = " and ".join(f"{relation.replace('_', ' ')} {other}" for relation, other in concept.relations)
+            text = f"Something that {facts}, also known as {', '.join(concept.names)}."
+            yield [_cui(place), "", f"AT9{place:07d}", "", SOURCE, text, "N", ""]

@@ -1,0 +1,47 @@
+"""Contrast of masked images and reports, weighted by what is visible (MaCo, Huang et al., arXiv 2309.05904)."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medvl.losses.gather import gather
+
+
+class WeightedContrast(nn.Module):
+    """MaCo's contrast: images whose telling places were removed weigh less (section 3.3).
+
+    The logarithm of the factor of cosines is learned; in the released code it is the factor, which may become negative.
+
+    Args:
+        image_dim, text_dim: widths of patches and of the text's vector.
+        cells: P, number of patches of an image.
+        config: an `MRMConfig`.
+    """
+
+    def __init__(self, image_dim: int, text_dim: int, cells: int, config: Any) -> None:
+        super().__init__()
+        self.image_head, self.text_head = nn.Linear(image_dim, image_dim), nn.Linear(text_dim, image_dim)
+        self.place = nn.Linear(cells, 1)
+        nn.init.zeros_(self.place.weight)
+        self.log_scale = nn.Parameter(torch.tensor(math.log(config.contrast_scale)))
+
+    def forward(self, visible_BKD: Tensor, text_BD: Tensor, visible_BP: Tensor, row_K: Tensor) -> Tensor:
+        """Return the loss of the rows `row_K` among those of all ranks; 0 with a zero gradient without any."""
+        image_BE = F.normalize(self.image_head(visible_BKD).mean(dim=1).float(), dim=1)
+        text_BE = F.normalize(self.text_head(text_BD).float(), dim=1)
+        weight_B = F.softplus(self.place(visible_BP.to(self.place.weight.dtype)).float()).squeeze(1)
+        image_NE, text_NE, weight_N = (gather(x[row_K]) for x in (image_BE, text_BE, weight_B))
+        unused = (image_BE.sum() + text_BE.sum() + weight_B.sum() + self.log_scale) * 0
+        if not len(image_NE):
+            return unused
+        logits_NN = self.log_scale.exp() * image_NE @ text_NE.T
+        target_N = torch.arange(len(logits_NN), device=logits_NN.device)
+        terms = []
+        for each_NN in (logits_NN, logits_NN.T):
+            terms.append(F.cross_entropy(weight_N[:, None] * each_NN, target_N))
+            entropy_N = F.cross_entropy(each_NN, target_N, reduction="none")
+            terms.append((weight_N.detach() * entropy_N).sum() / weight_N.detach().sum())
+        return torch.stack(terms).mean() + unused

@@ -1,0 +1,109 @@
+"""Masked words of a report as MRM and ECAMP select them: always by the mask token, entities first, negations light."""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from medvl.data.knowledge.finder import EntityFinder
+from medvl.data.knowledge.linker import EntityLinker
+from medvl.losses.masked.mlm import IGNORED, masked_positions
+from medvl.models.base import System, complete_rows
+from medvl.models.masked_words import text_masking
+from medvl.schema import Batch
+
+ENTITIES = (
+    *("effusion", "effusions", "pneumothorax", "edema", "atelectasis", "consolidation", "pneumonia", "cardiomegaly"),
+    *("fracture", "fractures", "nodule", "nodules", "mass", "opacity", "opacities", "infiltrate", "emphysema"),
+    *("hernia", "thickening", "scarring", "calcification", "granuloma", "congestion", "collapse", "fibrosis"),
+    *("catheter", "tube", "pacemaker", "line", "lung", "lungs", "heart", "mediastinum", "pleura", "hilar", "cardiac"),
+)
+"""Words that name a finding, a device or an organ; ECAMP has 44 of its own."""
+_NEGATIONS, _STOPS = ("no", "without", "not"), (".", ";")
+_NEAR = 2
+"""Tokens on each side of an entity that are masked with it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RecordMask:
+    """Texts with masked words. N masked positions."""
+
+    ids_BT: Tensor
+    position_N: Tensor
+    """int64: the masked positions in the flattened (B * T) batch."""
+    target_N: Tensor
+    weight_N: Tensor
+    """float32: weight of each masked position in the loss."""
+
+
+class RecordWords:
+    """Masking of the words of a batch.
+
+    Args:
+        model: has the tokenizer.
+        config: an `MRMConfig`.
+
+    Raises ConfigError without a tokenizer or a mask token.
+    """
+
+    def __init__(self, model: System, config: Any) -> None:
+        self.masking = text_masking(model, rate=config.mlm_probability, whole_words=True)
+        assert model.tokenizer is not None, "checked by text_masking"
+        self.rate, self.negation_weight = config.mlm_probability, config.negation_weight
+        self.entities = None
+        if config.entities_first:
+            finder = EntityFinder.of((name, number) for number, name in enumerate(config.entities))
+            self.entities = EntityLinker(finder, model.tokenizer, most=64)
+        self._cue_S, self._stop_S = (
+            torch.tensor([number for mark in marks if (number := model.tokenizer.vocabulary.get(mark)) is not None])
+            for marks in (_NEGATIONS, _STOPS)
+        )
+
+    def __call__(self, batch: Batch) -> RecordMask:
+        """Mask words of the samples that have an image and a text."""
+        ids_BT, usable_BT = batch.ids_BT, torch.zeros_like(batch.mask_BT)
+        row_K = complete_rows(batch)
+        usable_BT[row_K] = batch.mask_BT[row_K]
+        uniform_3BT = torch.rand(3, *ids_BT.shape).to(ids_BT.device)
+        order_BT = self.masking.draw(ids_BT, usable_BT, uniform_3BT).order_BT
+        if self.entities is not None:
+            mention_BT = self.entities(ids_BT, usable_BT).mention_BT.to(ids_BT.device)
+            order_BT = _near_first(order_BT, mention_BT)
+        masked_BT = order_BT < self.rate
+        position_N = masked_positions(ids_BT.masked_fill(~masked_BT, IGNORED))
+        weight_BT = torch.ones(ids_BT.shape, device=ids_BT.device)
+        if self.negation_weight != 1:
+            weight_BT = weight_BT.masked_fill(self.negated(ids_BT), self.negation_weight)
+        return RecordMask(
+            ids_BT=ids_BT.masked_fill(masked_BT, self.masking.mask_id),
+            position_N=position_N,
+            target_N=ids_BT.flatten()[position_N],
+            weight_N=weight_BT.flatten()[position_N],
+        )
+
+    def negated(self, ids_BT: Tensor) -> Tensor:
+        """Return (B, T) bool: whether a token is a negation or behind one in its sentence."""
+        place_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+        last_cue_BT, last_stop_BT = (
+            torch.where(torch.isin(ids_BT, marks_S.to(ids_BT.device)), place_T, -1).cummax(dim=1).values
+            for marks_S in (self._cue_S, self._stop_S)
+        )
+        return last_cue_BT > last_stop_BT
+
+
+def _near_first(order_BT: Tensor, mention_BT: Tensor) -> Tensor:
+    """Return the share of a text's tokens that are selected before each one: units near a mention come first.
+
+    The tokens of a unit have one number before and after; never selected ones keep infinity.
+    """
+    near_BT = (mention_BT >= 0).float()[:, None]
+    near_BT = F.max_pool1d(near_BT, 2 * _NEAR + 1, stride=1, padding=_NEAR)[:, 0] > 0
+    selectable_BT = order_BT.isfinite()
+    same_BTT = (order_BT[:, :, None] == order_BT[:, None, :]) & selectable_BT[:, :, None]
+    near_BT = (same_BTT & near_BT[:, None, :]).any(dim=2)  # a unit is near where one of its tokens is
+    order_BT = torch.where(near_BT, order_BT, order_BT + 1)
+    before_BT = ((order_BT[:, None, :] < order_BT[:, :, None]) & selectable_BT[:, None, :]).sum(dim=2)
+    share_BT = before_BT / selectable_BT.sum(dim=1, keepdim=True).clamp(min=1)
+    return share_BT.masked_fill(~selectable_BT, torch.inf)
