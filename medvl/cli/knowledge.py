@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from medvl.cli.shards.corpora import Flat
 from medvl.data.knowledge.settings import TransEConfig, UMLSOptions
@@ -72,6 +73,27 @@ def find(folder: Path, text: str) -> str:
         for start, end, entity in graph.finder().find(text)
     ]
     return "\n".join(rows) or "no entity found"
+
+
+def radgraph(
+    file: Path, out: Path, *, salt_file: Path | None = None, named: Literal["mimic", "shards"] = "mimic"
+) -> str:
+    """Write statements from RadGraph's annotations, for the text policy of statements of a file.
+
+    Args:
+        file: JSON of annotations by report, of the released graphs or of the package radgraph.
+        out: JSONL file of statements by study.
+        salt_file: salt of the shards.
+        named: mimic hashes patient and study of names such as p10/p10000032/s50414267.txt as the shards of MIMIC-CXR
+            do; shards keeps names as they are.
+    """
+    from medvl.cli.shards.corpora import deidentifier
+    from medvl.data.reports.radgraph import radgraph_statements, write_statements
+
+    study = deidentifier(salt_file).study if named == "mimic" else None
+    count = write_statements(radgraph_statements(file, study), out)
+    options = f"--data.text statements --data.text.source file --data.text.file {out} --data.text.relabel true"
+    return f"Wrote {out}: statements of {count} studies. Train on them: {options}"
 
 
 def _texts(folders: tuple[Path, ...]) -> Iterator[str]:

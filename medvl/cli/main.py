@@ -65,7 +65,12 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
     "phantom": {"quickstart": quickstart.quickstart, **phantom.COMMANDS},
     "shards": conversion.COMMANDS,
     "eval": evaluation.COMMANDS,
-    "knowledge": {"build": knowledge.build, "train": knowledge.train, "find": knowledge.find},
+    "knowledge": {
+        "build": knowledge.build,
+        "train": knowledge.train,
+        "find": knowledge.find,
+        "radgraph": knowledge.radgraph,
+    },
     "recipes": recipes.RECIPES,
     "cards": recipes.CARDS,
 }

@@ -22,7 +22,7 @@ from medvl.data.shards.format import label_row
 from medvl.data.shards.regions import Regions
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.data.transforms.image import BuiltTransform, ImageTransform, ReadsTexts, Transformed
-from medvl.data.transforms.statements import SamplePolicy, StatementPolicy
+from medvl.data.transforms.statements import SamplePolicy, StatementPolicy, Statements
 from medvl.data.transforms.text import REPORT_SECTIONS, PairPolicy, TextPolicy, choose_sections
 from medvl.errors import BudgetError, ConfigError, ShardError
 from medvl.schema import Batch, Inputs, Sample
@@ -185,6 +185,8 @@ class ItemMaker:
 
     def row(self, sample: Sample, views: Views, epoch: int, image_key: str | None = None) -> Item:
         """Return the item of one sample and its augmented images. Items with one `image_key` share the image."""
+        if isinstance(self.text, Statements):
+            sample = self.text.relabelled(sample)
         return Item(
             sample.key,
             sample.study,

@@ -7,6 +7,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 
+from medvl.data.reports.labeler import label_report
 from medvl.data.reports.sentences import split_sentences
 from medvl.data.reports.statements import read_statements, statement, statements_of
 from medvl.data.transforms.text import REPORT_SECTIONS, RandomSection, RandomSentence, WholeText, choose_sections
@@ -50,6 +51,9 @@ class Statements:
     """Largest number of statements of a sample; of more, these many are drawn."""
     joined: bool = False
     """All statements as one text, in order, in place of one of them (KAD's string of entities)."""
+    relabel: bool = False
+    """Labels and places of findings are those of the statements, for systems that need them (MedKLIP, KAD, MAVL): of a
+    file from RadGraph, for example."""
 
     def __post_init__(self) -> None:
         if self.source not in get_args(StatementSource):
@@ -57,6 +61,8 @@ class Statements:
             raise ConfigError(message, "unknown_name", field="source")
         if (self.source == "file") != (self.file is not None):
             raise ConfigError("the source 'file', and no other one, needs a file", "conflict", field="file")
+        if self.relabel and self.source == "labels":
+            raise ConfigError("relabel needs statements of a text, not of labels", "conflict", field="relabel")
         if self.most < 1:
             raise ConfigError(f"most must be 1 or above, got {self.most}", "out_of_range", field="most")
 
@@ -69,6 +75,13 @@ class Statements:
         text = "\n\n".join(choose_sections(sample.sections, self.sections))
         found = statements_of(text) if self.source == "labeler" else split_sentences(text)
         return {"statements": "\n\n".join(dict.fromkeys(found))}
+
+    def relabelled(self, sample: Sample) -> Sample:
+        """Return the sample with the labels and the text of its statements if `relabel` is set, else as it is."""
+        if not self.relabel:
+            return sample
+        text = self.of_sample(sample)["statements"]
+        return dataclasses.replace(sample, labels=label_report(text), sections={REPORT_SECTIONS[0]: text})
 
     def all_of(self, sections: Mapping[str, str], rng: np.random.Generator) -> list[str]:
         """See `StatementPolicy`."""
