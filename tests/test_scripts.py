@@ -12,6 +12,7 @@ import torch
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 SMALLEST = {
+    "benchmark_checkpoints": "--parameters 0.001 --rounds 1",
     "benchmark_engine": "--images 0 --small 8 --engines local --workers 1 --plan 10 60",
     "benchmark_eval": "--images 40 --loop-resamples 2 --repeats 1",
     "benchmark_fusion": "--size tiny --batch 2",

@@ -24,6 +24,18 @@ _FORMATS = {
 }
 
 
+def consolidate_checkpoint(checkpoint: Path, out: Path) -> str:
+    """Write the model of a checkpoint in parts (sharded_checkpoints) with all weights in one file.
+
+    Args:
+        checkpoint: checkpoint or run.
+        out: new folder.
+    """
+    from medvl.models import consolidate
+
+    return f"{consolidate(checkpoint, out)}: one file of weights"
+
+
 def import_published(
     system: tyro.conf.Positional[str] = "",
     file: tyro.conf.Positional[Path | None] = None,

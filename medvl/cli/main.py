@@ -87,6 +87,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "serve": serve.serve,
     "import": import_export.import_published,
     "export": import_export.export_checkpoint,
+    "consolidate": import_export.consolidate_checkpoint,
     "interpolate": interpolate.interpolate,
     "list": list_everything,
 }

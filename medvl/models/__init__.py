@@ -190,5 +190,6 @@ if TYPE_CHECKING:
     from medvl.models.report_generators.base import ReportGenerator as ReportGenerator
     from medvl.models.report_generators.r2gen import R2Gen as R2Gen, R2GenConfig as R2GenConfig
     from medvl.models.text_decoding import Decoding as Decoding
+    from medvl.models.weights import consolidate as consolidate
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -17,7 +17,7 @@ _FACTOR, _SLACK = 4, 2**26
 
 
 class AllocationLimit(TorchDispatchMode):
-    """Context in which new tensors may have a few times the elements of a safetensors file, all together.
+    """Context in which new tensors may have a few times the elements of safetensors files, all together.
 
     The shapes in a configuration are not checked before its model is built. So that a damaged or foreign configuration
     cannot exhaust the memory, each new tensor is measured on the meta device before it is allocated.
@@ -26,12 +26,14 @@ class AllocationLimit(TorchDispatchMode):
     damaged.
     """
 
-    def __init__(self, weights: Path) -> None:
+    def __init__(self, files: Sequence[Path]) -> None:
         super().__init__()
-        with safetensors.safe_open(weights, framework="pt") as file:
-            names = file.keys()
-            elements = sum(math.prod(file.get_slice(name).get_shape()) for name in names)
-        self._weights, self._left = weights, _FACTOR * elements + _SLACK
+        elements = 0
+        for path in files:
+            with safetensors.safe_open(path, framework="pt") as file:
+                names = file.keys()
+                elements += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+        self._weights, self._left = files[0], _FACTOR * elements + _SLACK
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,13 +1,11 @@
 """Checkpoints of models: `config.json`, `model.safetensors` and the tokenizer. Weights never need pickle."""
 
-import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import safetensors.torch
 from torch import Tensor, nn
 
@@ -22,14 +20,21 @@ from medvl.data.transforms.image import EvalTransform, OriginalTransform
 from medvl.encoders.base import Encoder
 from medvl.encoders.regions import RegionEncoder
 from medvl.errors import CheckpointError, ConfigError
-from medvl.models.allocation import AllocationLimit
 from medvl.models.base import System
 from medvl.models.card import model_card
-from medvl.models.locate import ANCESTORS, CARD, CONFIG, TOKENIZER, TRAIN_MANIFEST, WEIGHTS, find_checkpoint
+from medvl.models.locate import (
+    ANCESTORS,
+    CARD,
+    CONFIG,
+    TOKENIZER,
+    TRAIN_MANIFEST,
+    TRAIN_STATE,
+    WEIGHTS,
+    find_checkpoint,
+)
 from medvl.models.registry import system
+from medvl.models.weights import limited_allocation, read_weights
 
-TRAIN_STATE = "train_state"
-"""Folder of a checkpoint with the state of the training run, which a model does not need."""
 _log = logging.getLogger(__name__)
 _FORMAT = 2
 _PICKLES = (".pt", ".pth", ".ckpt", ".bin", ".pkl", ".tar")
@@ -43,6 +48,7 @@ def save(
     *,
     licence: str | None = None,
     results: Mapping[str, float] | None = None,
+    weights: bool = True,
 ) -> None:
     """Write the model into an existing folder, with a model card.
 
@@ -53,6 +59,7 @@ def save(
             under `train_manifest`, gets a file of its own, and so do those of the encoders' earlier training
             (`Encoder.trained_on`): evaluators refuse data that shares a patient with one of them.
         licence, results: for the card (`medvl.models.card`).
+        weights: False leaves out `model.safetensors`, where ranks write the weights in parts (`medvl.models.weights`).
     """
     run = dict(run or {})
     manifest = json.loads(json.dumps(run.pop(TRAIN_MANIFEST.removesuffix(".json"), None)))
@@ -74,11 +81,12 @@ def save(
     dual = hasattr(model, "similarity")
     card = model_card(model.name, settings, manifests, run, dual=dual, licence=licence, results=results)
     (folder / CARD).write_text(card, encoding="utf-8")
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    safetensors.torch.save_file(tensors, folder / WEIGHTS)
-    follow_umask(folder / WEIGHTS)
     if model.tokenizer is not None:
         model.tokenizer.save(folder / TOKENIZER)
+    if weights:
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+        safetensors.torch.save_file(tensors, folder / WEIGHTS)
+        follow_umask(folder / WEIGHTS)
 
 
 def load(folder: Path | str) -> System:
@@ -141,8 +149,8 @@ def train_manifests(folder: Path | str) -> list[Manifest]:
 
 
 def load_weights(model: nn.Module, folder: Path | str) -> None:
-    """Load `model.safetensors` strictly into a model. Raises CheckpointError naming the first differences."""
-    tensors = _read_weights(Path(folder))
+    """Load the weights of a checkpoint strictly into a model. Raises CheckpointError naming the first differences."""
+    tensors = read_weights(Path(folder))
     _check_fit(model, tensors, str(Path(folder) / WEIGHTS))
     model.load_state_dict(tensors, strict=True)
 
@@ -154,7 +162,7 @@ def load_towers(model: System, folder: Path | str) -> None:
     checkpoint is incomplete, or its encoders or vocabulary differ from the model's.
     """
     folder = _check_start(model, folder)
-    tensors = _read_weights(folder)
+    tensors = read_weights(folder)
     theirs = _shared_encoders(folder) or model.shared_encoders
     towers = {
         name: {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
@@ -194,7 +202,7 @@ def warm_start(model: System, folder: Path | str) -> None:
 def _load_with_optional_parts(model: System, folder: Path) -> None:
     """Load all weights; `optional_parts` that only one side has are left out, or stay as they are."""
     optional = tuple(f"{part}." for part in model.optional_parts)
-    own, tensors = model.state_dict(), _read_weights(folder)
+    own, tensors = model.state_dict(), read_weights(folder)
     loaded = {name: tensor for name, tensor in tensors.items() if name in own or not name.startswith(optional)}
     loaded |= {name: tensor for name, tensor in own.items() if name not in loaded and name.startswith(optional)}
     _check_fit(model, loaded, str(folder / WEIGHTS))
@@ -203,7 +211,7 @@ def _load_with_optional_parts(model: System, folder: Path) -> None:
 
 def _load_but_words(model: System, folder: Path) -> None:
     """Load everything but what belongs to single words, where the same system, else the shared encoders."""
-    described, tensors = described_model(folder), _read_weights(_check_folder(folder))
+    described, tensors = described_model(folder), read_weights(_check_folder(folder))
     own = model.state_dict()
     words = {name for name in own if name.endswith(("word_embeddings.weight", "word_head.bias"))}
     start = "" if described["name"] == model.name else tuple(f"{name}." for name in model.shared_encoders)
@@ -288,31 +296,6 @@ def _read_training(folder: Path) -> list[Any]:
             raise CheckpointError(message, "malformed") from error
         manifests += content if isinstance(content, list) else [content]
     return manifests
-
-
-def limited_allocation(folder: Path) -> AllocationLimit:
-    """Return a context for building the model of a checkpoint's configuration. Raises CheckpointError."""
-    with _weights_errors(folder):
-        return AllocationLimit(folder / WEIGHTS)
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    with _weights_errors(folder):
-        tensors: dict[str, Tensor] = safetensors.torch.load_file(folder / WEIGHTS)
-    return tensors
-
-
-@contextlib.contextmanager
-def _weights_errors(folder: Path) -> Iterator[None]:
-    """Raise CheckpointError for a file of weights that is missing or damaged."""
-    path = folder / WEIGHTS
-    try:
-        yield
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: {folder} is not a complete checkpoint", "not_found") from None
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        message = f"{path} is not a complete safetensors file ({error}): it is damaged or another format"
-        raise CheckpointError(message, "malformed") from None
 
 
 def _check_fit(module: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:

@@ -7,6 +7,10 @@ from medvl.common.hub import HUB_PREFIX, fetch_snapshot, is_hub_id
 from medvl.errors import CheckpointError, WeightsError
 
 CONFIG, WEIGHTS, TOKENIZER, TRAIN_MANIFEST = "config.json", "model.safetensors", "tokenizer", "train_manifest.json"
+WEIGHT_PARTS = "weights"
+"""Folder of a checkpoint whose weights were written by several ranks, each its own part, instead of one file."""
+TRAIN_STATE = "train_state"
+"""Folder of a checkpoint with the state of the training run, which a model does not need."""
 ANCESTORS = "ancestor_manifests.json"
 """File of a checkpoint with the training manifests of the checkpoints that its run started from, and of theirs."""
 CARD = "README.md"
@@ -40,6 +44,11 @@ def find_checkpoint(source: Path | str) -> Path:
     except WeightsError as error:
         also = "" if name.startswith(HUB_PREFIX) else f"{name} is no folder, and as a name on the hub: "
         raise CheckpointError(f"{also}{error}", error.code) from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint's weights: one, or the parts of several ranks."""
+    return sorted((folder / WEIGHT_PARTS).glob("*.safetensors")) or [folder / WEIGHTS]
 
 
 def on_hub(source: Path | str) -> bool:

@@ -195,6 +195,9 @@ class TrainConfig:
     """Shard weights, gradients and optimiser state over the ranks (FSDP), for models whose training does not fit into
     one device: the same run up to rounding, and the same checkpoints. No effect on one rank. See
     `medvl.train.parallel.fsdp`."""
+    sharded_checkpoints: bool = False
+    """With `shard_weights`: every rank writes its part of weights and optimiser (`torch.distributed.checkpoint`), where
+    otherwise rank 0 gathers and writes all of them. Any number of ranks resumes either kind."""
     find_unused_parameters: bool = False
     """As in DDP: for models that do not use all parameters in each step, on several ranks."""
     num_threads: int | None = None
@@ -248,6 +251,9 @@ class TrainConfig:
             raise ConfigError(message, "conflict", field="grad_cache")
         if self.shard_weights:
             self._check_sharding()
+        elif self.sharded_checkpoints:
+            message = "sharded_checkpoints applies to sharded weights; set shard_weights too"
+            raise ConfigError(message, "conflict", field="sharded_checkpoints")
 
     def _check_sharding(self) -> None:
         allowed = {

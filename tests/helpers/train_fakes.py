@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from medvl import train as _train  # the package: submodules by name
 from medvl.errors import ConfigError
 from medvl.losses.gather import gather
+from medvl.models.weights import read_weights
 from medvl.schema import Batch, Losses
 from medvl.train import OptimConfig, TrainConfig
 from medvl.train.loop.step import Step
@@ -134,16 +135,16 @@ class FakeLoader:
 class FakeModelFiles:
     """Replacement of `medvl.models.checkpoint` for any module."""
 
-    def save(self, model: nn.Module, folder: Path, run: Mapping[str, Any]) -> None:
+    def save(self, model: nn.Module, folder: Path, run: Mapping[str, Any], *, weights: bool = True) -> None:
         (folder / "config.json").write_text(json.dumps({"format": 2, "run": run}))
-        save_file(
-            {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors"
-        )
+        if weights:
+            tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+            save_file(tensors, folder / "model.safetensors")
         (folder / "tokenizer").mkdir()
         (folder / "tokenizer" / "vocab.txt").write_text("[PAD]\n")
 
     def load_weights(self, model: nn.Module, folder: Path) -> None:
-        model.load_state_dict(load_file(folder / "model.safetensors"), strict=True)
+        model.load_state_dict(read_weights(folder), strict=True)
 
 
 def valid_batches(rank: int = 0, world: int = 1, count: int = 5, size: int = 4) -> list[Batch]:

@@ -6,6 +6,7 @@ same bytes.
 """
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -19,7 +20,7 @@ from medvl.common.files import sha256, write_atomic
 from medvl.common.untrusted import parse_json
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricRow
-from medvl.models.locate import find_checkpoint
+from medvl.models.locate import find_checkpoint, weight_files
 
 RESULTS_VERSION = 1
 SUMMARY_TARGETS = ("macro_competition", "macro", "micro", "overall", "macro of five", "micro of five", "one class")
@@ -128,16 +129,17 @@ def _read_row(row: dict[str, Any]) -> MetricRow:
 
 
 def checkpoint_sha256(checkpoint: str | Path) -> str:
-    """Return the sha256 of `model.safetensors` in a checkpoint directory, or of the given file.
+    """Return the sha256 of the weights in a checkpoint directory, or of the given file.
 
-    Raises `EvaluationError` if it does not exist.
+    Of weights in several parts it is the hash of their hashes. Raises `EvaluationError` if there are no weights.
     """
     path = find_checkpoint(checkpoint)
-    path = path / "model.safetensors" if path.is_dir() else path
-    if not path.is_file():
-        message = f"{path} does not exist; give a checkpoint directory with model.safetensors"
+    files = weight_files(path) if path.is_dir() else [path]
+    if not files[0].is_file():
+        message = f"{files[0]} does not exist; give a checkpoint directory with model.safetensors"
         raise EvaluationError(message, "not_found", field="checkpoint")
-    return sha256(path)
+    hashes = [sha256(file) for file in files]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def format_value(row: MetricRow | None) -> str:

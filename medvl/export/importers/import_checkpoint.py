@@ -23,6 +23,7 @@ from medvl.export.importers.registry import find_importer, matching_importers
 from medvl.export.importers.torch_reader import read_checkpoint
 from medvl.models import checkpoint, create_model
 from medvl.models.base import System
+from medvl.models.weights import limited_allocation
 
 _LOG = logging.getLogger(__name__)
 REPORT, ENCODER, WEIGHTS = "import.json", "encoder.json", "model.safetensors"
@@ -204,6 +205,6 @@ def load_encoder(folder: Path | str) -> ImageEncoder | TextEncoder:
         message = f"{path} cannot be read ({type(error).__name__}): give a folder written by import_checkpoint"
         raise CheckpointError(message, "not_found" if isinstance(error, FileNotFoundError) else "malformed") from None
     create = create_image_encoder if kind == "image" else create_text_encoder
-    with checkpoint.limited_allocation(Path(folder)):
+    with limited_allocation(Path(folder)):
         encoder: ImageEncoder | TextEncoder = create(**arguments, pretrained=Path(folder))
     return encoder.eval()

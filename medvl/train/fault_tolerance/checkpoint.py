@@ -4,6 +4,7 @@
       checkpoints/step-00001200/     config.json, model.safetensors, tokenizer/    (the model: `medvl.load` reads it)
                                      train_state/state.json, optimizer.safetensors (the run)
                                      complete.json                                 (size and sha256 of every file)
+                                     sharded runs may write weights and optimiser in parts: `checkpoint_parts`
       last -> checkpoints/step-00001200
       best -> checkpoints/step-00000900
 
@@ -14,7 +15,7 @@ or the new one. Later damage is detected by the hashes. Nothing in it needs pick
 import dataclasses
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,22 +30,23 @@ from medvl.data.loading.worker_errors import worker_error
 from medvl.errors import CheckpointError
 from medvl.models import checkpoint as model_checkpoint
 from medvl.models.card import add_results
-from medvl.models.locate import CARD
+from medvl.models.locate import CARD, WEIGHT_PARTS
+from medvl.models.weights import join_parts
 
 _log = logging.getLogger(__name__)
 
 FORMAT = 2
 """Version of `train_state/`; another one is refused."""
 STATE = "train_state/state.json"
-OPTIMIZER = "train_state/optimizer.safetensors"
+OPTIMIZER, OPTIMIZER_PARTS = "train_state/optimizer.safetensors", "train_state/optimizer"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
 class ModelFiles(Protocol):
     """Interface of reading and writing a model: `medvl.models.checkpoint`, or a replacement in tests."""
 
-    def save(self, model: Any, folder: Path, run: Mapping[str, Any]) -> None:
-        """Write the model into an existing folder."""
+    def save(self, model: Any, folder: Path, run: Mapping[str, Any], *, weights: bool = True) -> None:
+        """Write the model into an existing folder, with its weights or without."""
 
     def load_weights(self, model: Any, folder: Path) -> None:
         """Load the weights strictly. Raises CheckpointError where they do not fit."""
@@ -61,7 +63,20 @@ class Saved:
 
     folder: Path
     state: Mapping[str, Any]
-    optimizer: Mapping[str, Tensor]
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether ranks wrote weights and optimiser in parts."""
+        return (self.folder / WEIGHT_PARTS).is_dir()
+
+    def optimizer(self) -> Mapping[str, Tensor]:
+        """Read the complete state of the optimiser. Raises CheckpointError where it is damaged."""
+        if self.in_parts:
+            return join_parts(self.folder / OPTIMIZER_PARTS)
+        try:
+            return load_file(self.folder / OPTIMIZER)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise _unreadable(self.folder, error) from error
 
 
 def verify(folder: Path) -> None:
@@ -87,16 +102,33 @@ def read(folder: Path) -> Saved:
     """
     try:
         state = parse_json((folder / STATE).read_text())
-        optimizer = load_file(folder / OPTIMIZER)
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder}: train_state cannot be read ({type(error).__name__}: {error})", "malformed"
-        ) from error
+    except (OSError, ValueError) as error:
+        raise _unreadable(folder, error) from error
     if state.get("format") != FORMAT:
         raise CheckpointError(
             f"{folder / STATE}: expected format {FORMAT}, got {state.get('format')}; start a new run", "version"
         )
-    return Saved(folder=folder, state=state, optimizer=optimizer)
+    return Saved(folder=folder, state=state)
+
+
+def _unreadable(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{folder}: train_state cannot be read ({type(error).__name__}: {error})", "malformed")
+
+
+def write_description(
+    model: nn.Module, folder: Path, run: Mapping[str, Any], state: Mapping[str, Any], *, weights: bool = False
+) -> None:
+    """Write all of a checkpoint but the optimiser, the marker and, without `weights`, the weights."""
+    model_files().save(model, folder, run, weights=weights)
+    if state.get("metrics") and (folder / CARD).is_file():
+        add_results(folder, state["metrics"])
+    (folder / "train_state").mkdir()
+    folders.write_json(folder / STATE, {"format": FORMAT, **state})
+
+
+def write_marker(folder: Path, step: int, files: Mapping[str, Any]) -> None:
+    """Write the marker of a complete checkpoint."""
+    folders.write_json(folder / MARKER, {"format": FORMAT, "step": step, "files": dict(files)})
 
 
 class Checkpoints:
@@ -117,25 +149,23 @@ class Checkpoints:
         """
         folder = self.folder / f"step-{state['step']:08d}"
         with folders.new_folder(folder) as aside:
-            model_files().save(model, aside, run)
-            if state.get("metrics") and (aside / CARD).is_file():
-                add_results(aside, state["metrics"])
-            (aside / "train_state").mkdir()
-            folders.write_json(aside / STATE, {"format": FORMAT, **state})
+            write_description(model, aside, run, state, weights=True)
             save_file(
                 {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.items()}, aside / OPTIMIZER
             )
-            folders.write_json(aside / MARKER, {"format": FORMAT, "step": state["step"], "files": _inventory(aside)})
-        self.point(folder, state["best"]["step"])
-        self._prune()
+            write_marker(aside, state["step"], inventory(aside))
+        self.finish(folder, state["best"]["step"])
         return folder
 
-    def attempt(
-        self, model: nn.Module, run: Mapping[str, Any], state: Mapping[str, Any], optimizer: Mapping[str, Tensor]
-    ) -> Path | None:
+    def finish(self, folder: Path, best_step: int | None) -> None:
+        """Link a new checkpoint, and remove those that are not kept."""
+        self.point(folder, best_step)
+        self._prune()
+
+    def attempt(self, save: Callable[[], Path], step: int) -> Path | None:
         """Save; log and count a failure and return None instead of raising: a full disk must not end a run."""
         try:
-            return self.save(model, run, state, optimizer)
+            return save()
         except Exception as error:  # safetensors and tokenizers raise their own types on a full disk
             if isinstance(error, RuntimeError) and worker_error(error) is not None:
                 raise  # a loader's worker died meanwhile; the disk is not the cause
@@ -143,7 +173,7 @@ class Checkpoints:
             _log.warning(
                 "the checkpoint of step %d could not be saved (%s: %s); training continues with the previous one, and "
                 "saving is retried",
-                *(state["step"], type(error).__name__, error),
+                *(step, type(error).__name__, error),
             )
             return None
 
@@ -228,11 +258,11 @@ class Checkpoints:
             _log.warning("%s could not be renamed (%s)", folder, error)
 
 
-def _inventory(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return size and sha256 of every file in a folder, by relative path."""
+def inventory(folder: Path, files: Iterable[Path] | None = None) -> dict[str, dict[str, Any]]:
+    """Return size and sha256 of every file in a folder, or of the given ones, by relative path."""
     return {
         path.relative_to(folder).as_posix(): {"sha256": sha256(path), "bytes": path.stat().st_size}
-        for path in sorted(folder.rglob("*"))
+        for path in (sorted(folder.rglob("*")) if files is None else files)
         if path.is_file() and path.name != CARD  # owners complete the card
     }
 

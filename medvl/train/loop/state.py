@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from medvl.common.config_io import differences, to_dict
 from medvl.common.seeding import RULE
 from medvl.errors import CheckpointError, ConfigError
+from medvl.models.locate import WEIGHT_PARTS
 from medvl.train.config import OptimConfig, Plateau, TrainConfig
 from medvl.train.fault_tolerance import checkpoint
-from medvl.train.fault_tolerance.checkpoint import Saved
+from medvl.train.fault_tolerance.checkpoint import OPTIMIZER_PARTS, Saved
 from medvl.train.fault_tolerance.nonfinite import LossSpikeDetector
 from medvl.train.loop.meters import BestTracker, LossMeter
 from medvl.train.optim.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
@@ -115,6 +116,10 @@ class TrainState:
         """Return the complete optimiser state, with sharded weights on rank 0 only. Collective call."""
         return self.model.full_state(optimizer_tensors(self.optimizer, self.model.trained))
 
+    def optimizer_parts(self) -> Mapping[str, Tensor]:
+        """Return this rank's part of the optimiser state."""
+        return optimizer_tensors(self.optimizer, self.model.trained)
+
     def restore(self, saved: Saved) -> None:
         """Restore everything from a checkpoint.
 
@@ -143,11 +148,25 @@ class TrainState:
         self.metrics = {name: float("nan") if value is None else value for name, value in state["metrics"].items()}
 
     def restore_weights(self, saved: Saved) -> None:
-        """Restore model and optimiser from a checkpoint; the position in the data stays as it is."""
-        checkpoint.model_files().load_weights(self.model.whole, saved.folder)
-        self.model.load_from_whole()
-        load_optimizer_tensors(self.optimizer, self.model.trained, self.model.local_state(saved.optimizer))
+        """Restore model and optimiser from a checkpoint; the position in the data stays as it is. Collective call."""
+        if self.model.sharded and saved.in_parts:
+            optimizer = self._restore_parts(saved.folder)
+        else:
+            checkpoint.model_files().load_weights(self.model.whole, saved.folder)
+            self.model.load_from_whole()
+            optimizer = self.model.local_state(saved.optimizer())
+        load_optimizer_tensors(self.optimizer, self.model.trained, optimizer)
         self.precision.load_state_dict(saved.state["scaler"])
+
+    def _restore_parts(self, folder: Path) -> Mapping[str, Tensor]:
+        """Restore the weights of this rank, and return its part of the optimiser's state, without complete tensors."""
+        from medvl.train.parallel import parts  # torch's part of it takes seconds to import
+
+        parts.read_parts(folder / WEIGHT_PARTS, self.model.weights(), self.ranks)  # in place
+        optimizer = parts.empty_state(folder / OPTIMIZER_PARTS, self.model.trained)
+        if optimizer:
+            parts.read_parts(folder / OPTIMIZER_PARTS, optimizer, self.ranks)
+        return optimizer
 
 
 def identity(model: nn.Module, optim: OptimConfig, config: TrainConfig, rate: LearningRate) -> dict[str, Any]:

@@ -200,6 +200,8 @@ class Training:
     def result(self, stopped: Literal["finished", "early_stop"]) -> TrainResult:
         """Return the result of the finished run."""
         state = self.state
+        if self.config.sharded_checkpoints:
+            state.model.gather()  # the weights of the model that was given to `train`, which no save brought up to date
         last = self._checkpoints.at(state.step)
         if last is None:
             raise CheckpointError(f"{self._checkpoints.folder} has no checkpoint of step {state.step}", "not_found")
@@ -225,18 +227,39 @@ class Training:
         if self._last_saved == state.step:
             return
         started = time.perf_counter()
-        state.model.gather()
-        values, tensors = state.state_dict(), state.optimizer_tensors()
-
-        def write() -> bool:
-            self.logger.flush()
-            save = self._checkpoints.save if must else self._checkpoints.attempt
-            return save(state.model.whole, self._run_info, values, tensors) is not None
-
-        self._save_pending = not state.ranks.on_main(write)
+        values = state.state_dict()
+        write = self._save_parts if self.config.sharded_checkpoints and state.model.sharded else self._save_whole
+        self._save_pending = not write(values, must)
         if not self._save_pending:
             self._last_saved = state.step
         self.speed.pause(time.perf_counter() - started)
+
+    def _save_whole(self, values: Mapping[str, Any], must: bool) -> bool:
+        """Save from rank 0 everything that the ranks hold; return whether it was saved."""
+        state, checkpoints = self.state, self._checkpoints
+        state.model.gather()
+        tensors = state.optimizer_tensors()
+
+        def write() -> Path:
+            return checkpoints.save(state.model.whole, self._run_info, values, tensors)
+
+        def on_main() -> bool:
+            self.logger.flush()
+            return (write() if must else checkpoints.attempt(write, state.step)) is not None
+
+        return bool(state.ranks.on_main(on_main))
+
+    def _save_parts(self, values: Mapping[str, Any], must: bool) -> bool:
+        """Save from every rank what it holds; return whether all was saved."""
+        from medvl.train.fault_tolerance.checkpoint_parts import save_parts  # torch's part of it takes seconds
+
+        state = self.state
+        state.ranks.on_main(self.logger.flush)
+
+        def write() -> Path:
+            return save_parts(self._checkpoints, state.model, self._run_info, values, state.optimizer_parts())
+
+        return (write() if must else self._checkpoints.attempt(write, state.step)) is not None
 
     def _resume(self) -> None:
         """Restore the checkpoint that this run continues, if there is one; rank 0 chooses it."""

@@ -75,6 +75,24 @@ class RankInfo:
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.hosts)
         return bool(flags)
 
+    def on_all(self, function: Callable[[], Any]) -> list[Any]:
+        """Run a function on every rank and return its JSON values, in rank order. Collective call.
+
+        Raises the function's error on the ranks that have one, and TrainingError with the first one on the others.
+        """
+        value, error = None, None
+        try:
+            value = function()
+        except Exception as caught:  # raised again below, after the other ranks were informed
+            error = caught
+        results = self.exchange([error and f"{type(error).__name__}: {error}", getattr(error, "code", "worker"), value])
+        if error is not None:
+            raise error
+        for rank, (message, code, _) in enumerate(results):
+            if message:
+                raise TrainingError(f"rank {rank} failed: {message}", code)
+        return [value for _, _, value in results]
+
     def on_main(self, function: Callable[[], Any]) -> Any:
         """Run a function on rank 0 and return its JSON value on every rank. Collective call.
 

@@ -44,6 +44,8 @@ class FSDPModel(ParallelModel):
         compile: compile the repeated blocks, one by one: the hooks that gather weights run between compiled graphs.
     """
 
+    sharded = True
+
     def __init__(self, whole: nn.Module, ranks: RankInfo, *, compile: bool = False) -> None:
         _register_losses()
         for tensor in (*whole.parameters(), *whole.buffers()):
@@ -141,6 +143,11 @@ class FSDPModel(ParallelModel):
             _local(shard).copy_(_local(_shard_like(parameter, shard)))
         for buffer, own in zip(self.whole.buffers(), self.trained.buffers(), strict=True):
             own.copy_(buffer)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return this rank's part of the weights, and rank 0's buffers, which all ranks take over."""
+        broadcast(list(self.trained.buffers()))
+        return self.trained.state_dict()
 
     def full_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return complete tensors of an optimiser's state in host memory on rank 0; an empty dict on other ranks."""

@@ -23,7 +23,10 @@ class ParallelModel(abc.ABC):
         whole: the model as given to `train`; it is evaluated, saved, and loaded from checkpoints.
         trained: the model whose parameters the optimiser updates; it is `whole` unless weights are sharded.
         ranks: this process among the ranks.
+        sharded: whether each rank holds a part of the weights, so that `trained` differs from `whole`.
     """
+
+    sharded = False
 
     def __init__(self, whole: nn.Module, trained: nn.Module, ranks: RankInfo) -> None:
         self.whole, self.trained, self.ranks = whole, trained, ranks
@@ -53,6 +56,10 @@ class ParallelModel(abc.ABC):
     @abc.abstractmethod
     def load_from_whole(self) -> None:
         """Copy the weights and buffers of `whole` into `trained`, where they are two. Not collective."""
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the weights and buffers of `trained`, the buffers those of rank 0; a rank's part where sharded."""
+        return self.trained.state_dict()
 
     def full_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return complete tensors of an optimiser's state, at least on rank 0."""

@@ -1,0 +1,123 @@
+"""Checkpoints that the ranks of a sharded run write in parts: the bits of gathered ones, resumed by any number of ranks."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import part_ranks, train_fakes as fakes
+from helpers.errors import raises
+from helpers.two_ranks import run_two_ranks
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import medvl
+from medvl.cli.main import main
+from medvl.errors import CheckpointError, ConfigError
+from medvl.eval.core.results import checkpoint_sha256
+from medvl.models.weights import read_weights
+from medvl.train.config import TrainConfig
+from medvl.train.fault_tolerance import checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All trainings on two ranks, then one process that resumes one of them."""
+    target = tmp_path_factory.mktemp("parts")
+    run_two_ranks(part_ranks.__file__, "checks", target, timeout=900)
+    part_ranks.run(target / "alone", part_ranks.towers(), epochs=2, **part_ranks.UNSHARDED)
+    return target
+
+
+def optimizer_of(run_dir: Path) -> dict[str, Tensor]:
+    return dict(checkpoint.read(run_dir / "last").optimizer())
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize("kind", ["towers", "norm", "convirt"])
+def test_parts_hold_the_bits_of_a_gathered_checkpoint(kind: str, folder: Path) -> None:
+    parts, gathered = folder / f"{kind} parts", folder / f"{kind} gathered"
+    names = sorted(path.name for path in (parts / "last" / "weights").iterdir())
+    assert [name[:11] for name in names] == ["shard-00001", "shard-00002"]
+    assert not (parts / "last" / "model.safetensors").exists()
+    assert_equal(read_weights(parts / "last"), load_file(gathered / "last" / "model.safetensors"))
+    assert_equal(optimizer_of(parts), optimizer_of(gathered))
+    sizes = [path.stat().st_size for path in (parts / "last" / "weights").iterdir()]
+    assert max(sizes) < 0.8 * sum(sizes)
+
+
+def test_resume_from_parts_is_exact(folder: Path) -> None:
+    resumed, undisturbed = folder / "resumed", folder / "undisturbed"
+    assert_equal(read_weights(resumed / "last"), read_weights(undisturbed / "last"))
+    assert_equal(optimizer_of(resumed), optimizer_of(undisturbed))
+    assert fakes.records(resumed) == fakes.records(undisturbed)
+
+
+@pytest.mark.parametrize("name", ["alone", "ddp", "from gathered"])
+def test_resume_across_ranks_and_kinds_of_checkpoints(name: str, folder: Path) -> None:
+    """The run whose disk was full trained as long without interruption."""
+    expected = read_weights(folder / "disk" / "last")
+    for key, tensor in read_weights(folder / name / "last").items():
+        assert torch.allclose(tensor, expected[key], rtol=1e-3, atol=1e-5), key
+
+
+@pytest.mark.fault("F2")
+def test_full_disk_of_one_rank_is_counted_on_all_and_saving_is_retried(folder: Path) -> None:
+    for rank in (0, 1):
+        found = json.loads((folder / f"{rank}.json").read_text())
+        assert found["disk"] == {"step": 4, "failures": 1, "last": "step-00000004"}
+        assert found["kept"]  # the model that was given to train() has the final weights
+
+
+def test_load_and_consolidate_read_parts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir, out = folder / "convirt parts", tmp_path / "one"
+    main(["consolidate", str(run_dir), str(out)])
+    assert str(out) in capsys.readouterr().out
+    assert (out / "model.safetensors").read_bytes() == (
+        folder / "convirt gathered" / "last" / "model.safetensors"
+    ).read_bytes()
+    assert_equal(medvl.load(run_dir).state_dict(), medvl.load(out).state_dict())
+    assert checkpoint_sha256(run_dir) != checkpoint_sha256(out)
+    with raises(CheckpointError, "exists", "out"):
+        medvl.models.consolidate(run_dir, out)
+
+
+@pytest.mark.fault("F3")
+@pytest.mark.parametrize("damage", ["missing", "truncated", "smaller"])
+def test_damaged_parts_are_refused(damage: str, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "towers parts" / "checkpoints", tmp_path / "checkpoints")
+    (saved,) = (tmp_path / "checkpoints").glob("step-*")
+    last = max((saved / "weights").iterdir())
+    if damage == "missing":
+        last.unlink()
+    elif damage == "truncated":
+        last.write_bytes(last.read_bytes()[:-9])
+    else:
+        save_file({"text.weight": torch.zeros(2)}, last)
+    with raises(CheckpointError, "mismatch"):
+        checkpoint.verify(saved)
+    with raises(CheckpointError, "malformed"):
+        read_weights(saved)
+
+
+def test_sharded_checkpoints_need_sharded_weights(tmp_path: Path) -> None:
+    with raises(ConfigError, "conflict", "sharded_checkpoints"):
+        TrainConfig(run_dir=tmp_path, steps=1, global_batch=4, sharded_checkpoints=True)
+
+
+@pytest.mark.fault("F1")
+@pytest.mark.slow
+def test_kill_of_a_rank_during_a_write_in_parts_leaves_complete_checkpoints(tmp_path: Path) -> None:
+    command = [sys.executable, part_ranks.__file__, "kills", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stderr
+    _, killed, _, same = ended.stdout.split()
+    assert same == killed
+    assert int(killed) > 4
