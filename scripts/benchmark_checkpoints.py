@@ -2,8 +2,8 @@
 
     python scripts/benchmark_checkpoints.py --ranks 2 --parameters 50
 
-A stack of linear layers with AdamW's moments, 12 bytes per parameter, is sharded over processes of this machine. Memory is
-what a rank's resident memory grows by at most during a save, sampled every 5 ms.
+A stack of linear layers with AdamW's moments, 12 bytes per parameter, is sharded over processes of this machine. Memory
+is what a rank's resident memory grows by at most during a save, sampled every 5 ms.
 """
 
 import argparse

@@ -13,6 +13,7 @@ processor time of the server for an answer, which other programs on the machine 
 import argparse
 import asyncio
 import contextlib
+import math
 import os
 import re
 import subprocess
@@ -42,6 +43,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4, help="requests of each user and route")
     parser.add_argument("--side", type=int, default=1024, help="side of the images in pixels")
     parser.add_argument("--routes", nargs="+", choices=list(TEXTS), default=list(TEXTS))
+    parser.add_argument("--batch", type=int, default=16, help="images of several users in one forward pass")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     images = [image(number, options.side) for number in range(max(options.users))]
@@ -82,6 +84,7 @@ def make_run(folder: Path) -> Path:
 def server(run: Path, options: argparse.Namespace) -> Iterator[tuple[str, int]]:
     """Start `medvl serve` on a free port and yield its address and process id."""
     limits = ["--requests-per-minute", "1000000", "--waiting", str(max(options.users))]
+    limits += ["--batch", str(options.batch)]
     command = [
         sys.executable,
         "-m",
@@ -125,6 +128,17 @@ async def ask(client: httpx2.AsyncClient, route: str, data: bytes) -> Any:
     return response.json()
 
 
+def same(answer: Any, expected: Any) -> bool:
+    """Return whether two answers are equal, numbers up to 1e-5: images of a batch are rounded in another order."""
+    if isinstance(answer, float) and isinstance(expected, float):
+        return math.isclose(answer, expected, abs_tol=1e-5)
+    if isinstance(answer, dict) and isinstance(expected, dict):
+        return answer.keys() == expected.keys() and all(same(answer[name], expected[name]) for name in answer)
+    if isinstance(answer, list) and isinstance(expected, list):
+        return len(answer) == len(expected) and all(map(same, answer, expected))
+    return bool(answer == expected)
+
+
 async def measure(
     served: tuple[str, int], route: str, images: Sequence[bytes], users: Sequence[int], rounds: int
 ) -> int:
@@ -145,7 +159,7 @@ async def measure(
                     started = time.perf_counter()
                     answer = await ask(client, route, images[number])
                     seconds.append(time.perf_counter() - started)
-                    differing += answer != expected[number]
+                    differing += not same(answer, expected[number])
                 return differing
 
             started, used = time.perf_counter(), cpu_seconds(process)

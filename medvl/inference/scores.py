@@ -16,6 +16,7 @@ from medvl.inference.prompts import PROMPTS, Texts, prompts_for
 from medvl.models import DualEncoder, LabelModel
 from medvl.models.base import System
 from medvl.models.eval_mode import evaluating
+from medvl.schema import Embeddings
 
 ABLE = "use a dual-encoder (convirt, gloria, chexzero, ...) or a classifier of images"
 
@@ -56,17 +57,34 @@ class Scorer:
 
     def prepared(self, image_BCHW: Tensor) -> Tensor:
         """Return (B, L) float64 on the CPU, of images from the model's `transform`."""
-        image_BCHW = image_BCHW.to(self.model.device)
+        return self.scored(encode_images(self.model, image_BCHW))
+
+    def scored(self, images: Embeddings | Tensor) -> Tensor:
+        """Return (B, L) float64 on the CPU, of what `encode_images` returned, or of some of its rows."""
         with evaluating(self.model):
             if self._score is not None:
-                assert isinstance(self.model, DualEncoder)
-                score_BL = self._score(self.model.embed_images(image_BCHW))
+                assert isinstance(images, Embeddings)
+                score_BL = self._score(images)
             else:
-                assert isinstance(self.model, LabelModel)
-                score_BL = self.model.probabilities(make_batch(self.model, image_BCHW))[:, self._columns].double().cpu()
+                assert isinstance(images, Tensor)
+                score_BL = images[:, self._columns].double().cpu()
         if not score_BL.isfinite().all():
             raise EvaluationError("a probability is not finite: check the model's weights", "nonfinite")
         return score_BL
+
+
+def encode_images(model: System, image_BCHW: Tensor) -> Embeddings | Tensor:
+    """Return what a `Scorer` of the model reads: embeddings, or (B, L) probabilities of a classifier's labels.
+
+    Raises ConfigError for other models.
+    """
+    image_BCHW = image_BCHW.to(model.device)
+    with evaluating(model):
+        if isinstance(model, DualEncoder):
+            return model.embed_images(image_BCHW)
+        if isinstance(model, LabelModel) and model.reads == "image":
+            return model.probabilities(make_batch(model, image_BCHW))
+    raise refuse(model, "give probabilities of texts in an image", ABLE)
 
 
 @overload

@@ -13,6 +13,7 @@ are `{"error": {"code", "message"}}`.
 """
 
 import contextlib
+import functools
 import logging
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -26,10 +27,10 @@ from fastapi.responses import JSONResponse
 from medvl.errors import DicomError, ImageError, MedvlError
 from medvl.serve import images
 from medvl.serve.config import ServeConfig
-from medvl.serve.engine import Engine
+from medvl.serve.engine import Engine, Pending
 from medvl.serve.gallery import Gallery
 from medvl.serve.guard import Guard, Refused
-from medvl.serve.models import ServedModel, each_model
+from medvl.serve.models import Encoded, ServedModel, each_model
 from medvl.serve.requests import ImageRequest, read_request
 
 _log = logging.getLogger("medvl.serve")
@@ -78,6 +79,10 @@ class _Served:
         self, models: tuple[ServedModel, ...], gallery: Gallery | None, config: ServeConfig, engine: Engine
     ) -> None:
         self._models, self._gallery, self._config, self._engine = models, gallery, config, engine
+        self._pending = {
+            id(served): Pending(functools.partial(_encode, served), config.batch, config.batch_wait)
+            for served in models
+        }
         self._described = [served.describe() for served in models]
 
     async def describe(self) -> JSONResponse:
@@ -115,7 +120,7 @@ class _Served:
 
     async def scores(self, request: ImageRequest) -> Any:
         """Return the scores of the findings by each model."""
-        return await self._ask(request, lambda served, pixels: served.scores(pixels, request.texts))
+        return await self._ask_encoded(request, lambda served, image: served.scores(image, request.texts))
 
     async def heatmap(self, request: ImageRequest) -> Any:
         """Return a map of one text by each model."""
@@ -137,17 +142,38 @@ class _Served:
         if gallery is None:
             raise Refused(404, "not_found", "the server was started without a gallery")
         number = {id(served): index for index, served in enumerate(self._models)}
-        return await self._ask(
-            request, lambda served, pixels: gallery.neighbors(number[id(served)], served.embed([pixels]))
+        return await self._ask_encoded(
+            request, lambda served, image: gallery.neighbors(number[id(served)], served.embedding(image))
         )
 
     async def _ask(self, request: ImageRequest, ask: Callable[[ServedModel, Any], Any]) -> Any:
+        """Return the answer of each model to an image."""
         decoded = await self._engine.decode(lambda: images.decode(request))
-        return {
-            "models": await self._engine.infer(
-                lambda: each_model(self._models, lambda served: ask(served, decoded.pixels))
-            )
-        }
+
+        async def run(served: ServedModel) -> Any:
+            return await self._engine.infer(lambda: ask(served, decoded.pixels))
+
+        return {"models": await each_model(self._models, run)}
+
+    async def _ask_encoded(self, request: ImageRequest, ask: Callable[[ServedModel, Encoded], Any]) -> Any:
+        """Return the answer of each model to an image, which is encoded together with those of other requests."""
+        decoded = await self._engine.decode(lambda: images.decode(request))
+
+        async def run(served: ServedModel) -> Any:
+            image_1CHW = await self._engine.decode(lambda: served.prepare(decoded.pixels))
+            return await self._engine.together(self._pending[id(served)], image_1CHW, lambda row: ask(served, row))
+
+        return {"models": await each_model(self._models, run)}
+
+
+def _encode(served: ServedModel, images: list[torch.Tensor]) -> list[Encoded]:
+    """Encode images, in one call for those of the same number of channels."""
+    encoded: dict[int, Encoded] = {}
+    for channels in {image_1CHW.shape[1] for image_1CHW in images}:
+        places = [place for place, image_1CHW in enumerate(images) if image_1CHW.shape[1] == channels]
+        rows = served.encode(torch.cat([images[place] for place in places]))
+        encoded |= zip(places, rows, strict=True)
+    return [encoded[place] for place in range(len(images))]
 
 
 def _only(request: ImageRequest) -> str:

@@ -31,13 +31,20 @@ class ServeConfig:
     upload_seconds: float = 60.0
     """Seconds within which a request must have arrived."""
 
+    batch: int = 16
+    """Images of several requests that a model encodes at a time; 1 encodes them one by one."""
+    batch_wait: float = 0.004
+    """Seconds that an image waits for others while the model is idle."""
+
     def __post_init__(self) -> None:
         if self.token is not None and (len(self.token) < _SHORTEST_TOKEN or not self.token.isascii()):
             message = f"expected a token of {_SHORTEST_TOKEN} ASCII characters or more, got {len(self.token)}"
             raise ConfigError(message, "out_of_range", field="token")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"expected a port from 0 to 65535, got {self.port}", "out_of_range", field="port")
-        for field in ("max_megabytes", "requests_per_minute", "waiting", "upload_seconds"):
+        if not 0 <= self.batch_wait <= 1:
+            raise ConfigError(f"expected 0 to 1 seconds, got {self.batch_wait}", "out_of_range", field="batch_wait")
+        for field in ("max_megabytes", "requests_per_minute", "waiting", "upload_seconds", "batch"):
             if not getattr(self, field) > 0:
                 raise ConfigError(f"expected more than 0, got {getattr(self, field)}", "out_of_range", field=field)
 

@@ -1,10 +1,11 @@
 """Work of requests: decoding in a few threads, models in one, and a bound on how much waits."""
 
 import asyncio
+import collections
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from medvl.serve.guard import Refused
 
@@ -12,12 +13,30 @@ Result = TypeVar("Result")
 _DECODERS = 2
 
 
+_Item = tuple[Any, Callable[[Any], Any], "asyncio.Future[Any]"]
+
+
+class Pending:
+    """Images that wait to be encoded together by one model.
+
+    Args:
+        encode: function of a list of images that returns a list of the same length.
+        most: images of one call.
+        wait: seconds that the first image waits for others while nothing else is under way.
+    """
+
+    def __init__(self, encode: Callable[[list[Any]], list[Any]], most: int, wait: float) -> None:
+        self.encode, self.most, self.wait = encode, most, wait
+        self.waiting: collections.deque[_Item] = collections.deque()
+        self.task: asyncio.Task[None] | None = None
+
+
 class Engine:
     """Threads of the server.
 
-    One thread calls the models, so that requests are served in the order of their arrival and no model sees two of
-    them at a time. A request must hold a place (`place`) from before it is read until it is answered; all places
-    together bound the uploads in memory.
+    One thread calls the models, so that requests are served in the order of their arrival. Images of several requests
+    are encoded in one call (`together`). A request must hold a place (`place`) from before it is read until it is
+    answered; all places together bound the uploads in memory.
 
     Args:
         waiting: places besides that of the request that is served.
@@ -47,7 +66,70 @@ class Engine:
         """Run a function that calls models."""
         return await asyncio.get_running_loop().run_in_executor(self._models, function)
 
+    async def together(self, pending: Pending, image: Any, finish: Callable[[Any], Result]) -> Result:
+        """Encode an image in one call with those of other requests, then run a function of what it became.
+
+        Args:
+            pending: images that wait for the same model.
+            image: input of `pending.encode`, in a list with others.
+            finish: the request's own work with its encoded image, in the thread of the models.
+
+        Raises what `encode` raises for this image alone, and what `finish` raises.
+        """
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        pending.waiting.append((image, finish, future))
+        if pending.task is None or pending.task.done():
+            pending.task = asyncio.create_task(self._serve(pending))
+        return await future
+
+    async def _serve(self, pending: Pending) -> None:
+        """Answer what waits, batch by batch, until nothing does."""
+        taken: list[_Item] = []
+
+        def run() -> list[tuple[Any, Exception | None]]:
+            taken[:] = [pending.waiting.popleft() for _ in range(min(pending.most, len(pending.waiting)))]
+            return _run_batch(pending.encode, taken)
+
+        try:
+            await asyncio.sleep(pending.wait)
+            while pending.waiting:  # while the thread was busy, more may have come
+                results = await self.infer(run)
+                for (_, _, future), (result, error) in zip(taken, results, strict=True):
+                    _settle(future, result, error)
+        except Exception as error:  # nobody may wait forever
+            for _, _, future in (*taken, *pending.waiting):
+                _settle(future, None, error)
+            pending.waiting.clear()
+            raise
+
     def close(self) -> None:
         """End the threads after the work that has begun."""
         self._models.shutdown(cancel_futures=True)
         self._decoders.shutdown(cancel_futures=True)
+
+
+def _run_batch(encode: Callable[[list[Any]], list[Any]], items: list[_Item]) -> list[tuple[Any, Exception | None]]:
+    """Return the result or the error of each item; where a batch fails, its images are tried one by one."""
+    try:
+        encoded: list[Any] = encode([image for image, _, _ in items])
+    except Exception as error:
+        if len(items) == 1:
+            return [(None, error)]
+        return [result for item in items for result in _run_batch(encode, [item])]
+    results: list[tuple[Any, Exception | None]] = []
+    for (_, finish, _), each in zip(items, encoded, strict=True):
+        try:
+            results.append((finish(each), None))
+        except Exception as error:
+            results.append((None, error))
+    return results
+
+
+def _settle(future: "asyncio.Future[Any]", result: Any, error: Exception | None) -> None:
+    """Hand over a result or an error, unless the request is gone."""
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

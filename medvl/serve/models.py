@@ -1,10 +1,12 @@
 """Models behind the server: what each can do, and its results as JSON values.
 
-All methods run in the one thread of `medvl.serve.engine`.
+All methods but `prepare` run in the one thread of `medvl.serve.engine`.
 """
 
+import asyncio
 import base64
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,17 @@ from medvl.eval.zero_shot_classification.prompts import COMPETING, PromptSet
 from medvl.inference.heatmaps import heatmap
 from medvl.inference.models import make_batch, open_model, refuse
 from medvl.inference.prompts import prompts_for
-from medvl.inference.scores import Scorer
+from medvl.inference.scores import Scorer, encode_images
 from medvl.inference.texts import CAN_ANSWER, CAN_WRITE
 from medvl.models import VQA, DualEncoder
 from medvl.models.base import System
 from medvl.models.eval_mode import evaluating
 from medvl.models.locate import find_checkpoint, on_hub
 from medvl.models.text_decoding import Decoding
+from medvl.schema import Embeddings
 
+Encoded = Embeddings | torch.Tensor
+"""One image behind a model's image encoder: embeddings of one row, or (1, L) probabilities of a classifier."""
 _MAP_SIDE = 256
 _PLACES = (
     ("upper left", "upper middle", "upper right"),
@@ -109,8 +114,25 @@ class ServedModel:
             "calibration": state,
         }
 
-    def scores(self, pixels: np.ndarray, texts: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the score of each text, or of all findings, as `medvl.infer`.
+    def prepare(self, pixels: np.ndarray) -> torch.Tensor:
+        """Return (1, C, H, W) uint8 on the CPU: an image as the model takes it. Any thread may call this."""
+        image_1CHW: torch.Tensor = self.model.transform(pixels)
+        return image_1CHW
+
+    def encode(self, image_BCHW: torch.Tensor) -> list[Encoded]:
+        """Return images from `prepare`, encoded in one forward pass: what `scores` and `embedding` take, one by one.
+
+        Raises ConfigError for a model that does neither.
+        """
+        encoded = encode_images(self.model, image_BCHW)
+        if isinstance(encoded, torch.Tensor):
+            return list(encoded.split(1))
+        parts = {field.name: getattr(encoded, field.name) for field in dataclasses.fields(encoded)}
+        rows = {name: part.split(1) for name, part in parts.items() if part is not None}
+        return [Embeddings(**{name: part[index] for name, part in rows.items()}) for index in range(len(encoded))]
+
+    def scores(self, image: Encoded, texts: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the score of each text, or of all findings, in an encoded image, as `medvl.infer`.
 
         `score` is the model's probability; `probability` is calibrated, None where there is no calibration.
         """
@@ -121,9 +143,9 @@ class ServedModel:
         own = [text for text in named if competing or text.casefold() not in known]
         scorers = [findings] * (len(own) < len(named))
         scorers += [Scorer(self.model, own, prompts=self.prompts)] if own else []
-        image_BCHW, scores = self._input(pixels), dict[str, float]()
+        scores: dict[str, float] = {}
         for scorer in scorers:
-            scores |= zip(scorer.names, scorer.prepared(image_BCHW)[0].tolist(), strict=True)
+            scores |= zip(scorer.names, scorer.scored(image)[0].tolist(), strict=True)
         return [self._scored(name, scores[text if text in own else name]) for text, name in named.items()]
 
     def _scored(self, text: str, score: float) -> dict[str, Any]:
@@ -196,6 +218,12 @@ class ServedModel:
         with evaluating(self.model):
             return F.normalize(self.model.embed_images(self._input(images)).global_NE.float(), dim=1).cpu()
 
+    def embedding(self, image: Encoded) -> torch.Tensor:
+        """Return (1, E): the normalised embedding of an encoded image, on the CPU."""
+        if not isinstance(image, Embeddings):
+            raise refuse(self.model, "embed images alone", "use a dual-encoder")
+        return F.normalize(image.global_NE.float(), dim=1).cpu()
+
     def _input(self, images: np.ndarray | Sequence[np.ndarray]) -> torch.Tensor:
         image_BCHW: torch.Tensor = self.model.transform(images).to(self.model.device)
         return image_BCHW
@@ -217,12 +245,15 @@ class ServedModel:
 _BLACK = np.zeros((64, 64), np.uint8)
 
 
-def each_model(models: Sequence[ServedModel], run: Callable[[ServedModel], Any]) -> list[Mapping[str, Any]]:
+async def each_model(
+    models: Sequence[ServedModel], run: Callable[[ServedModel], Awaitable[Any]]
+) -> list[Mapping[str, Any]]:
     """Return the result of every model, or its error, so that one that cannot do something does not hide the other."""
-    results: list[Mapping[str, Any]] = []
-    for served in models:
+
+    async def one(served: ServedModel) -> Mapping[str, Any]:
         try:
-            results.append({"title": served.title, "result": run(served)})
+            return {"title": served.title, "result": await run(served)}
         except MedvlError as error:
-            results.append({"title": served.title, "error": {"code": error.code, "message": str(error)}})
-    return results
+            return {"title": served.title, "error": {"code": error.code, "message": str(error)}}
+
+    return list(await asyncio.gather(*(one(served) for served in models)))

@@ -268,7 +268,7 @@ def test_failed_flush_leaves_checkpoints_unchanged(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "fsync", fail)
     state = {"step": 9, "best": {"step": None}}
-    assert checkpoints.attempt(TwoTowers(), {}, state, {}) is None
+    assert checkpoints.attempt(lambda: checkpoints.save(TwoTowers(), {}, state, {}), 9) is None
     assert checkpoints.failures == 1
     after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if "checkpoints" in path.parts}
     assert {path for path in after if path.name != "checkpoints"} == {p for p in before if p.name != "checkpoints"}
