@@ -72,7 +72,7 @@ def consolidate(checkpoint: Path | str, out: Path) -> Path:
     weights are in memory meanwhile.
 
     Args:
-        checkpoint: a checkpoint or a run (`find_checkpoint`), as a rule of a run with `sharded_checkpoints`.
+        checkpoint: a checkpoint of a training run or the run (`find_checkpoint`).
         out: a new folder.
 
     Raises CheckpointError where the checkpoint is incomplete or damaged, or `out` exists.
@@ -82,8 +82,9 @@ def consolidate(checkpoint: Path | str, out: Path) -> Path:
         raise CheckpointError(f"{out} exists; choose another folder", "exists", field="out")
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist", "not_found")
-    if (folder / MARKER).is_file():
-        check_marker(folder, exclude=TRAIN_STATE)
+    if not (folder / MARKER).is_file():
+        raise CheckpointError(f"{folder} has no {MARKER}, without which a missing part is not noticed", "missing")
+    check_marker(folder, exclude=TRAIN_STATE)
     tensors = read_weights(folder)
     with folders.new_folder(out) as aside:
         for path in (found for pattern in MODEL_FILES for found in folder.glob(pattern) if found.name != WEIGHTS):

@@ -217,11 +217,11 @@ def check_disk(folder: Path) -> Any:
     saves = [0]
 
     class Full(fakes.FakeModelFiles):
-        def save(self, *arguments: Any) -> None:
+        def save(self, *arguments: Any, **options: Any) -> None:
             saves[0] += 1
             if saves[0] in (2, 3):
                 raise OSError(errno.ENOSPC, "No space left on device")
-            super().save(*arguments)
+            super().save(*arguments, **options)
 
     checkpoint.model_files = Full
     try:

@@ -437,7 +437,7 @@ def test_sigterm_during_a_save_ends_cleanly(tmp_path: Path, monkeypatch: pytest.
     told: list[Path] = []
 
     class Told(fakes.FakeModelFiles):
-        def save(self, model: Any, folder: Path, run: Any) -> None:
+        def save(self, model: Any, folder: Path, run: Any, *, weights: bool = True) -> None:
             if not told:
                 os.kill(os.getpid(), signal.SIGTERM)
             told.append(folder)

@@ -202,7 +202,7 @@ class FullDisk(fakes.FakeModelFiles):
     def __init__(self, failing: set[int], error: Exception) -> None:
         self.failing, self.error, self.saves = failing, error, 0
 
-    def save(self, model: nn.Module, folder: Path, run: Any) -> None:
+    def save(self, model: nn.Module, folder: Path, run: Any, *, weights: bool = True) -> None:
         self.saves += 1
         if self.saves - 1 in self.failing:
             (folder / "config.json").write_text("{")

@@ -92,7 +92,7 @@ def test_load_and_consolidate_read_parts(folder: Path, tmp_path: Path, capsys: p
 @pytest.mark.fault("F3")
 @pytest.mark.parametrize("damage", ["missing", "truncated", "smaller"])
 def test_damaged_parts_are_refused(damage: str, folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "towers parts" / "checkpoints", tmp_path / "checkpoints")
+    shutil.copytree(folder / "convirt parts" / "checkpoints", tmp_path / "checkpoints")
     (saved,) = (tmp_path / "checkpoints").glob("step-*")
     last = max((saved / "weights").iterdir())
     if damage == "missing":
@@ -103,8 +103,13 @@ def test_damaged_parts_are_refused(damage: str, folder: Path, tmp_path: Path) ->
         save_file({"text.weight": torch.zeros(2)}, last)
     with raises(CheckpointError, "mismatch"):
         checkpoint.verify(saved)
-    with raises(CheckpointError, "malformed"):
-        read_weights(saved)
+    with raises(CheckpointError, "mismatch"):
+        medvl.load(saved)
+    (saved / "complete.json").unlink()  # as in a copy of the model alone
+    with raises(CheckpointError, "mismatch" if damage == "missing" else "malformed"):
+        medvl.load(saved)
+    with raises(CheckpointError, "missing"):
+        medvl.models.consolidate(saved, tmp_path / "out")
 
 
 def test_sharded_checkpoints_need_sharded_weights(tmp_path: Path) -> None:
