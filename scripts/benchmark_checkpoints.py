@@ -13,8 +13,9 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -47,7 +48,10 @@ class Stack(nn.Sequential):
 class Files:
     """Weights alone, in the file of a checkpoint."""
 
-    def save(self, model: nn.Module, folder: Path, run: object, *, weights: bool = True) -> None:
+    def load_weights(self, model: Any, folder: Path) -> None:
+        """Nothing is read."""
+
+    def save(self, model: Any, folder: Path, run: Mapping[str, Any], *, weights: bool = True) -> None:
         """Write the weights, if they are asked for."""
         if weights:
             save_file(dict(model.state_dict()), folder / "model.safetensors")

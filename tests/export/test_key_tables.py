@@ -16,6 +16,7 @@ SYSTEMS = {
     *("albert_mlm", "albert_mlm_sop", "bert_mlm", "bert_mlm_nsp"),
     *("biomedclip", "biovil", "biovil_t", "chexzero", "convirt_lovt", "convirt_pytorch", "convirt_vilmedic", "gloria"),
     *(
+        "albef",
         "cxrclip",
         "kad",
         "lovt",
@@ -23,6 +24,7 @@ SYSTEMS = {
         "m3ae",
         "medclip",
         "medvill",
+        "meter",
         "mgca",
         "mrm",
         "vilt",
@@ -68,6 +70,7 @@ def test_every_entry_is_mapped_or_left_out_and_every_parameter_is_filled(listed:
 
 def test_importers_and_published_lists_correspond() -> None:
     without_list = {"convirt_vilmedic", "lxmert", "vilt", "visualbert"}  # layouts of libraries, or known by prefixes
+    without_list |= {"albef", "meter"}  # by their code alone; tested in test_imported_fusion_encoders.py
     without_list |= {"albert_mlm", "albert_mlm_sop", "bert_mlm", "bert_mlm_nsp"}
     assert {importer.name for importer in list_importers()} == set(LISTS.values()) | without_list
     assert {importer.name for importer in list_importers() if importer.kind == "system"} == SYSTEMS

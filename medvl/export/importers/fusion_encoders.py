@@ -1,5 +1,6 @@
 """Key tables of fusion-encoders that medvl has."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from medvl.export.importers.backbones import (
@@ -17,6 +18,7 @@ from medvl.models.fusion_encoders.lxmert import LXMERTConfig
 from medvl.models.fusion_encoders.m3ae import M3AEConfig
 from medvl.models.fusion_encoders.medvill import MedViLLConfig
 from medvl.models.fusion_encoders.ptunifier import PTUnifierConfig
+from medvl.models.fusion_encoders.streams import DualStreamConfig
 from medvl.models.fusion_encoders.vilt import ViLTConfig
 from medvl.models.fusion_encoders.visualbert import VisualBERTConfig
 
@@ -39,9 +41,9 @@ def _bert_feed_forward(inner: str, outer: str, target: str) -> list[KeyRule]:
     ]
 
 
-def _bert_words(source: str) -> list[KeyRule]:
+def word_head(source: str, target: str = "mlm_head") -> list[KeyRule]:
     """Return the rules of a head for masked words, without its table of words."""
-    return [keep(f"{source}.{old}", f"mlm_head.{new}") for old, new in WORD_HEAD.items()]
+    return [keep(f"{source}.{old}", f"{target}.{new}") for old, new in WORD_HEAD.items()]
 
 
 def _bert_embeddings(source: str) -> list[KeyRule]:
@@ -51,11 +53,12 @@ def _bert_embeddings(source: str) -> list[KeyRule]:
     ]
 
 
-def _co_attention(source: str, target: str) -> list[KeyRule]:
+def co_attention_layer(source: str, target: str) -> list[KeyRule]:
+    """Return the rules of a layer of BERT with cross-attention."""
     return [
-        *_bert_attention(f"{source}.*.attention", f"{target}.*.attention"),
-        *_bert_attention(f"{source}.*.crossattention", f"{target}.*.cross_attention"),
-        *_bert_feed_forward(f"{source}.*.intermediate", f"{source}.*.output", f"{target}.*.feed_forward"),
+        *_bert_attention(f"{source}.attention", f"{target}.attention"),
+        *_bert_attention(f"{source}.crossattention", f"{target}.cross_attention"),
+        *_bert_feed_forward(f"{source}.intermediate", f"{source}.output", f"{target}.feed_forward"),
     ]
 
 
@@ -126,31 +129,76 @@ def _medvill(shapes: Shapes) -> MedViLLConfig:
     return MedViLLConfig(**_encoders(shapes, "bert"))
 
 
-_METER = (
-    *clip_image("vision_encoder.visual."),
-    drop("vision_encoder.positional_embedding", _CLIP_LEFTOVER),
-    drop("vision_encoder.token_embedding.weight", _CLIP_LEFTOVER),
-    drop("vision_encoder.ln_final.*", _CLIP_LEFTOVER),
-    *bert("language_encoder."),
-    keep("multi_modal_language_proj.*", "text_input.*"),
-    keep("multi_modal_vision_proj.*", "image_input.project.*"),
-    keep("modality_type_embeddings.weight", "fusion.modality.weight"),
-    *_co_attention("multi_modal_language_layers", "fusion.text_layers"),
-    *_co_attention("multi_modal_vision_layers", "fusion.image_layers"),
-    keep("multi_modal_language_pooler.dense.*", "fusion.text_pooler.dense.*"),
-    keep("multi_modal_vision_pooler.dense.*", "fusion.image_pooler.dense.*"),
-    *_bert_words("mlm_head"),
-    keep("mlm_head.decoder.weight", "mlm_head.words.weight"),
-    keep("itm_head.fc.*", "itm_head.*"),
+def _meter(image: str, text: str, sides: tuple[str, str], names: Mapping[str, str]) -> list[KeyRule]:
+    """Return the rules of two encoders, two streams with co-attention, and the heads for words and matching.
+
+    Args:
+        image, text: names of CLIP's image tower and of the text encoder.
+        sides: names of the image's and of the text's layers and poolers, before `_layers` and `_pooler`.
+        names: those of the projections (image_input, text_input), types (modality) and heads (mlm, itm).
+    """
+    vision, language = sides
+    return [
+        *clip_image(f"{image}.visual."),
+        drop(f"{image}.positional_embedding", _CLIP_LEFTOVER),
+        drop(f"{image}.token_embedding.weight", _CLIP_LEFTOVER),
+        drop(f"{image}.ln_final.*", _CLIP_LEFTOVER),
+        *bert(f"{text}."),
+        keep(f"{names['text_input']}.*", "text_input.*"),
+        keep(f"{names['image_input']}.*", "image_input.project.*"),
+        keep(f"{names['modality']}.weight", "fusion.modality.weight"),
+        *co_attention_layer(f"{language}_layers.*", "fusion.text_layers.*"),
+        *co_attention_layer(f"{vision}_layers.*", "fusion.image_layers.*"),
+        keep(f"{language}_pooler.dense.*", "fusion.text_pooler.dense.*"),
+        keep(f"{vision}_pooler.dense.*", "fusion.image_pooler.dense.*"),
+        *word_head(names["mlm"]),
+        keep(f"{names['mlm']}.decoder.weight", "mlm_head.words.weight"),
+        keep(f"{names['itm']}.fc.*", "itm_head.*"),
+    ]
+
+
+_M3AE_STREAMS = (
+    *_meter(
+        "vision_encoder",
+        "language_encoder",
+        ("multi_modal_vision", "multi_modal_language"),
+        {
+            "text_input": "multi_modal_language_proj",
+            "image_input": "multi_modal_vision_proj",
+            "modality": "modality_type_embeddings",
+            "mlm": "mlm_head",
+            "itm": "itm_head",
+        },
+    ),
     *(drop(f"{head}_head.**", "a downstream head") for head in ("vqa", "cls", "irtr", "mlc", "clm")),
 )
-"""Both encoders, two streams and the heads for words and matching, as in METER's code."""
-
+_METER = Importer(
+    name="meter",
+    title="METER (Dou et al. 2022): CLIP ViT-B/16 without its last block, RoBERTa, six layers of co-attention",
+    source="zdou0830/METER @ 14a23be, meter/modules/meter_module.py",
+    table=(
+        *_meter(
+            "vit_model",
+            "text_transformer",
+            ("cross_modal_image", "cross_modal_text"),
+            {
+                "text_input": "cross_modal_text_transform",
+                "image_input": "cross_modal_image_transform",
+                "modality": "token_type_embeddings",
+                "mlm": "mlm_score",
+                "itm": "itm_score",
+            },
+        ),
+        *(drop(f"{head}.**", "a downstream head") for head in ("vqa_classifier", "snli_classifier", "rank_output")),
+    ),
+    system=lambda shapes: DualStreamConfig(**_streams(shapes)),
+    note="Models with a Swin Transformer, and those fine-tuned on NLVR2 (three types of tokens), are refused.",
+)
 _M3AE = Importer(
     name="m3ae",
     title="M3AE (Chen et al. 2022): CLIP ViT-B/16 without its last block, RoBERTa, six layers of co-attention",
     source="zhjohnchan/M3AE @ 14da377",
-    table=(*_METER, *_pixel_decoder()),
+    table=(*_M3AE_STREAMS, *_pixel_decoder()),
     system=_m3ae,
 )
 _MEDVILL = Importer(
@@ -164,7 +212,7 @@ _MEDVILL = Importer(
         *sequential_resnet("enc.img_encoder.model."),
         keep("enc.encoder.layer.**", f"{TEXT}encoder.layer.**"),
         keep("enc.pooler.dense.*", "pooler.dense.*"),
-        *_bert_words("mlm.predictions"),
+        *word_head("mlm.predictions"),
         same("mlm.predictions.decoder.weight", "enc.txt_embeddings.word_embeddings.weight"),
         keep("itm.linear.*", "itm_head.*"),
     ),
@@ -178,7 +226,7 @@ _PTUNIFIER = Importer(
     title="PTUnifier (Chen et al. 2023): M3AE's encoders and fusion-encoder, with pools of prompts",
     source="zhjohnchan/PTUnifier @ eee60eb",
     table=(
-        *_METER,
+        *_M3AE_STREAMS,
         keep("pseudo_vision_token_pool", "image_prompts.prompts_RD"),
         keep("pseudo_language_token_pool", "text_prompts.prompts_RD"),
         *(
@@ -230,7 +278,7 @@ def _vilt(shapes: Shapes) -> ViLTConfig:
 
 
 _PREDICTIONS = (
-    *_bert_words("cls.predictions"),
+    *word_head("cls.predictions"),
     same("cls.predictions.decoder.bias", "cls.predictions.bias"),
 )
 _VISUALBERT = Importer(
@@ -305,7 +353,7 @@ _VILT = Importer(
         *_bert_embeddings("text_embeddings"),
         keep("token_type_embeddings.weight", "modality.weight"),
         keep("pooler.dense.*", "pooler.dense.*"),
-        *_bert_words("mlm_score"),
+        *word_head("mlm_score"),
         keep("mlm_score.decoder.weight", "mlm_head.words.weight"),
         keep("itm_score.fc.*", "itm_head.*"),
         drop("mpp_score.**", "a pretraining head that medvl's ViLT does not have"),
@@ -313,4 +361,4 @@ _VILT = Importer(
     system=_vilt,
 )
 
-IMPORTERS = (_M3AE, _MEDVILL, _PTUNIFIER, _VISUALBERT, _LXMERT, _VILT)
+IMPORTERS = (_M3AE, _METER, _MEDVILL, _PTUNIFIER, _VISUALBERT, _LXMERT, _VILT)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from medvl.errors import ConfigError
 from medvl.export.importers import (
+    albef,
     biovil,
     dual_encoders,
     encoders_only,
@@ -21,6 +22,7 @@ _IMPORTERS: Mapping[str, Importer] = {
     importer.name: importer
     for importer in sorted(
         (
+            *albef.IMPORTERS,
             *biovil.IMPORTERS,
             *dual_encoders.IMPORTERS,
             *fusion_encoders.IMPORTERS,

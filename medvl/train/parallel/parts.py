@@ -41,7 +41,7 @@ def read_parts(folder: Path, tensors: Mapping[str, Tensor], ranks: RankInfo) -> 
 
 def empty_state(folder: Path, model: nn.Module) -> dict[str, Tensor]:
     """Return an empty tensor, sharded as its parameter is, for every entry of an optimiser's state in a folder."""
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
     state: dict[str, Tensor] = {}
     for name, entry in dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
         assert isinstance(entry, dcp.TensorStorageMetadata)

@@ -1,0 +1,84 @@
+"""Key table of ALBEF's pretraining checkpoints, with its moving average."""
+
+from medvl.export.importers.backbones import TEXT, vision_transformer
+from medvl.export.importers.encoders_from_shapes import attention_heads, count, image_arguments, text_arguments
+from medvl.export.importers.fusion_encoders import co_attention_layer, word_head
+from medvl.export.importers.importer import Importer
+from medvl.export.importers.key_map import KeyRule, Shapes, ZeroTensor, drop, keep, same
+from medvl.models.fusion_encoders.albef import ALBEFConfig
+
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_TEXT_LAYERS, _LAYERS = 6, 12
+_TEACHER = "momentum.module."
+
+
+def _towers(suffix: str, target: str) -> list[KeyRule]:
+    """Return the rules of what the model and its moving average both have.
+
+    Args:
+        suffix: end of the names in the file: "" or "_m".
+        target: start of the names in medvl.
+    """
+    text = f"text_encoder{suffix}"
+    bert, words = f"{text}.bert", f"{text}.cls.predictions"
+    image = [keep(rule.source, f"{target}{rule.target}") for rule in vision_transformer(f"visual_encoder{suffix}.")]
+    fusion = [
+        rule
+        for layer in range(_TEXT_LAYERS, _LAYERS)
+        for rule in co_attention_layer(f"{bert}.encoder.layer.{layer}", f"{target}fusion.{layer - _TEXT_LAYERS}")
+    ]
+    return [
+        *image,
+        *fusion,
+        drop(f"{bert}.embeddings.position_ids", "a counter that older transformers stored"),
+        keep(f"{bert}.embeddings.**", f"{target}{TEXT}embeddings.**"),
+        *(
+            keep(f"{bert}.encoder.layer.{layer}.**", f"{target}{TEXT}encoder.layer.{layer}.**")
+            for layer in range(_TEXT_LAYERS)
+        ),
+        *word_head(words, f"{target}mlm_head"),
+        same(f"{words}.decoder.weight", f"{bert}.embeddings.word_embeddings.weight"),
+        same(f"{words}.decoder.bias", f"{words}.bias"),
+        keep(f"vision_proj{suffix}.*", f"{target}image_head.*"),
+        keep(f"text_proj{suffix}.*", f"{target}text_head.*"),
+    ]
+
+
+def _albef(shapes: Shapes) -> ALBEFConfig:
+    image, text = image_arguments(shapes, {}), text_arguments(shapes, {"name": "bert"})
+    intermediate, width = shapes["fusion.0.feed_forward.inner.weight"]
+    return ALBEFConfig(
+        image_encoder=image.pop("name"),
+        image_size=image.pop("image_size"),
+        image_arguments={**image, "mean": _CLIP_MEAN, "std": _CLIP_STD},
+        text_encoder=text.pop("name"),
+        vocab_size=text.pop("vocab_size", None),
+        text_arguments=text,
+        layers=count(shapes, "fusion."),
+        heads=attention_heads(width),
+        intermediate=intermediate,
+        projection_dim=shapes["image_head.weight"][0],
+    )
+
+
+_EMPTY = "the queue of past pairs starts empty, as in every training of medvl"
+_ALBEF = Importer(
+    name="albef",
+    title="ALBEF (Li et al. 2021): ViT-B/16, the lower half of a BERT, its upper half with cross-attention",
+    source="salesforce/ALBEF @ 90541c9, models/model_pretrain.py",
+    table=(
+        *_towers("", ""),
+        *_towers("_m", _TEACHER),
+        keep("temp", "itc_head.temperature"),
+        keep("itm_head.*", "itm_head.*"),
+        *(drop(name, "past pairs of the published training") for name in ("image_queue", "text_queue", "queue_ptr")),
+    ),
+    system=_albef,
+    zeros=(
+        *(ZeroTensor(name=f"itc_head.queue.{name}", why=_EMPTY) for name in ("image_QE", "text_QE", "names_Q", "seen")),
+        ZeroTensor(name="momentum.n_averaged", why="a training starts a moving average of its own from the model"),
+    ),
+    note="Where training goes on, the moving average starts from the model again, and the queue is empty.",
+)
+
+IMPORTERS = (_ALBEF,)
