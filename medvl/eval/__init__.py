@@ -4,8 +4,8 @@
 
 `core` has metrics, bootstrap and results, `html` the pages. Each task has its own package with the protocol in the
 docstring of its evaluator: `zero_shot_classification`, `classification`, `probing`, `retrieval`, `matching`,
-`grounding`, `change`, `dense` (detection and segmentation), `vqa`, `report_generation`, `robustness` and `text_tasks`;
-`compare` compares results of several models, `published` has numbers of papers.
+`grounding`, `change`, `dense` (detection and segmentation), `vqa`, `report_generation`, `generation` (of images),
+`robustness` and `text_tasks`; `compare` compares results of several models, `published` has numbers of papers.
 Submodules are imported on first use: the statistics need numpy only.
 """
 
@@ -41,6 +41,18 @@ if TYPE_CHECKING:
         mask_segmentation as mask_segmentation,
     )
     from medvl.eval.dense.segmentation_page import write_segmentation_page as write_segmentation_page
+    from medvl.eval.generation.distances import (
+        frechet_distance as frechet_distance,
+        kernel_distance as kernel_distance,
+    )
+    from medvl.eval.generation.evaluate import (
+        GenerationModels as GenerationModels,
+        GenerationOptions as GenerationOptions,
+        evaluate_generation as evaluate_generation,
+    )
+    from medvl.eval.generation.inputs import GeneratedSource as GeneratedSource, RealData as RealData
+    from medvl.eval.generation.neighbours import manifolds as manifolds
+    from medvl.eval.generation.page import write_generation_page as write_generation_page
     from medvl.eval.grounding.evaluate import phrase_grounding as phrase_grounding
     from medvl.eval.grounding.metrics import MapRules as MapRules
     from medvl.eval.grounding.page import write_grounding_page as write_grounding_page

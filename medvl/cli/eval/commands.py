@@ -10,6 +10,7 @@ from medvl.cli.eval import (
     change,
     classify,
     dense,
+    generation,
     grounding,
     matching,
     probe,
@@ -41,6 +42,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "vqa": vqa.vqa,
     "robustness": robustness.robustness,
     "text": text.text,
+    "generation": generation.generation,
     "report-generation": report_generation.report_generation,
 }
 """Name after `medvl eval` -> function, in the order of the help."""

@@ -19,6 +19,7 @@ from medvl.eval.core.metrics import Array
 
 BLOCKS = 20
 """Blocks of the jackknife."""
+_ROWS = 2048
 _Z = 1.959964  # 97.5 % quantile of the normal distribution
 
 
@@ -58,14 +59,14 @@ def frechet_distance(x_ND: Array, y_MD: Array) -> float:
     parts: list[Array] = []
     for z_ND in (x_ND, y_MD):
         centred_ND: Array = (z_ND - z_ND.mean(axis=0)) / np.sqrt(len(z_ND) - 1)
-        parts.append(np.linalg.qr(centred_ND, mode="r"))
+        parts.append(np.asarray(np.linalg.qr(centred_ND, mode="r")))
     root = np.linalg.svd(parts[0] @ parts[1].T, compute_uv=False).sum()
     means = ((x_ND.mean(axis=0) - y_MD.mean(axis=0)) ** 2).sum()
     return float(max(means + (parts[0] ** 2).sum() + (parts[1] ** 2).sum() - 2 * root, 0.0))
 
 
-def squared_mmd(x_ND: Array, y_MD: Array) -> float:
-    """Return the unbiased estimate of the squared maximum mean discrepancy; it may be below 0.
+def kernel_distance(x_ND: Array, y_MD: Array) -> float:
+    """Return the unbiased estimate of the squared maximum mean discrepancy over all pairs; it may be below 0.
 
     The kernel is (x . y / D + 1)^3, as in Binkowski et al., arXiv 1801.01401, section 3.1 ("KID" with Inception's
     features); the estimator is that of Gretton et al., JMLR 2012, equation 3. Raises as `frechet_distance`.
@@ -73,23 +74,23 @@ def squared_mmd(x_ND: Array, y_MD: Array) -> float:
     _check(x_ND, y_MD)
     within = 0.0
     for z_ND in (x_ND, y_MD):
-        kernel_NN = _kernel(z_ND, z_ND)
-        within += float((kernel_NN.sum() - np.trace(kernel_NN)) / (len(z_ND) * (len(z_ND) - 1)))
-    return within - 2 * float(_kernel(x_ND, y_MD).mean())
+        diagonal = ((z_ND * z_ND).sum(axis=1) / z_ND.shape[1] + 1) ** 3
+        within += (_kernel_sum(z_ND, z_ND) - float(diagonal.sum())) / (len(z_ND) * (len(z_ND) - 1))
+    return within - 2 * _kernel_sum(x_ND, y_MD) / (len(x_ND) * len(y_MD))
 
 
-def kernel_distance(x_ND: Array, y_MD: Array, *, subsets: int = 100, size: int = 1000, seed: int = 0) -> float:
-    """Return the mean of `squared_mmd` over random subsets of `size` images of both sets.
+def kernel_distance_subsets(x_ND: Array, y_MD: Array, *, subsets: int = 100, size: int = 1000, seed: int = 0) -> Array:
+    """Return `kernel_distance` of random subsets of `size` images of both sets, as it is usually reported.
 
     A subset has at most half of the smaller set: subsets that are the whole set would all be the same.
     """
     size = subset_size(len(x_ND), len(y_MD), size)
     rng = np.random.default_rng(seed)
-    return float(np.mean([squared_mmd(*_subsets(rng, size, x_ND, y_MD)) for _ in range(subsets)]))
+    return np.array([kernel_distance(*_subsets(rng, size, x_ND, y_MD)) for _ in range(subsets)])
 
 
 def subset_size(n: int, m: int, size: int) -> int:
-    """Return the size of the subsets of `kernel_distance`: `size`, or half of the smaller set. Raises EvaluationError
+    """Return the size of the subsets of a kernel distance: `size`, or half of the smaller set. Raises EvaluationError
     below four images."""
     if min(n, m) < 4:
         message = f"expected four or more images of each set for a kernel distance, got {n} and {m}"
@@ -160,9 +161,10 @@ def _subsets(rng: np.random.Generator, size: int, *parts: Array) -> list[Array]:
     return [part[rng.permutation(len(part))[:size]] for part in parts]
 
 
-def _kernel(x_ND: Array, y_MD: Array) -> Array:
-    kernel_NM: Array = (x_ND @ y_MD.T / x_ND.shape[1] + 1) ** 3
-    return kernel_NM
+def _kernel_sum(x_ND: Array, y_MD: Array) -> float:
+    """Return the sum of the kernel over all pairs, in blocks of rows."""
+    starts = range(0, len(x_ND), _ROWS)
+    return sum(float(((x_ND[i : i + _ROWS] @ y_MD.T / x_ND.shape[1] + 1) ** 3).sum()) for i in starts)
 
 
 def _check(x_ND: Array, y_MD: Array) -> None:

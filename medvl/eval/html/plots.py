@@ -169,6 +169,19 @@ def interval_plot(
     return _finish(name, figure, axes, axis, "")
 
 
+def line_plot(name: str, x_K: Array, lines: Sequence[Series], *, x: str, y: str) -> Plot:
+    """Plot values with intervals against the numbers `x_K`, one line for each series; `x` and `y` name the axes."""
+    figure, axes = _canvas()
+    for series in lines:
+        axes.vlines(x_K, series.low_K, series.high_K, color=series.color, linewidth=1, alpha=0.5)
+        axes.plot(x_K, series.value_K, "o-", color=series.color, linewidth=1.2, markersize=3, label=series.name)
+    axes.set_xticks(x_K, [f"{value:g}" for value in x_K])
+    if len(lines) > 1:
+        anchor = (0.5, 1.0)
+        axes.legend(loc="lower center", bbox_to_anchor=anchor, ncols=3, fontsize=6.5, frameon=False, columnspacing=1)
+    return _finish(name, figure, axes, x, y)
+
+
 def calibration_plot(name: str, bins: CalibrationBins) -> Plot:
     """Plot the fraction of positives against mean probability, with Wilson intervals."""
     figure, axes = _canvas()

@@ -20,7 +20,7 @@ Shape letters: S runs, N images, L classes, R resamples.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -63,6 +63,14 @@ class ProbeRun:
     scores_NL: Array
     """Probabilities of the test images."""
     details: Mapping[str, Any]
+
+
+class ChosenProbe(NamedTuple):
+    """A probe, its penalty, and the mean AUROC on the validation images that it was chosen by."""
+
+    probe: LinearProbe
+    penalty: float
+    auroc: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,22 +204,20 @@ def _fit_all(data: _Data, fractions: Sequence[float], seeds: int, penalties: Seq
 def _fit(data: _Data, fraction: float, number: int, penalties: Sequence[float]) -> ProbeRun:
     sampled = label_fraction(data.train.patients, fraction, number)
     y_NL = data.y_NL[sampled]
-    probes = fit_path(data.x_ND[sampled], y_NL, penalties)
-    auroc = {penalty: _mean_auroc(probe, data) for penalty, probe in probes.items()}
-    best = max(auroc, key=auroc.__getitem__)  # the largest penalty among equals: it was fitted first
+    chosen = choose_probe(data.x_ND[sampled], y_NL, data.valid_x_ND, data.valid_y_NL, penalties)
     both_L = (y_NL == 1).any(axis=0) & (y_NL == 0).any(axis=0)
     details = {
         "fraction": fraction,
         "seed": number,
         "images": len(sampled),
         "patients": len({data.train.patients[position] for position in sampled.tolist()}),
-        "penalty": best,
-        "validation_auroc": auroc[best],
-        "converged": probes[best].converged,
+        "penalty": chosen.penalty,
+        "validation_auroc": chosen.auroc,
+        "converged": chosen.probe.converged,
         "one_class_only": [name for name, both in zip(data.names, both_L, strict=True) if not both],
     }
-    scores_NL = probes[best].probability_NL(data.test_x_ND)
-    return ProbeRun(fraction=fraction, probe=probes[best], scores_NL=scores_NL, details=details)
+    scores_NL = chosen.probe.probability_NL(data.test_x_ND)
+    return ProbeRun(fraction=fraction, probe=chosen.probe, scores_NL=scores_NL, details=details)
 
 
 def _fingerprints(train: FeatureTable, valid: FeatureTable, test: FeatureTable) -> dict[str, str | None]:
@@ -224,8 +230,21 @@ def _with_scores(run: ProbeRun, data: _Data, scored: Mapping[str, ScoredImages])
     return dataclasses.replace(test, scores_NL=run.scores_NL), dataclasses.replace(valid, scores_NL=on_valid_NL)
 
 
-def _mean_auroc(probe: LinearProbe, data: _Data) -> float:
-    auroc_L, _, _ = bootstrap_auroc(probe.probability_NL(data.valid_x_ND), data.valid_y_NL, resamples=0)
+def choose_probe(
+    x_ND: Tensor, y_NL: Array, valid_x_ND: Tensor, valid_y_NL: Array, penalties: Sequence[float] = PENALTIES
+) -> ChosenProbe:
+    """Fit probes to standardised features with several penalties; return that of the best mean validation AUROC.
+
+    Raises EvaluationError if no label has positives and negatives among the validation images.
+    """
+    probes = fit_path(x_ND, y_NL, penalties)
+    auroc = {penalty: _mean_auroc(probe, valid_x_ND, valid_y_NL) for penalty, probe in probes.items()}
+    best = max(auroc, key=auroc.__getitem__)  # the largest penalty among equals: it was fitted first
+    return ChosenProbe(probes[best], best, auroc[best])
+
+
+def _mean_auroc(probe: LinearProbe, x_ND: Tensor, y_NL: Array) -> float:
+    auroc_L, _, _ = bootstrap_auroc(probe.probability_NL(x_ND), y_NL, resamples=0)
     if np.isnan(auroc_L).all():
         message = "expected validation images with positives and negatives of a label to select the penalty, got none"
         raise EvaluationError(message, "empty", field="valid")

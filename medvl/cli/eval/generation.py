@@ -1,0 +1,195 @@
+"""`medvl eval generation`: generated images against real ones."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from medvl.cli.eval.options import LabelOptions, RunOptions, publish_result
+from medvl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from medvl.data.images.generated import GeneratedImages
+    from medvl.eval.generation.evaluate import GenerationModels
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JudgeOptions:
+    """Models of the evaluation; none may have been trained on a test patient."""
+
+    classifier: Path
+    """checkpoint of a fine-tuned classifier of findings, or any system, whose image encoder gets a linear probe"""
+    features: Path | None = None
+    """folder of the checkpoint whose image encoder makes the features of the distances; default --classifier"""
+    encoder: str | None = None
+    """name of an image encoder for these features, in place of --features"""
+    image_weights: str | None = None
+    """weights of --encoder: a file, a folder with one, or OWNER/NAME@COMMIT on the hub; default the published ones"""
+    aligner: Path | None = None
+    """folder of the checkpoint of a dual-encoder that was trained apart from the generator, for the alignment"""
+    generator: Path | None = None
+    """folder of the generator's checkpoint, to compare its text encoder with that of --aligner"""
+
+    def checkpoints(self) -> list[Path]:
+        """Return the folders that are given."""
+        given = (self.classifier, self.features, self.aligner, self.generator)
+        return [folder for folder in given if folder is not None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComparisonOptions:
+    """Settings of the distances and of the use as training data."""
+
+    fit: Literal["crop", "pad", "squash"] | None = None
+    """how the generator's training images were made square; default as the generator, or crop"""
+    views: tuple[str, ...] = ()
+    """keep only real images of these views, such as PA AP; copies are searched for in all training images"""
+    k: int = 5
+    """neighbours of precision, recall, density and coverage"""
+    fractions: tuple[float, ...] = (0.01, 0.1, 1.0)
+    """fractions of the real training patients, with --synthetic-train"""
+    seeds: int = 5
+    """random subsets per fraction below 1"""
+    pixel_size: int = 64
+    """side of the squares whose pixels are compared with the training images"""
+    cache: Path | None = None
+    """folder of cached features; default `features` beside the output folder"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """Generated images, and real shards."""
+
+    generated: tuple[Path, ...]
+    """folders of medvl generate, one for each guidance; the first is the main one. Choose the guidance on prompts of
+    validation patients."""
+    train: tuple[Path, ...]
+    """folders of shards with all training images of the generator; the classifier is trained on them too"""
+    valid: Path
+    """folder of shards of other patients, on which the classifier's penalty is chosen"""
+    test: Path
+    """folder of shards of further patients, with the real images of the prompts"""
+    reconstructed: Path | None = None
+    """folder of the real images of the prompts after the generator's autoencoder (medvl generate --reconstruct)"""
+    synthetic_train: Path | None = None
+    """folder of images generated from training texts, to train classifiers with"""
+
+
+def generation(
+    images: ImageOptions,
+    judge: JudgeOptions,
+    comparison: ComparisonOptions,
+    shared: RunOptions,
+    label: LabelOptions,
+    *,
+    examples: int = 4,
+) -> None:
+    """Evaluate generated images: findings, fidelity, diversity, alignment, memorisation and use, with a page.
+
+    Args:
+        examples: examples of each kind on the page.
+    """
+    from medvl.data.images.generated import GeneratedImages
+    from medvl.eval.generation.evaluate import evaluate_generation
+    from medvl.eval.generation.inputs import LoaderOptions, RealData
+    from medvl.eval.generation.page import write_generation_page
+
+    if not images.generated:
+        raise ConfigError("give one folder of --generated, or several", "missing", field="generated")
+    opened = [GeneratedImages.open(folder) for folder in images.generated]
+    reconstructed, synthetic = (
+        None if folder is None else GeneratedImages.open(folder)
+        for folder in (images.reconstructed, images.synthetic_train)
+    )
+    real = RealData.open(
+        images.train,
+        images.valid,
+        images.test,
+        folders=[*opened, *(each for each in (reconstructed, synthetic) if each is not None)],
+        fit=comparison.fit,
+        views=comparison.views,
+        checkpoints=judge.checkpoints(),
+    )
+    models, details = _models(judge, opened[0], shared.device)
+    folder = shared.out or images.generated[0].with_name(f"{images.generated[0].name}-eval")
+    cache = comparison.cache or folder.parent / "features"
+    result = evaluate_generation(
+        opened,
+        real,
+        models,
+        reconstructed=reconstructed,
+        synthetic_train=synthetic,
+        options=_options(comparison, shared, label),
+        loading=LoaderOptions(batch=shared.batch, workers=shared.workers, cache=cache),
+        inputs=_hashes(judge),
+        details=details,
+    )
+    page = functools.partial(write_generation_page, result, examples=examples)
+    name = f"{opened[0].generation.system} ({images.generated[0]})"
+    publish_result(result, folder, page, name, str(images.test), result.table(), everything=shared.all)
+
+
+def _models(judge: JudgeOptions, images: "GeneratedImages", device: str) -> "tuple[GenerationModels, dict[str, Any]]":
+    """Return the models, and facts on them for the results."""
+    from medvl.eval.core.open import load_model, resolve_device, unsupported_model
+    from medvl.eval.generation.evaluate import GenerationModels
+    from medvl.eval.generation.judge import classifier_of
+    from medvl.eval.probing.features import ProbedEncoder
+    from medvl.models.dual_encoders.bases.base import DualEncoder
+
+    if judge.features is not None and judge.encoder is not None:
+        raise ConfigError("give --features or --encoder, not both", "conflict", field="features")
+    model = load_model(judge.classifier, device)
+    encoder, features = ProbedEncoder.from_model(model, name=f"{model.name} ({judge.classifier})"), None
+    if judge.features is not None:
+        other = load_model(judge.features, device)
+        features = ProbedEncoder.from_model(other, name=f"{other.name} ({judge.features})")
+    elif judge.encoder is not None:
+        features = ProbedEncoder.from_name(judge.encoder, pretrained=judge.image_weights or True)
+        features.module.to(resolve_device(device))
+    models = GenerationModels(judge=encoder, classifier=classifier_of(model), features=features)
+    if judge.aligner is None:
+        return models, {}
+    shared = _check_aligner(judge.aligner, judge.generator, images)
+    aligner = load_model(judge.aligner, device)
+    if not isinstance(aligner, DualEncoder):
+        raise unsupported_model(judge.aligner, aligner, "give the checkpoint of a dual-encoder", field="aligner")
+    return dataclasses.replace(models, aligner=aligner), {"aligner_text_weights_shared": shared}
+
+
+def _check_aligner(aligner: Path, generator: Path | None, images: "GeneratedImages") -> float:
+    """Return the share of the text weights that the aligner has in common with the generator of the images."""
+    from medvl.eval.core.results import checkpoint_sha256
+    from medvl.eval.generation.alignment import check_separate
+
+    if generator is None:
+        message = "--aligner needs --generator, the checkpoint whose text encoder must be another one"
+        raise ConfigError(message, "missing", field="generator")
+    if checkpoint_sha256(generator) != images.generation.generator:
+        message = f"{generator} is not the generator of {images.folder}; give the one that made the images"
+        raise ConfigError(message, "mismatch", field="generator")
+    return check_separate(aligner, generator)
+
+
+def _options(comparison: ComparisonOptions, shared: RunOptions, label: LabelOptions) -> Any:
+    from medvl.eval.generation.evaluate import GenerationOptions
+    from medvl.eval.generation.fidelity import FidelityOptions
+    from medvl.eval.generation.findings import Resampling
+    from medvl.eval.generation.usefulness import UseOptions
+
+    return GenerationOptions(
+        policy=label.policy(),
+        fidelity=FidelityOptions(k=comparison.k),
+        use=UseOptions(fractions=comparison.fractions, seeds=comparison.seeds),
+        resampling=Resampling(resamples=shared.resamples),
+        pixel_size=comparison.pixel_size,
+    )
+
+
+def _hashes(judge: JudgeOptions) -> dict[str, str | None]:
+    from medvl.eval.core.results import checkpoint_sha256
+
+    return {
+        "checkpoint": checkpoint_sha256(judge.classifier),
+        "aligner": None if judge.aligner is None else checkpoint_sha256(judge.aligner),
+    }

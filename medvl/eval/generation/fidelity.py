@@ -1,0 +1,187 @@
+"""Rows of fidelity and diversity: distances of features, manifolds, and similarity within a prompt.
+
+Shape letters: N images, D feature dim, P pairs.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from medvl.errors import EvaluationError
+from medvl.eval.core.metric_rows import MetricRow, mean_metrics
+from medvl.eval.core.metrics import Array
+from medvl.eval.generation import distances
+from medvl.eval.generation.diversity import ms_ssim, pairs_across, pairs_within
+from medvl.eval.generation.findings import Resampling
+from medvl.eval.generation.inputs import ImageSet
+from medvl.eval.generation.neighbours import manifolds
+
+ALL = "all images"
+_MATCHED = ("frechet_distance", "kernel_distance", "precision", "recall", "density", "coverage")
+_MANIFOLDS = ("precision", "density", "recall", "coverage")
+_SIDE = 128
+_PAIRS = 500
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FidelityOptions:
+    """Settings of the distances."""
+
+    k: int = 5
+    """Neighbours of precision, recall, density and coverage."""
+    draws: int = 20
+    """Divisions of the real images into halves."""
+    subset_size: int = 1000
+    """Images of a subset of the kernel distance; at most half of the smaller set."""
+    subsets: int = 100
+    """Subsets of the kernel distance."""
+    seed: int = 0
+
+
+_DISTANCES: Mapping[str, Callable[[Array, Array], float]] = {
+    "frechet_distance": distances.frechet_distance,
+    "kernel_distance": distances.kernel_distance,
+}
+
+
+def distance_rows(sets: Sequence[ImageSet], real: ImageSet, options: FidelityOptions) -> tuple[MetricRow, ...]:
+    """Return Frechet and kernel distance of each set from the real test images, with intervals of the jackknife.
+
+    "kernel_distance_subsets" is the mean over subsets, with the 2.5th and 97.5th percentile of the subsets.
+    """
+    rows = []
+    for images in sets:
+        row = MetricRow(metric="", target=ALL, subgroup=images.name, n=len(images.prompts))
+        for name, distance in _DISTANCES.items():
+            value, low, high = distances.jackknife(distance, images.feature_set, real.feature_set, seed=options.seed)
+            low = float(np.fmax(low, 0)) if name == "frechet_distance" and not np.isnan(low) else low
+            rows.append(dataclasses.replace(row, metric=name, value=value, low=low, high=high))
+        values_S = distances.kernel_distance_subsets(
+            images.feature_set.x_ND,
+            real.feature_set.x_ND,
+            subsets=options.subsets,
+            size=options.subset_size,
+            seed=options.seed,
+        )
+        low, high = np.quantile(values_S, (0.025, 0.975)).tolist()
+        mean = float(values_S.mean())
+        rows.append(dataclasses.replace(row, metric="kernel_distance_subsets", value=mean, low=low, high=high))
+    return tuple(rows)
+
+
+def manifold_rows(
+    sets: Sequence[ImageSet], real: ImageSet, options: FidelityOptions, resampling: Resampling
+) -> tuple[MetricRow, ...]:
+    """Return precision, density, recall and coverage of each set, all images used.
+
+    Intervals resample the images that each is a mean over: the generated ones, or the real ones for recall and
+    coverage; the manifolds stay as they are.
+    """
+    rows: list[MetricRow] = []
+    for images in sets:
+        found = manifolds(real.feature_set.x_ND, images.feature_set.x_ND, k=options.k)
+        parts = {
+            "precision": (found.precision_M, images),
+            "density": (found.density_M, images),
+            "recall": (found.recall_N, real),
+            "coverage": (found.coverage_N, real),
+        }
+        for name, (value_N, of) in parts.items():
+            group = mean_metrics(name, value_N[:, None], [ALL], subgroup=images.name)
+            rows += resampling.measure([group], of.patients)
+    return tuple(rows)
+
+
+def matched_rows(sets: Sequence[ImageSet], real: ImageSet, options: FidelityOptions) -> tuple[MetricRow, ...]:
+    """Return all distances at one number of images, with that of real images from other real ones beside.
+
+    Values are means over the draws of `distances.matched_draws`; intervals are the 2.5th and 97.5th percentile of the
+    draws, which share images.
+    """
+    features = {images.name: images.feature_set for images in sets}
+    count, draws = distances.matched_draws(features, real.feature_set, draws=options.draws, seed=options.seed)
+    if count <= options.k:
+        message = f"expected more than {2 * options.k} real and {options.k} generated images, got halves of {count}"
+        raise EvaluationError(message, "empty", field="data")
+    values: dict[tuple[str, str], list[float]] = {}
+    for draw in draws:
+        for name, (x_ND, reference_ND) in draw.items():
+            found = manifolds(reference_ND, x_ND, k=options.k).means()
+            found |= {metric: distance(x_ND, reference_ND) for metric, distance in _DISTANCES.items()}
+            for metric in _MATCHED:
+                values.setdefault((metric, name), []).append(found[metric])
+    return tuple(
+        MetricRow(
+            metric=metric,
+            target=f"{count} images",
+            subgroup=name,
+            value=float(np.mean(of_draws)),
+            low=float(np.quantile(of_draws, 0.025)),
+            high=float(np.quantile(of_draws, 0.975)),
+            n=count,
+        )
+        for (metric, name), of_draws in values.items()
+    )
+
+
+def diversity_rows(images: ImageSet, resampling: Resampling) -> tuple[MetricRow, ...]:
+    """Return MS-SSIM and feature distance of pairs of images with one text, and of pairs with different texts.
+
+    Pairs of generated images differ in the seed, those of real images in the patient. A high MS-SSIM, or a small
+    distance, within a prompt is little diversity; the real images of equal text are the measure. Empty where no text
+    has two images.
+    """
+    texts = [prompt.lower() for prompt in images.prompts]
+    generated = all("seed" in sample.extra for sample in images.judged.samples)
+    apart = list(range(len(texts))) if generated else images.patients
+    kinds = {
+        "same text": pairs_within(texts, apart, seed=resampling.seed),
+        "other text": pairs_across(texts, apart, _PAIRS, seed=resampling.seed),
+    }
+    if not len(kinds["same text"]):
+        return ()
+    rows: list[MetricRow] = []
+    for kind, pairs_P2 in kinds.items():
+        if not len(pairs_P2):
+            continue
+        groups = [
+            mean_metrics(metric, value_P[:, None], [kind], subgroup=images.name)
+            for metric, value_P in (
+                ("ms_ssim", _structural(images, pairs_P2)),
+                ("feature_distance", _distance(images, pairs_P2)),
+            )
+        ]
+        rows += resampling.measure(groups, [texts[row] for row in pairs_P2[:, 0].tolist()])
+    return tuple(rows)
+
+
+def _structural(images: ImageSet, pairs_P2: NDArray[np.int64]) -> Array:
+    """Return MS-SSIM of pairs, of images shrunk to at most 128 pixels."""
+    import cv2
+
+    def read(row: int) -> NDArray[np.uint8]:
+        pixels = images.source.pixels(images.judged.positions[row])
+        side = min(_SIDE, *pixels.shape[:2])
+        grey = pixels if pixels.ndim == 2 else pixels.mean(axis=2).astype(np.uint8)
+        square: NDArray[np.uint8] = cv2.resize(grey, (side, side), interpolation=cv2.INTER_AREA)
+        return square
+
+    values = []
+    for start in range(0, len(pairs_P2), 64):
+        chosen = [[read(row) for row in pair] for pair in pairs_P2[start : start + 64].tolist()]
+        side = min(len(square) for pair in chosen for square in pair)
+        first, second = (
+            np.stack([cv2.resize(square, (side, side), interpolation=cv2.INTER_AREA) for square in column])
+            for column in zip(*chosen, strict=True)
+        )
+        values.append(ms_ssim(torch.from_numpy(first) / 255, torch.from_numpy(second) / 255).numpy())
+    return np.concatenate(values)
+
+
+def _distance(images: ImageSet, pairs_P2: NDArray[np.int64]) -> Array:
+    x_ND = images.features.x_ND.double().numpy()
+    distance_P: Array = np.linalg.norm(x_ND[pairs_P2[:, 0]] - x_ND[pairs_P2[:, 1]], axis=1)
+    return distance_P

@@ -1,0 +1,155 @@
+"""Whether generated images are copies of training images.
+
+Each image is compared with all training images, not only with that of its own prompt: a copy of another patient's
+image is a copy too. Real test images, of other patients, are the reference: they are not copies, so that a generated
+image that is nearer to a training image than 99 % of them is suspicious, and more than 1 % of such images are too many.
+
+Shape letters: Q queries, K neighbours, N training images, D dim.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from medvl.errors import EvaluationError
+from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, median_metric
+from medvl.eval.core.metrics import Array
+from medvl.eval.generation.findings import Resampling, renamed
+from medvl.eval.generation.inputs import ImageSet, LoaderOptions
+from medvl.eval.generation.neighbours import NearestImages
+from medvl.eval.probing.features import FeatureTable
+from medvl.eval.probing.solver import Standardizer
+
+QUANTILE = 0.01
+"""Share of the real test images that are as near to a training image as those that count as too near."""
+NEIGHBOURS = 10
+PIXEL_SIZE = 64
+SPACES = ("pixels", "pixels, relative", "features", "features, relative")
+"""Distances: L2 of pixels in [-1, 1] and of standardised features; relative ones are divided by the mean distance of
+the 2nd to 10th nearest training images, so that a blurred image, which is near to many, is not taken for a copy."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Nearest:
+    """The nearest training image of each image of a set."""
+
+    distance: Mapping[str, Array]
+    """Distance (N,) by space; NaN where pixels cannot be read."""
+    position: Mapping[str, NDArray[np.int64]]
+    """Position (N,) of the nearest training image in pixels and in features."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Memorisation:
+    """Nearest training images of the test images and of each generated set, and the limits from the former."""
+
+    real: Nearest
+    sets: Mapping[str, Nearest]
+    limit: Mapping[str, float]
+    """Distance below which an image counts as too near, by space."""
+
+    def too_near(self, name: str) -> Mapping[str, NDArray[np.bool_]]:
+        """Return for each space which images of a set are nearer than 99 % of the real test images."""
+        return {space: self.sets[name].distance[space] < limit for space, limit in self.limit.items()}
+
+
+def search_copies(
+    sets: Sequence[ImageSet],
+    real: ImageSet,
+    train_source: Any,
+    train_features: FeatureTable,
+    options: LoaderOptions,
+    *,
+    pixel_size: int = PIXEL_SIZE,
+) -> Memorisation:
+    """Find the nearest of all training images for generated and real test images.
+
+    Memory holds the pixels of the queries, one batch of training images, and the features.
+
+    Args:
+        sets: generated images.
+        real: test images, of other patients than the training images.
+        train_source: all training images.
+        train_features: features of all training images, of the encoder of `ImageSet.features`.
+        options: how images are read.
+        pixel_size: side of the squares that are compared.
+    """
+    queries = [*sets, real]
+    standardize = Standardizer.fit(train_features.x_ND)
+    in_features = NearestImages(torch.cat([standardize(each.features.x_ND) for each in queries]).float(), NEIGHBOURS)
+    for part_ND in train_features.x_ND.split(8192):
+        in_features.add(standardize(part_ND).float())
+    in_pixels = NearestImages(torch.cat([_pixels(each, options, pixel_size) for each in queries]), NEIGHBOURS)
+    batches = options.pixels(train_source, pixel_size)
+    for batch_BD in batches:
+        in_pixels.add(batch_BD)
+    if in_pixels.distance_QK.shape[1] < NEIGHBOURS:
+        message = f"expected {NEIGHBOURS} or more training images, got {len(train_features.positions)}"
+        raise EvaluationError(message, "empty", field="train")
+    places = {"pixels": np.array(batches.positions), "features": np.array(train_features.positions)}
+    ends = np.cumsum([0, *(len(each.prompts) for each in queries)])
+    found = [
+        _nearest({"pixels": in_pixels, "features": in_features}, places, slice(start, end))
+        for start, end in itertools.pairwise(ends.tolist())
+    ]
+    limit = {space: float(np.quantile(found[-1].distance[space], QUANTILE)) for space in SPACES}
+    names = [each.name for each in sets]
+    return Memorisation(real=found[-1], sets=dict(zip(names, found[:-1], strict=True)), limit=limit)
+
+
+def memorisation_rows(images: ImageSet, found: Memorisation, resampling: Resampling) -> tuple[MetricRow, ...]:
+    """Return the share of generated images that are too near to a training image, and the median distances.
+
+    "too_near" is 0.01 for real test images by definition; "nearer_than_all" is the share that is nearer than every real
+    test image.
+    """
+    nearest, near = found.sets[images.name], found.too_near(images.name)
+    shares_NK = np.stack([near[space] for space in SPACES], axis=1).astype(np.float64)
+    least = [nearest.distance[space] < found.real.distance[space].min() for space in SPACES]
+    groups: list[MetricGroup] = [
+        mean_metrics("too_near", shares_NK, SPACES, subgroup=images.name),
+        mean_metrics("nearer_than_all", np.stack(least, axis=1).astype(np.float64), SPACES, subgroup=images.name),
+        *(distance_median(nearest.distance[space], space, images.name) for space in SPACES),
+    ]
+    return resampling.measure(groups, images.patients)
+
+
+def real_distance_rows(real: ImageSet, found: Memorisation, resampling: Resampling) -> tuple[MetricRow, ...]:
+    """Return the median distances of the real test images."""
+    return resampling.measure(
+        [distance_median(found.real.distance[space], space, "real") for space in SPACES], real.patients
+    )
+
+
+def distance_median(distance_N: Array, space: str, name: str) -> MetricGroup:
+    """Return the median distance to the nearest training image."""
+    return renamed(median_metric("nearest_distance", distance_N, space), "nearest_distance", name)
+
+
+def _pixels(images: ImageSet, options: LoaderOptions, size: int) -> Tensor:
+    batches = options.pixels(images.source, size)
+    vectors_ND = batches.stacked()
+    place = {position: row for row, position in enumerate(batches.positions)}
+    missing = [position for position in images.judged.positions if position not in place]
+    if missing:
+        raise EvaluationError(f"{len(missing)} images of {images.name} could not be read again", "unreadable")
+    return vectors_ND[[place[position] for position in images.judged.positions]]
+
+
+def _nearest(spaces: Mapping[str, NearestImages], places: Mapping[str, NDArray[np.int64]], rows: slice) -> Nearest:
+    distance, position = {}, {}
+    for name, search in spaces.items():
+        distance_QK = search.distance_QK[rows]
+        distance[name] = distance_QK[:, 0]
+        others_Q = distance_QK[:, 1:].mean(axis=1)
+        distance[f"{name}, relative"] = np.divide(
+            distance_QK[:, 0], others_Q, out=np.ones(len(distance_QK)), where=others_Q > 0
+        )
+        position[name] = places[name][search.position_QK[rows, 0]]
+    return Nearest(distance=distance, position=position)

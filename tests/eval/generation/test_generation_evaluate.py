@@ -1,0 +1,273 @@
+"""Evaluation of generated images from end to end: good images, copies, noise; the page and the command."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.errors import raises
+from helpers.generated_images import DEID, PROMPTS, SIZE, MeanEncoder, draw, write_generated, write_real
+from helpers.html_pages import check_resources, read
+
+import medvl
+from medvl.cli import main as cli
+from medvl.common.files import sha256
+from medvl.data.convert.generated import plan
+from medvl.data.convert.options import ShardRun
+from medvl.data.convert.pipeline import write_shards
+from medvl.data.images.generated import GeneratedImages
+from medvl.data.shards.format import Manifest
+from medvl.data.shards.source import ShardSource
+from medvl.data.tokenizer.tokenizer import train_wordpiece
+from medvl.data.transforms.image import EvalTransform
+from medvl.errors import ConfigError, EvaluationError, SplitError
+from medvl.eval import read_results
+from medvl.eval.generation.evaluate import GenerationModels, GenerationOptions, evaluate_generation
+from medvl.eval.generation.fidelity import FidelityOptions
+from medvl.eval.generation.findings import Resampling
+from medvl.eval.generation.inputs import FramedSource, GeneratedSource, RealData
+from medvl.eval.generation.page import write_generation_page
+from medvl.eval.generation.usefulness import UseOptions
+from medvl.eval.probing.features import ProbedEncoder
+from medvl.models.checkpoint import save
+
+OPTIONS = GenerationOptions(
+    fidelity=FidelityOptions(draws=3, subsets=3),
+    use=UseOptions(fractions=(0.2, 1.0), seeds=2),
+    resampling=Resampling(resamples=50),
+    pixel_size=SIZE,
+)
+JUDGE = GenerationModels(judge=ProbedEncoder(name="mean", module=MeanEncoder(), transform=EvalTransform(size=SIZE)))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with real shards, wider than high, and generated images of the test set's prompts at two guidances:
+    good ones, of which every fourth is the middle of a training image, and noise."""
+    root = tmp_path_factory.mktemp("generation")
+    shards = write_real(root / "real", {"train": 60, "validate": 24, "test": 40})
+    test, rng = ShardSource(shards["test"]), np.random.default_rng(1)
+    samples = [test.sample(position) for position in range(40)]
+    prompts, keys = [sample.sections["impression"] for sample in samples], [sample.key for sample in samples]
+    good = [draw(prompt, rng) for prompt in prompts]
+    train = ShardSource(shards["train"])
+    copies = [train.pixels(position)[:, 4:-4] if position % 4 == 0 else good[position] for position in range(40)]
+    noise = [rng.integers(0, 256, (SIZE, SIZE), np.uint8) for _ in prompts]
+    told = {"manifests": [Manifest.read(shards["train"])], "prompt_keys": keys, "source_keys": keys}
+    for name, images, guidance in (("good", good, 3.0), ("copies", copies, 5.0), ("noise", noise, 1.0)):
+        write_generated(root / name, images, prompts, guidance=guidance, **told)
+    written = [train.sample(position) for position in range(40)]
+    told["source_keys"] = told["prompt_keys"] = [sample.key for sample in written]
+    texts = [sample.sections["impression"] for sample in written]
+    write_generated(root / "more", [draw(text, rng) for text in texts], texts, **told)
+    return root
+
+
+def real_of(home: Path, *names: str, **options) -> RealData:
+    shards = home / "real" / "shards"
+    folders = [GeneratedImages.open(home / name) for name in names]
+    return RealData.open([shards / "train"], shards / "validate", shards / "test", folders=folders, **options)
+
+
+@pytest.fixture(scope="module")
+def result(home):
+    names = ("good", "noise", "copies")
+    folders = [GeneratedImages.open(home / name) for name in names]
+    return evaluate_generation(
+        folders,
+        real_of(home, *names),
+        JUDGE,
+        reconstructed=GeneratedImages.open(home / "good"),
+        synthetic_train=GeneratedImages.open(home / "more"),
+        options=OPTIONS,
+    )
+
+
+def test_good_images_are_as_real_ones_and_noise_is_not(result):
+    good, real, noise = (result.row("auroc", "macro", name) for name in ("guidance 3", "real", "guidance 1"))
+    assert good.value > 0.95
+    assert real.value > 0.95
+    assert noise.value < 0.8
+    assert (good.n, real.n) == (40, 40)
+    assert result.row("side_auroc", "macro").value > 0.95
+    assert result.row("negation_auroc", "macro").value > 0.95
+    assert abs(result.row("auroc", "macro", "shuffled prompts").value - 0.5) < 0.05
+    assert result.row("auroc", "macro", "reconstructed") is not None
+    target = next(row.target for row in result.results.rows if row.metric == "recall" and row.subgroup == "real")
+    distances = {
+        name: result.row("frechet_distance", target, name).value for name in ("guidance 3", "real", "guidance 1")
+    }
+    assert distances["guidance 3"] < 5 * distances["real"] < distances["guidance 1"]
+    assert result.row("precision", "all images", "guidance 1").value == 0
+    assert result.row("coverage", "all images", "guidance 3").value > 0.5
+    assert result.row("frechet_distance", "all images").low <= result.row("frechet_distance", "all images").value
+
+
+def test_copies_of_any_training_image_are_caught(result):
+    """Every fourth image is a training image, of another patient and another prompt than its own."""
+    for space in ("pixels", "pixels, relative"):
+        row = result.row("too_near", space, "guidance 5")
+        assert row.value == pytest.approx(0.25, abs=0.06)
+        assert row.low > 0.05
+        assert result.row("nearer_than_all", space, "guidance 5").value >= 0.25
+    lines = [line for line in result.predictions() if line["guidance"] == 5]
+    for number, line in enumerate(lines):
+        assert ("pixels" in line["too_near"]) >= (number % 4 == 0)
+        if number % 4 == 0:
+            assert line["distance"]["pixels"] == pytest.approx(0, abs=1e-2)
+            assert line["nearest"]["pixels"] == f"train-{number:03d}"
+    for name in ("guidance 3", "guidance 1"):
+        assert result.row("too_near", "pixels", name).value < 0.1
+    assert result.results.details["nearest"]["pixels"]["guidance 5"] < 0.01
+
+
+def test_use_is_measured_on_real_patients(result):
+    assert result.row("use_auroc@100%", "macro", "real").value > 0.9
+    assert result.row("use_auroc@0%", "macro", "synthetic").value > 0.9
+    assert result.row("use_auroc_gain@20%", "macro", "both minus real") is not None
+
+
+def test_settings_and_hashes_are_recorded(result):
+    results = result.results
+    assert results.config["features"] == "mean"
+    assert (results.config["image_size"], results.config["fit"]) == (SIZE, "crop")
+    assert results.inputs["generator"] == "ab" * 32
+    assert len(results.inputs["features"]) == 64
+    details = results.details
+    assert (details["training_shards_not_given"], details["generator_training_unknown"]) == (0, False)
+    assert (details["training_images"], details["test_images"], details["prompts"]) == (60, 40, 40)
+    assert "prompted findings, AUROC" in result.table()
+    json.dumps([*result.predictions()])
+
+
+def test_the_page_shows_prompts_images_and_the_sweep(result, tmp_path):
+    path = write_generation_page(result, tmp_path / "index.html", model="drawn", data="test", examples=2)
+    check_resources(path)
+    text = " ".join(read(path).text)
+    for words in ("Prompts and images", "Guidance", "Nearest training images", "Memorisation", "Left against right"):
+        assert words in text
+    assert PROMPTS[0] in text
+    assert {"summary.csv", "memorisation.md", "guidance-0.svg"} <= {
+        file.name for file in (tmp_path / "index_files").iterdir()
+    }
+
+
+def test_real_images_get_the_frame_of_the_generator(home):
+    real = real_of(home, "good", views=["PA"])
+    assert real.test.pixels(0).shape == (SIZE, SIZE)
+    assert len(real.all_train) == 60
+    assert len(real.train) == 40
+    source = ShardSource(home / "real/shards/test")
+    np.testing.assert_array_equal(FramedSource(source, SIZE, "crop").pixels(0), source.pixels(0)[:, 4:-4])
+    assert FramedSource(source, SIZE, "crop").fingerprint != FramedSource(source, SIZE, "pad").fingerprint
+    assert real_of(home, "good", fit="pad").framing["fit"] == "pad"
+    with raises(EvaluationError, "empty", "views"):
+        real_of(home, "good", views=["AP"])
+
+
+def test_a_generator_that_has_seen_test_patients_is_refused(home, tmp_path):
+    shards = home / "real" / "shards"
+    images = write_generated(
+        tmp_path, [draw("", np.random.default_rng(0))], ["Edema."], manifests=[Manifest.read(shards / "test")]
+    )
+    with raises(SplitError, "leak"):
+        RealData.open([shards / "train"], shards / "validate", shards / "test", folders=[images])
+    with raises(SplitError, "leak"):
+        RealData.open(
+            [shards / "test"], shards / "validate", shards / "test", folders=[GeneratedImages.open(home / "good")]
+        )
+
+
+def test_folders_of_one_generator_and_different_guidance(home, tmp_path):
+    real, good = real_of(home, "good"), GeneratedImages.open(home / "good")
+    with raises(ConfigError, "conflict", "generated"):
+        evaluate_generation([good, good], real, JUDGE)
+    other = write_generated(tmp_path, [draw("", np.random.default_rng(0))], ["a"], generator="cd" * 32, guidance=2)
+    with raises(ConfigError, "mismatch", "generated"):
+        evaluate_generation([good, other], real, JUDGE)
+
+
+def test_prompts_without_findings_and_without_real_images(home, tmp_path):
+    rng = np.random.default_rng(2)
+    images = write_generated(tmp_path / "free", [draw("", rng) for _ in range(12)], [f"Text {n}." for n in range(12)])
+    found = evaluate_generation([images], real_of(home, "good"), JUDGE, options=OPTIONS)
+    assert found.sets.real is None
+    assert {row.metric for row in found.results.rows} >= {"frechet_distance", "too_near"}
+    assert not [row for row in found.results.rows if row.metric.endswith("auroc")]
+    assert found.results.details["generator_training_unknown"]
+    assert "Frechet distance" in found.table()
+    check_resources(write_generation_page(found, tmp_path / "index.html", model="free", data="test"))
+
+
+def test_changed_pixels_are_other_features(home):
+    images = GeneratedImages.open(home / "good")
+    rows = (dataclasses.replace(images.rows[0], pixel_hash="0" * 64), *images.rows[1:])
+    changed = dataclasses.replace(images, rows=rows)
+    assert GeneratedSource(images, {}).fingerprint != GeneratedSource(changed, {}).fingerprint
+
+
+@pytest.fixture(scope="module")
+def run(home) -> Path:
+    """Checkpoint of a dual-encoder with random weights."""
+    torch.manual_seed(0)
+    tokenizer = train_wordpiece(list(PROMPTS), vocab_size=60, min_frequency=1)
+    settings = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "image_size": 32, "fit": "squash"}
+    model = medvl.create_model("convirt", tokenizer=tokenizer, projection_dim=8, frozen_text_layers=0, **settings)
+    (home / "run/best").mkdir(parents=True)
+    save(model, home / "run/best")
+    return home / "run/best"
+
+
+def command(home: Path, run: Path, *more: str, generated: str = "good") -> None:
+    shards = home / "real" / "shards"
+    options = {"train": shards / "train", "valid": shards / "validate", "test": shards / "test", "classifier": run}
+    named = [str(text) for name, value in options.items() for text in (f"--{name}", value)]
+    cli.main(
+        [
+            "eval",
+            "generation",
+            "--generated",
+            str(home / generated),
+            *named,
+            "--workers",
+            "0",
+            "--resamples",
+            "20",
+            *more,
+        ]
+    )
+
+
+def test_the_command_writes_results_and_page(home, run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "generator")
+    images = GeneratedImages.open(home / "good")
+    own = write_generated(
+        tmp_path / "own",
+        [images.pixels(number) for number in range(40)],
+        [row.prompt for row in images.rows],
+        source_keys=[row.source_key for row in images.rows],
+        generator=sha256(tmp_path / "generator/model.safetensors"),
+    )
+    command(home, run, "--out", str(tmp_path / "out"))
+    assert "prompted findings, AUROC" in capsys.readouterr().out
+    assert read_results(tmp_path / "out").row("auroc", "macro", "real").n == 40
+    check_resources(tmp_path / "out/index.html")
+    with pytest.raises(SystemExit):
+        command(home, run, "--aligner", str(run), "--out", str(tmp_path / "no"))
+    assert "--generator" in capsys.readouterr().err
+    aligned = ("--aligner", str(run), "--generator", str(tmp_path / "generator"), "--out", str(tmp_path / "no"))
+    with pytest.raises(SystemExit):
+        command(home, run, *aligned, generated=str(own.folder))
+    assert "trained apart" in capsys.readouterr().err
+
+
+def test_synthetic_shards_are_no_test_set(home, run, tmp_path, capsys):
+    images = home / "more"
+    made = plan(images, DEID, sources=[home / "real/shards/train"])
+    write_shards(made, DEID, ShardRun(out=tmp_path / "shards", workers=1))
+    with pytest.raises(SystemExit):
+        command(home, run, "--test", str(tmp_path / "shards/train"))
+    assert "synthetic" in capsys.readouterr().err
