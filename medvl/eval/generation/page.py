@@ -22,7 +22,7 @@ from medvl.eval.generation.tables import (
 )
 from medvl.eval.html.header import header_facts, headline
 from medvl.eval.html.page import Page, Pictures, Section, Strip, plot_picture, write_page
-from medvl.eval.html.plots import LINE_COLORS, Series, line_plot
+from medvl.eval.html.plots import LINE_COLORS, Series, interval_lines
 
 _LIMITS = (
     "A research evaluation of synthetic images, not for clinical use. A report written for a generated image proves "
@@ -139,7 +139,7 @@ def _sweep(result: GenerationResult) -> list[Section]:
             if all(row is not None for row in rows):
                 series.append(_series(name, [row for row in rows if row is not None], LINE_COLORS[place]))
         if series:
-            plot = line_plot(f"guidance-{number}", guidance_K, series, x="guidance", y=axis)
+            plot = interval_lines(f"guidance-{number}", guidance_K, series, x="guidance", y=axis)
             pictures.append(plot_picture(plot, alternative=f"{axis} against guidance", lines=[f"{axis} by guidance"]))
     caption = (
         "Guidance makes findings clearer and moves the images away from the real ones: choose it on prompts of "

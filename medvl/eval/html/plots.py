@@ -169,7 +169,7 @@ def interval_plot(
     return _finish(name, figure, axes, axis, "")
 
 
-def line_plot(name: str, x_K: Array, lines: Sequence[Series], *, x: str, y: str) -> Plot:
+def interval_lines(name: str, x_K: Array, lines: Sequence[Series], *, x: str, y: str) -> Plot:
     """Plot values with intervals against the numbers `x_K`, one line for each series; `x` and `y` name the axes."""
     figure, axes = _canvas()
     for series in lines:
