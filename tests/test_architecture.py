@@ -94,6 +94,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "matching": {"core", "html", "retrieval"},
         "zero_shot_masks": {"core", "html", "dense", "grounding"},
         "published": set(),
+        "masked_prediction": {"core", "html"},
         "robustness": {"core", "html", "classification", "zero_shot_classification", "retrieval", "matching"},
         "vqa": {"core", "html"},
         "report_generation": {"core", "html"},

@@ -5,7 +5,8 @@
 `core` has metrics, bootstrap and results, `html` the pages. Each task has its own package with the protocol in the
 docstring of its evaluator: `zero_shot_classification`, `classification`, `probing`, `retrieval`, `matching`,
 `grounding`, `change`, `dense` (detection and segmentation), `vqa`, `report_generation`, `generation` (of images),
-`robustness` and `text_tasks`; `compare` compares results of several models, `published` has numbers of papers.
+`robustness`, `text_tasks` and `masked_prediction`; `compare` compares results of several models, `published` has
+numbers of papers.
 Submodules are imported on first use: the statistics need numpy only.
 """
 
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
     from medvl.eval.grounding.metrics import MapRules as MapRules
     from medvl.eval.grounding.page import write_grounding_page as write_grounding_page
     from medvl.eval.html.page import write_page as write_page
+    from medvl.eval.masked_prediction.evaluate import masked_prediction as masked_prediction
+    from medvl.eval.masked_prediction.page import write_masked_prediction_page as write_masked_prediction_page
     from medvl.eval.matching.evaluate import image_text_matching as image_text_matching
     from medvl.eval.matching.page import write_matching_page as write_matching_page
     from medvl.eval.metric_classes import LabelMetrics as LabelMetrics, RetrievalMetrics as RetrievalMetrics

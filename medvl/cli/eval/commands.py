@@ -12,6 +12,7 @@ from medvl.cli.eval import (
     dense,
     generation,
     grounding,
+    masked_prediction,
     matching,
     probe,
     report_generation,
@@ -43,6 +44,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "robustness": robustness.robustness,
     "text": text.text,
     "generation": generation.generation,
+    "masked-prediction": masked_prediction.masked_prediction,
     "report-generation": report_generation.report_generation,
 }
 """Name after `medvl eval` -> function, in the order of the help."""

@@ -7,6 +7,7 @@ of the source: percent, or a share of one. They are facts to compare with; none 
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from medvl.common.config_io import nearest
 from medvl.common.untrusted import parse_json
@@ -71,6 +72,6 @@ def published_markdown(numbers: Iterable[PublishedNumber], reasons: dict[str, st
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _read() -> tuple[dict[str, list[dict[str, str]]], dict[str, str]]:
+def _read() -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
     content = parse_json(_PATH.read_text(encoding="utf-8"))
     return content["rows"], content["reasons"]

@@ -148,9 +148,14 @@ def test_versions_depend_on_the_key_alone(name: str, shape: tuple[int, ...]) -> 
 
 
 def test_images_are_decoded_once_for_all_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, decoded = patients(3), []
+    source, decoded = patients(3), list[int]()
     pixels = source.pixels
-    monkeypatch.setattr(source, "pixels", lambda position, color=False: decoded.append(position) or pixels(position))
+
+    def decode(position: int, color: bool = False) -> np.ndarray:
+        decoded.append(position)
+        return np.asarray(pixels(position))
+
+    monkeypatch.setattr(source, "pixels", decode)
     versions = VersionSource(source, corruption_versions(["blur", "noise"]), 0)
     for position in range(len(versions)):
         versions.pixels(position)

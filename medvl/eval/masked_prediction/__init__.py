@@ -1,0 +1,1 @@
+"""Masked prediction: which words of report sentences a language model fills in."""
