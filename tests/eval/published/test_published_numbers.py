@@ -1,6 +1,7 @@
 """Published numbers: every recipe has some or a reason, and the page is that of the file."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,9 @@ def test_numbers_are_complete_and_named_once() -> None:
         assert one.value > 0
         assert one.command.startswith("medvl ")
         assert "medvl eval " in one.command, one
+    texts = "".join((ROOT / f"recipes/{name}.py").read_text(encoding="utf-8") for name in RECIPES)
+    runs = {run for one in numbers for run in re.findall(r"runs/[\w-]+", one.command)}
+    assert {run for run in runs if f'"{run}"' not in texts} == set(), "no recipe writes these runs"
 
 
 def test_the_page_has_the_numbers_of_the_file() -> None:
