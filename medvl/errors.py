@@ -37,6 +37,9 @@ unknown_format, no_image, no_regions and too_small.
 
 from typing import Any, Self
 
+ERROR_CODES = "MEDVL_ERROR_CODES"
+"""Variable of the environment: where it is set, commands print the code of an error behind its message."""
+
 
 class MedvlError(Exception):
     """Base of all errors that medvl raises on purpose.

@@ -122,6 +122,8 @@ class Column:
     metric: str
     targets: tuple[str, ...]
     """The first of these that the results have, such as the mean of five findings, else of all."""
+    subgroup: str = ""
+    """Subgroup of the row, or its beginning, such as "sex: "; empty for all items."""
     higher_is_better: bool = True
 
 

@@ -16,7 +16,6 @@ from medvl.benchmark.settings import find_references
 from medvl.benchmark.store import COST, Store
 from medvl.benchmark.systems import recipe_module
 from medvl.common.files import write_atomic
-from medvl.errors import MedvlError
 
 _FILE = "estimates.json"
 Estimate = Mapping[str, Any]
@@ -104,9 +103,7 @@ def _examine(run: Run, store: Store, seconds: float) -> Estimate:
     waits = set(find_references(run.settings))
     if any(not (store.out / "runs" / run.needs[name] / COST).is_file() for name in waits):
         return {"error": f"starts from {', '.join(sorted(waits))}"}
-    folder = store.folder(run)
-    existed = folder.is_dir()
-    folder.mkdir(parents=True, exist_ok=True)
+    store.out.mkdir(parents=True, exist_ok=True)
     log = logging.getLogger("medvl")
     level = log.level
     log.setLevel(logging.WARNING)
@@ -114,13 +111,10 @@ def _examine(run: Run, store: Store, seconds: float) -> Estimate:
         with contextlib.redirect_stdout(io.StringIO()):
             prepared = recipe_module(Path(run.recipe)).prepare(settings_of(run, store))
             measured = examine(prepared, seconds)
-    except MedvlError as error:
-        return {"error": str(error)}
+    except Exception as error:  # a system of another package may raise anything
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
     finally:
         log.setLevel(level)
-        if not existed:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
     train = run.settings["train"]
     epoch = -(-prepared.data.train.steps_per_epoch // train["accumulate"])
     steps = min(length for length in (train["steps"], (train["epochs"] or 0) * epoch) if length)

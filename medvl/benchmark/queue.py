@@ -17,9 +17,12 @@ from medvl.benchmark.plan import Plan
 from medvl.benchmark.run import Run
 from medvl.benchmark.store import COST, FAILURE, Store
 from medvl.common.files import write_atomic
+from medvl.errors import ConfigError
 
 Report = Callable[[str], Any]
 """Function that prints a line of progress."""
+IN_USE = 75
+"""Exit status of a run that another process executes (EX_TEMPFAIL)."""
 _POLL = 0.2
 
 
@@ -48,7 +51,7 @@ def execute_locally(
         for number, run in enumerate(waiting, 1):
             report(f"{number}/{total} {run.title}")
             if _is_ready(run, store):
-                execute_run(store.folder(run))
+                _execute_here(run, store, report)
             _report_end(run, store, report)
         return
     free = list(gpus) or [""] * jobs
@@ -63,6 +66,8 @@ def execute_locally(
                     place = free.pop()
                     running[_start(run, store, place, threads)] = run, place
             waiting = _without_failed(waiting, store, report)
+            if not running and not any(_is_ready(run, store) for run in waiting):
+                break  # they need runs that another process executes, or that were stopped
             ended = [process for process in running if process.poll() is not None]
             for process in ended:
                 run, place = running.pop(process)
@@ -71,6 +76,15 @@ def execute_locally(
                 _report_end(run, store, report)
             if not ended:
                 time.sleep(_POLL)
+
+
+def _execute_here(run: Run, store: Store, report: Report) -> None:
+    try:
+        execute_run(store.folder(run))
+    except ConfigError as error:
+        if error.code != "in_use":
+            raise
+        report(f"  {error}")
 
 
 def _is_ready(run: Run, store: Store) -> bool:
@@ -108,7 +122,7 @@ def _start(run: Run, store: Store, gpu: str, threads: int | None) -> "subprocess
 
 def _record_end(run: Run, store: Store, status: int) -> None:
     """Record the failure of a process that could not record it itself."""
-    if status and store.state(run) == "to do":
+    if status not in (0, IN_USE) and store.state(run) == "to do":
         log = (store.folder(run) / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
         last = (log or [""])[-1].removeprefix("medvl: ")
         reason = f"killed by {signal.Signals(-status).name}" if status < 0 else last or f"status {status}"

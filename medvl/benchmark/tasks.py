@@ -1,6 +1,7 @@
 """Tasks of a benchmark: evaluations of a checkpoint, the systems and corpora that they fit, and their columns."""
 
 import dataclasses
+import os
 import shlex
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from medvl.benchmark.run import Run
 from medvl.benchmark.settings import with_settings
 from medvl.benchmark.systems import recipe_module
 from medvl.data import QuestionSource, ShardSource
-from medvl.errors import EvaluationError
+from medvl.errors import ERROR_CODES, EvaluationError
 from medvl.eval import (
     ProbedEncoder,
     ShortlistModel,
@@ -321,9 +322,9 @@ def run_command(trained: Trained, name: str, out: Path) -> None:
     except (KeyError, IndexError) as error:
         message = f"corpus {run.corpus.name} has no {error} for the task {name}"
         raise EvaluationError(message, "unsupported", field=name) from None
-    ended = subprocess.run([sys.executable, "-m", "medvl", *arguments], capture_output=True, text=True, check=False)
+    command, environment = [sys.executable, "-m", "medvl", *arguments], os.environ | {ERROR_CODES: "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if ended.returncode or not (out / "results.json").is_file():
         last = (ended.stderr.strip().splitlines() or [f"status {ended.returncode}"])[-1]
-        raise EvaluationError(
-            f"{name}: {last.removeprefix('medvl: ')}", "unsupported" if "support" in last else "missing"
-        )
+        text, _, code = last.removeprefix("medvl: ").removesuffix("]").rpartition(" [")
+        raise EvaluationError(f"{name}: {text or last}", code if text else "missing", field=name)

@@ -10,9 +10,6 @@ import tyro
 
 from medvl.errors import ConfigError
 
-_IN_USE = 75
-"""Exit status where another process executes the run (EX_TEMPFAIL)."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChangeOptions:
@@ -112,12 +109,15 @@ def _execute(plan: Any, store: Any, engine: str, jobs: int, gpus: tuple[str, ...
 
 
 def _publish(plan: Any, store: Any) -> bool:
-    """Write results.jsonl and the pages, and print the tables. Returns whether anything failed."""
-    from medvl.benchmark.site.write import print_site, write_site
+    """Write results.jsonl and the pages, and print the tables. Returns whether anything failed or is left to do."""
+    from medvl.benchmark.pages.write import print_site, write_site
 
     site = write_site(plan, store)
     print(print_site(site))
-    return bool(site.failures)
+    left = sum(store.state(run) == "to do" for run in plan.runs)
+    if left:
+        print(f"{left} of {len(plan.runs)} runs are not finished; run the same command again to resume")
+    return bool(site.failures or left)
 
 
 def _make_data(plan: Any, store: Any) -> None:
@@ -131,6 +131,7 @@ def _make_data(plan: Any, store: Any) -> None:
 
 def _execute_alone(folder: Path) -> None:
     from medvl.benchmark.execute import execute_run
+    from medvl.benchmark.queue import IN_USE
 
     try:
         done = execute_run(folder)
@@ -138,7 +139,7 @@ def _execute_alone(folder: Path) -> None:
         if error.code != "in_use":
             raise
         print(f"medvl: {error}", file=sys.stderr)
-        sys.exit(_IN_USE)
+        sys.exit(IN_USE)
     if not done:
         sys.exit(1)
 

@@ -2,6 +2,7 @@
 
 import difflib
 import fnmatch
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,7 +27,7 @@ from medvl.cli import (
 )
 from medvl.cli.eval import commands as evaluation
 from medvl.cli.shards import commands as conversion, corpora, regions, upload, verify, vocab
-from medvl.errors import ConfigError, MedvlError
+from medvl.errors import ERROR_CODES, ConfigError, MedvlError
 
 
 def list_everything(
@@ -120,7 +121,8 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(f"interrupted{resume}", status=130)
     except MedvlError as error:
         unnamed = error.field is not None and error.field not in str(error)
-        _fail(f"{error.field}: {error}" if unnamed else str(error))
+        code = f" [{error.code}]" if ERROR_CODES in os.environ else ""
+        _fail((f"{error.field}: {error}" if unnamed else str(error)) + code)
     except OSError as error:
         _fail(f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
 

@@ -13,7 +13,7 @@ from helpers.errors import raises
 from medvl.benchmark import Plan, Store, execute_locally, plan_runs, read_benchmark, tasks, write_slurm
 from medvl.benchmark.corpora import make_corpus
 from medvl.benchmark.estimate import describe_plan
-from medvl.benchmark.site.write import print_site, write_site
+from medvl.benchmark.pages.write import print_site, write_site
 from medvl.cli import main as cli
 from medvl.errors import ConfigError, CorpusError
 from medvl.models import ConVIRT, ConVIRTConfig, register_system, registry

@@ -1,0 +1,116 @@
+"""Plots of a benchmark: losses of the trainings, metrics by share of pairs and labels, and quality beside cost."""
+
+import json
+import statistics
+from collections.abc import Sequence
+
+from medvl.benchmark.pages.rows import Measurements, SystemRow
+from medvl.benchmark.pages.tables import FAMILIES, group_name, measured_cell, titled
+from medvl.benchmark.run import Run
+from medvl.benchmark.store import Store
+from medvl.eval.html.page import Picture, Pictures, Section, Strip, plot_picture, slug
+from medvl.eval.html.plots import Plot, labelled_points, line_plot
+from medvl.eval.html.tables import Cell, Table
+
+
+def loss_section(found: Measurements, store: Store) -> Pictures | None:
+    """Return the training losses of all runs, relative to the first record; None without records."""
+    strips = []
+    for family, title in FAMILIES.items():
+        lines = {}
+        for row in found.rows:
+            if row.family == family and row.weights == "trained":
+                lines |= {run.title: curve for run in row.runs if (curve := _losses(store, run)) is not None}
+        if lines:
+            plot = line_plot(f"losses-{family}", lines, "step", "loss / first loss")
+            strips.append(Strip(title=f"{title.capitalize()}s", pictures=[_picture(plot, "Training losses by step.")]))
+    if not strips:
+        return None
+    caption = "Losses of different systems are sums of different terms: only the shapes compare."
+    return Pictures(title="Training", strips=strips, caption=caption, kind="wide")
+
+
+def share_sections(found: Measurements) -> list[Section]:
+    """Return the metrics by share of the pretraining pairs; none of a benchmark with one share."""
+    if len(found.plan.config.shares) < 2:
+        return []
+    sections: list[Section] = []
+    for group in dict.fromkeys(row.group for row in found.rows):
+        rows = [row for row in found.rows if row.group == group and row.weights == "trained"]
+        name, strips = group_name(found, group), []
+        lines: list[list[Cell | str]] = []
+        for title in found.columns:
+            of_system: dict[str, list[SystemRow]] = {}
+            for row in sorted((row for row in rows if title in row.metrics), key=lambda row: row.share):
+                of_system.setdefault(row.name, []).append(row)
+            curves = {
+                system: ([row.share for row in own], [row.metrics[title].value for row in own])
+                for system, own in of_system.items()
+            }
+            if curves:
+                plot = line_plot(slug(f"share {name} {title}"), curves, "share of the pairs", title, log_x=True)
+                strips.append(Strip(title=title, pictures=[_picture(plot, f"{title} by share of the pairs.")]))
+        shares = sorted(found.plan.config.shares)
+        for system in dict.fromkeys(row.name for row in rows):
+            for title in found.columns:
+                own = {row.share: row.metrics[title] for row in rows if row.name == system and title in row.metrics}
+                if own:
+                    cells = [measured_cell(own[share]) if share in own else "–" for share in shares]
+                    lines.append([f"{system}, {title}", *cells])
+        heading = titled("Shares of the pairs", name)
+        caption = "All runs have the same number of steps: with few pairs they see each pair more often."
+        sections.append(Pictures(title=heading, strips=strips, caption=caption, kind="wide"))
+        columns = ["system and metric", *(f"{100 * share:g} %" for share in shares)]
+        sections.append(Table(title=f"{heading}, numbers", columns=columns, rows=lines))
+    return sections
+
+
+def label_sections(found: Measurements) -> list[Section]:
+    """Return the linear probes by share of the labels; none of a benchmark with one share."""
+    labels = sorted(found.plan.config.evaluation.label_shares)
+    titles = {share: f"probe, {100 * share:g}%" for share in labels}
+    if len(labels) < 2 or not set(titles.values()) & found.columns.keys():
+        return []
+    sections: list[Section] = []
+    for group, rows in found.groups().items():
+        curves = {}
+        for row in rows:
+            own = {share: row.metrics[title].value for share, title in titles.items() if title in row.metrics}
+            if own:
+                curves[row.title] = (list(own), list(own.values()))
+        if curves:
+            name = group_name(found, group)
+            plot = line_plot(slug(f"labels {name}"), curves, "share of the labels", "linear probe", log_x=True)
+            strip = Strip(title="", pictures=[_picture(plot, "Linear probes by share of the labels.")])
+            sections.append(Pictures(title=titled("Shares of the labels", name), strips=[strip], kind="wide"))
+    return sections
+
+
+def cost_section(found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]) -> Pictures | None:
+    """Return quality beside training time for each column; None without costs."""
+    name, strips = group_name(found, group), []
+    for title in found.columns:
+        points = {}
+        for row in rows:
+            minutes = [cost["train_seconds"] / 60 for cost in row.costs if cost.get("train_seconds")]
+            if row.weights == "trained" and title in row.metrics and minutes:
+                points[row.name] = (statistics.mean(minutes), row.metrics[title].value)
+        if len(points) > 1:
+            plot = labelled_points(slug(f"cost {name} {title}"), points, "training, minutes", title)
+            strips.append(Strip(title=title, pictures=[_picture(plot, f"{title} by minutes of training.")]))
+    return Pictures(title=titled("Quality by time", name), strips=strips, kind="wide") if strips else None
+
+
+def _picture(plot: Plot, alternative: str) -> Picture:
+    return plot_picture(plot, alternative=alternative, wide=True)
+
+
+def _losses(store: Store, run: Run) -> tuple[list[float], list[float]] | None:
+    path = store.folder(run) / "run" / "metrics.jsonl"
+    if not path.is_file():
+        return None
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    points = [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
+    if not points or not points[0][1]:
+        return None
+    return [step for step, _ in points], [loss / points[0][1] for _, loss in points]

@@ -1,0 +1,184 @@
+"""Measured systems: the runs of a benchmark that differ in the seed only, with their metrics, costs and failures."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from medvl.benchmark.config import Column
+from medvl.benchmark.plan import Plan
+from medvl.benchmark.ranks import Measured
+from medvl.benchmark.resamples import read_resamples
+from medvl.benchmark.run import Run
+from medvl.benchmark.store import Refusal, Store, Weights, read_evaluation
+from medvl.benchmark.tasks import columns_of
+from medvl.eval import MetricRow, Results
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A run or an evaluation without a result, because of an error."""
+
+    title: str
+    part: str
+    """training, or the name of a task."""
+    reason: str
+    log: str
+    """File below the benchmark's folder; empty where the run was not started."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SystemRow:
+    """A system on one corpus, from one start, with one share of the pairs."""
+
+    name: str
+    family: str
+    corpus: str
+    start: str
+    share: float
+    weights: Weights
+    runs: tuple[Run, ...]
+    """The runs of its seeds."""
+    metrics: Mapping[str, Measured]
+    """Title of a column -> metric."""
+    refused: Mapping[str, str]
+    """Task -> why it does not apply."""
+    failed: frozenset[str]
+    """Tasks that failed; all of them where the training did."""
+    costs: tuple[Mapping[str, Any], ...]
+    evaluation_seconds: float
+
+    @property
+    def title(self) -> str:
+        """Name, that of weights before the training, and how many seeds are trained where not all are."""
+        trained = len(self.costs)
+        seeds = f" ({trained} of {len(self.runs)} seeds)" if 0 < trained < len(self.runs) else ""
+        return f"{self.name}{seeds}" if self.weights == "trained" else f"{self.name}, before training{seeds}"
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """What the rows of one table share: corpus and start."""
+        return self.corpus, self.start
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """All that the pages show."""
+
+    plan: Plan
+    rows: tuple[SystemRow, ...]
+    columns: Mapping[str, Column]
+    """Title -> column, of the columns that any row has."""
+    tasks: Mapping[str, str]
+    """Title of a column -> its task."""
+    failures: tuple[Failure, ...]
+
+    def groups(self) -> dict[tuple[str, str], list[SystemRow]]:
+        """Return the rows with all pairs by corpus and start."""
+        found: dict[tuple[str, str], list[SystemRow]] = {}
+        for row in self.rows:
+            if row.share == max(self.plan.config.shares):
+                found.setdefault(row.group, []).append(row)
+        return found
+
+
+def measure_systems(plan: Plan, store: Store) -> Measurements:
+    """Read the results of all runs of a benchmark that have tasks."""
+    columns = columns_of(plan.config)
+    grouped: dict[tuple[str, str, str, float], list[Run]] = {}
+    for run in plan.runs:
+        if run.tasks:
+            grouped.setdefault((run.name, run.corpus.name, run.start, run.share), []).append(run)
+    kinds: tuple[Weights, ...] = ("trained", "start") if plan.config.evaluation.random_start else ("trained",)
+    rows = [_row(runs, weights, store, columns) for runs in grouped.values() for weights in kinds]
+    tasks = {column.title: task for task, found in columns.items() for column in found}
+    shown = {
+        column.title: column
+        for task, found in columns.items()
+        for column in found
+        if any(column.title in row.metrics or task in row.failed for row in rows)
+    }
+    return Measurements(plan=plan, rows=tuple(rows), columns=shown, tasks=tasks, failures=tuple(_failures(plan, store)))
+
+
+def _row(runs: Sequence[Run], weights: Weights, store: Store, columns: Mapping[str, tuple[Column, ...]]) -> SystemRow:
+    first = runs[0]
+    metrics, refused, failed, seconds = {}, {}, set(), 0.0
+    for task in first.tasks:
+        folders = [store.evaluation(run, weights, task) for run in runs]
+        found = [read_evaluation(folder) for folder in folders]
+        for one in found:
+            if isinstance(one, Refusal):
+                if one.failed:
+                    failed.add(task)
+                else:
+                    refused[task] = one.reason
+        done = [(folder, one) for folder, one in zip(folders, found, strict=True) if isinstance(one, Results)]
+        seconds += sum(_seconds(folder) for folder, _ in done)
+        for column in columns[task]:
+            measured = _measured(done, column)
+            if measured is not None:
+                metrics[column.title] = measured
+    if all(store.failure(run) for run in runs):
+        failed = set(first.tasks)
+    costs = tuple(cost for run in runs if (cost := store.cost(run)) is not None)
+    return SystemRow(
+        name=first.name,
+        family=first.family,
+        corpus=first.corpus.name,
+        start=first.start,
+        share=first.share,
+        weights=weights,
+        runs=tuple(runs),
+        metrics=metrics,
+        refused=refused,
+        failed=frozenset(failed),
+        costs=costs,
+        evaluation_seconds=seconds / max(1, len(runs)),
+    )
+
+
+def _measured(done: Sequence[tuple[Path, Results]], column: Column) -> Measured | None:
+    """Return a column's metric over the seeds that have it."""
+    values, errors, resampled = [], [], []
+    for folder, results in done:
+        row = _find(results, column)
+        if row is not None and not math.isnan(row.value):
+            values.append(row.value)
+            errors.append((row.high - row.low) / 3.92)
+            resampled.append(read_resamples(folder, row.name))
+    if not values:
+        return None
+    return Measured(values=tuple(values), errors=tuple(errors), resampled=tuple(resampled))
+
+
+def _find(results: Results, column: Column) -> MetricRow | None:
+    """Return the row of the column's first target that the results have; None if they have none."""
+    for target in column.targets:
+        for row in results.rows:
+            fits = row.subgroup.startswith(column.subgroup) if column.subgroup else not row.subgroup
+            if fits and (row.metric, row.target) == (column.metric, target):
+                return row
+    return None
+
+
+def _failures(plan: Plan, store: Store) -> list[Failure]:
+    found = []
+    for run in plan.runs:
+        log = f"runs/{run.key}/log.txt"
+        log = log if (store.out / log).is_file() else ""
+        if (reason := store.failure(run)) is not None:
+            found.append(Failure(title=run.title, part="training", reason=reason, log=log))
+            continue
+        for weights, task, folder in store.evaluations(run):
+            refusal = read_evaluation(folder)
+            if isinstance(refusal, Refusal) and refusal.failed:
+                part = task if weights == "trained" else f"{task}, before training"
+                found.append(Failure(title=run.title, part=part, reason=refusal.reason, log=log))
+    return found
+
+
+def _seconds(folder: Path) -> float:
+    path = folder / "seconds.json"
+    return float(path.read_text(encoding="utf-8")) if path.is_file() else 0.0

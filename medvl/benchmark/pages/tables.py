@@ -1,0 +1,236 @@
+"""Tables of a benchmark: the survey's table with measured numbers, ranks, costs and failures."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from medvl.benchmark.pages.rows import Measurements, SystemRow
+from medvl.benchmark.ranks import Measured, Rank, rank_systems
+from medvl.eval.html.tables import Cell, Table
+
+FAMILIES = {"dual": "dual-encoder", "fusion": "fusion-encoder", "report": "report generator"}
+_DASH, _FAILED = "–", "failed"
+
+
+def group_name(found: Measurements, group: tuple[str, str]) -> str:
+    """Return the name of a corpus and a start, as far as a benchmark has several."""
+    config = found.plan.config
+    several = (len(config.corpora) > 1, len(config.starts) > 1)
+    return ", ".join(part for part, shown in zip(group, several, strict=True) if shown)
+
+
+def titled(title: str, name: str) -> str:
+    """Return the title of a section of a group."""
+    return f"{title}: {name}" if name else title
+
+
+def survey_table(found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]) -> Table:
+    """Return the table of all systems: what they are, and the first metric of each task."""
+    first = _first_columns(found, rows)
+    lines: list[list[Cell | str]] = [
+        [row.title, FAMILIES[row.family], _terms(row), _encoders(row), row.corpus, *_cells(found, row, first)]
+        for row in rows
+        if row.weights == "trained"
+    ]
+    about = ["family", "losses", "encoders", "corpus"]
+    lines += [[name, *[_DASH] * (len(about) + len(first))] for name in found.plan.left_out]
+    return Table(
+        title=titled("All systems", group_name(found, group)),
+        columns=["system", *about, *first],
+        rows=lines,
+        caption="The first metric of each task, with 95% intervals over test items and, with several seeds, seeds. "
+        "Losses are the terms that the training logged. A dash: the task does not apply, or the system takes no part.",
+    )
+
+
+def family_tables(found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]) -> list[Table]:
+    """Return a table of all metrics for each family."""
+    tables = []
+    for family, title in FAMILIES.items():
+        own = [row for row in rows if row.family == family]
+        titles = [name for name in found.columns if any(name in row.metrics or _has(found, row, name) for row in own)]
+        if own and titles:
+            tables.append(
+                Table(
+                    title=titled(f"{title.capitalize()}s", group_name(found, group)),
+                    columns=["system", *titles],
+                    rows=[[row.title, *_cells(found, row, titles, bar=True)] for row in own],
+                    caption=_seeds_caption(found),
+                )
+            )
+    return tables
+
+
+def ranks_of(found: Measurements, rows: Sequence[SystemRow]) -> dict[str, dict[str, Rank]]:
+    """Return column -> system -> rank, of the trained systems of a group."""
+    ranks = {}
+    for title, column in found.columns.items():
+        measured = {row.name: row.metrics[title] for row in rows if row.weights == "trained" and title in row.metrics}
+        if len(measured) > 1:
+            ranks[title] = rank_systems(measured, higher_is_better=column.higher_is_better)
+    return ranks
+
+
+def ranks_table(
+    found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow], ranks: Mapping[str, Mapping[str, Rank]]
+) -> Table:
+    """Return the ranks of all systems in all columns, with their intervals and the mean over columns."""
+    trained = [row for row in rows if row.weights == "trained" and any(row.name in of for of in ranks.values())]
+
+    def mean(row: SystemRow) -> float:
+        return statistics.mean((of[row.name].rank - 1) / (len(of) - 1) for of in ranks.values() if row.name in of)
+
+    lines: list[list[Cell | str]] = []
+    for row in sorted(trained, key=mean):
+        cells = [_rank_cell(of.get(row.name)) for of in ranks.values()]
+        lines.append([row.name, f"{mean(row):.2f}", *cells])
+    return Table(
+        title=titled("Ranks", group_name(found, group)),
+        columns=["system", "mean place", *ranks],
+        rows=lines,
+        caption="Brackets: the ranks that 95% simultaneous intervals allow. All pairs of systems of a column are "
+        "compared on the same resamples of the test items where their predictions are paired, and corrected by Holm's "
+        "method. The mean place is the mean over the columns of (rank - 1) / (systems - 1): 0 is first everywhere, 1 "
+        "last. It has no interval, and systems of different tasks are not comparable by it.",
+    )
+
+
+def rank_tables(
+    found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow], ranks: Mapping[str, Mapping[str, Rank]]
+) -> list[Table]:
+    """Return a table for each column: value, rank and the gap to the best."""
+    by_name = {row.name: row for row in rows if row.weights == "trained"}
+    tables = []
+    for title, of_column in ranks.items():
+        lines: list[list[Cell | str]] = [
+            [name, measured_cell(by_name[name].metrics[title], bar=True), _rank_cell(rank)]
+            for name, rank in of_column.items()
+        ]
+        paired = sum(by_name[name].metrics[title].items is not None for name in of_column)
+        note = "Differences are paired over test items." if paired == len(of_column) else (
+            f"{paired} of {len(of_column)} systems have paired predictions; the others are compared as independent."
+        )  # fmt: skip
+        tables.append(
+            Table(
+                title=titled(title, group_name(found, group)),
+                columns=["system", title, "rank"],
+                rows=lines,
+                caption=note,
+            )
+        )
+    return tables
+
+
+def cost_table(found: Measurements, group: tuple[str, str], rows: Sequence[SystemRow]) -> Table:
+    """Return the cost of each system beside its quality."""
+    first = _first_columns(found, rows)
+    lines = [
+        [row.name, *cost_cells(row), *_cells(found, row, first)]
+        for row in rows
+        if row.weights == "trained" and row.costs
+    ]
+    return Table(
+        title=titled("Cost beside quality", group_name(found, group)),
+        columns=[
+            *("system", "device", "parameters, M", "steps", "training, min", "CPU, min"),
+            *("memory, GiB", "pairs/s", "evaluations, min", *first),
+        ],
+        rows=lines,
+        caption="Means over seeds. Training: steps times the median time of a step, also where a run was interrupted. "
+        "CPU: processor time of the training process, not known of runs that were resumed. Memory: peak of the GPU, or "
+        "of the process on a CPU.",
+    )
+
+
+def cost_cells(row: SystemRow) -> list[str]:
+    """Return device, parameters, steps, minutes, memory and speed of a row's runs, as means over its seeds."""
+
+    def mean(name: str, scale: float, digits: int) -> str:
+        values = [cost[name] for cost in row.costs if cost.get(name) is not None]
+        return f"{statistics.mean(values) / scale:.{digits}f}" if values else _DASH
+
+    cpu = [cost["cpu_seconds"] / 60 for cost in row.costs if not cost["resumed"]]
+    return [
+        ", ".join(dict.fromkeys(cost["device"] for cost in row.costs)),
+        *(mean("parameters", 1e6, 1), mean("steps", 1, 0), mean("train_seconds", 60, 1)),
+        f"{statistics.mean(cpu):.1f}" if cpu else _DASH,
+        *(mean("peak_memory_gb", 1, 2), mean("pairs_per_second", 1, 0), f"{row.evaluation_seconds / 60:.1f}"),
+    ]
+
+
+def failures_table(found: Measurements) -> Table:
+    """Return the runs and evaluations that failed, and the systems that take no part."""
+    lines: list[list[Cell | str]] = [
+        [failure.title, failure.part, failure.reason, failure.log] for failure in found.failures
+    ]
+    lines += [[name, "takes no part", reason, ""] for name, reason in found.plan.left_out.items()]
+    return Table(
+        title="Failures",
+        columns=["run", "part", "reason", "log"],
+        rows=lines,
+        caption="Repeat those that failed with --retry-failed." if found.failures else "No run failed.",
+    )
+
+
+def refusals_table(found: Measurements) -> Table:
+    """Return the tasks that do not apply to systems of their family."""
+    reasons = dict.fromkeys((row.name, task, reason) for row in found.rows for task, reason in row.refused.items())
+    return Table(
+        title="Tasks that do not apply",
+        columns=["system", "task", "reason"],
+        rows=[list(line) for line in reasons],
+        caption="What the evaluation answered.",
+    )
+
+
+def measured_cell(measured: Measured, *, bar: bool = False) -> Cell:
+    """Return the cell of a metric with its interval."""
+    low, high = measured.interval
+    text = f"{measured.value:.3f}"
+    if math.isnan(low):
+        return Cell(text=text, interval=(math.nan, measured.value, math.nan))
+    return Cell(text=text, small=f"[{low:.3f}, {high:.3f}]", interval=(low, measured.value, high), bar=bar)
+
+
+def _cells(found: Measurements, row: SystemRow, titles: Sequence[str], *, bar: bool = False) -> list[Cell | str]:
+    cells: list[Cell | str] = []
+    for title in titles:
+        if title in row.metrics:
+            cells.append(measured_cell(row.metrics[title], bar=bar))
+        else:
+            cells.append(_FAILED if found.tasks[title] in row.failed else _DASH)
+    return cells
+
+
+def _first_columns(found: Measurements, rows: Sequence[SystemRow]) -> list[str]:
+    """Return the first column of each task that a row has."""
+    titles = [title for title in found.columns if any(_has(found, row, title) for row in rows)]
+    return list({found.tasks[title]: title for title in reversed(titles)}.values())[::-1]
+
+
+def _has(found: Measurements, row: SystemRow, title: str) -> bool:
+    return title in row.metrics or found.tasks[title] in row.failed
+
+
+def _rank_cell(rank: Rank | None) -> Cell | str:
+    if rank is None:
+        return _DASH
+    return Cell(text=str(rank.rank), small=f"[{rank.low}, {rank.high}]")
+
+
+def _terms(row: SystemRow) -> str:
+    return ", ".join(dict.fromkeys(term for cost in row.costs for term in cost["terms"])) or _DASH
+
+
+def _encoders(row: SystemRow) -> str:
+    model = row.runs[0].settings["model"]
+    names = [model.get(name) for name in ("image_encoder", "text_encoder")]
+    return " + ".join(str(name) for name in names if name) or _DASH
+
+
+def _seeds_caption(found: Measurements) -> str:
+    seeds = len(found.plan.config.seeds)
+    over = "one seed; intervals are over test items and not over trainings" if seeds == 1 else (
+        f"means over {seeds} seeds; intervals are over test items and seeds"
+    )  # fmt: skip
+    return f"95% intervals: {over}."
