@@ -72,6 +72,7 @@ SUBPACKAGES: dict[str, dict[str, set[str]]] = {
         "fusion_encoders": {"dual_encoders"},
         "downstream": {"dual_encoders", "fusion_encoders"},
         "report_generators": {"fusion_encoders"},
+        "image_generation": set(),
         "language": set(),
     },
     "train": {

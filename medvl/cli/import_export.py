@@ -49,7 +49,7 @@ def import_published(
 
     Args:
         system: name of the system (`medvl import --list`), or open_clip:NAME.
-        file: published file; no code in it is executed.
+        file: published file, or a folder of stable_diffusion; no code in it is executed.
         text_file: the text model's file, of a system published in two (biovil, biovil_t).
         out: new output folder for a checkpoint, or for image_encoder and text_encoder, with import.json.
         tokenizer: folder of the system's tokenizer, unless it is that of CLIP.
@@ -59,6 +59,8 @@ def import_published(
         return _list()
     if not system or file is None or out is None:
         raise ConfigError("expected medvl import SYSTEM FILE --out DIR, or medvl import --list", "missing", field="out")
+    if system == "stable_diffusion":
+        return _import_stable_diffusion(file, out)
     from medvl.export.importers.import_checkpoint import REPORT, import_checkpoint
 
     imported = import_checkpoint(system, file, text_file=text_file, tokenizer=tokenizer, out=out)
@@ -70,6 +72,20 @@ def import_published(
         *([f"  note: {imported.note}"] if imported.note else []),
     ]
     return "\n".join(lines)
+
+
+def _import_stable_diffusion(folder: Path, out: Path) -> str:
+    """Write a local folder of Stable Diffusion 1.x as a checkpoint of `roentgen`."""
+    from medvl.common.folders import new_folder
+    from medvl.export.importers.stable_diffusion import load_stable_diffusion
+    from medvl.models.checkpoint import save
+
+    if out.exists():
+        raise ConfigError(f"{out} exists; give a new folder with --out", "exists", field="out")
+    model = load_stable_diffusion(folder)
+    with new_folder(out) as new:
+        save(model, new, {"imported": {"system": "stable_diffusion"}})
+    return f"Wrote {out}: {len(model.state_dict())} tensors, as {model.name}"
 
 
 def export_checkpoint(
@@ -133,6 +149,7 @@ def _list() -> str:
 
     rows = [(importer.name, importer.kind, importer.title) for importer in list_importers()]
     rows.append(("open_clip:NAME", "system", "any model of open_clip with native encoders"))
+    rows.append(("stable_diffusion", "system", "a local folder of Stable Diffusion 1.x (needs medvl[generation])"))
     lines = [f"{name:17} {kind:24} {title}" for name, kind, title in sorted(rows)]
     lines += [f"{name:17} {'not imported':24} {reason}" for name, reason in NOT_IMPORTED.items()]
     return "\n".join(lines)

@@ -16,6 +16,7 @@ from medvl.cli import (
     compare,
     doctor,
     fit_pixelhop,
+    generate,
     import_export,
     infer,
     interpolate,
@@ -83,6 +84,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "verify": verify.verify,
     "regions": regions.regions,
     "infer": infer.infer,
+    "generate": generate.generate,
     "compare": compare.compare,
     "benchmark": benchmark.benchmark,
     "serve": serve.serve,
@@ -94,9 +96,9 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
 }
 _RECIPE_COMMANDS: dict[str, Callable[[list[str]], str | None]] = {"train": recipes.train, "doctor": doctor.doctor}
 """Commands whose arguments are the command line of a recipe."""
-_WITH_FLAGS = {"infer"}
+_WITH_FLAGS = {"infer", "generate"}
 """Commands whose required arguments are flags, unless marked as positional."""
-_RESUMABLE = {"shards", "merge", "upload", "regions", "train", "infer", "benchmark"}
+_RESUMABLE = {"shards", "merge", "upload", "regions", "train", "infer", "benchmark", "generate"}
 """Commands that continue where they were interrupted."""
 
 

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         Subset as Subset,
         label_fraction as label_fraction,
         no_text as no_text,
+        select_samples as select_samples,
     )
     from medvl.data.loading.text_loader import open_text_loader as open_text_loader
     from medvl.data.loading.unpair import UnpairedSource as UnpairedSource

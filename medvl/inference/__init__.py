@@ -1,4 +1,4 @@
-"""Answers about single images: probabilities of findings, heat maps, answers to questions, and reports.
+"""Answers about single images (probabilities of findings, heat maps, answers, reports), and images from texts.
 
     model = medvl.load("runs/convirt")
     medvl.infer(model, "chest.dcm", ["pleural effusion"])    # {"pleural effusion": 0.71}
@@ -11,6 +11,14 @@ from typing import TYPE_CHECKING
 from medvl.common.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from medvl.inference.generation import (
+        GenerateOptions as GenerateOptions,
+        Prompt as Prompt,
+        generate_images as generate_images,
+        prompts_of_file as prompts_of_file,
+        prompts_of_shards as prompts_of_shards,
+        reconstruct_images as reconstruct_images,
+    )
     from medvl.inference.heatmaps import heatmap as heatmap
     from medvl.inference.prompts import prompts_for as prompts_for
     from medvl.inference.scores import Scorer as Scorer, infer as infer

@@ -1,5 +1,6 @@
 """Losses: pure, differentiable functions of tensors, computed in float32 whatever the inputs' precision."""
 
+from medvl.losses.diffusion import denoising, edge_l1, gaussian_kl, reconstruction
 from medvl.losses.local.gloria import gloria_local
 from medvl.losses.local.statements import patch_cosine, statement_contrast
 from medvl.losses.local.transport import word_patch_alignment
@@ -25,8 +26,11 @@ __all__ = [
     "clip",
     "contrastive_mask",
     "convirt",
+    "denoising",
     "detection",
     "dv_bound",
+    "edge_l1",
+    "gaussian_kl",
     "gloria_local",
     "grid_positives",
     "info_nce_bound",
@@ -46,6 +50,7 @@ __all__ = [
     "multilabel_bce",
     "patch_cosine",
     "prototype_swap",
+    "reconstruction",
     "region_kl",
     "region_labels",
     "region_regression",

@@ -167,6 +167,18 @@ if TYPE_CHECKING:
         push_to_hub as push_to_hub,
         save_pretrained as save_pretrained,
     )
+    from medvl.models.image_generation.autoencoder import (
+        Autoencoder as Autoencoder,
+        AutoencoderConfig as AutoencoderConfig,
+    )
+    from medvl.models.image_generation.create import create_latent_diffusion as create_latent_diffusion
+    from medvl.models.image_generation.latent_diffusion import (
+        LatentDiffusion as LatentDiffusion,
+        LatentDiffusionConfig as LatentDiffusionConfig,
+    )
+    from medvl.models.image_generation.parts import AutoencoderSizes as AutoencoderSizes, UNetSizes as UNetSizes
+    from medvl.models.image_generation.roentgen import RoentGen as RoentGen, RoentGenConfig as RoentGenConfig
+    from medvl.models.image_generation.sampling import Sampling as Sampling, sample_images as sample_images
     from medvl.models.interpolation import interpolate as interpolate
     from medvl.models.language.albert_text import AlbertText as AlbertText, AlbertTextConfig as AlbertTextConfig
     from medvl.models.language.base import (

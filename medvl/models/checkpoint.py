@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from medvl.data.convert.options import ShardOptions
 from medvl.data.shards.format import Manifest
 from medvl.data.tokenizer.tokenizer import load_tokenizer
 from medvl.data.transforms.image import EvalTransform, OriginalTransform
-from medvl.encoders.base import Encoder
 from medvl.encoders.regions import RegionEncoder
 from medvl.errors import CheckpointError, ConfigError
 from medvl.models.base import System
@@ -162,20 +161,29 @@ def load_towers(model: System, folder: Path | str) -> None:
     checkpoint is incomplete, or its encoders or vocabulary differ from the model's.
     """
     folder = _check_start(model, folder)
-    tensors = read_weights(folder)
     theirs = _shared_encoders(folder) or model.shared_encoders
-    towers = {
-        name: {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
-        for name in model.shared_encoders
-        if name in theirs
-    }
-    if not towers:
+    shared = [name for name in model.shared_encoders if name in theirs]
+    if not shared:
         message = f"{folder} has {' and '.join(theirs)}, {model.name} shares {' and '.join(model.shared_encoders)}"
         raise CheckpointError(f"{message}: nothing to load", "mismatch")
-    for name, tower in towers.items():
-        _check_fit(model.get_submodule(name), tower, f"{name} of {folder / WEIGHTS}")
-    for name, tower in towers.items():  # all or none
-        model.get_submodule(name).load_state_dict(tower, strict=True)
+    load_parts(model, folder, shared)
+
+
+def load_parts(model: System, folder: Path | str, parts: Sequence[str]) -> None:
+    """Load modules of a model from the modules of the same names in a checkpoint of any system, all or none.
+
+    Raises CheckpointError when the checkpoint is incomplete, or a module or the vocabulary differs from the model's.
+    """
+    folder = _check_start(model, folder, words="text_encoder" in parts)
+    tensors = read_weights(folder)
+    loaded = {
+        name: {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+        for name in parts
+    }
+    for name, part in loaded.items():
+        _check_fit(model.get_submodule(name), part, f"{name} of {folder / WEIGHTS}")
+    for name, part in loaded.items():
+        model.get_submodule(name).load_state_dict(part, strict=True)
         _record_training(model.get_submodule(name), folder)
 
 
@@ -231,8 +239,8 @@ def described_model(folder: Path | str) -> Mapping[str, Any]:
     return described
 
 
-def _check_start(model: System, folder: Path | str) -> Path:
-    """Return the folder of a complete checkpoint with the vocabulary of what the model takes from it.
+def _check_start(model: System, folder: Path | str, *, words: bool = True) -> Path:
+    """Return the folder of a complete checkpoint, with `words` with the vocabulary of what the model takes from it.
 
     Raises CheckpointError otherwise.
     """
@@ -240,7 +248,7 @@ def _check_start(model: System, folder: Path | str) -> Path:
     if (folder / MARKER).is_file():
         check_marker(folder, exclude=TRAIN_STATE)
     shares_words = "text_encoder" in model.shared_encoders or described_model(folder)["name"] == model.name
-    mine = model.tokenizer.vocabulary if model.tokenizer is not None and shares_words else None
+    mine = model.tokenizer.vocabulary if model.tokenizer is not None and shares_words and words else None
     folder_has_one = (folder / TOKENIZER).is_dir()
     if mine is not None and folder_has_one and load_tokenizer(folder / TOKENIZER).vocabulary != mine:
         message = f"{folder} has another vocabulary: create the model with tokenizer={str(folder / TOKENIZER)!r}"
@@ -270,10 +278,8 @@ def detector_of(folder: Path | str) -> str | None:
 
 
 def _encoders(model: nn.Module) -> list[Any]:
-    """Return the encoders of images, of texts and of regions."""
-    from medvl.models.fusion_encoders.parts.inputs import RegionEncoder  # dual-encoders start without these modules
-
-    return [module for module in model.modules() if isinstance(module, Encoder | RegionEncoder)]
+    """Return the modules that record what they were trained on: encoders, and the parts of image generators."""
+    return [module for module in model.modules() if "trained_on" in vars(module)]
 
 
 def _record_training(model: nn.Module, folder: Path) -> None:

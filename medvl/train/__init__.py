@@ -40,6 +40,12 @@ if TYPE_CHECKING:
         TrainConfig as TrainConfig,
     )
     from medvl.train.doctor.examine import Examination as Examination, examine as examine
+    from medvl.train.generation_recipe import (
+        AutoencoderRecipe as AutoencoderRecipe,
+        GenerationRecipe as GenerationRecipe,
+        autoencoder_run as autoencoder_run,
+        generation_run as generation_run,
+    )
     from medvl.train.loop.trainer import TrainResult as TrainResult, train as train
     from medvl.train.loop.validate import Evaluator as Evaluator
     from medvl.train.parallel.batches import TrainLoader as TrainLoader
@@ -57,6 +63,12 @@ if TYPE_CHECKING:
     )
     from medvl.train.tasks.common import DataLoaders as DataLoaders
     from medvl.train.tasks.dense import DenseDataConfig as DenseDataConfig, open_dense as open_dense
+    from medvl.train.tasks.generation import (
+        GenerationDataConfig as GenerationDataConfig,
+        ImageDataConfig as ImageDataConfig,
+        open_generation as open_generation,
+        open_images as open_images,
+    )
     from medvl.train.tasks.pretraining import DataConfig as DataConfig, open_data as open_data
     from medvl.train.tasks.text import TextDataConfig as TextDataConfig, open_text as open_text
     from medvl.train.tasks.vqa import VQADataConfig as VQADataConfig, open_vqa as open_vqa

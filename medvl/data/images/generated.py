@@ -45,14 +45,17 @@ class Generation:
     train_fingerprints: tuple[str, ...]
     """`Manifest.fingerprint` of all data that the generator was trained on, in the order of `train_manifests.json`."""
     sampler: str
+    """"reconstruction": the images are those of the prompts' samples, encoded and decoded by an autoencoder."""
     steps: int
     guidance: float
     """Scale of the classifier-free guidance; 1 is none."""
     seed: int
     """Seed of the run, from which the seed of each image is derived."""
     prompt_source: Mapping[str, Any]
-    """`kind`: "shards" (with corpus, split, fingerprint and sections), "file" (with sha256) or "command"."""
+    """`kind`: "shards" (with corpus, split, fingerprint, sections and views), "file" (with sha256) or "command"."""
     image_size: int
+    marked: bool = False
+    """Whether a corner of each image says that it is synthetic."""
     images: int
     """Number of images of the complete folder."""
     schema_version: int = GENERATED_VERSION

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from medvl.data.loading.sources import Source, region_manifest_of
 from medvl.data.shards.regions import Regions
+from medvl.data.transforms.text import TextPolicy
 from medvl.errors import ConfigError
 from medvl.schema import Sample
 
@@ -115,6 +116,36 @@ class OtherTexts:
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
         """Return the decoded image at `position`."""
         return self.source.pixels(position, color)
+
+
+def select_samples(
+    source: Source, views: Sequence[str], text: TextPolicy | None = None, min_characters: int = 1
+) -> Source:
+    """Return the source, or the subset of its samples with one of the views and a text.
+
+    Args:
+        source: the samples, of which the JSON is read once.
+        views: such as PA and AP; empty for all.
+        text: text policy that must return at least `min_characters`; None reads no texts.
+        min_characters: shortest text, at least 1.
+
+    Raises:
+        ConfigError: no sample is left.
+    """
+    if not views and text is None:
+        return source
+    wanted, rng = {view.upper() for view in views}, np.random.default_rng(0)
+    kept = []
+    for position in range(len(source)):
+        sample = source.sample(position)
+        has_view = not wanted or (sample.view or "").upper() in wanted
+        if has_view and (text is None or len(text(sample.sections, rng).strip()) >= max(min_characters, 1)):
+            kept.append(position)
+    if not kept:
+        which = f"one of the views {', '.join(views)}" if views else "a text"
+        message = f"no sample of {getattr(source, 'folder', 'the files')} has {which}; choose other views or texts"
+        raise ConfigError(message, "empty", field="views")
+    return Subset(source, kept)
 
 
 def label_fraction(patients: Sequence[str], fraction: float, seed: int) -> NDArray[np.int64]:

@@ -145,6 +145,11 @@ class Tokenizer:
         """Return whether a text is longer than `max_tokens`, so that encoding it truncates it."""
         return bool(self._backend.encode(files.clean_text(text, self._loaded.cleaning)).overflowing)
 
+    def cut_tokens(self, text: str) -> int:
+        """Return how many tokens of a text are beyond `max_tokens`."""
+        rest = self._backend.encode(files.clean_text(text, self._loaded.cleaning)).overflowing
+        return sum(part.special_tokens_mask.count(0) for part in rest)
+
     def pieces_per_word(self, words: Mapping[str, int]) -> tuple[float, float, float]:
         """Return the mean pieces of a word, the share of words of one piece, and the share with an unknown piece.
 

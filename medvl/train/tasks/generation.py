@@ -1,0 +1,205 @@
+"""Data settings and loaders for training image generators: images alone, and images with texts, or their latents."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from medvl.common.folders import new_folder, wait_for
+from medvl.common.ranks import rank_and_world
+from medvl.data.loading.subset import select_samples
+from medvl.data.transforms.image import ConVIRTAugmentation, EvalTransform, RandomCrop
+from medvl.data.transforms.text import WholeText
+from medvl.errors import ConfigError
+from medvl.train.tasks.common import DataLoaders, LoaderConfig, describe, open_split, open_train, open_valid
+
+_log = logging.getLogger(__name__)
+_HALF_LIMIT = 60_000.0
+_SCALE_IMAGES = 2_048
+"""Images on which the scale of latents is measured."""
+_CACHE_WAIT_SECONDS = 24 * 3600.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ImageDataConfig(LoaderConfig):
+    """Shards, views and transform for training on images."""
+
+    views: tuple[str, ...] = ()
+    """Views to read, such as PA and AP; empty reads all images."""
+    image: ConVIRTAugmentation | EvalTransform | RandomCrop
+    """Transform of the training images; validation uses the model's own."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationDataConfig(LoaderConfig):
+    """Shards, views and texts for training an image generator."""
+
+    views: tuple[str, ...] = ()
+    """Views to read, such as PA and AP; empty reads all images."""
+    tokenizer: Path | None = None
+    """Folder of a tokenizer; None takes that of the checkpoints that the run starts from, or the text encoder's own."""
+    text: WholeText = dataclasses.field(default_factory=lambda: WholeText(sections=("impression",), missing="no_text"))
+    min_characters: int = 7
+    """Samples with shorter texts are left out."""
+    cache: Path | None = None
+    """Folder for latents and states of frozen text encoders, computed once before the first step and read again by
+    later runs with the same parts and data. They need 2 bytes a value. None encodes each batch anew."""
+
+    def inputs(self) -> Iterator[tuple[str, Path, str]]:
+        """Yield (field, folder, file that it must contain) of the folders that the run reads."""
+        yield from LoaderConfig.inputs(self)
+        if self.tokenizer is not None:
+            yield "tokenizer", self.tokenizer, "tokenizer.json"
+
+
+def open_images(data: ImageDataConfig, model: Any, micro_batch: int) -> DataLoaders:
+    """Open the loaders of a run on images alone for this rank.
+
+    Raises ShardError where a folder is damaged, SplitError where training and validation share a patient, ConfigError
+    where no image has one of the views.
+    """
+    from medvl.data.loading.subset import no_text
+
+    train, valid = open_split(data)
+    options: dict[str, Any] = {"tokenizer": no_text, "text": WholeText()}
+    described = describe(train.manifest, None if valid is None else valid.manifest, **_chosen(data))
+    loader = open_train(data, select_samples(train, data.views), micro_batch, image=data.image, **options)
+    if valid is None:
+        return DataLoaders(loader, None, None, described)
+    chosen = select_samples(valid, data.views)
+    losses = open_valid(data, chosen, image=model.transform, keep_imageless=False, **options)
+    images = open_valid(data, chosen, shared=False, image=model.transform, **options)
+    return DataLoaders(loader, losses, images, described)
+
+
+def open_generation(data: GenerationDataConfig, model: Any, micro_batch: int) -> DataLoaders:
+    """Open the loaders of a latent diffusion run for this rank, and measure the latents' scale where it is not known.
+
+    With `data.cache`, rank 0 encodes what is not in the cache yet while the others wait.
+
+    Raises ShardError, SplitError and ConfigError as `open_images`.
+    """
+    from medvl.data.loading.latents import open_latent_loader
+
+    if model.tokenizer is None:
+        raise ConfigError("the model has no tokenizer; set data.tokenizer", "missing", field="data.tokenizer")
+    train, valid = open_split(data)
+    described = describe(train.manifest, None if valid is None else valid.manifest, **_chosen(data))
+    sources = [None if source is None else _with_texts(source, data) for source in (train, valid)]
+    if data.cache is None:
+        _measure_scale(data, sources[0], model)
+        options: dict[str, Any] = {"tokenizer": model.tokenizer, "text": data.text, "image": model.transform}
+        losses = None if valid is None else open_valid(data, sources[1], keep_imageless=False, **options)
+        return DataLoaders(open_train(data, sources[0], micro_batch, **options), losses, None, described)
+    caches = [None if source is None else open_cache(data, source, model) for source in sources]
+    assert caches[0] is not None
+    model.measure_scale(torch.from_numpy(caches[0].arrays["moments"][:_SCALE_IMAGES].astype(np.float32)))
+    loader = open_latent_loader(caches[0], batch=micro_batch, train=True, seed=data.seed)
+    if caches[1] is None:
+        return DataLoaders(loader, None, None, described)
+    losses = open_latent_loader(caches[1], batch=data.valid_batch, train=False, seed=data.seed)
+    return DataLoaders(loader, losses, None, described)
+
+
+def open_cache(data: GenerationDataConfig, source: Any, model: Any) -> Any:
+    """Return the cache of a source's latents and texts; it is computed where `data.cache` does not have it yet."""
+    from medvl.data.loading.latents import LatentCache
+
+    assert data.cache is not None
+    folder = data.cache / _cache_key(data, source, model)
+    if rank_and_world()[0] != 0:
+        wait_for(folder, _CACHE_WAIT_SECONDS)
+    elif not folder.exists():
+        data.cache.mkdir(parents=True, exist_ok=True)
+        _log.info("encoding %d images and their texts into %s", len(source), folder)
+        with new_folder(folder) as new:
+            _encode(data, source, model, new)
+    return LatentCache(folder)
+
+
+def _chosen(data: Any) -> dict[str, Any]:
+    return {"views": list(data.views)} if data.views else {}
+
+
+def _with_texts(source: Any, data: GenerationDataConfig) -> Any:
+    return select_samples(source, data.views, data.text, data.min_characters)
+
+
+def _cache_key(data: GenerationDataConfig, source: Any, model: Any) -> str:
+    """Return a hash of everything that the content of a cache depends on."""
+    parts = [model.autoencoder] if model.config.train_text else [model.autoencoder, model.text_encoder]
+    digest = hashlib.sha256()
+    settings = [source.fingerprint, model.transform.settings(), repr(data.text), model.config.max_tokens]
+    settings += [model.config.text_mask, model.config.train_text, sorted(model.tokenizer.vocabulary.items())]
+    digest.update(json.dumps(settings, sort_keys=True).encode())
+    for part in parts:
+        for name, tensor in part.state_dict().items():
+            digest.update(name.encode() + tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+@torch.no_grad()
+def _encode(data: GenerationDataConfig, source: Any, model: Any, folder: Path) -> None:
+    """Write the files of a cache (`medvl.data.loading.latents`)."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    training = model.training
+    model.to(device).eval()
+    loader = open_valid(data, source, shared=False, image=model.transform, text=data.text, tokenizer=model.tokenizer)
+    keys: list[str] = []
+    rows: list[int] = []
+    texts: dict[str, int] = {}
+    moments: Any = None
+    for batch in loader:
+        values = model.encode_moments(batch.image_BCHW.to(device)).float().clamp(-_HALF_LIMIT, _HALF_LIMIT)
+        if moments is None:
+            shape = (len(source), *values.shape[1:])
+            moments = np.lib.format.open_memmap(folder / "moments.npy", "w+", np.float16, shape)
+        moments[len(keys) : len(keys) + len(values)] = values.half().cpu().numpy()
+        keys += batch.keys
+        rows += [texts.setdefault(text, len(texts)) for text in batch.texts]
+    moments.flush()
+    np.save(folder / "texts.npy", np.array(rows, np.int32))
+    (folder / "keys.json").write_text(json.dumps(keys))
+    _encode_texts(list(texts), data.valid_batch, model, folder)
+    model.to("cpu").train(training)
+
+
+def _encode_texts(texts: list[str], batch: int, model: Any, folder: Path) -> None:
+    """Write the tokens of distinct texts, and their states under a frozen text encoder."""
+    ids_UT, mask_UT = model.tokenizer(texts)
+    np.save(folder / "ids.npy", ids_UT.int().numpy())
+    lengths_U = mask_UT.sum(dim=1) if model.config.text_mask else torch.full((len(texts),), model.config.max_tokens)
+    np.save(folder / "lengths.npy", lengths_U.int().numpy())
+    if model.config.train_text:
+        np.save(folder / "lengths.npy", mask_UT.sum(dim=1).int().numpy())
+        return
+    states: Any = None
+    for start in range(0, len(texts), batch):
+        rows = slice(start, start + batch)
+        values, _ = model.encode_text(ids_UT[rows].to(model.device), mask_UT[rows].to(model.device))
+        if states is None:
+            shape = (len(texts), *values.shape[1:])
+            states = np.lib.format.open_memmap(folder / "states.npy", "w+", np.float16, shape)
+        states[rows] = values.half().cpu().numpy()
+    states.flush()
+
+
+@torch.no_grad()
+def _measure_scale(data: GenerationDataConfig, source: Any, model: Any) -> None:
+    """Measure the latents' scale on the first images, where the model needs it."""
+    if float(model.latent_scale):
+        return
+    loader = open_valid(data, source, shared=False, image=model.transform, text=data.text, tokenizer=model.tokenizer)
+    moments, count = [], 0
+    for batch in loader:
+        moments.append(model.encode_moments(batch.image_BCHW))
+        count += len(batch)
+        if count >= _SCALE_IMAGES:
+            break
+    model.measure_scale(torch.cat(moments))
