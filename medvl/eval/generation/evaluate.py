@@ -24,7 +24,7 @@ Letters: N images, L findings.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,10 +33,9 @@ from medvl.data.images.generated import GeneratedImages
 from medvl.errors import ConfigError
 from medvl.eval.classification.label_policy import LabelPolicy
 from medvl.eval.core.metric_rows import MetricRow
-from medvl.eval.core.results import Results, format_table, format_value
+from medvl.eval.core.results import Results
 from medvl.eval.generation.alignment import Aligned, align, alignment_rows
 from medvl.eval.generation.fidelity import (
-    ALL,
     FidelityOptions,
     distance_rows,
     diversity_rows,
@@ -61,12 +60,12 @@ from medvl.eval.generation.memorisation import (
     real_distance_rows,
     search_copies,
 )
+from medvl.eval.generation.result import RECONSTRUCTED, GenerationResult, ImageSets
 from medvl.eval.generation.usefulness import UseOptions, use_rows
 from medvl.eval.probing.features import ProbedEncoder
 from medvl.models.dual_encoders.bases.base import DualEncoder
 
 PROTOCOL, PROTOCOL_VERSION = "image_generation", 1
-RECONSTRUCTED = "reconstructed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,113 +98,6 @@ class GenerationOptions:
         resampling = dataclasses.asdict(self.resampling)
         parts = {name: dataclasses.asdict(getattr(self, name)) for name in ("policy", "fidelity", "use")}
         return {**parts, **resampling, "pixel_size": self.pixel_size}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ImageSets:
-    """Images that are compared."""
-
-    generated: Sequence[ImageSet]
-    """The folders, the main one first."""
-    tested: ImageSet
-    """All real test images."""
-    real: ImageSet | None
-    """Real images of the prompts of the main folder."""
-    rebuilt: ImageSet | None
-    """Reconstructed images."""
-
-    @property
-    def prompted(self) -> list[ImageSet]:
-        """Sets with prompts."""
-        return [*self.generated, *(each for each in (self.real, self.rebuilt) if each is not None)]
-
-    @property
-    def not_real(self) -> list[ImageSet]:
-        """Sets that are compared with the real test images."""
-        return [*self.generated, *([] if self.rebuilt is None else [self.rebuilt])]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GenerationResult:
-    """Results, with the images, scores and nearest training images that the page shows."""
-
-    results: Results
-    sets: ImageSets
-    classifier: FindingClassifier
-    memorisation: Memorisation
-    aligned: Mapping[str, Aligned]
-    """Alignment by name of the set."""
-    train_source: Any
-    """All training images."""
-
-    @property
-    def generated(self) -> Sequence[ImageSet]:
-        """The folders, the main one first."""
-        return self.sets.generated
-
-    @property
-    def main(self) -> ImageSet:
-        """The first folder."""
-        return self.sets.generated[0]
-
-    def row(self, metric: str, target: str, subgroup: str | None = None) -> MetricRow | None:
-        """Return a row of a set, by default the main folder; None if there is none."""
-        wanted = (metric, target, self.main.name if subgroup is None else subgroup)
-        return next((row for row in self.results.rows if (row.metric, row.target, row.subgroup) == wanted), None)
-
-    def table(self) -> str:
-        """Return the means of all sets as plain text."""
-        mean, negated = (
-            "macro" if self.row(metric, "macro_competition") is None else "macro_competition"
-            for metric in ("auroc", "negation_auroc")
-        )
-        shown = {
-            ("auroc", mean): "prompted findings, AUROC",
-            ("negation_auroc", negated): "asserted/negated, AUROC",
-            ("side_auroc", "macro"): "left/right, AUROC",
-            ("kernel_distance", ALL): "kernel distance",
-            **{(metric, ALL): metric.replace("_", " ") for metric in ("frechet_distance", "precision", "recall")},
-            **{(metric, ALL): metric for metric in ("density", "coverage")},
-            ("ms_ssim", "same text"): "MS-SSIM within a prompt",
-            **{("too_near", space): f"too near to training, {space}" for space in SPACES},
-        }
-        named = [(shown.get((row.metric, row.target)), row) for row in self.results.rows]
-        lines = [dataclasses.replace(row, target=name, metric=row.subgroup, subgroup="") for name, row in named if name]
-        order = list(shown.values())
-        return f"{format_table(sorted(lines, key=lambda row: order.index(row.target)))}\n\n{self._note()}"
-
-    def _note(self) -> str:
-        """Return the features of the distances, and the distance of real images from other real ones."""
-        config, inputs, dim = self.results.config, self.results.inputs, self.results.details["feature_dim"]
-        halves = next(row for row in self.results.rows if row.metric == "frechet_distance" and row.subgroup == "real")
-        return (
-            f"Distances are of {dim} features of {config['features']} (sha256 {str(inputs['features'])[:12]}).\n"
-            f"Frechet distance of real test images from other real ones at {halves.target}: {format_value(halves)}.\n"
-            "It is biased upwards, the more so the fewer the images: compare at equal numbers, on the page."
-        )
-
-    def predictions(self) -> Iterator[Mapping[str, Any]]:
-        """Yield one line per generated image: its prompt's key, scores, and the nearest training images."""
-        for images in self.generated:
-            logits_NL, near = self.classifier.logits(images.judged.x_ND), self.memorisation.too_near(images.name)
-            nearest, aligned = self.memorisation.sets[images.name], self.aligned.get(images.name)
-            for row, position in enumerate(images.judged.positions):
-                source = images.source.images.rows[position]
-                yield {
-                    "folder": str(images.source.folder),
-                    "file": source.file,
-                    "prompt_key": source.prompt_key,
-                    "guidance": source.guidance,
-                    "seed": source.seed,
-                    "logits": dict(zip(self.classifier.names, logits_NL[row].tolist(), strict=True)),
-                    "nearest": {
-                        space: self.train_source.sample(int(places[row])).key
-                        for space, places in nearest.position.items()
-                    },
-                    "distance": {space: float(nearest.distance[space][row]) for space in SPACES},
-                    "too_near": [space for space in SPACES if near[space][row]],
-                    **({} if aligned is None else {"alignment": float(aligned.own_N[row])}),
-                }
 
 
 def evaluate_generation(
@@ -321,7 +213,7 @@ def _finding_rows(
 
 
 def _fidelity_rows(sets: ImageSets, options: GenerationOptions) -> list[MetricRow]:
-    """Return distances from the real test images, over all images and at equal numbers, and the diversity."""
+    """Return distances from the real test images, and the diversity."""
     compared, tested, resampling = sets.not_real, sets.tested, options.resampling
     diverse = [*sets.generated, *([] if sets.real is None else [sets.real])]
     return [

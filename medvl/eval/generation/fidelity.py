@@ -40,6 +40,12 @@ class FidelityOptions:
     """Subsets of the kernel distance."""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("k", "draws", "subsets"):
+            if getattr(self, name) < 1:
+                message = f"expected {name} of 1 or more, got {getattr(self, name)}"
+                raise EvaluationError(message, "out_of_range", field=name)
+
 
 _DISTANCES: Mapping[str, Callable[[Array, Array], float]] = {
     "frechet_distance": distances.frechet_distance,

@@ -20,6 +20,7 @@ from torch import Tensor
 from medvl.errors import EvaluationError
 from medvl.eval.core.metric_rows import MetricGroup, MetricRow, mean_metrics, median_metric
 from medvl.eval.core.metrics import Array
+from medvl.eval.core.results import format_value
 from medvl.eval.generation.findings import Resampling, renamed
 from medvl.eval.generation.inputs import ImageSet, LoaderOptions
 from medvl.eval.generation.neighbours import NearestImages
@@ -118,6 +119,22 @@ def memorisation_rows(images: ImageSet, found: Memorisation, resampling: Resampl
         *(distance_median(nearest.distance[space], space, images.name) for space in SPACES),
     ]
     return resampling.measure(groups, images.patients)
+
+
+def describe_copies(rows: Sequence[MetricRow]) -> list[str]:
+    """Return a sentence on each set of which more images are too near to a training image than of real test images.
+
+    The lower end of the interval of the share is above the 1 % of real images.
+    """
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row.metric == "too_near" and row.low > QUANTILE:
+            found.setdefault(row.subgroup, []).append(f"{row.target} {format_value(row)}")
+    return [
+        f"Memorisation, {name}: more images are near to a training image than of real ones, where it is {QUANTILE}: "
+        f"{', '.join(spaces)}."
+        for name, spaces in found.items()
+    ]
 
 
 def real_distance_rows(real: ImageSet, found: Memorisation, resampling: Resampling) -> tuple[MetricRow, ...]:

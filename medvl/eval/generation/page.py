@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from medvl.eval.core.metric_rows import MetricRow
-from medvl.eval.generation.evaluate import GenerationResult
 from medvl.eval.generation.examples import nearest_examples, prompt_examples
 from medvl.eval.generation.fidelity import ALL
 from medvl.eval.generation.inputs import ImageSet
+from medvl.eval.generation.memorisation import describe_copies
+from medvl.eval.generation.result import GenerationResult
 from medvl.eval.generation.tables import (
     alignment_tables,
     distance_table,
@@ -104,7 +105,7 @@ def _facts(result: GenerationResult, *, model: str, data: str, date: str | None)
 
 
 def _warnings(result: GenerationResult) -> list[str]:
-    details, found = result.results.details, []
+    details, found = result.results.details, describe_copies(result.results.rows)
     if details["generator_training_unknown"]:
         found.append(
             "The folder does not name the generator's training data: whether all of it was searched is unknown."

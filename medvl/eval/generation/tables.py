@@ -1,9 +1,9 @@
 """Tables of the page of generated images."""
 
 from medvl.eval.core.results import format_value
-from medvl.eval.generation.evaluate import RECONSTRUCTED, GenerationResult
 from medvl.eval.generation.fidelity import ALL
 from medvl.eval.generation.memorisation import SPACES
+from medvl.eval.generation.result import RECONSTRUCTED, GenerationResult
 from medvl.eval.html.page import Section
 from medvl.eval.html.tables import Cell, Table, metric_cell
 

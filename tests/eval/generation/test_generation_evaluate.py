@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from helpers.errors import raises
 from helpers.generated_images import DEID, PROMPTS, SIZE, MeanEncoder, draw, write_generated, write_real
@@ -29,6 +30,7 @@ from medvl.eval.generation.evaluate import GenerationModels, GenerationOptions, 
 from medvl.eval.generation.fidelity import FidelityOptions
 from medvl.eval.generation.findings import Resampling
 from medvl.eval.generation.inputs import FramedSource, GeneratedSource, RealData
+from medvl.eval.generation.memorisation import describe_copies
 from medvl.eval.generation.page import write_generation_page
 from medvl.eval.generation.usefulness import UseOptions
 from medvl.eval.probing.features import ProbedEncoder
@@ -122,6 +124,8 @@ def test_copies_of_any_training_image_are_caught(result):
     for name in ("guidance 3", "guidance 1"):
         assert result.row("too_near", "pixels", name).value < 0.1
     assert result.results.details["nearest"]["pixels"]["guidance 5"] < 0.01
+    assert [text.split(":")[0] for text in describe_copies(result.results.rows)] == ["Memorisation, guidance 5"]
+    assert "Memorisation, guidance 5" in result.table()
 
 
 def test_use_is_measured_on_real_patients(result):
@@ -179,6 +183,12 @@ def test_a_generator_that_has_seen_test_patients_is_refused(home, tmp_path):
         RealData.open(
             [shards / "test"], shards / "validate", shards / "test", folders=[GeneratedImages.open(home / "good")]
         )
+
+
+def test_settings_out_of_range():
+    for field in ("k", "draws", "subsets"):
+        with raises(EvaluationError, "out_of_range", field):
+            FidelityOptions(**{field: 0})
 
 
 def test_folders_of_one_generator_and_different_guidance(home, tmp_path):
@@ -243,25 +253,30 @@ def command(home: Path, run: Path, *more: str, generated: str = "good") -> None:
 
 def test_the_command_writes_results_and_page(home, run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "generator")
+    shutil.copytree(run, tmp_path / "other")
+    weights = safetensors.torch.load_file(run / "model.safetensors")
+    safetensors.torch.save_file({name: x + 1 for name, x in weights.items()}, tmp_path / "other/model.safetensors")
     images = GeneratedImages.open(home / "good")
-    own = write_generated(
-        tmp_path / "own",
-        [images.pixels(number) for number in range(40)],
-        [row.prompt for row in images.rows],
-        source_keys=[row.source_key for row in images.rows],
-        generator=sha256(tmp_path / "generator/model.safetensors"),
-    )
-    command(home, run, "--out", str(tmp_path / "out"))
+    for name in ("own", "apart"):
+        write_generated(
+            tmp_path / name,
+            [images.pixels(number) for number in range(40)],
+            [row.prompt for row in images.rows],
+            source_keys=[row.source_key for row in images.rows],
+            generator=sha256(tmp_path / {"own": "generator", "apart": "other"}[name] / "model.safetensors"),
+        )
+    apart = ("--aligner", str(run), "--generator", str(tmp_path / "other"))
+    command(home, run, *apart, "--out", str(tmp_path / "out"), generated=str(tmp_path / "apart"))
     assert "prompted findings, AUROC" in capsys.readouterr().out
-    assert read_results(tmp_path / "out").row("auroc", "macro", "real").n == 40
+    results = read_results(tmp_path / "out")
+    assert results.row("auroc", "macro", "real").n == results.row("recall@5", "4 prompts", "real").n == 40
+    assert results.details["aligner_text_weights_shared"] == 0
     check_resources(tmp_path / "out/index.html")
-    with pytest.raises(SystemExit):
-        command(home, run, "--aligner", str(run), "--out", str(tmp_path / "no"))
-    assert "--generator" in capsys.readouterr().err
-    aligned = ("--aligner", str(run), "--generator", str(tmp_path / "generator"), "--out", str(tmp_path / "no"))
-    with pytest.raises(SystemExit):
-        command(home, run, *aligned, generated=str(own.folder))
-    assert "trained apart" in capsys.readouterr().err
+    for generator, words in ((None, "--generator"), ("other", "not the generator"), ("generator", "trained apart")):
+        named = [] if generator is None else ["--generator", str(tmp_path / generator)]
+        with pytest.raises(SystemExit):
+            command(home, run, "--aligner", str(run), *named, generated=str(tmp_path / "own"))
+        assert words in capsys.readouterr().err
 
 
 def test_synthetic_shards_are_no_test_set(home, run, tmp_path, capsys):
