@@ -9,7 +9,8 @@ Systems are those of the registry. Each trains with the `tiny` preset of its rec
 with a ResNet-10 and a three-layer BERT at 112 pixels, from random weights, for `--steps` batches of `--batch` pairs.
 The weights after the last step are evaluated, and those before the first ("at random"), all by one protocol:
 
-* zero-shot: mean AUROC of the five competition findings, prompts `chexpert_ensemble`;
+* zero-shot: mean AUROC of the five competition findings, prompts `chexpert_ensemble`, or `statements` for systems on
+  statements (RadZero, CARZero, MedKLIP, KAD, MAVL);
 * retrieval: recall at 10 in both directions, on the same radiographs and their whole reports;
 * grounding: pointing game and contrast-to-noise ratio of phrases of other phantom patients, maps of similarity with a
   smoothing of 0.7 cells (chosen on a further phantom for scripts/reproduce_results.sh);

@@ -21,8 +21,11 @@ from medvl.eval import (
     phrase_grounding,
     zero_shot,
 )
-from medvl.models import DualEncoder
+from medvl.models import KAD, CARZero, DualEncoder, MedKLIP, RadZero
 from medvl.schema import Inputs
+
+ON_STATEMENTS = (RadZero, CARZero, MedKLIP, KAD)
+"""Systems that compare statements, or ask about them: their zero-shot prompts are `statements`, without a negative."""
 
 
 def _read(model: DualEncoder, sizes: Sizes, shards: str, **options: Any) -> Any:
@@ -32,7 +35,7 @@ def _read(model: DualEncoder, sizes: Sizes, shards: str, **options: Any) -> Any:
 
 def _zero_shot(checkpoint: Path, sizes: Sizes) -> Results:
     [model] = load_ensemble([checkpoint])
-    prompts = load_prompts("chexpert_ensemble")
+    prompts = load_prompts("statements" if isinstance(model, ON_STATEMENTS) else "chexpert_ensemble")
     return zero_shot([model], _read(model, sizes, "shards/test"), prompts, resamples=sizes.resamples).results
 
 
