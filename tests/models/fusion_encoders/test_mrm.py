@@ -173,6 +173,19 @@ def test_contrast_is_the_mean_of_four_weighted_cross_entropies() -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
 
 
+def test_the_weight_of_the_contrast_is_used() -> None:
+    """MaCo's released code reads `--lam`, the balance of pixels and contrast, and uses it nowhere."""
+    batch, totals = make_batch(), {}
+    for weight in (0.1, 0.9):
+        model = mrm(contrast_weight=weight, mlm_weight=0.0).eval()
+        with seeded(5):
+            found = model(batch)
+        assert set(found.terms) == {"mim", "contrast"}
+        torch.testing.assert_close(found.total, found.terms["mim"] + weight * found.terms["contrast"])
+        totals[weight] = found.total.item()
+    assert totals[0.1] != totals[0.9]
+
+
 def test_samples_without_a_text_have_pixels_only_and_those_without_an_image_nothing() -> None:
     model, batch = mrm(contrast_weight=1.0).eval(), make_batch([0, 1])
     none, both = torch.zeros(2, dtype=torch.bool), torch.ones(2, dtype=torch.bool)
