@@ -13,7 +13,8 @@ The weights after the last step are evaluated, and those before the first ("at r
   statements (RadZero, CARZero, MedKLIP, KAD, MAVL);
 * retrieval: recall at 10 in both directions, on the same radiographs and their whole reports;
 * grounding: pointing game and contrast-to-noise ratio of phrases of other phantom patients, maps of similarity with a
-  smoothing of 0.7 cells (chosen on a further phantom for scripts/reproduce_results.sh);
+  smoothing of 0.7 cells (chosen on a further phantom for scripts/reproduce_results.sh), or of the decoder's attention
+  for MedKLIP, KAD and MAVL, whose patches and texts have no common space;
 * linear probe at 1 % of the labels: mean AUROC of the five, over five samples of patients;
 * cost: median of the pairs per second that training logged, and peak memory of the process (on a GPU: of the GPU).
 

@@ -47,7 +47,9 @@ def _retrieval(checkpoint: Path, sizes: Sizes) -> Results:
 def _grounding(checkpoint: Path, sizes: Sizes) -> Results:
     [model] = load_ensemble([checkpoint])
     loader = _read(model, sizes, "ms-cxr-shards/test")
-    return phrase_grounding(model, loader, maps="similarity", smoothing=0.7, resamples=sizes.resamples).results
+    asks = isinstance(model, MedKLIP | KAD)
+    options: dict[str, Any] = {"maps": "attention"} if asks else {"maps": "similarity", "smoothing": 0.7}
+    return phrase_grounding(model, loader, **options, resamples=sizes.resamples).results
 
 
 def _probe(checkpoint: Path, sizes: Sizes) -> Results:

@@ -1,7 +1,6 @@
 """CARZero: similarity of an image and a statement by cross-attention (Lai et al., CVPR 2024, arXiv 2402.17417)."""
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,19 +9,16 @@ from torch import Tensor, nn
 
 from medvl.encoders import ImageEncoder, TextEncoder
 from medvl.losses.gather import gather
-from medvl.losses.local.statements import in_chunks, statement_contrast
+from medvl.losses.local.statements import statement_contrast
 from medvl.losses.pairs.positives import same_pairs
 from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.base import Positives
 from medvl.models.dual_encoders.bases.local import LocalDualConfig, LocalDualEncoder, local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs
+from medvl.models.dual_encoders.parts.pair_scores import pair_scores, score_head
 from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder
-from medvl.models.heatmaps import on_originals
 from medvl.models.registry import register_system
 from medvl.schema import Embeddings, Losses
-
-_CHUNK_BYTES, _CHUNK_TENSORS = 2**29, 4
-"""Memory of the decoder's widest states for one chunk of queries, and how many of them it holds at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,12 +86,8 @@ class CARZero(LocalDualEncoder):
             self_attention=False,
             shared_norm=True,
         )
-        widths = [config.projection_dim, *config.head_dims]
-        layers = [
-            nn.Sequential(nn.Linear(before, after), nn.ReLU(), nn.Dropout(config.dropout))
-            for before, after in itertools.pairwise(widths)
-        ]
-        return {**heads, "decoder": decoder, "score": nn.Sequential(*layers, nn.Linear(widths[-1], 1))}
+        score = score_head(config.projection_dim, config.head_dims, config.dropout)
+        return {**heads, "decoder": decoder, "score": score}
 
     def score_pairs(self, memory: Embeddings, query_ME: Tensor, chunk: int | None = None) -> Tensor:
         """Return (N, M) float32: the score of each query with the vector and the local features of each row.
@@ -106,19 +98,12 @@ class CARZero(LocalDualEncoder):
         memory_NKE = torch.cat([memory.global_NE[:, None], local_NKE], dim=1)
         mask_NK = torch.cat([mask_NK.new_ones(len(mask_NK), 1), mask_NK], dim=1)
 
-        rows = len(memory_NKE)
-        if not rows:  # a rank without pairs: attention needs a row, and DDP the gradients of all weights
-            memory_NKE = torch.cat([memory_NKE, memory_NKE.new_zeros(1, *memory_NKE.shape[1:])])
-            mask_NK = mask_NK.new_ones(1, mask_NK.shape[1])
-
-        def score(memory_NKE: Tensor, query_CE: Tensor, mask_NK: Tensor) -> Tensor:
-            query_NCE = query_CE.expand(len(memory_NKE), -1, -1)
-            scores_NC: Tensor = self.score(self.decoder(query_NCE, memory_NKE, mask_NK)).squeeze(2)
-            return scores_NC.float()
+        def read(query_NCE: Tensor, memory_NKE: Tensor, mask_NK: Tensor) -> Tensor:
+            scores_NC1: Tensor = self.score(self.decoder(query_NCE, memory_NKE, mask_NK))
+            return scores_NC1
 
         width = max(query_ME.shape[1], self.config.decoder_hidden)
-        chunk = chunk or max(1, _CHUNK_BYTES // (4 * _CHUNK_TENSORS * width * max(1, len(memory))))
-        return in_chunks(score, memory_NKE, query_ME, mask_NK, chunk=chunk)[:rows]
+        return pair_scores(read, memory_NKE, mask_NK, query_ME, width=width, chunk=chunk)
 
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
         """Return (N, M): the mean of both directions' scores; no cosine."""
@@ -145,13 +130,9 @@ class CARZero(LocalDualEncoder):
         """See the base class: equal shares."""
         return mask_BW / mask_BW.sum(dim=1, keepdim=True).clamp(min=1)
 
-    @torch.no_grad()
-    def attention_maps(
-        self, image_BCHW: Tensor, texts: Sequence[str], original_sizes: Sequence[tuple[int, int]] | None = None
-    ) -> list[Tensor]:
-        """Return the decoder's attention of each text's vector over its image; otherwise as the base class."""
+    def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
+        """See the base class: the decoder's attention of each text's vector."""
         images, texts_BE = self.embed_images(image_BCHW), self.embed_texts(texts).global_NE
         memory_BKE = torch.cat([images.global_NE[:, None], local_features(images)[0]], dim=1)
         _, attention_B1K = self.decoder.with_attention(texts_BE[:, None], memory_BKE)
-        map_Bhw = attention_B1K[:, 0, 1:].float().unflatten(1, self._grid(image_BCHW))
-        return on_originals(map_Bhw, self.transform, image_BCHW, original_sizes)
+        return attention_B1K[:, 0, 1:]

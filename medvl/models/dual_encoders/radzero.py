@@ -10,15 +10,16 @@ from torch import Tensor, nn
 
 from medvl.data.tokenizer.tokenizer import Tokenizer
 from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
-from medvl.errors import ConfigError
 from medvl.losses.gather import gather
 from medvl.losses.local.statements import patch_cosine, statement_contrast
 from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
+from medvl.models.dual_encoders.bases.local import local_features
 from medvl.models.dual_encoders.bases.pairs import Pairs
 from medvl.models.dual_encoders.bases.scale import LearnedScale
+from medvl.models.dual_encoders.bases.text_maps import TextMaps
 from medvl.models.dual_encoders.parts.statements import embed_statements, first_of_equal, positives
-from medvl.models.heatmaps import on_originals
+from medvl.models.dual_encoders.parts.token_layers import token_layers, tokens_of
 from medvl.models.registry import register_system
 from medvl.schema import Batch, Embeddings, Inputs, Losses
 
@@ -54,7 +55,7 @@ class RadZeroConfig(BertDualConfig):
 
 
 @register_system("radzero")
-class RadZero(LearnedScale, BertDualEncoder):
+class RadZero(LearnedScale, TextMaps, BertDualEncoder):
     """Each statement against the mean of an image's tokens that it attends to (VL-CABS, section 3.2).
 
     The loss is the mean of the contrast of a statement over images and of an image over statements, as in the released
@@ -87,17 +88,11 @@ class RadZero(LearnedScale, BertDualEncoder):
         cls, config: RadZeroConfig, image_encoder: ImageEncoder, text_encoder: TextEncoder
     ) -> dict[str, nn.Module]:
         """See the base class. Raises ConfigError for an image encoder whose vector is not as wide as its patches."""
-        from timm.models.vision_transformer import Block
-
         width, text_width = image_encoder.patch_dim, text_encoder.feature_dim
-        if image_encoder.feature_dim != width:
-            message = f"{image_encoder.name} has {width} dimensions a patch and {image_encoder.feature_dim} an image"
-            raise ConfigError(f"{message}: take one with equal widths", "unsupported", field="image_encoder")
-        options: dict[str, Any] = {"dim": width, "num_heads": max(1, width // 64), "qkv_bias": True, "init_values": 1.0}
         return {
             "image_head": nn.Identity(),
             "text_head": nn.Identity() if text_width == width else nn.Linear(text_width, width),
-            "layers": nn.Sequential(*(Block(**options) for _ in range(config.trained_layers))),
+            "layers": token_layers(image_encoder, config.trained_layers),
             "norm": nn.LayerNorm(width),
         }
 
@@ -112,14 +107,12 @@ class RadZero(LearnedScale, BertDualEncoder):
 
     def _layers_of(self, image_BCHW: Tensor) -> Tensor:
         """Return (B, 1 + P, D) float32: the class token (or mean) and the patches, not normalised."""
-        features = self.image_encoder(image_BCHW)
-        tokens_BKD = self.layers(torch.cat([features.pooled_BD[:, None], features.patches_BPD], dim=1))
-        normed_BKD: Tensor = self.norm(tokens_BKD)
+        normed_BKD: Tensor = self.norm(self.layers(tokens_of(self.image_encoder(image_BCHW))))
         return normed_BKD.float()
 
     def embed_regions(self, image_BCHW: Tensor) -> Tensor:
         """Return (B, P, E): the patches, in the space of texts."""
-        return self._tokens(self.embed_images(image_BCHW))[:, 1:]
+        return local_features(self.embed_images(image_BCHW))[0][:, 1:]
 
     def unnormalized_text(self, texts: Sequence[str] | Tensor, mask_BT: Tensor | None = None) -> Tensor:
         """See the base class. The norm is the one of the image's tokens."""
@@ -129,7 +122,7 @@ class RadZero(LearnedScale, BertDualEncoder):
     def similarity(self, images: Embeddings | Tensor, texts: Embeddings | Sequence[str]) -> Tensor:
         """Return (N, M): the cosine of each text with what it attends to in each image."""
         image, text = self.embedded(images, texts)
-        return patch_cosine(self._tokens(image), text.global_NE, self.logit_scale.exp())
+        return patch_cosine(local_features(image)[0], text.global_NE, self.logit_scale.exp())
 
     def embed_pairs(self, batch: Batch) -> Pairs:
         """See the base class."""
@@ -145,25 +138,12 @@ class RadZero(LearnedScale, BertDualEncoder):
         assert group_N is not None, "embed_pairs numbers the texts"
         first_U, column_N = first_of_equal(group_N if self.config.equal_are_positives else torch.arange(len(group_N)))
         texts_UE = every.texts.global_NE[first_U]
-        logits_NU = scale * gather(patch_cosine(self._tokens(pairs.images), texts_UE, scale))
+        logits_NU = scale * gather(patch_cosine(local_features(pairs.images)[0], texts_UE, scale))
         positive_NU = positives(pair_N, column_N, len(every), len(first_U))
         to_image, to_statement = statement_contrast(logits_NU, positive_NU)
         return Losses.weighted(statement_to_image=(to_image, 0.5), image_to_statement=(to_statement, 0.5))
 
-    @torch.no_grad()
-    def attention_maps(
-        self, image_BCHW: Tensor, texts: Sequence[str], original_sizes: Sequence[tuple[int, int]] | None = None
-    ) -> list[Tensor]:
-        """Return the map of each text in its image, the sigmoid of the scaled cosine of every patch.
-
-        One (H, W) float32 a pair, in pixels of the original, as `LocalDualEncoder.attention_maps`.
-        """
+    def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
+        """See the base class: the sigmoid of the scaled cosine of every patch."""
         patches_BPE, text_BE = self.embed_regions(image_BCHW), self.embed_texts(texts).global_NE
-        score_BP = self.logit_scale.exp() * (patches_BPE @ text_BE[:, :, None]).squeeze(2)
-        map_Bhw = score_BP.sigmoid().unflatten(1, self.image_encoder.grid(*image_BCHW.shape[2:]))
-        return on_originals(map_Bhw, self.transform, image_BCHW, original_sizes)
-
-    @staticmethod
-    def _tokens(images: Embeddings) -> Tensor:
-        assert images.local_NPE is not None, "embed_images keeps all tokens"
-        return images.local_NPE
+        return (self.logit_scale.exp() * (patches_BPE @ text_BE[:, :, None]).squeeze(2)).sigmoid()

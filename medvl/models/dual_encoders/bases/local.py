@@ -17,9 +17,9 @@ from medvl.losses.local.gloria import WordPool, gloria_contrast, gloria_similari
 from medvl.losses.precision import full_precision
 from medvl.models.config_checks import check_within
 from medvl.models.dual_encoders.bases.bert import BertDualConfig, BertDualEncoder
+from medvl.models.dual_encoders.bases.text_maps import TextMaps
 from medvl.models.dual_encoders.parts.heads import BatchNormHead
 from medvl.models.dual_encoders.parts.words import most_slots, sum_by_slot, word_slots
-from medvl.models.heatmaps import on_originals
 from medvl.schema import Embeddings, ImageFeatures
 
 
@@ -52,7 +52,7 @@ class LocalDualConfig(BertDualConfig):
         check_within(self, "(0, inf)", "pixel_std", "local_feature_norm", "text_layers")
 
 
-class LocalDualEncoder(BertDualEncoder):
+class LocalDualEncoder(TextMaps, BertDualEncoder):
     """A dual-encoder whose images have regions and whose texts have words, in the shared space.
 
     Regions come from a stage of the image encoder. A text is the combination of its encoder's last layers; a word is
@@ -166,26 +166,15 @@ class LocalDualEncoder(BertDualEncoder):
         global_BE = F.normalize(self.text_head(features.pooled_BD).float(), dim=-1)
         return Embeddings(global_BE, self._project(self.word_head, words_BWD, mask_BW), mask_BW, weight_BW)
 
-    @torch.no_grad()
-    def attention_maps(
-        self, image_BCHW: Tensor, texts: Sequence[str], original_sizes: Sequence[tuple[int, int]] | None = None
-    ) -> list[Tensor]:
-        """Return the heat map of each text in its image: one (H, W) float32 a pair, in pixels of the original.
+    def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
+        """See the base class: the attention of each text's words, weighted by `weigh_words`.
 
-        A map is the attention of the text's words, weighted by `weigh_words`. The text's first token takes part in the
-        attention and is not shown. Over the grid of regions a map sums to 1, and to 0 for a text without words. Pixels
-        that `transform` cut off are NaN. Call it in eval mode.
-
-        Args:
-            image_BCHW: images from `transform`.
-            texts: one for each image.
-            original_sizes: (height, width) of the images before `transform`; None gives maps over the model's input.
+        The text's first token takes part in the attention and is not shown. Over the grid of regions a map sums to 1,
+        and to 0 for a text without words.
         """
         words_BWE, mask_BW, regions_BPE, attention_BWP = self._attended(image_BCHW, texts)
         match_BW = F.cosine_similarity(attention_BWP @ regions_BPE.float(), words_BWE.float(), dim=2)
-        weight_BW = self.weigh_words(match_BW, mask_BW)
-        mean_Bhw = torch.einsum("bw,bwp->bp", weight_BW, attention_BWP).unflatten(1, self._grid(image_BCHW))
-        return on_originals(mean_Bhw, self.transform, image_BCHW, original_sizes)
+        return torch.einsum("bw,bwp->bp", self.weigh_words(match_BW, mask_BW), attention_BWP)
 
     @torch.no_grad()
     def word_attention(self, image_BCHW: Tensor, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -194,7 +183,7 @@ class LocalDualEncoder(BertDualEncoder):
         Words are the tokenizer's, in order. Raises ConfigError unless there are as many texts as images.
         """
         _, mask_BW, _, attention_BWP = self._attended(image_BCHW, texts)
-        return attention_BWP.unflatten(2, self._grid(image_BCHW)), mask_BW
+        return attention_BWP.unflatten(2, self.map_grid(image_BCHW)), mask_BW
 
     def without_first_token(self, texts: Embeddings) -> Embeddings:
         """Return texts with their words only, without the text's first token."""
@@ -211,7 +200,7 @@ class LocalDualEncoder(BertDualEncoder):
         words_BWE, mask_BW = local_features(self.without_first_token(embedded))
         return words_BWE, mask_BW, regions_BPE, attention_BWP[:, attention_BWP.shape[1] - words_BWE.shape[1] :]
 
-    def _grid(self, image_BCHW: Tensor) -> tuple[int, int]:
+    def map_grid(self, image_BCHW: Tensor) -> tuple[int, int]:
         """Return (h, w) of the regions."""
         side = self.config.encoder_size
         return self.image_encoder.grid(*((side, side) if side is not None else image_BCHW.shape[2:]))

@@ -16,11 +16,11 @@ from medvl.encoders import ImageEncoder, TextEncoder, freeze_layers
 from medvl.errors import ConfigError
 from medvl.losses.gather import mean_over_ranks
 from medvl.models.config_checks import check_within
-from medvl.models.dual_encoders.bases.base import DualEncoder, DualEncoderConfig, projection_head
+from medvl.models.dual_encoders.bases.base import DualEncoderConfig, projection_head
 from medvl.models.dual_encoders.bases.build import create_encoders
+from medvl.models.dual_encoders.bases.text_maps import TextMaps
 from medvl.models.dual_encoders.parts.query_book import QueryBook
 from medvl.models.dual_encoders.parts.query_decoder import QueryDecoder
-from medvl.models.heatmaps import on_originals
 from medvl.schema import FINDINGS, Batch, Embeddings, Inputs, Losses
 
 
@@ -43,7 +43,7 @@ class QueryConfig(DualEncoderConfig):
         check_within(self, "[0, 1)", "dropout")
 
 
-class QueryEncoder(DualEncoder):
+class QueryEncoder(TextMaps):
     """A frozen text encoder makes a query of each entity; a decoder over the image's grid predicts which are present.
 
     A text that names an entity of the book (name, statement or description) selects that entity's query. Any
@@ -181,14 +181,8 @@ class QueryEncoder(DualEncoder):
             columns.append(known_NQ[:, row] if row >= 0 else self._odds(self.ask(grid_NPD, more_1D)[0])[:, -1])
         return torch.stack(columns, dim=1) if columns else known_NQ[:, :0]
 
-    @torch.no_grad()
-    def attention_maps(
-        self, image_BCHW: Tensor, texts: Sequence[str], original_sizes: Sequence[tuple[int, int]] | None = None
-    ) -> list[Tensor]:
-        """Return the attention of each text's query over its image, the mean of heads and layers (MedKLIP).
-
-        One (H, W) float32 a pair, in pixels of the original, as `LocalDualEncoder.attention_maps`.
-        """
+    def cell_maps(self, image_BCHW: Tensor, texts: Sequence[str]) -> Tensor:
+        """See the base class: the attention of each text's queries, the mean of heads and layers (MedKLIP)."""
         grid_BPD, vectors_BD = self._grid_of(self.embed_images(image_BCHW)), self.embed_texts(texts).global_NE
         attention_BQP, rows = self.ask(grid_BPD)[1], self._rows(vectors_BD)
         maps = [
@@ -197,8 +191,7 @@ class QueryEncoder(DualEncoder):
             else self.ask(grid_BPD[number : number + 1], vectors_BD[number : number + 1])[1][0, -1]
             for number, row in enumerate(rows)
         ]
-        map_Bhw = torch.stack(maps).float().unflatten(1, self.image_encoder.grid(*image_BCHW.shape[2:]))
-        return on_originals(map_Bhw, self.transform, image_BCHW, original_sizes)
+        return torch.stack(maps)
 
     def forward(self, batch: Batch) -> Losses:
         """Return the losses of a batch. Samples without an image are left out; means are over all ranks."""
