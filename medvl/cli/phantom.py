@@ -25,6 +25,8 @@ class ViewsOptions(PhantomOptions):
 
     frontal_only: bool = False
     """leave out lateral views, which saves time; the frontal ones are the same"""
+    site: int = 0
+    """hospital whose devices took the images, 1, 2, ...; patients and reports are the same. 0: no shift"""
 
 
 def _command(

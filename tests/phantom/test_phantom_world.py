@@ -1,5 +1,6 @@
 """Population of the phantom: reproducible, plausible and consistent."""
 
+import dataclasses
 import re
 from collections import Counter
 
@@ -8,6 +9,7 @@ from helpers.errors import raises
 
 from medvl.errors import ConfigError
 from medvl.phantom import World
+from medvl.phantom.layouts.writer import Options
 from medvl.phantom.population.findings import CHRONIC, OPAQUE
 from medvl.phantom.population.world import MAX_PATIENTS
 from medvl.schema import COMPETITION_FINDINGS, FINDINGS
@@ -29,6 +31,28 @@ def test_patient_depends_on_seed_and_index_only():
     assert alone == among_others
     assert alone != World(4).patient(41)
     assert alone.studies != World(3).patient(42).studies
+
+
+def test_sites_differ_in_devices_alone():
+    here, there, elsewhere = (World(3, site=site).patient(41) for site in (0, 1, 2))
+    assert here == World(3).patient(41)
+    assert here != there != elsewhere
+    views = [[view for study in patient.studies for view in study.views] for patient in (here, there, elsewhere)]
+    for one, other, third in zip(*views, strict=True):
+        assert len({view.exposure for view in (one, other, third)}) == 3
+        assert [marker.text for marker in other.markers] == [*(marker.text for marker in one.markers), "H1"]
+        same = {"exposure": one.exposure, "markers": one.markers}
+        assert dataclasses.replace(other, **same) == dataclasses.replace(third, **same) == one
+    for study, shifted in zip(here.studies, there.studies, strict=True):
+        assert study.labels == shifted.labels
+
+
+def test_options_of_releases_name_a_site_only_where_there_is_one():
+    options = Options(corpus="mimic-cxr", patients=1, seed=0, size=64, split=(1.0, 0.0, 0.0), reports=True)
+    assert "site" not in options.as_json()
+    assert dataclasses.replace(options, site=2).as_json()["site"] == 2
+    with raises(ConfigError, "out_of_range", "site"):
+        dataclasses.replace(options, site=-1)
 
 
 def test_last_patient_exists():

@@ -49,8 +49,8 @@ def robustness(
         source,
         read,
         prompts=sets,
-        sites={path.name: open_source(path, [shared.checkpoint]) for path in sites},
-        outside={path.name: open_source(path) for path in outside},
+        sites={name: open_source(path, [shared.checkpoint]) for name, path in _named(sites).items()},
+        outside={name: open_source(path) for name, path in _named(outside).items()},
         calibration=_calibration(calibration, shared.checkpoint, sets[0].name),
         settings=RobustnessSettings(
             corruptions=corruptions, policy=label.policy(), resamples=shared.resamples, seed=seed
@@ -60,6 +60,13 @@ def robustness(
     page = functools.partial(write_robustness_page, result, pixels=source.pixels)
     folder, name = shared.folder(shared.checkpoint, "robustness"), f"{model.name} ({shared.checkpoint})"
     publish_result(result, folder, page, name, source.manifest, result.table(), everything=shared.all)
+
+
+def _named(folders: tuple[Path, ...]) -> dict[str, Path]:
+    """Return short name -> folder: the last two parts of the path, or all of it where these are not unique."""
+    short = ["/".join(path.parts[-2:]) for path in folders]
+    names = [str(path) if short.count(name) > 1 else name for name, path in zip(short, folders, strict=True)]
+    return dict(zip(names, folders, strict=True))
 
 
 def _calibration(path: Path | None, checkpoint: Path, prompts: str) -> "Calibration | None":

@@ -50,6 +50,8 @@ class Options:
     reports: bool
     frontal_only: bool = False
     """Leave out lateral views; the frontal ones are the same."""
+    site: int = 0
+    """Hospital whose devices took the images (`medvl.phantom.population.exposure.at_site`); patients are the same."""
 
     def __post_init__(self) -> None:
         expected = ""
@@ -59,8 +61,8 @@ class Options:
             field, expected = "size", "in [32, 4096] pixels"
         elif len(self.split) != 3 or min(self.split) < 0 or abs(sum(self.split) - 1) > 1e-6:
             field, expected = "split", "three shares that add up to 1"
-        elif self.seed < 0:
-            field, expected = "seed", "0 or more"
+        elif self.seed < 0 or self.site < 0:
+            field, expected = "seed" if self.seed < 0 else "site", "0 or more"
         if expected:
             raise ConfigError(f"{field} must be {expected}, got {getattr(self, field)}", "out_of_range", field=field)
 
@@ -70,7 +72,8 @@ class Options:
 
     def as_json(self) -> dict[str, object]:
         """Return the content of `phantom.json`."""
-        return {**dataclasses.asdict(self), "split": list(self.split), "generator_version": GENERATOR_VERSION}
+        content = {**dataclasses.asdict(self), "split": list(self.split), "generator_version": GENERATOR_VERSION}
+        return {name: value for name, value in content.items() if name != "site" or value}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -201,7 +204,7 @@ class _Task:
     write_patient: WritePatient
 
     def __call__(self, index: int) -> PatientRows:
-        return self.write_patient(self.root, World(self.options.seed).patient(index), self.options)
+        return self.write_patient(self.root, World(self.options.seed, self.options.site).patient(index), self.options)
 
 
 def _table_bytes(name: str, header: Sequence[str] | None, rows: Iterable[Sequence[object]]) -> bytes:

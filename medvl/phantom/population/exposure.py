@@ -4,6 +4,10 @@ import dataclasses
 
 import numpy as np
 
+from medvl.phantom.seeds import generator
+
+_SITE_STREAM = 96
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Exposure:
@@ -62,3 +66,24 @@ def sample_markers(rng: np.random.Generator, position: str) -> tuple[Marker, ...
         word = str(rng.choice(["AP", "PORTABLE", "SUPINE", "ERECT"]))
         markers.append(Marker(text=word, x=0.05 if left else 0.78, y=rng.uniform(0.04, 0.1), height=0.55))
     return tuple(markers)
+
+
+def at_site(exposure: Exposure, markers: tuple[Marker, ...], site: int) -> tuple[Exposure, tuple[Marker, ...]]:
+    """Return the exposure and the markers of a view as the devices and habits of a site make them; site 0 is as given.
+
+    A site has its own tube voltage, tone curve, processing, noise and background, and its letters in every image.
+    """
+    if site == 0:
+        return exposure, markers
+    rng = generator(site, _SITE_STREAM)
+    sign = float(rng.choice((-1, 1)))
+    changed = dataclasses.replace(
+        exposure,
+        penetration=exposure.penetration * (1 + sign * float(rng.uniform(0.12, 0.25))),
+        contrast=float(np.clip(exposure.contrast - sign * rng.uniform(0.1, 0.25), 0, 0.7)),
+        equalize=float(np.clip(exposure.equalize + rng.uniform(0.1, 0.4), 0, 0.7)),
+        noise=exposure.noise * float(rng.uniform(1.5, 3)),
+        black=exposure.black + float(rng.uniform(0.02, 0.1)),
+    )
+    x, y = float(rng.choice((0.04, 0.8))), float(rng.uniform(0.9, 0.96))
+    return changed, (*markers, Marker(text=f"H{site}", x=x, y=y, height=0.9))

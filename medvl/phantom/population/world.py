@@ -8,7 +8,7 @@ import numpy as np
 
 from medvl.errors import ConfigError
 from medvl.phantom.geometry import Camera
-from medvl.phantom.population.exposure import Exposure, Marker, sample_exposure, sample_markers
+from medvl.phantom.population.exposure import Exposure, Marker, at_site, sample_exposure, sample_markers
 from medvl.phantom.population.findings import (
     Finding,
     Profile,
@@ -95,10 +95,15 @@ class Patient:
 
 
 class World:
-    """All patients of one seed; each can be generated alone, and is always the same."""
+    """All patients of one seed; each can be generated alone, and is always the same.
 
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
+    Args:
+        seed: seed of patients, studies and views.
+        site: hospital whose devices took the images (`medvl.phantom.population.exposure.at_site`).
+    """
+
+    def __init__(self, seed: int = 0, site: int = 0) -> None:
+        self.seed, self.site = seed, site
         self._offset = int(generator(seed).integers(10**7))
 
     def patient(self, index: int) -> Patient:
@@ -142,7 +147,7 @@ class World:
         rng = generator(*key)
         findings = sample_findings(rng, profile, chronic)
         positions = enumerate(_positions(rng, findings))
-        views = tuple(sample_view((*key, i), position, chest, findings) for i, position in positions)
+        views = tuple(self._view((*key, i), position, chest, findings) for i, position in positions)
         return Study(
             study_id=5 * 10**7 + ((number[0] * MAX_STUDIES + number[1]) * _STEP + self._offset) % 10**7,
             taken=day + datetime.timedelta(milliseconds=int(rng.integers(24 * 3600 * 1000))),
@@ -153,6 +158,11 @@ class World:
             views=views,
             key=key,
         )
+
+    def _view(self, key: tuple[int, ...], position: str, chest: Chest, findings: tuple[Finding, ...]) -> View:
+        view = sample_view(key, position, chest, findings)
+        exposure, markers = at_site(view.exposure, view.markers, self.site)
+        return dataclasses.replace(view, exposure=exposure, markers=markers)
 
 
 def _positions(rng: np.random.Generator, findings: tuple[Finding, ...]) -> list[str]:

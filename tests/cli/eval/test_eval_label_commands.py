@@ -144,7 +144,7 @@ def test_robustness_of_a_dual_encoder_and_a_classifier(home: Path, capsys: pytes
     row = results.row("above_other_change", "all", "all corruptions")
     assert row.n == 14
     assert "macro (all corruptions)" in table
-    assert results.row("ood_auroc", "all", "validate").n == 14
+    assert results.row("ood_auroc", "all", "shards/validate").n == 14
     assert results.config["prompts"][:3] == ["chexpert_ensemble", "chexpert_pairs", "chexzero_template"]
     page = (folder / "index.html").read_text()
     assert "Corruptions: Own text above another patient" in page

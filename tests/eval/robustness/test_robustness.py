@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.errors import raises
 from helpers.eval_fakes import make_source
+from helpers.fusion_samples import SIDE as FUSION_SIDE, tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from medvl.errors import ConfigError, EvaluationError
@@ -19,9 +20,11 @@ from medvl.eval.core.metric_rows import MetricRow, measure
 from medvl.eval.robustness.assemble import assemble
 from medvl.eval.robustness.image_versions import CORRUPTIONS, MADE_UP, Version, VersionSource, corruption_versions
 from medvl.eval.robustness.passes import score_everything
-from medvl.eval.robustness.scorers import Scorer
+from medvl.eval.robustness.scorers import Scorer, make_scorer
 from medvl.eval.robustness.sentences import PARAPHRASES, paraphrases, statements
-from medvl.schema import Batch
+from medvl.eval.zero_shot_classification.prompts import load_prompts
+from medvl.models import FusionModel, create_model
+from medvl.schema import COMPETITION_FINDINGS, Batch
 
 SIDE, NAMES = 32, ("Edema", "Pneumonia")
 STATEMENTS = statements(NAMES)
@@ -213,6 +216,40 @@ def test_sites_and_other_images() -> None:
     assert rows["auroc/macro"].n == 40
 
 
+@pytest.mark.parametrize("name", ["m3ae", "convirt"])
+@torch.no_grad()
+def test_scores_are_those_of_each_pair_alone(name: str) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"image_size": FUSION_SIDE, "frozen_text_layers": 0, "projection_dim": 8}
+    towers = {"image_encoder": "resnet_tiny", "text_encoder": "tiny_bert", "tokenizer": tiny_tokenizer()}
+    model = tiny_model(name, tiny_tokenizer()) if name == "m3ae" else create_model(name, **towers, **sizes)
+    scorer = make_scorer(model.eval(), [load_prompts("chexpert_pairs")], NAMES, None)
+    image_BCHW = torch.randint(0, 256, (2, 1, FUSION_SIDE, FUSION_SIDE), dtype=torch.uint8)
+    batch: Any = SimpleNamespace(image_BCHW=image_BCHW, has_image_B=None, to=lambda *_, **__: batch)
+    images, texts = scorer.encode(batch), ["left effusion", "no effusion"]
+
+    def alone(row: int, text: str) -> float:
+        pixels = image_BCHW[row : row + 1]
+        if isinstance(model, FusionModel):
+            logits_2 = model.match(model.text_tokens(*model.tokenize([text])), model.image_tokens(pixels))[0]
+            return float(logits_2[1] - logits_2[0])
+        return float(model.similarity(model.embed_images(pixels), model.embed_texts([text])))
+
+    sentences = [text for pair in STATEMENTS.values() for text in pair]
+    expected = torch.tensor([[alone(row, text) for text in sentences] for row in range(2)], dtype=torch.float64)
+    assert torch.allclose(scorer.statement_scores(images), expected, atol=1e-4)
+    assert torch.allclose(scorer.confidence(images), expected.amax(dim=1), atol=1e-4)
+    scorer.set_texts(texts)
+    pairs = scorer.text_scores(images, torch.tensor([1, 0]), torch.tensor([0, 1]))
+    assert torch.allclose(pairs, torch.tensor([alone(1, texts[0]), alone(0, texts[1])]).double(), atol=1e-4)
+    if name == "convirt":
+        margin_BL = expected[:, 0::2] - expected[:, 1::2]
+        assert torch.allclose(scorer.prompts(images)[:, 1], margin_BL, atol=1e-4)
+        assert torch.allclose(scorer.findings(images), torch.sigmoid(margin_BL), atol=1e-4)
+        with raises(ConfigError, "unsupported", "prompts"):
+            make_scorer(model, [load_prompts("gloria_all")], COMPETITION_FINDINGS, None)
+
+
 def test_sentences_and_their_denials() -> None:
     assert STATEMENTS["Edema"] == ("There is pulmonary edema.", "There is no pulmonary edema.")
     assert statements(["CT", "No Finding"]) == {"CT": ("There is ct.", "There is no ct.")}
@@ -227,6 +264,10 @@ def test_what_cannot_be_tested_is_refused() -> None:
     segmenter: Any = SimpleNamespace(name="segmenter", modules=lambda: iter(()))
     with raises(ConfigError, "unsupported", "checkpoint"):
         robustness(segmenter, patients(4), Loader)
+    regions = patients(4)
+    regions.region_manifest = object()
+    with raises(ConfigError, "unsupported", "checkpoint"):
+        robustness(segmenter, regions, Loader)
     with raises(EvaluationError, "unknown_name", "corruptions"):
         corruption_versions(["rain"])
     bare = patients(4)

@@ -50,6 +50,7 @@ def write_mimic_cxr(
     size: int = 512,
     split: tuple[float, float, float] = (0.8, 0.05, 0.15),
     frontal_only: bool = False,
+    site: int = 0,
     workers: int | None = None,
 ) -> Path:
     """Write a phantom MIMIC-CXR: 12-bit DICOM files, reports beside the study folders, and the tables of the release.
@@ -62,6 +63,8 @@ def write_mimic_cxr(
         size: pixels of the longer side of every image.
         split: shares of patients in train, validate and test.
         frontal_only: leave out lateral views, which saves 40 % of the time; the frontal ones are the same.
+        site: hospital whose devices took the images: 0, or 1, 2, ... with other exposure, processing, noise and letters
+            in the image. Patients, findings and reports of a seed are the same at all sites.
         workers: number of processes; None for one per core. The output does not depend on it. With more than one, a
             script must call this below `if __name__ == "__main__":`.
 
@@ -76,6 +79,7 @@ def write_mimic_cxr(
         split=split,
         reports=True,
         frontal_only=frontal_only,
+        site=site,
     )
     write_patient = functools.partial(_write_patient, suffix=".dcm")
     return write_release(Path(out), options, write_patient, {**_TABLES, **_LISTS}, workers)
@@ -90,6 +94,7 @@ def write_mimic_cxr_jpg(
     split: tuple[float, float, float] = (0.8, 0.05, 0.15),
     reports: bool = True,
     frontal_only: bool = False,
+    site: int = 0,
     workers: int | None = None,
 ) -> Path:
     """Write a phantom MIMIC-CXR-JPG: the patients of `write_mimic_cxr` as 8-bit JPEG.
@@ -105,6 +110,7 @@ def write_mimic_cxr_jpg(
         split=split,
         reports=reports,
         frontal_only=frontal_only,
+        site=site,
     )
     return write_release(Path(out), options, functools.partial(_write_patient, suffix=".jpg"), _TABLES, workers)
 
