@@ -81,13 +81,22 @@ class GenerationResult:
             **{(metric, ALL): metric.replace("_", " ") for metric in ("frechet_distance", "precision", "recall")},
             **{(metric, ALL): metric for metric in ("density", "coverage")},
             ("ms_ssim", "same text"): "MS-SSIM within a prompt",
+            **{
+                ("recall@5", row.target): f"recall@5 of {row.target}" for row in self.results.rows if "@5" in row.metric
+            },
             **{("too_near", space): f"too near to training, {space}" for space in SPACES},
         }
+        used = [row for row in self.results.rows if row.metric.startswith("use_auroc@")]
+        parts = [shown, {(row.metric, mean): row.metric.replace("_", " ") for row in used if row.target == mean}]
+        tables = [self._by_set(part) for part in parts if part]
+        return "\n\n".join([*tables, self._note(), *describe_copies(self.results.rows)])
+
+    def _by_set(self, shown: Mapping[tuple[str, str], str]) -> str:
+        """Return a table with a line for each (metric, target), under other names, and a column for each set."""
         named = [(shown.get((row.metric, row.target)), row) for row in self.results.rows]
         lines = [dataclasses.replace(row, target=name, metric=row.subgroup, subgroup="") for name, row in named if name]
         order = list(shown.values())
-        table = format_table(sorted(lines, key=lambda row: order.index(row.target)))
-        return "\n\n".join([table, self._note(), *describe_copies(self.results.rows)])
+        return format_table(sorted(lines, key=lambda row: order.index(row.target)))
 
     def _note(self) -> str:
         """Return the features of the distances, and the distance of real images from other real ones."""

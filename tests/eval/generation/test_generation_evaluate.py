@@ -143,7 +143,8 @@ def test_settings_and_hashes_are_recorded(result):
     details = results.details
     assert (details["training_shards_not_given"], details["generator_training_unknown"]) == (0, False)
     assert (details["training_images"], details["test_images"], details["prompts"]) == (60, 40, 40)
-    assert "prompted findings, AUROC" in result.table()
+    for words in ("prompted findings, AUROC", "use auroc@20%", "real and synthetic", "features of mean (sha256"):
+        assert words in result.table()
     json.dumps([*result.predictions()])
 
 
