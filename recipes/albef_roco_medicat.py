@@ -1,7 +1,7 @@
 """ALBEF on ROCO and MedICaT (Li et al., arXiv 2107.07651, NeurIPS 2021).
 
     torchrun --nproc-per-node 8 recipes/albef_roco_medicat.py
-    torchrun recipes/albef_roco_medicat.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/albef_roco_medicat.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/albef_roco_medicat.py tiny --help     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/albef/best --head ranking --optim.lr 2e-5     # fine-tune for VQA
 

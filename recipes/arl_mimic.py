@@ -1,7 +1,7 @@
 """ARL on MedICaT, ROCO and MIMIC-CXR with UMLS (Chen et al., arXiv 2209.07118, ACM MM 2022).
 
     torchrun --nproc-per-node 4 recipes/arl_mimic.py
-    torchrun recipes/arl_mimic.py tiny            # after scripts/quickstart.sh: phantom, two CPU cores
+    torchrun recipes/arl_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/arl_mimic.py tiny --help     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/arl/best     # fine-tune for VQA
 
@@ -13,7 +13,7 @@ figure is one sample with one of its texts selected at random; and the checkpoin
 The release states 10 epochs and 100,000 steps, whichever ends first; here it is the steps.
 
 Preset `tiny`: the phantom's radiographs and its ontology instead of UMLS. It starts from the ResNet-10 and the
-three-layer BERT of `scripts/quickstart.sh`'s ConVIRT; masked patches are cells of the ResNet's grid.
+three-layer BERT of the quickstart's ConVIRT; masked patches are cells of the ResNet's grid.
 """
 
 from pathlib import Path
@@ -71,7 +71,8 @@ MAKE_DATA = """medvl shards roco --root ROCO --out shards/roco
     medvl knowledge build --umls UMLS --out knowledge/umls \\
         --shards shards/roco/train shards/medicat/train shards/mimic-cxr/train
     medvl knowledge train --folder knowledge/umls"""
-PHANTOM = """bash scripts/quickstart.sh
+PHANTOM = """medvl phantom quickstart
+    medvl train convirt tiny
     medvl phantom umls --out quickstart/umls
     medvl knowledge build --umls quickstart/umls --out quickstart/knowledge
     medvl knowledge train --folder quickstart/knowledge --dim 64 --epochs 100 --batches 4"""

@@ -83,7 +83,7 @@ tiny = BERTHopRecipe(
 PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = """medvl shards openi --root OPENI --views FRONTAL --out shards/openi
     medvl fit-pixelhop shards/openi/train pixelhop"""
-PHANTOM = """bash scripts/quickstart.sh
+PHANTOM = """medvl phantom quickstart
     medvl phantom openi --out quickstart/openi --patients 1200 --size 160
     medvl shards openi --root quickstart/openi --out quickstart/openi-shards --views FRONTAL --short-side 160
     medvl fit-pixelhop quickstart/openi-shards/train quickstart/pixelhop --image-size 112 --fit squash"""

@@ -1,7 +1,7 @@
 """BFSPR on MIMIC-CXR (after Seibold et al., MICCAI 2022, arXiv 2205.07139): a design variant.
 
     torchrun --nproc-per-node 8 recipes/bfspr_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/bfspr_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/bfspr_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/bfspr_mimic.py tiny --help     # every setting
 
 Preset `paper`: the authors released no code. Corpus, whole reports, and the global and local terms are the paper's;
@@ -10,7 +10,6 @@ optimiser, schedule and batch are chosen here, and the augmentation is ConVIRT's
 Preset `tiny`: the encoders, text, augmentation and schedule of `recipes/convirt_mimic.py tiny`, with a second view.
 """
 
-import dataclasses
 from pathlib import Path
 
 from medvl.data import ConVIRTAugmentation, WholeText
@@ -32,8 +31,9 @@ paper = ZeroShotRecipe(
         run_dir=Path("runs/bfspr-mimic"), epochs=50, global_batch=128, precision="bf16", channels_last=True
     ),
 )
-tiny = ZeroShotRecipe(
-    model=BFSPRConfig(
+tiny = quickstart.zero_shot_recipe(
+    "bfspr",
+    BFSPRConfig(
         image_encoder="resnet_tiny",
         text_encoder="tiny_bert",
         image_size=112,
@@ -42,10 +42,6 @@ tiny = ZeroShotRecipe(
         max_tokens=48,
         projection_dim=128,
     ),
-    pretrained=False,
-    data=quickstart.DATA,
-    optim=quickstart.OPTIM,
-    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/bfspr")),
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}

@@ -18,7 +18,7 @@ import dataclasses
 from pathlib import Path
 
 from medvl.models import AlbertTextConfig
-from medvl.train import Linear, OptimConfig, TextDataConfig, TextRecipe, TrainConfig, launch, text_run
+from medvl.train import Linear, OptimConfig, TextDataConfig, TextRecipe, TrainConfig, launch, quickstart, text_run
 
 OPTIM = OptimConfig(
     optimizer="lamb", lr=8.8e-4, eps=1e-6, weight_decay=0.01, clip_norm=1.0, schedule=Linear(warmup_steps=3_125)
@@ -57,23 +57,9 @@ SMALL = {
 tiny = TextRecipe(
     model=AlbertTextConfig(text_arguments=SMALL, max_tokens=128),
     pretrained=False,
-    data=TextDataConfig(
-        train=Path("quickstart/shards/train"),
-        valid=Path("quickstart/shards/validate"),
-        tokenizer=Path("quickstart/vocab"),
-        sections=("findings", "impression"),
-        workers=1,
-    ),
+    data=quickstart.TEXT_DATA,
     optim=dataclasses.replace(OPTIM, lr=5e-3, schedule=Linear(warmup_steps=100)),
-    train=TrainConfig(
-        run_dir=Path("quickstart/bioalbert"),
-        epochs=10,
-        global_batch=64,
-        precision="bf16",
-        packed_text=True,
-        best_metric="masked/accuracy",
-        best_mode="max",
-    ),
+    train=dataclasses.replace(quickstart.TEXT_TRAIN, run_dir=Path("quickstart/bioalbert")),
 )
 
 PRESETS = {"paper": paper, "large": large, "tiny": tiny}

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 recipes/biovil_mimic.py --data.train DIR/train --data.valid DIR/validate
     torchrun --nproc-per-node 8 recipes/biovil_mimic.py local ...       # BioViL-L: with the local loss
-    torchrun recipes/biovil_mimic.py tiny             # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/biovil_mimic.py tiny             # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/biovil_mimic.py tiny --help      # every setting
 
 Presets `paper` and `local`: the released model's sizes, the impression as the text and the findings as the second text

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 recipes/carzero_mimic.py --data.train DIR/train --data.valid DIR/validate
     torchrun recipes/carzero_mimic.py --model.image-weights MRM.safetensors --data.text.source file ...
-    torchrun recipes/carzero_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/carzero_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/carzero_mimic.py tiny --help     # every setting
 
 Preset `paper`: the settings of the authors' configuration. ImageNet's ViT-B/16 and BioBERT come from the hub on first
@@ -52,8 +52,9 @@ paper = ZeroShotRecipe(
     ),
     prompts="statements",
 )
-tiny = ZeroShotRecipe(
-    model=CARZeroConfig(
+tiny = quickstart.zero_shot_recipe(
+    "carzero",
+    CARZeroConfig(
         image_encoder="resnet_tiny",
         text_encoder="tiny_bert",
         image_size=112,
@@ -69,10 +70,7 @@ tiny = ZeroShotRecipe(
         dropout=0.0,
         head_dims=(128,),
     ),
-    pretrained=False,
-    data=dataclasses.replace(quickstart.DATA, text=Statements()),
-    optim=quickstart.OPTIM,
-    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/carzero")),
+    dataclasses.replace(quickstart.DATA, text=Statements()),
     prompts="statements",
 )
 

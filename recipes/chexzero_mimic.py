@@ -1,7 +1,7 @@
 """CheXzero on MIMIC-CXR (Tiu et al., Nature Biomedical Engineering 2022, doi 10.1038/s41551-022-00936-9).
 
     torchrun --nproc-per-node 8 recipes/chexzero_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/chexzero_mimic.py tiny           # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/chexzero_mimic.py tiny           # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/chexzero_mimic.py tiny --help    # every setting
     torchrun recipes/chexzero_mimic.py --init-from imported/chexzero --data.train OURS/train ...    # continue
 
@@ -51,8 +51,9 @@ paper = ZeroShotRecipe(
     ),
     prompts="chexzero_template",
 )
-tiny = ZeroShotRecipe(
-    model=CheXzeroConfig(
+tiny = quickstart.zero_shot_recipe(
+    "chexzero",
+    CheXzeroConfig(
         image_encoder="resnet_tiny",
         text_encoder="open_clip:custom",
         text_arguments={"num_hidden_layers": 3, "width": 192, "heads": 3, "context_length": 48, "embed_dim": 128},
@@ -63,10 +64,7 @@ tiny = ZeroShotRecipe(
         image_std=None,
         max_tokens=48,
     ),
-    pretrained=False,
-    data=dataclasses.replace(quickstart.DATA, text=WholeText(sections=("impression",), missing="literal")),
-    optim=quickstart.OPTIM,
-    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/chexzero")),
+    dataclasses.replace(quickstart.DATA, text=WholeText(sections=("impression",), missing="literal")),
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}

@@ -95,7 +95,8 @@ PRESETS = {
     "tiny-text": tiny_text,
 }
 MAKE_DATA = "medvl shards openi --root OPENI --views FRONTAL --out shards/openi"
-PHANTOM = """bash scripts/quickstart.sh
+PHANTOM = """medvl phantom quickstart
+    medvl train convirt tiny
     medvl phantom openi --out quickstart/openi --patients 1200 --size 160
     medvl shards openi --root quickstart/openi --out quickstart/openi-shards --views FRONTAL --short-side 160"""
 prepare = classifier_run("classify_openi", MAKE_DATA, LabelPolicy, ClassifyEval, PHANTOM)

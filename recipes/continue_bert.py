@@ -20,7 +20,7 @@ import dataclasses
 from pathlib import Path
 
 from medvl.models import MaskedTextConfig
-from medvl.train import Linear, OptimConfig, TextDataConfig, TextRecipe, TrainConfig, launch, text_run
+from medvl.train import Linear, OptimConfig, TextDataConfig, TextRecipe, TrainConfig, launch, quickstart, text_run
 
 MODEL = MaskedTextConfig(text_encoder="bert", attention_dropout=0.0)
 paper = TextRecipe(
@@ -52,23 +52,9 @@ tiny = TextRecipe(
     model=MaskedTextConfig(text_encoder="tiny_bert", pairs="none", attention_dropout=0.0, max_tokens=128),
     pretrained=False,
     init_from=Path("quickstart/convirt/best"),
-    data=TextDataConfig(
-        train=Path("quickstart/shards/train"),
-        valid=Path("quickstart/shards/validate"),
-        tokenizer=Path("quickstart/vocab"),
-        sections=("findings", "impression"),
-        workers=1,
-    ),
+    data=quickstart.TEXT_DATA,
     optim=OptimConfig(optimizer="adamw", lr=5e-4, weight_decay=0.01, clip_norm=1.0, schedule=Linear(warmup_steps=50)),
-    train=TrainConfig(
-        run_dir=Path("quickstart/continue-bert"),
-        epochs=3,
-        global_batch=64,
-        precision="bf16",
-        packed_text=True,
-        best_metric="masked/accuracy",
-        best_mode="max",
-    ),
+    train=dataclasses.replace(quickstart.TEXT_TRAIN, run_dir=Path("quickstart/continue-bert"), epochs=3),
 )
 
 PRESETS = {"paper": paper, "new-words": new_words, "tiny": tiny}

@@ -1,7 +1,7 @@
 """ConVIRT on MIMIC-CXR (Zhang et al., arXiv 2010.00747, MLHC 2022).
 
     torchrun --nproc-per-node 8 recipes/convirt_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/convirt_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/convirt_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/convirt_mimic.py tiny --help     # every setting
     torchrun recipes/convirt_mimic.py --init-from runs/convirt-mimic/best --data.train OURS/train ...    # continue
 

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 recipes/cxrclip_mimic.py --data.train DIR/train --data.valid DIR/validate
     torchrun recipes/cxrclip_mimic.py --data.extra-train shards/chexpert/train shards/nih-cxr14/train ...
     torchrun recipes/cxrclip_mimic.py --model.image-encoder swin_tiny --model.image-pool first ...
-    torchrun recipes/cxrclip_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/cxrclip_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/cxrclip_mimic.py tiny --help     # every setting
 
 Preset `paper`: the settings of the authors' configuration; CheXpert and ChestX-ray14 join in as `--data.extra-train`,
@@ -40,8 +40,9 @@ paper = ZeroShotRecipe(
         run_dir=Path("runs/cxrclip-mimic"), epochs=15, global_batch=128, precision="bf16", channels_last=True
     ),
 )
-tiny = ZeroShotRecipe(
-    model=CXRCLIPConfig(
+tiny = quickstart.zero_shot_recipe(
+    "cxrclip",
+    CXRCLIPConfig(
         image_encoder="resnet_tiny",
         text_encoder="tiny_bert",
         image_size=112,
@@ -50,10 +51,7 @@ tiny = ZeroShotRecipe(
         projection_dim=128,
         max_tokens=64,
     ),
-    pretrained=False,
-    data=dataclasses.replace(quickstart.DATA, text=TextOrLabels(text=RandomSection())),
-    optim=quickstart.OPTIM,
-    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/cxrclip")),
+    dataclasses.replace(quickstart.DATA, text=TextOrLabels(text=RandomSection())),
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}

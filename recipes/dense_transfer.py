@@ -117,7 +117,8 @@ MAKE_DATA = """Make the shards first, of RSNA for boxes and of SIIM for masks:
 and then, on the encoder of a checkpoint,
     torchrun recipes/dense_transfer.py --init-from runs/convirt-mimic/best
 Without any data, on the phantom corpus:
-    bash scripts/quickstart.sh
+    medvl phantom quickstart
+    medvl train convirt tiny
     medvl phantom rsna --out phantom-rsna --patients 500 --size 320
     medvl shards rsna --root phantom-rsna --out quickstart/rsna --short-side 224"""
 

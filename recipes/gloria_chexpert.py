@@ -1,7 +1,7 @@
 """GLoRIA on CheXpert and its reports (Huang et al., ICCV 2021).
 
     torchrun --nproc-per-node 8 recipes/gloria_chexpert.py --data.train DIR/train --data.valid DIR/valid
-    torchrun recipes/gloria_chexpert.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/gloria_chexpert.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/gloria_chexpert.py tiny --help     # every setting
     torchrun recipes/gloria_chexpert.py --init-from imported/gloria --data.train OURS/train ...    # continue
 

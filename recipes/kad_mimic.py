@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 recipes/kad_mimic.py --data.train DIR/train --data.valid DIR/validate
     torchrun recipes/kad_mimic.py --model.text-weights MED-KEBERT.safetensors ...
-    torchrun recipes/kad_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/kad_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/kad_mimic.py tiny --help     # every setting
 
 Preset `paper`: the settings of the authors' configuration. ImageNet's ResNet-50 and PubMedBERT come from the hub on

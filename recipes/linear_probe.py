@@ -99,7 +99,9 @@ MAKE_DATA = """Make the shards first. From CheXpert, RSNA, SIIM, NIH ChestX-ray1
 and then, on the encoder of a checkpoint,
     torchrun recipes/linear_probe.py --init-from runs/convirt-mimic/best
 Without any data, on the phantom corpus:
-    bash scripts/quickstart.sh"""
+    medvl phantom quickstart
+    medvl train convirt tiny
+    medvl train linear-probe tiny"""
 
 
 def prepare(recipe: Recipe) -> "Run":

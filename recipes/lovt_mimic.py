@@ -1,7 +1,7 @@
 """LoVT on MIMIC-CXR (Mueller et al., arXiv 2112.02889, ECCV 2022).
 
     torchrun --nproc-per-node 8 recipes/lovt_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/lovt_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/lovt_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/lovt_mimic.py analysis        # without local negatives (arXiv 2211.07254); `analysis-tiny`
     torchrun recipes/lovt_mimic.py tiny --help     # every setting
 

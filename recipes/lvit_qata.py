@@ -97,10 +97,11 @@ PRESETS = {"paper": paper, "tiny": tiny}
 
 MAKE_DATA = """Make the shards first:
     medvl shards qata --root QATA --out shards/qata
-Without any data, on the phantom corpus, after bash scripts/quickstart.sh:
+Without any data, on the phantom corpus:
     medvl phantom qata --out phantom-qata --patients 700 --size 160
     medvl shards qata --root phantom-qata --out quickstart/qata --short-side 112
-    medvl vocab quickstart/qata/train quickstart/qata-vocab"""
+    medvl vocab quickstart/qata/train quickstart/qata-vocab
+    medvl train lvit tiny"""
 
 
 def prepare(recipe: Recipe) -> "Run":

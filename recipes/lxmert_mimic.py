@@ -1,7 +1,7 @@
 """LXMERT on MIMIC-CXR (Tan and Bansal, arXiv 1908.07490, EMNLP 2019).
 
     torchrun --nproc-per-node 8 recipes/lxmert_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/lxmert_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/lxmert_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/lxmert_mimic.py tiny --help     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/lxmert-mimic/best     # fine-tune for VQA
 

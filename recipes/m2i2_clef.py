@@ -1,7 +1,7 @@
 """M2I2 on the captions of ImageCLEF 2022 (Li et al., arXiv 2211.13594, ISBI 2023).
 
     torchrun recipes/m2i2_clef.py --model.image-weights mae_pretrain_vit_base.pth
-    torchrun recipes/m2i2_clef.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/m2i2_clef.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/m2i2_clef.py tiny --help     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/m2i2/best --head ranking --optim.lr 2e-5     # fine-tune for VQA
 

@@ -83,8 +83,17 @@ tiny = Recipe(
 PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = """medvl shards roco --root ROCO --out shards/roco
     medvl shards medicat --root MEDICAT --out shards/medicat"""
-PHANTOM = """bash scripts/quickstart.sh        # sets medvl up
-    bash scripts/quickstart_vqa.sh"""
+PHANTOM = """medvl phantom roco --out quickstart/roco --patients 1500 --size 160
+    medvl phantom medicat --out quickstart/medicat --patients 1500 --size 160
+    medvl shards roco --root quickstart/roco --references quickstart/roco/roco_references \\
+        --out quickstart/roco-shards --short-side 160
+    medvl shards medicat --root quickstart/medicat --radiology-only --out quickstart/medicat-shards --short-side 160
+    medvl vocab quickstart/roco-shards/train quickstart/figure-vocab --size 2000
+    medvl train convirt tiny --train.epochs 5 --prompts None --data.train quickstart/roco-shards/train \\
+        --data.extra-train quickstart/medicat-shards/train --data.valid quickstart/roco-shards/validation \\
+        --data.tokenizer quickstart/figure-vocab --data.text.sections caption \\
+        --train.best-metric loss --train.best-mode min --train.run-dir quickstart/figures-convirt
+    medvl train m3ae tiny"""
 prepare = pretraining_run("m3ae_roco_medicat", MAKE_DATA, PHANTOM)
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """MedViLL on MIMIC-CXR (Moon et al., arXiv 2105.11333, JBHI 2022).
 
     torchrun --nproc-per-node 8 recipes/medvill_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/medvill_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/medvill_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/medvill_mimic.py tiny --help     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/medvill-mimic/best     # fine-tune for VQA
     torchrun recipes/medvill_mimic.py paper-report                       # or for report generation

@@ -1,7 +1,7 @@
 """MGCA on MIMIC-CXR (Wang et al., NeurIPS 2022, arXiv 2210.06044).
 
     torchrun --nproc-per-node 2 recipes/mgca_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/mgca_mimic.py tiny             # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/mgca_mimic.py tiny             # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/mgca_mimic.py tiny --help      # every setting
     torchrun recipes/mgca_mimic.py --init-from imported/mgca --data.train OURS/train ...    # continue
 

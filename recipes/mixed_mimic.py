@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 recipes/mixed_mimic.py --data.train DIR/train --data.valid DIR/validate
     torchrun recipes/mixed_mimic.py --data.weights 1 1 --data.paired-fraction 0.5     # half of the patients unpaired
-    torchrun recipes/mixed_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/mixed_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/mixed_mimic.py tiny --help     # every setting
     torchrun recipes/mixed_mimic.py tiny --data.others drop --train.run-dir quickstart/mixed-half     # the pairs alone
     torchrun recipes/vqa_finetune.py --init-from runs/mixed-mimic/best     # fine-tune for VQA

@@ -1,7 +1,7 @@
 """MUMC on ROCO, MedICaT and ImageCLEF 2022 (Li et al., arXiv 2307.05314, MICCAI 2023).
 
     torchrun recipes/mumc_figures.py --init-from runs/albef/best
-    torchrun recipes/mumc_figures.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/mumc_figures.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/mumc_figures.py tiny --help     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/mumc/best --head ranking --optim.lr 2e-5     # fine-tune for VQA
 

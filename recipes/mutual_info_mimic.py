@@ -2,7 +2,7 @@
 
     torchrun recipes/mutual_info_mimic.py --data.train DIR/train --data.valid DIR/validate
     torchrun recipes/mutual_info_mimic.py --model.local-weight 1 --model.global-weight 0      # regions and sentences
-    torchrun recipes/mutual_info_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/mutual_info_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/mutual_info_mimic.py tiny --help     # every setting
 
 Preset `paper`: the settings of the released code, which has the global part only. The image encoder starts from
@@ -38,8 +38,9 @@ paper = ZeroShotRecipe(
     optim=OptimConfig(optimizer="adamw", lr=5e-4, weight_decay=0.1, schedule=Linear(warmup_steps=300_000)),
     train=TrainConfig(run_dir=Path("runs/mutual-info-mimic"), epochs=100, global_batch=8, precision="bf16"),
 )
-tiny = ZeroShotRecipe(
-    model=MutualInfoConfig(
+tiny = quickstart.zero_shot_recipe(
+    "mutual-info",
+    MutualInfoConfig(
         image_encoder="resnet_tiny",
         image_channels=3,
         text_encoder="tiny_bert",
@@ -52,10 +53,6 @@ tiny = ZeroShotRecipe(
         local_weight=1.0,
         text_lr_mult=1.0,
     ),
-    pretrained=False,
-    data=quickstart.DATA,
-    optim=quickstart.OPTIM,
-    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/mutual-info")),
 )
 
 PRESETS = {"paper": paper, "tiny": tiny}

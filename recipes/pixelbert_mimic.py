@@ -1,7 +1,7 @@
 """PixelBERT on MIMIC-CXR (Huang et al., arXiv 2004.00849).
 
     torchrun --nproc-per-node 8 recipes/pixelbert_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/pixelbert_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/pixelbert_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/pixelbert_mimic.py tiny --help     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/pixelbert-mimic/best     # fine-tune for VQA
 

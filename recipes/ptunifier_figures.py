@@ -1,7 +1,7 @@
 """PTUnifier on ROCO, MedICaT and MIMIC-CXR (Chen et al., arXiv 2302.08958, ICCV 2023).
 
     torchrun --nproc-per-node 4 recipes/ptunifier_figures.py --model.text-weights biomed_roberta_base
-    torchrun recipes/ptunifier_figures.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/ptunifier_figures.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/ptunifier_figures.py tiny --help     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/ptunifier/best     # fine-tune for VQA
 

@@ -29,6 +29,7 @@ from medvl.train import (
     TextRecipe,
     TrainConfig,
     launch,
+    quickstart,
     text_run,
 )
 
@@ -71,23 +72,9 @@ longer = variant("longer", PAPER, dataclasses.replace(OPTIM, schedule=Linear(war
 tiny = TextRecipe(
     model=MaskedTextConfig(text_encoder="tiny_bert", pairs="none", attention_dropout=0.0, max_tokens=128),
     pretrained=False,
-    data=TextDataConfig(
-        train=Path("quickstart/shards/train"),
-        valid=Path("quickstart/shards/validate"),
-        tokenizer=Path("quickstart/vocab"),
-        sections=("findings", "impression"),
-        workers=1,
-    ),
+    data=quickstart.TEXT_DATA,
     optim=OptimConfig(optimizer="adamw", lr=1e-3, weight_decay=0.01, clip_norm=1.0, schedule=Linear(warmup_steps=100)),
-    train=TrainConfig(
-        run_dir=Path("quickstart/pubmedbert"),
-        epochs=10,
-        global_batch=64,
-        precision="bf16",
-        packed_text=True,
-        best_metric="masked/accuracy",
-        best_mode="max",
-    ),
+    train=dataclasses.replace(quickstart.TEXT_TRAIN, run_dir=Path("quickstart/pubmedbert")),
 )
 
 PRESETS = {

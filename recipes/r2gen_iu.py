@@ -102,11 +102,12 @@ tiny = Recipe(
 PRESETS = {"paper": paper, "paper-mimic": paper_mimic, "tiny": tiny}
 MAKE_DATA = """medvl shards r2gen-annotation --root iu_xray --out shards/iu-xray --short-side 256
     medvl vocab shards/iu-xray/train shards/iu-xray/words --kind words --min-frequency 3"""
-PHANTOM = """bash scripts/quickstart.sh
+PHANTOM = """medvl phantom quickstart
+    medvl train convirt tiny
     medvl phantom openi --out quickstart/openi --patients 1200 --size 160
     medvl shards openi --root quickstart/openi --out quickstart/openi-views --short-side 160
     medvl vocab quickstart/openi-views/train quickstart/openi-words --kind words --min-frequency 3 --sections findings
-    torchrun recipes/r2gen_iu.py tiny"""
+    medvl train r2gen tiny"""
 
 
 def prepare(recipe: Recipe) -> Run:

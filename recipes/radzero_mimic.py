@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 recipes/radzero_mimic.py --data.train DIR/train --data.valid DIR/validate
     torchrun recipes/radzero_mimic.py --model.image-size 224 --train.micro-batch 64 ...      # a seventh of the work
     torchrun recipes/radzero_mimic.py --data.text.source file --data.text.file STATEMENTS.jsonl ...
-    torchrun recipes/radzero_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/radzero_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/radzero_mimic.py tiny --help     # every setting
 
 Preset `paper`: the settings of the authors' configuration, with RAD-DINO as the frozen encoder, the best of the paper's
@@ -43,8 +43,9 @@ paper = ZeroShotRecipe(
     ),
     prompts="statements",
 )
-tiny = ZeroShotRecipe(
-    model=RadZeroConfig(
+tiny = quickstart.zero_shot_recipe(
+    "radzero",
+    RadZeroConfig(
         image_encoder="resnet_tiny",
         text_encoder="tiny_bert",
         image_size=112,
@@ -53,10 +54,7 @@ tiny = ZeroShotRecipe(
         attention_dropout=0.0,
         max_tokens=48,
     ),
-    pretrained=False,
-    data=dataclasses.replace(quickstart.DATA, text=Statements()),
-    optim=quickstart.OPTIM,
-    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/radzero")),
+    dataclasses.replace(quickstart.DATA, text=Statements()),
     prompts="statements",
 )
 

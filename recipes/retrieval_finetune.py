@@ -69,8 +69,10 @@ PRESETS = {"paper": paper, "tiny": tiny}
 MAKE_DATA = """Make the shards first:
     medvl shards roco --root ROCO --out shards/roco
 Without any data, on the phantom corpus:
-    bash scripts/quickstart.sh
-    torchrun recipes/medvill_mimic.py tiny"""
+    medvl phantom quickstart
+    medvl train convirt tiny
+    medvl train medvill tiny
+    medvl train retrieval tiny"""
 
 
 def prepare(recipe: Recipe) -> "Run":

@@ -1,7 +1,7 @@
 """SigLIP's sigmoid loss on MIMIC-CXR (Zhai et al., arXiv 2303.15343, ICCV 2023).
 
     torchrun --nproc-per-node 8 recipes/siglip_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/siglip_mimic.py tiny             # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/siglip_mimic.py tiny             # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/siglip_mimic.py tiny --help      # every setting
     torchrun recipes/siglip_mimic.py --init-from runs/siglip-mimic/best --data.train OURS/train ...    # continue
 
@@ -69,8 +69,9 @@ paper = ZeroShotRecipe(
     prompts="chexzero_template",
 )
 # The bias reflects how rare pairs are: -10 is about log(1 / 32,768), the paper's batch, and -4 about log(1 / 64).
-tiny = ZeroShotRecipe(
-    model=SigLIPConfig(
+tiny = quickstart.zero_shot_recipe(
+    "siglip",
+    SigLIPConfig(
         image_encoder="resnet_tiny",
         text_encoder="open_clip:custom",
         text_arguments={"num_hidden_layers": 3, "width": 192, "heads": 3, "context_length": 48, "embed_dim": 128},
@@ -78,10 +79,7 @@ tiny = ZeroShotRecipe(
         bias=-4.0,
         max_tokens=48,
     ),
-    pretrained=False,
-    data=dataclasses.replace(quickstart.DATA, text=WholeText(sections=("impression",), missing="literal")),
-    optim=quickstart.OPTIM,
-    train=dataclasses.replace(quickstart.TRAIN, run_dir=Path("quickstart/siglip")),
+    dataclasses.replace(quickstart.DATA, text=WholeText(sections=("impression",), missing="literal")),
 )
 
 continued = dataclasses.replace(

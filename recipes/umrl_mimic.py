@@ -5,7 +5,7 @@
     torchrun recipes/umrl_mimic.py --model.text-encoder bioclinicalbert ...        # paragraph vectors
     torchrun recipes/umrl_mimic.py --model.paired-share 0.01 ...                   # EA+Adv with 1 % of the pairs
     torchrun recipes/umrl_mimic.py --model.adversarial-weight 0 --model.paired-share 0.01 ...    # EA alone
-    torchrun recipes/umrl_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/umrl_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
 
 With `--model.text-encoder static` and no `--model.text-weights`, TF-IDF and PCA are fitted to the training texts before
 the first step, and are in every checkpoint. The encoders are frozen. Their features are not stored but computed anew
@@ -13,7 +13,7 @@ in every step: an epoch costs a pass of both encoders, without their backward pa
 
 Preset `paper`: ImageNet's DenseNet-121. The paper's image weights, optimiser, batch and sizes are not known here.
 
-Preset `tiny`: the image encoder of `quickstart/convirt/best` from `scripts/quickstart.sh`, because frozen features of a
+Preset `tiny`: the image encoder of `quickstart/convirt/best` (`medvl train convirt tiny`), because frozen features of a
 random encoder carry little.
 """
 

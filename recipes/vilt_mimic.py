@@ -1,7 +1,7 @@
 """ViLT on MIMIC-CXR (Kim et al., arXiv 2102.03334, ICML 2021).
 
     torchrun --nproc-per-node 8 recipes/vilt_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/vilt_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/vilt_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/vilt_mimic.py tiny --help     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/vilt-mimic/best     # fine-tune for VQA
 

@@ -1,7 +1,7 @@
 """VisualBERT on MIMIC-CXR (Li et al., arXiv 1908.03557).
 
     torchrun --nproc-per-node 8 recipes/visualbert_mimic.py --data.train DIR/train --data.valid DIR/validate
-    torchrun recipes/visualbert_mimic.py tiny            # phantom corpus of scripts/quickstart.sh, two CPU cores
+    torchrun recipes/visualbert_mimic.py tiny            # data of `medvl phantom quickstart`, two CPU cores
     torchrun recipes/visualbert_mimic.py tiny --help     # every setting
     torchrun recipes/vqa_finetune.py --init-from runs/visualbert-mimic/best     # fine-tune for VQA
 

@@ -101,8 +101,14 @@ PRESETS = {"paper": paper, "tiny": tiny}
 
 MAKE_DATA = """Make the shards first. From VQA-RAD on disk:
     medvl shards vqa-rad --root VQA-RAD --split image-disjoint --out shards/vqa-rad
-Without any data, on the phantom corpus (bash scripts/quickstart.sh first):
-    bash scripts/quickstart_vqa.sh"""
+Without any data, on the phantom corpus:
+    medvl phantom quickstart
+    medvl train convirt tiny
+    medvl phantom vqa-rad --out quickstart/vqa-rad --patients 3000 --size 256 --seed 20
+    medvl phantom vqa-rad --out quickstart/vqa-rad-valid --patients 400 --size 256 --seed 21
+    medvl shards vqa-rad --root quickstart/vqa-rad --out quickstart/vqa --short-side 160
+    medvl shards vqa-rad --root quickstart/vqa-rad-valid --out quickstart/vqa-valid --short-side 160
+    medvl train vqa tiny"""
 
 
 def prepare(recipe: Recipe) -> "Run":

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=2544, help="side of phantom images in pixels")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--workers", type=int, nargs="*", default=[1, 2], help="numbers of processes of complete conversions"
+        "--workers", type=int, nargs="+", default=[1, 2], help="numbers of processes of complete conversions"
     )
     options = parser.parse_args()
     cv2.setNumThreads(0)

@@ -325,6 +325,42 @@ def _safetensors(scratch: Path) -> Reader:
     return Reader(read, [valid])
 
 
+def _serve(scratch: Path) -> Reader:
+    """Return a sender of forms to the server of `medvl serve`, with a model of random weights."""
+    from starlette.testclient import TestClient
+
+    from medvl import create_model
+    from medvl.data import encode_png, train_wordpiece
+    from medvl.eval import load_prompts
+    from medvl.models import ConVIRTConfig
+    from medvl.serve import ServeConfig, ServedModel, create_app
+
+    prompts = load_prompts("chexpert_pairs")
+    config = ConVIRTConfig(image_encoder="resnet_tiny", text_encoder="tiny_bert", image_size=32, frozen_text_layers=0)
+    model = create_model(config, tokenizer=train_wordpiece(prompts.texts(), vocab_size=200)).eval()
+    app = create_app([ServedModel("tiny", model, prompts, None)], None, ServeConfig(requests_per_minute=1_000_000))
+    client = TestClient(app, base_url="http://localhost")
+    grey = np.random.default_rng(0).integers(0, 256, (48, 40), dtype=np.uint8)
+    fields = {"frame": "0", "center": "40", "width": "400", "text": "edema"}
+    form = {name: (None, value.encode()) for name, value in fields.items()}
+    valid = []
+    for image in (encode_png(grey), _dicom(scratch).valid[0]):
+        headers = {"content-type": "multipart/form-data; boundary=0123456789abcdef"}
+        body = client.build_request("POST", "/", files={"image": ("image", image), **form}, headers=headers).read()
+        valid.append(headers["content-type"].encode() + b"\n" + body)
+
+    def read(path: Path) -> None:
+        kind, _, body = path.read_bytes().partition(b"\n")
+        for route in ("view", "scores"):
+            response = client.post(f"/api/{route}", content=body, headers={b"content-type": kind})
+            if response.status_code >= 500:
+                raise RuntimeError(f"status {response.status_code}")
+            if response.status_code >= 400:
+                raise MedvlError(f"status {response.status_code}")
+
+    return Reader(read, valid)
+
+
 READERS: dict[str, Callable[[Path], Reader]] = {
     "dicom": _dicom,
     "image": _image,
@@ -336,6 +372,7 @@ READERS: dict[str, Callable[[Path], Reader]] = {
     "pickle": _pickle,
     "plain_pickle": _plain_pickle,
     "safetensors": _safetensors,
+    "serve": _serve,
 }
 """Name -> function that builds a reader in a folder of its own."""
 

@@ -68,10 +68,9 @@ def arguments() -> argparse.Namespace:
 
 def read_split(options: argparse.Namespace, split: str, deid: Deidentifier) -> FileSource:
     """Read the images of a split with their labels. Raises CorpusError."""
-    samples = list(chexpert.plan(options.root, deid, split=split).iter_samples())
-    if options.frontal_only:
-        samples = [sample for sample in samples if sample.view != "LATERAL"]
-    return FileSource(samples, FINDINGS)
+    plan = chexpert.plan(options.root, deid, split=split)
+    samples = [sample for sample in plan.iter_samples() if not options.frontal_only or sample.view != "LATERAL"]
+    return FileSource(samples, FINDINGS, plan.folders)
 
 
 def refuse_known_patients(checkpoint: Path, source: FileSource, deid: Deidentifier) -> None:

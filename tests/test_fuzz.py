@@ -22,6 +22,7 @@ COUNTS = {
     "pickle": 400,
     "plain_pickle": 300,
     "safetensors": 300,
+    "serve": 60,
 }
 
 

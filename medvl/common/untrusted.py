@@ -7,7 +7,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 from xml.etree import ElementTree
@@ -35,6 +35,12 @@ class InputFolders:
         """
         real = tuple(dict.fromkeys(map(_real_folder, folders)))
         return cls(() if follow_links else real)
+
+    @classmethod
+    def holding(cls, files: Iterable[Path | None]) -> Self:
+        """Return the one folder that holds all these files by their names, before links are followed."""
+        folders = {path.absolute().parent for path in files if path is not None}
+        return cls.of(os.path.commonpath(folders)) if folders else cls()
 
     def open(self, path: Path | str, kind: type[MedvlError]) -> BinaryIO:
         """Open a regular file whose real path is inside one of the folders.

@@ -1,4 +1,4 @@
-"""Settings of the presets `tiny`: the phantom of `scripts/quickstart.sh`, and minutes on two CPU cores."""
+"""Settings of the presets `tiny`: the data of `medvl phantom quickstart`, and minutes on two CPU cores."""
 
 import dataclasses
 from pathlib import Path
@@ -6,10 +6,11 @@ from typing import Any
 
 from medvl.data.transforms.image import ConVIRTAugmentation
 from medvl.data.transforms.text import WholeText
-from medvl.models.base import ImageConfig
+from medvl.models.base import ImageConfig, TowersConfig
 from medvl.train.config import Cosine, OptimConfig, TrainConfig
-from medvl.train.recipe import Recipe
+from medvl.train.recipe import Recipe, ZeroShotRecipe
 from medvl.train.tasks.pretraining import DataConfig
+from medvl.train.tasks.text import TextDataConfig
 
 DATA = DataConfig(
     train="quickstart/shards/train",
@@ -19,7 +20,7 @@ DATA = DataConfig(
     image=ConVIRTAugmentation.weak(112),
     workers=1,
 )
-"""Shards of the phantom that `scripts/quickstart.sh` makes. With encoders from scratch and about 5,000 pairs, complete
+"""Shards of `medvl phantom quickstart`. With encoders from scratch and about 5,000 pairs, complete
 impressions carry more information per step than single sentences, and a strong augmentation slows down learning."""
 
 OPTIM = OptimConfig(optimizer="adamw", lr=1e-3, weight_decay=0.05, clip_norm=1.0, schedule=Cosine(warmup_steps=100))
@@ -37,6 +38,26 @@ TRAIN = TrainConfig(
     best_mode="max",
 )
 """About a thousand steps, minutes on two CPU cores; `best` has the highest zero-shot AUROC."""
+
+TEXT_DATA = TextDataConfig(
+    train=Path("quickstart/shards/train"),
+    valid=Path("quickstart/shards/validate"),
+    tokenizer=Path("quickstart/vocab"),
+    sections=("findings", "impression"),
+    workers=1,
+)
+"""The reports of the same shards, for systems of text alone."""
+
+TEXT_TRAIN = TrainConfig(
+    run_dir=Path("quickstart/run"),
+    epochs=10,
+    global_batch=64,
+    precision="bf16",
+    packed_text=True,
+    best_metric="masked/accuracy",
+    best_mode="max",
+)
+"""Training of systems of text alone; `best` predicts most masked words."""
 
 _NO_DROPOUT = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 ENCODERS: dict[str, Any] = {
@@ -66,6 +87,28 @@ ALIGNED: dict[str, Any] = {
     "ramp_steps": 120,
 }
 """Model settings of ALBEF and its successors: a short queue, and a teacher that follows faster."""
+
+
+def zero_shot_recipe(
+    name: str, model: TowersConfig, data: DataConfig = DATA, prompts: str = "chexpert_ensemble"
+) -> ZeroShotRecipe:
+    """Return the preset `tiny` of a dual-encoder from scratch.
+
+    Args:
+        name: folder of the run in quickstart/.
+        model: settings of the system.
+        data: shards, texts and augmentation.
+        prompts: prompt set of the evaluation during training.
+    """
+    run_dir = Path("quickstart") / name
+    return ZeroShotRecipe(
+        model=model,
+        pretrained=False,
+        data=data,
+        optim=OPTIM,
+        train=dataclasses.replace(TRAIN, run_dir=run_dir),
+        prompts=prompts,
+    )
 
 
 def fusion_recipe(name: str, model: ImageConfig, epochs: int = 12) -> Recipe:

@@ -3,7 +3,7 @@
 Such a recipe is a docstring, its presets, the command that makes their data, and its preparation:
 
     paper = ZeroShotRecipe(model=ConVIRTConfig(), pretrained=True, data=..., optim=..., train=...)
-    tiny = ZeroShotRecipe(model=..., pretrained=False, data=quickstart.DATA, optim=quickstart.OPTIM, train=...)
+    tiny = quickstart.zero_shot_recipe("convirt", ConVIRTConfig(...))
     PRESETS = {"paper": paper, "tiny": tiny}
     MAKE_DATA = "medvl shards mimic-cxr --root MIMIC-CXR --out shards/mimic-cxr"
     prepare = zero_shot_run("convirt_mimic", MAKE_DATA, ZeroShotEval)

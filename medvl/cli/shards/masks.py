@@ -7,17 +7,23 @@ from typing import Literal
 from medvl.cli.shards.corpora import Flat, convert_corpus
 from medvl.data.convert.options import ShardOptions, ShardRun
 
-Patients = Literal["image", "file"]
 Splits = Literal["official", "repaired", "by-article"]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LViTSplits:
+    """How the corpora of LViT are divided."""
+
+    patients: Literal["image", "file"] = "image"
+    """image treats every image as a patient, as the published splits do; file takes the patient (of MosMedData+ the
+    study) in the file name, where it has one."""
+    splits: Splits = "official"
+    """official refuses splits that share a patient; repaired leaves images of shared patients out of the training
+    splits; by-article draws new splits, by patient."""
+
+
 def qata(
-    root: Path,
-    run: Flat[ShardRun],
-    options: Flat[ShardOptions],
-    *,
-    patients: Patients = "image",
-    splits: Splits = "official",
+    root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, division: Flat[LViTSplits] = LViTSplits()
 ) -> str:
     """Convert QaTa-COV19: radiographs with masks of infections and LViT's texts.
 
@@ -25,21 +31,13 @@ def qata(
         root: folder with Train_Folder/, Val_Folder/ and Test_Folder/, or with Train Set/ and Test Set/.
         run: output folder, budget, workers.
         options: storage format of the images.
-        patients: image treats every image as a patient, as the published splits do; file takes the patient in the file
-            name, where it has one.
-        splits: official refuses splits that share a patient; repaired leaves images of shared patients out of the
-            training splits; by-article draws new splits, by patient.
+        division: patients and splits.
     """
-    return _convert("qata", root, run, options, patients, splits)
+    return _convert("qata", root, run, options, division)
 
 
 def mosmed(
-    root: Path,
-    run: Flat[ShardRun],
-    options: Flat[ShardOptions],
-    *,
-    patients: Patients = "image",
-    splits: Splits = "official",
+    root: Path, run: Flat[ShardRun], options: Flat[ShardOptions], *, division: Flat[LViTSplits] = LViTSplits()
 ) -> str:
     """Convert MosMedData+: slices of chest CT with masks of infections and LViT's texts.
 
@@ -47,11 +45,9 @@ def mosmed(
         root: folder with Train_Folder/, Val_Folder/ and Test_Folder/.
         run: output folder, budget, workers.
         options: storage format of the images.
-        patients: image treats every slice as a patient, as the published splits do; file takes the study in the file
-            name.
-        splits: as in qata.
+        division: patients and splits.
     """
-    return _convert("mosmed", root, run, options, patients, splits)
+    return _convert("mosmed", root, run, options, division)
 
 
 def monuseg(
@@ -59,8 +55,7 @@ def monuseg(
     run: Flat[ShardRun],
     options: Flat[ShardOptions],
     *,
-    patients: Patients = "file",
-    splits: Splits = "official",
+    division: Flat[LViTSplits] = LViTSplits(patients="file"),
 ) -> str:
     """Convert MoNuSeg: tissue with masks of nuclei and LViT's texts; use --color.
 
@@ -68,10 +63,9 @@ def monuseg(
         root: folder with Train_Folder/, Val_Folder/ and Test_Folder/.
         run: output folder, budget, workers.
         options: storage format of the images.
-        patients: as in qata; the file names have the patients of TCGA.
-        splits: as in qata.
+        division: patients, which are those of TCGA in the file names, and splits.
     """
-    return _convert("monuseg", root, run, options, patients, splits)
+    return _convert("monuseg", root, run, options, division)
 
 
 def melinda(
@@ -96,8 +90,8 @@ def melinda(
     return convert_corpus(corpus, root, run, options, level=level, splits=splits)
 
 
-def _convert(name: str, root: Path, run: ShardRun, options: ShardOptions, patients: Patients, splits: Splits) -> str:
+def _convert(name: str, root: Path, run: ShardRun, options: ShardOptions, division: LViTSplits) -> str:
     from medvl.data.corpora.boxes_and_masks import lvit_layout as corpus
 
     kept = dataclasses.replace(options, keep_textless=True)
-    return convert_corpus(corpus, root, run, kept, name=name, patients=patients, splits=splits)
+    return convert_corpus(corpus, root, run, kept, name=name, patients=division.patients, splits=division.splits)

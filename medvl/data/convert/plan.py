@@ -55,7 +55,7 @@ class ShardPlan:
     def __init__(self, plan: Plan, samples_per_shard: int) -> None:
         self.corpus, self.label_names = plan.corpus, plan.label_names
         self.excluded, self.warnings, self.generators = plan.excluded, plan.warnings, plan.generators
-        self._records, self.folders = plan.records, plan.folders
+        self._records, self.folders = plan.records, plan.allowed_folders()
         self.shards = tuple(
             PlannedShard(shard_name(plan.corpus, split, number), split, order_N[start : start + samples_per_shard])
             for split, order_N in sorted(order_by_key(plan).items())

@@ -34,7 +34,9 @@ _MAX_CATEGORIES = 200
 _MISSING = {"nan", "NaN", "NA", "<NA>", "N/A", "n/a", "#N/A", "null", "NULL"}
 """Cells that pandas, R and spreadsheets write for a missing value."""
 _LABEL_VALUES = {"1": 1, "0": 0, "-1": -1, "1.0": 1, "0.0": 0, "-1.0": -1, "true": 1, "false": 0}
-_PARQUET_ROWS = 1 << 10  # read at once
+_PARQUET_ROWS = 1 << 8  # read at once
+_PARQUET_GROUP = 1 << 28  # bytes of a column in a group of rows: what a single cell may take before it is seen
+_PARQUET_OVERHEAD = 1 << 16  # bytes of pages and dictionaries
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,16 +281,26 @@ def _read_rows(table: Path, required: list[str]) -> Iterator[tuple[int, Mapping[
 
 
 def _read_parquet(table: Path, required: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    import pyarrow
+    import pyarrow.compute
     import pyarrow.parquet
 
     try:
         with ANYWHERE.open(table, CorpusError) as opened:
             file = pyarrow.parquet.ParquetFile(opened)
             check_columns(table, file.schema_arrow.names, required)
-            number = 0
-            for batch in file.iter_batches(_PARQUET_ROWS, columns=sorted(set(required))):
-                if batch.nbytes > _PARQUET_ROWS * MAX_CELL_CHARACTERS:
+            number, wanted = 0, set(required)
+            for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
+                for column in map(group.column, range(group.num_columns)):
+                    if column.path_in_schema.split(".")[0] in wanted:
+                        _check_size(table, column.total_uncompressed_size, group.num_rows)
+            # Texts as dictionaries: one that many rows share is not copied for each of them before it is measured.
+            texts = [name for name in wanted if _is_text(file.schema_arrow.field(name).type)]
+            file = pyarrow.parquet.ParquetFile(opened, metadata=file.metadata, read_dictionary=texts)
+            for batch in file.iter_batches(_PARQUET_ROWS, columns=sorted(wanted)):
+                shared = [batch.column(name).dictionary for name in texts]
+                longest = [pyarrow.compute.max(pyarrow.compute.binary_length(part)).as_py() or 0 for part in shared]
+                others = sum(batch.column(name).nbytes for name in wanted.difference(texts))
+                if max([0, *longest]) > 4 * MAX_CELL_CHARACTERS or others > _PARQUET_ROWS * MAX_CELL_CHARACTERS:
                     limit = f"at most {MAX_CELL_CHARACTERS} characters in a text"
                     raise CorpusError(f"{table}, after row {number}: expected {limit}", "too_large")
                 for row in batch.to_pylist():
@@ -298,6 +310,24 @@ def _read_parquet(table: Path, required: list[str]) -> Iterator[tuple[int, Mappi
         raise CorpusError(f"{table} does not exist", "not_found") from None
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise CorpusError(f"{table} cannot be read as Parquet ({type(error).__name__})", "malformed") from error
+
+
+def _is_text(kind: Any) -> bool:
+    """Return whether an Arrow type is that of texts, as they are or by dictionary."""
+    from pyarrow import types
+
+    value = kind.value_type if types.is_dictionary(kind) else kind
+    return bool(types.is_string(value) or types.is_large_string(value))
+
+
+def _check_size(table: Path, size: int, rows: int) -> None:
+    """Raise CorpusError where a column of a group of rows can only have overlong cells, or is too large to be read."""
+    if size > min(4 * MAX_CELL_CHARACTERS * rows + _PARQUET_OVERHEAD, _PARQUET_GROUP):
+        limit = (
+            f"at most {MAX_CELL_CHARACTERS} characters in a text and {_PARQUET_GROUP >> 20} MB of a column in a group"
+        )
+        advice = "shorten the texts, or write the table with a smaller row_group_size"
+        raise CorpusError(f"{table}: expected {limit} of rows, got {size >> 20} MB; {advice}", "too_large")
 
 
 def _text(value: object) -> str:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from medvl.common.untrusted import ANYWHERE
 from medvl.data.corpora.common.documents import Document
 from medvl.data.corpora.common.record_file import Records
 from medvl.data.corpora.common.tables import Plan, Record
@@ -71,7 +72,7 @@ def plan(
     if not records:
         detail = ", ".join(f"{count} {reason}" for reason, count in sorted(reader.excluded.items())) or "none read"
         raise CorpusError(f"{name}: no document is left ({detail})", "empty")
-    return Plan(name, records, (), reader.excluded)
+    return Plan(name, records, (), reader.excluded, folders=ANYWHERE)  # no files
 
 
 class _Reader:

@@ -1,11 +1,12 @@
 """Where a loader reads samples from: the `Source` protocol, and the files of a corpus as a source."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from medvl.common.untrusted import InputFolders
 from medvl.data.images.read import read_pixels
 from medvl.data.shards.regions import RegionManifest
 from medvl.errors import SplitError
@@ -58,10 +59,20 @@ def check_real(source: Any, field: str = "data") -> None:
 
 
 class FileSource:
-    """Samples that are read from the files of their corpus: for evaluation without shards."""
+    """Samples that are read from the files of their corpus: for evaluation without shards.
 
-    def __init__(self, samples: Sequence[Sample], label_names: Sequence[str]) -> None:
+    Args:
+        samples: for example `plan.iter_samples()`.
+        label_names: names of the labels, in the order of a batch's columns.
+        folders: folders that the images must be in, links resolved, such as `plan.folders`; default the one that holds
+            all of them by name.
+    """
+
+    def __init__(
+        self, samples: Iterable[Sample], label_names: Sequence[str], folders: InputFolders | None = None
+    ) -> None:
         self.samples = list(samples)
+        self.folders = folders or InputFolders.holding(sample.image for sample in self.samples)
         self.label_names = tuple(label_names)
         content = "\n".join(f"{sample.key} {sorted(sample.labels.items())}" for sample in self.samples)
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
@@ -74,5 +85,8 @@ class FileSource:
         return self.samples[position]
 
     def pixels(self, position: int, color: bool = False) -> np.ndarray:
-        """Return uint8 (H, W), or (H, W, 3) with `color`. Raises DicomError, ImageError or FileNotFoundError."""
-        return read_pixels(self.samples[position].image, color=color)[0]
+        """Return uint8 (H, W), or (H, W, 3) with `color`. Raises DicomError, ImageError or FileNotFoundError.
+
+        A link out of the folders is an error with the code "outside_folder".
+        """
+        return read_pixels(self.samples[position].image, color=color, folders=self.folders)[0]

@@ -9,12 +9,13 @@ evaluator says what it needs.
 
 import dataclasses
 import gzip
+import io
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medvl.common.untrusted import parse_json
+from medvl.common.untrusted import InputFolders, parse_json
 from medvl.data.text_tasks import releases
 from medvl.data.text_tasks.relations import RelationText, relation_text
 from medvl.data.text_tasks.tasks import SPLITS, TASKS, Split, TextExample, TextTask
@@ -75,12 +76,16 @@ def _compact_file(folder: Path, split: Split) -> Path | None:
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (place, object) of each line, place being "FILE, line N"."""
-    opened: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    number = 0
+    number = characters = 0
     try:
-        with opened(path, "rt", encoding="utf-8") as lines:
+        with InputFolders.of(path.parent).open(path, CorpusError) as file:
+            plain = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+            lines = io.TextIOWrapper(plain, encoding="utf-8")
             while line := lines.readline(_LINE_LIMIT):
-                number += 1
+                number, characters = number + 1, characters + len(line)
+                if characters > releases.MAX_FILE_BYTES:
+                    limit = f"expected at most {releases.MAX_FILE_BYTES} characters"
+                    raise CorpusError(f"{path}: {limit}; split the task's data", "too_large", field="data")
                 if line.strip():
                     row = parse_json(line)
                     if not isinstance(row, dict):

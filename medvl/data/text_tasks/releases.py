@@ -2,7 +2,8 @@
 
 Splits that BLURB defines by lists are read from such lists beside the data: `train_pmid.tsv`, `dev_pmid.tsv`,
 `test_pmid.tsv` (EBM PICO, HoC), `train_files.tsv`, ... (DDI) and `train_id.tsv`, ... (BioASQ), with ids or file names
-separated by commas or lines. data_cards/blurb.md says which files a release has.
+separated by commas or lines. data_cards/blurb.md says which files a release has. Only regular files of at most
+`MAX_FILE_BYTES` whose real path is inside the release's folder are read: links and names with `../` lead nowhere else.
 """
 
 import csv
@@ -10,12 +11,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
-from medvl.common.untrusted import parse_json, parse_xml
+from medvl.common.untrusted import InputFolders, parse_json, parse_xml, read_limited
 from medvl.data.reports.sentences import sentence_spans
 from medvl.data.text_tasks.tasks import SPLITS, Split, TextExample, TextTask
 from medvl.errors import CorpusError
 
+MAX_FILE_BYTES = 1 << 28
+"""Largest accepted file of a release, which is read whole; the largest of BLURB's has 40 MB."""
 _SPLIT_NAMES: Mapping[Split, tuple[str, ...]] = {
     "train": ("train",),
     "dev": ("dev", "devel", "valid"),
@@ -32,7 +36,11 @@ def read_release(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]
     reader = _READERS.get(task.name, _conll if task.kind in ("entities", "words") else None)
     if reader is None:
         raise CorpusError(f"{task.name} has no reader of an original release", "unsupported", field="data")
-    return reader(folder, task)
+    try:
+        return reader(folder, task)
+    except (AttributeError, LookupError, TypeError, ValueError, csv.Error, ElementTree.ParseError) as error:
+        message = f"{folder}: expected {task.name} as published; compare it with data_cards/blurb.md"
+        raise CorpusError(message, "malformed", field="data") from error
 
 
 def plain_tag(tag: str, task: TextTask) -> str:
@@ -56,9 +64,12 @@ def inference_example(row: Mapping[str, Any]) -> TextExample:
     return TextExample(key=key, document=key, texts=(str(row["sentence1"]), str(row["sentence2"])), label=label)
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, folder: Path) -> str:
+    """Return the text of a file of the release in `folder`, with universal newlines."""
     try:
-        return path.read_text(encoding="utf-8")
+        with InputFolders.of(folder).open(path, CorpusError) as file:
+            text = read_limited(file, MAX_FILE_BYTES, CorpusError).decode("utf-8")
+        return text.replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as error:
         raise CorpusError(f"cannot read {path} ({error})", "unreadable", field="data") from error
 
@@ -77,25 +88,25 @@ def _listed(folder: Path, kind: str) -> dict[Split, list[str]]:
         if not path.is_file():
             message = f"expected {path}, the list of the {split} split; BLURB publishes it"
             raise CorpusError(message, "not_found", field="data")
-        lists[split] = [name for name in re.split(r"[,\s]+", _read(path)) if name]
+        lists[split] = [name for name in re.split(r"[,\s]+", _read(path, folder)) if name]
     return lists
 
 
 def _conll(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     """Read words with tags, one a line, an empty line after each sentence; `-DOCSTART-` begins a document."""
     files = {split: path for split in SPLITS if (path := _file(folder, split, "{}.[tc]*")) is not None}
-    return {split: _sentences(path.stem, _read(path).splitlines(), task) for split, path in files.items()}
+    return {split: _sentences(path.stem, _read(path, folder).splitlines(), task) for split, path in files.items()}
 
 
 def _jnlpba(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     training, test = folder / "Genia4ERtask2.iob2", folder / "Genia4EReval2.iob2"
     if not training.is_file():
         return _conll(folder, task)
-    lines = _read(training).splitlines()
+    lines = _read(training, folder).splitlines()
     return {
         "train": _sentences("train", lines[:_JNLPBA_TRAIN_LINES], task),
         "dev": _sentences("dev", lines[_JNLPBA_TRAIN_LINES:], task),
-        "test": _sentences("test", _read(test).splitlines(), task),
+        "test": _sentences("test", _read(test, folder).splitlines(), task),
     }
 
 
@@ -137,11 +148,11 @@ def _pico(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
         below = "test/gold" if split == "test" else "train"
         result[split] = []
         for document in documents:
-            words = _read(folder / "documents" / f"{document}.tokens").split()
+            words = _read(folder / "documents" / f"{document}.tokens", folder).split()
             tags = ["O"] * len(words)
             for element, tag in elements.items():
                 path = next((spans / element / below).glob(f"{document}.*ann"), None)
-                marks = _read(path).split() if path else []
+                marks = _read(path, folder).split() if path else []
                 tags = [tag if mark != "0" else old for mark, old in zip(marks, tags, strict=True)] if marks else tags
             lines = [text for word, tag in zip(words, tags, strict=True) for text in _until_full_stop(word, tag)]
             sentences = _sentences(document, [f"-DOCSTART- {document}", *lines], task)
@@ -161,15 +172,15 @@ def _chemprot(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
         if abstracts is None:
             continue
         ending = abstracts.name.removeprefix(f"chemprot_{name}_abstracts")
-        entities = _rows(abstracts.with_name(f"chemprot_{name}_entities{ending}"))
-        relations = _rows(abstracts.with_name(f"chemprot_{name}_relations{ending}"))
+        entities = _rows(abstracts.with_name(f"chemprot_{name}_entities{ending}"), folder)
+        relations = _rows(abstracts.with_name(f"chemprot_{name}_relations{ending}"), folder)
         classes = {(row[0], row[4].split(":", 1)[1], row[5].split(":", 1)[1]): row[1] for row in relations}
         found: dict[str, list[tuple[str, str, int, int]]] = {}
         for document, entity, kind, start, end, *_ in entities:
             found.setdefault(document, []).append((entity, kind, int(start), int(end)))
         result[_split(split)] = [
             example
-            for document, title, abstract, *_ in _rows(abstracts)
+            for document, title, abstract, *_ in _rows(abstracts, folder)
             for example in _chemprot_pairs(document, f"{title} {abstract}", found.get(document, []), classes, task)
         ]
     return result
@@ -198,20 +209,20 @@ def _chemprot_pairs(
                 )
 
 
-def _rows(path: Path) -> list[list[str]]:
-    return list(csv.reader(_read(path).splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
+def _rows(path: Path, folder: Path) -> list[list[str]]:
+    return list(csv.reader(_read(path, folder).splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
 def _ddi(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     """Read the XML files that the lists name; a discontinuous mention runs from its first to its last character."""
     return {
-        split: [example for name in names for example in _ddi_document(folder / name.lstrip("/"))]
+        split: [example for name in names for example in _ddi_document(folder / name.lstrip("/"), folder)]
         for split, names in _listed(folder, "files").items()
     }
 
 
-def _ddi_document(path: Path) -> Iterator[TextExample]:
-    root = parse_xml(_read(path).encode())
+def _ddi_document(path: Path, folder: Path) -> Iterator[TextExample]:
+    root = parse_xml(_read(path, folder).encode())
     for sentence in root:
         text = sentence.attrib["text"]
         spans = {
@@ -232,16 +243,16 @@ def _ddi_document(path: Path) -> Iterator[TextExample]:
 def _gad(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     """Read fold 1 of BioBERT's ten."""
     fold = folder / "1" if (folder / "1").is_dir() else folder
-    training = _gad_rows("train", fold / "train.tsv")
+    training = _gad_rows("train", fold / "train.tsv", folder)
     return {
         "train": training[:_GAD_TRAIN],
         "dev": training[_GAD_TRAIN:],
-        "test": [example for example in _gad_rows("test", fold / "test.tsv") if example.label in task.labels],
+        "test": [example for example in _gad_rows("test", fold / "test.tsv", folder) if example.label in task.labels],
     }
 
 
-def _gad_rows(split: str, path: Path) -> list[TextExample]:
-    rows = _rows(path)
+def _gad_rows(split: str, path: Path, folder: Path) -> list[TextExample]:
+    rows = _rows(path, folder)
     return [
         TextExample(key=f"gad-{split}-{n}", document=f"gad-{split}-{n}", texts=(row[-2],), label=row[-1].strip())
         for n, row in enumerate(rows)
@@ -254,7 +265,7 @@ def _biosses(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     result: dict[Split, list[TextExample]] = {}
     for split in SPLITS:
         if (path := _file(folder, split, "{}.tsv")) is not None:
-            reader = csv.DictReader(_read(path).splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE)
+            reader = csv.DictReader(_read(path, folder).splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE)
             result[split] = [_similarity_row(f"{split}-{n}", row) for n, row in enumerate(reader)]
     return result
 
@@ -270,7 +281,7 @@ def _medsts(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     return {
         split: [
             TextExample(key=f"{split}-{n}", document=f"{split}-{n}", texts=(row[0], row[1]), label=float(row[2]))
-            for n, row in enumerate(_rows(path))
+            for n, row in enumerate(_rows(path, folder))
         ]
         for split, path in files.items()
     }
@@ -282,8 +293,8 @@ def _hoc(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     for split, documents in _listed(folder, "pmid").items():
         result[split] = []
         for document in documents:
-            text = " ".join(_read(folder / "text" / f"{document}.txt").split())
-            marks = re.split(r"<|\bAND\b", _read(folder / "labels" / f"{document}.txt"))
+            text = " ".join(_read(folder / "text" / f"{document}.txt", folder).split())
+            marks = re.split(r"<|\bAND\b", _read(folder / "labels" / f"{document}.txt", folder))
             named = {mark.split("--")[0].strip().lower() for mark in marks}
             labels = tuple(label for label in task.labels if label in named)
             result[split].append(TextExample(key=document, document=document, texts=(text,), label=labels))
@@ -301,7 +312,7 @@ def _pubmedqa(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     result: dict[Split, list[TextExample]] = {}
     for split, name in places.items():
         if (data / name).is_file():
-            rows = parse_json(_read(data / name))
+            rows = parse_json(_read(data / name, folder))
             result[split] = [
                 TextExample(
                     key=key,
@@ -324,7 +335,7 @@ def _bioasq(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
             label=row["exact_answer"].lower(),
         )
         for path in sorted(folder.rglob("*.json"))
-        for row in parse_json(_read(path))["questions"]
+        for row in parse_json(_read(path, folder))["questions"]
         if row["type"] == "yesno"
     }
     return {split: [questions[key] for key in keys] for split, keys in _listed(folder, "id").items()}
@@ -334,7 +345,7 @@ def _inference(folder: Path, task: TextTask) -> dict[Split, list[TextExample]]:
     """Read JSON lines of sentence1, sentence2 and gold_label, such as mli_train_v1.jsonl and radnli_test_v1.jsonl."""
     files = {split: path for split in SPLITS if (path := _file(folder, split, "*_{}_*.jsonl")) is not None}
     return {
-        split: [inference_example(parse_json(line)) for line in _read(path).splitlines() if line.strip()]
+        split: [inference_example(parse_json(line)) for line in _read(path, folder).splitlines() if line.strip()]
         for split, path in files.items()
     }
 

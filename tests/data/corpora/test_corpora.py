@@ -372,6 +372,34 @@ def test_table_unreadable_file_raises(tmp_path: Path, deid: Deidentifier) -> Non
         table.plan(path, COLUMNS, deid, fractions={"train": 0.5})
 
 
+@pytest.mark.parametrize("kind", ["alone", "among others", "shared by rows"])
+def test_parquet_cells_are_refused_before_they_take_memory(
+    kind: str, tmp_path: Path, deid: Deidentifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cell that fills its group of rows, or the limit of a group, or that all rows share (3 GB if each had its own)."""
+    monkeypatch.setattr(table, "_PARQUET_GROUP", 3 << 20)
+    texts = {
+        "alone": ["a" * (1 << 20)],
+        "among others": ["b"] * 90 + ["a" * (4 << 20)],
+        "shared by rows": ["a" * (1 << 20)],
+    }
+    rows = 3000 if kind == "shared by rows" else len(texts[kind])
+    column = pyarrow.DictionaryArray.from_arrays([0] * rows if kind == "shared by rows" else range(rows), texts[kind])
+    cells = {"image": [f"{n}.png" for n in range(rows)], "patient": ["p"] * rows, "text": column}
+    pyarrow.parquet.write_table(pyarrow.table(cells), tmp_path / "rows.parquet", compression="zstd")
+    assert (tmp_path / "rows.parquet").stat().st_size < 1 << 18
+    columns = TableColumns(image_column="image", patient_column="patient", text_column=("text",))
+    pool = pyarrow.proxy_memory_pool(pyarrow.default_memory_pool())
+    before = pyarrow.default_memory_pool()
+    pyarrow.set_memory_pool(pool)
+    try:
+        with raises(CorpusError, "too_large"):
+            table.plan(tmp_path / "rows.parquet", columns, deid)
+    finally:
+        pyarrow.set_memory_pool(before)
+    assert pool.max_memory() < 32 << 20
+
+
 def test_data_cards_contain_the_counts_of_verify() -> None:
     cards = Path(__file__).parents[3] / "data_cards"
     for module in (mimic_cxr, chexpert):

@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.errors import raises
 
+from medvl.data.text_tasks import releases
 from medvl.data.text_tasks.read import available_tasks, read_text_task
 from medvl.data.text_tasks.relations import RelationText, relation_text
 from medvl.data.text_tasks.tasks import TASKS, TextExample
@@ -154,6 +156,42 @@ def test_releases_of_documents_and_questions(tmp_path: Path) -> None:
     assert read_text_task(tmp_path, TASKS["mednli"])["train"][0].label == "neutral"
     write(tmp_path / "medsts/train.tsv", "a\tb\t3.5\n")
     assert read_text_task(tmp_path, TASKS["medsts"])["train"][0].label == 3.5
+
+
+def test_files_outside_of_a_release_and_endless_ones_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a name in a list, by a link, by a pipe; in compact form too."""
+    xml = '<document id="d"><sentence text="a b"/></document>'
+    write(tmp_path / "secret.xml", xml)
+    root = tmp_path / "data/DDICorpus"
+    write(root / "inside.xml", xml)
+    for split in ("dev", "test"):
+        write(root / f"{split}_files.tsv", "")
+    (root / "link.xml").symlink_to(tmp_path / "secret.xml")
+    os.mkfifo(root / "pipe.xml")
+    for name, code in (
+        ("../../secret.xml", "outside_folder"),
+        ("link.xml", "outside_folder"),
+        ("pipe.xml", "not_a_file"),
+        ("none.xml", "unreadable"),
+        ("train_files.tsv", "malformed"),
+        ("inside.xml", "not_found"),  # it has no pairs, and so no examples
+    ):
+        write(root / "train_files.tsv", name)
+        with raises(CorpusError, code, None if code in ("outside_folder", "not_a_file") else "data"):
+            read_text_task(root.parent, TASKS["ddi"])
+    monkeypatch.setattr(releases, "MAX_FILE_BYTES", 40)
+    with raises(CorpusError, "too_large"):
+        read_text_task(root.parent, TASKS["ddi"])
+    compact = tmp_path / "data/gad/train.jsonl.gz"
+    write_rows(compact, *[{"id": 1, "dummy": "x", "label": 1}] * 50)
+    with raises(CorpusError, "too_large", "data"):
+        read_text_task(compact.parents[1], TASKS["gad"])
+    compact.rename(tmp_path / "elsewhere.gz")
+    compact.symlink_to(tmp_path / "elsewhere.gz")
+    with raises(CorpusError, "outside_folder"):
+        read_text_task(compact.parents[1], TASKS["gad"])
 
 
 def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:

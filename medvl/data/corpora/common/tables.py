@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from medvl.common.untrusted import ANYWHERE, InputFolders, parse_json
+from medvl.common.untrusted import InputFolders, parse_json
 from medvl.data.privacy.deidentify import find_identifiers, is_identifying_header
 from medvl.data.reports.sections import Report, read_report
 from medvl.data.transforms.text import choose_sections
@@ -52,16 +52,23 @@ class Plan:
     """Images left out, by rule."""
     warnings: Counter[str] = dataclasses.field(default_factory=Counter)
     """Repairs, and parts left out of an image (such as a question in another language), by rule."""
-    folders: InputFolders = ANYWHERE
-    """Folders that images and reports must be in, links resolved."""
+    folders: InputFolders | None = None
+    """Folders that images and reports must be in, links resolved; default the one that holds all of them by name."""
     generators: tuple[Mapping[str, Any], ...] = ()
     """See `Manifest.generators`."""
 
+    def allowed_folders(self) -> InputFolders:
+        """Return the folders that images, masks and reports must be in."""
+        if self.folders is not None:
+            return self.folders
+        files = (path for each in self.records for path in (each.sample.image, each.report, *each.masks.values()))
+        return InputFolders.holding(files)
+
     def iter_samples(self) -> Iterator[Sample]:
         """Yield the samples one by one, with their reports read. Raises ReportError when a report cannot be read."""
-        warnings = Counter[str]()
+        warnings, folders = Counter[str](), self.allowed_folders()
         for record in self.records:
-            yield read_record(record, warnings, self.folders)
+            yield read_record(record, warnings, folders)
 
 
 def read_record(record: Record, warnings: Counter[str], folders: InputFolders) -> Sample:
