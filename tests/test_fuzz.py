@@ -26,6 +26,7 @@ COUNTS = {
 }
 
 
+load_script("fuzz_readers")
 fuzz = load_script("fuzz")
 
 

@@ -49,6 +49,7 @@ MODULES = {
     "compare_fusion_tasks",
     "compare_runs",
     "compare_table",
+    "fuzz_readers",
     "open_clip_baseline",
     "vqa_corpora",
 }
